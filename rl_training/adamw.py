@@ -1,0 +1,83 @@
+"""The AdamW step as PyTorch takes it, in parts that add up, and the gradient clipping before it. Pure functions.
+
+    m ← β1 m + (1−β1) g          v ← β2 v + (1−β2) g²          t ← t + 1
+    P = 1 / (√(v / (1−β2^t)) + ε)                               the preconditioner of THIS step
+    δθ = −lr · P · m / (1−β1^t)  −  lr · λ · θ
+
+split by cause into momentum (from the old m), gradient (from this g) and decay (λ). The preconditioner must be this
+step's: the one before is 1/ε where v was still 0, which would dominate everything.
+
+Source: Loshchilov & Hutter 2019, "Decoupled weight decay regularization", algorithm 2; torch.optim.AdamW.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
+
+
+@dataclass(frozen=True)
+class AdamWState:
+    """AdamW's view of one parameter BEFORE a step: its moments and the hyperparameters of its group."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: int  # steps already taken
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+class UpdateParts(NamedTuple):
+    """The parts of a parameter's change, by cause. Their sum is the change itself."""
+
+    momentum: Tensor
+    gradient: Tensor
+    decay: Tensor
+
+    @property
+    def total(self) -> Tensor:
+        return self.momentum + self.gradient + self.decay
+
+
+def adamw_delta(
+    param: Tensor,
+    grad: Tensor,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    step: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> UpdateParts:
+    """Returns the change δθ that torch.optim.AdamW would make, in parts; nothing is modified.
+
+    `exp_avg`, `exp_avg_sq` and `step` as they stood BEFORE the step; `grad` after clipping. `grad` may carry leading
+    dimensions, (..., *param.shape): each is a step of its own from the same state, as leave-fold-out needs.
+
+    Example, the very first step, where Adam moves by the sign: adamw_delta(0., 3., 0., 0., 0, lr=.1, ...).total = −.1
+    """
+    beta1, beta2 = betas
+    bias_correction1 = 1.0 - beta1 ** (step + 1)
+    bias_correction2 = 1.0 - beta2 ** (step + 1)
+    second_moment = beta2 * exp_avg_sq + (1.0 - beta2) * grad.square()
+    # The step size times the preconditioner, −lr / (1−β1^t) · P
+    scale = (-lr / bias_correction1) / (second_moment.div_(bias_correction2).sqrt_().add_(eps))
+    return UpdateParts(
+        momentum=scale * (beta1 * exp_avg),
+        gradient=scale * ((1.0 - beta1) * grad),
+        decay=(-lr * weight_decay) * param,
+    )
+
+
+def clip_coefficient(grad_norm: Tensor, max_norm: float) -> Tensor:
+    """Returns the factor min(1, max_norm / (norm + 1e-6)) by which torch.nn.utils.clip_grad_norm_ scales a gradient."""
+    return torch.clamp(max_norm / (grad_norm + CLIP_EPSILON), max=1.0)

@@ -1,0 +1,325 @@
+"""The live driver: it tells probes of the moments of a running trl.GRPOTrainer, ours or a user's own.
+
+    attachment = attach(trainer, [SimpleEntropyProbe()])
+    trainer.train()
+
+TRL has no callback between forward and backward, so the driver stands in front of a few methods of the trainer
+INSTANCE, and `remove` takes every one of them away again:
+
+    _generate_and_score_completions        a rollout is there
+    _prepare_inputs                        whole-prompt order of the microbatches
+    _get_per_token_logps_and_entropies     the scores of the training forward
+    compute_loss .. training_step          between their returns lies the trainer's own backward: the tap is armed
+    _save_ / _load_optimizer_and_scheduler the probes' state, in the checkpoint before it counts as complete
+
+Reading is all it does: the same parameters, random streams and rollouts with and without probes, bit for bit.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import TrainerCallback
+from transformers.utils import logging
+from trl import GRPOTrainer
+
+from rl_training import host
+from rl_training.estimate import Estimate
+from rl_training.gradients import GradientTap
+from rl_training.probes.base import Need, Probe
+from rl_training.records import Records
+from rl_training.types import Microbatch, Rollout, Scores, StepContext
+
+logger = logging.get_logger(__name__)
+
+STATE_FILE = "probes.safetensors"
+
+
+def attach(
+    trainer: GRPOTrainer, probes: Sequence[Probe], records: Records | None = None, whole_prompts: bool = False
+) -> Attachment:
+    """Returns the attachment of these probes to a trainer: call `.remove()`, or use it as a context manager.
+
+    records        where metrics.jsonl and probes.jsonl are written; without it estimates go to the trainer's log only
+    whole_prompts  keep the responses of a prompt in one microbatch (another order of summation, the same mathematics):
+                   without it what needs folds of whole prompts is nan, with that reason
+
+    Raises ValueError when the trainer already has probes, and when its settings would make the measurement wrong or
+    harm training, saying what to change.
+    """
+    return Attachment(trainer, probes, records, whole_prompts)
+
+
+class Attachment(TrainerCallback):
+    """Probes attached to a trainer, until `remove`. Made by `attach`."""
+
+    def __init__(
+        self, trainer: GRPOTrainer, probes: Sequence[Probe], records: Records | None, whole_prompts: bool
+    ) -> None:
+        if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):
+            raise ValueError("this trainer already has probes attached: remove() those first, or pass all in one list")
+        names = Counter(probe.name for probe in probes)
+        if any(count > 1 for count in names.values()):
+            raise ValueError(f"two probes have the same name: {[n for n, count in names.items() if count > 1]}")
+        if whole_prompts:
+            host.refuse_split_prompts(trainer)
+        if probes:
+            host.refuse_what_cannot_be_measured(trainer)
+        self.probes = tuple(probes)
+        self._trainer = trainer
+        self._records = records if trainer.accelerator.is_main_process else None
+        self._whole_prompts = whole_prompts
+        self._parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+        self._seconds: dict[str, float] = {}
+        self._times_missing: Counter[str] = Counter()
+        self._generations = 0
+        self._generated_at = -1  # global_step at which the buffered rollout was sampled
+        self._in_loss = False
+        self._latest_scores: tuple[Tensor, Tensor] | None = None
+        self._microbatches: list[Microbatch] = []
+        self._active: list[Probe] = []
+        self._context: StepContext | None = None
+        self._undo = contextlib.ExitStack()
+        needs = functools.reduce(lambda a, b: a | b, (probe.needs for probe in probes), Need.NOTHING)
+        self._tap = GradientTap(self._parameters) if Need.MICROBATCH_GRADIENTS in needs else None
+        if self._tap is not None:
+            self._undo.callback(self._tap.remove)
+        self._forward: host.Forward = trainer._get_per_token_logps_and_entropies
+        self._stand_in_front_of("_generate_and_score_completions", self._on_generate)
+        self._stand_in_front_of("_prepare_inputs", self._on_prepare_inputs)
+        self._stand_in_front_of("_get_per_token_logps_and_entropies", self._on_scores)
+        self._stand_in_front_of("compute_loss", self._on_loss)
+        self._stand_in_front_of("training_step", self._on_training_step)
+        self._stand_in_front_of("_save_optimizer_and_scheduler", self._on_save)
+        self._stand_in_front_of("_load_optimizer_and_scheduler", self._on_load)
+        trainer.add_callback(self)
+        self._undo.callback(trainer.remove_callback, self)
+
+    def remove(self) -> None:
+        """Takes everything off the trainer again; what was measured stays measured."""
+        self._undo.close()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+    def _stand_in_front_of(self, name: str, method: Callable[..., Any]) -> None:
+        """Makes trainer.<name>(...) call method(original, ...), until removed."""
+        before = vars(self._trainer).get(name)  # somebody else may already stand there
+        setattr(self._trainer, name, functools.partial(method, getattr(self._trainer, name)))
+        if before is None:
+            self._undo.callback(delattr, self._trainer, name)
+        else:
+            self._undo.callback(setattr, self._trainer, name, before)
+
+    # --- the seams, in the order of a step ------------------------------------------------------------------------
+
+    def _on_training_step(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        if not self._microbatches:
+            self._start_step()
+        try:
+            loss = original(*args, **kwargs)
+        finally:
+            if self._tap is not None:
+                self._tap.disarm()
+        self._tell("on_backward", self._microbatches[-1])
+        if self._trainer.accelerator.sync_gradients:
+            if self._active:
+                self._context = self._step_context()
+                self._tell("on_pre_optimizer_step", self._context)
+            self._microbatches = []
+        return loss
+
+    def _start_step(self) -> None:
+        step = self._trainer.state.global_step + 1
+        self._active = [probe for probe in self.probes if probe.measures_at(step)]
+        self._seconds = dict.fromkeys((probe.name for probe in self._active), 0.0)
+        if self._tap is not None and self._active:
+            self._tap.start_step(self._trainer.current_gradient_accumulation_steps)
+
+    def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
+        output = original(inputs)
+        if self._trainer.model.training:
+            ids = output["completion_ids"]
+            output[host.ROLLOUT_ROW] = torch.arange(len(ids), device=ids.device)
+            self._generations += 1
+            self._generated_at = self._trainer.state.global_step
+            self._tell("on_rollout", self._read(output))
+        return output
+
+    def _on_prepare_inputs(self, original: Callable[..., dict], generation_batch: Any) -> dict:
+        generations = self._generations
+        inputs = original(generation_batch)
+        if self._whole_prompts and self._generations > generations:
+            buffered = self._trainer._buffered_inputs
+            position = next(i for i, batch in enumerate(buffered) if batch is inputs)
+            self._trainer._buffered_inputs = host.in_whole_prompt_order(buffered)
+            inputs = self._trainer._buffered_inputs[position]
+        return inputs
+
+    def _on_scores(self, original: host.Forward, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        logps, entropies, aux_loss = original(*args, **kwargs)
+        if self._in_loss:
+            self._latest_scores = (logps.detach(), entropies.detach())
+        return logps, entropies, aux_loss
+
+    def _on_loss(self, original: Callable[..., Tensor], model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Tensor:
+        if not self._trainer.model.training:
+            return original(model, inputs, *args, **kwargs)
+        self._in_loss = True
+        try:
+            loss = original(model, inputs, *args, **kwargs)
+        finally:
+            self._in_loss = False
+        assert self._latest_scores is not None
+        scores = Scores(*self._latest_scores, mask=inputs["completion_mask"])
+        self._microbatches.append(Microbatch(len(self._microbatches), self._read(inputs), scores))
+        self._tell("on_forward", self._microbatches[-1])
+        if self._tap is not None and self._active:
+            self._tap.arm(len(self._microbatches) - 1)
+        return loss
+
+    def _read(self, inputs: dict) -> Rollout:
+        args = self._trainer.args
+        first_prompt = self._generations * args.per_device_train_batch_size * args.steps_per_generation
+        on_policy = self._generated_at == self._trainer.state.global_step
+        return host.read_rollout(inputs, first_prompt, self._trainer.num_generations, on_policy)
+
+    def _step_context(self) -> StepContext:
+        trainer, group = self._trainer, self._trainer.num_generations
+        rollout, scores = host.join_microbatches(self._microbatches)
+        sizes = [m.rollout.num_sequences for m in self._microbatches]
+        starts = [sum(sizes[:k]) for k in range(len(sizes))]
+        missing = [name for name, p in self._parameters.items() if p.grad is None]
+        if missing:
+            raise ValueError(
+                f"{len(missing)} trainable parameters get no gradient from the loss, {missing[0]!r} among them: "
+                "freeze what is not trained (requires_grad_(False))"
+            )
+        prompts, counts = rollout.prompt_index.unique(return_counts=True)
+        in_microbatches = sum(len(m.rollout.prompt_index.unique()) for m in self._microbatches)
+        violations = torch.tensor([bool((counts != group).any()), in_microbatches != len(prompts)], dtype=torch.float64)
+        incomplete, split = self._reduce(violations.to(rollout.prompt_index.device)).tolist()
+        return StepContext(
+            step=trainer.state.global_step + 1,
+            parameters=self._parameters,
+            gradients={name: p.grad for name, p in self._parameters.items() if p.grad is not None},
+            microbatch_gradients=self._tap.buffer if self._tap is not None else None,
+            optimizer=host.view_optimizer(trainer, self._parameters),
+            rollout=rollout,
+            scores=scores,
+            microbatch_rows=tuple(range(a, a + n) for a, n in zip(starts, sizes, strict=True)),
+            responses_per_prompt=group,
+            complete_prompts=incomplete == 0,
+            whole_prompts=incomplete == 0 and split == 0,
+            num_ranks=trainer.accelerator.num_processes,
+            score=functools.partial(host.score, trainer, self._forward, rollout),
+            reduce=self._reduce,
+        )
+
+    def _reduce(self, tensor: Tensor) -> Tensor:
+        if self._trainer.accelerator.num_processes == 1:
+            return tensor
+        return self._trainer.accelerator.reduce(tensor, reduction="sum")
+
+    # --- the callbacks --------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.probes and getattr(self._trainer.model_wrapped, "static_graph", False):
+            raise ValueError("DDP's static_graph is silently corrupted by a second backward: switch it off")
+        if self._records is not None:
+            self._records.start(after_step=state.global_step)
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step_started = time.perf_counter()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._context is not None:
+            self._tell("on_optimizer_step", self._context)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._context is None:
+            return
+        metrics = self._trainer._metrics["train"]
+        for probe in self._active:
+            with self._timed(probe):
+                estimates = probe.measure(self._context)
+            if not estimates:
+                raise ValueError(
+                    f"probe {probe.name!r} measured nothing at step {state.global_step}: answer nan instead"
+                )
+            if self._records is not None:
+                self._records.write_estimates(state.global_step, self._context.num_ranks, probe.name, estimates)
+            for name, estimate in estimates.items():
+                if not math.isnan(estimate.value):
+                    metrics[name].append(estimate.value)
+                if not math.isnan(estimate.stderr):
+                    metrics[f"{name}_se"].append(estimate.stderr)
+            self._warn_of_missing(estimates)
+        for name, seconds in self._seconds.items():
+            metrics[f"probe_cost/{name}_seconds"].append(seconds)
+        step_seconds = time.perf_counter() - self._step_started
+        metrics["probe_cost/fraction_of_step"].append(sum(self._seconds.values()) / step_seconds)
+        self._context = None
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        if self._records is not None and "loss" in logs:  # not the summary at the end of training
+            self._records.write_metrics(state.global_step, logs)
+
+    def _on_save(self, original: Callable[[str], None], output_dir: str) -> None:
+        original(output_dir)
+        tensors = {
+            f"{probe.name}/{key}": tensor.contiguous()
+            for probe in self.probes
+            for key, tensor in probe.state_dict().items()
+        }
+        if self._trainer.args.should_save:
+            save_file(tensors, Path(output_dir) / STATE_FILE)
+
+    def _on_load(self, original: Callable[[str | None], None], checkpoint: str | None) -> None:
+        original(checkpoint)
+        if checkpoint is None or not self.probes:
+            return
+        path = Path(checkpoint) / STATE_FILE
+        tensors = load_file(path) if path.is_file() else {}
+        for probe in self.probes:
+            state = {k.split("/", 1)[1]: t for k, t in tensors.items() if k.startswith(f"{probe.name}/")}
+            if not state:
+                logger.warning(f"{checkpoint} holds no state of probe {probe.name!r}: it starts afresh")
+            probe.load_state_dict(state)
+
+    # --- telling --------------------------------------------------------------------------------------------------
+
+    def _tell(self, moment: str, what: Rollout | Microbatch | StepContext) -> None:
+        for probe in self._active:
+            with self._timed(probe):
+                getattr(probe, moment)(what)
+
+    @contextlib.contextmanager
+    def _timed(self, probe: Probe) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self._seconds[probe.name] += time.perf_counter() - start
+
+    def _warn_of_missing(self, estimates: Mapping[str, Estimate]) -> None:
+        """Says once why numbers are missing, when that reason holds at a second step: at a first step, some must be."""
+        missing: dict[str, list[str]] = {}
+        for name, estimate in estimates.items():
+            if math.isnan(estimate.value):
+                missing.setdefault(estimate.reason, []).append(name)
+        for reason, names in missing.items():
+            self._times_missing[reason] += 1
+            if self._times_missing[reason] == 2 and self._trainer.accelerator.is_main_process:
+                logger.warning(f"not measured: {', '.join(names)}: {reason}")

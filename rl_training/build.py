@@ -1,0 +1,147 @@
+"""From the composed configuration to the objects of a run. The only file that reads `cfg` and calls instantiate."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from transformers import PrinterCallback, ProgressCallback, set_seed
+
+from rl_training.checkpoints import TRAINING_STATE, find_checkpoint
+from rl_training.progress import StepProgress
+from rl_training.records import METRICS_FILE, Records
+from rl_training.report import print_summary, write_report
+from rl_training.trainer import DrGRPOConfig, DrGRPOTrainer
+
+
+def set_any_trainer_field() -> None:
+    """Lets a user type trainer.FIELD=VALUE for any field of DrGRPOConfig, listed in conf/trainer or not.
+
+    Hydra knows only the fields that the YAML lists and would ask for a leading +. Names are checked in build_run.
+    """
+    sys.argv[1:] = [f"++{arg}" if arg.startswith("trainer.") else arg for arg in sys.argv[1:]]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, ready to start."""
+
+    trainer: DrGRPOTrainer
+    run_dir: Path
+    checkpoint: Path | None  # to resume from
+
+    def train(self) -> None:
+        self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+
+    def report(self) -> None:
+        """Writes report/report.html and prints the summary, on the main process."""
+        if self.trainer.accelerator.is_main_process:
+            write_report(self.run_dir)
+            print_summary(self.run_dir)
+
+
+def build_run(cfg: DictConfig) -> Run:
+    """Returns the run that the configuration describes. Raises ValueError for whatever the user got wrong."""
+    _check_trainer_fields(cfg)
+    accumulation = accumulation_steps(
+        cfg.batch.sequences_per_step,
+        cfg.batch.microbatch_size,
+        num_processes=int(os.environ.get("WORLD_SIZE", "1")),
+        responses_per_prompt=cfg.trainer.num_generations,
+    )
+    run_dir, checkpoint = _run_folder(cfg)
+    cfg.run_dir = str(run_dir)
+    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run_dir / "logs" / "tensorboard"))
+    set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
+    args = instantiate(cfg.trainer, gradient_accumulation_steps=accumulation, _convert_="all")
+    task = instantiate(cfg.data)
+    model, tokenizer = instantiate(cfg.model)
+    probes = [instantiate(probe) for probe in cfg.probes.values()]
+    records = None
+    if args.process_index == 0:
+        records = Records(run_dir / "logs")
+        OmegaConf.save(cfg, run_dir / "config.yaml", resolve=True)
+    trainer = DrGRPOTrainer(
+        model=model,
+        reward_funcs=task.reward,
+        args=args,
+        train_dataset=task.train_dataset,
+        processing_class=tokenizer,
+        peft_config=instantiate(cfg.adapter, _convert_="all") or None,
+        probes=probes,
+        records=records,
+    )
+    for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full
+        trainer.remove_callback(callback)
+    if not args.disable_tqdm:
+        trainer.add_callback(StepProgress)
+    return Run(trainer, run_dir, checkpoint)
+
+
+def accumulation_steps(
+    sequences_per_step: int, microbatch_size: int, num_processes: int, responses_per_prompt: int
+) -> int:
+    """Returns how many microbatches of each process make a step. ValueError, naming numbers that would divide."""
+    if microbatch_size % responses_per_prompt:
+        fitting = max(microbatch_size // responses_per_prompt, 1) * responses_per_prompt
+        raise ValueError(
+            f"batch.microbatch_size={microbatch_size} must hold whole prompts of "
+            f"trainer.num_generations={responses_per_prompt} responses: use batch.microbatch_size={fitting}"
+        )
+    at_once = microbatch_size * num_processes
+    if sequences_per_step % at_once or sequences_per_step < 1:
+        fitting = max(round(sequences_per_step / at_once), 1) * at_once
+        raise ValueError(
+            f"batch.sequences_per_step={sequences_per_step} is not a multiple of batch.microbatch_size="
+            f"{microbatch_size} x {num_processes} process(es) = {at_once}: use batch.sequences_per_step={fitting}"
+        )
+    return sequences_per_step // at_once
+
+
+def _check_trainer_fields(cfg: DictConfig) -> None:
+    known = {field.name for field in dataclasses.fields(DrGRPOConfig) if field.init}
+    for name in cfg.trainer:
+        if name != "_target_" and name not in known:
+            close = difflib.get_close_matches(name, known, n=3)
+            hint = f"did you mean {' or '.join(f'trainer.{c}' for c in close)}?" if close else "see trl.GRPOConfig"
+            raise ValueError(f"trainer.{name} is not a field of DrGRPOConfig: {hint}")
+    if "gradient_accumulation_steps" in cfg.trainer:
+        raise ValueError(
+            "trainer.gradient_accumulation_steps follows from the batch: set batch.sequences_per_step instead"
+        )
+
+
+def _run_folder(cfg: DictConfig) -> tuple[Path, Path | None]:
+    """Returns the run folder, made and the same on every process, and the checkpoint to resume from."""
+    use_cpu = bool(cfg.trainer.get("use_cpu", False)) or not torch.accelerator.is_available()
+    state = PartialState(cpu=use_cpu)
+    # Each process has its own clock, hence its own default run folder: the main one's counts.
+    run_dir = Path(broadcast_object_list([cfg.run_dir])[0])
+    if cfg.resume != "none":
+        checkpoint = find_checkpoint(str(cfg.resume), run_dir)
+        return _run_of(checkpoint), checkpoint
+    if (run_dir / "logs" / METRICS_FILE).exists():
+        raise ValueError(f"run_dir={run_dir} already holds a run: go on with it by resume=latest, or choose another")
+    state.wait_for_everyone()  # nobody creates it before everybody has looked
+    try:
+        (run_dir / TRAINING_STATE).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"run_dir={run_dir} cannot be written to ({error}): choose another with run_dir=PATH"
+        ) from error
+    return run_dir, None
+
+
+def _run_of(checkpoint: Path) -> Path:
+    """Returns the run folder that a checkpoint belongs to: <run>/training_state/checkpoint-N."""
+    return checkpoint.resolve().parent.parent

@@ -1,0 +1,75 @@
+"""Finding the checkpoint to resume from, and refusing one that a killed process left half written."""
+
+from __future__ import annotations
+
+import json
+import zipfile
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+TRAINING_STATE = "training_state"  # folder of a run that holds checkpoint-N folders
+
+
+def find_checkpoint(resume: str, run_dir: Path) -> Path:
+    """Returns the checkpoint folder that `resume` names.
+
+    resume   "latest": the newest complete checkpoint of `run_dir`, or, when that run does not exist yet, of the newest
+             run beside it that has one. Otherwise a checkpoint folder, or a run folder (its newest complete one).
+
+    Raises ValueError when there is none, saying what was looked at; incomplete ones are skipped with a warning.
+    """
+    if resume != "latest":
+        path = Path(resume)
+        if (path / TRAINING_STATE).is_dir():
+            return _newest([path], f"resume={resume}")
+        if not path.is_dir():
+            raise ValueError(f"resume={resume}: there is no such folder; give a checkpoint-N folder or a run folder")
+        flaw = what_is_wrong_with(path)
+        if flaw:
+            raise ValueError(f"resume={resume} cannot be resumed from: {flaw}. Choose an earlier checkpoint-N folder")
+        return path
+    if (run_dir / TRAINING_STATE).is_dir():
+        return _newest([run_dir], f"resume=latest in {run_dir}")
+    runs = sorted(run_dir.parent.glob("run_*"), reverse=True)  # named by date and time
+    return _newest(runs, f"resume=latest in {run_dir.parent}")
+
+
+def _newest(runs: list[Path], asked: str) -> Path:
+    for run in runs:
+        checkpoints = [p for p in (run / TRAINING_STATE).glob("checkpoint-*") if p.name.split("-")[1].isdigit()]
+        for checkpoint in sorted(checkpoints, key=lambda p: int(p.name.split("-")[1]), reverse=True):
+            flaw = what_is_wrong_with(checkpoint)
+            if not flaw:
+                return checkpoint
+            logger.warning(f"skipping {checkpoint}: {flaw}")
+    raise ValueError(f"{asked}: no complete checkpoint there; give resume=PATH, or start a new run without resume")
+
+
+def what_is_wrong_with(checkpoint: Path) -> str:
+    """Returns why this checkpoint folder is incomplete or damaged, or "" if it is neither.
+
+    The trainer writes trainer_state.json last, so a folder without it was being written when the process died.
+    """
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "it has no trainer_state.json, so writing it was not finished"
+    except ValueError:
+        return "its trainer_state.json is damaged"
+    weights = sorted(checkpoint.glob("*.safetensors"))
+    if not any(path.name != "probes.safetensors" for path in weights):
+        return "it has no weights (model.safetensors or adapter_model.safetensors)"
+    for path in weights:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            return f"{path.name} is damaged ({error})"
+    for name in ("optimizer.pt", "scheduler.pt"):
+        if not zipfile.is_zipfile(checkpoint / name):
+            return f"{name} is missing or damaged"
+    return ""

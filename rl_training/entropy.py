@@ -1,0 +1,100 @@
+"""The gradient of the policy's entropy, as weights on log-probabilities and entropies. Pure functions.
+
+With S = Σ_k log π(t_k) the log-probability of a response t of T tokens and h_k the exact entropy of the next-token
+distribution at its k-th prefix, the sequence entropy is
+
+    H_seq = E[−S] = E[Σ_k h_k]                          nats per sequence,
+    H_tok = E[Σ_k h_k] / E[T]                           nats per token (a ratio of means).
+
+Differentiating E[Σ_k h_k] gives two terms: the entropies themselves change, and so do the prefixes that are visited.
+Every unbiased estimator is a mean over sequences of  Σ_k w_k ∂log π(t_k) + u_k ∂h_k  with detached weights:
+
+    rb       w_k = R_k − loo_k(R),  u_k = 1       R_k = Σ_{j>k} h_j, the entropy still to come
+    score    w_k = −(S − loo(S)),   u_k = 0       the classic −E[(S − S̄) ∂S]
+    length   w_k = (T−k) − loo_k(T−k), u_k = 0    ∂E[T], for H_tok and for its own sake
+
+loo is the mean over the OTHER responses of the same prompt (loo_k: over those of them still alive at k, 0 if none is).
+Leaving oneself out matters: a mean that includes the response itself shrinks the estimate by (G−1)/G. Dropping the w
+term altogether — the gradient of the mean measured entropy — is biased: it ignores that the visited prefixes change.
+
+Source: the score-function identity with reward-to-go h and a leave-one-out baseline (Kool et al. 2019, "Buy 4
+REINFORCE samples, get a baseline for free"); the Rao-Blackwell step replaces −log π(t_k) by its mean h_k.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+Estimator = Literal["rb", "score"]
+Target = Literal["sequence", "token", "length"]
+
+
+def surrogate_weights(
+    logps: Tensor,
+    entropies: Tensor,
+    mask: Tensor,
+    prompt_index: Tensor,
+    estimator: Estimator = "rb",
+    target: Target = "sequence",
+) -> tuple[Tensor, Tensor]:
+    """Returns (logp_weights, entropy_weights), both (B, T), detached, zero where mask is 0.
+
+    The entropy gradient is the gradient of
+        mean over the B sequences of Σ_k logp_weights·logps + entropy_weights·entropies.
+
+    logps, entropies  (B, T) nats, of the sampled tokens
+    mask              (B, T) 1 on sampled tokens, right-padded
+    prompt_index      (B,)   equal for the responses of one prompt; each prompt needs at least two
+    target            "sequence": ∂H_seq; "token": ∂H_tok, already divided by the batch's mean length; "length": ∂E[T]
+
+    Raises ValueError when a prompt has a single response: there is no leave-one-out baseline then.
+    """
+    if estimator not in ("rb", "score"):
+        raise ValueError(f"unknown estimator {estimator!r}: choose 'rb' or 'score'")
+    logps, entropies, mask = logps.detach(), entropies.detach(), mask.to(entropies.dtype)
+    group = _group_ids(prompt_index)
+    if target == "sequence":
+        score_cost, still_to_come, entropy_weights = -logps, entropies, mask
+    elif target == "length":
+        score_cost, still_to_come, entropy_weights = mask, mask, torch.zeros_like(mask)
+    elif target == "token":
+        # ∂H_tok = (∂H_seq − H_tok ∂E[T]) / E[T]: the cost of a token is its entropy above the mean.
+        mean_length = mask.sum() / len(mask)
+        level = (entropies * mask).sum() / mask.sum()
+        score_cost, still_to_come = (-logps - level) / mean_length, (entropies - level) / mean_length
+        entropy_weights = mask / mean_length
+    else:
+        raise ValueError(f"unknown target {target!r}: choose 'sequence', 'token' or 'length'")
+
+    if estimator == "score":
+        total = (score_cost * mask).sum(dim=1, keepdim=True)
+        weights = (total - _leave_one_out_mean(total, torch.ones_like(total), group)) * mask
+        return weights, torch.zeros_like(mask)
+    costs = still_to_come * mask
+    to_go = (costs.flip(1).cumsum(1).flip(1) - costs) * mask  # strictly after k
+    weights = (to_go - _leave_one_out_mean(to_go, mask, group)) * mask
+    return weights, entropy_weights
+
+
+def _group_ids(prompt_index: Tensor) -> Tensor:
+    """Returns prompt_index renumbered 0 .. number of prompts − 1, after checking that each prompt has two responses."""
+    _, group, sizes = prompt_index.unique(return_inverse=True, return_counts=True)
+    if int(sizes.min()) < 2:
+        raise ValueError(
+            "a prompt has a single response: the entropy gradient needs a leave-one-out baseline. "
+            "Sample at least two responses per prompt (num_generations >= 2)."
+        )
+    return group
+
+
+def _leave_one_out_mean(values: Tensor, alive: Tensor, group: Tensor) -> Tensor:
+    """Returns, for each (sequence, position), the mean of `values` over the other alive members of its group, or 0."""
+    num_groups = int(group.max()) + 1
+    sums = values.new_zeros(num_groups, values.shape[1]).index_add_(0, group, values * alive)
+    counts = values.new_zeros(num_groups, values.shape[1]).index_add_(0, group, alive)
+    other_sums = sums[group] - values * alive
+    other_counts = counts[group] - alive
+    return torch.where(other_counts > 0, other_sums / other_counts.clamp(min=1), 0.0)

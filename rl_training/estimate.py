@@ -1,0 +1,46 @@
+"""An estimate: a value with its standard error, or nan with the reason why it cannot be had."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from scipy.special import stdtrit
+
+MIN_FOLDS_FOR_STDERR = 8  # with fewer, a jackknife error is itself too noisy to be quoted
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A measured number.
+
+    value        the estimate; nan when it cannot be had here, never clamped
+    stderr       its standard error (one sigma); nan when unknown
+    num_samples  independent units behind it: prompts folds for a jackknife, so Student-t has num_samples − 1 degrees
+    reason       why `value` or `stderr` is nan; empty otherwise
+    about_step   the optimizer step it speaks of, when that is not the step at which it was measured
+    """
+
+    value: float
+    stderr: float = math.nan
+    num_samples: int = 0
+    reason: str = ""
+    about_step: int | None = None
+
+    def __post_init__(self) -> None:
+        if math.isnan(self.value) and not self.reason:
+            raise ValueError("an Estimate that is nan must say why: give `reason`")
+
+    @classmethod
+    def missing(cls, reason: str) -> Estimate:
+        """Returns nan with its reason."""
+        return cls(math.nan, reason=reason)
+
+    def half_width(self, coverage: float = 0.95) -> float:
+        """Returns h such that value ± h is the Student-t interval of this coverage; nan without a standard error.
+
+        h = t_{(1+coverage)/2, num_samples−1} · stderr.
+        """
+        if math.isnan(self.stderr):
+            return math.nan
+        return float(stdtrit(self.num_samples - 1, 0.5 + 0.5 * coverage)) * self.stderr

@@ -1,0 +1,195 @@
+"""What the host does: facts of TRL, Transformers and accelerate, read and written in one place.
+
+Together with attach.py the only file that names their internals. Written against trl 1.16 and transformers 5.23.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from trl import GRPOTrainer
+
+from rl_training.adamw import AdamWState
+from rl_training.types import Microbatch, OptimizerView, Rollout, Scores
+
+ROLLOUT_ROW = "rollout_row"  # key that rides along in TRL's batch dictionaries: the row before TRL's shuffle
+
+Forward = Callable[..., tuple[Tensor, Tensor, Tensor | None]]  # GRPOTrainer._get_per_token_logps_and_entropies
+
+
+def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
+    """Raises ValueError, saying what to do, where probes would corrupt training or measure something else."""
+    args = trainer.args
+    generation = args.generation_kwargs or {}
+    sampling = {
+        "top_p": (args.top_p, (1.0,)),
+        "top_k": (args.top_k, (0, None)),
+        "min_p": (args.min_p, (0.0, None)),
+        "repetition_penalty": (args.repetition_penalty, (1.0,)),
+    }
+    for key, (value, neutral) in sampling.items():
+        value = generation.get(key, value)
+        if value not in neutral:
+            raise ValueError(
+                f"{key}={value} makes the sampled policy differ from the scored one, so its entropy gradient cannot be "
+                f"estimated from these samples: set {key}={neutral[0]}, or train without probes (probe=none)"
+            )
+    if trainer.num_generations < 2:
+        raise ValueError("probes need num_generations >= 2: one response has no leave-one-out baseline")
+    if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        raise ValueError(
+            "reentrant gradient checkpointing gives a second backward no gradients: "
+            'set gradient_checkpointing_kwargs={"use_reentrant": False}'
+        )
+    ddp = trainer.accelerator.ddp_handler
+    if args.ddp_static_graph or (ddp is not None and ddp.static_graph):
+        raise ValueError("DDP's static_graph is silently corrupted by a second backward: set ddp_static_graph=False")
+    if args.fp16:
+        raise ValueError("fp16 scales the loss, and with it the gradients that probes read: use bf16 or fp32")
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ValueError("probes do not run under DeepSpeed or FSDP: use DDP, or train without probes (probe=none)")
+    if trainer.mask_truncated_completions:
+        raise ValueError(
+            "mask_truncated_completions hides the truncated responses, whose entropy is part of the policy's: "
+            "set mask_truncated_completions=False"
+        )
+    if trainer._is_vlm or trainer.tools or trainer.environments is not None:
+        raise ValueError("probes read text rollouts of one turn: no images, tools or environments")
+    local_batch = args.per_device_train_batch_size * args.steps_per_generation
+    if local_batch % trainer.num_generations:
+        raise ValueError(
+            f"a process generates {local_batch} sequences (per_device_train_batch_size x steps_per_generation), which "
+            f"is not a multiple of num_generations={trainer.num_generations}: a prompt's responses would lie on two "
+            f"processes; use {_next_multiple(local_batch, trainer.num_generations)}"
+        )
+
+
+def refuse_split_prompts(trainer: GRPOTrainer) -> None:
+    """Raises ValueError when microbatches cannot hold whole prompts."""
+    size, group = trainer.args.per_device_train_batch_size, trainer.num_generations
+    if size % group:
+        raise ValueError(
+            f"per_device_train_batch_size={size} is not a multiple of num_generations={group}, so a microbatch cannot "
+            f"hold all responses of its prompts: use {_next_multiple(size, group)}"
+        )
+
+
+def _next_multiple(size: int, of: int) -> int:
+    return -(-size // of) * of
+
+
+def in_whole_prompt_order(buffered: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns TRL's buffered microbatches with their sequences back in rollout order, where prompts are contiguous.
+
+    TRL shuffles a generation batch before it splits it. Undoing that leaves its use of the random stream as it is.
+    """
+    order = torch.cat([batch[ROLLOUT_ROW] for batch in buffered]).argsort().split(len(buffered[0][ROLLOUT_ROW]))
+
+    def pick(values: list[Any], rows: Tensor) -> Any:
+        if isinstance(values[0], Tensor) and values[0].ndim > 0:
+            return torch.cat(values)[rows]
+        if isinstance(values[0], list):
+            joined = [item for part in values for item in part]
+            return [joined[i] for i in rows]
+        return values[0]  # one value for the whole generation batch
+
+    return [{key: pick([batch[key] for batch in buffered], rows) for key in buffered[0]} for rows in order]
+
+
+def read_rollout(inputs: Mapping[str, Any], first_prompt: int, responses_per_prompt: int, on_policy: bool) -> Rollout:
+    """Returns the sequences of one of TRL's batch dictionaries. Its prompts are numbered from `first_prompt`."""
+    return Rollout(
+        prompt_ids=inputs["prompt_ids"],
+        prompt_mask=inputs["prompt_mask"],
+        completion_ids=inputs["completion_ids"],
+        completion_mask=inputs["completion_mask"],
+        advantages=inputs["advantages"],
+        prompt_index=first_prompt + inputs[ROLLOUT_ROW] // responses_per_prompt,
+        on_policy=on_policy,
+    )
+
+
+def join_microbatches(microbatches: Sequence[Microbatch]) -> tuple[Rollout, Scores]:
+    """Returns the sequences and scores of a whole step, padded to one width: a step may hold several rollouts."""
+    parts = [m.rollout for m in microbatches]
+    scores = [m.scores for m in microbatches if m.scores is not None]
+    assert len(scores) == len(parts)
+    prompt_width = max(p.prompt_ids.shape[1] for p in parts)
+    width = max(p.completion_ids.shape[1] for p in parts)
+
+    def left(tensors: list[Tensor]) -> Tensor:
+        return torch.cat([nn.functional.pad(t, (prompt_width - t.shape[1], 0)) for t in tensors])
+
+    def right(tensors: list[Tensor]) -> Tensor:
+        return torch.cat([nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
+
+    rollout = Rollout(
+        prompt_ids=left([p.prompt_ids for p in parts]),
+        prompt_mask=left([p.prompt_mask for p in parts]),
+        completion_ids=right([p.completion_ids for p in parts]),
+        completion_mask=right([p.completion_mask for p in parts]),
+        advantages=torch.cat([p.advantages for p in parts]),
+        prompt_index=torch.cat([p.prompt_index for p in parts]),
+        on_policy=all(p.on_policy for p in parts),
+    )
+    return rollout, Scores(
+        logps=right([s.logps for s in scores]),
+        entropies=right([s.entropies for s in scores]),
+        mask=rollout.completion_mask,
+    )
+
+
+def score(trainer: GRPOTrainer, forward: Forward, rollout: Rollout, rows: Tensor) -> Scores:
+    """Returns log-probabilities and entropies WITH graph for some rows, on the unwrapped model.
+
+    Padded to the longest of these rows only; the random streams (dropout) are put back as they were.
+    """
+    prompt_mask, mask = rollout.prompt_mask[rows], rollout.completion_mask[rows]
+    prompt_width, width = int(prompt_mask.sum(dim=1).max()), int(mask.sum(dim=1).max())
+    prompt_start = prompt_mask.shape[1] - prompt_width
+    ids = torch.cat([rollout.prompt_ids[rows, prompt_start:], rollout.completion_ids[rows, :width]], dim=1)
+    attention = torch.cat([prompt_mask[:, prompt_start:], mask[:, :width]], dim=1)
+    devices = [ids.device] if ids.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        logps, entropies, _ = forward(trainer.model, ids, attention, width, compute_entropy=True)
+    return Scores(logps=logps, entropies=entropies, mask=mask[:, :width])
+
+
+def view_optimizer(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter]) -> OptimizerView:
+    """Returns the optimizer before its step: AdamW's states by parameter name, or the reason why there are none."""
+    max_grad_norm = trainer.args.max_grad_norm or float("inf")
+    optimizer = (
+        trainer.optimizer.optimizer if isinstance(trainer.optimizer, AcceleratedOptimizer) else trainer.optimizer
+    )
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+        reason = f"the step of {type(optimizer).__name__} has no formula here; AdamW's has"
+        return OptimizerView(None, max_grad_norm, reason)
+    group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
+    states = {}
+    for name, param in parameters.items():
+        group = group_of.get(param)
+        if group is None:
+            return OptimizerView(None, max_grad_norm, f"parameter {name} is trainable but not in the optimizer")
+        coupled = group["weight_decay"] != 0 and not group["decoupled_weight_decay"]
+        if group["amsgrad"] or group["maximize"] or coupled:
+            reason = "amsgrad, maximize and Adam's coupled weight decay have no formula here; AdamW's step has"
+            return OptimizerView(None, max_grad_norm, reason)
+        state = optimizer.state.get(param) or {  # empty before the first step
+            "exp_avg": torch.zeros_like(param),
+            "exp_avg_sq": torch.zeros_like(param),
+            "step": 0,
+        }
+        states[name] = AdamWState(
+            exp_avg=state["exp_avg"],
+            exp_avg_sq=state["exp_avg_sq"],
+            step=int(state["step"]),
+            lr=float(group["lr"]),
+            betas=group["betas"],
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+        )
+    return OptimizerView(states, max_grad_norm)

@@ -1,0 +1,5 @@
+"""The probes: one file each, with its formula's source, the pure function and the class that feeds it."""
+
+from rl_training.probes.simple import SimpleEntropyProbe
+
+__all__ = ["SimpleEntropyProbe"]

@@ -1,0 +1,128 @@
+"""The default task: chains of one-digit additions and subtractions, easy enough for 100k parameters.
+
+A chain has 3 to 7 operands, and every partial result is a digit: `7+2-3=?<think>` has the partial results
+7, 9, 6 and the answer 6. A chain is drawn by its partial results: a walk on 0..9 in which each step goes to
+one of the nine other digits with equal chance. So there are 10 * 9^(n-1) chains of n operands, and no operand
+after the first is 0.
+
+A fixed eighth of all chains, picked by a checksum of the prompt, is held out: whatever the seeds, neither
+training nor the worked examples of the warm start ever show a prompt that evaluation asks.
+"""
+
+import random
+import re
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from datasets import Dataset
+
+from rl_training.tasks.task import Task
+
+MIN_OPERANDS = 3
+MAX_OPERANDS = 7
+_HELD_OUT_ONE_IN = 8
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class Chain:
+    """One exercise, given by its partial results: `Chain((7, 9, 6))` is 7+2-3."""
+
+    partial_results: tuple[int, ...]
+
+    @property
+    def steps(self) -> list[str]:
+        """The signed operands after the first, such as `["+2", "-3"]`."""
+        return [f"{after - before:+d}" for before, after in pairwise(self.partial_results)]
+
+    @property
+    def prompt(self) -> str:
+        """The exercise as the model reads it, such as `7+2-3=?<think>`."""
+        return f"{self.partial_results[0]}{''.join(self.steps)}=?<think>"
+
+    @property
+    def answer(self) -> str:
+        """The last partial result."""
+        return str(self.partial_results[-1])
+
+    @property
+    def held_out(self) -> bool:
+        """Whether the chain belongs to evaluation; a property of the prompt alone, not of any seed."""
+        return zlib.crc32(self.prompt.encode()) % _HELD_OUT_ONE_IN == 0
+
+
+@dataclass(frozen=True)
+class WorkedExample:
+    """A prompt and a right completion of it, without the end-of-sequence token."""
+
+    prompt: str
+    completion: str
+
+
+def arithmetic(num_train: int = 4096, num_eval: int = 512, seed: int = 0) -> Task:
+    """The arithmetic task: `num_train` training and `num_eval` held-out chains, no prompt twice.
+
+    The number of operands is drawn uniformly, and a chain drawn before is drawn anew; as there are only 810
+    chains of three operands, they come out somewhat rarer than the others.
+    """
+    return Task(
+        train_dataset=_dataset(num_train, held_out=False, seed=seed),
+        eval_dataset=_dataset(num_eval, held_out=True, seed=seed),
+        reward=arithmetic_reward,
+    )
+
+
+def arithmetic_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    """1.0 for each completion with one `<answer>…</answer>` that holds exactly the answer, otherwise 0.0.
+
+    A second opening or closing tag anywhere scores 0.0: who lists several answers has given none.
+
+    Example: `arithmetic_reward(["9-3=6</think><answer>6</answer>", "6"], answer=["6", "6"])` is `[1.0, 0.0]`.
+    """
+    return [float(_given_answer(text) == right) for text, right in zip(completions, answer, strict=True)]
+
+
+def worked_examples(seed: int) -> Iterator[WorkedExample]:
+    """Right answers to training chains without end: half with the running result, half with the answer alone.
+
+    Examples: `7+2=9-3=6</think><answer>6</answer>` and `</think><answer>6</answer>`.
+    """
+    rng = random.Random(seed)
+    while True:
+        chain = _draw(rng)
+        if chain.held_out:
+            continue
+        thought = _running_result(chain) if rng.random() < 0.5 else ""
+        yield WorkedExample(chain.prompt, f"{thought}</think><answer>{chain.answer}</answer>")
+
+
+def _dataset(num_rows: int, *, held_out: bool, seed: int) -> Dataset:
+    rng = random.Random(f"{seed}, held out: {held_out}")
+    chains: dict[Chain, None] = {}  # a set that keeps the order of drawing
+    while len(chains) < num_rows:
+        chain = _draw(rng)
+        if chain.held_out == held_out:
+            chains[chain] = None
+    return Dataset.from_dict({"prompt": [c.prompt for c in chains], "answer": [c.answer for c in chains]})
+
+
+def _draw(rng: random.Random) -> Chain:
+    results = [rng.randrange(10)]
+    for _ in range(rng.randint(MIN_OPERANDS, MAX_OPERANDS) - 1):
+        results.append((results[-1] + rng.randrange(1, 10)) % 10)
+    return Chain(tuple(results))
+
+
+def _running_result(chain: Chain) -> str:
+    first, *later = chain.partial_results
+    return str(first) + "".join(f"{step}={result}" for step, result in zip(chain.steps, later, strict=True))
+
+
+def _given_answer(completion: str) -> str | None:
+    if completion.count("<answer>") != 1 or completion.count("</answer>") != 1:
+        return None
+    match = _ANSWER.search(completion)
+    return match.group(1) if match else None

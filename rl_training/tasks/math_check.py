@@ -1,0 +1,297 @@
+r"""A guard around math_verify: is a text that a model wrote equal to a number, at a bounded price?
+
+What a model writes is arbitrary text, and two things make it dangerous to hand that to computer algebra.
+
+It may be run. math_verify has two ways to read an expression. `ExprExtractionConfig` ends in sympy's
+`parse_expr`, which is Python's `eval`: never used here. The LaTeX grammar (latex2sympy2_extended) builds the
+expression by hand and looks clean, but for every numeral it calls `sympy.Number(text)`, which for a string is
+`sympify`, `parse_expr` and `eval` again; only the lexer stands between. So the worker does three things: it
+uses the LaTeX grammar alone; it tells sympy, through `sympify`'s own table of converters, to read a string as
+a numeral or not at all; and it installs an audit hook, which cannot be taken out again, that refuses to run
+code compiled from any text. (`simplify` writes code for polynomials in several unknowns: refused as well, so
+`\log_{2}{8}` is not seen to be 3.)
+
+It may not end. `9^{9^{9^9}}` is one power of big integers, and no signal handler runs before that returns. So
+the check lives in another process with limited memory, killed when its time is up and started again when next
+needed. This very file, run as a script, is that process; it reads and writes one line of JSON per check and
+imports neither torch nor TRL. One process for each rank, none before the first check, none left at exit.
+
+Example: `are_equal([(r"\frac{36}{2}", Fraction(18)), ("9^{9^{9^9}}", Fraction(18))])` is `[True, False]`.
+"""
+
+import atexit
+import importlib.util
+import json
+import logging
+import os
+import re
+import selectors
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from types import CodeType
+
+logger = logging.getLogger(__name__)
+
+MAX_CHARS = 200  # no number needs more; the time to parse grows faster than the length
+DEADLINE_SECONDS = 2.0  # for one answer
+BUDGET_SECONDS = 10.0  # for all the answers of one call: the other ranks wait meanwhile
+_START_SECONDS = 120.0  # importing sympy takes half a second, but a minute on a cold network drive
+_MAX_WORKER_BYTES = 1 << 30  # sympy with the grammar needs 70 MB
+_INSTALL = f"pip install math-verify, for {sys.executable}"
+
+_NUMERAL = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
+_LATEX_TEXT_OR_COMMAND = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}|\\[a-zA-Z]+")
+_PROSE = re.compile(r"[A-Za-z]{3,}[\s,.:;]+[A-Za-z]{2,}")
+# The grammar takes `9 9`, `9 (9)` and `8\,10` for the mixed number 18, and `18_000` for 18.
+_MISREAD = re.compile(r"[0-9](?:\s|~|\\[,;:! ])+[0-9]|[0-9)]\s*\(\s*[-+]?[0-9.]+\s*\)|[0-9]_")
+
+
+def require_math_verify() -> None:
+    """Raises ImportError when math_verify is not installed, so that a run fails before it trains."""
+    if importlib.util.find_spec("math_verify") is None:
+        raise ImportError(f"math_verify, which compares answers, is not installed: {_INSTALL}")
+
+
+def is_worth_asking(answer: str) -> bool:
+    """Whether the text may be an expression of a number: short, not prose, with a digit or a LaTeX command.
+
+    Parsing an ordinary sentence costs more than all the arithmetic of a batch, and its outcome is known.
+    """
+    if len(answer) > MAX_CHARS or not re.search(r"[0-9\\]", answer) or _MISREAD.search(answer):
+        return False
+    return not _PROSE.search(_LATEX_TEXT_OR_COMMAND.sub(" ", answer))
+
+
+def are_equal(
+    pairs: Sequence[tuple[str, Fraction]],
+    deadline_seconds: float = DEADLINE_SECONDS,
+    budget_seconds: float = BUDGET_SECONDS,
+) -> list[bool]:
+    """For each (answer, number): whether math_verify finds them equal, within the deadline and the budget.
+
+    Equal pairs are checked once. What is not decided in time counts as not equal, and one warning says how
+    many those were. The first start of the worker is not charged to the budget, later ones are. Raises
+    RuntimeError when the worker cannot start.
+    """
+    verdicts = dict.fromkeys(pairs, False)
+    asked = [pair for pair in verdicts if is_worth_asking(pair[0])]
+    if asked:
+        _worker.start()
+    end = time.monotonic() + budget_seconds
+    undecided = set()
+    for answer, number in asked:
+        seconds = min(deadline_seconds, end - time.monotonic())
+        verdict = _worker.check(answer, number, seconds) if seconds > 0 else None
+        if verdict is None:
+            undecided.add((answer, number))
+        verdicts[answer, number] = verdict is True
+    if undecided:
+        logger.warning(
+            "%d of %d answers count as wrong: math_verify did not decide in time (%g s each, %g s in all).",
+            sum(pair in undecided for pair in pairs),
+            len(pairs),
+            deadline_seconds,
+            budget_seconds,
+        )
+    return [verdicts[pair] for pair in pairs]
+
+
+class MathWorker:
+    """The process that checks, seen from the trainer's side: started when needed, killed when late."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()  # a line belongs to the request before it
+
+    @property
+    def pid(self) -> int | None:
+        """The process id while there is a process, otherwise None."""
+        return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        """Starts the process unless it is alive; raises RuntimeError with the reason when it cannot."""
+        with self._lock:
+            self._started()
+
+    def check(self, answer: str, number: Fraction, seconds: float) -> bool | None:
+        """Whether answer and number are equal; None when time or memory ran out, and the process with it."""
+        request = {"answer": answer, "number": str(number), "seconds": seconds}
+        with self._lock:
+            process = self._started()
+            assert process.stdin is not None
+            try:
+                process.stdin.write(json.dumps(request).encode() + b"\n")
+                line = _read_line(process, time.monotonic() + seconds)
+            except BrokenPipeError:
+                line = b""
+            except BaseException:  # Ctrl-C: the reply, coming late, would be taken for the next one's
+                self._kill()
+                raise
+            if not line:
+                self._kill()
+                return None
+            return bool(json.loads(line)["equal"])
+
+    def close(self) -> None:
+        """Kills the process, if any, and waits for it, so that no zombie is left."""
+        with self._lock:
+            self._kill()
+
+    def forget_after_fork(self) -> None:
+        """In a forked child: lets go of the parent's process, which goes on serving the parent."""
+        self._lock = threading.Lock()  # the old one may be held by a thread that does not exist here
+        if self._process is not None:
+            _close_pipes(self._process)
+            self._process.returncode = 0  # it is not our child: Popen must neither wait for it nor warn
+            self._process = None
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._process.poll() is None:
+            return self._process
+        self._kill()
+        self._process = subprocess.Popen(
+            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
+        )
+        line = b""
+        try:
+            line = _read_line(self._process, time.monotonic() + _START_SECONDS)
+        finally:
+            if not line:
+                self._kill()
+        failure = json.loads(line)["failure"] if line else f"it died or took over {_START_SECONDS:g} s"
+        if failure is not None:
+            self._kill()
+            raise RuntimeError(f"The process that checks answers could not start ({failure}): {_INSTALL}")
+        return self._process
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+            _close_pipes(process)
+
+
+def _close_pipes(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        assert pipe is not None
+        pipe.close()
+
+
+def _read_line(process: subprocess.Popen[bytes], end: float) -> bytes:
+    """The next line of the process's output; empty when its exit or `end` (monotonic) came first."""
+    assert process.stdout is not None
+    line = b""
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while not line.endswith(b"\n"):
+            if not selector.select(max(0.0, end - time.monotonic())):
+                return b""
+            chunk = os.read(process.stdout.fileno(), 4096)
+            if not chunk:
+                return b""
+            line += chunk
+    return line
+
+
+# What follows runs in the worker.
+
+
+def load_check() -> Callable[[str, str], bool]:
+    """math_verify as a function (answer, number) -> equal; from then on this process runs no code from text.
+
+    For a process of its own: the audit hook cannot be removed, and sympy reads strings as numerals only.
+    """
+    import sympy.physics.units  # noqa: F401  simplify imports it, and it sympifies names
+    from latex2sympy2_extended import NormalizationConfig, latex2sympy
+    from math_verify import verify
+    from sympy import Basic, Rational
+    from sympy.core.sympify import SympifyError, converter
+
+    normalization = NormalizationConfig(units=True, malformed_operators=True, nits=True)
+
+    def check(answer: str, number: str) -> bool:
+        latex = re.sub(r"\\[()\[\]]", " ", answer)  # the delimiters of a formula
+        expression = latex2sympy(latex, is_real=True, normalization_config=normalization)
+        # A derivative comes back as a list, of which verify would take any one element.
+        if not isinstance(expression, Basic):
+            return False
+        return bool(verify(Rational(number), expression, timeout_seconds=None, raise_on_error=True))
+
+    def numeral(text: str) -> Basic:
+        if not _NUMERAL.fullmatch(text):
+            raise SympifyError(f"not a numeral: {text!r}")
+        value = Fraction(text)
+        return Rational(value.numerator, value.denominator)
+
+    for answer in (r"\frac{36}{2}", r"\sqrt{9}", "x = y + 1"):  # so that sympy's own late imports are done
+        check(answer, "18")
+    converter[str] = numeral
+    sys.addaudithook(_refuse_code_from_text)
+    return check
+
+
+def _refuse_code_from_text(event: str, args: tuple[object, ...]) -> None:
+    """Raises RuntimeError when code that does not come from a module's file is about to run."""
+    if event == "exec":
+        (code,) = args
+        assert isinstance(code, CodeType)
+        # eval and exec of a string, lambdify and the like call their code `<...>`; modules `<frozen ...>`.
+        if code.co_filename.startswith("<") and not code.co_filename.startswith("<frozen "):
+            raise RuntimeError("code made from text is not run here")
+
+
+def _limit_resources() -> None:
+    import resource  # POSIX only, and only the worker needs it
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":  # elsewhere the limit is refused, and only the deadline bounds the memory
+        resource.setrlimit(resource.RLIMIT_AS, (_MAX_WORKER_BYTES, _MAX_WORKER_BYTES))
+
+
+def _serve() -> None:
+    """Answers requests until stdin ends, which is when the trainer is gone."""
+    replies = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what a library prints must not be taken for a reply
+    here = os.path.dirname(os.path.abspath(__file__))
+    sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]  # our names shadow no module
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the process, even within one operation
+    logging.disable()  # math_verify warns that it has no timeout of its own; it has this process's
+
+    def reply(message: dict[str, str | bool | None]) -> None:
+        replies.write(json.dumps(message) + "\n")
+        replies.flush()
+
+    _limit_resources()
+    try:
+        check = load_check()
+    except ImportError as error:
+        reply({"failure": str(error)})
+        return
+    reply({"failure": None})
+    for line in sys.stdin:
+        request = json.loads(line)
+        signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 1.0)  # should the trainer die meanwhile
+        try:
+            equal = check(request["answer"], request["number"])
+        except MemoryError:
+            os._exit(1)  # what is left of the process is not to be trusted; the trainer starts another
+        except Exception:  # arbitrary text: the grammar raises bare Exception, sympy anything
+            equal = False
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        reply({"equal": bool(equal)})
+
+
+_worker = MathWorker()
+
+if __name__ == "__main__":
+    _serve()
+else:
+    atexit.register(_worker.close)
+    os.register_at_fork(after_in_child=_worker.forget_after_fork)

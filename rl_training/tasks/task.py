@@ -1,0 +1,18 @@
+"""The interface of a task: what is asked (two datasets) and what an answer is worth (a reward)."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from datasets import Dataset
+
+
+@dataclass(frozen=True)
+class Task:
+    """A dataset with its reward; `train_dataset` and `eval_dataset` share columns and no prompt.
+
+    Example: `GRPOTrainer(model, reward_funcs=task.reward, train_dataset=task.train_dataset, ...)`.
+    """
+
+    train_dataset: Dataset  # column `prompt` (plain text), and the columns that the reward reads
+    eval_dataset: Dataset  # the same columns, held-out prompts
+    reward: Callable[..., list[float]]  # reward(completions, **columns); its __name__ is the metric's name

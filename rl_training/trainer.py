@@ -1,0 +1,86 @@
+"""DrGRPOTrainer: TRL's GRPOTrainer with the Dr-GRPO settings fixed and checked, and probes attached.
+
+Dr-GRPO (Liu et al. 2025, "Understanding R1-Zero-like training") removes two biases of GRPO: advantages are not divided
+by the group's standard deviation, and a sequence's loss is summed over its tokens and divided by a constant, the
+maximum completion length. There is no KL term.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from accelerate.utils import parse_flag_from_env
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+
+from rl_training.attach import attach
+from rl_training.probes.base import Probe
+from rl_training.records import Records
+
+FIXED = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "importance_sampling_level": "token"}
+
+
+@dataclass
+class DrGRPOConfig(GRPOConfig):
+    """trl.GRPOConfig with Dr-GRPO's settings, and defaults under which probes can measure.
+
+    Every field of GRPOConfig is here. What makes it Dr-GRPO cannot be changed: ValueError. On a machine without an
+    accelerator it trains in fp32 on the CPU by itself.
+    """
+
+    loss_type: str = "dr_grpo"
+    scale_rewards: str = "none"
+    beta: float = 0.0
+    logging_steps: float = 1  # a line per optimizer step in the records
+    bf16: bool | None = None
+    gradient_checkpointing: bool | None = None  # TRL has True; transformers reads None as False
+    ddp_find_unused_parameters: bool | None = False
+
+    def __post_init__(self) -> None:
+        if not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU"):
+            self.use_cpu = True
+        if self.use_cpu and self.bf16 is None:
+            self.bf16 = False
+        super().__post_init__()
+        for name, value in FIXED.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not Dr-GRPO, which has {name}={value!r}: leave it out, "
+                    "or use trl.GRPOTrainer with rl_training.attach"
+                )
+
+
+class DrGRPOTrainer(GRPOTrainer):
+    """trl.GRPOTrainer that runs Dr-GRPO with whole prompts in each microbatch, and tells `probes` of every step.
+
+    probes   what to measure; training is bitwise the same with any of them and with none
+    records  where metrics.jsonl and probes.jsonl go; optional
+    Everything else as in trl.GRPOTrainer. `.attachment.remove()` takes the probes off again.
+    """
+
+    def __init__(self, *args: Any, probes: Sequence[Probe] = (), records: Records | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.args, DrGRPOConfig):
+            raise ValueError(f"DrGRPOTrainer needs args=DrGRPOConfig(...), got {type(self.args).__name__}")
+        self.attachment = attach(self, probes, records, whole_prompts=True)
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        """Returns TRL's (sequences of all ranks, reward functions), after checking that every sequence has a reward.
+
+        TRL would train on with an advantage of 0 for nan, and with a whole group of nan for one infinite reward.
+        """
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        bad = rewards.isinf().any(dim=1) | rewards.isnan().all(dim=1)
+        if bad.any():
+            row = int(bad.nonzero()[0])
+            values = dict(zip(self.reward_func_names, rewards[row].tolist(), strict=True))
+            local = row - self.accelerator.process_index * len(prompts)
+            where = f" for completion {completions[local]!r}" if 0 <= local < len(prompts) else ""
+            raise ValueError(
+                f"step {self.state.global_step + 1}: {int(bad.sum())} of {len(bad)} rewards are not finite, the first is "
+                f"{values}{where}. A reward function must return a finite number for every completion."
+            )
+        return rewards

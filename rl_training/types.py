@@ -1,0 +1,90 @@
+"""What a probe sees of a training step: frozen views of the rollout, the microbatches and the optimizer.
+
+Shape legend, used in every comment of this package:
+    B  sequences (of a microbatch, or of the whole step on this rank)
+    P  prompt tokens, left-padded
+    T  completion tokens, right-padded; the end-of-sequence token counts, padding never
+    G  responses per prompt
+    K  microbatches of an optimizer step on this rank
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from rl_training.adamw import AdamWState
+from rl_training.gradients import GradientBuffer
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """Sequences sampled from the policy, with what the policy said of them. Everything is detached."""
+
+    prompt_ids: Tensor  # (B, P)
+    prompt_mask: Tensor  # (B, P), 1 on tokens
+    completion_ids: Tensor  # (B, T)
+    completion_mask: Tensor  # (B, T), 1 on sampled tokens
+    advantages: Tensor  # (B,)
+    prompt_index: Tensor  # (B,), equal for responses of the same prompt, different for different prompts
+    on_policy: bool  # sampled at the very parameters that this optimizer step starts from
+
+    @property
+    def num_sequences(self) -> int:
+        return self.completion_ids.shape[0]
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The policy's log-probabilities and entropies at the completion tokens, in nats, at its sampling temperature."""
+
+    logps: Tensor  # (B, T)
+    entropies: Tensor  # (B, T), exact entropy of the next-token distribution
+    mask: Tensor  # (B, T), 1 on sampled tokens; values elsewhere mean nothing
+
+
+@dataclass(frozen=True)
+class Microbatch:
+    """One forward and backward of the training loop. `scores` is None until the forward is done."""
+
+    index: int  # 0 .. K-1 within the optimizer step
+    rollout: Rollout  # its B sequences
+    scores: Scores | None
+
+
+@dataclass(frozen=True)
+class OptimizerView:
+    """The optimizer as it stands before the step: hyperparameters and states, by parameter name.
+
+    `adamw` is None where the step is not AdamW's, with the reason in `reason`.
+    """
+
+    adamw: Mapping[str, AdamWState] | None
+    max_grad_norm: float  # gradient clipping threshold; inf when there is none
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class StepContext:
+    """One optimizer step on this rank, complete from `on_pre_optimizer_step` on.
+
+    `score(rows)` runs the unwrapped model on some rows of `rollout` at the present parameters, WITH graph, padded to
+    the longest of these rows only. `reduce(tensor)` sums a small tensor over the ranks: call it on all or on none.
+    """
+
+    step: int  # counted from 1: the `step` of the log line that this optimizer step will have
+    parameters: Mapping[str, nn.Parameter]  # trainable only
+    gradients: Mapping[str, Tensor]  # mean over microbatches and ranks, before clipping, as the optimizer gets it
+    microbatch_gradients: GradientBuffer | None  # K rows, this rank's own; row k is the mean-scale gradient of k
+    optimizer: OptimizerView
+    rollout: Rollout
+    scores: Scores
+    microbatch_rows: tuple[range, ...]  # the rows of `rollout` that each microbatch holds
+    responses_per_prompt: int
+    complete_prompts: bool  # on every rank, every prompt of the step is there with all its G responses
+    whole_prompts: bool  # and lies in one microbatch, on every rank
+    num_ranks: int
+    score: Callable[[Tensor], Scores]
+    reduce: Callable[[Tensor], Tensor]

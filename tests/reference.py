@@ -1,0 +1,179 @@
+"""Slow plain twins of the library's formulas: Python floats (float64), loops, straight from the definitions.
+
+They share no code with the library. They take ragged lists, so they know neither padding nor masks nor batches.
+The tabular policy is small enough to enumerate: vocabulary {0, 1, EOS}, at most three tokens, a logit for each token
+after each of the 7 prefixes. Of its 15 responses 8 are truncated, without EOS, so lengths are ragged and informative.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+EOS = 2
+MAX_LENGTH = 3
+PREFIXES = [p for length in range(MAX_LENGTH) for p in itertools.product((0, 1), repeat=length)]
+RESPONSES = [(*p, EOS) for p in PREFIXES] + list(itertools.product((0, 1), repeat=MAX_LENGTH))
+
+Ragged = Sequence[Sequence[float]]
+Table = Sequence[Sequence[float]]  # logits, (prefix, token)
+
+
+# --- the tabular policy, by enumeration -------------------------------------------------------------------------------
+
+
+class Exact(NamedTuple):
+    """Exact moments of a tabular policy and their derivatives by each logit, (prefix, token)."""
+
+    entropy: float  # H_seq = E[−S]
+    length: float  # E[T]
+    d_entropy: list[list[float]]
+    d_length: list[list[float]]
+
+
+def log_softmax(logits: Sequence[float]) -> list[float]:
+    log_sum = math.log(sum(math.exp(x) for x in logits))
+    return [x - log_sum for x in logits]
+
+
+def prefix_numbers(response: Sequence[int]) -> list[int]:
+    """Returns, for each token of a response, the row of the table it was sampled from."""
+    return [PREFIXES.index(tuple(response[:k])) for k in range(len(response))]
+
+
+def sequence_logp(table: Table, response: Sequence[int]) -> float:
+    rows = prefix_numbers(response)
+    return sum(log_softmax(table[row])[token] for row, token in zip(rows, response, strict=True))
+
+
+def exact(table: Table) -> Exact:
+    """Returns H_seq = Σ_t p(t)·(−S(t)), E[T] = Σ_t p(t)·T(t) and their derivatives, over all responses t.
+
+    With ∂p = p ∂S and Σ_t ∂p = 0:  ∂H_seq = Σ p·(−S)·∂S,  ∂E[T] = Σ p·T·∂S.
+    """
+    entropy, length = 0.0, 0.0
+    d_entropy = [[0.0] * 3 for _ in PREFIXES]
+    d_length = [[0.0] * 3 for _ in PREFIXES]
+    for response in RESPONSES:
+        logp = sequence_logp(table, response)
+        p = math.exp(logp)
+        entropy += p * -logp
+        length += p * len(response)
+        for row, sampled in zip(prefix_numbers(response), response, strict=True):
+            for token in range(3):
+                d_logp = (token == sampled) - math.exp(log_softmax(table[row])[token])
+                d_entropy[row][token] += p * -logp * d_logp
+                d_length[row][token] += p * len(response) * d_logp
+    return Exact(entropy, length, d_entropy, d_length)
+
+
+# --- surrogate weights of the entropy gradient ------------------------------------------------------------------------
+
+
+def surrogate_weights(
+    logps: Ragged,
+    entropies: Ragged,
+    prompts: Sequence[int],
+    estimator: str,
+    target: str,
+    baseline: str = "others",
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Returns (w, u), ragged like `logps`: the estimate is the mean over sequences of Σ_k w_k ∂log π(t_k) + u_k ∂h_k.
+
+    baseline "others" is the definition; "all" is the mistake of averaging over the response itself as well.
+    """
+    lengths = [len(row) for row in logps]
+    if target == "token":  # the quotient rule: ∂(H/T) = (∂H − H/T ∂T) / T
+        mean_length = sum(lengths) / len(lengths)
+        level = sum(sum(row) for row in entropies) / sum(lengths)
+        w_entropy, u_entropy = surrogate_weights(logps, entropies, prompts, estimator, "sequence", baseline)
+        w_length, _ = surrogate_weights(logps, entropies, prompts, estimator, "length", baseline)
+        w = [
+            [(a - level * b) / mean_length for a, b in zip(x, y, strict=True)]
+            for x, y in zip(w_entropy, w_length, strict=True)
+        ]
+        return w, [[a / mean_length for a in row] for row in u_entropy]
+
+    def signal(i: int, k: int) -> float:
+        if estimator == "score":
+            return -sum(logps[i]) if target == "sequence" else lengths[i]
+        return sum(entropies[i][k + 1 :]) if target == "sequence" else lengths[i] - (k + 1)
+
+    w = []
+    for i in range(len(logps)):
+        group = [j for j in range(len(logps)) if prompts[j] == prompts[i] and (j != i or baseline == "all")]
+        w.append([])
+        for k in range(lengths[i]):
+            counted = [j for j in group if estimator == "score" or k < lengths[j]]
+            mean = sum(signal(j, k) for j in counted) / len(counted) if counted else 0.0
+            w[i].append(signal(i, k) - mean)
+    u_value = 1.0 if estimator == "rb" and target == "sequence" else 0.0
+    return w, [[u_value] * length for length in lengths]
+
+
+# --- AdamW ------------------------------------------------------------------------------------------------------------
+
+
+class AdamWStep(NamedTuple):
+    """One AdamW step of a list of scalars: what each moves by, by cause, and the moments afterwards."""
+
+    momentum: list[float]
+    gradient: list[float]
+    decay: list[float]
+    exp_avg: list[float]
+    exp_avg_sq: list[float]
+
+    @property
+    def total(self) -> list[float]:
+        return [a + b + c for a, b, c in zip(self.momentum, self.gradient, self.decay, strict=True)]
+
+
+def adamw_step(
+    param: Sequence[float],
+    grad: Sequence[float],
+    exp_avg: Sequence[float],
+    exp_avg_sq: Sequence[float],
+    step: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> AdamWStep:
+    """Returns the step number `step` + 1 of Loshchilov & Hutter's algorithm 2, scalar by scalar."""
+    beta1, beta2 = betas
+    t = step + 1
+    out = AdamWStep([], [], [], [], [])
+    for theta, g, m, v in zip(param, grad, exp_avg, exp_avg_sq, strict=True):
+        m_new = beta1 * m + (1 - beta1) * g
+        v_new = beta2 * v + (1 - beta2) * g * g
+        denominator = math.sqrt(v_new / (1 - beta2**t)) + eps
+        out.momentum.append(-lr * beta1 * m / (1 - beta1**t) / denominator)
+        out.gradient.append(-lr * (1 - beta1) * g / (1 - beta1**t) / denominator)
+        out.decay.append(-lr * weight_decay * theta)
+        out.exp_avg.append(m_new)
+        out.exp_avg_sq.append(v_new)
+    return out
+
+
+# --- folds ------------------------------------------------------------------------------------------------------------
+
+
+def mean_of_the_others(folds: Ragged, sizes: Sequence[float], left_out: int) -> list[float]:
+    """Returns the mean over all folds but one, each fold's mean weighted by its size."""
+    kept = [k for k in range(len(folds)) if k != left_out]
+    total = sum(sizes[k] for k in kept)
+    return [sum(sizes[k] * folds[k][i] for k in kept) / total for i in range(len(folds[0]))]
+
+
+def jackknife_stderr(statistic: Callable[[list[float]], float], folds: Ragged) -> float:
+    """Returns √((K−1)/K Σ_l (f_(−l) − mean f_(−·))²), f_(−l) the statistic of the column sums without fold l."""
+    count = len(folds)
+    left_out = [
+        statistic([sum(folds[k][i] for k in range(count) if k != one_out) for i in range(len(folds[0]))])
+        for one_out in range(count)
+    ]
+    mean = sum(left_out) / count
+    return math.sqrt((count - 1) / count * sum((x - mean) ** 2 for x in left_out))

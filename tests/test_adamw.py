@@ -1,0 +1,136 @@
+"""Claims on the AdamW step: it is the one PyTorch takes, and its parts are what they say."""
+
+import itertools
+from typing import Any
+
+import pytest
+import reference
+import torch
+from torch import Tensor, nn
+
+from rl_training.adamw import adamw_delta, clip_coefficient
+
+NUM_STEPS = 25
+ZERO_GRADIENT_AT = 7
+HYPERPARAMETERS: list[dict[str, Any]] = [
+    {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0},
+    {"lr": 3e-2, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1},
+    {"lr": 1e-4, "betas": (0.5, 0.95), "eps": 1e-6, "weight_decay": 0.3},
+    {"lr": 1e-2, "betas": (0.0, 0.9), "eps": 1e-3, "weight_decay": 0.01},
+]
+every_hyperparameter = pytest.mark.parametrize("hyper", HYPERPARAMETERS, ids=lambda h: f"lr{h['lr']}")
+
+
+def random_state(*shape: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns (param, grad, exp_avg, exp_avg_sq) of an optimizer that has already taken some steps."""
+    generator = torch.Generator().manual_seed(seed)
+    param, grad, exp_avg, root = torch.randn(4, *shape, generator=generator, dtype=torch.float64)
+    return param, 0.1 * grad, 0.05 * exp_avg, (0.1 * root).square()
+
+
+@every_hyperparameter
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("variant", [{"foreach": False}, {"foreach": True}, {"fused": True}], ids=str)
+def test_delta_is_what_torch_does_to_the_parameters_at_each_of_25_steps_from_a_cold_start(
+    variant: dict[str, bool], dtype: torch.dtype, hyper: dict[str, Any]
+) -> None:
+    """Gradients of wandering size, one step without any gradient, one element that never has one.
+
+    θ_after − θ_before is itself rounded: to an ulp of θ. Beyond that only roundings of the parts are allowed.
+    """
+    generator = torch.Generator().manual_seed(3)
+    params = [nn.Parameter(torch.randn(shape, generator=generator, dtype=dtype)) for shape in ((4, 3), (5,), ())]
+    optimizer = torch.optim.AdamW(params, **hyper, **variant)
+    ulp = torch.finfo(dtype).eps
+    for step in range(NUM_STEPS):
+        size = 0.0 if step == ZERO_GRADIENT_AT else 10.0 ** (step % 5 - 3)
+        before, predicted = [], []
+        for p in params:
+            p.grad = size * torch.randn(p.shape, generator=generator, dtype=dtype)
+            p.grad.view(-1)[1:2] = 0
+            state = optimizer.state[p] or {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p), "step": 0}
+            assert int(state["step"]) == step
+            before.append(p.detach().clone())
+            predicted.append(
+                adamw_delta(before[-1], p.grad, state["exp_avg"], state["exp_avg_sq"], int(state["step"]), **hyper)
+            )
+        optimizer.step()
+        for p, old, parts in zip(params, before, predicted, strict=True):
+            rounding = 2 * ulp * (old.abs() + p.detach().abs()) + 16 * ulp * sum(part.abs() for part in parts)
+            error = (p.detach() - old - parts.total).abs()
+            assert (error <= rounding).all(), f"step {step}: off by up to {(error / rounding).max():.3g} roundings"
+
+
+@every_hyperparameter
+@pytest.mark.parametrize("step", [0, 1, 500])
+def test_each_part_equals_the_scalar_twin(hyper: dict[str, Any], step: int) -> None:
+    state = random_state(17)
+    parts = adamw_delta(*state, step, **hyper)
+    twin = reference.adamw_step(*(x.tolist() for x in state), step, **hyper)
+    for name in ("momentum", "gradient", "decay", "total"):
+        expected = torch.tensor(getattr(twin, name), dtype=torch.float64)
+        torch.testing.assert_close(getattr(parts, name), expected, rtol=1e-12, atol=0)
+
+
+def test_first_step_moves_by_the_learning_rate_against_the_sign_of_the_gradient() -> None:
+    """m̂ = g and √v̂ = |g| at t = 1, so δθ = −lr·g/(|g| + ε): −.1 for g = 3, +.1 for g = −.01, and 0 for g = 0."""
+    grad, zero = torch.tensor([3.0, -0.01, 0.0], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    parts = adamw_delta(zero, grad, zero, zero, 0, lr=0.1, betas=(0.9, 0.999), eps=1e-12, weight_decay=0.0)
+    expected = torch.tensor([-0.1, 0.1, 0.0], dtype=torch.float64)
+    torch.testing.assert_close(parts.total, expected, rtol=1e-9, atol=0)
+    assert not parts.momentum.any()
+    assert not parts.decay.any()
+
+
+def test_without_a_gradient_the_momentum_carries_on() -> None:
+    param, _, exp_avg, exp_avg_sq = random_state(6)
+    hyper = HYPERPARAMETERS[0]
+    parts = adamw_delta(param, torch.zeros_like(param), exp_avg, exp_avg_sq, 9, **hyper)
+    assert not parts.gradient.any()
+    assert (parts.momentum * exp_avg < 0).all()
+
+
+@every_hyperparameter
+def test_leading_dimensions_of_the_gradient_are_separate_steps_from_one_state(hyper: dict[str, Any]) -> None:
+    param, _, exp_avg, exp_avg_sq = random_state(2, 3)
+    grads = torch.randn(4, 5, 2, 3, generator=torch.Generator().manual_seed(8), dtype=torch.float64)
+    together = adamw_delta(param, grads, exp_avg, exp_avg_sq, 12, **hyper)
+    assert together.total.shape == grads.shape
+    for i, j in itertools.product(range(4), range(5)):
+        flat = (x.reshape(-1).tolist() for x in (param, grads[i, j], exp_avg, exp_avg_sq))
+        alone = torch.tensor(reference.adamw_step(*flat, 12, **hyper).total, dtype=torch.float64).view(2, 3)
+        torch.testing.assert_close(together.total[i, j], alone, rtol=1e-11, atol=0)
+
+
+def test_inputs_are_not_modified() -> None:
+    state = random_state(2, 3)
+    before = [x.clone() for x in state]
+    adamw_delta(*state, 4, **HYPERPARAMETERS[1])
+    assert all(torch.equal(a, b) for a, b in zip(state, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
+@pytest.mark.parametrize("max_norm", [1e-4, 0.7, 1.3, 1e6, float("inf")])
+def test_clip_coefficient_is_torchs_clipping(max_norm: float, dtype: torch.dtype) -> None:
+    """The norm of these gradients is √0.91: thresholds below it scale, those above do not."""
+    grads = [
+        torch.full((2, 3), 0.3, dtype=dtype),
+        torch.full((), -0.6, dtype=dtype),
+        torch.full((1,), 0.1, dtype=dtype),
+    ]
+    params = [nn.Parameter(torch.zeros_like(grad)) for grad in grads]
+    for p, grad in zip(params, grads, strict=True):
+        p.grad = grad.clone()
+    norm = torch.nn.utils.clip_grad_norm_(params, max_norm)
+    assert float(norm) == pytest.approx(0.91**0.5, rel=1e-6)
+    coefficient = clip_coefficient(norm, max_norm)
+    for p, grad in zip(params, grads, strict=True):
+        torch.testing.assert_close(coefficient * grad, p.grad, rtol=4 * torch.finfo(dtype).eps, atol=0)
+    assert (float(coefficient) < 1) == (max_norm < 0.95)
+
+
+def test_clip_coefficients_of_several_norms_are_each_ones_own() -> None:
+    """min(1, 2/(norm + 1e-6)): 0 for no gradient stays unscaled, 1 too, 4 is halved."""
+    norms = torch.tensor([0.0, 1.0, 4.0], dtype=torch.float64)
+    expected = torch.tensor([1.0, 1.0, 2.0 / 4.000001], dtype=torch.float64)
+    torch.testing.assert_close(clip_coefficient(norms, 2.0), expected, rtol=1e-15, atol=0)

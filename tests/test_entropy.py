@@ -1,0 +1,340 @@
+"""Claims on the surrogate weights of the entropy gradient: exact in expectation, and blind to what means nothing."""
+
+import itertools
+import math
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+from rl_training.entropy import surrogate_weights
+
+GARBAGE = 1e30  # what stands where mask is 0
+TABLE = [  # logits after each prefix: none uniform, so that no derivative vanishes by symmetry
+    [0.3, -0.4, -0.2],
+    [1.1, 0.2, -0.7],
+    [-0.5, 0.4, 0.9],
+    [0.0, 0.8, -1.3],
+    [-0.9, -0.1, 0.5],
+    [0.6, -1.2, 0.1],
+    [0.2, 0.7, -0.3],
+]
+
+
+class Tabular:
+    """The tabular policy of reference.py with logits that autograd knows, and its scores of a list of responses."""
+
+    def __init__(self, table: reference.Table) -> None:
+        self.logits = torch.tensor(table, dtype=torch.float64, requires_grad=True)
+
+    def scores(self, responses: list[tuple[int, ...]]) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns (logps, entropies, mask), (B, MAX_LENGTH); padding is scored too, as the first token would be."""
+        padding = [0] * reference.MAX_LENGTH
+        rows = torch.tensor([(reference.prefix_numbers(r) + padding)[: reference.MAX_LENGTH] for r in responses])
+        tokens = torch.tensor([([*r] + padding)[: reference.MAX_LENGTH] for r in responses])
+        mask = torch.tensor([[k < len(r) for k in range(reference.MAX_LENGTH)] for r in responses])
+        logp = self.logits.log_softmax(dim=-1)[rows]
+        return logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(dim=-1), mask
+
+    def gradient(
+        self, responses: list[tuple[int, ...]], of_sequence: Tensor, logp_weights: Tensor, entropy_weights: Tensor
+    ) -> Tensor:
+        """Returns ∂ of Σ_i of_sequence_i Σ_k w_ik log π(t_ik) + u_ik h_ik by the logits."""
+        logps, entropies, _ = self.scores(responses)
+        surrogate = (of_sequence * (logp_weights * logps + entropy_weights * entropies).sum(dim=1)).sum()
+        return torch.autograd.grad(surrogate, self.logits)[0]
+
+
+def all_groups(table: reference.Table, group_size: int) -> tuple[list[tuple[int, ...]], Tensor, Tensor]:
+    """Returns every possible group of responses, one prompt each: (responses, prompt_index, probability / group_size).
+
+    Summing over sequences with the last as weight is the expectation over batches of the mean over a batch.
+    """
+    responses, prompts, weights = [], [], []
+    for number, group in enumerate(itertools.product(reference.RESPONSES, repeat=group_size)):
+        responses += group
+        prompts += [number] * group_size
+        weights += [math.exp(sum(reference.sequence_logp(table, r) for r in group)) / group_size] * group_size
+    return responses, torch.tensor(prompts), torch.tensor(weights, dtype=torch.float64)
+
+
+def ragged(padded: Tensor, mask: Tensor) -> list[list[float]]:
+    return [row[alive.bool()].tolist() for row, alive in zip(padded, mask, strict=True)]
+
+
+def padded(rows: reference.Ragged, like: Tensor) -> Tensor:
+    """Returns ragged rows as a matrix shaped `like`, zero after each row's end."""
+    out = torch.zeros(like.shape, dtype=torch.float64)
+    for i, row in enumerate(rows):
+        out[i, : len(row)] = torch.tensor(row, dtype=torch.float64)
+    return out
+
+
+def twin_weights(
+    logps: Tensor, entropies: Tensor, mask: Tensor, prompts: Tensor, estimator: str, target: str, baseline="others"
+) -> tuple[Tensor, Tensor]:
+    w, u = reference.surrogate_weights(
+        ragged(logps.detach(), mask), ragged(entropies.detach(), mask), prompts.tolist(), estimator, target, baseline
+    )
+    return padded(w, logps), padded(u, logps)
+
+
+def random_batch(seed: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Returns (logps, entropies, mask, prompt_index): three prompts with 2, 3 and 4 responses, interleaved, ragged.
+
+    One response is longer than every other: at its end it is alive alone.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    prompts = torch.tensor([31, 4, 4, 900, 31, 4, 900, 900, 4])
+    lengths = torch.randint(1, 6, prompts.shape, generator=generator)
+    lengths[2] = 8
+    mask = torch.arange(8) < lengths.unsqueeze(1)
+    entropies = torch.rand(mask.shape, generator=generator, dtype=torch.float64)
+    logps = -3 * torch.rand(mask.shape, generator=generator, dtype=torch.float64)
+    return logps.to(dtype).masked_fill(~mask, GARBAGE), entropies.to(dtype).masked_fill(~mask, GARBAGE), mask, prompts
+
+
+every_estimator = pytest.mark.parametrize("estimator", ["rb", "score"])
+every_target = pytest.mark.parametrize("target", ["sequence", "token", "length"])
+
+
+# --- the expectation, by enumeration ----------------------------------------------------------------------------------
+
+
+@every_estimator
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_mean_over_all_groups_is_the_exact_derivative_of_sequence_entropy(estimator: str, group_size: int) -> None:
+    policy = Tabular(TABLE)
+    responses, prompts, of_sequence = all_groups(TABLE, group_size)
+    weights = surrogate_weights(*policy.scores(responses), prompts, estimator, "sequence")
+    expected = torch.tensor(reference.exact(TABLE).d_entropy, dtype=torch.float64)
+    torch.testing.assert_close(policy.gradient(responses, of_sequence, *weights), expected, rtol=0, atol=1e-9)
+
+
+@every_estimator
+@pytest.mark.parametrize("group_size", [2, 3])
+def test_mean_over_all_groups_is_the_exact_derivative_of_mean_length(estimator: str, group_size: int) -> None:
+    policy = Tabular(TABLE)
+    responses, prompts, of_sequence = all_groups(TABLE, group_size)
+    weights = surrogate_weights(*policy.scores(responses), prompts, estimator, "length")
+    expected = torch.tensor(reference.exact(TABLE).d_length, dtype=torch.float64)
+    torch.testing.assert_close(policy.gradient(responses, of_sequence, *weights), expected, rtol=0, atol=1e-9)
+
+
+@every_estimator
+def test_token_target_on_a_batch_that_is_the_population_is_the_exact_derivative_of_entropy_per_token(estimator) -> None:
+    """With probabilities in quarters every response stands 64·p times in a batch that has no sampling error at all."""
+    table = [[math.log(x) for x in row] for row in ([1, 1, 2], [1, 2, 1], [2, 1, 1], [1, 1, 2], [2, 1, 1]) * 2][:7]
+    population = [
+        r for r in reference.RESPONSES for _ in range(round(64 * math.exp(reference.sequence_logp(table, r))))
+    ]
+    assert len(population) == 64
+    pairs = list(itertools.product(population, repeat=2))
+    responses = [r for pair in pairs for r in pair]
+    policy = Tabular(table)
+    weights = surrogate_weights(
+        *policy.scores(responses), torch.arange(len(pairs)).repeat_interleave(2), estimator, "token"
+    )
+    of_sequence = torch.full((len(responses),), 1 / len(responses), dtype=torch.float64)
+    exact = reference.exact(table)
+    d_entropy, d_length = (torch.tensor(d, dtype=torch.float64) for d in (exact.d_entropy, exact.d_length))
+    expected = (d_entropy - exact.entropy / exact.length * d_length) / exact.length
+    torch.testing.assert_close(policy.gradient(responses, of_sequence, *weights), expected, rtol=0, atol=1e-9)
+
+
+@every_estimator
+def test_token_target_is_the_quotient_rule_on_the_same_sample(estimator: str) -> None:
+    """∂H_tok = (∂H_seq − H_tok ∂E[T]) / mean length, with both gradients from the twin's weights on this very batch."""
+    policy = Tabular(TABLE)
+    chosen = torch.randint(len(reference.RESPONSES), (12,), generator=torch.Generator().manual_seed(5))
+    responses = [reference.RESPONSES[i] for i in chosen]
+    prompts = torch.tensor([0, 1, 2, 3] * 3)
+    scores = policy.scores(responses)
+    mean = torch.full((12,), 1 / 12, dtype=torch.float64)
+    d_entropy, d_length = (
+        policy.gradient(responses, mean, *twin_weights(*scores, prompts, estimator, target))
+        for target in ("sequence", "length")
+    )
+    mean_length = sum(len(r) for r in responses) / 12
+    level = sum(sum(row) for row in ragged(scores[1].detach(), scores[2])) / 12 / mean_length
+    by_token = policy.gradient(responses, mean, *surrogate_weights(*scores, prompts, estimator, "token"))
+    torch.testing.assert_close(by_token, (d_entropy - level * d_length) / mean_length, rtol=0, atol=1e-12)
+
+
+def test_exact_derivatives_of_the_reference_are_central_differences() -> None:
+    exact, step = reference.exact(TABLE), 1e-5
+    for row, token in itertools.product(range(len(TABLE)), range(3)):
+        up, down = ([list(r) for r in TABLE] for _ in range(2))
+        up[row][token] += step
+        down[row][token] -= step
+        above, below = reference.exact(up), reference.exact(down)
+        assert exact.d_entropy[row][token] == pytest.approx((above.entropy - below.entropy) / (2 * step), abs=1e-8)
+        assert exact.d_length[row][token] == pytest.approx((above.length - below.length) / (2 * step), abs=1e-8)
+
+
+# --- what the claims above would catch --------------------------------------------------------------------------------
+
+
+def test_gradient_of_the_mean_entropy_alone_is_not_the_derivative() -> None:
+    policy = Tabular(TABLE)
+    responses, _, of_sequence = all_groups(TABLE, 2)
+    mask = policy.scores(responses)[2].double()
+    naive = policy.gradient(responses, of_sequence, torch.zeros_like(mask), mask)
+    exact = torch.tensor(reference.exact(TABLE).d_entropy, dtype=torch.float64)
+    assert (naive - exact).norm() > 0.2 * exact.norm()
+
+
+@pytest.mark.parametrize("target", ["sequence", "length"])
+def test_baseline_that_includes_the_response_itself_halves_the_score_estimate_of_two_responses(target: str) -> None:
+    policy = Tabular(TABLE)
+    responses, prompts, of_sequence = all_groups(TABLE, 2)
+    weights = twin_weights(*policy.scores(responses), prompts, "score", target, baseline="all")
+    exact = reference.exact(TABLE)
+    halved = 0.5 * torch.tensor(exact.d_entropy if target == "sequence" else exact.d_length, dtype=torch.float64)
+    torch.testing.assert_close(policy.gradient(responses, of_sequence, *weights), halved, rtol=0, atol=1e-9)
+
+
+def test_baseline_that_includes_the_response_itself_biases_the_rb_estimate() -> None:
+    policy = Tabular(TABLE)
+    responses, prompts, of_sequence = all_groups(TABLE, 2)
+    weights = twin_weights(*policy.scores(responses), prompts, "rb", "sequence", baseline="all")
+    exact = torch.tensor(reference.exact(TABLE).d_entropy, dtype=torch.float64)
+    assert (policy.gradient(responses, of_sequence, *weights) - exact).norm() > 0.1 * exact.norm()
+
+
+# --- weight by weight -------------------------------------------------------------------------------------------------
+
+
+def test_rb_weights_of_three_responses_worked_by_hand() -> None:
+    """One prompt, responses A, B, C with entropies [.9 .6 .3 .1], [.5 .2], [.4]; still to come after each token
+
+        R_A = [1.0 .4 .1 0]        R_B = [.2 0]        R_C = [0]
+
+    Token 1: the others' mean is (.2 + 0)/2 for A, (1 + 0)/2 for B, (1 + .2)/2 for C:  w = .9, −.3, −.6.
+    Token 2: only A and B are alive:  w = .4 − 0, 0 − .4.      Tokens 3, 4: A is alone, baseline 0:  w = .1, 0.
+    For the length R_A = [3 2 1 0], R_B = [1 0], R_C = [0]:  w_A = [2.5 2 1 0],  w_B = [−.5 −2],  w_C = [−2].
+    """
+    mask = torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0], [1, 0, 0, 0]])
+    entropies = torch.tensor([[0.9, 0.6, 0.3, 0.1], [0.5, 0.2, 9, 9], [0.4, 9, 9, 9]], dtype=torch.float64)
+    prompts = torch.tensor([5, 5, 5])
+    w, u = surrogate_weights(torch.full_like(entropies, -7), entropies, mask, prompts, "rb", "sequence")
+    by_hand = torch.tensor([[0.9, 0.4, 0.1, 0], [-0.3, -0.4, 0, 0], [-0.6, 0, 0, 0]], dtype=torch.float64)
+    torch.testing.assert_close(w, by_hand, rtol=0, atol=1e-14)
+    assert torch.equal(u, mask.double())
+    w, u = surrogate_weights(torch.full_like(entropies, -7), entropies, mask, prompts, "rb", "length")
+    assert torch.equal(w, torch.tensor([[2.5, 2, 1, 0], [-0.5, -2, 0, 0], [-2, 0, 0, 0]], dtype=torch.float64))
+    assert not u.any()
+
+
+@every_estimator
+@every_target
+@pytest.mark.parametrize("seed", range(4))
+def test_weights_equal_the_plain_twin_on_ragged_interleaved_batches(estimator: str, target: str, seed: int) -> None:
+    batch = random_batch(seed)
+    weights = surrogate_weights(*batch, estimator, target)
+    for got, expected in zip(weights, twin_weights(*batch, estimator, target), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+@every_estimator
+@every_target
+def test_weights_in_fp32_are_the_weights_to_rounding(estimator: str, target: str) -> None:
+    batch = random_batch(seed=11, dtype=torch.float32)
+    for got, expected in zip(
+        surrogate_weights(*batch, estimator, target), twin_weights(*batch, estimator, target), strict=True
+    ):
+        assert got.dtype == torch.float32
+        torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-5)
+
+
+@every_estimator
+@every_target
+def test_values_under_mask_zero_do_not_matter(estimator: str, target: str) -> None:
+    logps, entropies, mask, prompts = random_batch(seed=2)
+    clean = surrogate_weights(
+        logps.masked_fill(~mask, 0), entropies.masked_fill(~mask, 0), mask, prompts, estimator, target
+    )
+    for got, expected in zip(surrogate_weights(logps, entropies, mask, prompts, estimator, target), clean, strict=True):
+        assert torch.equal(got, expected)
+        assert not got[~mask].any()
+
+
+@every_estimator
+@every_target
+def test_mask_may_be_of_any_type(estimator: str, target: str) -> None:
+    logps, entropies, mask, prompts = random_batch(seed=2)
+    for dtype in (torch.int64, torch.float32, torch.float64):
+        for got, expected in zip(
+            surrogate_weights(logps, entropies, mask.to(dtype), prompts, estimator, target),
+            twin_weights(logps, entropies, mask, prompts, estimator, target),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+@every_estimator
+@every_target
+def test_permuting_the_sequences_permutes_the_weights(estimator: str, target: str) -> None:
+    batch = random_batch(seed=3)
+    order = torch.randperm(len(batch[0]), generator=torch.Generator().manual_seed(1))
+    for got, expected in zip(
+        surrogate_weights(*(x[order] for x in batch), estimator, target),
+        surrogate_weights(*batch, estimator, target),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected[order], rtol=0, atol=1e-13)
+
+
+@every_estimator
+@every_target
+def test_more_padding_changes_nothing(estimator: str, target: str) -> None:
+    logps, entropies, mask, prompts = random_batch(seed=4)
+    wider = [torch.cat([x, x.new_full((len(x), 5), fill)], dim=1) for x, fill in ((logps, GARBAGE), (entropies, 7.0))]
+    wider_mask = torch.nn.functional.pad(mask, (0, 5))
+    for got, expected in zip(
+        surrogate_weights(*wider, wider_mask, prompts, estimator, target),
+        surrogate_weights(logps, entropies, mask, prompts, estimator, target),
+        strict=True,
+    ):
+        torch.testing.assert_close(got[:, : mask.shape[1]], expected, rtol=0, atol=1e-13)
+        assert not got[:, mask.shape[1] :].any()
+
+
+@every_estimator
+@pytest.mark.parametrize("target", ["sequence", "length"])
+def test_weights_of_a_prompt_do_not_depend_on_the_other_prompts(estimator: str, target: str) -> None:
+    batch = random_batch(seed=6)
+    own = batch[3] == 900
+    for got, expected in zip(
+        surrogate_weights(*(x[own] for x in batch), estimator, target),
+        surrogate_weights(*batch, estimator, target),
+        strict=True,
+    ):
+        torch.testing.assert_close(got, expected[own], rtol=0, atol=1e-13)
+
+
+@every_estimator
+@every_target
+def test_weights_carry_no_graph(estimator: str, target: str) -> None:
+    responses = [reference.RESPONSES[i] for i in (0, 5, 9, 14)]
+    logps, entropies, mask = Tabular(TABLE).scores(responses)
+    assert logps.requires_grad
+    assert entropies.requires_grad
+    weights = surrogate_weights(logps, entropies, mask, torch.tensor([0, 0, 1, 1]), estimator, target)
+    assert not any(w.requires_grad for w in weights)
+
+
+@every_target
+def test_single_response_of_a_prompt_raises_with_the_way_out(target: str) -> None:
+    values, mask = torch.zeros(3, 2), torch.ones(3, 2)
+    with pytest.raises(ValueError, match="at least two responses per prompt"):
+        surrogate_weights(values, values, mask, torch.tensor([0, 0, 1]), "rb", target)
+
+
+def test_unknown_names_raise_with_the_choices() -> None:
+    values, mask, prompts = torch.zeros(2, 2), torch.ones(2, 2), torch.zeros(2, dtype=torch.long)
+    with pytest.raises(ValueError, match="'rb' or 'score'"):
+        surrogate_weights(values, values, mask, prompts, "naive", "sequence")
+    with pytest.raises(ValueError, match="'sequence', 'token' or 'length'"):
+        surrogate_weights(values, values, mask, prompts, "rb", "nats")

@@ -1,0 +1,282 @@
+"""Claims on whole-prompt folds: leaving one out, the jackknife over ranks, and that it ends double sampling's bias."""
+
+import itertools
+import math
+import random
+import statistics
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+from rl_training.adamw import adamw_delta
+from rl_training.folds import jackknife_stderr, leave_fold_out, response_number, split_prompts
+
+
+def alone(tensor: Tensor) -> Tensor:
+    """The reduce of a single rank."""
+    return tensor
+
+
+def on_two_ranks(rank_function: Callable[[int, Callable[[Tensor], Tensor]], Tensor]) -> list[Tensor]:
+    """Returns [rank_function(rank, reduce) for both ranks], run side by side; reduce waits for the other rank's."""
+    barrier, slots = threading.Barrier(2, timeout=20), [torch.empty(0)] * 2
+
+    def reduce(rank: int, tensor: Tensor) -> Tensor:
+        slots[rank] = tensor
+        barrier.wait()
+        total = slots[0] + slots[1]
+        barrier.wait()  # nobody writes again before both have read
+        return total
+
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(lambda rank: rank_function(rank, lambda tensor: reduce(rank, tensor)), range(2)))
+
+
+def random_folds(num_folds: int, *shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(num_folds, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+# --- leaving one out --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [[8, 8], [4, 4, 4, 4, 4], [8, 16, 1, 3]], ids=str)
+def test_leave_fold_out_is_the_plain_mean_of_the_other_folds(sizes: list[int]) -> None:
+    folds = random_folds(len(sizes), 2, 3)
+    flat = folds.view(len(sizes), -1).tolist()
+    mean = torch.tensor(reference.mean_of_the_others([*flat, flat[0]], [*sizes, 1], len(sizes)), dtype=torch.float64)
+    got = leave_fold_out(mean.view(2, 3), folds, torch.tensor(sizes), float(sum(sizes)))
+    expected = [reference.mean_of_the_others(flat, sizes, k) for k in range(len(sizes))]
+    assert got.shape == folds.shape
+    torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64).view_as(folds), rtol=0, atol=1e-13)
+
+
+def test_leave_fold_out_on_two_ranks_needs_only_the_global_mean_and_its_own_folds() -> None:
+    sizes, split = [8, 4, 8, 16, 4], 3
+    folds = random_folds(5, 4, seed=1)
+    mean = (torch.tensor(sizes).unsqueeze(1) * folds).sum(dim=0) / sum(sizes)
+    expected = [reference.mean_of_the_others(folds.tolist(), sizes, k) for k in range(5)]
+    for own in (slice(0, split), slice(split, 5)):
+        got = leave_fold_out(mean, folds[own], torch.tensor(sizes[own]), float(sum(sizes)))
+        torch.testing.assert_close(got, torch.tensor(expected[own], dtype=torch.float64), rtol=0, atol=1e-13)
+
+
+def test_leave_fold_out_with_one_fold_per_rank_is_the_other_ranks_fold() -> None:
+    folds = random_folds(2, 4, seed=2)
+    for rank in range(2):
+        got = leave_fold_out(folds.mean(dim=0), folds[rank : rank + 1], torch.tensor([8.0]), 16.0)
+        torch.testing.assert_close(got[0], folds[1 - rank], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("sizes", [[8], [0, 8]])
+def test_leaving_out_a_fold_that_is_everything_raises(sizes: list[int]) -> None:
+    folds = random_folds(len(sizes), 4)
+    with pytest.raises(ValueError, match="nothing is left"):
+        leave_fold_out(folds[-1], folds, torch.tensor(sizes), 8.0)
+
+
+# --- the jackknife ----------------------------------------------------------------------------------------------------
+
+
+def mean_of(sums: Tensor) -> Tensor:
+    return sums[..., :1] / sums[..., 1:2]
+
+
+def ratio_and_product(sums: Tensor) -> Tensor:
+    """Two smooth statistics of three sums: (..., 3) to (..., 2)."""
+    return torch.stack([sums[..., 0] / sums[..., 1], sums[..., 0] * sums[..., 2] / sums[..., 1].square()], dim=-1)
+
+
+def fold_sums(num_folds: int, seed: int) -> Tensor:
+    """Returns (num_folds, 3) sums over folds whose second column, the denominator, is far from 0."""
+    return random_folds(num_folds, 3, seed=seed) + torch.tensor([0.5, 9.0, 2.0], dtype=torch.float64)
+
+
+def textbook(by_fold: Tensor) -> list[float]:
+    rows = by_fold.tolist()
+    return [
+        reference.jackknife_stderr(lambda s: s[0] / s[1], rows),
+        reference.jackknife_stderr(lambda s: s[0] * s[2] / s[1] ** 2, rows),
+    ]
+
+
+@pytest.mark.parametrize("num_folds", [2, 8, 33])
+def test_jackknife_error_of_a_mean_is_the_standard_error_of_the_mean(num_folds: int) -> None:
+    values = (5 + random_folds(num_folds, seed=num_folds)).tolist()
+    by_fold = torch.tensor([[x, 1.0] for x in values], dtype=torch.float64)
+    sums = by_fold.sum(dim=0)
+    got = jackknife_stderr(mean_of, sums, sums - by_fold, alone)
+    assert got.shape == (1,)
+    assert float(got) == pytest.approx(statistics.stdev(values) / math.sqrt(num_folds), rel=1e-11)
+
+
+@pytest.mark.parametrize("num_folds", [2, 3, 8, 16])
+def test_jackknife_error_of_a_ratio_is_the_textbook_one(num_folds: int) -> None:
+    by_fold = fold_sums(num_folds, seed=num_folds)
+    sums = by_fold.sum(dim=0)
+    got = jackknife_stderr(ratio_and_product, sums, sums - by_fold, alone)
+    assert got.tolist() == pytest.approx(textbook(by_fold), rel=1e-11)
+
+
+@pytest.mark.parametrize("split", [1, 4, 7])
+def test_jackknife_error_is_the_same_when_the_folds_are_spread_over_two_ranks(split: int) -> None:
+    by_fold = fold_sums(8, seed=5)
+
+    def on_rank(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        own = by_fold[:split] if rank == 0 else by_fold[split:]
+        sums = reduce(own.sum(dim=0))
+        return jackknife_stderr(ratio_and_product, sums, sums - own, reduce)
+
+    for got in on_two_ranks(on_rank):
+        assert got.tolist() == pytest.approx(textbook(by_fold), rel=1e-11)
+
+
+def test_jackknife_error_of_folds_that_agree_is_zero_and_not_nan() -> None:
+    by_fold = torch.tensor([[0.1, 0.3, 0.7]] * 9, dtype=torch.float64)
+    sums = by_fold.sum(dim=0)
+    got = jackknife_stderr(ratio_and_product, sums, sums - by_fold, alone)
+    assert (got < 1e-15).all()
+
+
+def test_jackknife_error_does_not_lose_digits_to_a_large_mean() -> None:
+    values = [1e8 + x for x in (0.25, -0.5, 1.0, 0.125, -1.5, 0.75, 2.0, -0.25)]
+    by_fold = torch.tensor([[x, 1.0] for x in values], dtype=torch.float64)
+    sums = by_fold.sum(dim=0)
+    expected = statistics.stdev(x - 1e8 for x in values) / math.sqrt(8)
+    assert float(jackknife_stderr(mean_of, sums, sums - by_fold, alone)) == pytest.approx(expected, rel=1e-6)
+
+
+def test_nan_in_a_fold_makes_the_error_nan() -> None:
+    by_fold = fold_sums(8, seed=6)
+    by_fold[3, 2] = math.nan
+    sums = by_fold.sum(dim=0)
+    got = jackknife_stderr(ratio_and_product, sums, sums - by_fold, alone)
+    assert got.isnan().tolist() == [False, True]
+
+
+# --- prompts and folds ------------------------------------------------------------------------------------------------
+
+
+def interleaved_prompts(num_prompts: int, seed: int) -> list[int]:
+    """Returns prompt labels, neither small nor sorted, of 1 to 4 responses each in random order."""
+    rng = random.Random(seed)
+    labels = [label for label in rng.sample(range(1000), num_prompts) for _ in range(rng.randint(1, 4))]
+    rng.shuffle(labels)
+    return labels
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_response_number_counts_the_earlier_responses_of_the_same_prompt(seed: int) -> None:
+    labels = interleaved_prompts(7, seed)
+    assert response_number(torch.tensor(labels)).tolist() == [labels[:i].count(x) for i, x in enumerate(labels)]
+
+
+def test_responses_numbered_below_one_are_one_of_every_prompt() -> None:
+    labels = torch.tensor(interleaved_prompts(9, seed=3))
+    assert sorted(labels[response_number(labels) < 1].tolist()) == sorted(set(labels.tolist()))
+
+
+@pytest.mark.parametrize("num_folds", [1, 2, 3, 5, 8, 9, 20])
+@pytest.mark.parametrize("num_prompts", [1, 5, 8])
+def test_split_prompts_keeps_prompts_whole_and_folds_filled_and_even(num_prompts: int, num_folds: int) -> None:
+    labels = interleaved_prompts(num_prompts, seed=num_folds)
+    folds = split_prompts(torch.tensor(labels), num_folds).tolist()
+    folds_of_prompt = {label: {f for f, x in zip(folds, labels, strict=True) if x == label} for label in labels}
+    assert all(len(where) == 1 for where in folds_of_prompt.values())
+    prompts_in_fold = [sum({f} == where for where in folds_of_prompt.values()) for f in range(max(folds) + 1)]
+    assert len(prompts_in_fold) == min(num_folds, num_prompts)
+    assert min(prompts_in_fold) >= 1
+    assert max(prompts_in_fold) - min(prompts_in_fold) <= 1
+
+
+# --- double sampling, exactly: every outcome of a small batch, with its probability ------------------------------------
+
+LR = 0.1
+OUTCOMES = [  # of one fold: (probability, entropy gradient X, training gradient g); the two share their noise
+    (0.5, (1.0, -0.5), (0.4, 0.3)),
+    (0.3, (-0.7, 0.2), (-0.9, 0.2)),
+    (0.2, (0.3, 1.5), (0.1, -0.8)),
+]
+Step = Callable[[Tensor], Tensor]  # gradients (..., 2) to updates (..., 2)
+
+
+def sgd(grads: Tensor) -> Tensor:
+    return -LR * grads
+
+
+def cold_adam(grads: Tensor) -> Tensor:
+    """The library's AdamW step from zero moments, each row a step of its own."""
+    zero = torch.zeros(2, dtype=torch.float64)
+    return adamw_delta(zero, grads, zero, zero, 0, lr=LR, betas=(0.9, 0.999), eps=1e-2, weight_decay=0.0).total
+
+
+def plain_sgd(grad: list[float]) -> list[float]:
+    return [-LR * g for g in grad]
+
+
+def plain_cold_adam(grad: list[float]) -> list[float]:
+    hyper = {"lr": LR, "betas": (0.9, 0.999), "eps": 1e-2, "weight_decay": 0.0}
+    return reference.adamw_step([0.0, 0.0], grad, [0.0, 0.0], [0.0, 0.0], 0, **hyper).total
+
+
+def batches_of(num_folds: int) -> Iterable[tuple[float, list[tuple[float, ...]], list[tuple[float, ...]]]]:
+    """Yields every batch of independent folds: (probability, X of each fold, g of each fold)."""
+    for folds in itertools.product(OUTCOMES, repeat=num_folds):
+        yield math.prod(p for p, _, _ in folds), [x for _, x, _ in folds], [g for _, _, g in folds]
+
+
+def dot(a: Iterable[float], b: Iterable[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def exact_target(plain_step: Callable[[list[float]], list[float]], num_folds: int) -> float:
+    """Returns E[X] · E[δθ(mean gradient of `num_folds` folds)], X and δθ from different batches."""
+    mean_x = [sum(p * x[i] for p, x, _ in OUTCOMES) for i in range(2)]
+    mean_step = [0.0, 0.0]
+    for p, _, g in batches_of(num_folds):
+        step = plain_step([sum(column) / num_folds for column in zip(*g, strict=True)])
+        mean_step = [a + p * b for a, b in zip(mean_step, step, strict=True)]
+    return dot(mean_x, mean_step)
+
+
+every_step = pytest.mark.parametrize(("step", "plain_step"), [(sgd, plain_sgd), (cold_adam, plain_cold_adam)])
+
+
+@every_step
+@pytest.mark.parametrize("num_folds", [2, 3, 4])
+def test_mean_of_the_leave_fold_out_product_is_the_product_of_independent_means(
+    step: Step, plain_step: Callable[[list[float]], list[float]], num_folds: int
+) -> None:
+    mean_product = 0.0
+    for p, x, g in batches_of(num_folds):
+        folds = torch.tensor(g, dtype=torch.float64)
+        left_out = leave_fold_out(folds.mean(dim=0), folds, torch.ones(num_folds), float(num_folds))
+        mean_product += p * float((torch.tensor(x, dtype=torch.float64) * step(left_out)).sum()) / num_folds
+    assert mean_product == pytest.approx(exact_target(plain_step, num_folds - 1), abs=1e-12)
+
+
+@every_step
+@pytest.mark.parametrize("num_folds", [2, 3, 4])
+def test_mean_of_the_same_batch_product_is_not_the_product_of_independent_means(
+    step: Step, plain_step: Callable[[list[float]], list[float]], num_folds: int
+) -> None:
+    mean_product = 0.0
+    for p, x, g in batches_of(num_folds):
+        mean_x = torch.tensor(x, dtype=torch.float64).mean(dim=0)
+        mean_product += p * float(mean_x @ step(torch.tensor(g, dtype=torch.float64).mean(dim=0)))
+    target = exact_target(plain_step, num_folds)
+    assert abs(mean_product - target) > 0.5 * abs(target)
+
+
+@pytest.mark.parametrize("num_folds", [2, 3, 4])
+def test_bias_of_the_same_batch_product_for_sgd_is_the_covariance_over_the_number_of_folds(num_folds: int) -> None:
+    product = sum(
+        p * dot([sum(c) / num_folds for c in zip(*x, strict=True)], plain_sgd([sum(c) / num_folds for c in zip(*g)]))
+        for p, x, g in batches_of(num_folds)
+    )
+    covariance = sum(p * dot(x, g) for p, x, g in OUTCOMES) - exact_target(plain_sgd, 1) / -LR
+    assert product - exact_target(plain_sgd, num_folds) == pytest.approx(-LR * covariance / num_folds, abs=1e-12)

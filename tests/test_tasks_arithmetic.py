@@ -1,0 +1,115 @@
+"""Claims on the arithmetic task: what it asks, what it rewards, and that evaluation stays unseen."""
+
+import re
+from itertools import islice
+
+import pytest
+
+from rl_training.tasks.arithmetic import WorkedExample, arithmetic, arithmetic_reward, worked_examples
+from rl_training.tasks.task import Task
+
+
+@pytest.fixture(scope="module")
+def task() -> Task:
+    return arithmetic()
+
+
+@pytest.fixture(scope="module")
+def examples() -> list[WorkedExample]:
+    return list(islice(worked_examples(seed=3), 1000))
+
+
+def partial_results(prompt: str) -> list[int]:
+    """The partial results from the text alone: signed digits, added from left to right."""
+    assert re.fullmatch(r"\d([+-]\d)*=\?<think>", prompt)
+    terms = [int(term) for term in re.findall(r"[+-]?\d", prompt)]
+    return [sum(terms[: count + 1]) for count in range(len(terms))]
+
+
+def test_a_prompt_is_a_chain_of_three_to_seven_digits_whose_partial_results_are_digits(task: Task) -> None:
+    for dataset in (task.train_dataset, task.eval_dataset):
+        lengths = set()
+        for row in dataset:
+            results = partial_results(row["prompt"])
+            assert all(0 <= result <= 9 for result in results)
+            assert row["answer"] == str(results[-1])
+            lengths.add(len(results))
+        assert lengths == {3, 4, 5, 6, 7}
+
+
+def test_no_prompt_occurs_twice_in_training_or_in_evaluation_or_in_both(task: Task) -> None:
+    prompts = [*task.train_dataset["prompt"], *task.eval_dataset["prompt"]]
+    assert len(prompts) == 4096 + 512
+    assert len(set(prompts)) == len(prompts)
+
+
+def test_held_out_prompts_stay_unseen_under_any_seed(task: Task, examples: list[WorkedExample]) -> None:
+    held_out = set(task.eval_dataset["prompt"])
+    assert held_out.isdisjoint(arithmetic(num_train=2000, num_eval=0, seed=1).train_dataset["prompt"])
+    assert held_out.isdisjoint(example.prompt for example in examples)
+
+
+def test_the_seed_fixes_the_datasets(task: Task) -> None:
+    again, other = arithmetic(), arithmetic(seed=1)
+    for split in ("train_dataset", "eval_dataset"):
+        assert getattr(again, split).to_list() == getattr(task, split).to_list()
+        assert getattr(other, split).to_list() != getattr(task, split).to_list()
+
+
+def test_a_worked_example_is_rewarded(examples: list[WorkedExample]) -> None:
+    answers = [str(partial_results(example.prompt)[-1]) for example in examples]
+    assert arithmetic_reward([example.completion for example in examples], answer=answers) == [1.0] * 1000
+
+
+def test_half_of_the_worked_examples_show_the_true_running_result(examples: list[WorkedExample]) -> None:
+    thoughts = [example.completion.split("</think>")[0] for example in examples]
+    for example, thought in zip(examples, thoughts, strict=True):
+        if thought:
+            first, *later = partial_results(example.prompt)
+            steps = re.findall(r"[+-]\d", example.prompt)
+            pairs = zip(steps, later, strict=True)
+            assert thought == f"{first}" + "".join(f"{step}={result}" for step, result in pairs)
+    assert 0.45 < sum(map(bool, thoughts)) / len(thoughts) < 0.55
+
+
+@pytest.mark.parametrize(
+    "completion",
+    [
+        "",
+        "6",
+        "</think>6",
+        "<answer>6",
+        "6</answer>",
+        "</answer>6<answer>",
+        "<answer></answer>",
+        "<answer> 6</answer>",
+        "<answer>6\n</answer>",
+        "<answer>06</answer>",
+        "<answer>6.0</answer>",
+        "<answer>+6</answer>",
+        "<answer>5+1</answer>",
+        "<answer>7</answer>",
+        "<ANSWER>6</ANSWER>",
+        "<answer>6</answer><answer>6</answer>",
+        "<answer>5</answer><answer>6</answer>",
+        "<answer><answer>6</answer></answer>",
+        "<answer>6</answer></answer>",
+        "<answer>\N{FULLWIDTH DIGIT SIX}</answer>",
+        "<answer>__import__('os')</answer>",
+    ],
+)
+def test_anything_but_the_answer_in_one_pair_of_tags_earns_nothing(completion: str) -> None:
+    assert arithmetic_reward([completion], answer=["6"]) == [0.0]
+
+
+def test_what_stands_outside_the_tags_does_not_matter() -> None:
+    completions = [
+        "<answer>6</answer>",
+        "7+2=4</think><answer>6</answer>\n<think>",
+        "\x00<<answer>6</answer>>",
+    ]
+    assert arithmetic_reward(completions, answer=["6"] * 3, prompts=["7+2-3=?<think>"] * 3) == [1.0] * 3
+
+
+def test_the_metric_of_the_reward_keeps_its_name(task: Task) -> None:
+    assert task.reward.__name__ == "arithmetic_reward"

@@ -1,0 +1,125 @@
+"""Claims on the embedded default model: the shipped checkpoint, its tokenizer, and how they are remade."""
+
+import logging
+import string
+import warnings
+from itertools import islice
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
+
+from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward, worked_examples
+from rl_training.tiny import TINY_PATH, build_model, build_tokenizer, warm_start
+
+
+@pytest.fixture(scope="module")
+def model() -> PreTrainedModel:
+    return AutoModelForCausalLM.from_pretrained(TINY_PATH)
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> PreTrainedTokenizerFast:
+    loaded = AutoTokenizer.from_pretrained(TINY_PATH)
+    assert isinstance(loaded, PreTrainedTokenizerFast)
+    return loaded
+
+
+def test_shipped_checkpoint_loads_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    transformers.logging.enable_propagation()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            AutoModelForCausalLM.from_pretrained(TINY_PATH)
+            AutoTokenizer.from_pretrained(TINY_PATH)
+    finally:
+        transformers.logging.disable_propagation()
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_model_has_105472_parameters_in_fp32(model: PreTrainedModel) -> None:
+    assert model.num_parameters() == 105_472
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_shipped_tokenizer_reads_and_writes_as_the_built_one(tokenizer: PreTrainedTokenizerFast) -> None:
+    built = build_tokenizer()
+    assert tokenizer.get_vocab() == built.get_vocab()
+    assert len(tokenizer) == 103
+    text = string.digits + " \n\n  don't <think> 7+2-3=?</think>" + string.punctuation + string.ascii_letters
+    for each in (tokenizer, built):
+        assert each.decode(each(text).input_ids, skip_special_tokens=True) == text
+    assert tokenizer(text).input_ids == built(text).input_ids
+
+
+def test_every_printable_character_is_one_token_of_its_own(tokenizer: PreTrainedTokenizerFast) -> None:
+    characters = "\n" + "".join(map(chr, range(ord(" "), ord("~") + 1)))
+    ids = tokenizer(characters).input_ids
+    assert len(ids) == len(set(ids)) == len(characters) == 96
+
+
+def test_tags_are_single_tokens_and_survive_decoding(tokenizer: PreTrainedTokenizerFast) -> None:
+    tags = "<think></think><answer></answer>"
+    ids = tokenizer(tags + "<eos><pad>").input_ids
+    assert len(ids) == 6
+    assert tokenizer.decode(ids, skip_special_tokens=True) == tags
+
+
+def test_model_and_generation_know_the_tokens_that_end_and_fill(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    assert tokenizer.padding_side == "left"
+    assert tokenizer.eos_token_id != tokenizer.pad_token_id
+    assert {tokenizer.eos_token_id, tokenizer.pad_token_id} <= set(tokenizer.all_special_ids)
+    for config in (model.config, model.generation_config):
+        assert (config.eos_token_id, config.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
+
+
+def test_shipped_model_has_something_and_something_left_to_learn(
+    model: Any, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    rows = arithmetic(num_train=0, num_eval=256).eval_dataset[:]
+    prompts = tokenizer(rows["prompt"], padding=True, return_tensors="pt")
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        tokens = model.generate(**prompts, max_new_tokens=36, do_sample=True, temperature=1.0, top_k=0)
+    texts = tokenizer.batch_decode(tokens[:, prompts.input_ids.shape[1] :], skip_special_tokens=True)
+    rewards = arithmetic_reward(texts, answer=rows["answer"])
+    assert 0.3 < sum(rewards) / len(rewards) < 0.65
+    assert 0.3 < sum(text.startswith("</think>") for text in texts) / len(texts) < 0.7
+
+
+def test_warm_start_loss_is_the_mean_over_completion_tokens_and_eos_alone() -> None:
+    """The first loss again, from the definition: one example at a time, so without padding or labels."""
+    tokenizer = build_tokenizer()
+    model = build_model(tokenizer, seed=0)
+    nll, num_tokens = 0.0, 0
+    for example in islice(worked_examples(seed=5), 32):
+        num_prompt = len(tokenizer(example.prompt).input_ids)
+        text = example.prompt + example.completion
+        ids = torch.tensor([*tokenizer(text).input_ids, tokenizer.eos_token_id])
+        with torch.no_grad():
+            logps = model(ids[None]).logits[0].log_softmax(-1)
+        nll -= sum(logps[place - 1, ids[place]].item() for place in range(num_prompt, len(ids)))
+        num_tokens += len(ids) - num_prompt
+    assert warm_start(model, tokenizer, seed=5, num_steps=1) == [pytest.approx(nll / num_tokens, rel=1e-5)]
+
+
+def test_remaking_is_bitwise_reproducible_and_leaves_the_random_state_alone() -> None:
+    def weights(seed: int) -> torch.Tensor:
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer, seed)
+        losses = warm_start(model, tokenizer, seed, num_steps=12)
+        assert losses[-1] < losses[0]
+        return torch.nn.utils.parameters_to_vector(model.parameters())
+
+    state = torch.get_rng_state()
+    first = weights(seed=1)
+    torch.rand(7)
+    assert torch.equal(weights(seed=1), first)
+    assert not torch.equal(weights(seed=2), first)
+    torch.set_rng_state(state)
+    weights(seed=1)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,172 @@
+"""Claims on the running sum of trapezoids: what it sums, how sure it is, and that a hole stays a hole."""
+
+import math
+from dataclasses import fields
+
+import pytest
+import torch
+from safetensors.torch import load, save
+from torch import Tensor
+
+from rl_training.trapezoid import BatchTerms, TrapezoidSum, TrapezoidTerms
+
+SHAPE = (2, 3)  # any quantity, elementwise
+NUM_BATCHES = 6
+
+
+def tensor(values: list[float]) -> Tensor:
+    """Returns a tensor of SHAPE whose first entry is the first value and so on."""
+    return torch.tensor(values, dtype=torch.float64).view(SHAPE)
+
+
+class PlainBatch:
+    """A batch in plain floats, entry by entry: level, forward, backward, their variances, and the covariance F–B."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        self.level, self.forward, self.backward = (torch.randn(3, 6, generator=generator, dtype=torch.float64)).tolist()
+        self.level_var, self.forward_var, self.backward_var, correlation = torch.rand(
+            4, 6, generator=generator, dtype=torch.float64
+        ).tolist()
+        self.covariance = [
+            (2 * r - 1) * math.sqrt(f * b)
+            for r, f, b in zip(correlation, self.forward_var, self.backward_var, strict=True)
+        ]
+
+    def terms(self) -> BatchTerms:
+        half_step = [
+            0.5 * math.sqrt(f + b + 2 * c)
+            for f, b, c in zip(self.forward_var, self.backward_var, self.covariance, strict=True)
+        ]
+        return BatchTerms(
+            level=tensor(self.level),
+            level_stderr=tensor(self.level_var).sqrt(),
+            forward=tensor(self.forward),
+            forward_stderr=tensor(self.forward_var).sqrt(),
+            backward=tensor(self.backward),
+            backward_stderr=tensor(self.backward_var).sqrt(),
+            half_step_stderr=tensor(half_step),
+        )
+
+
+def batches(seed: int = 0) -> list[PlainBatch]:
+    generator = torch.Generator().manual_seed(seed)
+    return [PlainBatch(generator) for _ in range(NUM_BATCHES)]
+
+
+def feed(total: TrapezoidSum, plain: list[PlainBatch], steps: list[int]) -> list[TrapezoidTerms]:
+    return [total.add(step, batch.terms()) for step, batch in zip(steps, plain, strict=True)]
+
+
+def twin_sum(plain: list[PlainBatch], last: int) -> Tensor:
+    """Returns Σ_{j<last} ½(F_j + B_{j+1}), interval by interval."""
+    return tensor([sum(0.5 * (plain[j].forward[e] + plain[j + 1].backward[e]) for j in range(last)) for e in range(6)])
+
+
+def twin_variance(plain: list[PlainBatch], last: int) -> Tensor:
+    """Returns the variance of that sum as aᵀCa over all F_j and B_j, C with a 2×2 block for each batch."""
+    out = []
+    for e in range(6):
+        covariance = torch.zeros(2 * (last + 1), 2 * (last + 1), dtype=torch.float64)
+        coefficients = torch.zeros(2 * (last + 1), dtype=torch.float64)
+        for j in range(last + 1):
+            batch, f, b = plain[j], 2 * j, 2 * j + 1
+            covariance[f, f], covariance[b, b] = batch.forward_var[e], batch.backward_var[e]
+            covariance[f, b] = covariance[b, f] = batch.covariance[e]
+        for j in range(last):
+            coefficients[2 * j] += 0.5  # F_j
+            coefficients[2 * (j + 1) + 1] += 0.5  # B_{j+1}
+        out.append(float(coefficients @ covariance @ coefficients))
+    return tensor(out)
+
+
+def close(got: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(got, expected, rtol=0, atol=1e-13)
+
+
+def test_sums_equal_the_plain_twin_at_every_batch() -> None:
+    plain = batches()
+    for last, terms in enumerate(feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))):
+        close(terms.predicted, twin_sum(plain, last))
+        close(terms.measured, tensor([a - b for a, b in zip(plain[last].level, plain[0].level, strict=True)]))
+        if last:
+            close(terms.trapezoid, twin_sum(plain, last) - twin_sum(plain, last - 1))
+
+
+def test_at_the_first_batch_no_step_is_closed() -> None:
+    first = TrapezoidSum().add(4, batches()[0].terms())
+    assert first.trapezoid.isnan().all()
+    assert first.trapezoid_stderr.isnan().all()
+    for sums in (first.predicted, first.predicted_stderr, first.measured, first.measured_stderr):
+        assert torch.equal(sums, torch.zeros(SHAPE, dtype=torch.float64))
+
+
+def test_error_of_the_sum_is_exact_when_forward_and_backward_of_a_batch_are_correlated() -> None:
+    plain = batches(seed=1)
+    for last, terms in enumerate(feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))):
+        close(terms.predicted_stderr.square(), twin_variance(plain, last))
+
+
+def test_errors_of_one_step_and_of_the_measured_sum_are_those_of_two_independent_batches() -> None:
+    plain = batches(seed=2)
+    for last, terms in enumerate(feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))):
+        if last:
+            variances = zip(plain[last - 1].forward_var, plain[last].backward_var, strict=True)
+            close(terms.trapezoid_stderr.square(), tensor([0.25 * (f + b) for f, b in variances]))
+            variances = zip(plain[0].level_var, plain[last].level_var, strict=True)
+            close(terms.measured_stderr.square(), tensor([a + b for a, b in variances]))
+
+
+def test_step_left_out_makes_the_predicted_sum_nan_for_good_and_not_the_measured_one() -> None:
+    plain = batches(seed=3)
+    answers = feed(TrapezoidSum(), plain, [1, 2, 3, 5, 6, 7])
+    for last, terms in enumerate(answers):
+        assert terms.predicted.isnan().all() == (last >= 3)
+        close(terms.measured, tensor([a - b for a, b in zip(plain[last].level, plain[0].level, strict=True)]))
+    assert answers[3].trapezoid.isnan().all()
+    for last in (4, 5):
+        close(answers[last].trapezoid, twin_sum(plain, last) - twin_sum(plain, last - 1))
+
+
+@pytest.mark.parametrize("missing", ["forward", "backward"])
+def test_one_nan_makes_the_predicted_sum_nan_for_good_and_not_the_measured_one(missing: str) -> None:
+    plain = batches(seed=4)
+    setattr(plain[2], missing, [math.nan] * 6)
+    first_hole = 3 if missing == "forward" else 2
+    for last, terms in enumerate(feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))):
+        assert terms.predicted.isnan().all() == (last >= first_hole)
+        assert not terms.measured.isnan().any()
+
+
+@pytest.mark.parametrize("saved_after", [0, 1, 2, 4])
+def test_state_through_a_file_continues_as_if_never_stopped(saved_after: int) -> None:
+    plain = batches(seed=5)
+    before, steps = TrapezoidSum(), list(range(1, NUM_BATCHES + 1))
+    uninterrupted = feed(TrapezoidSum(), plain, steps)
+    feed(before, plain[:saved_after], steps[:saved_after])
+    resumed = TrapezoidSum()
+    resumed.load_state_dict(load(save({k: v.contiguous() for k, v in before.state_dict().items()})))
+    answers = feed(resumed, plain[saved_after:], steps[saved_after:])
+    for got, expected in zip(answers, uninterrupted[saved_after:], strict=True):
+        for field in fields(TrapezoidTerms):
+            a, b = getattr(got, field.name), getattr(expected, field.name)
+            assert torch.equal(a.nan_to_num(-7), b.nan_to_num(-7)), field.name
+    close(answers[-1].predicted, twin_sum(plain, NUM_BATCHES - 1))
+
+
+def test_adding_leaves_a_state_taken_before_untouched() -> None:
+    plain, total = batches(seed=6), TrapezoidSum()
+    feed(total, plain[:2], [1, 2])
+    state = total.state_dict()
+    copies = {name: value.clone() for name, value in state.items()}
+    feed(total, plain[2:], [3, 4, 5, 6])
+    assert all(torch.equal(state[name], value) for name, value in copies.items())
+
+
+def test_state_from_a_file_goes_on_where_the_next_batch_lives() -> None:
+    """Files are read to the CPU, batches come from the accelerator; the meta device stands in for it, without values."""
+    plain, before, resumed = batches(seed=7), TrapezoidSum(), TrapezoidSum()
+    feed(before, plain[:2], [1, 2])
+    resumed.load_state_dict(load(save(before.state_dict())))
+    elsewhere = {field.name: getattr(plain[2].terms(), field.name).to("meta") for field in fields(BatchTerms)}
+    answers = resumed.add(3, BatchTerms(**elsewhere))
+    assert {getattr(answers, field.name).device.type for field in fields(TrapezoidTerms)} == {"meta"}
