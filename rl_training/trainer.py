@@ -80,7 +80,7 @@ class DrGRPOTrainer(GRPOTrainer):
             local = row - self.accelerator.process_index * len(prompts)
             where = f" for completion {completions[local]!r}" if 0 <= local < len(prompts) else ""
             raise ValueError(
-                f"step {self.state.global_step + 1}: {int(bad.sum())} of {len(bad)} rewards are not finite, the first is "
-                f"{values}{where}. A reward function must return a finite number for every completion."
+                f"step {self.state.global_step + 1}: {int(bad.sum())} of {len(bad)} rewards are not finite: the first "
+                f"is {values}{where}. A reward function must return a finite number for every completion."
             )
         return rewards

@@ -30,9 +30,9 @@ class Tabular:
 
     def scores(self, responses: list[tuple[int, ...]]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns (logps, entropies, mask), (B, MAX_LENGTH); padding is scored too, as the first token would be."""
-        padding = [0] * reference.MAX_LENGTH
-        rows = torch.tensor([(reference.prefix_numbers(r) + padding)[: reference.MAX_LENGTH] for r in responses])
-        tokens = torch.tensor([([*r] + padding)[: reference.MAX_LENGTH] for r in responses])
+        padding = [[0] * (reference.MAX_LENGTH - len(r)) for r in responses]
+        rows = torch.tensor([[*reference.prefix_numbers(r), *p] for r, p in zip(responses, padding, strict=True)])
+        tokens = torch.tensor([[*r, *p] for r, p in zip(responses, padding, strict=True)])
         mask = torch.tensor([[k < len(r) for k in range(reference.MAX_LENGTH)] for r in responses])
         logp = self.logits.log_softmax(dim=-1)[rows]
         return logp.gather(-1, tokens.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(dim=-1), mask
@@ -126,9 +126,8 @@ def test_mean_over_all_groups_is_the_exact_derivative_of_mean_length(estimator: 
 def test_token_target_on_a_batch_that_is_the_population_is_the_exact_derivative_of_entropy_per_token(estimator) -> None:
     """With probabilities in quarters every response stands 64·p times in a batch that has no sampling error at all."""
     table = [[math.log(x) for x in row] for row in ([1, 1, 2], [1, 2, 1], [2, 1, 1], [1, 1, 2], [2, 1, 1]) * 2][:7]
-    population = [
-        r for r in reference.RESPONSES for _ in range(round(64 * math.exp(reference.sequence_logp(table, r))))
-    ]
+    copies = [round(64 * math.exp(reference.sequence_logp(table, r))) for r in reference.RESPONSES]
+    population = [r for r, count in zip(reference.RESPONSES, copies, strict=True) for _ in range(count)]
     assert len(population) == 64
     pairs = list(itertools.product(population, repeat=2))
     responses = [r for pair in pairs for r in pair]

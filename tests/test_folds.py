@@ -193,13 +193,13 @@ def test_split_prompts_keeps_prompts_whole_and_folds_filled_and_even(num_prompts
     assert max(prompts_in_fold) - min(prompts_in_fold) <= 1
 
 
-# --- double sampling, exactly: every outcome of a small batch, with its probability ------------------------------------
+# --- double sampling, exactly: every outcome of a small batch, with its probability -----------------------------------
 
 LR = 0.1
 OUTCOMES = [  # of one fold: (probability, entropy gradient X, training gradient g); the two share their noise
-    (0.5, (1.0, -0.5), (0.4, 0.3)),
+    (0.5, (1.0, -0.5), (0.4, -0.3)),
     (0.3, (-0.7, 0.2), (-0.9, 0.2)),
-    (0.2, (0.3, 1.5), (0.1, -0.8)),
+    (0.2, (0.3, 1.5), (0.1, 0.8)),
 ]
 Step = Callable[[Tensor], Tensor]  # gradients (..., 2) to updates (..., 2)
 
@@ -233,12 +233,16 @@ def dot(a: Iterable[float], b: Iterable[float]) -> float:
     return sum(x * y for x, y in zip(a, b, strict=True))
 
 
+def mean_over_folds(vectors: list[tuple[float, ...]]) -> list[float]:
+    return [sum(column) / len(vectors) for column in zip(*vectors, strict=True)]
+
+
 def exact_target(plain_step: Callable[[list[float]], list[float]], num_folds: int) -> float:
     """Returns E[X] · E[δθ(mean gradient of `num_folds` folds)], X and δθ from different batches."""
     mean_x = [sum(p * x[i] for p, x, _ in OUTCOMES) for i in range(2)]
     mean_step = [0.0, 0.0]
     for p, _, g in batches_of(num_folds):
-        step = plain_step([sum(column) / num_folds for column in zip(*g, strict=True)])
+        step = plain_step(mean_over_folds(g))
         mean_step = [a + p * b for a, b in zip(mean_step, step, strict=True)]
     return dot(mean_x, mean_step)
 
@@ -274,9 +278,6 @@ def test_mean_of_the_same_batch_product_is_not_the_product_of_independent_means(
 
 @pytest.mark.parametrize("num_folds", [2, 3, 4])
 def test_bias_of_the_same_batch_product_for_sgd_is_the_covariance_over_the_number_of_folds(num_folds: int) -> None:
-    product = sum(
-        p * dot([sum(c) / num_folds for c in zip(*x, strict=True)], plain_sgd([sum(c) / num_folds for c in zip(*g)]))
-        for p, x, g in batches_of(num_folds)
-    )
+    product = sum(p * dot(mean_over_folds(x), plain_sgd(mean_over_folds(g))) for p, x, g in batches_of(num_folds))
     covariance = sum(p * dot(x, g) for p, x, g in OUTCOMES) - exact_target(plain_sgd, 1) / -LR
     assert product - exact_target(plain_sgd, num_folds) == pytest.approx(-LR * covariance / num_folds, abs=1e-12)

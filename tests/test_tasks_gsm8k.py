@@ -253,9 +253,7 @@ def _is_running(pid: int) -> bool:
 
 def test_no_process_is_left_when_the_trainer_exits() -> None:
     script = LOAD + "assert math_check.are_equal([('x=18', Fraction(18))])[0]; print(math_check._worker.pid)"
-    done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=20
-    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=20)
     assert not _is_running(int(done.stdout))
     assert done.stderr == ""
 

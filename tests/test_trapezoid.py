@@ -163,7 +163,7 @@ def test_adding_leaves_a_state_taken_before_untouched() -> None:
 
 
 def test_state_from_a_file_goes_on_where_the_next_batch_lives() -> None:
-    """Files are read to the CPU, batches come from the accelerator; the meta device stands in for it, without values."""
+    """Files are read to the CPU, batches lie on the accelerator; the meta device stands in for it, without values."""
     plain, before, resumed = batches(seed=7), TrapezoidSum(), TrapezoidSum()
     feed(before, plain[:2], [1, 2])
     resumed.load_state_dict(load(save(before.state_dict())))

@@ -17,7 +17,8 @@ from rich.text import Text
 
 from rl_training.report.figures import draw_figures
 from rl_training.report.page import render_page
-from rl_training.report.series import read_run, summarize
+from rl_training.report.series import read_run
+from rl_training.report.summary import summarize
 
 REPORT_FOLDER = "report"
 PAGE_FILE = "report.html"

@@ -58,7 +58,7 @@ def _reward(run: Run) -> Picture:
     missing = [] if reward else ["reward – no finite value was logged"]
 
     def draw(axes: Axes) -> None:
-        _dots(axes, list(reward), list(reward.values()), BLUE, "o", "one step")
+        _dots(axes, list(reward), list(reward.values()), BLUE, "o", "one step", f"mean of {window} steps")
         axes.set_ylabel("mean reward of a step's responses")
         _legend(axes)
 
@@ -107,7 +107,7 @@ def _delta_h(run: Run) -> Picture:
 
     caption = (
         "Two looks at the same update, both drawn at the step that makes it: from the batch that made it and from the "
-        "first batch sampled after it, with 95 % intervals (a long run: running means instead). Their mean is the "
+        "first batch sampled after it, with 95 % intervals (in a long run, lines for running means). Their mean is the "
         "trapezoid that the predicted curve adds up; where they keep apart, forward alone is not to be trusted."
     )
     drawn = draw if forward.steps or backward.steps else None
@@ -133,21 +133,23 @@ def _line(axes: Axes, line: Curve, color: str, style: str, label: str) -> None:
 def _points(axes: Axes, points: Curve, color: str, marker: str, offset: float, label: str) -> None:
     """Draws values as points with error bars; of very many points, the running mean. Nothing if there are none."""
     if len(points.steps) > MAX_BARS:
-        _dots(axes, points.steps, points.values, color, marker, label)
+        _dots(axes, points.steps, points.values, color, marker, None, label)
     elif points.steps:
         x = np.array(points.steps) + offset
         axes.errorbar(x, points.values, points.half_widths, fmt=marker, color=color, ms=4, lw=1.2, label=label)
 
 
-def _dots(axes: Axes, steps: Sequence[int], values: Sequence[float], color: str, marker: str, label: str) -> None:
-    """Draws values as dots and, of many, their running mean."""
+def _dots(
+    axes: Axes, steps: Sequence[int], values: Sequence[float], color: str, marker: str, label: str | None, mean: str
+) -> None:
+    """Draws values as dots and, of many, their running mean, labelled `mean`."""
     window = running_window(len(values))
     smooth = len(values) >= 2 * window
     size, alpha = (4 if len(values) <= MAX_BARS else 2.5), (0.35 if smooth else 1)
     axes.plot(steps, values, marker, color=color, ms=size, alpha=alpha, mew=0, label=label)
     if smooth:
         means, half = np.convolve(values, np.full(window, 1 / window), mode="valid"), window // 2
-        axes.plot(steps[half:-half], means, color=color, lw=2, label=f"mean of {window} steps")
+        axes.plot(steps[half:-half], means, color=color, lw=2, label=mean, zorder=3)
 
 
 def running_window(num_values: int) -> int:

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from jinja2 import Environment, StrictUndefined
 
 from rl_training.report.figures import Picture
-from rl_training.report.series import Row, Run, gaps, probe_costs
+from rl_training.report.series import Run, gaps, probe_costs
+from rl_training.report.summary import Row
 from rl_training.version import VERSION
 
 # The policy in the first lines makes the browser hold what the docstring says.

@@ -1,4 +1,4 @@
-"""Records → series and summary rows: pure functions, which neither draw nor write.
+"""Records → series: pure functions, which neither draw nor write.
 
 On which step a number stands. At step s the cumulative estimates speak of the change from the first batch to batch s,
 that is of the updates of the steps before s. So the naive product's curve, to be comparable, is at step s
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -21,10 +21,8 @@ from typing import Any
 from rl_training.estimate import Estimate
 from rl_training.records import METRICS_FILE, PROBES_FILE, read_estimates, read_metrics
 
-MISSING = "–"
 LOGS_FOLDER = "logs"
 CONFIG_FILE = "config.yaml"
-MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
 NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"
 
@@ -61,15 +59,6 @@ class Curve:
     steps: list[int]
     values: list[float]
     half_widths: list[float]
-
-
-@dataclass(frozen=True)
-class Row:
-    """A line of the summary. `value` is MISSING when it cannot be had, and `note` then says why."""
-
-    label: str
-    value: str
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -124,26 +113,25 @@ def _to_estimate(row: Mapping[str, Any]) -> Estimate:
     return Estimate(value, stderr, int(row["num_samples"]), reason, int(row["about_step"]))
 
 
-def naive_sum(reuse: Measurements, restarts: Iterable[int] = ()) -> dict[int, Estimate]:
-    """Returns Σ_{j<s} reuse(j) at each measured step s: 0 at the first one, and at each of `restarts`.
+def naive_sum(reuse: Measurements, starts: Sequence[int]) -> dict[int, Estimate]:
+    """Returns Σ_{j<s} reuse(j) at each measured step s: 0 at each of `starts`, nothing before the first of them.
 
     It has no error bar, since its error is a bias. A hole leaves nan from there on.
     """
-    no_bar = "no error bar: the naive product is biased"
-    sums = {step: Estimate(0.0, reason=no_bar) for step in [*list(reuse)[:1], *restarts]}
+    no_bar = "no error bar: its error is a bias"
+    sums = {s: Estimate(0.0, reason=no_bar) if math.isfinite(e.value) else e for s, e in reuse.items() if s in starts}
     for before, step in pairwise(reuse):
-        if step in sums:
+        if step in sums or before not in sums:
             continue
-        total, last = sums[before], reuse[before]
-        if math.isnan(total.value):
-            sums[step] = total
+        if math.isnan(sums[before].value):
+            sums[step] = sums[before]
         elif before != step - 1:
             sums[step] = Estimate.missing(f"step {step - 1} was not measured, and a sum with a hole is no sum")
-        elif math.isnan(last.value):
-            sums[step] = Estimate.missing(last.reason)
+        elif math.isnan(reuse[before].value):
+            sums[step] = Estimate.missing(reuse[before].reason)
         else:
-            sums[step] = Estimate(total.value + last.value, reason=no_bar)
-    return {step: sums[step] for step in reuse}
+            sums[step] = Estimate(sums[before].value + reuse[before].value, reason=no_bar)
+    return dict(sorted(sums.items()))
 
 
 def origins(run: Run) -> list[int]:
@@ -153,8 +141,9 @@ def origins(run: Run) -> list[int]:
 
 
 def naive_of(run: Run) -> dict[int, Estimate]:
-    """Returns the naive product's sum, with the origins of the sums that it stands beside."""
-    return naive_sum(run.measured("delta_h/reuse"), origins(run))
+    """Returns the naive product's sum, from the origins of the sums that it stands beside."""
+    reuse = run.measured("delta_h/reuse")
+    return naive_sum(reuse, origins(run) or list(reuse)[:1])
 
 
 def curve(measurements: Measurements, at_about_step: bool = False) -> Curve:
@@ -199,80 +188,3 @@ def probe_costs(run: Run) -> list[tuple[str, float, float, int]]:
     names = dict.fromkeys(name for line in run.metrics for name in line if name.startswith("probe_cost/"))
     costs = [(name, list(run.logged(name).values())) for name in names]
     return [(name, statistics.median(values), max(values), len(values)) for name, values in costs if values]
-
-
-def summarize(run: Run) -> list[Row]:
-    """Returns the lines of the summary, the same for the terminal and the page."""
-    steps = [int(line["step"]) for line in run.metrics]
-    entropy = {step: e.value for step, e in run.measured("entropy/token").items() if math.isfinite(e.value)}
-    unit = "nats per token; " if entropy else "nats per token, as TRL logs it; "
-    return [
-        Row("steps", str(steps[-1]), "" if len(steps) == steps[-1] else f"{len(steps)} of them logged"),
-        _first_to_last("reward", run.logged("reward")),
-        _first_to_last("token entropy", entropy or run.logged("entropy"), unit),
-        *_change_rows(run),
-        _cost_row(run),
-    ]
-
-
-def _first_to_last(label: str, values: Mapping[int, float], unit: str = "") -> Row:
-    """Returns the row of a mean over the first few logged steps and one over the last few; its note says which."""
-    steps = list(values)
-    if not steps:
-        return Row(label, MISSING, "no finite value was logged")
-    if len(steps) == 1:
-        return Row(label, f"{values[steps[0]]:.3f}", f"{unit}step {steps[0]} alone")
-    window = min(MAX_WINDOW, len(steps) // 2)
-    first, last = steps[:window], steps[-window:]
-    value = " → ".join(f"{statistics.fmean(values[step] for step in end):.3f}" for end in (first, last))
-    if window == 1:
-        return Row(label, value, f"{unit}steps {first[0]} and {last[0]}")
-    return Row(label, value, f"{unit}means over steps {first[0]}–{first[-1]} and {last[0]}–{last[-1]}")
-
-
-def _change_rows(run: Run) -> list[Row]:
-    """Returns the rows that hold the predicted change of entropy against the measured one, at the same step."""
-    measured, predicted = run.measured("delta_h/cumulative_measured"), run.measured("delta_h/cumulative_predicted")
-    finite = [step for step, estimate in measured.items() if math.isfinite(estimate.value)]
-    last = max(finite or measured, default=0)
-    first = max((step for step in origins(run) if step <= last), default=None)
-    span = "nats per token" if first is None else f"nats per token, from step {first} to step {last}"
-    if first == last:
-        truth = trapezoid = product = Estimate.missing(NO_LATER_BATCH)
-    else:
-        absent = Estimate.missing(NO_PROBE)
-        truth, trapezoid, product = (sums.get(last, absent) for sums in (measured, predicted, naive_of(run)))
-    return [
-        _change_row("measured ΔH", truth, f"{span}; ± 95 %"),
-        _change_row("predicted ΔH", trapezoid, "sum of trapezoids; ± 95 %"),
-        _change_row("naive product", product, "sum of same-batch products, biased"),
-        _ratio_row("predicted / measured", trapezoid, truth),
-        _ratio_row("naive / measured", product, truth),
-    ]
-
-
-def _change_row(label: str, estimate: Estimate, note: str) -> Row:
-    if math.isnan(estimate.value):
-        return Row(label, MISSING, estimate.reason)
-    half = estimate.half_width()
-    if not (math.isfinite(half) and half > 0):
-        return Row(label, f"{estimate.value:+.3g}", note.replace("± 95 %", estimate.reason or "no error bar"))
-    decimals = max(0, 1 - math.floor(math.log10(half)))  # two digits of the error: the rest of the value is noise
-    return Row(label, f"{estimate.value:+.{decimals}f} ± {half:.{decimals}f}", note)
-
-
-def _ratio_row(label: str, part: Estimate, whole: Estimate) -> Row:
-    if math.isnan(whole.value) or math.isnan(part.value):
-        return Row(label, MISSING, "it needs both of them")
-    half = whole.half_width()
-    if whole.value == 0 or abs(whole.value) <= half:
-        return Row(label, MISSING, "the measured change is within its own error of 0")
-    return Row(label, f"{part.value / whole.value:.2f}", "no error bar on the measured change" * math.isnan(half))
-
-
-def _cost_row(run: Run) -> Row:
-    values: Sequence[float] = list(run.logged("probe_cost/fraction_of_step").values())
-    if not values:
-        return Row("probe cost", MISSING, "no probe was timed")
-    note = f"of a step's time; median over the measured steps ({len(values)})"
-    return Row("probe cost", f"{100 * statistics.median(values):.1f} %", note)

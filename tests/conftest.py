@@ -1,0 +1,71 @@
+"""What the tests share: no hubs, one thread, and the embedded default in a trainer small enough for a quarter second."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PrinterCallback
+from trl import GRPOTrainer
+
+from rl_training import DrGRPOConfig, DrGRPOTrainer
+from rl_training.models import load_tiny
+from rl_training.tasks.arithmetic import arithmetic
+
+
+@pytest.fixture
+def make_trainer(tmp_path: Path) -> Callable[..., GRPOTrainer]:
+    """Makes trainers on the embedded default: 2 steps of 4 microbatches with 2 prompts x 4 responses each."""
+
+    def make(
+        trainer_class: type[GRPOTrainer] = DrGRPOTrainer,
+        *,
+        probes: Any = None,
+        records: Any = None,
+        dtype: torch.dtype = torch.float32,
+        model: Any = None,
+        optimizers: Any = (None, None),
+        peft_config: Any = None,
+        reward: Any = None,
+        **settings: Any,
+    ) -> GRPOTrainer:
+        task = arithmetic(num_train=256, num_eval=8)
+        policy, tokenizer = load_tiny()
+        defaults: dict[str, Any] = {
+            "output_dir": str(tmp_path / "state"),
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 4,
+            "num_generations": 4,
+            "max_completion_length": 24,
+            "max_steps": 2,
+            "learning_rate": 3e-4,
+            "weight_decay": 0.1,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+        }
+        extra = {} if trainer_class is GRPOTrainer else {"probes": probes or [], "records": records}
+        trainer = trainer_class(
+            model=(model or policy).to(dtype),
+            reward_funcs=reward or task.reward,
+            args=DrGRPOConfig(**{**defaults, **settings}),
+            train_dataset=task.train_dataset,
+            processing_class=tokenizer,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            **extra,
+        )
+        trainer.remove_callback(PrinterCallback)  # hundreds of log lines
+        return trainer
+
+    return make

@@ -1,0 +1,268 @@
+"""Attaching probes: they hear every moment in order, change nothing of training, and leave nothing behind."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from trl import GRPOTrainer
+
+from rl_training import Estimate, Probe, attach
+from rl_training.probes import SimpleEntropyProbe
+from rl_training.probes.base import Need
+from rl_training.records import Records, read_estimates, read_metrics
+
+
+class Witness(Probe):
+    """Writes down which moments it heard, and of which step."""
+
+    name = "witness"
+
+    def __init__(self, name: str = "witness", every: int = 1) -> None:
+        self.name = name
+        super().__init__(every)
+        self.heard: list[Any] = []
+        self.contexts: list[Any] = []
+
+    def on_rollout(self, rollout: Any) -> None:
+        self.heard.append("rollout")
+
+    def on_forward(self, microbatch: Any) -> None:
+        assert microbatch.scores.logps.shape == microbatch.rollout.completion_ids.shape
+        self.heard.append(("forward", microbatch.index))
+
+    def on_backward(self, microbatch: Any) -> None:
+        self.heard.append(("backward", microbatch.index))
+
+    def on_pre_optimizer_step(self, ctx: Any) -> None:
+        self.heard.append(("pre", ctx.step))
+        self.contexts.append(ctx)
+        self.before = {name: p.detach().clone() for name, p in ctx.parameters.items()}
+
+    def on_optimizer_step(self, ctx: Any) -> None:
+        moved = any(not torch.equal(p, self.before[name]) for name, p in ctx.parameters.items())
+        self.heard.append(("post", moved))
+
+    def measure(self, ctx: Any) -> dict[str, Estimate]:
+        self.heard.append("measure")
+        return {f"{self.name}/one": Estimate(1.0)}
+
+
+def parameters_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
+    trainer.train()
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    assert a.keys() == b.keys()
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+def test_moments_come_in_order_and_once(make_trainer) -> None:
+    witness = Witness()
+    make_trainer(probes=[witness]).train()
+    microbatches = [(moment, k) for k in range(4) for moment in ("forward", "backward")]
+    one_step = ["rollout", *microbatches]
+    assert witness.heard == [
+        *one_step, ("pre", 1), ("post", True), "measure",
+        *one_step, ("pre", 2), ("post", True), "measure",
+    ]  # fmt: skip
+
+
+def test_every_third_step_means_steps_1_4_7(make_trainer) -> None:
+    witness = Witness(every=3)
+    make_trainer(probes=[witness], max_steps=7).train()
+    assert [what[1] for what in witness.heard if what[0] == "pre"] == [1, 4, 7]
+
+
+@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}, {"activation_checkpointing": True}])
+def test_training_with_probes_is_bitwise_the_training_without(make_trainer, settings) -> None:
+    plain = parameters_after(make_trainer(probes=[], **settings))
+    probed = parameters_after(make_trainer(probes=[SimpleEntropyProbe(responses_per_prompt=2), Witness()], **settings))
+    assert_same(plain, probed)
+
+
+def test_lora_training_with_probes_is_bitwise_the_training_without(make_trainer) -> None:
+    lora = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
+    plain = parameters_after(make_trainer(probes=[], peft_config=LoraConfig(**lora)))
+    probed = parameters_after(make_trainer(probes=[SimpleEntropyProbe()], peft_config=LoraConfig(**lora)))
+    assert_same(plain, probed)
+
+
+@pytest.mark.parametrize("steps_per_generation", [4, 8])
+def test_a_plain_grpo_trainer_is_bitwise_unchanged_and_logs_the_probe(make_trainer, steps_per_generation) -> None:
+    settings = {"steps_per_generation": steps_per_generation, "max_steps": 3}
+    plain = parameters_after(make_trainer(GRPOTrainer, **settings))
+    trainer = make_trainer(GRPOTrainer, **settings)
+    with attach(trainer, [SimpleEntropyProbe()]):
+        probed = parameters_after(trainer)
+    assert_same(plain, probed)
+    logged = {key for row in trainer.state.log_history for key in row}
+    assert {"probe_cost/simple_seconds", "probe_cost/fraction_of_step"} <= logged
+    if steps_per_generation == 4:  # one rollout per step: on-policy, all responses of a prompt in the step
+        assert {"entropy/token", "delta_h/reuse", "delta_h/backward"} <= logged
+        assert "delta_h/forward" not in logged  # the microbatches mix prompts
+
+
+def test_whole_prompts_give_a_plain_trainer_the_forward_estimate(make_trainer) -> None:
+    trainer = make_trainer(GRPOTrainer)
+    witness = Witness()
+    with attach(trainer, [SimpleEntropyProbe(), witness], whole_prompts=True):
+        trainer.train()
+    assert any("delta_h/forward" in row for row in trainer.state.log_history)
+    for ctx in witness.contexts:
+        assert ctx.whole_prompts
+        for rows in ctx.microbatch_rows:
+            assert sorted(ctx.rollout.prompt_index[rows.start : rows.stop].unique(return_counts=True)[1]) == [4, 4]
+
+
+def test_whole_prompt_order_trains_on_the_same_sequences(make_trainer) -> None:
+    batches = []
+    for whole in (False, True):
+        witness, trainer = Witness(), make_trainer(GRPOTrainer)
+        with attach(trainer, [witness], whole_prompts=whole):
+            trainer.train()
+        rollout = witness.contexts[0].rollout
+        rows = zip(
+            rollout.completion_ids.tolist(), rollout.advantages.tolist(), rollout.prompt_ids.tolist(), strict=True
+        )
+        batches.append(sorted(rows))
+    assert batches[0] == batches[1]
+
+
+def test_nothing_is_left_on_the_trainer_after_remove(make_trainer) -> None:
+    trainer = make_trainer(GRPOTrainer)
+    before, callbacks = set(vars(trainer)), list(trainer.callback_handler.callbacks)
+    attachment = attach(trainer, [SimpleEntropyProbe()], whole_prompts=True)
+    assert set(vars(trainer)) != before
+    attachment.remove()
+    assert set(vars(trainer)) == before
+    assert trainer.callback_handler.callbacks == callbacks
+    assert all(not p._backward_hooks for p in trainer.model.parameters())
+
+
+def test_remove_gives_back_what_somebody_else_put_there(make_trainer) -> None:
+    trainer = make_trainer(GRPOTrainer)
+    theirs = trainer.compute_loss
+    trainer.compute_loss = theirs
+    attach(trainer, []).remove()
+    assert vars(trainer)["compute_loss"] is theirs
+
+
+def test_attaching_twice_is_an_error(make_trainer) -> None:
+    trainer = make_trainer(probes=[Witness()])
+    with pytest.raises(ValueError, match="already has probes"):
+        attach(trainer, [Witness()])
+
+
+def test_two_probes_of_one_name_are_an_error(make_trainer) -> None:
+    with pytest.raises(ValueError, match="same name"):
+        make_trainer(probes=[Witness(), Witness()])
+
+
+@pytest.mark.parametrize(
+    ("settings", "way_out"),
+    [
+        ({"top_p": 0.9}, "set top_p=1.0"),
+        ({"top_k": 20}, "set top_k=0"),
+        ({"min_p": 0.1}, "set min_p=0.0"),
+        ({"repetition_penalty": 1.1}, "set repetition_penalty=1.0"),
+        ({"generation_kwargs": {"top_p": 0.5}}, "set top_p=1.0"),
+        (
+            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
+            '"use_reentrant": False',
+        ),
+        ({"ddp_static_graph": True}, "ddp_static_graph=False"),
+        ({"mask_truncated_completions": True}, "mask_truncated_completions=False"),
+        ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}, "use 8"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_at_attach(make_trainer, settings, way_out) -> None:
+    with pytest.raises(ValueError, match=way_out):
+        make_trainer(probes=[SimpleEntropyProbe()], **settings)
+
+
+def test_one_response_per_prompt_is_refused(make_trainer) -> None:
+    with pytest.raises(ValueError, match="at least 2 generations"):
+        make_trainer(probes=[SimpleEntropyProbe()], num_generations=1)
+
+
+def test_a_setting_that_is_not_dr_grpo_is_refused(make_trainer) -> None:
+    with pytest.raises(ValueError, match="loss_type='dapo' is not Dr-GRPO"):
+        make_trainer(loss_type="dapo")
+
+
+@pytest.mark.parametrize("bad", [math.inf, math.nan, None])
+def test_a_reward_that_is_not_finite_stops_with_the_completion_named(make_trainer, bad) -> None:
+    def broken(completions: list[str], **kwargs: Any) -> list[float]:
+        return [0.5] * (len(completions) - 1) + [bad]
+
+    with pytest.raises(ValueError, match=r"step 1: 1 of 32 rewards are not finite.*broken.*for completion '"):
+        make_trainer(reward=broken).train()
+
+
+def test_a_probe_that_answers_nothing_is_an_error(make_trainer) -> None:
+    class Silent(Witness):
+        def measure(self, ctx: Any) -> dict[str, Estimate]:
+            return {}
+
+    with pytest.raises(ValueError, match="measured nothing at step 1"):
+        make_trainer(probes=[Silent()]).train()
+
+
+def test_an_exception_in_a_probe_is_not_swallowed(make_trainer) -> None:
+    class Broken(Witness):
+        def on_backward(self, microbatch: Any) -> None:
+            raise RuntimeError("from the probe")
+
+    with pytest.raises(RuntimeError, match="from the probe"):
+        make_trainer(probes=[Broken()]).train()
+
+
+def test_gradients_are_kept_only_for_a_probe_that_needs_them(make_trainer) -> None:
+    frugal, greedy = Witness("frugal"), Witness("greedy")
+    greedy.needs = Need.MICROBATCH_GRADIENTS
+    make_trainer(probes=[frugal], max_steps=1).train()
+    assert frugal.contexts[0].microbatch_gradients is None
+    make_trainer(probes=[frugal, greedy], max_steps=1).train()
+    assert greedy.contexts[0].microbatch_gradients.num_rows == 4
+
+
+def test_the_mean_of_the_microbatch_gradients_is_the_gradient_of_the_step(make_trainer) -> None:
+    class Checker(Witness):
+        needs = Need.MICROBATCH_GRADIENTS
+
+        def on_pre_optimizer_step(self, ctx: Any) -> None:
+            for name, grad in ctx.gradients.items():
+                mean = ctx.microbatch_gradients.view(name).mean(dim=0)
+                torch.testing.assert_close(mean, grad, rtol=1e-4, atol=1e-7)
+            self.contexts.append(ctx)
+
+        def on_optimizer_step(self, ctx: Any) -> None: ...
+
+    checker = Checker()
+    make_trainer(probes=[checker, SimpleEntropyProbe()]).train()
+    assert len(checker.contexts) == 2
+
+
+def test_records_hold_one_line_a_step_and_every_estimate(make_trainer, tmp_path) -> None:
+    records = Records(tmp_path / "logs")
+    make_trainer(probes=[SimpleEntropyProbe()], records=records).train()
+    assert [row["step"] for row in read_metrics(tmp_path / "logs")] == [1, 2]
+    estimates = read_estimates(tmp_path / "logs")
+    assert {(row["step"], row["name"]) for row in estimates} >= {(1, "delta_h/forward"), (2, "delta_h/trapezoid")}
+    first_backward = next(row for row in estimates if row["name"] == "delta_h/backward")
+    assert math.isnan(first_backward["value"])
+    assert "first measured step" in first_backward["reason"]
+    assert next(row for row in estimates if row["step"] == 2 and row["name"] == "delta_h/backward")["about_step"] == 1
+
+
+def test_a_trainable_parameter_without_gradient_is_named(make_trainer) -> None:
+    trainer = make_trainer(probes=[SimpleEntropyProbe()])
+    trainer.model.register_parameter("unused", torch.nn.Parameter(torch.zeros(3)))
+    trainer.attachment.remove()
+    with attach(trainer, [SimpleEntropyProbe()], whole_prompts=True), pytest.raises(ValueError, match="'unused'"):
+        trainer.train()

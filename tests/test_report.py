@@ -1,0 +1,278 @@
+"""Claims on the report: on which step each number stands, how sure it says it is, and what it says of what is missing.
+
+The runs are written through Records. `record_run` makes one whose numbers can be followed by hand: reuse is −1, −2, −4,
+… at steps 1, 2, 3, …, and measured and predicted sums fall by 1 a step, with standard errors 0.2 and 0.1 of 8 folds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from rl_training.estimate import Estimate
+from rl_training.records import METRICS_FILE, Records
+from rl_training.report import print_summary, write_report
+from rl_training.report.__main__ import main
+from rl_training.report.series import curve, gaps, naive_of, read_run, why_it_ends
+from rl_training.report.summary import MISSING, summarize
+
+T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
+HOSTILE = "<script>alert('$\\frac{')</script> [/bold] {{ 7 * 7 }} &amp;"
+PICTURES = ("reward.png", "entropy.png", "delta_h.png")
+
+
+def record_run(folder: Path, steps: Iterable[int], hole: str = "", reason: str = "") -> Path:
+    """Returns the folder of a run measured at `steps`.
+
+    `reason` makes every estimate nan; `hole` makes those nan that need the step before, at all steps but the first.
+    """
+    records = Records(folder / "logs")
+    for index, step in enumerate(steps):
+        nothing = Estimate(math.nan, math.nan, 8, hole or "the first measured step", step - 1)
+        lost = nothing if hole and index else None
+        estimates = {
+            "entropy/token": Estimate(5.0 - index, 0.1, 8),
+            "delta_h/forward": Estimate(-0.9, 0.05, 8),
+            "delta_h/reuse": Estimate(-(2.0 ** (step - 1)), num_samples=8, reason="no error bar: biased"),
+            "delta_h/backward": lost or (Estimate(-1.1, 0.05, 8, about_step=step - 1) if index else nothing),
+            "delta_h/cumulative_predicted": lost or Estimate(-1.0 * index, 0.1 if index else 0.0, 8, "", step - 1),
+            "delta_h/cumulative_measured": Estimate(-1.0 * index, 0.2 if index else 0.0, 8, "", step - 1),
+        }
+        if reason:
+            estimates = {name: Estimate.missing(reason) for name in estimates}
+        records.write_estimates(step, 1, "simple", estimates)
+        costs = {"probe_cost/simple_seconds": 0.1 * step, "probe_cost/fraction_of_step": 0.01 * step}
+        records.write_metrics(step, {"reward": 0.1 * step, "entropy": 0.5, **costs})
+    return folder
+
+
+def summary(folder: Path) -> dict[str, tuple[str, str]]:
+    return {row.label: (row.value, row.note) for row in summarize(read_run(folder))}
+
+
+def test_naive_curve_at_a_step_sums_the_updates_before_that_step(tmp_path: Path) -> None:
+    """reuse −1, −2, −4, −8 at steps 1 to 4: batch 1 has seen no update, batch 2 that of step 1 (−1), batch 3 those of
+    steps 1 and 2 (−3), batch 4 those of 1, 2 and 3 (−7). The update of step 4 (−8) no batch has seen."""
+    naive = naive_of(read_run(record_run(tmp_path, range(1, 5))))
+    assert {step: estimate.value for step, estimate in naive.items()} == {1: 0, 2: -1, 3: -3, 4: -7}
+    assert summary(tmp_path)["naive product"][0] == "-7"
+    assert summary(tmp_path)["naive / measured"][0] == "2.33"  # −7 / −3
+
+
+def test_naive_curve_starts_where_the_sums_beside_it_start(tmp_path: Path) -> None:
+    """Step 1 could not be measured, and at step 4 the probe began anew: sums are 0 at 2 and at 4."""
+    record_run(tmp_path, [1], reason="off-policy")
+    record_run(tmp_path, [2, 3])
+    record_run(tmp_path, [4, 5])
+    naive = naive_of(read_run(tmp_path))
+    assert {step: estimate.value for step, estimate in naive.items()} == {2: 0, 3: -2, 4: 0, 5: -8}
+
+
+def test_naive_curve_with_a_hole_is_nan_from_there_on_and_says_which_step(tmp_path: Path) -> None:
+    naive = naive_of(read_run(record_run(tmp_path, [1, 2, 5, 6])))
+    assert [naive[step].value for step in (1, 2)] == [0, -1]
+    assert all(math.isnan(naive[step].value) and "step 4 was not measured" in naive[step].reason for step in (5, 6))
+
+
+def test_band_is_the_student_t_half_width_of_the_recorded_error(tmp_path: Path) -> None:
+    run = read_run(record_run(tmp_path, range(1, 4)))
+    assert curve(run.measured("delta_h/cumulative_predicted")).half_widths == pytest.approx([0, 0.1 * T_7, 0.1 * T_7])
+    assert summary(tmp_path)["measured ΔH"][0] == "-2.00 ± 0.47"  # 0.2 · T_7 = 0.473
+    assert summary(tmp_path)["predicted ΔH"][0] == "-2.00 ± 0.24"
+    assert summary(tmp_path)["predicted / measured"][0] == "1.00"
+
+
+def test_backward_stands_at_the_step_it_speaks_about(tmp_path: Path) -> None:
+    run = read_run(record_run(tmp_path, range(1, 4)))
+    assert curve(run.measured("delta_h/backward"), at_about_step=True).steps == [1, 2]
+    assert curve(run.measured("delta_h/forward"), at_about_step=True).steps == [1, 2, 3]
+
+
+def test_first_and_last_are_means_over_the_steps_that_the_note_names(tmp_path: Path) -> None:
+    """Reward is 0.1 s: over steps 1–5 it is 0.3 in the mean, over steps 8–12 it is 1.0."""
+    record_run(tmp_path, range(1, 13))
+    assert summary(tmp_path)["reward"] == ("0.300 → 1.000", "means over steps 1–5 and 8–12")
+    assert summary(tmp_path)["probe cost"][0] == "6.5 %"  # the median of 1, 2, … 12 %
+
+
+def test_no_ratio_to_a_measured_change_within_its_own_error_of_zero(tmp_path: Path) -> None:
+    records = Records(record_run(tmp_path, [1]) / "logs")
+    sums = ("delta_h/cumulative_measured", "delta_h/cumulative_predicted")
+    records.write_estimates(2, 1, "simple", {name: Estimate(-0.2, 0.1, 8) for name in sums})  # ± 0.24
+    assert summary(tmp_path)["predicted / measured"] == (MISSING, "the measured change is within its own error of 0")
+
+
+def test_reasons_are_listed_once_with_their_first_step(tmp_path: Path) -> None:
+    listed = {gap.reason: gap for gap in gaps(read_run(record_run(tmp_path, [1, 6, 11], hole="needs every=1")))}
+    assert set(listed) == {"no error bar: biased", "needs every=1"}
+    assert (listed["no error bar: biased"].what, listed["needs every=1"].what) == ("error bar", "value")
+    hole = listed["needs every=1"]
+    assert (hole.first_step, hole.num_steps) == (1, 3)
+    assert hole.names == ["delta_h/backward", "delta_h/cumulative_predicted"]
+
+
+def test_report_of_a_run_holds_page_and_pictures_and_the_numbers_of_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    (tmp_path / "config.yaml").write_text("trainer:\n  learning_rate: 0.0003\n")
+    page = write_report(record_run(tmp_path, range(1, 13)))
+    assert page == tmp_path / "report" / "report.html"
+    for name in PICTURES:
+        assert (page.parent / name).read_bytes().startswith(b"\x89PNG")
+    print_summary(tmp_path)
+    printed, html = capsys.readouterr().out, page.read_text(encoding="utf-8")
+    for value, _ in summary(tmp_path).values():
+        assert value in printed
+        assert value in html
+    assert "learning_rate: 0.0003" in html
+    assert str(page) in printed
+
+
+class Page(HTMLParser):
+    """The tags and the text of a page, as a browser reads them."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_page_fetches_nothing(tmp_path: Path) -> None:
+    html = write_report(record_run(tmp_path, range(1, 4))).read_text(encoding="utf-8")
+    assert not any(word in html for word in ("http://", "https://", "url(", "@import"))
+    tags = Page(html).tags
+    assert not {"script", "link", "iframe", "object", "base"} & {tag for tag, _ in tags}
+    sources = [value for _, attributes in tags for name, value in attributes.items() if name in ("src", "href")]
+    assert len(sources) == len(PICTURES)
+    assert all(source and source.startswith("data:image/png;base64,") for source in sources)
+
+
+def test_what_records_and_config_say_is_shown_and_never_obeyed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    folder = tmp_path / "<i>run [red]"
+    Records(record_run(folder, [1, 2], reason=HOSTILE) / "logs").write_metrics(3, {"reward": HOSTILE, HOSTILE: 1})
+    (folder / "config.yaml").write_text(f"name: {HOSTILE}\n")
+    page = Page(write_report(folder).read_text(encoding="utf-8"))
+    assert not {"script", "i"} & {tag for tag, _ in page.tags}
+    assert f"name: {HOSTILE}" in page.text
+    assert page.text.count(HOSTILE) >= 5  # also below the pictures and in the tables
+    print_summary(folder)
+    printed = capsys.readouterr().out
+    assert "<i>run [red]" in printed
+    assert HOSTILE in printed
+
+
+def test_without_a_probe_the_report_has_reward_and_says_that_nothing_was_measured(tmp_path: Path) -> None:
+    records = Records(tmp_path / "logs")
+    for step in (1, 2):
+        records.write_metrics(step, {"reward": 0.5 * step, "entropy": 0.4})
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert summary(tmp_path)["reward"] == ("0.500 → 1.000", "steps 1 and 2")
+    assert summary(tmp_path)["token entropy"] == ("0.400 → 0.400", "nats per token, as TRL logs it; steps 1 and 2")
+    assert summary(tmp_path)["predicted ΔH"][0] == MISSING
+    for claim in ("No probe measured anything", "No probe was timed", "holds no config.yaml"):
+        assert claim in text
+
+
+def test_one_step_has_no_change_to_compare(tmp_path: Path) -> None:
+    text = Page(write_report(record_run(tmp_path, [1])).read_text(encoding="utf-8")).text
+    rows = summary(tmp_path)
+    assert rows["reward"] == ("0.100", "step 1 alone")
+    for label in ("measured ΔH", "predicted ΔH", "naive product", "predicted / measured", "naive / measured"):
+        assert rows[label][0] == MISSING
+    assert "one measured step: there is no later batch" in text
+
+
+def test_with_gaps_the_measured_change_stands_and_the_sums_say_why_they_do_not(tmp_path: Path) -> None:
+    text = Page(write_report(record_run(tmp_path, [1, 6, 11], hole="needs every=1")).read_text(encoding="utf-8")).text
+    rows = summary(tmp_path)
+    assert rows["measured ΔH"][0] == "-2.00 ± 0.47"
+    assert rows["predicted ΔH"] == (MISSING, "needs every=1")
+    assert rows["naive product"] == (MISSING, "step 5 was not measured, and a sum with a hole is no sum")
+    assert "Missing: predicted – from step 6 on: needs every=1" in text
+    assert "Missing: backward – needs every=1" in text
+
+
+def test_when_everything_is_nan_every_row_says_why(tmp_path: Path) -> None:
+    records = Records(tmp_path / "logs")
+    for step in (1, 2):
+        records.write_metrics(step, {"reward": math.nan, "entropy": math.inf})
+        missing = Estimate.missing("the optimizer is unknown")
+        sums = ("cumulative_measured", "cumulative_predicted", "forward", "backward", "reuse")
+        records.write_estimates(step, 1, "simple", {f"delta_h/{name}": missing for name in sums})
+    write_report(tmp_path)
+    rows = summary(tmp_path)
+    assert all(value == MISSING and note for label, (value, note) in rows.items() if label != "steps")
+    assert rows["predicted ΔH"][1] == rows["naive product"][1] == "the optimizer is unknown"
+
+
+def test_long_runs_are_drawn_and_infinite_values_are_left_out(tmp_path: Path) -> None:
+    records = Records(tmp_path / "logs")
+    for step in range(1, 202):
+        value = -math.inf if step == 201 else -0.1
+        records.write_metrics(step, {"reward": value})
+        names = ("delta_h/forward", "delta_h/backward", "delta_h/cumulative_measured")
+        records.write_estimates(step, 1, "simple", {name: Estimate(value, 0.1, 8) for name in names})
+    write_report(tmp_path)
+    run = read_run(tmp_path)
+    assert len(run.logged("reward")) == len(curve(run.measured("delta_h/forward")).steps) == 200
+    assert why_it_ends(run.measured("delta_h/forward")) == "from step 201 on: not a finite number"
+
+
+def test_a_line_that_a_kill_left_unfinished_is_no_step(tmp_path: Path) -> None:
+    with open(record_run(tmp_path, [1, 2]) / "logs" / METRICS_FILE, "a", encoding="utf-8") as file:
+        file.write('{"step": 3, "rew')
+    assert summary(tmp_path)["steps"][0] == "2"
+
+
+def test_same_records_give_the_same_page_to_the_byte(tmp_path: Path) -> None:
+    record_run(tmp_path, [1, 2])
+    assert write_report(tmp_path).read_bytes() == write_report(tmp_path).read_bytes()
+
+
+@pytest.mark.parametrize("content", [None, "", '{"step": 1, "rew'], ids=["no file", "empty", "unfinished line"])
+def test_command_line_without_records_exits_with_2_naming_the_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str | None
+) -> None:
+    if content is not None:
+        (tmp_path / "logs").mkdir()
+        (tmp_path / "logs" / METRICS_FILE).write_text(content)
+    with pytest.raises(SystemExit) as exit_info:
+        main([str(tmp_path)])
+    captured = capsys.readouterr()
+    assert exit_info.value.code == 2
+    assert str(tmp_path / "logs" / METRICS_FILE) in captured.err
+    assert "give the folder of a run" in captured.err
+    assert not captured.out
+    assert not (tmp_path / "report").exists()
+
+
+def test_command_line_with_damaged_records_exits_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (record_run(tmp_path, [1]) / "logs" / METRICS_FILE).write_text("not json\n")
+    with pytest.raises(SystemExit) as exit_info:
+        main([str(tmp_path)])
+    assert exit_info.value.code == 2
+    assert METRICS_FILE in capsys.readouterr().err
+
+
+def test_command_line_writes_the_report_and_prints_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    main([str(record_run(tmp_path, range(1, 4)))])
+    printed = capsys.readouterr().out
+    assert "-2.00 ± 0.47" in printed
+    assert str(tmp_path / "report" / "report.html") in printed.replace("\n", "")

@@ -1,0 +1,311 @@
+"""The simple δH probe on a real trainer, against a slow plain twin, and its promises about what it cannot measure."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+from rl_training import Estimate, Probe
+from rl_training.models import load_tiny
+from rl_training.probes import SimpleEntropyProbe
+
+K, G, L_MAX = 8, 4, 24
+EIGHT_FOLDS = {"gradient_accumulation_steps": K}
+# A large epsilon makes the first Adam step smooth; otherwise it is a sign, and fp32 noise decides the sign of a zero.
+SMOOTH = {"adam_epsilon": 1e-5, "max_grad_norm": 0.05}
+
+
+@dataclass
+class Snapshot:
+    """All that a step starts from, in float64."""
+
+    parameters: dict[str, Tensor]
+    moments: dict[str, tuple[Tensor, Tensor, int]]
+    hyperparameters: dict[str, dict[str, Any]]
+    max_grad_norm: float
+    rollout: Any
+    microbatch_rows: Any
+    update: dict[str, Tensor] | None = None  # θ_after − θ_before
+
+
+class Recorder(Probe):
+    """Copies the state before each step, and what the step really did."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Snapshot] = []
+
+    def on_pre_optimizer_step(self, ctx: Any) -> None:
+        states = ctx.optimizer.adamw
+        self.steps.append(
+            Snapshot(
+                parameters={n: p.detach().double().clone() for n, p in ctx.parameters.items()},
+                moments={n: (s.exp_avg.double(), s.exp_avg_sq.double(), s.step) for n, s in states.items()},
+                hyperparameters={
+                    n: {"lr": s.lr, "betas": s.betas, "eps": s.eps, "weight_decay": s.weight_decay}
+                    for n, s in states.items()
+                },
+                max_grad_norm=ctx.optimizer.max_grad_norm,
+                rollout=ctx.rollout,
+                microbatch_rows=ctx.microbatch_rows,
+            )
+        )
+        self.steps[-1] = copy.deepcopy(self.steps[-1])
+
+    def on_optimizer_step(self, ctx: Any) -> None:
+        before = self.steps[-1].parameters
+        self.steps[-1].update = {n: p.detach().double() - before[n] for n, p in ctx.parameters.items()}
+
+    def measure(self, ctx: Any) -> dict[str, Estimate]:
+        return {"recorder/step": Estimate(float(ctx.step))}
+
+
+class Answers(SimpleEntropyProbe):
+    """The probe, with its answers kept."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.all: list[dict[str, Estimate]] = []
+
+    def measure(self, ctx: Any) -> dict[str, Estimate]:
+        self.all.append(super().measure(ctx))
+        return self.all[-1]
+
+
+class Twin:
+    """One step, again from the definitions: full logits, autograd a fold at a time, torch's own AdamW for each δθ."""
+
+    def __init__(self, step: Snapshot, responses: int, estimator: str) -> None:
+        self.step = step
+        self.model = load_tiny()[0].double()
+        self.params = dict(self.model.named_parameters())
+        with torch.no_grad():
+            for name, value in step.parameters.items():
+                self.params[name].copy_(value)
+        rollout = step.rollout
+        self.mask = rollout.completion_mask.bool()
+        ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)
+        attention = torch.cat([rollout.prompt_mask, rollout.completion_mask], dim=1)
+        width = rollout.completion_ids.shape[1]
+        logits = self.model(input_ids=ids, attention_mask=attention).logits[:, -width - 1 : -1]
+        table = logits.log_softmax(dim=-1)
+        self.logps = table.gather(2, rollout.completion_ids.unsqueeze(2)).squeeze(2)
+        self.entropies = -(table.exp() * table).sum(dim=2)
+        self.lengths = self.mask.sum(dim=1).tolist()
+        ragged = [
+            [row[:n].tolist() for row, n in zip(values.detach(), self.lengths, strict=True)]
+            for values in (self.logps, self.entropies)
+        ]
+        prompts = rollout.prompt_index.tolist()
+        self.entropy_of = [sum(row) for row in ragged[1]]
+        self.weights = {
+            target: reference.surrogate_weights(*ragged, prompts, estimator, target)
+            for target in ("sequence", "length")
+        }
+        self.folds = [list(rows) for rows in step.microbatch_rows]
+        self.chosen = [i for i, p in enumerate(prompts) if prompts[:i].count(p) < responses]
+        self.x = {target: [self.entropy_gradient(fold, target) for fold in self.folds] for target in self.weights}
+        gradients = [self.training_gradient(fold) for fold in self.folds]
+        self.update = self.adamw(average(gradients))
+        self.update_without = [self.adamw(average([g for j, g in enumerate(gradients) if j != k])) for k in range(K)]
+
+    def entropy_gradient(self, fold: list[int], target: str) -> dict[str, Tensor]:
+        w, u = self.weights[target]
+        rows = [i for i in fold if i in self.chosen]
+        total = sum(
+            w[i][k] * self.logps[i, k] + u[i][k] * self.entropies[i, k] for i in rows for k in range(self.lengths[i])
+        )
+        return self.gradient(total / len(rows))
+
+    def training_gradient(self, fold: list[int]) -> dict[str, Tensor]:
+        advantages = self.step.rollout.advantages.double()
+        return self.gradient(
+            -sum(advantages[i] * self.logps[i][self.mask[i]].sum() for i in fold) / (len(fold) * L_MAX)
+        )
+
+    def gradient(self, value: Tensor) -> dict[str, Tensor]:
+        grads = torch.autograd.grad(value, list(self.params.values()), retain_graph=True)
+        return dict(zip(self.params, grads, strict=True))
+
+    def adamw(self, gradient: dict[str, Tensor]) -> dict[str, Tensor]:
+        clones = {n: torch.nn.Parameter(p.detach().clone()) for n, p in self.params.items()}
+        groups = [{"params": [clones[n]], **self.step.hyperparameters[n]} for n in clones]
+        optimizer = torch.optim.AdamW(groups)
+        for name, clone in clones.items():
+            clone.grad = gradient[name].clone()
+            exp_avg, exp_avg_sq, step = self.step.moments[name]
+            if step:
+                optimizer.state[clone] = {
+                    "step": torch.tensor(float(step)),
+                    "exp_avg": exp_avg.clone(),
+                    "exp_avg_sq": exp_avg_sq.clone(),
+                }
+        torch.nn.utils.clip_grad_norm_(clones.values(), self.step.max_grad_norm)
+        optimizer.step()
+        return {n: clone.detach() - self.params[n].detach() for n, clone in clones.items()}
+
+    def rows(self, updates: list[dict[str, Tensor]]) -> list[list[float]]:
+        """[entropy, length, sequences, X_seq·δ, X_len·δ] of each fold, products weighted by the fold's size."""
+        return [
+            [
+                sum(self.entropy_of[i] for i in fold),
+                sum(self.lengths[i] for i in fold),
+                len(fold),
+                len(fold) * dot(self.x["sequence"][k], updates[k]),
+                len(fold) * dot(self.x["length"][k], updates[k]),
+            ]
+            for k, fold in enumerate(self.folds)
+        ]
+
+    def forward_stderr(self, statistic: Any) -> float:
+        """Delete-one-fold jackknife, δθ_(−k,−l) ≈ δθ_(−k) + δθ_(−l) − δθ."""
+        values = []
+        for out in range(K):
+            updates = [
+                {n: self.update_without[k][n] + self.update_without[out][n] - self.update[n] for n in self.update}
+                for k in range(K)
+            ]
+            kept = [row for k, row in enumerate(self.rows(updates)) if k != out]
+            values.append(statistic([sum(column) for column in zip(*kept, strict=True)]))
+        mean = sum(values) / K
+        return math.sqrt((K - 1) / K * sum((v - mean) ** 2 for v in values))
+
+
+def average(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {n: sum(g[n] for g in gradients) / len(gradients) for n in gradients[0]}
+
+
+def dot(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    return float(sum((a[n] * b[n]).sum() for n in a))
+
+
+def per_token(sums: list[float]) -> float:
+    entropy, length, _, d_entropy, d_length = sums
+    return (d_entropy - entropy / length * d_length) / length
+
+
+def per_sequence(sums: list[float]) -> float:
+    return sums[3] / sums[2]
+
+
+@pytest.mark.parametrize(("estimator", "responses"), [("rb", 1), ("rb", 4), ("score", 2)])
+def test_every_estimate_equals_the_plain_twin(make_trainer, estimator, responses) -> None:
+    recorder, probe = Recorder(), Answers(estimator=estimator, responses_per_prompt=responses)
+    make_trainer(probes=[probe, recorder], dtype=torch.float64, **EIGHT_FOLDS, **SMOOTH).train()
+    twins = [Twin(step, responses, estimator) for step in recorder.steps]
+    same = {"rel": 2e-4, "abs": 1e-9}  # TRL's fused head computes in fp32
+    for twin, answer in zip(twins, probe.all, strict=True):
+        for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
+            forward, reuse = (
+                statistic([sum(c) for c in zip(*twin.rows(updates), strict=True)])
+                for updates in (twin.update_without, [twin.update] * K)
+            )
+            assert answer[f"delta_h/forward{suffix}"].value == pytest.approx(forward, **same)
+            assert answer[f"delta_h/reuse{suffix}"].value == pytest.approx(reuse, **same)
+            assert answer[f"delta_h/forward{suffix}"].stderr == pytest.approx(twin.forward_stderr(statistic), **same)
+        assert answer["entropy/token"].value == pytest.approx(sum(twin.entropy_of) / sum(twin.lengths), **same)
+        assert answer["entropy/sequence"].value == pytest.approx(sum(twin.entropy_of) / len(twin.lengths), **same)
+    first, second = probe.all
+    rows = twins[1].rows([twins[0].update] * K)
+    backward = per_token([sum(c) for c in zip(*rows, strict=True)])
+    assert second["delta_h/backward"].value == pytest.approx(backward, **same)
+    assert second["delta_h/backward"].stderr == pytest.approx(reference.jackknife_stderr(per_token, rows), **same)
+    trapezoid = 0.5 * (first["delta_h/forward"].value + backward)
+    assert second["delta_h/trapezoid"].value == pytest.approx(trapezoid, **same)
+    assert second["delta_h/cumulative_predicted"].value == pytest.approx(trapezoid, **same)
+    measured = second["entropy/token"].value - first["entropy/token"].value
+    assert second["delta_h/cumulative_measured"].value == pytest.approx(measured, rel=1e-12)
+
+
+def test_the_update_it_uses_is_the_update_that_the_optimizer_makes(make_trainer) -> None:
+    recorder, probe = Recorder(), SimpleEntropyProbe()
+    make_trainer(probes=[probe, recorder], max_steps=3, max_grad_norm=0.05, dtype=torch.float64).train()
+    real = torch.cat([u.reshape(-1) for u in recorder.steps[-1].update.values()])
+    torch.testing.assert_close(probe.state_dict()["update"], real, rtol=1e-6, atol=1e-12)
+
+
+def test_without_an_adamw_formula_forward_is_nan_and_backward_uses_the_parameter_difference(make_trainer) -> None:
+    class Sgd(torch.optim.SGD):
+        """A step that nobody has a formula for."""
+
+    probe = Answers(responses_per_prompt=2)
+    policy = load_tiny()[0]
+    optimizer = Sgd(policy.parameters(), lr=1.0)
+    trainer = make_trainer(probes=[probe], model=policy, optimizers=(optimizer, None), **EIGHT_FOLDS)
+    trainer.train()
+    second = probe.all[1]
+    for name in ("forward", "reuse", "trapezoid"):
+        assert math.isnan(second[f"delta_h/{name}"].value)
+        assert "Sgd" in second[f"delta_h/{name}"].reason
+    assert math.isfinite(second["delta_h/backward"].value)
+    assert second["delta_h/backward"].value != 0
+
+
+@pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"steps_per_generation": 8}])
+def test_off_policy_steps_are_nan_with_the_reason(make_trainer, settings) -> None:
+    probe = Answers()
+    make_trainer(probes=[probe], max_steps=2, **settings).train()
+    assert math.isfinite(probe.all[0]["delta_h/forward"].value)
+    assert all(math.isnan(e.value) and "earlier optimizer step" in e.reason for e in probe.all[1].values())
+
+
+def test_one_microbatch_has_no_forward_and_says_how_to_get_one(make_trainer) -> None:
+    probe = Answers()
+    make_trainer(probes=[probe], per_device_train_batch_size=32, gradient_accumulation_steps=1).train()
+    assert "smaller microbatches" in probe.all[0]["delta_h/forward"].reason
+    assert math.isfinite(probe.all[0]["delta_h/reuse"].value)
+
+
+def test_fewer_than_eight_folds_give_a_value_without_error_bar(make_trainer) -> None:
+    probe = Answers()
+    make_trainer(probes=[probe]).train()
+    forward = probe.all[0]["delta_h/forward"]
+    assert math.isfinite(forward.value)
+    assert math.isnan(forward.stderr)
+    assert "needs 8 folds" in forward.reason
+
+
+def test_measuring_every_second_step_leaves_out_what_needs_neighbours(make_trainer) -> None:
+    probe = Answers(every=2)
+    make_trainer(probes=[probe], max_steps=3).train()
+    assert len(probe.all) == 2
+    assert math.isfinite(probe.all[1]["delta_h/forward"].value)
+    for name in ("backward", "trapezoid", "cumulative_predicted"):
+        assert math.isnan(probe.all[1][f"delta_h/{name}"].value)
+    assert "step 2 was not measured" in probe.all[1]["delta_h/backward"].reason
+
+
+def test_all_zero_advantages_leave_momentum_and_decay_only(make_trainer) -> None:
+    probe = Answers()
+    trainer = make_trainer(
+        probes=[probe], reward=lambda completions, **kwargs: [1.0] * len(completions), weight_decay=0.0
+    )
+    trainer.train()
+    assert all(answer["delta_h/forward"].value == 0.0 for answer in probe.all)
+    assert all(answer["delta_h/reuse"].value == 0.0 for answer in probe.all)
+
+
+def test_an_estimate_does_not_depend_on_the_padding_of_the_batch(make_trainer) -> None:
+    answers = []
+    for multiple in (None, 16):
+        probe = Answers()
+        make_trainer(probes=[probe], pad_to_multiple_of=multiple, max_steps=1, **SMOOTH).train()
+        answers.append(probe.all[0]["delta_h/forward"].value)
+    assert answers[0] == pytest.approx(answers[1], rel=1e-4)
+
+
+@pytest.mark.parametrize(("options", "message"), [({"estimator": "naive"}, "'rb' or 'score'"),
+                                                  ({"responses_per_prompt": 0}, "at least 1"),
+                                                  ({"every": 0}, "at least 1")])  # fmt: skip
+def test_options_that_mean_nothing_are_refused(options, message) -> None:
+    with pytest.raises(ValueError, match=message):
+        SimpleEntropyProbe(**options)
