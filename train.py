@@ -4,12 +4,11 @@ accelerate launch train.py probe=simple
 python train.py --help
 """
 
+import sys
 import warnings
 
 import hydra
 from omegaconf import DictConfig
-
-from rl_training.build import build_run, set_any_trainer_field
 
 # TRL still uses names that transformers has deprecated; a user can do nothing about it.
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
@@ -17,11 +16,15 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> None:
+    from rl_training.build import build_run  # seconds of imports that --help and a mistyped option need not wait for
+
     run = build_run(cfg)
     run.train()
     run.report()
 
 
 if __name__ == "__main__":
-    set_any_trainer_field()
+    # Any field of DrGRPOConfig can be set, listed in conf/trainer or not: Hydra would ask for a + before the unlisted.
+    # A mistyped name is refused in build_run.
+    sys.argv[1:] = [f"++{arg}" if arg.startswith("trainer.") else arg for arg in sys.argv[1:]]
     main()

@@ -281,7 +281,7 @@ class Attachment(TrainerCallback):
     def _on_save(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)
         tensors = {
-            f"{probe.name}/{key}": tensor.contiguous()
+            f"{probe.name}/{key}": tensor.detach().clone()  # safetensors refuses tensors that share memory
             for probe in self.probes
             for key, tensor in probe.state_dict().items()
         }

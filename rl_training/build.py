@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from transformers import PrinterCallback, ProgressCallback, set_seed
@@ -21,14 +22,6 @@ from rl_training.progress import StepProgress
 from rl_training.records import METRICS_FILE, Records
 from rl_training.report import print_summary, write_report
 from rl_training.trainer import DrGRPOConfig, DrGRPOTrainer
-
-
-def set_any_trainer_field() -> None:
-    """Lets a user type trainer.FIELD=VALUE for any field of DrGRPOConfig, listed in conf/trainer or not.
-
-    Hydra knows only the fields that the YAML lists and would ask for a leading +. Names are checked in build_run.
-    """
-    sys.argv[1:] = [f"++{arg}" if arg.startswith("trainer.") else arg for arg in sys.argv[1:]]
 
 
 @dataclass(frozen=True)
@@ -62,10 +55,10 @@ def build_run(cfg: DictConfig) -> Run:
     cfg.run_dir = str(run_dir)
     os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run_dir / "logs" / "tensorboard"))
     set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
-    args = instantiate(cfg.trainer, gradient_accumulation_steps=accumulation, _convert_="all")
-    task = instantiate(cfg.data)
-    model, tokenizer = instantiate(cfg.model)
-    probes = [instantiate(probe) for probe in cfg.probes.values()]
+    args = _make(cfg.trainer, gradient_accumulation_steps=accumulation)
+    task = _make(cfg.data)
+    model, tokenizer = _make(cfg.model)
+    probes = [_make(probe) for probe in cfg.probes.values()]
     records = None
     if args.process_index == 0:
         records = Records(run_dir / "logs")
@@ -76,7 +69,7 @@ def build_run(cfg: DictConfig) -> Run:
         args=args,
         train_dataset=task.train_dataset,
         processing_class=tokenizer,
-        peft_config=instantiate(cfg.adapter, _convert_="all") or None,
+        peft_config=_make(cfg.adapter) or None,
         probes=probes,
         records=records,
     )
@@ -85,6 +78,16 @@ def build_run(cfg: DictConfig) -> Run:
     if not args.disable_tqdm:
         trainer.add_callback(StepProgress)
     return Run(trainer, run_dir, checkpoint)
+
+
+def _make(node: DictConfig, **values: Any) -> Any:
+    """Returns the object that a node describes; what its maker raised is raised as it is, without Hydra's wrapping."""
+    try:
+        return instantiate(node, _convert_="all", **values)
+    except InstantiationException as error:
+        if error.__cause__ is None:
+            raise
+        raise error.__cause__ from None
 
 
 def accumulation_steps(

@@ -163,8 +163,8 @@ class SimpleEntropyProbe(Probe):
         updates = self._buffer(ctx)
         first_order_updates(ctx, sizes, total_size, out=updates)
         sums, sums_without = self._sums(ctx, folds, sizes, updates)
-        values = _statistic(sums)
-        stderrs = jackknife_stderr(_statistic, sums, sums_without, ctx.reduce)
+        values = _statistic(sums).cpu()  # a few numbers, which are summed over steps and go into the checkpoint
+        stderrs = jackknife_stderr(_statistic, sums, sums_without, ctx.reduce).cpu()
         if num_folds < MIN_FOLDS_FOR_STDERR:
             stderrs = torch.full_like(stderrs, torch.nan)
         self._answers = self._estimates(ctx, values, stderrs, int(num_folds))

@@ -1,0 +1,181 @@
+"""The configuration: every file composes into objects, what a user types works, and mistakes are named."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
+
+from rl_training.build import Run, accumulation_steps, build_run
+from rl_training.models import load_tiny
+from rl_training.probes import SimpleEntropyProbe
+from rl_training.records import read_metrics
+
+CONF = Path(__file__).parents[1] / "conf"
+# What an option needs beside its name.
+NEEDS = {"model=hub": ["model.name=somewhere"]}
+OPTIONS = [
+    f"{path.parent.name}={path.stem}"
+    for path in sorted(CONF.glob("*/*.yaml"))
+    if path.parent.name not in ("hydra", "help")
+]
+SHRUNK = [
+    "trainer.max_steps=1",
+    "trainer.num_generations=4",
+    "batch.sequences_per_step=32",
+    "batch.microbatch_size=4",
+    "logger=none",
+    "++trainer.disable_tqdm=true",
+]
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("train", overrides=list(overrides))
+    return cfg
+
+
+def built(tmp_path: Path, *overrides: str) -> Run:
+    return build_run(composed(f"run_dir={tmp_path / 'run'}", *SHRUNK, *overrides))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_file_composes_and_its_targets_can_be_made(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = composed(option, *NEEDS.get(option, []), "run_dir=somewhere")
+    OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    monkeypatch.chdir("/tmp")
+    instantiate(cfg.trainer, _convert_="all", report_to=[], output_dir="/tmp/unused")
+    instantiate(cfg.adapter, _convert_="all")
+    assert [p.name for p in map(instantiate, cfg.probes.values())] == list(cfg.probes)
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [("probe=none", []), ("probe=simple", ["simple"]), ("probe=all", ["simple"]), ("probe=[simple,none]", ["simple"])],
+)
+def test_probes_are_chosen_by_name_or_list(override: str, names: list[str]) -> None:
+    assert list(composed(override).probes) == names
+
+
+def test_an_option_of_a_probe_reaches_it(tmp_path: Path) -> None:
+    run = built(tmp_path, "probes.simple.every=5", "probes.simple.estimator=score")
+    (probe,) = run.trainer.attachment.probes
+    assert isinstance(probe, SimpleEntropyProbe)
+    assert (probe.every, probe.estimator) == (5, "score")
+
+
+def test_any_field_of_the_trainer_can_be_set(tmp_path: Path) -> None:
+    assert built(tmp_path, "++trainer.warmup_steps=7").trainer.args.warmup_steps == 7
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_run_of_the_default_task_leaves_its_records(tmp_path: Path, adapter: str) -> None:
+    run = built(tmp_path, f"adapter={adapter}")
+    run.train()
+    run.report()
+    names = {path.name for path in run.run_dir.iterdir()}
+    assert names == {"config.yaml", "logs", "report", "training_state"}
+    (line,) = read_metrics(run.run_dir / "logs")
+    assert line["step"] == 1
+    assert line["delta_h/forward_se"] > 0
+    trainable = sum(p.numel() for p in run.trainer.model.parameters() if p.requires_grad)
+    assert (trainable == 105_472) == (adapter == "none")
+
+
+@pytest.mark.parametrize(
+    ("sequences", "microbatch", "processes", "steps"), [(256, 32, 1, 8), (256, 32, 2, 4), (64, 8, 4, 2)]
+)
+def test_the_batch_is_given_once_for_all_processes(sequences, microbatch, processes, steps) -> None:
+    assert accumulation_steps(sequences, microbatch, processes, responses_per_prompt=8) == steps
+
+
+@pytest.mark.parametrize(
+    ("sequences", "microbatch", "processes", "way_out"),
+    [
+        (250, 32, 1, "batch.sequences_per_step=256"),
+        (256, 30, 1, "batch.microbatch_size=24"),
+        (256, 4, 1, "batch.microbatch_size=8"),
+        (256, 32, 3, "batch.sequences_per_step=288"),
+        (0, 32, 1, "batch.sequences_per_step=32"),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
+    sequences, microbatch, processes, way_out
+) -> None:
+    with pytest.raises(ValueError, match=way_out):
+        accumulation_steps(sequences, microbatch, processes, responses_per_prompt=8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["++trainer.max_stepz=2"], "did you mean trainer.max_steps"),
+        (["++trainer.gradient_accumulation_steps=2"], "set batch.sequences_per_step"),
+        (["++trainer.top_p=0.9"], "set top_p=1.0"),
+        (["trainer.num_generations=1"], "at least 2 generations"),
+        (["++trainer.loss_type=dapo"], "not Dr-GRPO"),
+        (["model=hub", "model.name=/nowhere/at/all"], "model.name=/nowhere/at/all"),
+        (["data=gsm8k", "data.path=/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["resume=/nowhere/checkpoint-3"], "there is no such folder"),
+        (["resume=latest"], "no complete checkpoint"),
+        (["run_dir=/dev/null/run"], "choose another with run_dir=PATH"),
+        (["probes.simple.estimator=naive"], "'rb' or 'score'"),
+    ],
+)
+def test_a_mistake_is_named_with_the_way_out(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        built(tmp_path, *overrides)
+
+
+@pytest.mark.parametrize("override", ["probe=simpel", "model=tyni", "data=gsm9k"])
+def test_an_unknown_option_lists_the_known_ones(override: str) -> None:
+    with pytest.raises(MissingConfigException, match="Available options in"):
+        composed(override)
+
+
+def test_an_unknown_key_is_refused() -> None:
+    with pytest.raises(ConfigCompositionException, match="bathc"):
+        composed("bathc.microbatch_size=3")
+
+
+def test_a_model_without_name_is_asked_for() -> None:
+    with pytest.raises(MissingMandatoryValue, match="model.name"):
+        OmegaConf.to_container(composed("model=hub"), resolve=True, throw_on_missing=True)
+
+
+def test_a_run_folder_is_not_written_over(tmp_path: Path) -> None:
+    built(tmp_path).train()
+    with pytest.raises(ValueError, match="already holds a run"):
+        built(tmp_path)
+    assert len(read_metrics(tmp_path / "run" / "logs")) == 1
+
+
+@pytest.mark.parametrize("damage", ["weights", "config", "tokenizer"])
+def test_a_damaged_model_folder_is_named(tmp_path: Path, damage: str) -> None:
+    model, tokenizer = load_tiny()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    if damage == "weights":
+        (tmp_path / "model" / "model.safetensors").write_bytes(b"not weights")
+    elif damage == "config":
+        (tmp_path / "model" / "config.json").write_text("{")
+    else:
+        (tmp_path / "model" / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="no model could be loaded from model.name="):
+        built(tmp_path, "model=hub", f"model.name={tmp_path / 'model'}")
+
+
+def test_the_config_in_the_run_folder_is_resolved(tmp_path: Path) -> None:
+    built(tmp_path)
+    saved: Any = OmegaConf.load(tmp_path / "run" / "config.yaml")
+    assert saved.trainer.output_dir == os.fspath(tmp_path / "run" / "training_state")
+    assert "${" not in (tmp_path / "run" / "config.yaml").read_text()
+    assert json.dumps(OmegaConf.to_container(saved))

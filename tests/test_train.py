@@ -1,0 +1,186 @@
+"""The user's command lines, as typed: they end well, or name the mistake and leave what was written."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from rl_training.records import read_estimates, read_metrics
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+SMALL = [
+    "trainer.max_steps=2",
+    "trainer.num_generations=4",
+    "batch.sequences_per_step=32",
+    "batch.microbatch_size=4",
+    "logger=none",
+]
+
+
+def run(*command: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
+
+
+def train(*overrides: str) -> subprocess.CompletedProcess[str]:
+    return run(sys.executable, "train.py", *overrides)
+
+
+def test_the_main_job_trains_measures_and_reports(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    launched = run(
+        str(BIN / "accelerate"), "launch", "--config_file", "launch/cpu.yaml",
+        "train.py", "probe=simple", *SMALL, "logger=tensorboard", f"run_dir={folder}",
+    )  # fmt: skip
+    assert launched.returncode == 0, launched.stderr
+    assert [row["step"] for row in read_metrics(folder / "logs")] == [1, 2]
+    forward = [row for row in read_estimates(folder / "logs") if row["name"] == "delta_h/forward"]
+    assert [row["step"] for row in forward] == [1, 2]
+    assert all(row["stderr"] > 0 and row["world_size"] == 1 for row in forward)
+    assert "<img" in (folder / "report" / "report.html").read_text(encoding="utf-8")
+    assert "predicted" in launched.stdout
+    assert "δH=" in launched.stderr  # the progress bar
+    assert list((folder / "logs" / "tensorboard").glob("events*"))
+
+
+def test_two_processes_measure_as_one_run(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launched = run(
+        str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(port), "train.py", *SMALL,
+        f"run_dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert launched.returncode == 0, launched.stderr
+    rows = read_estimates(tmp_path / "run" / "logs")
+    assert {row["world_size"] for row in rows} == {2}
+    forward = [row for row in rows if row["name"] == "delta_h/forward"]
+    assert [row["num_samples"] for row in forward] == [8, 8]  # four microbatches on each of two ranks
+    assert all(row["stderr"] > 0 for row in forward)
+
+
+def test_help_says_what_can_be_chosen() -> None:
+    shown = train("--help")
+    assert shown.returncode == 0
+    for word in ("adapter: lora, none", "data: arithmetic, gsm8k", "trainer.max_steps=", "resume=latest", "run_dir="):
+        assert word in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["probe=simpel"], "Available options in 'probe'"),
+        (["trainer.max_stepz=2"], "did you mean trainer.max_steps"),
+        (["batch.sequences_per_step=250"], "use batch.sequences_per_step=256"),
+        (["model=hub"], "model.name"),
+    ],
+)
+def test_a_mistake_on_the_command_line_ends_with_its_name(tmp_path: Path, overrides: list[str], message: str) -> None:
+    ended = train(f"run_dir={tmp_path / 'run'}", *overrides)
+    assert ended.returncode != 0
+    assert message in "\n".join(ended.stderr.strip().splitlines()[-14:])
+
+
+def test_a_killed_run_keeps_what_it_measured_and_resumes_to_the_same_end(tmp_path: Path) -> None:
+    """Bitwise: rewards and estimates of the killed and resumed run equal those of one that was left alone."""
+    settings = [*SMALL, "trainer.max_steps=6", "trainer.save_steps=2"]
+    assert train(*settings, f"run_dir={tmp_path / 'whole'}").returncode == 0
+    killed = tmp_path / "killed"
+    process = subprocess.Popen(
+        [sys.executable, "train.py", *settings, f"run_dir={killed}"], cwd=ROOT, stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120
+    while not (killed / "training_state" / "checkpoint-2" / "trainer_state.json").exists():
+        assert process.poll() is None, "it ended before its first checkpoint"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert len(read_metrics(killed / "logs")) >= 1
+    unfinished = killed / "training_state" / "checkpoint-99"  # as a kill in the middle of saving leaves it
+    unfinished.mkdir()
+    resumed = train(*settings, f"run_dir={killed}", "resume=latest")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"skipping {unfinished}: it has no trainer_state.json" in resumed.stderr
+    assert_same_measurements(killed, tmp_path / "whole")
+    longer = train(*settings, "trainer.max_steps=7", f"run_dir={killed}", f"resume={killed}")
+    assert longer.returncode == 0, longer.stderr
+    assert [row["step"] for row in read_metrics(killed / "logs")] == [1, 2, 3, 4, 5, 6, 7]
+
+
+def assert_same_measurements(a: Path, b: Path) -> None:
+    """Everything but times is equal, bit for bit, without a doubled or missing step."""
+    timed = ("seconds", "step_time", "runtime", "fraction_of_step", "per_second")
+    for read in (read_metrics, read_estimates):
+        left, right = (
+            [{key: value for key, value in row.items() if not key.endswith(timed)} for row in read(folder / "logs")]
+            for folder in (a, b)
+        )
+        assert json.dumps(left) == json.dumps(right)
+
+
+def test_a_damaged_checkpoint_is_refused_and_an_earlier_one_taken(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    assert train(*SMALL, "trainer.save_steps=1", f"run_dir={folder}").returncode == 0
+    damaged = folder / "training_state" / "checkpoint-2"
+    (damaged / "model.safetensors").write_bytes(b"\x00" * 100)
+    refused = train(*SMALL, f"resume={damaged}")
+    assert refused.returncode != 0
+    assert "model.safetensors is damaged" in refused.stderr
+    latest = train(*SMALL, f"run_dir={folder}", "resume=latest")
+    assert latest.returncode == 0, latest.stderr
+    assert f"skipping {damaged}" in latest.stderr
+
+
+def test_gsm8k_rows_train_a_small_random_model(tmp_path: Path) -> None:
+    rows = [
+        {"question": f"A box holds {n} pens. How many pens do {n + 1} boxes hold?", "answer": f"{n}*{n + 1}\n#### {n * n + n}"}
+        for n in range(2, 42)
+    ]  # fmt: skip
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    save_random_model(tmp_path / "model", [row["question"] + row["answer"] for row in rows])
+    ended = train(
+        "model=hub", f"model.name={tmp_path / 'model'}", "data=gsm8k", f"data.path={data}", *SMALL,
+        "trainer.max_completion_length=12", "adapter=lora", f"run_dir={tmp_path / 'run'}",
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr
+    lines = read_metrics(tmp_path / "run" / "logs")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[0]["rewards/gsm8k_reward/mean"] == 0  # twelve random tokens never answer: nothing is learnt,
+    assert lines[0]["delta_h/forward"] == 0  # so nothing moves and entropy stays
+    assert lines[0]["entropy/sequence"] > 12
+
+
+def save_random_model(folder: Path, texts: list[str]) -> None:
+    """A random Llama of 40k parameters with a byte-level BPE tokenizer trained on the texts."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    bpe.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    bpe.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=400, special_tokens=["<eos>"], initial_alphabet=alphabet)
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<eos>")
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+def test_what_it_writes_needs_no_hub(tmp_path: Path) -> None:
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+    assert train(*SMALL, "trainer.max_steps=1", "probe=none", f"run_dir={tmp_path / 'run'}").returncode == 0
+    assert not (tmp_path / "run" / "logs" / "probes.jsonl").exists()
