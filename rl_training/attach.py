@@ -92,8 +92,6 @@ class Attachment(TrainerCallback):
         self._undo = contextlib.ExitStack()
         needs = functools.reduce(lambda a, b: a | b, (probe.needs for probe in probes), Need.NOTHING)
         self._tap = GradientTap(self._parameters) if Need.MICROBATCH_GRADIENTS in needs else None
-        if self._tap is not None:
-            self._undo.callback(self._tap.remove)
         self._forward: host.Forward = trainer._get_per_token_logps_and_entropies
         self._stand_in_front_of("_generate_and_score_completions", self._on_generate)
         self._stand_in_front_of("_prepare_inputs", self._on_prepare_inputs)

@@ -34,9 +34,9 @@ def leave_fold_out(mean: Tensor, folds: Tensor, fold_sizes: Tensor, total_size: 
     """
     if float(fold_sizes.max()) >= total_size:
         raise ValueError("a fold holds the whole batch: nothing is left when it is left out")
-    shape = (-1, *(1 for _ in mean.shape))
-    sizes = fold_sizes.to(folds.dtype).view(shape)
-    return (total_size * mean - sizes * folds) / (total_size - sizes)
+    sizes = fold_sizes.to(folds.dtype).view(-1, *(1 for _ in mean.shape))
+    others = total_size - sizes
+    return (total_size / others) * mean - (sizes / others) * folds
 
 
 def jackknife_stderr(

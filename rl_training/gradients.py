@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 CHUNK = 2**20  # columns whose products are summed in fp32; beyond that, in fp64
 
@@ -47,24 +48,20 @@ class GradientBuffer:
         """Returns the (num_rows, *shape) view of one parameter's entries; writing to it writes to the buffer."""
         return self.matrix[:, self._columns[name]].view(self.num_rows, *self._shapes[name])
 
-    def zero_(self) -> None:
-        self.matrix.zero_()
-
     def flatten(self, vector: Iterable[Tensor]) -> Tensor:
         """Returns one vector, given by its tensors in the order of the parameters, as a row of this buffer: (P,)."""
         return torch.cat([tensor.reshape(-1).to(self.matrix.dtype) for tensor in vector])
 
     def sq_norms(self) -> Tensor:
         """Returns the square norm of each row, (num_rows,) in fp64."""
-        return sum((part.square().sum(dim=1).double() for part in self.matrix.split(CHUNK, dim=1)), self._zeros())
+        squares = [part.square().sum(dim=1).double() for part in self.matrix.split(CHUNK, dim=1)]
+        return torch.stack(squares).sum(dim=0)
 
-    def dot(self, vector: Tensor) -> Tensor:
-        """Returns the inner product of each row with a flat vector (P,), (num_rows,) in fp64."""
-        parts = zip(self.matrix.split(CHUNK, dim=1), vector.split(CHUNK), strict=True)
-        return sum(((rows @ part).double() for rows, part in parts), self._zeros())
-
-    def _zeros(self) -> Tensor:
-        return torch.zeros(self.num_rows, dtype=torch.float64, device=self.matrix.device)
+    def dot(self, vectors: Tensor) -> Tensor:
+        """Returns the inner products of the rows with several flat vectors, (q, P), as (num_rows, q) in fp64."""
+        pairs = zip(self.matrix.split(CHUNK, dim=1), vectors.split(CHUNK, dim=1), strict=True)
+        products = [(rows @ part.T).double() for rows, part in pairs]
+        return torch.stack(products).sum(dim=0)
 
 
 class GradientTap:
@@ -73,24 +70,16 @@ class GradientTap:
     The trainer divides the loss by the number of microbatches K, so what a hook sees is 1/K of the microbatch's mean
     gradient; the tap undoes that here, once. The optimizer's gradient is then the mean of the rows (over ranks too).
 
-    The hooks also fire in a probe's own backward; they act only between `arm` and `disarm`, which the driver puts
-    around the trainer's backward.
+    The hooks exist only between `arm` and `disarm`, which the driver puts around the trainer's own backward: a probe's
+    own backward would fire them too.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters = parameters
-        self._row: int | None = None
         self._scale = 1.0
         self.buffer: GradientBuffer | None = None
         self._rows: dict[str, tuple[Tensor, ...]] = {}  # views of the buffer, made once: the hooks are in the hot path
-        self._handles = [p.register_hook(self._hook(name)) for name, p in parameters.items()]
-
-    def _hook(self, name: str) -> Callable[[Tensor], None]:
-        def add(grad: Tensor) -> None:
-            if self._row is not None:
-                self._rows[name][self._row].add_(grad, alpha=self._scale)
-
-        return add
+        self._handles: list[RemovableHandle] = []
 
     def start_step(self, num_microbatches: int) -> None:
         """Empties the buffer, with one row per microbatch of the step that begins."""
@@ -98,15 +87,21 @@ class GradientTap:
             self.buffer = GradientBuffer(self._parameters, num_microbatches)
             self._rows = {name: self.buffer.view(name).unbind(0) for name in self._parameters}
         else:
-            self.buffer.zero_()
+            self.buffer.matrix.zero_()
         self._scale = float(num_microbatches)
 
     def arm(self, microbatch: int) -> None:
-        self._row = microbatch
+        """Sets the hooks: gradients that reach the parameters from now on belong to this microbatch."""
+        for name, param in self._parameters.items():
+            self._handles.append(param.register_hook(self._adder(self._rows[name][microbatch])))
 
     def disarm(self) -> None:
-        self._row = None
+        """Takes the hooks away."""
+        while self._handles:
+            self._handles.pop().remove()
 
-    def remove(self) -> None:
-        for handle in self._handles:
-            handle.remove()
+    def _adder(self, row: Tensor) -> Callable[[Tensor], None]:
+        def add(grad: Tensor) -> None:
+            row.add_(grad, alpha=self._scale)
+
+        return add

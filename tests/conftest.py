@@ -1,4 +1,4 @@
-"""What the tests share: no hubs, one thread, and the embedded default in a trainer that steps in a tenth of a second."""
+"""What the tests share: no hubs, one thread, and the embedded default in a trainer with quick steps."""
 
 import os
 

@@ -147,7 +147,7 @@ def test_an_unknown_key_is_refused() -> None:
 
 
 def test_a_model_without_name_is_asked_for() -> None:
-    with pytest.raises(MissingMandatoryValue, match="model.name"):
+    with pytest.raises(MissingMandatoryValue, match=r"model\.name"):
         OmegaConf.to_container(composed("model=hub"), resolve=True, throw_on_missing=True)
 
 
@@ -169,7 +169,7 @@ def test_a_damaged_model_folder_is_named(tmp_path: Path, damage: str) -> None:
         (tmp_path / "model" / "config.json").write_text("{")
     else:
         (tmp_path / "model" / "tokenizer.json").write_text("{")
-    with pytest.raises(ValueError, match="no model could be loaded from model.name="):
+    with pytest.raises(ValueError, match="no model could be loaded from model"):
         built(tmp_path, "model=hub", f"model.name={tmp_path / 'model'}")
 
 

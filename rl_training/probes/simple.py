@@ -76,14 +76,16 @@ def first_order_updates(ctx: StepContext, fold_sizes: Tensor, total_size: float,
     ctx.microbatch_gradients. What cannot be had stays nan: all rows for another optimizer than AdamW, the folds' rows
     when the only fold is the whole batch.
     """
-    out.matrix[WHOLE:].fill_(torch.nan)
     if ctx.optimizer.adamw is None:
+        out.matrix[WHOLE:] = torch.nan
         return
     assert ctx.microbatch_gradients is not None
     out.matrix[WHOLE] = out.flatten(ctx.gradients.values())
     if ctx.whole_prompts and total_size > float(fold_sizes.max()):
         folds = ctx.microbatch_gradients.matrix
         out.matrix[FIRST_FOLD:] = leave_fold_out(out.matrix[WHOLE], folds, fold_sizes, total_size)
+    else:
+        out.matrix[FIRST_FOLD:] = torch.nan
     norms = out.sq_norms()[WHOLE:].sqrt()
     clip = clip_coefficient(norms, ctx.optimizer.max_grad_norm).to(out.matrix.dtype).unsqueeze(1)
     out.matrix[WHOLE:] *= clip
@@ -109,22 +111,18 @@ def entropy_gradients(
     """Yields (∂H_seq, ∂E[T]) by parameter for each fold: means over its rows, baselines from all responses.
 
     One small forward and two backwards per fold on the unwrapped model; `.grad` and the reducer of DDP are not touched.
+    Σ_k w_k ∂log π(t_k) + u_k ∂h_k is a vector-Jacobian product, so the weights go straight into the backward.
     """
-    scores, prompt_index = ctx.scores, ctx.rollout.prompt_index
-    targets = [
-        surrogate_weights(scores.logps, scores.entropies, scores.mask, prompt_index, estimator, target)
-        for target in ("sequence", "length")
-    ]
+    known = (ctx.scores.logps, ctx.scores.entropies, ctx.scores.mask, ctx.rollout.prompt_index)
+    entropy_weights = surrogate_weights(*known, estimator, target="sequence")
+    length_weights, _ = surrogate_weights(*known, estimator, target="length")  # ∂E[T] has no ∂h term
     parameters = list(ctx.parameters.values())
     for rows in rows_of_fold:
         fresh = ctx.score(rows)
         width = fresh.logps.shape[1]
-        surrogates = [
-            ((w[rows, :width] * fresh.logps + u[rows, :width] * fresh.entropies) * fresh.mask).sum() / len(rows)
-            for w, u in targets
-        ]
-        by_sequence = torch.autograd.grad(surrogates[0], parameters, retain_graph=True)
-        yield by_sequence, torch.autograd.grad(surrogates[1], parameters)
+        w, u, v = (weights[rows, :width] / len(rows) for weights in (*entropy_weights, length_weights))
+        d_entropy = torch.autograd.grad([fresh.logps, fresh.entropies], parameters, [w, u], retain_graph=True)
+        yield d_entropy, torch.autograd.grad(fresh.logps, parameters, v)
 
 
 class SimpleEntropyProbe(Probe):
@@ -212,7 +210,7 @@ class SimpleEntropyProbe(Probe):
         rows_of_fold = [(chosen & (folds == k)).nonzero().squeeze(1) for k in range(num_folds)]
         products = torch.stack(  # (K folds of X, rows of updates, 2 kinds of X)
             [
-                torch.stack([updates.dot(updates.flatten(gradient)) for gradient in gradients], dim=-1)
+                updates.dot(torch.stack([updates.flatten(gradient) for gradient in gradients]))
                 for gradients in entropy_gradients(ctx, rows_of_fold, self.estimator)
             ]
         )
