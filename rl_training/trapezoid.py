@@ -56,7 +56,7 @@ class TrapezoidSum:
         """
         zero, nan = torch.zeros_like(batch.forward), torch.full_like(batch.forward, torch.nan)
         if not self._state:
-            self._remember(step, batch, zero, zero, (0.5 * batch.forward_stderr).square(), batch)
+            self._remember(step, batch, zero, zero.clone(), (0.5 * batch.forward_stderr).square(), batch)
             return TrapezoidTerms(nan, nan, zero, zero, zero, zero)
         last = self._state
         forward = last["forward"] if int(last["step"]) == step - 1 else nan
@@ -82,7 +82,7 @@ class TrapezoidSum:
         half_step_variance: Tensor,
         first: BatchTerms | None = None,
     ) -> None:
-        self._state |= {
+        terms = {
             "step": torch.tensor(step),
             "forward": batch.forward,
             "forward_stderr": batch.forward_stderr,
@@ -91,7 +91,8 @@ class TrapezoidSum:
             "half_step_variance": half_step_variance,
         }
         if first is not None:
-            self._state |= {"first_level": first.level, "first_level_stderr": first.level_stderr}
+            terms |= {"first_level": first.level, "first_level_stderr": first.level_stderr}
+        self._state = {**self._state, **terms}  # a new dictionary: the last one may still be read
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._state)

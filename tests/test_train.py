@@ -144,9 +144,9 @@ def test_a_damaged_checkpoint_is_refused_and_an_earlier_one_taken(tmp_path: Path
 
 def test_gsm8k_rows_train_a_small_random_model(tmp_path: Path) -> None:
     rows = [
-        {"question": f"A box holds {n} pens. How many pens do {n + 1} boxes hold?", "answer": f"{n}*{n + 1}\n#### {n * n + n}"}
+        {"question": f"A box holds {n} pens. How many do {n + 1} boxes hold?", "answer": f"so\n#### {n * n + n}"}
         for n in range(2, 42)
-    ]  # fmt: skip
+    ]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     save_random_model(tmp_path / "model", [row["question"] + row["answer"] for row in rows])
