@@ -1,0 +1,62 @@
+"""Records: flat lines that survive a kill, and steps that are neither doubled nor missing after a resume."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+from rl_training import Estimate
+from rl_training.records import METRICS_FILE, PROBES_FILE, Records, read_estimates, read_metrics
+
+
+def write_steps(records: Records, steps: range) -> None:
+    for step in steps:
+        records.write_metrics(step, {"loss": 0.1 * step})
+        records.write_estimates(step, 2, "probe", {"a/b": Estimate(1.0, 0.5, 8, about_step=step - 1)})
+
+
+def test_a_resumed_run_drops_the_steps_it_takes_again(tmp_path: Path) -> None:
+    write_steps(Records(tmp_path), range(1, 6))
+    again = Records(tmp_path)
+    again.start(after_step=3)
+    write_steps(again, range(4, 7))
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in read_estimates(tmp_path)] == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_line_that_a_kill_cut_short_is_no_line(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    write_steps(records, range(1, 3))
+    with open(tmp_path / METRICS_FILE, "a", encoding="utf-8") as file:
+        file.write('{"step": 3, "lo')
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+    records.start(after_step=2)
+    write_steps(records, range(3, 4))
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3]
+
+
+def test_an_estimate_keeps_all_its_fields_and_speaks_of_its_own_step_by_default(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    missing = Estimate.missing("why")
+    records.write_estimates(7, 2, "probe", {"x": Estimate(-0.25, 0.5, 8, about_step=6), "y": missing})
+    x, y = read_estimates(tmp_path)
+    assert x == {
+        "step": 7, "about_step": 6, "world_size": 2, "probe": "probe", "name": "x",
+        "value": -0.25, "stderr": 0.5, "num_samples": 8, "reason": "",
+    }  # fmt: skip
+    assert math.isnan(y["value"])
+    assert (y["about_step"], y["reason"]) == (7, "why")
+
+
+def test_every_line_is_json_that_any_reader_takes(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    records.write_metrics(1, {"nan": math.nan, "inf": math.inf})
+    records.write_estimates(1, 1, "probe", {"x": Estimate.missing("why")})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    for name in (METRICS_FILE, PROBES_FILE):
+        for line in (tmp_path / name).read_text(encoding="utf-8").splitlines():
+            json.loads(line, parse_constant=refuse)
