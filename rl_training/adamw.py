@@ -68,12 +68,12 @@ def adamw_delta(
     beta1, beta2 = betas
     bias_correction1 = 1.0 - beta1 ** (step + 1)
     bias_correction2 = 1.0 - beta2 ** (step + 1)
-    second_moment = beta2 * exp_avg_sq + (1.0 - beta2) * grad.square()
-    # The step size times the preconditioner, −lr / (1−β1^t) · P
-    scale = (-lr / bias_correction1) / (second_moment.div_(bias_correction2).sqrt_().add_(eps))
+    second_moment = torch.addcmul((beta2 / bias_correction2) * exp_avg_sq, grad, grad, value=(1.0 - beta2) / bias_correction2)
+    preconditioner = second_moment.sqrt_().add_(eps).reciprocal_()
+    step_size = lr / bias_correction1
     return UpdateParts(
-        momentum=scale * (beta1 * exp_avg),
-        gradient=scale * ((1.0 - beta1) * grad),
+        momentum=preconditioner * (-step_size * beta1 * exp_avg),
+        gradient=(preconditioner * grad).mul_(-step_size * (1.0 - beta1)),
         decay=(-lr * weight_decay) * param,
     )
 

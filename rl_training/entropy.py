@@ -54,7 +54,8 @@ def surrogate_weights(
     """
     if estimator not in ("rb", "score"):
         raise ValueError(f"unknown estimator {estimator!r}: choose 'rb' or 'score'")
-    logps, entropies, mask = logps.detach(), entropies.detach(), mask.to(entropies.dtype)
+    real, mask = mask.bool(), mask.to(entropies.dtype)
+    logps, entropies = (values.detach().masked_fill(~real, 0.0) for values in (logps, entropies))  # 0·inf is nan
     group = _group_ids(prompt_index)
     if target == "sequence":
         score_cost, still_to_come, entropy_weights = -logps, entropies, mask

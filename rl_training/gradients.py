@@ -53,14 +53,18 @@ class GradientBuffer:
         return torch.cat([tensor.reshape(-1).to(self.matrix.dtype) for tensor in vector])
 
     def sq_norms(self) -> Tensor:
-        """Returns the square norm of each row, (num_rows,) in fp64."""
+        """Returns the square norm of each row, (num_rows,) fp64; within CHUNK columns the sum is in fp32."""
         squares = [part.square().sum(dim=1).double() for part in self.matrix.split(CHUNK, dim=1)]
         return torch.stack(squares).sum(dim=0)
 
     def dot(self, vectors: Tensor) -> Tensor:
-        """Returns the inner products of the rows with several flat vectors, (q, P), as (num_rows, q) in fp64."""
+        """Returns the inner products of the rows with several flat vectors, (q, P), as (num_rows, q) fp64.
+
+        Within CHUNK columns the sum is in the precision of the buffer.
+        """
         pairs = zip(self.matrix.split(CHUNK, dim=1), vectors.split(CHUNK, dim=1), strict=True)
-        products = [(rows @ part.T).double() for rows, part in pairs]
+        # Matrix times vector, one at a time: a product of matrices would be rounded to TF32 where that is switched on.
+        products = [torch.stack([rows @ vector for vector in part], dim=1).double() for rows, part in pairs]
         return torch.stack(products).sum(dim=0)
 
 

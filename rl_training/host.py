@@ -146,17 +146,25 @@ def join_microbatches(microbatches: Sequence[Microbatch]) -> tuple[Rollout, Scor
 def score(trainer: GRPOTrainer, forward: Forward, rollout: Rollout, rows: Tensor) -> Scores:
     """Returns log-probabilities and entropies WITH graph for some rows, on the unwrapped model.
 
-    Padded to the longest of these rows only; the random streams (dropout) are put back as they were.
+    Each sequence starts in the first column, and the batch is as wide as the longest of these rows. What stands to the
+    right of a sequence no causal model looks at, so there is no attention mask to build and to apply. The random
+    streams (dropout) are put back as they were.
     """
     prompt_mask, mask = rollout.prompt_mask[rows], rollout.completion_mask[rows]
-    prompt_width, width = int(prompt_mask.sum(dim=1).max()), int(mask.sum(dim=1).max())
-    prompt_start = prompt_mask.shape[1] - prompt_width
-    ids = torch.cat([rollout.prompt_ids[rows, prompt_start:], rollout.completion_ids[rows, :width]], dim=1)
-    attention = torch.cat([prompt_mask[:, prompt_start:], mask[:, :width]], dim=1)
+    prompt_length, length = prompt_mask.sum(dim=1), mask.sum(dim=1)
+    width, shortest_prompt = int((prompt_length + length).max()), int(prompt_length.min())
+    padded = torch.cat([rollout.prompt_ids[rows], rollout.completion_ids[rows]], dim=1)
+    columns = (prompt_mask.shape[1] - prompt_length).unsqueeze(1) + torch.arange(width, device=padded.device)
+    ids = padded.gather(1, columns.clamp(max=padded.shape[1] - 1))
     devices = [ids.device] if ids.device.type == "cuda" else []
     with torch.random.fork_rng(devices=devices):
-        logps, entropies, _ = forward(trainer.model, ids, attention, width, compute_entropy=True)
-    return Scores(logps=logps, entropies=entropies, mask=mask[:, :width])
+        scores = forward(
+            trainer.model, ids, torch.ones_like(ids), logits_to_keep=width - shortest_prompt, compute_entropy=True
+        )
+    mask = mask[:, : int(length.max())]
+    columns = (prompt_length - shortest_prompt).unsqueeze(1) + torch.arange(mask.shape[1], device=ids.device)
+    columns = columns.clamp(max=width - shortest_prompt - 1)
+    return Scores(logps=scores[0].gather(1, columns), entropies=scores[1].gather(1, columns), mask=mask)
 
 
 def view_optimizer(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter]) -> OptimizerView:
