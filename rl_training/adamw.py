@@ -68,7 +68,9 @@ def adamw_delta(
     beta1, beta2 = betas
     bias_correction1 = 1.0 - beta1 ** (step + 1)
     bias_correction2 = 1.0 - beta2 ** (step + 1)
-    second_moment = torch.addcmul((beta2 / bias_correction2) * exp_avg_sq, grad, grad, value=(1.0 - beta2) / bias_correction2)
+    # Few passes over `grad`, which may be many steps at once: this is in the hot path.
+    old = (beta2 / bias_correction2) * exp_avg_sq
+    second_moment = torch.addcmul(old, grad, grad, value=(1.0 - beta2) / bias_correction2)
     preconditioner = second_moment.sqrt_().add_(eps).reciprocal_()
     step_size = lr / bias_correction1
     return UpdateParts(
