@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+WARM_STEPS = 10  # steps after which the preconditioner of the step before is a metric worth measuring in
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
 
 
@@ -32,6 +33,16 @@ class AdamWState:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+
+    @property
+    def is_warm(self) -> bool:
+        """Whether v̂ has seen enough gradients for its square root to be a scale and not a sign."""
+        return self.step >= WARM_STEPS
+
+    def preconditioner(self) -> Tensor:
+        """Returns the P = 1/(√v̂ + ε) of the step BEFORE, and 0 where v is still 0: there it would be 1/ε."""
+        root = (self.exp_avg_sq / (1.0 - self.betas[1] ** max(self.step, 1))).sqrt_()
+        return torch.where(root > 0, 1.0 / (root + self.eps), 0.0)
 
 
 class UpdateParts(NamedTuple):

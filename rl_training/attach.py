@@ -91,7 +91,10 @@ class Attachment(TrainerCallback):
         self._context: StepContext | None = None
         self._undo = contextlib.ExitStack()
         needs = functools.reduce(lambda a, b: a | b, (probe.needs for probe in probes), Need.NOTHING)
-        self._tap = GradientTap(self._parameters) if Need.MICROBATCH_GRADIENTS in needs else None
+        self._tap = None
+        if needs:
+            keep_rows, keep_sq_norms = Need.MICROBATCH_GRADIENTS in needs, Need.MICROBATCH_SQ_NORMS in needs
+            self._tap = GradientTap(self._parameters, keep_rows, keep_sq_norms)
         self._forward: host.Forward = trainer._get_per_token_logps_and_entropies
         self._stand_in_front_of("_generate_and_score_completions", self._on_generate)
         self._stand_in_front_of("_prepare_inputs", self._on_prepare_inputs)
@@ -145,7 +148,8 @@ class Attachment(TrainerCallback):
         self._active = [probe for probe in self.probes if probe.measures_at(step)]
         self._seconds = dict.fromkeys((probe.name for probe in self._active), 0.0)
         if self._tap is not None and self._active:
-            self._tap.start_step(self._trainer.current_gradient_accumulation_steps)
+            states = host.view_optimizer(self._trainer, self._parameters).adamw
+            self._tap.start_step(self._trainer.current_gradient_accumulation_steps, states)
 
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)
@@ -215,6 +219,7 @@ class Attachment(TrainerCallback):
             parameters=self._parameters,
             gradients={name: p.grad for name, p in self._parameters.items() if p.grad is not None},
             microbatch_gradients=self._tap.buffer if self._tap is not None else None,
+            microbatch_sq_norms=self._tap.sq_norms if self._tap is not None else None,
             optimizer=host.view_optimizer(trainer, self._parameters),
             rollout=rollout,
             scores=scores,

@@ -53,7 +53,7 @@ def build_run(cfg: DictConfig) -> Run:
     )
     run_dir, checkpoint = _run_folder(cfg)
     cfg.run_dir = str(run_dir)
-    os.environ.setdefault("TENSORBOARD_LOGGING_DIR", str(run_dir / "logs" / "tensorboard"))
+    os.environ["TENSORBOARD_LOGGING_DIR"] = str(run_dir / "logs" / "tensorboard")  # transformers has no argument for it
     set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
     args = _make(cfg.trainer, gradient_accumulation_steps=accumulation)
     task = _make(cfg.data)

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from rl_training.adamw import AdamWState
+
 CHUNK = 2**20  # columns whose products are summed in fp32; beyond that, in fp64
 
 
@@ -68,36 +70,71 @@ class GradientBuffer:
         return torch.stack(products).sum(dim=0)
 
 
+def sq_norm_in_metrics(gradient: Tensor, preconditioner: Tensor | None) -> Tensor:
+    """Returns (|g|², Σ P g²), (2,): the square norm of one tensor, plain and in Adam's metric (nan without P)."""
+    flat = gradient.detach().reshape(-1)
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
+    plain = torch.dot(flat, flat)
+    weighted = torch.dot(flat * preconditioner.reshape(-1), flat) if preconditioner is not None else plain * torch.nan
+    return torch.stack([plain, weighted])
+
+
 class GradientTap:
-    """Adds each microbatch's gradient to its own row of a buffer, on its own scale: the mean over that microbatch.
+    """Catches each microbatch's gradient on its own scale, the mean over that microbatch: as a row, or as square norms.
 
     The trainer divides the loss by the number of microbatches K, so what a hook sees is 1/K of the microbatch's mean
     gradient; the tap undoes that here, once. The optimizer's gradient is then the mean of the rows (over ranks too).
+
+    keep_rows      keep the gradients themselves: `buffer`, one parameter-size row per microbatch
+    keep_sq_norms  keep their square norms only, measured as they stream by: `sq_norms`
 
     The hooks exist only between `arm` and `disarm`, which the driver puts around the trainer's own backward: a probe's
     own backward would fire them too.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], keep_rows: bool = True, keep_sq_norms: bool = False
+    ) -> None:
         self._parameters = parameters
+        self._keep_rows = keep_rows
+        self._keep_sq_norms = keep_sq_norms
         self._scale = 1.0
         self.buffer: GradientBuffer | None = None
         self._rows: dict[str, tuple[Tensor, ...]] = {}  # views of the buffer, made once: the hooks are in the hot path
+        self._squares: list[dict[str, Tensor]] = []  # by microbatch, by parameter: on the scale that the hook sees
+        self._states: Mapping[str, AdamWState] = {}
         self._handles: list[RemovableHandle] = []
 
-    def start_step(self, num_microbatches: int) -> None:
-        """Empties the buffer, with one row per microbatch of the step that begins."""
-        if self.buffer is None or self.buffer.num_rows != num_microbatches:
+    def start_step(self, num_microbatches: int, states: Mapping[str, AdamWState] | None = None) -> None:
+        """Empties what is kept, for the microbatches of the step that begins.
+
+        states  AdamW's, for square norms in its metric; those that are not warm yet are nan
+        """
+        if self._keep_rows and (self.buffer is None or self.buffer.num_rows != num_microbatches):
             self.buffer = GradientBuffer(self._parameters, num_microbatches)
             self._rows = {name: self.buffer.view(name).unbind(0) for name in self._parameters}
-        else:
+        elif self.buffer is not None:
             self.buffer.matrix.zero_()
+        self._squares = [{} for _ in range(num_microbatches)]
+        self._states = {name: state for name, state in (states or {}).items() if state.is_warm}
         self._scale = float(num_microbatches)
+
+    @property
+    def sq_norms(self) -> Tensor | None:
+        """|g_k|² and Σ P g_k² by microbatch and parameter, (K, parameters, 2), on the mean scale; None if not kept."""
+        if not self._keep_sq_norms:
+            return None
+        return self._scale**2 * torch.stack(
+            [torch.stack([squares[name] for name in self._parameters]) for squares in self._squares]
+        )
 
     def arm(self, microbatch: int) -> None:
         """Sets the hooks: gradients that reach the parameters from now on belong to this microbatch."""
         for name, param in self._parameters.items():
-            self._handles.append(param.register_hook(self._adder(self._rows[name][microbatch])))
+            if self._keep_rows:
+                self._handles.append(param.register_hook(self._adder(self._rows[name][microbatch])))
+            if self._keep_sq_norms:
+                self._handles.append(param.register_hook(self._measurer(name, self._squares[microbatch])))
 
     def disarm(self) -> None:
         """Takes the hooks away."""
@@ -109,3 +146,10 @@ class GradientTap:
             row.add_(grad, alpha=self._scale)
 
         return add
+
+    def _measurer(self, name: str, squares: dict[str, Tensor]) -> Callable[[Tensor], None]:
+        def measure(grad: Tensor) -> None:
+            state = self._states.get(name)
+            squares[name] = sq_norm_in_metrics(grad, state.preconditioner() if state is not None else None)
+
+        return measure

@@ -78,6 +78,7 @@ class StepContext:
     parameters: Mapping[str, nn.Parameter]  # trainable only
     gradients: Mapping[str, Tensor]  # mean over microbatches and ranks, before clipping, as the optimizer gets it
     microbatch_gradients: GradientBuffer | None  # K rows, this rank's own; row k is the mean-scale gradient of k
+    microbatch_sq_norms: Tensor | None  # (K, parameters, 2): |g_k|² and Σ P g_k², in the order of `parameters`
     optimizer: OptimizerView
     rollout: Rollout
     scores: Scores

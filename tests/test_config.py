@@ -59,7 +59,14 @@ def test_every_file_composes_and_its_targets_can_be_made(option: str, monkeypatc
 
 @pytest.mark.parametrize(
     ("override", "names"),
-    [("probe=none", []), ("probe=simple", ["simple"]), ("probe=all", ["simple"]), ("probe=[simple,none]", ["simple"])],
+    [
+        ("probe=none", []),
+        ("probe=simple", ["simple"]),
+        ("probe=ess", ["ess"]),
+        ("probe=all", ["simple", "ess"]),
+        ("probe=[simple,none]", ["simple"]),
+        ("probe=[simple,ess]", ["simple", "ess"]),
+    ],
 )
 def test_probes_are_chosen_by_name_or_list(override: str, names: list[str]) -> None:
     assert list(composed(override).probes) == names

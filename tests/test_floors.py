@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    {"types", "estimate", "gradients", "entropy", "adamw", "folds", "trapezoid", "version"},
+    {"types", "estimate", "gradients", "entropy", "adamw", "folds", "module_kinds", "trapezoid", "version"},
     {"probes"},
     {
         "attach", "checkpoints", "host", "models", "progress", "records", "report", "tasks", "tiny", "trainer",

@@ -1,5 +1,7 @@
 """The probes: one file each, with its formula's source, the pure function and the class that feeds it."""
 
+from rl_training.probes.ess import EffectiveSampleSizeProbe
+from rl_training.probes.gns import GradientNoiseScaleProbe
 from rl_training.probes.simple import SimpleEntropyProbe
 
-__all__ = ["SimpleEntropyProbe"]
+__all__ = ["EffectiveSampleSizeProbe", "GradientNoiseScaleProbe", "SimpleEntropyProbe"]

@@ -30,6 +30,7 @@ class Need(enum.Flag):
 
     NOTHING = 0
     MICROBATCH_GRADIENTS = enum.auto()  # one parameter-size fp32 row per microbatch: ctx.microbatch_gradients
+    MICROBATCH_SQ_NORMS = enum.auto()  # a few numbers per parameter and microbatch: ctx.microbatch_sq_norms
 
 
 class Probe:

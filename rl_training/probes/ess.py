@@ -1,0 +1,130 @@
+"""The effective sample size probe: from how many of the batch's sequences this optimizer step really learns.
+
+    n_eff = (Σ_i |w_i|)² / Σ_i w_i²  =  n / (1 + cv²)        cv: coefficient of variation of the n weights |w_i|
+
+is the number of equally weighted sequences whose mean is as noisy as the weighted mean: n when all weights are equal,
+1 when one sequence has all the weight. The weights are those of the Dr-GRPO gradient, Σ_i A_i Σ_k ∂log π(t_ik):
+
+    advantage        |A_i|          A_i the advantage of sequence i
+    token_weight     |A_i|·T_i      T_i its sampled tokens: a long sequence has that many terms
+    importance       π_now(i) / π_sampling(i), which is 1 for every sequence of an on-policy step
+
+A prompt whose responses are all right, or all wrong, has advantages of zero and teaches nothing. `zero_advantage` is
+the share of such sequences, `zero_advantage_prompts` of such prompts.
+
+Everything is a ratio of sums over sequences, so a few scalars go over the network, once. No forward, no backward, no
+buffer. These are properties of the batch at hand, not estimates of something beyond it: they have no error bar.
+
+Source: Kish 1965, "Survey Sampling" (the loss of precision through unequal weights).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rl_training.estimate import Estimate
+from rl_training.probes.base import Probe
+from rl_training.types import StepContext
+
+NO_ERROR_BAR = "no error bar: it describes this batch and estimates nothing beyond it"
+NO_WEIGHT = "every advantage of the step is zero, so no sequence has any weight"
+NOT_FINITE = "an advantage of the step is not a finite number"
+NO_SAMPLING_LOGPS = (
+    "the rollout was sampled before an earlier optimizer step (num_iterations > 1, or several steps per generation), "
+    "and the rollout's sampling log-probabilities are not recorded for off-policy steps: without them there are no "
+    "importance ratios"
+)
+SPLIT_PROMPTS = (
+    "the responses of a prompt are spread over several optimizer steps, so what a whole prompt has is not known here: "
+    "use DrGRPOTrainer, or attach(..., whole_prompts=True)"
+)
+
+
+def kish_sums(weights: Tensor) -> Tensor:
+    """Returns (Σ|w|, Σw²), shape (2,), in float64: what has to be added up over microbatches and ranks.
+
+    weights  (n,), of any sign
+    """
+    magnitudes = weights.double().abs()
+    return torch.stack([magnitudes.sum(), magnitudes.square().sum()])
+
+
+def kish_size_of_sums(total: float, total_of_squares: float) -> float:
+    """Returns Kish's effective sample size (Σ|w|)² / Σw² from `kish_sums` over all parts; nan when all weights are 0.
+
+    Example: two ranks with the weights (1, 1) and (2,) have the sums (2, 2) and (2, 4): 4² / 6 = 2.67 sequences.
+    """
+    return total * total / total_of_squares if total_of_squares else math.nan
+
+
+def kish_size(weights: Tensor) -> float:
+    """Returns Kish's effective sample size (Σ|w|)² / Σw² of (n,) weights: between 1 and n; nan when all weights are 0.
+
+    Example: kish_size([3, 3, 3]) == 3,  kish_size([0, 5, 0]) == 1,  kish_size([1, −3]) == 4² / 10 == 1.6
+    """
+    total, total_of_squares = kish_sums(weights).tolist()
+    return kish_size_of_sums(total, total_of_squares)
+
+
+def without_rounding(advantages: Tensor) -> Tensor:
+    """Returns (prompts, G) advantages, those of a prompt set to exactly 0 when they are all the same number.
+
+    A prompt's advantages add up to zero, so equal ones are zero. They may come out as rounding: eight rewards of 0.1,
+    less their mean, are −7e-9 each in fp32, and would pass for eight sequences of equal weight.
+    """
+    return advantages.masked_fill((advantages == advantages[:, :1]).all(dim=1, keepdim=True), 0.0)
+
+
+class EffectiveSampleSizeProbe(Probe):
+    """Measures how many sequences carry each optimizer step. See the module's docstring.
+
+    every  measure each `every`-th step
+    """
+
+    name = "ess"
+
+    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+        *size_sums, num_sequences, num_zero, num_prompts, num_zero_prompts = ctx.reduce(_sums(ctx)).tolist()
+        count = int(num_sequences)
+
+        def known(value: float) -> Estimate:
+            return Estimate(value, num_samples=count, reason=NO_ERROR_BAR)
+
+        def missing(reason: str) -> Estimate:
+            return Estimate(math.nan, num_samples=count, reason=reason)
+
+        answers = {
+            "ess/importance": known(num_sequences) if ctx.rollout.on_policy else missing(NO_SAMPLING_LOGPS),
+            "ess/zero_advantage": known(num_zero / num_sequences),
+            "ess/zero_advantage_prompts": (
+                known(num_zero_prompts / num_prompts) if ctx.complete_prompts else missing(SPLIT_PROMPTS)
+            ),
+        }
+        for name, sums in (("ess/advantage", size_sums[:2]), ("ess/token_weight", size_sums[2:])):
+            size = kish_size_of_sums(*sums)
+            reason = NO_WEIGHT if sums[1] == 0 else NOT_FINITE
+            for metric, value in ((name, size), (f"{name}_fraction", size / num_sequences)):
+                answers[metric] = missing(reason) if math.isnan(value) else known(value)
+        return answers
+
+
+def _sums(ctx: StepContext) -> Tensor:
+    """Returns this rank's (8,) sums: of |A| and A², of |A|T and (AT)²; sequences, zero ones; prompts, zero ones.
+
+    Zero is exactly 0: where prompts are not complete, `without_rounding` cannot tell rounding from a small advantage.
+    """
+    order = ctx.rollout.prompt_index.argsort()  # a prompt's responses side by side
+    advantages = ctx.rollout.advantages[order]
+    num_prompts, num_zero_prompts = 0, advantages.new_zeros(())
+    if ctx.complete_prompts:
+        by_prompt = without_rounding(advantages.view(-1, ctx.responses_per_prompt))
+        num_prompts, num_zero_prompts = len(by_prompt), (by_prompt == 0).all(dim=1).sum()
+        advantages = by_prompt.flatten()
+    lengths = ctx.rollout.completion_mask[order].sum(dim=1)
+    num_zero = (advantages == 0).sum()
+    sizes = [kish_sums(advantages), kish_sums(advantages.double() * lengths)]
+    counts = [num_zero.new_tensor(len(advantages)), num_zero, num_zero.new_tensor(num_prompts), num_zero_prompts]
+    return torch.cat([*sizes, torch.stack([count.double() for count in counts])])

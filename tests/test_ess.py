@@ -1,0 +1,210 @@
+"""The effective sample size: worked by hand, and on a real trainer against the plain definition."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trl import GRPOTrainer
+
+from rl_training import Estimate, attach
+from rl_training.probes import EffectiveSampleSizeProbe
+from rl_training.probes.ess import kish_size, kish_size_of_sums, kish_sums, without_rounding
+from rl_training.types import Rollout
+
+SIZES = ("ess/advantage", "ess/token_weight")
+FRACTIONS = tuple(f"{name}_fraction" for name in SIZES)
+METRICS = {*SIZES, *FRACTIONS, "ess/importance", "ess/zero_advantage", "ess/zero_advantage_prompts"}
+
+
+class Answers(EffectiveSampleSizeProbe):
+    """The probe, with its answers and what it saw kept."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.all: list[dict[str, Estimate]] = []
+        self.contexts: list[Any] = []
+
+    def measure(self, ctx: Any) -> dict[str, Estimate]:
+        self.contexts.append(ctx)
+        self.all.append(super().measure(ctx))
+        return self.all[-1]
+
+
+def half_of_the_prompts(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
+    """A graded reward that tells the responses of prompts with even answers apart, and not those of the others."""
+    return [0.1 if int(a) % 2 else len(c) / 10 for c, a in zip(completions, answer, strict=True)]
+
+
+def constant(completions: list[str], **kwargs: Any) -> list[float]:
+    return [0.1] * len(completions)
+
+
+def plain_size(weights: list[float]) -> float:
+    """(Σ|w|)² / Σw², term by term."""
+    return sum(abs(w) for w in weights) ** 2 / sum(w * w for w in weights)
+
+
+def plain_answers(rollout: Rollout) -> dict[str, float]:
+    """Every metric of an on-policy step with complete prompts, from the definitions, a sequence at a time."""
+    advantages = rollout.advantages.tolist()
+    lengths = [sum(row) for row in rollout.completion_mask.tolist()]
+    of_prompt: dict[int, list[float]] = {}
+    for prompt, advantage in zip(rollout.prompt_index.tolist(), advantages, strict=True):
+        of_prompt.setdefault(prompt, []).append(advantage)
+    size = plain_size(advantages)
+    token_size = plain_size([a * n for a, n in zip(advantages, lengths, strict=True)])
+    return {
+        "ess/advantage": size,
+        "ess/token_weight": token_size,
+        "ess/advantage_fraction": size / len(advantages),
+        "ess/token_weight_fraction": token_size / len(advantages),
+        "ess/importance": len(advantages),
+        "ess/zero_advantage": advantages.count(0.0) / len(advantages),
+        "ess/zero_advantage_prompts": sum(not any(group) for group in of_prompt.values()) / len(of_prompt),
+    }
+
+
+def values(answer: dict[str, Estimate]) -> dict[str, float]:
+    return {name: estimate.value for name, estimate in answer.items()}
+
+
+# --- the pure functions -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("weights", "size"),
+    [
+        ([1.0, 1.0, 2.0], 16 / 6),  # (1+1+2)² / (1+1+4)
+        ([1.0, -3.0], 16 / 10),  # the sign does not count
+        ([4.0, 3.0, 0.0, 0.0, 0.0], 49 / 25),  # nor do sequences without weight
+    ],
+)
+def test_kish_size_is_what_one_gets_by_hand(weights: list[float], size: float) -> None:
+    assert kish_size(torch.tensor(weights)) == pytest.approx(size, rel=1e-15)
+
+
+@pytest.mark.parametrize("scale", [1e-20, 0.3, 1e20])
+def test_equal_weights_give_their_number_and_one_weight_gives_1_on_any_scale(scale: float) -> None:
+    assert kish_size(torch.full((7,), scale)) == pytest.approx(7, rel=1e-12)
+    assert kish_size(torch.tensor([0.0, -scale, 0.0])) == pytest.approx(1, rel=1e-12)
+
+
+def test_no_weight_at_all_has_no_size() -> None:
+    assert math.isnan(kish_size(torch.zeros(5)))
+
+
+def test_size_is_n_over_one_plus_the_squared_coefficient_of_variation() -> None:
+    weights = torch.rand(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    variation = weights.std(correction=0) / weights.mean()
+    assert kish_size(weights) == pytest.approx(float(100 / (1 + variation**2)), rel=1e-12)
+
+
+@pytest.mark.parametrize("sizes", [[32], [8] * 4, [5, 27], [1] * 32])
+def test_size_of_the_summed_sums_does_not_depend_on_how_the_batch_is_split(sizes: list[int]) -> None:
+    weights = torch.randn(32, generator=torch.Generator().manual_seed(0))
+    total, squares = sum(kish_sums(part) for part in weights.split(sizes)).tolist()
+    assert kish_size_of_sums(total, squares) == pytest.approx(plain_size(weights.tolist()), rel=1e-12)
+
+
+def test_only_a_prompt_with_equal_advantages_has_its_rounding_removed() -> None:
+    rewards = torch.tensor([[0.1] * 8, [0.1] * 7 + [0.2]])
+    advantages = rewards - rewards.mean(dim=1, keepdim=True)
+    assert 0 < advantages[0].abs().max() < 1e-7  # else there is nothing to remove
+    cleaned = without_rounding(advantages)
+    assert cleaned[0].tolist() == [0.0] * 8
+    assert torch.equal(cleaned[1], advantages[1])
+
+
+# --- on a trainer -----------------------------------------------------------------------------------------------------
+
+
+def test_every_answer_equals_the_plain_definition_on_the_recorded_rollout(make_trainer) -> None:
+    probe = Answers()
+    trainer = make_trainer(probes=[probe], reward=half_of_the_prompts)
+    trainer.train()
+    assert len(probe.all) == 2
+    for ctx, answer in zip(probe.contexts, probe.all, strict=True):
+        plain = plain_answers(ctx.rollout)
+        assert answer.keys() == plain.keys() == METRICS
+        assert values(answer) == pytest.approx(plain, rel=1e-12)
+        assert 0 < plain["ess/zero_advantage_prompts"] < 1  # the reward makes both kinds of prompts
+        assert 1 < plain["ess/token_weight"] != plain["ess/advantage"] < 32
+        assert all(e.num_samples == 32 and math.isnan(e.stderr) and e.reason for e in answer.values())
+    logged = [row for row in trainer.state.log_history if "loss" in row]
+    assert [row["ess/advantage"] for row in logged] == [answer["ess/advantage"].value for answer in probe.all]
+
+
+def test_all_zero_advantages_have_no_size_and_say_why(make_trainer) -> None:
+    probe = Answers()
+    make_trainer(probes=[probe], reward=constant, num_generations=8, max_steps=1).train()
+    assert (
+        probe.contexts[0].rollout.advantages.abs().max() > 0
+    )  # eight rewards of 0.1 leave rounding, which is no weight
+    (answer,) = probe.all
+    for name in (*SIZES, *FRACTIONS):
+        assert math.isnan(answer[name].value)
+        assert "every advantage of the step is zero" in answer[name].reason
+    assert answer["ess/zero_advantage"].value == answer["ess/zero_advantage_prompts"].value == 1
+    assert answer["ess/importance"].value == 32
+
+
+def test_an_answer_does_not_depend_on_the_microbatch_split(make_trainer) -> None:
+    answers = []
+    for size in (4, 8, 32):
+        probe = Answers()
+        settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 32 // size, "max_steps": 1}
+        make_trainer(probes=[probe], reward=half_of_the_prompts, **settings).train()
+        assert len(probe.contexts[0].microbatch_rows) == 32 // size
+        answers.append(values(probe.all[0]))
+    assert answers[1] == pytest.approx(answers[0], rel=1e-12)
+    assert answers[2] == pytest.approx(answers[0], rel=1e-12)
+
+
+def test_two_ranks_both_answer_what_one_rank_with_all_prompts_would(make_trainer) -> None:
+    probe = Answers()
+    make_trainer(probes=[probe], reward=half_of_the_prompts, max_steps=1).train()
+    (ctx,) = probe.contexts
+    first = ctx.rollout.prompt_index < ctx.rollout.prompt_index.unique()[3]  # 3 prompts here, 5 there
+    ranks = [dataclasses.replace(ctx, rollout=only(ctx.rollout, rows), num_ranks=2) for rows in (first, ~first)]
+    sent: list[Tensor] = []
+    for rank in ranks:
+        probe.measure(dataclasses.replace(rank, reduce=lambda tensor: sent.append(tensor) or tensor))
+    assert len(sent) == 2  # one reduction a rank
+    for rank in ranks:
+        answer = probe.measure(dataclasses.replace(rank, reduce=lambda tensor: sum(sent)))
+        assert values(answer) == pytest.approx(values(probe.all[0]), rel=1e-12)
+        assert answer["ess/advantage"].num_samples == 32
+
+
+def only(rollout: Rollout, rows: Tensor) -> Rollout:
+    """Returns the rollout with these sequences only."""
+    tensors = {name: value[rows] for name, value in vars(rollout).items() if isinstance(value, Tensor)}
+    return dataclasses.replace(rollout, **tensors)
+
+
+def test_an_off_policy_step_has_no_importance_size_and_says_what_is_missing(make_trainer) -> None:
+    probe = Answers()
+    make_trainer(probes=[probe], reward=half_of_the_prompts, num_iterations=2).train()
+    on_policy, off_policy = probe.all
+    assert on_policy["ess/importance"].value == 32
+    assert math.isnan(off_policy["ess/importance"].value)
+    assert "sampling log-probabilities are not recorded" in off_policy["ess/importance"].reason
+    assert off_policy["ess/advantage"].value == pytest.approx(on_policy["ess/advantage"].value)  # the same rollout
+
+
+def test_prompts_spread_over_steps_have_no_share_and_say_the_way_out(make_trainer) -> None:
+    probe, trainer = Answers(), make_trainer(GRPOTrainer, steps_per_generation=8, reward=half_of_the_prompts)
+    with attach(trainer, [probe]):
+        trainer.train()
+    for answer, ctx in zip(probe.all, probe.contexts, strict=True):
+        assert not ctx.complete_prompts
+        assert math.isnan(answer["ess/zero_advantage_prompts"].value)
+        assert "whole_prompts=True" in answer["ess/zero_advantage_prompts"].reason
+        advantages = ctx.rollout.advantages.tolist()
+        assert answer["ess/advantage"].value == pytest.approx(plain_size(advantages), rel=1e-12)
+        assert answer["ess/zero_advantage"].value == advantages.count(0.0) / 32
