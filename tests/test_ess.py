@@ -137,6 +137,8 @@ def test_every_answer_equals_the_plain_definition_on_the_recorded_rollout(make_t
         assert all(e.num_samples == 32 and math.isnan(e.stderr) and e.reason for e in answer.values())
     logged = [row for row in trainer.state.log_history if "loss" in row]
     assert [row["ess/advantage"] for row in logged] == [answer["ess/advantage"].value for answer in probe.all]
+    for row in logged:  # TRL counts the same thing from the rewards
+        assert row["ess/zero_advantage_prompts"] == pytest.approx(row["frac_reward_zero_std"], rel=1e-6)
 
 
 def test_all_zero_advantages_have_no_size_and_say_why(make_trainer) -> None:
