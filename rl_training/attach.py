@@ -27,13 +27,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerCallback
 from transformers.utils import logging
 from trl import GRPOTrainer
 
 from rl_training import host
+from rl_training.checkpoints import load_probe_states, save_probe_states
 from rl_training.estimate import Estimate
 from rl_training.gradients import GradientTap
 from rl_training.probes.base import Need, Probe
@@ -41,8 +41,6 @@ from rl_training.records import Records
 from rl_training.types import Microbatch, Rollout, Scores, StepContext
 
 logger = logging.get_logger(__name__)
-
-STATE_FILE = "probes.safetensors"
 
 
 def attach(
@@ -283,25 +281,13 @@ class Attachment(TrainerCallback):
 
     def _on_save(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)
-        tensors = {
-            f"{probe.name}/{key}": tensor.detach().clone()  # safetensors refuses tensors that share memory
-            for probe in self.probes
-            for key, tensor in probe.state_dict().items()
-        }
         if self._trainer.args.should_save:
-            save_file(tensors, Path(output_dir) / STATE_FILE)
+            save_probe_states(self.probes, Path(output_dir))
 
     def _on_load(self, original: Callable[[str | None], None], checkpoint: str | None) -> None:
         original(checkpoint)
-        if checkpoint is None or not self.probes:
-            return
-        path = Path(checkpoint) / STATE_FILE
-        tensors = load_file(path) if path.is_file() else {}
-        for probe in self.probes:
-            state = {k.split("/", 1)[1]: t for k, t in tensors.items() if k.startswith(f"{probe.name}/")}
-            if not state:
-                logger.warning(f"{checkpoint} holds no state of probe {probe.name!r}: it starts afresh")
-            probe.load_state_dict(state)
+        if checkpoint is not None:
+            load_probe_states(self.probes, Path(checkpoint))
 
     # --- telling --------------------------------------------------------------------------------------------------
 

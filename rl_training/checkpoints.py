@@ -1,17 +1,22 @@
-"""Finding the checkpoint to resume from, and refusing one that a killed process left half written."""
+"""Checkpoints: finding the one to resume from, refusing a half-written one, and the probes' state inside of it."""
 
 from __future__ import annotations
 
 import json
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from transformers.utils import logging
+
+from rl_training.probes.base import Probe
 
 logger = logging.get_logger(__name__)
 
 TRAINING_STATE = "training_state"  # folder of a run that holds checkpoint-N folders
+PROBE_STATES = "probes.safetensors"
 
 
 def find_checkpoint(resume: str, run_dir: Path) -> Path:
@@ -61,7 +66,7 @@ def what_is_wrong_with(checkpoint: Path) -> str:
     except ValueError:
         return "its trainer_state.json is damaged"
     weights = sorted(checkpoint.glob("*.safetensors"))
-    if not any(path.name != "probes.safetensors" for path in weights):
+    if not any(path.name != PROBE_STATES for path in weights):
         return "it has no weights (model.safetensors or adapter_model.safetensors)"
     for path in weights:
         try:
@@ -73,3 +78,29 @@ def what_is_wrong_with(checkpoint: Path) -> str:
         if not zipfile.is_zipfile(checkpoint / name):
             return f"{name} is missing or damaged"
     return ""
+
+
+def save_probe_states(probes: Sequence[Probe], checkpoint: Path) -> None:
+    """Writes the probes' states into the checkpoint folder, with the names of the probes that were there."""
+    tensors = {
+        f"{probe.name}/{key}": tensor.detach().clone()  # safetensors refuses tensors that share memory
+        for probe in probes
+        for key, tensor in probe.state_dict().items()
+    }
+    save_file(tensors, checkpoint / PROBE_STATES, metadata={"probes": ",".join(probe.name for probe in probes)})
+
+
+def load_probe_states(probes: Sequence[Probe], checkpoint: Path) -> None:
+    """Gives each probe its state back; warns of one that was not there when the checkpoint was written."""
+    names: list[str] = []
+    tensors = {}
+    if (checkpoint / PROBE_STATES).is_file():
+        with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
+            names = file.metadata()["probes"].split(",")
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, it is no dictionary
+    for probe in probes:
+        if probe.name in names:
+            prefix = f"{probe.name}/"
+            probe.load_state_dict({k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)})
+        else:
+            logger.warning(f"{checkpoint} holds no state of probe {probe.name!r}: it starts afresh")
