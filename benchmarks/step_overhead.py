@@ -1,8 +1,8 @@
-"""What `probe=simple` adds to a step of the default task: one run, the probe on at every second step.
+"""What probes add to a step of the default task: one run, the probes on at every second step.
 
-    python benchmarks/step_overhead.py [--steps 80] [--responses-per-prompt 1]
+    OMP_NUM_THREADS=1 python benchmarks/step_overhead.py [--probes simple gns ess] [--steps 80]
 
-Steps with and without the probe alternate within one run, so that both see the same model and the same machine; the
+Steps with and without the probes alternate within one run, so that both see the same model and the same machine; the
 ratio of the medians of their wall times is printed, with quartiles. Generation is part of a step.
 """
 
@@ -18,9 +18,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer
-from rl_training.probes import SimpleEntropyProbe
+from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tiny import TINY_PATH
+
+PROBES = {"simple": SimpleEntropyProbe, "gns": GradientNoiseScaleProbe, "ess": EffectiveSampleSizeProbe}
 
 
 class StepTimer(TrainerCallback):
@@ -36,8 +38,8 @@ class StepTimer(TrainerCallback):
         self.seconds.append(time.perf_counter() - self._start)
 
 
-def step_seconds(steps: int, responses_per_prompt: int) -> list[float]:
-    """Returns the wall seconds of each step; the probe is on at the first, third, ... of them."""
+def step_seconds(steps: int, probes: list[str]) -> list[float]:
+    """Returns the wall seconds of each step; the probes are on at the first, third, ... of them."""
     task = arithmetic()
     with tempfile.TemporaryDirectory() as folder:
         trainer = DrGRPOTrainer(
@@ -58,7 +60,7 @@ def step_seconds(steps: int, responses_per_prompt: int) -> list[float]:
             ),
             train_dataset=task.train_dataset,
             processing_class=AutoTokenizer.from_pretrained(TINY_PATH),
-            probes=[SimpleEntropyProbe(responses_per_prompt=responses_per_prompt, every=2)],
+            probes=[PROBES[name](every=2) for name in probes],
         )
         trainer.remove_callback(PrinterCallback)
         timer = StepTimer()
@@ -70,13 +72,13 @@ def step_seconds(steps: int, responses_per_prompt: int) -> list[float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=80)
-    parser.add_argument("--responses-per-prompt", type=int, default=1)
+    parser.add_argument("--probes", nargs="+", choices=PROBES, default=["simple"])
     options = parser.parse_args()
-    seconds = step_seconds(options.steps, options.responses_per_prompt)[4:]  # the first ones warm up
+    seconds = step_seconds(options.steps, options.probes)[4:]  # the first ones warm up
     on, off = seconds[0::2], seconds[1::2]
     for name, values in (("on", on), ("off", off)):
         low, median, high = statistics.quantiles(values, n=4)
-        print(f"probe {name:3}  median {median:.3f} s  quartiles {low:.3f} .. {high:.3f}  ({len(values)} steps)")
+        print(f"probes {name:3}  median {median:.3f} s  quartiles {low:.3f} .. {high:.3f}  ({len(values)} steps)")
     print(f"ratio of medians {statistics.median(on) / statistics.median(off):.3f}")
 
 
