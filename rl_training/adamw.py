@@ -12,6 +12,7 @@ Source: Loshchilov & Hutter 2019, "Decoupled weight decay regularization", algor
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -39,10 +40,16 @@ class AdamWState:
         """Whether v̂ has seen enough gradients for its square root to be a scale and not a sign."""
         return self.step >= WARM_STEPS
 
-    def preconditioner(self) -> Tensor:
-        """Returns the P = 1/(√v̂ + ε) of the step BEFORE, and 0 where v is still 0: there it would be 1/ε."""
-        root = (self.exp_avg_sq / (1.0 - self.betas[1] ** max(self.step, 1))).sqrt_()
-        return torch.where(root > 0, 1.0 / (root + self.eps), 0.0)
+    def sq_norm(self, flat: Tensor) -> Tensor:
+        """Returns Σ P g² of a flat gradient, with the P = 1/(√v̂ + ε) of the step BEFORE.
+
+        Where v is still 0, P would be 1/ε and drown everything else: those entries do not count.
+        """
+        # √v̂ = √v/c with c = √(1 − β2^t). Few passes: this runs in a hook at each microbatch and parameter.
+        correction = math.sqrt(1.0 - self.betas[1] ** max(self.step, 1))
+        second_moment = self.exp_avg_sq.reshape(-1)
+        root = second_moment.sqrt().add_(self.eps * correction)
+        return torch.dot((flat / root).mul_(second_moment.sign()), flat) * correction
 
 
 class UpdateParts(NamedTuple):

@@ -84,6 +84,7 @@ class Attachment(TrainerCallback):
         self._generated_at = -1  # global_step at which the buffered rollout was sampled
         self._in_loss = False
         self._latest_scores: tuple[Tensor, Tensor] | None = None
+        self._loss_weights: list[Tensor] = []  # by microbatch
         self._microbatches: list[Microbatch] = []
         self._active: list[Probe] = []
         self._context: StepContext | None = None
@@ -138,7 +139,7 @@ class Attachment(TrainerCallback):
             if self._active:
                 self._context = self._step_context()
                 self._tell("on_pre_optimizer_step", self._context)
-            self._microbatches = []
+            self._microbatches, self._loss_weights = [], []
         return loss
 
     def _start_step(self) -> None:
@@ -173,6 +174,8 @@ class Attachment(TrainerCallback):
         logps, entropies, aux_loss = original(*args, **kwargs)
         if self._in_loss:
             self._latest_scores = (logps.detach(), entropies.detach())
+            if self._active:
+                logps.register_hook(self._loss_weights.append)  # fires in the trainer's own backward
         return logps, entropies, aux_loss
 
     def _on_loss(self, original: Callable[..., Tensor], model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Tensor:
@@ -199,7 +202,7 @@ class Attachment(TrainerCallback):
 
     def _step_context(self) -> StepContext:
         trainer, group = self._trainer, self._trainer.num_generations
-        rollout, scores = host.join_microbatches(self._microbatches)
+        rollout, scores, loss_weights = host.join_microbatches(self._microbatches, self._loss_weights)
         sizes = [m.rollout.num_sequences for m in self._microbatches]
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
         missing = [name for name, p in self._parameters.items() if p.grad is None]
@@ -221,6 +224,7 @@ class Attachment(TrainerCallback):
             optimizer=host.view_optimizer(trainer, self._parameters),
             rollout=rollout,
             scores=scores,
+            loss_weights=loss_weights,
             microbatch_rows=tuple(range(a, a + n) for a, n in zip(starts, sizes, strict=True)),
             responses_per_prompt=group,
             complete_prompts=incomplete == 0,

@@ -70,13 +70,20 @@ class GradientBuffer:
         return torch.stack(products).sum(dim=0)
 
 
-def sq_norm_in_metrics(gradient: Tensor, preconditioner: Tensor | None) -> Tensor:
-    """Returns (|g|², Σ P g²), (2,): the square norm of one tensor, plain and in Adam's metric (nan without P)."""
+def sq_norm_in_metrics(gradient: Tensor, state: AdamWState | None) -> tuple[Tensor, Tensor]:
+    """Returns |g|² and Σ P g², scalars: the square norm of a tensor, plain and in Adam's metric (nan without a state).
+
+    Kept apart: in the hot path, stacking costs as much as measuring.
+    """
     flat = gradient.detach().reshape(-1)
     flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     plain = torch.dot(flat, flat)
-    weighted = torch.dot(flat * preconditioner.reshape(-1), flat) if preconditioner is not None else plain * torch.nan
-    return torch.stack([plain, weighted])
+    return plain, state.sq_norm(flat) if state is not None else plain.new_tensor(torch.nan)
+
+
+def stack_sq_norms(sq_norms: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
+    """Returns what `sq_norm_in_metrics` said of several tensors as one fp64 tensor, (tensors, 2)."""
+    return torch.stack([value for pair in sq_norms for value in pair]).double().view(-1, 2)
 
 
 class GradientTap:
@@ -101,7 +108,7 @@ class GradientTap:
         self._scale = 1.0
         self.buffer: GradientBuffer | None = None
         self._rows: dict[str, tuple[Tensor, ...]] = {}  # views of the buffer, made once: the hooks are in the hot path
-        self._squares: list[dict[str, Tensor]] = []  # by microbatch, by parameter: on the scale that the hook sees
+        self._squares: list[dict[str, tuple[Tensor, Tensor]]] = []  # by microbatch; the scale of the hooks
         self._states: Mapping[str, AdamWState] = {}
         self._handles: list[RemovableHandle] = []
 
@@ -124,9 +131,8 @@ class GradientTap:
         """|g_k|² and Σ P g_k² by microbatch and parameter, (K, parameters, 2), on the mean scale; None if not kept."""
         if not self._keep_sq_norms:
             return None
-        return self._scale**2 * torch.stack(
-            [torch.stack([squares[name] for name in self._parameters]) for squares in self._squares]
-        )
+        by_microbatch = [stack_sq_norms(squares[name] for name in self._parameters) for squares in self._squares]
+        return self._scale**2 * torch.stack(by_microbatch)
 
     def arm(self, microbatch: int) -> None:
         """Sets the hooks: gradients that reach the parameters from now on belong to this microbatch."""
@@ -147,9 +153,8 @@ class GradientTap:
 
         return add
 
-    def _measurer(self, name: str, squares: dict[str, Tensor]) -> Callable[[Tensor], None]:
+    def _measurer(self, name: str, squares: dict[str, tuple[Tensor, Tensor]]) -> Callable[[Tensor], None]:
         def measure(grad: Tensor) -> None:
-            state = self._states.get(name)
-            squares[name] = sq_norm_in_metrics(grad, state.preconditioner() if state is not None else None)
+            squares[name] = sq_norm_in_metrics(grad, self._states.get(name))
 
         return measure

@@ -113,8 +113,10 @@ def read_rollout(inputs: Mapping[str, Any], first_prompt: int, responses_per_pro
     )
 
 
-def join_microbatches(microbatches: Sequence[Microbatch]) -> tuple[Rollout, Scores]:
-    """Returns the sequences and scores of a whole step, padded to one width: a step may hold several rollouts."""
+def join_microbatches(
+    microbatches: Sequence[Microbatch], loss_weights: Sequence[Tensor]
+) -> tuple[Rollout, Scores, Tensor]:
+    """Returns sequences, scores and loss weights of a whole step, padded to one width: it may hold several rollouts."""
     parts = [m.rollout for m in microbatches]
     scores = [m.scores for m in microbatches if m.scores is not None]
     assert len(scores) == len(parts)
@@ -136,11 +138,12 @@ def join_microbatches(microbatches: Sequence[Microbatch]) -> tuple[Rollout, Scor
         prompt_index=torch.cat([p.prompt_index for p in parts]),
         on_policy=all(p.on_policy for p in parts),
     )
-    return rollout, Scores(
+    joined = Scores(
         logps=right([s.logps for s in scores]),
         entropies=right([s.entropies for s in scores]),
         mask=rollout.completion_mask,
     )
+    return rollout, joined, right(list(loss_weights))
 
 
 def score(trainer: GRPOTrainer, forward: Forward, rollout: Rollout, rows: Tensor) -> Scores:

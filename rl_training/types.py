@@ -78,10 +78,11 @@ class StepContext:
     parameters: Mapping[str, nn.Parameter]  # trainable only
     gradients: Mapping[str, Tensor]  # mean over microbatches and ranks, before clipping, as the optimizer gets it
     microbatch_gradients: GradientBuffer | None  # K rows, this rank's own; row k is the mean-scale gradient of k
-    microbatch_sq_norms: Tensor | None  # (K, parameters, 2): |g_k|² and Σ P g_k², in the order of `parameters`
+    microbatch_sq_norms: Tensor | None  # (K, parameters, 2) fp64: |g_k|² and Σ P g_k², in the order of `parameters`
     optimizer: OptimizerView
     rollout: Rollout
     scores: Scores
+    loss_weights: Tensor  # (B, T), ∂loss/∂log-probability: this rank's gradient is their sum over loss_weights·∂logp
     microbatch_rows: tuple[range, ...]  # the rows of `rollout` that each microbatch holds
     responses_per_prompt: int
     complete_prompts: bool  # on every rank, every prompt of the step is there with all its G responses
