@@ -229,6 +229,7 @@ class Attachment(TrainerCallback):
             responses_per_prompt=group,
             complete_prompts=incomplete == 0,
             whole_prompts=incomplete == 0 and split == 0,
+            dr_grpo=host.is_dr_grpo(trainer),
             num_ranks=trainer.accelerator.num_processes,
             score=functools.partial(host.score, trainer, self._forward, rollout),
             reduce=self._reduce,
