@@ -4,8 +4,8 @@
 
 Steps with and without the probes alternate within one run, so that both see the same model and the same machine. Each
 pair of adjacent steps gives one ratio; their median and quartiles are printed, of wall time and of CPU time, which
-other jobs on the machine disturb less. Generation is part of a step. `lora512` is a Qwen2 of random weights, hidden size 512 and 6 layers, whose LoRA of rank 16 on all linear layers
-is trained on short completions.
+other jobs on the machine disturb less. Generation is part of a step. `lora512` is a Qwen2 of random weights, hidden
+size 512 and 6 layers, whose LoRA of rank 16 on all linear layers is trained on short completions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gradient noise scale on drawn gradients of known mean and covariance, through the real hooks and the real probe."""
+"""The gradient noise scale on drawn gradients of known mean and covariance, through the real hooks and probe."""
 
 from __future__ import annotations
 

@@ -19,8 +19,9 @@ which only more prompts do: with r_i the gradient of response i on the mean scal
     within = E|g − μ|²,  falls as 1/G         between = E|μ|² − |G|²         E|μ|² = c (G−1)² / ((G−1)² + 1)
 
 where c = E[r_i·r_j] over pairs of responses of one prompt, from two backwards over halves of its responses. The factor
-is Dr-GRPO's, for another loss there is no split. It is what the group's mean as baseline does: r_i = (R_i − R̄) ∂S_i, so that R_j is in r_i and R_i in r_j, and
-E[r_i·r_j] = ((1 − 1/G)² + 1/G²) |∂J|² while μ = (1 − 1/G) ∂J, J being the prompt's expected reward.
+is Dr-GRPO's; for another loss there is no split. It is what the group's mean as baseline does: r_i = (R_i − R̄) ∂S_i, so
+that R_j is in r_i and R_i in r_j, and E[r_i·r_j] = ((1 − 1/G)² + 1/G²) |∂J|² while μ = (1 − 1/G) ∂J, J being the
+prompt's expected reward.
 
 Source: McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1.
 """
