@@ -223,7 +223,7 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
 
 
 def ddp_worker(rank: int, folder: str) -> None:
-    """Measures NUM_STEPS steps of two microbatches under DDP; every rank draws for all and takes its own."""
+    """Measures NUM_STEPS steps of three microbatches under DDP; every rank draws for all and takes its own."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60)
@@ -236,7 +236,7 @@ def ddp_worker(rank: int, folder: str) -> None:
 
     truth, generator = Truth(), seeded(3)
     loop = Loop(GradientNoiseScaleProbe(decay=EVEN), DistributedDataParallel(LinearLoss()), adamw_states(), reduce)
-    drawn = (truth.draw(NUM_RANKS, 2, 4, generator=generator) for _ in range(NUM_STEPS))
+    drawn = (truth.draw(NUM_RANKS, 3, 4, generator=generator) for _ in range(NUM_STEPS))
     answers = [{name: e.value for name, e in loop.step(vectors[rank]).items()} for vectors in drawn]
     torch.save(answers, f"{folder}/rank{rank}.pt")
     dist.barrier()
@@ -261,7 +261,7 @@ def test_two_ranks_say_what_one_says_of_the_same_blocks(ranks) -> None:
     truth, generator = Truth(), seeded(3)
     loop = Loop(GradientNoiseScaleProbe(decay=EVEN), states=adamw_states())
     for answers in ranks[0][:20]:
-        alone = loop.step(truth.draw(NUM_RANKS, 2, 4, generator=generator).view(2 * NUM_RANKS, 4, DIM))
+        alone = loop.step(truth.draw(NUM_RANKS, 3, 4, generator=generator).view(3 * NUM_RANKS, 4, DIM))
         assert answers.keys() == alone.keys()
         for name, estimate in alone.items():
             assert answers[name] == pytest.approx(estimate.value, rel=1e-9, nan_ok=True), name
