@@ -1,10 +1,10 @@
 """The gradient noise scale that the loop reports, against a direct measurement at one checkpoint.
 
-    OMP_NUM_THREADS=1 python benchmarks/noise_scale.py [--steps 40] [--prompts 1024] [--seed 0]
+    OMP_NUM_THREADS=1 python benchmarks/noise_scale.py [--steps 40] [--stopped-steps 40] [--prompts 1024]
 
 Trains the default task with the probe `gns`, then stops the policy and measures on fresh rollouts
 
-    in the loop   as many steps of learning rate 0 with the probe: square norms of microbatch gradients
+    in the loop   steps of learning rate 0 with the probe: square norms of microbatch gradients
     directly      the gradient of each prompt on its own, from the definition of the Dr-GRPO loss: its covariance's
                   trace, and the square of the mean gradient less what noise adds to it; delete-one-prompt jackknife
 
@@ -132,14 +132,15 @@ def markdown(running: Mapping[str, Estimate], stopped: Mapping[str, Estimate], d
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="of training, and of the stopped policy")
+    parser.add_argument("--steps", type=int, default=40, help="of training")
+    parser.add_argument("--stopped-steps", type=int, default=40, help="of the loop on the stopped policy")
     parser.add_argument("--prompts", type=int, default=1024, help="of the direct measurement, rounded up to steps")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     model = load_tiny()[0]
     running, stopped, prompts = NoiseScale(), NoiseScale(), PromptGradients()
     train(model, running, options.steps, options.seed, learning_rate=3e-4)
-    train(model, stopped, options.steps, options.seed + 1, learning_rate=0.0)
+    train(model, stopped, options.stopped_steps, options.seed + 1, learning_rate=0.0)
     train(model, prompts, math.ceil(options.prompts / PROMPTS_PER_STEP), options.seed + 2, learning_rate=0.0)
     print(markdown(running.last, stopped.last, direct_estimates(torch.stack(prompts.rows))))
 

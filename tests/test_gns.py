@@ -23,7 +23,7 @@ from rl_training import Estimate
 from rl_training.adamw import WARM_STEPS, AdamWState
 from rl_training.gradients import CHUNK, GradientTap, flat_dot
 from rl_training.probes import GradientNoiseScaleProbe
-from rl_training.probes.gns import noise_moments, split_of_trace, weighted_ratio
+from rl_training.probes.gns import noise_moments, split_of_trace
 from rl_training.types import OptimizerView, Rollout, Scores, StepContext
 
 G = 2  # responses per prompt: here only a factor
@@ -311,11 +311,18 @@ def test_noise_moments_are_what_one_gets_by_hand() -> None:
 
 
 def test_scale_is_the_ratio_of_the_averages_and_not_the_average_of_ratios() -> None:
-    """Weights 1/2 and 1: tr Σ = (1 + 6)/1.5 and |G|² = (1/2 + 1/4)/1.5, which are 7 to 3/4; the mean ratio is 17."""
-    history = torch.tensor([[2.0, 1.0], [6.0, 0.25]], dtype=torch.float64)
-    moments, _, steps = weighted_ratio(history, decay=0.5)
-    assert moments.tolist() == pytest.approx([7 / 1.5, 0.75 / 1.5], rel=1e-15)
-    assert steps == pytest.approx(1.5**2 / 1.25)
+    """Two prompts x, y along one axis have tr Σ = (x − y)²/2 and |G|² = xy: 2 and 1, then 6 and 1/4.
+
+    With weights 1/2 and 1 the averages are as 7 to 3/4; the ratios, 2 and 24, have the average 50/3.
+    """
+    loop = Loop(GradientNoiseScaleProbe(decay=0.5))
+    for gap, total in ((2.0, math.sqrt(8)), (math.sqrt(12), math.sqrt(13))):  # x − y and x + y
+        vectors = torch.zeros(2, 1, DIM, dtype=torch.float64)
+        vectors[:, 0, 0] = torch.tensor([total + gap, total - gap]) / 2
+        answers = loop.step(vectors)
+    assert answers["gns/trace"].value == pytest.approx(7 / 1.5, rel=1e-6)
+    assert answers["gns/grad_sq_norm"].value == pytest.approx(0.75 / 1.5, rel=1e-6)
+    assert answers["gns/noise_scale_prompts"].value == pytest.approx(7 / 0.75, rel=1e-6)
 
 
 def test_what_is_reported_is_the_weighted_mean_of_the_steps_and_its_jackknife() -> None:
