@@ -45,11 +45,10 @@ class AdamWState:
 
         Where v is still 0, P would be 1/ε and drown everything else: those entries are 0.
         """
-        # √v̂ = √v/c with c = √(1 − β2^t). Few passes: this runs in a hook at each microbatch and parameter.
+        # √v̂ = √v/c with c = √(1 − β2^t), infinite where v is 0. Few passes: this runs at each microbatch.
         correction = math.sqrt(1.0 - self.betas[1] ** max(self.step, 1))
-        second_moment = self.exp_avg_sq.reshape(-1)
-        root = second_moment.sqrt().add_(self.eps * correction)
-        return (flat / root).mul_(second_moment.sign()).mul_(correction)
+        root = torch.threshold_(self.exp_avg_sq.reshape(-1).sqrt(), 0.0, math.inf)
+        return flat / torch.add(root.new_full((), self.eps), root, alpha=1.0 / correction)
 
 
 class UpdateParts(NamedTuple):

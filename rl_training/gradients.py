@@ -8,6 +8,8 @@ before it is added to `.grad` — which differences of `.grad` do not give on th
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Mapping
 
 import torch
@@ -17,6 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from rl_training.adamw import AdamWState
 
 CHUNK = 2**20  # columns whose products are summed in fp32; beyond that, in fp64
+JOINED = 2**18  # entries of small gradients that are measured together
 
 
 class GradientBuffer:
@@ -86,19 +89,61 @@ def flat_dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([torch.dot(*parts) for parts in zip(a.split(CHUNK), b.split(CHUNK), strict=True)]).double().sum()
 
 
-def sq_norm_in_metrics(gradient: Tensor, state: AdamWState | None) -> tuple[Tensor, Tensor]:
-    """Returns |g|² and Σ P g², scalars: the square norm of a tensor, plain and in Adam's metric (nan without a state).
+class SqNormMeter:
+    """Measures |g|² and Σ P g² of gradients that stream by, P of Adam's metric; nan there without a warm state.
 
-    Kept apart: in the hot path, stacking costs as much as measuring.
+    In a hook the calls cost more than their work, so small gradients wait and are measured together, as one vector.
     """
-    flat = as_flat(gradient)
-    plain = flat_dot(flat, flat)
-    return plain, flat_dot(state.precondition(flat), flat) if state is not None else plain.new_tensor(torch.nan)
+
+    def __init__(self, states: Mapping[str, AdamWState] | None) -> None:
+        self._states = {name: state for name, state in (states or {}).items() if state.is_warm}
+        self._waiting: dict[str, Tensor] = {}
+        self._num_waiting = 0  # entries
+        self._sq_norms: dict[str, tuple[Tensor, Tensor]] = {}
+
+    def add(self, name: str, gradient: Tensor) -> None:
+        """Measures this gradient, now or with the next ones."""
+        if gradient.numel() >= JOINED:
+            self._measure({name: gradient})
+            return
+        self._waiting[name] = gradient
+        self._num_waiting += gradient.numel()
+        if self._num_waiting >= JOINED:
+            self.flush()
+
+    def flush(self) -> None:
+        """Measures the gradients that wait, and lets go of them."""
+        together: dict[tuple | None, dict[str, Tensor]] = {}  # by what AdamW's metric depends on beside its state
+        for name, gradient in self._waiting.items():
+            state = self._states.get(name)
+            key = (state.step, state.betas, state.eps) if state is not None else None
+            together.setdefault(key, {})[name] = gradient
+        for gradients in together.values():
+            self._measure(gradients)
+        self._waiting, self._num_waiting = {}, 0
+
+    def result(self, names: Iterable[str]) -> Tensor:
+        """Returns |g|² and Σ P g² by parameter, (parameters, 2) fp64; 0 for a parameter that got no gradient."""
+        self.flush()
+        some = next(iter(self._sq_norms.values()))[0]
+        unused = (some.new_zeros(()),) * 2  # a microbatch need not reach every parameter: an expert may get no token
+        values = [value for name in names for value in self._sq_norms.get(name, unused)]
+        return torch.stack(values).double().view(-1, 2)
+
+    def _measure(self, gradients: Mapping[str, Tensor]) -> None:
+        flat = _join([as_flat(gradient) for gradient in gradients.values()])
+        sizes = [gradient.numel() for gradient in gradients.values()]
+        states = [self._states[name] for name in gradients if name in self._states]
+        in_metric = torch.full_like(flat[:1], torch.nan).expand_as(flat)
+        if states:
+            second_moment = _join([state.exp_avg_sq.reshape(-1) for state in states])
+            in_metric = dataclasses.replace(states[0], exp_avg_sq=second_moment).precondition(flat)
+        for name, own, weighted in zip(gradients, flat.split(sizes), in_metric.split(sizes), strict=True):
+            self._sq_norms[name] = (flat_dot(own, own), flat_dot(weighted, own))
 
 
-def stack_sq_norms(sq_norms: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
-    """Returns what `sq_norm_in_metrics` said of several tensors as one fp64 tensor, (tensors, 2)."""
-    return torch.stack([value for pair in sq_norms for value in pair]).double().view(-1, 2)
+def _join(vectors: list[Tensor]) -> Tensor:
+    return vectors[0] if len(vectors) == 1 else torch.cat(vectors)
 
 
 class GradientTap:
@@ -123,8 +168,7 @@ class GradientTap:
         self._scale = 1.0
         self.buffer: GradientBuffer | None = None
         self._rows: dict[str, tuple[Tensor, ...]] = {}  # views of the buffer, made once: the hooks are in the hot path
-        self._squares: list[dict[str, tuple[Tensor, Tensor]]] = []  # by microbatch; the scale of the hooks
-        self._states: Mapping[str, AdamWState] = {}
+        self._meters: list[SqNormMeter] = []  # by microbatch; on the scale of the hooks
         self._handles: list[RemovableHandle] = []
 
     def start_step(self, num_microbatches: int, states: Mapping[str, AdamWState] | None = None) -> None:
@@ -137,8 +181,7 @@ class GradientTap:
             self._rows = {name: self.buffer.view(name).unbind(0) for name in self._parameters}
         elif self.buffer is not None:
             self.buffer.matrix.zero_()
-        self._squares = [{} for _ in range(num_microbatches)]
-        self._states = {name: state for name, state in (states or {}).items() if state.is_warm}
+        self._meters = [SqNormMeter(states) for _ in range(num_microbatches)]
         self._scale = float(num_microbatches)
 
     @property
@@ -146,10 +189,7 @@ class GradientTap:
         """|g_k|² and Σ P g_k² by microbatch and parameter, (K, parameters, 2), on the mean scale; None if not kept."""
         if not self._keep_sq_norms:
             return None
-        zero = next(iter(self._parameters.values())).new_zeros(())
-        unused = (zero, zero)  # a microbatch need not reach every parameter: an expert may get no token
-        by_microbatch = [stack_sq_norms(squares.get(n, unused) for n in self._parameters) for squares in self._squares]
-        return self._scale**2 * torch.stack(by_microbatch)
+        return self._scale**2 * torch.stack([meter.result(self._parameters) for meter in self._meters])
 
     def arm(self, microbatch: int) -> None:
         """Sets the hooks: gradients that reach the parameters from now on belong to this microbatch."""
@@ -157,21 +197,17 @@ class GradientTap:
             if self._keep_rows:
                 self._handles.append(param.register_hook(self._adder(self._rows[name][microbatch])))
             if self._keep_sq_norms:
-                self._handles.append(param.register_hook(self._measurer(name, self._squares[microbatch])))
+                self._handles.append(param.register_hook(functools.partial(self._meters[microbatch].add, name)))
 
     def disarm(self) -> None:
         """Takes the hooks away."""
         while self._handles:
             self._handles.pop().remove()
+        for meter in self._meters:
+            meter.flush()
 
     def _adder(self, row: Tensor) -> Callable[[Tensor], None]:
         def add(grad: Tensor) -> None:
             row.add_(grad, alpha=self._scale)
 
         return add
-
-    def _measurer(self, name: str, squares: dict[str, tuple[Tensor, Tensor]]) -> Callable[[Tensor], None]:
-        def measure(grad: Tensor) -> None:
-            squares[name] = sq_norm_in_metrics(grad, self._states.get(name))
-
-        return measure

@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rl_training import Estimate
 from rl_training.adamw import WARM_STEPS, AdamWState
-from rl_training.gradients import CHUNK, GradientTap, flat_dot
+from rl_training.gradients import CHUNK, JOINED, GradientTap, SqNormMeter, flat_dot
 from rl_training.probes import GradientNoiseScaleProbe
 from rl_training.probes.gns import noise_moments, split_of_trace
 from rl_training.types import OptimizerView, Rollout, Scores, StepContext
@@ -413,6 +413,24 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message:
 
 
 # --- the hooks --------------------------------------------------------------------------------------------------------
+
+
+def test_square_norms_do_not_depend_on_which_gradients_are_measured_together() -> None:
+    """One as large as is measured alone, two of one optimizer's settings, one of other settings, one not warm yet."""
+    sizes = {"large": JOINED, "one": 7, "two": 5, "other": 6, "cold": 3}
+    gradients, states, expected = {}, {}, []
+    for seed, (name, size) in enumerate(sizes.items()):
+        gradients[name], root = torch.randn(2, size, generator=seeded(seed), dtype=torch.float64)
+        eps, step = (1e-3, 50) if name == "other" else (1e-8, 3 if name == "cold" else 20)
+        states[name] = AdamWState(torch.zeros(size), root.square(), step, 1e-3, (0.9, 0.99), eps, 0.0)
+        weights = 1 / (root.abs() / math.sqrt(1 - 0.99**step) + eps)
+        squares = gradients[name].square()
+        expected.append([float(squares.sum()), math.nan if name == "cold" else float((weights * squares).sum())])
+    meter = SqNormMeter(states)
+    for name, gradient in gradients.items():
+        meter.add(name, gradient)
+    got = meter.result(sizes).tolist()
+    assert got == [pytest.approx(pair, rel=1e-12, nan_ok=True) for pair in expected]
 
 
 def test_a_parameter_that_a_microbatch_does_not_reach_has_a_square_norm_of_zero_there() -> None:

@@ -34,10 +34,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rl_training.adamw import WARM_STEPS, AdamWState
+from rl_training.adamw import WARM_STEPS
 from rl_training.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.folds import jackknife_stderr
-from rl_training.gradients import as_flat, flat_dot, sq_norm_in_metrics, stack_sq_norms
+from rl_training.gradients import SqNormMeter, as_flat, flat_dot
 from rl_training.module_kinds import KINDS, module_kind
 from rl_training.probes.base import Need, Probe
 from rl_training.types import StepContext
@@ -136,7 +136,10 @@ class GradientNoiseScaleProbe(Probe):
             return
         assert ctx.microbatch_sq_norms is not None
         block = ctx.reduce(ctx.microbatch_sq_norms.sum(dim=0)) / blocks
-        batch = stack_sq_norms(sq_norm_in_metrics(g, _warm_state(ctx, name)) for name, g in ctx.gradients.items())
+        meter = SqNormMeter(ctx.optimizer.adamw)
+        for name, gradient in ctx.gradients.items():
+            meter.add(name, gradient)
+        batch = meter.result(ctx.gradients)
         kinds = [module_kind(name) for name in ctx.gradients]
         moments = noise_moments(
             _channels(block.cpu(), kinds), _channels(batch.cpu(), kinds), batch_size / blocks, batch_size
@@ -211,11 +214,6 @@ def _mean_product_within_prompts(ctx: StepContext, num_prompts: int) -> Tensor:
     total = torch.stack(products).sum()
     total, num_products = ctx.reduce(torch.stack([total, total.new_tensor(count)]))
     return total / num_products
-
-
-def _warm_state(ctx: StepContext, name: str) -> AdamWState | None:
-    state = ctx.optimizer.adamw[name] if ctx.optimizer.adamw is not None else None
-    return state if state is not None and state.is_warm else None
 
 
 def _averaged(value: Tensor, stderr: Tensor, steps: float) -> Estimate:
