@@ -45,7 +45,7 @@ class Recorder(Probe):
         self.steps: list[Snapshot] = []
 
     def on_pre_optimizer_step(self, ctx: Any) -> None:
-        states = ctx.optimizer.adamw
+        states = ctx.optimizer.states
         self.steps.append(
             Snapshot(
                 parameters={n: p.detach().double().clone() for n, p in ctx.parameters.items()},
