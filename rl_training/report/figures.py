@@ -28,7 +28,7 @@ from rl_training.report.series import NO_LATER_BATCH, Run, curve, naive_of
 def draw_figures(run: Run) -> list[Picture]:
     """Returns the pictures of this run. What cannot be drawn leaves an empty frame that says why."""
     pictures = [_reward(run), _entropy(run), _delta_h(run)]
-    if run.measured("delta_h/forward"):
+    if run.measured("delta_h/part/momentum"):
         pictures += [_causes(run), _layers(run)]
     if run.measured("gns/noise_scale_prompts"):
         pictures.append(_noise_scale(run))
