@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file
 
 from rl_training.checkpoints import TRAINING_STATE, what_is_wrong_with
 from rl_training.records import read_estimates, read_metrics
@@ -117,6 +118,11 @@ def kill(workers: list[subprocess.Popen[bytes]], run_dir: Path, log: Path, wait:
     return next((place for word, place in PLACES.items() if word in stack), "elsewhere")
 
 
+def same(a: Any, b: Any) -> bool:
+    """Returns whether two tensors hold the same bits, nan included."""
+    return a is not None and b is not None and a.numpy().tobytes() == b.numpy().tobytes()
+
+
 def differences(a: Path, b: Path) -> list[str]:
     """Returns what differs between the measurements and the last checkpoints of two runs."""
     found = []
@@ -129,12 +135,12 @@ def differences(a: Path, b: Path) -> list[str]:
             found.append(f"{read.__name__}: {[(x, y) for x, y in zip(left, right, strict=False) if x != y][:1]}")
     last = max((a / TRAINING_STATE).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1])).name
     for name in ("model.safetensors", "probes.safetensors"):
-        left_bytes, right_bytes = ((run / TRAINING_STATE / last / name).read_bytes() for run in (a, b))
-        if left_bytes != right_bytes:
-            found.append(f"{last}/{name}")
+        tensors, others = (load_file(run / TRAINING_STATE / last / name) for run in (a, b))
+        unequal = [key for key in tensors.keys() | others.keys() if not same(tensors.get(key), others.get(key))]
+        found += [f"{last}/{name}: {', '.join(unequal)}"] * bool(unequal)
     optimizers: list[Any] = [torch.load(run / TRAINING_STATE / last / "optimizer.pt")["state"] for run in (a, b)]
     for index, state in optimizers[0].items():
-        if any(not torch.equal(tensor, optimizers[1][index][key]) for key, tensor in state.items()):
+        if any(not same(tensor, optimizers[1][index][key]) for key, tensor in state.items()):
             found.append(f"{last}/optimizer.pt: parameter {index}")
     return found
 
