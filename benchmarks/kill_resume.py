@@ -4,47 +4,47 @@
 
 trains once in peace and once with SIGKILLs, resuming each time by resume=latest, and compares the last checkpoint's
 parameters, optimizer state and probe states, and every line of metrics.jsonl and probes.jsonl but for the timings.
-Every third kill waits for a checkpoint that is being written; the others come at random moments of training. Where a
-process stood when it was killed is read off its stack, which it writes on SIGUSR1, a moment before.
-Overrides are those of train.py.
+The kills come at random moments of training, every second one in the 50 ms in which a checkpoint begins to be written.
+Where a process stood is read off its stack, which it writes on SIGUSR1, a moment before. Overrides are those of
+train.py. A training is train.py in a fork of this process, which has imported everything already.
 """
 
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import random
+import runpy
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
 
+import rl_training.build  # noqa: F401, for the forks
 from rl_training.checkpoints import TRAINING_STATE, what_is_wrong_with
 from rl_training.records import read_estimates, read_metrics
 
 ROOT = Path(__file__).parents[1]
+SAVE_STEPS = 2
 SETTINGS = [
     "trainer.max_steps=12",
-    "trainer.save_steps=2",
+    f"trainer.save_steps={SAVE_STEPS}",
     "trainer.num_generations=4",
     "batch.sequences_per_step=64",
     "batch.microbatch_size=8",
     "probe=all",
     "logger=none",
 ]
-WITH_STACKS = (
-    "import faulthandler, runpy, signal, sys; faulthandler.register(signal.SIGUSR1, all_threads=False); "
-    "sys.argv = ['train.py', *sys.argv[1:]]; runpy.run_path('train.py', run_name='__main__')"
-)
 TIMINGS = ("seconds", "step_time", "runtime", "fraction_of_step", "per_second")
 PLACES = {  # innermost first: a word of the stack, and what it means
     "_save_checkpoint": "checkpoint writing",
@@ -56,26 +56,39 @@ PLACES = {  # innermost first: a word of the stack, and what it means
 }
 
 
-def start(run_dir: Path, processes: int, overrides: list[str], log: Path) -> list[subprocess.Popen[bytes]]:
-    """Returns the processes of one training run, as a launcher would start them."""
+def train(overrides: list[str], env: dict[str, str], log: Path) -> None:
+    """Runs train.py in this process, which is a fork."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
+    os.environ |= env
+    os.chdir(ROOT)
+    sys.argv = ["train.py", *overrides]
+    runpy.run_path("train.py", run_name="__main__")
+
+
+def start(run_dir: Path, processes: int, overrides: list[str], log: Path) -> list[ForkProcess]:
+    """Returns the processes of one training run, with the environment that a launcher would give them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-c", WITH_STACKS, *SETTINGS, *overrides, f"run_dir={run_dir}"]
     workers = []
     for rank in range(processes):
-        env = {**os.environ, "HF_HUB_OFFLINE": "1"}
+        env = {"HF_HUB_OFFLINE": "1"}
         if processes > 1:
             env |= {"WORLD_SIZE": str(processes), "RANK": str(rank), "LOCAL_RANK": str(rank)}
             env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        with open(f"{log}.{rank}", "wb") as output:
-            workers.append(subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=output))
+        command = [*SETTINGS, *overrides, f"run_dir={run_dir}"]
+        workers.append(ForkProcess(target=train, args=(command, env, Path(f"{log}.{rank}"))))
+        workers[-1].start()
     return workers
 
 
-def finish(workers: list[subprocess.Popen[bytes]], log: Path) -> None:
-    codes = [worker.wait() for worker in workers]
-    if any(codes):
+def finish(workers: list[ForkProcess], log: Path) -> None:
+    for worker in workers:
+        worker.join()
+    if any(worker.exitcode for worker in workers):
         sys.exit(f"a training run failed:\n{Path(f'{log}.0').read_text()[-3000:]}")
 
 
@@ -91,29 +104,28 @@ def unfinished(run_dir: Path) -> list[Path]:
     return [path for path in checkpoints if not (path / "trainer_state.json").exists()]
 
 
-def kill(workers: list[subprocess.Popen[bytes]], run_dir: Path, log: Path, wait: float | None) -> str:
-    """Kills a run `wait` seconds after its first step, or in its next checkpoint, and returns where it then stood.
+def kill(workers: list[ForkProcess], run_dir: Path, log: Path, wait: float, in_checkpoint: bool) -> str:
+    """Kills a run `wait` seconds after its first step, or after its next step with a checkpoint: these follow its line.
 
-    Returns "" when it had already ended.
+    Returns where it then stood; "" when it had already ended.
     """
     lines = num_lines(run_dir)
-    while (now := num_lines(run_dir)) <= lines and workers[0].poll() is None:
-        lines = now  # a resumed run drops the lines of the steps it takes again
-        time.sleep(0.01)
-    if wait is not None:
-        time.sleep(wait)
-    else:
-        while not unfinished(run_dir) and workers[0].poll() is None:
-            time.sleep(0.0005)
-    if workers[0].poll() is not None:
+    while (now := num_lines(run_dir)) <= lines or (in_checkpoint and now % SAVE_STEPS):
+        lines = min(lines, now)  # a resumed run drops the lines of the steps it takes again
+        if not workers[0].is_alive():
+            break
+        time.sleep(0.002)
+    time.sleep(wait)
+    if not workers[0].is_alive():
         finish(workers, log)
         return ""
-    workers[0].send_signal(signal.SIGUSR1)
+    assert workers[0].pid is not None
+    os.kill(workers[0].pid, signal.SIGUSR1)
     time.sleep(0.002)
     for worker in workers:
         worker.kill()
     for worker in workers:
-        worker.wait()
+        worker.join()
     stack = Path(f"{log}.0").read_text(errors="replace").rpartition("(most recent call first)")[2]
     return next((place for word, place in PLACES.items() if word in stack), "elsewhere")
 
@@ -164,7 +176,8 @@ def run_with_kills(whole: Path, killed: Path, args: argparse.Namespace, log: Pat
         if number > args.kills:
             finish(workers, log)
             return places
-        place = kill(workers, killed, log, None if number % 3 == 0 else moments.uniform(0, seconds / 3))
+        in_checkpoint = number % 2 == 0
+        place = kill(workers, killed, log, moments.uniform(0, 0.05 if in_checkpoint else seconds / 3), in_checkpoint)
         if place:
             places[place] += 1
             half = [f", {path.name} half-written ({what_is_wrong_with(path)})" for path in unfinished(killed)]
