@@ -121,12 +121,13 @@ def kill(workers: list[ForkProcess], run_dir: Path, log: Path, wait: float, in_c
         return ""
     assert workers[0].pid is not None
     os.kill(workers[0].pid, signal.SIGUSR1)
-    time.sleep(0.002)
+    deadline, stack = time.monotonic() + 1, ""
+    while not stack and time.monotonic() < deadline:  # on a busy machine it takes its time
+        stack = Path(f"{log}.0").read_text(errors="replace").rpartition("(most recent call first)")[2]
     for worker in workers:
         worker.kill()
     for worker in workers:
         worker.join()
-    stack = Path(f"{log}.0").read_text(errors="replace").rpartition("(most recent call first)")[2]
     return next((place for word, place in PLACES.items() if word in stack), "elsewhere")
 
 

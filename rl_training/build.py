@@ -38,7 +38,7 @@ class Run:
     loggers: list[MetricsLogger]  # dashboards; on the main process only
 
     def train(self) -> None:
-        """Trains, from the checkpoint on if there is one; not where it is of the last step: that would add a step."""
+        """Trains, from the checkpoint on if there is one; not where that is the last step's: it would add a step."""
         taken = steps_taken(self.checkpoint) if self.checkpoint else 0
         for dashboard in self.loggers:
             dashboard.start(after_step=taken)
