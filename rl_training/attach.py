@@ -11,6 +11,7 @@ INSTANCE, and `remove` takes every one of them away again:
     _get_per_token_logps_and_entropies     the scores of the training forward
     compute_loss .. training_step          between their returns lies the trainer's own backward: the tap is armed
     _save_ / _load_optimizer_and_scheduler the probes' state, in the checkpoint before it counts as complete
+    _save_rng_state                        every process has written its part before the checkpoint counts as complete
 
 Reading is all it does: the same parameters, random streams and rollouts with and without probes, bit for bit.
 """
@@ -111,6 +112,7 @@ class Attachment(TrainerCallback):
         self._stand_in_front_of("compute_loss", self._on_loss)
         self._stand_in_front_of("training_step", self._on_training_step)
         self._stand_in_front_of("_save_optimizer_and_scheduler", self._on_save)
+        self._stand_in_front_of("_save_rng_state", self._on_save_rng_state)
         self._stand_in_front_of("_load_optimizer_and_scheduler", self._on_load)
         trainer.add_callback(self)
         self._undo.callback(trainer.remove_callback, self)
@@ -325,7 +327,11 @@ class Attachment(TrainerCallback):
     def _on_save(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)
         if self._trainer.args.should_save:
-            save_probe_states(self.probes, Path(output_dir))
+            save_probe_states(self.probes, Path(output_dir), self._trainer.accelerator.num_processes)
+
+    def _on_save_rng_state(self, original: Callable[[str], None], output_dir: str) -> None:
+        original(output_dir)
+        self._trainer.accelerator.wait_for_everyone()  # the main process now writes trainer_state.json
 
     def _on_load(self, original: Callable[[str | None], None], checkpoint: str | None) -> None:
         original(checkpoint)

@@ -16,12 +16,16 @@ from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from transformers import PrinterCallback, ProgressCallback, set_seed
+from transformers.utils import logging
 
-from rl_training.checkpoints import TRAINING_STATE, find_checkpoint
+from rl_training.checkpoints import TRAINING_STATE, find_checkpoint, set_aside_later, steps_taken
+from rl_training.loggers import MetricsLogger, put_loggers
 from rl_training.progress import StepProgress
 from rl_training.records import METRICS_FILE, Records
 from rl_training.report import print_summary, write_report
 from rl_training.trainer import DrGRPOConfig, DrGRPOTrainer
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,14 +35,24 @@ class Run:
     trainer: DrGRPOTrainer
     run_dir: Path
     checkpoint: Path | None  # to resume from
+    loggers: list[MetricsLogger]  # dashboards; on the main process only
 
     def train(self) -> None:
-        self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+        """Trains, from the checkpoint on if there is one; not where that is the last step's: it would add a step."""
+        taken = steps_taken(self.checkpoint) if self.checkpoint else 0
+        for dashboard in self.loggers:
+            dashboard.start(after_step=taken)
+        if 0 < self.trainer.args.max_steps <= taken:
+            logger.warning(f"{self.run_dir} has taken its {taken} steps: a larger trainer.max_steps trains longer")
+        else:
+            self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
 
     def report(self) -> None:
-        """Writes report/report.html and prints the summary, on the main process."""
+        """Writes report/report.html, prints the summary and closes the dashboards, on the main process."""
         if self.trainer.accelerator.is_main_process:
-            write_report(self.run_dir)
+            page = write_report(self.run_dir)
+            for dashboard in self.loggers:
+                dashboard.finish(pictures=sorted(page.parent.glob("*.png")))
             print_summary(self.run_dir)
 
 
@@ -53,7 +67,6 @@ def build_run(cfg: DictConfig) -> Run:
     )
     run_dir, checkpoint = _run_folder(cfg)
     cfg.run_dir = str(run_dir)
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(run_dir / "logs" / "tensorboard")  # transformers has no argument for it
     set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
     args = _make(cfg.trainer, gradient_accumulation_steps=accumulation)
     task = _make(cfg.data)
@@ -77,7 +90,8 @@ def build_run(cfg: DictConfig) -> Run:
         trainer.remove_callback(callback)
     if not args.disable_tqdm:
         trainer.add_callback(StepProgress)
-    return Run(trainer, run_dir, checkpoint)
+    config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    return Run(trainer, run_dir, checkpoint, put_loggers(trainer, run_dir, config))
 
 
 def _make(node: DictConfig, **values: Any) -> Any:
@@ -131,9 +145,14 @@ def _run_folder(cfg: DictConfig) -> tuple[Path, Path | None]:
     run_dir = Path(broadcast_object_list([cfg.run_dir])[0])
     if cfg.resume != "none":
         checkpoint = find_checkpoint(str(cfg.resume), run_dir)
+        state.wait_for_everyone()  # nothing is moved before everybody has looked
+        if state.is_main_process:
+            set_aside_later(_run_of(checkpoint), steps_taken(checkpoint))
         return _run_of(checkpoint), checkpoint
     if (run_dir / "logs" / METRICS_FILE).exists():
-        raise ValueError(f"run_dir={run_dir} already holds a run: go on with it by resume=latest, or choose another")
+        raise ValueError(
+            f"run_dir={run_dir} already holds a run: go on with it by resume=latest, choose another, or delete it"
+        )
     state.wait_for_everyone()  # nobody creates it before everybody has looked
     try:
         (run_dir / TRAINING_STATE).mkdir(parents=True, exist_ok=True)

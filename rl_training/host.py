@@ -5,6 +5,7 @@ Together with attach.py the only file that names their internals. Written agains
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -81,6 +82,16 @@ def refuse_split_prompts(trainer: GRPOTrainer) -> None:
 
 def _next_multiple(size: int, of: int) -> int:
     return -(-size // of) * of
+
+
+def steps_per_rollout(trainer: GRPOTrainer) -> int:
+    """Returns how many optimizer steps lie between two step ends at which a rollout is used up.
+
+    Off these ends TRL holds sampled sequences that it does not save: training cannot be resumed exactly from there.
+    """
+    microbatches = trainer.args.steps_per_generation * trainer.num_iterations
+    accumulation = trainer.args.gradient_accumulation_steps
+    return math.lcm(microbatches, accumulation) // accumulation
 
 
 def in_whole_prompt_order(buffered: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -14,7 +14,8 @@ FLOORS = [
      "entropy_gradients", "causes", "delta_h", "module_kinds", "trapezoid", "version"},
     {"probes"},
     {
-        "attach", "checkpoints", "host", "models", "progress", "records", "report", "tasks", "tiny", "trainer",
+        "attach", "checkpoints", "dashboard", "host", "loggers", "models", "progress", "records", "report", "tasks",
+        "tiny", "trainer",
         "__init__",  # gathers the public names
     },
     {"build"},
@@ -25,7 +26,8 @@ LIBRARIES = [
     {"torch"},
     {
         "torch", "scipy", "trl", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "tqdm",
-        "rich", "matplotlib", "numpy", "jinja2", "math_verify", "sympy", "latex2sympy2_extended",
+        "rich", "matplotlib", "numpy", "jinja2", "math_verify", "sympy", "latex2sympy2_extended", "wandb", "trackio",
+        "wandb_workspaces",
     },
     {"torch", "transformers", "accelerate", "hydra", "omegaconf"},
     {"hydra", "omegaconf"},
