@@ -10,6 +10,7 @@ INSTANCE, and `remove` takes every one of them away again:
     _prepare_inputs                        whole-prompt order of the microbatches
     _get_per_token_logps_and_entropies     the scores of the training forward
     compute_loss .. training_step          between their returns lies the trainer's own backward: the tap is armed
+    DeepSpeed's engine.step                the end of the last backward: the engine steps before training_step returns
     _save_ / _load_optimizer_and_scheduler the probes' state, in the checkpoint before it counts as complete
 
 Reading is all it does: the same parameters, random streams and rollouts with and without probes, bit for bit.
@@ -32,7 +33,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from rl_training import host
+from rl_training import host, zero
 from rl_training.checkpoints import load_probe_states, save_probe_states
 from rl_training.estimate import Estimate
 from rl_training.gradients import GradientTap
@@ -88,6 +89,7 @@ class Attachment(TrainerCallback):
         self._active: list[Probe] = []
         self._context: StepContext | None = None
         self._undo = contextlib.ExitStack()
+        self._undo_engine = contextlib.ExitStack()
         needs = functools.reduce(lambda a, b: a | b, (probe.needs for probe in probes), Need.NOTHING)
         self._tap = None
         if needs:
@@ -106,6 +108,7 @@ class Attachment(TrainerCallback):
 
     def remove(self) -> None:
         """Takes everything off the trainer again; what was measured stays measured."""
+        self._undo_engine.close()
         self._undo.close()
 
     def __enter__(self) -> Attachment:
@@ -133,21 +136,32 @@ class Attachment(TrainerCallback):
         finally:
             if self._tap is not None:
                 self._tap.disarm()
+        if self._microbatches:  # none are left when DeepSpeed's engine has stepped already
+            self._after_backward()
+        return loss
+
+    def _on_engine_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self._tap is not None:
+            self._tap.disarm()
+        self._after_backward()
+        original(*args, **kwargs)
+
+    def _after_backward(self) -> None:
         self._tell("on_backward", self._microbatches[-1])
         if self._trainer.accelerator.sync_gradients:
             if self._active:
                 self._context = self._step_context()
                 self._tell("on_pre_optimizer_step", self._context)
             self._microbatches = []
-        return loss
 
     def _start_step(self) -> None:
         step = self._trainer.state.global_step + 1
         self._active = [probe for probe in self.probes if probe.measures_at(step)]
         self._seconds = dict.fromkeys((probe.name for probe in self._active), 0.0)
-        if self._tap is not None and self._active:
-            states = host.view_optimizer(self._trainer, self._parameters).adamw
-            self._tap.start_step(self._trainer.current_gradient_accumulation_steps, states)
+        if self._active:
+            self._optimizer = host.view_optimizer(self._trainer, self._parameters)
+            if self._tap is not None:
+                self._tap.start_step(self._trainer.current_gradient_accumulation_steps, self._optimizer.adamw)
 
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)
@@ -202,12 +216,6 @@ class Attachment(TrainerCallback):
         rollout, scores = host.join_microbatches(self._microbatches)
         sizes = [m.rollout.num_sequences for m in self._microbatches]
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
-        missing = [name for name, p in self._parameters.items() if p.grad is None]
-        if missing:
-            raise ValueError(
-                f"{len(missing)} trainable parameters get no gradient from the loss, {missing[0]!r} among them: "
-                "freeze what is not trained (requires_grad_(False))"
-            )
         prompts, counts = rollout.prompt_index.unique(return_counts=True)
         in_microbatches = sum(len(m.rollout.prompt_index.unique()) for m in self._microbatches)
         violations = torch.tensor([bool((counts != group).any()), in_microbatches != len(prompts)], dtype=torch.float64)
@@ -215,10 +223,10 @@ class Attachment(TrainerCallback):
         return StepContext(
             step=trainer.state.global_step + 1,
             parameters=self._parameters,
-            gradients={name: p.grad for name, p in self._parameters.items() if p.grad is not None},
+            gradients=host.mean_gradients(trainer, self._parameters),
             microbatch_gradients=self._tap.buffer if self._tap is not None else None,
             microbatch_sq_norms=self._tap.sq_norms if self._tap is not None else None,
-            optimizer=host.view_optimizer(trainer, self._parameters),
+            optimizer=self._optimizer,
             rollout=rollout,
             scores=scores,
             microbatch_rows=tuple(range(a, a + n) for a, n in zip(starts, sizes, strict=True)),
@@ -240,8 +248,17 @@ class Attachment(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.probes and getattr(self._trainer.model_wrapped, "static_graph", False):
             raise ValueError("DDP's static_graph is silently corrupted by a second backward: switch it off")
+        engine = host.deepspeed_engine(self._trainer)
+        self._undo_engine.close()  # of a training that ended by an exception
+        if self.probes and engine is not None:
+            zero.refuse_other_optimizers(engine)
+            engine.step = functools.partial(self._on_engine_step, engine.step)
+            self._undo_engine.callback(delattr, engine, "step")
         if self._records is not None:
             self._records.start(after_step=state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._undo_engine.close()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step_started = time.perf_counter()

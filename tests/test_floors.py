@@ -14,6 +14,7 @@ FLOORS = [
     {"probes"},
     {
         "attach", "checkpoints", "host", "models", "progress", "records", "report", "tasks", "tiny", "trainer",
+        "zero",
         "__init__",  # gathers the public names
     },
     {"build"},
