@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -127,10 +127,12 @@ def _run_folder(cfg: DictConfig) -> tuple[Path, Path | None]:
     """Returns the run folder, made and the same on every process, and the checkpoint to resume from."""
     use_cpu = bool(cfg.trainer.get("use_cpu", False)) or not torch.accelerator.is_available()
     state = PartialState(cpu=use_cpu)
+    _check_number_of_processes(state.num_processes)
     # Each process has its own clock, hence its own default run folder: the main one's counts.
     run_dir = Path(broadcast_object_list([cfg.run_dir])[0])
     if cfg.resume != "none":
-        checkpoint = find_checkpoint(str(cfg.resume), run_dir)
+        deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") or cfg.trainer.get("deepspeed") is not None
+        checkpoint = find_checkpoint(str(cfg.resume), run_dir, deepspeed)
         return _run_of(checkpoint), checkpoint
     if (run_dir / "logs" / METRICS_FILE).exists():
         raise ValueError(f"run_dir={run_dir} already holds a run: go on with it by resume=latest, or choose another")
@@ -142,6 +144,27 @@ def _run_folder(cfg: DictConfig) -> tuple[Path, Path | None]:
             f"run_dir={run_dir} cannot be written to ({error}): choose another with run_dir=PATH"
         ) from error
     return run_dir, None
+
+
+def _check_number_of_processes(num_processes: int) -> None:
+    """Raises ValueError when several processes were asked for and this one is alone: it would train on, silently.
+
+    accelerate launch starts a single process without a word where it sees no several GPUs (--cpu, MULTI_CPU, or no
+    configuration at all). It does not pass on the number; that it set the address to meet at gives it away.
+    """
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if asked != num_processes:
+        raise ValueError(
+            f"WORLD_SIZE={asked}, but {num_processes} process(es) met: start them with accelerate launch or torchrun, "
+            "or unset WORLD_SIZE"
+        )
+    met_alone = "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ
+    if met_alone and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        raise ValueError(
+            "accelerate launch was asked for several processes and started only this one: use --config_file "
+            "launch/cpu_ddp.yaml for several processes on the CPU, launch/ddp.yaml for several GPUs. If one process is "
+            "meant: --num_processes 1, and unset MASTER_PORT"
+        )
 
 
 def _run_of(checkpoint: Path) -> Path:
