@@ -73,6 +73,7 @@ def build_run(cfg: DictConfig) -> Run:
         probes=probes,
         records=records,
     )
+    _check_sharding(trainer)
     for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full
         trainer.remove_callback(callback)
     if not args.disable_tqdm:
@@ -117,6 +118,11 @@ def _check_trainer_fields(cfg: DictConfig) -> None:
             close = difflib.get_close_matches(name, known, n=3)
             hint = f"did you mean {' or '.join(f'trainer.{c}' for c in close)}?" if close else "see trl.GRPOConfig"
             raise ValueError(f"trainer.{name} is not a field of DrGRPOConfig: {hint}")
+    if cfg.trainer.get("deepspeed"):
+        raise ValueError(  # the processes have met before this is read, and would train by DDP
+            "trainer.deepspeed comes too late: use accelerate launch --config_file launch/zero2.yaml, which names the "
+            "DeepSpeed configuration"
+        )
     if "gradient_accumulation_steps" in cfg.trainer:
         raise ValueError(
             "trainer.gradient_accumulation_steps follows from the batch: set batch.sequences_per_step instead"
@@ -131,8 +137,7 @@ def _run_folder(cfg: DictConfig) -> tuple[Path, Path | None]:
     # Each process has its own clock, hence its own default run folder: the main one's counts.
     run_dir = Path(broadcast_object_list([cfg.run_dir])[0])
     if cfg.resume != "none":
-        deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED") or cfg.trainer.get("deepspeed") is not None
-        checkpoint = find_checkpoint(str(cfg.resume), run_dir, deepspeed)
+        checkpoint = find_checkpoint(str(cfg.resume), run_dir, parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"))
         return _run_of(checkpoint), checkpoint
     if (run_dir / "logs" / METRICS_FILE).exists():
         raise ValueError(f"run_dir={run_dir} already holds a run: go on with it by resume=latest, or choose another")
@@ -165,6 +170,16 @@ def _check_number_of_processes(num_processes: int) -> None:
             "launch/cpu_ddp.yaml for several processes on the CPU, launch/ddp.yaml for several GPUs. If one process is "
             "meant: --num_processes 1, and unset MASTER_PORT"
         )
+
+
+def _check_sharding(trainer: DrGRPOTrainer) -> None:
+    """Raises ValueError when the launcher asked for DeepSpeed or FSDP and accelerate made DDP of it, silently."""
+    for name, got in (("DEEPSPEED", trainer.is_deepspeed_enabled), ("FSDP", trainer.is_fsdp_enabled)):
+        if parse_flag_from_env(f"ACCELERATE_USE_{name}") and not got:
+            raise ValueError(
+                f"{name} was asked for, and accelerate gives DDP instead: FSDP never runs on the CPU, and DeepSpeed does "
+                "only where ACCELERATE_USE_CPU is not set (DS_ACCELERATOR=cpu says it, see launch/zero2.yaml)"
+            )
 
 
 def _run_of(checkpoint: Path) -> Path:
