@@ -23,6 +23,7 @@ import torch.multiprocessing
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
 from rl_training.models import load_tiny
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
+from rl_training.probes.base import Need
 from rl_training.records import Records
 from rl_training.tasks.arithmetic import arithmetic
 
@@ -69,9 +70,13 @@ class ReplayTrainer(DrGRPOTrainer):
 
 
 class Recorder(Probe):
-    """Keeps the gradient and the Adam state that each step starts from."""
+    """Keeps the gradient and the Adam state that each step starts from, and the mean of this rank's microbatches.
+
+    It is told last: a tap that a probe's own backward had reached would show in that mean.
+    """
 
     name = "recorder"
+    needs = Need.MICROBATCH_GRADIENTS
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,6 +85,7 @@ class Recorder(Probe):
     def on_pre_optimizer_step(self, ctx: Any) -> None:
         kinds = {
             "gradient": ctx.gradients,
+            "own": {name: ctx.microbatch_gradients.view(name).mean(dim=0) for name in ctx.parameters},
             "exp_avg": {name: state.exp_avg for name, state in ctx.optimizer.adamw.items()},
             "exp_avg_sq": {name: state.exp_avg_sq for name, state in ctx.optimizer.adamw.items()},
         }
