@@ -177,7 +177,7 @@ def _check_sharding(trainer: DrGRPOTrainer) -> None:
     for name, got in (("DEEPSPEED", trainer.is_deepspeed_enabled), ("FSDP", trainer.is_fsdp_enabled)):
         if parse_flag_from_env(f"ACCELERATE_USE_{name}") and not got:
             raise ValueError(
-                f"{name} was asked for, and accelerate gives DDP instead: FSDP never runs on the CPU, and DeepSpeed does "
+                f"{name} was asked for, and accelerate gives DDP instead: FSDP never runs on the CPU, and DeepSpeed "
                 "only where ACCELERATE_USE_CPU is not set (DS_ACCELERATOR=cpu says it, see launch/zero2.yaml)"
             )
 

@@ -203,12 +203,12 @@ def view_optimizer(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter])
     Under ZeRO this is a collective: the states are gathered.
     """
     engine = deepspeed_engine(trainer)
-    max_grad_norm = zero.max_grad_norm(engine.optimizer) if engine else trainer.args.max_grad_norm or float("inf")
-    optimizer = trainer.optimizer
-    if isinstance(optimizer, AcceleratedOptimizer):
-        optimizer = optimizer.optimizer
-    if engine is not None:
-        optimizer = engine.optimizer.optimizer
+    if engine is not None:  # it holds torch's optimizer, and clips
+        optimizer, max_grad_norm = engine.optimizer.optimizer, zero.max_grad_norm(engine.optimizer)
+    else:
+        optimizer, max_grad_norm = trainer.optimizer, trainer.args.max_grad_norm or float("inf")
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
     if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
         reason = f"the step of {type(optimizer).__name__} has no formula here; AdamW's has"
         return OptimizerView(None, max_grad_norm, reason)
@@ -225,9 +225,7 @@ def view_optimizer(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter])
     outside = [name for name, param in parameters.items() if param not in group_of]
     if outside:
         return OptimizerView(None, max_grad_norm, f"parameter {outside[0]} is trainable but not in the optimizer")
-    states = {
-        name: _adamw_state(param, group_of[param], state_of.get(param)) for name, param in parameters.items()
-    }
+    states = {name: _adamw_state(param, group_of[param], state_of.get(param)) for name, param in parameters.items()}
     return OptimizerView(states, max_grad_norm)
 
 

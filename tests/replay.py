@@ -96,7 +96,7 @@ class Recorder(Probe):
 
 
 def log_collectives() -> list[int]:
-    """Returns a list that grows by the number of elements in every collective that Python asks torch for from now on."""
+    """Returns a list that gets the number of elements of every collective that Python asks torch for from now on."""
     sizes: list[int] = []
 
     def logged(original: Any) -> Any:

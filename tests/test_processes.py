@@ -21,12 +21,12 @@ import pytest
 import torch
 
 from rl_training import zero
-from rl_training.build import _check_number_of_processes
+from rl_training.build import _check_number_of_processes, _check_sharding
 from rl_training.records import read_estimates
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
-NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "deepspeed is not installed: pip install -e '.[deepspeed]'"
+NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "needs deepspeed: pip install -e '.[deepspeed]'"
 ZERO = ["zero1_2", "zero2_2"]
 SMALL = ["trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4", "logger=none"]
 
@@ -187,6 +187,15 @@ def test_a_process_that_did_not_meet_the_others_is_an_error(monkeypatch: pytest.
     _check_number_of_processes(2)
     with pytest.raises(ValueError, match="WORLD_SIZE=2, but 1 process"):
         _check_number_of_processes(1)
+
+
+@pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP"])
+def test_asking_for_sharding_and_getting_none_is_an_error(make_trainer, monkeypatch, name: str) -> None:
+    trainer = make_trainer()
+    _check_sharding(trainer)
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(ValueError, match=f"{name} was asked for, and accelerate gives DDP instead"):
+        _check_sharding(trainer)
 
 
 def test_a_port_that_is_taken_on_the_first_of_two_machines_is_named(tmp_path: Path) -> None:
