@@ -19,9 +19,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from rl_training import zero
 from rl_training.build import _check_number_of_processes, _check_sharding
+from rl_training.checkpoints import what_is_wrong_with
 from rl_training.records import read_estimates
 
 ROOT = Path(__file__).parents[1]
@@ -164,6 +166,24 @@ def test_the_shipped_deepspeed_configurations_are_readable() -> None:
     for stage in zero.READABLE_STAGES:
         zero.refuse_what_cannot_be_read({"zero_optimization": {"stage": stage}})
         assert f'"stage": {stage}' in (ROOT / "launch" / f"zero{stage}.json").read_text(encoding="utf-8")
+
+
+def test_a_checkpoint_of_deepspeed_is_whole_only_with_its_engines_states_and_only_for_deepspeed(tmp_path: Path) -> None:
+    """A run without DeepSpeed would take the weights and start Adam afresh, silently."""
+    (tmp_path / "trainer_state.json").write_text("{}", encoding="utf-8")
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    torch.save({}, tmp_path / "scheduler.pt")
+    (tmp_path / "latest").write_text("global_step7", encoding="utf-8")
+    assert what_is_wrong_with(tmp_path, deepspeed=True) == "global_step7 is missing or damaged"
+    (tmp_path / "global_step7").mkdir()
+    for rank in (0, 1):
+        torch.save({}, tmp_path / "global_step7" / f"rank_{rank}_optim_states.pt")
+    assert what_is_wrong_with(tmp_path, deepspeed=True) == ""
+    assert "it was written under DeepSpeed" in what_is_wrong_with(tmp_path)
+    (tmp_path / "global_step7" / "rank_1_optim_states.pt").write_bytes(b"half")
+    assert "rank_1_optim_states.pt is missing or damaged" in what_is_wrong_with(tmp_path, deepspeed=True)
+    (tmp_path / "latest").unlink()
+    assert "it was written without DeepSpeed" in what_is_wrong_with(tmp_path, deepspeed=True)
 
 
 # --- launches that cannot be ------------------------------------------------------------------------------------------
