@@ -10,6 +10,7 @@ INSTANCE, and `remove` takes every one of them away again:
     _prepare_inputs                        whole-prompt order of the microbatches
     _get_per_token_logps_and_entropies     the scores of the training forward
     compute_loss .. training_step          between their returns lies the trainer's own backward: the tap is armed
+    DeepSpeed's engine.step                the end of the last backward: the engine steps before training_step returns
     _save_ / _load_optimizer_and_scheduler the probes' state, in the checkpoint before it counts as complete
     _save_rng_state                        every process has written its part before the checkpoint counts as complete
 
@@ -33,7 +34,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from rl_training import host
+from rl_training import host, zero
 from rl_training.checkpoints import load_probe_states, save_probe_states
 from rl_training.estimate import Estimate
 from rl_training.folds import fill_slices, fold_numbers, fold_ranges, ranges_of, split_prompts
@@ -94,6 +95,7 @@ class Attachment(TrainerCallback):
         self._active: list[Probe] = []
         self._context: StepContext | None = None
         self._undo = contextlib.ExitStack()
+        self._undo_engine = contextlib.ExitStack()
         needs = functools.reduce(lambda a, b: a | b, (probe.needs for probe in probes), Need.NOTHING)
         folding = [probe for probe in probes if Need.FOLD_GRADIENTS in probe.needs]
         self._num_folds = folding[0].num_folds if folding else None
@@ -119,6 +121,7 @@ class Attachment(TrainerCallback):
 
     def remove(self) -> None:
         """Takes everything off the trainer again; what was measured stays measured."""
+        self._undo_engine.close()
         self._undo.close()
 
     def __enter__(self) -> Attachment:
@@ -146,25 +149,37 @@ class Attachment(TrainerCallback):
         finally:
             if self._tap is not None:
                 self._tap.disarm()
+        if self._microbatches:  # none are left when DeepSpeed's engine has stepped already
+            self._after_backward()
+        return loss
+
+    def _on_engine_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self._tap is not None:
+            self._tap.disarm()
+        self._after_backward()
+        original(*args, **kwargs)
+
+    def _after_backward(self) -> None:
         self._tell("on_backward", self._microbatches[-1])
         if self._trainer.accelerator.sync_gradients:
             if self._active:
                 self._context = self._step_context()
                 self._tell("on_pre_optimizer_step", self._context)
             self._microbatches, self._loss_weights = [], []
-        return loss
 
     def _start_step(self) -> None:
         step = self._trainer.state.global_step + 1
         self._active = [probe for probe in self.probes if probe.measures_at(step)]
         self._seconds = dict.fromkeys((probe.name for probe in self._active), 0.0)
-        if self._tap is not None and self._active:
-            states = host.view_optimizer(self._trainer, self._parameters).states
-            num_microbatches = self._trainer.current_gradient_accumulation_steps
-            self._folds = self._plan_folds(num_microbatches)
+        if not self._active:
+            return
+        self._optimizer = host.view_optimizer(self._trainer, self._parameters)
+        num_microbatches = self._trainer.current_gradient_accumulation_steps
+        self._folds = self._plan_folds(num_microbatches)
+        if self._tap is not None:
             starts = range(0, self._folds[-1].stop, self._trainer.args.per_device_train_batch_size)
             row_of = [next(k for k, rows in enumerate(self._folds) if start in rows) for start in starts]
-            self._tap.start_step(row_of, len(self._folds), states)
+            self._tap.start_step(row_of, len(self._folds), self._optimizer.states)
 
     def _plan_folds(self, num_microbatches: int) -> tuple[range, ...]:
         """Returns the rows of this rank's folds: by default one per microbatch, on many ranks one each."""
@@ -229,12 +244,6 @@ class Attachment(TrainerCallback):
         trainer, group = self._trainer, self._trainer.num_generations
         rollout, scores, loss_weights = host.join_microbatches(self._microbatches, self._loss_weights)
         microbatch_rows = ranges_of([m.rollout.num_sequences for m in self._microbatches])
-        missing = [name for name, p in self._parameters.items() if p.grad is None]
-        if missing:
-            raise ValueError(
-                f"{len(missing)} trainable parameters get no gradient from the loss, {missing[0]!r} among them: "
-                "freeze what is not trained (requires_grad_(False))"
-            )
         index = rollout.prompt_index
         prompts, counts = index.unique(return_counts=True)
         num_in_parts = [sum(len(index[r.start : r.stop].unique()) for r in p) for p in (microbatch_rows, self._folds)]
@@ -253,10 +262,10 @@ class Attachment(TrainerCallback):
         return StepContext(
             step=trainer.state.global_step + 1,
             parameters=self._parameters,
-            gradients={name: p.grad for name, p in self._parameters.items() if p.grad is not None},
+            gradients=host.mean_gradients(trainer, self._parameters),
             fold_gradients=fold_gradients,
             microbatch_sq_norms=self._tap.sq_norms if self._tap is not None else None,
-            optimizer=host.view_optimizer(trainer, self._parameters),
+            optimizer=self._optimizer,
             rollout=rollout,
             scores=scores,
             loss_weights=loss_weights,
@@ -283,8 +292,17 @@ class Attachment(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.probes and getattr(self._trainer.model_wrapped, "static_graph", False):
             raise ValueError("DDP's static_graph is silently corrupted by a second backward: switch it off")
+        engine = host.deepspeed_engine(self._trainer)
+        self._undo_engine.close()  # of a training that ended by an exception
+        if self.probes and engine is not None:
+            zero.refuse_other_optimizers(engine)
+            engine.step = functools.partial(self._on_engine_step, engine.step)
+            self._undo_engine.callback(delattr, engine, "step")
         if self._records is not None:
             self._records.start(after_step=state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._undo_engine.close()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._step_started = time.perf_counter()

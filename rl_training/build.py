@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, parse_flag_from_env
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
@@ -86,6 +86,7 @@ def build_run(cfg: DictConfig) -> Run:
         probes=probes,
         records=records,
     )
+    _check_sharding(trainer)
     for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full
         trainer.remove_callback(callback)
     if not args.disable_tqdm:
@@ -131,6 +132,11 @@ def _check_trainer_fields(cfg: DictConfig) -> None:
             close = difflib.get_close_matches(name, known, n=3)
             hint = f"did you mean {' or '.join(f'trainer.{c}' for c in close)}?" if close else "see trl.GRPOConfig"
             raise ValueError(f"trainer.{name} is not a field of DrGRPOConfig: {hint}")
+    if cfg.trainer.get("deepspeed"):
+        raise ValueError(  # the processes have met before this is read, and would train by DDP
+            "trainer.deepspeed comes too late: use accelerate launch --config_file launch/zero2.yaml, which names the "
+            "DeepSpeed configuration"
+        )
     if "gradient_accumulation_steps" in cfg.trainer:
         raise ValueError(
             "trainer.gradient_accumulation_steps follows from the batch: set batch.sequences_per_step instead"
@@ -141,10 +147,11 @@ def _run_folder(cfg: DictConfig) -> tuple[Path, Path | None]:
     """Returns the run folder, made and the same on every process, and the checkpoint to resume from."""
     use_cpu = bool(cfg.trainer.get("use_cpu", False)) or not torch.accelerator.is_available()
     state = PartialState(cpu=use_cpu)
+    _check_number_of_processes(state.num_processes)
     # Each process has its own clock, hence its own default run folder: the main one's counts.
     run_dir = Path(broadcast_object_list([cfg.run_dir])[0])
     if cfg.resume != "none":
-        checkpoint = find_checkpoint(str(cfg.resume), run_dir)
+        checkpoint = find_checkpoint(str(cfg.resume), run_dir, parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"))
         state.wait_for_everyone()  # nothing is moved before everybody has looked
         if state.is_main_process:
             set_aside_later(_run_of(checkpoint), steps_taken(checkpoint))
@@ -161,6 +168,37 @@ def _run_folder(cfg: DictConfig) -> tuple[Path, Path | None]:
             f"run_dir={run_dir} cannot be written to ({error}): choose another with run_dir=PATH"
         ) from error
     return run_dir, None
+
+
+def _check_number_of_processes(num_processes: int) -> None:
+    """Raises ValueError when several processes were asked for and this one is alone: it would train on, silently.
+
+    accelerate launch starts a single process without a word where it sees no several GPUs (--cpu, MULTI_CPU, or no
+    configuration at all). It does not pass on the number; that it set the address to meet at gives it away.
+    """
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if asked != num_processes:
+        raise ValueError(
+            f"WORLD_SIZE={asked}, but {num_processes} process(es) met: start them with accelerate launch or torchrun, "
+            "or unset WORLD_SIZE"
+        )
+    met_alone = "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ
+    if met_alone and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        raise ValueError(
+            "accelerate launch was asked for several processes and started only this one: use --config_file "
+            "launch/cpu_ddp.yaml for several processes on the CPU, launch/ddp.yaml for several GPUs. If one process is "
+            "meant: --num_processes 1, and unset MASTER_PORT"
+        )
+
+
+def _check_sharding(trainer: DrGRPOTrainer) -> None:
+    """Raises ValueError when the launcher asked for DeepSpeed or FSDP and accelerate made DDP of it, silently."""
+    for name, got in (("DEEPSPEED", trainer.is_deepspeed_enabled), ("FSDP", trainer.is_fsdp_enabled)):
+        if parse_flag_from_env(f"ACCELERATE_USE_{name}") and not got:
+            raise ValueError(
+                f"{name} was asked for, and accelerate gives DDP instead: FSDP never runs on the CPU, and DeepSpeed "
+                "only where ACCELERATE_USE_CPU is not set (DS_ACCELERATOR=cpu says it, see launch/zero2.yaml)"
+            )
 
 
 def _run_of(checkpoint: Path) -> Path:

@@ -1,6 +1,7 @@
 """What the host does: facts of TRL, Transformers and accelerate, read and written in one place.
 
 Together with attach.py the only file that names their internals. Written against trl 1.16 and transformers 5.23.
+What DeepSpeed keeps elsewhere than torch does is read in zero.py.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
+from rl_training import zero
 from rl_training.adamw import AdamWState
 from rl_training.sgd import SGDState
 from rl_training.types import Microbatch, OptimizerView, Rollout, Scores
@@ -52,8 +54,13 @@ def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
         raise ValueError("DDP's static_graph is silently corrupted by a second backward: set ddp_static_graph=False")
     if args.fp16:
         raise ValueError("fp16 scales the loss, and with it the gradients that probes read: use bf16 or fp32")
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise ValueError("probes do not run under DeepSpeed or FSDP: use DDP, or train without probes (probe=none)")
+    if trainer.is_fsdp_enabled:
+        raise ValueError(
+            "probes do not run under FSDP, whose parameters and gradients are sharded: use DDP (launch/ddp.yaml) or "
+            "ZeRO-2 (launch/zero2.yaml), or train without probes (probe=none)"
+        )
+    if trainer.is_deepspeed_enabled:
+        zero.refuse_what_cannot_be_read(trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
     if trainer.mask_truncated_completions:
         raise ValueError(
             "mask_truncated_completions hides the truncated responses, whose entropy is part of the policy's: "
@@ -185,36 +192,69 @@ def score(trainer: GRPOTrainer, forward: Forward, rollout: Rollout, rows: Tensor
     return Scores(logps=scores[0].gather(1, columns), entropies=scores[1].gather(1, columns), mask=mask)
 
 
+def deepspeed_engine(trainer: GRPOTrainer) -> Any | None:
+    """Returns DeepSpeed's engine, which exists once training has begun and steps within `training_step`; else None."""
+    return trainer.model_wrapped if trainer.is_deepspeed_enabled else None
+
+
+def mean_gradients(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Returns the gradients of the step by name: mean over microbatches and ranks, not clipped.
+
+    Raises ValueError when a trainable parameter has none. ZeRO knows of no such parameter: it has zeros for it.
+    """
+    engine = deepspeed_engine(trainer)
+    if engine is not None:
+        of_param = zero.mean_gradients(engine.optimizer)
+        return {name: of_param[param] for name, param in parameters.items()}
+    missing = [name for name, p in parameters.items() if p.grad is None]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} trainable parameters get no gradient from the loss, {missing[0]!r} among them: "
+            "freeze what is not trained (requires_grad_(False))"
+        )
+    return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+
+
 def view_optimizer(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter]) -> OptimizerView:
-    """Returns the optimizer before its step: its states by parameter name, or the reason why there is no formula."""
-    max_grad_norm = trainer.args.max_grad_norm or float("inf")
-    optimizer = (
-        trainer.optimizer.optimizer if isinstance(trainer.optimizer, AcceleratedOptimizer) else trainer.optimizer
-    )
+    """Returns the optimizer before its step: its states by parameter name, or the reason why there is no formula.
+
+    Under ZeRO this is a collective: the states are gathered.
+    """
+    engine = deepspeed_engine(trainer)
     readers: dict[type, Callable[..., AdamWState | SGDState]] = {
         torch.optim.AdamW: _read_adam_state,
         torch.optim.Adam: _read_adam_state,
-        torch.optim.SGD: _read_sgd_state,
     }
+    if engine is not None:  # it holds torch's optimizer, and clips
+        optimizer, max_grad_norm = engine.optimizer.optimizer, zero.max_grad_norm(engine.optimizer)
+    else:
+        optimizer, max_grad_norm = trainer.optimizer, trainer.args.max_grad_norm or float("inf")
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        readers[torch.optim.SGD] = _read_sgd_state
     read_state = readers.get(type(optimizer))
     if read_state is None:
-        reason = f"the step of {type(optimizer).__name__} has no formula here; those of AdamW, Adam and SGD have"
+        known = ", ".join(kind.__name__ for kind in readers)
+        reason = f"the step of {type(optimizer).__name__} has no formula here, only those of {known}"
         return OptimizerView(None, max_grad_norm, reason)
-    group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
-    states: dict[str, AdamWState | SGDState] = {}
-    for name, param in parameters.items():
-        group = group_of.get(param)
-        if group is None:
-            return OptimizerView(None, max_grad_norm, f"parameter {name} is trainable but not in the optimizer")
-        if group.get("amsgrad") or group["maximize"]:
-            return OptimizerView(None, max_grad_norm, "amsgrad and maximize have no formula here")
-        states[name] = read_state(param, optimizer.state.get(param, {}), group)
+    if any(group.get("amsgrad") or group["maximize"] for group in optimizer.param_groups):
+        return OptimizerView(None, max_grad_norm, "amsgrad and maximize have no formula here")
+    if engine is not None:
+        group_of, state_of = zero.optimizer_states(engine.optimizer)
+    else:
+        group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
+        state_of = optimizer.state
+    outside = [name for name, param in parameters.items() if param not in group_of]
+    if outside:
+        return OptimizerView(None, max_grad_norm, f"parameter {outside[0]} is trainable but not in the optimizer")
+    states = {name: read_state(param, state_of.get(param, {}), group_of[param]) for name, param in parameters.items()}
     return OptimizerView(states, max_grad_norm)
 
 
 def _read_adam_state(param: nn.Parameter, state: Mapping[str, Any], group: Mapping[str, Any]) -> AdamWState:
+    """Returns Adam's view of one parameter; its state is zero before the first step, when torch has none yet."""
     return AdamWState(
-        exp_avg=state["exp_avg"] if state else torch.zeros_like(param),  # no state before the first step
+        exp_avg=state["exp_avg"] if state else torch.zeros_like(param),
         exp_avg_sq=state["exp_avg_sq"] if state else torch.zeros_like(param),
         step=int(state["step"]) if state else 0,
         lr=float(group["lr"]),

@@ -15,7 +15,7 @@ FLOORS = [
     {"probes"},
     {
         "attach", "checkpoints", "dashboard", "host", "loggers", "models", "progress", "records", "report", "tasks",
-        "tiny", "trainer",
+        "tiny", "trainer", "zero",
         "__init__",  # gathers the public names
     },
     {"build"},
