@@ -85,6 +85,7 @@ class Attachment(TrainerCallback):
         self._parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
         self._seconds: dict[str, float] = {}
         self._times_missing: Counter[str] = Counter()
+        self._scored_before = False
         self._generations = 0
         self._generated_at = -1  # global_step at which the buffered rollout was sampled
         self._in_loss = False
@@ -121,6 +122,8 @@ class Attachment(TrainerCallback):
 
     def remove(self) -> None:
         """Takes everything off the trainer again; what was measured stays measured."""
+        for batch in self._trainer._buffered_inputs or []:
+            batch.pop(host.ROLLOUT_ROW, None)
         self._undo_engine.close()
         self._undo.close()
 
@@ -255,6 +258,9 @@ class Attachment(TrainerCallback):
         reused = not self._learned.isdisjoint(prompts.tolist())
         self._learned.update(prompts.tolist())
         score = functools.partial(host.score, trainer, self._forward, rollout)
+        if not self._scored_before:
+            host.refuse_dependence_on_padding(trainer, self._forward, rollout)
+            self._scored_before = True
         fold_gradients = None
         if self._tap is not None and self._tap.buffer is not None and whole_prompts:
             fold_gradients = self._tap.buffer
@@ -293,7 +299,8 @@ class Attachment(TrainerCallback):
         if self.probes and getattr(self._trainer.model_wrapped, "static_graph", False):
             raise ValueError("DDP's static_graph is silently corrupted by a second backward: switch it off")
         engine = host.deepspeed_engine(self._trainer)
-        self._undo_engine.close()  # of a training that ended by an exception
+        self._undo_engine.close()  # of a training that ended by an exception, in the middle of a step
+        self._microbatches, self._loss_weights, self._active, self._context = [], [], [], None
         if self.probes and engine is not None:
             zero.refuse_other_optimizers(engine)
             engine.step = functools.partial(self._on_engine_step, engine.step)
@@ -314,7 +321,7 @@ class Attachment(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._context is None:
             return
-        metrics = self._trainer._metrics["train"]
+        metrics = self._trainer._metrics["train"]  # averaged over `logging_steps`: ours keep the latest step's value
         for probe in self._active:
             with self._timed(probe):
                 estimates = probe.measure(self._context)
@@ -325,10 +332,10 @@ class Attachment(TrainerCallback):
             if self._records is not None:
                 self._records.write_estimates(state.global_step, self._context.num_ranks, probe.name, estimates)
             for name, estimate in estimates.items():
-                if not math.isnan(estimate.value):
-                    metrics[name].append(estimate.value)
-                if not math.isnan(estimate.stderr):
-                    metrics[f"{name}_se"].append(estimate.stderr)
+                for key, value in ((name, estimate.value), (f"{name}_se", estimate.stderr)):
+                    metrics.pop(key, None)
+                    if not math.isnan(value):
+                        metrics[key].append(value)
             self._warn_of_missing(estimates)
         buffers = [self._tap.buffer.num_bytes] if self._tap is not None and self._tap.buffer is not None else []
         metrics["probe_cost/peak_bytes"].append(float(sum(buffers) + sum(p.num_buffer_bytes for p in self.probes)))
@@ -339,8 +346,10 @@ class Attachment(TrainerCallback):
         self._context = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        if self._records is not None and "loss" in logs:  # not the summary at the end of training
+        if self._records is not None and "loss" in logs:
             self._records.write_metrics(state.global_step, logs)
+        elif self._records is not None and "eval_loss" in logs:  # and not the summary at the end of training
+            self._records.write_evaluation(state.global_step, logs)
 
     def _on_save(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)

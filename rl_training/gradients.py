@@ -154,7 +154,10 @@ class GradientTap:
         """|g_k|² and Σ P g_k² by microbatch and parameter, (K, parameters, 2), on the mean scale; None if not kept."""
         if not self._keep_sq_norms:
             return None
-        by_microbatch = [stack_sq_norms(squares[name] for name in self._parameters) for squares in self._squares]
+        zero = torch.zeros((), device=next(iter(self._parameters.values())).device)
+        by_microbatch = [  # a microbatch may not reach every parameter, an expert say
+            stack_sq_norms(squares.get(name, (zero, zero)) for name in self._parameters) for squares in self._squares
+        ]
         return self._scale**2 * torch.stack(by_microbatch)
 
     def arm(self, microbatch: int) -> None:

@@ -18,7 +18,7 @@ FLOORS = [
         "tiny", "trainer", "zero",
         "__init__",  # gathers the public names
     },
-    {"build"},
+    {"build", "settings", "command_line"},
     {"train"},
 ]  # fmt: skip
 LIBRARIES = [

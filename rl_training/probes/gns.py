@@ -245,6 +245,8 @@ def _why_not(ctx: StepContext, blocks: float) -> str:
             "the microbatches mix prompts, and responses of one prompt are no independent units: "
             "use DrGRPOTrainer, or attach(..., whole_prompts=True)"
         )
+    if ctx.reused:
+        return "an earlier step has learned from these responses (num_iterations > 1): they are no new sample"
     if blocks < 2:
         return "one block in all: use smaller microbatches, or more processes, so that a step has at least two"
     return ""
