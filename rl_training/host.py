@@ -16,6 +16,7 @@ from trl import GRPOTrainer
 
 from rl_training import zero
 from rl_training.adamw import AdamWState
+from rl_training.sgd import SGDState
 from rl_training.types import Microbatch, OptimizerView, Rollout, Scores
 
 ROLLOUT_ROW = "rollout_row"  # key that rides along in TRL's batch dictionaries: the row before TRL's shuffle
@@ -116,15 +117,19 @@ def read_rollout(inputs: Mapping[str, Any], first_prompt: int, responses_per_pro
         completion_mask=inputs["completion_mask"],
         advantages=inputs["advantages"],
         prompt_index=first_prompt + inputs[ROLLOUT_ROW] // responses_per_prompt,
+        sampling_logps=inputs.get("old_per_token_logps"),
         on_policy=on_policy,
     )
 
 
-def join_microbatches(microbatches: Sequence[Microbatch]) -> tuple[Rollout, Scores]:
-    """Returns the sequences and scores of a whole step, padded to one width: a step may hold several rollouts."""
+def join_microbatches(
+    microbatches: Sequence[Microbatch], loss_weights: Sequence[Tensor]
+) -> tuple[Rollout, Scores, Tensor]:
+    """Returns sequences, scores and loss weights of a whole step, padded to one width: it may hold several rollouts."""
     parts = [m.rollout for m in microbatches]
     scores = [m.scores for m in microbatches if m.scores is not None]
     assert len(scores) == len(parts)
+    sampled = [p.sampling_logps for p in parts if p.sampling_logps is not None]
     prompt_width = max(p.prompt_ids.shape[1] for p in parts)
     width = max(p.completion_ids.shape[1] for p in parts)
 
@@ -141,13 +146,15 @@ def join_microbatches(microbatches: Sequence[Microbatch]) -> tuple[Rollout, Scor
         completion_mask=right([p.completion_mask for p in parts]),
         advantages=torch.cat([p.advantages for p in parts]),
         prompt_index=torch.cat([p.prompt_index for p in parts]),
+        sampling_logps=right(sampled) if len(sampled) == len(parts) else None,
         on_policy=all(p.on_policy for p in parts),
     )
-    return rollout, Scores(
+    joined = Scores(
         logps=right([s.logps for s in scores]),
         entropies=right([s.entropies for s in scores]),
         mask=rollout.completion_mask,
     )
+    return rollout, joined, right(list(loss_weights))
 
 
 def score(trainer: GRPOTrainer, forward: Forward, rollout: Rollout, rows: Tensor) -> Scores:
@@ -198,7 +205,7 @@ def mean_gradients(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter])
 
 
 def view_optimizer(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter]) -> OptimizerView:
-    """Returns the optimizer before its step: AdamW's states by parameter name, or the reason why there are none.
+    """Returns the optimizer before its step: its states by parameter name, or the reason why there is no formula.
 
     Under ZeRO this is a collective: the states are gathered.
     """
@@ -209,34 +216,50 @@ def view_optimizer(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter])
         optimizer, max_grad_norm = trainer.optimizer, trainer.args.max_grad_norm or float("inf")
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
-    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
-        reason = f"the step of {type(optimizer).__name__} has no formula here; AdamW's has"
+    readers: dict[type, Callable[..., AdamWState | SGDState]] = {
+        torch.optim.AdamW: _read_adam_state,
+        torch.optim.Adam: _read_adam_state,
+        torch.optim.SGD: _read_sgd_state,
+    }
+    read_state = readers.get(type(optimizer))
+    if read_state is None:
+        reason = f"the step of {type(optimizer).__name__} has no formula here; those of AdamW, Adam and SGD have"
         return OptimizerView(None, max_grad_norm, reason)
-    for group in optimizer.param_groups:
-        coupled = group["weight_decay"] != 0 and not group["decoupled_weight_decay"]
-        if group["amsgrad"] or group["maximize"] or coupled:
-            reason = "amsgrad, maximize and Adam's coupled weight decay have no formula here; AdamW's step has"
-            return OptimizerView(None, max_grad_norm, reason)
     if engine is not None:
         group_of, state_of = zero.optimizer_states(engine.optimizer)
     else:
         group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
         state_of = optimizer.state
-    outside = [name for name, param in parameters.items() if param not in group_of]
-    if outside:
-        return OptimizerView(None, max_grad_norm, f"parameter {outside[0]} is trainable but not in the optimizer")
-    states = {name: _adamw_state(param, group_of[param], state_of.get(param)) for name, param in parameters.items()}
+    states: dict[str, AdamWState | SGDState] = {}
+    for name, param in parameters.items():
+        group = group_of.get(param)
+        if group is None:
+            return OptimizerView(None, max_grad_norm, f"parameter {name} is trainable but not in the optimizer")
+        if group.get("amsgrad") or group["maximize"]:
+            return OptimizerView(None, max_grad_norm, "amsgrad and maximize have no formula here")
+        states[name] = read_state(param, state_of.get(param, {}), group)
     return OptimizerView(states, max_grad_norm)
 
 
-def _adamw_state(param: nn.Parameter, group: Mapping[str, Any], state: Mapping[str, Any] | None) -> AdamWState:
-    """Returns AdamW's view of one parameter; its state is zero before the first step, when torch has none yet."""
+def _read_adam_state(param: nn.Parameter, state: Mapping[str, Any], group: Mapping[str, Any]) -> AdamWState:
     return AdamWState(
-        exp_avg=state["exp_avg"] if state else torch.zeros_like(param),
+        exp_avg=state["exp_avg"] if state else torch.zeros_like(param),  # no state before the first step
         exp_avg_sq=state["exp_avg_sq"] if state else torch.zeros_like(param),
         step=int(state["step"]) if state else 0,
         lr=float(group["lr"]),
         betas=group["betas"],
         eps=group["eps"],
         weight_decay=group["weight_decay"],
+        decoupled=group["decoupled_weight_decay"],
+    )
+
+
+def _read_sgd_state(param: nn.Parameter, state: Mapping[str, Any], group: Mapping[str, Any]) -> SGDState:
+    return SGDState(
+        momentum_buffer=state.get("momentum_buffer"),
+        lr=float(group["lr"]),
+        momentum=group["momentum"],
+        dampening=group["dampening"],
+        weight_decay=group["weight_decay"],
+        nesterov=group["nesterov"],
     )

@@ -10,7 +10,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    {"types", "estimate", "gradients", "entropy", "adamw", "folds", "module_kinds", "trapezoid", "version"},
+    {"types", "estimate", "gradients", "entropy", "adamw", "sgd", "folds", "updates",
+     "entropy_gradients", "causes", "delta_h", "module_kinds", "trapezoid", "version"},
     {"probes"},
     {
         "attach", "checkpoints", "host", "models", "progress", "records", "report", "tasks", "tiny", "trainer",

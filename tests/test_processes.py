@@ -112,7 +112,7 @@ def test_zero_shows_probes_the_gradients_and_states_of_ddp(runs: Path, run: str)
 
 
 @pytest.mark.parametrize("run", ["plain_2", *ZERO])
-def test_the_mean_over_ranks_of_their_microbatch_gradients_is_the_gradient(runs: Path, run: str) -> None:
+def test_the_mean_over_ranks_of_their_fold_gradients_is_the_gradient(runs: Path, run: str) -> None:
     for first, second in zip(saved(runs, run, 0)["steps"], saved(runs, run, 1)["steps"], strict=True):
         means = {f"gradient/{n.removeprefix('own/')}": (t + second[n]) / 2 for n, t in of_kind(first, "own").items()}
         assert_same_tensors(of_kind(first, "gradient"), means)
