@@ -62,19 +62,17 @@ def mean_gradients(zero: Any) -> dict[nn.Parameter, Tensor]:
 
 
 def optimizer_states(zero: Any) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[nn.Parameter, dict[str, Any]]]:
-    """Returns the hyperparameters of every parameter's group, and its Adam state; none of it before the first step."""
+    """Returns the hyperparameters of every parameter's group, and its state; none of that before the first step."""
     group_of: dict[nn.Parameter, dict[str, Any]] = {}
     states: dict[nn.Parameter, dict[str, Any]] = {}
     for group, partition in enumerate(zero.single_partition_of_fp32_groups):
         hyperparameters = zero.optimizer.param_groups[group]
         group_of |= dict.fromkeys(zero.bit16_groups[group], hyperparameters)
-        state = zero.optimizer.state.get(partition)
-        if state:
-            exp_avg, exp_avg_sq = (_gather(zero, group, state[key]) for key in ("exp_avg", "exp_avg_sq"))
-            states |= {
-                param: {"exp_avg": exp_avg[param], "exp_avg_sq": exp_avg_sq[param], "step": state["step"]}
-                for param in exp_avg
-            }
+        for key, value in zero.optimizer.state.get(partition, {}).items():
+            sliced = isinstance(value, Tensor) and value.shape == partition.shape  # not the number of steps
+            full = _gather(zero, group, value) if sliced else dict.fromkeys(zero.bit16_groups[group], value)
+            for param in full:
+                states.setdefault(param, {})[key] = full[param]
     return group_of, states
 
 

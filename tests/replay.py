@@ -70,13 +70,13 @@ class ReplayTrainer(DrGRPOTrainer):
 
 
 class Recorder(Probe):
-    """Keeps the gradient and the Adam state that each step starts from, and the mean of this rank's microbatches.
+    """Keeps the gradient and the Adam state that each step starts from, and the mean of this rank's folds.
 
     It is told last: a tap that a probe's own backward had reached would show in that mean.
     """
 
     name = "recorder"
-    needs = Need.MICROBATCH_GRADIENTS
+    needs = Need.FOLD_GRADIENTS
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,9 +85,9 @@ class Recorder(Probe):
     def on_pre_optimizer_step(self, ctx: Any) -> None:
         kinds = {
             "gradient": ctx.gradients,
-            "own": {name: ctx.microbatch_gradients.view(name).mean(dim=0) for name in ctx.parameters},
-            "exp_avg": {name: state.exp_avg for name, state in ctx.optimizer.adamw.items()},
-            "exp_avg_sq": {name: state.exp_avg_sq for name, state in ctx.optimizer.adamw.items()},
+            "own": {name: ctx.fold_gradients.view(name).mean(dim=0) for name in ctx.parameters},
+            "exp_avg": {name: state.exp_avg for name, state in ctx.optimizer.states.items()},
+            "exp_avg_sq": {name: state.exp_avg_sq for name, state in ctx.optimizer.states.items()},
         }
         self.steps.append({f"{kind}/{name}": t.clone() for kind, named in kinds.items() for name, t in named.items()})
 
