@@ -32,7 +32,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from rl_training import host
+from rl_training import host, sampling
 from rl_training.checkpoints import load_probe_states, save_probe_states
 from rl_training.estimate import Estimate
 from rl_training.gradients import GradientTap
@@ -232,6 +232,8 @@ class Attachment(TrainerCallback):
             num_ranks=trainer.accelerator.num_processes,
             score=functools.partial(host.score, trainer, self._forward, rollout),
             reduce=self._reduce,
+            sample=functools.partial(sampling.sample, trainer),
+            score_rollout=functools.partial(sampling.score_rollout, trainer, self._forward),
         )
 
     def _reduce(self, tensor: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
 """What the host does: facts of TRL, Transformers and accelerate, read and written in one place.
 
-Together with attach.py the only file that names their internals. Written against trl 1.16 and transformers 5.23.
+Together with attach.py and sampling.py the only file that names their internals. Written against trl 1.16 and
+transformers 5.23.
 """
 
 from __future__ import annotations

@@ -10,10 +10,14 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    {"types", "estimate", "gradients", "entropy", "adamw", "folds", "module_kinds", "trapezoid", "version"},
-    {"probes"},
     {
-        "attach", "checkpoints", "host", "models", "progress", "records", "report", "tasks", "tiny", "trainer",
+        "types", "estimate", "gradients", "entropy", "adamw", "folds", "module_kinds", "trapezoid", "version",
+        "importance", "calibration",
+    },
+    {"probes", "ground_truth"},
+    {
+        "attach", "checkpoints", "host", "models", "progress", "records", "report", "sampling", "tasks", "tiny",
+        "trainer",
         "__init__",  # gathers the public names
     },
     {"build"},
