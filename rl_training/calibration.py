@@ -31,6 +31,7 @@ from rl_training.folds import jackknife_stderr
 
 MIN_PAIRS = MIN_FOLDS_FOR_STDERR  # fewer make a line through any cloud
 NO_NOISE_LEFT = "the predictions are smaller than their own error bars: what is left without the noise has no size"
+ALL_ZERO = "all predictions are zero"
 NO_SPREAD = "all predictions, or all truths, are the same number"
 NO_ERROR_BARS = "needs the standard errors of prediction and truth"
 
@@ -71,7 +72,7 @@ class Calibration:
         covered = [interval_covers(p - t, s, int(n), tau) for p, s, n, t, tau in self._pairs[with_bars].tolist()]
         p, t, s = prediction[with_bars], truth[with_bars], stderr[with_bars]
         return {
-            "slope": _estimate(_ratio, [prediction * truth, prediction.square()], NO_SPREAD),
+            "slope": _estimate(_ratio, [prediction * truth, prediction.square()], ALL_ZERO),
             "slope_corrected": _estimate(_ratio, [p * t, p.square() - s.square()], NO_NOISE_LEFT, NO_ERROR_BARS),
             "correlation": _estimate(
                 _pearson,
