@@ -165,7 +165,7 @@ def plain_sequences(model: PreTrainedModel, trainer: GRPOTrainer, seeds: range) 
         batch = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
         with torch.no_grad(), torch.random.fork_rng():
             torch.manual_seed(seed)
-            ids = model.eval().generate(**batch, do_sample=True, top_k=0, max_new_tokens=24)
+            ids = model.eval().generate(**batch, do_sample=True, top_k=0, max_new_tokens=24, use_cache=True)
             width = batch["input_ids"].shape[1]
             mask = torch.cat([batch["attention_mask"], torch.ones_like(ids[:, width:])], dim=1)
             logps = model(ids, attention_mask=mask).logits[:, width - 1 : -1].log_softmax(dim=-1)
@@ -198,9 +198,9 @@ def test_the_measured_change_is_what_many_fresh_samples_say(make_trainer, learni
     trainer.train()
     twin = type(trainer.model)(trainer.model.config)
     twin.load_state_dict(start)
-    before = plain_sequences(twin, trainer, range(10))
+    before = plain_sequences(twin, trainer, range(8))
     twin.load_state_dict(trainer.model.state_dict())
-    after = plain_sequences(twin, trainer, range(10, 20))
+    after = plain_sequences(twin, trainer, range(8, 16))
     answers = probe.answers[0]
     assert answers["delta_h/true_resampled"].value == resampled
     plain = plain_change_and_errors(before, after)
