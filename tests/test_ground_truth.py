@@ -237,10 +237,11 @@ def test_ess_and_weights_are_those_of_the_two_scorings(make_trainer) -> None:
     assert max(weights) > 1.01
 
 
-def test_floor_is_rounding_and_higher_in_bf16(make_trainer) -> None:
+@pytest.mark.parametrize("num_sequences", [8, 40])  # one microbatch, and several
+def test_floor_is_rounding_and_higher_in_bf16(make_trainer, num_sequences) -> None:
     floors = {}
     for dtype in (torch.float32, torch.bfloat16):
-        probe = TruthProbe(num_sequences=64)
+        probe = TruthProbe(num_sequences=num_sequences)
         make_trainer(probes=[probe], max_steps=1, dtype=dtype).train()
         floors[dtype] = abs(probe.answers[0]["delta_h/true_floor"].value)
     assert 0 < floors[torch.float32] < 1e-7
@@ -288,17 +289,18 @@ def test_the_same_seed_gives_the_same_responses_and_another_seed_others(make_tra
     )
 
 
-def test_the_same_seed_at_nearby_parameters_gives_mostly_the_same_responses(make_trainer) -> None:
-    trainer = make_trainer(max_steps=1, per_device_train_batch_size=8, gradient_accumulation_steps=1)
-    texts = []
-    for seed in (5, 5, 6):  # of 64 responses in 8 batches: a stream that ran on from batch to batch would drift apart
-        rollout = sample(trainer, 64, seed)
-        both = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)
-        texts.append(trainer.processing_class.batch_decode(both, skip_special_tokens=True))
-        if len(texts) == 1:
-            trainer.train()
-    assert sum(a == b for a, b in zip(texts[0][-8:], texts[1][-8:], strict=True)) >= 6
-    assert texts[0] != texts[2]
+def test_the_same_seed_at_nearby_parameters_gives_mostly_the_same_responses_in_every_batch(make_trainer) -> None:
+    trainer = make_trainer(per_device_train_batch_size=4, gradient_accumulation_steps=1, max_completion_length=64)
+    before = sample(trainer, 64, seed=5)
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter += 0.003 * torch.randn(parameter.shape, generator=noise)
+    after = sample(trainer, 64, seed=5)
+    assert torch.equal(before.prompt_ids, after.prompt_ids)
+    texts = [trainer.processing_class.batch_decode(r.completion_ids, skip_special_tokens=True) for r in (before, after)]
+    same = sum(a == b for a, b in zip(*texts, strict=True))
+    assert 54 <= same < 64  # 50 when the random numbers run on from a batch to the next, whose lengths differ
 
 
 def test_responses_are_those_that_trl_samples_from_the_same_random_numbers(make_trainer) -> None:
