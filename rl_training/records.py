@@ -35,8 +35,11 @@ class Records:
             if path.exists():
                 kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= after_step]
                 scratch = path.with_suffix(".tmp")
-                scratch.write_text("".join(kept), encoding="utf-8")
-                scratch.replace(path)  # in one move: a kill here loses nothing
+                try:
+                    scratch.write_text("".join(kept), encoding="utf-8")
+                except OSError as error:
+                    raise _cannot_write(scratch, error) from error
+                scratch.replace(path)  # in one move: a kill or a full disk loses nothing
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._append(METRICS_FILE, [{"step": step, **metrics}])
@@ -60,8 +63,16 @@ class Records:
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
         lines = (json.dumps({key: _to_json(value) for key, value in row.items()}) + "\n" for row in rows)
-        with open(self.folder / name, "a", encoding="utf-8") as file:  # closed, hence flushed, at each step
-            file.write("".join(lines))
+        try:
+            with open(self.folder / name, "a", encoding="utf-8") as file:  # closed, hence flushed, at each step
+                file.write("".join(lines))
+        except OSError as error:  # a full disk: the half of a line that may be there is dropped by the next `start`
+            raise _cannot_write(self.folder / name, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> OSError:
+    way_out = "the run's records cannot be written: make room, then go on with resume=latest"
+    return OSError(error.errno, f"{error.strerror}; {way_out}", str(path))
 
 
 def _to_json(value: Any) -> Any:

@@ -206,8 +206,8 @@ def _mean_product_within_prompts(ctx: StepContext, num_prompts: int) -> Tensor:
 
 
 def _warm_state(ctx: StepContext, name: str) -> AdamWState | None:
-    state = ctx.optimizer.adamw[name] if ctx.optimizer.adamw is not None else None
-    return state if state is not None and state.is_warm else None
+    state = ctx.optimizer.states[name] if ctx.optimizer.states is not None else None
+    return state if isinstance(state, AdamWState) and state.is_warm else None
 
 
 def _averaged(value: Tensor, stderr: Tensor, steps: float) -> Estimate:
