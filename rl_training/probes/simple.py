@@ -30,6 +30,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rl_training.calibration import Calibration
 from rl_training.causes import Splits
 from rl_training.delta_h import PRODUCTS, FoldSums, statistic
 from rl_training.entropy import Estimator
@@ -37,6 +38,7 @@ from rl_training.entropy_gradients import importance_ratios
 from rl_training.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.folds import jackknife_stderr
 from rl_training.gradients import GradientBuffer
+from rl_training.ground_truth import GroundTruth
 from rl_training.probes.base import Need, Probe
 from rl_training.trapezoid import BatchTerms, TrapezoidSum
 from rl_training.types import StepContext
@@ -72,6 +74,10 @@ class SimpleEntropyProbe(Probe):
                           are 8 ranks or more. More than microbatches costs another forward and backward of training
     own_prompts           measure `delta_h/own_prompts` too: a third backward, and half as many optimizer steps again
     offload               keep the parameter-size rows in host memory
+    validate_every        measure the true change on a buffer of its own at each so-manieth step, and hold `forward`
+                          against it: ground_truth.py, calibration.py; 0 for never. It costs two to three forwards
+    validate_sequences    responses in that buffer, over all ranks
+    seed                  of that buffer
     every                 measure each `every`-th step; backward, trapezoid and the sums need every=1
     """
 
@@ -85,6 +91,9 @@ class SimpleEntropyProbe(Probe):
         num_folds: int | None = None,
         own_prompts: bool = False,
         offload: bool = False,
+        validate_every: int = 0,
+        validate_sequences: int = 512,
+        seed: int = 0,
         every: int = 1,
     ) -> None:
         super().__init__(every)
@@ -99,6 +108,8 @@ class SimpleEntropyProbe(Probe):
         self.num_folds = num_folds
         self.own_prompts = own_prompts
         self.offload = offload
+        self._truth = GroundTruth(validate_every, validate_sequences, seed) if validate_every else None
+        self._calibration = Calibration()
         self._updates: GradientBuffer | None = None
         self._update_row: Tensor | None = None  # row PREVIOUS: the δθ of `_update_step`
         self._update_step: int | None = None
@@ -107,6 +118,8 @@ class SimpleEntropyProbe(Probe):
         self._answers: dict[str, Estimate] = {}
 
     def on_pre_optimizer_step(self, ctx: StepContext) -> None:
+        if self._truth is not None:
+            self._truth.draw(ctx)
         ratios = importance_ratios(ctx)
         reason = _why_no_entropy_gradient(ctx, ratios)
         if reason:
@@ -138,6 +151,11 @@ class SimpleEntropyProbe(Probe):
             for name, param in ctx.parameters.items():
                 row = self._updates.view(name)[PREVIOUS]  # the old parameters, see _keep_update
                 row.copy_(param.detach().to(row.device) - row)
+        if self._truth is not None and self._truth.measures_at(ctx.step):
+            self._answers |= self._truth.measure(ctx)
+            self._calibration.add(self._answers["delta_h/forward"], self._answers["delta_h/true"])
+            calibration = self._calibration.estimates()
+            self._answers |= {f"calibration/{name}": estimate for name, estimate in calibration.items()}
 
     def measure(self, ctx: StepContext) -> dict[str, Estimate]:
         return self._answers
@@ -148,12 +166,15 @@ class SimpleEntropyProbe(Probe):
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {f"sum.{name}": tensor for name, tensor in self._sum.state_dict().items()}
+        state |= self._calibration.state_dict()
         if self._update_row is not None and self._update_step is not None:
             state |= {"update": self._update_row, "update_step": torch.tensor(self._update_step)}
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._sum.load_state_dict({k.removeprefix("sum."): v for k, v in state.items() if k.startswith("sum.")})
+        if "pairs" in state:
+            self._calibration.load_state_dict(state)
         self._update_row = state.get("update")
         self._update_step = int(state["update_step"]) if "update_step" in state else None
 

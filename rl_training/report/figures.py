@@ -84,11 +84,13 @@ def _entropy(run: Run) -> Picture:
 def _delta_h(run: Run) -> Picture:
     quantities = {"forward": run.measured("delta_h/forward"), "backward": run.measured("delta_h/backward")}
     forward, backward = (curve(measurements, at_about_step=True) for measurements in quantities.values())
+    true = curve(run.measured("delta_h/true"))
 
     def draw(axes: Axes) -> None:
         axes.axhline(0, color=GREY, lw=1)
         points(axes, forward, BLUE, "o", -OFFSET, "forward, from this step's batch")
         points(axes, backward, GREEN, "s", OFFSET, "backward, from the next step's batch")
+        points(axes, true, BLACK, "D", 0, "true, on a buffer of its own")
         axes.set_ylabel("predicted change of token entropy\nby this step's update (nats per token)")
         legend(axes)
 
