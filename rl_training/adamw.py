@@ -52,6 +52,13 @@ class AdamWState:
             decoupled=self.decoupled,
         )
 
+    def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
+        """Returns a, elementwise: `delta(param, grad).gradient` is a · grad."""
+        seen = grad if self.decoupled else grad + self.weight_decay * param
+        v = self.betas[1] * self.exp_avg_sq + (1.0 - self.betas[1]) * seen.square()
+        root = (v / (1.0 - self.betas[1] ** (self.step + 1))).sqrt()
+        return -self.lr * (1.0 - self.betas[0]) / (1.0 - self.betas[0] ** (self.step + 1)) / (root + self.eps)
+
     @property
     def is_warm(self) -> bool:
         """Whether v̂ has seen enough gradients for its square root to be a scale and not a sign."""

@@ -7,6 +7,7 @@ TRL has no callback between forward and backward, so the driver stands in front 
 INSTANCE, and `remove` takes every one of them away again:
 
     _generate_and_score_completions        a rollout is there
+    _calculate_rewards                     the rewards, which TRL does not hand on
     _prepare_inputs                        whole-prompt order of the microbatches
     _get_per_token_logps_and_entropies     the scores of the training forward
     compute_loss .. training_step          between their returns lies the trainer's own backward: the tap is armed
@@ -110,6 +111,7 @@ class Attachment(TrainerCallback):
             self._tap = GradientTap(self._parameters, keep_rows, keep_sq_norms, device)
         self._forward: host.Forward = trainer._get_per_token_logps_and_entropies
         self._stand_in_front_of("_generate_and_score_completions", self._on_generate)
+        self._stand_in_front_of("_calculate_rewards", self._on_rewards)
         self._stand_in_front_of("_prepare_inputs", self._on_prepare_inputs)
         self._stand_in_front_of("_get_per_token_logps_and_entropies", self._on_scores)
         self._stand_in_front_of("compute_loss", self._on_loss)
@@ -124,6 +126,7 @@ class Attachment(TrainerCallback):
         """Takes everything off the trainer again; what was measured stays measured."""
         for batch in self._trainer._buffered_inputs or []:
             batch.pop(host.ROLLOUT_ROW, None)
+            batch.pop(host.REWARD, None)
         self._undo_engine.close()
         self._undo.close()
 
@@ -197,11 +200,18 @@ class Attachment(TrainerCallback):
         if self._trainer.model.training:
             ids = output["completion_ids"]
             output[host.ROLLOUT_ROW] = torch.arange(len(ids), device=ids.device)
+            first = self._trainer.accelerator.process_index * len(ids)  # rewards are of all ranks
+            output[host.REWARD] = self._rewards[first : first + len(ids)].to(ids.device)
             self._generations += 1
             self._learned.clear()
             self._generated_at = self._trainer.state.global_step
             self._tell("on_rollout", self._read(output))
         return output
+
+    def _on_rewards(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        by_function = original(*args, **kwargs)
+        self._rewards = (by_function * self._trainer.reward_weights.to(by_function.device)).nansum(dim=1)
+        return by_function
 
     def _on_prepare_inputs(self, original: Callable[..., dict], generation_batch: Any) -> dict:
         generations = self._generations
@@ -285,6 +295,8 @@ class Attachment(TrainerCallback):
             whole_prompts=whole_prompts,
             num_ranks=trainer.accelerator.num_processes,
             score=score,
+            shifted=functools.partial(host.shifted, self._parameters),
+            decode=functools.partial(host.decode, trainer),
             reduce=self._reduce,
             sample=functools.partial(sampling.sample, trainer),
             score_rollout=functools.partial(sampling.score_rollout, trainer, self._forward),

@@ -51,6 +51,7 @@ class FoldSums:
     """The sums over all folds of all ranks, and those without each fold of this rank, ready for the jackknife.
 
     total    (LEVELS + 2 products,)          without  (K, …), row l the sums without fold l
+    halves   (2, P), ∂H_tok of this rank's even and odd folds, if asked for
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class FoldSums:
         estimator: Estimator,
         responses_per_prompt: int,
         own_prompts: bool,
+        with_halves: bool,
     ) -> None:
         self._ctx, self._updates, self._splits = ctx, updates, splits
         self._responses_per_prompt = responses_per_prompt
@@ -73,8 +75,11 @@ class FoldSums:
         gradients = fold_gradients(ctx, updates, ratios, responses_per_prompt, estimator, with_training=own_prompts)
         clip = fill_updates(ctx, self._sizes, self._total_size, out=updates).tolist()
         levels, rows, shifts = self._levels(ratios), [], []
+        halves = updates.matrix.new_zeros(2, 2, updates.matrix.shape[1]) if with_halves else None
         for k, fold in enumerate(gradients):
             known = updates.dot(fold.entropy_and_length)  # (rows of updates, 2)
+            if halves is not None:
+                halves[k % 2] += float(self._sizes[k]) * fold.entropy_and_length
             forward, unclipped, split = self._forward(k, fold, clip[1 + k])
             products = [forward, known[PREVIOUS], known[WHOLE], self._own_prompts(k, fold), unclipped]
             by_quantity = self._sizes[k] * torch.cat([torch.stack(products), split])
@@ -83,6 +88,7 @@ class FoldSums:
         by_fold, shift = torch.stack(rows), torch.stack(shifts)
         self.total = ctx.reduce(by_fold.sum(dim=0))
         self.without = self.total - by_fold
+        self.halves = self._per_token(halves, levels) if halves is not None else None
         # Without fold l the other folds' steps lose l too: δθ_(−k,−l) − δθ_(−k) ≈ δθ_(−l) − δθ.
         lost = shift.sum(dim=0) - torch.diagonal(shift, dim1=0, dim2=1).T
         self.without[:, LEVELS:].unflatten(1, (-1, 2))[:, [FORWARD, OWN_PROMPTS, UNCLIPPED]] += lost.unsqueeze(1)
@@ -93,6 +99,14 @@ class FoldSums:
         of_sequence = torch.stack([torch.ones_like(ratios), entropies.sum(dim=1), mask.sum(dim=1)], dim=1)
         levels = ratios.new_zeros(len(self._sizes), LEVELS)
         return levels.index_add_(0, self._ctx.fold, ratios.unsqueeze(1) * of_sequence)
+
+    def _per_token(self, halves: Tensor, levels: Tensor) -> Tensor:
+        """Returns ∂H_tok = (∂H_seq − H_tok ∂E[T]) / E[T] of both halves, (2, P), with the levels of all folds."""
+        of_half = torch.stack([self._sizes[parity::2].sum() for parity in (0, 1)])
+        _, entropy, length = self.total[:LEVELS].tolist()
+        mean_length = length / float(self.total[0])
+        d_entropy, d_length = (halves / of_half.to(halves).view(2, 1, 1)).unbind(dim=1)
+        return (d_entropy - entropy / length * d_length) / mean_length
 
     def _forward(self, k: int, fold: FoldGradients, clip: float) -> tuple[Tensor, Tensor, Tensor]:
         """Returns X_k · δθ_(−k), the same without clipping, and the first split by cause, layer and kind."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from scipy.special import stdtrit
 
@@ -19,6 +20,7 @@ class Estimate:
     num_samples  independent units behind it: folds of prompts for a jackknife, so Student-t has num_samples − 1 degrees
     reason       why `value` or `stderr` is nan; else empty, or a remark
     about_step   the optimizer step it speaks of, when that is not the step at which it was measured
+    detail       what else is to be known of it; goes into probes.jsonl
     """
 
     value: float
@@ -26,6 +28,7 @@ class Estimate:
     num_samples: int = 0
     reason: str = ""
     about_step: int | None = None
+    detail: Mapping[str, str | float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if math.isnan(self.value) and not self.reason:

@@ -6,8 +6,9 @@ transformers 5.23. What DeepSpeed keeps elsewhere than torch does is read in zer
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +21,9 @@ from rl_training.adamw import AdamWState
 from rl_training.sgd import SGDState
 from rl_training.types import Microbatch, OptimizerView, Rollout, Scores
 
-ROLLOUT_ROW = "rollout_row"  # key that rides along in TRL's batch dictionaries: the row before TRL's shuffle
+# Keys that ride along in TRL's batch dictionaries.
+ROLLOUT_ROW = "rollout_row"  # the row before TRL's shuffle
+REWARD = "rollout_reward"
 
 Forward = Callable[..., tuple[Tensor, Tensor, Tensor | None]]  # GRPOTrainer._get_per_token_logps_and_entropies
 
@@ -165,6 +168,7 @@ def read_rollout(inputs: Mapping[str, Any], first_prompt: int, responses_per_pro
         completion_ids=inputs["completion_ids"],
         completion_mask=inputs["completion_mask"],
         advantages=inputs["advantages"],
+        rewards=inputs.get(REWARD),
         prompt_index=first_prompt + inputs[ROLLOUT_ROW] // responses_per_prompt,
         sampling_logps=inputs.get("old_per_token_logps"),
         on_policy=on_policy,
@@ -178,6 +182,7 @@ def join_microbatches(
     parts = [m.rollout for m in microbatches]
     scores = [m.scores for m in microbatches if m.scores is not None]
     assert len(scores) == len(parts)
+    rewards = [p.rewards for p in parts if p.rewards is not None]
     sampled = [p.sampling_logps for p in parts if p.sampling_logps is not None]
     prompt_width = max(p.prompt_ids.shape[1] for p in parts)
     width = max(p.completion_ids.shape[1] for p in parts)
@@ -194,6 +199,7 @@ def join_microbatches(
         completion_ids=right([p.completion_ids for p in parts]),
         completion_mask=right([p.completion_mask for p in parts]),
         advantages=torch.cat([p.advantages for p in parts]),
+        rewards=torch.cat(rewards) if len(rewards) == len(parts) else None,
         prompt_index=torch.cat([p.prompt_index for p in parts]),
         sampling_logps=right(sampled) if len(sampled) == len(parts) else None,
         on_policy=all(p.on_policy for p in parts),
@@ -249,6 +255,24 @@ def refuse_dependence_on_padding(trainer: GRPOTrainer, forward: Forward, rollout
             "of its prompt (absolute position embeddings?), so what is sampled, trained on and measured are three "
             "policies: use a model with rotary positions, or train without probes (probe=none)"
         )
+
+
+@contextlib.contextmanager
+def shifted(parameters: Mapping[str, nn.Parameter], shift: Mapping[str, Tensor]) -> Iterator[None]:
+    """A context in which parameters point to moved copies of themselves; what they pointed to is never written to."""
+    originals = {name: param.data for name, param in parameters.items()}
+    try:
+        for name, param in parameters.items():
+            param.data = param.data + shift[name]
+        yield
+    finally:
+        for name, param in parameters.items():
+            param.data = originals[name]
+
+
+def decode(trainer: GRPOTrainer, ids: Tensor) -> str:
+    """Returns the text of one sequence of tokens, as TRL decodes completions."""
+    return trainer._tokenizer.decode(ids, skip_special_tokens=True)
 
 
 def deepspeed_engine(trainer: GRPOTrainer) -> Any | None:

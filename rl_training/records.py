@@ -1,8 +1,9 @@
 """What a run leaves behind: logs/metrics.jsonl and logs/probes.jsonl, written line by line, and their reader.
 
     metrics.jsonl   one flat line per log (with logging_steps=1: per optimizer step); key `step`
-    evaluations.jsonl  the same of evaluations, where the trainer makes some
+    evaluations.jsonl   the same for evaluations, where the trainer makes some
     probes.jsonl    one line per estimate: step, about_step, world_size, probe, name, value, stderr, num_samples, reason
+                    (and, for some, what they speak of: prompt, response, reward, advantage)
 
 Every line is flushed as it is written, so that a killed run keeps what it measured. nan is written as null, which
 JSON knows; a number that is infinite is written as a string.
@@ -61,6 +62,7 @@ class Records:
                 "stderr": e.stderr,
                 "num_samples": e.num_samples,
                 "reason": e.reason,
+                **e.detail,
             }
             for name, e in estimates.items()
         ]

@@ -60,6 +60,7 @@ def sample(trainer: GRPOTrainer, num_sequences: int, seed: int) -> Rollout:
         completion_ids=pad_sequence(completion_ids, True, pad),
         completion_mask=pad_sequence([torch.ones_like(ids) for ids in completion_ids], True),
         advantages=torch.full((len(mine),), torch.nan, device=device),
+        rewards=None,
         prompt_index=torch.tensor(mine, device=device),
         sampling_logps=None,
         on_policy=True,

@@ -34,15 +34,14 @@ class SGDState:
         `grad` may carry leading dimensions, (..., *param.shape). Example: SGDState(None, lr=.1, momentum=0, ...) moves
         by −.1 grad.
         """
-        first = self.momentum_buffer is None
-        inflow = 1.0 if first else 1.0 - self.dampening  # how much of d enters b
-        if self.momentum == 0.0:
-            of_d, of_buffer = 1.0, 0.0
-        elif self.nesterov:
-            of_d, of_buffer = 1.0 + self.momentum * inflow, self.momentum**2
-        else:
-            of_d, of_buffer = inflow, self.momentum
-        decay = (-self.lr * of_d * self.weight_decay) * param
-        buffer = self.momentum_buffer
+        factor, buffer = self.gradient_factor(param, grad), self.momentum_buffer
+        of_buffer = self.momentum**2 if self.nesterov else self.momentum
         momentum = (-self.lr * of_buffer) * buffer if buffer is not None else 0.0 * param
-        return UpdateParts(momentum=momentum, gradient=(-self.lr * of_d) * grad, decay=decay)
+        return UpdateParts(momentum=momentum, gradient=factor * grad, decay=(factor * self.weight_decay) * param)
+
+    def gradient_factor(self, param: Tensor, grad: Tensor) -> float:
+        """Returns a: `delta(param, grad).gradient` is a · grad."""
+        inflow = 1.0 if self.momentum_buffer is None else 1.0 - self.dampening  # how much of d enters b
+        if self.momentum == 0.0:
+            return -self.lr
+        return -self.lr * (1.0 + self.momentum * inflow if self.nesterov else inflow)

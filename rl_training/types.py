@@ -11,6 +11,7 @@ Shape legend, used in every comment of this package:
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -29,6 +30,7 @@ class Rollout:
     completion_ids: Tensor  # (B, T)
     completion_mask: Tensor  # (B, T), 1 on sampled tokens
     advantages: Tensor  # (B,)
+    rewards: Tensor | None  # (B,), weighted sum over the reward functions; None for sequences that were not rewarded
     prompt_index: Tensor  # (B,), equal for responses of the same prompt, different for different prompts
     sampling_logps: Tensor | None  # (B, T) when it was sampled; None where TRL does not keep them
     on_policy: bool  # sampled at the very parameters that this optimizer step starts from
@@ -76,7 +78,8 @@ class StepContext:
     the longest of these rows only. `reduce(tensor)` sums a small tensor over the ranks: call it on all or on none.
     `sample(num_sequences, seed)` gives this rank's share of so many fresh responses, one each to random prompts of the
     training set, and `score_rollout(rollout)` scores any rollout without graph, autocast and dropout. Both speak of the
-    parameters at the moment of the call, and training never notices: see sampling.py.
+    parameters at the moment of the call, and training never notices: see sampling.py. `shifted(shift)` is a context in
+    which the parameters are moved by so much; then they are back, bit for bit. `decode(ids)` gives text.
     """
 
     step: int  # counted from 1: the `step` of the log line that this optimizer step will have
@@ -96,6 +99,8 @@ class StepContext:
     whole_prompts: bool  # and lies in one microbatch, on every rank
     num_ranks: int
     score: Callable[[Tensor], Scores]
+    shifted: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
+    decode: Callable[[Tensor], str]
     reduce: Callable[[Tensor], Tensor]
     sample: Callable[[int, int], Rollout]
     score_rollout: Callable[[Rollout], Scores]

@@ -11,7 +11,8 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [
     {"types", "estimate", "gradients", "entropy", "adamw", "sgd", "folds", "updates",
-     "entropy_gradients", "causes", "delta_h", "module_kinds", "trapezoid", "version", "importance", "calibration"},
+     "entropy_gradients", "causes", "delta_h", "module_kinds", "trapezoid", "version", "importance", "calibration",
+     "responses"},
     {"probes", "ground_truth"},
     {
         "attach", "checkpoints", "dashboard", "host", "loggers", "models", "progress", "records", "report", "sampling",

@@ -40,6 +40,7 @@ from rl_training.folds import jackknife_stderr
 from rl_training.gradients import GradientBuffer
 from rl_training.ground_truth import GroundTruth
 from rl_training.probes.base import Need, Probe
+from rl_training.responses import top_responses
 from rl_training.trapezoid import BatchTerms, TrapezoidSum
 from rl_training.types import StepContext
 from rl_training.updates import FIRST_FOLD, PREVIOUS, WHOLE
@@ -73,6 +74,8 @@ class SimpleEntropyProbe(Probe):
     num_folds             folds of whole prompts on each rank, K; None: one per microbatch, or one per rank when there
                           are 8 ranks or more. More than microbatches costs another forward and backward of training
     own_prompts           measure `delta_h/own_prompts` too: a third backward, and half as many optimizer steps again
+    top_responses         name so many responses of the main process that push entropy down most in each step, with
+                          prompt, reward and advantage, in probes.jsonl: responses.py. Two forwards over all responses
     offload               keep the parameter-size rows in host memory
     validate_every        measure the true change on a buffer of its own at each so-manieth step, and hold `forward`
                           against it: ground_truth.py, calibration.py; 0 for never. It costs two to three forwards
@@ -90,6 +93,7 @@ class SimpleEntropyProbe(Probe):
         responses_per_prompt: int = 1,
         num_folds: int | None = None,
         own_prompts: bool = False,
+        top_responses: int = 0,
         offload: bool = False,
         validate_every: int = 0,
         validate_sequences: int = 512,
@@ -107,6 +111,7 @@ class SimpleEntropyProbe(Probe):
         self.responses_per_prompt = responses_per_prompt
         self.num_folds = num_folds
         self.own_prompts = own_prompts
+        self.top_responses = top_responses
         self.offload = offload
         self._truth = GroundTruth(validate_every, validate_sequences, seed) if validate_every else None
         self._calibration = Calibration()
@@ -126,6 +131,8 @@ class SimpleEntropyProbe(Probe):
             quantities = ("entropy", *PRODUCTS, *self._splits(ctx).labels, *SUMS)
             wanted = [q for q in quantities if self.own_prompts or q != "own_prompts"]
             self._answers = {metric: Estimate.missing(reason) for q in wanted for metric in _pair(q)}
+            names = [f"delta_h/response/{rank + 1}" for rank in range(self.top_responses)]
+            self._answers |= {name: Estimate.missing(reason) for name in names}
             return
         assert ratios is not None
         updates = self._buffer(ctx, int(ctx.fold.max()) + 1)
@@ -137,12 +144,16 @@ class SimpleEntropyProbe(Probe):
             estimator=self.estimator,
             responses_per_prompt=self.responses_per_prompt,
             own_prompts=self.own_prompts,
+            with_halves=self.top_responses > 0,
         )
         values = statistic(sums.total).cpu()  # a few numbers, which are summed over steps and go into the checkpoint
         stderrs = jackknife_stderr(statistic, sums.total, sums.without, ctx.reduce).cpu()
         if sums.num_folds < MIN_FOLDS_FOR_STDERR:
             stderrs = torch.full_like(stderrs, torch.nan)
         self._answers = self._estimates(ctx, values, stderrs, sums.num_folds)
+        if sums.halves is not None:
+            reason = _why_no_forward(ctx, num_folds=len(ctx.fold.unique()))
+            self._answers |= top_responses(ctx, updates, sums.halves, self.top_responses, reason)
         self._keep_update(ctx, updates)
 
     def on_optimizer_step(self, ctx: StepContext) -> None:
