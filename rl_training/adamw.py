@@ -1,17 +1,19 @@
-"""The AdamW step as PyTorch takes it, in parts that add up, and the gradient clipping before it. Pure functions.
+"""The AdamW step as PyTorch takes it, in parts that add up, and the gradient clipping before it.
 
     m ← β1 m + (1−β1) g          v ← β2 v + (1−β2) g²          t ← t + 1
     P = 1 / (√(v / (1−β2^t)) + ε)                               the preconditioner of THIS step
     δθ = −lr · P · m / (1−β1^t)  −  lr · λ · θ
 
 split by cause into momentum (from the old m), gradient (from this g) and decay (λ). The preconditioner must be this
-step's: the one before is 1/ε where v was still 0, which would dominate everything.
+step's: the one before is 1/ε where v was still 0, which would dominate everything. Adam has its decay coupled: λθ is
+added to g before all else, and δθ has no last term.
 
 Source: Loshchilov & Hutter 2019, "Decoupled weight decay regularization", algorithm 2; torch.optim.AdamW.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -24,7 +26,7 @@ CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
 
 @dataclass(frozen=True)
 class AdamWState:
-    """AdamW's view of one parameter BEFORE a step: its moments and the hyperparameters of its group."""
+    """AdamW's (or Adam's) view of one parameter BEFORE a step: its moments and the hyperparameters of its group."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -33,16 +35,38 @@ class AdamWState:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+    decoupled: bool = True  # AdamW; False is Adam
+
+    def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
+        """Returns the change that the optimizer would make with this gradient, see `adamw_delta`."""
+        return adamw_delta(
+            param,
+            grad,
+            self.exp_avg,
+            self.exp_avg_sq,
+            self.step,
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            decoupled=self.decoupled,
+        )
 
     @property
     def is_warm(self) -> bool:
         """Whether v̂ has seen enough gradients for its square root to be a scale and not a sign."""
         return self.step >= WARM_STEPS
 
-    def preconditioner(self) -> Tensor:
-        """Returns the P = 1/(√v̂ + ε) of the step BEFORE, and 0 where v is still 0: there it would be 1/ε."""
-        root = (self.exp_avg_sq / (1.0 - self.betas[1] ** max(self.step, 1))).sqrt_()
-        return torch.where(root > 0, 1.0 / (root + self.eps), 0.0)
+    def sq_norm(self, flat: Tensor) -> Tensor:
+        """Returns Σ P g² of a flat gradient, with the P = 1/(√v̂ + ε) of the step BEFORE.
+
+        Where v is still 0, P would be 1/ε and drown everything else: those entries do not count.
+        """
+        # √v̂ = √v/c with c = √(1 − β2^t). Few passes: this runs in a hook at each microbatch and parameter.
+        correction = math.sqrt(1.0 - self.betas[1] ** max(self.step, 1))
+        second_moment = self.exp_avg_sq.reshape(-1)
+        root = second_moment.sqrt().add_(self.eps * correction)
+        return torch.dot((flat / root).mul_(second_moment.sign()), flat) * correction
 
 
 class UpdateParts(NamedTuple):
@@ -68,8 +92,11 @@ def adamw_delta(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    decoupled: bool = True,
 ) -> UpdateParts:
     """Returns the change δθ that torch.optim.AdamW would make, in parts; nothing is modified.
+
+    With decoupled=False, that of torch.optim.Adam, whose weight decay is part of the gradient.
 
     `exp_avg`, `exp_avg_sq` and `step` as they stood BEFORE the step; `grad` after clipping. `grad` may carry leading
     dimensions, (..., *param.shape): each is a step of its own from the same state, as leave-fold-out needs.
@@ -81,13 +108,16 @@ def adamw_delta(
     bias_correction2 = 1.0 - beta2 ** (step + 1)
     # Few passes over `grad`, which may be many steps at once: this is in the hot path.
     old = (beta2 / bias_correction2) * exp_avg_sq
-    second_moment = torch.addcmul(old, grad, grad, value=(1.0 - beta2) / bias_correction2)
+    coupled_decay = 0.0 if decoupled else weight_decay
+    seen = grad if coupled_decay == 0.0 else grad + coupled_decay * param
+    second_moment = torch.addcmul(old, seen, seen, value=(1.0 - beta2) / bias_correction2)
     preconditioner = second_moment.sqrt_().add_(eps).reciprocal_()
     step_size = lr / bias_correction1
+    fresh = -step_size * (1.0 - beta1)
     return UpdateParts(
         momentum=preconditioner * (-step_size * beta1 * exp_avg),
-        gradient=(preconditioner * grad).mul_(-step_size * (1.0 - beta1)),
-        decay=(-lr * weight_decay) * param,
+        gradient=(preconditioner * grad).mul_(fresh),
+        decay=(-lr * weight_decay) * param if decoupled else (fresh * coupled_decay) * preconditioner * param,
     )
 
 

@@ -21,34 +21,36 @@ SET_ASIDE = "set_aside"  # folder in it, with checkpoints of steps that are take
 PROBE_STATES = "probes.safetensors"
 
 
-def find_checkpoint(resume: str, run_dir: Path) -> Path:
+def find_checkpoint(resume: str, run_dir: Path, deepspeed: bool = False) -> Path:
     """Returns the checkpoint folder that `resume` names.
 
     resume   "latest": the newest complete checkpoint of `run_dir`, or, when that run does not exist yet, of the newest
              run beside it that has one. Otherwise a checkpoint folder, or a run folder (its newest complete one).
+
+    deepspeed  whether this run is DeepSpeed's, whose checkpoints hold the optimizer in another form
 
     Raises ValueError when there is none, saying what was looked at; incomplete ones are skipped with a warning.
     """
     if resume != "latest":
         path = Path(resume)
         if (path / TRAINING_STATE).is_dir():
-            return _newest([path], f"resume={resume}")
+            return _newest([path], f"resume={resume}", deepspeed)
         if not path.is_dir():
             raise ValueError(f"resume={resume}: there is no such folder; give a checkpoint-N folder or a run folder")
-        flaw = what_is_wrong_with(path)
+        flaw = what_is_wrong_with(path, deepspeed)
         if flaw:
             raise ValueError(f"resume={resume} cannot be resumed from: {flaw}. Choose an earlier checkpoint-N folder")
         return path
     if (run_dir / TRAINING_STATE).is_dir():
-        return _newest([run_dir], f"resume=latest in {run_dir}")
+        return _newest([run_dir], f"resume=latest in {run_dir}", deepspeed)
     runs = sorted(run_dir.parent.glob("run_*"), reverse=True)  # named by date and time
-    return _newest(runs, f"resume=latest in {run_dir.parent}")
+    return _newest(runs, f"resume=latest in {run_dir.parent}", deepspeed)
 
 
-def _newest(runs: list[Path], asked: str) -> Path:
+def _newest(runs: list[Path], asked: str, deepspeed: bool) -> Path:
     for run in runs:
         for checkpoint in sorted(_checkpoints(run), key=_step, reverse=True):
-            flaw = what_is_wrong_with(checkpoint)
+            flaw = what_is_wrong_with(checkpoint, deepspeed)
             if not flaw:
                 return checkpoint
             logger.warning(f"skipping {checkpoint}: {flaw}")
@@ -83,7 +85,7 @@ def set_aside_later(run: Path, after_step: int) -> None:
             logger.warning(f"going on from step {after_step}: {later.name} is now in {aside}")
 
 
-def what_is_wrong_with(checkpoint: Path) -> str:
+def what_is_wrong_with(checkpoint: Path, deepspeed: bool = False) -> str:
     """Returns why this checkpoint folder is incomplete or damaged, or "" if it is neither.
 
     The trainer writes trainer_state.json last, so a folder without it was being written when the process died.
@@ -103,7 +105,14 @@ def what_is_wrong_with(checkpoint: Path) -> str:
                 pass
         except SafetensorError as error:
             return f"{path.name} is damaged ({error})"
-    for name in ("optimizer.pt", "scheduler.pt", *_rng_files(checkpoint)):
+    tag = checkpoint / "latest"  # where DeepSpeed says in which folder its engine's state is
+    if tag.exists() != deepspeed:
+        return f"it was written {'without' if deepspeed else 'under'} DeepSpeed: resume with the same launch file"
+    states = ["optimizer.pt"]
+    if deepspeed:
+        folder = tag.read_text(encoding="utf-8").strip()
+        states = [f"{folder}/{path.name}" for path in sorted((checkpoint / folder).glob("*.pt"))] or [folder]
+    for name in (*states, "scheduler.pt", *_rng_files(checkpoint)):
         if not zipfile.is_zipfile(checkpoint / name):
             return f"{name} is missing or damaged"
     return ""

@@ -16,8 +16,8 @@ class Estimate:
 
     value        the estimate; nan when it cannot be had here, never clamped
     stderr       its standard error (one sigma); nan when unknown
-    num_samples  independent units behind it: prompts folds for a jackknife, so Student-t has num_samples − 1 degrees
-    reason       why `value` or `stderr` is nan; empty otherwise
+    num_samples  independent units behind it: folds of prompts for a jackknife, so Student-t has num_samples − 1 degrees
+    reason       why `value` or `stderr` is nan; else empty, or a remark
     about_step   the optimizer step it speaks of, when that is not the step at which it was measured
     """
 

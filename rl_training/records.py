@@ -1,6 +1,7 @@
 """What a run leaves behind: logs/metrics.jsonl and logs/probes.jsonl, written line by line, and their reader.
 
     metrics.jsonl   one flat line per log (with logging_steps=1: per optimizer step); key `step`
+    evaluations.jsonl  the same of evaluations, where the trainer makes some
     probes.jsonl    one line per estimate: step, about_step, world_size, probe, name, value, stderr, num_samples, reason
 
 Every line is flushed as it is written, so that a killed run keeps what it measured. nan is written as null, which
@@ -19,6 +20,7 @@ from rl_training.estimate import Estimate
 
 METRICS_FILE = "metrics.jsonl"
 PROBES_FILE = "probes.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
 
 
 class Records:
@@ -30,7 +32,7 @@ class Records:
 
     def start(self, after_step: int) -> None:
         """Drops the lines of steps that come after `after_step`: a resumed run takes those steps again."""
-        for name in (METRICS_FILE, PROBES_FILE):
+        for name in (METRICS_FILE, PROBES_FILE, EVALUATIONS_FILE):
             path = self.folder / name
             if path.exists():
                 kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= after_step]
@@ -43,6 +45,9 @@ class Records:
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._append(METRICS_FILE, [{"step": step, **metrics}])
+
+    def write_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._append(EVALUATIONS_FILE, [{"step": step, **metrics}])
 
     def write_estimates(self, step: int, world_size: int, probe: str, estimates: Mapping[str, Estimate]) -> None:
         rows = [

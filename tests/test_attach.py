@@ -224,20 +224,20 @@ def test_an_exception_in_a_probe_is_not_swallowed(make_trainer) -> None:
 
 def test_gradients_are_kept_only_for_a_probe_that_needs_them(make_trainer) -> None:
     frugal, greedy = Witness("frugal"), Witness("greedy")
-    greedy.needs = Need.MICROBATCH_GRADIENTS
+    greedy.needs = Need.FOLD_GRADIENTS
     make_trainer(probes=[frugal], max_steps=1).train()
-    assert frugal.contexts[0].microbatch_gradients is None
+    assert frugal.contexts[0].fold_gradients is None
     make_trainer(probes=[frugal, greedy], max_steps=1).train()
-    assert greedy.contexts[0].microbatch_gradients.num_rows == 4
+    assert greedy.contexts[0].fold_gradients.num_rows == 4
 
 
-def test_the_mean_of_the_microbatch_gradients_is_the_gradient_of_the_step(make_trainer) -> None:
+def test_the_mean_of_the_fold_gradients_is_the_gradient_of_the_step(make_trainer) -> None:
     class Checker(Witness):
-        needs = Need.MICROBATCH_GRADIENTS
+        needs = Need.FOLD_GRADIENTS
 
         def on_pre_optimizer_step(self, ctx: Any) -> None:
             for name, grad in ctx.gradients.items():
-                mean = ctx.microbatch_gradients.view(name).mean(dim=0)
+                mean = ctx.fold_gradients.view(name).mean(dim=0)
                 torch.testing.assert_close(mean, grad, rtol=1e-4, atol=1e-7)
             self.contexts.append(ctx)
 

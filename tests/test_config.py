@@ -126,6 +126,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
     [
         (["++trainer.max_stepz=2"], "did you mean trainer.max_steps"),
         (["++trainer.gradient_accumulation_steps=2"], "set batch.sequences_per_step"),
+        (["++trainer.deepspeed=launch/zero2.json"], "--config_file launch/zero2.yaml"),
         (["++trainer.top_p=0.9"], "set top_p=1.0"),
         (["trainer.num_generations=1"], "at least 2 generations"),
         (["++trainer.loss_type=dapo"], "not Dr-GRPO"),

@@ -13,6 +13,15 @@ In Adam's metric |x|² is Σ P x² with P of the step before, where v > 0, once 
 
 No further pass and no parameter-size buffer: only norms are kept. Measured before clipping.
 
+On request (`split_prompts`) tr Σ is split into the noise that more responses per prompt would average away and that
+which only more prompts do: with r_i the gradient of response i on the mean scale and μ = E[g | prompt],
+
+    within = E|g − μ|²,  falls as 1/G         between = E|μ|² − |G|²         E|μ|² = c (G−1)² / ((G−1)² + 1)
+
+where c = E[r_i·r_j] over pairs of responses of one prompt, from two backwards over halves of its responses. The factor
+is what the group's mean as baseline does: r_i = (R_i − R̄) ∂S_i, so that R_j is in r_i and R_i in r_j, and
+E[r_i·r_j] = ((1 − 1/G)² + 1/G²) |∂J|² while μ = (1 − 1/G) ∂J, J being the prompt's expected reward.
+
 Source: McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1.
 """
 
@@ -24,20 +33,22 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rl_training.adamw import WARM_STEPS
+from rl_training.adamw import WARM_STEPS, AdamWState
 from rl_training.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.folds import jackknife_stderr
-from rl_training.gradients import sq_norm_in_metrics
+from rl_training.gradients import sq_norm_in_metrics, stack_sq_norms
 from rl_training.module_kinds import KINDS, module_kind
 from rl_training.probes.base import Need, Probe
 from rl_training.types import StepContext
 
 SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below
-CHANNELS = ("all", "adam", *KINDS)
+CHANNELS = ("all", "adam", *KINDS, "split")  # each a pair: tr Σ and |G|²; of "split": tr Σ between and within
 NOT_WARM = f"no step of AdamW with {WARM_STEPS} steps behind it: its preconditioner is no metric before"
+NO_RAW_ERROR = "no error bar: norms alone do not give one step's error; the averages over steps have one"
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
 AVERAGED = ("gns/trace", "gns/grad_sq_norm")
 RATIOS = ("gns/noise_scale_prompts", "gns/noise_scale_sequences", "gns/batch_ratio")
+SPLIT = ("gns/trace_between", "gns/trace_within")
 NAMES = (*RAW, *AVERAGED, *RATIOS, "gns/adam_noise_scale_prompts")
 
 
@@ -54,13 +65,25 @@ def noise_moments(block_sq_norm: Tensor, batch_sq_norm: Tensor, block_size: floa
     return torch.stack([trace, grad_sq_norm], dim=-1)
 
 
+def split_of_trace(same_prompt: Tensor, moments: Tensor, responses_per_prompt: int) -> Tensor:
+    """Returns the unbiased parts (between, within) of tr Σ, which add up to it; either may be negative.
+
+    same_prompt  c, the mean of r_i·r_j over pairs of responses of one prompt
+    moments      (tr Σ^, |G|²^), as of `noise_moments`
+    """
+    trace, grad_sq_norm = moments.unbind(-1)
+    square = (responses_per_prompt - 1) ** 2
+    between = same_prompt * square / (square + 1) - grad_sq_norm
+    return torch.stack([between, trace - between], dim=-1)
+
+
 def weighted_ratio(history: Tensor, decay: float) -> tuple[Tensor, Tensor, float]:
     """Returns the averaged (tr Σ, |G|²), the jackknife errors of these and of their ratio (3,), the effective steps.
 
-    history  (steps, 2), oldest first; the weight of a step is decay^age. Rows with nan are not counted.
+    history  (steps, 2), oldest first; the weight of a step is decay^age. Rows that are not finite are not counted.
     """
     ages = torch.arange(len(history) - 1, -1, -1, dtype=history.dtype)
-    known = ~history.isnan().any(dim=1)
+    known = history.isfinite().all(dim=1)
     weights, rows = (decay**ages)[known], history[known]
     terms = torch.cat([weights.unsqueeze(1) * rows, weights.unsqueeze(1)], dim=1)
 
@@ -77,43 +100,47 @@ def weighted_ratio(history: Tensor, decay: float) -> tuple[Tensor, Tensor, float
 class GradientNoiseScaleProbe(Probe):
     """Measures the gradient noise scale, in prompts and in sequences, from the norms of the microbatch gradients.
 
-    decay  weight of a step relative to the next in the running average; .95 remembers about 40 steps
-    every  measure each `every`-th step
+    decay          weight of a step relative to the next in the running average; .95 remembers about 40 steps
+    split_prompts  so many prompts of each step and rank are used to split tr Σ into between and within prompts; each
+                   costs a forward and two backwards over its G responses
+    every          measure each `every`-th step
     """
 
     name = "gns"
     needs = Need.MICROBATCH_SQ_NORMS
 
-    def __init__(self, decay: float = 0.95, every: int = 1) -> None:
+    def __init__(self, decay: float = 0.95, split_prompts: int = 0, every: int = 1) -> None:
         super().__init__(every)
+        if split_prompts < 0:
+            raise ValueError(f"gns: split_prompts={split_prompts} must be 0 (no split of the trace) or more")
         if not 0.0 < decay < 1.0:
             raise ValueError(f"gns: decay={decay} must lie between 0 and 1; .95 remembers about 40 steps")
         self.decay = decay
+        self.split_prompts = split_prompts
         self._history = torch.zeros(0, len(CHANNELS), 2, dtype=torch.float64)  # (steps, channels, tr Σ and |G|²)
         self._answers: dict[str, Estimate] = {}
 
     def on_pre_optimizer_step(self, ctx: StepContext) -> None:
         prompts = len(ctx.rollout.prompt_index.unique())
-        blocks, batch_size = ctx.reduce(
-            torch.tensor(
-                [len(ctx.microbatch_rows), prompts], dtype=torch.float64, device=ctx.rollout.prompt_index.device
-            )
-        ).tolist()
+        mine = torch.tensor([len(ctx.microbatch_rows), prompts], device=ctx.rollout.prompt_index.device)
+        blocks, batch_size = ctx.reduce(mine.double()).tolist()
         reason = _why_not(ctx, blocks)
         if reason:
-            self._answers = {name: Estimate.missing(reason) for name in NAMES}
+            names = NAMES + SPLIT if self.split_prompts else NAMES
+            self._answers = {name: Estimate.missing(reason) for name in names}
             return
         assert ctx.microbatch_sq_norms is not None
-        block = ctx.reduce(ctx.microbatch_sq_norms.double().sum(dim=0)) / blocks
-        batch = torch.stack(
-            [sq_norm_in_metrics(gradient, _warm_preconditioner(ctx, name)) for name, gradient in ctx.gradients.items()]
-        ).double()
+        block = ctx.reduce(ctx.microbatch_sq_norms.sum(dim=0)) / blocks
+        batch = stack_sq_norms(sq_norm_in_metrics(g, _warm_state(ctx, name)) for name, g in ctx.gradients.items())
         kinds = [module_kind(name) for name in ctx.gradients]
-        by_channel = noise_moments(
+        moments = noise_moments(
             _channels(block.cpu(), kinds), _channels(batch.cpu(), kinds), batch_size / blocks, batch_size
         )
+        if self.split_prompts:
+            same_prompt = _mean_product_within_prompts(ctx, self.split_prompts).cpu()
+            moments[-1] = split_of_trace(same_prompt, moments[0], ctx.responses_per_prompt)
         remembered = math.ceil(math.log(SMALLEST_WEIGHT) / math.log(self.decay))
-        self._history = torch.cat([self._history, by_channel.unsqueeze(0)])[-remembered:]
+        self._history = torch.cat([self._history, moments.unsqueeze(0)])[-remembered:]
         self._answers = self._estimates(ctx, int(blocks), batch_size)
 
     def measure(self, ctx: StepContext) -> dict[str, Estimate]:
@@ -127,25 +154,26 @@ class GradientNoiseScaleProbe(Probe):
             self._history = state["history"]
 
     def _estimates(self, ctx: StepContext, blocks: int, batch_size: float) -> dict[str, Estimate]:
-        (trace, grad_sq_norm), stderr, steps = weighted_ratio(self._history[:, 0], self.decay)
-        scale = _ratio(trace, grad_sq_norm, stderr[2], steps)
-        group = ctx.responses_per_prompt
         raw = self._history[-1, 0].tolist()
-        answers = {name: Estimate(value, num_samples=blocks) for name, value in zip(RAW, raw, strict=True)}
-        answers["gns/trace"] = Estimate(float(trace), _error(stderr[0], steps), int(steps))
-        answers["gns/grad_sq_norm"] = Estimate(float(grad_sq_norm), _error(stderr[1], steps), int(steps))
-        answers["gns/noise_scale_prompts"] = scale
-        answers["gns/noise_scale_sequences"] = Estimate(
-            scale.value * group, scale.stderr * group, scale.num_samples, scale.reason
-        )
-        ratio = batch_size / scale.value if scale.value else math.nan
-        answers["gns/batch_ratio"] = Estimate(ratio, reason=scale.reason or "the noise scale is 0")
-        for channel, kind in enumerate(CHANNELS[1:], start=1):
-            (trace, grad_sq_norm), stderr, steps = weighted_ratio(self._history[:, channel], self.decay)
-            if kind == "adam":
-                answers["gns/adam_noise_scale_prompts"] = _ratio(trace, grad_sq_norm, stderr[2], steps, NOT_WARM)
+        answers = {n: Estimate(value, math.nan, blocks, NO_RAW_ERROR) for n, value in zip(RAW, raw, strict=True)}
+        for channel, kind in enumerate(CHANNELS):
+            moments, stderr, steps = weighted_ratio(self._history[:, channel], self.decay)
+            parts = [_averaged(*pair, steps) for pair in zip(moments, stderr[:2], strict=True)]
+            if kind == "split":
+                answers |= dict(zip(SPLIT, parts, strict=True)) if self.split_prompts else {}
+                continue
+            scale = _scale(moments, stderr[2], steps, NOT_WARM)
+            if kind == "all":
+                answers |= dict(zip(AVERAGED, parts, strict=True))
+                answers |= {
+                    "gns/noise_scale_prompts": scale,
+                    "gns/noise_scale_sequences": _times(scale, ctx.responses_per_prompt),
+                    "gns/batch_ratio": _batch_ratio(batch_size, scale),
+                }
+            elif kind == "adam":
+                answers["gns/adam_noise_scale_prompts"] = scale
             elif steps > 0:  # a model need not have every kind
-                answers[f"gns/kind/{kind}"] = _ratio(trace, grad_sq_norm, stderr[2], steps)
+                answers[f"gns/kind/{kind}"] = scale
         return answers
 
 
@@ -154,26 +182,61 @@ def _channels(sq_norms: Tensor, kinds: list[str]) -> Tensor:
     of_kind = [sq_norms[[k == kind for k in kinds], 0] for kind in KINDS]
     none = torch.tensor(torch.nan, dtype=sq_norms.dtype)
     by_kind = [part.sum() if len(part) else none for part in of_kind]
-    return torch.stack([*sq_norms.sum(dim=0), *by_kind])
+    return torch.stack([*sq_norms.sum(dim=0), *by_kind, none])
 
 
-def _warm_preconditioner(ctx: StepContext, name: str) -> Tensor | None:
-    state = ctx.optimizer.adamw[name] if ctx.optimizer.adamw is not None else None
-    return state.preconditioner() if state is not None and state.is_warm else None
+def _mean_product_within_prompts(ctx: StepContext, num_prompts: int) -> Tensor:
+    """Returns the mean of r_i·r_j over pairs of responses of one prompt, i from its first half, j from the second."""
+    index = ctx.rollout.prompt_index
+    parameters = list(ctx.parameters.values())
+    products, count = [], 0
+    for prompt in index.unique()[:num_prompts]:
+        rows = (index == prompt).nonzero().squeeze(1)
+        fresh = ctx.score(rows)
+        # On the mean scale r_i is B times what response i adds to this rank's gradient.
+        weights = len(index) * ctx.loss_weights[rows, : fresh.logps.shape[1]]
+        half = torch.arange(len(rows), device=rows.device).unsqueeze(1) < len(rows) // 2
+        one = torch.autograd.grad(fresh.logps, parameters, (weights * half) / half.sum(), retain_graph=True)
+        other = torch.autograd.grad(fresh.logps, parameters, (weights * ~half) / (~half).sum())
+        products += [torch.dot(a.flatten(), b.flatten()).double() for a, b in zip(one, other, strict=True)]
+        count += 1
+    total = torch.stack(products).sum()
+    total, num_products = ctx.reduce(torch.stack([total, total.new_tensor(count)]))
+    return total / num_products
 
 
-def _ratio(trace: Tensor, grad_sq_norm: Tensor, stderr: Tensor, steps: float, reason: str = "") -> Estimate:
+def _warm_state(ctx: StepContext, name: str) -> AdamWState | None:
+    state = ctx.optimizer.states[name] if ctx.optimizer.states is not None else None
+    return state if isinstance(state, AdamWState) and state.is_warm else None
+
+
+def _averaged(value: Tensor, stderr: Tensor, steps: float) -> Estimate:
+    """Returns an average over steps, whose error is known once there are enough of them."""
+    if steps < MIN_FOLDS_FOR_STDERR:
+        return Estimate(float(value), math.nan, int(steps), f"no error bar: it needs {MIN_FOLDS_FOR_STDERR} steps")
+    return Estimate(float(value), float(stderr), int(steps))
+
+
+def _scale(moments: Tensor, stderr: Tensor, steps: float, why_no_step: str) -> Estimate:
+    """Returns the noise scale tr Σ / |G|² from the averages of the two."""
+    trace, grad_sq_norm = moments
     if steps == 0:
-        return Estimate.missing(reason)
+        return Estimate.missing(why_no_step)
     if not grad_sq_norm > 0:
-        return Estimate.missing(
-            f"the averaged estimate of |G|² is {float(grad_sq_norm):.3g}: the gradient is lost in its noise"
-        )
-    return Estimate(float(trace / grad_sq_norm), _error(stderr, steps), int(steps))
+        return Estimate.missing("the averaged estimate of |G|² is not above 0: the gradient is lost in its noise")
+    return _averaged(trace / grad_sq_norm, stderr, steps)
 
 
-def _error(stderr: Tensor, steps: float) -> float:
-    return float(stderr) if steps >= MIN_FOLDS_FOR_STDERR else math.nan
+def _times(estimate: Estimate, factor: float) -> Estimate:
+    return Estimate(estimate.value * factor, estimate.stderr * factor, estimate.num_samples, estimate.reason)
+
+
+def _batch_ratio(batch_size: float, scale: Estimate) -> Estimate:
+    if math.isnan(scale.value) or scale.value == 0:
+        return Estimate.missing(scale.reason or "the noise scale is 0")
+    return Estimate(
+        batch_size / scale.value, batch_size * scale.stderr / scale.value**2, scale.num_samples, scale.reason
+    )
 
 
 def _why_not(ctx: StepContext, blocks: float) -> str:
@@ -182,6 +245,8 @@ def _why_not(ctx: StepContext, blocks: float) -> str:
             "the microbatches mix prompts, and responses of one prompt are no independent units: "
             "use DrGRPOTrainer, or attach(..., whole_prompts=True)"
         )
+    if ctx.reused:
+        return "an earlier step has learned from these responses (num_iterations > 1): they are no new sample"
     if blocks < 2:
         return "one block in all: use smaller microbatches, or more processes, so that a step has at least two"
     return ""

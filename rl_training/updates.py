@@ -1,0 +1,92 @@
+"""The parameter change of this optimizer step, and what it would have been without each fold.
+
+A buffer of updates has the rows
+
+    PREVIOUS         δθ of the step before: the change that brought the parameters where they are
+    WHOLE            δθ of this step
+    FIRST_FOLD + k   δθ_(−k), the step that the other folds alone would have made
+
+each the optimizer's own step from its present state, clipped by its own gradient's norm.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_training.adamw import clip_coefficient
+from rl_training.folds import leave_fold_out
+from rl_training.gradients import GradientBuffer
+from rl_training.types import StepContext
+
+PREVIOUS, WHOLE, FIRST_FOLD = 0, 1, 2
+CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in their order
+
+
+def fill_updates(ctx: StepContext, fold_sizes: Tensor, total_size: float, out: GradientBuffer) -> Tensor:
+    """Fills all rows of `out` but PREVIOUS and returns their clip coefficients, (1 + K,), WHOLE first.
+
+    What cannot be had is nan: all of it where the optimizer's step has no formula, the folds' rows where folds do not
+    hold whole prompts or the only fold is the whole batch.
+    """
+    gradient = out.flatten(ctx.gradients.values())
+    if ctx.optimizer.states is None:
+        out.matrix[WHOLE:] = torch.nan
+        return torch.full((out.num_rows - 1,), torch.nan)
+    out.matrix[WHOLE] = gradient
+    if ctx.fold_gradients is not None and total_size > float(fold_sizes.max()):
+        folds = ctx.fold_gradients.matrix
+        out.matrix[FIRST_FOLD:] = leave_fold_out(gradient, folds, fold_sizes.to(folds.device), total_size)
+    else:
+        out.matrix[FIRST_FOLD:] = torch.nan
+    clip = clip_coefficient(out.sq_norms()[WHOLE:].sqrt(), ctx.optimizer.max_grad_norm)
+    out.matrix[WHOLE:] *= clip.to(out.matrix).unsqueeze(1)
+    for name, state in ctx.optimizer.states.items():
+        param, rows = ctx.parameters[name].detach(), out.view(name)[WHOLE:]
+        rows.copy_(state.delta(param, rows.to(param.device)).total)
+    return clip
+
+
+def gradient_without(ctx: StepContext, fold: int, fold_sizes: Tensor, total_size: float) -> Tensor:
+    """Returns the mean gradient of all folds but one of this rank's, flat, (P,), not clipped."""
+    assert ctx.fold_gradients is not None
+    buffer = ctx.fold_gradients
+    size = fold_sizes[fold : fold + 1].to(buffer.matrix.device)
+    return leave_fold_out(buffer.flatten(ctx.gradients.values()), buffer.matrix[fold : fold + 1], size, total_size)[0]
+
+
+def gradient_of_others(ctx: StepContext, fold: int, share: float, chosen: Tensor, chosen_share: float) -> Tensor:
+    """Returns the whole batch's mean gradient with the chosen responses of a fold replaced by that fold's others.
+
+    g + share · (g_others − g_k), with g_k = chosen_share · g_chosen + (1 − chosen_share) · g_others. Every prompt keeps
+    its weight, and the chosen responses have none.
+
+    share         of the batch that is in the fold             chosen  (P,), mean gradient of the chosen responses
+    chosen_share  of the fold's responses that are chosen
+    """
+    assert ctx.fold_gradients is not None
+    buffer = ctx.fold_gradients
+    difference = (buffer.matrix[fold] - chosen) * (chosen_share / (1.0 - chosen_share))
+    return buffer.flatten(ctx.gradients.values()) + share * difference
+
+
+def products_with_step(ctx: StepContext, layout: GradientBuffer, gradient: Tensor, directions: Tensor) -> Tensor:
+    """Returns directions · δθ, (parameters, q, 3) fp64, by parameter, direction and cause, for one clipped gradient.
+
+    gradient    (P,) flat: what the optimizer would be given          directions  (q, P)
+    """
+    assert ctx.optimizer.states is not None
+    products = []
+    pieces = zip(layout.split(gradient), layout.split(directions), strict=True)
+    for (name, state), (grad, direction) in zip(ctx.optimizer.states.items(), pieces, strict=True):
+        param = ctx.parameters[name].detach()
+        parts = state.delta(param, grad.view(param.shape).to(param.device))
+        products += [direction @ part.to(direction).flatten() for part in parts]
+    return torch.stack(products).double().view(-1, len(CAUSES), len(directions)).transpose(1, 2)
+
+
+def clipped(gradient: Tensor, max_grad_norm: float) -> Tensor:
+    """Returns the flat gradient as the trainer's clipping would leave it."""
+    return gradient * clip_coefficient(torch.linalg.vector_norm(gradient, dtype=torch.float64), max_grad_norm).to(
+        gradient.dtype
+    )
