@@ -122,7 +122,7 @@ def kill(workers: list[ForkProcess], run_dir: Path, log: Path, wait: float, in_c
     assert workers[0].pid is not None
     os.kill(workers[0].pid, signal.SIGUSR1)
     deadline, stack = time.monotonic() + 1, ""
-    while not stack and time.monotonic() < deadline:  # on a busy machine it takes its time
+    while "run_with_kills" not in stack and time.monotonic() < deadline:  # until its outermost frames are there
         stack = Path(f"{log}.0").read_text(errors="replace").rpartition("(most recent call first)")[2]
     for worker in workers:
         worker.kill()

@@ -126,12 +126,17 @@ def run_dir(trained: Path, tmp_path: Path) -> Path:
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
-def test_a_checkpoint_with_a_part_cut_short_is_not_taken(run_dir: Path, part: str, kept: float) -> None:
+def test_a_checkpoint_with_a_part_cut_short_is_not_taken(
+    run_dir: Path, part: str, kept: float, caplog: pytest.LogCaptureFixture
+) -> None:
     file = run_dir / TRAINING_STATE / "checkpoint-3" / part
     assert what_is_wrong_with(file.parent) == ""
     os.truncate(file, int(kept * file.stat().st_size))
     assert part in what_is_wrong_with(file.parent)
+    with pytest.raises(ValueError, match=f"{part}.* Choose an earlier checkpoint-N folder"):
+        find_checkpoint(str(file.parent), run_dir)
     assert find_checkpoint("latest", run_dir).name == "checkpoint-2"
+    assert f"skipping {file.parent}: {what_is_wrong_with(file.parent)}" in caplog.messages
 
 
 def test_a_checkpoint_is_complete_with_the_last_of_its_files_only(run_dir: Path, tmp_path: Path) -> None:

@@ -89,19 +89,6 @@ def test_a_mistake_on_the_command_line_ends_with_its_name(tmp_path: Path, overri
     assert message in "\n".join(ended.stderr.strip().splitlines()[-14:])
 
 
-def test_a_damaged_checkpoint_is_refused_and_an_earlier_one_taken(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    assert train(*SMALL, "trainer.save_steps=1", f"run_dir={folder}").returncode == 0
-    damaged = folder / "training_state" / "checkpoint-2"
-    (damaged / "model.safetensors").write_bytes(b"\x00" * 100)
-    refused = train(*SMALL, f"resume={damaged}")
-    assert refused.returncode != 0
-    assert "model.safetensors is damaged" in refused.stderr
-    latest = train(*SMALL, f"run_dir={folder}", "resume=latest")
-    assert latest.returncode == 0, latest.stderr
-    assert f"skipping {damaged}" in latest.stderr
-
-
 def test_gsm8k_rows_train_a_small_random_model(tmp_path: Path) -> None:
     rows = [
         {"question": f"A box holds {n} pens. How many do {n + 1} boxes hold?", "answer": f"so\n#### {n * n + n}"}
