@@ -64,16 +64,16 @@ class AdamWState:
         """Whether v̂ has seen enough gradients for its square root to be a scale and not a sign."""
         return self.step >= WARM_STEPS
 
-    def sq_norm(self, flat: Tensor) -> Tensor:
-        """Returns Σ P g² of a flat gradient, with the P = 1/(√v̂ + ε) of the step BEFORE.
+    def precondition(self, flat: Tensor) -> Tensor:
+        """Returns P g of a flat gradient, with the P = 1/(√v̂ + ε) of the step BEFORE.
 
-        Where v is still 0, P would be 1/ε and drown everything else: those entries do not count.
+        Where v is still 0, P would be 1/ε and drown everything else: those entries are 0.
         """
         # √v̂ = √v/c with c = √(1 − β2^t). Few passes: this runs in a hook at each microbatch and parameter.
         correction = math.sqrt(1.0 - self.betas[1] ** max(self.step, 1))
         second_moment = self.exp_avg_sq.reshape(-1)
         root = second_moment.sqrt().add_(self.eps * correction)
-        return torch.dot((flat / root).mul_(second_moment.sign()), flat) * correction
+        return (flat / root).mul_(second_moment.sign()).mul_(correction)
 
 
 class UpdateParts(NamedTuple):

@@ -293,6 +293,7 @@ class Attachment(TrainerCallback):
             responses_per_prompt=group,
             complete_prompts=incomplete == 0,
             whole_prompts=whole_prompts,
+            dr_grpo=host.is_dr_grpo(trainer),
             num_ranks=trainer.accelerator.num_processes,
             score=score,
             shifted=functools.partial(host.shifted, self._parameters),

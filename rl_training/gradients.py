@@ -79,15 +79,30 @@ class GradientBuffer:
         return torch.stack(products).sum(dim=0).to(self._home)
 
 
+def as_flat(tensor: Tensor) -> Tensor:
+    """Returns the entries as a vector, in at least fp32."""
+    flat = tensor.detach().reshape(-1)
+    return flat.to(torch.promote_types(flat.dtype, torch.float32))
+
+
+def flat_dot(a: Tensor, b: Tensor) -> Tensor:
+    """Returns the inner product of two vectors, a scalar; in fp64 where there are more than CHUNK entries.
+
+    An fp32 sum over the 2e8 entries of an embedding loses 2 % of a square norm; within a chunk, 1e-5.
+    """
+    if len(a) <= CHUNK:
+        return torch.dot(a, b)
+    return torch.stack([torch.dot(*parts) for parts in zip(a.split(CHUNK), b.split(CHUNK), strict=True)]).double().sum()
+
+
 def sq_norm_in_metrics(gradient: Tensor, state: AdamWState | None) -> tuple[Tensor, Tensor]:
     """Returns |g|² and Σ P g², scalars: the square norm of a tensor, plain and in Adam's metric (nan without a state).
 
     Kept apart: in the hot path, stacking costs as much as measuring.
     """
-    flat = gradient.detach().reshape(-1)
-    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
-    plain = torch.dot(flat, flat)
-    return plain, state.sq_norm(flat) if state is not None else plain.new_tensor(torch.nan)
+    flat = as_flat(gradient)
+    plain = flat_dot(flat, flat)
+    return plain, flat_dot(state.precondition(flat), flat) if state is not None else plain.new_tensor(torch.nan)
 
 
 def stack_sq_norms(sq_norms: Iterable[tuple[Tensor, Tensor]]) -> Tensor:
@@ -154,10 +169,9 @@ class GradientTap:
         """|g_k|² and Σ P g_k² by microbatch and parameter, (K, parameters, 2), on the mean scale; None if not kept."""
         if not self._keep_sq_norms:
             return None
-        zero = torch.zeros((), device=next(iter(self._parameters.values())).device)
-        by_microbatch = [  # a microbatch may not reach every parameter, an expert say
-            stack_sq_norms(squares.get(name, (zero, zero)) for name in self._parameters) for squares in self._squares
-        ]
+        zero = next(iter(self._parameters.values())).new_zeros(())
+        unused = (zero, zero)  # a microbatch need not reach every parameter: an expert may get no token
+        by_microbatch = [stack_sq_norms(squares.get(n, unused) for n in self._parameters) for squares in self._squares]
         return self._scale**2 * torch.stack(by_microbatch)
 
     def arm(self, microbatch: int) -> None:

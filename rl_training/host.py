@@ -128,6 +128,12 @@ def refuse_split_prompts(trainer: GRPOTrainer) -> None:
         )
 
 
+def is_dr_grpo(trainer: GRPOTrainer) -> bool:
+    """Returns whether the loss is Dr-GRPO's: no division by a group's standard deviation or a length, no KL term."""
+    args = trainer.args
+    return args.loss_type == "dr_grpo" and args.scale_rewards == "none" and args.beta == 0.0
+
+
 def _next_multiple(size: int, of: int) -> int:
     return -(-size // of) * of
 

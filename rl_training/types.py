@@ -97,6 +97,7 @@ class StepContext:
     responses_per_prompt: int
     complete_prompts: bool  # on every rank, every prompt of the step is there with all its G responses
     whole_prompts: bool  # and lies in one microbatch, on every rank
+    dr_grpo: bool  # the loss is Dr-GRPO's: −A ∂log π summed over all tokens on one scale, A = reward − group's mean
     num_ranks: int
     score: Callable[[Tensor], Scores]
     shifted: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]

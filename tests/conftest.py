@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import PrinterCallback
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer
 from rl_training.models import load_tiny
@@ -28,6 +28,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., GRPOTrainer]:
     def make(
         trainer_class: type[GRPOTrainer] = DrGRPOTrainer,
         *,
+        config_class: type[GRPOConfig] = DrGRPOConfig,
         probes: Any = None,
         records: Any = None,
         dtype: torch.dtype = torch.float32,
@@ -58,7 +59,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., GRPOTrainer]:
         trainer = trainer_class(
             model=(model or policy).to(dtype),
             reward_funcs=reward or task.reward,
-            args=DrGRPOConfig(**{**defaults, **settings}),
+            args=config_class(**{**defaults, **settings}),
             train_dataset=task.train_dataset,
             processing_class=tokenizer,
             optimizers=optimizers,

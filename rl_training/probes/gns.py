@@ -7,7 +7,7 @@ g_b of M blocks (microbatches, over all ranks) of b prompts each, and g_B of the
 
     |G|²^ = (B |g_B|² − b mean|g_b|²) / (B − b)         tr Σ^ = (mean|g_b|² − |g_B|²) / (1/b − 1/B).
 
-Both are unbiased, and either may come out negative. One step says little, so they are averaged over steps with weights
+Both are unbiased, and |G|²^ may come out negative. One step says little, so they are averaged over steps with weights
 decay^age, numerator and denominator apart, and divided last; the error is a delete-one-step jackknife of that ratio.
 In Adam's metric |x|² is Σ P x² with P of the step before, where v > 0, once v is warm.
 
@@ -19,8 +19,9 @@ which only more prompts do: with r_i the gradient of response i on the mean scal
     within = E|g − μ|²,  falls as 1/G         between = E|μ|² − |G|²         E|μ|² = c (G−1)² / ((G−1)² + 1)
 
 where c = E[r_i·r_j] over pairs of responses of one prompt, from two backwards over halves of its responses. The factor
-is what the group's mean as baseline does: r_i = (R_i − R̄) ∂S_i, so that R_j is in r_i and R_i in r_j, and
-E[r_i·r_j] = ((1 − 1/G)² + 1/G²) |∂J|² while μ = (1 − 1/G) ∂J, J being the prompt's expected reward.
+is Dr-GRPO's; for another loss there is no split. It is what the group's mean as baseline does: r_i = (R_i − R̄) ∂S_i, so
+that R_j is in r_i and R_i in r_j, and E[r_i·r_j] = ((1 − 1/G)² + 1/G²) |∂J|² while μ = (1 − 1/G) ∂J, J being the
+prompt's expected reward.
 
 Source: McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1.
 """
@@ -36,7 +37,7 @@ from torch import Tensor
 from rl_training.adamw import WARM_STEPS, AdamWState
 from rl_training.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.folds import jackknife_stderr
-from rl_training.gradients import sq_norm_in_metrics, stack_sq_norms
+from rl_training.gradients import as_flat, flat_dot, sq_norm_in_metrics, stack_sq_norms
 from rl_training.module_kinds import KINDS, module_kind
 from rl_training.probes.base import Need, Probe
 from rl_training.types import StepContext
@@ -44,6 +45,10 @@ from rl_training.types import StepContext
 SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below
 CHANNELS = ("all", "adam", *KINDS, "split")  # each a pair: tr Σ and |G|²; of "split": tr Σ between and within
 NOT_WARM = f"no step of AdamW with {WARM_STEPS} steps behind it: its preconditioner is no metric before"
+NOT_DR_GRPO = (
+    "the split of the trace is Dr-GRPO's only: set loss_type='dr_grpo', scale_rewards='none' and beta=0, "
+    "or use DrGRPOTrainer"
+)
 NO_RAW_ERROR = "no error bar: norms alone do not give one step's error; the averages over steps have one"
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
 AVERAGED = ("gns/trace", "gns/grad_sq_norm")
@@ -53,7 +58,7 @@ NAMES = (*RAW, *AVERAGED, *RATIOS, "gns/adam_noise_scale_prompts")
 
 
 def noise_moments(block_sq_norm: Tensor, batch_sq_norm: Tensor, block_size: float, batch_size: float) -> Tensor:
-    """Returns the unbiased (tr Σ^, |G|²^), stacked in a new last dimension; either may be negative.
+    """Returns the unbiased (tr Σ^, |G|²^), stacked in a new last dimension; the second may be negative.
 
     block_sq_norm  mean of |g_b|² over the blocks        block_size  b, units in a block
     batch_sq_norm  |g_B|²                                batch_size  B > b, units in all of them
@@ -102,7 +107,7 @@ class GradientNoiseScaleProbe(Probe):
 
     decay          weight of a step relative to the next in the running average; .95 remembers about 40 steps
     split_prompts  so many prompts of each step and rank are used to split tr Σ into between and within prompts; each
-                   costs a forward and two backwards over its G responses
+                   costs a forward and two backwards over its G responses, and two gradients for that moment
     every          measure each `every`-th step
     """
 
@@ -136,7 +141,7 @@ class GradientNoiseScaleProbe(Probe):
         moments = noise_moments(
             _channels(block.cpu(), kinds), _channels(batch.cpu(), kinds), batch_size / blocks, batch_size
         )
-        if self.split_prompts:
+        if self.split_prompts and ctx.dr_grpo:
             same_prompt = _mean_product_within_prompts(ctx, self.split_prompts).cpu()
             moments[-1] = split_of_trace(same_prompt, moments[0], ctx.responses_per_prompt)
         remembered = math.ceil(math.log(SMALLEST_WEIGHT) / math.log(self.decay))
@@ -154,13 +159,16 @@ class GradientNoiseScaleProbe(Probe):
             self._history = state["history"]
 
     def _estimates(self, ctx: StepContext, blocks: int, batch_size: float) -> dict[str, Estimate]:
-        raw = self._history[-1, 0].tolist()
-        answers = {n: Estimate(value, math.nan, blocks, NO_RAW_ERROR) for n, value in zip(RAW, raw, strict=True)}
+        raw = self._history[-1, 0]
+        why = NO_RAW_ERROR if raw.isfinite().all() else "the step's gradient is not a finite number"
+        answers = {n: Estimate(value, math.nan, blocks, why) for n, value in zip(RAW, raw.tolist(), strict=True)}
         for channel, kind in enumerate(CHANNELS):
             moments, stderr, steps = weighted_ratio(self._history[:, channel], self.decay)
             parts = [_averaged(*pair, steps) for pair in zip(moments, stderr[:2], strict=True)]
             if kind == "split":
-                answers |= dict(zip(SPLIT, parts, strict=True)) if self.split_prompts else {}
+                if self.split_prompts:
+                    known = dict(zip(SPLIT, parts, strict=True))
+                    answers |= known if ctx.dr_grpo else dict.fromkeys(SPLIT, Estimate.missing(NOT_DR_GRPO))
                 continue
             scale = _scale(moments, stderr[2], steps, NOT_WARM)
             if kind == "all":
@@ -198,7 +206,7 @@ def _mean_product_within_prompts(ctx: StepContext, num_prompts: int) -> Tensor:
         half = torch.arange(len(rows), device=rows.device).unsqueeze(1) < len(rows) // 2
         one = torch.autograd.grad(fresh.logps, parameters, (weights * half) / half.sum(), retain_graph=True)
         other = torch.autograd.grad(fresh.logps, parameters, (weights * ~half) / (~half).sum())
-        products += [torch.dot(a.flatten(), b.flatten()).double() for a, b in zip(one, other, strict=True)]
+        products += [flat_dot(as_flat(a), as_flat(b)).double() for a, b in zip(one, other, strict=True)]
         count += 1
     total = torch.stack(products).sum()
     total, num_products = ctx.reduce(torch.stack([total, total.new_tensor(count)]))

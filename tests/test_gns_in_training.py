@@ -1,0 +1,235 @@
+"""The gradient noise scale in a real trainer, against a slow plain twin of every response's gradient."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from torch import Tensor
+from transformers import TrainerCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from rl_training import Estimate, Probe, attach
+from rl_training.models import load_tiny
+from rl_training.probes import GradientNoiseScaleProbe
+from rl_training.probes.gns import SPLIT
+
+G, L_MAX, NUM_PROMPTS = 4, 24, 8
+RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
+LORA = {"r": 4, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
+
+
+class Answers(GradientNoiseScaleProbe):
+    """The probe, with its answers and what the first step started from kept."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.all: list[dict[str, Estimate]] = []
+
+    def on_pre_optimizer_step(self, ctx: Any) -> None:
+        if ctx.step == 1:
+            self.parameters = {name: p.detach().double().clone() for name, p in ctx.parameters.items()}
+            self.rollout = copy.deepcopy(ctx.rollout)
+        super().on_pre_optimizer_step(ctx)
+
+    def measure(self, ctx: Any) -> dict[str, Estimate]:
+        self.all.append(super().measure(ctx))
+        return self.all[-1]
+
+
+def graded(completions: list[str], **kwargs: Any) -> list[float]:
+    """A reward that tells the responses of every prompt apart."""
+    return [len(set(c)) / 10 + 0.1 * c.count("=") for c in completions]
+
+
+def response_gradients(probe: Answers) -> Tensor:
+    """Returns r_i of each response, (B, P), on the scale of a mean: −A_i ∂S_i / L_max, from the full logits."""
+    model = load_tiny()[0].double()
+    parameters = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, value in probe.parameters.items():
+            parameters[name].copy_(value)
+    rollout, rows = probe.rollout, []
+    for i in range(len(rollout.advantages)):
+        prompt = rollout.prompt_ids[i][rollout.prompt_mask[i].bool()]
+        completion = rollout.completion_ids[i][rollout.completion_mask[i].bool()]
+        table = model(input_ids=torch.cat([prompt, completion]).unsqueeze(0)).logits[0].log_softmax(dim=-1)
+        logp = table[len(prompt) - 1 : -1].gather(1, completion.unsqueeze(1)).sum()
+        loss = -rollout.advantages[i].double() * logp / L_MAX
+        gradient = torch.autograd.grad(loss, [parameters[name] for name in probe.parameters])
+        rows.append(torch.cat([g.flatten() for g in gradient]))
+    return torch.stack(rows)
+
+
+def moments_of_blocks(by_prompt: Tensor, num_blocks: int) -> tuple[float, float]:
+    """Returns (tr Σ, |G|²) from the gradients of the prompts, (prompts, P): variance between blocks, and the rest."""
+    blocks = by_prompt.view(num_blocks, -1, by_prompt.shape[1]).mean(dim=1)
+    mean = blocks.mean(dim=0)
+    variance = float((blocks - mean).square().sum()) / (num_blocks - 1)  # of a block
+    return variance * len(by_prompt) / num_blocks, float(mean.square().sum()) - variance / num_blocks
+
+
+def test_in_every_split_into_microbatches_it_measures_what_the_single_responses_say(make_trainer) -> None:
+    """The same rollouts in 2, 4 and 8 microbatches. |g_B|² = |G|²^ + tr Σ^ / B must not depend on the split."""
+    batch_sq_norms = []
+    for num_blocks in (2, 4, 8):
+        size = NUM_PROMPTS * G // num_blocks
+        probe = Answers(split_prompts=NUM_PROMPTS)
+        split = {"per_device_train_batch_size": size, "gradient_accumulation_steps": num_blocks}
+        make_trainer(probes=[probe], dtype=torch.float64, reward=graded, max_steps=1, **split).train()
+        if num_blocks == 2:
+            of_responses = response_gradients(probe).view(NUM_PROMPTS, G, -1)
+            by_prompt = of_responses.mean(dim=1)
+        trace, grad_sq_norm = moments_of_blocks(by_prompt, num_blocks)
+        answer = {name: estimate.value for name, estimate in probe.all[0].items()}
+        assert answer[RAW[0]] == pytest.approx(trace, rel=1e-5)  # TRL's fused head computes in fp32
+        assert answer[RAW[1]] == pytest.approx(grad_sq_norm, rel=1e-5, abs=1e-5 * trace / NUM_PROMPTS)
+        product = sum(float(p[i] @ p[j]) for p in of_responses for i in (0, 1) for j in (2, 3)) / (4 * NUM_PROMPTS)
+        between = product * (G - 1) ** 2 / ((G - 1) ** 2 + 1) - grad_sq_norm
+        scale = 1e-5 * trace
+        assert [answer[name] for name in SPLIT] == pytest.approx([between, trace - between], rel=1e-5, abs=scale)
+        batch_sq_norms.append(answer[RAW[1]] + answer[RAW[0]] / NUM_PROMPTS)
+    assert batch_sq_norms == pytest.approx([float(by_prompt.mean(dim=0).square().sum())] * 3, rel=1e-5)
+    assert batch_sq_norms == pytest.approx([batch_sq_norms[0]] * 3, rel=1e-6)
+
+
+def test_it_measures_before_clipping(make_trainer) -> None:
+    answers = []
+    for threshold in (0.0, 1e-3):
+        probe = Answers()
+        make_trainer(probes=[probe], max_steps=1, max_grad_norm=threshold).train()
+        answers.append(repr(probe.all))
+    assert answers[0] == answers[1]
+    assert probe.all[0]["gns/trace_step"].value > 1e-3  # so that clipping would have shown
+
+
+class Rebuilder(Probe):
+    """Makes this rank's gradient again, from `score` and the loss weights of the step."""
+
+    name = "rebuilder"
+
+    def on_pre_optimizer_step(self, ctx: Any) -> None:
+        scores = ctx.score(torch.arange(ctx.rollout.num_sequences))
+        weights = ctx.loss_weights[:, : scores.logps.shape[1]]
+        rebuilt = torch.autograd.grad(scores.logps, list(ctx.parameters.values()), weights)
+        whole = torch.cat([g.flatten() for g in ctx.gradients.values()])
+        self.error = float((torch.cat([g.flatten() for g in rebuilt]) - whole).norm() / whole.norm())
+
+    def measure(self, ctx: Any) -> dict[str, Estimate]:
+        return {"rebuilder/error": Estimate(self.error)}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": True}, {"steps_per_generation": 8}], ids=str)
+def test_loss_weights_rebuild_the_gradient(make_trainer, lora: bool, settings: dict[str, Any]) -> None:
+    probe = Rebuilder()
+    peft_config = LoraConfig(**LORA) if lora else None
+    make_trainer(probes=[probe], reward=graded, peft_config=peft_config, **settings).train()
+    assert probe.error < 1e-5
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_loss_weights_rebuild_the_gradient_of_a_plain_trainer_with_another_loss(make_trainer, loss_type: str) -> None:
+    probe = Rebuilder()
+    other = {"loss_type": loss_type, "beta": 0.05, "bf16": False, "use_cpu": True}
+    trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, reward=graded, **other)
+    with attach(trainer, [probe]):
+        trainer.train()
+    assert probe.error < 1e-5
+
+
+def parameters_after(trainer: GRPOTrainer) -> dict[str, Tensor]:
+    trainer.train()
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": True}, {"num_iterations": 2}], ids=str)
+def test_training_is_bitwise_the_same_with_the_split_of_the_trace(make_trainer, lora, settings) -> None:
+    def after(*probes: Probe) -> dict[str, Tensor]:
+        peft_config = LoraConfig(**LORA, lora_dropout=0.1) if lora else None
+        return parameters_after(make_trainer(probes=probes, peft_config=peft_config, max_steps=3, **settings))
+
+    plain, probed = after(), after(GradientNoiseScaleProbe(split_prompts=1))
+    assert [name for name in plain if not torch.equal(plain[name], probed[name])] == []
+
+
+class LargeTensors(TrainerCallback):
+    """Counts, at the end of the last step, the tensors in memory that are as large as the largest parameter."""
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self.size = max(p.numel() for p in trainer.model.parameters())
+
+    def on_step_end(self, args: Any, state: Any, *others: Any, **kwargs: Any) -> None:
+        if state.global_step == args.max_steps:
+            gc.collect()
+            self.count = sum(type(o) is Tensor and o.numel() >= self.size for o in gc.get_objects())
+
+
+def test_after_a_step_no_tensor_of_the_size_of_a_parameter_stays(make_trainer) -> None:
+    counts = []
+    for probes in ([], [GradientNoiseScaleProbe(split_prompts=2)]):
+        trainer = make_trainer(probes=probes)
+        counter = LargeTensors(trainer)
+        trainer.add_callback(counter)  # after the probes' own
+        trainer.train()
+        assert counter.count >= 2  # the moments of AdamW at least: it does see tensors
+        counts.append(counter.count)
+        del trainer, counter
+    assert counts[0] == counts[1]
+
+
+def test_a_resumed_run_measures_what_the_uninterrupted_one_does(make_trainer, tmp_path: Path) -> None:
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    whole, resumed = Answers(split_prompts=1), Answers(split_prompts=1)
+    make_trainer(probes=[whole], **settings).train()
+    make_trainer(probes=[resumed], **settings).train(resume_from_checkpoint=str(tmp_path / "state" / "checkpoint-2"))
+    assert repr(resumed.all) == repr(whole.all[2:])
+
+
+@pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"steps_per_generation": 8}])
+def test_off_policy_steps_are_nan_with_the_reason(make_trainer, settings: dict[str, int]) -> None:
+    probe = Answers()
+    make_trainer(probes=[probe], **settings).train()
+    assert math.isfinite(probe.all[0]["gns/trace_step"].value)
+    assert all(math.isnan(e.value) and "earlier optimizer step" in e.reason for e in probe.all[1].values())
+
+
+def test_microbatches_that_mix_prompts_are_nan_with_the_way_out(make_trainer) -> None:
+    probe = Answers(split_prompts=1)
+    trainer = make_trainer(GRPOTrainer)
+    with attach(trainer, [probe]):
+        trainer.train()
+    assert set(SPLIT) < set(probe.all[0])
+    assert all(math.isnan(e.value) and "whole_prompts=True" in e.reason for e in probe.all[0].values())
+
+
+def test_another_loss_has_a_noise_scale_but_no_split_of_the_trace(make_trainer) -> None:
+    probe = Answers(split_prompts=1)
+    other = {"scale_rewards": "group", "loss_type": "dr_grpo", "bf16": False, "use_cpu": True}
+    trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **other)
+    with attach(trainer, [probe], whole_prompts=True):
+        trainer.train()
+    assert math.isfinite(probe.all[0]["gns/trace"].value)
+    assert all("scale_rewards='none'" in probe.all[0][name].reason for name in SPLIT)
+
+
+def test_adam_scale_appears_once_the_optimizer_is_warm(make_trainer) -> None:
+    probe = Answers(decay=0.5)
+    make_trainer(probes=[probe], max_steps=12, reward=graded).train()
+    reasons = [answer["gns/adam_noise_scale_prompts"].reason for answer in probe.all]
+    assert all("10 steps behind it" in reason for reason in reasons[:10])
+    assert not any("10 steps behind it" in reason for reason in reasons[10:])
+
+
+def test_a_model_with_lora_has_the_kinds_of_the_modules_that_are_adapted(make_trainer) -> None:
+    probe = Answers()
+    make_trainer(probes=[probe], peft_config=LoraConfig(**LORA)).train()
+    kinds = {name for name in probe.all[-1] if name.startswith("gns/kind/")}
+    assert kinds == {"gns/kind/attention", "gns/kind/mlp"}
