@@ -53,11 +53,19 @@ class AdamWState:
         )
 
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
-        """Returns a, elementwise: `delta(param, grad).gradient` is a · grad."""
-        seen = grad if self.decoupled else grad + self.weight_decay * param
-        v = self.betas[1] * self.exp_avg_sq + (1.0 - self.betas[1]) * seen.square()
-        root = (v / (1.0 - self.betas[1] ** (self.step + 1))).sqrt()
-        return -self.lr * (1.0 - self.betas[0]) / (1.0 - self.betas[0] ** (self.step + 1)) / (root + self.eps)
+        """Returns a, elementwise: `delta(param, grad).gradient` is a · grad. Few passes: this is in the hot path."""
+        beta1, beta2 = self.betas
+        seen = grad if self.decoupled or not self.weight_decay else grad + self.weight_decay * param
+        correction = 1.0 - beta2 ** (self.step + 1)
+        old = (beta2 / correction) * self.exp_avg_sq
+        root = torch.addcmul(old, seen, seen, value=(1.0 - beta2) / correction).sqrt_()
+        return (-self.lr * (1.0 - beta1) / (1.0 - beta1 ** (self.step + 1))) / root.add_(self.eps)
+
+    def decay_part(self, param: Tensor, factor: Tensor) -> Tensor | None:
+        """Returns `delta(param, grad).decay`, from a = gradient_factor(param, grad); None where there is no decay."""
+        if not self.weight_decay:
+            return None
+        return (-self.lr * self.weight_decay) * param if self.decoupled else (self.weight_decay * factor) * param
 
     @property
     def is_warm(self) -> bool:

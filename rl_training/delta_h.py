@@ -23,6 +23,7 @@ from rl_training.updates import (
     fill_updates,
     gradient_of_others,
     gradient_without,
+    products_by_cause,
     products_with_step,
 )
 
@@ -115,11 +116,12 @@ class FoldSums:
         if ctx.optimizer.states is None or ctx.fold_gradients is None or float(sizes[k]) >= self._total_size:
             return nan, nan, nan.expand(len(splits.labels), 2)
         gradient = gradient_without(ctx, k, sizes, self._total_size)
-        products = products_with_step(ctx, self._updates, clip * gradient, fold.entropy_and_length)
+        update = self._updates.matrix[FIRST_FOLD + k]
+        products = products_by_cause(ctx, self._updates, clip * gradient, update, fold.entropy_and_length)
         forward = products.sum(dim=(0, 2))
         if clip == 1.0:
             return forward, forward, splits.sum(products)
-        unclipped = products_with_step(ctx, self._updates, gradient, fold.entropy_and_length).sum(dim=(0, 2))
+        unclipped = products_with_step(ctx, self._updates, gradient, fold.entropy_and_length)
         return forward, unclipped, splits.sum(products)
 
     def _own_prompts(self, k: int, fold: FoldGradients) -> Tensor:
@@ -131,4 +133,4 @@ class FoldSums:
         share = float(self._sizes[k]) / self._total_size
         gradient = gradient_of_others(ctx, k, share, fold.training, chosen_share)
         gradient = clipped(gradient, ctx.optimizer.max_grad_norm)
-        return products_with_step(ctx, self._updates, gradient, fold.entropy_and_length).sum(dim=(0, 2))
+        return products_with_step(ctx, self._updates, gradient, fold.entropy_and_length)

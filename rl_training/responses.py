@@ -80,7 +80,7 @@ def _times_optimizer_factor(ctx: StepContext, layout: GradientBuffer, direction:
     for (name, state), (grad, x) in zip(ctx.optimizer.states.items(), pieces, strict=True):
         param = ctx.parameters[name].detach()
         factor = state.gradient_factor(param, grad.view(param.shape).to(param.device))
-        scaled.append(factor.flatten().to(x) * x if isinstance(factor, Tensor) else factor * x)
+        scaled.append((factor.to(x) * x.view(param.shape)).flatten())
     return float(clip) * torch.cat(scaled)
 
 

@@ -39,9 +39,13 @@ class SGDState:
         momentum = (-self.lr * of_buffer) * buffer if buffer is not None else 0.0 * param
         return UpdateParts(momentum=momentum, gradient=factor * grad, decay=(factor * self.weight_decay) * param)
 
-    def gradient_factor(self, param: Tensor, grad: Tensor) -> float:
+    def decay_part(self, param: Tensor, factor: Tensor) -> Tensor | None:
+        """Returns `delta(param, grad).decay`, from a = gradient_factor(param, grad); None where there is no decay."""
+        return (self.weight_decay * factor) * param if self.weight_decay else None
+
+    def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
         """Returns a: `delta(param, grad).gradient` is a · grad."""
         inflow = 1.0 if self.momentum_buffer is None else 1.0 - self.dampening  # how much of d enters b
         if self.momentum == 0.0:
-            return -self.lr
-        return -self.lr * (1.0 + self.momentum * inflow if self.nesterov else inflow)
+            return param.new_tensor(-self.lr)
+        return param.new_tensor(-self.lr * (1.0 + self.momentum * inflow if self.nesterov else inflow))

@@ -71,18 +71,43 @@ def gradient_of_others(ctx: StepContext, fold: int, share: float, chosen: Tensor
 
 
 def products_with_step(ctx: StepContext, layout: GradientBuffer, gradient: Tensor, directions: Tensor) -> Tensor:
-    """Returns directions · δθ, (parameters, q, 3) fp64, by parameter, direction and cause, for one clipped gradient.
+    """Returns directions · δθ, (q,) fp64, for the step that this clipped flat gradient would make.
 
-    gradient    (P,) flat: what the optimizer would be given          directions  (q, P)
+    directions  (q, P)
     """
     assert ctx.optimizer.states is not None
-    products = []
-    pieces = zip(layout.split(gradient), layout.split(directions), strict=True)
-    for (name, state), (grad, direction) in zip(ctx.optimizer.states.items(), pieces, strict=True):
+    step = [
+        state.delta(
+            ctx.parameters[name].detach(), grad.view(ctx.parameters[name].shape).to(ctx.parameters[name].device)
+        )
+        for (name, state), grad in zip(ctx.optimizer.states.items(), layout.split(gradient), strict=True)
+    ]
+    pieces = zip(layout.split(directions), step, strict=True)
+    return torch.stack([x @ parts.total.to(x).flatten() for x, parts in pieces]).double().sum(dim=0)
+
+
+def products_by_cause(
+    ctx: StepContext, layout: GradientBuffer, gradient: Tensor, update: Tensor, directions: Tensor
+) -> Tensor:
+    """Returns directions · δθ, (parameters, q, 3) fp64, by parameter, direction and cause, for one step.
+
+    gradient  (P,), clipped: what the optimizer would be given          update  (P,), the step that it would make of it
+
+    Momentum is what gradient and decay leave of the update. Few operations per parameter: there may be many, and small.
+    """
+    assert ctx.optimizer.states is not None
+    whole, fresh, decay = [], [], []
+    pieces = zip(*(layout.split(flat) for flat in (gradient, update, directions)), strict=True)
+    for (name, state), (grad, change, x) in zip(ctx.optimizer.states.items(), pieces, strict=True):
         param = ctx.parameters[name].detach()
-        parts = state.delta(param, grad.view(param.shape).to(param.device))
-        products += [direction @ part.to(direction).flatten() for part in parts]
-    return torch.stack(products).double().view(-1, len(CAUSES), len(directions)).transpose(1, 2)
+        grad = grad.view(param.shape).to(param.device)
+        factor = state.gradient_factor(param, grad)
+        fading = state.decay_part(param, factor)
+        whole.append(x @ change)
+        fresh.append(x @ (factor * grad).to(x).flatten())
+        decay.append(x @ fading.to(x).flatten() if fading is not None else x.new_zeros(len(x)))
+    total, of_gradient, of_decay = (torch.stack(products).double() for products in (whole, fresh, decay))
+    return torch.stack([total - of_gradient - of_decay, of_gradient, of_decay], dim=-1)
 
 
 def clipped(gradient: Tensor, max_grad_norm: float) -> Tensor:
