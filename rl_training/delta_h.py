@@ -13,6 +13,7 @@ from torch import Tensor
 from rl_training.causes import Splits
 from rl_training.entropy import Estimator
 from rl_training.entropy_gradients import FoldGradients, fold_gradients
+from rl_training.folds import leave_fold_out
 from rl_training.gradients import GradientBuffer
 from rl_training.types import StepContext
 from rl_training.updates import (
@@ -22,7 +23,6 @@ from rl_training.updates import (
     clipped,
     fill_updates,
     gradient_of_others,
-    gradient_without,
     products_by_cause,
     products_with_step,
 )
@@ -74,7 +74,8 @@ class FoldSums:
         num_folds, self._total_size = ctx.reduce(count_and_size).tolist()
         self.num_folds = int(num_folds)
         gradients = fold_gradients(ctx, updates, ratios, responses_per_prompt, estimator, with_training=own_prompts)
-        clip = fill_updates(ctx, self._sizes, self._total_size, out=updates).tolist()
+        self._gradient = updates.flatten(ctx.gradients.values())
+        clip = fill_updates(ctx, self._gradient, self._sizes, self._total_size, out=updates).tolist()
         levels, rows, shifts = self._levels(ratios), [], []
         halves = updates.matrix.new_zeros(2, 2, updates.matrix.shape[1]) if with_halves else None
         for k, fold in enumerate(gradients):
@@ -115,7 +116,8 @@ class FoldSums:
         nan = sizes.new_full((2,), torch.nan)
         if ctx.optimizer.states is None or ctx.fold_gradients is None or float(sizes[k]) >= self._total_size:
             return nan, nan, nan.expand(len(splits.labels), 2)
-        gradient = gradient_without(ctx, k, sizes, self._total_size)
+        row, size = ctx.fold_gradients.matrix[k : k + 1], sizes[k : k + 1].to(self._gradient.device)
+        gradient = leave_fold_out(self._gradient, row, size, self._total_size)[0]
         update = self._updates.matrix[FIRST_FOLD + k]
         products = products_by_cause(ctx, self._updates, clip * gradient, update, fold.entropy_and_length)
         forward = products.sum(dim=(0, 2))
@@ -127,10 +129,11 @@ class FoldSums:
     def _own_prompts(self, k: int, fold: FoldGradients) -> Tensor:
         """Returns X_k · δθ_(−c_k), the step without the responses of X_k: the others of these prompts replace them."""
         ctx, chosen_share = self._ctx, self._responses_per_prompt / self._ctx.responses_per_prompt
-        unknown = ctx.optimizer.states is None or ctx.fold_gradients is None or chosen_share >= 1.0
-        if fold.training is None or unknown:
+        unknown = ctx.optimizer.states is None or chosen_share >= 1.0
+        if unknown or fold.training is None or ctx.fold_gradients is None:
             return self._sizes.new_full((2,), torch.nan)
         share = float(self._sizes[k]) / self._total_size
-        gradient = gradient_of_others(ctx, k, share, fold.training, chosen_share)
+        row = ctx.fold_gradients.matrix[k]
+        gradient = gradient_of_others(self._gradient, row, share, fold.training, chosen_share)
         gradient = clipped(gradient, ctx.optimizer.max_grad_norm)
         return products_with_step(ctx, self._updates, gradient, fold.entropy_and_length)

@@ -23,13 +23,16 @@ PREVIOUS, WHOLE, FIRST_FOLD = 0, 1, 2
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in their order
 
 
-def fill_updates(ctx: StepContext, fold_sizes: Tensor, total_size: float, out: GradientBuffer) -> Tensor:
+def fill_updates(
+    ctx: StepContext, gradient: Tensor, fold_sizes: Tensor, total_size: float, out: GradientBuffer
+) -> Tensor:
     """Fills all rows of `out` but PREVIOUS and returns their clip coefficients, (1 + K,), WHOLE first.
+
+    gradient  (P,): the mean over all folds, flat, not clipped
 
     What cannot be had is nan: all of it where the optimizer's step has no formula, the folds' rows where folds do not
     hold whole prompts or the only fold is the whole batch.
     """
-    gradient = out.flatten(ctx.gradients.values())
     if ctx.optimizer.states is None:
         out.matrix[WHOLE:] = torch.nan
         return torch.full((out.num_rows - 1,), torch.nan)
@@ -47,27 +50,19 @@ def fill_updates(ctx: StepContext, fold_sizes: Tensor, total_size: float, out: G
     return clip
 
 
-def gradient_without(ctx: StepContext, fold: int, fold_sizes: Tensor, total_size: float) -> Tensor:
-    """Returns the mean gradient of all folds but one of this rank's, flat, (P,), not clipped."""
-    assert ctx.fold_gradients is not None
-    buffer = ctx.fold_gradients
-    size = fold_sizes[fold : fold + 1].to(buffer.matrix.device)
-    return leave_fold_out(buffer.flatten(ctx.gradients.values()), buffer.matrix[fold : fold + 1], size, total_size)[0]
-
-
-def gradient_of_others(ctx: StepContext, fold: int, share: float, chosen: Tensor, chosen_share: float) -> Tensor:
+def gradient_of_others(
+    gradient: Tensor, fold_gradient: Tensor, share: float, chosen: Tensor, chosen_share: float
+) -> Tensor:
     """Returns the whole batch's mean gradient with the chosen responses of a fold replaced by that fold's others.
 
     g + share · (g_others − g_k), with g_k = chosen_share · g_chosen + (1 − chosen_share) · g_others. Every prompt keeps
     its weight, and the chosen responses have none.
 
+    gradient      (P,), g                                      fold_gradient  (P,), g_k
     share         of the batch that is in the fold             chosen  (P,), mean gradient of the chosen responses
     chosen_share  of the fold's responses that are chosen
     """
-    assert ctx.fold_gradients is not None
-    buffer = ctx.fold_gradients
-    difference = (buffer.matrix[fold] - chosen) * (chosen_share / (1.0 - chosen_share))
-    return buffer.flatten(ctx.gradients.values()) + share * difference
+    return gradient + (share * chosen_share / (1.0 - chosen_share)) * (fold_gradient - chosen)
 
 
 def products_with_step(ctx: StepContext, layout: GradientBuffer, gradient: Tensor, directions: Tensor) -> Tensor:
