@@ -47,5 +47,5 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def _meant(name: str, options: list[str]) -> str:
-    close = difflib.get_close_matches(name, options, n=1)
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
     return f"; did you mean {close[0]}?" if close else ""
