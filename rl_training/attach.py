@@ -89,6 +89,7 @@ class Attachment(TrainerCallback):
         self._scored_before = False
         self._generations = 0
         self._generated_at = -1  # global_step at which the buffered rollout was sampled
+        self._rewards: Tensor | None = None  # of the latest generation batch, all ranks
         self._in_loss = False
         self._latest_scores: tuple[Tensor, Tensor] | None = None
         self._loss_weights: list[Tensor] = []  # by microbatch
@@ -200,8 +201,9 @@ class Attachment(TrainerCallback):
         if self._trainer.model.training:
             ids = output["completion_ids"]
             output[host.ROLLOUT_ROW] = torch.arange(len(ids), device=ids.device)
-            first = self._trainer.accelerator.process_index * len(ids)  # rewards are of all ranks
-            output[host.REWARD] = self._rewards[first : first + len(ids)].to(ids.device)
+            if self._rewards is not None:
+                first = self._trainer.accelerator.process_index * len(ids)  # rewards are of all ranks
+                output[host.REWARD] = self._rewards[first : first + len(ids)].to(ids.device)
             self._generations += 1
             self._learned.clear()
             self._generated_at = self._trainer.state.global_step

@@ -178,7 +178,8 @@ def test_a_checkpoint_of_deepspeed_is_whole_only_with_its_engines_states_and_onl
     """A run without DeepSpeed would take the weights and start Adam afresh, silently."""
     (tmp_path / "trainer_state.json").write_text("{}", encoding="utf-8")
     save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
-    torch.save({}, tmp_path / "scheduler.pt")
+    for name in ("scheduler.pt", "rng_state.pth"):
+        torch.save({}, tmp_path / name)
     (tmp_path / "latest").write_text("global_step7", encoding="utf-8")
     assert what_is_wrong_with(tmp_path, deepspeed=True) == "global_step7 is missing or damaged"
     (tmp_path / "global_step7").mkdir()
