@@ -255,7 +255,8 @@ def refuse_dependence_on_padding(trainer: GRPOTrainer, forward: Forward, rollout
     for module, mode in modes:
         module.training = mode
     difference = (alone.logps - padded[:, : alone.logps.shape[1]])[alone.mask.bool()].abs().max()
-    if float(difference) > (0.5 if trainer.args.bf16 or alone.logps.dtype != torch.float32 else 0.01):
+    rounded = trainer.args.bf16 or any(p.dtype.itemsize < 4 for p in trainer.model.parameters())
+    if float(difference) > (0.5 if rounded else 0.01):
         raise ValueError(
             f"a response's log-probabilities change by up to {float(difference):.2g} nats with the padding on the left "
             "of its prompt (absolute position embeddings?), so what is sampled, trained on and measured are three "
