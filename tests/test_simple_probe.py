@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
 from rl_training import Estimate, Probe
@@ -84,8 +85,16 @@ class Answers(SimpleEntropyProbe):
 class Twin:
     """One step, again from the definitions: full logits, autograd a fold at a time, torch's own AdamW for each δθ."""
 
-    def __init__(self, step: Snapshot, responses: int, estimator: str, num_folds: int = K) -> None:
-        self.step = step
+    def __init__(
+        self,
+        step: Snapshot,
+        responses: int,
+        estimator: str,
+        num_folds: int = K,
+        temperature: float = 1.0,
+        max_length: int = L_MAX,
+    ) -> None:
+        self.step, self.max_length = step, max_length
         self.ratios = [1.0] * len(step.rollout.advantages)
         self.model = load_tiny()[0].double()
         self.params = dict(self.model.named_parameters())
@@ -98,7 +107,7 @@ class Twin:
         attention = torch.cat([rollout.prompt_mask, rollout.completion_mask], dim=1)
         width = rollout.completion_ids.shape[1]
         logits = self.model(input_ids=ids, attention_mask=attention).logits[:, -width - 1 : -1]
-        table = logits.log_softmax(dim=-1)
+        table = (logits / temperature).log_softmax(dim=-1)
         self.logps = table.gather(2, rollout.completion_ids.unsqueeze(2)).squeeze(2)
         self.entropies = -(table.exp() * table).sum(dim=2)
         self.lengths = self.mask.sum(dim=1).tolist()
@@ -161,7 +170,7 @@ class Twin:
     def training_gradient(self, fold: list[int]) -> dict[str, Tensor]:
         advantages = self.step.rollout.advantages.double()
         return self.gradient(
-            -sum(advantages[i] * self.logps[i][self.mask[i]].sum() for i in fold) / (len(fold) * L_MAX)
+            -sum(advantages[i] * self.logps[i][self.mask[i]].sum() for i in fold) / (len(fold) * self.max_length)
         )
 
     def gradient(self, value: Tensor) -> dict[str, Tensor]:
@@ -229,12 +238,23 @@ def per_sequence(sums: list[float]) -> float:
     return sums[3] / sums[2]
 
 
-@pytest.mark.parametrize(("estimator", "responses"), [("rb", 1), ("rb", 4), ("score", 2)])
-def test_every_estimate_equals_the_plain_twin(make_trainer, estimator, responses) -> None:
+@pytest.mark.parametrize(
+    ("estimator", "responses", "temperature", "max_length"),
+    [("rb", 1, 1.0, L_MAX), ("rb", 4, 0.7, 5), ("score", 2, 1.3, L_MAX)],  # within 5 tokens hardly a response ends
+)
+def test_every_estimate_equals_the_plain_twin(make_trainer, estimator, responses, temperature, max_length) -> None:
     recorder, probe = Recorder(), Answers(estimator=estimator, responses_per_prompt=responses)
-    make_trainer(probes=[probe, recorder], dtype=torch.float64, **EIGHT_FOLDS, **SMOOTH).train()
-    twins = [Twin(step, responses, estimator) for step in recorder.steps]
-    same = {"rel": 2e-4, "abs": 1e-9}  # TRL's fused head computes in fp32
+    make_trainer(
+        probes=[probe, recorder],
+        dtype=torch.float64,
+        temperature=temperature,
+        max_completion_length=max_length,
+        reward=lambda completions, **kwargs: [float(sum(map(ord, c)) % 3) for c in completions],
+        **EIGHT_FOLDS,
+        **SMOOTH,
+    ).train()
+    twins = [Twin(step, responses, estimator, K, temperature, max_length) for step in recorder.steps]
+    same = {"rel": 1e-3, "abs": 1e-9}  # TRL's fused head computes in fp32
     for twin, answer in zip(twins, probe.all, strict=True):
         for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
             forward, reuse = (
@@ -325,6 +345,35 @@ def test_folds_of_several_microbatches_and_slices_of_one_measure_the_same_step(m
     assert forward[4, 8].stderr == pytest.approx(forward[8, None].stderr, rel=1e-3)
     assert forward[8, 4].value == pytest.approx(forward[4, None].value, rel=1e-3)
     assert forward[8, 4].num_samples == 4
+
+
+def test_rows_in_host_memory_give_the_same_numbers_and_their_bytes_are_a_metric(make_trainer) -> None:
+    answers = []
+    for offload in (False, True):
+        probe = Answers(offload=offload, num_folds=2)
+        trainer = make_trainer(probes=[probe])
+        trainer.train()
+        answers.append({name: e.value for name, e in probe.all[1].items() if math.isfinite(e.value)})
+    assert answers[0] == answers[1]
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    (peak, *_) = [
+        line["probe_cost/peak_bytes"] for line in trainer.state.log_history if "probe_cost/peak_bytes" in line
+    ]
+    assert peak == 4 * parameters * (2 * 2 + 2)  # 2 folds
+
+
+def test_a_lora_update_is_the_change_of_its_matrices_and_splits_by_layer(make_trainer) -> None:
+    recorder, probe = Recorder(), Answers()
+    adapter = LoraConfig(r=2, lora_dropout=0.0, target_modules="all-linear", init_lora_weights=False)
+    make_trainer(probes=[probe, recorder], peft_config=adapter, dtype=torch.float64, max_steps=2).train()
+    real = torch.cat([u.reshape(-1) for u in recorder.steps[-1].update.values()])
+    torch.testing.assert_close(probe.state_dict()["update"].double(), real, rtol=1e-4, atol=1e-9)
+    forward = probe.all[1]["delta_h/forward"].value
+    assert forward != 0
+    assert sum(probe.all[1][f"delta_h/layer/{n}"].value for n in (0, 1)) == pytest.approx(forward, rel=1e-6)
+    assert {n for n in probe.all[1] if n.startswith("delta_h/kind/")} == {
+        f"delta_h/kind/{kind}{suffix}" for kind in ("attention", "mlp") for suffix in ("", "_sequence")
+    }
 
 
 def test_a_number_of_folds_that_would_split_prompts_is_refused_with_one_that_would_not(make_trainer) -> None:
