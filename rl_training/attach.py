@@ -34,7 +34,7 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from rl_training import host, zero
+from rl_training import host, sampling, zero
 from rl_training.checkpoints import load_probe_states, save_probe_states
 from rl_training.estimate import Estimate
 from rl_training.folds import fill_slices, fold_numbers, fold_ranges, ranges_of, split_prompts
@@ -286,6 +286,8 @@ class Attachment(TrainerCallback):
             num_ranks=trainer.accelerator.num_processes,
             score=score,
             reduce=self._reduce,
+            sample=functools.partial(sampling.sample, trainer),
+            score_rollout=functools.partial(sampling.score_rollout, trainer, self._forward),
         )
 
     def _reduce(self, tensor: Tensor) -> Tensor:

@@ -74,6 +74,9 @@ class StepContext:
 
     `score(rows)` runs the unwrapped model on some rows of `rollout` at the present parameters, WITH graph, padded to
     the longest of these rows only. `reduce(tensor)` sums a small tensor over the ranks: call it on all or on none.
+    `sample(num_sequences, seed)` gives this rank's share of so many fresh responses, one each to random prompts of the
+    training set, and `score_rollout(rollout)` scores any rollout without graph, autocast and dropout. Both speak of the
+    parameters at the moment of the call, and training never notices: see sampling.py.
     """
 
     step: int  # counted from 1: the `step` of the log line that this optimizer step will have
@@ -94,3 +97,5 @@ class StepContext:
     num_ranks: int
     score: Callable[[Tensor], Scores]
     reduce: Callable[[Tensor], Tensor]
+    sample: Callable[[int, int], Rollout]
+    score_rollout: Callable[[Rollout], Scores]

@@ -11,11 +11,11 @@ import pytest
 ROOT = Path(__file__).parents[1]
 FLOORS = [
     {"types", "estimate", "gradients", "entropy", "adamw", "sgd", "folds", "updates",
-     "entropy_gradients", "causes", "delta_h", "module_kinds", "trapezoid", "version"},
-    {"probes"},
+     "entropy_gradients", "causes", "delta_h", "module_kinds", "trapezoid", "version", "importance", "calibration"},
+    {"probes", "ground_truth"},
     {
-        "attach", "checkpoints", "dashboard", "host", "loggers", "models", "progress", "records", "report", "tasks",
-        "tiny", "trainer", "zero",
+        "attach", "checkpoints", "dashboard", "host", "loggers", "models", "progress", "records", "report", "sampling",
+        "tasks", "tiny", "trainer", "zero",
         "__init__",  # gathers the public names
     },
     {"build", "settings", "command_line"},
