@@ -77,7 +77,7 @@ def test_help_says_what_can_be_chosen() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["probe=simpel"], "Available options in 'probe'"),
+        (["probe=simpel"], "did you mean simple"),
         (["trainer.max_stepz=2"], "did you mean trainer.max_steps"),
         (["batch.sequences_per_step=250"], "use batch.sequences_per_step=256"),
         (["model=hub"], "model.name"),
