@@ -244,7 +244,9 @@ def draw(runs: dict[float, list[dict[str, dict[int, Estimate]]]], steps: int, pa
         ax.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     step, last = min(LINEARITY_STEP, steps), axes[-1]
-    for (learning_rate, of_rate), color in zip(runs.items(), ("#1f77b4", "#2ca02c", "#d62728", "#9467bd"), strict=False):
+    for (learning_rate, of_rate), color in zip(
+        runs.items(), ("#1f77b4", "#2ca02c", "#d62728", "#9467bd"), strict=False
+    ):
         for number, run in enumerate(of_rate):
             changes = [abs(run[f"linearity/{e}"][step].value) for e in EXPONENTS]
             label = f"{learning_rate:g}" if number == 0 else None
