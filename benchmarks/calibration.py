@@ -209,8 +209,8 @@ def print_report(runs: dict[float, list[dict[str, dict[int, Estimate]]]], steps:
     for learning_rate, of_rate in runs.items():
         print("\n".join(prediction_rows(learning_rate, of_rate, steps)))
     print(
-        "\n| learning rate | run | ΔH at η = 1 | slope, η ≤ 1/4 | R² | largest η with ESS ≥ N/2 | slope up to it | R² | "
-        "ΔH(1) / linear |\n|---|---|---|---|---|---|---|---|---|"
+        "\n| learning rate | run | ΔH at η = 1 | slope, η ≤ 1/4 | R² | largest η with ESS ≥ N/2 | slope up to it | "
+        "R² | ΔH(1) / linear |\n|---|---|---|---|---|---|---|---|---|"
     )
     for learning_rate, of_rate in runs.items():
         print("\n".join(linearity_rows(learning_rate, of_rate, min(LINEARITY_STEP, steps))))
@@ -244,13 +244,11 @@ def draw(runs: dict[float, list[dict[str, dict[int, Estimate]]]], steps: int, pa
         ax.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     step, last = min(LINEARITY_STEP, steps), axes[-1]
-    for (learning_rate, of_rate), color in zip(
-        runs.items(), ("#1f77b4", "#2ca02c", "#d62728", "#9467bd"), strict=False
-    ):
+    for panel, (learning_rate, of_rate) in enumerate(runs.items()):
         for number, run in enumerate(of_rate):
             changes = [abs(run[f"linearity/{e}"][step].value) for e in EXPONENTS]
             label = f"{learning_rate:g}" if number == 0 else None
-            last.loglog([2.0**e for e in EXPONENTS], changes, "o-", color=color, ms=3, lw=1, label=label)
+            last.loglog([2.0**e for e in EXPONENTS], changes, "o-", color=f"C{panel}", ms=3, lw=1, label=label)
     last.set(title="along a scaled step η δθ", xlabel="η", ylabel="|ΔH|, nats per token")
     last.legend(title="learning rate", fontsize=8)
     last.grid(alpha=0.3)
@@ -263,7 +261,9 @@ def main() -> None:
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3])
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--sequences", type=int, default=1024, help="of the evaluation set of each step")
+    parser.add_argument(
+        "--sequences", type=int, default=1024, help="of each evaluation set; another OUTPUT for another N"
+    )
     parser.add_argument("--output", type=Path, default=Path("runs/calibration"))
     parser.add_argument("--picture", type=Path, default=Path("docs/calibration.png"))
     parser.add_argument("--only-report", action="store_true", help="train nothing: report the runs that are complete")
