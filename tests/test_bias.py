@@ -1,7 +1,7 @@
 """Claims on the mean of δH: over all batches, leave-fold-out is the product of independent means; the naive one is not.
 
 First exactly, on a tabular policy whose batches of two prompts can all be listed; then on the real trainer's first
-step, where Adam moves by the sign of the gradient and the naive product is at its worst.
+step, where the whole step is the sign of this very batch's gradient.
 """
 
 import itertools
