@@ -4,7 +4,7 @@
 
 The default task is trained for a few steps. From then on every optimizer step is taken back, parameters and Adam's
 state, so that every batch is measured at the same state and the true first-order change is one number. --warm-steps 0
-is the first step of all, at which Adam moves by the sign of the gradient and the naive product is at its worst.
+is the first step of all, at which the whole step is the sign of this very batch's gradient.
 
 The first --truth-batches batches are a sample of their own, from which X is estimated with all responses; the truth is
 that X · the mean step of the other batches. Then, over these batches,

@@ -1,7 +1,7 @@
 """Claims on the mean of δH: over all batches, leave-fold-out is the product of independent means; the naive one is not.
 
 First exactly, on a tabular policy whose batches of two prompts can all be listed; then on the real trainer's first
-step, where Adam moves by the sign of the gradient and the naive product is at its worst.
+step, where the whole step is the sign of this very batch's gradient.
 """
 
 import itertools
@@ -142,11 +142,11 @@ def test_at_adams_first_step_leave_fold_out_has_the_mean_of_independent_batches_
         probes=[SimpleEntropyProbe(responses_per_prompt=4)],
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,  # two prompts in two folds: the fewer, the larger the naive product's bias
-        max_steps=160,
+        max_steps=280,
     )
     trainer.add_callback(TakeEveryStepBack())
     trainer.train()
-    logs = trainer.state.log_history[1:160]  # the first batch has none before it
+    logs = trainer.state.log_history[1:280]  # the first batch has none before it
     forward, reuse, independent = (
         torch.tensor([row[f"delta_h/{name}"] for row in logs]) for name in ("forward", "reuse", "backward")
     )  # backward: a batch's X, the step of the batch before it, and all at the same state
@@ -156,6 +156,5 @@ def test_at_adams_first_step_leave_fold_out_has_the_mean_of_independent_batches_
         difference = values - others
         return float(difference.mean() / difference.std() * math.sqrt(len(difference)))
 
-    print("DIST", distance(forward, independent), distance(reuse, forward), distance(reuse, independent))
     assert abs(distance(forward, independent)) < 4
-    assert distance(reuse, forward) < -4
+    assert distance(reuse, forward) < -3.5  # about −6
