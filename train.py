@@ -4,11 +4,14 @@ accelerate launch train.py probe=simple
 python train.py --help
 """
 
+import os
 import sys
 import warnings
 
 import hydra
+from hydra.errors import HydraException
 from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
 # TRL still uses names that transformers has deprecated; a user can do nothing about it.
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
@@ -16,7 +19,7 @@ warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> None:
-    from rl_training.build import build_run  # seconds of imports that --help and a mistyped option need not wait for
+    from rl_training.build import build_run  # seconds of imports that --help need not wait for
 
     run = build_run(cfg)
     run.train()
@@ -27,4 +30,10 @@ if __name__ == "__main__":
     # Any field of DrGRPOConfig can be set, listed in conf/trainer or not: Hydra would ask for a + before the unlisted.
     # A mistyped name is refused in build_run.
     sys.argv[1:] = [f"++{arg}" if arg.startswith("trainer.") else arg for arg in sys.argv[1:]]
-    main()
+    os.environ.setdefault("HYDRA_FULL_ERROR", "1")  # Hydra hands its errors on, instead of printing them
+    try:
+        main()
+    except (HydraException, OmegaConfBaseException) as error:
+        from rl_training.command_line import explain
+
+        sys.exit(f"error: {explain(error)}")

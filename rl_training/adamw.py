@@ -1,11 +1,12 @@
-"""The AdamW step as PyTorch takes it, in parts that add up, and the gradient clipping before it. Pure functions.
+"""The AdamW step as PyTorch takes it, in parts that add up, and the gradient clipping before it.
 
     m ← β1 m + (1−β1) g          v ← β2 v + (1−β2) g²          t ← t + 1
     P = 1 / (√(v / (1−β2^t)) + ε)                               the preconditioner of THIS step
     δθ = −lr · P · m / (1−β1^t)  −  lr · λ · θ
 
 split by cause into momentum (from the old m), gradient (from this g) and decay (λ). The preconditioner must be this
-step's: the one before is 1/ε where v was still 0, which would dominate everything.
+step's: the one before is 1/ε where v was still 0, which would dominate everything. Adam has its decay coupled: λθ is
+added to g before all else, and δθ has no last term.
 
 Source: Loshchilov & Hutter 2019, "Decoupled weight decay regularization", algorithm 2; torch.optim.AdamW.
 """
@@ -25,7 +26,7 @@ CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
 
 @dataclass(frozen=True)
 class AdamWState:
-    """AdamW's view of one parameter BEFORE a step: its moments and the hyperparameters of its group."""
+    """AdamW's (or Adam's) view of one parameter BEFORE a step: its moments and the hyperparameters of its group."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -34,6 +35,37 @@ class AdamWState:
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+    decoupled: bool = True  # AdamW; False is Adam
+
+    def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
+        """Returns the change that the optimizer would make with this gradient, see `adamw_delta`."""
+        return adamw_delta(
+            param,
+            grad,
+            self.exp_avg,
+            self.exp_avg_sq,
+            self.step,
+            lr=self.lr,
+            betas=self.betas,
+            eps=self.eps,
+            weight_decay=self.weight_decay,
+            decoupled=self.decoupled,
+        )
+
+    def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
+        """Returns a, elementwise: `delta(param, grad).gradient` is a · grad. Few passes: this is in the hot path."""
+        beta1, beta2 = self.betas
+        seen = grad if self.decoupled or not self.weight_decay else grad + self.weight_decay * param
+        correction = 1.0 - beta2 ** (self.step + 1)
+        old = (beta2 / correction) * self.exp_avg_sq
+        root = torch.addcmul(old, seen, seen, value=(1.0 - beta2) / correction).sqrt_()
+        return (-self.lr * (1.0 - beta1) / (1.0 - beta1 ** (self.step + 1))) / root.add_(self.eps)
+
+    def decay_part(self, param: Tensor, factor: Tensor) -> Tensor | None:
+        """Returns `delta(param, grad).decay`, from a = gradient_factor(param, grad); None where there is no decay."""
+        if not self.weight_decay:
+            return None
+        return (-self.lr * self.weight_decay) * param if self.decoupled else (self.weight_decay * factor) * param
 
     @property
     def is_warm(self) -> bool:
@@ -74,8 +106,11 @@ def adamw_delta(
     betas: tuple[float, float],
     eps: float,
     weight_decay: float,
+    decoupled: bool = True,
 ) -> UpdateParts:
     """Returns the change δθ that torch.optim.AdamW would make, in parts; nothing is modified.
+
+    With decoupled=False, that of torch.optim.Adam, whose weight decay is part of the gradient.
 
     `exp_avg`, `exp_avg_sq` and `step` as they stood BEFORE the step; `grad` after clipping. `grad` may carry leading
     dimensions, (..., *param.shape): each is a step of its own from the same state, as leave-fold-out needs.
@@ -87,13 +122,16 @@ def adamw_delta(
     bias_correction2 = 1.0 - beta2 ** (step + 1)
     # Few passes over `grad`, which may be many steps at once: this is in the hot path.
     old = (beta2 / bias_correction2) * exp_avg_sq
-    second_moment = torch.addcmul(old, grad, grad, value=(1.0 - beta2) / bias_correction2)
+    coupled_decay = 0.0 if decoupled else weight_decay
+    seen = grad if coupled_decay == 0.0 else grad + coupled_decay * param
+    second_moment = torch.addcmul(old, seen, seen, value=(1.0 - beta2) / bias_correction2)
     preconditioner = second_moment.sqrt_().add_(eps).reciprocal_()
     step_size = lr / bias_correction1
+    fresh = -step_size * (1.0 - beta1)
     return UpdateParts(
         momentum=preconditioner * (-step_size * beta1 * exp_avg),
-        gradient=(preconditioner * grad).mul_(-step_size * (1.0 - beta1)),
-        decay=(-lr * weight_decay) * param,
+        gradient=(preconditioner * grad).mul_(fresh),
+        decay=(-lr * weight_decay) * param if decoupled else (fresh * coupled_decay) * preconditioner * param,
     )
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,17 +9,23 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, parse_flag_from_env
+from hydra.core.hydra_config import HydraConfig
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from transformers import PrinterCallback, ProgressCallback, set_seed
+from transformers.utils import logging
 
-from rl_training.checkpoints import TRAINING_STATE, find_checkpoint
+from rl_training.checkpoints import TRAINING_STATE, find_checkpoint, set_aside_later, steps_taken
+from rl_training.loggers import MetricsLogger, put_loggers
 from rl_training.progress import StepProgress
 from rl_training.records import METRICS_FILE, Records
 from rl_training.report import print_summary, write_report
-from rl_training.trainer import DrGRPOConfig, DrGRPOTrainer
+from rl_training.settings import CONFIG_FILE, check_settings, refuse_other_settings
+from rl_training.trainer import DrGRPOTrainer
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
@@ -31,20 +35,33 @@ class Run:
     trainer: DrGRPOTrainer
     run_dir: Path
     checkpoint: Path | None  # to resume from
+    loggers: list[MetricsLogger]  # dashboards; on the main process only
 
     def train(self) -> None:
-        self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+        """Trains, from the checkpoint on if there is one; not where that is the last step's: it would add a step."""
+        taken = steps_taken(self.checkpoint) if self.checkpoint else 0
+        for dashboard in self.loggers:
+            dashboard.start(after_step=taken)
+        if 0 < self.trainer.args.max_steps <= taken:
+            logger.warning(f"{self.run_dir} has taken its {taken} steps: a larger trainer.max_steps trains longer")
+        else:
+            self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
 
     def report(self) -> None:
-        """Writes report/report.html and prints the summary, on the main process."""
+        """Writes report/report.html, prints the summary and closes the dashboards, on the main process."""
         if self.trainer.accelerator.is_main_process:
-            write_report(self.run_dir)
+            if not (self.run_dir / "logs" / METRICS_FILE).is_file():
+                logger.warning("no report: no step was logged (trainer.logging_steps, trainer.logging_strategy)")
+                return
+            page = write_report(self.run_dir)
+            for dashboard in self.loggers:
+                dashboard.finish(pictures=sorted(page.parent.glob("*.png")))
             print_summary(self.run_dir)
 
 
 def build_run(cfg: DictConfig) -> Run:
     """Returns the run that the configuration describes. Raises ValueError for whatever the user got wrong."""
-    _check_trainer_fields(cfg)
+    check_settings(cfg)
     accumulation = accumulation_steps(
         cfg.batch.sequences_per_step,
         cfg.batch.microbatch_size,
@@ -53,7 +70,6 @@ def build_run(cfg: DictConfig) -> Run:
     )
     run_dir, checkpoint = _run_folder(cfg)
     cfg.run_dir = str(run_dir)
-    os.environ["TENSORBOARD_LOGGING_DIR"] = str(run_dir / "logs" / "tensorboard")  # transformers has no argument for it
     set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
     args = _make(cfg.trainer, gradient_accumulation_steps=accumulation)
     task = _make(cfg.data)
@@ -62,22 +78,25 @@ def build_run(cfg: DictConfig) -> Run:
     records = None
     if args.process_index == 0:
         records = Records(run_dir / "logs")
-        OmegaConf.save(cfg, run_dir / "config.yaml", resolve=True)
+        OmegaConf.save(cfg, run_dir / CONFIG_FILE, resolve=True)
     trainer = DrGRPOTrainer(
         model=model,
         reward_funcs=task.reward,
         args=args,
         train_dataset=task.train_dataset,
+        eval_dataset=task.eval_dataset if args.eval_strategy != "no" else None,
         processing_class=tokenizer,
         peft_config=_make(cfg.adapter) or None,
         probes=probes,
         records=records,
     )
+    _check_sharding(trainer)
     for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full
         trainer.remove_callback(callback)
     if not args.disable_tqdm:
         trainer.add_callback(StepProgress)
-    return Run(trainer, run_dir, checkpoint)
+    config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    return Run(trainer, run_dir, checkpoint, put_loggers(trainer, run_dir, config))
 
 
 def _make(node: DictConfig, **values: Any) -> Any:
@@ -110,30 +129,27 @@ def accumulation_steps(
     return sequences_per_step // at_once
 
 
-def _check_trainer_fields(cfg: DictConfig) -> None:
-    known = {field.name for field in dataclasses.fields(DrGRPOConfig) if field.init}
-    for name in cfg.trainer:
-        if name != "_target_" and name not in known:
-            close = difflib.get_close_matches(name, known, n=3)
-            hint = f"did you mean {' or '.join(f'trainer.{c}' for c in close)}?" if close else "see trl.GRPOConfig"
-            raise ValueError(f"trainer.{name} is not a field of DrGRPOConfig: {hint}")
-    if "gradient_accumulation_steps" in cfg.trainer:
-        raise ValueError(
-            "trainer.gradient_accumulation_steps follows from the batch: set batch.sequences_per_step instead"
-        )
-
-
 def _run_folder(cfg: DictConfig) -> tuple[Path, Path | None]:
     """Returns the run folder, made and the same on every process, and the checkpoint to resume from."""
     use_cpu = bool(cfg.trainer.get("use_cpu", False)) or not torch.accelerator.is_available()
     state = PartialState(cpu=use_cpu)
+    _check_number_of_processes(state.num_processes)
     # Each process has its own clock, hence its own default run folder: the main one's counts.
     run_dir = Path(broadcast_object_list([cfg.run_dir])[0])
     if cfg.resume != "none":
-        checkpoint = find_checkpoint(str(cfg.resume), run_dir)
-        return _run_of(checkpoint), checkpoint
+        checkpoint = find_checkpoint(str(cfg.resume), run_dir, parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"))
+        run = _run_of(checkpoint)
+        if _is_given("run_dir") and run != run_dir.resolve():
+            raise ValueError(f"run_dir={run_dir}, but {checkpoint} belongs to the run {run}: leave run_dir out")
+        refuse_other_settings(cfg, run)
+        state.wait_for_everyone()  # nothing is moved before everybody has looked
+        if state.is_main_process:
+            set_aside_later(run, steps_taken(checkpoint))
+        return run, checkpoint
     if (run_dir / "logs" / METRICS_FILE).exists():
-        raise ValueError(f"run_dir={run_dir} already holds a run: go on with it by resume=latest, or choose another")
+        raise ValueError(
+            f"run_dir={run_dir} already holds a run: go on with it by resume=latest, choose another, or delete it"
+        )
     state.wait_for_everyone()  # nobody creates it before everybody has looked
     try:
         (run_dir / TRAINING_STATE).mkdir(parents=True, exist_ok=True)
@@ -144,6 +160,48 @@ def _run_folder(cfg: DictConfig) -> tuple[Path, Path | None]:
     return run_dir, None
 
 
+def _check_number_of_processes(num_processes: int) -> None:
+    """Raises ValueError when several processes were asked for and this one is alone: it would train on, silently.
+
+    accelerate launch starts a single process without a word where it sees no several GPUs (--cpu, MULTI_CPU, or no
+    configuration at all). It does not pass on the number; that it set the address to meet at gives it away.
+    """
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if asked != num_processes:
+        raise ValueError(
+            f"WORLD_SIZE={asked}, but {num_processes} process(es) met: start them with accelerate launch or torchrun, "
+            "or unset WORLD_SIZE"
+        )
+    met_alone = "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ
+    if met_alone and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        raise ValueError(
+            "accelerate launch was asked for several processes and started only this one: use --config_file "
+            "launch/cpu_ddp.yaml for several processes on the CPU, launch/ddp.yaml for several GPUs. If one process is "
+            "meant: --num_processes 1, and unset MASTER_PORT"
+        )
+
+
+def _check_sharding(trainer: DrGRPOTrainer) -> None:
+    """Raises ValueError when the launcher asked for DeepSpeed or FSDP and accelerate made DDP of it, silently."""
+    for name, got in (("DEEPSPEED", trainer.is_deepspeed_enabled), ("FSDP", trainer.is_fsdp_enabled)):
+        if parse_flag_from_env(f"ACCELERATE_USE_{name}") and not got:
+            raise ValueError(
+                f"{name} was asked for, and accelerate gives DDP instead: FSDP never runs on the CPU, and DeepSpeed "
+                "only where ACCELERATE_USE_CPU is not set (DS_ACCELERATOR=cpu says it, see launch/zero2.yaml)"
+            )
+
+
 def _run_of(checkpoint: Path) -> Path:
     """Returns the run folder that a checkpoint belongs to: <run>/training_state/checkpoint-N."""
-    return checkpoint.resolve().parent.parent
+    folder = checkpoint.resolve().parent
+    if folder.name != TRAINING_STATE:
+        raise ValueError(
+            f"resume={checkpoint} is in no run folder, where it would be RUN/{TRAINING_STATE}/checkpoint-N: give one "
+            "that is, or start a new run from its weights with model=hub model.name=CHECKPOINT"
+        )
+    return folder.parent
+
+
+def _is_given(key: str) -> bool:
+    """Returns whether the user has set this key on the command line."""
+    return HydraConfig.initialized() and any(o.startswith(f"{key}=") for o in HydraConfig.get().overrides.task)

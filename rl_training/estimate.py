@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from scipy.special import stdtrit
 
@@ -16,9 +17,10 @@ class Estimate:
 
     value        the estimate; nan when it cannot be had here, never clamped
     stderr       its standard error (one sigma); nan when unknown
-    num_samples  independent units behind it: prompts folds for a jackknife, so Student-t has num_samples − 1 degrees
-    reason       why `value` or `stderr` is nan; empty otherwise
+    num_samples  independent units behind it: folds of prompts for a jackknife, so Student-t has num_samples − 1 degrees
+    reason       why `value` or `stderr` is nan; else empty, or a remark
     about_step   the optimizer step it speaks of, when that is not the step at which it was measured
+    detail       what else is to be known of it; goes into probes.jsonl
     """
 
     value: float
@@ -26,6 +28,7 @@ class Estimate:
     num_samples: int = 0
     reason: str = ""
     about_step: int | None = None
+    detail: Mapping[str, str | float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if math.isnan(self.value) and not self.reason:

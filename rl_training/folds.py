@@ -1,4 +1,4 @@
-"""Whole-prompt folds, leaving one out, and the delete-one-fold jackknife. Pure functions.
+"""Whole-prompt folds, their gradients, leaving one out, and the delete-one-fold jackknife.
 
 An inner product X·δθ of two estimates from the same batch is biased, because they share their noise. Split the batch
 into folds of whole prompts, take X_k from fold k and the step δθ_(−k) from all the others, and the bias is gone:
@@ -18,10 +18,14 @@ Source: Efron & Stein 1981, "The jackknife estimate of variance".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from rl_training.gradients import GradientBuffer
+from rl_training.types import Scores
 
 
 def leave_fold_out(mean: Tensor, folds: Tensor, fold_sizes: Tensor, total_size: float) -> Tensor:
@@ -37,6 +41,34 @@ def leave_fold_out(mean: Tensor, folds: Tensor, fold_sizes: Tensor, total_size: 
     sizes = fold_sizes.to(folds.dtype).view(-1, *(1 for _ in mean.shape))
     others = total_size - sizes
     return torch.addcmul(folds * (-sizes / others), total_size / others, mean)  # in the hot path: two passes
+
+
+def fill_slices(
+    buffer: GradientBuffer,
+    parameters: Mapping[str, nn.Parameter],
+    folds: Sequence[range],
+    microbatch_rows: Sequence[range],
+    loss_weights: Tensor,
+    score: Callable[[Tensor], Scores],
+) -> None:
+    """Splits each microbatch's gradient, which is in the row of its first fold, among the folds that cut it in slices.
+
+    A slice's gradient comes from a forward and a backward of its own, that of the last slice from the difference: for
+    s slices that costs (s − 1)/s of the training's own forward and backward. Without slices, nothing is done.
+    """
+    for microbatch in microbatch_rows:
+        inside = [k for k, rows in enumerate(folds) if rows.start in microbatch and rows.stop <= microbatch.stop]
+        if len(inside) < 2:
+            continue
+        rest = len(microbatch) * buffer.matrix[inside[0]]
+        for k in inside[:-1]:
+            rows = torch.arange(folds[k].start, folds[k].stop, device=loss_weights.device)
+            logps = score(rows).logps
+            weights = len(loss_weights) * loss_weights[rows, : logps.shape[1]]  # of a sum on the mean scale
+            total = buffer.flatten(torch.autograd.grad(logps, list(parameters.values()), weights))
+            buffer.matrix[k] = total / len(rows)
+            rest -= total
+        buffer.matrix[inside[-1]] = rest / len(folds[inside[-1]])
 
 
 def jackknife_stderr(
@@ -60,6 +92,43 @@ def jackknife_stderr(
     moments = reduce(torch.stack([deviations.sum(dim=0), deviations.square().sum(dim=0)]))
     variance = (count - 1) / count * (moments[1] - moments[0].square() / count)
     return variance.clamp(min=0).sqrt()  # exact zero may come out as −1e-30: rounding, not an estimate
+
+
+def ranges_of(sizes: Sequence[int]) -> tuple[range, ...]:
+    """Returns the rows of parts that lie one after another: ranges_of([2, 3]) == (range(0, 2), range(2, 5))."""
+    ends = [0, *itertools.accumulate(sizes)]
+    return tuple(range(a, b) for a, b in itertools.pairwise(ends))
+
+
+def fold_ranges(microbatch_sizes: Sequence[int], num_folds: int, responses_per_prompt: int) -> tuple[range, ...]:
+    """Returns the rows of each fold, for microbatches of whole prompts that lie one after another.
+
+    Up to one fold per microbatch, a fold is one or several microbatches in a row; beyond, each microbatch is cut into
+    slices of whole prompts. ValueError, naming a number that would do, when that is impossible.
+
+    Example: fold_ranges([8, 8], 4, responses_per_prompt=2) == (range(0, 4), range(4, 8), range(8, 12), range(12, 16))
+    """
+    num_microbatches, prompts = len(microbatch_sizes), min(microbatch_sizes) // responses_per_prompt
+    if num_folds <= num_microbatches:
+        bounds = [k * num_microbatches // num_folds for k in range(num_folds + 1)]
+        return ranges_of([sum(microbatch_sizes[a:b]) for a, b in itertools.pairwise(bounds)])
+    slices = num_folds // num_microbatches
+    if num_folds % num_microbatches or slices > prompts:
+        fitting = min(slices, prompts) * num_microbatches
+        raise ValueError(
+            f"num_folds={num_folds} cannot cut {num_microbatches} microbatches of {prompts} prompts into folds of "
+            f"whole prompts: use num_folds={fitting}"
+        )
+    in_slices = []
+    for size in microbatch_sizes:
+        ends = [size // responses_per_prompt * j // slices * responses_per_prompt for j in range(slices + 1)]
+        in_slices += [b - a for a, b in itertools.pairwise(ends)]
+    return ranges_of(in_slices)
+
+
+def fold_numbers(folds: Sequence[range]) -> Tensor:
+    """Returns the fold of each row, (rows,): fold_numbers([range(0, 2), range(2, 3)]) == [0, 0, 1]."""
+    return torch.repeat_interleave(torch.tensor([len(rows) for rows in folds]))
 
 
 def response_number(prompt_index: Tensor) -> Tensor:

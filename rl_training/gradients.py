@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -25,10 +25,13 @@ JOINED = 2**18  # entries of small gradients that are measured together
 class GradientBuffer:
     """`num_rows` vectors over the same named parameters: a (num_rows, P) matrix, at least fp32, all zero at first.
 
+    device   where it lies, that of the parameters by default; on another one, "cpu", every product goes through there
     Example: GradientBuffer({"w": torch.zeros(2, 3)}, num_rows=4).view("w").shape == (4, 2, 3)
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], num_rows: int) -> None:
+    def __init__(
+        self, parameters: Mapping[str, Tensor], num_rows: int, device: torch.device | str | None = None
+    ) -> None:
         if not parameters:
             raise ValueError("there is no trainable parameter to keep gradients of")
         first = next(iter(parameters.values()))
@@ -39,7 +42,8 @@ class GradientBuffer:
             self._columns[name] = slice(start, start + p.numel())
             start += p.numel()
         dtype = torch.promote_types(first.dtype, torch.float32)
-        self.matrix = torch.zeros(num_rows, start, dtype=dtype, device=first.device)
+        self._home = first.device
+        self.matrix = torch.zeros(num_rows, start, dtype=dtype, device=device or first.device)
 
     @property
     def num_rows(self) -> int:
@@ -55,22 +59,27 @@ class GradientBuffer:
 
     def flatten(self, vector: Iterable[Tensor]) -> Tensor:
         """Returns one vector, given by its tensors in the order of the parameters, as a row of this buffer: (P,)."""
-        return torch.cat([tensor.reshape(-1).to(self.matrix.dtype) for tensor in vector])
+        return torch.cat([tensor.reshape(-1).to(self.matrix.dtype) for tensor in vector]).to(self.matrix.device)
+
+    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
+        """Returns the parameters' pieces of flat vectors, (..., P): views, in the order of the parameters."""
+        return flat.split([columns.stop - columns.start for columns in self._columns.values()], dim=-1)
 
     def sq_norms(self) -> Tensor:
         """Returns the square norm of each row, (num_rows,) fp64; within CHUNK columns the sum is in fp32."""
         squares = [part.square().sum(dim=1).double() for part in self.matrix.split(CHUNK, dim=1)]
-        return torch.stack(squares).sum(dim=0)
+        return torch.stack(squares).sum(dim=0).to(self._home)
 
     def dot(self, vectors: Tensor) -> Tensor:
         """Returns the inner products of the rows with several flat vectors, (q, P), as (num_rows, q) fp64.
 
         Within CHUNK columns the sum is in the precision of the buffer.
         """
+        vectors = vectors.to(self.matrix.device)
         pairs = zip(self.matrix.split(CHUNK, dim=1), vectors.split(CHUNK, dim=1), strict=True)
         # Matrix times vector, one at a time: a product of matrices would be rounded to TF32 where that is switched on.
         products = [torch.stack([rows @ vector for vector in part], dim=1).double() for rows, part in pairs]
-        return torch.stack(products).sum(dim=0)
+        return torch.stack(products).sum(dim=0).to(self._home)
 
 
 def as_flat(tensor: Tensor) -> Tensor:
@@ -95,8 +104,10 @@ class SqNormMeter:
     In a hook the calls cost more than their work, so small gradients wait and are measured together, as one vector.
     """
 
-    def __init__(self, states: Mapping[str, AdamWState] | None) -> None:
-        self._states = {name: state for name, state in (states or {}).items() if state.is_warm}
+    def __init__(self, states: Mapping[str, object] | None) -> None:
+        self._states = {
+            name: state for name, state in (states or {}).items() if isinstance(state, AdamWState) and state.is_warm
+        }
         self._waiting: dict[str, Tensor] = {}
         self._num_waiting = 0  # entries
         self._sq_norms: dict[str, tuple[Tensor, Tensor]] = {}
@@ -152,37 +163,49 @@ class GradientTap:
     The trainer divides the loss by the number of microbatches K, so what a hook sees is 1/K of the microbatch's mean
     gradient; the tap undoes that here, once. The optimizer's gradient is then the mean of the rows (over ranks too).
 
-    keep_rows      keep the gradients themselves: `buffer`, one parameter-size row per microbatch
+    keep_rows      keep the gradients themselves: `buffer`, parameter-size rows, each the mean of some microbatches
     keep_sq_norms  keep their square norms only, measured as they stream by: `sq_norms`
+    device         where the rows are kept, that of the parameters by default
 
     The hooks exist only between `arm` and `disarm`, which the driver puts around the trainer's own backward: a probe's
     own backward would fire them too.
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], keep_rows: bool = True, keep_sq_norms: bool = False
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        keep_rows: bool = True,
+        keep_sq_norms: bool = False,
+        device: torch.device | str | None = None,
     ) -> None:
         self._parameters = parameters
         self._keep_rows = keep_rows
+        self._device = device
         self._keep_sq_norms = keep_sq_norms
-        self._scale = 1.0
+        self._scale = 1.0  # from what a hook sees to the mean scale
+        self._row_of: Sequence[int] = ()  # by microbatch
         self.buffer: GradientBuffer | None = None
         self._rows: dict[str, tuple[Tensor, ...]] = {}  # views of the buffer, made once: the hooks are in the hot path
         self._meters: list[SqNormMeter] = []  # by microbatch; on the scale of the hooks
         self._handles: list[RemovableHandle] = []
 
-    def start_step(self, num_microbatches: int, states: Mapping[str, AdamWState] | None = None) -> None:
+    def start_step(
+        self, row_of_microbatch: Sequence[int], num_rows: int, states: Mapping[str, object] | None = None
+    ) -> None:
         """Empties what is kept, for the microbatches of the step that begins.
 
-        states  AdamW's, for square norms in its metric; those that are not warm yet are nan
+        row_of_microbatch  the row that each microbatch's gradient goes into; rows that none goes into stay zero
+        states             AdamW's, for square norms in its metric; those that are not warm yet are nan
         """
-        if self._keep_rows and (self.buffer is None or self.buffer.num_rows != num_microbatches):
-            self.buffer = GradientBuffer(self._parameters, num_microbatches)
+        num_microbatches = len(row_of_microbatch)
+        if self._keep_rows and (self.buffer is None or self.buffer.num_rows != num_rows):
+            self.buffer = GradientBuffer(self._parameters, num_rows, self._device)
             self._rows = {name: self.buffer.view(name).unbind(0) for name in self._parameters}
         elif self.buffer is not None:
             self.buffer.matrix.zero_()
         self._meters = [SqNormMeter(states) for _ in range(num_microbatches)]
         self._scale = float(num_microbatches)
+        self._row_of = row_of_microbatch
 
     @property
     def sq_norms(self) -> Tensor | None:
@@ -193,9 +216,11 @@ class GradientTap:
 
     def arm(self, microbatch: int) -> None:
         """Sets the hooks: gradients that reach the parameters from now on belong to this microbatch."""
+        row = self._row_of[microbatch]
+        share = self._scale / self._row_of.count(row)
         for name, param in self._parameters.items():
             if self._keep_rows:
-                self._handles.append(param.register_hook(self._adder(self._rows[name][microbatch])))
+                self._handles.append(param.register_hook(self._adder(self._rows[name][row], share)))
             if self._keep_sq_norms:
                 self._handles.append(param.register_hook(functools.partial(self._meters[microbatch].add, name)))
 
@@ -206,8 +231,8 @@ class GradientTap:
         for meter in self._meters:
             meter.flush()
 
-    def _adder(self, row: Tensor) -> Callable[[Tensor], None]:
+    def _adder(self, row: Tensor, share: float) -> Callable[[Tensor], None]:
         def add(grad: Tensor) -> None:
-            row.add_(grad, alpha=self._scale)
+            row.add_(grad.to(row.device), alpha=share)
 
         return add

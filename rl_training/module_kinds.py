@@ -1,9 +1,11 @@
-"""Which kind of module a parameter belongs to, by its name: attention, mlp, embedding, norm or other.
+"""Which kind of module and which layer a parameter belongs to, by its name.
 
 Names are those of the Hugging Face models; a LoRA parameter counts to the module that it adapts.
 """
 
 from __future__ import annotations
+
+import re
 
 KINDS = ("attention", "mlp", "embedding", "norm", "other")
 _WORDS = (
@@ -23,3 +25,12 @@ def module_kind(name: str) -> str:
         if any(word in name for word in words):
             return kind
     return "other"
+
+
+def layer(name: str) -> str:
+    """Returns the number of the layer that the parameter of this name belongs to; outside of layers, its kind.
+
+    Example: layer("model.layers.11.mlp.up_proj.lora_A.default.weight") == "11";  layer("model.norm.weight") == "norm"
+    """
+    number = re.search(r"\.(?:layers|layer|h|blocks)\.(\d+)\.", name)
+    return number.group(1) if number else module_kind(name)

@@ -1,7 +1,9 @@
 """What a run leaves behind: logs/metrics.jsonl and logs/probes.jsonl, written line by line, and their reader.
 
     metrics.jsonl   one flat line per log (with logging_steps=1: per optimizer step); key `step`
+    evaluations.jsonl   the same for evaluations, where the trainer makes some
     probes.jsonl    one line per estimate: step, about_step, world_size, probe, name, value, stderr, num_samples, reason
+                    (and, for some, what they speak of: prompt, response, reward, advantage)
 
 Every line is flushed as it is written, so that a killed run keeps what it measured. nan is written as null, which
 JSON knows; a number that is infinite is written as a string.
@@ -19,6 +21,7 @@ from rl_training.estimate import Estimate
 
 METRICS_FILE = "metrics.jsonl"
 PROBES_FILE = "probes.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
 
 
 class Records:
@@ -30,16 +33,22 @@ class Records:
 
     def start(self, after_step: int) -> None:
         """Drops the lines of steps that come after `after_step`: a resumed run takes those steps again."""
-        for name in (METRICS_FILE, PROBES_FILE):
+        for name in (METRICS_FILE, PROBES_FILE, EVALUATIONS_FILE):
             path = self.folder / name
             if path.exists():
                 kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= after_step]
                 scratch = path.with_suffix(".tmp")
-                scratch.write_text("".join(kept), encoding="utf-8")
-                scratch.replace(path)  # in one move: a kill here loses nothing
+                try:
+                    scratch.write_text("".join(kept), encoding="utf-8")
+                except OSError as error:
+                    raise _cannot_write(scratch, error) from error
+                scratch.replace(path)  # in one move: a kill or a full disk loses nothing
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._append(METRICS_FILE, [{"step": step, **metrics}])
+
+    def write_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._append(EVALUATIONS_FILE, [{"step": step, **metrics}])
 
     def write_estimates(self, step: int, world_size: int, probe: str, estimates: Mapping[str, Estimate]) -> None:
         rows = [
@@ -53,6 +62,7 @@ class Records:
                 "stderr": e.stderr,
                 "num_samples": e.num_samples,
                 "reason": e.reason,
+                **e.detail,
             }
             for name, e in estimates.items()
         ]
@@ -60,8 +70,16 @@ class Records:
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
         lines = (json.dumps({key: _to_json(value) for key, value in row.items()}) + "\n" for row in rows)
-        with open(self.folder / name, "a", encoding="utf-8") as file:  # closed, hence flushed, at each step
-            file.write("".join(lines))
+        try:
+            with open(self.folder / name, "a", encoding="utf-8") as file:  # closed, hence flushed, at each step
+                file.write("".join(lines))
+        except OSError as error:  # a full disk: the half of a line that may be there is dropped by the next `start`
+            raise _cannot_write(self.folder / name, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> OSError:
+    way_out = "the run's records cannot be written: make room, then go on with resume=latest"
+    return OSError(error.errno, f"{error.strerror}; {way_out}", str(path))
 
 
 def _to_json(value: Any) -> Any:

@@ -7,6 +7,7 @@ maximum completion length. There is no KL term.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,11 +15,17 @@ from typing import Any
 import torch
 from accelerate.utils import parse_flag_from_env
 from torch import Tensor
+from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
+from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training.attach import attach
+from rl_training.host import steps_per_rollout
 from rl_training.probes.base import Probe
 from rl_training.records import Records
+
+logger = logging.get_logger(__name__)
 
 FIXED = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "importance_sampling_level": "token"}
 
@@ -53,6 +60,32 @@ class DrGRPOConfig(GRPOConfig):
                 )
 
 
+class SaveBetweenRollouts(TrainerCallback):
+    """Moves `save_steps` to where a rollout is used up, and says so: TRL does not save a rollout that it still uses.
+
+    steps_per_rollout  optimizer steps from one such place to the next; with 1, the usual, there is nothing to move
+    """
+
+    def __init__(self, steps_per_rollout: int) -> None:
+        self.steps_per_rollout = steps_per_rollout
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        every, notes = self.steps_per_rollout, []
+        if state.global_step % every:
+            notes.append(f"step {state.global_step}, where this run goes on, lies within one")
+        if args.save_strategy == SaveStrategy.STEPS:
+            wanted, state.save_steps = state.save_steps, math.ceil(state.save_steps / every) * every
+            if state.save_steps != wanted:
+                notes.append(f"checkpoints are written every {state.save_steps} steps, not every {wanted}")
+            if state.max_steps % every:
+                notes.append(f"the checkpoint of step {state.max_steps}, the last one, lies within one")
+        if notes and state.is_world_process_zero:
+            logger.warning(
+                f"a rollout lasts {every} optimizer steps, and TRL does not save it: training is resumed exactly only "
+                f"from where one ends. {'; '.join(notes)}"
+            )
+
+
 class DrGRPOTrainer(GRPOTrainer):
     """trl.GRPOTrainer that runs Dr-GRPO with whole prompts in each microbatch, and tells `probes` of every step.
 
@@ -66,6 +99,7 @@ class DrGRPOTrainer(GRPOTrainer):
         if not isinstance(self.args, DrGRPOConfig):
             raise ValueError(f"DrGRPOTrainer needs args=DrGRPOConfig(...), got {type(self.args).__name__}")
         self.attachment = attach(self, probes, records, whole_prompts=True)
+        self.add_callback(SaveBetweenRollouts(steps_per_rollout(self)))
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Returns TRL's (sequences of all ranks, reward functions), after checking that every sequence has a reward.

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import GPT2Config, GPT2LMHeadModel
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
+from rl_training.models import load_tiny
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.probes.base import Need
 from rl_training.records import Records, read_estimates, read_metrics
@@ -171,6 +173,9 @@ def test_two_probes_of_one_name_are_an_error(make_trainer) -> None:
         ({"min_p": 0.1}, "set min_p=0.0"),
         ({"repetition_penalty": 1.1}, "set repetition_penalty=1.0"),
         ({"generation_kwargs": {"top_p": 0.5}}, "set top_p=1.0"),
+        ({"generation_kwargs": {"do_sample": False}}, "set do_sample=True"),
+        ({"generation_kwargs": {"temperature": 0.3}}, "set temperature=1.0"),
+        ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "set no_repeat_ngram_size=0"),
         (
             {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
             '"use_reentrant": False',
@@ -183,6 +188,51 @@ def test_two_probes_of_one_name_are_an_error(make_trainer) -> None:
 def test_what_cannot_be_measured_is_refused_at_attach(make_trainer, settings, way_out) -> None:
     with pytest.raises(ValueError, match=way_out):
         make_trainer(probes=[SimpleEntropyProbe()], **settings)
+
+
+def test_a_model_that_brings_its_own_way_of_sampling_is_refused(make_trainer) -> None:
+    policy = load_tiny()[0]
+    policy.generation_config.min_p = 0.2
+    with pytest.raises(ValueError, match=r"min_p=0\.2 in the model's generation_config\.json"):
+        make_trainer(probes=[SimpleEntropyProbe()], model=policy)
+
+
+def test_a_model_whose_scores_depend_on_padding_is_refused_at_the_first_step(make_trainer) -> None:
+    tokenizer = load_tiny()[1]
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=128, n_embd=16, n_layer=1, n_head=2,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.5,
+    )  # fmt: skip
+    trainer = make_trainer(probes=[SimpleEntropyProbe()], model=GPT2LMHeadModel(config))
+    with pytest.raises(ValueError, match="absolute position embeddings"):
+        trainer.train()
+
+
+def test_training_goes_on_after_an_interrupt_in_the_middle_of_a_step(make_trainer) -> None:
+    class Interrupted(Witness):
+        times = 0
+
+        def on_backward(self, microbatch: Any) -> None:
+            self.times += 1
+            if self.times == 2:
+                raise KeyboardInterrupt
+
+    trainer = make_trainer(probes=[Interrupted(), SimpleEntropyProbe()], max_steps=1)
+    with pytest.raises(KeyboardInterrupt):
+        trainer.train()
+    trainer.train()
+    assert trainer.state.global_step == 1
+
+
+def test_a_log_line_of_several_steps_holds_the_latest_estimate_and_no_average(make_trainer) -> None:
+    class Counting(Witness):
+        def measure(self, ctx: Any) -> dict[str, Estimate]:
+            return {"counting/step": Estimate(float(ctx.step))}
+
+    trainer = make_trainer(probes=[Counting()], logging_steps=2)
+    trainer.train()
+    assert [line["counting/step"] for line in trainer.state.log_history if "counting/step" in line] == [2.0]
 
 
 def test_one_response_per_prompt_is_refused(make_trainer) -> None:
@@ -224,20 +274,20 @@ def test_an_exception_in_a_probe_is_not_swallowed(make_trainer) -> None:
 
 def test_gradients_are_kept_only_for_a_probe_that_needs_them(make_trainer) -> None:
     frugal, greedy = Witness("frugal"), Witness("greedy")
-    greedy.needs = Need.MICROBATCH_GRADIENTS
+    greedy.needs = Need.FOLD_GRADIENTS
     make_trainer(probes=[frugal], max_steps=1).train()
-    assert frugal.contexts[0].microbatch_gradients is None
+    assert frugal.contexts[0].fold_gradients is None
     make_trainer(probes=[frugal, greedy], max_steps=1).train()
-    assert greedy.contexts[0].microbatch_gradients.num_rows == 4
+    assert greedy.contexts[0].fold_gradients.num_rows == 4
 
 
-def test_the_mean_of_the_microbatch_gradients_is_the_gradient_of_the_step(make_trainer) -> None:
+def test_the_mean_of_the_fold_gradients_is_the_gradient_of_the_step(make_trainer) -> None:
     class Checker(Witness):
-        needs = Need.MICROBATCH_GRADIENTS
+        needs = Need.FOLD_GRADIENTS
 
         def on_pre_optimizer_step(self, ctx: Any) -> None:
             for name, grad in ctx.gradients.items():
-                mean = ctx.microbatch_gradients.view(name).mean(dim=0)
+                mean = ctx.fold_gradients.view(name).mean(dim=0)
                 torch.testing.assert_close(mean, grad, rtol=1e-4, atol=1e-7)
             self.contexts.append(ctx)
 

@@ -9,15 +9,17 @@ from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
-from hydra.errors import ConfigCompositionException, MissingConfigException
+from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 from rl_training.build import Run, accumulation_steps, build_run
+from rl_training.command_line import explain
 from rl_training.models import load_tiny
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records import read_metrics
+from rl_training.settings import refuse_other_settings
 
 CONF = Path(__file__).parents[1] / "conf"
 # What an option needs beside its name.
@@ -126,7 +128,15 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
     [
         (["++trainer.max_stepz=2"], "did you mean trainer.max_steps"),
         (["++trainer.gradient_accumulation_steps=2"], "set batch.sequences_per_step"),
+        (["++trainer.deepspeed=launch/zero2.json"], "--config_file launch/zero2.yaml"),
         (["++trainer.top_p=0.9"], "set top_p=1.0"),
+        (["trainer.max_steps=abc"], "trainer.max_steps=abc must be a number"),
+        (["++trainer.max_grad_norm=null"], "0 switches clipping off"),
+        (["trainer.per_device_train_batch_size=16"], "set batch.microbatch_size instead"),
+        (["trainer.seed=7"], "set seed instead"),
+        (["batch.microbatch_size=0"], "whole number above 0"),
+        (["trainer.num_generations=-4"], "whole number above 0"),
+        (["seed=abc"], "whole number above 0"),
         (["trainer.num_generations=1"], "at least 2 generations"),
         (["++trainer.loss_type=dapo"], "not Dr-GRPO"),
         (["model=hub", "model.name=/nowhere/at/all"], "model.name=/nowhere/at/all"),
@@ -142,20 +152,34 @@ def test_a_mistake_is_named_with_the_way_out(tmp_path: Path, overrides: list[str
         built(tmp_path, *overrides)
 
 
-@pytest.mark.parametrize("override", ["probe=simpel", "model=tyni", "data=gsm9k"])
-def test_an_unknown_option_lists_the_known_ones(override: str) -> None:
-    with pytest.raises(MissingConfigException, match="Available options in"):
+@pytest.mark.parametrize(
+    ("override", "explanation"),
+    [
+        ("probe=simpel", "Choose from all, ess, gns, none, simple; did you mean simple?"),
+        ("model=tyni", "Choose from hub, tiny; did you mean tiny?"),
+        ("bathc.microbatch_size=3", "there is no such setting, see python train.py --help; did you mean batch?"),
+        ("probes.simple.evry=5", "did you mean every?"),
+        ("probes.gns.every=5", "this run has no probe gns; choose it by probe=gns"),
+    ],
+)
+def test_a_mistyped_override_is_explained_in_one_line(override: str, explanation: str) -> None:
+    with pytest.raises(HydraException) as raised:
         composed(override)
-
-
-def test_an_unknown_key_is_refused() -> None:
-    with pytest.raises(ConfigCompositionException, match="bathc"):
-        composed("bathc.microbatch_size=3")
+    assert explanation in explain(raised.value)
+    assert "\n" not in explain(raised.value)
 
 
 def test_a_model_without_name_is_asked_for() -> None:
-    with pytest.raises(MissingMandatoryValue, match=r"model\.name"):
+    with pytest.raises(MissingMandatoryValue) as raised:
         OmegaConf.to_container(composed("model=hub"), resolve=True, throw_on_missing=True)
+    assert explain(raised.value) == "model.name is not set: give model.name=VALUE"
+
+
+def test_a_run_is_not_resumed_with_other_settings_than_it_has(tmp_path: Path) -> None:
+    OmegaConf.save(composed("run_dir=somewhere"), tmp_path / "config.yaml", resolve=True)
+    refuse_other_settings(composed("run_dir=elsewhere", "trainer.max_steps=99", "probe=none"), tmp_path)
+    with pytest.raises(ValueError, match=r"batch\.sequences_per_step=128 \(was 256\).*seed=3 \(was 0\)"):
+        refuse_other_settings(composed("run_dir=somewhere", "batch.sequences_per_step=128", "seed=3"), tmp_path)
 
 
 def test_a_run_folder_is_not_written_over(tmp_path: Path) -> None:

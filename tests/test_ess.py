@@ -189,13 +189,18 @@ def only(rollout: Rollout, rows: Tensor) -> Rollout:
     return dataclasses.replace(rollout, **tensors)
 
 
-def test_an_off_policy_step_has_no_importance_size_and_says_what_is_missing(make_trainer) -> None:
+def test_importance_size_of_an_off_policy_step_is_kishs_of_the_policy_ratios(make_trainer) -> None:
     probe = Answers()
     make_trainer(probes=[probe], reward=half_of_the_prompts, num_iterations=2).train()
     on_policy, off_policy = probe.all
     assert on_policy["ess/importance"].value == 32
-    assert math.isnan(off_policy["ess/importance"].value)
-    assert "sampling log-probabilities are not recorded" in off_policy["ess/importance"].reason
+    before, now = (ctx.scores for ctx in probe.contexts)  # of the same sequences, in the same order
+    ratios = [
+        math.exp(sum(float(b - a) for a, b, m in zip(*rows, strict=True) if m))
+        for rows in zip(before.logps, now.logps, now.mask, strict=True)
+    ]
+    assert off_policy["ess/importance"].value == pytest.approx(plain_size(ratios), rel=1e-5)
+    assert off_policy["ess/importance"].value < 32
     assert off_policy["ess/advantage"].value == pytest.approx(on_policy["ess/advantage"].value)  # the same rollout
 
 

@@ -10,13 +10,16 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FLOORS = [
-    {"types", "estimate", "gradients", "entropy", "adamw", "folds", "module_kinds", "trapezoid", "version"},
-    {"probes"},
+    {"types", "estimate", "gradients", "entropy", "adamw", "sgd", "folds", "updates",
+     "entropy_gradients", "causes", "delta_h", "module_kinds", "trapezoid", "version", "importance", "calibration",
+     "responses"},
+    {"probes", "ground_truth"},
     {
-        "attach", "checkpoints", "host", "models", "progress", "records", "report", "tasks", "tiny", "trainer",
+        "attach", "checkpoints", "dashboard", "host", "loggers", "models", "progress", "records", "report", "sampling",
+        "tasks", "tiny", "trainer", "zero",
         "__init__",  # gathers the public names
     },
-    {"build"},
+    {"build", "settings", "command_line"},
     {"train"},
 ]  # fmt: skip
 LIBRARIES = [
@@ -24,7 +27,8 @@ LIBRARIES = [
     {"torch"},
     {
         "torch", "scipy", "trl", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "tqdm",
-        "rich", "matplotlib", "numpy", "jinja2", "math_verify", "sympy", "latex2sympy2_extended",
+        "rich", "matplotlib", "numpy", "jinja2", "math_verify", "sympy", "latex2sympy2_extended", "wandb", "trackio",
+        "wandb_workspaces",
     },
     {"torch", "transformers", "accelerate", "hydra", "omegaconf"},
     {"hydra", "omegaconf"},

@@ -87,7 +87,7 @@ class Loop:
     def step(self, vectors: Tensor) -> dict[str, Estimate]:
         """Returns the probe's answers to one step on vectors (K, b, DIM): K microbatches of b prompts on this rank."""
         num_microbatches = len(vectors)
-        self.tap.start_step(num_microbatches, self.states)
+        self.tap.start_step(range(num_microbatches), num_microbatches, self.states)
         for k, block in enumerate(vectors):
             if isinstance(self.model, DistributedDataParallel):
                 self.model.require_backward_grad_sync = k == num_microbatches - 1  # as no_sync does on all but the last
@@ -109,20 +109,26 @@ class Loop:
             step=1,
             parameters=self.parameters,
             gradients={name: p.grad for name, p in self.parameters.items()},
-            microbatch_gradients=None,
+            fold_gradients=None,
             microbatch_sq_norms=self.tap.sq_norms,
             optimizer=OptimizerView(self.states, math.inf),
-            rollout=Rollout(ones, ones, ones, ones, zeros[:, 0], prompts, on_policy=True),
+            rollout=Rollout(ones, ones, ones, ones, zeros[:, 0], None, prompts, None, on_policy=True),
             scores=Scores(zeros, zeros, ones),
             loss_weights=zeros,
             microbatch_rows=tuple(range(k * block * G, (k + 1) * block * G) for k in range(num_microbatches)),
+            fold=torch.arange(size) // (block * G),
+            reused=False,
             responses_per_prompt=G,
             complete_prompts=True,
             whole_prompts=True,
             dr_grpo=True,
             num_ranks=1,
             score=lambda rows: pytest.fail("no forward without split_prompts"),
+            shifted=lambda shift: pytest.fail("the noise scale moves no parameters"),
+            decode=lambda ids: pytest.fail("the noise scale reads no text"),
             reduce=self.reduce,
+            sample=lambda count, seed: pytest.fail("the noise scale samples nothing"),
+            score_rollout=lambda rollout: pytest.fail("the noise scale samples nothing"),
         )
 
 
@@ -437,7 +443,7 @@ def test_a_parameter_that_a_microbatch_does_not_reach_has_a_square_norm_of_zero_
     """An expert without tokens: autograd calls no hook at all."""
     parameters = {name: nn.Parameter(torch.ones(2)) for name in ("expert0", "expert1")}
     tap = GradientTap(parameters, keep_rows=False, keep_sq_norms=True)
-    tap.start_step(2)
+    tap.start_step(range(2), 2)
     for k, p in enumerate(parameters.values()):
         tap.arm(k)
         (3.0 * p.sum() / 2).backward()

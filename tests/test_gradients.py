@@ -58,7 +58,7 @@ def own_gradient(model: TiedModel, tokens: Tensor) -> dict[str, Tensor]:
 
 def train_step(model: nn.Module, tap: GradientTap, batches: list[Tensor]) -> None:
     """What a trainer does: each microbatch's loss over their number, backwards, into `.grad`."""
-    tap.start_step(len(batches))
+    tap.start_step(range(len(batches)), len(batches))
     for k, tokens in enumerate(batches):
         loss = model(tokens) / len(batches)
         tap.arm(k)
@@ -233,7 +233,7 @@ def test_each_step_begins_with_empty_rows_of_its_own_number(model: TiedModel, ta
 
 def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel, tap: GradientTap) -> None:
     batches, parameters = microbatches(2), list(model.parameters())
-    tap.start_step(2)
+    tap.start_step(range(2), 2)
     for k, tokens in enumerate(batches):
         loss = model(tokens) / 2
         torch.autograd.grad(model(microbatches(1, seed=9)[0]), parameters)
@@ -250,7 +250,7 @@ def test_tap_that_is_not_armed_keeps_nothing(model: TiedModel, tap: GradientTap)
     tokens = microbatches(1)[0]
     model(tokens).backward()
     assert tap.buffer is None
-    tap.start_step(1)
+    tap.start_step(range(1), 1)
     model(tokens).backward()
     assert not tap.buffer.matrix.any()
 
@@ -265,7 +265,7 @@ def test_tap_changes_no_gradient(model: TiedModel, tap: GradientTap) -> None:
 
 
 def test_disarmed_tap_leaves_no_hook(model: TiedModel, tap: GradientTap) -> None:
-    tap.start_step(2)
+    tap.start_step(range(2), 2)
     for k in range(2):
         tap.arm(k)
         assert all(p._backward_hooks for p in model.parameters())
@@ -290,7 +290,7 @@ def ddp_worker(rank: int, folder: str) -> None:
     model = TiedModel()
     ddp = DistributedDataParallel(model)
     tap = GradientTap(dict(model.named_parameters()))
-    tap.start_step(DDP_MICROBATCHES)
+    tap.start_step(range(DDP_MICROBATCHES), DDP_MICROBATCHES)
     batches = microbatches(DDP_MICROBATCHES, seed=100 + rank)
     for k, tokens in enumerate(batches):
         ddp.require_backward_grad_sync = k == DDP_MICROBATCHES - 1  # as no_sync does on all but the last

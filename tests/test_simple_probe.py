@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import reference
 import torch
+from peft import LoraConfig
 from torch import Tensor
 
 from rl_training import Estimate, Probe
@@ -45,7 +46,7 @@ class Recorder(Probe):
         self.steps: list[Snapshot] = []
 
     def on_pre_optimizer_step(self, ctx: Any) -> None:
-        states = ctx.optimizer.adamw
+        states = ctx.optimizer.states
         self.steps.append(
             Snapshot(
                 parameters={n: p.detach().double().clone() for n, p in ctx.parameters.items()},
@@ -84,8 +85,17 @@ class Answers(SimpleEntropyProbe):
 class Twin:
     """One step, again from the definitions: full logits, autograd a fold at a time, torch's own AdamW for each δθ."""
 
-    def __init__(self, step: Snapshot, responses: int, estimator: str) -> None:
-        self.step = step
+    def __init__(
+        self,
+        step: Snapshot,
+        responses: int,
+        estimator: str,
+        num_folds: int = K,
+        temperature: float = 1.0,
+        max_length: int = L_MAX,
+    ) -> None:
+        self.step, self.max_length = step, max_length
+        self.ratios = [1.0] * len(step.rollout.advantages)
         self.model = load_tiny()[0].double()
         self.params = dict(self.model.named_parameters())
         with torch.no_grad():
@@ -97,7 +107,7 @@ class Twin:
         attention = torch.cat([rollout.prompt_mask, rollout.completion_mask], dim=1)
         width = rollout.completion_ids.shape[1]
         logits = self.model(input_ids=ids, attention_mask=attention).logits[:, -width - 1 : -1]
-        table = logits.log_softmax(dim=-1)
+        table = (logits / temperature).log_softmax(dim=-1)
         self.logps = table.gather(2, rollout.completion_ids.unsqueeze(2)).squeeze(2)
         self.entropies = -(table.exp() * table).sum(dim=2)
         self.lengths = self.mask.sum(dim=1).tolist()
@@ -114,29 +124,60 @@ class Twin:
         self.folds = [list(rows) for rows in step.microbatch_rows]
         self.chosen = [i for i, p in enumerate(prompts) if prompts[:i].count(p) < responses]
         self.x = {target: [self.entropy_gradient(fold, target) for fold in self.folds] for target in self.weights}
-        gradients = [self.training_gradient(fold) for fold in self.folds]
+        self.gradients = gradients = [self.training_gradient(fold) for fold in self.folds]
         self.update = self.adamw(average(gradients))
-        self.update_without = [self.adamw(average([g for j, g in enumerate(gradients) if j != k])) for k in range(K)]
+        without = [average([g for j, g in enumerate(gradients) if j != k]) for k in range(num_folds)]
+        self.update_without = [self.adamw(gradient) for gradient in without]
+        self.update_unclipped = [self.adamw(gradient, max_grad_norm=math.inf) for gradient in without]
+        self.parts_without = [self.parts(self.clipped(gradient)) for gradient in without]
+
+    def update_without_chosen(self) -> list[dict[str, Tensor]]:
+        """For each fold k, the step in which the fold's other responses stand for its chosen ones as well."""
+        updates = []
+        for k, fold in enumerate(self.folds):
+            others = self.training_gradient([i for i in fold if i not in self.chosen])
+            updates.append(self.adamw(average([others if j == k else g for j, g in enumerate(self.gradients)])))
+        return updates
+
+    def clipped(self, gradient: dict[str, Tensor]) -> dict[str, Tensor]:
+        norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
+        return {n: g * min(1.0, self.step.max_grad_norm / (norm + 1e-6)) for n, g in gradient.items()}
+
+    def parts(self, gradient: dict[str, Tensor]) -> dict[str, dict[str, Tensor]]:
+        """The three terms of θ ← θ − lr λ θ − lr (β1 m + (1−β1) g) / (1−β1^t) / (√v̂ + ε)."""
+        parts: dict[str, dict[str, Tensor]] = {"momentum": {}, "gradient": {}, "decay": {}}
+        for name, g in gradient.items():
+            exp_avg, exp_avg_sq, step = self.step.moments[name]
+            options = self.step.hyperparameters[name]
+            beta1, beta2 = options["betas"]
+            v = (beta2 * exp_avg_sq + (1 - beta2) * g**2) / (1 - beta2 ** (step + 1))
+            scale = -options["lr"] / (1 - beta1 ** (step + 1)) / (v.sqrt() + options["eps"])
+            parts["momentum"][name] = scale * beta1 * exp_avg
+            parts["gradient"][name] = scale * (1 - beta1) * g
+            parts["decay"][name] = -options["lr"] * options["weight_decay"] * self.params[name].detach()
+        return parts
 
     def entropy_gradient(self, fold: list[int], target: str) -> dict[str, Tensor]:
         w, u = self.weights[target]
         rows = [i for i in fold if i in self.chosen]
         total = sum(
-            w[i][k] * self.logps[i, k] + u[i][k] * self.entropies[i, k] for i in rows for k in range(self.lengths[i])
+            self.ratios[i] * (w[i][k] * self.logps[i, k] + u[i][k] * self.entropies[i, k])
+            for i in rows
+            for k in range(self.lengths[i])
         )
         return self.gradient(total / len(rows))
 
     def training_gradient(self, fold: list[int]) -> dict[str, Tensor]:
         advantages = self.step.rollout.advantages.double()
         return self.gradient(
-            -sum(advantages[i] * self.logps[i][self.mask[i]].sum() for i in fold) / (len(fold) * L_MAX)
+            -sum(advantages[i] * self.logps[i][self.mask[i]].sum() for i in fold) / (len(fold) * self.max_length)
         )
 
     def gradient(self, value: Tensor) -> dict[str, Tensor]:
         grads = torch.autograd.grad(value, list(self.params.values()), retain_graph=True)
         return dict(zip(self.params, grads, strict=True))
 
-    def adamw(self, gradient: dict[str, Tensor]) -> dict[str, Tensor]:
+    def adamw(self, gradient: dict[str, Tensor], max_grad_norm: float | None = None) -> dict[str, Tensor]:
         clones = {n: torch.nn.Parameter(p.detach().clone()) for n, p in self.params.items()}
         groups = [{"params": [clones[n]], **self.step.hyperparameters[n]} for n in clones]
         optimizer = torch.optim.AdamW(groups)
@@ -149,7 +190,7 @@ class Twin:
                     "exp_avg": exp_avg.clone(),
                     "exp_avg_sq": exp_avg_sq.clone(),
                 }
-        torch.nn.utils.clip_grad_norm_(clones.values(), self.step.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(clones.values(), max_grad_norm or self.step.max_grad_norm)
         optimizer.step()
         return {n: clone.detach() - self.params[n].detach() for n, clone in clones.items()}
 
@@ -197,12 +238,23 @@ def per_sequence(sums: list[float]) -> float:
     return sums[3] / sums[2]
 
 
-@pytest.mark.parametrize(("estimator", "responses"), [("rb", 1), ("rb", 4), ("score", 2)])
-def test_every_estimate_equals_the_plain_twin(make_trainer, estimator, responses) -> None:
+@pytest.mark.parametrize(
+    ("estimator", "responses", "temperature", "max_length"),
+    [("rb", 1, 1.0, L_MAX), ("rb", 4, 0.7, 5), ("score", 2, 1.3, L_MAX)],  # within 5 tokens hardly a response ends
+)
+def test_every_estimate_equals_the_plain_twin(make_trainer, estimator, responses, temperature, max_length) -> None:
     recorder, probe = Recorder(), Answers(estimator=estimator, responses_per_prompt=responses)
-    make_trainer(probes=[probe, recorder], dtype=torch.float64, **EIGHT_FOLDS, **SMOOTH).train()
-    twins = [Twin(step, responses, estimator) for step in recorder.steps]
-    same = {"rel": 2e-4, "abs": 1e-9}  # TRL's fused head computes in fp32
+    make_trainer(
+        probes=[probe, recorder],
+        dtype=torch.float64,
+        temperature=temperature,
+        max_completion_length=max_length,
+        reward=lambda completions, **kwargs: [float(sum(map(ord, c)) % 3) for c in completions],
+        **EIGHT_FOLDS,
+        **SMOOTH,
+    ).train()
+    twins = [Twin(step, responses, estimator, K, temperature, max_length) for step in recorder.steps]
+    same = {"rel": 1e-3, "abs": 1e-9}  # TRL's fused head computes in fp32
     for twin, answer in zip(twins, probe.all, strict=True):
         for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
             forward, reuse = (
@@ -224,6 +276,142 @@ def test_every_estimate_equals_the_plain_twin(make_trainer, estimator, responses
     assert second["delta_h/cumulative_predicted"].value == pytest.approx(trapezoid, **same)
     measured = second["entropy/token"].value - first["entropy/token"].value
     assert second["delta_h/cumulative_measured"].value == pytest.approx(measured, rel=1e-12)
+
+
+def test_causes_and_own_prompts_equal_the_plain_twin(make_trainer) -> None:
+    recorder, probe = Recorder(), Answers(own_prompts=True)
+    make_trainer(probes=[probe, recorder], dtype=torch.float64, **EIGHT_FOLDS, **SMOOTH).train()
+    same = {"rel": 2e-4, "abs": 1e-9}
+    for step, answer in zip(recorder.steps, probe.all, strict=True):
+        twin = Twin(step, responses=1, estimator="rb")
+
+        def change(updates: list[dict[str, Tensor]], statistic: Any, twin: Twin = twin) -> float:
+            return statistic([sum(c) for c in zip(*twin.rows(updates), strict=True)])
+
+        for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
+            value = {
+                "own_prompts": change(twin.update_without_chosen(), statistic),
+                "forward_unclipped": change(twin.update_unclipped, statistic),
+                **{f"part/{c}": change([p[c] for p in twin.parts_without], statistic) for c in twin.parts_without[0]},
+                **{f"layer/{n}": change(only(twin.update_without, f"layers.{n}."), statistic) for n in (0, 1)},
+                "layer/embedding": change(only(twin.update_without, "embed_tokens"), statistic),
+                "kind/mlp": change(only(twin.update_without, "mlp"), statistic),
+            }
+            for name, expected in value.items():
+                assert answer[f"delta_h/{name}{suffix}"].value == pytest.approx(expected, **same), name
+
+
+def only(updates: list[dict[str, Tensor]], word: str) -> list[dict[str, Tensor]]:
+    """The updates of the parameters with this word in their names; the others stand still."""
+    return [{n: u if word in n else torch.zeros_like(u) for n, u in update.items()} for update in updates]
+
+
+def test_each_split_of_forward_adds_up_to_forward(make_trainer) -> None:
+    probe = Answers()
+    make_trainer(probes=[probe], max_grad_norm=0.05).train()
+    for answer in probe.all:
+        for suffix in ("", "_sequence"):
+            for split in ("part", "layer", "kind"):
+                names = [
+                    n for n in answer if n.startswith(f"delta_h/{split}/") and n.endswith("_sequence") == bool(suffix)
+                ]
+                total = sum(answer[name].value for name in names)
+                assert total == pytest.approx(answer[f"delta_h/forward{suffix}"].value, rel=1e-6), split
+
+
+def test_clipping_is_what_separates_forward_from_forward_unclipped(make_trainer) -> None:
+    for max_grad_norm, same in ((1e6, True), (0.01, False)):
+        probe = Answers()
+        # Adam's very first step would not notice a factor; a large epsilon lets it.
+        make_trainer(probes=[probe], max_grad_norm=max_grad_norm, adam_epsilon=1e-3, max_steps=1).train()
+        values = [probe.all[0][f"delta_h/{name}"].value for name in ("forward", "forward_unclipped")]
+        assert (values[0] == values[1]) == same
+
+
+def test_folds_of_several_microbatches_and_slices_of_one_measure_the_same_step(make_trainer) -> None:
+    """The same batch of 8 prompts in 8 folds: as 8 microbatches, as halves of 4, and, in 4 folds, as pairs of 8."""
+    forward = {}
+    for microbatches, num_folds in ((8, None), (4, 8), (8, 4), (4, None)):
+        probe = Answers(num_folds=num_folds)
+        make_trainer(
+            probes=[probe],
+            per_device_train_batch_size=32 // microbatches,
+            gradient_accumulation_steps=microbatches,
+            max_steps=1,
+            **SMOOTH,
+        ).train()
+        forward[microbatches, num_folds] = probe.all[0]["delta_h/forward"]
+    assert forward[4, 8].value == pytest.approx(forward[8, None].value, rel=1e-3)
+    assert forward[4, 8].stderr == pytest.approx(forward[8, None].stderr, rel=1e-3)
+    assert forward[8, 4].value == pytest.approx(forward[4, None].value, rel=1e-3)
+    assert forward[8, 4].num_samples == 4
+
+
+def test_rows_in_host_memory_give_the_same_numbers_and_their_bytes_are_a_metric(make_trainer) -> None:
+    answers = []
+    for offload in (False, True):
+        probe = Answers(offload=offload, num_folds=2)
+        trainer = make_trainer(probes=[probe])
+        trainer.train()
+        answers.append({name: e.value for name, e in probe.all[1].items() if math.isfinite(e.value)})
+    assert answers[0] == answers[1]
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    (peak, *_) = [
+        line["probe_cost/peak_bytes"] for line in trainer.state.log_history if "probe_cost/peak_bytes" in line
+    ]
+    assert peak == 4 * parameters * (2 * 2 + 2)  # 2 folds
+
+
+def test_a_lora_update_is_the_change_of_its_matrices_and_splits_by_layer(make_trainer) -> None:
+    recorder, probe = Recorder(), Answers()
+    adapter = LoraConfig(r=2, lora_dropout=0.0, target_modules="all-linear", init_lora_weights=False)
+    make_trainer(probes=[probe, recorder], peft_config=adapter, dtype=torch.float64, max_steps=2).train()
+    real = torch.cat([u.reshape(-1) for u in recorder.steps[-1].update.values()])
+    torch.testing.assert_close(probe.state_dict()["update"].double(), real, rtol=1e-4, atol=1e-9)
+    forward = probe.all[1]["delta_h/forward"].value
+    assert forward != 0
+    assert sum(probe.all[1][f"delta_h/layer/{n}"].value for n in (0, 1)) == pytest.approx(forward, rel=1e-6)
+    assert {n for n in probe.all[1] if n.startswith("delta_h/kind/")} == {
+        f"delta_h/kind/{kind}{suffix}" for kind in ("attention", "mlp") for suffix in ("", "_sequence")
+    }
+
+
+def test_a_number_of_folds_that_would_split_prompts_is_refused_with_one_that_would_not(make_trainer) -> None:
+    with pytest.raises(ValueError, match="use num_folds=8"):
+        make_trainer(probes=[SimpleEntropyProbe(num_folds=16)])  # 4 microbatches of 2 prompts
+
+
+@pytest.mark.parametrize("make_optimizer", [
+    lambda parameters: torch.optim.Adam(parameters, lr=1e-3, weight_decay=0.1, eps=1e-5),
+    lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, foreach=True),
+    lambda parameters: torch.optim.AdamW(parameters, lr=1e-3, weight_decay=0.1, fused=True),
+    lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9, weight_decay=0.01),
+    lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9, dampening=0.5),
+    lambda parameters: torch.optim.SGD(parameters, lr=1.0, momentum=0.9, nesterov=True),
+    lambda parameters: torch.optim.SGD(parameters, lr=1.0),
+    lambda parameters: torch.optim.AdamW(
+        [{"params": [p], "lr": 1e-4 * (i + 1), "weight_decay": 0.1 * (i % 2)} for i, p in enumerate(parameters)]
+    ),
+])  # fmt: skip
+def test_the_step_of_each_known_optimizer_is_the_change_of_the_parameters(make_trainer, make_optimizer) -> None:
+    class Watch(Probe):
+        name = "watch"
+
+        def on_pre_optimizer_step(self, ctx: Any) -> None:
+            self.before = {n: p.detach().clone() for n, p in ctx.parameters.items()}
+
+        def on_optimizer_step(self, ctx: Any) -> None:
+            self.change = torch.cat([(p.detach() - self.before[n]).flatten() for n, p in ctx.parameters.items()])
+
+        def measure(self, ctx: Any) -> dict[str, Estimate]:
+            return {"watch/step": Estimate(float(ctx.step))}
+
+    policy, probe, watch = load_tiny()[0].double(), SimpleEntropyProbe(), Watch()
+    optimizer = make_optimizer(list(policy.parameters()))
+    make_trainer(
+        probes=[probe, watch], model=policy, dtype=torch.float64, optimizers=(optimizer, None), max_steps=3
+    ).train()
+    torch.testing.assert_close(probe.state_dict()["update"], watch.change, rtol=1e-6, atol=1e-10)
 
 
 def test_the_update_it_uses_is_the_update_that_the_optimizer_makes(make_trainer) -> None:
@@ -250,12 +438,44 @@ def test_without_an_adamw_formula_forward_is_nan_and_backward_uses_the_parameter
     assert second["delta_h/backward"].value != 0
 
 
-@pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"steps_per_generation": 8}])
-def test_off_policy_steps_are_nan_with_the_reason(make_trainer, settings) -> None:
+def test_a_step_that_reuses_responses_has_no_forward_and_says_why(make_trainer) -> None:
     probe = Answers()
-    make_trainer(probes=[probe], max_steps=2, **settings).train()
+    make_trainer(probes=[probe], max_steps=2, num_iterations=2).train()
     assert math.isfinite(probe.all[0]["delta_h/forward"].value)
-    assert all(math.isnan(e.value) and "earlier optimizer step" in e.reason for e in probe.all[1].values())
+    for name in ("forward", "backward", "part/momentum"):
+        assert math.isnan(probe.all[1][f"delta_h/{name}"].value)
+        assert "has learned from these responses" in probe.all[1][f"delta_h/{name}"].reason
+    assert math.isfinite(probe.all[1]["delta_h/reuse"].value)
+
+
+def test_off_policy_steps_are_weighted_by_the_importance_ratio(make_trainer) -> None:
+    """Step 2 learns from the second half of the rollout that step 1 started with."""
+    recorder, probe = Recorder(), Answers()
+    make_trainer(probes=[probe, recorder], dtype=torch.float64, max_steps=2, steps_per_generation=8, **SMOOTH).train()
+    step, answer = recorder.steps[1], probe.all[1]
+    twin = Twin(step, responses=1, estimator="rb", num_folds=4)
+    ratios = [
+        math.exp(float((twin.logps[i].detach() - step.rollout.sampling_logps[i])[twin.mask[i]].sum()))
+        for i in range(len(twin.lengths))
+    ]
+    assert max(ratios) > 1.01
+    entropy = sum(r * h for r, h in zip(ratios, twin.entropy_of, strict=True))
+    length = sum(r * t for r, t in zip(ratios, twin.lengths, strict=True))
+    assert answer["entropy/token"].value == pytest.approx(entropy / length, rel=1e-4)
+    assert answer["entropy/sequence"].value == pytest.approx(entropy / sum(ratios), rel=1e-4)
+    twin.ratios = ratios
+    twin.x = {target: [twin.entropy_gradient(fold, target) for fold in twin.folds] for target in twin.weights}
+    rows = twin.rows([step.update] * 4)  # the loss has per-token ratios and clipping: the real step is the reference
+    reuse = sum(row[3] for row in rows) / sum(ratios)
+    assert answer["delta_h/reuse_sequence"].value == pytest.approx(reuse, rel=1e-3)
+    assert math.isfinite(answer["delta_h/forward"].value)
+    assert math.isfinite(answer["delta_h/backward"].value)
+
+
+def test_off_policy_steps_with_a_small_effective_sample_size_are_nan_with_the_reason(make_trainer) -> None:
+    probe = Answers()
+    make_trainer(probes=[probe], max_steps=2, steps_per_generation=8, learning_rate=3e-2).train()
+    assert all(math.isnan(e.value) and "effective sample size" in e.reason for e in probe.all[1].values())
 
 
 def test_one_microbatch_has_no_forward_and_says_how_to_get_one(make_trainer) -> None:

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -79,7 +77,7 @@ def test_help_says_what_can_be_chosen() -> None:
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["probe=simpel"], "Available options in 'probe'"),
+        (["probe=simpel"], "did you mean simple"),
         (["trainer.max_stepz=2"], "did you mean trainer.max_steps"),
         (["batch.sequences_per_step=250"], "use batch.sequences_per_step=256"),
         (["model=hub"], "model.name"),
@@ -89,57 +87,6 @@ def test_a_mistake_on_the_command_line_ends_with_its_name(tmp_path: Path, overri
     ended = train(f"run_dir={tmp_path / 'run'}", *overrides)
     assert ended.returncode != 0
     assert message in "\n".join(ended.stderr.strip().splitlines()[-14:])
-
-
-def test_a_killed_run_keeps_what_it_measured_and_resumes_to_the_same_end(tmp_path: Path) -> None:
-    """Bitwise: rewards and estimates of the killed and resumed run equal those of one that was left alone."""
-    settings = [*SMALL, "trainer.max_steps=6", "trainer.save_steps=2"]
-    assert train(*settings, f"run_dir={tmp_path / 'whole'}").returncode == 0
-    killed = tmp_path / "killed"
-    process = subprocess.Popen(
-        [sys.executable, "train.py", *settings, f"run_dir={killed}"], cwd=ROOT, stderr=subprocess.DEVNULL
-    )
-    deadline = time.monotonic() + 120
-    while not (killed / "training_state" / "checkpoint-2" / "trainer_state.json").exists():
-        assert process.poll() is None, "it ended before its first checkpoint"
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    assert len(read_metrics(killed / "logs")) >= 1
-    unfinished = killed / "training_state" / "checkpoint-99"  # as a kill in the middle of saving leaves it
-    unfinished.mkdir()
-    resumed = train(*settings, f"run_dir={killed}", "resume=latest")
-    assert resumed.returncode == 0, resumed.stderr
-    assert f"skipping {unfinished}: it has no trainer_state.json" in resumed.stderr
-    assert_same_measurements(killed, tmp_path / "whole")
-    longer = train(*settings, "trainer.max_steps=7", f"run_dir={killed}", f"resume={killed}")
-    assert longer.returncode == 0, longer.stderr
-    assert [row["step"] for row in read_metrics(killed / "logs")] == [1, 2, 3, 4, 5, 6, 7]
-
-
-def assert_same_measurements(a: Path, b: Path) -> None:
-    """Everything but times is equal, bit for bit, without a doubled or missing step."""
-    timed = ("seconds", "step_time", "runtime", "fraction_of_step", "per_second")
-    for read in (read_metrics, read_estimates):
-        left, right = (
-            [{key: value for key, value in row.items() if not key.endswith(timed)} for row in read(folder / "logs")]
-            for folder in (a, b)
-        )
-        assert json.dumps(left) == json.dumps(right)
-
-
-def test_a_damaged_checkpoint_is_refused_and_an_earlier_one_taken(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    assert train(*SMALL, "trainer.save_steps=1", f"run_dir={folder}").returncode == 0
-    damaged = folder / "training_state" / "checkpoint-2"
-    (damaged / "model.safetensors").write_bytes(b"\x00" * 100)
-    refused = train(*SMALL, f"resume={damaged}")
-    assert refused.returncode != 0
-    assert "model.safetensors is damaged" in refused.stderr
-    latest = train(*SMALL, f"run_dir={folder}", "resume=latest")
-    assert latest.returncode == 0, latest.stderr
-    assert f"skipping {damaged}" in latest.stderr
 
 
 def test_gsm8k_rows_train_a_small_random_model(tmp_path: Path) -> None:

@@ -29,20 +29,24 @@ class Need(enum.Flag):
     """What costs memory or time and is therefore kept only if a probe asks for it."""
 
     NOTHING = 0
-    MICROBATCH_GRADIENTS = enum.auto()  # one parameter-size fp32 row per microbatch: ctx.microbatch_gradients
+    FOLD_GRADIENTS = enum.auto()  # one parameter-size fp32 row per fold: ctx.fold_gradients
     MICROBATCH_SQ_NORMS = enum.auto()  # a few numbers per parameter and microbatch: ctx.microbatch_sq_norms
 
 
 class Probe:
     """A measurement that runs inside the training loop. Subclasses override the moments they need, and `measure`.
 
-    name   names it in probes.jsonl and in probe_cost/<name>_seconds
-    needs  what the driver must keep for it
-    every  measure each `every`-th optimizer step, the first one included
+    name       names it in probes.jsonl and in probe_cost/<name>_seconds
+    needs      what the driver must keep for it
+    every      measure each `every`-th optimizer step, the first one included
+    num_folds  with FOLD_GRADIENTS: folds of whole prompts on each rank; None for the driver's choice
+    offload    with FOLD_GRADIENTS: keep them in host memory
     """
 
     name: str
     needs: Need = Need.NOTHING
+    num_folds: int | None = None
+    offload: bool = False
 
     def __init__(self, every: int = 1) -> None:
         if every < 1:
@@ -66,6 +70,11 @@ class Probe:
     def measure(self, ctx: StepContext) -> dict[str, Estimate]:
         """Returns the step's estimates by metric name."""
         raise NotImplementedError(f"{type(self).__name__} must say what it measured: implement measure(ctx)")
+
+    @property
+    def num_buffer_bytes(self) -> int:
+        """Bytes of the parameter-size buffers that this probe holds at present."""
+        return 0
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns what a resumed run needs to go on as if never stopped, the same on every rank."""

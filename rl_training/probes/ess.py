@@ -25,6 +25,7 @@ import math
 import torch
 from torch import Tensor
 
+from rl_training.entropy_gradients import importance_ratios
 from rl_training.estimate import Estimate
 from rl_training.probes.base import Probe
 from rl_training.types import StepContext
@@ -32,11 +33,7 @@ from rl_training.types import StepContext
 NO_ERROR_BAR = "no error bar: it describes this batch and estimates nothing beyond it"
 NO_WEIGHT = "every advantage of the step is zero, so no sequence has any weight"
 NOT_FINITE = "an advantage of the step is not a finite number"
-NO_SAMPLING_LOGPS = (
-    "the rollout was sampled before an earlier optimizer step (num_iterations > 1, or several steps per generation), "
-    "and the rollout's sampling log-probabilities are not recorded for off-policy steps: without them there are no "
-    "importance ratios"
-)
+NO_SAMPLING_LOGPS = "an off-policy step whose rollout has no log-probabilities of its sampling: there are no ratios"
 SPLIT_PROMPTS = (
     "the responses of a prompt are spread over several optimizer steps, so what a whole prompt has is not known here: "
     "use DrGRPOTrainer, or attach(..., whole_prompts=True)"
@@ -87,7 +84,10 @@ class EffectiveSampleSizeProbe(Probe):
     name = "ess"
 
     def measure(self, ctx: StepContext) -> dict[str, Estimate]:
-        *size_sums, num_sequences, num_zero, num_prompts, num_zero_prompts = ctx.reduce(_sums(ctx)).tolist()
+        ratios = importance_ratios(ctx)
+        ratio_sums = kish_sums(ratios) if ratios is not None else ctx.scores.logps.new_full((2,), torch.nan)
+        sums = ctx.reduce(torch.cat([ratio_sums.double(), _sums(ctx)])).tolist()
+        *size_sums, num_sequences, num_zero, num_prompts, num_zero_prompts = sums
         count = int(num_sequences)
 
         def known(value: float) -> Estimate:
@@ -97,13 +97,14 @@ class EffectiveSampleSizeProbe(Probe):
             return Estimate(math.nan, num_samples=count, reason=reason)
 
         answers = {
-            "ess/importance": known(num_sequences) if ctx.rollout.on_policy else missing(NO_SAMPLING_LOGPS),
             "ess/zero_advantage": known(num_zero / num_sequences),
             "ess/zero_advantage_prompts": (
                 known(num_zero_prompts / num_prompts) if ctx.complete_prompts else missing(SPLIT_PROMPTS)
             ),
         }
-        for name, sums in (("ess/advantage", size_sums[:2]), ("ess/token_weight", size_sums[2:])):
+        importance = kish_size_of_sums(*size_sums[:2])
+        answers["ess/importance"] = missing(NO_SAMPLING_LOGPS) if math.isnan(importance) else known(importance)
+        for name, sums in (("ess/advantage", size_sums[2:4]), ("ess/token_weight", size_sums[4:])):
             size = kish_size_of_sums(*sums)
             reason = NO_WEIGHT if sums[1] == 0 else NOT_FINITE
             for metric, value in ((name, size), (f"{name}_fraction", size / num_sequences)):

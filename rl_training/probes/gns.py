@@ -136,7 +136,7 @@ class GradientNoiseScaleProbe(Probe):
             return
         assert ctx.microbatch_sq_norms is not None
         block = ctx.reduce(ctx.microbatch_sq_norms.sum(dim=0)) / blocks
-        meter = SqNormMeter(ctx.optimizer.adamw)
+        meter = SqNormMeter(ctx.optimizer.states)
         for name, gradient in ctx.gradients.items():
             meter.add(name, gradient)
         batch = meter.result(ctx.gradients)
@@ -251,11 +251,8 @@ def _why_not(ctx: StepContext, blocks: float) -> str:
             "the microbatches mix prompts, and responses of one prompt are no independent units: "
             "use DrGRPOTrainer, or attach(..., whole_prompts=True)"
         )
-    if not ctx.rollout.on_policy:
-        return (
-            "the rollout was sampled before an earlier optimizer step (num_iterations > 1, or several steps per "
-            "generation): where that step has learned from these very prompts, their gradients are no fresh sample"
-        )
+    if ctx.reused:
+        return "an earlier step has learned from these responses (num_iterations > 1): they are no new sample"
     if blocks < 2:
         return "one block in all: use smaller microbatches, or more processes, so that a step has at least two"
     return ""

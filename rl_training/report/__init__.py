@@ -1,6 +1,6 @@
 """The report of a run: records → pictures, one self-contained HTML page, and a short table for the terminal.
 
-    write_report(run_dir)     writes report/{report.html, reward.png, entropy.png, delta_h.png} into the run folder
+    write_report(run_dir)     writes report/report.html and its pictures into the run folder
     print_summary(run_dir)    prints the table
     python -m rl_training.report RUN_DIR    both, from the records of any run: finished, killed or still going
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from jinja2 import Environment, StrictUndefined
 
-from rl_training.report.figures import Picture
+from rl_training.report.drawing import Picture
 from rl_training.report.series import Run, gaps, probe_costs
 from rl_training.report.summary import Row
 from rl_training.version import VERSION

@@ -33,6 +33,7 @@ def summarize(run: Run) -> list[Row]:
         _first_to_last("reward", run.logged("reward")),
         _first_to_last("token entropy", entropy or run.logged("entropy"), unit),
         *_change_rows(run),
+        *_batch_rows(run),
         _cost_row(run),
     ]
 
@@ -91,6 +92,42 @@ def _ratio_row(label: str, part: Estimate, whole: Estimate) -> Row:
         return Row(label, MISSING, "the measured change is within its own error of 0")
     note = "no error bar on the measured change" if math.isnan(half) else ""
     return Row(label, f"{part.value / whole.value:.2f}", note)
+
+
+def _batch_rows(run: Run) -> list[Row]:
+    """Returns what the noise scale and the effective sample size say of the batch, as far as they were measured."""
+    rows = []
+    if run.measured("gns/noise_scale_prompts"):
+        scale, ratio = (
+            list(run.measured(f"gns/{name}").values())[-1] for name in ("noise_scale_prompts", "batch_ratio")
+        )
+        rows.append(_scale_row(scale, ratio))
+    if run.measured("ess/advantage"):
+        shares = [e.value for e in run.measured("ess/advantage_fraction").values() if math.isfinite(e.value)]
+        idle = [e.value for e in run.measured("ess/zero_advantage_prompts").values() if math.isfinite(e.value)]
+        value = f"{statistics.fmean(shares):.0%}" if shares else MISSING
+        note = "of the sequences carry the update (Kish size of |A|, mean over steps)"
+        if idle:
+            note += f"; {statistics.fmean(idle):.0%} of the prompts teach nothing: all their rewards are equal"
+        rows.append(Row("effective sample", value, note))
+    return rows
+
+
+def _scale_row(scale: Estimate, ratio: Estimate) -> Row:
+    label = "noise scale"
+    if math.isnan(scale.value):
+        return Row(label, MISSING, scale.reason)
+    half = scale.half_width()
+    value = f"{scale.value:.0f}" if math.isnan(half) else f"{scale.value:.0f} ± {half:.0f}"
+    if math.isnan(ratio.value) or ratio.value < 0:
+        return Row(label, f"{value} prompts", "of no use as a batch size: an estimate below zero is noise")
+    if ratio.value < 0.5:
+        advice = "larger batches still pay"
+    elif ratio.value <= 2:
+        advice = "the batch is about right: beyond it, gains shrink"
+    else:
+        advice = "a smaller batch would learn almost as much from each prompt"
+    return Row(label, f"{value} prompts", f"the batch is {ratio.value:.2f} of it: {advice}")
 
 
 def _cost_row(run: Run) -> Row:

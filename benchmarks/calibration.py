@@ -1,0 +1,290 @@
+"""Do the predictions come true? Each step's change of entropy, measured on fresh sequences, against what was predicted.
+
+    OMP_NUM_THREADS=1 python benchmarks/calibration.py [--learning-rates 1e-4 3e-4 1e-3] [--seeds 0 1 2] [--steps 40]
+
+Trains the default task once for each learning rate and seed, with the probe `simple`, and measures around every
+optimizer step the true ΔH on an evaluation set of fresh responses to random prompts (rl_training/ground_truth.py:
+importance weights while they are worth something, else a new sample with the same random numbers). Beside it, what one
+would get from importance weights on the training batch itself, which is no ground truth.
+
+At one step of each run it also moves the parameters by η δθ for η = 2^-6 .. 2 and measures ΔH there, always on the same
+evaluation set: is the change linear in the step?
+
+The measurements lie in OUTPUT/lr_LR_seed_SEED/logs, one run each. A run that is complete there is not repeated: stop
+and go on, or share the runs among several processes. --only-report makes table and picture of what is there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+from default_task import default_trainer
+from torch import Tensor
+from tqdm import tqdm
+from transformers import TrainerCallback
+
+from rl_training import Estimate, Probe
+from rl_training.calibration import Calibration
+from rl_training.folds import jackknife_stderr
+from rl_training.ground_truth import GroundTruth
+from rl_training.importance import importance_weights, reweighted_change, sequence_totals
+from rl_training.probes import SimpleEntropyProbe
+from rl_training.records import Records, read_estimates
+from rl_training.types import StepContext
+
+TRUE, SAME_BATCH = "delta_h/true", "delta_h/same_batch_snis"
+PREDICTIONS = ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid", "delta_h/reuse", SAME_BATCH)
+LINEARITY_STEP = 11  # Adam is warm by then
+EXPONENTS = range(-6, 2)  # η = 2^e
+SMALL = -2  # exponents up to this one are small steps
+MIN_ESS_FRACTION = 0.5  # below, importance weights are worthless
+
+
+class TruthOfEachStep(Probe):
+    """The measured change of entropy at each step, and at one step along a scaled step."""
+
+    name = "truth"
+
+    def __init__(self, num_sequences: int, seed: int, linearity_step: int) -> None:
+        super().__init__()
+        self.linearity_step = linearity_step
+        self._truth = GroundTruth(num_sequences=num_sequences, seed=seed)
+
+    def on_pre_optimizer_step(self, ctx: StepContext) -> None:
+        self._truth.draw(ctx)
+        self._batch = sequence_totals(ctx.scores)
+        if ctx.step == self.linearity_step:
+            self._evaluation = ctx.sample(self._truth.num_sequences, 10_000 + self._truth.seed)
+            self._before = sequence_totals(ctx.score_rollout(self._evaluation))
+            self._old = {name: p.detach().clone() for name, p in ctx.parameters.items()}
+
+    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+        answers = self._truth.measure(ctx)
+        same_batch = reweighted_change(self._batch, sequence_totals(ctx.score_rollout(ctx.rollout)))
+        answers[SAME_BATCH] = Estimate(same_batch.token, reason="no error bar: its error is a bias")
+        if ctx.step == self.linearity_step:
+            answers |= dict(self._along_the_step(ctx))
+        return answers
+
+    @torch.no_grad()
+    def _along_the_step(self, ctx: StepContext) -> Iterator[tuple[str, Estimate]]:
+        new = {name: p.detach().clone() for name, p in ctx.parameters.items()}
+        for exponent in EXPONENTS:
+            for name, param in ctx.parameters.items():
+                param.copy_(self._old[name] + 2.0**exponent * (new[name] - self._old[name]))
+            after = sequence_totals(ctx.score_rollout(self._evaluation))
+            change = reweighted_change(self._before, after)
+            ess = importance_weights(self._before, after).ess / len(after)
+            yield f"linearity/{exponent}", Estimate(change.token, change.token_stderr, len(after))
+            yield f"linearity_ess/{exponent}", Estimate(ess)
+        for name, param in ctx.parameters.items():
+            param.copy_(new[name])
+
+
+class Progress(TrainerCallback):
+    """A bar over the steps of all runs."""
+
+    def __init__(self, bar: tqdm) -> None:
+        self.bar = bar
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.bar.update()
+
+
+class Pair(NamedTuple):
+    """A prediction and the truth of the same step."""
+
+    prediction: Estimate
+    truth: Estimate
+
+
+def run_folder(output: Path, learning_rate: float, seed: int) -> Path:
+    return output / f"lr_{learning_rate:g}_seed_{seed}" / "logs"
+
+
+def is_complete(folder: Path, steps: int) -> bool:
+    """Returns whether the run has its last step: one more than is judged, which closes the last trapezoid."""
+    return any(row["step"] == steps + 1 for row in read_estimates(folder))
+
+
+def train(folder: Path, learning_rate: float, seed: int, steps: int, num_sequences: int, bar: tqdm) -> None:
+    """Trains one run and records every prediction and every truth."""
+    probes = [SimpleEntropyProbe(), TruthOfEachStep(num_sequences, seed, min(LINEARITY_STEP, steps))]
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = default_trainer(scratch, probes, steps + 1, learning_rate, seed, Records(folder))
+        trainer.add_callback(Progress(bar))
+        trainer.train()
+
+
+def read_run(folder: Path) -> dict[str, dict[int, Estimate]]:
+    """Returns every estimate of a run, by name and by the step that it speaks of."""
+    by_name: dict[str, dict[int, Estimate]] = {}
+    for row in read_estimates(folder):
+        estimate = Estimate(row["value"], row["stderr"], row["num_samples"], row["reason"])
+        by_name.setdefault(row["name"], {})[row["about_step"]] = estimate
+    return by_name
+
+
+def pairs_of(runs: Sequence[dict[str, dict[int, Estimate]]], name: str, steps: int) -> list[Pair]:
+    return [Pair(run[name][step], run[TRUE][step]) for run in runs for step in range(1, steps + 1)]
+
+
+# --- the tables -------------------------------------------------------------------------------------------------------
+
+
+def ratio_of_sums(pairs: Sequence[Pair]) -> Estimate:
+    """Returns Σ prediction / Σ truth with its delete-one-step jackknife error."""
+    terms = torch.tensor([[p.prediction.value, p.truth.value] for p in pairs], dtype=torch.float64)
+    sums = terms.sum(dim=0)
+
+    def ratio(s: Tensor) -> Tensor:
+        return s[..., :1] / s[..., 1:]
+
+    return Estimate(float(ratio(sums)), float(jackknife_stderr(ratio, sums, sums - terms, lambda x: x)), len(terms))
+
+
+def prediction_rows(learning_rate: float, runs: Sequence[dict[str, dict[int, Estimate]]], steps: int) -> Iterator[str]:
+    for name in PREDICTIONS:
+        pairs = pairs_of(runs, name, steps)
+        calibration = Calibration()
+        for pair in pairs:
+            calibration.add(*pair)
+        said = calibration.estimates()
+        measured = sum(pair.truth.value for pair in pairs) / len(runs)
+        stderr = math.hypot(*(pair.truth.stderr for pair in pairs)) / len(runs)
+        cells = [
+            f"{learning_rate:g}",
+            f"{measured:+.4f} ± {1.96 * stderr:.4f}",
+            f"`{name.removeprefix('delta_h/')}`",
+            _with_error(ratio_of_sums(pairs)),
+            *(_with_error(said[key]) for key in ("slope", "slope_corrected", "correlation")),
+            *(_cell(said[key].value) for key in ("sign_agreement", "coverage")),
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def log_log_line(run: dict[str, dict[int, Estimate]], exponents: Sequence[int], step: int) -> tuple[float, float]:
+    """Returns slope and R² of log|ΔH| on log η."""
+    x = torch.tensor([float(e) for e in exponents], dtype=torch.float64)
+    y = torch.tensor([run[f"linearity/{e}"][step].value for e in exponents], dtype=torch.float64).abs().log2()
+    x, y = x - x.mean(), y - y.mean()
+    return float((x @ y) / (x @ x)), float((x @ y) ** 2 / ((x @ x) * (y @ y)))
+
+
+def linearity_rows(learning_rate: float, runs: Sequence[dict[str, dict[int, Estimate]]], step: int) -> Iterator[str]:
+    for seed, run in enumerate(runs):
+        small = log_log_line(run, [e for e in EXPONENTS if e <= SMALL], step)
+        usable = [e for e in EXPONENTS if run[f"linearity_ess/{e}"][step].value >= MIN_ESS_FRACTION]
+        whole = log_log_line(run, usable, step)
+        first = run[f"linearity/{EXPONENTS[0]}"][step].value / 2.0 ** EXPONENTS[0]
+        kept = run["linearity/0"][step].value / first
+        cells = [f"{learning_rate:g}", str(seed), f"{run['linearity/0'][step].value:+.5f}"]
+        cells += [f"{small[0]:.3f}", f"{small[1]:.4f}", f"2^{usable[-1]}", f"{whole[0]:.3f}", f"{whole[1]:.4f}"]
+        yield f"| {' | '.join([*cells, f'{kept:.2f}'])} |"
+
+
+def _cell(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.2f}"
+
+
+def _with_error(estimate: Estimate) -> str:
+    return _cell(estimate.value) + ("" if math.isnan(estimate.stderr) else f" ± {estimate.stderr:.2f}")
+
+
+def print_report(runs: dict[float, list[dict[str, dict[int, Estimate]]]], steps: int) -> None:
+    print(
+        "\n| learning rate | measured ΔH of a run | prediction | Σ predicted / Σ measured | slope | slope, corrected | "
+        "correlation | same sign | coverage |\n|---|---|---|---|---|---|---|---|---|"
+    )
+    for learning_rate, of_rate in runs.items():
+        print("\n".join(prediction_rows(learning_rate, of_rate, steps)))
+    print(
+        "\n| learning rate | run | ΔH at η = 1 | slope, η ≤ 1/4 | R² | largest η with ESS ≥ N/2 | slope up to it | "
+        "R² | ΔH(1) / linear |\n|---|---|---|---|---|---|---|---|---|"
+    )
+    for learning_rate, of_rate in runs.items():
+        print("\n".join(linearity_rows(learning_rate, of_rate, min(LINEARITY_STEP, steps))))
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+def cumulative(runs: Sequence[dict[str, dict[int, Estimate]]], name: str, steps: int) -> Tensor:
+    """Returns (steps,): the sum of an estimate up to each step, mean over runs."""
+    values = torch.tensor([[run[name][s].value for s in range(1, steps + 1)] for run in runs], dtype=torch.float64)
+    return values.mean(dim=0).cumsum(dim=0)
+
+
+def draw(runs: dict[float, list[dict[str, dict[int, Estimate]]]], steps: int, path: Path) -> None:
+    """Draws the sums over steps, a panel per learning rate, and the change along a scaled step."""
+    styles = {
+        TRUE: ("black", "-", "measured on fresh sequences"),
+        "delta_h/trapezoid": ("#1f77b4", "-", "trapezoid"),
+        "delta_h/forward": ("#2ca02c", "--", "forward"),
+        "delta_h/backward": ("#9467bd", "--", "backward"),
+        "delta_h/reuse": ("#d62728", ":", "reuse (naive product)"),
+        SAME_BATCH: ("#ff7f0e", ":", "importance weights, same batch"),
+    }
+    figure, axes = plt.subplots(1, len(runs) + 1, figsize=(4.2 * (len(runs) + 1), 3.8), layout="constrained")
+    x = torch.arange(1, steps + 1)
+    for ax, (learning_rate, of_rate) in zip(axes[:-1], runs.items(), strict=True):
+        for name, (color, line, label) in styles.items():
+            ax.plot(x, cumulative(of_rate, name, steps), line, color=color, lw=2 if name == TRUE else 1.5, label=label)
+        ax.set(title=f"learning rate {learning_rate:g}", xlabel="step", ylabel="ΔH since the start, nats per token")
+        ax.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    step, last = min(LINEARITY_STEP, steps), axes[-1]
+    for panel, (learning_rate, of_rate) in enumerate(runs.items()):
+        for number, run in enumerate(of_rate):
+            changes = [abs(run[f"linearity/{e}"][step].value) for e in EXPONENTS]
+            label = f"{learning_rate:g}" if number == 0 else None
+            last.loglog([2.0**e for e in EXPONENTS], changes, "o-", color=f"C{panel}", ms=3, lw=1, label=label)
+    last.set(title="along a scaled step η δθ", xlabel="η", ylabel="|ΔH|, nats per token")
+    last.legend(title="learning rate", fontsize=8)
+    last.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    print(f"\n{path}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3])
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument(
+        "--sequences", type=int, default=1024, help="of each evaluation set; another OUTPUT for another N"
+    )
+    parser.add_argument("--output", type=Path, default=Path("runs/calibration"))
+    parser.add_argument("--picture", type=Path, default=Path("docs/calibration.png"))
+    parser.add_argument("--only-report", action="store_true", help="train nothing: report the runs that are complete")
+    options = parser.parse_args()
+    wanted = [(rate, seed) for seed in options.seeds for rate in options.learning_rates]
+    todo = [key for key in wanted if not is_complete(run_folder(options.output, *key), options.steps)]
+    if not options.only_report:
+        with tqdm(total=len(todo) * (options.steps + 1), unit="step") as bar:
+            for rate, seed in todo:
+                train(run_folder(options.output, rate, seed), rate, seed, options.steps, options.sequences, bar)
+        todo = []
+    runs: dict[float, list[dict[str, dict[int, Estimate]]]] = {rate: [] for rate in options.learning_rates}
+    for rate, seed in wanted:
+        if (rate, seed) not in todo:
+            runs[rate].append(read_run(run_folder(options.output, rate, seed)))
+    runs = {rate: of_rate for rate, of_rate in runs.items() if of_rate}
+    if not runs:
+        parser.error(f"no complete run of {options.steps} steps in {options.output}")
+    print_report(runs, options.steps)
+    draw(runs, options.steps, options.picture)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The embedded default in a trainer, as `train.py` composes it: what the benchmarks measure on."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import PrinterCallback, set_seed
+
+from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
+from rl_training.models import load_tiny
+from rl_training.records import Records
+from rl_training.tasks.arithmetic import arithmetic
+
+
+def default_trainer(
+    folder: str | Path,
+    probes: Sequence[Probe],
+    max_steps: int,
+    learning_rate: float = 3e-4,
+    seed: int = 0,
+    records: Records | None = None,
+    **settings: Any,
+) -> DrGRPOTrainer:
+    """Returns a trainer of the default task: 32 prompts x 8 responses in 8 microbatches, unless `settings` differ."""
+    set_seed(seed)
+    model, tokenizer = load_tiny()
+    task = arithmetic()
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": 32,
+        "gradient_accumulation_steps": 8,
+        "num_generations": 8,
+        "max_completion_length": 36,
+        "adam_beta2": 0.99,
+        "lr_scheduler_type": "constant",
+        "report_to": [],
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    args = DrGRPOConfig(
+        str(folder), max_steps=max_steps, learning_rate=learning_rate, seed=seed, **{**defaults, **settings}
+    )
+    trainer = DrGRPOTrainer(
+        model,
+        task.reward,
+        args,
+        train_dataset=task.train_dataset,
+        processing_class=tokenizer,
+        probes=probes,
+        records=records,
+    )
+    trainer.remove_callback(PrinterCallback)  # a log line per step
+    return trainer

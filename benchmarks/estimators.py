@@ -1,0 +1,110 @@
+"""Which estimate of the entropy gradient X is the least noisy, and what the naive one misses.
+
+    OMP_NUM_THREADS=1 python benchmarks/estimators.py [--batches 13] [--warm-steps 10]
+
+At one state of the default task (see coverage.py), X is estimated from every microbatch of 4 prompts x 8 responses in
+several ways; the microbatches of all batches are independent. Printed are
+
+    noise     root of the trace of the covariance, relative to `rb` with all responses
+    along δθ  mean of X · δθ in nats per sequence, with its standard error, δθ the step of the first batch, which is not
+              measured otherwise; and the scatter of X · δθ over microbatches, relative to `rb` with all responses
+    − rb      the difference to `rb` with all responses on the same microbatches, with its standard error
+
+`rb` and `score` are unbiased (rl_training/entropy.py). `naive` is the gradient of the mean measured entropy.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import tempfile
+
+import torch
+from coverage import StayHere
+from default_task import default_trainer
+from torch import Tensor
+from tqdm import tqdm
+
+from rl_training import Estimate, Probe
+from rl_training.entropy_gradients import fold_gradients, importance_ratios
+from rl_training.gradients import GradientBuffer
+from rl_training.probes.base import Need
+from rl_training.types import StepContext
+
+CHOICES = {"rb, 8 of 8": ("rb", 8), "rb, 4 of 8": ("rb", 4), "rb, 1 of 8": ("rb", 1), "score, 8 of 8": ("score", 8)}
+NAIVE = "naive, 8 of 8"
+REFERENCE = "rb, 8 of 8"
+
+
+class Estimators(Probe):
+    """Keeps X of every microbatch, estimated in each way, and the first measured step."""
+
+    name = "estimators"
+    needs = Need.FOLD_GRADIENTS
+
+    def __init__(self, warm_steps: int, bar: tqdm) -> None:
+        super().__init__()
+        self._warm_steps, self._bar = warm_steps, bar
+        self.gradients: dict[str, list[Tensor]] = {name: [] for name in (*CHOICES, NAIVE)}  # of each microbatch, (P,)
+        self.update: Tensor | None = None
+
+    def measures_at(self, step: int) -> bool:
+        return step > self._warm_steps
+
+    def on_pre_optimizer_step(self, ctx: StepContext) -> None:
+        layout = GradientBuffer(ctx.parameters, num_rows=1)
+        if self.update is None:
+            self._old = layout.flatten(p.detach() for p in ctx.parameters.values()).clone()
+            return
+        ratios = importance_ratios(ctx)
+        assert ratios is not None
+        for name, (estimator, responses) in CHOICES.items():
+            folds = fold_gradients(ctx, layout, ratios, responses, estimator, with_training=False)
+            self.gradients[name] += [fold.entropy_and_length[0] for fold in folds]
+        for fold in range(int(ctx.fold.max()) + 1):
+            rows = (ctx.fold == fold).nonzero().squeeze(1)
+            scores = ctx.score(rows)
+            mean = (scores.entropies * scores.mask).sum() / len(rows)
+            self.gradients[NAIVE].append(layout.flatten(torch.autograd.grad(mean, list(ctx.parameters.values()))))
+
+    def on_optimizer_step(self, ctx: StepContext) -> None:
+        if self.update is None:
+            layout = GradientBuffer(ctx.parameters, num_rows=1)
+            self.update = layout.flatten(p.detach() for p in ctx.parameters.values()) - self._old
+
+    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+        self._bar.update()
+        return {"estimators/microbatches": Estimate(float(len(self.gradients[NAIVE])))}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=13, help="the first one gives the step δθ only")
+    parser.add_argument("--warm-steps", type=int, default=10)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch, tqdm(total=options.batches, unit="batch") as bar:
+        probe = Estimators(options.warm_steps, bar)
+        trainer = default_trainer(scratch, [probe], options.warm_steps + options.batches)
+        trainer.add_callback(StayHere(options.warm_steps))
+        trainer.train()
+    assert probe.update is not None
+    gradients = {name: torch.stack(of_name) for name, of_name in probe.gradients.items()}
+    noise = {name: math.sqrt(float(g.var(dim=0).sum())) for name, g in gradients.items()}
+    along = {name: (g @ probe.update).double() for name, g in gradients.items()}
+    count = len(along[REFERENCE])
+    print(f"\n{count} microbatches")
+    print("\n| estimate | noise | along δθ | scatter along δθ | − rb |\n|---|---|---|---|---|")
+    for name, values in along.items():
+        difference = values - along[REFERENCE]
+        cells = [
+            f"`{name}`",
+            f"{noise[name] / noise[REFERENCE]:.2f}",
+            f"{values.mean():+.4f} ± {values.std() / math.sqrt(count):.4f}",
+            f"{values.std() / along[REFERENCE].std():.2f}",
+            "" if name == REFERENCE else f"{difference.mean():+.4f} ± {difference.std() / math.sqrt(count):.4f}",
+        ]
+        print(f"| {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main()

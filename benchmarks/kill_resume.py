@@ -1,0 +1,209 @@
+"""Does a run that is killed again and again end where an uninterrupted one does? Bitwise, or it says where not.
+
+    OMP_NUM_THREADS=1 python benchmarks/kill_resume.py [--kills 10] [--processes 1] [--seed 0] [OVERRIDE ...]
+
+trains once in peace and once with SIGKILLs, resuming each time by resume=latest, and compares the last checkpoint's
+parameters, optimizer state and probe states, and every line of metrics.jsonl and probes.jsonl but for the timings.
+The kills come at random moments of training, every second one in the 50 ms in which a checkpoint begins to be written.
+Where a process stood is read off its stack, which it writes on SIGUSR1, a moment before. Overrides are those of
+train.py. A training is train.py in a fork of this process, which has imported everything already.
+"""
+
+from __future__ import annotations
+
+import argparse
+import faulthandler
+import os
+import random
+import runpy
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+
+import rl_training.build  # noqa: F401, for the forks
+from rl_training.checkpoints import TRAINING_STATE, what_is_wrong_with
+from rl_training.records import read_estimates, read_metrics
+
+ROOT = Path(__file__).parents[1]
+SAVE_STEPS = 2
+SETTINGS = [
+    "trainer.max_steps=12",
+    f"trainer.save_steps={SAVE_STEPS}",
+    "trainer.num_generations=4",
+    "batch.sequences_per_step=64",
+    "batch.microbatch_size=8",
+    "probe=all",
+    "logger=none",
+]
+TIMINGS = ("seconds", "step_time", "runtime", "fraction_of_step", "per_second")
+PLACES = {  # innermost first: a word of the stack, and what it means
+    "_save_checkpoint": "checkpoint writing",
+    "rl_training/probes": "probes",
+    "_generate_and_score_completions": "generation",
+    "backward": "backward",
+    "compute_loss": "forward",
+    "optimizer": "optimizer step",
+}
+
+
+def train(overrides: list[str], env: dict[str, str], log: Path) -> None:
+    """Runs train.py in this process, which is a fork."""
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=False)
+    os.environ |= env
+    os.chdir(ROOT)
+    sys.argv = ["train.py", *overrides]
+    runpy.run_path("train.py", run_name="__main__")
+
+
+def start(run_dir: Path, processes: int, overrides: list[str], log: Path) -> list[ForkProcess]:
+    """Returns the processes of one training run, with the environment that a launcher would give them."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    workers = []
+    for rank in range(processes):
+        env = {"HF_HUB_OFFLINE": "1"}
+        if processes > 1:
+            env |= {"WORLD_SIZE": str(processes), "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        command = [*SETTINGS, *overrides, f"run_dir={run_dir}"]
+        workers.append(ForkProcess(target=train, args=(command, env, Path(f"{log}.{rank}"))))
+        workers[-1].start()
+    return workers
+
+
+def finish(workers: list[ForkProcess], log: Path) -> None:
+    for worker in workers:
+        worker.join()
+    if any(worker.exitcode for worker in workers):
+        sys.exit(f"a training run failed:\n{Path(f'{log}.0').read_text()[-3000:]}")
+
+
+def num_lines(run_dir: Path) -> int:
+    try:
+        return len(read_metrics(run_dir / "logs"))
+    except FileNotFoundError:
+        return 0
+
+
+def unfinished(run_dir: Path) -> list[Path]:
+    checkpoints = (run_dir / TRAINING_STATE).glob("checkpoint-*")
+    return [path for path in checkpoints if not (path / "trainer_state.json").exists()]
+
+
+def kill(workers: list[ForkProcess], run_dir: Path, log: Path, wait: float, in_checkpoint: bool) -> str:
+    """Kills a run `wait` seconds after its first step, or after its next step with a checkpoint: these follow its line.
+
+    Returns where it then stood; "" when it had already ended.
+    """
+    lines = num_lines(run_dir)
+    while (now := num_lines(run_dir)) <= lines or (in_checkpoint and now % SAVE_STEPS):
+        lines = min(lines, now)  # a resumed run drops the lines of the steps it takes again
+        if not workers[0].is_alive():
+            break
+        time.sleep(0.002)
+    time.sleep(wait)
+    if not workers[0].is_alive():
+        finish(workers, log)
+        return ""
+    assert workers[0].pid is not None
+    os.kill(workers[0].pid, signal.SIGUSR1)
+    deadline, stack = time.monotonic() + 1, ""
+    while "run_with_kills" not in stack and time.monotonic() < deadline:  # until its outermost frames are there
+        stack = Path(f"{log}.0").read_text(errors="replace").rpartition("(most recent call first)")[2]
+    for worker in workers:
+        worker.kill()
+    for worker in workers:
+        worker.join()
+    return next((place for word, place in PLACES.items() if word in stack), "elsewhere")
+
+
+def same(a: Any, b: Any) -> bool:
+    """Returns whether two tensors hold the same bits, nan included."""
+    return a is not None and b is not None and a.numpy().tobytes() == b.numpy().tobytes()
+
+
+def differences(a: Path, b: Path) -> list[str]:
+    """Returns what differs between the measurements and the last checkpoints of two runs."""
+    found = []
+    for read in (read_metrics, read_estimates):
+        left, right = (
+            [{k: repr(value) for k, value in row.items() if not k.endswith(TIMINGS)} for row in read(run / "logs")]
+            for run in (a, b)
+        )
+        if left != right:
+            found.append(f"{read.__name__}: {[(x, y) for x, y in zip(left, right, strict=False) if x != y][:1]}")
+    last = max((a / TRAINING_STATE).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1])).name
+    for name in ("model.safetensors", "probes.safetensors"):
+        tensors, others = (load_file(run / TRAINING_STATE / last / name) for run in (a, b))
+        unequal = [key for key in tensors.keys() | others.keys() if not same(tensors.get(key), others.get(key))]
+        found += [f"{last}/{name}: {', '.join(unequal)}"] * bool(unequal)
+    optimizers: list[Any] = [torch.load(run / TRAINING_STATE / last / "optimizer.pt")["state"] for run in (a, b)]
+    for index, state in optimizers[0].items():
+        if any(not same(tensor, optimizers[1][index][key]) for key, tensor in state.items()):
+            found.append(f"{last}/optimizer.pt: parameter {index}")
+    return found
+
+
+def compare(a: Path, b: Path) -> None:
+    different = differences(a, b)
+    if different:
+        sys.exit("\n".join(["DIFFERENT:", *different]))
+
+
+def run_with_kills(whole: Path, killed: Path, args: argparse.Namespace, log: Path) -> Counter[str]:
+    """Returns where the kills hit. `killed` is then as complete as `whole`."""
+    moments, places = random.Random(args.seed), Counter[str]()
+    seconds = sum(row["step_time"] for row in read_metrics(whole / "logs"))
+    while True:
+        complete = [path for path in (killed / TRAINING_STATE).glob("checkpoint-*") if not what_is_wrong_with(path)]
+        if not complete:
+            shutil.rmtree(killed, ignore_errors=True)  # killed before its first checkpoint: nothing to go on from
+        workers = start(killed, args.processes, [*args.overrides, *["resume=latest"] * bool(complete)], log)
+        number = places.total() + 1
+        if number > args.kills:
+            finish(workers, log)
+            return places
+        in_checkpoint = number % 2 == 0
+        place = kill(workers, killed, log, moments.uniform(0, 0.05 if in_checkpoint else seconds / 3), in_checkpoint)
+        if place:
+            places[place] += 1
+            half = [f", {path.name} half-written ({what_is_wrong_with(path)})" for path in unfinished(killed)]
+            print(f"kill {number}: {place}, after step {num_lines(killed)}{''.join(half)}", flush=True)
+        else:
+            print("it ended first: compared, and started afresh", flush=True)
+            compare(whole, killed)
+            shutil.rmtree(killed)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as of train.py: trainer.max_steps=20")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        whole, killed, log = Path(folder) / "whole", Path(folder) / "killed", Path(folder) / "log"
+        finish(start(whole, args.processes, args.overrides, log), log)
+        places = run_with_kills(whole, killed, args, log)
+        compare(whole, killed)
+    print(f"{args.kills} kills of {args.processes} process(es): {dict(places)}")
+    print("bitwise the same as uninterrupted")
+
+
+if __name__ == "__main__":
+    main()

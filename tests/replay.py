@@ -1,0 +1,188 @@
+"""Trains on given rollouts under several launches, for tests/test_processes.py: python tests/replay.py FOLDER RUN...
+
+A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, or with `_bare` at its end without probes. Every run
+gets the same prompts, completions and advantages, each process its contiguous share. Rank r writes FOLDER/RUN/r.pt.
+
+Everything is imported once, then the processes of each run are forked: nothing has used autograd or threads before.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+
+from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
+from rl_training.models import load_tiny
+from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
+from rl_training.probes.base import Need
+from rl_training.records import Records
+from rl_training.tasks.arithmetic import arithmetic
+
+ROOT = Path(__file__).parents[1]
+STEPS, PROMPTS, G, MICROBATCH, L_MAX = 3, 16, 4, 8, 24
+ZERO_STEP = 2  # the step at which the second half of the sequences has no advantage
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "reduce_scatter")
+
+
+def given_rollout(step: int) -> dict[str, torch.Tensor]:
+    """Returns the sequences of one step: the first half up to L_MAX tokens long, the second half up to 9."""
+    generator = torch.Generator().manual_seed(step)
+    n = PROMPTS * G
+    lengths = torch.cat([torch.randint(4, L_MAX + 1, (n // 2,), generator=generator),
+                         torch.randint(1, 10, (n // 2,), generator=generator)])  # fmt: skip
+    prompt_lengths = torch.randint(3, 9, (PROMPTS,), generator=generator).repeat_interleave(G)
+    prompts = torch.randint(4, 50, (PROMPTS, 8), generator=generator).repeat_interleave(G, dim=0)
+    advantages = torch.randn(PROMPTS, G, generator=generator)
+    advantages -= advantages.mean(dim=1, keepdim=True)
+    if step == ZERO_STEP:
+        advantages[PROMPTS // 2 :] = 0.0
+    mask = (torch.arange(L_MAX) < lengths.unsqueeze(1)).long()
+    prompt_mask = (torch.arange(8) >= 8 - prompt_lengths.unsqueeze(1)).long()
+    return {
+        "prompt_ids": prompts * prompt_mask,
+        "prompt_mask": prompt_mask,
+        "completion_ids": torch.randint(4, 50, (n, L_MAX), generator=generator) * mask,
+        "completion_mask": mask,
+        "advantages": advantages.flatten(),
+        "num_items_in_batch": mask.sum(),
+    }
+
+
+class ReplayTrainer(DrGRPOTrainer):
+    """The trainer, with rollouts that are given instead of sampled."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, torch.Tensor]:
+        whole = given_rollout(self.state.global_step + 1)
+        share = len(inputs)
+        rows = slice(self.accelerator.process_index * share, (self.accelerator.process_index + 1) * share)
+        own = {key: value[rows] if value.ndim else value for key, value in whole.items()}
+        width = int(own["completion_mask"].sum(dim=1).max())  # a process pads to its own longest sequence
+        return own | {key: own[key][:, :width] for key in ("completion_ids", "completion_mask")}
+
+
+class Recorder(Probe):
+    """Keeps the gradient and the Adam state that each step starts from, and the mean of this rank's folds.
+
+    It is told last: a tap that a probe's own backward had reached would show in that mean.
+    """
+
+    name = "recorder"
+    needs = Need.FOLD_GRADIENTS
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_pre_optimizer_step(self, ctx: Any) -> None:
+        kinds = {
+            "gradient": ctx.gradients,
+            "own": {name: ctx.fold_gradients.view(name).mean(dim=0) for name in ctx.parameters},
+            "exp_avg": {name: state.exp_avg for name, state in ctx.optimizer.states.items()},
+            "exp_avg_sq": {name: state.exp_avg_sq for name, state in ctx.optimizer.states.items()},
+        }
+        self.steps.append({f"{kind}/{name}": t.clone() for kind, named in kinds.items() for name, t in named.items()})
+
+    def measure(self, ctx: Any) -> dict[str, Estimate]:
+        return {"recorder/clipping": Estimate(ctx.optimizer.max_grad_norm)}
+
+
+def log_collectives() -> list[int]:
+    """Returns a list that gets the number of elements of every collective that Python asks torch for from now on."""
+    sizes: list[int] = []
+
+    def logged(original: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            parts = [part for a in (*args, *kwargs.values()) for part in (a if isinstance(a, (list, tuple)) else [a])]
+            sizes.append(sum(part.numel() for part in parts if isinstance(part, torch.Tensor)))
+            return original(*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, logged(getattr(dist, name)))
+    return sizes
+
+
+def train(rank: int, folder: Path, run: str, port: int) -> None:
+    """Trains as process `rank` of a run and writes what it saw."""
+    kind, processes = run.split("_")[:2]
+    world = int(processes)
+    if world > 1:
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": processes,
+                       "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    if kind != "plain":
+        import deepspeed
+
+        os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as accelerate launch does; without it this would be DDP
+        # Its shared-memory all-reduce would be compiled here, a minute of g++ behind a lock file. Without it: gloo.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    probes = [] if run.endswith("bare") else [
+        SimpleEntropyProbe(), GradientNoiseScaleProbe(), EffectiveSampleSizeProbe(), Recorder()
+    ]  # fmt: skip
+    policy, tokenizer = load_tiny()
+    task = arithmetic(num_train=256, num_eval=8)
+    trainer = ReplayTrainer(
+        model=policy,
+        reward_funcs=task.reward,
+        args=DrGRPOConfig(
+            output_dir=str(folder / run / "state"),
+            use_cpu=True,
+            deepspeed=None if kind == "plain" else str(ROOT / "launch" / f"{kind}.json"),
+            per_device_train_batch_size=MICROBATCH,
+            gradient_accumulation_steps=PROMPTS * G // (MICROBATCH * world),
+            num_generations=G,
+            max_completion_length=L_MAX,
+            max_steps=STEPS,
+            learning_rate=3e-4,
+            weight_decay=0.1,
+            adam_epsilon=1e-5,  # a first step that is no sign: rounding would decide the sign of a zero
+            max_grad_norm=0.05,  # every step is clipped
+            lr_scheduler_type="linear",
+            save_strategy="no",
+            report_to=[],
+            disable_tqdm=True,
+        ),
+        train_dataset=task.train_dataset,
+        processing_class=tokenizer,
+        probes=probes,
+        records=Records(folder / run / "logs"),
+    )
+    sizes = log_collectives()
+    trainer.train()
+    assert trainer.accelerator.num_processes == world
+    assert trainer.is_deepspeed_enabled == (kind != "plain")
+    torch.save(
+        {
+            "steps": probes[-1].steps if probes else [],
+            "parameters": {name: p.detach().clone() for name, p in trainer.model.named_parameters()},
+            "collectives": sizes,
+        },
+        folder / run / f"{rank}.pt",
+    )
+    if world > 1:
+        dist.barrier()
+    os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it
+
+
+def free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+if __name__ == "__main__":
+    destination = Path(sys.argv[1])
+    for name in sys.argv[2:]:
+        (destination / name).mkdir(parents=True)
+        torch.multiprocessing.start_processes(
+            train, args=(destination, name, free_port()), nprocs=int(name.split("_")[1]), start_method="fork"
+        )

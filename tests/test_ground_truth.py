@@ -1,0 +1,407 @@
+"""The measured change of entropy on real training steps: right, and never noticed by training.
+
+Run as a program under torchrun, this file is the worker of its own test with two processes.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from torch import Tensor
+from transformers import PreTrainedModel
+from trl import GRPOTrainer
+
+from rl_training import Estimate, Probe
+from rl_training.ground_truth import GroundTruth
+from rl_training.host import Forward
+from rl_training.sampling import sample, score_rollout
+from rl_training.types import Rollout, Scores, StepContext
+
+METRICS = {
+    "delta_h/true", "delta_h/true_sequence", "delta_h/true_floor", "delta_h/true_resampled",
+    "delta_h/ess", "delta_h/weight_max", "delta_h/weight_min",
+}  # fmt: skip
+LORA = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
+
+
+class TruthProbe(Probe):
+    """The ground truth as a probe, with its answers kept."""
+
+    name = "truth"
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__()
+        self.truth = GroundTruth(**options)
+        self.answers: list[dict[str, Estimate]] = []
+
+    def on_pre_optimizer_step(self, ctx: StepContext) -> None:
+        self.truth.draw(ctx)
+
+    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+        self.answers.append(self.truth.measure(ctx))
+        return self.answers[-1] or {"truth/nothing": Estimate(0.0)}
+
+
+class AtEveryStep(Probe):
+    """Does something before each optimizer step and keeps what it gives."""
+
+    name = "before"
+
+    def __init__(self, what: Callable[[StepContext], Any]) -> None:
+        super().__init__()
+        self.what = what
+        self.given: list[Any] = []
+
+    def on_pre_optimizer_step(self, ctx: StepContext) -> None:
+        self.given.append(self.what(ctx))
+
+    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+        return {"before/one": Estimate(1.0)}
+
+
+def trained(trainer: GRPOTrainer) -> dict[str, Tensor]:
+    """Returns parameters, and the random numbers that come next, after training."""
+    trainer.train()
+    state = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    streams = [torch.random.get_rng_state(), torch.tensor(np.random.get_state()[1].astype(np.int64))]
+    return state | {"torch": streams[0], "numpy": streams[1], "python": torch.tensor(random.getstate()[1])}
+
+
+def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
+    assert a.keys() == b.keys()
+    return [name for name in a if not torch.equal(a[name], b[name])]
+
+
+def plain_forward(trainer: GRPOTrainer) -> Forward:
+    return trainer._get_per_token_logps_and_entropies
+
+
+# --- training never notices -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"activation_checkpointing": True}, {"learning_rate": 1e-2}, {"lora": True}, {"bf16": True}],
+    ids=["plain", "checkpointing", "resampled", "lora", "bf16"],
+)
+def test_training_is_bitwise_the_same_with_the_ground_truth(make_trainer, settings) -> None:
+    def run(probes: list[Probe]) -> dict[str, Tensor]:
+        lora = {"peft_config": LoraConfig(**LORA)} if settings.get("lora") else {}
+        options = {name: value for name, value in settings.items() if name != "lora"}
+        trainer = make_trainer(probes=probes, **lora, **options)
+        state = trained(trainer)
+        rows = [{k: v for k, v in row.items() if "time" not in k} for row in trainer.state.log_history[:-1]]
+        logs.append([{k: v for k, v in row.items() if k.startswith(("loss", "reward", "completions"))} for row in rows])
+        return state
+
+    logs: list[Any] = []
+    probe = TruthProbe(num_sequences=12)
+    assert differing(run([]), run([probe])) == []
+    assert logs[0] == logs[1]
+    assert [answers.keys() for answers in probe.answers] == [METRICS, METRICS]
+    if settings.get("learning_rate"):
+        assert any(answers["delta_h/true_resampled"].value == 1 for answers in probe.answers)
+
+
+def test_two_processes_train_the_same_and_agree_on_the_truth(tmp_path: Path) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TRUTH_TEST_OUT": str(tmp_path)}
+    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
+    launched = subprocess.run(
+        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240, check=False
+    )
+    assert launched.returncode == 0, launched.stderr
+    said = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    for rank in (0, 1):
+        assert said[rank]["world_size"] == 2
+        assert said[rank]["differing"] == []
+        assert said[rank]["shares"] == [[*range(rank, 13, 2)]] * 2  # of 13 sequences
+    assert said[0]["answers"] == said[1]["answers"]
+    one = said[0]["answers"][0]
+    assert 1 < one["delta_h/ess"] <= 13
+    assert one["delta_h/true"] != 0
+
+
+def worker(make: Callable[..., GRPOTrainer], out: Path) -> None:
+    """Trains with and without the ground truth on this rank, and writes down what came out."""
+
+    def share(ctx: StepContext) -> list[int]:
+        return ctx.sample(13, ctx.step).prompt_index.tolist()
+
+    truth, shares = TruthProbe(num_sequences=13), AtEveryStep(share)
+    plain = trained(make(probes=[]))
+    trainer = make(probes=[truth, shares])
+    said = {
+        "world_size": trainer.accelerator.num_processes,
+        "differing": differing(plain, trained(trainer)),
+        "shares": shares.given,
+        "answers": [{name: e.value for name, e in answers.items()} for answers in truth.answers],
+    }
+    (out / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(said))
+
+
+# --- the measured change is right -------------------------------------------------------------------------------------
+
+
+def plain_sequences(model: PreTrainedModel, trainer: GRPOTrainer, seeds: range) -> Tensor:
+    """Returns (256 a seed, 2): H and T of fresh responses to random prompts, by transformers' generate and logits."""
+    tokenizer, rows = trainer.processing_class, []
+    for seed in seeds:
+        prompts = random.Random(seed).choices(trainer.train_dataset["prompt"], k=256)
+        batch = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
+        with torch.no_grad(), torch.random.fork_rng():
+            torch.manual_seed(seed)
+            ids = model.eval().generate(**batch, do_sample=True, top_k=0, max_new_tokens=24, use_cache=True)
+            width = batch["input_ids"].shape[1]
+            mask = torch.cat([batch["attention_mask"], torch.ones_like(ids[:, width:])], dim=1)
+            logps = model(ids, attention_mask=mask).logits[:, width - 1 : -1].log_softmax(dim=-1)
+        entropies = -(logps.exp() * logps).sum(dim=-1)
+        for tokens, h in zip(ids[:, width:].tolist(), entropies.tolist(), strict=True):
+            length = tokens.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in tokens else len(tokens)
+            rows.append([sum(h[:length]), length])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def plain_change_and_errors(before: Tensor, after: Tensor) -> dict[str, tuple[float, float]]:
+    """Returns ΔH and its standard error per sequence, and per token by the delta method, from independent samples."""
+    change = {"delta_h/true_sequence": (0.0, 0.0), "delta_h/true": (0.0, 0.0)}
+    for sign, rows in ((-1, before), (1, after)):
+        entropy, length = rows.unbind(dim=1)
+        ratio = entropy.sum() / length.sum()
+        residuals = {"delta_h/true_sequence": entropy, "delta_h/true": (entropy - ratio * length) / length.mean()}
+        for name, level in (("delta_h/true_sequence", entropy.mean()), ("delta_h/true", ratio)):
+            value, stderr = change[name]
+            own = float(residuals[name].std()) / math.sqrt(len(rows))
+            change[name] = (value + sign * float(level), math.hypot(stderr, own))
+    return change
+
+
+@pytest.mark.parametrize(("learning_rate", "resampled"), [(1e-3, 0), (4e-3, 1)])
+def test_the_measured_change_is_what_many_fresh_samples_say(make_trainer, learning_rate, resampled) -> None:
+    probe = TruthProbe(num_sequences=512)
+    trainer = make_trainer(probes=[probe], learning_rate=learning_rate, max_steps=1)
+    start = copy.deepcopy(trainer.model.state_dict())
+    trainer.train()
+    twin = type(trainer.model)(trainer.model.config)
+    twin.load_state_dict(start)
+    before = plain_sequences(twin, trainer, range(8))
+    twin.load_state_dict(trainer.model.state_dict())
+    after = plain_sequences(twin, trainer, range(8, 16))
+    answers = probe.answers[0]
+    assert answers["delta_h/true_resampled"].value == resampled
+    plain = plain_change_and_errors(before, after)
+    for name, (change, stderr) in plain.items():
+        got = answers[name]
+        assert abs(got.value - change) < 4 * math.hypot(got.stderr, stderr), name
+    change, stderr = plain["delta_h/true"]
+    assert abs(change) > 4 * stderr  # so that a 0 would have been noticed
+    assert answers["delta_h/true"].stderr < stderr * math.sqrt(len(before) / 512)  # what common sequences are good for
+
+
+def test_ess_and_weights_are_those_of_the_two_scorings(make_trainer) -> None:
+    class Keeps(TruthProbe):
+        def on_pre_optimizer_step(self, ctx: StepContext) -> None:
+            super().on_pre_optimizer_step(ctx)
+            self.rollout = ctx.sample(16, self.truth._seed_of(ctx.step))
+            self.before = ctx.score_rollout(self.rollout)
+
+        def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+            self.after = ctx.score_rollout(self.rollout)
+            return super().measure(ctx)
+
+    probe = Keeps(num_sequences=16)
+    make_trainer(probes=[probe], max_steps=1).train()
+    weights = []
+    for old, new, mask in zip(
+        *(x.tolist() for x in (probe.before.logps, probe.after.logps)), probe.before.mask.tolist(), strict=True
+    ):
+        weights.append(math.exp(sum((b - a) * m for a, b, m in zip(old, new, mask, strict=True))))
+    answers = probe.answers[0]
+    assert answers["delta_h/ess"].value == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights), rel=1e-5)
+    assert answers["delta_h/weight_max"].value == pytest.approx(max(weights), rel=1e-5)
+    assert answers["delta_h/weight_min"].value == pytest.approx(min(weights), rel=1e-5)
+    assert max(weights) > 1.01
+
+
+def test_floor_is_rounding_and_higher_in_bf16(make_trainer) -> None:
+    floors = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        probe = TruthProbe(num_sequences=40)
+        make_trainer(probes=[probe], dtype=dtype).train()
+        floors[dtype] = max(abs(answers["delta_h/true_floor"].value) for answers in probe.answers)
+    assert floors[torch.float32] < 1e-7
+    assert floors[torch.bfloat16] > max(1e-7, 10 * floors[torch.float32])
+
+
+def test_floor_scores_the_same_sequences_in_smaller_batches_also_where_one_batch_holds_all(make_trainer) -> None:
+    class Listens(TruthProbe):
+        def on_pre_optimizer_step(self, ctx: StepContext) -> None:
+            def listening(rollout: Rollout) -> Scores:
+                self.scored.append(rollout.prompt_index.tolist())
+                return ctx.score_rollout(rollout)
+
+            self.scored: list[list[int]] = []
+            super().on_pre_optimizer_step(dataclasses.replace(ctx, score_rollout=listening))
+
+    probe = Listens(num_sequences=8)
+    make_trainer(probes=[probe], max_steps=1).train()
+    whole, *parts = probe.scored
+    assert whole == [*range(8)]
+    assert [len(part) for part in parts] == [4, 4]
+    assert sorted(parts[0] + parts[1]) == whole
+
+
+def test_every_third_step_is_measured_and_no_other(make_trainer) -> None:
+    probe = TruthProbe(num_sequences=8, every=3)
+    make_trainer(probes=[probe], max_steps=4).train()
+    assert [bool(answers) for answers in probe.answers] == [True, False, False, True]
+
+
+def test_a_score_that_is_not_finite_is_nan_with_its_reason(make_trainer) -> None:
+    class Broken(TruthProbe):
+        def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+            def broken(rollout: Rollout) -> Scores:
+                scores = ctx.score_rollout(rollout)
+                return dataclasses.replace(scores, logps=scores.logps * math.nan)
+
+            return super().measure(dataclasses.replace(ctx, score_rollout=broken))
+
+    probe = Broken(num_sequences=8)
+    make_trainer(probes=[probe], max_steps=1).train()
+    for name in ("delta_h/true", "delta_h/true_sequence", "delta_h/ess", "delta_h/weight_max"):
+        assert math.isnan(probe.answers[0][name].value)
+        assert "not a finite number" in probe.answers[0][name].reason
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"num_sequences": 1}, {"seed": -1}])
+def test_options_that_make_no_sense_are_refused(options) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        GroundTruth(**options)
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_same_seed_gives_the_same_responses_and_another_seed_others(make_trainer) -> None:
+    trainer = make_trainer()
+    one, same, other = (sample(trainer, 40, seed) for seed in (5, 5, 6))
+    assert torch.equal(one.prompt_ids, same.prompt_ids)
+    assert torch.equal(one.completion_ids, same.completion_ids)
+    assert trainer.processing_class.batch_decode(one.prompt_ids) != trainer.processing_class.batch_decode(
+        other.prompt_ids
+    )
+
+
+def test_the_same_seed_at_nearby_parameters_gives_mostly_the_same_responses_in_every_batch(make_trainer) -> None:
+    trainer = make_trainer(per_device_train_batch_size=4, gradient_accumulation_steps=1, max_completion_length=64)
+    before = sample(trainer, 64, seed=5)
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter += 0.003 * torch.randn(parameter.shape, generator=noise)
+    after = sample(trainer, 64, seed=5)
+    assert torch.equal(before.prompt_ids, after.prompt_ids)
+    texts = [trainer.processing_class.batch_decode(r.completion_ids, skip_special_tokens=True) for r in (before, after)]
+    same = sum(a == b for a, b in zip(*texts, strict=True))
+    assert 54 <= same < 64  # 50 when the random numbers run on from a batch to the next, whose lengths differ
+
+
+def test_responses_are_those_that_trl_samples_from_the_same_random_numbers(make_trainer) -> None:
+    trainer = make_trainer(temperature=0.8)
+    rollout = sample(trainer, 32, seed=3)
+    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)]
+    torch.manual_seed(int(np.random.SeedSequence([3, 1, 0]).generate_state(1, np.uint64)[0]))
+    trainer.model.eval()
+    theirs, _ = trainer._generate_single_turn(prompts, None, {}, 4)
+    mine = zip(rollout.completion_ids, rollout.completion_mask, strict=True)
+    assert [ids[mask.bool()].tolist() for ids, mask in mine] == theirs
+    assert any(ids[-1] != trainer.processing_class.eos_token_id for ids in theirs) or len(set(map(len, theirs))) > 1
+
+
+def test_conversations_go_through_the_chat_template(make_trainer) -> None:
+    trainer = make_trainer()
+    trainer.processing_class.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
+    )
+    trainer.train_dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": "7+2=?"}]]})
+    rollout = sample(trainer, 2, seed=0)
+    assert trainer.processing_class.batch_decode(rollout.prompt_ids) == ["user:7+2=?!"] * 2
+
+
+def test_a_stream_of_prompts_is_refused(make_trainer) -> None:
+    trainer = make_trainer()
+    trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+    with pytest.raises(ValueError, match="without streaming"):
+        sample(trainer, 2, seed=0)
+
+
+def test_sampling_and_scoring_leave_the_trainer_as_it_was(make_trainer) -> None:
+    trainer = make_trainer(peft_config=LoraConfig(**LORA), activation_checkpointing=True)
+    trainer.model.train()
+    trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    frozen = trainer.model.get_submodule("base_model.model.model.norm").eval()  # one module in another mode
+    modes = [module.training for module in trainer.model.modules()]
+    attributes, metrics = set(vars(trainer)), copy.deepcopy(trainer._metrics)
+    next_numbers = (random.getstate(), np.random.get_state()[1].copy(), torch.random.get_rng_state())
+    score_rollout(trainer, plain_forward(trainer), sample(trainer, 20, seed=1))
+    assert [module.training for module in trainer.model.modules()] == modes
+    assert not frozen.training
+    assert set(vars(trainer)) == attributes
+    assert trainer._metrics == metrics
+    assert trainer.model.is_gradient_checkpointing
+    assert random.getstate() == next_numbers[0]
+    assert (np.random.get_state()[1] == next_numbers[1]).all()
+    assert torch.equal(torch.random.get_rng_state(), next_numbers[2])
+
+
+def test_scores_have_no_dropout_and_no_graph_and_do_not_depend_on_the_batch(make_trainer) -> None:
+    trainer = make_trainer(peft_config=LoraConfig(**LORA))
+    trainer.model.train()
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:  # zero at first, which would hide the dropout
+            torch.nn.init.normal_(parameter, std=0.1)
+    rollout = sample(trainer, 20, seed=1)
+    first, second = (score_rollout(trainer, plain_forward(trainer), rollout) for _ in range(2))
+    trainer.args.per_device_train_batch_size = 3
+    split = score_rollout(trainer, plain_forward(trainer), rollout)
+    assert not first.logps.requires_grad
+    assert torch.equal(first.logps, second.logps)
+    mask = first.mask.bool()
+    torch.testing.assert_close(split.logps[mask], first.logps[mask], rtol=0, atol=1e-5)
+    torch.testing.assert_close(split.entropies[mask], first.entropies[mask], rtol=0, atol=1e-5)
+
+
+def test_under_bf16_autocast_scores_are_still_those_of_fp32(make_trainer) -> None:
+    def logps(ctx: StepContext) -> tuple[Rollout, Tensor, Tensor]:
+        rollout = ctx.sample(8, 0)
+        return rollout, ctx.score_rollout(rollout).logps, ctx.score(torch.arange(8)).logps.detach()
+
+    given = {}
+    for bf16 in (False, True):
+        probe = AtEveryStep(logps)
+        make_trainer(probes=[probe], bf16=bf16, max_steps=1).train()
+        given[bf16] = probe.given[0]
+    (exact, fp32, _), (mixed, scored, _) = given[False], given[True]
+    assert torch.equal(exact.completion_ids, mixed.completion_ids)
+    assert torch.equal(fp32, scored)
+
+
+if __name__ == "__main__":
+    from conftest import make_trainer
+
+    out = Path(os.environ["TRUTH_TEST_OUT"])
+    worker(make_trainer._get_wrapped_function()(out / os.environ["RANK"]), out)

@@ -1,0 +1,269 @@
+"""Several processes measure what one does, under DDP and ZeRO alike, and a launch that cannot be ends saying why.
+
+The runs of tests/replay.py train on the same given rollouts. The first half of the sequences, rank 0's share, is up to
+24 tokens long, the second up to 9; at step 2 the second half has no advantage.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rl_training import zero
+from rl_training.build import _check_number_of_processes, _check_sharding
+from rl_training.checkpoints import what_is_wrong_with
+from rl_training.records import read_estimates
+
+ROOT = Path(__file__).parents[1]
+BIN = Path(sys.executable).parent
+NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "needs deepspeed: pip install -e '.[deepspeed]'"
+ZERO = ["zero1_2", "zero2_2"]
+SMALL = ["trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4", "logger=none"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the runs, a folder each."""
+    folder = tmp_path_factory.mktemp("replay")
+    names = ["plain_1", "plain_2", "plain_2_bare", *([] if NO_DEEPSPEED else [*ZERO, "zero2_2_bare"])]
+    script = Path(__file__).with_name("replay.py")
+    ended = subprocess.run(
+        [sys.executable, str(script), str(folder), *names], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return folder
+
+
+def saved(runs: Path, run: str, rank: int = 0) -> dict[str, Any]:
+    if run.startswith("zero") and NO_DEEPSPEED:
+        pytest.skip(NO_DEEPSPEED)
+    return torch.load(runs / run / f"{rank}.pt")
+
+
+def estimates(runs: Path, run: str) -> dict[tuple[int, str], dict[str, Any]]:
+    return {(row["step"], row["name"]): row for row in read_estimates(runs / run / "logs")}
+
+
+def assert_same_estimates(a: dict, b: dict, with_stderr: bool) -> None:
+    """To 1e-5 of the value or of its standard error: a value near 0 is no scale. What is nan is nan in both.
+
+    Addends of forward (delta_h/kind/..., layer, part) have no error bar, and may cancel: theirs is forward's scale.
+    """
+    assert a.keys() == b.keys()
+    compared = 0
+    for key, row in a.items():
+        step, name = key
+        is_addend = name.startswith("delta_h/") and name.count("/") == 2
+        whole = a[step, f"delta_h/forward{'_sequence' * name.endswith('_sequence')}"] if is_addend else row
+        scale = max(abs(whole["value"]), 0.0 if math.isnan(whole["stderr"]) else whole["stderr"])
+        for field in ("value", "stderr")[: 1 + with_stderr]:
+            assert b[key][field] == pytest.approx(row[field], rel=1e-5, abs=1e-5 * scale, nan_ok=True), (key, field)
+            compared += not math.isnan(row[field])
+    assert compared > 60
+
+
+def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """To 1e-5 of the norm of all of them together."""
+    assert a.keys() == b.keys()
+    norm, difference = (
+        math.sqrt(sum(float(x.double().square().sum()) for x in tensors))
+        for tensors in (a.values(), [a[name] - b[name] for name in a])
+    )
+    assert difference <= 1e-5 * norm
+
+
+def of_kind(step: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in step.items() if name.startswith(f"{kind}/")}
+
+
+# --- DDP and ZeRO -----------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_estimate_what_one_does_from_the_same_rollouts(runs: Path) -> None:
+    """All values: δH, noise scale, sample sizes. The error bar of δH may differ: see the limits in README."""
+    assert_same_estimates(estimates(runs, "plain_1"), estimates(runs, "plain_2"), with_stderr=False)
+
+
+def test_two_processes_train_as_one_does(runs: Path) -> None:
+    one, two = saved(runs, "plain_1"), saved(runs, "plain_2")
+    assert len(one["steps"]) == len(two["steps"]) == 3
+    for a, b in zip(one["steps"], two["steps"], strict=True):
+        for kind in ("gradient", "exp_avg", "exp_avg_sq"):
+            assert_same_tensors(of_kind(a, kind), of_kind(b, kind))
+    assert_same_tensors(one["parameters"], two["parameters"])
+
+
+@pytest.mark.parametrize("run", ZERO)
+def test_zero_shows_probes_the_gradients_and_states_of_ddp(runs: Path, run: str) -> None:
+    """Before clipping, which every step needs; on every rank, although it keeps only its slice."""
+    for rank in (0, 1):
+        sharded, ddp = saved(runs, run, rank), saved(runs, "plain_2", rank)
+        for a, b in zip(ddp["steps"], sharded["steps"], strict=True):
+            for kind in ("gradient", "exp_avg", "exp_avg_sq"):
+                assert_same_tensors(of_kind(a, kind), of_kind(b, kind))
+        assert_same_tensors(ddp["parameters"], sharded["parameters"])
+    assert max(sharded["collectives"]) > 10_000  # it was ZeRO: DDP's own sums are not asked for from Python
+
+
+@pytest.mark.parametrize("run", ["plain_2", *ZERO])
+def test_the_mean_over_ranks_of_their_fold_gradients_is_the_gradient(runs: Path, run: str) -> None:
+    for first, second in zip(saved(runs, run, 0)["steps"], saved(runs, run, 1)["steps"], strict=True):
+        means = {f"gradient/{n.removeprefix('own/')}": (t + second[n]) / 2 for n, t in of_kind(first, "own").items()}
+        assert_same_tensors(of_kind(first, "gradient"), means)
+
+
+@pytest.mark.parametrize("run", ZERO)
+def test_probes_estimate_under_zero_what_they_do_under_ddp(runs: Path, run: str) -> None:
+    saved(runs, run)
+    assert_same_estimates(estimates(runs, "plain_2"), estimates(runs, run), with_stderr=True)
+
+
+@pytest.mark.parametrize("run", ["plain_2", "zero2_2"])
+def test_training_with_probes_is_bitwise_the_training_without_on_every_rank(runs: Path, run: str) -> None:
+    for rank in (0, 1):
+        probed, bare = (saved(runs, name, rank)["parameters"] for name in (run, f"{run}_bare"))
+        assert [name for name in bare if not torch.equal(bare[name], probed[name])] == []
+
+
+def test_under_ddp_probes_send_a_few_numbers_over_the_network(runs: Path) -> None:
+    """All that is asked for from Python during training, TRL's own included; the model has 105k parameters."""
+    probed, bare = saved(runs, "plain_2")["collectives"], saved(runs, "plain_2_bare")["collectives"]
+    assert len(probed) > len(bare)
+    assert max(probed) <= 300
+
+
+def test_a_rank_without_any_advantage_takes_part(runs: Path) -> None:
+    rows = estimates(runs, "plain_2")
+    assert rows[2, "ess/zero_advantage"]["value"] == 0.5
+    for name in ("delta_h/forward", "delta_h/backward", "gns/trace_step", "ess/token_weight"):
+        assert math.isfinite(rows[2, name]["value"])
+    assert rows[2, "delta_h/forward"]["num_samples"] == 8
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"zero_optimization": {"stage": 3}}, "this is stage 3: use launch/zero2.yaml"),
+        ({}, "this is stage 0"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "leave out offload_optimizer"),
+    ],
+)
+def test_deepspeed_that_cannot_be_read_is_refused_with_the_way_out(config: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        zero.refuse_what_cannot_be_read(config)
+
+
+def test_the_shipped_deepspeed_configurations_are_readable() -> None:
+    for stage in zero.READABLE_STAGES:
+        zero.refuse_what_cannot_be_read({"zero_optimization": {"stage": stage}})
+        assert f'"stage": {stage}' in (ROOT / "launch" / f"zero{stage}.json").read_text(encoding="utf-8")
+
+
+def test_a_checkpoint_of_deepspeed_is_whole_only_with_its_engines_states_and_only_for_deepspeed(tmp_path: Path) -> None:
+    """A run without DeepSpeed would take the weights and start Adam afresh, silently."""
+    (tmp_path / "trainer_state.json").write_text("{}", encoding="utf-8")
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for name in ("scheduler.pt", "rng_state.pth"):
+        torch.save({}, tmp_path / name)
+    (tmp_path / "latest").write_text("global_step7", encoding="utf-8")
+    assert what_is_wrong_with(tmp_path, deepspeed=True) == "global_step7 is missing or damaged"
+    (tmp_path / "global_step7").mkdir()
+    for rank in (0, 1):
+        torch.save({}, tmp_path / "global_step7" / f"rank_{rank}_optim_states.pt")
+    assert what_is_wrong_with(tmp_path, deepspeed=True) == ""
+    assert "it was written under DeepSpeed" in what_is_wrong_with(tmp_path)
+    (tmp_path / "global_step7" / "rank_1_optim_states.pt").write_bytes(b"half")
+    assert "rank_1_optim_states.pt is missing or damaged" in what_is_wrong_with(tmp_path, deepspeed=True)
+    (tmp_path / "latest").unlink()
+    assert "it was written without DeepSpeed" in what_is_wrong_with(tmp_path, deepspeed=True)
+
+
+# --- launches that cannot be ------------------------------------------------------------------------------------------
+
+
+def launch(*command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [str(BIN / "accelerate"), "launch", *command], cwd=ROOT, capture_output=True, text=True, timeout=240
+    )
+
+
+def test_asking_for_two_processes_and_getting_one_is_an_error(tmp_path: Path) -> None:
+    ended = launch("--cpu", "--num_processes", "2", "train.py", *SMALL, f"run_dir={tmp_path / 'run'}")
+    assert ended.returncode != 0
+    assert "asked for several processes and started only this one: use --config_file launch/cpu_ddp" in ended.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_process_that_did_not_meet_the_others_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    _check_number_of_processes(2)
+    with pytest.raises(ValueError, match="WORLD_SIZE=2, but 1 process"):
+        _check_number_of_processes(1)
+
+
+@pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP"])
+def test_asking_for_sharding_and_getting_none_is_an_error(make_trainer, monkeypatch, name: str) -> None:
+    trainer = make_trainer()
+    _check_sharding(trainer)
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(ValueError, match=f"{name} was asked for, and accelerate gives DDP instead"):
+        _check_sharding(trainer)
+
+
+def test_a_port_that_is_taken_on_the_first_of_two_machines_is_named(tmp_path: Path) -> None:
+    """As launch/train.slurm starts it. On a single machine accelerate takes another port and says so."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ended = launch(
+            "--config_file", "launch/ddp.yaml", "--num_machines", "2", "--machine_rank", "0", "--num_processes", "2",
+            "--main_process_ip", "127.0.0.1", "--main_process_port", port, "train.py", f"run_dir={tmp_path / 'run'}",
+        )  # fmt: skip
+    assert ended.returncode != 0
+    assert f"on port `{port}`, but another process is utilizing it" in ended.stderr
+
+
+def test_a_rank_that_dies_ends_the_run_and_is_named(tmp_path: Path) -> None:
+    logs = tmp_path / "run" / "logs" / "metrics.jsonl"
+    with open(tmp_path / "stderr", "w+", encoding="utf-8") as stderr:
+        launcher = subprocess.Popen(
+            [str(BIN / "accelerate"), "launch", "--config_file", "launch/cpu_ddp.yaml", "train.py", *SMALL,
+             "trainer.max_steps=500", f"run_dir={tmp_path / 'run'}"],
+            cwd=ROOT, stderr=stderr, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        try:
+            deadline = time.monotonic() + 120
+            while not logs.exists() and time.monotonic() < deadline:
+                assert launcher.poll() is None
+                time.sleep(0.1)
+            children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+            ranks = {environment(pid).get("RANK"): int(pid) for pid in children}
+            os.kill(ranks["1"], signal.SIGKILL)
+            assert launcher.wait(timeout=60) != 0
+        finally:
+            launcher.kill()
+        stderr.seek(0)
+        assert "rank      : 1" in (said := stderr.read())
+        assert "Signal 9 (SIGKILL)" in said
+    assert logs.exists()
+
+
+def environment(pid: str) -> dict[str, str]:
+    pairs = Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    return dict(pair.split("=", 1) for pair in pairs if "=" in pair)

@@ -1,0 +1,97 @@
+"""How much each response moves the entropy: against gradients of single responses, one backward each."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from rl_training import Estimate, Probe
+from rl_training.gradients import GradientBuffer
+from rl_training.models import load_tiny
+from rl_training.probes import SimpleEntropyProbe
+from rl_training.probes.base import Need
+from rl_training.responses import contributions
+
+
+class Differences(Probe):
+    """Contributions along two random directions, and the same from a backward per response and the step's formula."""
+
+    name = "differences"
+    needs = Need.FOLD_GRADIENTS
+
+    def on_pre_optimizer_step(self, ctx: Any) -> None:
+        layout = GradientBuffer(ctx.parameters, 0)
+        generator = torch.Generator().manual_seed(0)
+        directions = torch.randn(2, layout.matrix.shape[1], generator=generator, dtype=layout.matrix.dtype)
+        before = {name: (p.data_ptr(), p.detach().clone()) for name, p in ctx.parameters.items()}
+        self.by_difference = contributions(ctx, layout, directions)
+        assert all(p.data_ptr() == before[n][0] and torch.equal(p, before[n][1]) for n, p in ctx.parameters.items())
+
+        gradient = {name: g.double() for name, g in ctx.gradients.items()}
+        norm = torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt()
+        clip = min(1.0, ctx.optimizer.max_grad_norm / (float(norm) + 1e-6))
+        pieces = [dict(zip(ctx.parameters, layout.split(d), strict=True)) for d in directions]
+        self.by_backward = []
+        for row in range(len(ctx.fold)):
+            logps = ctx.score(torch.tensor([row])).logps
+            weights = ctx.loss_weights[row : row + 1, : logps.shape[1]]
+            own = torch.autograd.grad(logps, list(ctx.parameters.values()), weights)
+            total = 0.0
+            for (name, state), g in zip(ctx.optimizer.states.items(), own, strict=True):
+                v = state.betas[1] * state.exp_avg_sq + (1 - state.betas[1]) * (clip * gradient[name]) ** 2
+                v = v / (1 - state.betas[1] ** (state.step + 1))
+                factor = -state.lr * (1 - state.betas[0]) / (1 - state.betas[0] ** (state.step + 1))
+                change = factor * clip * g / (v.sqrt() + state.eps)
+                other = pieces[1 - int(ctx.fold[row]) % 2][name]
+                total += float((other * change.flatten()).sum())
+            self.by_backward.append(total)
+
+    def measure(self, ctx: Any) -> dict[str, Estimate]:
+        return {"differences/step": Estimate(float(ctx.step))}
+
+
+def test_contributions_equal_the_products_of_each_responses_own_gradient(make_trainer) -> None:
+    probe = Differences()
+    make_trainer(probes=[probe], dtype=torch.float64, adam_epsilon=1e-4, max_grad_norm=0.05).train()
+    expected = torch.tensor(probe.by_backward, dtype=torch.float64)
+    assert float(expected.abs().max()) > 0
+    torch.testing.assert_close(probe.by_difference, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+
+
+def test_named_responses_come_with_their_texts_lowest_first_and_change_nothing(make_trainer) -> None:
+    answers: list[dict[str, Estimate]] = []
+
+    class Keeping(SimpleEntropyProbe):
+        def measure(self, ctx: Any) -> dict[str, Estimate]:
+            answers.append(super().measure(ctx))
+            return answers[-1]
+
+    parameters = []
+    for probes in ([Keeping(top_responses=3)], []):
+        policy = load_tiny()[0]
+        make_trainer(probes=probes, model=policy).train()
+        parameters.append(copy.deepcopy(policy.state_dict()))
+    assert all(torch.equal(value, parameters[1][name]) for name, value in parameters[0].items())
+    for answer in answers:
+        named = [answer[f"delta_h/response/{rank}"] for rank in (1, 2, 3)]
+        assert named[0].value <= named[1].value <= named[2].value < 0
+        for estimate in named:
+            assert str(estimate.detail["prompt"]).endswith("=?<think>")
+            assert estimate.detail["reward"] in (0.0, 1.0)
+            assert estimate.detail["advantage"] != 0
+
+
+@pytest.mark.parametrize("settings", [{"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}])
+def test_one_fold_names_no_response_and_says_why(make_trainer, settings) -> None:
+    answers: list[dict[str, Estimate]] = []
+
+    class Keeping(SimpleEntropyProbe):
+        def measure(self, ctx: Any) -> dict[str, Estimate]:
+            answers.append(super().measure(ctx))
+            return answers[-1]
+
+    make_trainer(probes=[Keeping(top_responses=1)], max_steps=1, **settings).train()
+    assert "larger num_folds" in answers[0]["delta_h/response/1"].reason

@@ -1,0 +1,228 @@
+"""Resuming: killed at any moment, a run ends where the uninterrupted one does; what is half-written is never taken."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+
+from rl_training import DrGRPOTrainer, Estimate
+from rl_training.build import Run, build_run
+from rl_training.checkpoints import (
+    TRAINING_STATE,
+    find_checkpoint,
+    save_probe_states,
+    set_aside_later,
+    steps_taken,
+    what_is_wrong_with,
+)
+from rl_training.probes import SimpleEntropyProbe
+from rl_training.records import METRICS_FILE, PROBES_FILE, Records, read_estimates, read_metrics
+
+ROOT = Path(__file__).parents[1]
+SMALL = [
+    "trainer.max_steps=3",
+    "trainer.save_steps=1",
+    "trainer.save_total_limit=9",
+    "trainer.num_generations=4",
+    "batch.sequences_per_step=32",
+    "batch.microbatch_size=8",
+    "logger=none",
+    "++trainer.disable_tqdm=true",
+]
+# What a checkpoint needs, in the order in which it is written.
+PARTS = [
+    "model.safetensors", "optimizer.pt", "scheduler.pt", "probes.safetensors", "rng_state.pth", "trainer_state.json",
+]  # fmt: skip
+
+
+def test_a_run_killed_at_random_moments_ends_bitwise_where_the_uninterrupted_one_does() -> None:
+    """Real SIGKILLs: one anywhere, one where a checkpoint begins to be written."""
+    command = [sys.executable, "benchmarks/kill_resume.py", "--kills", "2", "probe=simple", "trainer.max_steps=6"]
+    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "2 kills of 1 process" in ended.stdout
+    assert "bitwise the same as uninterrupted" in ended.stdout
+
+
+# --- where checkpoints are written --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reuse", [{"steps_per_generation": 8}, {"num_iterations": 2}], ids=lambda d: next(iter(d)))
+def test_checkpoints_lie_between_rollouts_and_resume_to_the_same_end(
+    make_trainer: Callable[..., DrGRPOTrainer],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    reuse: dict[str, int],
+) -> None:
+    settings = {**reuse, "save_strategy": "steps", "save_steps": 3, "max_steps": 8}
+    whole = make_trainer(probes=[SimpleEntropyProbe()], **settings)
+    whole.train()
+    folder = tmp_path / "state"
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-8"]
+    assert "checkpoints are written every 4 steps, not every 3" in caplog.text
+    resumed = make_trainer(probes=[SimpleEntropyProbe()], **settings)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    seconds = ("seconds", "step_time", "fraction_of_step", "runtime", "per_second", "train_loss", "total_flos")
+
+    def numbers(trainer: DrGRPOTrainer) -> list[dict[str, Any]]:
+        return [{k: v for k, v in row.items() if not k.endswith(seconds)} for row in trainer.state.log_history]
+
+    assert numbers(resumed) == numbers(whole)
+
+
+def test_a_rollout_of_one_step_moves_no_checkpoint(
+    make_trainer: Callable[..., DrGRPOTrainer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(save_strategy="steps", save_steps=1, max_steps=3).train()
+    assert len(list((tmp_path / "state").glob("checkpoint-*"))) == 3
+    assert "rollout lasts" not in caplog.text
+
+
+def test_a_last_step_within_a_rollout_is_saved_and_said_not_to_resume_exactly(
+    make_trainer: Callable[..., DrGRPOTrainer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"steps_per_generation": 8, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(**settings, max_steps=1).train()
+    assert "the checkpoint of step 1, the last one, lies within one" in caplog.text
+    make_trainer(**settings, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "state" / "checkpoint-1"))
+    assert "step 1, where this run goes on, lies within one" in caplog.text
+
+
+# --- which checkpoint is taken ------------------------------------------------------------------------------------
+
+
+def run_of(folder: Path, *overrides: str) -> Run:
+    """A run of three steps with a checkpoint at each, in this process."""
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("train", overrides=[*SMALL, f"run_dir={folder}", *overrides])
+    return build_run(cfg)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = run_of(tmp_path_factory.mktemp("trained") / "run")
+    run.train()
+    return run.run_dir
+
+
+@pytest.fixture
+def run_dir(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_a_checkpoint_with_a_part_cut_short_is_not_taken(
+    run_dir: Path, part: str, kept: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = run_dir / TRAINING_STATE / "checkpoint-3" / part
+    assert what_is_wrong_with(file.parent) == ""
+    os.truncate(file, int(kept * file.stat().st_size))
+    assert part in what_is_wrong_with(file.parent)
+    with pytest.raises(ValueError, match=f"{part}.* Choose an earlier checkpoint-N folder"):
+        find_checkpoint(str(file.parent), run_dir)
+    assert find_checkpoint("latest", run_dir).name == "checkpoint-2"
+    assert f"skipping {file.parent}: {what_is_wrong_with(file.parent)}" in caplog.messages
+
+
+def test_a_checkpoint_is_complete_with_the_last_of_its_files_only(run_dir: Path, tmp_path: Path) -> None:
+    """In the order in which they are written: whichever is missing at the moment of a kill, it is not taken."""
+    whole = run_dir / TRAINING_STATE / "checkpoint-3"
+    partial = tmp_path / "checkpoint-3"
+    partial.mkdir()
+    for part in PARTS:
+        assert what_is_wrong_with(partial)
+        shutil.copy(whole / part, partial)
+    assert what_is_wrong_with(partial) == ""
+
+
+def test_the_random_states_of_every_process_must_be_there(run_dir: Path) -> None:
+    checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
+    save_probe_states([], checkpoint, num_processes=2)
+    (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
+    assert what_is_wrong_with(checkpoint) == "rng_state_1.pth is missing or damaged"
+    shutil.copy(checkpoint / "rng_state_0.pth", checkpoint / "rng_state_1.pth")
+    assert what_is_wrong_with(checkpoint) == ""
+
+
+def test_going_back_sets_later_checkpoints_aside(run_dir: Path) -> None:
+    earlier = run_dir / TRAINING_STATE / "checkpoint-1"
+    for _ in range(2):  # also when others of the same name lie there already
+        set_aside_later(run_dir, steps_taken(earlier))
+        assert find_checkpoint("latest", run_dir) == earlier
+        aside = run_dir / TRAINING_STATE / "set_aside"
+        assert sorted(path.name for path in aside.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+        shutil.copytree(aside / "checkpoint-2", run_dir / TRAINING_STATE / "checkpoint-2")
+
+
+def test_a_finished_run_takes_no_step_more_and_a_larger_max_steps_goes_on(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for max_steps in (3, 5):
+        run = run_of(run_dir, "resume=latest", f"trainer.max_steps={max_steps}")
+        run.train()
+        run.report()
+        assert [row["step"] for row in read_metrics(run_dir / "logs")] == [*range(1, max_steps + 1)]
+        forward = [row["step"] for row in read_estimates(run_dir / "logs") if row["name"] == "delta_h/forward"]
+        assert forward == [*range(1, max_steps + 1)]
+        assert caplog.text.count("has taken its 3 steps: a larger trainer.max_steps trains longer") == 1
+
+
+# --- a full disk --------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_named_with_the_file_and_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"make room, then go on with resume=latest: .*metrics\.jsonl") as raised:
+        Records(tmp_path).write_metrics(1, {"loss": 0.5})
+    assert raised.value.errno == errno.ENOSPC
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Within it a write beyond this size writes what fits, and the rest of it fails: as on a disk that fills up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_line_corrupts_nothing(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    estimates = {f"a/{i}": Estimate(float(i), 0.5, 8) for i in range(9)}
+    records.write_estimates(1, 1, "probe", estimates)
+    size = (tmp_path / PROBES_FILE).stat().st_size
+    with files_of_at_most(size + 200), pytest.raises(OSError, match="make room"):
+        records.write_estimates(2, 1, "probe", estimates)
+    assert (tmp_path / PROBES_FILE).stat().st_size == size + 200  # a line and a half
+    assert [row["step"] for row in read_estimates(tmp_path)] == [1] * 9 + [2]
+    again = Records(tmp_path)
+    again.start(after_step=1)
+    again.write_estimates(2, 1, "probe", estimates)
+    assert [row["step"] for row in read_estimates(tmp_path)] == [1] * 9 + [2] * 9
+
+
+def test_a_disk_that_is_full_when_a_run_goes_on_keeps_the_records(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    for step in range(1, 99):
+        records.write_metrics(step, {"loss": 0.1})
+    before = read_metrics(tmp_path)
+    with files_of_at_most(1000), pytest.raises(OSError, match="make room"):
+        records.start(after_step=90)
+    assert read_metrics(tmp_path) == before
