@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
 from rl_training.models import load_tiny
-from rl_training.probes import SimpleEntropyProbe
+from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.probes.base import Need
 from rl_training.records import Records, read_estimates, read_metrics
 
@@ -85,6 +85,14 @@ def test_training_with_probes_is_bitwise_the_training_without(make_trainer, sett
     plain = parameters_after(make_trainer(probes=[], **settings))
     probed = parameters_after(make_trainer(probes=[SimpleEntropyProbe(responses_per_prompt=2), Witness()], **settings))
     assert_same(plain, probed)
+
+
+def test_training_with_everything_that_probes_can_do_is_bitwise_the_training_without(make_trainer) -> None:
+    simple = SimpleEntropyProbe(
+        num_folds=8, own_prompts=True, top_responses=2, offload=True, validate_every=1, validate_sequences=16
+    )
+    probes = [simple, GradientNoiseScaleProbe(split_prompts=1), EffectiveSampleSizeProbe()]
+    assert_same(parameters_after(make_trainer()), parameters_after(make_trainer(probes=probes)))
 
 
 def test_lora_training_with_probes_is_bitwise_the_training_without(make_trainer) -> None:
