@@ -42,7 +42,7 @@ from rl_training.folds import fill_slices, fold_numbers, fold_ranges, ranges_of,
 from rl_training.gradients import GradientTap
 from rl_training.probes.base import Need, Probe
 from rl_training.records import Records
-from rl_training.types import Microbatch, Rollout, Scores, StepContext
+from rl_training.types import Microbatch, OptimizerView, Rollout, Scores, StepContext
 
 logger = logging.get_logger(__name__)
 
@@ -97,6 +97,7 @@ class Attachment(TrainerCallback):
         self._microbatches: list[Microbatch] = []
         self._active: list[Probe] = []
         self._context: StepContext | None = None
+        self._optimizer: OptimizerView | None = None  # of a measured step, while it lasts
         self._undo = contextlib.ExitStack()
         self._undo_engine = contextlib.ExitStack()
         needs = functools.reduce(lambda a, b: a | b, (probe.needs for probe in probes), Need.NOTHING)
@@ -172,6 +173,8 @@ class Attachment(TrainerCallback):
             if self._active:
                 self._context = self._step_context()
                 self._tell("on_pre_optimizer_step", self._context)
+            for microbatch in self._microbatches:  # measured or not: a later iteration over them may be
+                self._learned.update(microbatch.rollout.prompt_index.tolist())
             self._microbatches, self._loss_weights = [], []
 
     def _start_step(self) -> None:
@@ -256,6 +259,7 @@ class Attachment(TrainerCallback):
         return host.read_rollout(inputs, first_prompt, self._trainer.num_generations, on_policy)
 
     def _step_context(self) -> StepContext:
+        assert self._optimizer is not None
         trainer, group = self._trainer, self._trainer.num_generations
         rollout, scores, loss_weights = host.join_microbatches(self._microbatches, self._loss_weights)
         microbatch_rows = ranges_of([m.rollout.num_sequences for m in self._microbatches])
@@ -268,7 +272,6 @@ class Attachment(TrainerCallback):
         incomplete, split = self._reduce(violations.double()).tolist()
         whole_prompts = incomplete == 0 and split == 0
         reused = not self._learned.isdisjoint(prompts.tolist())
-        self._learned.update(prompts.tolist())
         score = functools.partial(host.score, trainer, self._forward, rollout)
         if not self._scored_before:
             host.refuse_dependence_on_padding(trainer, self._forward, rollout)
@@ -360,7 +363,9 @@ class Attachment(TrainerCallback):
             metrics[f"probe_cost/{name}_seconds"].append(seconds)
         step_seconds = time.perf_counter() - self._step_started
         metrics["probe_cost/fraction_of_step"].append(sum(self._seconds.values()) / step_seconds)
-        self._context = None
+        self._context = self._optimizer = None
+        if self._tap is not None:
+            self._tap.end_step()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         if self._records is not None and "loss" in logs:

@@ -90,7 +90,7 @@ class FoldSums:
         by_fold, shift = torch.stack(rows), torch.stack(shifts)
         self.total = ctx.reduce(by_fold.sum(dim=0))
         self.without = self.total - by_fold
-        self.halves = self._per_token(halves, levels) if halves is not None else None
+        self.halves = self._per_token(halves) if halves is not None else None
         # Without fold l the other folds' steps lose l too: δθ_(−k,−l) − δθ_(−k) ≈ δθ_(−l) − δθ.
         lost = shift.sum(dim=0) - torch.diagonal(shift, dim1=0, dim2=1).T
         self.without[:, LEVELS:].unflatten(1, (-1, 2))[:, [FORWARD, OWN_PROMPTS, UNCLIPPED]] += lost.unsqueeze(1)
@@ -102,7 +102,7 @@ class FoldSums:
         levels = ratios.new_zeros(len(self._sizes), LEVELS)
         return levels.index_add_(0, self._ctx.fold, ratios.unsqueeze(1) * of_sequence)
 
-    def _per_token(self, halves: Tensor, levels: Tensor) -> Tensor:
+    def _per_token(self, halves: Tensor) -> Tensor:
         """Returns ∂H_tok = (∂H_seq − H_tok ∂E[T]) / E[T] of both halves, (2, P), with the levels of all folds."""
         of_half = torch.stack([self._sizes[parity::2].sum() for parity in (0, 1)])
         _, entropy, length = self.total[:LEVELS].tolist()

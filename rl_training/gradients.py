@@ -214,6 +214,10 @@ class GradientTap:
             return None
         return self._scale**2 * torch.stack([meter.result(self._parameters) for meter in self._meters])
 
+    def end_step(self) -> None:
+        """Lets go of the optimizer's states: under ZeRO they were gathered for this step."""
+        self._meters = []
+
     def arm(self, microbatch: int) -> None:
         """Sets the hooks: gradients that reach the parameters from now on belong to this microbatch."""
         row = self._row_of[microbatch]

@@ -28,8 +28,9 @@ def check_settings(cfg: DictConfig) -> None:
     """Raises ValueError for settings that are no number, do not exist, or say twice what has one place."""
     for key in ("batch.sequences_per_step", "batch.microbatch_size", "trainer.num_generations", "seed"):
         value = OmegaConf.select(cfg, key)
-        if type(value) is not int or value < (0 if key == "seed" else 1):
-            raise ValueError(f"{key}={value} must be a whole number above 0")
+        smallest = 0 if key == "seed" else 1
+        if type(value) is not int or value < smallest:
+            raise ValueError(f"{key}={value} must be a whole number, at least {smallest}")
     fields = {field.name: field for field in dataclasses.fields(DrGRPOConfig) if field.init}
     for name in cfg.trainer:
         if name != "_target_" and name not in fields:

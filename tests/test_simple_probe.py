@@ -448,6 +448,14 @@ def test_a_step_that_reuses_responses_has_no_forward_and_says_why(make_trainer) 
     assert math.isfinite(probe.all[1]["delta_h/reuse"].value)
 
 
+def test_a_reused_response_is_noticed_where_its_first_use_was_not_measured(make_trainer) -> None:
+    """Of rollouts that serve two steps each, steps 3 and 4 share one; only 1 and 4 are measured."""
+    probe = Answers(every=3)
+    make_trainer(probes=[probe], max_steps=4, num_iterations=2).train()
+    assert math.isfinite(probe.all[0]["delta_h/forward"].value)
+    assert "has learned from these responses" in probe.all[1]["delta_h/forward"].reason
+
+
 def test_off_policy_steps_are_weighted_by_the_importance_ratio(make_trainer) -> None:
     """Step 2 learns from the second half of the rollout that step 1 started with."""
     recorder, probe = Recorder(), Answers()

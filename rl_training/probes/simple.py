@@ -77,7 +77,7 @@ class SimpleEntropyProbe(Probe):
     top_responses         name so many responses of the main process that push entropy down most in each step, with
                           prompt, reward and advantage, in probes.jsonl: responses.py. Two forwards over all responses
     offload               keep the parameter-size rows in host memory
-    validate_every        measure the true change on a buffer of its own at each so-manieth step, and hold `forward`
+    validate_every        measure the true change on a buffer of its own at every so many steps, and hold `forward`
                           against it: ground_truth.py, calibration.py; 0 for never. It costs two to three forwards
     validate_sequences    responses in that buffer, over all ranks
     seed                  of that buffer
