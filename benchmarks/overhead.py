@@ -9,9 +9,9 @@ Time: within one run the probes measure every second step. A pair of adjacent st
 of the whole step and one of what is not generation (forward, backward, optimizer); the table has their median and
 quartiles. On the CPU it is processor time, which other jobs disturb less, on a GPU time between synchronisations.
 
-Memory: the peak of a step with the probes minus that of the same step without, generation left out, in units of one fp32
-vector over the trainable parameters. Network: what a process hands to collectives in a measured step, in
-two processes on the CPU with as many layers, each narrow; it does not depend on the width. DDP's own gradient is apart.
+Memory: the peak of a step with the probes minus that of the same step without, generation left out, in units of one
+fp32 vector over the trainable parameters. Network: what a process hands to collectives in a measured step, in two
+processes on the CPU with as many layers, each narrow; it does not depend on the width. DDP's own gradient is apart.
 
 `--grow` prints how the time of `simple` grows with the trainable parameters, the tokens and the folds instead.
 """

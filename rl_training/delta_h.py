@@ -25,6 +25,7 @@ from rl_training.updates import (
     clipped,
     fill_updates,
     gradient_of_others,
+    optimizer_pieces,
     products_by_cause,
     products_with_step,
 )
@@ -95,7 +96,8 @@ class FoldSums:
             with_training=own_prompts,
         )
         self._gradient = updates.flatten(ctx.gradients.values())
-        clip = fill_updates(ctx, self._gradient, self._sizes, self._total_size, out=updates).tolist()
+        self._pieces = optimizer_pieces(ctx.parameters, ctx.optimizer.states)
+        clip = fill_updates(ctx, self._pieces, self._gradient, self._sizes, self._total_size, out=updates).tolist()
         rows, shifts = [], []
         self.halves = updates.matrix.new_zeros(2, updates.matrix.shape[1]) if with_halves else None
         for k, fold in enumerate(gradients):
@@ -130,11 +132,11 @@ class FoldSums:
         row, size = ctx.fold_gradients.matrix[k : k + 1], sizes[k : k + 1].to(self._gradient.device)
         gradient = leave_fold_out(self._gradient, row, size, self._total_size)[0]
         update = self._updates.matrix[FIRST_FOLD + k]
-        products = products_by_cause(ctx, self._updates, clip * gradient, update, fold.entropy)
+        products = products_by_cause(self._pieces, self._updates, clip * gradient, update, fold.entropy)
         forward = products.sum(dim=(0, 2))
         if clip == 1.0:
             return forward, forward, splits.sum(products)
-        unclipped = products_with_step(ctx, self._updates, gradient, fold.entropy)
+        unclipped = products_with_step(self._pieces, gradient, fold.entropy)
         return forward, unclipped, splits.sum(products)
 
     def _own_prompts(self, k: int, fold: FoldGradients) -> Tensor:
@@ -147,4 +149,4 @@ class FoldSums:
         row = ctx.fold_gradients.matrix[k]
         gradient = gradient_of_others(self._gradient, row, share, fold.training, chosen_share)
         gradient = clipped(gradient, ctx.optimizer.max_grad_norm)
-        return products_with_step(ctx, self._updates, gradient, fold.entropy)
+        return products_with_step(self._pieces, gradient, fold.entropy)
