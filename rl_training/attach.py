@@ -277,9 +277,11 @@ class Attachment(TrainerCallback):
             host.refuse_dependence_on_padding(trainer, self._forward, rollout)
             self._scored_before = True
         fold_gradients = None
-        if self._tap is not None and self._tap.buffer is not None and whole_prompts:
+        folding = next((probe for probe in self._active if Need.FOLD_GRADIENTS in probe.needs), None)
+        if folding is not None and self._tap is not None and self._tap.buffer is not None and whole_prompts:
             fold_gradients = self._tap.buffer
-            fill_slices(fold_gradients, self._parameters, self._folds, microbatch_rows, loss_weights, score)
+            with self._timed(folding):
+                fill_slices(fold_gradients, self._parameters, self._folds, microbatch_rows, loss_weights, score)
         return StepContext(
             step=trainer.state.global_step + 1,
             parameters=self._parameters,
