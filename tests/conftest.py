@@ -31,6 +31,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., GRPOTrainer]:
         config_class: type[GRPOConfig] = DrGRPOConfig,
         probes: Any = None,
         records: Any = None,
+        buffer: Any = None,
         dtype: torch.dtype = torch.float32,
         model: Any = None,
         optimizers: Any = (None, None),
@@ -55,7 +56,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., GRPOTrainer]:
             "report_to": [],
             "disable_tqdm": True,
         }
-        extra = {} if trainer_class is GRPOTrainer else {"probes": probes or [], "records": records}
+        extra = {} if trainer_class is GRPOTrainer else {"probes": probes or [], "records": records, "buffer": buffer}
         trainer = trainer_class(
             model=(model or policy).to(dtype),
             reward_funcs=reward or task.reward,
