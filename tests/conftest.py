@@ -37,6 +37,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., GRPOTrainer]:
         optimizers: Any = (None, None),
         peft_config: Any = None,
         reward: Any = None,
+        train_dataset: Any = None,
         **settings: Any,
     ) -> GRPOTrainer:
         task = arithmetic(num_train=256, num_eval=8)
@@ -61,7 +62,7 @@ def make_trainer(tmp_path: Path) -> Callable[..., GRPOTrainer]:
             model=(model or policy).to(dtype),
             reward_funcs=reward or task.reward,
             args=config_class(**{**defaults, **settings}),
-            train_dataset=task.train_dataset,
+            train_dataset=train_dataset or task.train_dataset,
             processing_class=tokenizer,
             optimizers=optimizers,
             peft_config=peft_config,
