@@ -56,10 +56,10 @@ class FilteredBuffer:
     def __init__(self, max_attempts: int = 4, floor: float = 0.1, half_life: float = 50.0, seed: int = 0) -> None:
         if type(max_attempts) is not int or max_attempts < 1:
             raise ValueError(f"buffer.max_attempts={max_attempts} must be a whole number, at least 1")
-        if not 0 < floor <= 1:
-            raise ValueError(f"buffer.floor={floor} must be above 0, or a prompt could die out, and at most 1")
-        if not half_life > 0:
-            raise ValueError(f"buffer.half_life={half_life} must be above 0; .inf forgets nothing")
+        if type(floor) not in (int, float) or not 0 < floor <= 1:
+            raise ValueError(f"buffer.floor={floor} must be a number above 0, or a prompt could die out, and at most 1")
+        if type(half_life) not in (int, float) or not half_life > 0:
+            raise ValueError(f"buffer.half_life={half_life} must be a number above 0; .inf forgets nothing")
         self.max_attempts = max_attempts
         self.floor = floor
         self.half_life = half_life

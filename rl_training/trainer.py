@@ -112,16 +112,16 @@ class DrGRPOTrainer(GRPOTrainer):
             raise ValueError(f"DrGRPOTrainer needs args=DrGRPOConfig(...), got {type(self.args).__name__}")
         self.attachment = attach(self, probes, records, whole_prompts=True)
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self)))
-        self._buffer = buffer
+        self.buffer = buffer
         if buffer is not None:
             start_buffer(self, buffer)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns TRL's rollout of these rows; in training with a buffer one of rows that the buffer draws."""
         generate = super()._generate_and_score_completions
-        if self._buffer is None or not self.model.training:
+        if self.buffer is None or not self.model.training:
             return generate(inputs)
-        return fill_rollout(self, self._buffer, lambda rows: (generate(rows), self._latest_rewards), len(inputs))
+        return fill_rollout(self, self.buffer, lambda rows: (generate(rows), self._latest_rewards), len(inputs))
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Returns TRL's (sequences of all ranks, reward functions), after checking that every sequence has a reward.
@@ -144,10 +144,10 @@ class DrGRPOTrainer(GRPOTrainer):
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
-        if self._buffer is not None and self.args.should_save:
-            save_buffer_state(self._buffer, Path(output_dir))
+        if self.buffer is not None and self.args.should_save:
+            save_buffer_state(self.buffer, Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
-        if self._buffer is not None and checkpoint is not None:
-            load_buffer_state(self._buffer, Path(checkpoint))
+        if self.buffer is not None and checkpoint is not None:
+            load_buffer_state(self.buffer, Path(checkpoint))

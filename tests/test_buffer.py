@@ -12,16 +12,25 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from hydra import compose, initialize_config_dir
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Estimate, Probe, attach, sampling
 from rl_training.buffer import FilteredBuffer, are_mixed, prompt_weights
+from rl_training.build import Run, build_run
 from rl_training.checkpoints import BUFFER_STATE, what_is_wrong_with
 from rl_training.probes import EffectiveSampleSizeProbe, SimpleEntropyProbe
 from rl_training.refill import Places, merge_metrics
+from rl_training.report.series import read_run
+from rl_training.report.summary import summarize
 from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward
 
+ROOT = Path(__file__).parents[1]
+SMALL = [
+    "trainer.max_steps=1", "trainer.save_steps=1", "trainer.num_generations=4", "batch.sequences_per_step=16",
+    "batch.microbatch_size=8", "probe=none", "logger=none", "++trainer.disable_tqdm=true",
+]  # fmt: skip
 Make = Callable[..., GRPOTrainer]
 TIMINGS = ("seconds", "step_time", "fraction_of_step", "runtime", "per_second", "train_loss", "total_flos")
 
@@ -236,6 +245,8 @@ def test_what_stays_empty_keeps_a_rejected_prompt_and_moves_nothing(make_trainer
     assert [len(prompts) for prompts in asked.prompts] == [8, 8, 8]
     assert len({prompt for prompts in asked.prompts for prompt in prompts}) == 24
     assert rollouts.seen[0].advantages.abs().max() == 0
+    state = trainer.buffer.state_dict()
+    assert state["responses"].tolist().count(4.0) == state["reward_sums"].tolist().count(4.0) == 24
     row = trainer.state.log_history[0]
     assert (row["buffer/filled"], row["buffer/acceptance"], row["buffer/attempts"]) == (0, 0, 3)
 
@@ -267,7 +278,7 @@ def test_probes_change_nothing_of_filtered_training(make_trainer: Make) -> None:
     ended = parameters_after(bare)
     probed = make_trainer(buffer=FilteredBuffer(), probes=probes)
     assert_equal(ended, parameters_after(probed))
-    assert_equal(bare._buffer.state_dict(), probed._buffer.state_dict())
+    assert_equal(bare.buffer.state_dict(), probed.buffer.state_dict())
 
 
 def test_without_a_buffer_training_is_bitwise_that_of_trl(make_trainer: Make, tmp_path: Path) -> None:
@@ -291,7 +302,7 @@ def test_evaluation_is_never_filtered(make_trainer: Make) -> None:
         trainer.evaluate(arithmetic(num_train=8, num_eval=8).eval_dataset)
         rewards.append((asked.prompts, asked.rewards))
     assert rewards[0] == rewards[1]
-    assert_equal(before, trainer._buffer.state_dict())
+    assert_equal(before, trainer.buffer.state_dict())
 
 
 def test_the_sequences_that_hold_a_prediction_against_the_truth_are_unfiltered(make_trainer: Make) -> None:
@@ -318,7 +329,7 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(make_traine
     assert what_is_wrong_with(checkpoint) == ""
     assert_equal(ended, parameters_after(resumed, resume_from_checkpoint=str(checkpoint)))
     assert numbers(resumed) == numbers(whole)
-    assert_equal(whole._buffer.state_dict(), resumed._buffer.state_dict())
+    assert_equal(whole.buffer.state_dict(), resumed.buffer.state_dict())
 
 
 def test_the_buffers_state_is_no_models_weights(make_trainer: Make, tmp_path: Path) -> None:
@@ -355,6 +366,22 @@ def test_a_training_set_that_cannot_fill_a_rollout_is_refused(make_trainer: Make
 def test_advantages_that_depend_on_rejected_prompts_are_refused(make_trainer: Make) -> None:
     with pytest.raises(ValueError, match="use 'sum_then_normalize' or buffer=plain"):
         make_trainer(buffer=FilteredBuffer(), multi_objective_aggregation="normalize_then_sum")
+
+
+def test_a_filtered_run_is_configured_reported_and_resumed_with_the_same_options_only(tmp_path: Path) -> None:
+    def built(*overrides: str) -> Run:
+        with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+            return build_run(compose("train", overrides=[*SMALL, f"run_dir={tmp_path / 'run'}", *overrides]))
+
+    run = built("buffer=filtered", "buffer.floor=0.3", "seed=5")
+    assert (run.trainer.buffer.floor, run.trainer.buffer.seed) == (0.3, 5)
+    run.train()
+    (row,) = [row for row in summarize(read_run(run.run_dir)) if row.label == "accepted prompts"]
+    acceptance = run.trainer.state.log_history[0]["buffer/acceptance"]
+    assert (row.value, row.note) == (f"{acceptance:.3f}", "share of the prompts generated; step 1 alone")
+    with pytest.raises(ValueError, match=r"buffer\.floor=0\.2 \(was 0\.3\)"):
+        built("buffer=filtered", "buffer.floor=0.2", "seed=5", "resume=latest", "trainer.max_steps=2")
+    assert built("seed=5", f"run_dir={tmp_path / 'plain'}").trainer.buffer is None
 
 
 # --- two processes ------------------------------------------------------------------------------------------------
