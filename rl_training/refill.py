@@ -119,10 +119,10 @@ def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generat
         "buffer/acceptance": num_mixed / len(tried),
         "buffer/filled": places.filled,
         "buffer/generated_tokens": float(sum(round(t * n) for t, n in zip(lengths, sequences, strict=True))),
-        "num_tokens": metrics[-1]["num_tokens"][-1],  # TRL's count of all so far, not of an attempt
     }
     for name, value in merged.items():
         trainer._metrics["train"][name].append(value)
+    trainer._metrics["train"]["num_tokens"] = list(metrics[-1]["num_tokens"])  # a count so far, and no average
     return _joined(trainer, outputs, torch.tensor(places.groups[rank]))
 
 

@@ -19,27 +19,27 @@ os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from replay import free_port
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
 from rl_training.buffer import FilteredBuffer
 from rl_training.models import load_tiny
 from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward
+from rl_training.types import Rollout
 
 G = 4
 
 
 class Rollouts(Probe):
-    """Keeps the advantages of every rollout of this process."""
+    """Keeps every rollout of this process, as training gets it."""
 
     name = "rollouts"
 
     def __init__(self) -> None:
         super().__init__()
-        self.advantages: list[torch.Tensor] = []
+        self.seen: list[Rollout] = []
 
-    def on_rollout(self, rollout: Any) -> None:
-        self.advantages.append(rollout.advantages)
+    def on_rollout(self, rollout: Rollout) -> None:
+        self.seen.append(rollout)
 
     def measure(self, ctx: Any) -> dict[str, Estimate]:
         return {"rollouts/sequences": Estimate(float(ctx.rollout.num_sequences))}
@@ -85,7 +85,7 @@ def train(folder: Path, run: str, rank: int) -> None:
     assert trainer.accelerator.num_processes == 2
     saved = {
         "asked": asked,
-        "advantages": rollouts.advantages,
+        "advantages": [rollout.advantages for rollout in rollouts.seen],
         "log": trainer.state.log_history,
         "buffer": buffer.state_dict(),
         "parameters": {name: p.detach().clone() for name, p in trainer.model.named_parameters()},
@@ -103,4 +103,6 @@ def main(rank: int, folder: Path, port: int) -> None:
 
 
 if __name__ == "__main__":
+    from replay import free_port
+
     torch.multiprocessing.start_processes(main, args=(Path(sys.argv[1]), free_port()), nprocs=2, start_method="fork")

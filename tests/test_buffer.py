@@ -11,15 +11,16 @@ from typing import Any
 
 import pytest
 import torch
+from buffer_ranks import Rollouts
 from datasets import Dataset
 from hydra import compose, initialize_config_dir
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from rl_training import Estimate, Probe, attach, sampling
+from rl_training import attach, sampling
 from rl_training.buffer import FilteredBuffer, are_mixed, prompt_weights
 from rl_training.build import Run, build_run
-from rl_training.checkpoints import BUFFER_STATE, what_is_wrong_with
+from rl_training.checkpoints import BUFFER_STATE, save_buffer_state, what_is_wrong_with
 from rl_training.probes import EffectiveSampleSizeProbe, SimpleEntropyProbe
 from rl_training.refill import Places, merge_metrics
 from rl_training.report.series import read_run
@@ -33,22 +34,6 @@ SMALL = [
 ]  # fmt: skip
 Make = Callable[..., GRPOTrainer]
 TIMINGS = ("seconds", "step_time", "fraction_of_step", "runtime", "per_second", "train_loss", "total_flos")
-
-
-class Rollouts(Probe):
-    """Keeps every rollout of the process, as training gets it."""
-
-    name = "rollouts"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[Any] = []
-
-    def on_rollout(self, rollout: Any) -> None:
-        self.seen.append(rollout)
-
-    def measure(self, ctx: Any) -> dict[str, Estimate]:
-        return {"rollouts/sequences": Estimate(float(ctx.rollout.num_sequences))}
 
 
 class Asked:
@@ -254,8 +239,11 @@ def test_what_stays_empty_keeps_a_rejected_prompt_and_moves_nothing(make_trainer
 def test_refilling_stops_when_no_prompts_are_left_to_try(make_trainer: Make) -> None:
     asked = Asked(constant=0.0)
     few = arithmetic(num_train=20, num_eval=8).train_dataset
-    make_trainer(buffer=FilteredBuffer(max_attempts=99), reward=asked, max_steps=1, train_dataset=few).train()
-    assert [len(prompts) for prompts in asked.prompts] == [8, 8]  # 4 are left
+    trainer = make_trainer(buffer=FilteredBuffer(max_attempts=99), reward=asked, train_dataset=few, logging_steps=2)
+    trainer.train()
+    assert [len(prompts) for prompts in asked.prompts] == [8, 8] * 2  # 4 are left, each time
+    row = trainer.state.log_history[0]  # of both rollouts: the mean, but for a count
+    assert (row["buffer/attempts"], row["num_tokens"]) == (2, trainer.state.num_input_tokens_seen)
 
 
 @pytest.mark.parametrize("reuse", [{"steps_per_generation": 4}, {"num_iterations": 2}], ids=lambda d: next(iter(d)))
@@ -274,9 +262,9 @@ def test_the_filter_acts_once_a_rollout(make_trainer: Make, reuse: dict[str, int
 
 def test_probes_change_nothing_of_filtered_training(make_trainer: Make) -> None:
     probes = [SimpleEntropyProbe(validate_every=2, validate_sequences=16), EffectiveSampleSizeProbe()]
-    bare = make_trainer(buffer=FilteredBuffer())
+    bare = make_trainer(buffer=FilteredBuffer(), gradient_accumulation_steps=2)
     ended = parameters_after(bare)
-    probed = make_trainer(buffer=FilteredBuffer(), probes=probes)
+    probed = make_trainer(buffer=FilteredBuffer(), gradient_accumulation_steps=2, probes=probes)
     assert_equal(ended, parameters_after(probed))
     assert_equal(bare.buffer.state_dict(), probed.buffer.state_dict())
 
@@ -320,7 +308,7 @@ def test_the_sequences_that_hold_a_prediction_against_the_truth_are_unfiltered(m
 
 
 def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(make_trainer: Make, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4}
+    settings = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "gradient_accumulation_steps": 2}
     whole, resumed = (
         make_trainer(buffer=FilteredBuffer(seed=7), probes=[SimpleEntropyProbe()], **settings) for _ in range(2)
     )
@@ -340,15 +328,14 @@ def test_the_buffers_state_is_no_models_weights(make_trainer: Make, tmp_path: Pa
 
 
 def test_a_checkpoint_without_the_state_of_this_buffer_is_refused(make_trainer: Make, tmp_path: Path) -> None:
-    settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1}
-    checkpoint = tmp_path / "state" / "checkpoint-1"
-    make_trainer(**settings).train()
+    trainer = make_trainer(buffer=FilteredBuffer())
     with pytest.raises(ValueError, match="not written with buffer=filtered: resume with buffer=plain"):
-        make_trainer(buffer=FilteredBuffer(), max_steps=2).train(resume_from_checkpoint=str(checkpoint))
-    make_trainer(buffer=FilteredBuffer(), **settings).train()
-    longer = make_trainer(buffer=FilteredBuffer(), max_steps=2, train_dataset=arithmetic(300, 8).train_dataset)
-    with pytest.raises(ValueError, match="knows 256 prompts and the training set has 300"):
-        longer.train(resume_from_checkpoint=str(checkpoint))
+        trainer._load_optimizer_and_scheduler(str(tmp_path))
+    other = FilteredBuffer()
+    other.start(300)
+    save_buffer_state(other, tmp_path)
+    with pytest.raises(ValueError, match="knows 300 prompts and the training set has 256"):
+        trainer._load_optimizer_and_scheduler(str(tmp_path))
 
 
 # --- what is refused ----------------------------------------------------------------------------------------------
@@ -406,7 +393,7 @@ def test_a_rank_whose_prompts_are_all_rejected_ends_with_the_other(ranks: dict[s
     assert [len(attempt) for attempt in empty["asked"]] == [4] * 6  # 2 steps of 3 attempts, each for 4 missing prompts
     assert [len(attempt) for attempt in full["asked"]] == [4] * 6
     assert all(advantages.abs().max() == 0 for advantages in empty["advantages"])
-    mixed = [(advantages.view(-1, 4).abs().amax(dim=1) > 0) for advantages in full["advantages"]]
+    mixed = [advantages.view(-1, 4).abs().amax(dim=1) > 0 for advantages in full["advantages"]]
     assert [row["buffer/filled"] for row in full["log"][:2]] == [float(m.sum()) / 8 for m in mixed]
     assert float(torch.stack(mixed).float().mean()) > 0.8
 
