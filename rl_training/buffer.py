@@ -109,9 +109,9 @@ class FilteredBuffer:
     def state_dict(self) -> dict[str, Tensor]:
         return {
             "generator": self._generator.get_state(),
-            "responses": self._responses,
-            "reward_sums": self._reward_sums,
-            "range": self._range,
+            "responses": self._responses.clone(),
+            "reward_sums": self._reward_sums.clone(),
+            "range": self._range.clone(),
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
