@@ -22,6 +22,7 @@ def default_trainer(
     seed: int = 0,
     records: Records | None = None,
     buffer: Any = None,
+    train_dataset: Any = None,
     eval_dataset: Any = None,
     **settings: Any,
 ) -> DrGRPOTrainer:
@@ -47,7 +48,7 @@ def default_trainer(
         model,
         task.reward,
         args,
-        train_dataset=task.train_dataset,
+        train_dataset=train_dataset or task.train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
         probes=probes,

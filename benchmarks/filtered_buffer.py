@@ -1,7 +1,7 @@
 """Does buffer=filtered learn more from a generated token? Held-out reward of plain and filtered training.
 
     OMP_NUM_THREADS=1 python benchmarks/filtered_buffer.py [--seeds 0 1 2] [--tokens 1000000] [--sequences 256]
-                                                           [--runs plain filtered ...]
+                                                           [--train-prompts 4096] [--runs plain filtered ...]
 
 trains the default task until so many completion tokens are generated, once per seed and run, and asks eight times on
 the way for the mean reward of fresh responses, at temperature 1, to held-out prompts. A run is `plain`, `filtered`, or
@@ -15,12 +15,14 @@ import argparse
 import json
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from default_task import default_trainer
 from transformers import TrainerCallback
 
+from rl_training.buffer import FilteredBuffer
 from rl_training.tasks.arithmetic import arithmetic
 
 NUM_POINTS = 8
@@ -51,13 +53,11 @@ class AtTokens(TrainerCallback):
         return control
 
 
-def train(run: str, seed: int, tokens: int, sequences: int, learning_rate: float) -> dict[str, Any]:
+def train(run: str, seed: int, tokens: int, sequences: int, prompts: int, learning_rate: float) -> dict[str, Any]:
     """Returns the evaluations (the first before training) and the steps of one training."""
     kind, _, options = run.partition(":")
     settings: dict[str, Any] = {}
     if kind == "filtered":
-        from rl_training.buffer import FilteredBuffer
-
         given = dict(option.split("=") for option in options.split(",") if option)
         settings["buffer"] = FilteredBuffer(seed=seed, **{key: json.loads(value) for key, value in given.items()})
     watch = AtTokens(tokens)
@@ -69,6 +69,7 @@ def train(run: str, seed: int, tokens: int, sequences: int, learning_rate: float
             seed=seed,
             learning_rate=learning_rate,
             gradient_accumulation_steps=sequences // 32,
+            train_dataset=arithmetic(num_train=prompts).train_dataset,
             eval_dataset=arithmetic().eval_dataset,
             per_device_eval_batch_size=256,
             num_generations_eval=RESPONSES,
@@ -80,25 +81,36 @@ def train(run: str, seed: int, tokens: int, sequences: int, learning_rate: float
     return {"points": watch.points, "steps": watch.steps}
 
 
-def describe(run: str, trained: list[dict[str, Any]]) -> str:
-    """Returns the rows of a run: held-out reward at each point, then what was kept of what was generated."""
+def mean(values: Sequence[float]) -> str:
+    """Returns the mean over seeds with its standard error."""
+    error = f" ± {statistics.stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):.3f}{error}"
 
-    def mean(values: list[float]) -> str:
-        spread = f" ± {statistics.stdev(values) / len(values) ** 0.5:.3f}" if len(values) > 1 else ""
-        return f"{statistics.fmean(values):.3f}{spread}"
 
-    points = [mean([t["points"][k]["reward"] for t in trained]) for k in range(NUM_POINTS + 1)]
-    steps = statistics.fmean(t["points"][-1]["step"] for t in trained)
-    cells = []
-    for part in ("first", "last"):
-        for key in ("mixed", "filled", "attempts"):
-            values = []
-            for t in trained:
-                quarter = max(1, len(t["steps"]) // 4)
-                chosen = t["steps"][:quarter] if part == "first" else t["steps"][-quarter:]
-                values.append(statistics.fmean(step[key] for step in chosen))
-            cells.append(f"{statistics.fmean(values):.2f}")
-    return f"| `{run}` | {' | '.join(points)} |\n| | {steps:.0f} steps; first, last quarter: {' '.join(cells)} |"
+def header(tokens: int) -> str:
+    points = [f"{tokens * (k + 1) // NUM_POINTS // 1000}k" for k in range(NUM_POINTS)]
+    cells = ["run", "seeds", "steps", *points, "mean of all", "of the last half", "accepted", "filled", "attempts"]
+    return f"| {' | '.join(cells)} |\n{'|---' * len(cells)}|"
+
+
+def describe(run: str, trained: Sequence[dict[str, Any]]) -> str:
+    """Returns the row of a run: held-out reward at each point; what was accepted in the first and last quarter."""
+    rewards = [[point["reward"] for point in t["points"]][1 : NUM_POINTS + 1] for t in trained]
+    ends = []
+    for key in ("mixed", "filled", "attempts"):
+        quarters = [(t["steps"][: len(t["steps"]) // 4], t["steps"][-(len(t["steps"]) // 4) :]) for t in trained]
+        first, last = (statistics.fmean(step[key] for pair in quarters for step in pair[end]) for end in (0, 1))
+        ends.append(f"{first:.2f} → {last:.2f}")
+    cells = [
+        f"`{run}`",
+        str(len(trained)),
+        f"{statistics.fmean(t['points'][-1]['step'] for t in trained):.0f}",
+        *(mean(at_point) for at_point in zip(*rewards, strict=True)),
+        mean([statistics.fmean(r) for r in rewards]),
+        mean([statistics.fmean(r[NUM_POINTS // 2 :]) for r in rewards]),
+        *ends,
+    ]
+    return f"| {' | '.join(cells)} |"
 
 
 def main() -> None:
@@ -106,17 +118,20 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--tokens", type=int, default=1_000_000)
     parser.add_argument("--sequences", type=int, default=256)
+    parser.add_argument("--train-prompts", type=int, default=4096)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--runs", nargs="+", default=["plain", "filtered"])
+    parser.add_argument("--runs", nargs="+", default=["plain", "filtered"], metavar="RUN")
     parser.add_argument("--keep", type=Path, default=Path("runs/filtered_buffer"))
     args = parser.parse_args()
     args.keep.mkdir(parents=True, exist_ok=True)
+    print(header(args.tokens))
     for run in args.runs:
         trained = []
         for seed in args.seeds:
-            file = args.keep / f"{run}_{seed}_{args.tokens}_{args.sequences}_{args.learning_rate}.json"
+            settings = (args.tokens, args.sequences, args.train_prompts, args.learning_rate)
+            file = args.keep / f"{'_'.join(map(str, (run, seed, *settings)))}.json"
             if not file.exists():
-                file.write_text(json.dumps(train(run, seed, args.tokens, args.sequences, args.learning_rate)))
+                file.write_text(json.dumps(train(run, seed, *settings)))
             trained.append(json.loads(file.read_text()))
         print(describe(run, trained), flush=True)
 

@@ -53,7 +53,7 @@ class FilteredBuffer:
     half_life     rollouts after which what a response earned counts half
     """
 
-    def __init__(self, max_attempts: int = 4, floor: float = 0.1, half_life: float = 50.0, seed: int = 0) -> None:
+    def __init__(self, max_attempts: int = 2, floor: float = 0.1, half_life: float = 50.0, seed: int = 0) -> None:
         if type(max_attempts) is not int or max_attempts < 1:
             raise ValueError(f"buffer.max_attempts={max_attempts} must be a whole number, at least 1")
         if type(floor) not in (int, float) or not 0 < floor <= 1:
