@@ -21,6 +21,9 @@ def default_trainer(
     learning_rate: float = 3e-4,
     seed: int = 0,
     records: Records | None = None,
+    buffer: Any = None,
+    train_dataset: Any = None,
+    eval_dataset: Any = None,
     **settings: Any,
 ) -> DrGRPOTrainer:
     """Returns a trainer of the default task: 32 prompts x 8 responses in 8 microbatches, unless `settings` differ."""
@@ -45,10 +48,12 @@ def default_trainer(
         model,
         task.reward,
         args,
-        train_dataset=task.train_dataset,
+        train_dataset=train_dataset or task.train_dataset,
+        eval_dataset=eval_dataset,
         processing_class=tokenizer,
         probes=probes,
         records=records,
+        buffer=buffer,
     )
     trainer.remove_callback(PrinterCallback)  # a log line per step
     return trainer

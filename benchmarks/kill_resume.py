@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/kill_resume.py [--kills 10] [--processes 1] [--seed 0] [OVERRIDE ...]
 
 trains once in peace and once with SIGKILLs, resuming each time by resume=latest, and compares the last checkpoint's
-parameters, optimizer state and probe states, and every line of metrics.jsonl and probes.jsonl but for the timings.
+parameters and all states, and every line of metrics.jsonl and probes.jsonl but for the timings.
 The kills come at random moments of training, every second one in the 50 ms in which a checkpoint begins to be written.
 Where a process stood is read off its stack, which it writes on SIGUSR1, a moment before. Overrides are those of
 train.py. A training is train.py in a fork of this process, which has imported everything already.
@@ -147,7 +147,7 @@ def differences(a: Path, b: Path) -> list[str]:
         if left != right:
             found.append(f"{read.__name__}: {[(x, y) for x, y in zip(left, right, strict=False) if x != y][:1]}")
     last = max((a / TRAINING_STATE).glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1])).name
-    for name in ("model.safetensors", "probes.safetensors"):
+    for name in sorted(path.name for path in (a / TRAINING_STATE / last).glob("*.safetensors")):
         tensors, others = (load_file(run / TRAINING_STATE / last / name) for run in (a, b))
         unequal = [key for key in tensors.keys() | others.keys() if not same(tensors.get(key), others.get(key))]
         found += [f"{last}/{name}: {', '.join(unequal)}"] * bool(unequal)

@@ -204,7 +204,7 @@ class Attachment(TrainerCallback):
         if self._trainer.model.training:
             ids = output["completion_ids"]
             output[host.ROLLOUT_ROW] = torch.arange(len(ids), device=ids.device)
-            if self._rewards is not None:
+            if self._rewards is not None and host.REWARD not in output:  # a buffer has put its own there
                 first = self._trainer.accelerator.process_index * len(ids)  # rewards are of all ranks
                 output[host.REWARD] = self._rewards[first : first + len(ids)].to(ids.device)
             self._generations += 1

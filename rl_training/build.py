@@ -89,6 +89,7 @@ def build_run(cfg: DictConfig) -> Run:
         peft_config=_make(cfg.adapter) or None,
         probes=probes,
         records=records,
+        buffer=_make(cfg.buffer) or None,
     )
     _check_sharding(trainer)
     for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full

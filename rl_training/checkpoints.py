@@ -1,4 +1,4 @@
-"""Checkpoints: finding the one to resume from, refusing a half-written one, and the probes' state inside of it."""
+"""Checkpoints: finding the one to resume from, refusing a half-written one, and the states of probes and buffer."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers.utils import logging
 
+from rl_training.buffer import FilteredBuffer
 from rl_training.probes.base import Probe
 
 logger = logging.get_logger(__name__)
@@ -19,6 +20,7 @@ logger = logging.get_logger(__name__)
 TRAINING_STATE = "training_state"  # folder of a run that holds checkpoint-N folders
 SET_ASIDE = "set_aside"  # folder in it, with checkpoints of steps that are taken again
 PROBE_STATES = "probes.safetensors"
+BUFFER_STATE = "buffer.safetensors"
 
 
 def find_checkpoint(resume: str, run_dir: Path, deepspeed: bool = False) -> Path:
@@ -97,7 +99,7 @@ def what_is_wrong_with(checkpoint: Path, deepspeed: bool = False) -> str:
     except ValueError:
         return "its trainer_state.json is damaged"
     weights = sorted(checkpoint.glob("*.safetensors"))
-    if not any(path.name != PROBE_STATES for path in weights):
+    if all(path.name in (PROBE_STATES, BUFFER_STATE) for path in weights):
         return "it has no weights (model.safetensors or adapter_model.safetensors)"
     for path in weights:
         try:
@@ -155,3 +157,18 @@ def load_probe_states(probes: Sequence[Probe], checkpoint: Path) -> None:
             probe.load_state_dict({k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)})
         else:
             logger.warning(f"{checkpoint} holds no state of probe {probe.name!r}: it starts afresh")
+
+
+def save_buffer_state(buffer: FilteredBuffer, checkpoint: Path) -> None:
+    """Writes the buffer's state into the checkpoint folder."""
+    save_file(buffer.state_dict(), checkpoint / BUFFER_STATE)
+
+
+def load_buffer_state(buffer: FilteredBuffer, checkpoint: Path) -> None:
+    """Gives the buffer its state back. ValueError when the checkpoint has none."""
+    if not (checkpoint / BUFFER_STATE).is_file():
+        raise ValueError(
+            f"{checkpoint} has no {BUFFER_STATE}, so it was not written with buffer=filtered: resume with "
+            "buffer=plain, or start a new run from its weights (model=hub model.name=CHECKPOINT)"
+        )
+    buffer.load_state_dict(load_file(checkpoint / BUFFER_STATE))

@@ -66,6 +66,11 @@ SECTIONS = {
         Panel("Effective sequences", ("ess/advantage", "ess/token_weight", "ess/importance"), unit="sequences"),
         Panel("Share that teaches nothing", ("ess/zero_advantage", "ess/zero_advantage_prompts")),
     ],
+    "buffer": [
+        Panel("Prompts accepted, of those generated; places filled", ("buffer/acceptance", "buffer/filled")),
+        Panel("Generations for a rollout", ("buffer/attempts",)),
+        Panel("Tokens generated for a rollout, those rejected included", ("buffer/generated_tokens",), unit="tokens"),
+    ],
     "cost": [
         Panel("Share of a step that the probes take", ("probe_cost/fraction_of_step",)),
         Panel("Each probe", pattern=r"^probe_cost/.*_seconds$", unit="seconds"),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,9 +22,12 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training.attach import attach
+from rl_training.buffer import FilteredBuffer
+from rl_training.checkpoints import load_buffer_state, save_buffer_state
 from rl_training.host import steps_per_rollout
 from rl_training.probes.base import Probe
 from rl_training.records import Records
+from rl_training.refill import fill_rollout, start_buffer
 
 logger = logging.get_logger(__name__)
 
@@ -91,15 +95,33 @@ class DrGRPOTrainer(GRPOTrainer):
 
     probes   what to measure; training is bitwise the same with any of them and with none
     records  where metrics.jsonl and probes.jsonl go; optional
+    buffer   a FilteredBuffer, to draw the prompts instead of the data loader and to replace those that teach nothing
     Everything else as in trl.GRPOTrainer. `.attachment.remove()` takes the probes off again.
     """
 
-    def __init__(self, *args: Any, probes: Sequence[Probe] = (), records: Records | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        probes: Sequence[Probe] = (),
+        records: Records | None = None,
+        buffer: FilteredBuffer | None = None,
+        **kwargs: Any,
+    ) -> None:
         super().__init__(*args, **kwargs)
         if not isinstance(self.args, DrGRPOConfig):
             raise ValueError(f"DrGRPOTrainer needs args=DrGRPOConfig(...), got {type(self.args).__name__}")
         self.attachment = attach(self, probes, records, whole_prompts=True)
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self)))
+        self.buffer = buffer
+        if buffer is not None:
+            start_buffer(self, buffer)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns TRL's rollout of these rows; in training with a buffer one of rows that the buffer draws."""
+        generate = super()._generate_and_score_completions
+        if self.buffer is None or not self.model.training:
+            return generate(inputs)
+        return fill_rollout(self, self.buffer, lambda rows: (generate(rows), self._latest_rewards), len(inputs))
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Returns TRL's (sequences of all ranks, reward functions), after checking that every sequence has a reward.
@@ -117,4 +139,15 @@ class DrGRPOTrainer(GRPOTrainer):
                 f"step {self.state.global_step + 1}: {int(bad.sum())} of {len(bad)} rewards are not finite: the first "
                 f"is {values}{where}. A reward function must return a finite number for every completion."
             )
+        self._latest_rewards = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
         return rewards
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.buffer is not None and self.args.should_save:
+            save_buffer_state(self.buffer, Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.buffer is not None and checkpoint is not None:
+            load_buffer_state(self.buffer, Path(checkpoint))

@@ -31,11 +31,13 @@ def make_trainer(tmp_path: Path) -> Callable[..., GRPOTrainer]:
         config_class: type[GRPOConfig] = DrGRPOConfig,
         probes: Any = None,
         records: Any = None,
+        buffer: Any = None,
         dtype: torch.dtype = torch.float32,
         model: Any = None,
         optimizers: Any = (None, None),
         peft_config: Any = None,
         reward: Any = None,
+        train_dataset: Any = None,
         **settings: Any,
     ) -> GRPOTrainer:
         task = arithmetic(num_train=256, num_eval=8)
@@ -55,12 +57,12 @@ def make_trainer(tmp_path: Path) -> Callable[..., GRPOTrainer]:
             "report_to": [],
             "disable_tqdm": True,
         }
-        extra = {} if trainer_class is GRPOTrainer else {"probes": probes or [], "records": records}
+        extra = {} if trainer_class is GRPOTrainer else {"probes": probes or [], "records": records, "buffer": buffer}
         trainer = trainer_class(
             model=(model or policy).to(dtype),
             reward_funcs=reward or task.reward,
             args=config_class(**{**defaults, **settings}),
-            train_dataset=task.train_dataset,
+            train_dataset=train_dataset or task.train_dataset,
             processing_class=tokenizer,
             optimizers=optimizers,
             peft_config=peft_config,

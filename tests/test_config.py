@@ -56,6 +56,7 @@ def test_every_file_composes_and_its_targets_can_be_made(option: str, monkeypatc
     monkeypatch.chdir("/tmp")
     instantiate(cfg.trainer, _convert_="all", report_to=[], output_dir="/tmp/unused")
     instantiate(cfg.adapter, _convert_="all")
+    instantiate(cfg.buffer, _convert_="all")
     assert [p.name for p in map(instantiate, cfg.probes.values())] == list(cfg.probes)
 
 

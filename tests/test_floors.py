@@ -13,10 +13,10 @@ FLOORS = [
     {"types", "estimate", "gradients", "entropy", "adamw", "sgd", "folds", "updates",
      "entropy_gradients", "causes", "delta_h", "module_kinds", "trapezoid", "version", "importance", "calibration",
      "responses"},
-    {"probes", "ground_truth"},
+    {"probes", "ground_truth", "buffer"},
     {
-        "attach", "checkpoints", "dashboard", "host", "loggers", "models", "progress", "records", "report", "sampling",
-        "tasks", "tiny", "trainer", "zero",
+        "attach", "checkpoints", "dashboard", "host", "loggers", "models", "progress", "records", "refill", "report",
+        "sampling", "tasks", "tiny", "trainer", "zero",
         "__init__",  # gathers the public names
     },
     {"build", "settings", "command_line"},

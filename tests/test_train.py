@@ -70,7 +70,8 @@ def test_two_processes_measure_as_one_run(tmp_path: Path) -> None:
 def test_help_says_what_can_be_chosen() -> None:
     shown = train("--help")
     assert shown.returncode == 0
-    for word in ("adapter: lora, none", "data: arithmetic, gsm8k", "trainer.max_steps=", "resume=latest", "run_dir="):
+    groups = ("adapter: lora, none", "buffer: filtered, plain", "data: arithmetic, gsm8k")
+    for word in (*groups, "trainer.max_steps=", "resume=latest", "run_dir="):
         assert word in shown.stdout
 
 

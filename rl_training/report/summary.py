@@ -28,9 +28,13 @@ def summarize(run: Run) -> list[Row]:
     steps = [int(line["step"]) for line in run.metrics]
     entropy = {step: e.value for step, e in run.measured("entropy/token").items() if math.isfinite(e.value)}
     unit = "nats per token; " if entropy else "nats per token, as TRL logs it; "
+    acceptance = run.logged("buffer/acceptance")
+    drawn = "of all that was generated, prompts drawn by difficulty; " if acceptance else ""
+    kept = "share of the prompts generated; "
     return [
         Row("steps", str(steps[-1]), "" if len(steps) == steps[-1] else f"{len(steps)} of them logged"),
-        _first_to_last("reward", run.logged("reward")),
+        _first_to_last("reward", run.logged("reward"), drawn),
+        *([_first_to_last("accepted prompts", acceptance, kept)] if acceptance else []),
         _first_to_last("token entropy", entropy or run.logged("entropy"), unit),
         *_change_rows(run),
         *_batch_rows(run),
