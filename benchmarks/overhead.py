@@ -44,7 +44,7 @@ PROBES: dict[str, Callable[..., Probe]] = {
     "gns": GradientNoiseScaleProbe,
     "ess": EffectiveSampleSizeProbe,
 }
-SETS = ("simple", "gns", "ess", "gns+ess", "simple+gns+ess")
+SETS = ("simple", "gns+ess", "simple+gns+ess")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast")
 
 
