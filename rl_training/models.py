@@ -22,8 +22,8 @@ def load_causal_lm(
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Returns (model, tokenizer) of a folder or of a name on the Hugging Face Hub.
 
-    dtype         of the weights, "float32", "bfloat16" or "auto". Weights that are trained want fp32, with bf16 autocast;
-                  those that an adapter leaves frozen may be what the checkpoint is
+    dtype         of the weights, "float32", "bfloat16" or "auto". Weights that are trained want fp32, with bf16
+                  autocast; those that an adapter leaves frozen may be what the checkpoint is
     quantization  "nf4": the linear layers in 4 bits, for an adapter on top of them; products are taken in `dtype`
 
     Raises ValueError when the checkpoint is missing, incomplete or corrupt, or has no end-of-sequence token.

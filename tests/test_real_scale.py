@@ -26,7 +26,7 @@ from rl_training.build import Run, accumulation_steps, build_run
 from rl_training.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.models import load_causal_lm, load_tiny
 from rl_training.probes import SimpleEntropyProbe
-from rl_training.records import read_estimates, read_metrics
+from rl_training.records import read_metrics
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.gsm8k import gsm8k
 from rl_training.types import StepContext
@@ -124,14 +124,16 @@ def experiment(folder: Path, run_dir: Path, *overrides: str) -> Run:
     )  # fmt: skip
 
 
-def test_the_experiment_trains_lora_in_bf16_with_checkpointing_and_measures(folder: Path, tmp_path: Path) -> None:
-    run = experiment(
-        folder, tmp_path / "run", "probes.simple.validate_every=1", "probes.simple.validate_sequences=16"
-    )
+@pytest.mark.parametrize(("dtype", "steps"), [("float32", 2), ("bfloat16", 1)])
+def test_the_experiment_trains_lora_in_bf16_with_checkpointing_and_measures(folder, tmp_path, dtype, steps) -> None:
+    validation = ("probes.simple.validate_every=1", "probes.simple.validate_sequences=16")
+    other = [] if dtype == "float32" else [f"model.dtype={dtype}"]
+    run = experiment(folder, tmp_path / "run", f"trainer.max_steps={steps}", *validation, *other)
     model = run.trainer.model
     adapted = {name.split(".")[-2] for name, module in model.named_modules() if name.endswith("lora_A")}
     assert adapted == LINEAR
-    assert {(p.requires_grad, p.dtype) for p in model.parameters()} == {(True, torch.float32), (False, torch.bfloat16)}
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {getattr(torch, dtype)}
     seen: list[tuple[bool, bool, torch.dtype]] = []  # in a backward, autocast, what came out
 
     def look(module: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -142,7 +144,7 @@ def test_the_experiment_trains_lora_in_bf16_with_checkpointing_and_measures(fold
     run.train()
     assert set(seen) == {(True, True, torch.bfloat16), (False, True, torch.bfloat16)}  # in backward: recomputed
     lines = read_metrics(tmp_path / "run" / "logs")
-    assert [line["step"] for line in lines] == [1, 2]
+    assert [line["step"] for line in lines] == [*range(1, steps + 1)]
     for line in lines:
         assert line["reward"] > 0
         assert all(math.isfinite(line[name]) for name in ("delta_h/forward_se", "delta_h/true", "ess/advantage"))
@@ -270,10 +272,14 @@ def test_qlora_composes_with_the_experiment_and_loads_4_bits(folder: Path) -> No
     ("overrides", "message"),
     [
         (["adapter=qlora", "model.quantization=int3"], "use nf4"),
-        (["adapter=qlora", "++trainer.use_vllm=true"], "use adapter=lora"),
+        (["adapter=qlora", "++trainer.use_vllm=true"], "use adapter=lora model.dtype=float32"),
+        (
+            ["experiment=qwen_gsm8k", "model.dtype=bfloat16", "++trainer.use_vllm=true"],
+            "use adapter=lora model.dtype=float32",
+        ),
     ],
 )
-def test_a_quantisation_that_cannot_be_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_frozen_weights_that_would_not_last_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         build_run(composed(f"run_dir={tmp_path / 'run'}", *overrides))
 
