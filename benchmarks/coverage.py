@@ -81,7 +81,7 @@ class Batches(Probe):
         super().__init__()
         self.num_folds = num_folds[-1]
         self._warm_steps, self._truth_batches = warm_steps, truth_batches
-        self._simple = {folds: SimpleEntropyProbe(num_folds=folds) for folds in num_folds}
+        self._simple = {folds: SimpleEntropyProbe(num_folds=folds, per_sequence=True) for folds in num_folds}
         self.said: dict[int, list[dict[str, Estimate]]] = {folds: [] for folds in num_folds}
         self.levels: list[Tensor] = []  # of each truth batch, (LEVELS,): sequences, ΣH, ΣT
         self.gradients: list[Tensor] = []  # of each truth batch, (2, P): ∂H_seq and ∂E[T]
@@ -115,11 +115,13 @@ class Batches(Probe):
         ratios = importance_ratios(ctx)
         assert ratios is not None
         whole = dataclasses.replace(ctx, fold=torch.zeros_like(ctx.fold))
-        (gradient,) = fold_gradients(whole, self._flat, ratios, ctx.responses_per_prompt, "rb", with_training=False)
+        options = {"estimator": "rb", "per_sequence": True, "with_training": False}
+        (gradient,) = fold_gradients(whole, self._flat, ratios, 1.0, ctx.responses_per_prompt, **options)
         mask = ctx.scores.mask.bool()
-        entropy = ctx.scores.entropies.double().masked_fill(~mask, 0).sum()
-        self.levels.append(torch.stack([ratios.sum(), entropy, mask.sum().double()]))
-        self.gradients.append(gradient.entropy_and_length)
+        total = ctx.scores.entropies.double().masked_fill(~mask, 0).sum()
+        self.levels.append(torch.stack([ratios.sum(), total, mask.sum().double()]))
+        less_length, entropy = gradient.entropy  # ∂H_seq − 1 ∂E[T] and ∂H_seq
+        self.gradients.append(torch.stack([entropy, entropy - less_length]))
 
 
 def with_folds(ctx: StepContext, num_folds: int) -> StepContext:

@@ -59,8 +59,11 @@ class Estimators(Probe):
         ratios = importance_ratios(ctx)
         assert ratios is not None
         for name, (estimator, responses) in CHOICES.items():
-            folds = fold_gradients(ctx, layout, ratios, responses, estimator, with_training=False)
-            self.gradients[name] += [fold.entropy_and_length[0] for fold in folds]
+            # At level 0 what is left of ∂H_seq − H_tok ∂E[T] is the gradient of the sequence entropy.
+            folds = fold_gradients(
+                ctx, layout, ratios, 0.0, responses, estimator, per_sequence=False, with_training=False
+            )
+            self.gradients[name] += [fold.entropy[0] for fold in folds]
         for fold in range(int(ctx.fold.max()) + 1):
             rows = (ctx.fold == fold).nonzero().squeeze(1)
             scores = ctx.score(rows)

@@ -92,7 +92,7 @@ class UpdateParts(NamedTuple):
 
     @property
     def total(self) -> Tensor:
-        return self.momentum + self.gradient + self.decay
+        return (self.momentum + self.gradient).add_(self.decay)
 
 
 def adamw_delta(

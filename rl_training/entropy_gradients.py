@@ -25,7 +25,7 @@ from rl_training.types import StepContext
 class FoldGradients:
     """What one fold says; all of it flat, means over its chosen responses, baselines from all responses."""
 
-    entropy_and_length: Tensor  # (2, P): Σ ρ ∂H_seq and Σ ρ ∂E[T], each divided by the number of chosen responses
+    entropy: Tensor  # (1 or 2, P): Σ ρ (∂H_seq − H_tok ∂E[T]), Σ ρ ∂H_seq, each divided by the number of responses
     training: Tensor | None  # (P,): the training gradient of the chosen responses, on the mean scale; if asked for
 
 
@@ -43,19 +43,25 @@ def fold_gradients(
     ctx: StepContext,
     layout: GradientBuffer,
     ratios: Tensor,
+    level: float,
     responses_per_prompt: int,
     estimator: Estimator,
+    *,
+    per_sequence: bool,
     with_training: bool,
 ) -> Iterator[FoldGradients]:
     """Yields the gradients of each fold of this rank, in order, from so many responses of every prompt.
 
-    One small forward and two backwards (three with the training gradient) per fold on the unwrapped model; `.grad` and
-    the reducer of DDP are not touched. Σ_k w_k ∂log π(t_k) + u_k ∂h_k is a vector-Jacobian product, so the weights go
-    straight into the backward.
+    level  H_tok of the whole step: E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] is one direction, for one backward
+
+    One small forward per fold on the unwrapped model, and a backward for each direction: per token, per sequence, and
+    of the training loss; `.grad` and the reducer of DDP are not touched. Σ_k w_k ∂log π(t_k) + u_k ∂h_k is a
+    vector-Jacobian product, so the weights go straight into the backward.
     """
     known = (ctx.scores.logps, ctx.scores.entropies, ctx.scores.mask, ctx.rollout.prompt_index)
-    logp_weights, entropy_weights = surrogate_weights(*known, estimator, target="sequence")
+    sequence_weights, entropy_weights = surrogate_weights(*known, estimator, target="sequence")
     length_weights, _ = surrogate_weights(*known, estimator, target="length")  # ∂E[T] has no ∂h term
+    logp_weights = [sequence_weights - level * length_weights, sequence_weights][: 1 + per_sequence]
     training_weights = len(ratios) * ctx.loss_weights  # of a mean over this rank's sequences
     chosen = response_number(ctx.rollout.prompt_index) < responses_per_prompt
     parameters = list(ctx.parameters.values())
@@ -64,12 +70,14 @@ def fold_gradients(
         fresh = ctx.score(rows)
         width = fresh.logps.shape[1]
         weight = (ratios[rows] / len(rows)).to(fresh.logps.dtype).unsqueeze(1)
-        w, u, v = (weight * each[rows, :width] for each in (logp_weights, entropy_weights, length_weights))
-        entropy = torch.autograd.grad([fresh.logps, fresh.entropies], parameters, [w, u], retain_graph=True)
-        length = torch.autograd.grad(fresh.logps, parameters, v, retain_graph=with_training)
-        both = torch.stack([layout.flatten(entropy), layout.flatten(length)])
-        training = None
+        products = [
+            ([fresh.logps, fresh.entropies], [weight * each[rows, :width] for each in (w, entropy_weights)])
+            for w in logp_weights
+        ]
         if with_training:
-            mean_weights = training_weights[rows, :width] / len(rows)
-            training = layout.flatten(torch.autograd.grad(fresh.logps, parameters, mean_weights))
-        yield FoldGradients(both, training)
+            products.append(([fresh.logps], [training_weights[rows, :width] / len(rows)]))
+        gradients = [
+            layout.flatten(torch.autograd.grad(outputs, parameters, weights, retain_graph=number < len(products)))
+            for number, (outputs, weights) in enumerate(products, start=1)
+        ]
+        yield FoldGradients(torch.stack(gradients[: len(logp_weights)]), gradients[-1] if with_training else None)

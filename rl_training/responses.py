@@ -23,6 +23,7 @@ from rl_training.adamw import clip_coefficient
 from rl_training.estimate import Estimate
 from rl_training.gradients import GradientBuffer
 from rl_training.types import StepContext
+from rl_training.updates import optimizer_pieces
 
 NO_ERROR_BAR = "no error bar: one response's share of the part of forward that is this step's gradient"
 SHIFT = 1e-2  # norm of the central difference's step, relative to that of the parameters
@@ -71,16 +72,13 @@ def contributions(ctx: StepContext, layout: GradientBuffer, entropy_gradients: T
 
 def _times_optimizer_factor(ctx: StepContext, layout: GradientBuffer, direction: Tensor) -> Tensor:
     """Returns a ⊙ direction, flat: what this step, with its own P and clipping, makes of a small gradient."""
-    assert ctx.optimizer.states is not None
     gradient = layout.flatten(ctx.gradients.values())
     clip = clip_coefficient(torch.linalg.vector_norm(gradient, dtype=torch.float64), ctx.optimizer.max_grad_norm)
     gradient *= clip.to(gradient.dtype)
     scaled = []
-    pieces = zip(layout.split(gradient), layout.split(direction), strict=True)
-    for (name, state), (grad, x) in zip(ctx.optimizer.states.items(), pieces, strict=True):
-        param = ctx.parameters[name].detach()
-        factor = state.gradient_factor(param, grad.view(param.shape).to(param.device))
-        scaled.append((factor.to(x) * x.view(param.shape)).flatten())
+    for piece in optimizer_pieces(ctx.parameters, ctx.optimizer.states):
+        factor = piece.state.gradient_factor(piece.param, gradient[piece.columns].to(piece.param.device))
+        scaled.append(factor.to(direction) * direction[piece.columns])
     return float(clip) * torch.cat(scaled)
 
 

@@ -11,20 +11,78 @@ each the optimizer's own step from its present state, clipped by its own gradien
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from rl_training.adamw import clip_coefficient
+from rl_training.adamw import AdamWState, clip_coefficient
 from rl_training.folds import leave_fold_out
 from rl_training.gradients import GradientBuffer
+from rl_training.sgd import SGDState
 from rl_training.types import StepContext
 
 PREVIOUS, WHOLE, FIRST_FOLD = 0, 1, 2
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in their order
+JOINED = 2**18  # entries of parameters that take their step together
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Neighbouring parameters that the optimizer treats alike, as one vector."""
+
+    columns: slice  # of a flat vector over all parameters
+    param: Tensor  # (n,), before the step
+    state: AdamWState | SGDState  # of (n,) tensors
+
+
+def optimizer_pieces(
+    parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState] | None
+) -> list[Piece]:
+    """Returns the parameters and their optimizer's states in pieces that follow one another; none without a formula.
+
+    There may be hundreds of small parameters, and a step calculated for each fold: joined up to JOINED entries, as
+    copies, they take few operations. A larger parameter is a piece of its own, and not copied.
+    """
+    if states is None:
+        return []
+    together: list[list[str]] = []
+    size, before = 0, None
+    for name, state in states.items():
+        param = parameters[name]
+        settings = {key: value for key, value in vars(state).items() if not isinstance(value, Tensor)}
+        alike = (type(state), param.dtype, settings)
+        if alike != before or size + param.numel() > JOINED:
+            together.append([])
+            size = 0
+        together[-1].append(name)
+        size, before = size + param.numel(), alike
+    pieces, start = [], 0
+    for names in together:
+        of_piece = [states[name] for name in names]
+        tensors = [key for key, value in vars(of_piece[0]).items() if isinstance(value, Tensor)]
+        flat: dict[str, Any] = {key: _flat(getattr(state, key) for state in of_piece) for key in tensors}
+        vector = _flat(parameters[name].detach() for name in names)
+        pieces.append(Piece(slice(start, start + len(vector)), vector, dataclasses.replace(of_piece[0], **flat)))
+        start += len(vector)
+    return pieces
+
+
+def _flat(tensors: Iterable[Tensor]) -> Tensor:
+    vectors = [tensor.reshape(-1) for tensor in tensors]
+    return vectors[0] if len(vectors) == 1 else torch.cat(vectors)
 
 
 def fill_updates(
-    ctx: StepContext, gradient: Tensor, fold_sizes: Tensor, total_size: float, out: GradientBuffer
+    ctx: StepContext,
+    pieces: Sequence[Piece],
+    gradient: Tensor,
+    fold_sizes: Tensor,
+    total_size: float,
+    out: GradientBuffer,
 ) -> Tensor:
     """Fills all rows of `out` but PREVIOUS and returns their clip coefficients, (1 + K,), WHOLE first.
 
@@ -44,9 +102,9 @@ def fill_updates(
         out.matrix[FIRST_FOLD:] = torch.nan
     clip = clip_coefficient(out.sq_norms()[WHOLE:].sqrt(), ctx.optimizer.max_grad_norm)
     out.matrix[WHOLE:] *= clip.to(out.matrix).unsqueeze(1)
-    for name, state in ctx.optimizer.states.items():
-        param, rows = ctx.parameters[name].detach(), out.view(name)[WHOLE:]
-        rows.copy_(state.delta(param, rows.to(param.device)).total)
+    for piece in pieces:
+        rows = out.matrix[WHOLE:, piece.columns]
+        rows.copy_(piece.state.delta(piece.param, rows.to(piece.param.device)).total)
     return clip
 
 
@@ -65,43 +123,44 @@ def gradient_of_others(
     return gradient + (share * chosen_share / (1.0 - chosen_share)) * (fold_gradient - chosen)
 
 
-def products_with_step(ctx: StepContext, layout: GradientBuffer, gradient: Tensor, directions: Tensor) -> Tensor:
+def products_with_step(pieces: Sequence[Piece], gradient: Tensor, directions: Tensor) -> Tensor:
     """Returns directions · δθ, (q,) fp64, for the step that this clipped flat gradient would make.
 
     directions  (q, P)
     """
-    assert ctx.optimizer.states is not None
-    step = [
-        state.delta(
-            ctx.parameters[name].detach(), grad.view(ctx.parameters[name].shape).to(ctx.parameters[name].device)
-        )
-        for (name, state), grad in zip(ctx.optimizer.states.items(), layout.split(gradient), strict=True)
-    ]
-    pieces = zip(layout.split(directions), step, strict=True)
-    return torch.stack([x @ parts.total.to(x).flatten() for x, parts in pieces]).double().sum(dim=0)
+    products = []
+    for piece in pieces:
+        x, param = directions[:, piece.columns], piece.param
+        step = piece.state.delta(param, gradient[piece.columns].to(param.device)).total
+        products.append(x @ step.to(x))
+    return torch.stack(products).double().sum(dim=0)
 
 
 def products_by_cause(
-    ctx: StepContext, layout: GradientBuffer, gradient: Tensor, update: Tensor, directions: Tensor
+    pieces: Sequence[Piece], layout: GradientBuffer, gradient: Tensor, update: Tensor, directions: Tensor
 ) -> Tensor:
     """Returns directions · δθ, (parameters, q, 3) fp64, by parameter, direction and cause, for one step.
 
     gradient  (P,), clipped: what the optimizer would be given          update  (P,), the step that it would make of it
 
-    Momentum is what gradient and decay leave of the update. Few operations per parameter: there may be many, and small.
+    Momentum is what gradient and decay leave of the update.
     """
-    assert ctx.optimizer.states is not None
-    whole, fresh, decay = [], [], []
-    pieces = zip(*(layout.split(flat) for flat in (gradient, update, directions)), strict=True)
-    for (name, state), (grad, change, x) in zip(ctx.optimizer.states.items(), pieces, strict=True):
-        param = ctx.parameters[name].detach()
-        grad = grad.view(param.shape).to(param.device)
-        factor = state.gradient_factor(param, grad)
-        fading = state.decay_part(param, factor)
-        whole.append(x @ change)
-        fresh.append(x @ (factor * grad).to(x).flatten())
-        decay.append(x @ fading.to(x).flatten() if fading is not None else x.new_zeros(len(x)))
-    total, of_gradient, of_decay = (torch.stack(products).double() for products in (whole, fresh, decay))
+    parts = update.new_zeros(3, len(update))  # of all causes, of the gradient, of decay
+    parts[0] = update
+    for piece in pieces:
+        param, columns = piece.param, piece.columns
+        grad = gradient[columns].to(param.device)
+        factor = piece.state.gradient_factor(param, grad)
+        parts[1, columns] = (factor * grad).to(parts)
+        decay = piece.state.decay_part(param, factor)
+        if decay is not None:
+            parts[2, columns] = decay.to(parts)
+    # Matrix times vector: a product of matrices would be rounded to TF32 where that is switched on.
+    products = [
+        torch.stack([part @ x for part, x in zip(layout.split(parts), layout.split(direction), strict=True)])
+        for direction in directions
+    ]
+    total, of_gradient, of_decay = torch.stack(products, dim=1).double().unbind(dim=-1)
     return torch.stack([total - of_gradient - of_decay, of_gradient, of_decay], dim=-1)
 
 

@@ -89,7 +89,13 @@ def test_training_with_probes_is_bitwise_the_training_without(make_trainer, sett
 
 def test_training_with_everything_that_probes_can_do_is_bitwise_the_training_without(make_trainer) -> None:
     simple = SimpleEntropyProbe(
-        num_folds=8, own_prompts=True, top_responses=2, offload=True, validate_every=1, validate_sequences=16
+        num_folds=8,
+        per_sequence=True,
+        own_prompts=True,
+        top_responses=2,
+        offload=True,
+        validate_every=1,
+        validate_sequences=16,
     )
     probes = [simple, GradientNoiseScaleProbe(split_prompts=1), EffectiveSampleSizeProbe()]
     assert_same(parameters_after(make_trainer()), parameters_after(make_trainer(probes=probes)))

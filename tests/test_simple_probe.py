@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -208,15 +209,15 @@ class Twin:
         ]
 
     def forward_stderr(self, statistic: Any) -> float:
-        """Delete-one-fold jackknife, δθ_(−k,−l) ≈ δθ_(−k) + δθ_(−l) − δθ."""
-        values = []
+        """Delete-one-fold jackknife, δθ_(−k,−l) ≈ δθ_(−k) + δθ_(−l) − δθ, at the entropy per token of all folds."""
+        values, level = [], sum(self.entropy_of) / sum(self.lengths)
         for out in range(K):
             updates = [
                 {n: self.update_without[k][n] + self.update_without[out][n] - self.update[n] for n in self.update}
                 for k in range(K)
             ]
             kept = [row for k, row in enumerate(self.rows(updates)) if k != out]
-            values.append(statistic([sum(column) for column in zip(*kept, strict=True)]))
+            values.append(statistic([sum(column) for column in zip(*kept, strict=True)], level))
         mean = sum(values) / K
         return math.sqrt((K - 1) / K * sum((v - mean) ** 2 for v in values))
 
@@ -229,12 +230,12 @@ def dot(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return float(sum((a[n] * b[n]).sum() for n in a))
 
 
-def per_token(sums: list[float]) -> float:
+def per_token(sums: list[float], level: float | None = None) -> float:
     entropy, length, _, d_entropy, d_length = sums
-    return (d_entropy - entropy / length * d_length) / length
+    return (d_entropy - (entropy / length if level is None else level) * d_length) / length
 
 
-def per_sequence(sums: list[float]) -> float:
+def per_sequence(sums: list[float], level: float | None = None) -> float:
     return sums[3] / sums[2]
 
 
@@ -243,7 +244,7 @@ def per_sequence(sums: list[float]) -> float:
     [("rb", 1, 1.0, L_MAX), ("rb", 4, 0.7, 5), ("score", 2, 1.3, L_MAX)],  # within 5 tokens hardly a response ends
 )
 def test_every_estimate_equals_the_plain_twin(make_trainer, estimator, responses, temperature, max_length) -> None:
-    recorder, probe = Recorder(), Answers(estimator=estimator, responses_per_prompt=responses)
+    recorder, probe = Recorder(), Answers(estimator=estimator, responses_per_prompt=responses, per_sequence=True)
     make_trainer(
         probes=[probe, recorder],
         dtype=torch.float64,
@@ -270,7 +271,8 @@ def test_every_estimate_equals_the_plain_twin(make_trainer, estimator, responses
     rows = twins[1].rows([twins[0].update] * K)
     backward = per_token([sum(c) for c in zip(*rows, strict=True)])
     assert second["delta_h/backward"].value == pytest.approx(backward, **same)
-    assert second["delta_h/backward"].stderr == pytest.approx(reference.jackknife_stderr(per_token, rows), **same)
+    at_level = functools.partial(per_token, level=second["entropy/token"].value)
+    assert second["delta_h/backward"].stderr == pytest.approx(reference.jackknife_stderr(at_level, rows), **same)
     trapezoid = 0.5 * (first["delta_h/forward"].value + backward)
     assert second["delta_h/trapezoid"].value == pytest.approx(trapezoid, **same)
     assert second["delta_h/cumulative_predicted"].value == pytest.approx(trapezoid, **same)
@@ -279,7 +281,7 @@ def test_every_estimate_equals_the_plain_twin(make_trainer, estimator, responses
 
 
 def test_causes_and_own_prompts_equal_the_plain_twin(make_trainer) -> None:
-    recorder, probe = Recorder(), Answers(own_prompts=True)
+    recorder, probe = Recorder(), Answers(own_prompts=True, per_sequence=True)
     make_trainer(probes=[probe, recorder], dtype=torch.float64, **EIGHT_FOLDS, **SMOOTH).train()
     same = {"rel": 2e-4, "abs": 1e-9}
     for step, answer in zip(recorder.steps, probe.all, strict=True):
@@ -307,7 +309,7 @@ def only(updates: list[dict[str, Tensor]], word: str) -> list[dict[str, Tensor]]
 
 
 def test_each_split_of_forward_adds_up_to_forward(make_trainer) -> None:
-    probe = Answers()
+    probe = Answers(per_sequence=True)
     make_trainer(probes=[probe], max_grad_norm=0.05).train()
     for answer in probe.all:
         for suffix in ("", "_sequence"):
@@ -363,7 +365,7 @@ def test_rows_in_host_memory_give_the_same_numbers_and_their_bytes_are_a_metric(
 
 
 def test_a_lora_update_is_the_change_of_its_matrices_and_splits_by_layer(make_trainer) -> None:
-    recorder, probe = Recorder(), Answers()
+    recorder, probe = Recorder(), Answers(per_sequence=True)
     adapter = LoraConfig(r=2, lora_dropout=0.0, target_modules="all-linear", init_lora_weights=False)
     make_trainer(probes=[probe, recorder], peft_config=adapter, dtype=torch.float64, max_steps=2).train()
     real = torch.cat([u.reshape(-1) for u in recorder.steps[-1].update.values()])
@@ -458,7 +460,7 @@ def test_a_reused_response_is_noticed_where_its_first_use_was_not_measured(make_
 
 def test_off_policy_steps_are_weighted_by_the_importance_ratio(make_trainer) -> None:
     """Step 2 learns from the second half of the rollout that step 1 started with."""
-    recorder, probe = Recorder(), Answers()
+    recorder, probe = Recorder(), Answers(per_sequence=True)
     make_trainer(probes=[probe, recorder], dtype=torch.float64, max_steps=2, steps_per_generation=8, **SMOOTH).train()
     step, answer = recorder.steps[1], probe.all[1]
     twin = Twin(step, responses=1, estimator="rb", num_folds=4)

@@ -10,12 +10,12 @@ X and δθ from one batch share their noise, and their plain product always clai
     trapezoid    ½ (forward + backward)        exact to second order: what to hold against the measured change
     reuse        X · δθ                        the biased same-batch product, a diagnostic only
 
-in nats per token (H_tok = E[Σh]/E[T], through ∂H_tok = (∂H_seq − H_tok ∂E[T]) / E[T]) and in nats per sequence. forward
-is split by cause (momentum, this step's gradient, weight decay), by layer and by kind of module, and set beside what
-it would be without gradient clipping.
+in nats per token (H_tok = E[Σh]/E[T], through ∂H_tok = (∂H_seq − H_tok ∂E[T]) / E[T]) and, if asked for, in nats per
+sequence. forward is split by cause (momentum, this step's gradient, weight decay), by layer and by kind of module, and
+set beside what it would be without gradient clipping.
 
-Cost: X comes from a forward of its own over `responses_per_prompt` responses of EVERY prompt (baselines use all G) and
-two backwards (∂H_seq and ∂E[T]). Memory: 2K + 2 parameter-size fp32 rows for K folds on this rank.
+Cost: X comes from a forward and a backward of its own over `responses_per_prompt` responses of EVERY prompt (baselines
+use all G). Memory: 2K + 2 parameter-size fp32 rows for K folds on this rank.
 
 The error bar of `forward` is the delete-one-fold jackknife with δθ_(−k,−l) taken to first order,
 δθ_(−k) + δθ_(−l) − δθ, and, for folds k on another rank than l, without the effect of l on their δθ. The error bars of
@@ -59,13 +59,6 @@ NO_ERROR = {
 }
 
 
-def _pair(quantity: str) -> tuple[str, str]:
-    """Returns the metric names of a quantity: nats per token, nats per sequence."""
-    if quantity == "entropy":
-        return "entropy/token", "entropy/sequence"
-    return f"delta_h/{quantity}", f"delta_h/{quantity}_sequence"
-
-
 class SimpleEntropyProbe(Probe):
     """Measures the first-order change of the policy's entropy at each optimizer step. See the module's docstring.
 
@@ -73,7 +66,8 @@ class SimpleEntropyProbe(Probe):
     responses_per_prompt  responses of every prompt that X is computed from; more (up to G) cost more, with less noise
     num_folds             folds of whole prompts on each rank, K; None: one per microbatch, or one per rank when there
                           are 8 ranks or more. More than microbatches costs another forward and backward of training
-    own_prompts           measure `delta_h/own_prompts` too: a third backward, and half as many optimizer steps again
+    per_sequence          measure everything in nats per sequence too, `…_sequence`: a second backward
+    own_prompts           measure `delta_h/own_prompts` too: another backward, and half as many optimizer steps again
     top_responses         name so many responses of the main process that push entropy down most in each step, with
                           prompt, reward and advantage, in probes.jsonl: responses.py. Two forwards over all responses
     offload               keep the parameter-size rows in host memory
@@ -92,6 +86,7 @@ class SimpleEntropyProbe(Probe):
         estimator: Estimator = "rb",
         responses_per_prompt: int = 1,
         num_folds: int | None = None,
+        per_sequence: bool = False,
         own_prompts: bool = False,
         top_responses: int = 0,
         offload: bool = False,
@@ -110,6 +105,7 @@ class SimpleEntropyProbe(Probe):
         self.estimator: Estimator = estimator
         self.responses_per_prompt = responses_per_prompt
         self.num_folds = num_folds
+        self.per_sequence = per_sequence
         self.own_prompts = own_prompts
         self.top_responses = top_responses
         self.offload = offload
@@ -129,8 +125,7 @@ class SimpleEntropyProbe(Probe):
         reason = _why_no_entropy_gradient(ctx, ratios)
         if reason:
             quantities = ("entropy", *PRODUCTS, *self._splits(ctx).labels, *SUMS)
-            wanted = [q for q in quantities if self.own_prompts or q != "own_prompts"]
-            self._answers = {metric: Estimate.missing(reason) for q in wanted for metric in _pair(q)}
+            self._answers = {metric: Estimate.missing(reason) for q in quantities for metric in self._metrics(q)}
             names = [f"delta_h/response/{rank + 1}" for rank in range(self.top_responses)]
             self._answers |= {name: Estimate.missing(reason) for name in names}
             return
@@ -143,6 +138,7 @@ class SimpleEntropyProbe(Probe):
             self._splits(ctx),
             estimator=self.estimator,
             responses_per_prompt=self.responses_per_prompt,
+            per_sequence=self.per_sequence,
             own_prompts=self.own_prompts,
             with_halves=self.top_responses > 0,
         )
@@ -242,17 +238,27 @@ class SimpleEntropyProbe(Probe):
         looks_back = ("backward", *SUMS)
         return {
             metric: _estimate(
-                float(value),
-                float(stderr),
+                value,
+                stderr,
                 num_folds,
                 reasons[quantity],
                 NO_ERROR.get(quantity.split("/")[0], ""),
                 ctx.step - 1 if quantity in looks_back else ctx.step,
             )
             for quantity in value_of
-            if self.own_prompts or quantity != "own_prompts"
-            for metric, value, stderr in zip(_pair(quantity), value_of[quantity], stderr_of[quantity], strict=True)
+            for metric, value, stderr in zip(
+                self._metrics(quantity), value_of[quantity].tolist(), stderr_of[quantity].tolist(), strict=False
+            )
         }
+
+    def _metrics(self, quantity: str) -> tuple[str, ...]:
+        """Returns the metric names of a quantity, per token and per sequence: those that were asked for."""
+        if quantity == "own_prompts" and not self.own_prompts:
+            return ()
+        if quantity == "entropy":
+            return "entropy/token", "entropy/sequence"
+        pair = f"delta_h/{quantity}", f"delta_h/{quantity}_sequence"
+        return pair if self.per_sequence or quantity == "cumulative_measured" else pair[:1]
 
     def _why_no_backward(self, ctx: StepContext) -> str:
         if self._update_step is None:

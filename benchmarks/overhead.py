@@ -1,0 +1,245 @@
+"""What probes cost, as Markdown tables: time of a step, peak memory, bytes over the network.
+
+    OMP_NUM_THREADS=1 python benchmarks/overhead.py                          # the default task
+    OMP_NUM_THREADS=1 python benchmarks/overhead.py --shape hidden512 --rank 16 --prompts 16
+    OMP_NUM_THREADS=1 python benchmarks/overhead.py --shape hidden512 --rank 16 --prompts 16 --grow
+    python benchmarks/overhead.py --shape qwen2_5_1_5b --rank 16 --completion-tokens 512 --bf16 --checkpointing
+
+Time: within one run the probes measure every second step. A pair of adjacent steps, with and without, gives one ratio
+of the whole step and one of what is not generation (forward, backward, optimizer); the table has their median and
+quartiles. On the CPU it is processor time, which other jobs disturb less, on a GPU time between synchronisations.
+
+Memory: the peak of a step with the probes minus that of the same step without, generation left out, in units of one
+fp32 vector over the trainable parameters. Network: what a process hands to collectives in a measured step, in two
+processes on the CPU with as many layers, each narrow; it does not depend on the width. DDP's own gradient is apart.
+
+`--grow` prints how the time of `simple` grows with the trainable parameters, the tokens and the folds instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from torch.profiler import ProfilerActivity, profile, record_function
+from transformers import TrainerCallback
+from workload import SHAPES, Workload, make_trainer, model_config
+
+from rl_training import DrGRPOTrainer, Probe
+from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
+
+PROBES: dict[str, Callable[..., Probe]] = {
+    "simple": SimpleEntropyProbe,
+    "gns": GradientNoiseScaleProbe,
+    "ess": EffectiveSampleSizeProbe,
+}
+SETS = ("simple", "gns", "ess", "gns+ess", "simple+gns+ess")
+COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast")
+
+
+def make_probes(names: str, **options: Any) -> list[Probe]:
+    return [PROBES[name](**options) for name in names.split("+")]
+
+
+def now() -> float:
+    """Returns the seconds that count: of the processor, or until the GPU is done."""
+    if not torch.cuda.is_available():
+        return time.process_time()
+    torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+class StepTimer(TrainerCallback):
+    """Seconds of each optimizer step, whole and without generation."""
+
+    def __init__(self, trainer: DrGRPOTrainer) -> None:
+        self.whole: list[float] = []
+        self.training: list[float] = []
+        self._generate = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = self._timed_generation
+        trainer.add_callback(self)  # last, so that it also times what probes do at the end of a step
+
+    def _timed_generation(self, inputs: Any) -> Any:
+        start = now()
+        output = self._generate(inputs)
+        self._generation += now() - start
+        return output
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._start, self._generation = now(), 0.0
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.whole.append(now() - self._start)
+        self.training.append(self.whole[-1] - self._generation)
+
+
+def ratios(workload: Workload, probes: str, steps: int) -> tuple[list[float], list[float], float]:
+    """Returns the ratios of adjacent steps with and without, (training, whole step), and generation's share."""
+    trainer = make_trainer(workload, make_probes(probes, every=2), max_steps=steps)
+    timer = StepTimer(trainer)
+    trainer.train()
+    warm_up = 2
+    pairs = [
+        [on / off for on, off in zip(seconds[warm_up::2], seconds[warm_up + 1 :: 2], strict=False)]
+        for seconds in (timer.training, timer.whole)
+    ]
+    without = slice(warm_up + 1, None, 2)
+    return pairs[0], pairs[1], 1.0 - sum(timer.training[without]) / sum(timer.whole[without])
+
+
+class PeakMeter(TrainerCallback):
+    """The peak of allocated bytes in the last step of a training, from the end of its generation on."""
+
+    def __init__(self, trainer: DrGRPOTrainer) -> None:
+        self.peak = 0
+        self._generate = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = self._apart
+        trainer.add_callback(self)
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
+
+    def _apart(self, inputs: Any) -> Any:
+        with record_function("generation"):
+            output = self._generate(inputs)
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        return output
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        if not torch.cuda.is_available():
+            self._profile.start()
+
+    def on_train_end(self, *args: Any, **kwargs: Any) -> None:
+        if torch.cuda.is_available():
+            self.peak = torch.cuda.max_memory_allocated()
+            return
+        self._profile.stop()
+        assert self._profile.profiler is not None
+        events = self._profile.profiler.kineto_results.events()
+        generated = max(event.end_ns() for event in events if event.name() == "generation")
+        level = 0
+        for event in sorted(events, key=lambda event: event.start_ns()):
+            if event.name() == "[memory]":
+                level += event.nbytes()
+                if event.start_ns() > generated:
+                    self.peak = max(self.peak, level)
+
+
+def extra_memory(workload: Workload, probes: str) -> float:
+    """Returns the peak with the probes minus that without, in fp32 vectors over the trainable parameters."""
+    peaks = []
+    for names in (make_probes(probes), []):
+        trainer = make_trainer(workload, names, max_steps=2)
+        meter = PeakMeter(trainer)
+        trainer.train()
+        peaks.append(meter.peak)
+        vector = 4 * sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+        del trainer, meter
+    return (peaks[0] - peaks[1]) / vector
+
+
+@contextlib.contextmanager
+def counted(sent: list[int]) -> Iterator[None]:
+    """A context in which every collective that Python asks for adds its bytes to `sent`; DDP's own does not."""
+    with contextlib.ExitStack() as stack:
+        for name in COLLECTIVES:
+            original = getattr(dist, name)
+
+            def count(*args: Any, original: Callable[..., Any] = original, **kwargs: Any) -> Any:
+                tensor = next(a for a in reversed(args) if isinstance(a, torch.Tensor))
+                sent.append(tensor.numel() * tensor.element_size())
+                return original(*args, **kwargs)
+
+            stack.enter_context(mock.patch.object(dist, name, count))
+        yield
+
+
+def _process(rank: int, port: int, workload: Workload, sets: tuple[str, ...], queue: Any) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= {"MASTER_PORT": str(port), "ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    torch.set_num_threads(1)
+    config = model_config(workload.shape)
+    config.hidden_size, config.intermediate_size, config.vocab_size = 16 * config.num_attention_heads, 64, 128
+    small = dataclasses.replace(workload, prompts=8, folds=2, completion_tokens=4, bf16=False)
+    totals = []
+    for names in ("", *sets):
+        sent: list[int] = []
+        trainer = make_trainer(small, make_probes(names) if names else [], max_steps=2, config=config)
+        with counted(sent):
+            trainer.train()
+        totals.append(sum(sent))
+    if rank == 0:
+        queue.put([(total - totals[0]) / 2 for total in totals[1:]])
+    dist.destroy_process_group()
+
+
+def bytes_sent(workload: Workload, sets: tuple[str, ...]) -> list[float]:
+    """Returns the bytes that the probes of each set hand to collectives in a step, by two processes on the CPU."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    torch.multiprocessing.spawn(_process, args=(port, workload, sets, queue), nprocs=2)
+    return queue.get()
+
+
+def quartiles(values: list[float]) -> str:
+    low, median, high = statistics.quantiles(values, n=4)
+    return f"{median:.3f} ({low:.3f} – {high:.3f})"
+
+
+def print_costs(workload: Workload, sets: tuple[str, ...], steps: int) -> None:
+    print("| probes | forward + backward + optimizer | whole step | memory, vectors | sent, bytes a step |")
+    print("|---|---|---|---|---|")
+    traffic = bytes_sent(workload, sets)
+    for names, sent in zip(sets, traffic, strict=True):
+        training, whole, share = ratios(workload, names, steps)
+        memory = extra_memory(workload, names)
+        print(f"| `{names}` | {quartiles(training)} | {quartiles(whole)} | {memory:.1f} | {sent:.0f} |", flush=True)
+    print(f"\n{len(training)} pairs each; generation takes {share:.0%} of a step without probes.")
+
+
+def print_growth(workload: Workload, steps: int) -> None:
+    """Prints how the cost of `simple` grows when one number of the workload is halved and doubled."""
+    print("| what | forward + backward + optimizer | whole step |")
+    print("|---|---|---|")
+    for field in ("rank", "completion_tokens", "folds"):
+        middle = getattr(workload, field)
+        for value in (middle // 2, middle, middle * 2) if middle else (0,):
+            training, whole, _ = ratios(dataclasses.replace(workload, **{field: value}), "simple", steps)
+            print(f"| {field} = {value} | {quartiles(training)} | {quartiles(whole)} |", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="default_task", help=f"default_task, {', '.join(SHAPES)}, a config.json")
+    for field in dataclasses.fields(Workload):
+        if field.name != "shape":
+            flag = "--" + field.name.replace("_", "-")
+            kind: dict[str, Any] = {"action": "store_true"} if field.default is False else {"type": int}
+            parser.add_argument(flag, default=field.default, **kind)
+    parser.add_argument("--sets", nargs="+", default=SETS, help="of probes, joined by +")
+    parser.add_argument("--steps", type=int, default=60)
+    parser.add_argument("--grow", action="store_true")
+    options = vars(parser.parse_args())
+    sets, steps, grow = tuple(options.pop("sets")), options.pop("steps"), options.pop("grow")
+    workload = Workload(**options)
+    if grow:
+        print_growth(workload, steps)
+    else:
+        print_costs(workload, sets, steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,124 @@
+"""Trainers of any size for the cost of a step: random weights, random prompts, a reward without meaning.
+
+What a step costs depends on shapes alone, so nothing is downloaded and nothing is learned.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig, PreTrainedModel, Qwen2Config, set_seed
+from transformers import AutoModelForCausalLM as CausalLM
+from transformers.trainer_callback import PrinterCallback
+
+from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
+from rl_training.tasks.arithmetic import arithmetic
+from rl_training.tiny import TINY_PATH
+
+# hidden size, intermediate size, layers, attention heads, key-value heads, vocabulary
+SHAPES = {"hidden512": (512, 1536, 6, 8, 4, 4096), "qwen2_5_1_5b": (1536, 8960, 28, 12, 2, 151936)}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """The shapes of a step.
+
+    shape          "default_task" (the shipped model and its task), a name in SHAPES, or a config.json of transformers
+    rank           of a LoRA on all linear layers; 0 trains all parameters
+    prompts        of a step, each with `responses`
+    folds          microbatches of a step
+    """
+
+    shape: str = "default_task"
+    rank: int = 0
+    prompts: int = 32
+    responses: int = 8
+    prompt_tokens: int = 16
+    completion_tokens: int = 36
+    folds: int = 8
+    checkpointing: bool = False
+    bf16: bool = False
+
+
+def model_config(shape: str) -> PretrainedConfig:
+    """Returns the architecture of a shape, in the tiny model's alphabet unless its vocabulary is larger."""
+    if shape == "default_task":
+        return AutoConfig.from_pretrained(TINY_PATH)
+    if shape not in SHAPES:
+        return AutoConfig.from_pretrained(shape)
+    hidden, intermediate, layers, heads, kv_heads, vocabulary = SHAPES[shape]
+    return Qwen2Config(
+        hidden_size=hidden,
+        intermediate_size=intermediate,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=True,
+        rope_theta=1e6,
+    )
+
+
+def make_trainer(
+    workload: Workload, probes: Sequence[Probe], max_steps: int, config: PretrainedConfig | None = None
+) -> DrGRPOTrainer:
+    """Returns a trainer of this workload; with `config`, of another model under the same workload."""
+    set_seed(0)
+    per_step = workload.prompts * workload.responses
+    if workload.prompts % workload.folds:
+        raise ValueError(f"{workload.prompts} prompts do not come in {workload.folds} folds of whole prompts")
+    task = arithmetic()
+    is_task = workload.shape == "default_task" and config is None
+    trainer = DrGRPOTrainer(
+        CausalLM.from_pretrained(TINY_PATH) if is_task else random_model(config or model_config(workload.shape)),
+        task.reward if is_task else meaningless_reward,
+        DrGRPOConfig(
+            tempfile.mkdtemp(),
+            max_steps=max_steps,
+            per_device_train_batch_size=per_step // workload.folds,
+            gradient_accumulation_steps=workload.folds,
+            num_generations=workload.responses,
+            max_completion_length=workload.completion_tokens,
+            learning_rate=3e-4 if is_task else 1e-6,
+            adam_beta2=0.99,
+            lr_scheduler_type="constant",
+            gradient_checkpointing=workload.checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+            bf16=workload.bf16,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        ),
+        train_dataset=task.train_dataset if is_task else random_prompts(workload.prompt_tokens),
+        processing_class=AutoTokenizer.from_pretrained(TINY_PATH),
+        peft_config=LoraConfig(r=workload.rank, target_modules="all-linear") if workload.rank else None,
+        probes=probes,
+    )
+    trainer.remove_callback(PrinterCallback)
+    return trainer
+
+
+def random_model(config: PretrainedConfig) -> PreTrainedModel:
+    """Returns a model of random weights, made where it will run: a billion draws take the CPU a minute."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_PATH)
+    config.eos_token_id, config.pad_token_id = tokenizer.eos_token_id, tokenizer.pad_token_id
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        return CausalLM.from_config(config, dtype=torch.float32)
+
+
+def random_prompts(num_tokens: int) -> Dataset:
+    """Returns prompts of so many digits: the tiny tokenizer makes one token of each."""
+    rng = random.Random(0)
+    return Dataset.from_dict({"prompt": ["".join(rng.choices("0123456789", k=num_tokens)) for _ in range(1024)]})
+
+
+def meaningless_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:
+    """Returns a number per response that differs between the responses of a prompt, as far as one can tell."""
+    return [sum(ids) % 7 / 7.0 for ids in completion_ids]
