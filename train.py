@@ -4,6 +4,7 @@ accelerate launch train.py probe=simple
 python train.py --help
 """
 
+import logging
 import os
 import sys
 import warnings
@@ -15,6 +16,8 @@ from omegaconf.errors import OmegaConfBaseException
 
 # TRL still uses names that transformers has deprecated; a user can do nothing about it.
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+# Where it is installed, bitsandbytes misses a kernel for evaluation on some CPUs, in runs without 4-bit weights too.
+logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")

@@ -334,6 +334,11 @@ def view_optimizer(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter])
     else:
         group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
         state_of = optimizer.state
+    rounded = [name for name, param in parameters.items() if engine is None and param.dtype.itemsize < 4]
+    if rounded:
+        dtype = str(parameters[rounded[0]].dtype).removeprefix("torch.")
+        reason = f"{rounded[0]} is kept in {dtype}, whose rounding decides what a step is: train weights in float32"
+        return OptimizerView(None, max_grad_norm, reason)
     outside = [name for name, param in parameters.items() if param not in group_of]
     if outside:
         return OptimizerView(None, max_grad_norm, f"parameter {outside[0]} is trainable but not in the optimizer")

@@ -46,6 +46,13 @@ def check_settings(cfg: DictConfig) -> None:
         raise ValueError(
             "trainer.gradient_accumulation_steps follows from the batch: set batch.sequences_per_step instead"
         )
+    exact = cfg.model.get("dtype", "float32") == "float32" and not cfg.model.get("quantization")
+    if cfg.trainer.get("use_vllm") and cfg.adapter and not exact:
+        raise ValueError(
+            "for vLLM, TRL merges the adapter into the frozen weights and takes it out again at every step, and "
+            "rounding wears off weights of less than fp32: use adapter=lora model.dtype=float32, or "
+            "trainer.use_vllm=false"
+        )
     for name, value in cfg.trainer.items():
         _check_number(str(name), fields[name].type if name in fields else None, value)
     for name, source in SAME_AS.items():

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate.utils import parse_flag_from_env
+from accelerate.utils import is_peft_model, parse_flag_from_env
 from torch import Tensor
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
@@ -110,6 +110,10 @@ class DrGRPOTrainer(GRPOTrainer):
         super().__init__(*args, **kwargs)
         if not isinstance(self.args, DrGRPOConfig):
             raise ValueError(f"DrGRPOTrainer needs args=DrGRPOConfig(...), got {type(self.args).__name__}")
+        if is_peft_model(self.model):  # TRL rounds the adapter on a 4-bit model to bf16, in which small steps are lost
+            for param in self.model.parameters():
+                if param.requires_grad:
+                    param.data = param.data.float()
         self.attachment = attach(self, probes, records, whole_prompts=True)
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self)))
         self.buffer = buffer

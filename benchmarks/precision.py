@@ -1,0 +1,140 @@
+"""Probe values in bf16 against fp32, on the same rollouts and from the same adapter and optimizer state at every step.
+
+    OMP_NUM_THREADS=1 python benchmarks/precision.py [--steps 20] [--model wide]
+
+A run in fp32 trains LoRA of rank 16 on all linear layers; its rollouts, adapters and Adam states are kept, and each
+other precision measures them again. The frozen weights are rounded to bf16 for all, as published checkpoints are, so
+that every run has the same policy up to arithmetic. `wide` is a Qwen2 of random weights, hidden size 512 and 6 layers,
+rewarded for digits, since it solves no sums.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import tempfile
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
+
+from rl_training import DrGRPOConfig, DrGRPOTrainer
+from rl_training.models import load_tiny
+from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
+from rl_training.tasks.arithmetic import arithmetic
+from rl_training.tiny import TINY_PATH
+
+PRECISIONS: dict[str, tuple[torch.dtype, bool]] = {  # of the frozen weights; autocast
+    "fp32": (torch.float32, False),
+    "fp32 weights, bf16 autocast": (torch.float32, True),
+    "bf16 weights, bf16 autocast": (torch.bfloat16, True),
+    "bf16 weights, no autocast": (torch.bfloat16, False),
+}
+METRICS = ("delta_h/forward", "delta_h/backward", "entropy/token")
+RATIOS = ("delta_h/forward_se", "gns/trace")
+
+
+def share_of_digits(completions: list[str], **kwargs: Any) -> list[float]:
+    return [sum(c.isdigit() for c in text) / max(len(text), 1) for text in completions]
+
+
+class Tape(TrainerCallback):
+    """Rollouts, trained parameters and optimizer states of a run: recorded by the first, given to the later ones."""
+
+    def __init__(self) -> None:
+        self.rollouts: list[dict[str, Any]] = []
+        self.states: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = []
+        self.recording = True
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        model, optimizer = kwargs["model"], kwargs["optimizer"]
+        trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        if self.recording:
+            parameters = {name: p.detach().clone() for name, p in trained.items()}
+            self.states.append((parameters, copy.deepcopy(optimizer.state_dict())))
+            return
+        parameters, optimizer_state = self.states[state.global_step]
+        for name, p in trained.items():
+            p.data.copy_(parameters[name])
+        optimizer.load_state_dict(copy.deepcopy(optimizer_state))
+
+
+class TapedTrainer(DrGRPOTrainer):
+    tape: Tape
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        if self.tape.recording:
+            self.tape.rollouts.append(super()._generate_and_score_completions(inputs))
+        return dict(self.tape.rollouts[self.state.global_step])
+
+
+def measured(model_name: str, precision: str, tape: Tape, steps: int) -> list[dict[str, float]]:
+    """Returns the log line of each step."""
+    dtype, autocast = PRECISIONS[precision]
+    set_seed(0)
+    model, tokenizer = load_tiny()
+    if model_name == "wide":
+        shape = {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 8,
+                 "num_key_value_heads": 4, "layer_types": ["full_attention"] * 6}  # fmt: skip
+        model = Qwen2ForCausalLM(Qwen2Config.from_pretrained(TINY_PATH, **shape))
+    task = arithmetic()
+    with tempfile.TemporaryDirectory() as folder:
+        args = DrGRPOConfig(
+            folder,
+            max_steps=steps,
+            learning_rate=1e-3 if model_name == "tiny" else 1e-4,
+            lr_scheduler_type="constant",
+            per_device_train_batch_size=16 if model_name == "tiny" else 8,
+            gradient_accumulation_steps=16 if model_name == "tiny" else 8,
+            num_generations=8,
+            max_completion_length=36 if model_name == "tiny" else 16,
+            use_cpu=True,
+            bf16=autocast,
+            report_to=[],
+            save_strategy="no",
+            disable_tqdm=True,
+        )
+        trainer = TapedTrainer(
+            model.to(torch.bfloat16).to(dtype),
+            task.reward if model_name == "tiny" else share_of_digits,
+            args,
+            train_dataset=task.train_dataset,
+            processing_class=tokenizer,
+            peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+            probes=[SimpleEntropyProbe(), GradientNoiseScaleProbe(), EffectiveSampleSizeProbe()],
+        )
+        trainer.tape = tape
+        trainer.add_callback(tape)
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    tape.recording = False
+    return [line for line in trainer.state.log_history if "loss" in line]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--model", choices=("tiny", "wide"), default="tiny")
+    options = parser.parse_args()
+    tape = Tape()
+    exact, *others = [measured(options.model, precision, tape, options.steps) for precision in PRECISIONS]
+    print(f"{options.model}, {options.steps} steps; against fp32")
+    for precision, lines in zip(list(PRECISIONS)[1:], others, strict=True):
+        print(precision)
+        for name in METRICS:
+            rows = [(a[name], b[name], a[f"{name}_se"]) for a, b in zip(exact, lines, strict=True) if name in a]
+            value, other, stderr = torch.tensor(rows, dtype=torch.float64).T
+            relative = (other - value).square().mean().sqrt() / value.square().mean().sqrt()
+            of_error = (other - value).abs() / stderr
+            print(
+                f"  {name:24} rms difference / rms value {relative:.4f}; difference / standard error: mean "
+                f"{((other - value) / stderr).mean():+.3f}, median {of_error.median():.3f}, max {of_error.max():.3f}"
+            )
+        for name in RATIOS:
+            ratio = torch.tensor([b[name] / a[name] for a, b in zip(exact, lines, strict=True)], dtype=torch.float64)
+            print(f"  {name:24} ratio {ratio.min():.4f} … {ratio.max():.4f}")
+
+
+if __name__ == "__main__":
+    main()
