@@ -72,15 +72,14 @@ class AdamWState:
         """Whether v̂ has seen enough gradients for its square root to be a scale and not a sign."""
         return self.step >= WARM_STEPS
 
-    def precondition(self, flat: Tensor) -> Tensor:
-        """Returns P g of a flat gradient, with the P = 1/(√v̂ + ε) of the step BEFORE.
+    def preconditioner(self) -> Tensor:
+        """Returns P = 1/(√v̂ + ε) of the step BEFORE, flat.
 
         Where v is still 0, P would be 1/ε and drown everything else: those entries are 0.
         """
-        # √v̂ = √v/c with c = √(1 − β2^t), infinite where v is 0. Few passes: this runs at each microbatch.
-        correction = math.sqrt(1.0 - self.betas[1] ** max(self.step, 1))
+        correction = math.sqrt(1.0 - self.betas[1] ** max(self.step, 1))  # √v̂ = √v / correction
         root = torch.threshold_(self.exp_avg_sq.reshape(-1).sqrt(), 0.0, math.inf)
-        return flat / torch.add(root.new_full((), self.eps), root, alpha=1.0 / correction)
+        return root.div_(correction).add_(self.eps).reciprocal_()
 
 
 class UpdateParts(NamedTuple):

@@ -8,7 +8,6 @@ before it is added to `.grad` — which differences of `.grad` do not give on th
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -98,19 +97,45 @@ def flat_dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([torch.dot(*parts) for parts in zip(a.split(CHUNK), b.split(CHUNK), strict=True)]).double().sum()
 
 
-class SqNormMeter:
-    """Measures |g|² and Σ P g² of gradients that stream by, P of Adam's metric; nan there without a warm state.
+class AdamMetric:
+    """Adam's metric Σ P g², P that of the step before; nan for parameters without a warm state of AdamW's.
 
-    In a hook the calls cost more than their work, so small gradients wait and are measured together, as one vector.
+    The √P of parameters that are measured together is kept: every microbatch asks for it again.
     """
 
     def __init__(self, states: Mapping[str, object] | None) -> None:
         self._states = {
             name: state for name, state in (states or {}).items() if isinstance(state, AdamWState) and state.is_warm
         }
+        self._roots: dict[tuple[str, ...], Tensor] = {}
+
+    def weigh(self, names: tuple[str, ...], flat: Tensor, sizes: Sequence[int]) -> Tensor:
+        """Returns √P g of these parameters' gradients, which `flat` holds one after another."""
+        root = self._roots.get(names)
+        if root is None:
+            states = [self._states.get(name) for name in names]
+            root = _join(
+                [
+                    state.preconditioner().sqrt_() if state is not None else flat.new_full((size,), torch.nan)
+                    for state, size in zip(states, sizes, strict=True)
+                ]
+            )
+            if len(names) > 1:
+                self._roots[names] = root
+        return root * flat
+
+
+class SqNormMeter:
+    """Measures |g|² and Σ P g² of gradients that stream by.
+
+    In a hook the calls cost more than their work, so small gradients wait and are measured together, as one vector.
+    """
+
+    def __init__(self, metric: AdamMetric) -> None:
+        self._metric = metric
         self._waiting: dict[str, Tensor] = {}
         self._num_waiting = 0  # entries
-        self._sq_norms: dict[str, tuple[Tensor, Tensor]] = {}
+        self._measured: list[tuple[tuple[str, ...], Tensor]] = []  # names, (names, 2)
 
     def add(self, name: str, gradient: Tensor) -> None:
         """Measures this gradient, now or with the next ones."""
@@ -124,33 +149,35 @@ class SqNormMeter:
 
     def flush(self) -> None:
         """Measures the gradients that wait, and lets go of them."""
-        together: dict[tuple | None, dict[str, Tensor]] = {}  # by what AdamW's metric depends on beside its state
-        for name, gradient in self._waiting.items():
-            state = self._states.get(name)
-            key = (state.step, state.betas, state.eps) if state is not None else None
-            together.setdefault(key, {})[name] = gradient
-        for gradients in together.values():
-            self._measure(gradients)
+        if self._waiting:
+            self._measure(self._waiting)
         self._waiting, self._num_waiting = {}, 0
 
     def result(self, names: Iterable[str]) -> Tensor:
         """Returns |g|² and Σ P g² by parameter, (parameters, 2) fp64; 0 for a parameter that got no gradient."""
         self.flush()
-        some = next(iter(self._sq_norms.values()))[0]
-        unused = (some.new_zeros(()),) * 2  # a microbatch need not reach every parameter: an expert may get no token
-        values = [value for name in names for value in self._sq_norms.get(name, unused)]
-        return torch.stack(values).double().view(-1, 2)
+        rows = {name: row for of_names, table in self._measured for name, row in zip(of_names, table, strict=True)}
+        unused = self._measured[0][1].new_zeros(
+            2
+        )  # a microbatch need not reach every parameter: an expert without tokens
+        return torch.stack([rows.get(name, unused) for name in names])
 
     def _measure(self, gradients: Mapping[str, Tensor]) -> None:
-        flat = _join([as_flat(gradient) for gradient in gradients.values()])
+        names, flat = (
+            tuple(gradients),
+            as_flat(_join([gradient.detach().reshape(-1) for gradient in gradients.values()])),
+        )
         sizes = [gradient.numel() for gradient in gradients.values()]
-        states = [self._states[name] for name in gradients if name in self._states]
-        in_metric = torch.full_like(flat[:1], torch.nan).expand_as(flat)
-        if states:
-            second_moment = _join([state.exp_avg_sq.reshape(-1) for state in states])
-            in_metric = dataclasses.replace(states[0], exp_avg_sq=second_moment).precondition(flat)
-        for name, own, weighted in zip(gradients, flat.split(sizes), in_metric.split(sizes), strict=True):
-            self._sq_norms[name] = (flat_dot(own, own), flat_dot(weighted, own))
+        weighted = self._metric.weigh(names, flat, sizes)
+        sq_norms = [_sq_norms(vector, sizes).double() for vector in (flat, weighted)]
+        self._measured.append((names, torch.stack(sq_norms, dim=1)))
+
+
+def _sq_norms(flat: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Returns the square norms of the parts of a vector, (parts,)."""
+    if len(sizes) == 1:
+        return flat_dot(flat, flat).view(1)
+    return torch.stack(torch._foreach_norm(flat.split(sizes))).square()
 
 
 def _join(vectors: list[Tensor]) -> Tensor:
@@ -203,7 +230,8 @@ class GradientTap:
             self._rows = {name: self.buffer.view(name).unbind(0) for name in self._parameters}
         elif self.buffer is not None:
             self.buffer.matrix.zero_()
-        self._meters = [SqNormMeter(states) for _ in range(num_microbatches)]
+        metric = AdamMetric(states)
+        self._meters = [SqNormMeter(metric) for _ in range(num_microbatches)]
         self._scale = float(num_microbatches)
         self._row_of = row_of_microbatch
 

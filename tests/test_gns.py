@@ -21,7 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rl_training import Estimate
 from rl_training.adamw import WARM_STEPS, AdamWState
-from rl_training.gradients import CHUNK, JOINED, GradientTap, SqNormMeter, flat_dot
+from rl_training.gradients import CHUNK, JOINED, AdamMetric, GradientTap, SqNormMeter, flat_dot
 from rl_training.probes import GradientNoiseScaleProbe
 from rl_training.probes.gns import noise_moments, split_of_trace
 from rl_training.types import OptimizerView, Rollout, Scores, StepContext
@@ -432,7 +432,7 @@ def test_square_norms_do_not_depend_on_which_gradients_are_measured_together() -
         weights = 1 / (root.abs() / math.sqrt(1 - 0.99**step) + eps)
         squares = gradients[name].square()
         expected.append([float(squares.sum()), math.nan if name == "cold" else float((weights * squares).sum())])
-    meter = SqNormMeter(states)
+    meter = SqNormMeter(AdamMetric(states))
     for name, gradient in gradients.items():
         meter.add(name, gradient)
     got = meter.result(sizes).tolist()

@@ -37,7 +37,7 @@ from torch import Tensor
 from rl_training.adamw import WARM_STEPS
 from rl_training.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.folds import jackknife_stderr
-from rl_training.gradients import SqNormMeter, as_flat, flat_dot
+from rl_training.gradients import AdamMetric, SqNormMeter, as_flat, flat_dot
 from rl_training.module_kinds import KINDS, module_kind
 from rl_training.probes.base import Need, Probe
 from rl_training.types import StepContext
@@ -136,7 +136,7 @@ class GradientNoiseScaleProbe(Probe):
             return
         assert ctx.microbatch_sq_norms is not None
         block = ctx.reduce(ctx.microbatch_sq_norms.sum(dim=0)) / blocks
-        meter = SqNormMeter(ctx.optimizer.states)
+        meter = SqNormMeter(AdamMetric(ctx.optimizer.states))
         for name, gradient in ctx.gradients.items():
             meter.add(name, gradient)
         batch = meter.result(ctx.gradients)
