@@ -3,8 +3,8 @@
 Each fold k contributes a row: its levels Σρ, ΣρH, ΣρT (number of sequences, their entropies and lengths, weighted by
 the importance ratio ρ), and n_k X_k · δθ for every update δθ of interest, with X = ∂H_seq − H_tok ∂E[T] = E[T] ∂H_tok
 and, if asked for, X = ∂H_seq. All numbers that are reported are one smooth function, `statistic`, of the sums of these
-rows, so one jackknife serves all. It takes H_tok inside of X as given: how much H_tok itself differs from fold to fold
-would change the error bars by less than one percent, and to know it would take a second backward.
+rows, so one jackknife serves all. It takes the H_tok inside of X as given: to let it vary with the folds would take a
+second backward, for bars up to a quarter wider at the first steps of a run and hardly so later (docs/theory.md).
 """
 
 from __future__ import annotations

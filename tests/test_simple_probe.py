@@ -303,6 +303,22 @@ def test_causes_and_own_prompts_equal_the_plain_twin(make_trainer) -> None:
                 assert answer[f"delta_h/{name}{suffix}"].value == pytest.approx(expected, **same), name
 
 
+def test_measuring_per_sequence_adds_a_twin_to_each_change_and_leaves_the_change_per_token_as_it_is(
+    make_trainer,
+) -> None:
+    answers = []
+    for per_sequence in (False, True):
+        probe = Answers(per_sequence=per_sequence, own_prompts=True)
+        make_trainer(probes=[probe], **EIGHT_FOLDS, **SMOOTH).train()
+        answers.append(probe.all[1])
+    alone, both = answers
+    added = {f"{name}_sequence" for name in alone if name.startswith("delta_h/")} - alone.keys()
+    assert both.keys() - alone.keys() == {name for name in added if "cumulative_measured" not in name}
+    for name, estimate in alone.items():
+        assert both[name].value == pytest.approx(estimate.value, rel=1e-5, abs=1e-9, nan_ok=True), name
+        assert both[name].stderr == pytest.approx(estimate.stderr, rel=1e-5, abs=1e-9, nan_ok=True), name
+
+
 def only(updates: list[dict[str, Tensor]], word: str) -> list[dict[str, Tensor]]:
     """The updates of the parameters with this word in their names; the others stand still."""
     return [{n: u if word in n else torch.zeros_like(u) for n, u in update.items()} for update in updates]
