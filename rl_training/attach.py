@@ -359,8 +359,8 @@ class Attachment(TrainerCallback):
                     if not math.isnan(value):
                         metrics[key].append(value)
             self._warn_of_missing(estimates)
-        buffers = [self._tap.buffer.num_bytes] if self._tap is not None and self._tap.buffer is not None else []
-        metrics["probe_cost/peak_bytes"].append(float(sum(buffers) + sum(p.num_buffer_bytes for p in self.probes)))
+        num_bytes = sum(probe.num_buffer_bytes for probe in self.probes) + (self._tap.num_bytes if self._tap else 0)
+        metrics["probe_cost/peak_bytes"].append(float(num_bytes))
         for name, seconds in self._seconds.items():
             metrics[f"probe_cost/{name}_seconds"].append(seconds)
         step_seconds = time.perf_counter() - self._step_started

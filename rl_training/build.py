@@ -194,13 +194,13 @@ def _check_sharding(trainer: DrGRPOTrainer) -> None:
 
 
 def _check_precision(trainer: DrGRPOTrainer) -> None:
-    """Raises ValueError when the trained weights are kept in bf16; DeepSpeed keeps an fp32 copy of its own."""
-    dtypes = {param.dtype for param in trainer.model.parameters() if param.requires_grad}
-    if torch.bfloat16 in dtypes and not trainer.is_deepspeed_enabled:
+    """Raises ValueError when the trained weights are kept in 16 bits; DeepSpeed keeps an fp32 copy of its own."""
+    rounded = {str(p.dtype) for p in trainer.model.parameters() if p.requires_grad and p.dtype.itemsize < 4}
+    if rounded and not trainer.is_deepspeed_enabled:
         raise ValueError(
-            "all weights are trained and kept in bfloat16, where a change below 0.2 % of a weight is lost, and "
-            "reinforcement learning makes smaller ones: use model.dtype=float32 (trainer.bf16 computes in bf16 all the "
-            "same), or adapter=lora, whose adapter is fp32"
+            f"all weights are trained and kept in {', '.join(rounded).replace('torch.', '')}, where small changes of a "
+            "weight are lost (below 0.2 % in bfloat16), and reinforcement learning makes smaller ones: use "
+            "model.dtype=float32 (trainer.bf16 computes in bf16 all the same), or adapter=lora, whose adapter is fp32"
         )
 
 

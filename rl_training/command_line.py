@@ -37,9 +37,22 @@ def _no_such_setting(key: str) -> str:
         if last in options:
             return f"this run has no probe {probe}; choose it by probe={probe}, or in a list by probe=[…,{probe}]"
         return f"the probe has the options {', '.join(options)}{_meant(last, options)}"
+    if key.count(".") == 1 and (CONF / first).is_dir():
+        by_file = {path.stem: _options(path, first) for path in sorted((CONF / first).glob("*.yaml"))}
+        having = [f"{first}={name}" for name, options in by_file.items() if last in options]
+        if having:
+            return f"what this run has chosen for {first} has no such setting; {' and '.join(having)} would have it"
+        known = sorted({option for options in by_file.values() for option in options})
+        return f"{first} has the settings {', '.join(known)}{_meant(last, known)}"
     groups = [path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra"]
     known = [name for name in (*_load(CONF / "train.yaml"), *groups) if name not in ("defaults", "hydra")]
     return f"there is no such setting, see python train.py --help{_meant(first, known)}"
+
+
+def _options(path: Path, group: str) -> list[str]:
+    """Returns the settings in a file of a group, which stand there under the group's name or without it."""
+    content = _load(path)
+    return [name for name in content.get(group, content) if name not in ("_target_", "defaults")]
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from rl_training.adamw import AdamWState
 
 CHUNK = 2**20  # columns whose products are summed in fp32; beyond that, in fp64
-JOINED = 2**18  # entries of small gradients that are measured together
+JOINED = 2**18  # entries of small parameters that are handled together
 
 
 class GradientBuffer:
@@ -100,7 +100,7 @@ def flat_dot(a: Tensor, b: Tensor) -> Tensor:
 class AdamMetric:
     """Adam's metric Σ P g², P that of the step before; nan for parameters without a warm state of AdamW's.
 
-    The √P of parameters that are measured together is kept: every microbatch asks for it again.
+    The √P of parameters that are measured together is kept, one fp32 vector over them: every microbatch asks for it.
     """
 
     def __init__(self, states: Mapping[str, object] | None) -> None:
@@ -114,15 +114,17 @@ class AdamMetric:
         root = self._roots.get(names)
         if root is None:
             states = [self._states.get(name) for name in names]
-            root = _join(
-                [
-                    state.preconditioner().sqrt_() if state is not None else flat.new_full((size,), torch.nan)
-                    for state, size in zip(states, sizes, strict=True)
-                ]
+            root = join(
+                state.preconditioner().sqrt_() if state is not None else flat.new_full((size,), torch.nan)
+                for state, size in zip(states, sizes, strict=True)
             )
             if len(names) > 1:
                 self._roots[names] = root
         return root * flat
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(root.numel() * root.element_size() for root in self._roots.values())
 
 
 class SqNormMeter:
@@ -157,16 +159,12 @@ class SqNormMeter:
         """Returns |g|² and Σ P g² by parameter, (parameters, 2) fp64; 0 for a parameter that got no gradient."""
         self.flush()
         rows = {name: row for of_names, table in self._measured for name, row in zip(of_names, table, strict=True)}
-        unused = self._measured[0][1].new_zeros(
-            2
-        )  # a microbatch need not reach every parameter: an expert without tokens
+        # A microbatch need not reach every parameter: an expert may get no token.
+        unused = self._measured[0][1].new_zeros(2)
         return torch.stack([rows.get(name, unused) for name in names])
 
     def _measure(self, gradients: Mapping[str, Tensor]) -> None:
-        names, flat = (
-            tuple(gradients),
-            as_flat(_join([gradient.detach().reshape(-1) for gradient in gradients.values()])),
-        )
+        names, flat = tuple(gradients), as_flat(join(gradient.detach().reshape(-1) for gradient in gradients.values()))
         sizes = [gradient.numel() for gradient in gradients.values()]
         weighted = self._metric.weigh(names, flat, sizes)
         sq_norms = [_sq_norms(vector, sizes).double() for vector in (flat, weighted)]
@@ -180,8 +178,10 @@ def _sq_norms(flat: Tensor, sizes: Sequence[int]) -> Tensor:
     return torch.stack(torch._foreach_norm(flat.split(sizes))).square()
 
 
-def _join(vectors: list[Tensor]) -> Tensor:
-    return vectors[0] if len(vectors) == 1 else torch.cat(vectors)
+def join(vectors: Iterable[Tensor]) -> Tensor:
+    """Returns the vectors as one, (n,); a single one is not copied."""
+    parts = list(vectors)
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 class GradientTap:
@@ -213,6 +213,7 @@ class GradientTap:
         self._row_of: Sequence[int] = ()  # by microbatch
         self.buffer: GradientBuffer | None = None
         self._rows: dict[str, tuple[Tensor, ...]] = {}  # views of the buffer, made once: the hooks are in the hot path
+        self._metric = AdamMetric(None)
         self._meters: list[SqNormMeter] = []  # by microbatch; on the scale of the hooks
         self._handles: list[RemovableHandle] = []
 
@@ -230,8 +231,8 @@ class GradientTap:
             self._rows = {name: self.buffer.view(name).unbind(0) for name in self._parameters}
         elif self.buffer is not None:
             self.buffer.matrix.zero_()
-        metric = AdamMetric(states)
-        self._meters = [SqNormMeter(metric) for _ in range(num_microbatches)]
+        self._metric = AdamMetric(states)
+        self._meters = [SqNormMeter(self._metric) for _ in range(num_microbatches)]
         self._scale = float(num_microbatches)
         self._row_of = row_of_microbatch
 
@@ -244,7 +245,12 @@ class GradientTap:
 
     def end_step(self) -> None:
         """Lets go of the optimizer's states: under ZeRO they were gathered for this step."""
-        self._meters = []
+        self._meters, self._metric = [], AdamMetric(None)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of what is kept during a step."""
+        return (self.buffer.num_bytes if self.buffer is not None else 0) + self._metric.num_bytes
 
     def arm(self, microbatch: int) -> None:
         """Sets the hooks: gradients that reach the parameters from now on belong to this microbatch."""

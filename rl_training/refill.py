@@ -27,9 +27,10 @@ Metrics = Mapping[str, Sequence[float]]
 
 def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
     """Starts the buffer on the trainer's prompts. ValueError, saying what to do, where it cannot filter them."""
-    if trainer.tools or trainer.environments is not None:
+    if trainer.tools or trainer.environments is not None or trainer.rollout_func is not None:
         raise ValueError(
-            "buffer=filtered is for text rollouts of one turn, without tools or environments: buffer=plain"
+            "buffer=filtered is for text rollouts of one turn, without tools, environments or a rollout_func: use "
+            "buffer=plain"
         )
     if trainer.multi_objective_aggregation != "sum_then_normalize":
         raise ValueError(
@@ -130,13 +131,18 @@ def merge_metrics(attempts: Sequence[Metrics], num_sequences: Sequence[int]) -> 
     """Returns what TRL logged in each attempt as one number per name: the mean over all their sequences.
 
     Of a minimum it is the least one, of a maximum the largest; of a standard deviation the mean of the attempts' own.
+    What is logged of the sequences that ended by themselves, `…_terminated_length`, is merged over those.
     """
     merged = {}
+    ended = [
+        n * (1 - attempt["completions/clipped_ratio"][-1]) for attempt, n in zip(attempts, num_sequences, strict=True)
+    ]
     for name in {name: None for attempt in attempts for name in attempt}:
+        weights = ended if name.endswith("_terminated_length") else num_sequences
         values = [
-            (attempt[name][-1], n)
-            for attempt, n in zip(attempts, num_sequences, strict=True)
-            if name in attempt and not math.isnan(attempt[name][-1])
+            (attempt[name][-1], weight)
+            for attempt, weight in zip(attempts, weights, strict=True)
+            if weight > 0 and name in attempt and not math.isnan(attempt[name][-1])
         ]
         kind = name.rpartition("/")[2].partition("_")[0]
         if not values:
@@ -144,7 +150,7 @@ def merge_metrics(attempts: Sequence[Metrics], num_sequences: Sequence[int]) -> 
         elif kind in ("min", "max"):
             merged[name] = {"min": min, "max": max}[kind](value for value, _ in values)
         else:
-            merged[name] = sum(value * n for value, n in values) / sum(n for _, n in values)
+            merged[name] = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
     return merged
 
 

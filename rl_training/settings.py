@@ -46,6 +46,8 @@ def check_settings(cfg: DictConfig) -> None:
         raise ValueError(
             "trainer.gradient_accumulation_steps follows from the batch: set batch.sequences_per_step instead"
         )
+    if cfg.model.get("quantization") and not cfg.adapter:
+        raise ValueError("4-bit weights cannot be trained: use adapter=qlora, or model.quantization=null")
     exact = cfg.model.get("dtype", "float32") == "float32" and not cfg.model.get("quantization")
     if cfg.trainer.get("use_vllm") and cfg.adapter and not exact:
         raise ValueError(

@@ -112,7 +112,7 @@ class DrGRPOTrainer(GRPOTrainer):
             raise ValueError(f"DrGRPOTrainer needs args=DrGRPOConfig(...), got {type(self.args).__name__}")
         if is_peft_model(self.model):  # TRL rounds the adapter on a 4-bit model to bf16, in which small steps are lost
             for param in self.model.parameters():
-                if param.requires_grad:
+                if param.requires_grad and param.dtype.itemsize < 4:
                     param.data = param.data.float()
         self.attachment = attach(self, probes, records, whole_prompts=True)
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self)))

@@ -12,7 +12,7 @@ each the optimizer's own step from its present state, clipped by its own gradien
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,12 @@ from torch import Tensor
 
 from rl_training.adamw import AdamWState, clip_coefficient
 from rl_training.folds import leave_fold_out
-from rl_training.gradients import GradientBuffer
+from rl_training.gradients import JOINED, GradientBuffer, join
 from rl_training.sgd import SGDState
 from rl_training.types import StepContext
 
 PREVIOUS, WHOLE, FIRST_FOLD = 0, 1, 2
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in their order
-JOINED = 2**18  # entries of parameters that take their step together
 
 
 @dataclass(frozen=True)
@@ -64,16 +63,11 @@ def optimizer_pieces(
     for names in together:
         of_piece = [states[name] for name in names]
         tensors = [key for key, value in vars(of_piece[0]).items() if isinstance(value, Tensor)]
-        flat: dict[str, Any] = {key: _flat(getattr(state, key) for state in of_piece) for key in tensors}
-        vector = _flat(parameters[name].detach() for name in names)
+        flat: dict[str, Any] = {key: join(getattr(state, key).reshape(-1) for state in of_piece) for key in tensors}
+        vector = join(parameters[name].detach().reshape(-1) for name in names)
         pieces.append(Piece(slice(start, start + len(vector)), vector, dataclasses.replace(of_piece[0], **flat)))
         start += len(vector)
     return pieces
-
-
-def _flat(tensors: Iterable[Tensor]) -> Tensor:
-    vectors = [tensor.reshape(-1) for tensor in tensors]
-    return vectors[0] if len(vectors) == 1 else torch.cat(vectors)
 
 
 def fill_updates(

@@ -159,13 +159,23 @@ def test_a_mixed_prompt_takes_the_place_of_a_rejected_one_and_no_other() -> None
 
 def test_metrics_of_several_attempts_are_those_of_all_their_sequences() -> None:
     attempts = [
-        {"reward": [0.5], "completions/min_length": [4.0], "completions/max_length": [9.0], "seldom": [2.0]},
-        {"reward": [1.0], "completions/min_length": [3.0], "completions/max_length": [5.0], "reward/x": [math.nan]},
-    ]
+        {
+            "reward": [0.5], "completions/min_length": [4.0], "completions/max_length": [9.0], "seldom": [2.0],
+            "completions/clipped_ratio": [0.5], "completions/mean_terminated_length": [6.0],
+            "completions/min_terminated_length": [4.0],
+        },
+        {
+            "reward": [1.0], "completions/min_length": [3.0], "completions/max_length": [5.0], "reward/x": [math.nan],
+            "completions/clipped_ratio": [1.0], "completions/mean_terminated_length": [0.0],
+            "completions/min_terminated_length": [0.0],
+        },
+    ]  # fmt: skip
     merged = merge_metrics(attempts, [30, 10])
     assert math.isnan(merged.pop("reward/x"))
     assert merged == {
         "reward": 0.625, "completions/min_length": 3.0, "completions/max_length": 9.0, "seldom": 2.0,
+        "completions/clipped_ratio": 0.625, "completions/mean_terminated_length": 6.0,
+        "completions/min_terminated_length": 4.0,
     }  # fmt: skip
 
 

@@ -48,6 +48,7 @@ from rl_training.updates import FIRST_FOLD, PREVIOUS, WHOLE
 SUMS = ("trapezoid", "cumulative_predicted", "cumulative_measured")
 MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless
 HOLE_IN_SUM = "a step before this one has no trapezoid estimate, and a sum with a hole is no sum"
+HALF = "it needs this step's backward and the last one's forward, and one of them is not finite or was not asked for"
 REUSED = (
     "an earlier step has learned from these responses (num_iterations > 1): the optimizer's momentum holds their "
     "noise, and leaving a fold out of this step's gradient does not remove it"
@@ -66,7 +67,7 @@ class SimpleEntropyProbe(Probe):
     responses_per_prompt  responses of every prompt that X is computed from; more (up to G) cost more, with less noise
     num_folds             folds of whole prompts on each rank, K; None: one per microbatch, or one per rank when there
                           are 8 ranks or more. More than microbatches costs another forward and backward of training
-    per_sequence          measure everything in nats per sequence too, `…_sequence`: a second backward
+    per_sequence          predict in nats per sequence too, `…_sequence`: a second backward
     own_prompts           measure `delta_h/own_prompts` too: another backward, and half as many optimizer steps again
     top_responses         name so many responses of the main process that push entropy down most in each step, with
                           prompt, reward and advantage, in probes.jsonl: responses.py. Two forwards over all responses
@@ -102,6 +103,8 @@ class SimpleEntropyProbe(Probe):
             raise ValueError(f"simple: responses_per_prompt={responses_per_prompt} must be at least 1")
         if num_folds is not None and num_folds < 1:
             raise ValueError(f"simple: num_folds={num_folds} must be at least 1, or null for one per microbatch")
+        if type(per_sequence) is not bool:
+            raise ValueError(f"simple: per_sequence={per_sequence} must be true or false")
         self.estimator: Estimator = estimator
         self.responses_per_prompt = responses_per_prompt
         self.num_folds = num_folds
@@ -234,7 +237,7 @@ class SimpleEntropyProbe(Probe):
         stderr_of |= dict(
             zip(SUMS, (closed.trapezoid_stderr, closed.predicted_stderr, closed.measured_stderr), strict=True)
         )
-        reasons |= dict(zip(SUMS, (gap or no_forward, HOLE_IN_SUM, ""), strict=True))
+        reasons |= dict(zip(SUMS, (gap or no_forward or HALF, HOLE_IN_SUM, ""), strict=True))
         looks_back = ("backward", *SUMS)
         return {
             metric: _estimate(
