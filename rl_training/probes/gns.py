@@ -11,7 +11,8 @@ Both are unbiased, and |G|²^ may come out negative. One step says little, so th
 decay^age, numerator and denominator apart, and divided last; the error is a delete-one-step jackknife of that ratio.
 In Adam's metric |x|² is Σ P x² with P of the step before, where v > 0, once v is warm.
 
-No further pass and no parameter-size buffer: only norms are kept. Measured before clipping.
+No further pass, and only norms are kept; during a step also Adam's preconditioner of small parameters, one fp32 vector.
+Measured before clipping.
 
 On request (`split_prompts`) tr Σ is split into the noise that more responses per prompt would average away and that
 which only more prompts do: with r_i the gradient of response i on the mean scale and μ = E[g | prompt],
