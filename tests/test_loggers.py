@@ -24,6 +24,7 @@ from rl_training.records import read_metrics
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = [
+    "buffer=filtered",
     "probe=all",
     "trainer.num_generations=4",
     "batch.sequences_per_step=32",
