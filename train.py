@@ -22,7 +22,7 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 def main(cfg: DictConfig) -> None:
-    from rl_training.build import build_run  # seconds of imports that --help need not wait for
+    from rl_training.job.build import build_run  # seconds of imports that --help need not wait for
 
     run = build_run(cfg)
     run.train()
@@ -37,6 +37,6 @@ if __name__ == "__main__":
     try:
         main()
     except (HydraException, OmegaConfBaseException) as error:
-        from rl_training.command_line import explain
+        from rl_training.job.command_line import explain
 
         sys.exit(f"error: {explain(error)}")

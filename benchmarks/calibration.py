@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/calibration.py [--learning-rates 1e-4 3e-4 1e-3] [--seeds 0 1 2] [--steps 40]
 
 Trains the default task once for each learning rate and seed, with the probe `simple`, and measures around every
-optimizer step the true ΔH on an evaluation set of fresh responses to random prompts (rl_training/ground_truth.py:
+optimizer step the true ΔH on an evaluation set of fresh responses to random prompts (rl_training/step/ground_truth.py:
 importance weights while they are worth something, else a new sample with the same random numbers). Beside it, what one
 would get from importance weights on the training batch itself, which is no ground truth.
 
@@ -34,13 +34,13 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 
 from rl_training import Estimate, Probe
-from rl_training.calibration import Calibration
-from rl_training.folds import jackknife_stderr
-from rl_training.ground_truth import GroundTruth
-from rl_training.importance import importance_weights, reweighted_change, sequence_totals
+from rl_training.mathematics.calibration import Calibration
+from rl_training.mathematics.importance import importance_weights, reweighted_change, sequence_totals
+from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.probes import SimpleEntropyProbe
-from rl_training.records import Records, read_estimates
-from rl_training.types import StepContext
+from rl_training.records.jsonl import Records, read_estimates
+from rl_training.step.ground_truth import GroundTruth
+from rl_training.step.types import StepContext
 
 TRUE, SAME_BATCH = "delta_h/true", "delta_h/same_batch_snis"
 PREDICTIONS = ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid", "delta_h/reuse", SAME_BATCH)

@@ -35,13 +35,13 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 
 from rl_training import Estimate, Probe
-from rl_training.delta_h import LEVELS
-from rl_training.entropy_gradients import fold_gradients, importance_ratios
-from rl_training.folds import jackknife_stderr
-from rl_training.gradients import GradientBuffer
+from rl_training.mathematics.jackknife import jackknife_stderr
+from rl_training.mathematics.vectors import GradientBuffer
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.probes.base import Need
-from rl_training.types import StepContext
+from rl_training.step.entropy_gradients import fold_gradients, importance_ratios
+from rl_training.step.fold_sums import LEVELS
+from rl_training.step.types import StepContext
 
 UNITS = {"": "token", "_sequence": "sequence"}
 

@@ -9,9 +9,9 @@ from typing import Any
 from transformers import PrinterCallback, set_seed
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
-from rl_training.models import load_tiny
-from rl_training.records import Records
+from rl_training.records.jsonl import Records
 from rl_training.tasks.arithmetic import arithmetic
+from rl_training.tasks.models import load_tiny
 
 
 def default_trainer(

@@ -10,7 +10,7 @@ several ways; the microbatches of all batches are independent. Printed are
               measured otherwise; and the scatter of X · δθ over microbatches, relative to `rb` with all responses
     − rb      the difference to `rb` with all responses on the same microbatches, with its standard error
 
-`rb` and `score` are unbiased (rl_training/entropy.py). `naive` is the gradient of the mean measured entropy.
+`rb` and `score` are unbiased (mathematics/entropy.py). `naive` is the gradient of the mean measured entropy.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rl_training import Estimate, Probe
-from rl_training.entropy_gradients import fold_gradients, importance_ratios
-from rl_training.gradients import GradientBuffer
+from rl_training.mathematics.vectors import GradientBuffer
 from rl_training.probes.base import Need
-from rl_training.types import StepContext
+from rl_training.step.entropy_gradients import fold_gradients, importance_ratios
+from rl_training.step.types import StepContext
 
 CHOICES = {"rb, 8 of 8": ("rb", 8), "rb, 4 of 8": ("rb", 4), "rb, 1 of 8": ("rb", 1), "score, 8 of 8": ("score", 8)}
 NAIVE = "naive, 8 of 8"

@@ -22,7 +22,7 @@ from typing import Any
 from default_task import default_trainer
 from transformers import TrainerCallback
 
-from rl_training.buffer import FilteredBuffer
+from rl_training.live.buffer import FilteredBuffer
 from rl_training.tasks.arithmetic import arithmetic
 
 NUM_POINTS = 8

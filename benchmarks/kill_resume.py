@@ -30,9 +30,9 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
-import rl_training.build  # noqa: F401, for the forks
-from rl_training.checkpoints import TRAINING_STATE, what_is_wrong_with
-from rl_training.records import read_estimates, read_metrics
+import rl_training.job.build  # noqa: F401, for the forks
+from rl_training.records.checkpoints import TRAINING_STATE, what_is_wrong_with
+from rl_training.records.jsonl import read_estimates, read_metrics
 
 ROOT = Path(__file__).parents[1]
 SAVE_STEPS = 2

@@ -26,11 +26,11 @@ from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
-from rl_training.folds import jackknife_stderr
-from rl_training.models import load_tiny
+from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.probes import GradientNoiseScaleProbe
-from rl_training.progress import StepProgress
+from rl_training.records.progress import StepProgress
 from rl_training.tasks.arithmetic import arithmetic
+from rl_training.tasks.models import load_tiny
 
 PROMPTS_PER_STEP, G, MAX_LENGTH = 32, 8, 36
 ROWS = {

@@ -20,10 +20,10 @@ from peft import LoraConfig
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer
-from rl_training.models import load_tiny
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tiny import TINY_PATH
+from rl_training.tasks.models import load_tiny
+from rl_training.tasks.tiny import TINY_PATH
 
 PRECISIONS: dict[str, tuple[torch.dtype, bool]] = {  # of the frozen weights; autocast
     "fp32": (torch.float32, False),

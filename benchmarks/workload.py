@@ -20,7 +20,7 @@ from transformers.trainer_callback import PrinterCallback
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tiny import TINY_PATH
+from rl_training.tasks.tiny import TINY_PATH
 
 # hidden size, intermediate size, layers, attention heads, key-value heads, vocabulary
 SHAPES = {"hidden512": (512, 1536, 6, 8, 4, 4096), "qwen2_5_1_5b": (1536, 8960, 28, 12, 2, 151936)}

@@ -21,10 +21,10 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
-from rl_training.buffer import FilteredBuffer
-from rl_training.models import load_tiny
+from rl_training.live.buffer import FilteredBuffer
+from rl_training.step.types import Rollout
 from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward
-from rl_training.types import Rollout
+from rl_training.tasks.models import load_tiny
 
 G = 4
 

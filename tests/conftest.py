@@ -17,8 +17,8 @@ from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer
-from rl_training.models import load_tiny
 from rl_training.tasks.arithmetic import arithmetic
+from rl_training.tasks.models import load_tiny
 
 
 @pytest.fixture

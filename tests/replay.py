@@ -21,11 +21,11 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
-from rl_training.models import load_tiny
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.probes.base import Need
-from rl_training.records import Records
+from rl_training.records.jsonl import Records
 from rl_training.tasks.arithmetic import arithmetic
+from rl_training.tasks.models import load_tiny
 
 ROOT = Path(__file__).parents[1]
 STEPS, PROMPTS, G, MICROBATCH, L_MAX = 3, 16, 4, 8, 24

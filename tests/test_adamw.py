@@ -8,7 +8,7 @@ import reference
 import torch
 from torch import Tensor, nn
 
-from rl_training.adamw import adamw_delta, clip_coefficient
+from rl_training.mathematics.adamw import adamw_delta, clip_coefficient
 
 NUM_STEPS = 25
 ZERO_GRADIENT_AT = 7

@@ -12,10 +12,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
-from rl_training.models import load_tiny
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.probes.base import Need
-from rl_training.records import Records, read_estimates, read_metrics
+from rl_training.records.jsonl import Records, read_estimates, read_metrics
+from rl_training.tasks.models import load_tiny
 
 
 class Witness(Probe):

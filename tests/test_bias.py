@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 
-from rl_training.adamw import adamw_delta
-from rl_training.entropy import surrogate_weights
-from rl_training.folds import leave_fold_out
+from rl_training.mathematics.adamw import adamw_delta
+from rl_training.mathematics.entropy import surrogate_weights
+from rl_training.mathematics.folds import leave_fold_out
 from rl_training.probes import SimpleEntropyProbe
 
 # --- every batch of two prompts with two responses each ---------------------------------------------------------------

@@ -17,14 +17,15 @@ from hydra import compose, initialize_config_dir
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
-from rl_training import attach, sampling
-from rl_training.buffer import FilteredBuffer, are_mixed, prompt_weights
-from rl_training.build import Run, build_run
-from rl_training.checkpoints import BUFFER_STATE, save_buffer_state, what_is_wrong_with
+from rl_training import attach
+from rl_training.job.build import Run, build_run
+from rl_training.live import sampling
+from rl_training.live.buffer import FilteredBuffer, are_mixed, prompt_weights
+from rl_training.live.refill import Places, merge_metrics
 from rl_training.probes import EffectiveSampleSizeProbe, SimpleEntropyProbe
-from rl_training.refill import Places, merge_metrics
-from rl_training.report.series import read_run
-from rl_training.report.summary import summarize
+from rl_training.records.checkpoints import BUFFER_STATE, save_buffer_state, what_is_wrong_with
+from rl_training.records.report.series import read_run
+from rl_training.records.report.summary import summarize
 from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward
 
 ROOT = Path(__file__).parents[1]

@@ -11,8 +11,8 @@ import reference
 import torch
 from scipy import stats
 
-from rl_training.calibration import MIN_PAIRS, Calibration, interval_covers
-from rl_training.estimate import Estimate
+from rl_training.mathematics.calibration import MIN_PAIRS, Calibration, interval_covers
+from rl_training.mathematics.estimate import Estimate
 
 Pair = tuple[float, float, int, float, float]
 NAMES = {"slope", "slope_corrected", "correlation", "sign_agreement", "coverage"}

@@ -14,12 +14,12 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from rl_training.build import Run, accumulation_steps, build_run
-from rl_training.command_line import explain
-from rl_training.models import load_tiny
+from rl_training.job.build import Run, accumulation_steps, build_run
+from rl_training.job.command_line import explain
+from rl_training.job.settings import refuse_other_settings
 from rl_training.probes import SimpleEntropyProbe
-from rl_training.records import read_metrics
-from rl_training.settings import refuse_other_settings
+from rl_training.records.jsonl import read_metrics
+from rl_training.tasks.models import load_tiny
 
 CONF = Path(__file__).parents[1] / "conf"
 # What an option needs beside its name.

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from rl_training import dashboard
-from rl_training.dashboard import SECTIONS, main
+from rl_training.records import workspace as dashboard
+from rl_training.records.workspace import SECTIONS, main
 
 
 def panels_of(spec: dict[str, Any]) -> dict[str, list[dict[str, Any]]]:

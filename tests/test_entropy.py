@@ -8,7 +8,7 @@ import reference
 import torch
 from torch import Tensor
 
-from rl_training.entropy import surrogate_weights
+from rl_training.mathematics.entropy import surrogate_weights
 
 GARBAGE = 1e30  # what stands where mask is 0
 TABLE = [  # logits after each prefix: none uniform, so that no derivative vanishes by symmetry

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from rl_training.estimate import Estimate
+from rl_training.mathematics.estimate import Estimate
 
 
 def test_nan_without_a_reason_raises() -> None:

@@ -1,4 +1,7 @@
-"""Modules import only downward, and each outside library only on the floors that may know it."""
+"""Modules import only downward, and each outside library only in the rooms that may know it.
+
+The folder says the floor: rooms that stand on the same line of FLOORS do not know each other.
+"""
 
 from __future__ import annotations
 
@@ -9,49 +12,42 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-FLOORS = [
-    {"types", "estimate", "gradients", "entropy", "adamw", "sgd", "folds", "updates",
-     "entropy_gradients", "causes", "delta_h", "module_kinds", "trapezoid", "version", "importance", "calibration",
-     "responses"},
-    {"probes", "ground_truth", "buffer"},
-    {
-        "attach", "checkpoints", "dashboard", "host", "loggers", "models", "progress", "records", "refill", "report",
-        "sampling", "tasks", "tiny", "trainer", "zero",
-        "__init__",  # gathers the public names
-    },
-    {"build", "settings", "command_line"},
-    {"train"},
-]  # fmt: skip
-LIBRARIES = [
-    {"torch", "scipy"},
-    {"torch"},
-    {
-        "torch", "scipy", "trl", "transformers", "accelerate", "peft", "datasets", "tokenizers", "safetensors", "tqdm",
-        "rich", "matplotlib", "numpy", "jinja2", "math_verify", "sympy", "latex2sympy2_extended", "wandb", "trackio",
+PACKAGE = ROOT / "rl_training"
+# What each room may import beside itself. live and offline do not know each other, nor do records and probes.
+BELOW = {
+    "mathematics": set(),
+    "tasks": set(),
+    "step": {"mathematics"},
+    "probes": {"mathematics", "step"},
+    "records": {"mathematics"},
+    "live": {"mathematics", "step", "probes", "records"},
+    "job": {"mathematics", "step", "probes", "records", "live", "tasks"},
+}
+LIBRARIES = {
+    "mathematics": {"torch", "scipy"},
+    "step": {"torch"},
+    "probes": {"torch"},
+    "records": {
+        "torch", "transformers", "safetensors", "tqdm", "rich", "matplotlib", "numpy", "jinja2", "wandb", "trackio",
         "wandb_workspaces",
     },
-    {"torch", "transformers", "accelerate", "hydra", "omegaconf"},
-    {"hydra", "omegaconf"},
-]  # fmt: skip
-FILES = [*sorted((ROOT / "rl_training").rglob("*.py")), ROOT / "train.py"]
+    "live": {"torch", "trl", "transformers", "accelerate", "numpy"},
+    "tasks": {
+        "tqdm",
+        "torch", "transformers", "tokenizers", "datasets", "numpy", "math_verify", "sympy", "latex2sympy2_extended",
+        "safetensors",
+    },
+    "job": {"torch", "transformers", "accelerate", "hydra", "omegaconf"},
+}  # fmt: skip
+COMMANDS = {"report", "dashboard"}  # python -m rl_training.<name>: each one line that calls the room's main
+TOP = COMMANDS | {"__init__", "version"}
+FILES = [*sorted(PACKAGE.rglob("*.py")), ROOT / "train.py"]
 
 
-def module_of(path: Path) -> str:
-    """Returns the name that stands on a floor: the module, or the package for a module inside one."""
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return parts[0] if len(parts) == 1 else parts[1]
-
-
-def is_module(name: str) -> bool:
-    """Returns whether rl_training.<name> is a module or package, and not a public name like DrGRPOTrainer."""
-    path = ROOT / "rl_training" / name
-    return path.is_dir() or path.with_suffix(".py").exists()
-
-
-def floor_of(module: str) -> int:
-    floors = [number for number, modules in enumerate(FLOORS) if module in modules]
-    assert floors, f"{module} stands on no floor: add it to FLOORS"
-    return floors[0]
+def room_of(path: Path) -> str:
+    """Returns the folder that a module lies in, or "" for what lies above all rooms."""
+    parts = path.relative_to(ROOT).parts
+    return parts[1] if len(parts) > 2 else ""
 
 
 def imports_of(path: Path) -> set[str]:
@@ -66,21 +62,32 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
+def test_every_module_lies_in_a_room() -> None:
+    assert {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"} == set(BELOW)
+    assert {p.stem for p in PACKAGE.glob("*.py")} == TOP
+
+
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_only_downward(path: Path) -> None:
-    module, floor = module_of(path), floor_of(module_of(path))
+    room = room_of(path)
     for name in imports_of(path):
         top, *rest = name.split(".")
         if top == "rl_training":
-            if rest and is_module(rest[0]):
-                assert floor_of(rest[0]) <= floor, f"{module} (floor {floor}) imports {name}"
-        elif top not in sys.stdlib_module_names:
-            assert top in LIBRARIES[floor], f"{module} (floor {floor}) imports {name}"
+            if room and rest[0] != "version":
+                assert rest[0] in BELOW[room] | {room}, f"{room} imports {name}"
+        elif room and top not in sys.stdlib_module_names:
+            assert top in LIBRARIES[room], f"{room} imports {name}"
+
+
+def test_the_rooms_have_an_order() -> None:
+    for room, below in BELOW.items():
+        for lower in below:
+            assert BELOW[lower] < below, f"what {lower} may import, {room} may too, and more"
 
 
 def test_probes_do_not_import_one_another() -> None:
-    probes = {p.stem for p in (ROOT / "rl_training" / "probes").glob("*.py")} - {"__init__", "base"}
-    for path in (ROOT / "rl_training" / "probes").glob("*.py"):
+    probes = {p.stem for p in (PACKAGE / "probes").glob("*.py")} - {"__init__", "base"}
+    for path in (PACKAGE / "probes").glob("*.py"):
         if path.stem in probes:
             assert not {name for name in imports_of(path) if name.rsplit(".", 1)[-1] in probes}
 

@@ -13,8 +13,9 @@ import reference
 import torch
 from torch import Tensor
 
-from rl_training.adamw import adamw_delta
-from rl_training.folds import jackknife_stderr, leave_fold_out, response_number, split_prompts
+from rl_training.mathematics.adamw import adamw_delta
+from rl_training.mathematics.folds import leave_fold_out, response_number, split_prompts
+from rl_training.mathematics.jackknife import jackknife_stderr
 
 
 def alone(tensor: Tensor) -> Tensor:

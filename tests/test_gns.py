@@ -20,11 +20,14 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rl_training import Estimate
-from rl_training.adamw import WARM_STEPS, AdamWState
-from rl_training.gradients import CHUNK, JOINED, AdamMetric, GradientTap, SqNormMeter, flat_dot
+from rl_training.live.tap import GradientTap
+from rl_training.mathematics.adamw import WARM_STEPS, AdamWState
+from rl_training.mathematics.noise_scale import noise_moments, split_of_trace
+from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
+from rl_training.mathematics.vectors import CHUNK, JOINED, flat_dot
 from rl_training.probes import GradientNoiseScaleProbe
-from rl_training.probes.gns import noise_moments, split_of_trace
-from rl_training.types import OptimizerView, Rollout, Scores, StepContext
+from rl_training.step.types import OptimizerView, Rollout, StepContext
 
 G = 2  # responses per prompt: here only a factor
 SHAPES = {"attn": (2, 3), "mlp": (5,), "norm": (3,)}

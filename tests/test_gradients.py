@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from rl_training.gradients import CHUNK, GradientBuffer, GradientTap
+from rl_training.live.tap import GradientTap
+from rl_training.mathematics.vectors import CHUNK, GradientBuffer
 
 VOCABULARY, WIDTH = 11, 4
 NUM_RANKS = 2

@@ -27,10 +27,11 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe
-from rl_training.ground_truth import GroundTruth
-from rl_training.host import Forward
-from rl_training.sampling import sample, score_rollout
-from rl_training.types import Rollout, Scores, StepContext
+from rl_training.live.host import Forward
+from rl_training.live.sampling import sample, score_rollout
+from rl_training.mathematics.scores import Scores
+from rl_training.step.ground_truth import GroundTruth
+from rl_training.step.types import Rollout, StepContext
 
 METRICS = {
     "delta_h/true", "delta_h/true_sequence", "delta_h/true_floor", "delta_h/true_resampled",

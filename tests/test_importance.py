@@ -10,7 +10,7 @@ import reference
 import torch
 from torch import Tensor
 
-from rl_training.importance import (
+from rl_training.mathematics.importance import (
     change_of_sums,
     change_terms,
     importance_weights,
@@ -18,7 +18,7 @@ from rl_training.importance import (
     reweighted_change,
     sequence_totals,
 )
-from rl_training.types import Scores
+from rl_training.mathematics.scores import Scores
 
 
 def table(seed: int) -> list[list[float]]:

@@ -19,8 +19,8 @@ import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
-from rl_training.dashboard import SECTIONS
-from rl_training.records import read_metrics
+from rl_training.records.jsonl import read_metrics
+from rl_training.records.workspace import SECTIONS
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = [

@@ -21,10 +21,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from rl_training import zero
-from rl_training.build import _check_number_of_processes, _check_sharding
-from rl_training.checkpoints import what_is_wrong_with
-from rl_training.records import read_estimates
+from rl_training.job.build import _check_number_of_processes, _check_sharding
+from rl_training.live import zero
+from rl_training.records.checkpoints import what_is_wrong_with
+from rl_training.records.jsonl import read_estimates
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent

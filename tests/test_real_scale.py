@@ -21,15 +21,16 @@ from tokenizers import ByteLevelBPETokenizer
 from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
-from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe, models
-from rl_training.build import Run, accumulation_steps, build_run
-from rl_training.estimate import MIN_FOLDS_FOR_STDERR
-from rl_training.models import load_causal_lm, load_tiny
+from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
+from rl_training.job.build import Run, accumulation_steps, build_run
+from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.probes import SimpleEntropyProbe
-from rl_training.records import read_metrics
+from rl_training.records.jsonl import read_metrics
+from rl_training.step.types import StepContext
+from rl_training.tasks import models
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.gsm8k import gsm8k
-from rl_training.types import StepContext
+from rl_training.tasks.models import load_causal_lm, load_tiny
 
 CONF = Path(__file__).parents[1] / "conf"
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 from rl_training import Estimate
-from rl_training.records import METRICS_FILE, PROBES_FILE, Records, read_estimates, read_metrics
+from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, read_estimates, read_metrics
 
 
 def write_steps(records: Records, steps: range) -> None:

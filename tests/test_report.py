@@ -13,12 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from rl_training.estimate import Estimate
-from rl_training.records import METRICS_FILE, Records
-from rl_training.report import print_summary, write_report
-from rl_training.report.__main__ import main
-from rl_training.report.series import curve, gaps, naive_of, read_run, why_it_ends
-from rl_training.report.summary import MISSING, summarize
+from rl_training.mathematics.estimate import Estimate
+from rl_training.records.jsonl import METRICS_FILE, Records
+from rl_training.records.report import print_summary, write_report
+from rl_training.records.report.command import main
+from rl_training.records.report.series import curve, gaps, naive_of, read_run, why_it_ends
+from rl_training.records.report.summary import MISSING, summarize
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
 HOSTILE = "<script>alert('$\\frac{')</script> [/bold] {{ 7 * 7 }} &amp;"

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from rl_training import Estimate, Probe
-from rl_training.gradients import GradientBuffer
-from rl_training.models import load_tiny
+from rl_training.mathematics.vectors import GradientBuffer
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.probes.base import Need
-from rl_training.responses import contributions
+from rl_training.step.responses import contributions
+from rl_training.tasks.models import load_tiny
 
 
 class Differences(Probe):

@@ -18,8 +18,9 @@ import torch
 from hydra import compose, initialize_config_dir
 
 from rl_training import DrGRPOTrainer, Estimate
-from rl_training.build import Run, build_run
-from rl_training.checkpoints import (
+from rl_training.job.build import Run, build_run
+from rl_training.probes import SimpleEntropyProbe
+from rl_training.records.checkpoints import (
     TRAINING_STATE,
     find_checkpoint,
     save_probe_states,
@@ -27,8 +28,7 @@ from rl_training.checkpoints import (
     steps_taken,
     what_is_wrong_with,
 )
-from rl_training.probes import SimpleEntropyProbe
-from rl_training.records import METRICS_FILE, PROBES_FILE, Records, read_estimates, read_metrics
+from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, read_estimates, read_metrics
 
 ROOT = Path(__file__).parents[1]
 SMALL = [

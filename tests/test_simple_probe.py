@@ -15,8 +15,8 @@ from peft import LoraConfig
 from torch import Tensor
 
 from rl_training import Estimate, Probe
-from rl_training.models import load_tiny
 from rl_training.probes import SimpleEntropyProbe
+from rl_training.tasks.models import load_tiny
 
 K, G, L_MAX = 8, 4, 24
 EIGHT_FOLDS = {"gradient_accumulation_steps": K}

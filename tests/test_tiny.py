@@ -12,7 +12,7 @@ import transformers
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward, worked_examples
-from rl_training.tiny import TINY_PATH, build_model, build_tokenizer, warm_start
+from rl_training.tasks.tiny import TINY_PATH, build_model, build_tokenizer, warm_start
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
-from rl_training.records import read_estimates, read_metrics
+from rl_training.records.jsonl import read_estimates, read_metrics
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent

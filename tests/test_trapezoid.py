@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rl_training.trapezoid import BatchTerms, TrapezoidSum, TrapezoidTerms
+from rl_training.mathematics.trapezoid import BatchTerms, TrapezoidSum, TrapezoidTerms
 
 SHAPE = (2, 3)  # any quantity, elementwise
 NUM_BATCHES = 6

@@ -8,11 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_training import updates
-from rl_training.adamw import AdamWState
-from rl_training.gradients import GradientBuffer
-from rl_training.sgd import SGDState
-from rl_training.updates import CAUSES, optimizer_pieces, products_by_cause, products_with_step
+from rl_training.mathematics.adamw import AdamWState
+from rl_training.mathematics.sgd import SGDState
+from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.step import updates
+from rl_training.step.updates import CAUSES, optimizer_pieces, products_by_cause, products_with_step
 
 SHAPES = {"a": (3, 2), "b": (4,), "c": (5,), "large": (7, 3), "d": (2, 2), "e": (1,)}
 LARGE = 20  # entries that are joined at most, here

@@ -21,8 +21,8 @@ from collections.abc import Mapping
 
 from torch import Tensor
 
-from rl_training.estimate import Estimate
-from rl_training.types import Microbatch, Rollout, StepContext
+from rl_training.mathematics.estimate import Estimate
+from rl_training.step.types import Microbatch, Rollout, StepContext
 
 
 class Need(enum.Flag):

@@ -30,20 +30,20 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rl_training.calibration import Calibration
-from rl_training.causes import Splits
-from rl_training.delta_h import PRODUCTS, FoldSums, statistic
-from rl_training.entropy import Estimator
-from rl_training.entropy_gradients import importance_ratios
-from rl_training.estimate import MIN_FOLDS_FOR_STDERR, Estimate
-from rl_training.folds import jackknife_stderr
-from rl_training.gradients import GradientBuffer
-from rl_training.ground_truth import GroundTruth
+from rl_training.mathematics.calibration import Calibration
+from rl_training.mathematics.entropy import Estimator
+from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
+from rl_training.mathematics.jackknife import jackknife_stderr
+from rl_training.mathematics.trapezoid import BatchTerms, TrapezoidSum
+from rl_training.mathematics.vectors import GradientBuffer
 from rl_training.probes.base import Need, Probe
-from rl_training.responses import top_responses
-from rl_training.trapezoid import BatchTerms, TrapezoidSum
-from rl_training.types import StepContext
-from rl_training.updates import FIRST_FOLD, PREVIOUS, WHOLE
+from rl_training.step.causes import Splits
+from rl_training.step.entropy_gradients import importance_ratios
+from rl_training.step.fold_sums import PRODUCTS, FoldSums, statistic
+from rl_training.step.ground_truth import GroundTruth
+from rl_training.step.responses import top_responses
+from rl_training.step.types import StepContext
+from rl_training.step.updates import FIRST_FOLD, PREVIOUS, WHOLE
 
 SUMS = ("trapezoid", "cumulative_predicted", "cumulative_measured")
 MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless

@@ -1,0 +1,153 @@
+"""What the host does: facts of TRL, Transformers and accelerate, read and written in one place.
+
+Together with attach.py and sampling.py the only file that names their internals. Written against trl 1.16 and
+transformers 5.23. What DeepSpeed keeps elsewhere than torch does is read in zero.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trl import GRPOTrainer
+
+from rl_training.mathematics.scores import Scores
+from rl_training.step.types import Microbatch, Rollout
+
+# Keys that ride along in TRL's batch dictionaries.
+ROLLOUT_ROW = "rollout_row"  # the row before TRL's shuffle
+REWARD = "rollout_reward"
+
+Forward = Callable[..., tuple[Tensor, Tensor, Tensor | None]]  # GRPOTrainer._get_per_token_logps_and_entropies
+
+
+def is_dr_grpo(trainer: GRPOTrainer) -> bool:
+    """Returns whether the loss is Dr-GRPO's: no division by a group's standard deviation or a length, no KL term."""
+    args = trainer.args
+    return args.loss_type == "dr_grpo" and args.scale_rewards == "none" and args.beta == 0.0
+
+
+def steps_per_rollout(trainer: GRPOTrainer) -> int:
+    """Returns how many optimizer steps lie between two step ends at which a rollout is used up.
+
+    Off these ends TRL holds sampled sequences that it does not save: training cannot be resumed exactly from there.
+    """
+    microbatches = trainer.args.steps_per_generation * trainer.num_iterations
+    accumulation = trainer.args.gradient_accumulation_steps
+    return math.lcm(microbatches, accumulation) // accumulation
+
+
+def in_whole_prompt_order(buffered: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns TRL's buffered microbatches with their sequences back in rollout order, where prompts are contiguous.
+
+    TRL shuffles a generation batch before it splits it. Undoing that leaves its use of the random stream as it is.
+    """
+    order = torch.cat([batch[ROLLOUT_ROW] for batch in buffered]).argsort().split(len(buffered[0][ROLLOUT_ROW]))
+
+    def pick(values: list[Any], rows: Tensor) -> Any:
+        if isinstance(values[0], Tensor) and values[0].ndim > 0:
+            return torch.cat(values)[rows]
+        if isinstance(values[0], list):
+            joined = [item for part in values for item in part]
+            return [joined[i] for i in rows]
+        return values[0]  # one value for the whole generation batch
+
+    return [{key: pick([batch[key] for batch in buffered], rows) for key in buffered[0]} for rows in order]
+
+
+def read_rollout(inputs: Mapping[str, Any], first_prompt: int, responses_per_prompt: int, on_policy: bool) -> Rollout:
+    """Returns the sequences of one of TRL's batch dictionaries. Its prompts are numbered from `first_prompt`."""
+    return Rollout(
+        prompt_ids=inputs["prompt_ids"],
+        prompt_mask=inputs["prompt_mask"],
+        completion_ids=inputs["completion_ids"],
+        completion_mask=inputs["completion_mask"],
+        advantages=inputs["advantages"],
+        rewards=inputs.get(REWARD),
+        prompt_index=first_prompt + inputs[ROLLOUT_ROW] // responses_per_prompt,
+        sampling_logps=inputs.get("old_per_token_logps"),
+        on_policy=on_policy,
+    )
+
+
+def join_microbatches(
+    microbatches: Sequence[Microbatch], loss_weights: Sequence[Tensor]
+) -> tuple[Rollout, Scores, Tensor]:
+    """Returns sequences, scores and loss weights of a whole step, padded to one width: it may hold several rollouts."""
+    parts = [m.rollout for m in microbatches]
+    scores = [m.scores for m in microbatches if m.scores is not None]
+    assert len(scores) == len(parts)
+    rewards = [p.rewards for p in parts if p.rewards is not None]
+    sampled = [p.sampling_logps for p in parts if p.sampling_logps is not None]
+    prompt_width = max(p.prompt_ids.shape[1] for p in parts)
+    width = max(p.completion_ids.shape[1] for p in parts)
+
+    def left(tensors: list[Tensor]) -> Tensor:
+        return torch.cat([nn.functional.pad(t, (prompt_width - t.shape[1], 0)) for t in tensors])
+
+    def right(tensors: list[Tensor]) -> Tensor:
+        return torch.cat([nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
+
+    rollout = Rollout(
+        prompt_ids=left([p.prompt_ids for p in parts]),
+        prompt_mask=left([p.prompt_mask for p in parts]),
+        completion_ids=right([p.completion_ids for p in parts]),
+        completion_mask=right([p.completion_mask for p in parts]),
+        advantages=torch.cat([p.advantages for p in parts]),
+        rewards=torch.cat(rewards) if len(rewards) == len(parts) else None,
+        prompt_index=torch.cat([p.prompt_index for p in parts]),
+        sampling_logps=right(sampled) if len(sampled) == len(parts) else None,
+        on_policy=all(p.on_policy for p in parts),
+    )
+    joined = Scores(
+        logps=right([s.logps for s in scores]),
+        entropies=right([s.entropies for s in scores]),
+        mask=rollout.completion_mask,
+    )
+    return rollout, joined, right(list(loss_weights))
+
+
+def score(trainer: GRPOTrainer, forward: Forward, rollout: Rollout, rows: Tensor) -> Scores:
+    """Returns log-probabilities and entropies WITH graph for some rows, on the unwrapped model.
+
+    Each sequence starts in the first column, and the batch is as wide as the longest of these rows. What stands to the
+    right of a sequence no causal model looks at, so there is no attention mask to build and to apply. The random
+    streams (dropout) are put back as they were.
+    """
+    prompt_mask, mask = rollout.prompt_mask[rows], rollout.completion_mask[rows]
+    prompt_length, length = prompt_mask.sum(dim=1), mask.sum(dim=1)
+    width, shortest_prompt = int((prompt_length + length).max()), int(prompt_length.min())
+    padded = torch.cat([rollout.prompt_ids[rows], rollout.completion_ids[rows]], dim=1)
+    columns = (prompt_mask.shape[1] - prompt_length).unsqueeze(1) + torch.arange(width, device=padded.device)
+    ids = padded.gather(1, columns.clamp(max=padded.shape[1] - 1))
+    devices = [ids.device] if ids.device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        scores = forward(
+            trainer.model, ids, torch.ones_like(ids), logits_to_keep=width - shortest_prompt, compute_entropy=True
+        )
+    mask = mask[:, : int(length.max())]
+    columns = (prompt_length - shortest_prompt).unsqueeze(1) + torch.arange(mask.shape[1], device=ids.device)
+    columns = columns.clamp(max=width - shortest_prompt - 1)
+    return Scores(logps=scores[0].gather(1, columns), entropies=scores[1].gather(1, columns), mask=mask)
+
+
+@contextlib.contextmanager
+def shifted(parameters: Mapping[str, nn.Parameter], shift: Mapping[str, Tensor]) -> Iterator[None]:
+    """A context in which parameters point to moved copies of themselves; what they pointed to is never written to."""
+    originals = {name: param.data for name, param in parameters.items()}
+    try:
+        for name, param in parameters.items():
+            param.data = param.data + shift[name]
+        yield
+    finally:
+        for name, param in parameters.items():
+            param.data = originals[name]
+
+
+def decode(trainer: GRPOTrainer, ids: Tensor) -> str:
+    """Returns the text of one sequence of tokens, as TRL decodes completions."""
+    return trainer._tokenizer.decode(ids, skip_special_tokens=True)

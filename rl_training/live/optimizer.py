@@ -1,0 +1,105 @@
+"""The optimizer of a running trainer, before its step: the gradients that it gets, its hyperparameters and states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from trl import GRPOTrainer
+
+from rl_training.live import zero
+from rl_training.mathematics.adamw import AdamWState
+from rl_training.mathematics.sgd import SGDState
+from rl_training.step.types import OptimizerView
+
+
+def deepspeed_engine(trainer: GRPOTrainer) -> Any | None:
+    """Returns DeepSpeed's engine, which exists once training has begun and steps within `training_step`; else None."""
+    return trainer.model_wrapped if trainer.is_deepspeed_enabled else None
+
+
+def mean_gradients(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Returns the gradients of the step by name: mean over microbatches and ranks, not clipped.
+
+    Raises ValueError when a trainable parameter has none. ZeRO knows of no such parameter: it has zeros for it.
+    """
+    engine = deepspeed_engine(trainer)
+    if engine is not None:
+        of_param = zero.mean_gradients(engine.optimizer)
+        return {name: of_param[param] for name, param in parameters.items()}
+    missing = [name for name, p in parameters.items() if p.grad is None]
+    if missing:
+        raise ValueError(
+            f"{len(missing)} trainable parameters get no gradient from the loss, {missing[0]!r} among them: "
+            "freeze what is not trained (requires_grad_(False))"
+        )
+    return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+
+
+def view_optimizer(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter]) -> OptimizerView:
+    """Returns the optimizer before its step: its states by parameter name, or the reason why there is no formula.
+
+    Under ZeRO this is a collective: the states are gathered.
+    """
+    engine = deepspeed_engine(trainer)
+    readers: dict[type, Callable[..., AdamWState | SGDState]] = {
+        torch.optim.AdamW: _read_adam_state,
+        torch.optim.Adam: _read_adam_state,
+    }
+    if engine is not None:  # it holds torch's optimizer, and clips
+        optimizer, max_grad_norm = engine.optimizer.optimizer, zero.max_grad_norm(engine.optimizer)
+    else:
+        optimizer, max_grad_norm = trainer.optimizer, trainer.args.max_grad_norm or float("inf")
+        if isinstance(optimizer, AcceleratedOptimizer):
+            optimizer = optimizer.optimizer
+        readers[torch.optim.SGD] = _read_sgd_state
+    read_state = readers.get(type(optimizer))
+    if read_state is None:
+        known = ", ".join(kind.__name__ for kind in readers)
+        reason = f"the step of {type(optimizer).__name__} has no formula here, only those of {known}"
+        return OptimizerView(None, max_grad_norm, reason)
+    if any(group.get("amsgrad") or group["maximize"] for group in optimizer.param_groups):
+        return OptimizerView(None, max_grad_norm, "amsgrad and maximize have no formula here")
+    if engine is not None:
+        group_of, state_of = zero.optimizer_states(engine.optimizer)
+    else:
+        group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
+        state_of = optimizer.state
+    rounded = [name for name, param in parameters.items() if engine is None and param.dtype.itemsize < 4]
+    if rounded:
+        dtype = str(parameters[rounded[0]].dtype).removeprefix("torch.")
+        reason = f"{rounded[0]} is kept in {dtype}, whose rounding decides what a step is: train weights in float32"
+        return OptimizerView(None, max_grad_norm, reason)
+    outside = [name for name, param in parameters.items() if param not in group_of]
+    if outside:
+        return OptimizerView(None, max_grad_norm, f"parameter {outside[0]} is trainable but not in the optimizer")
+    states = {name: read_state(param, state_of.get(param, {}), group_of[param]) for name, param in parameters.items()}
+    return OptimizerView(states, max_grad_norm)
+
+
+def _read_adam_state(param: nn.Parameter, state: Mapping[str, Any], group: Mapping[str, Any]) -> AdamWState:
+    """Returns Adam's view of one parameter; its state is zero before the first step, when torch has none yet."""
+    return AdamWState(
+        exp_avg=state["exp_avg"] if state else torch.zeros_like(param),
+        exp_avg_sq=state["exp_avg_sq"] if state else torch.zeros_like(param),
+        step=int(state["step"]) if state else 0,
+        lr=float(group["lr"]),
+        betas=group["betas"],
+        eps=group["eps"],
+        weight_decay=group["weight_decay"],
+        decoupled=group["decoupled_weight_decay"],
+    )
+
+
+def _read_sgd_state(param: nn.Parameter, state: Mapping[str, Any], group: Mapping[str, Any]) -> SGDState:
+    return SGDState(
+        momentum_buffer=state.get("momentum_buffer"),
+        lr=float(group["lr"]),
+        momentum=group["momentum"],
+        dampening=group["dampening"],
+        weight_decay=group["weight_decay"],
+        nesterov=group["nesterov"],
+    )

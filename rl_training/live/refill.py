@@ -1,0 +1,196 @@
+"""A rollout through the filter: generated, rejected and generated again, and joined to the one that TRL would return.
+
+Every process knows the rewards of all, so all take the same decisions without asking one another, and each attempt is
+as large on one process as on the other. What is missing on the process that misses most, all of them generate.
+
+Like host.py this file knows how TRL's batch dictionaries and metrics look.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from trl import GRPOTrainer
+
+from rl_training.live import host
+from rl_training.live.buffer import FilteredBuffer, are_mixed
+
+Generate = Callable[[list[dict[str, Any]]], tuple[dict[str, Any], Tensor]]  # rows → TRL's output, rewards of all ranks
+Metrics = Mapping[str, Sequence[float]]
+
+
+def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
+    """Starts the buffer on the trainer's prompts. ValueError, saying what to do, where it cannot filter them."""
+    if trainer.tools or trainer.environments is not None or trainer.rollout_func is not None:
+        raise ValueError(
+            "buffer=filtered is for text rollouts of one turn, without tools, environments or a rollout_func: use "
+            "buffer=plain"
+        )
+    if trainer.multi_objective_aggregation != "sum_then_normalize":
+        raise ValueError(
+            f"multi_objective_aggregation={trainer.multi_objective_aggregation!r} makes a prompt's advantages depend "
+            "on the other prompts generated with it, rejected ones included: use 'sum_then_normalize' or buffer=plain"
+        )
+    if not isinstance(trainer.train_dataset, Sized):
+        raise ValueError(
+            "buffer=filtered draws prompts from the whole training set, which needs a length: load it without "
+            "streaming, or use buffer=plain"
+        )
+    num_prompts = len(trainer.train_dataset)
+    needed = trainer.args.generation_batch_size // trainer.num_generations
+    if num_prompts < needed:
+        raise ValueError(
+            f"the training set has {num_prompts} prompts, and a rollout asks {needed} different ones: give more "
+            "prompts, a smaller batch.sequences_per_step, or buffer=plain"
+        )
+    buffer.start(num_prompts)
+
+
+class Places:
+    """The places of a rollout, a prompt each, on every process: which of the groups generated there stands in each.
+
+    Groups are counted through all attempts. In the first one every group has a place of its own; a mixed group of a
+    later one takes the first place that is empty, since the group that stands there is not mixed.
+    """
+
+    def __init__(self, num_processes: int, num_places: int) -> None:
+        self.groups = [list(range(num_places)) for _ in range(num_processes)]
+        self.empty = [list(range(num_places)) for _ in range(num_processes)]
+        self._generated = 0  # groups on a process
+
+    @property
+    def missing(self) -> int:
+        """How many places are empty where most are."""
+        return max(map(len, self.empty))
+
+    @property
+    def filled(self) -> float:
+        """Which share of all places is not empty."""
+        return 1 - sum(map(len, self.empty)) / sum(map(len, self.groups))
+
+    def put(self, mixed: Tensor) -> None:
+        """Takes in an attempt: (processes, groups), whether each is mixed. Those beyond the places are dropped."""
+        for process, row in enumerate(mixed):
+            good = row.nonzero().flatten().tolist()
+            taken = self.empty[process][: len(good)] if self._generated else good
+            for place, group in zip(taken, good, strict=False):
+                self.groups[process][place] = self._generated + group
+            self.empty[process] = [place for place in self.empty[process] if place not in taken]
+        self._generated += mixed.shape[1]
+
+
+def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generate, num_rows: int) -> dict[str, Any]:
+    """Returns a rollout of `num_rows` sequences of this process, with host.REWARD, as full of mixed prompts as can be.
+
+    Places that stay empty keep the prompt of the first attempt, whose advantages are 0.
+    """
+    size, world, rank = trainer.num_generations, trainer.accelerator.num_processes, trainer.accelerator.process_index
+    places = Places(world, num_rows // size)
+    outputs: list[dict[str, Any]] = []
+    metrics: list[Metrics] = []
+    tried: list[int] = []
+    num_mixed = 0
+    buffer.forget()
+    while (each := places.missing) and len(outputs) < buffer.max_attempts:
+        if each * world > buffer.num_prompts - len(tried):
+            break  # no prompts are left to try
+        prompts = buffer.draw(each * world, tried)
+        own = prompts[rank * each : (rank + 1) * each]
+        with _metrics_of_its_own(trainer) as logged:
+            output, rewards = generate([dict(trainer.train_dataset[i]) for i in own for _ in range(size)])
+        rewards = rewards.view(world, each, size)
+        output[host.REWARD] = rewards[rank].flatten().to(output["completion_ids"].device)
+        mixed = are_mixed(rewards)
+        places.put(mixed)
+        buffer.learn(prompts, rewards.flatten(0, 1))
+        num_mixed += int(mixed.sum())
+        tried += prompts
+        outputs.append(output)
+        metrics.append(logged)
+    sequences = [len(output["completion_ids"]) * world for output in outputs]
+    lengths = [logged["completions/mean_length"][-1] for logged in metrics]
+    merged = merge_metrics(metrics, sequences) | {
+        "buffer/attempts": float(len(outputs)),
+        "buffer/acceptance": num_mixed / len(tried),
+        "buffer/filled": places.filled,
+        "buffer/generated_tokens": float(sum(round(t * n) for t, n in zip(lengths, sequences, strict=True))),
+    }
+    for name, value in merged.items():
+        trainer._metrics["train"][name].append(value)
+    trainer._metrics["train"]["num_tokens"] = list(metrics[-1]["num_tokens"])  # a count so far, and no average
+    return _joined(trainer, outputs, torch.tensor(places.groups[rank]))
+
+
+def merge_metrics(attempts: Sequence[Metrics], num_sequences: Sequence[int]) -> dict[str, float]:
+    """Returns what TRL logged in each attempt as one number per name: the mean over all their sequences.
+
+    Of a minimum it is the least one, of a maximum the largest; of a standard deviation the mean of the attempts' own.
+    What is logged of the sequences that ended by themselves, `…_terminated_length`, is merged over those.
+    """
+    merged = {}
+    ended = [
+        n * (1 - attempt["completions/clipped_ratio"][-1]) for attempt, n in zip(attempts, num_sequences, strict=True)
+    ]
+    for name in {name: None for attempt in attempts for name in attempt}:
+        weights = ended if name.endswith("_terminated_length") else num_sequences
+        values = [
+            (attempt[name][-1], weight)
+            for attempt, weight in zip(attempts, weights, strict=True)
+            if weight > 0 and name in attempt and not math.isnan(attempt[name][-1])
+        ]
+        kind = name.rpartition("/")[2].partition("_")[0]
+        if not values:
+            merged[name] = math.nan
+        elif kind in ("min", "max"):
+            merged[name] = {"min": min, "max": max}[kind](value for value, _ in values)
+        else:
+            merged[name] = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
+    return merged
+
+
+@contextlib.contextmanager
+def _metrics_of_its_own(trainer: GRPOTrainer) -> Iterator[dict[str, list[float]]]:
+    """A context in which what TRL logs goes into the dictionary that it yields, and not into the trainer's."""
+    kept = trainer._metrics["train"]
+    own: dict[str, list[float]] = defaultdict(list)
+    trainer._metrics["train"] = own
+    try:
+        yield own
+    finally:
+        trainer._metrics["train"] = kept
+
+
+def _joined(trainer: GRPOTrainer, outputs: Sequence[dict[str, Any]], groups: Tensor) -> dict[str, Any]:
+    """Returns these groups, counted through TRL's outputs, as one output: no wider than its longest sequence needs."""
+    size = trainer.num_generations
+    rows = (groups.unsqueeze(1) * size + torch.arange(size)).flatten().to(outputs[0]["completion_ids"].device)
+    joined = {}
+    for key, first in outputs[0].items():
+        if first.ndim == 0:  # num_items_in_batch, counted anew below
+            continue
+        parts = [output[key] for output in outputs]
+        if first.ndim == 2:
+            width = max(part.shape[1] for part in parts)
+            value = trainer._tokenizer.pad_token_id if key.endswith("_ids") else 0
+            left = key.startswith("prompt")
+            parts = [
+                nn.functional.pad(t, (w, 0) if left else (0, w), value=value)
+                for t in parts
+                for w in [width - t.shape[1]]
+            ]
+        joined[key] = torch.cat(parts)[rows]
+    multiple = trainer.pad_to_multiple_of or 1
+    for side in ("prompt", "completion"):
+        longest = max(1, int(joined[f"{side}_mask"].sum(dim=1).max()))
+        width, padded = -(-longest // multiple) * multiple, joined[f"{side}_mask"].shape[1]
+        for key, tensor in joined.items():
+            if tensor.ndim == 2 and tensor.shape[1] == padded and key.startswith("prompt") == (side == "prompt"):
+                joined[key] = tensor[:, -width:] if side == "prompt" else tensor[:, :width]
+    joined["num_items_in_batch"] = trainer.accelerator.gather(joined["completion_mask"].sum()).sum()
+    return joined

@@ -1,0 +1,172 @@
+"""Fresh responses from the policy as it stands in a running trainer, and their scores; training never notices.
+
+For measurements that need sequences of their own, not those that training learns from. With `host` and `attach` this
+file names internals of TRL, transformers and accelerate.
+
+What is sampled and scored is one and the same policy: the unwrapped model in the precision of its weights (autocast
+off), without dropout, at the trainer's temperature. Where TRL generates with vLLM it is the same policy up to vLLM's
+numerics. All is local to a rank: no collective. Put back as found, bit for bit: the random streams of Python, NumPy and
+torch, the train / eval mode of every module, gradient checkpointing, autocast.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator, Sized
+
+import numpy as np
+import torch
+from accelerate.utils import AutocastKwargs
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
+from trl import GRPOTrainer
+from trl.models import unwrap_model_for_generation
+
+from rl_training.live import host
+from rl_training.mathematics.scores import Scores
+from rl_training.step.types import Rollout
+
+
+def sample(trainer: GRPOTrainer, num_sequences: int, seed: int) -> Rollout:
+    """Returns this rank's share of `num_sequences` fresh responses, one each to random prompts of the training set.
+
+    Prompts are drawn with replacement, so that sequences are independent; `prompt_index` numbers the draws over all
+    ranks, of which rank r has r, r + ranks, ... The same seed gives the same prompts and the same random numbers at
+    each place in each response, whatever the parameters: common random numbers. There are no advantages: nan.
+    """
+    accelerator = trainer.accelerator
+    rows = np.random.default_rng([seed, 0]).integers(_num_prompts(trainer), size=num_sequences)
+    mine = range(accelerator.process_index, num_sequences, accelerator.num_processes)
+    if not mine:
+        raise ValueError(
+            f"{num_sequences} sequences cannot be shared among {accelerator.num_processes} processes: "
+            f"sample at least one for each"
+        )
+    prompts = [trainer.train_dataset[int(rows[i])]["prompt"] for i in mine]
+    device, size = accelerator.device, trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+    prompt_ids, completion_ids = [], []
+    with _measuring(trainer):
+        tokenized = [torch.tensor(ids, device=device) for ids in trainer._tokenize_prompts(prompts)[0]]
+        for number, start in enumerate(range(0, len(mine), size)):
+            # A seed for each batch: how many numbers one uses depends on its longest response, hence on the parameters.
+            _seed_torch(seed, 1 + accelerator.process_index, number, device=device)
+            completion_ids += _generate(trainer, tokenized[start : start + size])
+            prompt_ids += tokenized[start : start + size]
+    pad = trainer._tokenizer.pad_token_id
+    return Rollout(
+        prompt_ids=pad_sequence(prompt_ids, True, pad, padding_side="left"),
+        prompt_mask=pad_sequence([torch.ones_like(ids) for ids in prompt_ids], True, padding_side="left"),
+        completion_ids=pad_sequence(completion_ids, True, pad),
+        completion_mask=pad_sequence([torch.ones_like(ids) for ids in completion_ids], True),
+        advantages=torch.full((len(mine),), torch.nan, device=device),
+        rewards=None,
+        prompt_index=torch.tensor(mine, device=device),
+        sampling_logps=None,
+        on_policy=True,
+    )
+
+
+def score_rollout(trainer: GRPOTrainer, forward: host.Forward, rollout: Rollout) -> Scores:
+    """Returns log-probabilities and entropies of all rows at the present parameters, without graph.
+
+    In batches of at most the trainer's microbatch, each only as wide as its longest row.
+    """
+    width = rollout.completion_ids.shape[1]
+    rows = torch.arange(rollout.num_sequences, device=rollout.completion_ids.device)
+    with _measuring(trainer):
+        parts = [
+            host.score(trainer, forward, rollout, batch)
+            for batch in rows.split(trainer.args.per_device_train_batch_size)
+        ]
+
+    def join(tensors: list[Tensor]) -> Tensor:
+        return torch.cat([nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
+
+    return Scores(
+        logps=join([part.logps for part in parts]),
+        entropies=join([part.entropies for part in parts]),
+        mask=rollout.completion_mask,
+    )
+
+
+def _num_prompts(trainer: GRPOTrainer) -> int:
+    if not isinstance(trainer.train_dataset, Sized):
+        raise ValueError(
+            "prompts can be drawn at random only from a training set with a length: load it without streaming, "
+            "or measure without fresh samples"
+        )
+    return len(trainer.train_dataset)
+
+
+def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
+    """Returns a response to each prompt as TRL's own generation makes it, cut after the first end-of-sequence token."""
+    pad = trainer._tokenizer.pad_token_id
+    overrides = {} if trainer.use_vllm else trainer.args.generation_kwargs or {}  # vLLM's have other names
+    config = GenerationConfig(
+        **{
+            "max_new_tokens": trainer.max_completion_length,
+            "do_sample": True,
+            "pad_token_id": pad,
+            "bos_token_id": trainer._tokenizer.bos_token_id,
+            "eos_token_id": trainer.eos_token_ids,
+            "temperature": trainer.temperature,
+            "top_p": trainer.top_p,  # neutral, like the next three, or attach would have refused them
+            "top_k": trainer.top_k,
+            "min_p": trainer.min_p,
+            "repetition_penalty": trainer.repetition_penalty,
+            "cache_implementation": trainer.args.cache_implementation,
+            "disable_compile": True,
+            **overrides,
+        }
+    )
+    ids = pad_sequence(prompt_ids, True, pad, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in prompt_ids], True, padding_side="left")
+    with unwrap_model_for_generation(
+        trainer.model_wrapped,
+        trainer.accelerator,
+        gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
+    ) as model:
+        sequences = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+    completions = sequences[:, ids.shape[1] :]
+    is_end = torch.isin(completions, torch.tensor(trainer.eos_token_ids, device=completions.device))
+    lengths = (is_end.cumsum(dim=1) - is_end.long() == 0).sum(dim=1)  # tokens with no end before them
+    return [row[:length] for row, length in zip(completions, lengths.tolist(), strict=True)]
+
+
+@contextlib.contextmanager
+def _measuring(trainer: GRPOTrainer) -> Iterator[None]:
+    """Evaluation mode, no graph, no autocast, and random streams that are put back, as everything else is.
+
+    Not inference mode: what a model caches under it (rotary tables) would break the next training forward.
+    """
+    model, accelerator = trainer.model, trainer.accelerator
+    in_training = [module for module in model.modules() if module.training]
+    forward, autocast = vars(model).get("forward"), accelerator.autocast_handler
+    device = accelerator.device
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        try:
+            model.eval()
+            accelerator.autocast_handler = AutocastKwargs(enabled=False)  # of TRL's forward
+            if accelerator.native_amp:
+                model.forward = model._original_forward  # accelerate's wrapper has an autocast of its own
+            yield
+        finally:
+            if accelerator.native_amp:
+                model.forward = forward
+            accelerator.autocast_handler = autocast
+            for module in in_training:
+                module.training = True
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _seed_torch(*seed: int, device: torch.device) -> None:
+    """Seeds the CPU's stream and this device's, and no other device's, as torch.manual_seed would."""
+    number = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(number)

@@ -1,0 +1,157 @@
+"""DrGRPOTrainer: TRL's GRPOTrainer with the Dr-GRPO settings fixed and checked, and probes attached.
+
+Dr-GRPO (Liu et al. 2025, "Understanding R1-Zero-like training") removes two biases of GRPO: advantages are not divided
+by the group's standard deviation, and a sequence's loss is summed over its tokens and divided by a constant, the
+maximum completion length. There is no KL term.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate.utils import is_peft_model, parse_flag_from_env
+from torch import Tensor
+from transformers import TrainerCallback
+from transformers.trainer_utils import SaveStrategy
+from transformers.utils import logging
+from trl import GRPOConfig, GRPOTrainer
+
+from rl_training.live.attach import attach
+from rl_training.live.buffer import FilteredBuffer
+from rl_training.live.host import steps_per_rollout
+from rl_training.live.refill import fill_rollout, start_buffer
+from rl_training.probes.base import Probe
+from rl_training.records.checkpoints import load_buffer_state, save_buffer_state
+from rl_training.records.jsonl import Records
+
+logger = logging.get_logger(__name__)
+
+FIXED = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "importance_sampling_level": "token"}
+
+
+@dataclass
+class DrGRPOConfig(GRPOConfig):
+    """trl.GRPOConfig with Dr-GRPO's settings, and defaults under which probes can measure.
+
+    Every field of GRPOConfig is here. What makes it Dr-GRPO cannot be changed: ValueError. On a machine without an
+    accelerator it trains in fp32 on the CPU by itself.
+    """
+
+    loss_type: str = "dr_grpo"
+    scale_rewards: str = "none"
+    beta: float = 0.0
+    logging_steps: float = 1  # a line per optimizer step in the records
+    bf16: bool | None = None
+    gradient_checkpointing: bool | None = None  # TRL has True; transformers reads None as False
+    ddp_find_unused_parameters: bool | None = False
+
+    def __post_init__(self) -> None:
+        if not torch.accelerator.is_available() or parse_flag_from_env("ACCELERATE_USE_CPU"):
+            self.use_cpu = True
+        if self.use_cpu and self.bf16 is None:
+            self.bf16 = False
+        super().__post_init__()
+        for name, value in FIXED.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} is not Dr-GRPO, which has {name}={value!r}: leave it out, "
+                    "or use trl.GRPOTrainer with rl_training.attach"
+                )
+
+
+class SaveBetweenRollouts(TrainerCallback):
+    """Moves `save_steps` to where a rollout is used up, and says so: TRL does not save a rollout that it still uses.
+
+    steps_per_rollout  optimizer steps from one such place to the next; with 1, the usual, there is nothing to move
+    """
+
+    def __init__(self, steps_per_rollout: int) -> None:
+        self.steps_per_rollout = steps_per_rollout
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        every, notes = self.steps_per_rollout, []
+        if state.global_step % every:
+            notes.append(f"step {state.global_step}, where this run goes on, lies within one")
+        if args.save_strategy == SaveStrategy.STEPS:
+            wanted, state.save_steps = state.save_steps, math.ceil(state.save_steps / every) * every
+            if state.save_steps != wanted:
+                notes.append(f"checkpoints are written every {state.save_steps} steps, not every {wanted}")
+            if state.max_steps % every:
+                notes.append(f"the checkpoint of step {state.max_steps}, the last one, lies within one")
+        if notes and state.is_world_process_zero:
+            logger.warning(
+                f"a rollout lasts {every} optimizer steps, and TRL does not save it: training is resumed exactly only "
+                f"from where one ends. {'; '.join(notes)}"
+            )
+
+
+class DrGRPOTrainer(GRPOTrainer):
+    """trl.GRPOTrainer that runs Dr-GRPO with whole prompts in each microbatch, and tells `probes` of every step.
+
+    probes   what to measure; training is bitwise the same with any of them and with none
+    records  where metrics.jsonl and probes.jsonl go; optional
+    buffer   a FilteredBuffer, to draw the prompts instead of the data loader and to replace those that teach nothing
+    Everything else as in trl.GRPOTrainer. `.attachment.remove()` takes the probes off again.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        probes: Sequence[Probe] = (),
+        records: Records | None = None,
+        buffer: FilteredBuffer | None = None,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        if not isinstance(self.args, DrGRPOConfig):
+            raise ValueError(f"DrGRPOTrainer needs args=DrGRPOConfig(...), got {type(self.args).__name__}")
+        if is_peft_model(self.model):  # TRL rounds the adapter on a 4-bit model to bf16, in which small steps are lost
+            for param in self.model.parameters():
+                if param.requires_grad and param.dtype.itemsize < 4:
+                    param.data = param.data.float()
+        self.attachment = attach(self, probes, records, whole_prompts=True)
+        self.add_callback(SaveBetweenRollouts(steps_per_rollout(self)))
+        self.buffer = buffer
+        if buffer is not None:
+            start_buffer(self, buffer)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Returns TRL's rollout of these rows; in training with a buffer one of rows that the buffer draws."""
+        generate = super()._generate_and_score_completions
+        if self.buffer is None or not self.model.training:
+            return generate(inputs)
+        return fill_rollout(self, self.buffer, lambda rows: (generate(rows), self._latest_rewards), len(inputs))
+
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
+        """Returns TRL's (sequences of all ranks, reward functions), after checking that every sequence has a reward.
+
+        TRL would train on with an advantage of 0 for nan, and with a whole group of nan for one infinite reward.
+        """
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        bad = rewards.isinf().any(dim=1) | rewards.isnan().all(dim=1)
+        if bad.any():
+            row = int(bad.nonzero()[0])
+            values = dict(zip(self.reward_func_names, rewards[row].tolist(), strict=True))
+            local = row - self.accelerator.process_index * len(prompts)
+            where = f" for completion {completions[local]!r}" if 0 <= local < len(prompts) else ""
+            raise ValueError(
+                f"step {self.state.global_step + 1}: {int(bad.sum())} of {len(bad)} rewards are not finite: the first "
+                f"is {values}{where}. A reward function must return a finite number for every completion."
+            )
+        self._latest_rewards = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        return rewards
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        super()._save_optimizer_and_scheduler(output_dir)
+        if self.buffer is not None and self.args.should_save:
+            save_buffer_state(self.buffer, Path(output_dir))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if self.buffer is not None and checkpoint is not None:
+            load_buffer_state(self.buffer, Path(checkpoint))

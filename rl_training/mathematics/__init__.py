@@ -1,0 +1,1 @@
+"""Formulas: torch and scipy only. No trainer, no model, no file."""

@@ -1,0 +1,115 @@
+"""The change of entropy between two parameters, from sequences that were sampled at the first. Pure functions.
+
+Sequences t_i ~ π, scored under π and under π'. With S the log-probability of a sequence, T its length and H = Σ_k h_k
+the sum of the exact next-token entropies along it (the Rao-Blackwell form: same expectation as −S, less noise),
+self-normalised importance sampling (SNIS) gives
+
+    w_i = exp(S'_i − S_i)
+    ΔH_seq = Σ w H' / Σ w   − Σ H / N          nats per sequence
+    ΔH_tok = Σ w H' / Σ w T − Σ H / Σ T        nats per token
+    ESS = (Σ w)² / Σ w²                        Kish: how many sequences of equal weight are as good
+
+Weights are not clipped: that would be a bias nobody sees. (They are computed relative to the largest, which cancels, so
+none overflows and not all underflow.) Where the ESS is small, sample afresh under π' and take the
+difference of the two samples; common random numbers make it a difference of pairs, one pair per prompt.
+
+Sequences (pairs) are independent units, so the standard errors are the delete-one jackknife over them, folds.py.
+
+Source: Owen 2013, "Monte Carlo theory, methods and examples", ch. 9.2 (SNIS) and 8.6 (common random numbers).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_training.mathematics.jackknife import jackknife_stderr
+from rl_training.mathematics.scores import Scores
+
+LOGP, ENTROPY, LENGTH = 0, 1, 2  # columns of `sequence_totals`
+NUM_TOTALS = 3
+MIN_SEQUENCES = 2  # an error needs one to leave out and one to stay
+
+
+@dataclass(frozen=True)
+class EntropyChange:
+    """H at the second parameters less H at the first, in nats, with standard errors."""
+
+    token: float
+    token_stderr: float
+    sequence: float
+    sequence_stderr: float
+
+
+@dataclass(frozen=True)
+class Weights:
+    """How far the second policy is from the first, in weights w = π'(t)/π(t) of sequences t sampled from the first."""
+
+    ess: float  # effective number of sequences, 1 .. N; nan when a log-probability is not a finite number
+    largest: float  # inf where it is beyond what float64 holds
+    smallest: float
+
+
+def sequence_totals(scores: Scores) -> Tensor:
+    """Returns (B, 3) in float64: S, H and T of each sequence, the sums over its tokens."""
+    mask = scores.mask.bool()
+    logp = scores.logps.double().masked_fill(~mask, 0).sum(dim=1)
+    entropy = scores.entropies.double().masked_fill(~mask, 0).sum(dim=1)
+    return torch.stack([logp, entropy, mask.sum(dim=1).double()], dim=1)
+
+
+def importance_weights(before: Tensor, after: Tensor) -> Weights:
+    """Returns ESS, largest and smallest of w = exp(S' − S), from `sequence_totals` of all sequences."""
+    weights, log_ratio = _relative_weights(before, after), after[:, LOGP] - before[:, LOGP]
+    ess = weights.sum().square() / weights.square().sum()
+    return Weights(float(ess), float(log_ratio.max().exp()), float(log_ratio.min().exp()))
+
+
+def reweighted_change(before: Tensor, after: Tensor) -> EntropyChange:
+    """Returns the SNIS estimate from N sequences sampled under the first policy.
+
+    before  (N, 3), `sequence_totals` under the policy they were sampled from
+    after   (N, 3), of the same sequences under the other
+
+    Example: two sequences of one token with H = (1, 1), H' = (2, 4) and w = (3, 1) have ΔH = 10/4 − 2/2 = 1.5.
+    """
+    return _change(change_terms(before, after, _relative_weights(before, after)))
+
+
+def paired_change(before: Tensor, after: Tensor) -> EntropyChange:
+    """Returns the difference of two samples of N sequences, row i of both to the same prompt with the same dice.
+
+    before  (N, 3), `sequence_totals` of sequences sampled and scored under the first policy
+    after   (N, 3), of others, sampled and scored under the second
+    """
+    return _change(change_terms(before, after, torch.ones_like(before[:, 0])))
+
+
+def change_terms(before: Tensor, after: Tensor, weights: Tensor) -> Tensor:
+    """Returns (N, 6): what has to be summed over sequences for `change_of_sums`: w, wH', wT', 1, H, T."""
+    columns = [weights, weights * after[:, ENTROPY], weights * after[:, LENGTH]]
+    return torch.stack([*columns, torch.ones_like(weights), before[:, ENTROPY], before[:, LENGTH]], dim=1)
+
+
+def change_of_sums(sums: Tensor) -> Tensor:
+    """Returns (..., 2): ΔH per token and per sequence, from (..., 6) sums of `change_terms`."""
+    weight, entropy_after, length_after, count, entropy, length = sums.unbind(-1)
+    per_token = entropy_after / length_after - entropy / length
+    return torch.stack([per_token, entropy_after / weight - entropy / count], dim=-1)
+
+
+def _relative_weights(before: Tensor, after: Tensor) -> Tensor:
+    """Returns (N,) weights w / max w."""
+    log_ratio = after[:, LOGP] - before[:, LOGP]
+    return (log_ratio - log_ratio.max()).exp()
+
+
+def _change(terms: Tensor) -> EntropyChange:
+    if len(terms) < MIN_SEQUENCES:
+        raise ValueError(f"{len(terms)} sequences: a change with an error needs at least {MIN_SEQUENCES}")
+    sums = terms.sum(dim=0)
+    token, sequence = change_of_sums(sums).tolist()
+    token_stderr, sequence_stderr = jackknife_stderr(change_of_sums, sums, sums - terms, reduce=lambda x: x).tolist()
+    return EntropyChange(token, token_stderr, sequence, sequence_stderr)

@@ -1,0 +1,50 @@
+"""Kish's effective sample size of weights: so many equally weighted sequences are as good.
+
+    n_eff = (Σ_i |w_i|)² / Σ_i w_i²  =  n / (1 + cv²)        cv: coefficient of variation of the n weights |w_i|
+
+n when all weights are equal, 1 when one has all the weight.
+
+Source: Kish 1965, "Survey Sampling" (the loss of precision through unequal weights).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+
+def kish_sums(weights: Tensor) -> Tensor:
+    """Returns (Σ|w|, Σw²), shape (2,), in float64: what has to be added up over microbatches and ranks.
+
+    weights  (n,), of any sign
+    """
+    magnitudes = weights.double().abs()
+    return torch.stack([magnitudes.sum(), magnitudes.square().sum()])
+
+
+def kish_size_of_sums(total: float, total_of_squares: float) -> float:
+    """Returns Kish's effective sample size (Σ|w|)² / Σw² from `kish_sums` over all parts; nan when all weights are 0.
+
+    Example: two ranks with the weights (1, 1) and (2,) have the sums (2, 2) and (2, 4): 4² / 6 = 2.67 sequences.
+    """
+    return total * total / total_of_squares if total_of_squares else math.nan
+
+
+def kish_size(weights: Tensor) -> float:
+    """Returns Kish's effective sample size (Σ|w|)² / Σw² of (n,) weights: between 1 and n; nan when all weights are 0.
+
+    Example: kish_size([3, 3, 3]) == 3,  kish_size([0, 5, 0]) == 1,  kish_size([1, −3]) == 4² / 10 == 1.6
+    """
+    total, total_of_squares = kish_sums(weights).tolist()
+    return kish_size_of_sums(total, total_of_squares)
+
+
+def without_rounding(advantages: Tensor) -> Tensor:
+    """Returns (prompts, G) advantages, those of a prompt set to exactly 0 when they are all the same number.
+
+    A prompt's advantages add up to zero, so equal ones are zero. They may come out as rounding: eight rewards of 0.1,
+    less their mean, are −7e-9 each in fp32, and would pass for eight sequences of equal weight.
+    """
+    return advantages.masked_fill((advantages == advantages[:, :1]).all(dim=1, keepdim=True), 0.0)

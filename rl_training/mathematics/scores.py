@@ -1,0 +1,16 @@
+"""What a policy says of sampled tokens: the one view of it that formulas need. B sequences, T completion tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The policy's log-probabilities and entropies at the completion tokens, in nats, at its sampling temperature."""
+
+    logps: Tensor  # (B, T)
+    entropies: Tensor  # (B, T), exact entropy of the next-token distribution
+    mask: Tensor  # (B, T), 1 on sampled tokens; values elsewhere mean nothing

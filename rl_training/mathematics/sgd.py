@@ -1,0 +1,51 @@
+"""The step of stochastic gradient descent as PyTorch takes it, in the same parts as AdamW's.
+
+    d = g + λ θ          b ← μ b + (1−τ) d, or d itself at the first step          δθ = −lr · b
+    Nesterov:            δθ = −lr · (d + μ b)
+
+momentum is what the old b contributes, gradient what this g does, decay what λ does.
+
+Source: Sutskever et al. 2013, "On the importance of initialization and momentum in deep learning"; torch.optim.SGD.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rl_training.mathematics.adamw import UpdateParts
+
+
+@dataclass(frozen=True)
+class SGDState:
+    """SGD's view of one parameter BEFORE a step: its momentum and the hyperparameters of its group."""
+
+    momentum_buffer: Tensor | None  # None before the first step, and without momentum
+    lr: float
+    momentum: float
+    dampening: float
+    weight_decay: float
+    nesterov: bool
+
+    def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
+        """Returns the change δθ that torch.optim.SGD would make, in parts; nothing is modified.
+
+        `grad` may carry leading dimensions, (..., *param.shape). Example: SGDState(None, lr=.1, momentum=0, ...) moves
+        by −.1 grad.
+        """
+        factor, buffer = self.gradient_factor(param, grad), self.momentum_buffer
+        of_buffer = self.momentum**2 if self.nesterov else self.momentum
+        momentum = (-self.lr * of_buffer) * buffer if buffer is not None else 0.0 * param
+        return UpdateParts(momentum=momentum, gradient=factor * grad, decay=(factor * self.weight_decay) * param)
+
+    def decay_part(self, param: Tensor, factor: Tensor) -> Tensor | None:
+        """Returns `delta(param, grad).decay`, from a = gradient_factor(param, grad); None where there is no decay."""
+        return (self.weight_decay * factor) * param if self.weight_decay else None
+
+    def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
+        """Returns a: `delta(param, grad).gradient` is a · grad."""
+        inflow = 1.0 if self.momentum_buffer is None else 1.0 - self.dampening  # how much of d enters b
+        if self.momentum == 0.0:
+            return param.new_tensor(-self.lr)
+        return param.new_tensor(-self.lr * (1.0 + self.momentum * inflow if self.nesterov else inflow))

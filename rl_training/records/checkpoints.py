@@ -1,0 +1,188 @@
+"""Checkpoints: finding the one to resume from, refusing a half-written one, and the states of probes and buffer."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.utils import logging
+
+logger = logging.get_logger(__name__)
+
+TRAINING_STATE = "training_state"  # folder of a run that holds checkpoint-N folders
+SET_ASIDE = "set_aside"  # folder in it, with checkpoints of steps that are taken again
+PROBE_STATES = "probes.safetensors"
+BUFFER_STATE = "buffer.safetensors"
+
+
+class Stateful(Protocol):
+    """What has a state that a checkpoint keeps."""
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class NamedStateful(Stateful, Protocol):
+    """One of several such things, told apart by their names: a probe."""
+
+    @property
+    def name(self) -> str: ...
+
+
+def find_checkpoint(resume: str, run_dir: Path, deepspeed: bool = False) -> Path:
+    """Returns the checkpoint folder that `resume` names.
+
+    resume   "latest": the newest complete checkpoint of `run_dir`, or, when that run does not exist yet, of the newest
+             run beside it that has one. Otherwise a checkpoint folder, or a run folder (its newest complete one).
+
+    deepspeed  whether this run is DeepSpeed's, whose checkpoints hold the optimizer in another form
+
+    Raises ValueError when there is none, saying what was looked at; incomplete ones are skipped with a warning.
+    """
+    if resume != "latest":
+        path = Path(resume)
+        if (path / TRAINING_STATE).is_dir():
+            return _newest([path], f"resume={resume}", deepspeed)
+        if not path.is_dir():
+            raise ValueError(f"resume={resume}: there is no such folder; give a checkpoint-N folder or a run folder")
+        flaw = what_is_wrong_with(path, deepspeed)
+        if flaw:
+            raise ValueError(f"resume={resume} cannot be resumed from: {flaw}. Choose an earlier checkpoint-N folder")
+        return path
+    if (run_dir / TRAINING_STATE).is_dir():
+        return _newest([run_dir], f"resume=latest in {run_dir}", deepspeed)
+    runs = sorted(run_dir.parent.glob("run_*"), reverse=True)  # named by date and time
+    return _newest(runs, f"resume=latest in {run_dir.parent}", deepspeed)
+
+
+def _newest(runs: list[Path], asked: str, deepspeed: bool) -> Path:
+    for run in runs:
+        for checkpoint in sorted(_checkpoints(run), key=_step, reverse=True):
+            flaw = what_is_wrong_with(checkpoint, deepspeed)
+            if not flaw:
+                return checkpoint
+            logger.warning(f"skipping {checkpoint}: {flaw}")
+    raise ValueError(f"{asked}: no complete checkpoint there; give resume=PATH, or start a new run without resume")
+
+
+def _checkpoints(run: Path) -> list[Path]:
+    return [path for path in (run / TRAINING_STATE).glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
+
+
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.split("-")[1])
+
+
+def steps_taken(checkpoint: Path) -> int:
+    """Returns the number of optimizer steps behind a complete checkpoint, whatever its folder is called."""
+    return int(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
+
+
+def set_aside_later(run: Path, after_step: int) -> None:
+    """Moves checkpoints of later steps out of the way, for a run that takes those steps again.
+
+    Left where they are, `latest` might take one of them after the next kill: of another history than the records, or
+    overwritten by half.
+    """
+    aside = run / TRAINING_STATE / SET_ASIDE
+    for later in _checkpoints(run):
+        if _step(later) > after_step:
+            aside.mkdir(exist_ok=True)
+            shutil.rmtree(aside / later.name, ignore_errors=True)  # of a kill before this one
+            later.rename(aside / later.name)
+            logger.warning(f"going on from step {after_step}: {later.name} is now in {aside}")
+
+
+def what_is_wrong_with(checkpoint: Path, deepspeed: bool = False) -> str:
+    """Returns why this checkpoint folder is incomplete or damaged, or "" if it is neither.
+
+    The trainer writes trainer_state.json last, so a folder without it was being written when the process died.
+    """
+    try:
+        json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return "it has no trainer_state.json, so writing it was not finished"
+    except ValueError:
+        return "its trainer_state.json is damaged"
+    weights = sorted(checkpoint.glob("*.safetensors"))
+    if all(path.name in (PROBE_STATES, BUFFER_STATE) for path in weights):
+        return "it has no weights (model.safetensors or adapter_model.safetensors)"
+    for path in weights:
+        try:
+            with safe_open(path, framework="pt"):
+                pass
+        except SafetensorError as error:
+            return f"{path.name} is damaged ({error})"
+    tag = checkpoint / "latest"  # where DeepSpeed says in which folder its engine's state is
+    if tag.exists() != deepspeed:
+        return f"it was written {'without' if deepspeed else 'under'} DeepSpeed: resume with the same launch file"
+    states = ["optimizer.pt"]
+    if deepspeed:
+        folder = tag.read_text(encoding="utf-8").strip()
+        states = [f"{folder}/{path.name}" for path in sorted((checkpoint / folder).glob("*.pt"))] or [folder]
+    for name in (*states, "scheduler.pt", *_rng_files(checkpoint)):
+        if not zipfile.is_zipfile(checkpoint / name):
+            return f"{name} is missing or damaged"
+    return ""
+
+
+def _rng_files(checkpoint: Path) -> list[str]:
+    """Returns the names of the files with the random states: one of each process that wrote the checkpoint."""
+    metadata: dict[str, str] = {}
+    if (checkpoint / PROBE_STATES).is_file():
+        with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
+            metadata = file.metadata() or {}
+    if "num_processes" not in metadata:  # of a trainer without probes: which files there should be is not known
+        return sorted(path.name for path in checkpoint.glob("rng_state*.pth")) or ["rng_state.pth"]
+    num_processes = int(metadata["num_processes"])
+    return ["rng_state.pth"] if num_processes == 1 else [f"rng_state_{rank}.pth" for rank in range(num_processes)]
+
+
+def save_probe_states(probes: Sequence[NamedStateful], checkpoint: Path, num_processes: int) -> None:
+    """Writes the probes' states into the checkpoint folder, with their names and the number of processes."""
+    tensors = {
+        f"{probe.name}/{key}": tensor.detach().clone()  # safetensors refuses tensors that share memory
+        for probe in probes
+        for key, tensor in probe.state_dict().items()
+    }
+    names = ",".join(probe.name for probe in probes)
+    save_file(tensors, checkpoint / PROBE_STATES, metadata={"probes": names, "num_processes": str(num_processes)})
+
+
+def load_probe_states(probes: Sequence[NamedStateful], checkpoint: Path) -> None:
+    """Gives each probe its state back; warns of one that was not there when the checkpoint was written."""
+    names: list[str] = []
+    tensors = {}
+    if (checkpoint / PROBE_STATES).is_file():
+        with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
+            names = file.metadata()["probes"].split(",")
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, it is no dictionary
+    for probe in probes:
+        if probe.name in names:
+            prefix = f"{probe.name}/"
+            probe.load_state_dict({k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)})
+        else:
+            logger.warning(f"{checkpoint} holds no state of probe {probe.name!r}: it starts afresh")
+
+
+def save_buffer_state(buffer: Stateful, checkpoint: Path) -> None:
+    """Writes the buffer's state into the checkpoint folder."""
+    save_file(buffer.state_dict(), checkpoint / BUFFER_STATE)
+
+
+def load_buffer_state(buffer: Stateful, checkpoint: Path) -> None:
+    """Gives the buffer its state back. ValueError when the checkpoint has none."""
+    if not (checkpoint / BUFFER_STATE).is_file():
+        raise ValueError(
+            f"{checkpoint} has no {BUFFER_STATE}, so it was not written with buffer=filtered: resume with "
+            "buffer=plain, or start a new run from its weights (model=hub model.name=CHECKPOINT)"
+        )
+    buffer.load_state_dict(load_file(checkpoint / BUFFER_STATE))

@@ -1,0 +1,109 @@
+"""What a run leaves behind: logs/metrics.jsonl and logs/probes.jsonl, written line by line, and their reader.
+
+    metrics.jsonl   one flat line per log (with logging_steps=1: per optimizer step); key `step`
+    evaluations.jsonl   the same for evaluations, where the trainer makes some
+    probes.jsonl    one line per estimate: step, about_step, world_size, probe, name, value, stderr, num_samples, reason
+                    (and, for some, what they speak of: prompt, response, reward, advantage)
+
+Every line is flushed as it is written, so that a killed run keeps what it measured. nan is written as null, which
+JSON knows; a number that is infinite is written as a string.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rl_training.mathematics.estimate import Estimate
+
+METRICS_FILE = "metrics.jsonl"
+PROBES_FILE = "probes.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+
+
+class Records:
+    """Writes the two files in `folder`. One process writes: rank 0."""
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        self.folder.mkdir(parents=True, exist_ok=True)
+
+    def start(self, after_step: int) -> None:
+        """Drops the lines of steps that come after `after_step`: a resumed run takes those steps again."""
+        for name in (METRICS_FILE, PROBES_FILE, EVALUATIONS_FILE):
+            path = self.folder / name
+            if path.exists():
+                kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= after_step]
+                scratch = path.with_suffix(".tmp")
+                try:
+                    scratch.write_text("".join(kept), encoding="utf-8")
+                except OSError as error:
+                    raise _cannot_write(scratch, error) from error
+                scratch.replace(path)  # in one move: a kill or a full disk loses nothing
+
+    def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._append(METRICS_FILE, [{"step": step, **metrics}])
+
+    def write_evaluation(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._append(EVALUATIONS_FILE, [{"step": step, **metrics}])
+
+    def write_estimates(self, step: int, world_size: int, probe: str, estimates: Mapping[str, Estimate]) -> None:
+        rows = [
+            {
+                "step": step,
+                "about_step": step if e.about_step is None else e.about_step,
+                "world_size": world_size,
+                "probe": probe,
+                "name": name,
+                "value": e.value,
+                "stderr": e.stderr,
+                "num_samples": e.num_samples,
+                "reason": e.reason,
+                **e.detail,
+            }
+            for name, e in estimates.items()
+        ]
+        self._append(PROBES_FILE, rows)
+
+    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
+        lines = (json.dumps({key: _to_json(value) for key, value in row.items()}) + "\n" for row in rows)
+        try:
+            with open(self.folder / name, "a", encoding="utf-8") as file:  # closed, hence flushed, at each step
+                file.write("".join(lines))
+        except OSError as error:  # a full disk: the half of a line that may be there is dropped by the next `start`
+            raise _cannot_write(self.folder / name, error) from error
+
+
+def _cannot_write(path: Path, error: OSError) -> OSError:
+    way_out = "the run's records cannot be written: make room, then go on with resume=latest"
+    return OSError(error.errno, f"{error.strerror}; {way_out}", str(path))
+
+
+def _to_json(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
+
+
+def _complete_lines(path: Path) -> list[str]:
+    """Returns the lines of a JSONL file; what a kill left of an unfinished last line is not one."""
+    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
+
+
+def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
+    """Returns the lines of metrics.jsonl as dictionaries, null as nan. Raises FileNotFoundError naming the file."""
+    return _read(Path(folder) / METRICS_FILE)
+
+
+def read_estimates(folder: str | Path) -> list[dict[str, Any]]:
+    """Returns the lines of probes.jsonl as dictionaries, null as nan; empty when no probe ran."""
+    path = Path(folder) / PROBES_FILE
+    return _read(path) if path.exists() else []
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    rows = [json.loads(line) for line in _complete_lines(path)]
+    return [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]

@@ -1,0 +1,133 @@
+"""Dashboards: every number of metrics.jsonl, under the same name, in W&B, TensorBoard and trackio.
+
+transformers' own callbacks put `train/` in front of every name. Dashboards make a section of each name's first segment,
+so everything would lie in one. These three take the places of those, one for one:
+
+    logger=wandb         WandbLogger        with the resolved configuration and the report's pictures
+    logger=tensorboard   TensorBoardLogger
+    logger=trackio       TrackioLogger
+
+A resumed training goes on in the same run of each. Only the main process logs. The x-axis is the optimizer step.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
+
+WANDB_RUN_ID = "wandb_run_id"  # file in logs/: the run that a resumed training goes on writing to
+
+
+class MetricsLogger(TrainerCallback):
+    """What the three have in common: `start` before training, `log` at each step, `finish` after the report."""
+
+    replaces: type[TrainerCallback]  # what transformers makes for the same entry of `report_to`
+
+    def __init__(self, run_dir: Path, project: str, name: str, config: dict[str, Any]) -> None:
+        self.run_dir = run_dir
+        self.config = config  # of the whole run, resolved
+        self.project = project
+        self.name = name
+
+    def start(self, after_step: int) -> None:
+        """Opens the dashboard's run; `after_step` > 0 when training is resumed."""
+        raise NotImplementedError
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        raise NotImplementedError
+
+    def finish(self, pictures: Sequence[Path]) -> None:
+        """Closes the dashboard's run, with the report's pictures where it can show them."""
+        raise NotImplementedError
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        if "train_runtime" not in logs:  # not the summary at the end of training
+            self.log(state.global_step, {key: value for key, value in logs.items() if isinstance(value, int | float)})
+
+
+class WandbLogger(MetricsLogger):
+    """Weights & Biases; offline where there is no account, to be uploaded later by `wandb sync`."""
+
+    replaces = WandbCallback
+
+    def start(self, after_step: int) -> None:
+        import wandb
+
+        run_id = self.run_dir / "logs" / WANDB_RUN_ID
+        self._run = wandb.init(
+            project=self.project,
+            name=self.name,
+            id=run_id.read_text(encoding="utf-8") if run_id.exists() else None,
+            resume="allow",
+            dir=self.run_dir / "logs",
+            config=self.config,
+            allow_val_change=True,  # a resumed run may have a larger trainer.max_steps
+            # Without an account wandb would ask for one, or end here. WANDB_MODE, when set, says what is wanted.
+            mode=None if "WANDB_MODE" in os.environ or wandb.login(prompt=False) else "offline",
+        )
+        run_id.write_text(self._run.id, encoding="utf-8")
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        # Not as log(step=): TRL logs timings of its own to the same run, and each counts W&B's own step on.
+        self._run.log({"step": step, **metrics})
+
+    def finish(self, pictures: Sequence[Path]) -> None:
+        import wandb
+
+        self._run.log({f"report/{picture.stem}": wandb.Image(str(picture)) for picture in pictures})
+        self._run.finish()
+
+
+class TensorBoardLogger(MetricsLogger):
+    """TensorBoard, in logs/tensorboard."""
+
+    replaces = TensorBoardCallback
+
+    def start(self, after_step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        # The steps that a killed run logged after its checkpoint are taken again: not shown twice.
+        self._writer = SummaryWriter(
+            str(self.run_dir / "logs" / "tensorboard"), purge_step=after_step + 1 if after_step else None
+        )
+        self._writer.add_text("config", f"```\n{json.dumps(self.config, indent=2)}\n```")
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def finish(self, pictures: Sequence[Path]) -> None:
+        self._writer.close()
+
+
+class TrackioLogger(MetricsLogger):
+    """trackio, in its folder: TRACKIO_DIR, or one in the Hugging Face cache. `trackio show` displays it."""
+
+    replaces = TrackioCallback
+
+    def start(self, after_step: int) -> None:
+        import trackio
+
+        trackio.init(project=self.project, name=self.name, config=self.config, resume="allow", embed=False)
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        import trackio
+
+        trackio.log(metrics, step=step)
+
+    def finish(self, pictures: Sequence[Path]) -> None:
+        import trackio
+
+        trackio.finish()
+
+
+LOGGERS: tuple[type[MetricsLogger], ...] = (WandbLogger, TensorBoardLogger, TrackioLogger)

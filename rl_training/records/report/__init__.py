@@ -1,0 +1,54 @@
+"""The report of a run: records → pictures, one self-contained HTML page, and a short table for the terminal.
+
+    write_report(run_dir)     writes report/report.html and its pictures into the run folder
+    print_summary(run_dir)    prints the table
+    python -m rl_training.report RUN_DIR    both, from the records of any run: finished, killed or still going
+
+Nothing here is computed that the records do not hold: what is missing is shown as "–" with the reason why.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rl_training.records.report.figures import draw_figures
+from rl_training.records.report.page import render_page
+from rl_training.records.report.series import read_run
+from rl_training.records.report.summary import summarize
+
+REPORT_FOLDER = "report"
+PAGE_FILE = "report.html"
+
+
+def write_report(run_dir: str | Path) -> Path:
+    """Returns the path of the HTML page it wrote; the pictures lie beside it.
+
+    Raises FileNotFoundError or ValueError when the folder holds no readable records, naming the file.
+    """
+    run = read_run(Path(run_dir))
+    folder = run.folder / REPORT_FOLDER
+    folder.mkdir(exist_ok=True)
+    figures = draw_figures(run)
+    for figure in figures:
+        (folder / figure.file).write_bytes(figure.png)
+    page = folder / PAGE_FILE
+    page.write_text(render_page(run, summarize(run), figures), encoding="utf-8")
+    return page
+
+
+def print_summary(run_dir: str | Path) -> None:
+    """Prints the table of the run's first and last numbers. Raises as `write_report` does."""
+    run = read_run(Path(run_dir))
+    table = Table(title=Text(run.name, style="bold"), title_justify="left", show_header=False, box=None)
+    for row in summarize(run):  # as Text: what a record says is never read as markup
+        value = Text(row.value, style="bold")
+        table.add_row(Text(row.label), value.append(f"  {row.note}", style="not bold dim") if row.note else value)
+    page = run.folder / REPORT_FOLDER / PAGE_FILE
+    console = Console(highlight=False)
+    console.print(table)
+    where = f"Report: {page}" if page.is_file() else f"No report yet: write_report puts it at {page}"
+    console.print(Text(f" {where}"), soft_wrap=True)  # a path broken into lines cannot be copied

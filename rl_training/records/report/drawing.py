@@ -1,0 +1,116 @@
+"""How the report's pictures are drawn: on Figure objects, without a window or matplotlib's global state."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import matplotlib.style
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.ticker import MaxNLocator
+
+from rl_training.records.report.series import Curve, Measurements, why_it_ends
+
+# Okabe and Ito's colours, which everyone can tell apart.
+BLACK, BLUE, ORANGE, GREEN, GREY = "#000000", "#0072B2", "#D55E00", "#009E73", "#8C8C8C"
+STYLE = {
+    "font.size": 11,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#555555",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#E8E8E8",
+    "axes.xmargin": 0.02,
+    "legend.frameon": False,
+    "legend.fontsize": 10,
+    "savefig.facecolor": "white",  # legible on a dark page too
+}
+MAX_MARKERS = 20  # with more points than this a line needs no markers
+MAX_BARS = 80  # with more points than this, error bars would hide them
+OFFSET = 0.14  # of a step: keeps the two error bars of a step apart
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A drawn picture, with the words that belong beside it."""
+
+    file: str
+    title: str
+    caption: str  # how to read it; empty when there is nothing to read
+    missing: list[str]  # what is not in it, and why
+    png: bytes
+
+
+def what_is_missing(quantities: Mapping[str, Measurements]) -> list[str]:
+    """Returns why quantities are not in a picture, or not to its end: a line for each reason."""
+    labels: dict[str, list[str]] = {}
+    for label, measurements in quantities.items():
+        labels.setdefault(why_it_ends(measurements), []).append(label)
+    return [f"{', '.join(names)} – {reason}" for reason, names in labels.items() if reason]
+
+
+def line(axes: Axes, drawn: Curve, color: str, style: str, label: str) -> None:
+    """Draws values as a line with a shaded band, where they have an error."""
+    markers = 4 if len(drawn.steps) <= MAX_MARKERS else 0
+    axes.plot(drawn.steps, drawn.values, style, color=color, lw=2, ms=markers, label=label)
+    values, halves = np.array(drawn.values), np.array(drawn.half_widths)
+    axes.fill_between(drawn.steps, values - halves, values + halves, color=color, alpha=0.16, lw=0)
+
+
+def points(axes: Axes, drawn: Curve, color: str, marker: str, offset: float, label: str) -> None:
+    """Draws values as points with error bars; of very many points, the running mean. Nothing if there are none."""
+    if len(drawn.steps) > MAX_BARS:
+        dots(axes, drawn.steps, drawn.values, color, marker, None, label)
+    elif drawn.steps:
+        x = np.array(drawn.steps) + offset
+        axes.errorbar(x, drawn.values, drawn.half_widths, fmt=marker, color=color, ms=4, lw=1.2, label=label)
+
+
+def dots(
+    axes: Axes, steps: Sequence[int], values: Sequence[float], color: str, marker: str, label: str | None, mean: str
+) -> None:
+    """Draws values as dots and, of many, their running mean, labelled `mean`."""
+    window = running_window(len(values))
+    smooth = len(values) >= 2 * window
+    size, alpha = (4 if len(values) <= MAX_BARS else 2.5), (0.35 if smooth else 1)
+    axes.plot(steps, values, marker, color=color, ms=size, alpha=alpha, mew=0, label=label)
+    if smooth:
+        means, half = np.convolve(values, np.full(window, 1 / window), mode="valid"), window // 2
+        axes.plot(steps[half:-half], means, color=color, lw=2, label=mean, zorder=3)
+
+
+def running_window(num_values: int) -> int:
+    """Returns the odd number of values in a running mean: 5, in a long run about a twentieth of it."""
+    return max(5, num_values // 20 // 2 * 2 + 1)
+
+
+def legend(axes: Axes, *more: Patch) -> None:
+    """Sets the legend above the frame, where it hides no data."""
+    handles = [*axes.get_legend_handles_labels()[0], *more]
+    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(handles), borderaxespad=0.3)
+
+
+def picture(file: str, title: str, caption: str, missing: list[str], draw: Callable[[Axes], None] | None) -> Picture:
+    """Returns the picture that `draw` draws; without it, a small one that says what is missing, and no caption."""
+    with matplotlib.style.context(["default", STYLE]):  # not the user's own style: dark on white, always
+        figure = Figure(figsize=(8, 4 if draw else 1.2), dpi=150, layout="constrained")
+        axes = figure.add_subplot()
+        if draw:
+            draw(axes)
+            axes.set_xlabel("optimizer step")
+            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+            if np.ptp(axes.get_xlim()) < 1:  # a single step
+                axes.set_xlim(np.mean(axes.get_xlim()) - 1, np.mean(axes.get_xlim()) + 1)
+        else:
+            axes.set_axis_off()
+            words = "\n".join(textwrap.fill(textwrap.shorten(line, 300), 80) for line in missing)
+            axes.text(0.5, 0.5, words, ha="center", va="center", color="#555555", parse_math=False)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png", metadata={"Software": None})
+    return Picture(file, title, caption if draw else "", missing, buffer.getvalue())

@@ -1,0 +1,196 @@
+"""The report's pictures, as PNG bytes: one function each."""
+
+from __future__ import annotations
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch
+
+from rl_training.records.report.drawing import (
+    BLACK,
+    BLUE,
+    GREEN,
+    GREY,
+    OFFSET,
+    ORANGE,
+    Picture,
+    dots,
+    legend,
+    line,
+    picture,
+    points,
+    running_window,
+    what_is_missing,
+)
+from rl_training.records.report.series import NO_LATER_BATCH, Run, curve, naive_of
+
+
+def draw_figures(run: Run) -> list[Picture]:
+    """Returns the pictures of this run. What cannot be drawn leaves an empty frame that says why."""
+    pictures = [_reward(run), _entropy(run), _delta_h(run)]
+    if run.measured("delta_h/part/momentum"):
+        pictures += [_causes(run), _layers(run)]
+    if run.measured("gns/noise_scale_prompts"):
+        pictures.append(_noise_scale(run))
+    if run.measured("ess/advantage"):
+        pictures.append(_effective_sample_size(run))
+    return pictures
+
+
+def _reward(run: Run) -> Picture:
+    reward = run.logged("reward")
+    window = running_window(len(reward))
+    missing = [] if reward else ["reward – no finite value was logged"]
+
+    def draw(axes: Axes) -> None:
+        dots(axes, list(reward), list(reward.values()), BLUE, "o", "one step", f"mean of {window} steps")
+        axes.set_ylabel("mean reward of a step's responses")
+        legend(axes)
+
+    caption = (
+        "Each dot is the mean reward of one step's responses. "
+        f"The line, if the run is long enough for one, is the mean of the {window} logged steps around."
+    )
+    return picture("reward.png", "Reward", caption, missing, draw if reward else None)
+
+
+def _entropy(run: Run) -> Picture:
+    measured, predicted = run.measured("delta_h/cumulative_measured"), run.measured("delta_h/cumulative_predicted")
+    naive = naive_of(run)
+    styles = {"measured": (BLACK, "o-"), "predicted": (BLUE, "s-"), "naive product (biased)": (ORANGE, "^--")}
+    lines = dict(zip(styles, (curve(measured), curve(predicted), curve(naive)), strict=True))
+    lines = {
+        label: drawn for label, drawn in lines.items() if len(drawn.steps) > 1
+    }  # the 0 they start from says nothing
+    missing = what_is_missing({"measured": measured, "predicted": predicted, "naive product": naive})
+    if not lines and not missing:
+        missing = [NO_LATER_BATCH]
+
+    def draw(axes: Axes) -> None:
+        axes.axhline(0, color=GREY, lw=1)
+        for label, drawn in lines.items():
+            line(axes, drawn, *styles[label], label)
+        axes.set_ylabel("change of token entropy\nsince the first step (nats per token)")
+        legend(axes, Patch(color=GREY, alpha=0.4, lw=0, label="95 % interval"))
+
+    caption = (
+        "Blue, the predictions added up, should follow black, the token entropy of each step's batch minus that of the "
+        "first, within the shaded 95 % intervals (Student-t, at each step). The dashed curve is what one gets when "
+        "entropy gradient and update come from the same batch: their shared noise makes it drift away."
+    )
+    return picture("entropy.png", "Entropy: predicted against measured", caption, missing, draw if lines else None)
+
+
+def _delta_h(run: Run) -> Picture:
+    quantities = {"forward": run.measured("delta_h/forward"), "backward": run.measured("delta_h/backward")}
+    forward, backward = (curve(measurements, at_about_step=True) for measurements in quantities.values())
+    true = curve(run.measured("delta_h/true"))
+
+    def draw(axes: Axes) -> None:
+        axes.axhline(0, color=GREY, lw=1)
+        points(axes, forward, BLUE, "o", -OFFSET, "forward, from this step's batch")
+        points(axes, backward, GREEN, "s", OFFSET, "backward, from the next step's batch")
+        points(axes, true, BLACK, "D", 0, "true, on a buffer of its own")
+        axes.set_ylabel("predicted change of token entropy\nby this step's update (nats per token)")
+        legend(axes)
+
+    caption = (
+        "Two looks at the same update, both drawn at the step that makes it: from the batch that made it and from the "
+        "first batch sampled after it, with 95 % intervals (in a long run, lines for running means). Their mean is the "
+        "trapezoid that the predicted curve adds up; where they keep apart, forward alone is not to be trusted."
+    )
+    drawn = draw if forward.steps or backward.steps else None
+    return picture("delta_h.png", "Each update's effect on entropy", caption, what_is_missing(quantities), drawn)
+
+
+def _causes(run: Run) -> Picture:
+    colors = {"momentum": BLUE, "gradient": ORANGE, "decay": GREEN}
+    parts = {cause: run.measured(f"delta_h/part/{cause}") for cause in colors}
+    lines = {cause: curve(measurements) for cause, measurements in parts.items()}
+
+    def draw(axes: Axes) -> None:
+        axes.axhline(0, color=GREY, lw=1)
+        for cause, drawn in lines.items():
+            if drawn.steps:
+                line(axes, drawn, colors[cause], "o-", cause)
+        axes.set_ylabel("part of forward\n(nats per token)")
+        legend(axes)
+
+    caption = (
+        "What moves the entropy in each update: the momentum of earlier gradients, this step's own gradient, weight "
+        "decay. They add up to forward. The 95 % bands leave out how a fold changes the others' updates."
+    )
+    drawable = draw if any(drawn.steps for drawn in lines.values()) else None
+    return picture("causes.png", "Causes: momentum, gradient, decay", caption, what_is_missing(parts), drawable)
+
+
+def _layers(run: Run) -> Picture:
+    prefix = "delta_h/layer/"
+    by_layer = {
+        name.removeprefix(prefix): curve(measurements)
+        for name, measurements in run.estimates.items()
+        if name.startswith(prefix) and not name.endswith("_sequence")
+    }
+    labels = sorted(by_layer, key=lambda label: (not label.isdigit(), int(label) if label.isdigit() else 0, label))
+    steps = sorted({step for drawn in by_layer.values() for step in drawn.steps})
+    table = np.full((len(labels), len(steps)), np.nan)
+    for row, label in enumerate(labels):
+        columns = [steps.index(step) for step in by_layer[label].steps]
+        table[row, columns] = by_layer[label].values
+
+    def draw(axes: Axes) -> None:
+        largest = float(np.nanmax(np.abs(table))) or 1.0
+        edges = (steps[0] - 0.5, steps[-1] + 0.5, len(labels) - 0.5, -0.5)
+        image = axes.imshow(
+            table, cmap="PuOr", vmin=-largest, vmax=largest, aspect="auto", extent=edges, interpolation="nearest"
+        )
+        axes.set_yticks(range(len(labels)), labels)
+        axes.grid(False)
+        axes.set_ylabel("layer")
+        axes.figure.colorbar(image, ax=axes, label="part of forward (nats per token)")
+
+    caption = "Which layer pushes the entropy up (purple) or down (orange) at each step. The rows add up to forward."
+    missing = what_is_missing({"layers": run.measured("delta_h/forward")})
+    return picture("layers.png", "Causes: layer by layer", caption, missing, draw if steps else None)
+
+
+def _noise_scale(run: Run) -> Picture:
+    scale, ratio = run.measured("gns/noise_scale_prompts"), run.measured("gns/batch_ratio")
+    drawn = curve(scale)
+    batch = {step: scale[step].value * e.value for step, e in ratio.items() if np.isfinite(e.value)}
+
+    def draw(axes: Axes) -> None:
+        line(axes, drawn, BLUE, "o-", "noise scale, running average")
+        axes.plot(list(batch), list(batch.values()), "--", color=BLACK, lw=1.5, label="batch in use")
+        axes.set_ylabel("prompts")
+        axes.set_ylim(bottom=0)
+        legend(axes, Patch(color=GREY, alpha=0.4, lw=0, label="95 % interval"))
+
+    caption = (
+        "The batch size, in prompts, at which noise and signal of the gradient are equal. A batch well below it still "
+        "gains nearly in proportion to its size; one well above it mostly repeats what it knows."
+    )
+    missing = what_is_missing({"noise scale": scale})
+    return picture("noise_scale.png", "Gradient noise scale", caption, missing, draw if drawn.steps else None)
+
+
+def _effective_sample_size(run: Run) -> Picture:
+    names = {"advantage": "weights |A|", "token_weight": "weights |A|·T", "importance": "importance ratios"}
+    sizes = {label: run.measured(f"ess/{name}") for name, label in names.items()}
+    styles = dict(zip(sizes, ((BLUE, "o-"), (GREEN, "s-"), (GREY, "--")), strict=True))
+    lines = {label: curve(measurements) for label, measurements in sizes.items()}
+
+    def draw(axes: Axes) -> None:
+        for label, drawn in lines.items():
+            if drawn.steps:
+                line(axes, drawn, *styles[label], label)
+        axes.set_ylabel("effective number of sequences")
+        axes.set_ylim(bottom=0)
+        legend(axes)
+
+    caption = (
+        "Of how many equally weighted sequences each step's weights are worth (Kish). Prompts whose responses all have "
+        "the same reward have no weight at all."
+    )
+    drawable = draw if any(drawn.steps for drawn in lines.values()) else None
+    return picture("ess.png", "Effective sample size", caption, what_is_missing(sizes), drawable)

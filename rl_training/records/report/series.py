@@ -1,0 +1,190 @@
+"""Records → series: pure functions, which neither draw nor write.
+
+On which step a number stands. At step s the cumulative estimates speak of the change from the first batch to batch s,
+that is of the updates of the steps before s. So the naive product's curve, to be comparable, is at step s
+
+    naive(s) = Σ_{j<s} reuse(j),    naive(first) = 0,
+
+and the last step's `forward` and `reuse`, which speak of an update that no batch has seen the end of, are in no sum.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from rl_training.mathematics.estimate import Estimate
+from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, read_estimates, read_metrics
+
+LOGS_FOLDER = "logs"
+CONFIG_FILE = "config.yaml"
+NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
+NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"
+
+Measurements = Mapping[int, Estimate]  # by the step at which it was measured, in order
+
+
+@dataclass(frozen=True)
+class Run:
+    """The records of a run, read once."""
+
+    folder: Path
+    metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
+    estimates: dict[str, dict[int, Estimate]]  # metric name → step → estimate
+    config: str | None  # config.yaml as it stands; None when there is none
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    def measured(self, name: str) -> Measurements:
+        """Returns this metric's estimates by step; empty when no probe measured it."""
+        return self.estimates.get(name, {})
+
+    def logged(self, name: str) -> dict[int, float]:
+        """Returns this metric of metrics.jsonl by step, where it is a finite number."""
+        by_step = {int(line["step"]): number(line.get(name)) for line in self.metrics}
+        return {step: value for step, value in by_step.items() if math.isfinite(value)}
+
+
+@dataclass(frozen=True)
+class Curve:
+    """What can be drawn of a quantity: its finite values, with 95 % half widths (nan: no error bar)."""
+
+    steps: list[int]
+    values: list[float]
+    half_widths: list[float]
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Why estimates, or only their error bars, are missing: one per reason."""
+
+    reason: str
+    what: str  # "value" | "error bar"
+    names: list[str]
+    first_step: int
+    num_steps: int
+
+
+def number(value: Any) -> float:
+    """Returns the value as a float; nan for what is no number. Records hold an infinite one as a string."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return math.nan
+
+
+def read_run(folder: Path) -> Run:
+    """Returns the records of the run in `folder`.
+
+    Raises FileNotFoundError when there are none, and ValueError when they cannot be read, naming the file.
+    """
+    logs = folder / LOGS_FOLDER
+    try:
+        metrics, rows = read_metrics(logs), read_estimates(logs)
+    except (FileNotFoundError, NotADirectoryError):
+        metrics = rows = []
+    except ValueError as error:
+        raise ValueError(f"a line of {METRICS_FILE} or {PROBES_FILE} in {logs} is damaged: {error}") from error
+    if not metrics:
+        raise FileNotFoundError(
+            f"{logs / METRICS_FILE} is missing or holds no complete line: give the folder of a run that has logged "
+            "at least one step, the one that holds logs/"
+        )
+    estimates: dict[str, dict[int, Estimate]] = {}
+    for row in rows:
+        estimates.setdefault(str(row["name"]), {})[int(row["step"])] = _to_estimate(row)
+    config = folder / CONFIG_FILE
+    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else None
+    return Run(folder, metrics, estimates, text)
+
+
+def _to_estimate(row: Mapping[str, Any]) -> Estimate:
+    reason = str(row["reason"] or "no reason was recorded")
+    value, stderr = number(row["value"]), number(row["stderr"])
+    if not math.isnan(value) and not math.isnan(stderr):
+        reason = ""
+    return Estimate(value, stderr, int(row["num_samples"]), reason, int(row["about_step"]))
+
+
+def naive_sum(reuse: Measurements, starts: Sequence[int]) -> dict[int, Estimate]:
+    """Returns Σ_{j<s} reuse(j) at each measured step s: 0 at each of `starts`, nothing before the first of them.
+
+    It has no error bar, since its error is a bias. A hole leaves nan from there on.
+    """
+    no_bar = "no error bar: its error is a bias"
+    sums = {s: Estimate(0.0, reason=no_bar) if math.isfinite(e.value) else e for s, e in reuse.items() if s in starts}
+    for before, step in pairwise(reuse):
+        if step in sums or before not in sums:
+            continue
+        if math.isnan(sums[before].value):
+            sums[step] = sums[before]
+        elif before != step - 1:
+            sums[step] = Estimate.missing(f"step {step - 1} was not measured, and a sum with a hole is no sum")
+        elif math.isnan(reuse[before].value):
+            sums[step] = Estimate.missing(reuse[before].reason)
+        else:
+            sums[step] = Estimate(sums[before].value + reuse[before].value, reason=no_bar)
+    return dict(sorted(sums.items()))
+
+
+def origins(run: Run) -> list[int]:
+    """Returns the steps at which the cumulative sums are exactly 0: the first batch, and where a probe began anew."""
+    measured = run.measured("delta_h/cumulative_measured")
+    return [step for step, estimate in measured.items() if estimate.value == estimate.stderr == 0]
+
+
+def naive_of(run: Run) -> dict[int, Estimate]:
+    """Returns the naive product's sum, from the origins of the sums that it stands beside."""
+    reuse = run.measured("delta_h/reuse")
+    return naive_sum(reuse, origins(run) or list(reuse)[:1])
+
+
+def curve(measurements: Measurements, at_about_step: bool = False) -> Curve:
+    """Returns the finite values, at the step they were measured at or at the one they speak about, with half widths."""
+    drawn = {
+        estimate.about_step if at_about_step and estimate.about_step is not None else step: estimate
+        for step, estimate in measurements.items()
+        if math.isfinite(estimate.value)
+    }
+    return Curve(list(drawn), [e.value for e in drawn.values()], [e.half_width() for e in drawn.values()])
+
+
+def why_it_ends(measurements: Measurements) -> str:
+    """Returns why a quantity is missing, and from which step on if not everywhere; empty if its last value is there."""
+    if not measurements:
+        return NO_PROBE
+    *_, last = measurements.values()
+    if math.isfinite(last.value):
+        return ""
+    reason = last.reason or "not a finite number"
+    finite = [step for step, estimate in measurements.items() if math.isfinite(estimate.value)]
+    if not finite:
+        return reason
+    return f"from step {min(step for step in measurements if step > max(finite))} on: {reason}"
+
+
+def gaps(run: Run) -> list[Gap]:
+    """Returns the reasons of whatever is nan in probes.jsonl, each once, in the order of their first steps."""
+    found: dict[tuple[str, str], tuple[dict[str, None], dict[int, None]]] = {}
+    for name, measurements in run.estimates.items():
+        for step, estimate in measurements.items():
+            if estimate.reason:
+                what = "value" if math.isnan(estimate.value) else "error bar"
+                names, steps = found.setdefault((estimate.reason, what), ({}, {}))
+                names[name], steps[step] = None, None
+    listed = [Gap(reason, what, [*names], min(steps), len(steps)) for (reason, what), (names, steps) in found.items()]
+    return sorted(listed, key=lambda gap: gap.first_step)
+
+
+def probe_costs(run: Run) -> list[tuple[str, float, float, int]]:
+    """Returns (name, median, largest, number of measured steps) of each `probe_cost/` metric."""
+    names = dict.fromkeys(name for line in run.metrics for name in line if name.startswith("probe_cost/"))
+    costs = [(name, list(run.logged(name).values())) for name in names]
+    return [(name, statistics.median(values), max(values), len(values)) for name, values in costs if values]

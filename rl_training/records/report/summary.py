@@ -1,0 +1,142 @@
+"""Series → the lines of the summary, the same for the terminal and the page."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rl_training.mathematics.estimate import Estimate
+from rl_training.records.report.series import NO_LATER_BATCH, NO_PROBE, Run, naive_of, origins
+
+MISSING = "–"
+MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the summary. `value` is MISSING when it cannot be had, and `note` then says why."""
+
+    label: str
+    value: str
+    note: str = ""
+
+
+def summarize(run: Run) -> list[Row]:
+    """Returns the lines of the summary: where reward and entropy went, and predicted against measured change."""
+    steps = [int(line["step"]) for line in run.metrics]
+    entropy = {step: e.value for step, e in run.measured("entropy/token").items() if math.isfinite(e.value)}
+    unit = "nats per token; " if entropy else "nats per token, as TRL logs it; "
+    acceptance = run.logged("buffer/acceptance")
+    drawn = "of all that was generated, prompts drawn by difficulty; " if acceptance else ""
+    kept = "share of the prompts generated; "
+    return [
+        Row("steps", str(steps[-1]), "" if len(steps) == steps[-1] else f"{len(steps)} of them logged"),
+        _first_to_last("reward", run.logged("reward"), drawn),
+        *([_first_to_last("accepted prompts", acceptance, kept)] if acceptance else []),
+        _first_to_last("token entropy", entropy or run.logged("entropy"), unit),
+        *_change_rows(run),
+        *_batch_rows(run),
+        _cost_row(run),
+    ]
+
+
+def _first_to_last(label: str, values: Mapping[int, float], unit: str = "") -> Row:
+    """Returns the row of a mean over the first few logged steps and one over the last few; its note says which."""
+    steps = list(values)
+    if not steps:
+        return Row(label, MISSING, "no finite value was logged")
+    if len(steps) == 1:
+        return Row(label, f"{values[steps[0]]:.3f}", f"{unit}step {steps[0]} alone")
+    window = min(MAX_WINDOW, len(steps) // 2)
+    first, last = steps[:window], steps[-window:]
+    value = " → ".join(f"{statistics.fmean(values[step] for step in end):.3f}" for end in (first, last))
+    if window == 1:
+        return Row(label, value, f"{unit}steps {first[0]} and {last[0]}")
+    return Row(label, value, f"{unit}means over steps {first[0]}–{first[-1]} and {last[0]}–{last[-1]}")
+
+
+def _change_rows(run: Run) -> list[Row]:
+    """Returns the rows that hold the predicted change of entropy against the measured one, at the same step."""
+    measured, predicted = run.measured("delta_h/cumulative_measured"), run.measured("delta_h/cumulative_predicted")
+    finite = [step for step, estimate in measured.items() if math.isfinite(estimate.value)]
+    last = max(finite or measured, default=0)
+    first = max((step for step in origins(run) if step <= last), default=None)
+    span = "nats per token" if first is None else f"nats per token, from step {first} to step {last}"
+    if first == last:
+        truth = trapezoid = product = Estimate.missing(NO_LATER_BATCH)
+    else:
+        absent = Estimate.missing(NO_PROBE)
+        truth, trapezoid, product = (sums.get(last, absent) for sums in (measured, predicted, naive_of(run)))
+    return [
+        _change_row("measured ΔH", truth, span),
+        _change_row("predicted ΔH", trapezoid, "sum of trapezoids"),
+        _change_row("naive product", product, "sum of same-batch products"),
+        _ratio_row("predicted / measured", trapezoid, truth),
+        _ratio_row("naive / measured", product, truth),
+    ]
+
+
+def _change_row(label: str, estimate: Estimate, note: str) -> Row:
+    if math.isnan(estimate.value):
+        return Row(label, MISSING, estimate.reason)
+    half = estimate.half_width()
+    if not (math.isfinite(half) and half > 0):
+        return Row(label, f"{estimate.value:+.3g}", f"{note}; {estimate.reason or 'no error bar'}")
+    decimals = max(0, 1 - math.floor(math.log10(half)))  # two digits of the error: the rest of the value is noise
+    return Row(label, f"{estimate.value:+.{decimals}f} ± {half:.{decimals}f}", f"{note}; ± 95 %")
+
+
+def _ratio_row(label: str, part: Estimate, whole: Estimate) -> Row:
+    if math.isnan(whole.value) or math.isnan(part.value):
+        return Row(label, MISSING, "it needs both of them")
+    half = whole.half_width()
+    if whole.value == 0 or abs(whole.value) <= half:
+        return Row(label, MISSING, "the measured change is within its own error of 0")
+    note = "no error bar on the measured change" if math.isnan(half) else ""
+    return Row(label, f"{part.value / whole.value:.2f}", note)
+
+
+def _batch_rows(run: Run) -> list[Row]:
+    """Returns what the noise scale and the effective sample size say of the batch, as far as they were measured."""
+    rows = []
+    if run.measured("gns/noise_scale_prompts"):
+        scale, ratio = (
+            list(run.measured(f"gns/{name}").values())[-1] for name in ("noise_scale_prompts", "batch_ratio")
+        )
+        rows.append(_scale_row(scale, ratio))
+    if run.measured("ess/advantage"):
+        shares = [e.value for e in run.measured("ess/advantage_fraction").values() if math.isfinite(e.value)]
+        idle = [e.value for e in run.measured("ess/zero_advantage_prompts").values() if math.isfinite(e.value)]
+        value = f"{statistics.fmean(shares):.0%}" if shares else MISSING
+        note = "of the sequences carry the update (Kish size of |A|, mean over steps)"
+        if idle:
+            note += f"; {statistics.fmean(idle):.0%} of the prompts teach nothing: all their rewards are equal"
+        rows.append(Row("effective sample", value, note))
+    return rows
+
+
+def _scale_row(scale: Estimate, ratio: Estimate) -> Row:
+    label = "noise scale"
+    if math.isnan(scale.value):
+        return Row(label, MISSING, scale.reason)
+    half = scale.half_width()
+    value = f"{scale.value:.0f}" if math.isnan(half) else f"{scale.value:.0f} ± {half:.0f}"
+    if math.isnan(ratio.value) or ratio.value < 0:
+        return Row(label, f"{value} prompts", "of no use as a batch size: an estimate below zero is noise")
+    if ratio.value < 0.5:
+        advice = "larger batches still pay"
+    elif ratio.value <= 2:
+        advice = "the batch is about right: beyond it, gains shrink"
+    else:
+        advice = "a smaller batch would learn almost as much from each prompt"
+    return Row(label, f"{value} prompts", f"the batch is {ratio.value:.2f} of it: {advice}")
+
+
+def _cost_row(run: Run) -> Row:
+    values = list(run.logged("probe_cost/fraction_of_step").values())
+    if not values:
+        return Row("probe cost", MISSING, "no probe was timed")
+    note = f"of a step's time; median over the measured steps ({len(values)})"
+    return Row("probe cost", f"{100 * statistics.median(values):.1f} %", note)

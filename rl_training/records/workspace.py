@@ -1,0 +1,132 @@
+"""python -m rl_training.dashboard: makes a saved W&B workspace with a section for each question that a run answers.
+
+    python -m rl_training.dashboard --project rl-training              saves it, and prints its address
+    python -m rl_training.dashboard --project rl-training --dry-run    prints what it would save; no account needed
+
+The sections and their panels are the table SECTIONS, which is all that there is to change. A metric that a run does not
+have leaves its panel empty.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Panel:
+    """A line plot over optimizer steps, of some metrics or of all whose name matches a pattern."""
+
+    title: str
+    metrics: tuple[str, ...] = ()
+    pattern: str | None = None
+    unit: str = ""
+
+
+NATS = "nats per token"
+SECTIONS = {
+    "reward": [
+        Panel("Reward: mean over the step's responses", ("reward",)),
+        Panel("Spread of rewards within a prompt", ("reward_std", "frac_reward_zero_std")),
+        Panel("Response length", ("completions/mean_length", "completions/max_length"), unit="tokens"),
+        Panel("Gradient norm, before clipping", ("grad_norm",)),
+    ],
+    "entropy: predicted and measured": [
+        Panel(
+            "Change since the first step",
+            ("delta_h/cumulative_measured", "delta_h/cumulative_predicted"),
+            unit=NATS,
+        ),
+        Panel("Entropy, measured", ("entropy/token",), unit=NATS),
+        Panel("Change by one step", ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid"), unit=NATS),
+        Panel(
+            "Standard errors of it", ("delta_h/forward_se", "delta_h/backward_se", "delta_h/trapezoid_se"), unit=NATS
+        ),
+        Panel("Naive product: biased, a diagnostic", ("delta_h/reuse", "delta_h/forward"), unit=NATS),
+        Panel("Entropy of a response, measured", ("entropy/sequence",), unit="nats per sequence"),
+    ],
+    "causes": [
+        Panel(
+            "Parts of the step: momentum, gradient, decay",
+            ("delta_h/part/momentum", "delta_h/part/gradient", "delta_h/part/decay"),
+            unit=NATS,
+        ),
+        Panel("Layers", pattern=r"^delta_h/layer/\d+$", unit=NATS),
+    ],
+    "noise scale": [
+        Panel("Noise scale", ("gns/noise_scale_prompts", "gns/adam_noise_scale_prompts"), unit="prompts"),
+        Panel("Batch over noise scale", ("gns/batch_ratio",)),
+        Panel("Noise and signal: tr Σ, |G|²", ("gns/trace", "gns/grad_sq_norm")),
+        Panel("Noise scale by kind of module", pattern=r"^gns/kind/[a-z]+$", unit="prompts"),
+    ],
+    "effective sample size": [
+        Panel("Share of sequences that count", ("ess/advantage_fraction", "ess/token_weight_fraction")),
+        Panel("Effective sequences", ("ess/advantage", "ess/token_weight", "ess/importance"), unit="sequences"),
+        Panel("Share that teaches nothing", ("ess/zero_advantage", "ess/zero_advantage_prompts")),
+    ],
+    "buffer": [
+        Panel("Prompts accepted, of those generated; places filled", ("buffer/acceptance", "buffer/filled")),
+        Panel("Generations for a rollout", ("buffer/attempts",)),
+        Panel("Tokens generated for a rollout, those rejected included", ("buffer/generated_tokens",), unit="tokens"),
+    ],
+    "cost": [
+        Panel("Share of a step that the probes take", ("probe_cost/fraction_of_step",)),
+        Panel("Each probe", pattern=r"^probe_cost/.*_seconds$", unit="seconds"),
+        Panel("A step", ("step_time",), unit="seconds"),
+    ],
+}
+
+
+def build_workspace(entity: str, project: str, name: str) -> Any:
+    """Returns the wandb_workspaces.workspaces.Workspace of SECTIONS, not saved. ImportError without that package."""
+    import wandb_workspaces.reports.v2 as reports
+    import wandb_workspaces.workspaces as workspaces
+
+    def plot(panel: Panel) -> Any:
+        return reports.LinePlot(
+            title=panel.title, x="step", y=list(panel.metrics), metric_regex=panel.pattern, title_y=panel.unit or None
+        )
+
+    sections = [
+        workspaces.Section(name=title, panels=[plot(panel) for panel in panels], is_open=True)
+        for title, panels in SECTIONS.items()
+    ]
+    return workspaces.Workspace(entity=entity, project=project, name=name, sections=sections)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Saves or prints the workspace that the command line asks for; exits with 2, saying why, if it cannot."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rl_training.dashboard",
+        description="Save a W&B workspace for the runs of logger=wandb, with the sections: "
+        + ", ".join(SECTIONS)
+        + ".",
+        epilog="Needs wandb-workspaces (pip install wandb-workspaces) and, unless --dry-run, an account "
+        "(wandb login). Runs that were kept offline appear in it after wandb sync.",
+    )
+    parser.add_argument("--project", default="rl-training", help="W&B project of the runs (default: %(default)s)")
+    parser.add_argument("--entity", help="user or team that the project belongs to (default: that of the account)")
+    parser.add_argument("--name", default="Entropy, and why", help="name of the saved view (default: %(default)s)")
+    parser.add_argument("--dry-run", action="store_true", help="print the view as JSON instead of saving it")
+    args = parser.parse_args(arguments)
+    try:
+        if args.dry_run:
+            workspace = build_workspace(args.entity or "your-entity", args.project, args.name)
+            print(workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2))
+        else:
+            account = _entity_of_account()
+            build_workspace(args.entity or account, args.project, args.name).save()
+    except ImportError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}: pip install wandb-workspaces\n")
+    except ValueError as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+def _entity_of_account() -> str:
+    import wandb
+
+    if not wandb.login(prompt=False):
+        raise ValueError("this machine has no W&B account: wandb login, or see the view with --dry-run")
+    return str(wandb.Api().default_entity)

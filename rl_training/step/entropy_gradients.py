@@ -1,0 +1,83 @@
+"""The entropy gradient of each fold of a step: a small forward on some responses of every prompt, and backwards.
+
+Where the step is off-policy, every mean over sequences is weighted by the importance ratio
+
+    ρ_i = π_now(t_i) / π_sampling(t_i) = exp(Σ_k log π_now(t_ik) − log π_sampling(t_ik)),
+
+and normalised by Σ ρ. On-policy, ρ = 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_training.mathematics.entropy import Estimator, surrogate_weights
+from rl_training.mathematics.folds import response_number
+from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.step.types import StepContext
+
+
+@dataclass(frozen=True)
+class FoldGradients:
+    """What one fold says; all of it flat, means over its chosen responses, baselines from all responses."""
+
+    entropy: Tensor  # (1 or 2, P): Σ ρ (∂H_seq − H_tok ∂E[T]), Σ ρ ∂H_seq, each divided by the number of responses
+    training: Tensor | None  # (P,): the training gradient of the chosen responses, on the mean scale; if asked for
+
+
+def importance_ratios(ctx: StepContext) -> Tensor | None:
+    """Returns ρ, (B,) fp64: 1 on-policy; None when TRL did not keep the log-probabilities at sampling."""
+    if ctx.rollout.on_policy:
+        return torch.ones(ctx.rollout.num_sequences, dtype=torch.float64, device=ctx.scores.logps.device)
+    if ctx.rollout.sampling_logps is None:
+        return None
+    difference = ctx.scores.logps.double() - ctx.rollout.sampling_logps.double()
+    return difference.masked_fill(ctx.scores.mask == 0, 0.0).sum(dim=1).exp()
+
+
+def fold_gradients(
+    ctx: StepContext,
+    layout: GradientBuffer,
+    ratios: Tensor,
+    level: float,
+    responses_per_prompt: int,
+    estimator: Estimator,
+    *,
+    per_sequence: bool,
+    with_training: bool,
+) -> Iterator[FoldGradients]:
+    """Yields the gradients of each fold of this rank, in order, from so many responses of every prompt.
+
+    level  H_tok of the whole step: E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] is one direction, for one backward
+
+    One small forward per fold on the unwrapped model, and a backward for each direction: per token, per sequence, and
+    of the training loss; `.grad` and the reducer of DDP are not touched. Σ_k w_k ∂log π(t_k) + u_k ∂h_k is a
+    vector-Jacobian product, so the weights go straight into the backward.
+    """
+    known = (ctx.scores.logps, ctx.scores.entropies, ctx.scores.mask, ctx.rollout.prompt_index)
+    sequence_weights, entropy_weights = surrogate_weights(*known, estimator, target="sequence")
+    length_weights, _ = surrogate_weights(*known, estimator, target="length")  # ∂E[T] has no ∂h term
+    logp_weights = [sequence_weights - level * length_weights, sequence_weights][: 1 + per_sequence]
+    training_weights = len(ratios) * ctx.loss_weights  # of a mean over this rank's sequences
+    chosen = response_number(ctx.rollout.prompt_index) < responses_per_prompt
+    parameters = list(ctx.parameters.values())
+    for fold in range(int(ctx.fold.max()) + 1):
+        rows = (chosen & (ctx.fold == fold)).nonzero().squeeze(1)
+        fresh = ctx.score(rows)
+        width = fresh.logps.shape[1]
+        weight = (ratios[rows] / len(rows)).to(fresh.logps.dtype).unsqueeze(1)
+        products = [
+            ([fresh.logps, fresh.entropies], [weight * each[rows, :width] for each in (w, entropy_weights)])
+            for w in logp_weights
+        ]
+        if with_training:
+            products.append(([fresh.logps], [training_weights[rows, :width] / len(rows)]))
+        gradients = [
+            layout.flatten(torch.autograd.grad(outputs, parameters, weights, retain_graph=number < len(products)))
+            for number, (outputs, weights) in enumerate(products, start=1)
+        ]
+        yield FoldGradients(torch.stack(gradients[: len(logp_weights)]), gradients[-1] if with_training else None)

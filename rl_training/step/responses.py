@@ -1,0 +1,98 @@
+"""How much each training response moves the entropy: its share of the part of forward that is this step's gradient.
+
+The gradient part of δH is linear in the gradient, and the gradient is a sum over responses, g = Σ_j r_j / ranks with
+r_j = Σ_k c_jk ∂log π(t_jk), c the loss's derivative by the log-probabilities. So response j contributes
+
+    x · (a ⊙ r_j) / ranks  =  Σ_k c_jk · (y · ∂log π(t_jk)) / ranks,        y = a ⊙ x,
+
+with x = ∂H_tok and a the optimizer's factor on the gradient, elementwise (AdamW's −lr (1−β1) P / (1−β1^t)). The
+derivative along y of all log-probabilities at once is a central difference of two forwards: no backward per response.
+x is the entropy gradient of the OTHER half of this rank's folds, so that no response is multiplied with itself.
+
+Cost: two forwards over all responses, and four parameter-size vectors for a moment.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from rl_training.mathematics.adamw import clip_coefficient
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.step.types import StepContext
+from rl_training.step.updates import optimizer_pieces
+
+NO_ERROR_BAR = "no error bar: one response's share of the part of forward that is this step's gradient"
+SHIFT = 1e-2  # norm of the central difference's step, relative to that of the parameters
+
+
+def top_responses(
+    ctx: StepContext, layout: GradientBuffer, entropy_gradients: Tensor, count: int, why_not: str
+) -> dict[str, Estimate]:
+    """Returns the responses that push entropy down most, delta_h/response/1 first, with their texts as detail."""
+    if why_not:
+        return {f"delta_h/response/{rank}": Estimate.missing(why_not) for rank in range(1, count + 1)}
+    of_response = contributions(ctx, layout, entropy_gradients)
+    lowest = of_response.argsort()[:count].tolist()
+    return {
+        f"delta_h/response/{rank}": Estimate(float(of_response[row]), reason=NO_ERROR_BAR, detail=_describe(ctx, row))
+        for rank, row in enumerate(lowest, start=1)
+    }
+
+
+def _describe(ctx: StepContext, row: int) -> dict[str, str | float]:
+    rollout = ctx.rollout
+    prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
+    response = rollout.completion_ids[row][rollout.completion_mask[row].bool()]
+    return {
+        "prompt": ctx.decode(prompt),
+        "response": ctx.decode(response),
+        "reward": float(rollout.rewards[row]) if rollout.rewards is not None else math.nan,
+        "advantage": float(rollout.advantages[row]),
+    }
+
+
+def contributions(ctx: StepContext, layout: GradientBuffer, entropy_gradients: Tensor) -> Tensor:
+    """Returns each response's contribution to the change of token entropy, (B,) fp64, nats per token.
+
+    entropy_gradients  (2, P): ∂H_tok of this rank's even and odd folds
+    """
+    total = torch.zeros(ctx.rollout.num_sequences, dtype=torch.float64, device=ctx.loss_weights.device)
+    for parity in (0, 1):
+        direction = _times_optimizer_factor(ctx, layout, entropy_gradients[1 - parity])
+        for fold in range(parity, int(ctx.fold.max()) + 1, 2):
+            rows = (ctx.fold == fold).nonzero().squeeze(1)
+            slopes = _slopes(ctx, layout, direction, rows)
+            total[rows] = (ctx.loss_weights[rows, : slopes.shape[1]].double() * slopes).sum(dim=1) / ctx.num_ranks
+    return total
+
+
+def _times_optimizer_factor(ctx: StepContext, layout: GradientBuffer, direction: Tensor) -> Tensor:
+    """Returns a ⊙ direction, flat: what this step, with its own P and clipping, makes of a small gradient."""
+    gradient = layout.flatten(ctx.gradients.values())
+    clip = clip_coefficient(torch.linalg.vector_norm(gradient, dtype=torch.float64), ctx.optimizer.max_grad_norm)
+    gradient *= clip.to(gradient.dtype)
+    scaled = []
+    for piece in optimizer_pieces(ctx.parameters, ctx.optimizer.states):
+        factor = piece.state.gradient_factor(piece.param, gradient[piece.columns].to(piece.param.device))
+        scaled.append(factor.to(direction) * direction[piece.columns])
+    return float(clip) * torch.cat(scaled)
+
+
+def _slopes(ctx: StepContext, layout: GradientBuffer, direction: Tensor, rows: Tensor) -> Tensor:
+    """Returns the derivative of some rows' log-probabilities along `direction`, (rows, T) fp64, zero at padding."""
+    size = SHIFT * float(
+        torch.linalg.vector_norm(layout.flatten(p.detach() for p in ctx.parameters.values()))
+        / torch.linalg.vector_norm(direction).clamp(min=torch.finfo(direction.dtype).tiny)
+    )
+    ends = []
+    for sign in (1.0, -1.0):
+        pieces = layout.split(sign * size * direction)
+        shift = {name: d.view(p.shape).to(p) for (name, p), d in zip(ctx.parameters.items(), pieces, strict=True)}
+        with torch.no_grad(), ctx.shifted(shift):
+            scores = ctx.score(rows)
+        ends.append(scores.logps.double().masked_fill(scores.mask == 0, 0.0))
+    return (ends[0] - ends[1]) / (2.0 * size)

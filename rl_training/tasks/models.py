@@ -1,0 +1,73 @@
+"""Loading of a causal language model and its tokenizer, with errors that say what to do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import is_bitsandbytes_available
+
+from rl_training.tasks.tiny import TINY_PATH
+
+
+def load_causal_lm(
+    name: str | Path, dtype: str = "float32", quantization: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Returns (model, tokenizer) of a folder or of a name on the Hugging Face Hub.
+
+    dtype         of the weights, "float32", "bfloat16" or "auto". Weights that are trained want fp32, with bf16
+                  autocast; those that an adapter leaves frozen may be what the checkpoint is
+    quantization  "nf4": the linear layers in 4 bits, for an adapter on top of them; products are taken in `dtype`
+
+    Raises ValueError when the checkpoint is missing, incomplete or corrupt, or has no end-of-sequence token.
+    """
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"model.dtype={dtype} is not a dtype of torch: use float32, bfloat16 or auto")
+    quantized = {} if quantization is None else {"quantization_config": _four_bits(quantization, dtype)}
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **quantized)
+        tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
+    except Exception as error:  # each missing or damaged file raises an error of its own library's
+        where = "folder" if Path(name).is_dir() else "folder of that name, and on the Hugging Face Hub none was loaded"
+        if str(name).startswith(("/", ".", "~")) and not Path(name).is_dir():
+            raise ValueError(f"model.name={name}: there is no such folder") from error
+        raise ValueError(
+            f"no model could be loaded from model.name={name} ({where}): {type(error).__name__}: {error}\n"
+            "Give model.name=FOLDER with config.json, weights and tokenizer files as save_pretrained writes them, "
+            "or a name on the Hub, or use model=tiny"
+        ) from error
+    for module in model.modules():  # on the CPU, bitsandbytes' layout for evaluation stays, and has no backward
+        if hasattr(module, "support_avx512bf16_for_cpu"):
+            module.support_avx512bf16_for_cpu = False
+    if tokenizer.eos_token_id is None:
+        raise ValueError(f"the tokenizer of model.name={name} has no end-of-sequence token: set its eos_token")
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return model, tokenizer
+
+
+def load_tiny(
+    dtype: str = "float32", quantization: str | None = None
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Returns the (model, tokenizer) that ship with the package. See tasks/tiny.py."""
+    return load_causal_lm(TINY_PATH, dtype, quantization)
+
+
+def _four_bits(quantization: str, dtype: str) -> BitsAndBytesConfig:
+    if quantization != "nf4":
+        raise ValueError(f"model.quantization={quantization} is not known: use nf4, or null for none")
+    if not is_bitsandbytes_available():
+        raise ValueError("4-bit weights need bitsandbytes: pip install -e '.[qlora]', or use adapter=lora")
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=None if dtype == "auto" else dtype,
+    )
