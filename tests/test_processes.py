@@ -60,6 +60,8 @@ def assert_same_estimates(a: dict, b: dict, with_stderr: bool) -> None:
     """To 1e-5 of the value or of its standard error: a value near 0 is no scale. What is nan is nan in both.
 
     Addends of forward (delta_h/kind/..., layer, part) have no error bar, and may cancel: theirs is forward's scale.
+    The same-batch product agrees to 1e-4: it has no error bar, and while Adam's v is young, rounding of the gradient's
+    sum, which depends on the processor, is divided by a v that hardly differs from 0.
     """
     assert a.keys() == b.keys()
     compared = 0
@@ -67,9 +69,13 @@ def assert_same_estimates(a: dict, b: dict, with_stderr: bool) -> None:
         step, name = key
         is_addend = name.startswith("delta_h/") and name.count("/") == 2
         whole = a[step, f"delta_h/forward{'_sequence' * name.endswith('_sequence')}"] if is_addend else row
+        tolerance = 1e-4 if "/reuse" in name else 1e-5
         scale = max(abs(whole["value"]), 0.0 if math.isnan(whole["stderr"]) else whole["stderr"])
         for field in ("value", "stderr")[: 1 + with_stderr]:
-            assert b[key][field] == pytest.approx(row[field], rel=1e-5, abs=1e-5 * scale, nan_ok=True), (key, field)
+            assert b[key][field] == pytest.approx(row[field], rel=tolerance, abs=tolerance * scale, nan_ok=True), (
+                key,
+                field,
+            )
             compared += not math.isnan(row[field])
     assert compared > 60
 
