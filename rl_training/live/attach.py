@@ -37,6 +37,7 @@ from trl import GRPOTrainer
 
 from rl_training.live import host, sampling, zero
 from rl_training.live.optimizer import deepspeed_engine, mean_gradients, view_optimizer
+from rl_training.live.private_members import refuse_unknown_versions
 from rl_training.live.refusals import refuse_dependence_on_padding, refuse_split_prompts, refuse_what_cannot_be_measured
 from rl_training.live.tap import GradientTap
 from rl_training.mathematics.estimate import Estimate
@@ -74,6 +75,7 @@ class Attachment(TrainerCallback):
     def __init__(
         self, trainer: GRPOTrainer, probes: Sequence[Probe], records: Records | None, whole_prompts: bool
     ) -> None:
+        refuse_unknown_versions(trainer)
         if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):
             raise ValueError("this trainer already has probes attached: remove() those first, or pass all in one list")
         names = Counter(probe.name for probe in probes)
