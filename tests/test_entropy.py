@@ -337,3 +337,56 @@ def test_unknown_names_raise_with_the_choices() -> None:
         surrogate_weights(values, values, mask, prompts, "naive", "sequence")
     with pytest.raises(ValueError, match="'sequence', 'token' or 'length'"):
         surrogate_weights(values, values, mask, prompts, "rb", "nats")
+
+
+# --- the baseline from the whole buffer -------------------------------------------------------------------------------
+
+
+def two_prompts() -> tuple[Tensor, list[tuple[int, tuple[int, ...]]], list[float]]:
+    """Returns logits (2 prompts, prefixes, tokens), all outcomes (prompt, response) of one draw, and their chances."""
+    other = [[0.7 * x - 0.3 * (i % 2) for i, x in enumerate(row)] for row in reversed(TABLE)]
+    logits = torch.tensor([TABLE, other], dtype=torch.float64, requires_grad=True)
+    outcomes = list(itertools.product((0, 1), reference.RESPONSES))
+    tables = logits.tolist()
+    return logits, outcomes, [0.5 * math.exp(reference.sequence_logp(tables[p], r)) for p, r in outcomes]
+
+
+@every_estimator
+def test_the_baseline_of_the_buffer_is_unbiased_over_prompts_with_a_response_each(estimator: str) -> None:
+    """All buffers of two draws, enumerated: the mean is the derivative of the mean entropy over both prompts."""
+    logits, outcomes, chances = two_prompts()
+    policies = [Tabular(table) for table in logits.tolist()]
+    scores = [policies[p].scores([r]) for p, r in outcomes]  # with graph, a row each
+    logps, entropies, mask = (torch.cat(parts) for parts in zip(*scores, strict=True))
+    w_mean, u_mean = torch.zeros_like(logps), torch.zeros_like(logps)
+    for pair in itertools.product(range(len(outcomes)), repeat=2):
+        rows = torch.tensor(pair)
+        known = (logps[rows], entropies[rows], mask[rows], rows)
+        weights = surrogate_weights(*known, estimator, "sequence", baseline="buffer")
+        for total, weight in zip((w_mean, u_mean), weights, strict=True):
+            total.index_add_(0, rows, 0.5 * chances[pair[0]] * chances[pair[1]] * weight)
+    surrogate = (w_mean * logps + u_mean * entropies)[mask].sum()
+    for policy in policies:
+        derivative = torch.autograd.grad(surrogate, policy.logits, retain_graph=True)[0]
+        expected = 0.5 * torch.tensor(reference.exact(policy.logits.tolist()).d_entropy, dtype=torch.float64)
+        torch.testing.assert_close(derivative, expected, rtol=0, atol=1e-9)
+
+
+@every_estimator
+@every_target
+def test_the_baseline_of_the_buffer_is_that_of_one_prompt_whatever_the_prompts(estimator: str, target: str) -> None:
+    logps, entropies, mask, prompts = random_batch(3)
+    buffer = surrogate_weights(logps, entropies, mask, prompts, estimator, target, baseline="buffer")
+    twin = twin_weights(logps, entropies, mask, torch.zeros_like(prompts), estimator, target)
+    for got, expected in zip(buffer, twin, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+def test_a_prompt_with_a_single_response_is_no_error_with_the_baseline_of_the_buffer() -> None:
+    logps, entropies, mask, prompts = random_batch(4)
+    single = torch.arange(len(prompts))
+    surrogate_weights(logps, entropies, mask, single, baseline="buffer")
+    with pytest.raises(ValueError, match="baseline='buffer'"):
+        surrogate_weights(logps, entropies, mask, single)
+    with pytest.raises(ValueError, match="choose 'prompt' or 'buffer'"):
+        surrogate_weights(logps, entropies, mask, prompts, baseline="batch")

@@ -16,6 +16,8 @@ Every unbiased estimator is a mean over sequences of  Σ_k w_k ∂log π(t_k) + 
 loo is the mean over the OTHER responses of the same prompt (loo_k: over those of them still alive at k, 0 if none is).
 Leaving oneself out matters: a mean that includes the response itself shrinks the estimate by (G−1)/G. Dropping the w
 term altogether — the gradient of the mean measured entropy — is biased: it ignores that the visited prefixes change.
+Where sequences answer prompts of their own, the others are all the others: they say less of what to expect after this
+prompt, but are as independent of the response, so that the estimate stays unbiased. Copies of one response are not.
 
 Source: the score-function identity with reward-to-go h and a leave-one-out baseline (Kool et al. 2019, "Buy 4
 REINFORCE samples, get a baseline for free"); the Rao-Blackwell step replaces −log π(t_k) by its mean h_k.
@@ -30,6 +32,7 @@ from torch import Tensor
 
 Estimator = Literal["rb", "score"]
 Target = Literal["sequence", "token", "length"]
+Baseline = Literal["prompt", "buffer"]
 
 
 def surrogate_weights(
@@ -39,6 +42,7 @@ def surrogate_weights(
     prompt_index: Tensor,
     estimator: Estimator = "rb",
     target: Target = "sequence",
+    baseline: Baseline = "prompt",
 ) -> tuple[Tensor, Tensor]:
     """Returns (logp_weights, entropy_weights), both (B, T), detached, zero where mask is 0.
 
@@ -49,14 +53,18 @@ def surrogate_weights(
     mask              (B, T) 1 on sampled tokens, right-padded
     prompt_index      (B,)   equal for the responses of one prompt; each prompt needs at least two
     target            "sequence": ∂H_seq; "token": ∂H_tok, already divided by the batch's mean length; "length": ∂E[T]
+    baseline          the mean over the other responses of the "prompt", or over all others of the "buffer", whose
+                      sequences must be independent given their prompts; `prompt_index` then does not matter
 
-    Raises ValueError when a prompt has a single response: there is no leave-one-out baseline then.
+    Raises ValueError when a prompt, or the buffer, has a single response: there is no leave-one-out baseline then.
     """
     if estimator not in ("rb", "score"):
         raise ValueError(f"unknown estimator {estimator!r}: choose 'rb' or 'score'")
+    if baseline not in ("prompt", "buffer"):
+        raise ValueError(f"unknown baseline {baseline!r}: choose 'prompt' or 'buffer'")
     real, mask = mask.bool(), mask.to(entropies.dtype)
     logps, entropies = (values.detach().masked_fill(~real, 0.0) for values in (logps, entropies))  # 0·inf is nan
-    group = _group_ids(prompt_index)
+    group = _group_ids(prompt_index if baseline == "prompt" else torch.zeros_like(prompt_index))
     if target == "sequence":
         score_cost, still_to_come, entropy_weights = -logps, entropies, mask
     elif target == "length":
@@ -86,7 +94,8 @@ def _group_ids(prompt_index: Tensor) -> Tensor:
     if int(sizes.min()) < 2:
         raise ValueError(
             "a prompt has a single response: the entropy gradient needs a leave-one-out baseline. "
-            "Sample at least two responses per prompt (num_generations >= 2)."
+            "Sample at least two responses per prompt (num_generations >= 2), or take the baseline from all other "
+            "sequences (baseline='buffer')."
         )
     return group
 

@@ -11,9 +11,10 @@ self-normalised importance sampling (SNIS) gives
 
 Weights are not clipped: that would be a bias nobody sees. (They are computed relative to the largest, which cancels, so
 none overflows and not all underflow.) Where the ESS is small, sample afresh under π' and take the
-difference of the two samples; common random numbers make it a difference of pairs, one pair per prompt.
+difference of the two samples; common random numbers make it a difference of pairs, one pair per prompt. Where scores
+are known token by token, per_decision.py makes less noise of the same sequences.
 
-Sequences (pairs) are independent units, so the standard errors are the delete-one jackknife over them, folds.py.
+Sequences (pairs) are independent units, so the standard errors are the delete-one jackknife over them, jackknife.py.
 
 Source: Owen 2013, "Monte Carlo theory, methods and examples", ch. 9.2 (SNIS) and 8.6 (common random numbers).
 """
@@ -25,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.jackknife import jackknife_stderr
+from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.scores import Scores
 
 LOGP, ENTROPY, LENGTH = 0, 1, 2  # columns of `sequence_totals`
@@ -41,6 +42,12 @@ class EntropyChange:
     token_stderr: float
     sequence: float
     sequence_stderr: float
+
+    @classmethod
+    def of(cls, replicates: Replicates) -> EntropyChange:
+        """Returns the change that replicates of (per token, per sequence) stand for."""
+        (token, sequence), (token_stderr, sequence_stderr) = replicates.value.tolist(), replicates.stderr.tolist()
+        return cls(token, token_stderr, sequence, sequence_stderr)
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,12 @@ def reweighted_change(before: Tensor, after: Tensor) -> EntropyChange:
 
     Example: two sequences of one token with H = (1, 1), H' = (2, 4) and w = (3, 1) have ΔH = 10/4 − 2/2 = 1.5.
     """
-    return _change(change_terms(before, after, _relative_weights(before, after)))
+    return EntropyChange.of(reweighted_replicates(before, after))
+
+
+def reweighted_replicates(before: Tensor, after: Tensor) -> Replicates:
+    """Returns the same estimate, (2,) per token and per sequence, also without each sequence."""
+    return _replicates(change_terms(before, after, _relative_weights(before, after)))
 
 
 def paired_change(before: Tensor, after: Tensor) -> EntropyChange:
@@ -84,7 +96,12 @@ def paired_change(before: Tensor, after: Tensor) -> EntropyChange:
     before  (N, 3), `sequence_totals` of sequences sampled and scored under the first policy
     after   (N, 3), of others, sampled and scored under the second
     """
-    return _change(change_terms(before, after, torch.ones_like(before[:, 0])))
+    return EntropyChange.of(paired_replicates(before, after))
+
+
+def paired_replicates(before: Tensor, after: Tensor) -> Replicates:
+    """Returns the same difference, (2,) per token and per sequence, also without each pair."""
+    return _replicates(change_terms(before, after, torch.ones_like(before[:, 0])))
 
 
 def change_terms(before: Tensor, after: Tensor, weights: Tensor) -> Tensor:
@@ -106,10 +123,8 @@ def _relative_weights(before: Tensor, after: Tensor) -> Tensor:
     return (log_ratio - log_ratio.max()).exp()
 
 
-def _change(terms: Tensor) -> EntropyChange:
+def _replicates(terms: Tensor) -> Replicates:
     if len(terms) < MIN_SEQUENCES:
         raise ValueError(f"{len(terms)} sequences: a change with an error needs at least {MIN_SEQUENCES}")
     sums = terms.sum(dim=0)
-    token, sequence = change_of_sums(sums).tolist()
-    token_stderr, sequence_stderr = jackknife_stderr(change_of_sums, sums, sums - terms, reduce=lambda x: x).tolist()
-    return EntropyChange(token, token_stderr, sequence, sequence_stderr)
+    return Replicates(change_of_sums(sums), change_of_sums(sums - terms))

@@ -5,12 +5,16 @@ products), so one jackknife serves all: with s_(−l) the sums without fold l,
 
     se² = (K−1)/K Σ_l (f(s_(−l)) − mean_l f(s_(−l)))²         K folds over all ranks.
 
+`Replicates` keeps the f(s_(−l)), so that what follows from several numbers of the same units has the right error: in a
+difference of two that share their noise, the noise is gone.
+
 Source: Efron & Stein 1981, "The jackknife estimate of variance".
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -37,3 +41,30 @@ def jackknife_stderr(
     moments = reduce(torch.stack([deviations.sum(dim=0), deviations.square().sum(dim=0)]))
     variance = (count - 1) / count * (moments[1] - moments[0].square() / count)
     return variance.clamp(min=0).sqrt()  # exact zero may come out as −1e-30: rounding, not an estimate
+
+
+@dataclass(frozen=True)
+class Replicates:
+    """Numbers from N independent units, and what they would have been without each of these units.
+
+    Sums, differences and multiples of numbers from the same units, in the same order, are such numbers again. Example:
+    the mean of x is Replicates(x.mean(0), (x.sum(0) - x) / (N - 1)), and its `stderr` is sd(x)/√N.
+    """
+
+    value: Tensor  # (...)
+    without: Tensor  # (N, ...), row i without unit i
+
+    @property
+    def stderr(self) -> Tensor:
+        """The delete-one jackknife standard error, shaped like `value`."""
+        count = len(self.without)
+        return ((count - 1) / count * (self.without - self.without.mean(dim=0)).square().sum(dim=0)).sqrt()
+
+    def __add__(self, other: Replicates) -> Replicates:
+        return Replicates(self.value + other.value, self.without + other.without)
+
+    def __sub__(self, other: Replicates) -> Replicates:
+        return Replicates(self.value - other.value, self.without - other.without)
+
+    def __mul__(self, factor: float) -> Replicates:
+        return Replicates(factor * self.value, factor * self.without)

@@ -1,0 +1,152 @@
+"""The change of entropy by per-decision importance sampling (PDIS), from the scores of every token. Pure functions.
+
+The entropy h_k at a token depends on the tokens before it and on nothing after. So it needs the ratio of its prefix
+only, where importance.py weights the whole sequence: for sequences t_i ~ π scored under π and π',
+
+    ρ_ik   = exp Σ_{j<k} (log π'(t_ij) − log π(t_ij))             prefix ratio; after the last token, the full ratio
+    H'_seq = Σ_k  Σ_i ρ_ik m_ik h'_ik / Σ_i ρ_ik                  m_ik = 1 while sequence i lasts
+    T'     = Σ_k  Σ_i ρ_ik m_ik       / Σ_i ρ_ik
+    ΔH_seq = H'_seq − mean H,   ΔH_tok = H'_seq / T' − Σ H / Σ T
+
+The normaliser of position k runs over ALL N sequences. One that has ended is an outcome as any other, with an entropy
+of 0 from there on and the ratio that it ended with: leaving it out, or giving it weight 1, is wrong where the step
+makes responses longer or shorter.
+
+To first order in the step this is the `rb` estimator of entropy.py with the baseline of the buffer (one that counts
+ended sequences as 0), as SNIS is one with the whole sequence's weight, which is noisier. So PDIS and `rb` on the same
+sequences share their noise, and their difference is the curvature of the step. `first_order_change` is `rb` from the
+slopes of every token along the step.
+
+Errors are delete-one jackknife over sequences, each left-out value exact, baseline and normalisers included.
+
+Source: Precup, Sutton & Singh 2000, "Eligibility traces for off-policy policy evaluation" (per-decision weights).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_training.mathematics.importance import MIN_SEQUENCES
+from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.scores import Scores
+
+
+def per_decision_change(before: Scores, after: Scores) -> Replicates:
+    """Returns ΔH, (2,) nats per token and per sequence, and without each sequence, (N, 2), from N sequences.
+
+    before  scores under the policy that they were sampled from
+    after   scores of the same tokens under the other
+
+    Example: a = "x." and b = ".", h = 1 everywhere before the step, h' = 2 at the first tokens and 4 after "x". The
+    step makes "x" 1.5 times as likely and "." at the start half as likely, so that at k = 1 ρ_a = 1.5, and b has ended
+    with ρ_b = 0.5. H' = 2 + 1.5·4/(1.5 + 0.5) = 5 and T' = 1 + 1.5/2 = 1.75: ΔH_seq = 5 − 1.5, ΔH_tok = 5/1.75 − 1.
+    """
+    mask = _alive(before)
+    ratios = _relative_ratios(before, after)
+    entropy = mask * after.entropies.double().masked_fill(mask == 0, 0.0)
+    total, of_one = ratios.sum(dim=0), torch.stack([ratios * entropy, ratios * mask])  # (T,), (2, N, T)
+    sums = of_one.sum(dim=1)
+    whole = (sums / total).sum(dim=1)
+    without = ((sums.unsqueeze(1) - of_one) / (total - ratios)).sum(dim=2)  # (2, N)
+    return _per_token_and_sequence(Replicates(whole, without.T)) - mean_entropy(before)
+
+
+def mean_entropy(scores: Scores) -> Replicates:
+    """Returns H, (2,) nats per token and per sequence, of sequences under the policy that they were sampled from."""
+    mask = _alive(scores)
+    entropy = (mask * scores.entropies.double().masked_fill(mask == 0, 0.0)).sum(dim=1)
+    return _per_token_and_sequence(_mean(torch.stack([entropy, mask.sum(dim=1)], dim=1)))
+
+
+def prefix_ess(before: Scores, after: Scores) -> Tensor:
+    """Returns the effective number of sequences at each position, (T,): Kish's (Σ_i ρ_ik)² / Σ_i ρ_ik²."""
+    ratios = _relative_ratios(before, after)
+    return ratios.sum(dim=0).square() / ratios.square().sum(dim=0)
+
+
+def first_order_change(scores: Scores, logp_slopes: Tensor, entropy_slopes: Tensor) -> Replicates:
+    """Returns X·δθ, (2,) nats per token and per sequence, and without each sequence, (N, 2): `rb`, baseline "buffer".
+
+    logp_slopes, entropy_slopes  (N, T): ∂log π(t_ik)·δθ and ∂h_ik·δθ; see `slopes`
+
+    It is what weights by `surrogate_weights(baseline="buffer")` give, without a backward; a left-out sequence is left
+    out of the baseline, of the level H_tok and of the mean length too.
+    """
+    mask = _alive(scores)
+    entropy, of_logp, of_entropy = (
+        mask * values.double().masked_fill(mask == 0, 0.0) for values in (scores.entropies, logp_slopes, entropy_slopes)
+    )
+    lengths = _mean(mask.sum(dim=1, keepdim=True))
+    entropies, direct = _mean(entropy.sum(dim=1, keepdim=True)), _mean(of_entropy.sum(dim=1, keepdim=True))
+    count = len(mask)
+    through_prefixes, of_length = (
+        _over_count(_centred_products(_still_to_come(cost), of_logp, mask), count) for cost in (entropy, mask)
+    )
+    change = direct + through_prefixes
+
+    def combine(change: Tensor, of_length: Tensor, entropy: Tensor, length: Tensor) -> Tensor:
+        return torch.cat([(change - entropy / length * of_length) / length, change], dim=-1)
+
+    parts = (change, of_length, entropies, lengths)
+    return Replicates(combine(*(p.value for p in parts)), combine(*(p.without for p in parts)))
+
+
+def slopes(ahead: Scores, behind: Scores, size: float) -> tuple[Tensor, Tensor]:
+    """Returns (∂log π·δθ, ∂h·δθ), both (N, T), by central differences of the scores at θ ± size·δθ; error O(size²)."""
+    return (
+        (ahead.logps.double() - behind.logps.double()) / (2.0 * size),
+        (ahead.entropies.double() - behind.entropies.double()) / (2.0 * size),
+    )
+
+
+def _alive(scores: Scores) -> Tensor:
+    if len(scores.mask) < MIN_SEQUENCES:
+        raise ValueError(f"{len(scores.mask)} sequences: a change with an error needs at least {MIN_SEQUENCES}")
+    return scores.mask.double()
+
+
+def _relative_ratios(before: Scores, after: Scores) -> Tensor:
+    """Returns ρ, (N, T), relative to the largest of each position, which cancels: none overflows, not all underflow."""
+    steps = (after.logps.double() - before.logps.double()).masked_fill(before.mask == 0, 0.0)
+    log_ratios = torch.nn.functional.pad(steps.cumsum(dim=1), (1, -1))  # of what comes before, and not of the token
+    return (log_ratios - log_ratios.amax(dim=0)).exp()
+
+
+def _per_token_and_sequence(entropy_and_length: Replicates) -> Replicates:
+    """Returns (H/T, H) of (H, T)."""
+
+    def ratio(values: Tensor) -> Tensor:
+        return torch.stack([values[..., 0] / values[..., 1], values[..., 0]], dim=-1)
+
+    return Replicates(ratio(entropy_and_length.value), ratio(entropy_and_length.without))
+
+
+def _mean(values: Tensor) -> Replicates:
+    return Replicates(values.mean(dim=0), (values.sum(dim=0) - values) / (len(values) - 1))
+
+
+def _over_count(sums: Replicates, count: int) -> Replicates:
+    return Replicates(sums.value.view(1) / count, sums.without.view(-1, 1) / (count - 1))
+
+
+def _still_to_come(costs: Tensor) -> Tensor:
+    """Returns the sum of the costs strictly after each position, (N, T)."""
+    return costs.flip(1).cumsum(1).flip(1) - costs
+
+
+def _centred_products(values: Tensor, slopes: Tensor, alive: Tensor) -> Replicates:
+    """Returns Σ_ik (v_ik − loo_k) d_ik, and the same without each sequence; loo the mean over the others alive at k.
+
+    Of n alive sequences it is (n Σ v d − Σ v Σ d) / (n − 1) at each position, and where there is one, v d.
+    """
+    values = values * alive
+
+    def centred(product: Tensor, value: Tensor, slope: Tensor, count: Tensor) -> Tensor:
+        others = (count - 1.0).clamp(min=1.0)
+        return torch.where(count > 1, (count * product - value * slope) / others, product).sum(dim=-1)
+
+    columns = (values * slopes, values, slopes, alive)
+    sums = [column.sum(dim=0) for column in columns]
+    left_out = [total - column for total, column in zip(sums, columns, strict=True)]
+    return Replicates(centred(*sums), centred(*left_out))

@@ -1,0 +1,239 @@
+"""Per-decision importance sampling and the first order on the same sequences: enumerated, by hand, term by term."""
+
+from __future__ import annotations
+
+import math
+import random
+from fractions import Fraction
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+from rl_training.mathematics.entropy import surrogate_weights
+from rl_training.mathematics.importance import reweighted_replicates, sequence_totals
+from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.per_decision import (
+    first_order_change,
+    mean_entropy,
+    per_decision_change,
+    prefix_ess,
+    slopes,
+)
+from rl_training.mathematics.scores import Scores
+
+Table = list[list[float]]
+EIGHTHS = [[6, 1, 1], [1, 3, 4], [2, 4, 2], [1, 1, 6], [5, 2, 1], [3, 3, 2], [1, 5, 2]]  # chances of 3 tokens, in 1/8
+OLD = [[math.log(e / 8) for e in row] for row in EIGHTHS]
+DIRECTION = [[random.Random(7 + 3 * r + c).gauss(0, 1) for c in range(3)] for r in range(7)]
+
+
+def moved(table: Table, size: float) -> Table:
+    return [
+        [x + size * d for x, d in zip(row, along, strict=True)] for row, along in zip(table, DIRECTION, strict=True)
+    ]
+
+
+def population() -> list[tuple[int, ...]]:
+    """Returns responses in exact proportion to their chances under OLD: 512 of them."""
+    responses = []
+    for response in reference.RESPONSES:
+        rows = reference.prefix_numbers(response)
+        chance = math.prod(Fraction(EIGHTHS[row][token], 8) for row, token in zip(rows, response, strict=True))
+        assert (512 * chance).denominator == 1
+        responses += [response] * int(512 * chance)
+    return responses
+
+
+def draws(count: int, seed: int) -> list[tuple[int, ...]]:
+    chances = [math.exp(reference.sequence_logp(OLD, response)) for response in reference.RESPONSES]
+    return random.Random(seed).choices(reference.RESPONSES, chances, k=count)
+
+
+def ragged_scores(table: Table, responses: list[tuple[int, ...]]) -> tuple[list[list[float]], list[list[float]]]:
+    """Returns log-probabilities and entropies of each token of each response."""
+    logps, entropies = [], []
+    for response in responses:
+        rows = [reference.log_softmax(table[number]) for number in reference.prefix_numbers(response)]
+        logps.append([row[token] for row, token in zip(rows, response, strict=True)])
+        entropies.append([-sum(math.exp(x) * x for x in row) for row in rows])
+    return logps, entropies
+
+
+def as_scores(table: Table, responses: list[tuple[int, ...]]) -> Scores:
+    """Returns them as padded tensors, with nan in the padding."""
+    lengths = torch.tensor([len(response) for response in responses])
+    mask = torch.arange(reference.MAX_LENGTH) < lengths.unsqueeze(1)
+
+    def padded(rows: list[list[float]]) -> Tensor:
+        full = [[*row, *[math.nan] * (reference.MAX_LENGTH - len(row))] for row in rows]
+        return torch.tensor(full, dtype=torch.float64)
+
+    return Scores(*(padded(rows) for rows in ragged_scores(table, responses)), mask=mask)
+
+
+def plain_per_decision(new: Table, responses: list[tuple[int, ...]]) -> list[float]:
+    """Returns ΔH per token and per sequence from the definition, in plain loops."""
+    (old_logps, old_h), (new_logps, new_h) = ragged_scores(OLD, responses), ragged_scores(new, responses)
+    entropy = length = 0.0
+    for k in range(reference.MAX_LENGTH):
+        ratios = [math.exp(sum(b[:k]) - sum(a[:k])) for a, b in zip(old_logps, new_logps, strict=True)]
+        alive = [i for i, response in enumerate(responses) if k < len(response)]
+        entropy += sum(ratios[i] * new_h[i][k] for i in alive) / sum(ratios)
+        length += sum(ratios[i] for i in alive) / sum(ratios)
+    before, tokens = sum(map(sum, old_h)), sum(map(len, old_h))
+    return [entropy / length - before / tokens, entropy - before / len(responses)]
+
+
+def exact_change(new: Table) -> list[float]:
+    was, now = reference.exact(OLD), reference.exact(new)
+    return [now.entropy / now.length - was.entropy / was.length, now.entropy - was.entropy]
+
+
+def exact_derivative() -> list[float]:
+    """Returns ∂H_tok and ∂H_seq along DIRECTION."""
+    now = reference.exact(OLD)
+    entropy, length = (
+        sum(x * d for row, along in zip(table, DIRECTION, strict=True) for x, d in zip(row, along, strict=True))
+        for table in (now.d_entropy, now.d_length)
+    )
+    return [(entropy - now.entropy / now.length * length) / now.length, entropy]
+
+
+@pytest.mark.parametrize("size", [0.01, 0.3, 3.0])
+def test_over_the_whole_population_it_is_the_exact_change(size: float) -> None:
+    new = moved(OLD, size)
+    got = per_decision_change(as_scores(OLD, population()), as_scores(new, population()))
+    assert got.value.tolist() == pytest.approx(exact_change(new), abs=1e-9)
+
+
+def test_weights_of_the_whole_sequence_or_of_the_living_only_are_something_else() -> None:
+    """What the test before would miss if sequences that have ended were left out, or got back the weight 1."""
+    new, responses = moved(OLD, 1.0), population()
+    before, after = as_scores(OLD, responses), as_scores(new, responses)
+    ratios = (after.logps - before.logps).nan_to_num().cumsum(dim=1).roll(1, dims=1).exp()
+    ratios[:, 0] = 1.0
+    entropy, mask = after.entropies.nan_to_num(), before.mask.double()
+    exact = exact_change(new)[1] + float(mean_entropy(before).value[1])
+    right = (ratios * mask * entropy).sum(0) / ratios.sum(0)
+    living = (ratios * mask * entropy).sum(0) / (ratios * mask).sum(0)
+    forgotten = (ratios * mask * entropy).sum(0) / torch.where(mask.bool(), ratios, 1.0).sum(0)
+    assert float(right.sum()) == pytest.approx(exact, abs=1e-9)
+    assert abs(float(living.sum()) - exact) > 0.05
+    assert abs(float(forgotten.sum()) - exact) > 0.05
+
+
+def test_two_sequences_by_hand() -> None:
+    mask = torch.tensor([[1, 1], [1, 0]])
+    before = Scores(torch.tensor([[-0.7, -0.1], [-0.7, math.nan]]), torch.ones(2, 2), mask)
+    logps = torch.tensor([[-0.7 + math.log(1.5), -0.2], [-0.7 + math.log(0.5), math.nan]])
+    after = Scores(logps, torch.tensor([[2.0, 4.0], [2.0, math.inf]]), mask)
+    got = per_decision_change(before, after)
+    assert got.value.tolist() == pytest.approx([5 / 1.75 - 1, 3.5], rel=1e-6)
+    assert got.without.tolist() == [pytest.approx([1.0, 1.0]), pytest.approx([2.0, 4.0])]  # of "." alone, of "x." alone
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_value_and_left_out_values_are_those_of_the_plain_definition(seed: int) -> None:
+    new, responses = moved(OLD, 0.5), draws(12, seed)
+    got = per_decision_change(as_scores(OLD, responses), as_scores(new, responses))
+    assert got.value.tolist() == pytest.approx(plain_per_decision(new, responses), abs=1e-12)
+    for i, row in enumerate(got.without.tolist()):
+        assert row == pytest.approx(plain_per_decision(new, responses[:i] + responses[i + 1 :]), abs=1e-12)
+
+
+def test_one_sequence_longer_than_all_others_leaves_itself_out_everywhere() -> None:
+    responses = [(0, 0, 2), (2,), (2,), (1, 2)]
+    got = per_decision_change(as_scores(OLD, responses), as_scores(moved(OLD, 0.5), responses))
+    assert got.without[0].tolist() == pytest.approx(plain_per_decision(moved(OLD, 0.5), responses[1:]), abs=1e-12)
+
+
+@pytest.mark.parametrize("shift", [-2000.0, 2000.0])
+def test_ratios_matter_only_relative_to_one_another_and_never_overflow(shift: float) -> None:
+    before = as_scores(OLD, draws(30, 1))
+    after = as_scores(moved(OLD, 0.5), draws(30, 1))
+    shifted = Scores(after.logps + torch.tensor([shift, 0, 0]), after.entropies, after.mask)
+    assert torch.allclose(per_decision_change(before, shifted).value, per_decision_change(before, after).value)
+
+
+def test_effective_numbers_are_kishs_at_each_position() -> None:
+    mask = torch.ones(2, 3)
+    before = Scores(torch.zeros(2, 3), mask, mask)
+    after = Scores(torch.tensor([[math.log(3), 0.0, 9.0], [0.0, 0.0, 9.0]]), mask, mask)
+    assert prefix_ess(before, after).tolist() == pytest.approx([2.0, 1.6, 1.6])
+
+
+# --- the first order on the same sequences ----------------------------------------------------------------------------
+
+
+def finite_slopes(responses: list[tuple[int, ...]], size: float = 1e-4) -> tuple[Tensor, Tensor]:
+    return slopes(as_scores(moved(OLD, size), responses), as_scores(moved(OLD, -size), responses), size)
+
+
+def test_over_the_whole_population_the_first_order_is_the_exact_derivative() -> None:
+    """In so large a sample that a baseline without oneself is one with: of n alive it is n / (n − 1) as large."""
+    responses = [response for response in population() for _ in range(8)]
+    got = first_order_change(as_scores(OLD, responses), *finite_slopes(responses))
+    assert got.value.tolist() == pytest.approx(exact_derivative(), rel=3e-3)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_the_first_order_is_that_of_the_surrogate_weights_with_the_baseline_of_the_buffer(seed: int) -> None:
+    responses = draws(12, seed)
+
+    def by_weights(rows: list[tuple[int, ...]]) -> list[float]:
+        scores, (of_logp, of_entropy) = as_scores(OLD, rows), finite_slopes(rows)
+        known, change = (scores.logps, scores.entropies, scores.mask), []
+        for target in ("token", "sequence"):
+            w, u = surrogate_weights(*known, torch.arange(len(rows)), target=target, baseline="buffer")
+            change.append(float((w * of_logp.nan_to_num() + u * of_entropy.nan_to_num()).sum() / len(rows)))
+        return change
+
+    got = first_order_change(as_scores(OLD, responses), *finite_slopes(responses))
+    assert got.value.tolist() == pytest.approx(by_weights(responses), abs=1e-12)
+    for i, row in enumerate(got.without.tolist()):
+        assert row == pytest.approx(by_weights(responses[:i] + responses[i + 1 :]), abs=1e-12)
+
+
+def test_the_change_of_a_small_step_shares_its_noise_with_the_first_order_on_the_same_sequences() -> None:
+    responses, size = draws(300, 5), 1e-5
+    before = as_scores(OLD, responses)
+    new, old = as_scores(moved(OLD, size), responses), as_scores(moved(OLD, -size), responses)
+    odd = (per_decision_change(before, new) - per_decision_change(before, old)) * (0.5 / size)
+    whole_sequences = reweighted_replicates(sequence_totals(before), sequence_totals(new)) * (1 / size)
+    first_order = first_order_change(before, *finite_slopes(responses))
+    noise = first_order.stderr
+    assert ((odd - first_order).value.abs() < 0.05 * noise).all()
+    assert ((odd - first_order).stderr < 0.1 * noise).all()
+    assert (whole_sequences - first_order).stderr[1] > 0.5 * noise[1]  # per sequence: another estimator
+
+
+def test_the_standard_error_is_the_scatter_of_repeated_samples_around_the_exact_change() -> None:
+    new, number, size = moved(OLD, 0.3), 300, 40
+    rows = [draws(size, 1000 + i) for i in range(number)]
+    changes = [per_decision_change(as_scores(OLD, r), as_scores(new, r)) for r in rows]
+    values, claimed = torch.stack([c.value for c in changes]), torch.stack([c.stderr for c in changes])
+    assert torch.allclose(values.std(dim=0), claimed.square().mean(dim=0).sqrt(), rtol=0.17)  # ±4 of its own errors
+    off = (values.mean(dim=0) - torch.tensor(exact_change(new))).abs()
+    assert (off < 4 * values.std(dim=0) / math.sqrt(number)).all()
+
+
+# --- replicates -------------------------------------------------------------------------------------------------------
+
+
+def test_the_error_of_a_mean_is_the_textbook_one_and_differences_drop_what_is_shared() -> None:
+    x, y = torch.randn(2, 50, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def mean(values: Tensor) -> Replicates:
+        return Replicates(values.mean(dim=0), (values.sum(dim=0) - values) / (len(values) - 1))
+
+    assert float(mean(x).stderr) == pytest.approx(float(x.std()) / math.sqrt(50), rel=1e-12)
+    assert float((mean(x + y) - mean(x)).stderr) == pytest.approx(float(mean(y).stderr), rel=1e-12)
+    assert float((mean(x) + mean(x) * -1.0).stderr) == pytest.approx(0.0, abs=1e-15)
+
+
+def test_one_sequence_is_refused() -> None:
+    one = as_scores(OLD, [(2,)])
+    with pytest.raises(ValueError, match="at least 2"):
+        per_decision_change(one, one)
