@@ -1,0 +1,227 @@
+"""The gradient of every single sequence of a batch, from one forward and one backward: hooks on modules.
+
+Where a module's output y is linear in its parameters, each sequence's gradient is a product of what autograd has in its
+hands anyway, the module's input x and the derivative dy by its output, both (B, T, features):
+
+    Linear      y = W x + b      ∂W_i = Σ_t dy_it ⊗ x_it,   ∂b_i = Σ_t dy_it
+    Embedding   y = W[id]        ∂W_i = Σ_t onehot(id_it) ⊗ dy_it
+    norms       RMSNorm, LayerNorm and their like: the module's own vector-Jacobian product, sequence by sequence
+
+A LoRA adapter is two Linears. Uses of one parameter in several places (a head tied to the embedding) add up. `.grad` is
+not touched and no hook on a parameter fires, so neither DDP's reducer nor ZeRO notices: score the unwrapped model.
+
+What fails without a sound elsewhere is an error here, with the module's name: a parameter used by anything but a module
+that was called (a fused head, experts in one tensor, DoRA's magnitude), a module that sees tokens without their
+sequences, an output that no gradient comes back to. Hooks live while the forward runs: what non-reentrant checkpointing
+calls again in the backward is not counted twice. It saves no memory here, though: the inputs are kept for the products.
+
+Source: Goodfellow 2015, "Efficient per-example gradient computations"; Yousefpour et al. 2021, "Opacus", section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rl_training.mathematics.vectors import GradientBuffer
+
+Scored = TypeVar("Scored")
+ADVICE = "freeze it (requires_grad_(False)), or train a LoRA adapter on linear layers"
+
+
+@dataclass(frozen=True)
+class _Owner:
+    """A module with trained parameters of its own."""
+
+    path: str
+    module: nn.Module
+    names: Mapping[str, str]  # its own name of a parameter → the trainer's
+
+
+@dataclass(frozen=True)
+class _Use:
+    """One call of a module in the forward."""
+
+    owner: _Owner
+    x: Tensor
+    y: Tensor
+
+
+class SequenceGradients:
+    """Takes gradients sequence by sequence, of the trainable `parameters` (by name) of a causal language model.
+
+    model  a transformers model, bare or with an adapter of PEFT; not wrapped by DDP
+
+    Raises ValueError, naming it, for a parameter whose gradient cannot be told apart by sequences.
+    """
+
+    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._root: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+        name_of = {param: name for name, param in parameters.items()}
+        self._owners = []
+        for path, module in model.named_modules():
+            own = {own: name_of[p] for own, p in module.named_parameters(recurse=False) if p in name_of}
+            if own:
+                _refuse_unknown_kinds(path, module, own)
+                self._owners.append(_Owner(path, module, own))
+        missing = set(parameters) - {name for owner in self._owners for name in owner.names.values()}
+        if missing:
+            raise ValueError(f"{min(missing)!r} is not a parameter of this model: give the model that is trained")
+
+    def record(self, forward: Callable[[], Scored]) -> tuple[Scored, Recording]:
+        """Returns what `forward` returns, and the recording that takes gradients of it.
+
+        forward  runs the model once, on a batch of sequences, with graph
+
+        Raises ValueError when a trained parameter was used where no module could be watched.
+        """
+        uses: list[_Use] = []
+        roots: list[Tensor] = []
+        owner_of = {owner.module: owner for owner in self._owners}
+
+        def on_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], y: Tensor) -> None:
+            if module is self._root:
+                if not y.requires_grad:  # frozen, under an adapter: the backward must reach everything above it
+                    y.requires_grad_()
+                roots.append(y)
+            if module in owner_of:
+                x = args[0] if args else next(iter(kwargs.values()))
+                uses.append(_Use(owner_of[module], x.detach(), y))
+
+        handles: list[RemovableHandle] = [
+            module.register_forward_hook(on_forward, with_kwargs=True) for module in {*owner_of, self._root}
+        ]
+        try:
+            with torch.enable_grad():
+                scored = forward()
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._refuse_what_was_not_seen(uses, roots)
+        return scored, Recording(uses, roots)
+
+    def _refuse_what_was_not_seen(self, uses: Sequence[_Use], roots: Sequence[Tensor]) -> None:
+        if not roots:
+            raise ValueError("the forward did not call the model's input embedding: score token ids with this model")
+        batch = len(roots[0])
+        called = {use.owner.path for use in uses}
+        for owner in self._owners:
+            if owner.path not in called:
+                raise ValueError(
+                    f"{owner.path} was not called in the forward, though {_first(owner)} is trained: a fused head or "
+                    f"kernel uses the weight behind its back. Score with the model's own logits, or {ADVICE}"
+                )
+        for use in uses:
+            tokens = 2 if isinstance(use.owner.module, nn.Embedding) else 3
+            if use.x.dim() < tokens or len(use.x) != batch:
+                raise ValueError(
+                    f"{use.owner.path} was given {tuple(use.x.shape)} where a batch of {batch} sequences was expected: "
+                    f"its tokens cannot be told apart by sequences (experts? positions?). {ADVICE.capitalize()}"
+                )
+            if not use.y.requires_grad:
+                raise ValueError(
+                    f"the output of {use.owner.path} has no gradient (no_grad, or reentrant checkpointing): "
+                    'score with graph, and with gradient_checkpointing_kwargs={"use_reentrant": False}'
+                )
+
+
+class Recording:
+    """One forward, from which gradients are taken as often as wanted."""
+
+    def __init__(self, uses: Sequence[_Use], roots: Sequence[Tensor]) -> None:
+        self._uses = uses
+        self._roots = roots
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self._roots[0])
+
+    def fill(
+        self, buffer: GradientBuffer, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False
+    ) -> None:
+        """Writes into row i of the buffer, (B, P), the gradient of Σ weights[i]·outputs[i], summed over all outputs.
+
+        outputs, weights  (B, ·) each: of log-probabilities with weights 1 it is W_i = ∂S_i
+        keep_graph        for another call
+        """
+        if buffer.num_rows != self.num_sequences:
+            raise ValueError(f"a buffer of {buffer.num_rows} rows cannot hold {self.num_sequences} gradients")
+        buffer.matrix.zero_()
+        seen = [False] * len(self._uses)
+
+        def on_backward(number: int, dy: Tensor) -> None:
+            use = self._uses[number]
+            _add(buffer, use, dy)
+            seen[number] = True
+
+        handles = [
+            use.y.register_hook(lambda dy, number=number: on_backward(number, dy))
+            for number, use in enumerate(self._uses)
+        ]
+        try:
+            # Only what lies between these ends is calculated: no gradient of a parameter, nothing in `.grad`.
+            torch.autograd.grad(outputs, self._roots, weights, retain_graph=keep_graph)
+        finally:
+            for handle in handles:
+                handle.remove()
+        for use, was_seen in zip(self._uses, seen, strict=True):
+            if not was_seen:
+                raise ValueError(f"no gradient came back to {use.owner.path}: its share of the gradients is missing")
+
+
+def _refuse_unknown_kinds(path: str, module: nn.Module, names: Mapping[str, str]) -> None:
+    name = next(iter(names.values()))
+    if "modules_to_save" in path.split("."):
+        raise ValueError(f"{name} is a copy of PEFT's modules_to_save, whose original TRL scores with. {ADVICE}")
+    if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
+        raise ValueError(f"{path}: an embedding with max_norm, scale_grad_by_freq or sparse has other gradients")
+    if not isinstance(module, nn.Linear | nn.Embedding) and "norm" not in type(module).__name__.lower():
+        raise ValueError(
+            f"{name} belongs to a {type(module).__name__} ({path}), whose gradient is not known sequence by sequence, "
+            f"only that of Linear, Embedding and norms: {ADVICE}"
+        )
+
+
+def _first(owner: _Owner) -> str:
+    return next(iter(owner.names.values()))
+
+
+def _add(buffer: GradientBuffer, use: _Use, dy: Tensor) -> None:
+    """Adds what this use of a module contributes to the gradients of its parameters."""
+    module, kind = use.owner.module, type(use.owner.module).forward
+    x, dy = use.x, dy.detach()
+    if kind is nn.Linear.forward:
+        dy = dy.flatten(1, -2).to(buffer.matrix.dtype)
+        if "weight" in use.owner.names:
+            x = x.flatten(1, -2).to(buffer.matrix.dtype)
+            buffer.view(use.owner.names["weight"]).baddbmm_(dy.transpose(1, 2), x)
+        if "bias" in use.owner.names:
+            buffer.view(use.owner.names["bias"]).add_(dy.sum(dim=1))
+    elif kind is nn.Embedding.forward:
+        assert isinstance(module, nn.Embedding)
+        if module.padding_idx is not None:  # autograd gives it no gradient either
+            dy = dy.masked_fill((x == module.padding_idx).unsqueeze(-1), 0.0)
+        rows = torch.arange(len(x), device=x.device).view(-1, *(1 for _ in x.shape[1:])).expand_as(x)
+        buffer.view(use.owner.names["weight"]).index_put_((rows, x), dy.to(buffer.matrix.dtype), accumulate=True)
+    else:
+        for own, gradient in _by_vector_jacobian_product(use, dy).items():
+            buffer.view(use.owner.names[own]).add_(gradient)
+
+
+def _by_vector_jacobian_product(use: _Use, dy: Tensor) -> dict[str, Tensor]:
+    """Returns the gradients of a module's own parameters, (B, *shape) each, through the module's forward once more."""
+    module = use.owner.module
+    own = {name: getattr(module, name).detach() for name in use.owner.names}
+
+    def of_one(x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+        def forward(parameters: dict[str, Tensor]) -> Tensor:
+            return torch.func.functional_call(module, parameters, (x.unsqueeze(0),)).squeeze(0)
+
+        return torch.func.vjp(forward, own)[1](dy)[0]
+
+    return torch.func.vmap(of_one)(use.x, dy)

@@ -1,0 +1,296 @@
+"""Gradients sequence by sequence are what a backward for each one alone gives, or an error that names the module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from transformers import (
+    FalconMambaConfig,
+    FalconMambaForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
+from trl.trainer.utils import add_fused_lm_head
+
+from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.step.sequence_gradients import Recording, SequenceGradients
+
+BATCH, LENGTH, VOCABULARY, PADDING = 4, 9, 23, 0
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCABULARY, "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8, "pad_token_id": PADDING,
+    "initializer_range": 0.3, "bos_token_id": 1, "eos_token_id": 2, "attn_implementation": "eager",
+}  # fmt: skip
+
+
+def model_of(kind: type[nn.Module], config: Any, dtype: torch.dtype = torch.float64) -> nn.Module:
+    torch.manual_seed(0)
+    model = kind(config).to(dtype).eval()
+    with torch.no_grad():  # a norm's weight of 1 and a bias of 0 would hide mistakes
+        for name, p in model.named_parameters():
+            if "norm" in name or "bias" in name or "ln_" in name:
+                p.add_(0.3 * torch.randn_like(p))
+    return model
+
+
+def qwen(dtype: torch.dtype = torch.float64, **settings: Any) -> nn.Module:
+    return model_of(Qwen2ForCausalLM, Qwen2Config(**{**SMALL, "tie_word_embeddings": True, **settings}), dtype)
+
+
+def lora(model: nn.Module, **settings: Any) -> nn.Module:
+    torch.manual_seed(1)
+    adapted = get_peft_model(model, LoraConfig(**{"r": 2, "target_modules": ["q_proj", "down_proj"], **settings}))
+    with torch.no_grad():
+        for name, p in adapted.named_parameters():
+            if "lora_B" in name:
+                p.normal_()  # at its start of 0 the gradient of A would be 0
+    return adapted.eval()
+
+
+def trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.fixture(scope="module")
+def ids() -> Tensor:
+    """Token ids, some of them padding in the middle: the embedding's padding_idx gets no gradient there."""
+    ids = torch.randint(3, VOCABULARY, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    ids[1, 2] = ids[3, 0] = PADDING
+    return ids
+
+
+def logps(logits: Tensor, ids: Tensor) -> Tensor:
+    return torch.log_softmax(logits[:, :-1], dim=-1).gather(2, ids[:, 1:].unsqueeze(2)).squeeze(2)
+
+
+def scorer(model: nn.Module, ids: Tensor) -> Callable[[], Tensor]:
+    return lambda: logps(model(input_ids=ids, use_cache=False).logits, ids)
+
+
+def fused_scorer(model: nn.Module, ids: Tensor) -> Callable[[], Tensor]:
+    return lambda: model(input_ids=ids, labels=ids, fused_lm_head=True).log_probs
+
+
+def weights_of(ids: Tensor) -> Tensor:
+    shape = (len(ids), ids.shape[1] - 1)
+    return torch.randn(shape, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+
+
+def by_hooks(model: nn.Module, score: Callable[[], Tensor], weights: Tensor) -> Tensor:
+    parameters = trained(model)
+    buffer = GradientBuffer(parameters, len(weights))
+    scored, recording = SequenceGradients(model, parameters).record(score)
+    recording.fill(buffer, [scored], [weights.to(scored)])
+    return buffer.matrix
+
+
+def one_by_one(model: nn.Module, score_of: Callable[[nn.Module, Tensor], Callable[[], Tensor]], ids: Tensor) -> Tensor:
+    parameters, rows = list(trained(model).values()), []
+    for i, w in enumerate(weights_of(ids)):
+        scored = score_of(model, ids[i : i + 1])()
+        rows.append(torch.cat([g.reshape(-1) for g in torch.autograd.grad(scored, parameters, w[None].to(scored))]))
+    return torch.stack(rows)
+
+
+def by_vmap(model: nn.Module, ids: Tensor) -> Tensor:
+    parameters = {name: p.detach() for name, p in trained(model).items()}
+
+    def total(parameters: dict[str, Tensor], ids: Tensor, weights: Tensor) -> Tensor:
+        logits = functional_call(model, parameters, kwargs={"input_ids": ids[None], "use_cache": False}).logits
+        return (weights * logps(logits, ids[None])[0]).sum()
+
+    rows = vmap(grad(total), in_dims=(None, 0, 0))(parameters, ids, weights_of(ids))
+    return torch.cat([rows[name].flatten(1) for name in parameters], dim=1)
+
+
+def assert_equal(rows: Tensor, expected: Tensor, limit: float) -> None:
+    """Row by row, relative to the row's norm."""
+    error = (rows - expected).norm(dim=1) / expected.norm(dim=1)
+    assert float(error.max()) <= limit, error
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "tied head": qwen,
+    "head of its own": lambda: qwen(tie_word_embeddings=False),
+    "adapter": lambda: lora(qwen()),
+    "adapter with biases": lambda: lora(qwen(), lora_bias=True, target_modules="all-linear"),
+    "norms of 1 + w, scaled embedding": lambda: model_of(Gemma2ForCausalLM, Gemma2Config(**SMALL)),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_are_the_gradients_of_each_sequence_alone(name: str, ids: Tensor) -> None:
+    """Against a backward for each sequence, and against vmap(grad): in fp64 to rounding."""
+    model = MODELS[name]()
+    rows = by_hooks(model, scorer(model, ids), weights_of(ids))
+    assert_equal(rows, one_by_one(model, scorer, ids), 1e-12)
+    assert_equal(rows, by_vmap(model, ids), 1e-12)
+    assert rows.abs().amin(dim=1).max() < rows.abs().amax(dim=1).min()  # they are not all alike
+
+
+def test_fp32_agrees_to_1e_5(ids: Tensor) -> None:
+    model = qwen(torch.float32)
+    rows = by_hooks(model, scorer(model, ids), weights_of(ids))
+    assert_equal(rows, one_by_one(model, scorer, ids), 1e-5)
+
+
+def test_checkpointing_calls_modules_again_and_nothing_is_counted_twice(ids: Tensor) -> None:
+    for model in (qwen(), lora(qwen())):
+        expected = one_by_one(model, scorer, ids)
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train()  # checkpointing rests in evaluation; there is no dropout here
+        assert_equal(by_hooks(model, scorer(model, ids), weights_of(ids)), expected, 1e-12)
+
+
+def test_several_payloads_are_taken_from_one_forward(ids: Tensor) -> None:
+    """Also under checkpointing, where each backward calculates the middle anew."""
+    model = lora(qwen())
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    parameters, weights = trained(model), weights_of(ids)
+    buffer = GradientBuffer(parameters, BATCH)
+    scored, recording = SequenceGradients(model, parameters).record(scorer(model, ids))
+    rows = []
+    for outputs, payload in (([scored], [weights]), ([scored, scored.exp()], [weights, 2 * weights])):
+        recording.fill(buffer, outputs, payload, keep_graph=True)
+        rows.append(buffer.matrix.clone())
+    twice = weights + 2 * weights * scored.detach().exp()
+    assert_equal(rows[0], by_hooks(model, scorer(model, ids), weights), 1e-12)
+    assert_equal(rows[1], by_hooks(model, scorer(model, ids), twice), 1e-12)
+
+
+def test_nothing_is_left_on_the_model_and_no_gradient_of_a_parameter_is_touched(ids: Tensor) -> None:
+    model = lora(qwen())
+    fired: list[str] = []
+    for name, p in trained(model).items():
+        p.register_hook(lambda _, name=name: fired.append(name))
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    by_hooks(model, scorer(model, ids), weights_of(ids))
+    assert not fired
+    assert all(p.grad is None for p in model.parameters())
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    assert not any(module._forward_hooks for module in model.modules())
+    with pytest.raises(RuntimeError, match="broken"):
+        SequenceGradients(model, trained(model)).record(broken)
+    assert not any(module._forward_hooks for module in model.modules())
+
+
+def broken() -> Tensor:
+    raise RuntimeError("broken")
+
+
+# --- what is wrong without a sound elsewhere --------------------------------------------------------------------------
+
+
+def test_a_fused_head_is_right_where_the_head_is_frozen_and_refused_where_it_is_trained(ids: Tensor) -> None:
+    """It never calls lm_head. Of a tied weight a part of the gradient would be there, and nothing look missing."""
+    model = qwen(torch.float32)
+    add_fused_lm_head(model)
+    with pytest.raises(ValueError, match=r"lm_head was not called .*embed_tokens.weight .* own logits"):
+        by_hooks(model, fused_scorer(model, ids), weights_of(ids))
+    adapted = lora(model)
+    rows = by_hooks(adapted, fused_scorer(adapted, ids), weights_of(ids))
+    assert_equal(rows, one_by_one(adapted, scorer, ids), 1e-5)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_an_output_without_graph_is_refused(reentrant: bool, ids: Tensor) -> None:
+    """Reentrant checkpointing runs its forward without one: hooks there would see nothing but the ends."""
+    model = lora(qwen())
+    score = scorer(model, ids)
+    if reentrant:
+        model.gradient_checkpointing_enable({"use_reentrant": True})
+        model.train()
+    else:
+        score = torch.no_grad()(score)
+    with pytest.raises(ValueError, match="has no gradient"):
+        by_hooks(model, score, weights_of(ids))
+
+
+def test_a_module_that_no_gradient_comes_back_to_is_named(ids: Tensor) -> None:
+    model = lora(qwen())
+    _, recording = SequenceGradients(model, trained(model)).record(scorer(model, ids))
+    other = model.get_input_embeddings()(ids)
+    assert isinstance(recording, Recording)
+    aside = recording._roots[0].sum(dim=2) + other.sum(dim=2)  # does not go through the layers
+    with pytest.raises(ValueError, match=r"no gradient came back to .*lora_A"):
+        recording.fill(GradientBuffer(trained(model), BATCH), [aside], [torch.ones_like(aside)])
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "experts in one tensor": (
+        lambda: model_of(MixtralForCausalLM, MixtralConfig(**SMALL, num_local_experts=2)),
+        r"belongs to a Mixtral\w+ \(model.layers.0.mlp",
+    ),
+    "DoRA": (lambda: lora(qwen(), use_dora=True), r"lora_magnitude_vector.*belongs to a \w*Dora\w*"),
+    "modules_to_save": (lambda: lora(qwen(), modules_to_save=["lm_head"]), "modules_to_save"),
+    "adapter on the embedding": (lambda: lora(qwen(), target_modules=["embed_tokens"]), "lora_embedding_A.*belongs to"),
+    "convolution": (
+        lambda: model_of(
+            FalconMambaForCausalLM,
+            FalconMambaConfig(vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=1, state_size=4),
+        ),
+        r"belongs to a \w*(Mixer|Conv)\w*",
+    ),
+    "linear maps that are none": (
+        lambda: model_of(GPT2LMHeadModel, GPT2Config(vocab_size=VOCABULARY, n_embd=16, n_layer=1, n_head=2)),
+        r"belongs to a Conv1D \(transformer.h.0.attn.c_attn\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_cannot_be_told_apart_by_sequences_is_refused_by_name(what: str) -> None:
+    make, message = REFUSED[what]
+    model = make()
+    with pytest.raises(ValueError, match=message):
+        SequenceGradients(model, trained(model))
+
+
+class FlatHead(nn.Linear):
+    """A head that looks at all tokens at once."""
+
+
+class Positions(nn.Module):
+    """Learned positions, and a head on tokens without their sequences: two ways to mix sequences up."""
+
+    def __init__(self, flat: bool) -> None:
+        super().__init__()
+        self.embed, self.positions = nn.Embedding(VOCABULARY, 6), nn.Embedding(LENGTH, 6)
+        self.head, self.flat = FlatHead(6, VOCABULARY), flat
+        if flat:
+            self.positions.requires_grad_(False)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embed
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids) + self.positions(torch.arange(ids.shape[1])[None])
+        return self.head(x.flatten(0, 1)).view(*ids.shape, -1) if self.flat else self.head(x)
+
+
+@pytest.mark.parametrize("flat", [True, False])
+def test_modules_that_do_not_see_the_batch_are_refused_by_name(flat: bool, ids: Tensor) -> None:
+    model = Positions(flat)
+    recorder = SequenceGradients(model, trained(model))
+    with pytest.raises(ValueError, match=rf"^{'head' if flat else 'positions'} was given .* batch of {BATCH}"):
+        recorder.record(lambda: logps(model(ids), ids))
+    with pytest.raises(ValueError, match="cannot be told apart"):  # as many tokens as sequences
+        recorder.record(lambda: model(ids[:, :1] if flat else ids))
+
+
+def test_a_parameter_of_another_model_is_named() -> None:
+    with pytest.raises(ValueError, match="not a parameter of this model"):
+        SequenceGradients(qwen(), trained(qwen()))
