@@ -64,13 +64,13 @@ class TruthOfEachStep(Probe):
         self._truth.draw(ctx)
         self._batch = sequence_totals(ctx.scores)
         if ctx.step == self.linearity_step:
-            self._evaluation = ctx.sample(self._truth.num_sequences, 10_000 + self._truth.seed)
-            self._before = sequence_totals(ctx.score_rollout(self._evaluation))
+            self._evaluation = ctx.policy.sample(self._truth.num_sequences, 10_000 + self._truth.seed)
+            self._before = sequence_totals(ctx.policy.score_rollout(self._evaluation))
             self._old = {name: p.detach().clone() for name, p in ctx.parameters.items()}
 
     def measure(self, ctx: StepContext) -> dict[str, Estimate]:
         answers = self._truth.measure(ctx)
-        same_batch = reweighted_change(self._batch, sequence_totals(ctx.score_rollout(ctx.rollout)))
+        same_batch = reweighted_change(self._batch, sequence_totals(ctx.policy.score_rollout(ctx.rollout)))
         answers[SAME_BATCH] = Estimate(same_batch.token, reason="no error bar: its error is a bias")
         if ctx.step == self.linearity_step:
             answers |= dict(self._along_the_step(ctx))
@@ -82,7 +82,7 @@ class TruthOfEachStep(Probe):
         for exponent in EXPONENTS:
             for name, param in ctx.parameters.items():
                 param.copy_(self._old[name] + 2.0**exponent * (new[name] - self._old[name]))
-            after = sequence_totals(ctx.score_rollout(self._evaluation))
+            after = sequence_totals(ctx.policy.score_rollout(self._evaluation))
             change = reweighted_change(self._before, after)
             ess = importance_weights(self._before, after).ess / len(after)
             yield f"linearity/{exponent}", Estimate(change.token, change.token_stderr, len(after))

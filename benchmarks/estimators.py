@@ -66,7 +66,7 @@ class Estimators(Probe):
             self.gradients[name] += [fold.entropy[0] for fold in folds]
         for fold in range(int(ctx.fold.max()) + 1):
             rows = (ctx.fold == fold).nonzero().squeeze(1)
-            scores = ctx.score(rows)
+            scores = ctx.policy.score(ctx.rollout, rows)
             mean = (scores.entropies * scores.mask).sum() / len(rows)
             self.gradients[NAIVE].append(layout.flatten(torch.autograd.grad(mean, list(ctx.parameters.values()))))
 

@@ -61,7 +61,7 @@ class PromptGradients(Probe):
         index = ctx.rollout.prompt_index
         for prompt in tqdm(index.unique(), desc="prompts", leave=False):
             rows = (index == prompt).nonzero().squeeze(1)
-            scores = ctx.score(rows)
+            scores = ctx.policy.score(ctx.rollout, rows)
             loss = -(ctx.rollout.advantages[rows] @ (scores.logps * scores.mask).sum(dim=1)) / (len(rows) * MAX_LENGTH)
             gradient = torch.autograd.grad(loss, list(ctx.parameters.values()))
             self.rows.append(torch.cat([g.flatten() for g in gradient]))

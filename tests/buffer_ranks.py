@@ -22,7 +22,7 @@ import torch.multiprocessing
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
 from rl_training.live.buffer import FilteredBuffer
-from rl_training.step.types import Rollout
+from rl_training.step.rollout import Rollout
 from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward
 from rl_training.tasks.models import load_tiny
 

@@ -27,7 +27,8 @@ from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
 from rl_training.mathematics.vectors import CHUNK, JOINED, flat_dot
 from rl_training.probes import GradientNoiseScaleProbe
-from rl_training.step.types import OptimizerView, Rollout, StepContext
+from rl_training.step.rollout import Rollout
+from rl_training.step.types import OptimizerView, StepContext
 
 G = 2  # responses per prompt: here only a factor
 SHAPES = {"attn": (2, 3), "mlp": (5,), "norm": (3,)}
@@ -68,6 +69,13 @@ class Truth:
         """Returns (tr Σ, |G|²), in a diagonal metric, of some of the columns."""
         variance = (self.factor.square().sum(dim=1) * metric)[columns]
         return float(variance.sum()), float((self.mean.square() * metric)[columns].sum())
+
+
+class NotToBeAsked:
+    """A policy that a probe of norms has no question for."""
+
+    def __getattr__(self, name: str) -> None:
+        pytest.fail(f"the noise scale asked the policy for {name} without split_prompts")
 
 
 class Loop:
@@ -126,12 +134,8 @@ class Loop:
             whole_prompts=True,
             dr_grpo=True,
             num_ranks=1,
-            score=lambda rows: pytest.fail("no forward without split_prompts"),
-            shifted=lambda shift: pytest.fail("the noise scale moves no parameters"),
-            decode=lambda ids: pytest.fail("the noise scale reads no text"),
             reduce=self.reduce,
-            sample=lambda count, seed: pytest.fail("the noise scale samples nothing"),
-            score_rollout=lambda rollout: pytest.fail("the noise scale samples nothing"),
+            policy=NotToBeAsked(),
         )
 
 

@@ -115,7 +115,7 @@ class Rebuilder(Probe):
     name = "rebuilder"
 
     def on_pre_optimizer_step(self, ctx: Any) -> None:
-        scores = ctx.score(torch.arange(ctx.rollout.num_sequences))
+        scores = ctx.policy.score(ctx.rollout, torch.arange(ctx.rollout.num_sequences))
         weights = ctx.loss_weights[:, : scores.logps.shape[1]]
         rebuilt = torch.autograd.grad(scores.logps, list(ctx.parameters.values()), weights)
         whole = torch.cat([g.flatten() for g in ctx.gradients.values()])

@@ -27,11 +27,13 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe
-from rl_training.live.host import Forward
-from rl_training.live.sampling import sample, score_rollout
+from rl_training.live.policy import TrainerPolicy
+from rl_training.live.sampling import sample
 from rl_training.mathematics.scores import Scores
 from rl_training.step.ground_truth import GroundTruth
-from rl_training.step.types import Rollout, StepContext
+from rl_training.step.policy import Policy
+from rl_training.step.rollout import Rollout
+from rl_training.step.types import StepContext
 
 METRICS = {
     "delta_h/true", "delta_h/true_sequence", "delta_h/true_floor", "delta_h/true_resampled",
@@ -88,8 +90,15 @@ def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     return [name for name in a if not torch.equal(a[name], b[name])]
 
 
-def plain_forward(trainer: GRPOTrainer) -> Forward:
-    return trainer._get_per_token_logps_and_entropies
+class ScoredBy:
+    """A policy whose rollouts are scored by this function; all else is asked of the policy itself."""
+
+    def __init__(self, policy: Policy, score_rollout: Callable[[Rollout], Scores]) -> None:
+        self._policy = policy
+        self.score_rollout = score_rollout
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
 
 
 # --- training never notices -------------------------------------------------------------------------------------------
@@ -141,7 +150,7 @@ def worker(make: Callable[..., GRPOTrainer], out: Path) -> None:
     """Trains with and without the ground truth on this rank, and writes down what came out."""
 
     def share(ctx: StepContext) -> list[int]:
-        return ctx.sample(13, ctx.step).prompt_index.tolist()
+        return ctx.policy.sample(13, ctx.step).prompt_index.tolist()
 
     truth, shares = TruthProbe(num_sequences=13), AtEveryStep(share)
     plain = trained(make(probes=[]))
@@ -217,11 +226,11 @@ def test_ess_and_weights_are_those_of_the_two_scorings(make_trainer) -> None:
     class Keeps(TruthProbe):
         def on_pre_optimizer_step(self, ctx: StepContext) -> None:
             super().on_pre_optimizer_step(ctx)
-            self.rollout = ctx.sample(16, self.truth._seed_of(ctx.step))
-            self.before = ctx.score_rollout(self.rollout)
+            self.rollout = ctx.policy.sample(16, self.truth._seed_of(ctx.step))
+            self.before = ctx.policy.score_rollout(self.rollout)
 
         def measure(self, ctx: StepContext) -> dict[str, Estimate]:
-            self.after = ctx.score_rollout(self.rollout)
+            self.after = ctx.policy.score_rollout(self.rollout)
             return super().measure(ctx)
 
     probe = Keeps(num_sequences=16)
@@ -253,10 +262,10 @@ def test_floor_scores_the_same_sequences_in_smaller_batches_also_where_one_batch
         def on_pre_optimizer_step(self, ctx: StepContext) -> None:
             def listening(rollout: Rollout) -> Scores:
                 self.scored.append(rollout.prompt_index.tolist())
-                return ctx.score_rollout(rollout)
+                return ctx.policy.score_rollout(rollout)
 
             self.scored: list[list[int]] = []
-            super().on_pre_optimizer_step(dataclasses.replace(ctx, score_rollout=listening))
+            super().on_pre_optimizer_step(dataclasses.replace(ctx, policy=ScoredBy(ctx.policy, listening)))
 
     probe = Listens(num_sequences=8)
     make_trainer(probes=[probe], max_steps=1).train()
@@ -276,10 +285,10 @@ def test_a_score_that_is_not_finite_is_nan_with_its_reason(make_trainer) -> None
     class Broken(TruthProbe):
         def measure(self, ctx: StepContext) -> dict[str, Estimate]:
             def broken(rollout: Rollout) -> Scores:
-                scores = ctx.score_rollout(rollout)
+                scores = ctx.policy.score_rollout(rollout)
                 return dataclasses.replace(scores, logps=scores.logps * math.nan)
 
-            return super().measure(dataclasses.replace(ctx, score_rollout=broken))
+            return super().measure(dataclasses.replace(ctx, policy=ScoredBy(ctx.policy, broken)))
 
     probe = Broken(num_sequences=8)
     make_trainer(probes=[probe], max_steps=1).train()
@@ -358,7 +367,7 @@ def test_sampling_and_scoring_leave_the_trainer_as_it_was(make_trainer) -> None:
     modes = [module.training for module in trainer.model.modules()]
     attributes, metrics = set(vars(trainer)), copy.deepcopy(trainer._metrics)
     next_numbers = (random.getstate(), np.random.get_state()[1].copy(), torch.random.get_rng_state())
-    score_rollout(trainer, plain_forward(trainer), sample(trainer, 20, seed=1))
+    TrainerPolicy(trainer).score_rollout(sample(trainer, 20, seed=1))
     assert [module.training for module in trainer.model.modules()] == modes
     assert not frozen.training
     assert set(vars(trainer)) == attributes
@@ -376,9 +385,9 @@ def test_scores_have_no_dropout_and_no_graph_and_do_not_depend_on_the_batch(make
         if "lora_B" in name:  # zero at first, which would hide the dropout
             torch.nn.init.normal_(parameter, std=0.1)
     rollout = sample(trainer, 20, seed=1)
-    first, second = (score_rollout(trainer, plain_forward(trainer), rollout) for _ in range(2))
+    first, second = (TrainerPolicy(trainer).score_rollout(rollout) for _ in range(2))
     trainer.args.per_device_train_batch_size = 3
-    split = score_rollout(trainer, plain_forward(trainer), rollout)
+    split = TrainerPolicy(trainer).score_rollout(rollout)
     assert not first.logps.requires_grad
     assert torch.equal(first.logps, second.logps)
     mask = first.mask.bool()
@@ -388,8 +397,12 @@ def test_scores_have_no_dropout_and_no_graph_and_do_not_depend_on_the_batch(make
 
 def test_under_bf16_autocast_scores_are_still_those_of_fp32(make_trainer) -> None:
     def logps(ctx: StepContext) -> tuple[Rollout, Tensor, Tensor]:
-        rollout = ctx.sample(8, 0)
-        return rollout, ctx.score_rollout(rollout).logps, ctx.score(torch.arange(8)).logps.detach()
+        rollout = ctx.policy.sample(8, 0)
+        return (
+            rollout,
+            ctx.policy.score_rollout(rollout).logps,
+            ctx.policy.score(ctx.rollout, torch.arange(8)).logps.detach(),
+        )
 
     given = {}
     for bf16 in (False, True):

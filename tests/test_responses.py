@@ -36,7 +36,7 @@ class Differences(Probe):
         pieces = [dict(zip(ctx.parameters, layout.split(d), strict=True)) for d in directions]
         self.by_backward = []
         for row in range(len(ctx.fold)):
-            logps = ctx.score(torch.tensor([row])).logps
+            logps = ctx.policy.score(ctx.rollout, torch.tensor([row])).logps
             weights = ctx.loss_weights[row : row + 1, : logps.shape[1]]
             own = torch.autograd.grad(logps, list(ctx.parameters.values()), weights)
             total = 0.0

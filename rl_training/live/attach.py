@@ -35,8 +35,9 @@ from transformers import TrainerCallback
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from rl_training.live import host, sampling, zero
+from rl_training.live import host, zero
 from rl_training.live.optimizer import deepspeed_engine, mean_gradients, view_optimizer
+from rl_training.live.policy import LogpsAndEntropies, TrainerPolicy
 from rl_training.live.private_members import refuse_unknown_versions
 from rl_training.live.refusals import refuse_dependence_on_padding, refuse_split_prompts, refuse_what_cannot_be_measured
 from rl_training.live.tap import GradientTap
@@ -46,8 +47,9 @@ from rl_training.mathematics.scores import Scores
 from rl_training.probes.base import Need, Probe
 from rl_training.records.checkpoints import load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
+from rl_training.step.rollout import Rollout
 from rl_training.step.slices import fill_slices
-from rl_training.step.types import Microbatch, OptimizerView, Rollout, StepContext
+from rl_training.step.types import Microbatch, OptimizerView, StepContext
 
 logger = logging.get_logger(__name__)
 
@@ -117,7 +119,7 @@ class Attachment(TrainerCallback):
             keep_rows, keep_sq_norms = Need.FOLD_GRADIENTS in needs, Need.MICROBATCH_SQ_NORMS in needs
             device = "cpu" if any(probe.offload for probe in probes) else None
             self._tap = GradientTap(self._parameters, keep_rows, keep_sq_norms, device)
-        self._forward: host.Forward = trainer._get_per_token_logps_and_entropies
+        self._policy = TrainerPolicy(trainer)
         self._stand_in_front_of("_generate_and_score_completions", self._on_generate)
         self._stand_in_front_of("_calculate_rewards", self._on_rewards)
         self._stand_in_front_of("_prepare_inputs", self._on_prepare_inputs)
@@ -234,7 +236,9 @@ class Attachment(TrainerCallback):
             inputs = self._trainer._buffered_inputs[position]
         return inputs
 
-    def _on_scores(self, original: host.Forward, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _on_scores(
+        self, original: LogpsAndEntropies, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         logps, entropies, aux_loss = original(*args, **kwargs)
         if self._in_loss:
             self._latest_scores = (logps.detach(), entropies.detach())
@@ -278,15 +282,15 @@ class Attachment(TrainerCallback):
         incomplete, split = self._reduce(violations.double()).tolist()
         whole_prompts = incomplete == 0 and split == 0
         reused = not self._learned.isdisjoint(prompts.tolist())
-        score = functools.partial(host.score, trainer, self._forward, rollout)
         if not self._scored_before:
-            refuse_dependence_on_padding(trainer, self._forward, rollout)
+            refuse_dependence_on_padding(trainer, self._policy, rollout)
             self._scored_before = True
         fold_gradients = None
         folding = next((probe for probe in self._active if Need.FOLD_GRADIENTS in probe.needs), None)
         if folding is not None and self._tap is not None and self._tap.buffer is not None and whole_prompts:
             fold_gradients = self._tap.buffer
             with self._timed(folding):
+                score = functools.partial(self._policy.score, rollout)
                 fill_slices(fold_gradients, self._parameters, self._folds, microbatch_rows, loss_weights, score)
         return StepContext(
             step=trainer.state.global_step + 1,
@@ -308,12 +312,8 @@ class Attachment(TrainerCallback):
             whole_prompts=whole_prompts,
             dr_grpo=host.is_dr_grpo(trainer),
             num_ranks=trainer.accelerator.num_processes,
-            score=score,
-            shifted=functools.partial(host.shifted, self._parameters),
-            decode=functools.partial(host.decode, trainer),
             reduce=self._reduce,
-            sample=functools.partial(sampling.sample, trainer),
-            score_rollout=functools.partial(sampling.score_rollout, trainer, self._forward),
+            policy=self._policy,
         )
 
     def _reduce(self, tensor: Tensor) -> Tensor:

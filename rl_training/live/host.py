@@ -1,14 +1,13 @@
 """What the host does: facts of TRL, Transformers and accelerate, read and written in one place.
 
-Together with attach.py and sampling.py the only file that names their internals. Written against trl 1.16 and
-transformers 5.23. What DeepSpeed keeps elsewhere than torch does is read in zero.py.
+Together with attach.py, policy.py and sampling.py the only file that names their internals. Written against trl 1.16
+and transformers 5.23. What DeepSpeed keeps elsewhere than torch does is read in zero.py.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,13 +15,12 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from rl_training.mathematics.scores import Scores
-from rl_training.step.types import Microbatch, Rollout
+from rl_training.step.rollout import Rollout
+from rl_training.step.types import Microbatch
 
 # Keys that ride along in TRL's batch dictionaries.
 ROLLOUT_ROW = "rollout_row"  # the row before TRL's shuffle
 REWARD = "rollout_reward"
-
-Forward = Callable[..., tuple[Tensor, Tensor, Tensor | None]]  # GRPOTrainer._get_per_token_logps_and_entropies
 
 
 def is_dr_grpo(trainer: GRPOTrainer) -> bool:
@@ -109,45 +107,3 @@ def join_microbatches(
         mask=rollout.completion_mask,
     )
     return rollout, joined, right(list(loss_weights))
-
-
-def score(trainer: GRPOTrainer, forward: Forward, rollout: Rollout, rows: Tensor) -> Scores:
-    """Returns log-probabilities and entropies WITH graph for some rows, on the unwrapped model.
-
-    Each sequence starts in the first column, and the batch is as wide as the longest of these rows. What stands to the
-    right of a sequence no causal model looks at, so there is no attention mask to build and to apply. The random
-    streams (dropout) are put back as they were.
-    """
-    prompt_mask, mask = rollout.prompt_mask[rows], rollout.completion_mask[rows]
-    prompt_length, length = prompt_mask.sum(dim=1), mask.sum(dim=1)
-    width, shortest_prompt = int((prompt_length + length).max()), int(prompt_length.min())
-    padded = torch.cat([rollout.prompt_ids[rows], rollout.completion_ids[rows]], dim=1)
-    columns = (prompt_mask.shape[1] - prompt_length).unsqueeze(1) + torch.arange(width, device=padded.device)
-    ids = padded.gather(1, columns.clamp(max=padded.shape[1] - 1))
-    devices = [ids.device] if ids.device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices):
-        scores = forward(
-            trainer.model, ids, torch.ones_like(ids), logits_to_keep=width - shortest_prompt, compute_entropy=True
-        )
-    mask = mask[:, : int(length.max())]
-    columns = (prompt_length - shortest_prompt).unsqueeze(1) + torch.arange(mask.shape[1], device=ids.device)
-    columns = columns.clamp(max=width - shortest_prompt - 1)
-    return Scores(logps=scores[0].gather(1, columns), entropies=scores[1].gather(1, columns), mask=mask)
-
-
-@contextlib.contextmanager
-def shifted(parameters: Mapping[str, nn.Parameter], shift: Mapping[str, Tensor]) -> Iterator[None]:
-    """A context in which parameters point to moved copies of themselves; what they pointed to is never written to."""
-    originals = {name: param.data for name, param in parameters.items()}
-    try:
-        for name, param in parameters.items():
-            param.data = param.data + shift[name]
-        yield
-    finally:
-        for name, param in parameters.items():
-            param.data = originals[name]
-
-
-def decode(trainer: GRPOTrainer, ids: Tensor) -> str:
-    """Returns the text of one sequence of tokens, as TRL decodes completions."""
-    return trainer._tokenizer.decode(ids, skip_special_tokens=True)

@@ -8,8 +8,8 @@ import torch
 from trl import GRPOTrainer
 
 from rl_training.live import zero
-from rl_training.live.host import Forward, score
-from rl_training.step.types import Rollout
+from rl_training.live.policy import TrainerPolicy
+from rl_training.step.rollout import Rollout
 
 # What generate may do beside the temperature, and with which value it does nothing; None always does nothing.
 NEUTRAL_SAMPLING: dict[str, Any] = {
@@ -115,7 +115,7 @@ def _next_multiple(size: int, of: int) -> int:
     return -(-size // of) * of
 
 
-def refuse_dependence_on_padding(trainer: GRPOTrainer, forward: Forward, rollout: Rollout) -> None:
+def refuse_dependence_on_padding(trainer: GRPOTrainer, policy: TrainerPolicy, rollout: Rollout) -> None:
     """Raises ValueError when the log-probabilities of a response change with the padding on the left of its prompt."""
     row = rollout.prompt_mask.sum(dim=1).argmin().view(1)  # the one with the most padding
     ids = torch.cat([rollout.prompt_ids[row], rollout.completion_ids[row]], dim=1)
@@ -123,8 +123,9 @@ def refuse_dependence_on_padding(trainer: GRPOTrainer, forward: Forward, rollout
     modes = [(module, module.training) for module in trainer.model.modules()]
     trainer.model.eval()  # dropout would be a difference too
     with torch.no_grad():
-        alone = score(trainer, forward, rollout, row)
-        padded, _, _ = forward(trainer.model, ids, mask, logits_to_keep=rollout.completion_ids.shape[1])
+        alone = policy.score(rollout, row)
+        width = rollout.completion_ids.shape[1]
+        padded, _, _ = policy.logps_and_entropies(trainer.model, ids, mask, logits_to_keep=width)
     for module, mode in modes:
         module.training = mode
     difference = (alone.logps - padded[:, : alone.logps.shape[1]])[alone.mask.bool()].abs().max()

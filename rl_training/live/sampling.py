@@ -1,7 +1,7 @@
-"""Fresh responses from the policy as it stands in a running trainer, and their scores; training never notices.
+"""Fresh responses from the policy as it stands in a running trainer; training never notices.
 
-For measurements that need sequences of their own, not those that training learns from. With `host` and `attach` this
-file names internals of TRL, transformers and accelerate.
+For measurements that need sequences of their own, not those that training learns from. With `host`, `policy` and
+`attach` this file names internals of TRL, transformers and accelerate.
 
 What is sampled and scored is one and the same policy: the unwrapped model in the precision of its weights (autocast
 off), without dropout, at the trainer's temperature. Where TRL generates with vLLM it is the same policy up to vLLM's
@@ -18,15 +18,13 @@ from collections.abc import Iterator, Sized
 import numpy as np
 import torch
 from accelerate.utils import AutocastKwargs
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
-from rl_training.live import host
-from rl_training.mathematics.scores import Scores
-from rl_training.step.types import Rollout
+from rl_training.step.rollout import Rollout
 
 
 def sample(trainer: GRPOTrainer, num_sequences: int, seed: int) -> Rollout:
@@ -47,7 +45,7 @@ def sample(trainer: GRPOTrainer, num_sequences: int, seed: int) -> Rollout:
     prompts = [trainer.train_dataset[int(rows[i])]["prompt"] for i in mine]
     device, size = accelerator.device, trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
     prompt_ids, completion_ids = [], []
-    with _measuring(trainer):
+    with measuring(trainer):
         tokenized = [torch.tensor(ids, device=device) for ids in trainer._tokenize_prompts(prompts)[0]]
         for number, start in enumerate(range(0, len(mine), size)):
             # A seed for each batch: how many numbers one uses depends on its longest response, hence on the parameters.
@@ -65,29 +63,6 @@ def sample(trainer: GRPOTrainer, num_sequences: int, seed: int) -> Rollout:
         prompt_index=torch.tensor(mine, device=device),
         sampling_logps=None,
         on_policy=True,
-    )
-
-
-def score_rollout(trainer: GRPOTrainer, forward: host.Forward, rollout: Rollout) -> Scores:
-    """Returns log-probabilities and entropies of all rows at the present parameters, without graph.
-
-    In batches of at most the trainer's microbatch, each only as wide as its longest row.
-    """
-    width = rollout.completion_ids.shape[1]
-    rows = torch.arange(rollout.num_sequences, device=rollout.completion_ids.device)
-    with _measuring(trainer):
-        parts = [
-            host.score(trainer, forward, rollout, batch)
-            for batch in rows.split(trainer.args.per_device_train_batch_size)
-        ]
-
-    def join(tensors: list[Tensor]) -> Tensor:
-        return torch.cat([nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
-
-    return Scores(
-        logps=join([part.logps for part in parts]),
-        entropies=join([part.entropies for part in parts]),
-        mask=rollout.completion_mask,
     )
 
 
@@ -136,7 +111,7 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def _measuring(trainer: GRPOTrainer) -> Iterator[None]:
+def measuring(trainer: GRPOTrainer) -> Iterator[None]:
     """Evaluation mode, no graph, no autocast, and random streams that are put back, as everything else is.
 
     Not inference mode: what a model caches under it (rotary tables) would break the next training forward.

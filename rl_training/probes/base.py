@@ -22,7 +22,8 @@ from collections.abc import Mapping
 from torch import Tensor
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.step.types import Microbatch, Rollout, StepContext
+from rl_training.step.rollout import Rollout
+from rl_training.step.types import Microbatch, StepContext
 
 
 class Need(enum.Flag):

@@ -160,7 +160,7 @@ def _mean_product_within_prompts(ctx: StepContext, num_prompts: int) -> Tensor:
     products, count = [], 0
     for prompt in index.unique()[:num_prompts]:
         rows = (index == prompt).nonzero().squeeze(1)
-        fresh = ctx.score(rows)
+        fresh = ctx.policy.score(ctx.rollout, rows)
         # On the mean scale r_i is B times what response i adds to this rank's gradient.
         weights = len(index) * ctx.loss_weights[rows, : fresh.logps.shape[1]]
         half = torch.arange(len(rows), device=rows.device).unsqueeze(1) < len(rows) // 2

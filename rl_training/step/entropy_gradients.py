@@ -67,7 +67,7 @@ def fold_gradients(
     parameters = list(ctx.parameters.values())
     for fold in range(int(ctx.fold.max()) + 1):
         rows = (chosen & (ctx.fold == fold)).nonzero().squeeze(1)
-        fresh = ctx.score(rows)
+        fresh = ctx.policy.score(ctx.rollout, rows)
         width = fresh.logps.shape[1]
         weight = (ratios[rows] / len(rows)).to(fresh.logps.dtype).unsqueeze(1)
         products = [

@@ -31,7 +31,8 @@ from rl_training.mathematics.importance import (
     reweighted_change,
     sequence_totals,
 )
-from rl_training.step.types import Rollout, StepContext
+from rl_training.step.rollout import Rollout
+from rl_training.step.types import StepContext
 
 MIN_ESS_FRACTION = 0.5  # below, a sequence more or less decides
 NO_ERROR_BAR = "no error bar: it describes the evaluation buffer and estimates nothing beyond it"
@@ -70,7 +71,7 @@ class GroundTruth:
         """Samples and scores the evaluation buffer at the present parameters, if this step is measured."""
         if not self.measures_at(ctx.step):
             return
-        self._buffer = ctx.sample(self.num_sequences, self._seed_of(ctx.step))
+        self._buffer = ctx.policy.sample(self.num_sequences, self._seed_of(ctx.step))
         self._before = self._totals(ctx, [self._buffer])
         by_length = self._buffer.completion_mask.sum(dim=1).argsort(stable=True)
         self._again = self._totals(ctx, [_take(self._buffer, rows) for rows in by_length.chunk(2)])
@@ -85,7 +86,7 @@ class GroundTruth:
         weights = importance_weights(self._before, after)
         resampled = weights.ess < MIN_ESS_FRACTION * self.num_sequences  # the same on every rank; not where it is nan
         if resampled:
-            fresh = ctx.sample(self.num_sequences, self._seed_of(ctx.step))
+            fresh = ctx.policy.sample(self.num_sequences, self._seed_of(ctx.step))
             change = paired_change(self._before, self._totals(ctx, [fresh]))
         else:
             change = reweighted_change(self._before, after)
@@ -107,7 +108,7 @@ class GroundTruth:
         """Returns (N, 3): S, H and T of every sequence of every rank, on each rank, in the order they were drawn."""
         totals = torch.zeros(self.num_sequences, NUM_TOTALS, dtype=torch.float64, device=parts[0].prompt_ids.device)
         for part in parts:
-            totals[part.prompt_index] = sequence_totals(ctx.score_rollout(part))
+            totals[part.prompt_index] = sequence_totals(ctx.policy.score_rollout(part))
         return ctx.reduce(totals)  # each row is one rank's, so their sum is all of them
 
     def _known(self, value: float, stderr: float = math.nan) -> Estimate:

@@ -48,8 +48,8 @@ def _describe(ctx: StepContext, row: int) -> dict[str, str | float]:
     prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
     response = rollout.completion_ids[row][rollout.completion_mask[row].bool()]
     return {
-        "prompt": ctx.decode(prompt),
-        "response": ctx.decode(response),
+        "prompt": ctx.policy.decode(prompt),
+        "response": ctx.policy.decode(response),
         "reward": float(rollout.rewards[row]) if rollout.rewards is not None else math.nan,
         "advantage": float(rollout.advantages[row]),
     }
@@ -92,7 +92,7 @@ def _slopes(ctx: StepContext, layout: GradientBuffer, direction: Tensor, rows: T
     for sign in (1.0, -1.0):
         pieces = layout.split(sign * size * direction)
         shift = {name: d.view(p.shape).to(p) for (name, p), d in zip(ctx.parameters.items(), pieces, strict=True)}
-        with torch.no_grad(), ctx.shifted(shift):
-            scores = ctx.score(rows)
+        with torch.no_grad(), ctx.policy.shifted(shift):
+            scores = ctx.policy.score(ctx.rollout, rows)
         ends.append(scores.logps.double().masked_fill(scores.mask == 0, 0.0))
     return (ends[0] - ends[1]) / (2.0 * size)

@@ -1,17 +1,11 @@
-"""What a probe sees of a training step: frozen views of the rollout, the microbatches and the optimizer.
+"""What a probe sees of a training step: frozen views of the microbatches, of the optimizer and of the whole step.
 
-Shape legend, used in every comment of this package:
-    B  sequences (of a microbatch, or of the whole step on this rank)
-    P  prompt tokens, left-padded
-    T  completion tokens, right-padded; the end-of-sequence token counts, padding never
-    G  responses per prompt
-    K  microbatches of an optimizer step on this rank
+For the letters in shapes see rollout.py.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor, nn
@@ -20,25 +14,8 @@ from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.sgd import SGDState
 from rl_training.mathematics.vectors import GradientBuffer
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """Sequences sampled from the policy, with what the policy said of them. Everything is detached."""
-
-    prompt_ids: Tensor  # (B, P)
-    prompt_mask: Tensor  # (B, P), 1 on tokens
-    completion_ids: Tensor  # (B, T)
-    completion_mask: Tensor  # (B, T), 1 on sampled tokens
-    advantages: Tensor  # (B,)
-    rewards: Tensor | None  # (B,), weighted sum over the reward functions; None for sequences that were not rewarded
-    prompt_index: Tensor  # (B,), equal for responses of the same prompt, different for different prompts
-    sampling_logps: Tensor | None  # (B, T) when it was sampled; None where TRL does not keep them
-    on_policy: bool  # sampled at the very parameters that this optimizer step starts from
-
-    @property
-    def num_sequences(self) -> int:
-        return self.completion_ids.shape[0]
+from rl_training.step.policy import Policy
+from rl_training.step.rollout import Rollout
 
 
 @dataclass(frozen=True)
@@ -66,12 +43,8 @@ class OptimizerView:
 class StepContext:
     """One optimizer step on this rank, complete from `on_pre_optimizer_step` on.
 
-    `score(rows)` runs the unwrapped model on some rows of `rollout` at the present parameters, WITH graph, padded to
-    the longest of these rows only. `reduce(tensor)` sums a small tensor over the ranks: call it on all or on none.
-    `sample(num_sequences, seed)` gives this rank's share of so many fresh responses, one each to random prompts of the
-    training set, and `score_rollout(rollout)` scores any rollout without graph, autocast and dropout. Both speak of the
-    parameters at the moment of the call, and training never notices: see sampling.py. `shifted(shift)` is a context in
-    which the parameters are moved by so much; then they are back, bit for bit. `decode(ids)` gives text.
+    What a probe wants to know beyond these fields it asks of `policy`. `reduce(tensor)` sums a small tensor over the
+    ranks: call it on all or on none.
     """
 
     step: int  # counted from 1: the `step` of the log line that this optimizer step will have
@@ -91,9 +64,5 @@ class StepContext:
     whole_prompts: bool  # and lies in one microbatch, on every rank
     dr_grpo: bool  # the loss is Dr-GRPO's: −A ∂log π summed over all tokens on one scale, A = reward − group's mean
     num_ranks: int
-    score: Callable[[Tensor], Scores]
-    shifted: Callable[[Mapping[str, Tensor]], AbstractContextManager[None]]
-    decode: Callable[[Tensor], str]
     reduce: Callable[[Tensor], Tensor]
-    sample: Callable[[int, int], Rollout]
-    score_rollout: Callable[[Rollout], Scores]
+    policy: Policy
