@@ -31,7 +31,7 @@ LIBRARIES = {
     "probes": {"torch"},
     "records": {
         "torch", "transformers", "safetensors", "tqdm", "rich", "matplotlib", "numpy", "jinja2", "wandb", "trackio",
-        "wandb_workspaces",
+        "wandb_workspaces", "pandas", "scipy", "fsspec",
     },
     "live": {"torch", "trl", "transformers", "accelerate", "numpy"},
     "tasks": {

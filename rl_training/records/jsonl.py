@@ -104,6 +104,12 @@ def read_estimates(folder: str | Path) -> list[dict[str, Any]]:
     return _read(path) if path.exists() else []
 
 
+def read_evaluations(folder: str | Path) -> list[dict[str, Any]]:
+    """Returns the lines of evaluations.jsonl as dictionaries, null as nan; empty when the trainer evaluated nothing."""
+    path = Path(folder) / EVALUATIONS_FILE
+    return _read(path) if path.exists() else []
+
+
 def _read(path: Path) -> list[dict[str, Any]]:
     rows = [json.loads(line) for line in _complete_lines(path)]
     return [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]

@@ -1,0 +1,114 @@
+"""What a run leaves, as pandas DataFrames: for a notebook, or whatever else one wants to know of a run.
+
+    from rl_training.records import evaluations, metrics, probes
+
+    metrics("runs/run_…")["reward"].plot()                       # wide: a row per logged step
+    probes("runs/run_…").query("name == 'delta_h/forward'")      # long: a row per estimate
+    evaluations("runs/run_…").query("metric == 'pass@1'")        # long: a row per checkpoint and metric
+
+Of several runs: `pd.concat({run.name: metrics(run) for run in find_runs("runs")}, names=["run"])`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pandas as pd
+from scipy.special import stdtrit
+
+from rl_training.records.jsonl import METRICS_FILE, read_estimates, read_evaluations, read_metrics
+
+LOGS_FOLDER = "logs"
+EVALUATIONS_FOLDER = "evaluations"
+CONSOLIDATED_FILE = "consolidated_metrics.csv"
+IN_TRAINING = "in training"  # the name of the evaluation that the trainer itself makes, with trainer.eval_strategy
+PROBE_COLUMNS = [
+    "step", "about_step", "world_size", "probe", "name", "value", "stderr", "half_width", "num_samples", "reason",
+]  # fmt: skip
+EVALUATION_COLUMNS = ["evaluation", "step", "metric", "value", "stderr", "num_prompts"]
+
+
+def metrics(run: str | Path) -> pd.DataFrame:
+    """Returns logs/metrics.jsonl as a table: a row per logged step (the index), a column per metric.
+
+    What a step did not log is nan. Raises FileNotFoundError when the folder is no run, and ValueError for a damaged
+    line, naming the file.
+    """
+    table = pd.DataFrame(read_metrics(_logs(run))).set_index("step")
+    return table.apply(pd.to_numeric, errors="coerce")  # an infinite number is recorded as a string
+
+
+def probes(run: str | Path) -> pd.DataFrame:
+    """Returns logs/probes.jsonl as a table: a row per estimate, with the columns of PROBE_COLUMNS and then `detail`s.
+
+    `half_width` is that of the 95 % Student-t interval, t_{.975, num_samples−1} · stderr; nan without an error.
+    `reason` says why a value or an error is nan. No rows when no probe ran. Raises as `metrics` does.
+    """
+    table = pd.DataFrame(read_estimates(_logs(run)))
+    if table.empty:
+        return pd.DataFrame(columns=PROBE_COLUMNS)
+    for column in ("value", "stderr"):
+        table[column] = pd.to_numeric(table[column], errors="coerce")
+    table["half_width"] = stdtrit(table["num_samples"] - 1, 0.975) * table["stderr"]
+    return table[[*PROBE_COLUMNS, *(column for column in table if column not in PROBE_COLUMNS)]]
+
+
+def evaluations(run: str | Path) -> pd.DataFrame:
+    """Returns all evaluations of a run's checkpoints: a row per evaluation, step and metric; EVALUATION_COLUMNS.
+
+    `evaluation` is the folder's name in RUN/evaluations, or "in training" for those that the trainer made itself
+    (logs/evaluations.jsonl: their metrics without the leading eval_, and without errors). No rows when there are none.
+    Raises as `metrics` does.
+    """
+    tables = [_in_training(_logs(run))]
+    for file in sorted(Path(run).glob(f"{EVALUATIONS_FOLDER}/*/{CONSOLIDATED_FILE}")):
+        try:
+            table = pd.read_csv(file)[EVALUATION_COLUMNS[1:]]
+        except (KeyError, ValueError) as error:
+            raise ValueError(
+                f"{file} is not a table of {', '.join(EVALUATION_COLUMNS[1:])} ({error}): delete it, and evaluate the "
+                "run again: what was evaluated is not evaluated anew"
+            ) from error
+        table.insert(0, "evaluation", file.parent.name)
+        tables.append(table)
+    filled = [table for table in tables if len(table)]
+    return pd.concat(filled, ignore_index=True) if filled else pd.DataFrame(columns=EVALUATION_COLUMNS)
+
+
+def find_runs(folder: str | Path) -> list[Path]:
+    """Returns the run folders in `folder`, at any depth and sorted by path; the folder alone when it is a run itself.
+
+    A run is a folder with logs/metrics.jsonl. Raises FileNotFoundError when there is none.
+    """
+    folder = Path(folder)
+    if (folder / LOGS_FOLDER / METRICS_FILE).is_file():
+        return [folder]
+    runs = sorted(file.parent.parent for file in folder.rglob(f"{LOGS_FOLDER}/{METRICS_FILE}"))
+    if not runs:
+        raise FileNotFoundError(
+            f"{folder / LOGS_FOLDER / METRICS_FILE} is missing, and so it is in all folders below: give the folder of "
+            "a run that has logged at least one step, the one that holds logs/, or a folder of such runs"
+        )
+    return runs
+
+
+def _logs(run: str | Path) -> Path:
+    logs = Path(run) / LOGS_FOLDER
+    if not (logs / METRICS_FILE).is_file():
+        raise FileNotFoundError(
+            f"{logs / METRICS_FILE} is missing: give the folder of a run that has logged at least one step, the one "
+            "that holds logs/"
+        )
+    return logs
+
+
+def _in_training(logs: Path) -> pd.DataFrame:
+    """Returns the trainer's own evaluations in long form, each step's last."""
+    lines = {row["step"]: row for row in read_evaluations(logs)}
+    rows = [
+        {"evaluation": IN_TRAINING, "step": step, "metric": name.removeprefix("eval_"), "value": value}
+        for step, row in lines.items()
+        for name, value in row.items()
+        if name.startswith("eval_") and isinstance(value, int | float)  # infinite ones are recorded as strings
+    ]
+    return pd.DataFrame(rows, columns=EVALUATION_COLUMNS)

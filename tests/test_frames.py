@@ -1,0 +1,82 @@
+"""Claims on the tables that a notebook reads: every recorded number is in them, under its name, at its step."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from rl_training.mathematics.estimate import Estimate
+from rl_training.records import evaluations, find_runs, metrics, probes
+from rl_training.records.jsonl import Records
+
+T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
+CSV = "step,metric,value,stderr,num_prompts\n"
+
+
+def record_run(folder: Path) -> Path:
+    records = Records(folder / "logs")
+    records.write_metrics(1, {"reward": 0.25, "grad_norm": math.inf})
+    records.write_metrics(2, {"reward": 0.5, "delta_h/backward": math.nan})
+    told = Estimate(-0.5, 0.1, 8, detail={"prompt": "1+1="})
+    records.write_estimates(2, 1, "simple", {"delta_h/forward": told, "delta_h/backward": Estimate.missing("no")})
+    return folder
+
+
+def test_metrics_has_a_row_per_step_and_nan_for_what_a_step_did_not_log(tmp_path: Path) -> None:
+    table = metrics(record_run(tmp_path))
+    assert list(table.index) == [1, 2]
+    assert list(table["reward"]) == [0.25, 0.5]
+    assert table.loc[1, "grad_norm"] == math.inf
+    assert table["delta_h/backward"].isna().all()
+    assert all(dtype.kind == "f" for dtype in table.dtypes)
+
+
+def test_probes_has_a_row_per_estimate_with_its_interval_its_reason_and_what_it_speaks_of(tmp_path: Path) -> None:
+    table = probes(record_run(tmp_path)).set_index("name")
+    assert table.loc["delta_h/forward", "half_width"] == pytest.approx(0.1 * T_7)
+    assert table.loc["delta_h/forward", "prompt"] == "1+1="
+    assert math.isnan(table.loc["delta_h/backward", "value"])
+    assert table.loc["delta_h/backward", "reason"] == "no"
+
+
+def test_evaluations_holds_those_of_checkpoints_and_those_of_the_trainer(tmp_path: Path) -> None:
+    Records(record_run(tmp_path) / "logs").write_evaluation(2, {"eval_reward": 0.75, "epoch": 1.0})
+    for name, value in (("sums", 0.5), ("chains", 0.25)):
+        (tmp_path / "evaluations" / name).mkdir(parents=True)
+        (tmp_path / "evaluations" / name / "consolidated_metrics.csv").write_text(f"{CSV}20,pass@1,{value},0.1,64\n")
+    (tmp_path / "evaluations" / "begun").mkdir()  # no table yet
+    rows = evaluations(tmp_path).drop(columns="stderr").values.tolist()
+    assert rows[0][:4] == ["in training", 2, "reward", 0.75]
+    assert rows[1:] == [["chains", 20, "pass@1", 0.25, 64], ["sums", 20, "pass@1", 0.5, 64]]
+
+
+def test_a_run_without_probes_or_evaluations_has_empty_tables_with_their_columns(tmp_path: Path) -> None:
+    Records(tmp_path / "logs").write_metrics(1, {"reward": 0.25})
+    assert len(probes(tmp_path)) == len(evaluations(tmp_path)) == 0
+    assert probes(tmp_path).query("name == 'delta_h/forward'").empty
+    assert evaluations(tmp_path).query("metric == 'pass@1'").empty
+
+
+def test_a_damaged_table_names_itself_and_the_way_out(tmp_path: Path) -> None:
+    (record_run(tmp_path) / "evaluations" / "sums").mkdir(parents=True)
+    file = tmp_path / "evaluations" / "sums" / "consolidated_metrics.csv"
+    for content in ("", "step,metric\n1,2\n"):
+        file.write_text(content)
+        with pytest.raises(ValueError, match=r"sums.consolidated_metrics\.csv is not a table.*delete it"):
+            evaluations(tmp_path)
+
+
+def test_what_is_no_run_is_named(tmp_path: Path) -> None:
+    for reader in (metrics, probes, evaluations, find_runs):
+        with pytest.raises(FileNotFoundError, match=r"logs.metrics\.jsonl is missing"):
+            reader(tmp_path / "nowhere")
+
+
+def test_a_folder_stands_for_all_runs_in_it_and_a_run_for_itself(tmp_path: Path) -> None:
+    runs = [record_run(tmp_path / name) for name in ("a", "deep/b")]
+    assert find_runs(tmp_path) == runs
+    assert find_runs(runs[0]) == [runs[0]]
+    assert len(pd.concat({run.name: metrics(run) for run in find_runs(tmp_path)}, names=["run"])) == 4
