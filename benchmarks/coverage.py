@@ -36,7 +36,7 @@ from transformers import TrainerCallback
 
 from rl_training import Estimate, Probe
 from rl_training.mathematics.jackknife import jackknife_stderr
-from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.mathematics.vectors import FlatVectors
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.probes.base import Need
 from rl_training.step.entropy_gradients import fold_gradients, importance_ratios
@@ -86,13 +86,13 @@ class Batches(Probe):
         self.levels: list[Tensor] = []  # of each truth batch, (LEVELS,): sequences, ΣH, ΣT
         self.gradients: list[Tensor] = []  # of each truth batch, (2, P): ∂H_seq and ∂E[T]
         self.updates: list[Tensor] = []  # of each other batch, (P,): the real δθ
-        self._flat: GradientBuffer | None = None
+        self._flat: FlatVectors | None = None
 
     def measures_at(self, step: int) -> bool:
         return step > self._warm_steps
 
     def on_pre_optimizer_step(self, ctx: StepContext) -> None:
-        self._flat = self._flat or GradientBuffer(ctx.parameters, num_rows=1)
+        self._flat = self._flat or FlatVectors(ctx.parameters, num_rows=1)
         self._old = self._flat.flatten(p.detach() for p in ctx.parameters.values()).clone()
         if len(self.gradients) < self._truth_batches:
             self._take_gradient(ctx)
@@ -128,7 +128,7 @@ def with_folds(ctx: StepContext, num_folds: int) -> StepContext:
     """Returns the step with every few folds joined to one."""
     assert ctx.fold_gradients is not None
     joined = ctx.fold_gradients.num_rows // num_folds
-    buffer = GradientBuffer(ctx.parameters, num_folds)
+    buffer = FlatVectors(ctx.parameters, num_folds)
     buffer.matrix.copy_(ctx.fold_gradients.matrix.view(num_folds, joined, -1).mean(dim=1))
     return dataclasses.replace(ctx, fold=ctx.fold // joined, fold_gradients=buffer)
 

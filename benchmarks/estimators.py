@@ -26,7 +26,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rl_training import Estimate, Probe
-from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.mathematics.vectors import FlatVectors
 from rl_training.probes.base import Need
 from rl_training.step.entropy_gradients import fold_gradients, importance_ratios
 from rl_training.step.types import StepContext
@@ -52,7 +52,7 @@ class Estimators(Probe):
         return step > self._warm_steps
 
     def on_pre_optimizer_step(self, ctx: StepContext) -> None:
-        layout = GradientBuffer(ctx.parameters, num_rows=1)
+        layout = FlatVectors(ctx.parameters, num_rows=1)
         if self.update is None:
             self._old = layout.flatten(p.detach() for p in ctx.parameters.values()).clone()
             return
@@ -72,7 +72,7 @@ class Estimators(Probe):
 
     def on_optimizer_step(self, ctx: StepContext) -> None:
         if self.update is None:
-            layout = GradientBuffer(ctx.parameters, num_rows=1)
+            layout = FlatVectors(ctx.parameters, num_rows=1)
             self.update = layout.flatten(p.detach() for p in ctx.parameters.values()) - self._old
 
     def measure(self, ctx: StepContext) -> dict[str, Estimate]:

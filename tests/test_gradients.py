@@ -1,4 +1,4 @@
-"""Claims on gradients kept beside training: the buffer is one flat matrix, the tap sees each microbatch's own mean."""
+"""Claims on gradients kept beside training: flat vectors are rows of a matrix, the tap sees a microbatch's own mean."""
 
 import os
 from datetime import timedelta
@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from rl_training.live.tap import GradientTap
-from rl_training.mathematics.vectors import CHUNK, GradientBuffer
+from rl_training.mathematics.vectors import CHUNK, FlatVectors
 
 VOCABULARY, WIDTH = 11, 4
 NUM_RANKS = 2
@@ -77,7 +77,7 @@ def tap(model: TiedModel) -> GradientTap:
     return GradientTap(dict(model.named_parameters()))
 
 
-# --- the buffer -------------------------------------------------------------------------------------------------------
+# --- flat vectors ---------------------------------------------------------------------------------------------------
 
 SHAPES = {"matrix": (2, 3), "scalar": (), "vector": (4,), "cube": (2, 1, 2)}
 
@@ -90,9 +90,9 @@ def named(dtype: torch.dtype, seed: int = 0, rows: tuple[int, ...] = ()) -> dict
     }
 
 
-def filled(dtype: torch.dtype, num_rows: int = 5) -> tuple[GradientBuffer, dict[str, Tensor]]:
+def filled(dtype: torch.dtype, num_rows: int = 5) -> tuple[FlatVectors, dict[str, Tensor]]:
     """Returns a buffer and what was written through its views, a row each."""
-    buffer = GradientBuffer(named(dtype), num_rows)
+    buffer = FlatVectors(named(dtype), num_rows)
     rows = named(buffer.matrix.dtype, seed=1, rows=(num_rows,))
     for name, values in rows.items():
         buffer.view(name).copy_(values)
@@ -106,7 +106,7 @@ def flat(vectors: dict[str, Tensor], row: int | None = None) -> list[float]:
 
 
 def test_buffer_is_zero_at_first_and_holds_nothing_else() -> None:
-    buffer = GradientBuffer(named(torch.float32), 3)
+    buffer = FlatVectors(named(torch.float32), 3)
     assert buffer.matrix.shape == (3, 6 + 1 + 4 + 4)
     assert not buffer.matrix.any()
     assert (buffer.num_rows, buffer.num_bytes) == (3, 3 * 15 * 4)
@@ -133,7 +133,7 @@ def test_view_writes_through_and_every_entry_has_its_own_place() -> None:
     ],
 )
 def test_buffer_is_at_least_fp32(dtype: torch.dtype, kept: torch.dtype) -> None:
-    assert GradientBuffer(named(dtype), 1).matrix.dtype == kept
+    assert FlatVectors(named(dtype), 1).matrix.dtype == kept
 
 
 def test_flatten_is_the_row_that_the_views_would_make() -> None:
@@ -163,7 +163,7 @@ def test_dots_and_square_norms_are_those_of_the_flat_vectors_in_float64(dtype: t
 
 def test_sums_over_more_columns_than_one_chunk_keep_what_fp32_would_lose() -> None:
     """4096² = 2²⁴ in the first chunk, 1000 times 2⁻²⁰ in the second: together not a number of fp32."""
-    buffer = GradientBuffer({"first": torch.zeros(CHUNK), "second": torch.zeros(1000)}, 2)
+    buffer = FlatVectors({"first": torch.zeros(CHUNK), "second": torch.zeros(1000)}, 2)
     buffer.view("first")[1, 7] = 4096.0
     buffer.view("second")[1] = 2.0**-10
     square = 2.0**24 + 1000 * 2.0**-20
@@ -173,7 +173,7 @@ def test_sums_over_more_columns_than_one_chunk_keep_what_fp32_would_lose() -> No
 
 def test_buffer_without_a_parameter_raises() -> None:
     with pytest.raises(ValueError, match="no trainable parameter"):
-        GradientBuffer({}, 2)
+        FlatVectors({}, 2)
 
 
 # --- the tap ----------------------------------------------------------------------------------------------------------
@@ -186,10 +186,10 @@ def test_rows_are_the_mean_gradients_of_the_microbatches(
     """Bit for bit where K is a power of two, since then dividing the loss by K rounds nothing."""
     batches = microbatches(num_microbatches)
     train_step(model, tap, batches)
-    assert tap.buffer is not None
+    assert tap.fold_gradients is not None
     for k, tokens in enumerate(batches):
         for name, gradient in own_gradient(TiedModel(), tokens).items():
-            got = tap.buffer.view(name)[k]
+            got = tap.fold_gradients.view(name)[k]
             if num_microbatches == 3:
                 torch.testing.assert_close(got, gradient, rtol=1e-12, atol=1e-14)
             else:
@@ -199,7 +199,7 @@ def test_rows_are_the_mean_gradients_of_the_microbatches(
 def test_mean_of_the_rows_is_the_gradient_that_the_optimizer_gets(model: TiedModel, tap: GradientTap) -> None:
     train_step(model, tap, microbatches(3))
     for name, p in model.named_parameters():
-        torch.testing.assert_close(tap.buffer.view(name).mean(dim=0), p.grad, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(tap.fold_gradients.view(name).mean(dim=0), p.grad, rtol=1e-12, atol=1e-14)
 
 
 @pytest.mark.parametrize("reentrant", [True, False])
@@ -210,26 +210,26 @@ def test_rows_are_the_same_under_gradient_checkpointing(reentrant: bool) -> None
     train_step(model, tap, batches)
     for k, tokens in enumerate(batches):
         for name, gradient in own_gradient(TiedModel(), tokens).items():
-            torch.testing.assert_close(tap.buffer.view(name)[k], gradient, rtol=1e-12, atol=1e-14)
+            torch.testing.assert_close(tap.fold_gradients.view(name)[k], gradient, rtol=1e-12, atol=1e-14)
 
 
 def test_rows_of_a_bf16_model_are_fp32_and_not_rounded_on_the_way() -> None:
     model, batches = TiedModel(torch.bfloat16), microbatches(4)
     tap = GradientTap(dict(model.named_parameters()))
     train_step(model, tap, batches)
-    assert tap.buffer.matrix.dtype == torch.float32
+    assert tap.fold_gradients.matrix.dtype == torch.float32
     for k, tokens in enumerate(batches):
         for name, gradient in own_gradient(TiedModel(torch.bfloat16), tokens).items():
-            assert torch.equal(tap.buffer.view(name)[k], gradient.float()), name
+            assert torch.equal(tap.fold_gradients.view(name)[k], gradient.float()), name
 
 
 def test_each_step_begins_with_empty_rows_of_its_own_number(model: TiedModel, tap: GradientTap) -> None:
     for seed, count in enumerate((4, 4, 2)):
         batches = microbatches(count, seed)
         train_step(model, tap, batches)
-        assert tap.buffer.num_rows == count
+        assert tap.fold_gradients.num_rows == count
         for name, gradient in own_gradient(TiedModel(), batches[-1]).items():
-            assert torch.equal(tap.buffer.view(name)[-1], gradient), name
+            assert torch.equal(tap.fold_gradients.view(name)[-1], gradient), name
 
 
 def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel, tap: GradientTap) -> None:
@@ -244,16 +244,16 @@ def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel,
         torch.autograd.grad(model(microbatches(1, seed=8)[0]), parameters)
     for k, tokens in enumerate(batches):
         for name, gradient in own_gradient(TiedModel(), tokens).items():
-            assert torch.equal(tap.buffer.view(name)[k], gradient), name
+            assert torch.equal(tap.fold_gradients.view(name)[k], gradient), name
 
 
 def test_tap_that_is_not_armed_keeps_nothing(model: TiedModel, tap: GradientTap) -> None:
     tokens = microbatches(1)[0]
     model(tokens).backward()
-    assert tap.buffer is None
+    assert tap.fold_gradients is None
     tap.start_step(range(1), 1)
     model(tokens).backward()
-    assert not tap.buffer.matrix.any()
+    assert not tap.fold_gradients.matrix.any()
 
 
 def test_tap_changes_no_gradient(model: TiedModel, tap: GradientTap) -> None:
@@ -274,7 +274,7 @@ def test_disarmed_tap_leaves_no_hook(model: TiedModel, tap: GradientTap) -> None
         assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
     tap.disarm()
     model(microbatches(1)[0]).backward()
-    assert not tap.buffer.matrix.any()
+    assert not tap.fold_gradients.matrix.any()
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
@@ -301,7 +301,7 @@ def ddp_worker(rank: int, folder: str) -> None:
         loss.backward()
         tap.disarm()
     gradient = {name: p.grad for name, p in model.named_parameters()}
-    torch.save(({name: tap.buffer.view(name) for name in gradient}, gradient), f"{folder}/rank{rank}.pt")
+    torch.save(({name: tap.fold_gradients.view(name) for name in gradient}, gradient), f"{folder}/rank{rank}.pt")
     dist.barrier()
     os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rl_training import Estimate, Probe
-from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.mathematics.vectors import FlatVectors
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.probes.base import Need
 from rl_training.step.responses import contributions
@@ -23,7 +23,7 @@ class Differences(Probe):
     needs = Need.FOLD_GRADIENTS
 
     def on_pre_optimizer_step(self, ctx: Any) -> None:
-        layout = GradientBuffer(ctx.parameters, 0)
+        layout = FlatVectors(ctx.parameters, 0)
         generator = torch.Generator().manual_seed(0)
         directions = torch.randn(2, layout.matrix.shape[1], generator=generator, dtype=layout.matrix.dtype)
         before = {name: (p.data_ptr(), p.detach().clone()) for name, p in ctx.parameters.items()}

@@ -24,7 +24,7 @@ from transformers import (
 )
 from trl.trainer.utils import add_fused_lm_head
 
-from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.mathematics.vectors import FlatVectors
 from rl_training.step.sequence_gradients import Recording, SequenceGradients
 
 BATCH, LENGTH, VOCABULARY, PADDING = 4, 9, 23, 0
@@ -90,7 +90,7 @@ def weights_of(ids: Tensor) -> Tensor:
 
 def by_hooks(model: nn.Module, score: Callable[[], Tensor], weights: Tensor) -> Tensor:
     parameters = trained(model)
-    buffer = GradientBuffer(parameters, len(weights))
+    buffer = FlatVectors(parameters, len(weights))
     scored, recording = SequenceGradients(model, parameters).record(score)
     recording.fill(buffer, [scored], [weights.to(scored)])
     return buffer.matrix
@@ -160,7 +160,7 @@ def test_several_payloads_are_taken_from_one_forward(ids: Tensor) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     parameters, weights = trained(model), weights_of(ids)
-    buffer = GradientBuffer(parameters, BATCH)
+    buffer = FlatVectors(parameters, BATCH)
     scored, recording = SequenceGradients(model, parameters).record(scorer(model, ids))
     rows = []
     for outputs, payload in (([scored], [weights]), ([scored, scored.exp()], [weights, 2 * weights])):
@@ -226,7 +226,7 @@ def test_a_module_that_no_gradient_comes_back_to_is_named(ids: Tensor) -> None:
     assert isinstance(recording, Recording)
     aside = recording._roots[0].sum(dim=2) + other.sum(dim=2)  # does not go through the layers
     with pytest.raises(ValueError, match=r"no gradient came back to .*lora_A"):
-        recording.fill(GradientBuffer(trained(model), BATCH), [aside], [torch.ones_like(aside)])
+        recording.fill(FlatVectors(trained(model), BATCH), [aside], [torch.ones_like(aside)])
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {

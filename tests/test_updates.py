@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.mathematics.vectors import FlatVectors
 from rl_training.step import updates
 from rl_training.step.updates import CAUSES, optimizer_pieces, products_by_cause, products_with_step
 
@@ -44,7 +44,7 @@ def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(optimizer: s
     monkeypatch.setattr(updates, "JOINED", LARGE)
     parameters = {name: draw(*shape) for name, shape in SHAPES.items()}
     states = states_of(optimizer)
-    layout = GradientBuffer(parameters, num_rows=1)
+    layout = FlatVectors(parameters, num_rows=1)
     gradients = {name: draw(*shape) for name, shape in SHAPES.items()}
     alone = {name: states[name].delta(parameters[name], gradients[name]) for name in SHAPES}
     step = layout.flatten(parts.total for parts in alone.values())

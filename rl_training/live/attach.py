@@ -287,8 +287,8 @@ class Attachment(TrainerCallback):
             self._scored_before = True
         fold_gradients = None
         folding = next((probe for probe in self._active if Need.FOLD_GRADIENTS in probe.needs), None)
-        if folding is not None and self._tap is not None and self._tap.buffer is not None and whole_prompts:
-            fold_gradients = self._tap.buffer
+        if folding is not None and self._tap is not None and self._tap.fold_gradients is not None and whole_prompts:
+            fold_gradients = self._tap.fold_gradients
             with self._timed(folding):
                 score = functools.partial(self._policy.score, rollout)
                 fill_slices(fold_gradients, self._parameters, self._folds, microbatch_rows, loss_weights, score)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
-from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.mathematics.vectors import FlatVectors
 
 
 class GradientTap:
@@ -23,7 +23,7 @@ class GradientTap:
     The trainer divides the loss by the number of microbatches K, so what a hook sees is 1/K of the microbatch's mean
     gradient; the tap undoes that here, once. The optimizer's gradient is then the mean of the rows (over ranks too).
 
-    keep_rows      keep the gradients themselves: `buffer`, parameter-size rows, each the mean of some microbatches
+    keep_rows      keep the gradients themselves: `fold_gradients`, each row the mean of some microbatches
     keep_sq_norms  keep their square norms only, measured as they stream by: `sq_norms`
     device         where the rows are kept, that of the parameters by default
 
@@ -44,8 +44,8 @@ class GradientTap:
         self._keep_sq_norms = keep_sq_norms
         self._scale = 1.0  # from what a hook sees to the mean scale
         self._row_of: Sequence[int] = ()  # by microbatch
-        self.buffer: GradientBuffer | None = None
-        self._rows: dict[str, tuple[Tensor, ...]] = {}  # views of the buffer, made once: the hooks are in the hot path
+        self.fold_gradients: FlatVectors | None = None
+        self._rows: dict[str, tuple[Tensor, ...]] = {}  # views of these, made once: the hooks are in the hot path
         self._metric = AdamMetric(None)
         self._meters: list[SqNormMeter] = []  # by microbatch; on the scale of the hooks
         self._handles: list[RemovableHandle] = []
@@ -59,11 +59,11 @@ class GradientTap:
         states             AdamW's, for square norms in its metric; those that are not warm yet are nan
         """
         num_microbatches = len(row_of_microbatch)
-        if self._keep_rows and (self.buffer is None or self.buffer.num_rows != num_rows):
-            self.buffer = GradientBuffer(self._parameters, num_rows, self._device)
-            self._rows = {name: self.buffer.view(name).unbind(0) for name in self._parameters}
-        elif self.buffer is not None:
-            self.buffer.matrix.zero_()
+        if self._keep_rows and (self.fold_gradients is None or self.fold_gradients.num_rows != num_rows):
+            self.fold_gradients = FlatVectors(self._parameters, num_rows, self._device)
+            self._rows = {name: self.fold_gradients.view(name).unbind(0) for name in self._parameters}
+        elif self.fold_gradients is not None:
+            self.fold_gradients.matrix.zero_()
         self._metric = AdamMetric(states)
         self._meters = [SqNormMeter(self._metric) for _ in range(num_microbatches)]
         self._scale = float(num_microbatches)
@@ -83,7 +83,7 @@ class GradientTap:
     @property
     def num_bytes(self) -> int:
         """Bytes of what is kept during a step."""
-        return (self.buffer.num_bytes if self.buffer is not None else 0) + self._metric.num_bytes
+        return (self.fold_gradients.num_bytes if self.fold_gradients is not None else 0) + self._metric.num_bytes
 
     def arm(self, microbatch: int) -> None:
         """Sets the hooks: gradients that reach the parameters from now on belong to this microbatch."""

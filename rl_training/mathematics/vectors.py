@@ -1,6 +1,6 @@
 """Vectors over named parameters, and their inner products.
 
-`GradientBuffer` holds several of them as the rows of one matrix, so that an inner product with all of them is one
+`FlatVectors` holds several of them as the rows of one matrix, so that an inner product with all of them is one
 matrix product per parameter.
 """
 
@@ -15,11 +15,11 @@ CHUNK = 2**20  # columns whose products are summed in fp32; beyond that, in fp64
 JOINED = 2**18  # entries of small parameters that are handled together
 
 
-class GradientBuffer:
+class FlatVectors:
     """`num_rows` vectors over the same named parameters: a (num_rows, P) matrix, at least fp32, all zero at first.
 
     device   where it lies, that of the parameters by default; on another one, "cpu", every product goes through there
-    Example: GradientBuffer({"w": torch.zeros(2, 3)}, num_rows=4).view("w").shape == (4, 2, 3)
+    Example: FlatVectors({"w": torch.zeros(2, 3)}, num_rows=4).view("w").shape == (4, 2, 3)
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class GradientBuffer:
         return self.matrix.numel() * self.matrix.element_size()
 
     def view(self, name: str) -> Tensor:
-        """Returns the (num_rows, *shape) view of one parameter's entries; writing to it writes to the buffer."""
+        """Returns the (num_rows, *shape) view of one parameter's entries; writing to it writes to the matrix."""
         return self.matrix[:, self._columns[name]].view(self.num_rows, *self._shapes[name])
 
     def flatten(self, vector: Iterable[Tensor]) -> Tensor:
-        """Returns one vector, given by its tensors in the order of the parameters, as a row of this buffer: (P,)."""
+        """Returns one vector, given by its tensors in the order of the parameters, as a row of the matrix: (P,)."""
         return torch.cat([tensor.reshape(-1).to(self.matrix.dtype) for tensor in vector]).to(self.matrix.device)
 
     def split(self, flat: Tensor) -> tuple[Tensor, ...]:
@@ -66,7 +66,7 @@ class GradientBuffer:
     def dot(self, vectors: Tensor) -> Tensor:
         """Returns the inner products of the rows with several flat vectors, (q, P), as (num_rows, q) fp64.
 
-        Within CHUNK columns the sum is in the precision of the buffer.
+        Within CHUNK columns the sum is in the precision of the matrix.
         """
         vectors = vectors.to(self.matrix.device)
         pairs = zip(self.matrix.split(CHUNK, dim=1), vectors.split(CHUNK, dim=1), strict=True)

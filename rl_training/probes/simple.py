@@ -35,7 +35,7 @@ from rl_training.mathematics.entropy import Estimator
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.mathematics.trapezoid import BatchTerms, TrapezoidSum
-from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.mathematics.vectors import FlatVectors
 from rl_training.probes.base import Need, Probe
 from rl_training.step.causes import Splits
 from rl_training.step.entropy_gradients import importance_ratios
@@ -114,7 +114,7 @@ class SimpleEntropyProbe(Probe):
         self.offload = offload
         self._truth = GroundTruth(validate_every, validate_sequences, seed) if validate_every else None
         self._calibration = Calibration()
-        self._updates: GradientBuffer | None = None
+        self._updates: FlatVectors | None = None
         self._update_row: Tensor | None = None  # row PREVIOUS: the δθ of `_update_step`
         self._update_step: int | None = None
         self._sum = TrapezoidSum()
@@ -193,11 +193,11 @@ class SimpleEntropyProbe(Probe):
             self._known_splits = Splits(list(ctx.parameters))
         return self._known_splits
 
-    def _buffer(self, ctx: StepContext, num_folds: int) -> GradientBuffer:
-        """Returns the buffer of updates for this step's folds, its row PREVIOUS nan unless it is the last step's."""
+    def _buffer(self, ctx: StepContext, num_folds: int) -> FlatVectors:
+        """Returns the rows for the updates of this step's folds, its row PREVIOUS nan unless it is the last step's."""
         num_rows = FIRST_FOLD + num_folds
         if self._updates is None or self._updates.num_rows != num_rows:
-            self._updates = GradientBuffer(ctx.parameters, num_rows, "cpu" if self.offload else None)
+            self._updates = FlatVectors(ctx.parameters, num_rows, "cpu" if self.offload else None)
         previous = self._updates.matrix[PREVIOUS]
         if self._update_row is None or self._update_step != ctx.step - 1:
             previous.fill_(torch.nan)
@@ -270,7 +270,7 @@ class SimpleEntropyProbe(Probe):
             return f"step {ctx.step - 1} was not measured, so its update is not known; backward needs every=1"
         return REUSED if ctx.reused else ""
 
-    def _keep_update(self, ctx: StepContext, updates: GradientBuffer) -> None:
+    def _keep_update(self, ctx: StepContext, updates: FlatVectors) -> None:
         """Keeps this step's δθ for `backward`; without a formula, the old parameters until the new ones are there."""
         if ctx.optimizer.states is not None:
             updates.matrix[PREVIOUS] = updates.matrix[WHOLE]

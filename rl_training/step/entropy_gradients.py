@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rl_training.mathematics.entropy import Estimator, surrogate_weights
 from rl_training.mathematics.folds import response_number
-from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.mathematics.vectors import FlatVectors
 from rl_training.step.types import StepContext
 
 
@@ -41,7 +41,7 @@ def importance_ratios(ctx: StepContext) -> Tensor | None:
 
 def fold_gradients(
     ctx: StepContext,
-    layout: GradientBuffer,
+    layout: FlatVectors,
     ratios: Tensor,
     level: float,
     responses_per_prompt: int,

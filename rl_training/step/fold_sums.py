@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from rl_training.mathematics.entropy import Estimator
 from rl_training.mathematics.folds import leave_fold_out
-from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.mathematics.vectors import FlatVectors
 from rl_training.step.causes import Splits
 from rl_training.step.entropy_gradients import FoldGradients, fold_gradients
 from rl_training.step.types import StepContext
@@ -68,7 +68,7 @@ class FoldSums:
         self,
         ctx: StepContext,
         ratios: Tensor,
-        updates: GradientBuffer,
+        updates: FlatVectors,
         splits: Splits,
         *,
         estimator: Estimator,

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rl_training.mathematics.adamw import clip_coefficient
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.mathematics.vectors import FlatVectors
 from rl_training.step.types import StepContext
 from rl_training.step.updates import optimizer_pieces
 
@@ -30,7 +30,7 @@ SHIFT = 1e-2  # norm of the central difference's step, relative to that of the p
 
 
 def top_responses(
-    ctx: StepContext, layout: GradientBuffer, entropy_gradients: Tensor, count: int, why_not: str
+    ctx: StepContext, layout: FlatVectors, entropy_gradients: Tensor, count: int, why_not: str
 ) -> dict[str, Estimate]:
     """Returns the responses that push entropy down most, delta_h/response/1 first, with their texts as detail."""
     if why_not:
@@ -55,7 +55,7 @@ def _describe(ctx: StepContext, row: int) -> dict[str, str | float]:
     }
 
 
-def contributions(ctx: StepContext, layout: GradientBuffer, entropy_gradients: Tensor) -> Tensor:
+def contributions(ctx: StepContext, layout: FlatVectors, entropy_gradients: Tensor) -> Tensor:
     """Returns each response's contribution to the change of token entropy, (B,) fp64, nats per token.
 
     entropy_gradients  (2, P): ∂H_tok of this rank's even and odd folds
@@ -70,7 +70,7 @@ def contributions(ctx: StepContext, layout: GradientBuffer, entropy_gradients: T
     return total
 
 
-def _times_optimizer_factor(ctx: StepContext, layout: GradientBuffer, direction: Tensor) -> Tensor:
+def _times_optimizer_factor(ctx: StepContext, layout: FlatVectors, direction: Tensor) -> Tensor:
     """Returns a ⊙ direction, flat: what this step, with its own P and clipping, makes of a small gradient."""
     gradient = layout.flatten(ctx.gradients.values())
     clip = clip_coefficient(torch.linalg.vector_norm(gradient, dtype=torch.float64), ctx.optimizer.max_grad_norm)
@@ -82,7 +82,7 @@ def _times_optimizer_factor(ctx: StepContext, layout: GradientBuffer, direction:
     return float(clip) * torch.cat(scaled)
 
 
-def _slopes(ctx: StepContext, layout: GradientBuffer, direction: Tensor, rows: Tensor) -> Tensor:
+def _slopes(ctx: StepContext, layout: FlatVectors, direction: Tensor, rows: Tensor) -> Tensor:
     """Returns the derivative of some rows' log-probabilities along `direction`, (rows, T) fp64, zero at padding."""
     size = SHIFT * float(
         torch.linalg.vector_norm(layout.flatten(p.detach() for p in ctx.parameters.values()))

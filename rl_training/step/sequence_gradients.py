@@ -28,7 +28,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.mathematics.vectors import FlatVectors
 
 Scored = TypeVar("Scored")
 ADVICE = "freeze it (requires_grad_(False)), or train a LoRA adapter on linear layers"
@@ -142,7 +142,7 @@ class Recording:
         return len(self._roots[0])
 
     def fill(
-        self, buffer: GradientBuffer, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False
+        self, buffer: FlatVectors, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False
     ) -> None:
         """Writes into row i of the buffer, (B, P), the gradient of Σ weights[i]·outputs[i], summed over all outputs.
 
@@ -191,7 +191,7 @@ def _first(owner: _Owner) -> str:
     return next(iter(owner.names.values()))
 
 
-def _add(buffer: GradientBuffer, use: _Use, dy: Tensor) -> None:
+def _add(buffer: FlatVectors, use: _Use, dy: Tensor) -> None:
     """Adds what this use of a module contributes to the gradients of its parameters."""
     module, kind = use.owner.module, type(use.owner.module).forward
     x, dy = use.x, dy.detach()

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.mathematics.vectors import FlatVectors
 
 
 def fill_slices(
-    buffer: GradientBuffer,
+    buffer: FlatVectors,
     parameters: Mapping[str, nn.Parameter],
     folds: Sequence[range],
     microbatch_rows: Sequence[range],

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.mathematics.vectors import FlatVectors
 from rl_training.step.policy import Policy
 from rl_training.step.rollout import Rollout
 
@@ -50,7 +50,7 @@ class StepContext:
     step: int  # counted from 1: the `step` of the log line that this optimizer step will have
     parameters: Mapping[str, nn.Parameter]  # trainable only
     gradients: Mapping[str, Tensor]  # mean over microbatches and ranks, before clipping, as the optimizer gets it
-    fold_gradients: GradientBuffer | None  # row k is the mean gradient of fold k of this rank; only of whole prompts
+    fold_gradients: FlatVectors | None  # row k is the mean gradient of fold k of this rank; only of whole prompts
     microbatch_sq_norms: Tensor | None  # (K, parameters, 2) fp64: |g_k|² and Σ P g_k², in the order of `parameters`
     optimizer: OptimizerView
     rollout: Rollout

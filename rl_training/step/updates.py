@@ -1,6 +1,6 @@
 """The parameter change of this optimizer step, and what it would have been without each fold.
 
-A buffer of updates has the rows
+The updates are kept as flat vectors, in the rows
 
     PREVIOUS         δθ of the step before: the change that brought the parameters where they are
     WHOLE            δθ of this step
@@ -22,7 +22,7 @@ from torch import Tensor
 from rl_training.mathematics.adamw import AdamWState, clip_coefficient
 from rl_training.mathematics.folds import leave_fold_out
 from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.vectors import JOINED, GradientBuffer, join
+from rl_training.mathematics.vectors import JOINED, FlatVectors, join
 from rl_training.step.types import StepContext
 
 PREVIOUS, WHOLE, FIRST_FOLD = 0, 1, 2
@@ -76,7 +76,7 @@ def fill_updates(
     gradient: Tensor,
     fold_sizes: Tensor,
     total_size: float,
-    out: GradientBuffer,
+    out: FlatVectors,
 ) -> Tensor:
     """Fills all rows of `out` but PREVIOUS and returns their clip coefficients, (1 + K,), WHOLE first.
 
@@ -131,7 +131,7 @@ def products_with_step(pieces: Sequence[Piece], gradient: Tensor, directions: Te
 
 
 def products_by_cause(
-    pieces: Sequence[Piece], layout: GradientBuffer, gradient: Tensor, update: Tensor, directions: Tensor
+    pieces: Sequence[Piece], layout: FlatVectors, gradient: Tensor, update: Tensor, directions: Tensor
 ) -> Tensor:
     """Returns directions · δθ, (parameters, q, 3) fp64, by parameter, direction and cause, for one step.
 
