@@ -15,7 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 from rl_training.job.build import Run, accumulation_steps, build_run
-from rl_training.job.command_line import explain
+from rl_training.job.explain import explain
 from rl_training.job.settings import refuse_other_settings
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics

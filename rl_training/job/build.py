@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers import PrinterCallback, ProgressCallback, set_seed
 from transformers.utils import logging
 
+from rl_training.job.command_line import in_one_line, is_foreseen
 from rl_training.job.settings import CONFIG_FILE, check_settings, refuse_other_settings
 from rl_training.live.trainer import DrGRPOTrainer
 from rl_training.records.checkpoints import TRAINING_STATE, find_checkpoint, set_aside_later, steps_taken
@@ -61,6 +64,22 @@ class Run:
 
 def build_run(cfg: DictConfig) -> Run:
     """Returns the run that the configuration describes. Raises ValueError for whatever the user got wrong."""
+    with _libraries_refuse():
+        return _build(cfg)
+
+
+@contextlib.contextmanager
+def _libraries_refuse() -> Iterator[None]:
+    """A context in which whatever a library raises is a ValueError: nothing runs yet, so it is what was asked for."""
+    try:
+        yield
+    except Exception as error:
+        if is_foreseen(error):
+            raise
+        raise ValueError(f"{in_one_line(error)} (--debug shows where)") from error
+
+
+def _build(cfg: DictConfig) -> Run:
     check_settings(cfg)
     accumulation = accumulation_steps(
         cfg.batch.sequences_per_step,

@@ -1,64 +1,151 @@
-"""Errors of Hydra and OmegaConf in the words of somebody who has mistyped something on the command line."""
+"""How a command ends: well, or with one line that says what was wrong and what to do about it.
+
+    @hydra.main(version_base="1.3", config_path="conf", config_name="train")
+    @past_hydra
+    def main(cfg: DictConfig) -> None: ...
+
+    if __name__ == "__main__":
+        run_command(main)
+
+    exit code 2          an error that was foreseen: what the user asked for cannot be; one line, no traceback
+    exit code 1          any other: the traceback, then one line
+    exit code 130, 143   ended by SIGINT (Ctrl-C) or SIGTERM
+
+--debug, or RL_TRAINING_DEBUG=1, shows the traceback of a foreseen error too. Of several processes one speaks. Imports
+nothing that takes long, so that --help comes at once.
+"""
 
 from __future__ import annotations
 
-import difflib
-import re
+import functools
+import json
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import NoReturn
 
-from omegaconf import OmegaConf
-from omegaconf.errors import MissingMandatoryValue
+from hydra.errors import HydraException
+from omegaconf import DictConfig
+from omegaconf.errors import OmegaConfBaseException
 
-CONF = Path(__file__).parents[2] / "conf"
+from rl_training.job.explain import explain
 
-
-def explain(error: Exception) -> str:
-    """Returns what is wrong with the command line, and the way out."""
-    message = str(error)
-    if isinstance(error, MissingMandatoryValue):
-        return f"{error.full_key} is not set: give {error.full_key}=VALUE"
-    choice = re.search(r"Could not find '(\w+)/([^']+)'", message)
-    if choice:
-        group, name = choice.groups()
-        options = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-        return f"{group}={name}: there is no such {group}. Choose from {', '.join(options)}{_meant(name, options)}"
-    setting = re.search(r"Could not override '([^']+)'", message)
-    if setting:
-        return f"{setting.group(1)}: {_no_such_setting(setting.group(1))}"
-    return message.split("\nSee http")[0]
+PACKAGE = Path(__file__).parents[1]
+DEBUG_VARIABLE = "RL_TRAINING_DEBUG"
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+SECONDS_TO_BE_ENDED = 3.0  # within which a launcher ends the other processes of one that has failed
 
 
-def _no_such_setting(key: str) -> str:
-    first, *_, last = key.split(".")
-    probe = key.split(".")[1] if first == "probes" and key.count(".") == 2 else ""
-    if probe and (CONF / "probe" / f"{probe}.yaml").is_file():
-        options = [name for name in _load(CONF / "probe" / f"{probe}.yaml")[probe] if name != "_target_"]
-        if last in options:
-            return f"this run has no probe {probe}; choose it by probe={probe}, or in a list by probe=[…,{probe}]"
-        return f"the probe has the options {', '.join(options)}{_meant(last, options)}"
-    if key.count(".") == 1 and (CONF / first).is_dir():
-        by_file = {path.stem: _options(path, first) for path in sorted((CONF / first).glob("*.yaml"))}
-        having = [f"{first}={name}" for name, options in by_file.items() if last in options]
-        if having:
-            return f"what this run has chosen for {first} has no such setting; {' and '.join(having)} would have it"
-        known = sorted({option for options in by_file.values() for option in options})
-        return f"{first} has the settings {', '.join(known)}{_meant(last, known)}"
-    groups = [path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra"]
-    known = [name for name in (*_load(CONF / "train.yaml"), *groups) if name not in ("defaults", "hydra")]
-    return f"there is no such setting, see python train.py --help{_meant(first, known)}"
+class Interrupted(BaseException):
+    """A signal has asked the command to end, and it ends."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(f"ended by {signal.Signals(signum).name}")
+        self.signum = signum
 
 
-def _options(path: Path, group: str) -> list[str]:
-    """Returns the settings in a file of a group, which stand there under the group's name or without it."""
-    content = _load(path)
-    return [name for name in content.get(group, content) if name not in ("_target_", "defaults")]
+class _Carried(BaseException):
+    """An error on its way through Hydra, which prints a line of its own about every Exception, in every process."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
 
 
-def _load(path: Path) -> dict[str, Any]:
-    return OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[return-value]
+def past_hydra(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
+    """Returns a Hydra task whose errors reach `run_command` without a word of Hydra's."""
+
+    @functools.wraps(task)
+    def carrying(cfg: DictConfig) -> None:
+        try:
+            task(cfg)
+        except Exception as error:
+            raise _Carried(error) from error
+
+    return carrying
 
 
-def _meant(name: str, options: list[str]) -> str:
-    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+def run_command(main: Callable[[], object]) -> None:
+    """Runs `main`, a command whose arguments are sys.argv, and ends the process as the module's head says.
+
+    Foreseen is what Hydra and OmegaConf raise, put in plain words, and what the package itself raises as ValueError,
+    OSError or ImportError. SIGINT and SIGTERM raise Interrupted wherever `main` stands; it may put other handlers there
+    for a while.
+    """
+    silence_libraries()
+    debug = "--debug" in sys.argv[1:] or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
+    sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != "--debug"]
+    os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on, instead of printing them
+    for signum in SIGNALS:
+        signal.signal(signum, _interrupt)
+    try:
+        main()
+    except Interrupted as stop:
+        _end(128 + stop.signum, str(stop))
+    except KeyboardInterrupt:  # a library's own handler
+        _end(128 + signal.SIGINT, "ended by SIGINT")
+    except _Carried as carried:
+        _fail(carried.error, debug)
+    except Exception as error:
+        _fail(error, debug)
+
+
+def silence_libraries() -> None:
+    """Takes away what libraries print of themselves, and about what a user can do nothing."""
+    # TRL still uses names that transformers has deprecated.
+    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
+    # Where it is installed, bitsandbytes misses a kernel on some CPUs, also where no weights are 4-bit.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+
+
+def is_foreseen(error: BaseException) -> bool:
+    """Returns whether the package raised this error itself, to tell the user something, or Hydra its own."""
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return True
+    frames = traceback.extract_tb(error.__traceback__)
+    ours = bool(frames) and Path(frames[-1].filename).is_relative_to(PACKAGE)
+    return ours and isinstance(error, ValueError | OSError | ImportError)
+
+
+def in_one_line(error: BaseException) -> str:
+    """Returns the message of an error without line breaks; of one that is not foreseen, its type in front."""
+    message = " ".join(explain(error).split())
+    return message if is_foreseen(error) and message else f"{type(error).__name__}: {message}".removesuffix(": ")
+
+
+def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
+    raise Interrupted(signum)
+
+
+def _fail(error: Exception, debug: bool) -> NoReturn:
+    foreseen = is_foreseen(error)
+    shown = "" if foreseen and not debug else "".join(traceback.format_exception(error))
+    hint = "" if foreseen else " (not foreseen: the traceback is above)"
+    _end(2 if foreseen else 1, f"error: {in_one_line(error)}{hint}", shown)
+
+
+def _end(code: int, line: str, shown: str = "") -> NoReturn:
+    """Ends the process; of several processes that end together, only the first says why, unless it does not end."""
+    for signum in SIGNALS:
+        signal.signal(signum, signal.SIG_DFL)  # a second one ends it at once
+    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
+    time.sleep(SECONDS_TO_BE_ENDED * ((rank > 0) + (local_rank > 0)))
+    _tell_torchrun(line)
+    sys.stdout.flush()
+    print(f"{shown}{line}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def _tell_torchrun(line: str) -> None:
+    """Puts the line where torchrun looks for it: it stands at the end of the table that it prints of failures."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")

@@ -1,0 +1,91 @@
+"""Errors of Hydra and OmegaConf in the words of somebody who has mistyped something on the command line."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from hydra.errors import OverrideParseException
+from omegaconf import OmegaConf
+from omegaconf.errors import MissingMandatoryValue
+
+CONF = Path(__file__).parents[2] / "conf"
+
+
+def explain(error: BaseException) -> str:
+    """Returns what is wrong with the command line, and the way out; the message of an error of any other kind."""
+    message = str(error)
+    if isinstance(error, OverrideParseException):
+        return _how_to_quote(error.override.removeprefix("++"))
+    several = re.search(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'", message)
+    if several:
+        key, value = several.group(1).split("=", 1)
+        return f"{several.group(1)}: one value is needed. For a list: '{key}=[{value}]'; or {_quoted(key, value)}"
+    if isinstance(error, MissingMandatoryValue):
+        return f"{error.full_key} is not set: give {error.full_key}=VALUE"
+    choice = re.search(r"Could not find '(\w+)/([^']+)'", message)
+    if choice:
+        group, name = choice.groups()
+        options = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+        return f"{group}={name}: there is no such {group}. Choose from {', '.join(options)}{_meant(name, options)}"
+    setting = re.search(r"Could not override '([^']+)'", message)
+    if setting:
+        return f"{setting.group(1)}: {_no_such_setting(setting.group(1))}"
+    return message.split("\nSee http")[0]
+
+
+def _how_to_quote(override: str) -> str:
+    """Returns what to type for an override that Hydra's grammar cannot read: its value in double quotes."""
+    key, equals, value = override.partition("=")
+    if not equals:
+        return f"{override}: a setting is KEY=VALUE, see --help"
+    return f"{override}: signs like = ( ) [ ] , {{ }} and letters outside of ASCII need quotes: {_quoted(key, value)}"
+
+
+def _quoted(key: str, value: str) -> str:
+    """Returns the word to type in a shell for a value that is to be taken as it stands."""
+    value = re.sub(r'(\\*)"', r'\1\1\\"', value)  # a quote, and the backslashes before it, are escaped
+    value = re.sub(r"(\\+)$", r"\1\1", value)  # so are those before the closing one
+    return shlex.quote(f'{key}="{value}"')
+
+
+def _no_such_setting(key: str) -> str:
+    first, last = key.split(".")[0], key.split(".")[-1]
+    probe = key.split(".")[1] if first == "probes" and key.count(".") == 2 else ""
+    if probe and (CONF / "probe" / f"{probe}.yaml").is_file():
+        options = [name for name in _load(CONF / "probe" / f"{probe}.yaml")[probe] if name != "_target_"]
+        if last in options:
+            return f"this run has no probe {probe}; choose it by probe={probe}, or in a list by probe=[…,{probe}]"
+        return f"the probe has the options {', '.join(options)}{_meant(last, options)}"
+    if key.count(".") == 1 and (CONF / first).is_dir():
+        by_file = {path.stem: _options(path, first) for path in sorted((CONF / first).glob("*.yaml"))}
+        having = [f"{first}={name}" for name, options in by_file.items() if last in options]
+        if having:
+            return f"what this run has chosen for {first} has no such setting; {' and '.join(having)} would have it"
+        known = sorted({option for options in by_file.values() for option in options})
+        return f"{first} has the settings {', '.join(known)}{_meant(last, known)}"
+    groups = [path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra"]
+    command = Path(sys.argv[0]).stem
+    if not (CONF / f"{command}.yaml").is_file():
+        command = "train"
+    known = [name for name in (*_load(CONF / f"{command}.yaml"), *groups) if name not in ("defaults", "hydra")]
+    return f"there is no such setting, see python {command}.py --help{_meant(first, known)}"
+
+
+def _options(path: Path, group: str) -> list[str]:
+    """Returns the settings in a file of a group, which stand there under the group's name or without it."""
+    content = _load(path)
+    return [name for name in content.get(group, content) if name not in ("_target_", "defaults")]
+
+
+def _load(path: Path) -> dict[str, Any]:
+    return OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[return-value]
+
+
+def _meant(name: str, options: list[str]) -> str:
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    return f"; did you mean {close[0]}?" if close else ""
