@@ -15,7 +15,8 @@ from rl_training.live.private_members import METHODS, ORIGINAL_FORWARD, TRAINER_
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rl_training"
-# What each room may import beside itself. live and offline do not know each other, nor do records and probes.
+# What each room may import beside itself. Records and probes do not know each other. What is measured offline is
+# measured on a trainer, one that stands still: offline stands on live, which knows nothing of it.
 BELOW = {
     "mathematics": set(),
     "tasks": set(),
@@ -23,7 +24,8 @@ BELOW = {
     "probes": {"mathematics", "step"},
     "records": {"mathematics"},
     "live": {"mathematics", "step", "probes", "records"},
-    "job": {"mathematics", "step", "probes", "records", "live", "tasks"},
+    "offline": {"mathematics", "step", "probes", "records", "live"},
+    "job": {"mathematics", "step", "probes", "records", "live", "offline", "tasks"},
 }
 LIBRARIES = {
     "mathematics": {"torch", "scipy"},
@@ -34,6 +36,7 @@ LIBRARIES = {
         "wandb_workspaces", "pandas", "scipy", "fsspec",
     },
     "live": {"torch", "trl", "transformers", "accelerate", "numpy"},
+    "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm"},
     "tasks": {
         "tqdm",
         "torch", "transformers", "tokenizers", "datasets", "numpy", "math_verify", "sympy", "latex2sympy2_extended",

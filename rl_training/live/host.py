@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training.mathematics.scores import Scores
-from rl_training.step.rollout import Rollout
+from rl_training.step.rollout import Rollout, in_one_width, join_rollouts
 from rl_training.step.types import Microbatch
 
 # Keys that ride along in TRL's batch dictionaries.
@@ -76,34 +76,12 @@ def join_microbatches(
     microbatches: Sequence[Microbatch], loss_weights: Sequence[Tensor]
 ) -> tuple[Rollout, Scores, Tensor]:
     """Returns sequences, scores and loss weights of a whole step, padded to one width: it may hold several rollouts."""
-    parts = [m.rollout for m in microbatches]
     scores = [m.scores for m in microbatches if m.scores is not None]
-    assert len(scores) == len(parts)
-    rewards = [p.rewards for p in parts if p.rewards is not None]
-    sampled = [p.sampling_logps for p in parts if p.sampling_logps is not None]
-    prompt_width = max(p.prompt_ids.shape[1] for p in parts)
-    width = max(p.completion_ids.shape[1] for p in parts)
-
-    def left(tensors: list[Tensor]) -> Tensor:
-        return torch.cat([nn.functional.pad(t, (prompt_width - t.shape[1], 0)) for t in tensors])
-
-    def right(tensors: list[Tensor]) -> Tensor:
-        return torch.cat([nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
-
-    rollout = Rollout(
-        prompt_ids=left([p.prompt_ids for p in parts]),
-        prompt_mask=left([p.prompt_mask for p in parts]),
-        completion_ids=right([p.completion_ids for p in parts]),
-        completion_mask=right([p.completion_mask for p in parts]),
-        advantages=torch.cat([p.advantages for p in parts]),
-        rewards=torch.cat(rewards) if len(rewards) == len(parts) else None,
-        prompt_index=torch.cat([p.prompt_index for p in parts]),
-        sampling_logps=right(sampled) if len(sampled) == len(parts) else None,
-        on_policy=all(p.on_policy for p in parts),
-    )
+    assert len(scores) == len(microbatches)
+    rollout = join_rollouts([m.rollout for m in microbatches])
     joined = Scores(
-        logps=right([s.logps for s in scores]),
-        entropies=right([s.entropies for s in scores]),
+        logps=in_one_width([s.logps for s in scores]),
+        entropies=in_one_width([s.entropies for s in scores]),
         mask=rollout.completion_mask,
     )
-    return rollout, joined, right(list(loss_weights))
+    return rollout, joined, in_one_width(loss_weights)

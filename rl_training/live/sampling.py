@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import contextlib
 import random
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator, Sequence, Sized
+from typing import Any
 
 import numpy as np
 import torch
@@ -43,24 +44,41 @@ def sample(trainer: GRPOTrainer, num_sequences: int, seed: int) -> Rollout:
             f"sample at least one for each"
         )
     prompts = [trainer.train_dataset[int(rows[i])]["prompt"] for i in mine]
-    device, size = accelerator.device, trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+    size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
     prompt_ids, completion_ids = [], []
+    for number, start in enumerate(range(0, len(mine), size)):
+        # A seed for each batch: how many numbers one uses depends on its longest response, hence on the parameters.
+        asked, given = respond(trainer, prompts[start : start + size], seed, 1 + accelerator.process_index, number)
+        prompt_ids += asked
+        completion_ids += given
+    return as_rollout(trainer, prompt_ids, completion_ids, mine)
+
+
+def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the token ids of these prompts and of a response to each, generated in one batch.
+
+    The response to a prompt depends on the seed, and on the prompts that are in the batch with it.
+    """
+    device = trainer.accelerator.device
     with measuring(trainer):
-        tokenized = [torch.tensor(ids, device=device) for ids in trainer._tokenize_prompts(prompts)[0]]
-        for number, start in enumerate(range(0, len(mine), size)):
-            # A seed for each batch: how many numbers one uses depends on its longest response, hence on the parameters.
-            _seed_torch(seed, 1 + accelerator.process_index, number, device=device)
-            completion_ids += _generate(trainer, tokenized[start : start + size])
-            prompt_ids += tokenized[start : start + size]
-    pad = trainer._tokenizer.pad_token_id
+        prompt_ids = [torch.tensor(ids, device=device) for ids in trainer._tokenize_prompts(list(prompts))[0]]
+        seed_torch(*seed, device=device)
+        return prompt_ids, _generate(trainer, prompt_ids)
+
+
+def as_rollout(
+    trainer: GRPOTrainer, prompt_ids: list[Tensor], completion_ids: list[Tensor], prompt_index: Sequence[int]
+) -> Rollout:
+    """Returns these responses, at least one, as a rollout without rewards."""
+    pad, device = trainer._tokenizer.pad_token_id, trainer.accelerator.device
     return Rollout(
         prompt_ids=pad_sequence(prompt_ids, True, pad, padding_side="left"),
         prompt_mask=pad_sequence([torch.ones_like(ids) for ids in prompt_ids], True, padding_side="left"),
         completion_ids=pad_sequence(completion_ids, True, pad),
         completion_mask=pad_sequence([torch.ones_like(ids) for ids in completion_ids], True),
-        advantages=torch.full((len(mine),), torch.nan, device=device),
+        advantages=torch.full((len(prompt_ids),), torch.nan, device=device),
         rewards=None,
-        prompt_index=torch.tensor(mine, device=device),
+        prompt_index=torch.tensor(prompt_index, device=device),
         sampling_logps=None,
         on_policy=True,
     )
@@ -119,9 +137,7 @@ def measuring(trainer: GRPOTrainer) -> Iterator[None]:
     model, accelerator = trainer.model, trainer.accelerator
     in_training = [module for module in model.modules() if module.training]
     forward, autocast = vars(model).get("forward"), accelerator.autocast_handler
-    device = accelerator.device
-    python, numpy = random.getstate(), np.random.get_state()
-    with torch.no_grad(), torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+    with torch.no_grad(), streams_put_back(accelerator.device):
         try:
             model.eval()
             accelerator.autocast_handler = AutocastKwargs(enabled=False)  # of TRL's forward
@@ -134,11 +150,21 @@ def measuring(trainer: GRPOTrainer) -> Iterator[None]:
             accelerator.autocast_handler = autocast
             for module in in_training:
                 module.training = True
-            random.setstate(python)
-            np.random.set_state(numpy)
 
 
-def _seed_torch(*seed: int, device: torch.device) -> None:
+@contextlib.contextmanager
+def streams_put_back(device: torch.device) -> Iterator[None]:
+    """A context after which the random streams of Python, NumPy and torch are what they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def seed_torch(*seed: int, device: torch.device) -> None:
     """Seeds the CPU's stream and this device's, and no other device's, as torch.manual_seed would."""
     number = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
     torch.default_generator.manual_seed(number)

@@ -10,9 +10,12 @@ Shape legend, used in every comment of this package:
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -32,3 +35,47 @@ class Rollout:
     @property
     def num_sequences(self) -> int:
         return self.completion_ids.shape[0]
+
+
+def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
+    """Returns the sequences of several rollouts as one, padded to one width."""
+    rewards = [part.rewards for part in parts if part.rewards is not None]
+    sampled = [part.sampling_logps for part in parts if part.sampling_logps is not None]
+    return Rollout(
+        prompt_ids=in_one_width([part.prompt_ids for part in parts], on_the_left=True),
+        prompt_mask=in_one_width([part.prompt_mask for part in parts], on_the_left=True),
+        completion_ids=in_one_width([part.completion_ids for part in parts]),
+        completion_mask=in_one_width([part.completion_mask for part in parts]),
+        advantages=torch.cat([part.advantages for part in parts]),
+        rewards=torch.cat(rewards) if len(rewards) == len(parts) else None,
+        prompt_index=torch.cat([part.prompt_index for part in parts]),
+        sampling_logps=in_one_width(sampled) if len(sampled) == len(parts) else None,
+        on_policy=all(part.on_policy for part in parts),
+    )
+
+
+def in_one_width(tensors: Sequence[Tensor], on_the_left: bool = False) -> Tensor:
+    """Returns the rows of these (B, T) tensors, filled up with zeros."""
+    width = max(tensor.shape[1] for tensor in tensors)
+    missing = [width - tensor.shape[1] for tensor in tensors]
+    padding = [(m, 0) if on_the_left else (0, m) for m in missing]
+    return torch.cat([nn.functional.pad(tensor, p) for tensor, p in zip(tensors, padding, strict=True)])
+
+
+def take_rows(rollout: Rollout, rows: Tensor) -> Rollout:
+    """Returns some rows of a rollout, in this order."""
+
+    def take(tensor: Tensor | None) -> Tensor | None:
+        return None if tensor is None else tensor[rows]
+
+    return dataclasses.replace(
+        rollout,
+        prompt_ids=rollout.prompt_ids[rows],
+        prompt_mask=rollout.prompt_mask[rows],
+        completion_ids=rollout.completion_ids[rows],
+        completion_mask=rollout.completion_mask[rows],
+        advantages=rollout.advantages[rows],
+        rewards=take(rollout.rewards),
+        prompt_index=rollout.prompt_index[rows],
+        sampling_logps=take(rollout.sampling_logps),
+    )

@@ -1,0 +1,216 @@
+"""The two buffers of sequences that a prediction is made of, sampled apart.
+
+    E  evaluation: B_E prompts, drawn uniformly and independently, with a response each. Unfiltered, unrewarded: the
+       population whose entropy is spoken of.
+    U  update: B_U prompts with G responses each, by the training's own generation and rewards: what the next optimizer
+       step would learn from. With the filter, if asked for.
+
+Responses are generated in chunks of a fixed size, each with random numbers of its own, and chunk c is made by process
+c mod (number of processes): so many processes hold the same sequences as one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_training.live import host, sampling
+from rl_training.live.buffer import FilteredBuffer
+from rl_training.live.refill import start_buffer
+from rl_training.mathematics.scores import Scores
+from rl_training.offline.standing import Standing
+from rl_training.step.rollout import Rollout, join_rollouts
+
+Overlap = Literal["forbidden", "allowed", "wanted"]
+Progress = Callable[[int], None]  # told of so many sequences more
+PROMPTS, RESPONSES = 0, 1  # streams of random numbers of a seed
+
+
+@dataclass(frozen=True)
+class EvaluationBuffer:
+    """E: this process's sequences, and what the policy says of those of all processes."""
+
+    rollout: Rollout
+    number: Tensor  # (B,), which of the N sequences each row is
+    scores: Scores  # (N, L), of all, at the checkpoint
+    prompts: tuple[Any, ...]  # (N,), as the data set has them
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.scores.mask)
+
+
+@dataclass(frozen=True)
+class UpdateBuffer:
+    """U: this process's sequences, whole prompts with their rewards and advantages."""
+
+    rollout: Rollout  # prompt_index counts the prompts of all processes
+    num_prompts: int  # of all processes
+    responses_per_prompt: int
+    chunk_prompts: int  # consecutive prompts that lie on one process
+
+    @property
+    def num_sequences(self) -> int:
+        return self.num_prompts * self.responses_per_prompt
+
+
+def sample_update(
+    standing: Standing, num_prompts: int, seed: int, filtered: bool, chunk_size: int, progress: Progress
+) -> UpdateBuffer:
+    """Returns U, drawn and rewarded as the training would.
+
+    filtered    through the filter of training, with what its buffer knew at the checkpoint
+    chunk_size  sequences generated at once, at most; the filter looks at all prompts at once
+
+    Prompts are different ones, as within an epoch.
+    """
+    trainer, group = standing.trainer, standing.trainer.num_generations
+    total = len(trainer.train_dataset)
+    if num_prompts > total:
+        raise ValueError(f"update.prompts={num_prompts}: the training set has {total} prompts; ask for at most these")
+    if num_prompts % standing.num_ranks:
+        raise ValueError(f"update.prompts={num_prompts} cannot be shared among {standing.num_ranks} processes evenly")
+    share = num_prompts // standing.num_ranks
+    chunk = share if filtered else math.gcd(share, max(chunk_size // group, 1))
+    order = np.random.default_rng([seed, PROMPTS]).permutation(total)[:num_prompts]
+    parts = []
+    with sampling.streams_put_back(standing.device):
+        for first in range(standing.rank * chunk, num_prompts, chunk * standing.num_ranks):
+            sampling.seed_torch(seed, RESPONSES, first // chunk, device=standing.device)
+            rows = [dict(trainer.train_dataset[int(i)]) for i in order[first : first + chunk] for _ in range(group)]
+            batch = _generate_rewarded(standing, rows, seed, filtered)
+            parts.append(host.read_rollout(batch, first, group, on_policy=True))
+            progress(len(rows) * standing.num_ranks)
+    return UpdateBuffer(join_rollouts(parts), num_prompts, group, chunk)
+
+
+def _generate_rewarded(standing: Standing, rows: list[dict[str, Any]], seed: int, filtered: bool) -> dict[str, Any]:
+    """Returns TRL's rollout of these rows, or as many through the filter; the trainer's buffer stays as it was."""
+    trainer = standing.trainer
+    buffer, metrics = trainer.buffer, trainer._metrics["train"]
+    trainer._metrics["train"] = type(metrics)(list)
+    trainer.buffer = _filter_of(standing, seed) if filtered else None
+    try:
+        return trainer._generate_and_score_completions(rows)
+    finally:
+        trainer.buffer, trainer._metrics["train"] = buffer, metrics
+
+
+def _filter_of(standing: Standing, seed: int) -> FilteredBuffer:
+    """Returns a filter that knows what the trainer's buffer knows, if it has one, and draws with dice of its own."""
+    known = standing.trainer.buffer
+    settings = {} if known is None else {key: getattr(known, key) for key in ("max_attempts", "floor", "half_life")}
+    own = FilteredBuffer(**settings, seed=seed)
+    start_buffer(standing.trainer, own)
+    if known is not None:
+        own.load_state_dict({**known.state_dict(), "generator": own.state_dict()["generator"]})
+    return own
+
+
+def sample_evaluation(
+    standing: Standing,
+    num_prompts: int,
+    responses: int,
+    seed: int,
+    source: Literal["train", "eval"] | Sequence[int],
+    overlap: Overlap,
+    update: UpdateBuffer | None,
+    chunk_size: int,
+    progress: Progress,
+) -> EvaluationBuffer:
+    """Returns E, sampled and scored at the checkpoint.
+
+    source   of prompts: the training set, the evaluation split, or these rows of the training set, all of them
+    overlap  of its prompts with U's: as it comes, none, or U's prompts only
+    """
+    prompts = _prompts_of_evaluation(standing, num_prompts, seed, source, overlap, update)
+    asked = [prompt for prompt in prompts for _ in range(responses)]
+    rollout, number = _respond(standing, asked, seed, chunk_size, progress)
+    return EvaluationBuffer(rollout, number, gather_scores(standing, rollout, number, len(asked)), tuple(asked))
+
+
+def sample_again(standing: Standing, like: EvaluationBuffer, seed: int, chunk_size: int, progress: Progress) -> Scores:
+    """Returns scores of fresh responses to the prompts of E at the present parameters, drawn with the same dice."""
+    rollout, number = _respond(standing, like.prompts, seed, chunk_size, progress)
+    return gather_scores(standing, rollout, number, like.num_sequences)
+
+
+def gather_scores(standing: Standing, rollout: Rollout, number: Tensor, total: int) -> Scores:
+    """Returns the scores of all processes' sequences at the present parameters, (N, L), on each of them."""
+    scores = standing.policy.score_rollout(rollout)
+    width = standing.trainer.max_completion_length
+
+    def gather(values: Tensor) -> Tensor:
+        known = values.double().masked_fill(scores.mask == 0, 0.0)
+        everything = known.new_zeros(total, width)
+        everything[number, : known.shape[1]] = known
+        return standing.reduce(everything)  # each row is one process's, so their sum is all of them
+
+    logps, entropies, mask = (gather(v) for v in (scores.logps, scores.entropies, scores.mask))
+    return Scores(logps, entropies, mask.bool())
+
+
+def _prompts_of_evaluation(
+    standing: Standing,
+    num_prompts: int,
+    seed: int,
+    source: Literal["train", "eval"] | Sequence[int],
+    overlap: Overlap,
+    update: UpdateBuffer | None,
+) -> list[Any]:
+    trainer = standing.trainer
+    data = trainer.eval_dataset if source == "eval" else trainer.train_dataset
+    if data is None:
+        raise ValueError("evaluation.source=eval: this run's task has no evaluation split; use evaluation.source=train")
+    if not isinstance(source, str):
+        outside = [row for row in source if not 0 <= row < len(data)]
+        if outside:
+            raise ValueError(f"evaluation.source: row {outside[0]} is not in the training set of {len(data)} prompts")
+        return [data[int(row)]["prompt"] for row in source]
+    draw = np.random.default_rng([seed, PROMPTS])
+    if overlap == "allowed" or update is None:
+        return [data[int(row)]["prompt"] for row in draw.integers(len(data), size=num_prompts)]
+    prompts = data["prompt"][:]
+    learned = _learned(standing, update, prompts)
+    rows = [row for row, is_learned in enumerate(learned) if is_learned == (overlap == "wanted")]
+    if not rows:
+        raise ValueError(f"evaluation.overlap={overlap}: no prompt of {source} is left to draw; use overlap=allowed")
+    return [prompts[rows[int(i)]] for i in draw.integers(len(rows), size=num_prompts)]
+
+
+def _learned(standing: Standing, update: UpdateBuffer, prompts: Sequence[Any]) -> list[bool]:
+    """Returns which of these prompts are in U, by their tokens: rows of a data set may repeat a text."""
+    rollout = update.rollout
+    own = {tuple(ids[mask.bool()].tolist()) for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)}
+    of_prompt = [tuple(ids) for ids in standing.trainer._tokenize_prompts(list(prompts))[0]]
+    here = torch.tensor([ids in own for ids in of_prompt], device=standing.device, dtype=torch.float64)
+    return (standing.reduce(here) > 0).tolist()
+
+
+def _respond(
+    standing: Standing, prompts: Sequence[Any], seed: int, chunk_size: int, progress: Progress
+) -> tuple[Rollout, Tensor]:
+    """Returns this process's share of a response to each prompt, and which of them its rows are."""
+    total = len(prompts)
+    chunk = max(1, min(chunk_size, -(-total // standing.num_ranks)))
+    prompt_ids: list[Tensor] = []
+    completion_ids: list[Tensor] = []
+    number: list[int] = []
+    for first in range(standing.rank * chunk, total, chunk * standing.num_ranks):
+        rows = range(first, min(first + chunk, total))
+        asked, given = sampling.respond(standing.trainer, [prompts[i] for i in rows], seed, RESPONSES, first // chunk)
+        prompt_ids, completion_ids, number = prompt_ids + asked, completion_ids + given, [*number, *rows]
+        progress(min(len(rows) * standing.num_ranks, total))
+    if not number:
+        raise ValueError(
+            f"evaluation: {total} sequences leave process {standing.rank} of {standing.num_ranks} without one: ask for "
+            f"at least {2 * standing.num_ranks}"
+        )
+    rollout = sampling.as_rollout(standing.trainer, prompt_ids, completion_ids, number)
+    return rollout, torch.tensor(number, device=standing.device)

@@ -1,0 +1,141 @@
+"""The change of entropy that the step makes, to first order: δH₁ = X̄·δθ, X̄ = ∂H from E, δθ from U.
+
+E and U are independent, so nothing has to be left out: the product of the two means is unbiased. Its error has two
+sources, and the jackknife leaves out one block of E's sequences, or one fold of U's prompts, at a time:
+
+    se² = se²_E + se²_U         two samples
+
+A block's sum of products takes the level H_tok inside of X, and its sequences' baselines, as given. A left-out fold
+makes the optimizer's own step anew, clipping included.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_training.mathematics.entropy import Estimator, surrogate_weights
+from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
+from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.offline.buffers import EvaluationBuffer, Progress
+from rl_training.offline.standing import Standing
+from rl_training.offline.update import Update
+from rl_training.step.causes import Splits
+
+MOST_BLOCKS = 32
+WHOLE = "whole"
+TOKEN, SEQUENCE = 0, 1
+
+
+@dataclass(frozen=True)
+class FirstOrder:
+    """δH₁ by label: "whole", "part/momentum", …, "layer/0", …, "kind/attention", …; per token and per sequence."""
+
+    labels: tuple[str, ...]
+    of_evaluation: Replicates  # (labels, 2), without each block of E
+    of_update: Replicates  # (labels, 2), without each fold of U
+    direction: Tensor  # (2, P): X̄, per token and per sequence
+
+    @property
+    def value(self) -> Tensor:
+        return self.of_evaluation.value
+
+    @property
+    def stderr(self) -> Tensor:
+        """(labels, 2), from both buffers; nan where one has too few blocks or folds for an error."""
+        if min(len(self.of_evaluation.without), len(self.of_update.without)) < MIN_FOLDS_FOR_STDERR:
+            return torch.full_like(self.value, math.nan)
+        return (self.of_evaluation.stderr.square() + self.of_update.stderr.square()).sqrt()
+
+
+def predict(
+    standing: Standing,
+    evaluation: EvaluationBuffer,
+    update: Update,
+    estimator: Estimator,
+    microbatch_size: int,
+    progress: Progress,
+) -> FirstOrder:
+    """Returns δH₁ of the step `update`, with its splits and errors. Two backwards through each forward over E."""
+    layout = GradientBuffer(dict(standing.parameters), 0)
+    splits = Splits(list(standing.parameters))
+    scores, number, count = evaluation.scores, evaluation.number, evaluation.num_sequences
+    known = (scores.logps, scores.entropies, scores.mask, torch.arange(count, device=number.device))
+    weights = [surrogate_weights(*known, estimator, target, "buffer") for target in ("token", "sequence")]
+    parts = torch.stack(update.parts)
+    size = max(1, min(microbatch_size, count // MOST_BLOCKS))
+    block = number // size
+    sums = torch.zeros(-(-count // size), 1 + len(splits.labels), 2, dtype=torch.float64, device=parts.device)
+    direction = parts.new_zeros(2, parts.shape[1])
+    for b in block.unique().tolist():
+        own = (block == b).nonzero().squeeze(1)
+        for rows in own.split(microbatch_size):
+            gradient = _gradients(standing, evaluation, rows, weights, layout) / count
+            direction += gradient
+            products = _products(layout, gradient, parts)
+            sums[b] += torch.cat([products.sum(dim=(0, 2)).unsqueeze(0), splits.sum(products)])
+        progress(len(own) * standing.num_ranks)
+    sums, direction = standing.reduce(sums), standing.reduce(direction)
+    labels = (WHOLE, *splits.labels)
+    return FirstOrder(
+        labels, _without_blocks(sums, scores.mask, size), _without_folds(standing, update, direction, layout, splits),
+        direction,
+    )  # fmt: skip
+
+
+def _gradients(
+    standing: Standing,
+    evaluation: EvaluationBuffer,
+    rows: Tensor,
+    weights: Sequence[tuple[Tensor, Tensor]],
+    layout: GradientBuffer,
+) -> Tensor:
+    """Returns Σ over these rows of Σ_k w_k ∂log π(t_k) + u_k ∂h_k, (2, P), for each pair of weights (N, L)."""
+    fresh = standing.policy.score(evaluation.rollout, rows)
+    places, width = evaluation.number[rows], fresh.logps.shape[1]
+    outputs, parameters = [fresh.logps, fresh.entropies], list(standing.parameters.values())
+    return torch.stack([
+        layout.flatten(
+            torch.autograd.grad(
+                outputs, parameters, [w[places, :width].to(fresh.logps) for w in pair], retain_graph=pair is weights[0]
+            )
+        )
+        for pair in weights
+    ])  # fmt: skip
+
+
+def _products(layout: GradientBuffer, directions: Tensor, parts: Tensor) -> Tensor:
+    """Returns directions·parts by parameter, (parameters, q, 3) fp64."""
+    pairs = zip(layout.split(directions), layout.split(parts), strict=True)
+    return torch.stack([torch.stack([part @ x for x in direction]) for direction, part in pairs]).double()
+
+
+def _without_blocks(sums: Tensor, mask: Tensor, size: int) -> Replicates:
+    """Returns the totals over blocks (blocks, labels, 2), and without each block: ratios to what is left of E."""
+    lengths = torch.stack([part.sum().double() for part in mask.split(size)])
+    sizes = lengths.new_tensor([len(part) for part in mask.split(size)])
+    total = sums.sum(dim=0)
+    left = torch.stack([1.0 - lengths / lengths.sum(), 1.0 - sizes / sizes.sum()], dim=1)  # (blocks, 2), as a share
+    return Replicates(total, (total - sums) / left.unsqueeze(1))
+
+
+def _without_folds(
+    standing: Standing, update: Update, direction: Tensor, layout: GradientBuffer, splits: Splits
+) -> Replicates:
+    """Returns X̄·δθ by label, and with the step that U without each of its folds makes."""
+
+    def by_label(parts: Tensor) -> Tensor:
+        products = _products(layout, direction, parts)
+        return torch.cat([products.sum(dim=(0, 2)).unsqueeze(0), splits.sum(products)])
+
+    value = by_label(torch.stack(update.parts))
+    without = value.new_zeros(update.num_folds, *value.shape)
+    if update.num_folds > 1:
+        for k, number in enumerate(update.fold_number):
+            without[number] = by_label(torch.stack(update.without_fold(k)))
+    return Replicates(value, standing.reduce(without))

@@ -1,0 +1,297 @@
+"""One look at a checkpoint: sample E and U, predict, measure, compare. The results are one flat dictionary.
+
+    deltaH1              predicted change of entropy, nats per token; deltaH1_sequence, nats per sequence
+    deltaH1/part/…       the same split by cause, deltaH1/layer/… and deltaH1/kind/… by place
+    bars_dot             X̄·Ȳ = deltaH1 / learning_rate
+    deltaH_true          measured (PDIS); deltaH_snis, deltaH_odd beside it, all with …_sequence
+    paired_error         deltaH1 − deltaH_true on the same E, with its own error; paired_error_odd against deltaH_odd
+    second_order         deltaH_true − deltaH_odd
+
+`…_se` is one standard error. That of deltaH1 holds E's and U's noise, the others E's alone: they speak of this very
+step. What cannot be had is nan, with the reason in `reasons`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
+
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from rl_training.mathematics.entropy import Estimator
+from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
+from rl_training.mathematics.jackknife import Replicates
+from rl_training.offline.buffers import (
+    EvaluationBuffer,
+    Overlap,
+    Progress,
+    UpdateBuffer,
+    sample_evaluation,
+    sample_update,
+)
+from rl_training.offline.conditioning import condition
+from rl_training.offline.first_order import SEQUENCE, TOKEN, FirstOrder, predict
+from rl_training.offline.standing import Standing
+from rl_training.offline.truth import AtStep, Truth, measure, num_scorings
+from rl_training.offline.update import Update, make_update
+
+FEW_UNITS = f"fewer than {MIN_FOLDS_FOR_STDERR} blocks of E or folds of U: no error bar"
+NOT_ASKED = "not asked for: {}"
+SEVERAL_RATES = "groups of parameters have several learning rates: there is no one to divide by"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Of E: its prompts (drawn uniformly from `source`, or these rows of the training set), and responses to each."""
+
+    prompts: int = 256
+    responses: int = 1
+    source: Literal["train", "eval"] | Sequence[int] = "train"
+    overlap: Overlap = "allowed"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Updating:
+    """Of U: its prompts, as many responses to each as the run has, filtered or not."""
+
+    prompts: int = 32
+    filtered: bool = False
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class FirstOrderSettings:
+    enabled: bool = True
+    estimator: Estimator = "rb"
+
+
+@dataclass(frozen=True)
+class TruthSettings:
+    enabled: bool = True
+    odd: bool = True
+    etas: Sequence[float] = (1.0,)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one process: sequences in a forward and backward, sequences generated at once, folds in host memory."""
+
+    microbatch_size: int = 32
+    generation_size: int = 128
+    offload: bool = False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that a look at a checkpoint is asked for."""
+
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    update: Updating = field(default_factory=Updating)
+    first_order: FirstOrderSettings = field(default_factory=FirstOrderSettings)
+    truth: TruthSettings = field(default_factory=TruthSettings)
+    conditioning: bool = True
+    memory: Memory = field(default_factory=Memory)
+
+    def __post_init__(self) -> None:
+        _refuse_nonsense(self)
+
+
+@dataclass(frozen=True)
+class Look:
+    """What a look at a checkpoint gave: numbers to be written, and the tensors that they follow from."""
+
+    results: dict[str, float]
+    reasons: dict[str, str]  # by key of a result that is nan
+    tables: dict[str, list[dict[str, Any]]]  # "eta", "conditioning"
+    seconds: dict[str, float]
+    evaluation: EvaluationBuffer
+    update_buffer: UpdateBuffer
+    update: Update
+    first_order: FirstOrder | None
+    truth: Truth | None
+
+
+def look(standing: Standing, settings: Settings) -> Look:
+    """Returns what the next step from this checkpoint does to entropy. Nothing of the trainer is moved by it."""
+    phases = _Phases(shown=standing.rank == 0 and not standing.trainer.args.disable_tqdm)
+    memory, own, e = settings.memory, settings.update, settings.evaluation
+    chunk = memory.generation_size
+    with phases("sample U", own.prompts * standing.trainer.num_generations) as progress:
+        update_buffer = sample_update(standing, own.prompts, own.seed, own.filtered, chunk, progress)
+    total = (e.prompts if isinstance(e.source, str) else len(e.source)) * e.responses
+    with phases("sample E", total) as progress:
+        evaluation = sample_evaluation(
+            standing, e.prompts, e.responses, e.seed, e.source, e.overlap, update_buffer, chunk, progress
+        )
+    with phases("gradient of U", update_buffer.num_sequences) as progress:
+        update = make_update(standing, update_buffer, memory.microbatch_size, memory.offload, progress)
+    first_order = truth = None
+    if settings.first_order.enabled:
+        with phases("gradient of E", total) as progress:
+            estimator = settings.first_order.estimator
+            first_order = predict(standing, evaluation, update, estimator, memory.microbatch_size, progress)
+    if settings.truth.enabled:
+        etas = sorted({1.0, *settings.truth.etas}, reverse=True)
+        with phases("truth", total * num_scorings(etas, settings.truth.odd)) as progress:
+            truth = measure(standing, evaluation, update.delta, etas, settings.truth.odd, e.seed, chunk, progress)
+    found = _Results()
+    found.add_buffers(evaluation, update_buffer, update, standing)
+    found.add_first_order(first_order, standing.learning_rate)
+    found.add_truth(truth, first_order)
+    tables = {}
+    if truth is not None:
+        tables["eta"] = [_row_of(at) for at in truth.at]
+    if settings.conditioning and first_order is not None:
+        tables["conditioning"] = [vars(row) for row in condition(standing, update, first_order.direction)]
+    return Look(
+        found.values, found.reasons, tables, phases.seconds, evaluation, update_buffer, update, first_order, truth
+    )  # fmt: skip
+
+
+class _Results:
+    """Collects numbers with their errors, per token and per sequence, and the reasons of those that are nan."""
+
+    def __init__(self) -> None:
+        self.values: dict[str, float] = {}
+        self.reasons: dict[str, str] = {}
+
+    def add(self, key: str, value: float, reason: str = "not a finite number") -> None:
+        self.values[key] = float(value) if math.isfinite(value) else math.nan
+        if math.isnan(self.values[key]):
+            self.reasons[key] = reason
+
+    def add_pair(self, key: str, value: Tensor, stderr: Tensor, reason: str = "not a finite number") -> None:
+        """Adds (2,) numbers, per token and per sequence, and their standard errors."""
+        for suffix, column in (("", TOKEN), ("_sequence", SEQUENCE)):
+            self.add(f"{key}{suffix}", float(value[column]), reason)
+            self.add(f"{key}{suffix}_se", float(stderr[column]), reason)
+
+    def add_replicates(self, key: str, replicates: Replicates | None, reason: str) -> None:
+        if replicates is None:
+            for suffix in ("", "_sequence"):
+                self.add(f"{key}{suffix}", math.nan, reason)
+                self.add(f"{key}{suffix}_se", math.nan, reason)
+        else:
+            self.add_pair(key, replicates.value, replicates.stderr)
+
+    def add_buffers(self, e: EvaluationBuffer, u: UpdateBuffer, update: Update, standing: Standing) -> None:
+        rollout = u.rollout
+        assert rollout.rewards is not None
+        rewards, mask = rollout.rewards.double(), rollout.completion_mask.double()
+        sums = [rewards.sum(), mask.sum(), (rollout.advantages == 0).double().sum()]
+        reward, length, idle = (float(standing.reduce(x)) / u.num_sequences for x in sums)
+        self.values |= {
+            "B_E": float(len(e.prompts)),
+            "B_U": float(u.num_prompts),
+            "G": float(u.responses_per_prompt),
+            "avg_generation_length": float(e.scores.mask.double().sum()) / e.num_sequences,
+            "avg_update_length": length,
+            "avg_reward": reward,
+            "zero_advantage": idle,
+            "clip_coefficient": update.clip,
+            "update_norm": float(update.delta.double().norm()),
+            "gradient_norm": float(update.gradient.double().norm()),
+        }
+
+    def add_first_order(self, first_order: FirstOrder | None, learning_rate: float) -> None:
+        self.add("learning_rate", learning_rate, SEVERAL_RATES)
+        if first_order is None:
+            reason = NOT_ASKED.format("first_order.enabled=true predicts")
+            for key in ("deltaH1", "deltaH1_se", "deltaH1_sequence", "deltaH1_sequence_se", "bars_dot"):
+                self.add(key, math.nan, reason)
+            return
+        value, stderr, of_evaluation = first_order.value, first_order.stderr, first_order.of_evaluation.stderr
+        self.add_pair("deltaH1", value[0], stderr[0], FEW_UNITS)
+        self.add("deltaH1_se_evaluation", float(of_evaluation[0, TOKEN]), FEW_UNITS)
+        self.add("bars_dot", float(value[0, TOKEN]) / learning_rate, SEVERAL_RATES)
+        self.add("bars_dot_se", float(stderr[0, TOKEN]) / learning_rate, SEVERAL_RATES)
+        for number, label in enumerate(first_order.labels[1:], start=1):
+            self.add_pair(f"deltaH1/{label}", value[number], stderr[number], FEW_UNITS)
+
+    def add_truth(self, truth: Truth | None, first_order: FirstOrder | None) -> None:
+        reason = NOT_ASKED.format("truth.enabled=true measures")
+        if truth is None:
+            for key in ("deltaH_true", "deltaH_snis", "deltaH_odd", "H_orig", "H_upd", "paired_error"):
+                self.add_replicates(key, None, reason)
+            return
+        at = next(at for at in truth.at if at.eta == 1.0)
+        second = None if at.odd is None else at.true - at.odd
+        unasked = NOT_ASKED.format("truth.odd=true steps back too")
+        self.add_replicates("H_orig", truth.before, reason)
+        self.add_replicates("H_upd", truth.before + at.true, reason)
+        self.add_replicates("deltaH_true", at.true, reason)
+        self.add_replicates("deltaH_snis", at.snis, reason)
+        self.add_replicates("deltaH_odd", at.odd, unasked)
+        self.add_replicates("second_order", second, unasked)
+        if first_order is not None:
+            predicted = replace(truth.first_order, value=first_order.value[0])  # the backward's; errors are of E alone
+            self.add_replicates("paired_error", predicted - at.true, reason)
+            self.add_replicates("paired_error_odd", None if at.odd is None else predicted - at.odd, unasked)
+            off = (truth.first_order.value - first_order.value[0]).abs() / truth.first_order.stderr
+            self.add("slope_check", float(off.max()))
+        self.values |= {
+            "floor": float(truth.floor.value[TOKEN]),
+            "floor_sequence": float(truth.floor.value[SEQUENCE]),
+            "resampled": float(at.resampled),
+        }
+        self.add("ESS", at.weights.ess)
+        self.add("ESS_last_position", at.ess_last_position)
+        self.add("w_max", at.weights.largest, "a weight is beyond what float64 holds")
+        self.add("w_min", at.weights.smallest)
+
+
+def _row_of(at: AtStep) -> dict[str, Any]:
+    row: dict[str, Any] = {"eta": at.eta, "ESS": at.weights.ess, "resampled": at.resampled}
+    for key, replicates in (("deltaH_true", at.true), ("deltaH_snis", at.snis), ("deltaH_odd", at.odd)):
+        for suffix, column in (("", TOKEN), ("_sequence", SEQUENCE)):
+            row[f"{key}{suffix}"] = float(replicates.value[column]) if replicates else math.nan
+            row[f"{key}{suffix}_se"] = float(replicates.stderr[column]) if replicates else math.nan
+    return row
+
+
+class _Phases:
+    """The phases of a look: a progress bar each, and the seconds that each took."""
+
+    def __init__(self, shown: bool) -> None:
+        self.seconds: dict[str, float] = {}
+        self._shown = shown
+
+    @contextlib.contextmanager
+    def __call__(self, name: str, total: int) -> Iterator[Progress]:
+        start = time.perf_counter()
+        with tqdm(total=total, desc=f"{name:13}", unit="seq", disable=not self._shown, leave=True) as bar:
+
+            def advance(count: int) -> None:
+                bar.update(min(count, total - bar.n))
+
+            yield advance
+            advance(total)
+        self.seconds[name] = time.perf_counter() - start
+
+
+def _refuse_nonsense(settings: Settings) -> None:
+    """Raises ValueError for numbers that mean nothing, naming them."""
+    e, u, memory = settings.evaluation, settings.update, settings.memory
+    for name, value, least in (
+        ("evaluation.prompts", e.prompts, 2), ("evaluation.responses", e.responses, 1), ("evaluation.seed", e.seed, 0),
+        ("update.prompts", u.prompts, 1), ("update.seed", u.seed, 0),
+        ("memory.microbatch_size", memory.microbatch_size, 1), ("memory.generation_size", memory.generation_size, 1),
+    ):  # fmt: skip
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name}={value} must be a whole number, at least {least}")
+    if e.overlap not in get_args(Overlap):
+        raise ValueError(f"evaluation.overlap={e.overlap}: choose from {', '.join(get_args(Overlap))}")
+    if settings.first_order.estimator not in get_args(Estimator):
+        raise ValueError(f"first_order.estimator={settings.first_order.estimator}: choose rb or score")
+    if isinstance(e.source, str) and e.source not in ("train", "eval"):
+        raise ValueError(f"evaluation.source={e.source}: choose train, eval, or a list of rows of the training set")
+    if any(not eta > 0 for eta in settings.truth.etas):
+        raise ValueError(f"truth.etas={list(settings.truth.etas)}: give multiples of the step above 0; -1 is truth.odd")
+    if not settings.first_order.enabled and not settings.truth.enabled:
+        raise ValueError("neither prediction nor truth is asked for: set first_order.enabled or truth.enabled to true")

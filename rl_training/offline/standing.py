@@ -1,0 +1,261 @@
+"""A trainer that stands at a checkpoint: weights, optimizer and scheduler as the step after it would find them.
+
+Weights and optimizer are loaded by transformers' own code, which knows in which order an optimizer numbers its
+parameters (those that decay first, then biases and norms: not the order of the model). What is left to go wrong is
+looked at before anything is sampled, in this order, each an error of one line:
+
+    G1  something is trainable
+    G2  the trainable parameters are the tensors of the checkpoint, by name
+    G3  gradients are switched on
+    G4  no weight was made in inference mode
+    G5  a forward of four tokens, through the very function that will score, has a graph
+    G6  its backward reaches every trainable parameter
+
+and then that the optimizer has a state for each of them, of its shape, and a learning rate that is not 0. Without them
+most of these mistakes come out after minutes of sampling ("element 0 of tensors does not require grad"), or not at all.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from rl_training.live.optimizer import view_optimizer
+from rl_training.live.policy import TrainerPolicy
+from rl_training.live.trainer import DrGRPOTrainer
+from rl_training.mathematics.adamw import AdamWState
+from rl_training.offline.shards import load_shards
+from rl_training.records.checkpoints import steps_taken
+from rl_training.step.rollout import Rollout
+from rl_training.step.types import OptimizerView
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+
+@dataclass(frozen=True)
+class Standing:
+    """A trainer at a checkpoint, ready to be asked. Nothing here moves its parameters, optimizer or random streams."""
+
+    trainer: DrGRPOTrainer
+    checkpoint: Path
+    step: int  # optimizer steps behind it
+    parameters: Mapping[str, nn.Parameter]  # trainable only
+    optimizer: OptimizerView  # before the next step
+    policy: TrainerPolicy
+
+    @property
+    def rank(self) -> int:
+        return self.trainer.accelerator.process_index
+
+    @property
+    def num_ranks(self) -> int:
+        return self.trainer.accelerator.num_processes
+
+    @property
+    def device(self) -> torch.device:
+        return self.trainer.accelerator.device
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the next step; nan where groups of parameters have several."""
+        rates = {state.lr for state in (self.optimizer.states or {}).values()}
+        return rates.pop() if len(rates) == 1 else float("nan")
+
+    def reduce(self, tensor: Tensor) -> Tensor:
+        """Returns the sum over the ranks: call it on all or on none."""
+        return tensor if self.num_ranks == 1 else self.trainer.accelerator.reduce(tensor, reduction="sum")
+
+
+def stand(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None = None) -> Standing:
+    """Returns the trainer, put where the checkpoint left off.
+
+    trainer        of the same model, adapter and optimizer; it must not have trained
+    learning_rate  of the step to be looked at, instead of what the checkpoint's scheduler says
+
+    Raises ValueError, saying what is wrong and the way out, when checkpoint and trainer do not fit: see the guards.
+    """
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ValueError(
+            "a checkpoint is looked at in one process or under DDP: use launch/cpu.yaml, launch/ddp.yaml or no launch "
+            "file; checkpoints that DeepSpeed wrote are read there too"
+        )
+    if trainer.state.global_step:
+        raise ValueError(f"this trainer has trained {trainer.state.global_step} steps: make a fresh one to stand still")
+    model = trainer.model
+    _refuse_other_weights(model, checkpoint)
+    trainer._load_from_checkpoint(str(checkpoint))
+    parameters = {name: param for name, param in model.named_parameters() if param.requires_grad}
+    _refuse_frozen(parameters, checkpoint)  # G1
+    _refuse_other_names(parameters, checkpoint)  # G2
+    trainer.accelerator.prepare_model(model, evaluation_mode=True)  # its autocast; no DDP, whose reducer would be idle
+    trainer.create_optimizer_and_scheduler(max(trainer.args.max_steps, 1))
+    if (checkpoint / "latest").is_file():
+        load_shards(trainer.optimizer, parameters, checkpoint)
+    else:
+        _load_optimizer(trainer, checkpoint)
+    if learning_rate is not None:
+        for group in trainer.optimizer.param_groups:
+            group["lr"] = learning_rate
+    policy = TrainerPolicy(trainer)
+    model.train()
+    refuse_without_gradients(policy, parameters, trainer.accelerator.device)  # G3 to G6
+    optimizer = view_optimizer(trainer, parameters)
+    _refuse_other_moments(parameters, optimizer, checkpoint)
+    return Standing(trainer, checkpoint, steps_taken(checkpoint), parameters, optimizer, policy)
+
+
+def _load_optimizer(trainer: DrGRPOTrainer, checkpoint: Path) -> None:
+    missing = [name for name in ("optimizer.pt", "scheduler.pt") if not (checkpoint / name).is_file()]
+    if missing:
+        raise ValueError(
+            f"{checkpoint} has no {missing[0]}, and the next step follows from the optimizer's moments: choose a "
+            "checkpoint written with save_only_model=false"
+        )
+    try:
+        trainer._load_optimizer_and_scheduler(str(checkpoint))
+    except (ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"{checkpoint}/optimizer.pt is not of this model's optimizer ({error}): adapter, trainer.optim and "
+            "trainer.weight_decay must be those of the run"
+        ) from error
+
+
+# --- the guards -------------------------------------------------------------------------------------------------------
+
+
+def _names_in(checkpoint: Path) -> set[str]:
+    """Returns the names of the tensors in a checkpoint's weights; an adapter's only, where it is one."""
+    index = checkpoint / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    for name in (ADAPTER_WEIGHTS, SAFE_WEIGHTS_NAME):
+        if (checkpoint / name).is_file():
+            with safe_open(checkpoint / name, framework="pt") as file:
+                return set(file.keys())
+    raise ValueError(f"{checkpoint} has no weights ({SAFE_WEIGHTS_NAME} or {ADAPTER_WEIGHTS})")
+
+
+def _refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
+    """Raises ValueError where only one of model and checkpoint has an adapter, and where it holds other weights."""
+    has_adapter, is_adapter = hasattr(model, "peft_config"), (checkpoint / ADAPTER_WEIGHTS).is_file()
+    if has_adapter != is_adapter:
+        way = "adapter=lora (or qlora)" if is_adapter else "adapter=none"
+        raise ValueError(
+            f"{checkpoint} holds {'an adapter' if is_adapter else 'all weights'}, and the model "
+            f"{'has none' if is_adapter else 'has an adapter'}: use {way}"
+        )
+    if is_adapter:
+        _refuse_other_rank(model, checkpoint)
+        return
+    names = set(model.state_dict())
+    unknown = _names_in(checkpoint) - names
+    if unknown:
+        raise ValueError(
+            f"{checkpoint} holds {_some(unknown)}, which this model has not: it is of another model than model.name"
+        )
+
+
+def _refuse_other_rank(model: nn.Module, checkpoint: Path) -> None:
+    """Raises ValueError where the adapter's shapes differ: PEFT would keep the fresh weights, with a warning."""
+    shapes = {_without_adapter_name(name): param.shape for name, param in model.named_parameters()}
+    with safe_open(checkpoint / ADAPTER_WEIGHTS, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118, it is no dictionary
+            found, expected = tuple(file.get_slice(name).get_shape()), shapes.get(name)
+            if expected is not None and found != tuple(expected):
+                raise ValueError(
+                    f"{checkpoint}: {name} has the shape {found}, and this adapter {tuple(expected)}: set adapter.r "
+                    "and adapter.target_modules as in its adapter_config.json"
+                )
+
+
+def _refuse_frozen(parameters: Mapping[str, nn.Parameter], checkpoint: Path) -> None:
+    if not parameters:
+        raise ValueError(
+            f"G1: no parameter is trainable after loading {checkpoint}: an adapter must be loaded with "
+            "is_trainable=True, not merged, not disabled"
+        )
+
+
+def _refuse_other_names(parameters: Mapping[str, nn.Parameter], checkpoint: Path) -> None:
+    """Raises ValueError when what is trainable is not what the checkpoint holds: another adapter, or half of it."""
+    stored, trained = _names_in(checkpoint), {_without_adapter_name(name) for name in parameters}
+    if (checkpoint / ADAPTER_WEIGHTS).is_file() and stored - trained:
+        raise ValueError(
+            f"G2: {_some(stored - trained)} of {ADAPTER_WEIGHTS} is not trainable: another adapter is active, or it is "
+            "frozen"
+        )
+    if trained - stored:
+        raise ValueError(
+            f"G2: {_some(trained - stored)} is trainable, and {checkpoint} does not hold it: set the adapter's "
+            "target_modules, or the model, as the run had them"
+        )
+
+
+def _without_adapter_name(name: str) -> str:
+    return name.replace(".default.", ".")
+
+
+def refuse_without_gradients(
+    policy: TrainerPolicy, parameters: Mapping[str, nn.Parameter], device: torch.device
+) -> None:
+    """Raises ValueError when no gradient, or not every gradient, would come back from the scores: G3 to G6."""
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        raise ValueError("G3: gradients are switched off here: leave torch.no_grad() and torch.inference_mode()")
+    for name, param in parameters.items():
+        if param.is_inference():
+            raise ValueError(f"G4: {name} was made in inference mode and can have no gradient: load it outside of it")
+    scores = policy.score(_four_tokens(device), torch.tensor([0], device=device))
+    if scores.logps.grad_fn is None:
+        raise ValueError(
+            "G5: the log-probabilities have no graph although weights are trainable: reentrant checkpointing does "
+            'that, set trainer.gradient_checkpointing_kwargs={"use_reentrant": false}'
+        )
+    try:
+        gradients = torch.autograd.grad(
+            scores.logps.sum() + scores.entropies.sum(), list(parameters.values()), allow_unused=True
+        )
+    except RuntimeError as error:
+        raise ValueError(f"G6: no gradient can be taken ({error}): use non-reentrant checkpointing, or none") from error
+    unreached = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
+    if unreached:
+        raise ValueError(
+            f"G6: {_some(unreached)} is trainable and gets no gradient from the scores: freeze what the loss does not "
+            "reach"
+        )
+
+
+def _refuse_other_moments(parameters: Mapping[str, nn.Parameter], optimizer: OptimizerView, checkpoint: Path) -> None:
+    if optimizer.states is None:
+        raise ValueError(f"the step after {checkpoint} has no formula: {optimizer.reason}")
+    for name, state in optimizer.states.items():
+        if isinstance(state, AdamWState):
+            shapes = {tuple(moment.shape) for moment in (state.exp_avg, state.exp_avg_sq)}
+            if shapes != {tuple(parameters[name].shape)} or state.step == 0:
+                raise ValueError(
+                    f"the optimizer's moments of {name} are missing or have the shape of another parameter: "
+                    f"{checkpoint} numbers its parameters otherwise (set trainer.optim and trainer.weight_decay as in "
+                    "the run)"
+                )
+    if all(state.lr == 0.0 for state in optimizer.states.values()):
+        raise ValueError(
+            f"the learning rate at {checkpoint} is 0, its schedule has ended, and so is the step: say which one is "
+            "meant, learning_rate=1e-6, or choose an earlier checkpoint"
+        )
+
+
+def _four_tokens(device: torch.device) -> Rollout:
+    ids, mask = torch.tensor([[0, 1]], device=device), torch.ones(1, 2, dtype=torch.long, device=device)
+    unknown = torch.full((1,), torch.nan, device=device)
+    return Rollout(ids, mask, ids, mask, unknown, None, torch.zeros(1, dtype=torch.long, device=device), None, True)
+
+
+def _some(names: Iterable[str]) -> str:
+    first, *others = sorted(names)
+    return f"{first!r}" + (f" (and {len(others)} more)" if others else "")

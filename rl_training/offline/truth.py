@@ -1,0 +1,146 @@
+"""The change of entropy that the step really makes, measured on E, and how far the prediction is from it.
+
+E is scored at θ + η δθ for each η asked for, and
+
+    deltaH_true  by per-decision importance sampling (per_decision.py), whose first order is the very estimator that
+                 predicts: their difference on the same E is the curvature of the step, with little noise
+    deltaH_snis  with the weights of whole sequences: the older estimate, noisier
+    deltaH_odd   ½ (ΔH(+δθ) − ΔH(−δθ)): without the second order. −δθ is a step that nobody makes: it validates the
+                 first order, and says nothing of training
+    floor        the same computation with δθ = 0, between two scorings that put E's sequences into different batches
+
+Below an effective sample size of half of E the weights are worth nothing: fresh responses are drawn at the moved
+parameters with the same dice, and the change is the difference of pairs.
+
+The error of a difference needs the prediction without each sequence, baseline and all. That comes from the slopes of
+all tokens along δθ (central differences over ±SLOPE_STEP·δθ, two scorings), and not from the backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rl_training.mathematics.importance import (
+    Weights,
+    importance_weights,
+    paired_replicates,
+    reweighted_replicates,
+    sequence_totals,
+)
+from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.per_decision import (
+    first_order_change,
+    mean_entropy,
+    per_decision_change,
+    prefix_ess,
+    slopes,
+)
+from rl_training.mathematics.scores import Scores
+from rl_training.offline.buffers import EvaluationBuffer, Progress, gather_scores, sample_again
+from rl_training.offline.standing import Standing
+from rl_training.step.rollout import take_rows
+
+MIN_ESS_FRACTION = 0.5
+SLOPE_STEP = 0.125
+
+
+@dataclass(frozen=True)
+class AtStep:
+    """What is measured at θ + η δθ; replicates are (2,) per token and per sequence, over E's sequences."""
+
+    eta: float
+    true: Replicates
+    snis: Replicates
+    odd: Replicates | None
+    weights: Weights
+    ess_last_position: float
+    resampled: bool
+    ahead: Scores  # (N, L), of E's sequences at θ + η δθ
+
+
+@dataclass(frozen=True)
+class Truth:
+    """The measured change of entropy, at each η in the order asked for."""
+
+    at: tuple[AtStep, ...]
+    before: Replicates  # H at the checkpoint
+    floor: Replicates
+    first_order: Replicates  # δH₁ of the full step from the slopes, without each sequence
+    slopes: tuple[Tensor, Tensor]  # (N, L) each: ∂log π·δθ, ∂h·δθ
+
+
+def measure(
+    standing: Standing,
+    evaluation: EvaluationBuffer,
+    delta: Tensor,
+    etas: Sequence[float],
+    odd: bool,
+    seed: int,
+    chunk_size: int,
+    progress: Progress,
+) -> Truth:
+    """Returns the change of entropy along delta, (P,); the parameters are back, bit for bit, when it is done.
+
+    seed, chunk_size  with which E was sampled, for where it has to be sampled again
+    """
+
+    def score_at(eta: float) -> Scores:
+        with standing.policy.shifted(_by_name(standing, eta * delta)):
+            scores = gather_scores(standing, evaluation.rollout, evaluation.number, evaluation.num_sequences)
+        progress(evaluation.num_sequences)
+        return scores
+
+    def change(eta: float, ahead: Scores) -> tuple[Replicates, bool]:
+        before, after = sequence_totals(evaluation.scores), sequence_totals(ahead)
+        if not importance_weights(before, after).ess < MIN_ESS_FRACTION * len(before):
+            return per_decision_change(evaluation.scores, ahead), False
+        with standing.policy.shifted(_by_name(standing, eta * delta)):
+            fresh = sample_again(standing, evaluation, seed, chunk_size, progress=lambda _: None)
+        return paired_replicates(before, sequence_totals(fresh)), True
+
+    def at(eta: float) -> AtStep:
+        ahead = score_at(eta)
+        before, after = sequence_totals(evaluation.scores), sequence_totals(ahead)
+        true, resampled = change(eta, ahead)
+        return AtStep(
+            eta=eta,
+            true=true,
+            snis=reweighted_replicates(before, after),
+            odd=(true - change(-eta, score_at(-eta))[0]) * 0.5 if odd else None,
+            weights=importance_weights(before, after),
+            ess_last_position=float(prefix_ess(evaluation.scores, ahead)[-1]),
+            resampled=resampled,
+            ahead=ahead,
+        )
+
+    along = slopes(score_at(SLOPE_STEP), score_at(-SLOPE_STEP), SLOPE_STEP)
+    again = _in_other_batches(standing, evaluation)
+    progress(evaluation.num_sequences)
+    return Truth(
+        at=tuple(at(eta) for eta in etas),
+        before=mean_entropy(evaluation.scores),
+        floor=per_decision_change(evaluation.scores, again),
+        first_order=first_order_change(evaluation.scores, *along),
+        slopes=along,
+    )
+
+
+def num_scorings(etas: Sequence[float], odd: bool) -> int:
+    """Returns how many times `measure` scores all of E."""
+    return 3 + len(etas) * (1 + odd)
+
+
+def _in_other_batches(standing: Standing, evaluation: EvaluationBuffer) -> Scores:
+    """Returns the scores of E at the checkpoint once more, with neighbours of about the same length."""
+    order = evaluation.rollout.completion_mask.sum(dim=1).argsort(stable=True)
+    rollout = take_rows(evaluation.rollout, order)
+    return gather_scores(standing, rollout, evaluation.number[order], evaluation.num_sequences)
+
+
+def _by_name(standing: Standing, flat: Tensor) -> Mapping[str, Tensor]:
+    sizes = [param.numel() for param in standing.parameters.values()]
+    pieces = zip(standing.parameters.items(), flat.split(sizes), strict=True)
+    return {name: piece.view(param.shape).to(param.dtype) for (name, param), piece in pieces}
