@@ -21,7 +21,7 @@ from torch import Tensor
 from rl_training.mathematics.entropy import Estimator, surrogate_weights
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import Replicates
-from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.mathematics.vectors import FlatVectors
 from rl_training.offline.buffers import EvaluationBuffer, Progress
 from rl_training.offline.standing import Standing
 from rl_training.offline.update import Update
@@ -62,7 +62,7 @@ def predict(
     progress: Progress,
 ) -> FirstOrder:
     """Returns δH₁ of the step `update`, with its splits and errors. Two backwards through each forward over E."""
-    layout = GradientBuffer(dict(standing.parameters), 0)
+    layout = FlatVectors(dict(standing.parameters), 0)
     splits = Splits(list(standing.parameters))
     scores, number, count = evaluation.scores, evaluation.number, evaluation.num_sequences
     known = (scores.logps, scores.entropies, scores.mask, torch.arange(count, device=number.device))
@@ -93,7 +93,7 @@ def _gradients(
     evaluation: EvaluationBuffer,
     rows: Tensor,
     weights: Sequence[tuple[Tensor, Tensor]],
-    layout: GradientBuffer,
+    layout: FlatVectors,
 ) -> Tensor:
     """Returns Σ over these rows of Σ_k w_k ∂log π(t_k) + u_k ∂h_k, (2, P), for each pair of weights (N, L)."""
     fresh = standing.policy.score(evaluation.rollout, rows)
@@ -109,7 +109,7 @@ def _gradients(
     ])  # fmt: skip
 
 
-def _products(layout: GradientBuffer, directions: Tensor, parts: Tensor) -> Tensor:
+def _products(layout: FlatVectors, directions: Tensor, parts: Tensor) -> Tensor:
     """Returns directions·parts by parameter, (parameters, q, 3) fp64."""
     pairs = zip(layout.split(directions), layout.split(parts), strict=True)
     return torch.stack([torch.stack([part @ x for x in direction]) for direction, part in pairs]).double()
@@ -125,7 +125,7 @@ def _without_blocks(sums: Tensor, mask: Tensor, size: int) -> Replicates:
 
 
 def _without_folds(
-    standing: Standing, update: Update, direction: Tensor, layout: GradientBuffer, splits: Splits
+    standing: Standing, update: Update, direction: Tensor, layout: FlatVectors, splits: Splits
 ) -> Replicates:
     """Returns X̄·δθ by label, and with the step that U without each of its folds makes."""
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rl_training.mathematics.adamw import UpdateParts, clip_coefficient
 from rl_training.mathematics.folds import leave_fold_out
-from rl_training.mathematics.vectors import GradientBuffer
+from rl_training.mathematics.vectors import FlatVectors
 from rl_training.offline.buffers import Progress, UpdateBuffer
 from rl_training.offline.standing import Standing
 from rl_training.step.updates import Piece, optimizer_pieces
@@ -40,7 +40,7 @@ class Update:
     parts: UpdateParts  # of (P,): momentum, gradient, decay
     delta: Tensor  # (P,), their sum
     pieces: list[Piece]
-    folds: GradientBuffer  # row k is the mean gradient of this process's fold k
+    folds: FlatVectors  # row k is the mean gradient of this process's fold k
     fold_number: tuple[int, ...]  # which of all folds that is
     num_folds: int  # of all processes
     max_grad_norm: float
@@ -64,7 +64,7 @@ def make_update(
     fold = update.rollout.prompt_index // fold_prompts
     numbers = tuple(fold.unique().tolist())
     parameters = dict(standing.parameters)
-    folds = GradientBuffer(parameters, len(numbers), "cpu" if offload else None)
+    folds = FlatVectors(parameters, len(numbers), "cpu" if offload else None)
     scale = -1.0 / (standing.trainer.max_completion_length * fold_prompts * update.responses_per_prompt)
     for k, number in enumerate(numbers):
         rows = (fold == number).nonzero().squeeze(1)
