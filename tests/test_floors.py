@@ -23,9 +23,10 @@ BELOW = {
     "step": {"mathematics"},
     "probes": {"mathematics", "step"},
     "records": {"mathematics"},
+    "evaluation": {"mathematics", "records", "tasks"},
     "live": {"mathematics", "step", "probes", "records"},
     "offline": {"mathematics", "step", "probes", "records", "live"},
-    "job": {"mathematics", "step", "probes", "records", "live", "offline", "tasks"},
+    "job": {"mathematics", "step", "probes", "records", "live", "offline", "tasks", "evaluation"},
 }
 LIBRARIES = {
     "mathematics": {"torch", "scipy"},
@@ -35,6 +36,7 @@ LIBRARIES = {
         "torch", "transformers", "safetensors", "tqdm", "rich", "matplotlib", "numpy", "jinja2", "wandb", "trackio",
         "wandb_workspaces", "pandas", "scipy", "fsspec",
     },
+    "evaluation": {"torch", "transformers", "peft", "numpy", "rich", "tqdm"},
     "live": {"torch", "trl", "transformers", "accelerate", "numpy"},
     "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm"},
     "tasks": {
@@ -46,7 +48,7 @@ LIBRARIES = {
 }  # fmt: skip
 COMMANDS = {"report", "dashboard"}  # python -m rl_training.<name>: each one line that calls the room's main
 TOP = COMMANDS | {"__init__", "version"}
-FILES = [*sorted(PACKAGE.rglob("*.py")), ROOT / "train.py"]
+FILES = [*sorted(PACKAGE.rglob("*.py")), ROOT / "train.py", ROOT / "evaluate.py"]
 
 
 def room_of(path: Path) -> str:

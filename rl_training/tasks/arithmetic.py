@@ -72,6 +72,7 @@ def arithmetic(num_train: int = 4096, num_eval: int = 512, seed: int = 0) -> Tas
         train_dataset=_dataset(num_train, held_out=False, seed=seed),
         eval_dataset=_dataset(num_eval, held_out=True, seed=seed),
         reward=arithmetic_reward,
+        given_answer=given_answer,
     )
 
 
@@ -82,7 +83,7 @@ def arithmetic_reward(completions: list[str], answer: list[str], **kwargs: Any) 
 
     Example: `arithmetic_reward(["9-3=6</think><answer>6</answer>", "6"], answer=["6", "6"])` is `[1.0, 0.0]`.
     """
-    return [float(_given_answer(text) == right) for text, right in zip(completions, answer, strict=True)]
+    return [float(given_answer(text) == right) for text, right in zip(completions, answer, strict=True)]
 
 
 def worked_examples(seed: int) -> Iterator[WorkedExample]:
@@ -121,7 +122,8 @@ def _running_result(chain: Chain) -> str:
     return str(first) + "".join(f"{step}={result}" for step, result in zip(chain.steps, later, strict=True))
 
 
-def _given_answer(completion: str) -> str | None:
+def given_answer(completion: str) -> str | None:
+    """What the one `<answer>…</answer>` of a completion holds; None if there is none, or more than one."""
     if completion.count("<answer>") != 1 or completion.count("</answer>") != 1:
         return None
     match = _ANSWER.search(completion)

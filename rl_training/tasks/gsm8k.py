@@ -82,7 +82,7 @@ def gsm8k(path: str | None = None, name: str = "openai/gsm8k", config: str = "ma
         raise ValueError("No training row is left: every prompt of the training rows is also held out.")
     if len(unseen) < len(train):
         logger.warning("%d training rows are left out: their prompts are held out.", len(train) - len(unseen))
-    return Task(Dataset.from_list(unseen), Dataset.from_list(held_out), gsm8k_reward)
+    return Task(Dataset.from_list(unseen), Dataset.from_list(held_out), gsm8k_reward, _vote)
 
 
 def gsm8k_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
@@ -116,6 +116,13 @@ def given_answer(completion: str) -> str | None:
         return None
     start += len("<answer>")
     return completion[start : completion.index("</answer>", start)].strip()
+
+
+def _vote(completion: str) -> str | None:
+    """What the reward reads from a completion: a plain number in one spelling (18 for $18.00), other text as it is."""
+    given = given_answer(completion)
+    number = None if given is None else parse_number(given)
+    return given if number is None else str(number)
 
 
 def parse_number(text: str) -> Fraction | None:

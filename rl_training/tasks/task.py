@@ -16,3 +16,5 @@ class Task:
     train_dataset: Dataset  # column `prompt` (plain text), and the columns that the reward reads
     eval_dataset: Dataset  # the same columns, held-out prompts
     reward: Callable[..., list[float]]  # reward(completions, **columns); its __name__ is the metric's name
+    # what evaluation counts as one vote: the answer that the reward reads from a text, None where it reads none
+    given_answer: Callable[[str], str | None] | None = None

@@ -1,0 +1,137 @@
+"""From scored responses to numbers with standard errors over prompts, built-in ones and the user's own.
+
+    reward                      mean reward of sampled responses
+    greedy_accuracy             share of prompts whose greedy response is right
+    pass_at_1 … pass_at_k       chance that one of k responses is right
+    majority                    chance that the answer given most often is right
+    entropy/token, /sequence    exact next-token entropies: nats of all responses over their tokens; nats per response
+    kl/token, /sequence         the same of the divergence from the policy to the run's first model
+    length, truncated, format   tokens per response; shares that reach the length limit, and that have an answer at all
+
+Right is what earns at least `right_reward`.
+
+A metric of one's own is a function that is called once per prompt, by keyword, and returns numbers by name:
+
+    def metric(row, responses, rewards, logps, entropies) -> dict[str, float]
+
+    row               the task's row: prompt, and the columns that its reward reads
+    responses         texts of the sampled responses
+    rewards           one for each
+    logps, entropies  for each an array over its tokens, nats
+
+What it returns is averaged over the prompts that have it; nan, or a name left out, means that this prompt has none.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_training.evaluation.responses import GREEDY, Response
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.pass_at_k import majority_vote, pass_at_k
+from rl_training.mathematics.prompt_means import mean_over_prompts, ratio_over_prompts
+
+Metric = Callable[..., Mapping[str, float]]
+ByRow = Mapping[int, Sequence[Response]]
+
+BUILT_IN = ("reward", "greedy_accuracy", "pass_at", "majority", "entropy", "kl", "length", "truncated", "format")
+NO_ANSWER = "the task does not say how an answer is read (Task.given_answer)"
+
+
+def measure(responses: Sequence[Response], max_k: int, right_reward: float, answers: bool) -> dict[str, Estimate]:
+    """Returns the built-in metrics of a checkpoint's responses; all rows have equally many.
+
+    max_k    largest k of pass@k; ValueError above the number of responses per prompt
+    answers  whether the task can read an answer from a response; without, majority and format are nan
+    """
+    sampled, greedy = by_row(responses)
+    rewards = _table(sampled, lambda r: r.reward)
+    is_right = rewards >= right_reward
+    lengths = _table(sampled, lambda r: r.length)
+    num_right, num_responses = is_right.sum(dim=1), rewards.shape[1]
+    metrics = {
+        "reward": mean_over_prompts(rewards.mean(dim=1)),
+        "greedy_accuracy": Estimate.missing("no greedy decoding was asked for (evaluation.greedy)"),
+    }
+    if greedy:
+        metrics["greedy_accuracy"] = mean_over_prompts(
+            torch.tensor([float(r.reward >= right_reward) for r in greedy.values()])
+        )
+    for k in range(1, max_k + 1):
+        metrics[f"pass_at_{k}"] = mean_over_prompts(pass_at_k(num_right, num_responses, k))
+    metrics["majority"] = metrics_format = Estimate.missing(NO_ANSWER)
+    if answers:
+        votes = [
+            majority_vote([r.answer for r in group], right.tolist())
+            for group, right in zip(sampled.values(), is_right, strict=True)
+        ]
+        metrics["majority"] = mean_over_prompts(torch.tensor(votes, dtype=torch.float64))
+        metrics_format = mean_over_prompts(_table(sampled, lambda r: float(r.answer is not None)).mean(dim=1))
+    metrics |= _per_token_and_sequence("entropy", _table(sampled, lambda r: r.entropies.sum()), lengths)
+    if next(iter(sampled.values()))[0].kl is None:
+        reason = "no first model to compare with (evaluation.kl, or a checkpoint without a run)"
+        metrics |= {f"kl/{unit}": Estimate.missing(reason) for unit in ("token", "sequence")}
+    else:
+        metrics |= _per_token_and_sequence("kl", _table(sampled, lambda r: r.kl.sum()), lengths)  # type: ignore[union-attr]
+    return metrics | {
+        "length": mean_over_prompts(lengths.mean(dim=1)),
+        "truncated": mean_over_prompts(_table(sampled, lambda r: float(r.truncated)).mean(dim=1)),
+        "format": metrics_format,
+    }
+
+
+def by_row(responses: Sequence[Response]) -> tuple[dict[int, list[Response]], dict[int, Response]]:
+    """Returns the sampled responses of each row, and the greedy one; in the order of rows and numbers."""
+    ordered = sorted(responses, key=lambda r: (r.row, r.number))
+    sampled: dict[int, list[Response]] = {}
+    for response in ordered:
+        if response.number != GREEDY:
+            sampled.setdefault(response.row, []).append(response)
+    return sampled, {r.row: r for r in ordered if r.number == GREEDY}
+
+
+def measure_custom(name: str, metric: Metric, sampled: ByRow, dataset: Any) -> dict[str, Estimate]:
+    """Returns `name/…` for all that a metric of the user's says of the prompts.
+
+    ValueError, naming the metric and the row, when it raises or returns something else than numbers by name.
+    """
+    numbers: dict[str, list[float]] = {}
+    for position, (index, group) in enumerate(sampled.items()):
+        row = dataset[index]
+        try:
+            returned = metric(
+                row=row,
+                responses=[r.text for r in group],
+                rewards=[r.reward for r in group],
+                logps=[r.logps for r in group],
+                entropies=[r.entropies for r in group],
+            )
+            values = {str(key): float(value) for key, value in returned.items()}
+        except Exception as error:  # of code that is not ours
+            raise ValueError(
+                f"metric {name} raised at row {index} (prompt {str(row['prompt'])[:60]!r}): "
+                f"{type(error).__name__}: {error}"
+            ) from error
+        for key, value in values.items():
+            numbers.setdefault(key, [math.nan] * position).append(value)
+        for column in numbers.values():
+            column.extend([math.nan] * (position + 1 - len(column)))
+    return {f"{name}/{key}": mean_over_prompts(torch.tensor(numbers[key], dtype=torch.float64)) for key in numbers}
+
+
+def _per_token_and_sequence(name: str, sums: Tensor, lengths: Tensor) -> dict[str, Estimate]:
+    return {
+        f"{name}/token": ratio_over_prompts(sums.sum(dim=1), lengths.sum(dim=1)),
+        f"{name}/sequence": mean_over_prompts(sums.mean(dim=1)),
+    }
+
+
+def _table(sampled: ByRow, value: Callable[[Response], float]) -> Tensor:
+    """Returns a number of each response, (prompts, responses per prompt) fp64."""
+    return torch.from_numpy(np.array([[value(r) for r in group] for group in sampled.values()], dtype=np.float64))

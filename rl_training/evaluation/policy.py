@@ -1,0 +1,197 @@
+"""A checkpoint's policy, the run's first model beside it, and what they say of given tokens.
+
+Sampled, decoded and scored is one and the same policy: in the precision of its weights, without dropout, at one
+temperature and nothing else (no top-p, no penalty). Every sequence draws its tokens with random numbers of its own, so
+that what it says depends neither on the sequences beside it in a batch nor on how many processes there are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from rl_training.mathematics.next_token import PositionScores, score_positions
+from rl_training.tasks.models import load_causal_lm
+
+ADAPTER_CONFIG = "adapter_config.json"
+NOT_WEIGHTS = ("probes.safetensors", "buffer.safetensors")
+LOGITS = 2**26  # entries of a forward's logits at most, unless one sequence alone has more
+
+LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+@dataclass(frozen=True)
+class Policy:
+    """A model that answers prompts at a temperature.
+
+    reference  the run's first model; "adapter off" where it is this one without its adapter; None for none
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    reference: PreTrainedModel | str | None
+    temperature: float
+    max_completion_length: int
+
+    @property
+    def eos_token_ids(self) -> list[int]:
+        """The tokens that end a response: the tokenizer's, and those of the model's generation_config."""
+        ids = self.model.generation_config.eos_token_id
+        ids = [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+        return list(dict.fromkeys([self.tokenizer.eos_token_id, *ids]))
+
+    @torch.inference_mode()
+    def generate(self, prompt_ids: Sequence[Tensor], uniforms: Tensor | None) -> list[Tensor]:
+        """Returns a response to each prompt, cut after the first token that ends it.
+
+        uniforms  (B, max_completion_length), the numbers in [0, 1) that choose the tokens; None decodes greedily
+        """
+        pad, device = self.tokenizer.pad_token_id, self.model.device
+        ids = pad_sequence(list(prompt_ids), True, pad, padding_side="left").to(device)
+        mask = pad_sequence([torch.ones_like(row) for row in prompt_ids], True, padding_side="left").to(device)
+        choose = [] if uniforms is None else [_Choose(uniforms.to(device), ids.shape[1], self.temperature)]
+        config = GenerationConfig(
+            max_new_tokens=self.max_completion_length,
+            do_sample=False,  # the largest score: the processor leaves one token, or greedy decoding is meant
+            num_beams=1,
+            pad_token_id=pad,
+            eos_token_id=self.eos_token_ids,
+            repetition_penalty=1.0,
+            disable_compile=True,
+        )
+        sequences = self.model.generate(
+            input_ids=ids, attention_mask=mask, generation_config=config, logits_processor=LogitsProcessorList(choose)
+        )
+        completions = sequences[:, ids.shape[1] :].cpu()
+        is_end = torch.isin(completions, torch.tensor(self.eos_token_ids))
+        lengths = (is_end.cumsum(dim=1) - is_end.long() == 0).sum(dim=1)  # tokens with no end before them
+        return [row[:length] for row, length in zip(completions, lengths.tolist(), strict=True)]
+
+    @torch.inference_mode()
+    def score(self, prompt_ids: Sequence[Tensor], completion_ids: Sequence[Tensor]) -> list[PositionScores]:
+        """Returns what the policy, and the reference if there is one, say at each token of the responses."""
+        width = max(len(p) + len(c) for p, c in zip(prompt_ids, completion_ids, strict=True))
+        rows = max(1, LOGITS // (width * len(self.tokenizer)))
+        scores = []
+        for start in range(0, len(prompt_ids), rows):
+            scores += self._score(prompt_ids[start : start + rows], completion_ids[start : start + rows])
+        return scores
+
+    def _score(self, prompt_ids: Sequence[Tensor], completion_ids: Sequence[Tensor]) -> list[PositionScores]:
+        device = self.model.device
+        sequences = [torch.cat(pair) for pair in zip(prompt_ids, completion_ids, strict=True)]
+        ids = pad_sequence(sequences, True, self.tokenizer.pad_token_id).to(device)
+        first = min(map(len, prompt_ids)) - 1  # the column that predicts the first token of the shortest prompt's
+        lengths = [len(tokens) for tokens in completion_ids]
+        kept = torch.zeros(len(ids), ids.shape[1] - first, dtype=torch.bool)
+        for row, (prompt, length) in enumerate(zip(prompt_ids, lengths, strict=True)):
+            kept[row, len(prompt) - 1 - first :][:length] = True
+        kept = kept.to(device)
+        tokens = torch.cat(list(completion_ids)).to(device)
+        reference = None
+        if isinstance(self.reference, str):
+            with self.model.disable_adapter():
+                reference = self._logits(self.model, ids, kept)
+        elif self.reference is not None:
+            reference = self._logits(self.reference, ids, kept)
+        scores = score_positions(self._logits(self.model, ids, kept), tokens, reference)
+        kl = [None] * len(lengths) if scores.kl is None else scores.kl.cpu().split(lengths)
+        logps, entropies = (values.cpu().split(lengths) for values in (scores.logps, scores.entropies))
+        return [PositionScores(*parts) for parts in zip(logps, entropies, kl, strict=True)]
+
+    def _logits(self, model: PreTrainedModel, ids: Tensor, kept: Tensor) -> Tensor:
+        """Returns (N, V) logits over the temperature, where a response's tokens are predicted.
+
+        Each sequence starts in the first column; what stands to its right no causal model looks at.
+        """
+        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=kept.shape[1]).logits
+        return logits[kept].float() / self.temperature
+
+
+class _Choose(LogitsProcessor):
+    """Leaves of each distribution the token at which its cumulative probability exceeds the sequence's next number."""
+
+    def __init__(self, uniforms: Tensor, prompt_width: int, temperature: float) -> None:
+        self.uniforms, self.prompt_width, self.temperature = uniforms, prompt_width, temperature
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        cumulative = (scores.double() / self.temperature).softmax(dim=-1).cumsum(dim=-1)
+        number = self.uniforms[:, input_ids.shape[1] - self.prompt_width, None] * cumulative[:, -1:]
+        token = torch.searchsorted(cumulative, number, right=True)  # never one of probability 0
+        return torch.full_like(scores, -torch.inf).scatter(1, token, 0.0)
+
+
+def uniforms_of(seed: int, row: int, response: int, length: int) -> Tensor:
+    """Returns the (length,) random numbers of one response: the same for all checkpoints, batches and processes."""
+    return torch.from_numpy(np.random.default_rng([seed, row, response]).random(length))
+
+
+def load_policy(
+    checkpoint: Path,
+    load_first: Callable[[], LoadedModel] | None,
+    *,
+    with_reference: bool,
+    temperature: float,
+    max_completion_length: int,
+    device: str = "cpu",
+    dtype: str = "float32",
+    quantization: str | None = None,
+) -> Policy:
+    """Returns the policy of a checkpoint folder: a whole model, or an adapter on the run's first model.
+
+    load_first  makes the model that the run started from; None where no run is known
+    Raises ValueError when the folder has no weights, or what it has cannot be loaded.
+    """
+    require_weights(checkpoint)
+    reference: PreTrainedModel | str | None = None
+    if (checkpoint / ADAPTER_CONFIG).is_file():
+        from peft import PeftModel
+
+        base, tokenizer = load_first() if load_first is not None else load_causal_lm(_base_of(checkpoint), dtype)
+        try:
+            model = PeftModel.from_pretrained(base, str(checkpoint)).eval()
+        except Exception as error:  # each damaged file raises an error of its own library's
+            raise ValueError(f"its adapter cannot be loaded: {type(error).__name__}: {error}") from error
+        reference = "adapter off" if with_reference else None
+    else:
+        try:
+            model, tokenizer = load_causal_lm(checkpoint, dtype, quantization)
+        except ValueError as error:
+            raise ValueError(f"its model cannot be loaded: {error.__cause__ or error}") from error
+        if with_reference and load_first is not None:
+            reference = load_first()[0].to(device).eval()
+    return Policy(model.to(device).eval(), tokenizer, reference, temperature, max_completion_length)
+
+
+def require_weights(checkpoint: Path) -> None:
+    """Raises ValueError when a checkpoint folder holds no weights, or was left before it was finished."""
+    if not checkpoint.is_dir():
+        raise ValueError("there is no such folder")
+    weights = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.bin")]
+    if not {path.name for path in weights} - {*NOT_WEIGHTS, "training_args.bin"}:
+        raise ValueError("it has no weights (model.safetensors or adapter_model.safetensors)")
+    if (checkpoint / "optimizer.pt").is_file() and not (checkpoint / "trainer_state.json").is_file():
+        raise ValueError("it has no trainer_state.json, so writing it was not finished")
+
+
+def _base_of(checkpoint: Path) -> str:
+    with contextlib.suppress(ValueError, OSError):
+        name = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if name:
+            return str(name)
+    raise ValueError("its adapter does not say on which model it belongs: give model=hub model.name=PATH")

@@ -1,0 +1,143 @@
+"""Responses to the rows of a task: which rows, generated in which batches, judged and scored.
+
+The batches are the same whoever works at them: process r of R takes batches r, r + R, …, so that R processes say
+exactly what one does.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rl_training.evaluation.policy import Policy, uniforms_of
+from rl_training.tasks.task import Task
+
+GREEDY = -1  # stands for the number of a response that was decoded greedily
+
+
+@dataclass(frozen=True)
+class Response:
+    """One response with all that is known of it. Scores have one entry per token, in nats."""
+
+    row: int  # of the task's evaluation split
+    number: int  # among the responses to this row; GREEDY for the greedy one
+    text: str
+    reward: float
+    truncated: bool
+    answer: str | None  # what the task reads from it; None where it has no answer
+    logps: np.ndarray
+    entropies: np.ndarray
+    kl: np.ndarray | None
+
+    @property
+    def length(self) -> int:
+        return len(self.logps)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Which rows are answered, how often and in which batches."""
+
+    rows: tuple[int, ...]
+    responses_per_prompt: int
+    greedy: bool  # one more response to each row, decoded greedily
+    batch_size: int  # sequences
+    seed: int
+
+    def batches(self, share: int = 0, num_shares: int = 1) -> list[list[tuple[int, int]]]:
+        """Returns the (row, number) pairs of each batch of one process; greedy ones are never among sampled ones."""
+        sampled = [(row, number) for row in self.rows for number in range(self.responses_per_prompt)]
+        greedy = [(row, GREEDY) for row in self.rows] if self.greedy else []
+        size = self.batch_size
+        batches = [part[start : start + size] for part in (sampled, greedy) for start in range(0, len(part), size)]
+        return batches[share::num_shares]
+
+
+def choose_rows(num_rows: int, fraction: float, seed: int) -> tuple[int, ...]:
+    """Returns the rows of a seeded random subset in their order; at least one. ValueError unless 0 < fraction ≤ 1."""
+    if not 0 < fraction <= 1:
+        raise ValueError(f"evaluation.fraction={fraction} must be above 0 and at most 1")
+    if fraction == 1:
+        return tuple(range(num_rows))
+    chosen = np.random.default_rng([seed]).permutation(num_rows)[: max(1, round(fraction * num_rows))]
+    return tuple(sorted(int(row) for row in chosen))
+
+
+def respond(
+    policy: Policy, task: Task, batches: Sequence[Sequence[tuple[int, int]]], seed: int, seconds: dict[str, float]
+) -> Iterator[list[Response]]:
+    """Yields the responses of each batch; adds to `seconds` what generating, scoring and judging took."""
+    for batch in batches:
+        rows = [task.eval_dataset[row] for row, _ in batch]
+        prompts = [tokenize(policy, row["prompt"]) for row in rows]
+        uniforms = None
+        if batch[0][1] != GREEDY:
+            uniforms = torch.stack([uniforms_of(seed, *pair, policy.max_completion_length) for pair in batch])
+        start = time.perf_counter()
+        completions = policy.generate(prompts, uniforms)
+        generated = time.perf_counter()
+        scores = policy.score(prompts, completions)
+        scored = time.perf_counter()
+        texts = [policy.tokenizer.decode(ids, skip_special_tokens=True) for ids in completions]
+        rewards = judge(task, rows, texts, completions)
+        ends = torch.tensor(policy.eos_token_ids)
+        responses = [
+            Response(
+                *pair,
+                text,
+                reward,
+                truncated=not bool(torch.isin(ids[-1:], ends).any()),
+                answer=task.given_answer(text) if task.given_answer else None,
+                logps=score.logps.numpy(),
+                entropies=score.entropies.numpy(),
+                kl=None if score.kl is None else score.kl.numpy(),
+            )
+            for pair, text, reward, ids, score in zip(batch, texts, rewards, completions, scores, strict=True)
+        ]
+        now = time.perf_counter()
+        spent = {"generate": generated - start, "score": scored - generated, "judge": now - scored}
+        seconds.update({name: seconds.get(name, 0.0) + value for name, value in spent.items()})
+        yield responses
+
+
+def tokenize(policy: Policy, prompt: Any) -> Tensor:
+    """Returns the tokens of a prompt: plain text, or messages put into the tokenizer's chat template.
+
+    ValueError when the tokenizer cannot spell it: a policy is not asked what it cannot read.
+    """
+    tokenizer = policy.tokenizer
+    if isinstance(prompt, str):
+        ids = tokenizer(prompt)["input_ids"]
+    else:
+        prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
+        ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
+    unreadable = tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids
+    if not ids or unreadable:
+        raise ValueError(
+            f"the tokenizer of this run cannot spell the prompt {prompt[:80]!r}: this is another task than the one it "
+            "was made for; leave out data=… to evaluate the run's own"
+        )
+    return torch.tensor(ids)
+
+
+def judge(task: Task, rows: Sequence[dict[str, Any]], texts: list[str], completions: Sequence[Tensor]) -> list[float]:
+    """Returns the task's reward of each response. ValueError when one is no finite number."""
+    prompts = [row["prompt"] for row in rows]
+    columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
+    answers: list[Any] = list(texts)
+    if not isinstance(prompts[0], str):
+        answers = [[{"role": "assistant", "content": text}] for text in texts]
+    ids = [tokens.tolist() for tokens in completions]
+    rewards = task.reward(prompts=prompts, completions=answers, completion_ids=ids, **columns)
+    for text, reward in zip(texts, rewards, strict=True):
+        if reward is None or not np.isfinite(reward):
+            raise ValueError(
+                f"the task's reward is {reward} for the response {text[:80]!r}: it must be a finite number"
+            )
+    return [float(reward) for reward in rewards]

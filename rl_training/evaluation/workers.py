@@ -1,0 +1,70 @@
+"""Work in a process of its own: what it sends arrives, its memory goes with it, and whatever ends it has a reason."""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+Send = Callable[[Any], None]
+
+
+def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None]) -> str:
+    """Returns why `work` failed, or "" when it did not; every object that it sends is given to `receive` meanwhile.
+
+    The process is spawned: nothing of this one is in it, no CUDA context and no thread. It ends with this one.
+    """
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(work, there))
+    process.start()
+    there.close()  # so that its end of the pipe closes with the process
+    try:
+        while True:
+            try:
+                kind, content = here.recv()
+            except (EOFError, OSError):  # it ended without a last word, perhaps in the middle of one
+                process.join()
+                return _how_it_ended(process.exitcode)
+            if kind == "sent":
+                receive(content)
+            else:
+                process.join(timeout=10)
+                return content
+    finally:
+        process.kill()  # where it has not ended: `receive` raised, or Ctrl-C
+        process.join()
+        here.close()
+
+
+def _run(work: Callable[[Send], None], connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to decide
+    try:
+        work(lambda content: connection.send(("sent", content)))
+        connection.send(("ended", ""))
+    except BrokenPipeError:  # the parent is gone
+        return
+    except BaseException as error:  # whatever it is, the parent is told
+        connection.send(("ended", explain(error)))
+
+
+def explain(error: BaseException) -> str:
+    """Returns an error as one line: our own in its words, others with their type and where they were raised."""
+    message = " ".join(str(error).split())
+    if isinstance(error, MemoryError) or "out of memory" in message.lower():
+        return f"it ran out of memory: a smaller evaluation.batch_size needs less ({message or type(error).__name__})"
+    if isinstance(error, ValueError | OSError):
+        return message
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {message} ({frame.filename}:{frame.lineno})"
+
+
+def _how_it_ended(exit_code: int | None) -> str:
+    if exit_code is not None and exit_code < 0:
+        name = signal.Signals(-exit_code).name
+        memory = ", as Linux does when memory runs out" if name == "SIGKILL" else ""
+        return f"its process was killed by {name}{memory}"
+    return f"its process ended with exit code {exit_code}"

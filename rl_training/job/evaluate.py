@@ -1,0 +1,202 @@
+"""Every checkpoint evaluated, each in a process of its own; what comes back is measured, written, logged and shown.
+
+In several processes (accelerate launch, torchrun) all of them work at one checkpoint after another, each at its share
+of the batches; the main one measures and writes. In one, `evaluation.jobs` checkpoints are worked at side by side.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, gather_object
+from omegaconf import DictConfig
+from transformers.integrations import INTEGRATION_TO_CALLBACK
+
+from rl_training.evaluation.display import Progress, print_table
+from rl_training.evaluation.metrics import by_row, measure, measure_custom
+from rl_training.evaluation.responses import GREEDY, Response
+from rl_training.evaluation.workers import explain
+from rl_training.job.evaluation_plan import Plan, fingerprint, read_plan
+from rl_training.job.evaluation_worker import Answers, ask, join
+from rl_training.mathematics.estimate import Estimate
+from rl_training.records.evaluations import consolidate, locked, read_table, write_step
+from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.loggers import LOGGERS, MetricsLogger
+from rl_training.records.report import write_report
+
+PATIENCE = timedelta(days=7)  # for which processes wait for the slowest one
+
+
+def evaluate(cfg: DictConfig) -> int:
+    """Returns the exit code: 0, or 1 when a checkpoint or a metric failed. ValueError for what the user got wrong."""
+    sys.path.insert(0, os.getcwd())  # where a user's metrics lie
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    plan = read_plan(cfg)
+    if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        return _evaluate_together(plan)
+    with locked(plan.folder.parent):
+        plan.start()
+        return _Evaluation(plan).run_side_by_side()
+
+
+class _Evaluation:
+    """The main process's part: progress, files, dashboards, table."""
+
+    def __init__(self, plan: Plan, num_shares: int = 1) -> None:
+        self.plan, self.num_shares = plan, num_shares
+        self.task = plan.task()
+        self.custom = plan.custom_metrics()
+        self.pending = plan.pending()
+        self.failures: dict[int, str] = {}
+        self.errors: dict[int, list[str]] = {}
+        self.loggers: list[MetricsLogger] | None = None
+        share = sum(map(len, plan.sampling.batches(0, num_shares)))
+        self.progress = Progress(len(plan.checkpoints), len(plan.checkpoints) - len(self.pending), share)
+
+    def run_side_by_side(self) -> int:
+        """Evaluates what is pending, `jobs` at once, and returns the exit code."""
+        devices: queue.Queue[str] = queue.Queue()
+        for job in range(self.plan.jobs):
+            devices.put(_device(job))
+
+        def work(step: int) -> tuple[int, Answers]:
+            device = devices.get()
+            try:
+                return step, ask(self.plan, self.pending[step], device, on_responses=self.progress.add)
+            finally:
+                devices.put(device)
+
+        with ThreadPoolExecutor(self.plan.jobs) as pool:
+            for step, answers in pool.map(work, self.pending):
+                self.finish(step, answers)
+        return self.close()
+
+    def finish(self, step: int, answers: Answers) -> None:
+        """Measures and writes what came back of a checkpoint; what fails here fails this checkpoint alone."""
+        reason = answers.reason
+        if not reason:
+            try:
+                self._write(step, answers)
+            except (OSError, ValueError) as error:
+                reason = explain(error)
+        if reason:
+            self.failures[step] = reason
+            self.progress.say(f"step {step}: {reason} ({self.plan.checkpoints[step]})")
+        self.progress.finish_one()
+
+    def _write(self, step: int, answers: Answers) -> None:
+        plan, checkpoint = self.plan, self.plan.checkpoints[step]
+        can_read = self.task.given_answer is not None
+        metrics = measure(answers.responses, plan.max_k, plan.right_reward, can_read)
+        sampled, _ = by_row(answers.responses)
+        errors = []
+        for name, metric in self.custom.items():
+            try:
+                metrics |= measure_custom(name, metric, sampled, self.task.eval_dataset)
+            except ValueError as error:
+                errors.append(str(error))
+                self.progress.say(f"step {step}: {error}")
+        about = {
+            "checkpoint": str(checkpoint),
+            "fingerprint": fingerprint(checkpoint),
+            "errors": errors,
+            "seconds": {name: round(value, 3) for name, value in answers.seconds.items()},
+        }
+        responses = sorted(answers.responses, key=lambda r: (r.row, r.number))
+        rows = {row: self.task.eval_dataset[row] for row in plan.sampling.rows}
+        lines = [_line(response, rows[response.row]["prompt"]) for response in responses]
+        write_step(plan.folder, step, about, metrics, lines, plan.gzip)
+        consolidate(plan.folder)
+        if errors:
+            self.errors[step] = errors
+        self._log(step, metrics)
+
+    def _log(self, step: int, metrics: dict[str, Estimate]) -> None:
+        if self.loggers is None:
+            self.loggers = _loggers(self.plan)
+            for dashboard in self.loggers:
+                dashboard.start(after_step=0)
+        named = {f"{self.plan.prefix}{name}": e for name, e in metrics.items()}
+        numbers = {name: e.value for name, e in named.items()} | {f"{name}_se": e.stderr for name, e in named.items()}
+        for dashboard in self.loggers:
+            dashboard.log(step, {name: value for name, value in numbers.items() if value == value})
+
+    def close(self) -> int:
+        """Shows the table, closes the dashboards, makes the run's report anew, and returns the exit code."""
+        self.progress.close()
+        for dashboard in self.loggers or []:
+            dashboard.finish(pictures=[])
+        run = self.plan.run
+        if self.loggers is not None and run is not None and (run / "logs" / METRICS_FILE).is_file():
+            write_report(run)
+        print_table(self.plan.folder, read_table(self.plan.folder), self.failures, self.errors)
+        return 1 if self.failures or self.errors else 0
+
+
+def _evaluate_together(plan: Plan) -> int:
+    """Evaluates with all processes of a launch, and returns the exit code."""
+    if plan.jobs > 1:
+        raise ValueError("evaluation.jobs is for one process: several processes share the rows of each checkpoint")
+    state = PartialState(cpu=True, timeout=PATIENCE)  # the work is done in other processes: here they only meet
+    rank, num_ranks = state.process_index, state.num_processes
+    evaluation, refusal = None, ""
+    lock = locked(plan.folder.parent)
+    if state.is_main_process:
+        try:
+            lock.__enter__()
+            plan.start()
+            evaluation = _Evaluation(plan, num_ranks)
+        except (ValueError, OSError) as error:
+            refusal = str(error)
+    pending, refusal = broadcast_object_list([evaluation and evaluation.pending, refusal])
+    if refusal:
+        raise ValueError(refusal)
+    for step, checkpoint in pending.items():
+        progress = evaluation.progress.add if evaluation else None
+        answers = ask(plan, checkpoint, _device(state.local_process_index), rank, num_ranks, progress)
+        parts: list[Answers] = gather_object([answers])
+        if evaluation:
+            evaluation.finish(step, join(parts))
+    code = evaluation.close() if evaluation else 0
+    return int(broadcast_object_list([code])[0])
+
+
+def _device(number: int) -> str:
+    """Returns where the work of this number is done: on a GPU of its own, if there are as many."""
+    return f"cuda:{number % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
+
+
+def _loggers(plan: Plan) -> list[MetricsLogger]:
+    """Returns the run's own loggers, which go on in its dashboards."""
+    if plan.run is None:
+        return []
+    trainer = plan.config.get("trainer", {})
+    asked = trainer.get("report_to") or []
+    names = [asked] if isinstance(asked, str) else asked
+    callbacks = {INTEGRATION_TO_CALLBACK.get(name) for name in names}
+    project, name = trainer.get("project", "huggingface"), trainer.get("run_name") or plan.run.resolve().name
+    return [kind(plan.run, project, name, plan.config) for kind in LOGGERS if kind.replaces in callbacks]
+
+
+def _line(response: Response, prompt: Any) -> dict[str, Any]:
+    """Returns a response as responses.jsonl has it; means are over its tokens, in nats."""
+    return {
+        "row": response.row,
+        "response_number": "greedy" if response.number == GREEDY else response.number,
+        "prompt": prompt,
+        "response": response.text,
+        "reward": response.reward,
+        "answer": response.answer,
+        "length": response.length,
+        "truncated": response.truncated,
+        "mean_logp": float(response.logps.mean()),
+        "mean_entropy": float(response.entropies.mean()),
+        "mean_kl": None if response.kl is None else float(response.kl.mean()),
+    }

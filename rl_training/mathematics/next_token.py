@@ -1,0 +1,59 @@
+"""The next-token distribution at each position: log-probability, entropy and divergence, exact over the vocabulary.
+
+    h_k  = −Σ_v p_k(v) log p_k(v)
+    KL_k =  Σ_v p_k(v) (log p_k(v) − log q_k(v))                     nats
+
+Averaged over responses sampled from p, Σ_k KL_k is unbiased for the divergence between the two distributions of whole
+responses, KL(p‖q) = E[Σ_k KL_k] by the chain rule, and less noisy than Σ_k log p(t_k) − log q(t_k) of the sampled
+tokens: the last draw is averaged out at every position.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+CHUNK = 2**22  # entries of a vocabulary-wide tensor that are held in fp64 at once
+
+
+@dataclass(frozen=True)
+class PositionScores:
+    """What one or two policies say at N positions, in nats, fp64."""
+
+    logps: Tensor  # (N,), of the token that stands there
+    entropies: Tensor  # (N,)
+    kl: Tensor | None  # (N,), from the policy to the reference; None without one
+
+
+def score_positions(logits: Tensor, tokens: Tensor, reference: Tensor | None = None) -> PositionScores:
+    """Returns log-probabilities, entropies and divergences of N positions.
+
+    logits     (N, V) of the policy, already divided by the temperature
+    tokens     (N,) the tokens that were sampled there
+    reference  (N, V) of the other policy, at the same temperature; optional
+    """
+    rows = max(1, CHUNK // logits.shape[-1])
+    references = [None] * -(-len(logits) // rows) if reference is None else reference.split(rows)
+    parts = [_score(*part) for part in zip(logits.split(rows), tokens.split(rows), references, strict=True)]
+    return PositionScores(
+        logps=torch.cat([part.logps for part in parts]),
+        entropies=torch.cat([part.entropies for part in parts]),
+        kl=None if reference is None else torch.cat([part.kl for part in parts if part.kl is not None]),
+    )
+
+
+def _score(logits: Tensor, tokens: Tensor, reference: Tensor | None) -> PositionScores:
+    logps = logits.double().log_softmax(dim=-1)
+    probabilities = logps.exp()
+    kl = None
+    if reference is not None:
+        difference = logps - reference.double().log_softmax(dim=-1)
+        # A token that p rules out adds nothing, also where q rules it out too: not 0 · (−inf + inf).
+        kl = torch.where(probabilities > 0, probabilities * difference, 0.0).sum(dim=-1)
+    return PositionScores(
+        logps=logps.gather(-1, tokens.unsqueeze(-1)).squeeze(-1),
+        entropies=torch.special.entr(probabilities).sum(dim=-1),
+        kl=kl,
+    )

@@ -1,0 +1,51 @@
+"""How often several responses to one prompt hold a right answer: pass@k and majority vote.
+
+Of n sampled responses c are right. The chance that k of them, drawn without replacement, hold a right one is
+
+    pass@k = 1 − C(n−c, k) / C(n, k) = 1 − Π_{i=n−c+1}^{n} (1 − k/i),
+
+unbiased for 1 − (1−p)^k, the chance that k fresh responses do; 1 − (1 − c/n)^k is not. Unbiased in each prompt, hence
+also in the mean over prompts.
+
+Source: Chen et al. 2021, "Evaluating large language models trained on code", equation 1 (arXiv:2107.03374).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def pass_at_k(num_right: Tensor, num_responses: int, k: int) -> Tensor:
+    """Returns the unbiased estimate of pass@k for each prompt, (P,) fp64, between 0 and 1.
+
+    num_right      (P,) c, how many of a prompt's responses are right
+    num_responses  n, the same for all prompts
+    k              1 … n; ValueError otherwise: fewer than k responses say nothing of k without bias
+
+    Example: two right ones of four, k = 2: 1 − C(2,2)/C(4,2) = 5/6.
+    """
+    if not 1 <= k <= num_responses:
+        raise ValueError(f"pass@{k} needs k between 1 and the number of responses per prompt, {num_responses}")
+    i = torch.arange(1, num_responses + 1, dtype=torch.float64, device=num_right.device)
+    taken = i > (num_responses - num_right).unsqueeze(1)  # (P, n), the factors of each prompt's product
+    return 1 - torch.where(taken, 1 - k / i, 1.0).prod(dim=1)
+
+
+def majority_vote(answers: Sequence[str | None], is_right: Sequence[bool]) -> float:
+    """Returns the chance that the answer given most often is right; of answers given equally often each is as likely.
+
+    answers   of one prompt's responses; None has no vote, and where nobody votes the outcome is wrong: 0
+    is_right  whether each response is right; if those of one answer differ, their share counts
+
+    Example: answers 3, 3, 7, 7, 5 with 7 right: 1/2.
+    """
+    votes: dict[str, list[bool]] = {}
+    for answer, right in zip(answers, is_right, strict=True):
+        if answer is not None:
+            votes.setdefault(answer, []).append(right)
+    most = max((len(voters) for voters in votes.values()), default=0)
+    winners = [sum(voters) / most for voters in votes.values() if len(voters) == most]
+    return sum(winners) / len(winners) if winners else 0.0

@@ -1,0 +1,188 @@
+"""What evaluations of a run's checkpoints leave, and its reader.
+
+    RUN/evaluations/<name>/settings.json                what was asked for; the same for all checkpoints
+    RUN/evaluations/<name>/step_N/metrics.json          every number with its standard error, or why there is none
+    RUN/evaluations/<name>/step_N/responses.jsonl[.gz]  every response with its prompt and scores
+    RUN/evaluations/<name>/consolidated_metrics.csv     a row per step and metric, with the columns of EvaluatedMetric
+
+A step's folder and the table are there whole or not at all: written under another name, then renamed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import fcntl
+import gzip
+import io
+import json
+import math
+import os
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any, NamedTuple, cast
+
+from rl_training.mathematics.estimate import Estimate
+
+EVALUATIONS = "evaluations"  # folder of a run
+TABLE_FILE = "consolidated_metrics.csv"
+METRICS = "metrics.json"
+RESPONSES = "responses.jsonl"
+SETTINGS = "settings.json"
+LOCK = ".lock"
+
+
+class EvaluatedMetric(NamedTuple):
+    """A row of the consolidated table."""
+
+    step: int
+    metric: str
+    value: float
+    stderr: float
+    num_prompts: int
+
+
+def write_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings that this evaluation was begun with: these ones, written down, if it is a new one."""
+    path = folder / SETTINGS
+    if not path.is_file():
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            scratch = path.with_suffix(".tmp")
+            scratch.write_text(json.dumps(settings, indent=2), encoding="utf-8")
+            scratch.replace(path)
+        except OSError as error:
+            raise _cannot_write(path, error) from error
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+def write_step(
+    folder: Path, step: int, about: Mapping[str, Any], metrics: Mapping[str, Estimate], responses: Sequence[Mapping],
+    compress: bool = False,
+) -> None:  # fmt: skip
+    """Writes step_N with its two files, whole or not at all. Raises OSError, naming the file, on a full disk.
+
+    about  what else metrics.json says, beside the numbers: which checkpoint it was, how long it took
+    """
+    scratch, final = folder / f".step_{step}.partial", folder / f"step_{step}"
+    shutil.rmtree(scratch, ignore_errors=True)  # of a kill before this one
+    try:
+        scratch.mkdir(parents=True)
+        name = scratch / (RESPONSES + ".gz" if compress else RESPONSES)
+        with _open_text(name, compress) as file:
+            for response in responses:
+                file.write(json.dumps(_plain(response), ensure_ascii=False) + "\n")
+        numbers = {
+            name: {"value": e.value, "stderr": e.stderr, "num_prompts": e.num_samples, "reason": e.reason}
+            for name, e in metrics.items()
+        }
+        text = json.dumps(_plain({"step": step, **about, "metrics": numbers}), indent=2)
+        (scratch / METRICS).write_text(text, encoding="utf-8")
+        shutil.rmtree(final, ignore_errors=True)
+        scratch.rename(final)
+    except OSError as error:
+        shutil.rmtree(scratch, ignore_errors=True)
+        raise _cannot_write(final, error) from error
+
+
+def read_step(folder: Path, step: int) -> dict[str, Any] | None:
+    """Returns what metrics.json says of this step, null as nan; None when it was not evaluated."""
+    path = folder / f"step_{step}" / METRICS
+    return _with_nan(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def consolidate(folder: Path) -> Path:
+    """Returns the path of the table that it made anew of all evaluated steps, in their order."""
+    path = folder / TABLE_FILE
+    steps = sorted(int(step.name.removeprefix("step_")) for step in folder.glob("step_*") if (step / METRICS).is_file())
+    scratch = path.with_suffix(".tmp")
+    try:
+        with open(scratch, "w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerow(EvaluatedMetric._fields)
+            for step in steps:
+                content = read_step(folder, step)
+                assert content is not None
+                for name, row in content["metrics"].items():
+                    writer.writerow([step, name, repr(row["value"]), repr(row["stderr"]), row["num_prompts"]])
+        os.replace(scratch, path)
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise _cannot_write(path, error) from error
+    return path
+
+
+def read_table(folder: Path) -> list[EvaluatedMetric]:
+    """Returns the rows of an evaluation's consolidated table; none where there is no table yet."""
+    path = folder / TABLE_FILE
+    if not path.is_file():
+        return []
+    with open(path, encoding="utf-8", newline="") as file:
+        return [
+            EvaluatedMetric(int(r["step"]), r["metric"], float(r["value"]), float(r["stderr"]), int(r["num_prompts"]))
+            for r in csv.DictReader(file)
+        ]
+
+
+def read_tables(run_dir: Path) -> dict[str, list[EvaluatedMetric]]:
+    """Returns the consolidated tables of a run by the name of the evaluation; empty when there are none."""
+    tables = {
+        path.parent.name: read_table(path.parent) for path in sorted(run_dir.glob(f"{EVALUATIONS}/*/{TABLE_FILE}"))
+    }
+    return {name: rows for name, rows in tables.items() if rows}
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """A context that only one process at a time is in. ValueError, naming the other one, while another is.
+
+    The kernel's lock, which ends with its process however that ends: a file left behind by a killed one locks nothing.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115, closed below
+    except OSError as error:
+        raise _cannot_write(folder / LOCK, error) from error
+    with file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            file.seek(0)
+            raise ValueError(
+                f"{folder} is being written to by {file.read().strip() or 'another process'}: wait until it has ended, "
+                "or stop it"
+            ) from error
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}")
+        file.flush()
+        yield
+
+
+def _open_text(path: Path, compress: bool) -> IO[str]:
+    if not compress:
+        return open(path, "w", encoding="utf-8")
+    # Without a time in the header, the same responses make the same bytes.
+    return io.TextIOWrapper(cast(IO[bytes], gzip.GzipFile(path, "wb", mtime=0)), encoding="utf-8")
+
+
+def _cannot_write(path: Path, error: OSError) -> OSError:
+    way_out = "nothing that was finished is lost: make room, and run the same command again"
+    return OSError(error.errno, f"{error.strerror}; {way_out}", str(path))
+
+
+def _plain(value: Any) -> Any:
+    """Returns the value as JSON knows it: nan as null, an infinite number as a string."""
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return None if math.isnan(value) else str(value)
+    return value
+
+
+def _with_nan(content: dict[str, Any]) -> dict[str, Any]:
+    for row in content["metrics"].values():
+        row["value"], row["stderr"] = (math.nan if row[key] is None else float(row[key]) for key in ("value", "stderr"))
+    return content

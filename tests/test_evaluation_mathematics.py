@@ -1,0 +1,154 @@
+"""pass@k, majority vote, errors over prompts and exact divergences, against slow plain twins and enumeration."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import reference
+import torch
+
+from rl_training.mathematics.next_token import CHUNK, score_positions
+from rl_training.mathematics.pass_at_k import majority_vote, pass_at_k
+from rl_training.mathematics.prompt_means import mean_over_prompts, ratio_over_prompts
+
+# --- pass@k -----------------------------------------------------------------------------------------------------------
+
+
+def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_response() -> None:
+    for n in range(1, 7):
+        for right in range(n + 1):
+            outcomes = [True] * right + [False] * (n - right)
+            for k in range(1, n + 1):
+                subsets = list(itertools.combinations(outcomes, k))
+                share = sum(any(subset) for subset in subsets) / len(subsets)
+                assert pass_at_k(torch.tensor([right]), n, k).item() == pytest.approx(share, abs=1e-14)
+
+
+def test_pass_at_k_by_hand() -> None:
+    assert pass_at_k(torch.tensor([2, 0, 4]), 4, 2).tolist() == pytest.approx([5 / 6, 0, 1])
+
+
+def test_pass_at_k_is_unbiased_for_the_chance_that_k_fresh_responses_succeed() -> None:
+    """The mean over all outcomes of n draws with chance p; 1 − (1 − c/n)^k would not do."""
+    n, p = 6, 0.3
+    chance = [math.comb(n, c) * p**c * (1 - p) ** (n - c) for c in range(n + 1)]
+    for k in range(1, n + 1):
+        mean = float(pass_at_k(torch.arange(n + 1), n, k) @ torch.tensor(chance, dtype=torch.float64))
+        assert mean == pytest.approx(1 - (1 - p) ** k, abs=1e-14)
+
+
+def test_pass_at_k_of_many_responses_neither_over_nor_underflows() -> None:
+    twin = 1 - math.comb(990, 500) / math.comb(1000, 500)
+    assert pass_at_k(torch.tensor([10]), 1000, 500).item() == pytest.approx(twin, rel=1e-12)
+
+
+@pytest.mark.parametrize("k", [0, 5])
+def test_k_beyond_the_responses_is_refused(k: int) -> None:
+    with pytest.raises(ValueError, match=f"pass@{k} needs k between 1 and the number of responses per prompt, 4"):
+        pass_at_k(torch.tensor([1]), 4, k)
+
+
+# --- majority ---------------------------------------------------------------------------------------------------------
+
+
+def drawn_majority(answers: list[str | None], right: set[str]) -> float:
+    """The vote by drawing: every voter's answer that nobody outnumbers is a possible winner."""
+    voters = [answer for answer in answers if answer is not None]
+    winners = {a for a in voters if voters.count(a) == max(map(voters.count, voters))}
+    return sum(winner in right for winner in winners) / len(winners) if winners else 0.0
+
+
+def test_majority_is_that_of_the_plain_twin_for_all_votes_of_five() -> None:
+    for votes in itertools.product(["3", "7", "9", None], repeat=5):
+        answers = list(votes)
+        assert majority_vote(answers, [a == "7" for a in answers]) == drawn_majority(answers, {"7"})
+
+
+def test_majority_by_hand() -> None:
+    assert majority_vote(["3", "3", "7", "7", "5"], [False, False, True, True, False]) == 0.5
+    assert majority_vote([None, None, "7"], [False, False, True]) == 1
+    assert majority_vote([None, None], [False, False]) == 0
+
+
+# --- errors over prompts ----------------------------------------------------------------------------------------------
+
+
+def test_standard_error_of_a_mean_by_hand() -> None:
+    estimate = mean_over_prompts(torch.tensor([1.0, 2.0, 6.0]))
+    assert (estimate.value, estimate.num_samples) == (3, 3)
+    assert estimate.stderr == pytest.approx(math.sqrt((4 + 1 + 9) / (3 * 2)))
+
+
+def test_a_prompt_without_a_value_is_left_out_and_without_any_there_is_a_reason() -> None:
+    estimate = mean_over_prompts(torch.tensor([1.0, math.nan, 3.0]))
+    assert (estimate.value, estimate.num_samples) == (2, 2)
+    assert mean_over_prompts(torch.tensor([math.nan])).reason == "no prompt has such a value"
+    alone = mean_over_prompts(torch.tensor([2.0]))
+    assert (alone.value, alone.reason) == (2, "one prompt has no standard error")
+    assert math.isnan(alone.stderr)
+
+
+def test_standard_error_of_a_ratio_is_the_jackknife_over_prompts() -> None:
+    a, b = [3.0, 1.0, 4.0, 1.0, 5.0], [2.0, 7.0, 1.0, 8.0, 2.0]
+    left_out = [(sum(a) - x) / (sum(b) - y) for x, y in zip(a, b, strict=True)]
+    mean = sum(left_out) / 5
+    twin = math.sqrt(4 / 5 * sum((x - mean) ** 2 for x in left_out))
+    estimate = ratio_over_prompts(torch.tensor(a), torch.tensor(b))
+    assert estimate.value == pytest.approx(14 / 20)
+    assert estimate.stderr == pytest.approx(twin, rel=1e-12)
+
+
+def test_responses_of_one_prompt_do_not_count_as_independent() -> None:
+    """Each prompt's responses are copies: eight of them say no more than one."""
+    prompts = torch.rand(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    copies = prompts.unsqueeze(1).expand(-1, 8)
+    assert mean_over_prompts(copies.mean(dim=1)).stderr == pytest.approx(mean_over_prompts(prompts).stderr)
+
+
+# --- entropies and divergences ----------------------------------------------------------------------------------------
+
+
+def test_scores_are_those_of_the_definition() -> None:
+    generator = torch.Generator().manual_seed(0)
+    logits, other = (3 * torch.randn(20, 7, generator=generator) for _ in range(2))
+    tokens = torch.randint(7, (20,), generator=generator)
+    scores = score_positions(logits, tokens, other)
+    for row in range(20):
+        p, q = (reference.log_softmax(table[row].tolist()) for table in (logits, other))
+        assert scores.logps[row].item() == pytest.approx(p[tokens[row]], abs=1e-12)
+        assert scores.entropies[row].item() == pytest.approx(-sum(math.exp(x) * x for x in p), abs=1e-12)
+        kl = sum(math.exp(x) * (x - y) for x, y in zip(p, q, strict=True))
+        assert scores.kl[row].item() == pytest.approx(kl, abs=1e-12)
+
+
+def test_by_the_chain_rule_the_sum_of_position_divergences_is_that_of_whole_responses() -> None:
+    generator = torch.Generator().manual_seed(1)
+    policy, first = (torch.randn(7, 3, generator=generator, dtype=torch.float64) for _ in range(2))
+    exact, summed = 0.0, 0.0
+    for response in reference.RESPONSES:
+        logp = reference.sequence_logp(policy.tolist(), response)
+        exact += math.exp(logp) * (logp - reference.sequence_logp(first.tolist(), response))
+        rows = reference.prefix_numbers(response)
+        summed += math.exp(logp) * float(score_positions(policy[rows], torch.tensor(response), first[rows]).kl.sum())
+    assert exact > 0.1
+    assert summed == pytest.approx(exact, rel=1e-12)
+
+
+def test_a_token_that_is_ruled_out_adds_nothing_and_a_policy_has_no_divergence_from_itself() -> None:
+    logits = torch.tensor([[0.0, -math.inf, 1.0], [2.0, 0.5, -math.inf]])
+    scores = score_positions(logits, torch.tensor([0, 1]), logits)
+    assert scores.kl.tolist() == [0, 0]
+    assert scores.entropies.isfinite().all()
+
+
+def test_scores_do_not_depend_on_how_positions_are_split() -> None:
+    width = CHUNK // 2
+    logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).repeat(1, width // 5 + 1)[:, :width]
+    tokens = torch.tensor([0, 5, 9])
+    together = score_positions(logits, tokens, logits.flip(0))
+    for row in range(3):
+        alone = score_positions(logits[row : row + 1], tokens[row : row + 1], logits.flip(0)[row : row + 1])
+        assert alone.entropies.item() == together.entropies[row].item()
+        assert alone.kl.item() == together.kl[row].item()
