@@ -58,7 +58,7 @@ def write_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_step(
-    folder: Path, step: int, about: Mapping[str, Any], metrics: Mapping[str, Estimate], responses: Sequence[Mapping],
+    folder: Path, step: int, about: Mapping[str, Any], metrics: Mapping[str, Estimate], responses: Sequence[Mapping[str, Any]],
     compress: bool = False,
 ) -> None:  # fmt: skip
     """Writes step_N with its two files, whole or not at all. Raises OSError, naming the file, on a full disk.
