@@ -58,9 +58,13 @@ def write_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def write_step(
-    folder: Path, step: int, about: Mapping[str, Any], metrics: Mapping[str, Estimate], responses: Sequence[Mapping[str, Any]],
+    folder: Path,
+    step: int,
+    about: Mapping[str, Any],
+    metrics: Mapping[str, Estimate],
+    responses: Sequence[Mapping[str, Any]],
     compress: bool = False,
-) -> None:  # fmt: skip
+) -> None:
     """Writes step_N with its two files, whole or not at all. Raises OSError, naming the file, on a full disk.
 
     about  what else metrics.json says, beside the numbers: which checkpoint it was, how long it took
