@@ -1,6 +1,6 @@
-"""python -m rl_training.report RUN_DIR: the command, under its public name; the work is in records/report/."""
+"""python -m rl_training.report RUN …: the command, under its public name; the work is in records/report and compare."""
 
-from rl_training.records.report.command import main
+from rl_training.records.compare.command import main
 
 if __name__ == "__main__":
     main()

@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 from rl_training.mathematics.estimate import Estimate
+from rl_training.records.compare.command import main
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report import print_summary, write_report
-from rl_training.records.report.command import main
 from rl_training.records.report.series import curve, gaps, naive_of, read_run, why_it_ends
 from rl_training.records.report.summary import MISSING, summarize
 

@@ -19,7 +19,7 @@ from rl_training.records.report.series import Curve, Measurements, why_it_ends
 # Okabe and Ito's colours, which everyone can tell apart.
 BLACK, BLUE, ORANGE, GREEN, GREY = "#000000", "#0072B2", "#D55E00", "#009E73", "#8C8C8C"
 STYLE = {
-    "font.size": 11,
+    "font.size": 12,
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.edgecolor": "#555555",
@@ -28,9 +28,10 @@ STYLE = {
     "grid.color": "#E8E8E8",
     "axes.xmargin": 0.02,
     "legend.frameon": False,
-    "legend.fontsize": 10,
+    "legend.fontsize": 10.5,
     "savefig.facecolor": "white",  # legible on a dark page too
 }
+WIDTH = 7  # inches, at which 12 points are still read when the page is as narrow as a phone
 MAX_MARKERS = 20  # with more points than this a line needs no markers
 MAX_BARS = 80  # with more points than this, error bars would hide them
 OFFSET = 0.14  # of a step: keeps the two error bars of a step apart
@@ -96,17 +97,26 @@ def legend(axes: Axes, *more: Patch) -> None:
     axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(handles), borderaxespad=0.3)
 
 
-def picture(file: str, title: str, caption: str, missing: list[str], draw: Callable[[Axes], None] | None) -> Picture:
-    """Returns the picture that `draw` draws; without it, a small one that says what is missing, and no caption."""
+def picture(
+    file: str,
+    title: str,
+    caption: str,
+    missing: list[str],
+    draw: Callable[[Axes], None] | None,
+    height: float = 4,
+    over_steps: bool = True,
+) -> Picture:
+    """Returns the picture that `draw` draws; without it, a small one that says what is missing, and no caption.
+
+    over_steps  the x-axis is the optimizer step; else it is what `draw` makes of it
+    """
     with matplotlib.style.context(["default", STYLE]):  # not the user's own style: dark on white, always
-        figure = Figure(figsize=(8, 4 if draw else 1.2), dpi=150, layout="constrained")
+        figure = Figure(figsize=(WIDTH, height if draw else 1.2), dpi=160, layout="constrained")
         axes = figure.add_subplot()
         if draw:
             draw(axes)
-            axes.set_xlabel("optimizer step")
-            axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
-            if np.ptp(axes.get_xlim()) < 1:  # a single step
-                axes.set_xlim(np.mean(axes.get_xlim()) - 1, np.mean(axes.get_xlim()) + 1)
+            if over_steps:
+                _count_steps(axes)
         else:
             axes.set_axis_off()
             words = "\n".join(textwrap.fill(textwrap.shorten(line, 300), 80) for line in missing)
@@ -114,3 +124,10 @@ def picture(file: str, title: str, caption: str, missing: list[str], draw: Calla
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", metadata={"Software": None})
     return Picture(file, title, caption if draw else "", missing, buffer.getvalue())
+
+
+def _count_steps(axes: Axes) -> None:
+    axes.set_xlabel("optimizer step")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    if np.ptp(axes.get_xlim()) < 1:  # a single step
+        axes.set_xlim(np.mean(axes.get_xlim()) - 1, np.mean(axes.get_xlim()) + 1)

@@ -1,0 +1,33 @@
+"""The comparison of runs: their records → one self-contained HTML page.
+
+write_comparison(folders, out)    writes the page
+python -m rl_training.report RUN RUN … --out PATH    the same from the command line
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl_training.records.compare.groups import read_groups
+from rl_training.records.compare.page import render_comparison
+
+COMPARISON_FILE = "comparison.html"
+
+
+def write_comparison(folders: Sequence[str | Path], out: str | Path) -> Path:
+    """Returns the path of the page it wrote: `out`, or comparison.html in it where `out` is a folder.
+
+    Runs may be finished, running or killed; a folder stands for all runs in it.
+    Raises FileNotFoundError where there is no run, and ValueError for what cannot be read or compared.
+    """
+    groups = read_groups(folders)
+    if sum(len(group.members) + len(group.repeats) for group in groups) < 2:
+        raise ValueError(f"{groups[0].members[0].run.folder} is one run: a comparison needs at least two")
+    page = Path(out) / COMPARISON_FILE if Path(out).is_dir() else Path(out)
+    page.parent.mkdir(parents=True, exist_ok=True)
+    scratch = page.with_name(f".{page.name}.tmp")
+    scratch.write_text(render_comparison(groups), encoding="utf-8")
+    os.replace(scratch, page)  # whoever has the page open never reads half of one
+    return page

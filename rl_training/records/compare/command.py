@@ -1,0 +1,45 @@
+"""python -m rl_training.report: the report of a run, or the comparison of several."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rl_training.records.compare import COMPARISON_FILE, write_comparison
+from rl_training.records.frames import LOGS_FOLDER
+from rl_training.records.report import print_summary, write_report
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Writes the report or the comparison that the command line asks for; exits with 2, in one line, if it cannot."""
+    parser = argparse.ArgumentParser(
+        prog="python -m rl_training.report",
+        description="Make the report of a run from its records, and print its summary; or compare several runs on one "
+        "page. Any run will do: finished, killed or still going.",
+        epilog="Of one run it writes RUN/report/: report.html, one self-contained page, and its pictures. Of several, "
+        "one self-contained page: what differs, curves laid over each other, runs that differ by the seed only pooled.",
+    )
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+",
+        help="the folder of a run, the one that holds logs/metrics.jsonl; a folder of runs stands for all in it",
+    )  # fmt: skip
+    parser.add_argument(
+        "--out", metavar="PATH", help=f"where the page of a comparison goes: a file, or a folder (./{COMPARISON_FILE})"
+    )
+    chosen = parser.parse_args(arguments)
+    try:
+        if len(chosen.runs) == 1 and not _holds_runs(Path(chosen.runs[0])):
+            if chosen.out:
+                raise ValueError("--out is for a comparison: the report of one run lies in its folder, RUN/report/")
+            write_report(chosen.runs[0])
+            print_summary(chosen.runs[0])
+        else:
+            print(f"Comparison: {write_comparison(chosen.runs, chosen.out or COMPARISON_FILE)}")
+    except (OSError, ValueError) as error:
+        parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+def _holds_runs(folder: Path) -> bool:
+    """Returns whether this is a folder of runs, not a run."""
+    return folder.is_dir() and not (folder / LOGS_FOLDER).is_dir() and any(folder.rglob(LOGS_FOLDER))

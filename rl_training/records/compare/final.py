@@ -1,0 +1,133 @@
+"""Final figures of groups of runs with their errors, and the differences between groups with theirs.
+
+What a group's error is. Of n ≥ 2 seeds: between seeds, se = sd/√n with n − 1 degrees of freedom. It holds everything
+that differs from seed to seed. Of one seed: within the run (the steps that are averaged, the folds of a probe, the
+prompts of an evaluation), which says nothing of what another seed would have done; the page says so.
+
+At which step. A group is taken at the furthest step that two of its runs have reached (of a single one: its last);
+seeds that were ended before are left out of its figures. Two groups are compared at the earlier of their steps.
+
+A difference has se² = se₁² + se₂², and Student's t with Welch's degrees of freedom. That the same seeds in two groups
+share data and initial weights is not used: it makes the interval too wide, if anything.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+from rl_training.mathematics.estimate import Estimate
+from rl_training.records.compare.groups import Group, Member
+from rl_training.records.report.summary import MAX_WINDOW
+
+PROBED = {
+    "measured ΔH": "delta_h/cumulative_measured",
+    "predicted ΔH": "delta_h/cumulative_predicted",
+    "noise scale (prompts)": "gns/noise_scale_prompts",
+}
+MANY_GROUPS = 4  # with so many, each is held against the first only
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The second group minus the first, at `step`."""
+
+    first: Group
+    second: Group
+    step: int
+    figures: dict[str, Estimate]
+
+    @property
+    def single_seed(self) -> bool:
+        """Whether one of them has one seed there, so that the spread between seeds is not in the error."""
+        return any(len(members_at(group, self.step)) < 2 for group in (self.first, self.second))
+
+
+def last_common_step(group: Group) -> int:
+    """Returns the furthest step that two of the group's runs have reached; of a single run, its last."""
+    return sorted((member.last_step for member in group.members), reverse=True)[:2][-1]
+
+
+def members_at(group: Group, step: int) -> list[Member]:
+    """Returns the runs of the group that have reached this step."""
+    return [member for member in group.members if member.last_step >= step]
+
+
+def final_figures(group: Group, step: int) -> dict[str, Estimate]:
+    """Returns the group's figures at `step` by their labels: those that all of its runs there have."""
+    of_runs = [figures_of(member, step) for member in members_at(group, step)]
+    labels = [label for label in of_runs[0] if all(label in figures for figures in of_runs)]
+    return {label: _over_seeds([figures[label] for figures in of_runs]) for label in labels}
+
+
+def figures_of(member: Member, step: int) -> dict[str, Estimate]:
+    """Returns one run's figures at `step`: means over the last logged steps, sums of a probe, the last evaluation."""
+    entropy = {s: e.value for s, e in member.run.measured("entropy/token").items() if math.isfinite(e.value)}
+    figures = {
+        "reward": _mean_until(member.run.logged("reward"), step),
+        "token entropy": _mean_until(entropy or member.run.logged("entropy"), step),
+    }
+    for label, name in PROBED.items():
+        known = {s: e for s, e in member.run.measured(name).items() if s <= step and math.isfinite(e.value)}
+        if known:
+            figures[label] = known[max(known)]
+    for (evaluation, metric), rows in member.evaluations.query("step <= @step").groupby(["evaluation", "metric"]):
+        row = rows.loc[rows["step"].idxmax()]
+        if math.isfinite(row["value"]):
+            prompts = 0 if math.isnan(row["num_prompts"]) else int(row["num_prompts"])
+            figures[f"{metric} · {evaluation}"] = Estimate(float(row["value"]), float(row["stderr"]), prompts)
+    return {label: estimate for label, estimate in figures.items() if math.isfinite(estimate.value)}
+
+
+def compare_groups(groups: Sequence[Group]) -> list[Difference]:
+    """Returns the differences of all pairs of groups; of MANY_GROUPS or more, of each from the first."""
+    pairs = combinations(groups, 2) if len(groups) < MANY_GROUPS else ((groups[0], other) for other in groups[1:])
+    differences = []
+    for first, second in pairs:
+        step = min(last_common_step(first), last_common_step(second))
+        before, after = final_figures(first, step), final_figures(second, step)
+        common = {label: difference(after[label], before[label]) for label in before if label in after}
+        differences.append(Difference(first, second, step, common))
+    return differences
+
+
+def difference(one: Estimate, other: Estimate) -> Estimate:
+    """Returns one − other of independent estimates, with Welch's degrees of freedom, rounded down."""
+    value = one.value - other.value
+    variances = [(e.stderr**2, e.num_samples - 1) for e in (one, other)]
+    total = sum(variance for variance, _ in variances)
+    if math.isnan(total):
+        return Estimate(value, reason="one of them has no error")
+    if total == 0:
+        return Estimate(value, 0.0, min(one.num_samples, other.num_samples))
+    freedom = total**2 / sum(variance**2 / degrees for variance, degrees in variances if degrees > 0)
+    return Estimate(value, math.sqrt(total), math.floor(freedom + 1e-9) + 1)
+
+
+def is_significant(estimate: Estimate) -> bool:
+    """Returns whether the 95 % interval leaves out 0."""
+    return abs(estimate.value) > estimate.half_width()
+
+
+def _mean_until(values: dict[int, float], step: int) -> Estimate:
+    """Returns the mean over the last few logged steps up to `step`; its error is their scatter: a trend widens it."""
+    known = [value for s, value in values.items() if s <= step]
+    last = known[-min(MAX_WINDOW, max(len(known) // 2, 1)) :]
+    return mean_of(last)
+
+
+def _over_seeds(estimates: Sequence[Estimate]) -> Estimate:
+    return estimates[0] if len(estimates) == 1 else mean_of([estimate.value for estimate in estimates])
+
+
+def mean_of(values: Sequence[float]) -> Estimate:
+    """Returns the mean of independent values with its standard error, sd/√n; without one of a single value."""
+    if not values:
+        return Estimate.missing("no finite value was logged")
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return Estimate(mean, num_samples=1, reason="one value has no error")
+    return Estimate(mean, statistics.stdev(values) / math.sqrt(len(values)), len(values))

@@ -1,0 +1,146 @@
+"""Runs → groups: runs whose configurations differ by nothing but the seed are one group.
+
+Left out of what is compared, beside seeds: where a run was written, what it was resumed from, and the provenance.
+"""
+
+from __future__ import annotations
+
+import string
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import yaml
+
+from rl_training.records.frames import evaluations, find_runs
+from rl_training.records.report.series import CONFIG_FILE, Run, read_run
+
+SEEDS = ("seed", "data_seed")  # last segments of a setting's name
+OF_NO_MATTER = (
+    "run_dir",
+    "resume",
+    "additional_steps",
+    "trainer.output_dir",
+    "trainer.run_name",
+    "trainer.logging_dir",
+)
+PROVENANCE = "provenance"
+ABSENT = "–"
+LABEL_LENGTH = 42  # of a group: longer ones do not fit above a picture
+
+
+@dataclass(frozen=True)
+class Member:
+    """A run in a comparison."""
+
+    run: Run
+    settings: dict[str, str] | None  # dotted name → value, without what does not count; None without a config.yaml
+    seed: str
+    evaluations: pd.DataFrame
+
+    @property
+    def last_step(self) -> int:
+        return int(self.run.metrics[-1]["step"])
+
+    @property
+    def planned_steps(self) -> str:
+        return (self.settings or {}).get("trainer.max_steps", "")
+
+
+@dataclass(frozen=True)
+class Group:
+    """Runs that differ by their seed only.
+
+    members  one per seed
+    repeats  further runs of a seed that is among the members: they are the same run, and no second sample
+    """
+
+    letter: str
+    members: list[Member]
+    repeats: list[Member]
+    label: str = ""
+
+    @property
+    def name(self) -> str:
+        return f"{self.letter}: {self.label}" if self.label else self.letter
+
+
+def read_groups(folders: Sequence[str | Path]) -> list[Group]:
+    """Returns the runs of these folders in groups, in the order in which they were named; a folder stands for its runs.
+
+    Raises FileNotFoundError where there is no run, and ValueError for records or a configuration that cannot be read.
+    """
+    paths = list(dict.fromkeys(run.resolve() for folder in folders for run in find_runs(folder)))
+    groups: dict[Any, list[Member]] = {}
+    for path in paths:
+        member = _read_member(path)
+        key = path if member.settings is None else tuple(sorted(member.settings.items()))
+        groups.setdefault(key, []).append(member)
+    made = [_make_group(_letter(index), members) for index, members in enumerate(groups.values())]
+    return [replace(group, label=label) for group, label in zip(made, _labels(made), strict=True)]
+
+
+def differences(groups: Sequence[Group]) -> dict[str, list[str]]:
+    """Returns the settings that are not the same in all groups: name → the value in each, ABSENT where it has none."""
+    known = [group.members[0].settings or {} for group in groups]
+    names = sorted({name for settings in known for name in settings})
+    table = {name: [settings.get(name, ABSENT) for settings in known] for name in names}
+    return {name: values for name, values in table.items() if len(set(values)) > 1}
+
+
+def _read_member(path: Path) -> Member:
+    run = read_run(path)
+    if run.config is None:
+        return Member(run, None, ABSENT, evaluations(path))
+    try:
+        config = yaml.safe_load(run.config)
+    except yaml.YAMLError as error:
+        where = " ".join(str(error).split())
+        raise ValueError(f"{path / CONFIG_FILE} cannot be read ({where}): mend it, or take it away") from error
+    flat = dict(_flatten(config if isinstance(config, dict) else {}))
+    counts = {name: value for name, value in flat.items() if _counts(name)}
+    return Member(run, counts, flat.get("seed", flat.get("trainer.seed", ABSENT)), evaluations(path))
+
+
+def _flatten(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
+    """Yields (dotted name, value as text) of every leaf. An empty mapping has none: it chooses nothing."""
+    if isinstance(node, dict):
+        for key, value in node.items():
+            yield from _flatten(value, f"{name}.{key}" if name else str(key))
+    else:
+        yield name, str(node)
+
+
+def _counts(name: str) -> bool:
+    first, last = name.split(".")[0], name.rpartition(".")[2]
+    return last not in SEEDS and name not in OF_NO_MATTER and first != PROVENANCE
+
+
+def _make_group(letter: str, members: list[Member]) -> Group:
+    furthest: dict[str, Member] = {}
+    for member in members:
+        known = furthest.get(member.seed)
+        if known is None or member.last_step > known.last_step:
+            furthest[member.seed] = member
+    chosen = list(furthest.values())
+    return Group(letter, chosen, [member for member in members if not any(member is m for m in chosen)])
+
+
+def _letter(index: int) -> str:
+    """Returns A, B, …, Z, AA, AB, …"""
+    letters = string.ascii_uppercase
+    return letters[index] if index < 26 else _letter(index // 26 - 1) + letters[index % 26]
+
+
+def _labels(groups: Sequence[Group]) -> list[str]:
+    """Returns what tells each group from the others, in few words: its settings, or the names of their first runs."""
+    differing = differences(groups)
+    labels = []
+    for settings in (group.members[0].settings or {} for group in groups):
+        labels.append(
+            ", ".join(f"{name.rpartition('.')[2]}={settings[name]}" for name in differing if name in settings)
+        )
+    fits = len(set(labels)) == len(labels) and all(0 < len(label) <= LABEL_LENGTH for label in labels)
+    return labels if fits else [group.members[0].run.name for group in groups]

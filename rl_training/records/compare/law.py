@@ -1,0 +1,105 @@
+"""Groups → the fit of R = −a e^H + b to each, from checkpoints that were evaluated or else from training itself."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.reward_entropy import MIN_POINTS, RewardLaw, fit_reward_law
+from rl_training.records.compare.groups import Group, Member
+from rl_training.records.frames import IN_TRAINING
+
+BLOCKS = 10  # of consecutive steps: one step's batch is too noisy to be a point
+
+
+@dataclass(frozen=True)
+class Point:
+    """Entropy (nats per token) and mean reward of a policy, at a step."""
+
+    step: int
+    entropy: float
+    reward: float
+
+
+@dataclass(frozen=True)
+class FittedLaw:
+    """The fit to a group's points, and what its first half says of the second.
+
+    law, first   None where a fit cannot be had; `reason` and `miss` then say why
+    miss         mean of the rewards of the second half minus what the first half's curve gives for their entropies
+    """
+
+    group: Group
+    source: str
+    points: list[Point]
+    law: RewardLaw | None
+    reason: str
+    first: RewardLaw | None
+    miss: Estimate
+
+
+def fit_law(group: Group) -> FittedLaw:
+    """Returns the fit to the points of all runs of the group."""
+    points, source = _evaluated(group) or _trained(group)
+    law, reason = _fit(points)
+    steps = sorted({point.step for point in points})
+    early = set(steps[: (len(steps) + 1) // 2])
+    first, why = _fit([point for point in points if point.step in early])
+    late = [point for point in points if point.step not in early]
+    miss = Estimate.missing(why or "there is no second half")
+    if first and late:
+        miss = first.mean_miss([p.entropy for p in late], [p.reward for p in late])
+    return FittedLaw(group, source, points, law, reason, first, miss)
+
+
+def _fit(points: Sequence[Point]) -> tuple[RewardLaw | None, str]:
+    try:
+        return fit_reward_law([p.entropy for p in points], [p.reward for p in points]), ""
+    except ValueError as error:
+        return None, str(error)
+
+
+def _evaluated(group: Group) -> tuple[list[Point], str] | None:
+    """Returns the evaluated checkpoints, of the evaluation that has most of them; None where there are too few."""
+    by_evaluation: dict[str, list[Point]] = {}
+    for member in group.members:
+        table = member.evaluations[member.evaluations["metric"].isin(["entropy/token", "reward"])]
+        wide = table.pivot_table(index=["evaluation", "step"], columns="metric", values="value")
+        if {"entropy/token", "reward"} <= set(wide.columns):
+            for (evaluation, step), row in wide.dropna().iterrows():
+                point = Point(int(step), float(row["entropy/token"]), float(row["reward"]))
+                by_evaluation.setdefault(str(evaluation), []).append(point)
+    by_evaluation.pop(IN_TRAINING, None)
+    name = max(by_evaluation, key=lambda evaluation: len(by_evaluation[evaluation]), default="")
+    if len(by_evaluation.get(name, [])) < MIN_POINTS:
+        return None
+    return by_evaluation[name], f"checkpoints, evaluation “{name}”"
+
+
+def _trained(group: Group) -> tuple[list[Point], str]:
+    """Returns means over blocks of logged steps."""
+    points, sizes = [], set()
+    for member in group.members:
+        steps = _steps_with_both(member)
+        size = max(math.ceil(len(steps) / BLOCKS), 1)
+        sizes.add(size)
+        for start in range(0, len(steps) - size + 1, size):
+            points.append(_mean(steps[start : start + size]))
+    return points, f"training, means over {' or '.join(map(str, sorted(sizes)))} steps"
+
+
+def _steps_with_both(member: Member) -> list[Point]:
+    reward = member.run.logged("reward")
+    probed = {s: e.value for s, e in member.run.measured("entropy/token").items() if math.isfinite(e.value)}
+    entropy = probed or member.run.logged("entropy")
+    return [Point(step, entropy[step], reward[step]) for step in reward if step in entropy]
+
+
+def _mean(points: Sequence[Point]) -> Point:
+    entropy, reward = (
+        statistics.fmean(values) for values in zip(*((p.entropy, p.reward) for p in points), strict=True)
+    )
+    return Point(points[-1].step, entropy, reward)

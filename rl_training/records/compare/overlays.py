@@ -1,0 +1,198 @@
+"""The pictures of a comparison: a quantity's curves of all groups in one frame, and reward against entropy."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from rl_training.mathematics.estimate import Estimate
+from rl_training.records.compare.final import mean_of
+from rl_training.records.compare.groups import Group, Member
+from rl_training.records.compare.law import FittedLaw
+from rl_training.records.frames import IN_TRAINING
+from rl_training.records.report.drawing import GREY, Picture, picture, running_window
+from rl_training.records.report.series import Measurements, curve
+
+# Okabe and Ito's colours, which everyone can tell apart, and then the same in other strokes.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
+STROKES = ("-", "--", ":")
+EVALUATED = ("reward", "greedy_accuracy", "pass_at_1", "majority", "entropy/token", "kl/token", "length")
+BAND = (
+    "Bands are 95 % intervals: between seeds where a group has several (thin lines are its runs), else within the run. "
+    "The frame is set by the curves; wide bands are cut off by it."
+)
+
+Series = Callable[[Member], Measurements]
+
+
+def draw_overlays(groups: Sequence[Group]) -> list[Picture]:
+    """Returns the pictures of what any of the groups has."""
+    pictures = [
+        _overlay(groups, "reward", "Reward", "mean reward, running mean", _reward),
+        _overlay(groups, "entropy", "Entropy", "token entropy (nats)", _entropy),
+        _overlay(groups, "change", "Change of entropy: measured, and predicted (dotted)",
+                 "change since the first step\n(nats per token)", _probed("delta_h/cumulative_measured"),
+                 _probed("delta_h/cumulative_predicted")),
+        _overlay(groups, "noise_scale", "Gradient noise scale", "prompts", _probed("gns/noise_scale_prompts")),
+    ]  # fmt: skip
+    for evaluation, metric in _evaluated_metrics(groups):
+        title = f"Evaluation “{evaluation}”: {metric}"
+        pictures.append(_overlay(groups, f"{evaluation}_{metric}", title, metric, _evaluated(evaluation, metric)))
+    return [drawn for drawn in pictures if drawn is not None]
+
+
+def _overlay(
+    groups: Sequence[Group], file: str, title: str, label: str, series: Series, dotted: Series | None = None
+) -> Picture | None:
+    """Returns the picture of the curves of all groups; None when no run has any."""
+    having = [group for group in groups if any(series(member) for member in group.members)]
+    if not having:
+        return None
+
+    def draw(axes: Axes) -> None:
+        for group in having:
+            color, stroke = _look(groups.index(group))
+            _draw_group(axes, group, series, color, stroke, group.name)
+            if dotted:
+                _draw_group(axes, group, dotted, color, (0, (1, 1)), None)
+        drawn = [pool([series(member) for member in group.members if series(member)]) for group in having]
+        _frame_the_means(axes, [estimate for means in drawn for estimate in means.values()])
+        axes.set_ylabel(label)
+        _legend(axes)
+
+    missing = [f"{group.name} – no run of it has recorded this" for group in groups if group not in having]
+    return picture(f"{file}.png", title, BAND, missing, draw, height=4 + 0.13 * len(having))
+
+
+def _draw_group(axes: Axes, group: Group, series: Series, color: str, stroke: object, label: str | None) -> None:
+    of_runs = [measured for measured in map(series, group.members) if measured]
+    if len(of_runs) > 1:
+        for measured in of_runs:
+            drawn = curve(measured)
+            axes.plot(drawn.steps, drawn.values, "-", color=color, lw=0.8, alpha=0.35)
+    mean = curve(pool(of_runs))
+    axes.plot(
+        mean.steps, mean.values, ls=stroke, color=color, lw=2, label=label, marker="o" if len(mean.steps) < 2 else ""
+    )
+    values, halves = np.array(mean.values), np.array(mean.half_widths)
+    axes.fill_between(mean.steps, values - halves, values + halves, color=color, alpha=0.14, lw=0)
+
+
+def _frame_the_means(axes: Axes, means: Sequence[Estimate]) -> None:
+    """Sets the frame by the means and typical bands: a few wide bands would press all curves into one line."""
+    if not means:
+        return
+    values = [mean.value for mean in means]
+    halves = [half for half in (mean.half_width() for mean in means) if math.isfinite(half)]
+    span = max(values) - min(values)
+    room = min(max(statistics.median(halves or [0.0]) * 1.5, 0.1 * span), span or math.inf) or abs(values[0]) or 1.0
+    if math.isfinite(room):
+        axes.set_ylim(min(values) - room, max(values) + room)
+
+
+def pool(of_runs: Sequence[Measurements]) -> dict[int, Estimate]:
+    """Returns the mean over runs at each step that all of them have, its error between them; of one run, that run."""
+    if len(of_runs) < 2:
+        return dict(of_runs[0]) if of_runs else {}
+    finite = [{s: e.value for s, e in run.items() if math.isfinite(e.value)} for run in of_runs]
+    common = sorted(set.intersection(*map(set, finite)))
+    return {step: mean_of([run[step] for run in finite]) for step in common}
+
+
+def _reward(member: Member) -> Measurements:
+    values = member.run.logged("reward")
+    half = running_window(len(values)) // 2
+    items = list(values.items())
+    smooth = {
+        step: statistics.fmean(value for _, value in items[max(i - half, 0) : i + half + 1])
+        for i, (step, _) in enumerate(items)
+    }
+    return _without_errors(smooth)
+
+
+def _entropy(member: Member) -> Measurements:
+    return member.run.measured("entropy/token") or _without_errors(member.run.logged("entropy"))
+
+
+def _without_errors(values: Mapping[int, float]) -> Measurements:
+    return {step: Estimate(value, reason="a logged number has no error") for step, value in values.items()}
+
+
+def _probed(name: str) -> Series:
+    return lambda member: {s: e for s, e in member.run.measured(name).items() if math.isfinite(e.value)}
+
+
+def _evaluated(evaluation: str, metric: str) -> Series:
+    def series(member: Member) -> Measurements:
+        table = member.evaluations
+        rows = table[(table["evaluation"] == evaluation) & (table["metric"] == metric)].dropna(subset="value")
+        return {
+            int(row.step): Estimate(row.value, row.stderr, 0 if math.isnan(row.num_prompts) else int(row.num_prompts))
+            for row in rows.sort_values("step").itertuples()
+        }
+
+    return series
+
+
+def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[str, str]]:
+    """Returns the (evaluation, metric) that are drawn: those of EVALUATED, and pass@k at the largest k."""
+    found: dict[str, set[str]] = {}
+    for member in (member for group in groups for member in group.members):
+        for evaluation, rows in member.evaluations.dropna(subset="value").groupby("evaluation"):
+            found.setdefault(str(evaluation), set()).update(rows["metric"])
+    chosen = []
+    for evaluation, metrics in sorted(found.items()):
+        largest = max((m for m in metrics if m.startswith("pass_at_")), key=lambda m: int(m[8:]), default="")
+        wanted = ("reward",) if evaluation == IN_TRAINING else dict.fromkeys([*EVALUATED[:3], largest, *EVALUATED[3:]])
+        chosen += [(evaluation, metric) for metric in wanted if metric in metrics]
+    return chosen
+
+
+def draw_law(groups: Sequence[Group], laws: Sequence[FittedLaw]) -> Picture:
+    """Returns reward against entropy, with the fitted curves, their bands, and their ceilings at H = 0."""
+    drawn = [law for law in laws if law.law]
+
+    def draw(axes: Axes) -> None:
+        for fitted in drawn:
+            assert fitted.law
+            color, stroke = _look(groups.index(fitted.group))
+            entropies = [point.entropy for point in fitted.points]
+            axes.plot(entropies, [point.reward for point in fitted.points], "o", color=color, ms=5, alpha=0.7, mew=0)
+            grid = np.linspace(0, max(entropies), 60)
+            on_curve = [fitted.law.reward(entropy) for entropy in grid]
+            values, halves = (np.array(v) for v in zip(*((e.value, e.half_width()) for e in on_curve), strict=True))
+            axes.plot(grid, values, ls=stroke, color=color, lw=2, label=fitted.group.name)
+            axes.fill_between(grid, values - halves, values + halves, color=color, alpha=0.14, lw=0)
+            if fitted.first:
+                axes.plot(grid, [fitted.first.reward(h).value for h in grid], ls=(0, (1, 1)), color=color, lw=1.5)
+        axes.axvline(0, color=GREY, lw=1)
+        axes.set_xlabel("token entropy (nats)")
+        axes.set_ylabel("mean reward")
+        _legend(axes)
+
+    caption = (
+        "A policy moves from right to left. Where the curve meets H = 0 there is no entropy left to spend: the reward "
+        "there is the ceiling of going on like this. Dotted: the same, fitted to the first half of the steps only. The "
+        "95 % bands take points as scattering independently about the curve."
+    )
+    missing = [f"{law.group.name} – {law.reason}" for law in laws if not law.law]
+    height = 4 + 0.13 * len(drawn)
+    return picture("law.png", "Reward against entropy: R = −a e^H + b", caption, missing, draw if drawn else None,
+                   height=height, over_steps=False)  # fmt: skip
+
+
+def _look(index: int) -> tuple[str, str]:
+    return COLORS[index % len(COLORS)], STROKES[index // len(COLORS) % len(STROKES)]
+
+
+def _legend(axes: Axes) -> None:
+    """Sets the names above the frame, as many in a line as fit."""
+    handles, labels = axes.get_legend_handles_labels()
+    longest = max(map(len, labels), default=1)
+    names = [label.replace("$", r"\$") for label in labels]  # a name is no mathematics
+    axes.legend(handles, names, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.3,
+                ncols=min(len(handles), max(1, 62 // (longest + 5))))  # fmt: skip

@@ -1,0 +1,151 @@
+"""The comparison's page: what stands in its tables and sentences."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from rl_training.mathematics.estimate import Estimate
+from rl_training.records.compare.final import (
+    Difference,
+    compare_groups,
+    difference,
+    final_figures,
+    is_significant,
+    last_common_step,
+    members_at,
+)
+from rl_training.records.compare.groups import ABSENT, Group, Member, differences
+from rl_training.records.compare.law import FittedLaw, fit_law
+from rl_training.records.compare.overlays import draw_law, draw_overlays
+from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.report.page import template
+from rl_training.records.report.series import LOGS_FOLDER
+from rl_training.version import VERSION
+
+IN_WORDS = ("reward", "token entropy")  # differences that the page opens with
+ANOTHER_SEED = " One seed is not many: another may move it by more than this interval."
+
+
+def render_comparison(groups: Sequence[Group]) -> str:
+    """Returns the page's HTML. Everything that comes from the runs is escaped."""
+    ends = [last_common_step(group) for group in groups]
+    figures = [final_figures(group, end) for group, end in zip(groups, ends, strict=True)]
+    pairs = compare_groups(groups)
+    laws = [fit_law(group) for group in groups]
+    labels = dict.fromkeys(label for of_group in figures for label in of_group)
+    return template("comparison.html").render(
+        title=f"{sum(len(g.members) + len(g.repeats) for g in groups)} runs in {len(groups)} group(s)",
+        sentences=_sentences(groups, pairs),
+        runs=[row for group in groups for row in _run_rows(group)],
+        groups=groups,
+        unknown=[group.letter for group in groups if group.members[0].settings is None],
+        differences=differences(groups),
+        ends=[f"{end}; {len(members_at(group, end))}" for group, end in zip(groups, ends, strict=True)],
+        final={label: [in_words(of_group.get(label)) for of_group in figures] for label in labels},
+        pairs=pairs,
+        pair_cells=_pair_cells(pairs),
+        num_differences=sum(len(pair.figures) for pair in pairs),
+        any_single=any(pair.single_seed for pair in pairs),
+        best=[row for group in groups for member in group.members for row in _best_rows(member)],
+        pictures=[*draw_overlays(groups), draw_law(groups, laws)],
+        laws=[_law_row(law) for law in laws],
+        version=VERSION,
+    )
+
+
+def in_words(estimate: Estimate | None, signed: bool = False) -> str:
+    """Returns value ± half width of the 95 % interval, with two digits of the latter; ABSENT of what there is not."""
+    if estimate is None or math.isnan(estimate.value):
+        return ABSENT
+    sign, half = "+" if signed else "", estimate.half_width()
+    if not (math.isfinite(half) and half > 0):
+        return f"{estimate.value:{sign}.3g}"
+    decimals = max(0, 1 - math.floor(math.log10(half)))
+    return f"{estimate.value:{sign}.{decimals}f} ± {half:.{decimals}f}"
+
+
+def _sentences(groups: Sequence[Group], pairs: Sequence[Difference]) -> list[str]:
+    if not pairs:
+        seeds = ", ".join(member.seed for member in groups[0].members)
+        return [f"One group: the runs differ by nothing but their seeds ({seeds})."]
+    sentences = []
+    for pair in pairs:
+        told = [_told(pair, label) for label in IN_WORDS if label in pair.figures]
+        caveat = ANOTHER_SEED if pair.single_seed else ""
+        sentences.append(
+            f"{pair.second.name} against {pair.first.name}, at step {pair.step}: {'; '.join(told)}.{caveat}"
+        )
+    return sentences
+
+
+def _told(pair: Difference, label: str) -> str:
+    estimate = pair.figures[label]
+    if math.isnan(estimate.half_width()):
+        return f"{label} {in_words(estimate, signed=True)}, without an error: more steps or seeds would give one"
+    if not is_significant(estimate):
+        return f"{label} cannot be told apart ({in_words(estimate, signed=True)})"
+    return (
+        f"{label} {'higher' if estimate.value > 0 else 'lower'} by more than noise ({in_words(estimate, signed=True)})"
+    )
+
+
+def _run_rows(group: Group) -> list[dict[str, str]]:
+    end, rows = last_common_step(group), []
+    for member in (*group.members, *group.repeats):
+        if any(member is repeat for repeat in group.repeats):
+            note = "left out: a run of this seed is in the group already"
+        elif member.last_step < end:
+            note = "left out of the final figures: it ended before the others"
+        else:
+            note = ""
+        written = (member.run.folder / LOGS_FOLDER / METRICS_FILE).stat().st_mtime
+        rows.append({
+            "group": group.letter, "name": member.run.name, "seed": member.seed, "note": note,
+            "steps": f"{member.last_step} of {member.planned_steps}" if member.planned_steps else str(member.last_step),
+            "written": time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(written)),
+        })  # fmt: skip
+    return rows
+
+
+def _pair_cells(pairs: Sequence[Difference]) -> dict[str, list[tuple[str, bool]]]:
+    labels = dict.fromkeys(label for pair in pairs for label in pair.figures)
+    return {
+        label: [
+            (in_words(pair.figures[label], signed=True), is_significant(pair.figures[label]))
+            if label in pair.figures
+            else (ABSENT, False)
+            for pair in pairs
+        ]
+        for label in labels
+    }
+
+
+def _best_rows(member: Member) -> list[dict[str, Any]]:
+    """Returns the checkpoint with the largest mean reward, for each evaluation that has errors."""
+    rows = []
+    rewards = member.evaluations[member.evaluations["metric"] == "reward"].dropna(subset=["value", "stderr"])
+    for evaluation, table in rewards.groupby("evaluation"):
+        by_step = {int(r.step): Estimate(r.value, r.stderr, int(r.num_prompts)) for r in table.itertuples()}
+        best = max(by_step, key=lambda step: by_step[step].value)
+        near = [s for s, e in by_step.items() if s != best and not is_significant(difference(by_step[best], e))]
+        rows.append({
+            "run": member.run.name, "evaluation": evaluation, "step": best, "reward": in_words(by_step[best]),
+            "others": ", ".join(str(step) for step in near),
+        })  # fmt: skip
+    return rows
+
+
+def _law_row(fitted: FittedLaw) -> dict[str, str]:
+    miss = (
+        in_words(fitted.miss, signed=True) if math.isfinite(fitted.miss.value) else f"{ABSENT} ({fitted.miss.reason})"
+    )
+    if math.isfinite(fitted.miss.value):
+        miss += ": it did not hold" if is_significant(fitted.miss) else ": it held"
+    row = {"group": fitted.group.letter, "points": f"{len(fitted.points)}: {fitted.source}", "miss": miss}
+    if fitted.law is None:
+        return {**row, "a": ABSENT, "b": ABSENT, "ceiling": f"{ABSENT} ({fitted.reason})"}
+    law = fitted.law
+    return {**row, "a": in_words(law.a), "b": in_words(law.b), "ceiling": in_words(law.ceiling)}

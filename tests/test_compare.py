@@ -1,0 +1,217 @@
+"""Claims on the comparison of runs: who is pooled with whom, at which step, with which error, and what the page shows.
+
+The runs are written through Records: their numbers can be followed by hand.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from rl_training.mathematics.estimate import Estimate
+from rl_training.records.compare import write_comparison
+from rl_training.records.compare.command import main
+from rl_training.records.compare.final import (
+    compare_groups,
+    difference,
+    final_figures,
+    is_significant,
+    last_common_step,
+)
+from rl_training.records.compare.groups import differences, read_groups
+from rl_training.records.compare.law import fit_law
+from rl_training.records.compare.overlays import draw_overlays, pool
+from rl_training.records.jsonl import METRICS_FILE, Records
+
+HOSTILE = "<script>alert('$\\frac{')</script> {{ 7 * 7 }}"
+T_2 = 4.302653  # 97.5 % quantile of Student's t with 2 degrees of freedom, from a printed table
+
+
+def record(folder: Path, seed: int = 0, rate: float = 0.1, reward: float = 0.5, steps: int = 12, **more: Any) -> Path:
+    """Returns the folder of a run whose reward is `reward` at every step, and whose entropy falls from 1 nat."""
+    records = Records(folder / "logs")
+    for step in range(1, steps + 1):
+        records.write_metrics(step, {"reward": reward, "entropy": 1.0 / step})
+        total = {f"delta_h/cumulative_{kind}": Estimate(-0.1 * step, 0.01, 8) for kind in ("measured", "predicted")}
+        records.write_estimates(step, 1, "simple", total)
+    config = {
+        "seed": seed,
+        "run_dir": str(folder),
+        "trainer": {"seed": seed, "learning_rate": rate, "max_steps": 12, "output_dir": str(folder / "state")},
+        "provenance": {"host": folder.name},
+        **more,
+    }
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    return folder
+
+
+def evaluate(run: Path, step_values: dict[int, tuple[float, float]], name: str = "sums") -> None:
+    """Writes an evaluation with (entropy, reward) of each checkpoint."""
+    folder = run / "evaluations" / name
+    folder.mkdir(parents=True)
+    rows = [f"{s},entropy/token,{h},0.01,64\n{s},reward,{r},0.02,64\n" for s, (h, r) in step_values.items()]
+    (folder / "consolidated_metrics.csv").write_text("step,metric,value,stderr,num_prompts\n" + "".join(rows))
+
+
+def test_runs_that_differ_by_their_seed_only_are_one_group_and_only_what_differs_is_listed(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        record(tmp_path / f"slow{seed}", seed, adapter={})
+        record(tmp_path / f"fast{seed}", seed, rate=0.2, adapter={"r": 16})
+    groups = read_groups([tmp_path])
+    assert [[m.run.name for m in g.members] for g in groups] == [["fast0", "fast1"], ["slow0", "slow1"]]
+    assert differences(groups) == {"trainer.learning_rate": ["0.2", "0.1"], "adapter.r": ["16", "–"]}
+    assert [group.name for group in groups] == ["A: r=16, learning_rate=0.2", "B: learning_rate=0.1"]
+
+
+def test_a_run_named_twice_is_one_and_a_second_run_of_a_seed_is_no_second_sample(tmp_path: Path) -> None:
+    short, long = record(tmp_path / "a", steps=3), record(tmp_path / "b")
+    (group,) = read_groups([short, long, tmp_path, short])
+    assert [m.run.name for m in group.members] == ["b"]
+    assert [m.run.name for m in group.repeats] == ["a"]
+
+
+def test_without_a_config_a_run_is_a_group_of_its_own(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (record(tmp_path / name) / "config.yaml").unlink()
+    assert [group.label for group in read_groups([tmp_path])] == ["a", "b"]
+
+
+def test_a_groups_error_is_that_between_its_seeds(tmp_path: Path) -> None:
+    """Rewards 0.4, 0.5, 0.6: mean 0.5, sd 0.1, se 0.1/√3, 2 degrees of freedom."""
+    for seed, reward in enumerate((0.4, 0.5, 0.6)):
+        record(tmp_path / str(seed), seed, reward=reward)
+    (group,) = read_groups([tmp_path])
+    reward = final_figures(group, 12)["reward"]
+    assert reward.value == pytest.approx(0.5)
+    assert reward.half_width() == pytest.approx(T_2 * 0.1 / math.sqrt(3), rel=1e-6)
+    assert final_figures(group, 12)["token entropy"].value == pytest.approx(sum(1 / s for s in range(8, 13)) / 5)
+
+
+def test_the_difference_of_two_groups_is_welchs(tmp_path: Path) -> None:
+    """Se 1 with 2 and 8 with 4 degrees of freedom: √65, with 65²/(1/2 + 64²/4) = 4.1 of them."""
+    found = difference(Estimate(5.0, 1.0, 3), Estimate(2.0, 8.0, 5))
+    assert (found.value, found.stderr, found.num_samples) == (3.0, pytest.approx(math.sqrt(65)), 5)
+    for seed in range(3):
+        record(tmp_path / f"a{seed}", seed, reward=0.5 + 0.01 * seed)
+        record(tmp_path / f"b{seed}", seed, rate=0.2, reward=0.8 + 0.01 * seed)
+    (pair,) = compare_groups(read_groups([tmp_path / "a0", tmp_path / "a1", tmp_path / "a2", tmp_path]))
+    assert not pair.single_seed
+    assert pair.figures["reward"].value == pytest.approx(0.3)
+    assert pair.figures["reward"].stderr == pytest.approx(math.sqrt(2) * 0.01 / math.sqrt(3))
+    assert is_significant(pair.figures["reward"])
+    assert not is_significant(pair.figures["token entropy"])
+
+
+def test_finished_running_and_killed_runs_are_compared_at_a_step_that_all_have_reached(tmp_path: Path) -> None:
+    for seed, steps in enumerate((12, 12, 4)):
+        record(tmp_path / f"a{seed}", seed, steps=steps, reward=0.5 if steps == 12 else 0.0)
+    with open(record(tmp_path / "b", rate=0.2, steps=7) / "logs" / METRICS_FILE, "a") as file:
+        file.write('{"step": 8, "rew')
+    a, b = read_groups([tmp_path])
+    assert (last_common_step(a), last_common_step(b)) == (12, 7)
+    assert final_figures(a, 12)["reward"].num_samples == 2
+    assert final_figures(a, 12)["reward"].value == 0.5  # without the one that was killed
+    (pair,) = compare_groups([a, b])
+    assert (pair.step, pair.single_seed) == (7, True)
+    assert pair.figures["measured ΔH"].value == pytest.approx(0)  # both at step 7
+    text = write_comparison([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
+    for claim in ("left out of the final figures", "4 of 12", "7 of 12", "at step 7", "One seed is not many"):
+        assert claim in text
+
+
+def test_curves_are_pooled_at_the_steps_that_all_runs_have() -> None:
+    runs = [{1: Estimate(1.0, 9.0, 8), 2: Estimate(2.0, 9.0, 8)}, {1: Estimate(3.0, 9.0, 8)}]
+    pooled = pool(runs)
+    assert {step: (e.value, e.stderr) for step, e in pooled.items()} == {1: (2.0, pytest.approx(1.0))}
+    assert pool(runs[:1]) == runs[0]
+
+
+def test_the_law_is_fitted_to_evaluated_checkpoints_and_its_first_half_asked_about_the_second(tmp_path: Path) -> None:
+    """R = 1.2 − 0.3 e^H, but for the last four checkpoints, which lie 0.1 higher."""
+    entropies = [0.9, 0.7, 0.5, 0.4, 0.3, 0.2, 0.1, 0.05]
+    curve = {10 * i: (h, 1.2 - 0.3 * math.exp(h) + (0.1 if i > 4 else 0)) for i, h in enumerate(entropies, 1)}
+    evaluate(record(tmp_path), curve)
+    (group,) = read_groups([tmp_path])
+    fitted = fit_law(group)
+    assert fitted.source == "checkpoints, evaluation “sums”"
+    assert fitted.first is not None
+    assert fitted.first.ceiling.value == pytest.approx(0.9)
+    assert fitted.miss.value == pytest.approx(0.1)
+    assert is_significant(fitted.miss)
+
+
+def test_without_evaluations_the_law_is_fitted_to_means_over_steps_of_training(tmp_path: Path) -> None:
+    (group,) = read_groups([record(tmp_path)])
+    fitted = fit_law(group)
+    assert fitted.source == "training, means over 2 steps"
+    assert [point.step for point in fitted.points] == [2, 4, 6, 8, 10, 12]
+    assert fitted.points[0].entropy == pytest.approx((1 + 1 / 2) / 2)
+    assert math.isnan(fitted.miss.value)
+    assert "3 points" in fitted.miss.reason
+
+
+def test_the_page_fetches_nothing_and_obeys_nothing(tmp_path: Path) -> None:
+    evaluate(record(tmp_path / "<i>a", name=HOSTILE), {4: (0.5, 0.5), 8: (0.3, 0.6)})
+    record(tmp_path / "b", rate=0.2)
+    html = write_comparison([tmp_path], tmp_path).read_text(encoding="utf-8")
+    assert not any(word in html for word in ("http://", "https://", "url(", "@import", "<script", "<i>"))
+    assert html.count("data:image/png;base64,") == 6  # reward, entropy, change, two evaluated metrics, the law
+    assert "The best checkpoint" in html
+
+
+def test_every_picture_says_which_group_has_nothing_to_show_in_it(tmp_path: Path) -> None:
+    record(tmp_path / "a")
+    Records(tmp_path / "b" / "logs").write_metrics(1, {"reward": 0.5})
+    by_file = {picture.file: picture for picture in draw_overlays(read_groups([tmp_path]))}
+    assert by_file["change.png"].missing == ["B: b – no run of it has recorded this"]
+    assert not by_file["reward.png"].missing
+    assert "noise_scale.png" not in by_file
+
+
+@pytest.mark.parametrize("config", ["a: [", "no mapping"])
+def test_a_broken_config_names_the_file_or_counts_as_empty(tmp_path: Path, config: str) -> None:
+    (record(tmp_path / "a") / "config.yaml").write_text(config)
+    record(tmp_path / "b")
+    if config == "a: [":
+        with pytest.raises(ValueError, match=r"a.config\.yaml cannot be read"):
+            read_groups([tmp_path])
+    else:
+        assert len(read_groups([tmp_path])) == 2
+
+
+def test_command_line_compares_several_runs_or_a_folder_of_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = [str(record(tmp_path / "runs" / str(seed), seed)) for seed in range(2)]
+    for arguments in (runs, [str(tmp_path / "runs")]):
+        out = tmp_path / f"{len(arguments)}.html"
+        main([*arguments, "--out", str(out)])
+        assert f"Comparison: {out}" in capsys.readouterr().out
+        assert "One group: the runs differ by nothing but their seeds (0, 1)." in out.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [(["a", "nowhere"], "give the folder of a run"), (["a", "a"], "is one run"), (["a", "--out", "x"], "--out is for")],
+)
+def test_command_line_names_what_is_wrong_in_one_line(
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    arguments: list[str],
+    words: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    record(Path("a"))
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    error = capsys.readouterr().err
+    assert words in error
+    assert error.count("\n") == 1
+    assert os.listdir(tmp_path) == ["a"]
