@@ -20,8 +20,9 @@ $(VENV)/installed: setup.cfg constraints.txt pyproject.toml
 demo: $(VENV)/installed
 	$(BIN)/accelerate launch --config_file launch/cpu.yaml train.py probe=simple
 
+# A process per core and file; python -m pytest tests/test_X.py runs one file here.
 test: $(VENV)/installed
-	HF_HUB_OFFLINE=1 WANDB_MODE=offline $(BIN)/python -m pytest
+	HF_HUB_OFFLINE=1 WANDB_MODE=offline $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
 lint: $(VENV)/installed
 	$(BIN)/ruff check .

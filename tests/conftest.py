@@ -1,4 +1,4 @@
-"""What the tests share: no hubs, one thread, and the embedded default in a trainer with quick steps."""
+"""What the tests share: no hubs, one thread, trainers with quick steps; and which files are begun first."""
 
 import os
 
@@ -12,63 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import PrinterCallback
-from trl import GRPOConfig, GRPOTrainer
-
-from rl_training import DrGRPOConfig, DrGRPOTrainer
-from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import load_tiny
 
 
 @pytest.fixture
-def make_trainer(tmp_path: Path) -> Callable[..., GRPOTrainer]:
-    """Makes trainers on the embedded default: 2 steps of 4 microbatches with 2 prompts x 4 responses each."""
+def make_trainer(tmp_path: Path) -> Callable[..., Any]:
+    """Makes trainers on the embedded default: see trainers.py."""
+    from trainers import trainer_maker  # not above: the process that only hands out the tests need not import torch
 
-    def make(
-        trainer_class: type[GRPOTrainer] = DrGRPOTrainer,
-        *,
-        config_class: type[GRPOConfig] = DrGRPOConfig,
-        probes: Any = None,
-        records: Any = None,
-        buffer: Any = None,
-        dtype: torch.dtype = torch.float32,
-        model: Any = None,
-        optimizers: Any = (None, None),
-        peft_config: Any = None,
-        reward: Any = None,
-        train_dataset: Any = None,
-        **settings: Any,
-    ) -> GRPOTrainer:
-        task = arithmetic(num_train=256, num_eval=8)
-        policy, tokenizer = load_tiny()
-        defaults: dict[str, Any] = {
-            "output_dir": str(tmp_path / "state"),
-            "per_device_train_batch_size": 8,
-            "gradient_accumulation_steps": 4,
-            "num_generations": 4,
-            "max_completion_length": 24,
-            "max_steps": 2,
-            "learning_rate": 3e-4,
-            "weight_decay": 0.1,
-            "lr_scheduler_type": "constant",
-            "logging_steps": 1,
-            "save_strategy": "no",
-            "report_to": [],
-            "disable_tqdm": True,
-        }
-        extra = {} if trainer_class is GRPOTrainer else {"probes": probes or [], "records": records, "buffer": buffer}
-        trainer = trainer_class(
-            model=(model or policy).to(dtype),
-            reward_funcs=reward or task.reward,
-            args=config_class(**{**defaults, **settings}),
-            train_dataset=train_dataset or task.train_dataset,
-            processing_class=tokenizer,
-            optimizers=optimizers,
-            peft_config=peft_config,
-            **extra,
-        )
-        trainer.remove_callback(PrinterCallback)  # hundreds of log lines
-        return trainer
+    return trainer_maker(tmp_path)
 
-    return make
+
+# The files that take longest, longest first: begun last, one of them would keep one process busy and the others idle.
+LONG = ["test_processes", "test_config", "test_buffer", "test_resume", "test_simple_probe", "test_ground_truth"]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Puts the tests of LONG first, file by file; all others keep their order."""
+    items.sort(key=lambda item: LONG.index(item.path.stem) if item.path.stem in LONG else len(LONG))

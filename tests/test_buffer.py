@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 from buffer_ranks import Rollouts
 from datasets import Dataset
 from hydra import compose, initialize_config_dir
@@ -389,10 +388,7 @@ def test_a_filtered_run_is_configured_reported_and_resumed_with_the_same_options
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What each rank saw of each run of tests/buffer_ranks.py. Ranks that wait for each other run into the timeout."""
     folder = tmp_path_factory.mktemp("ranks")
-    script = Path(__file__).with_name("buffer_ranks.py")
-    ended = subprocess.run(
-        [sys.executable, str(script), str(folder)], capture_output=True, text=True, timeout=120, check=False
-    )
+    ended = warm.run("tests/buffer_ranks.py", str(folder), timeout=120)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return {
         run: [torch.load(folder / f"{run}_{rank}.pt") for rank in (0, 1)] for run in ("one_sided", "whole", "resumed")

@@ -15,7 +15,7 @@ import pytest
 import reference
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+import warm
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -260,7 +260,7 @@ def ddp_worker(rank: int, folder: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, float]]]:
     """The answers at every step, of each of two processes."""
     folder: Path = tmp_path_factory.mktemp("ddp")
-    torch.multiprocessing.spawn(ddp_worker, args=(str(folder),), nprocs=NUM_RANKS)
+    warm.start_ranks(ddp_worker, (str(folder),), NUM_RANKS)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
 
 
@@ -458,10 +458,11 @@ def test_a_parameter_that_a_microbatch_does_not_reach_has_a_square_norm_of_zero_
     assert tap.sq_norms[..., 0].tolist() == [[18.0, 0.0], [0.0, 18.0]]
 
 
-def test_inner_product_of_many_entries_keeps_what_an_fp32_sum_would_lose() -> None:
-    vector = torch.randn(20 * CHUNK + 1, generator=seeded(11))
-    assert float(flat_dot(vector, vector)) == pytest.approx(float(vector.double().square().sum()), rel=1e-4)
-    assert float(torch.dot(vector, vector)) != pytest.approx(float(vector.double().square().sum()), rel=4e-4)
+def test_inner_product_of_many_entries_is_exact_where_no_fp32_number_is() -> None:
+    """A chunk of 4s sums to 2^24 without rounding in any order, and 19 chunks add 1 each: fp32 has no 2^24 + 19."""
+    vector = torch.zeros(20, CHUNK)
+    vector[0], vector[1:, 0] = 4.0, 1.0
+    assert float(flat_dot(vector.flatten(), vector.flatten())) == 2.0**24 + 19
 
 
 # --- the split of the trace -------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
+import warm
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
@@ -310,7 +310,7 @@ def ddp_worker(rank: int, folder: str) -> None:
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """(rows of the tap, .grad) by parameter name, of each rank of a DDP step."""
     folder: Path = tmp_path_factory.mktemp("ddp")
-    torch.multiprocessing.spawn(ddp_worker, args=(str(folder),), nprocs=NUM_RANKS)
+    warm.start_ranks(ddp_worker, (str(folder),), NUM_RANKS)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
 
 

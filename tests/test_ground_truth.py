@@ -1,7 +1,4 @@
-"""The measured change of entropy on real training steps: right, and never noticed by training.
-
-Run as a program under torchrun, this file is the worker of its own test with two processes.
-"""
+"""The measured change of entropy on real training steps: right, and never noticed by training."""
 
 from __future__ import annotations
 
@@ -11,8 +8,6 @@ import json
 import math
 import os
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,9 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
+import warm
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
+from trainers import trainer_maker
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
@@ -129,12 +127,7 @@ def test_training_is_bitwise_the_same_with_the_ground_truth(make_trainer, settin
 
 
 def test_two_processes_train_the_same_and_agree_on_the_truth(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parent), "TRUTH_TEST_OUT": str(tmp_path)}
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", __file__]
-    launched = subprocess.run(
-        [sys.executable, *command], env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert launched.returncode == 0, launched.stderr
+    warm.start_ranks(train_twice, (tmp_path,), 2)
     said = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
     for rank in (0, 1):
         assert said[rank]["world_size"] == 2
@@ -146,8 +139,9 @@ def test_two_processes_train_the_same_and_agree_on_the_truth(tmp_path: Path) -> 
     assert one["delta_h/true"] != 0
 
 
-def worker(make: Callable[..., GRPOTrainer], out: Path) -> None:
+def train_twice(rank: int, out: Path) -> None:
     """Trains with and without the ground truth on this rank, and writes down what came out."""
+    make = trainer_maker(out / str(rank))
 
     def share(ctx: StepContext) -> list[int]:
         return ctx.policy.sample(13, ctx.step).prompt_index.tolist()
@@ -161,7 +155,9 @@ def worker(make: Callable[..., GRPOTrainer], out: Path) -> None:
         "shares": shares.given,
         "answers": [{name: e.value for name, e in answers.items()} for answers in truth.answers],
     }
-    (out / f"rank{trainer.accelerator.process_index}.json").write_text(json.dumps(said))
+    (out / f"rank{rank}.json").write_text(json.dumps(said))
+    dist.barrier()
+    os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it
 
 
 # --- the measured change is right -------------------------------------------------------------------------------------
@@ -412,10 +408,3 @@ def test_under_bf16_autocast_scores_are_still_those_of_fp32(make_trainer) -> Non
     (exact, fp32, _), (mixed, scored, _) = given[False], given[True]
     assert torch.equal(exact.completion_ids, mixed.completion_ids)
     assert torch.equal(fp32, scored)
-
-
-if __name__ == "__main__":
-    from conftest import make_trainer
-
-    out = Path(os.environ["TRUTH_TEST_OUT"])
-    worker(make_trainer._get_wrapped_function()(out / os.environ["RANK"]), out)

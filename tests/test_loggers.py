@@ -8,13 +8,12 @@ import os
 import re
 import sqlite3
 import struct
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import warm
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
@@ -22,7 +21,6 @@ from wandb.proto import wandb_internal_pb2
 from rl_training.records.jsonl import read_metrics
 from rl_training.records.workspace import SECTIONS
 
-ROOT = Path(__file__).parents[1]
 SETTINGS = [
     "buffer=filtered",
     "probe=all",
@@ -43,8 +41,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         env.pop(name, None)
     for overrides in (["trainer.max_steps=2"], ["trainer.max_steps=3", "resume=latest"]):
-        command = [sys.executable, "train.py", *SETTINGS, *overrides, f"run_dir={folder / 'run'}"]
-        ended = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=240, check=False)
+        ended = warm.run("train.py", *SETTINGS, *overrides, f"run_dir={folder / 'run'}", env=env)
         assert ended.returncode == 0, ended.stderr
     return folder / "run"
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+import warm
 from safetensors.torch import save_file
 
 from rl_training.job.build import _check_number_of_processes, _check_sharding
@@ -38,10 +39,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the runs, a folder each."""
     folder = tmp_path_factory.mktemp("replay")
     names = ["plain_1", "plain_2", "plain_2_bare", *([] if NO_DEEPSPEED else [*ZERO, "zero2_2_bare"])]
-    script = Path(__file__).with_name("replay.py")
-    ended = subprocess.run(
-        [sys.executable, str(script), str(folder), *names], cwd=ROOT, capture_output=True, text=True, timeout=240
-    )
+    ended = warm.run("tests/replay.py", str(folder), *names)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     return folder
 

@@ -7,14 +7,13 @@ import errno
 import os
 import resource
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import warm
 from hydra import compose, initialize_config_dir
 
 from rl_training import DrGRPOTrainer, Estimate
@@ -49,8 +48,7 @@ PARTS = [
 
 def test_a_run_killed_at_random_moments_ends_bitwise_where_the_uninterrupted_one_does() -> None:
     """Real SIGKILLs: one anywhere, one where a checkpoint begins to be written."""
-    command = [sys.executable, "benchmarks/kill_resume.py", "--kills", "2", "probe=simple", "trainer.max_steps=6"]
-    ended = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
+    ended = warm.run("benchmarks/kill_resume.py", "--kills", "2", "probe=simple", "trainer.max_steps=6")
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "2 kills of 1 process" in ended.stdout
     assert "bitwise the same as uninterrupted" in ended.stdout

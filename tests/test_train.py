@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import warm
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
@@ -31,7 +32,7 @@ def run(*command: str, timeout: float = 240) -> subprocess.CompletedProcess[str]
 
 
 def train(*overrides: str) -> subprocess.CompletedProcess[str]:
-    return run(sys.executable, "train.py", *overrides)
+    return warm.run("train.py", *overrides)
 
 
 def test_the_main_job_trains_measures_and_reports(tmp_path: Path) -> None:

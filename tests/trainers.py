@@ -1,0 +1,67 @@
+"""Trainers on the embedded default, with quick steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PrinterCallback
+from trl import GRPOConfig, GRPOTrainer
+
+from rl_training import DrGRPOConfig, DrGRPOTrainer
+from rl_training.tasks.arithmetic import arithmetic
+from rl_training.tasks.models import load_tiny
+
+
+def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
+    """Returns what makes trainers that write into a folder: 2 steps of 4 microbatches with 2 prompts x 4 responses."""
+
+    def make(
+        trainer_class: type[GRPOTrainer] = DrGRPOTrainer,
+        *,
+        config_class: type[GRPOConfig] = DrGRPOConfig,
+        probes: Any = None,
+        records: Any = None,
+        buffer: Any = None,
+        dtype: torch.dtype = torch.float32,
+        model: Any = None,
+        optimizers: Any = (None, None),
+        peft_config: Any = None,
+        reward: Any = None,
+        train_dataset: Any = None,
+        **settings: Any,
+    ) -> GRPOTrainer:
+        task = arithmetic(num_train=256, num_eval=8)
+        policy, tokenizer = load_tiny()
+        defaults: dict[str, Any] = {
+            "output_dir": str(folder / "state"),
+            "per_device_train_batch_size": 8,
+            "gradient_accumulation_steps": 4,
+            "num_generations": 4,
+            "max_completion_length": 24,
+            "max_steps": 2,
+            "learning_rate": 3e-4,
+            "weight_decay": 0.1,
+            "lr_scheduler_type": "constant",
+            "logging_steps": 1,
+            "save_strategy": "no",
+            "report_to": [],
+            "disable_tqdm": True,
+        }
+        extra = {} if trainer_class is GRPOTrainer else {"probes": probes or [], "records": records, "buffer": buffer}
+        trainer = trainer_class(
+            model=(model or policy).to(dtype),
+            reward_funcs=reward or task.reward,
+            args=config_class(**{**defaults, **settings}),
+            train_dataset=train_dataset or task.train_dataset,
+            processing_class=tokenizer,
+            optimizers=optimizers,
+            peft_config=peft_config,
+            **extra,
+        )
+        trainer.remove_callback(PrinterCallback)  # hundreds of log lines
+        return trainer
+
+    return make
