@@ -1,17 +1,20 @@
 """What the tests share: no hubs, one thread, trainers with quick steps; and which files are begun first."""
 
 import os
-
-os.environ.setdefault("OMP_NUM_THREADS", "1")
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("WANDB_MODE", "offline")
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+# Libraries read these when they are imported: no test module has been yet.
+TRACKIO = tempfile.TemporaryDirectory(prefix="trackio-")
+os.environ["TRACKIO_DIR"] = TRACKIO.name
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("WANDB_MODE", "offline")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 
 @pytest.fixture

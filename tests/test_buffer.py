@@ -388,7 +388,7 @@ def test_a_filtered_run_is_configured_reported_and_resumed_with_the_same_options
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     """What each rank saw of each run of tests/buffer_ranks.py. Ranks that wait for each other run into the timeout."""
     folder = tmp_path_factory.mktemp("ranks")
-    ended = warm.run("tests/buffer_ranks.py", str(folder), timeout=120)
+    ended = warm.run("tests/buffer_ranks.py", str(folder), timeout=300)
     assert ended.returncode == 0, ended.stderr[-3000:]
     return {
         run: [torch.load(folder / f"{run}_{rank}.pt") for rank in (0, 1)] for run in ("one_sided", "whole", "resumed")

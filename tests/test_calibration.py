@@ -101,6 +101,13 @@ def test_interval_is_student_t_for_an_exact_truth_and_normal_for_an_exact_predic
     assert math.isnan(interval_covers(0.0, math.nan, 0, 1.0))
 
 
+def test_interval_between_the_two_has_welchs_degrees_of_freedom() -> None:
+    """Errors of 1 and 1, the first with 4 degrees of freedom: (1² + 1²)² / (1⁴/4) = 16."""
+    edge = float(stats.t.ppf(0.975, df=16)) * math.sqrt(2)
+    assert interval_covers(edge * 0.999, 1.0, 5, 1.0) == 1
+    assert interval_covers(edge * 1.001, 1.0, 5, 1.0) == 0
+
+
 def test_too_few_pairs_are_nan_with_how_many_are_needed() -> None:
     for count in (0, MIN_PAIRS - 1):
         answers = calibrated(random_pairs(count, seed=3)).estimates()

@@ -37,7 +37,7 @@ SETTINGS = [
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of two steps, resumed for a third, with all loggers at once and without an account."""
     folder = tmp_path_factory.mktemp("loggers")
-    env = {**os.environ, "TRACKIO_DIR": str(folder / "trackio"), "HOME": str(folder), "NETRC": str(folder / "netrc")}
+    env = {**os.environ, "HOME": str(folder), "NETRC": str(folder / "netrc")}
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         env.pop(name, None)
     for overrides in (["trainer.max_steps=2"], ["trainer.max_steps=3", "resume=latest"]):
@@ -139,7 +139,7 @@ def test_tensorboard_holds_every_metric_at_its_step(run_dir: Path) -> None:
 
 
 def test_trackio_holds_every_metric_at_its_step_in_one_run(run_dir: Path) -> None:
-    with sqlite3.connect(run_dir.parent / "trackio" / "rl-training.db") as database:
+    with sqlite3.connect(Path(os.environ["TRACKIO_DIR"]) / "rl-training.db") as database:
         rows = database.execute("SELECT run_name, run_id, step, metrics FROM metrics").fetchall()
         configs = database.execute("SELECT config FROM configs").fetchall()
     rows = [(name, run_id, step, json.loads(metrics)) for name, run_id, step, metrics in rows]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -28,6 +29,9 @@ class Differences(Probe):
         directions = torch.randn(2, layout.matrix.shape[1], generator=generator, dtype=layout.matrix.dtype)
         before = {name: (p.data_ptr(), p.detach().clone()) for name, p in ctx.parameters.items()}
         self.by_difference = contributions(ctx, layout, directions)
+        # One of two ranks with as many sequences: its loss is a mean over its own, the step's gradient that of both.
+        of_two = dataclasses.replace(ctx, loss_weights=2 * ctx.loss_weights, num_ranks=2)
+        self.as_one_of_two_ranks = contributions(of_two, layout, directions)
         assert all(p.data_ptr() == before[n][0] and torch.equal(p, before[n][1]) for n, p in ctx.parameters.items())
 
         gradient = {name: g.double() for name, g in ctx.gradients.items()}
@@ -59,6 +63,7 @@ def test_contributions_equal_the_products_of_each_responses_own_gradient(make_tr
     expected = torch.tensor(probe.by_backward, dtype=torch.float64)
     assert float(expected.abs().max()) > 0
     torch.testing.assert_close(probe.by_difference, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
+    torch.testing.assert_close(probe.as_one_of_two_ranks, probe.by_difference, rtol=1e-9, atol=0)
 
 
 def test_named_responses_come_with_their_texts_lowest_first_and_change_nothing(make_trainer) -> None:

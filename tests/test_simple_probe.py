@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 from dataclasses import dataclass
@@ -15,11 +16,13 @@ from peft import LoraConfig
 from torch import Tensor
 
 from rl_training import Estimate, Probe
-from rl_training.probes import SimpleEntropyProbe
+from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.tasks.models import load_tiny
 
 K, G, L_MAX = 8, 4, 24
 EIGHT_FOLDS = {"gradient_accumulation_steps": K}
+# Microbatches of three prompts, each cut into folds of one prompt and of two.
+UNEQUAL_FOLDS = {"per_device_train_batch_size": 3 * G, "gradient_accumulation_steps": K // 2}
 # A large epsilon makes the first Adam step smooth; otherwise it is a sign, and fp32 noise decides the sign of a zero.
 SMOOTH = {"adam_epsilon": 1e-5, "max_grad_norm": 0.05}
 
@@ -33,7 +36,7 @@ class Snapshot:
     hyperparameters: dict[str, dict[str, Any]]
     max_grad_norm: float
     rollout: Any
-    microbatch_rows: Any
+    fold: Tensor
     update: dict[str, Tensor] | None = None  # θ_after − θ_before
 
 
@@ -58,7 +61,7 @@ class Recorder(Probe):
                 },
                 max_grad_norm=ctx.optimizer.max_grad_norm,
                 rollout=ctx.rollout,
-                microbatch_rows=ctx.microbatch_rows,
+                fold=ctx.fold,
             )
         )
         self.steps[-1] = copy.deepcopy(self.steps[-1])
@@ -91,7 +94,6 @@ class Twin:
         step: Snapshot,
         responses: int,
         estimator: str,
-        num_folds: int = K,
         temperature: float = 1.0,
         max_length: int = L_MAX,
     ) -> None:
@@ -122,12 +124,13 @@ class Twin:
             target: reference.surrogate_weights(*ragged, prompts, estimator, target)
             for target in ("sequence", "length")
         }
-        self.folds = [list(rows) for rows in step.microbatch_rows]
+        self.folds = [(step.fold == k).nonzero().flatten().tolist() for k in range(int(step.fold.max()) + 1)]
         self.chosen = [i for i, p in enumerate(prompts) if prompts[:i].count(p) < responses]
         self.x = {target: [self.entropy_gradient(fold, target) for fold in self.folds] for target in self.weights}
-        self.gradients = gradients = [self.training_gradient(fold) for fold in self.folds]
-        self.update = self.adamw(average(gradients))
-        without = [average([g for j, g in enumerate(gradients) if j != k]) for k in range(num_folds)]
+        self.gradients = [self.training_gradient(fold) for fold in self.folds]
+        self.gradient_of_all = self.mean(dict(enumerate(self.gradients)))
+        self.update = self.adamw(self.gradient_of_all)
+        without = [self.mean({j: g for j, g in enumerate(self.gradients) if j != k}) for k in range(len(self.folds))]
         self.update_without = [self.adamw(gradient) for gradient in without]
         self.update_unclipped = [self.adamw(gradient, max_grad_norm=math.inf) for gradient in without]
         self.parts_without = [self.parts(self.clipped(gradient)) for gradient in without]
@@ -137,8 +140,31 @@ class Twin:
         updates = []
         for k, fold in enumerate(self.folds):
             others = self.training_gradient([i for i in fold if i not in self.chosen])
-            updates.append(self.adamw(average([others if j == k else g for j, g in enumerate(self.gradients)])))
+            updates.append(self.adamw(self.mean({**dict(enumerate(self.gradients)), k: others})))
         return updates
+
+    def mean(self, of_folds: dict[int, dict[str, Tensor]]) -> dict[str, Tensor]:
+        """The mean over the sequences of some folds, from the means over each."""
+        count = sum(len(self.folds[k]) for k in of_folds)
+        return {n: sum(len(self.folds[k]) * g[n] for k, g in of_folds.items()) / count for n in self.params}
+
+    def contributions(self) -> list[float]:
+        """By sequence: the entropy gradient per token of the folds of the other parity, times its part of the step."""
+        level, length = sum(self.entropy_of) / sum(self.lengths), sum(self.lengths) / len(self.lengths)
+        x_of_half = []
+        for parity in (0, 1):
+            x = [self.mean({k: self.x[of][k] for k in range(parity, len(self.folds), 2)}) for of in self.weights]
+            x_of_half.append({n: (x[0][n] - level * x[1][n]) / length for n in self.params})
+        clipped = self.clipped(self.gradient_of_all)
+        factor = {n: part / clipped[n] for n, part in self.parts(clipped)["gradient"].items()}
+        clip = next(float(clipped[n].norm() / g.norm()) for n, g in self.gradient_of_all.items())
+        total = []
+        for i, fold in enumerate(self.step.fold.tolist()):
+            own = self.training_gradient([i])
+            x = x_of_half[1 - fold % 2]
+            step = {n: (factor[n] * clip * g).nan_to_num() for n, g in own.items()}  # 0 / 0: an unused embedding
+            total.append(dot(x, step) / len(self.lengths))
+        return total
 
     def clipped(self, gradient: dict[str, Tensor]) -> dict[str, Tensor]:
         norm = math.sqrt(sum(float(g.square().sum()) for g in gradient.values()))
@@ -208,22 +234,23 @@ class Twin:
             for k, fold in enumerate(self.folds)
         ]
 
-    def forward_stderr(self, statistic: Any) -> float:
-        """Delete-one-fold jackknife, δθ_(−k,−l) ≈ δθ_(−k) + δθ_(−l) − δθ, at the entropy per token of all folds."""
+    def stderr(
+        self, without: list[dict[str, Tensor]], statistic: Any, previous: dict[str, Tensor] | None = None
+    ) -> float:
+        """Delete-one-fold jackknife, δθ_(−k,−l) ≈ δθ_(−k) + δθ_(−l) − δθ, at the entropy per token of all folds.
+
+        without   by fold k: the step δθ_(−k) that X_k is multiplied with
+        previous  the update of the step before: then it is that of ½(forward + backward)
+        """
         values, level = [], sum(self.entropy_of) / sum(self.lengths)
         for out in range(K):
-            updates = [
-                {n: self.update_without[k][n] + self.update_without[out][n] - self.update[n] for n in self.update}
-                for k in range(K)
-            ]
+            updates = [{n: u[n] + self.update_without[out][n] - self.update[n] for n in self.update} for u in without]
+            if previous is not None:
+                updates = [{n: 0.5 * (u[n] + previous[n]) for n in u} for u in updates]
             kept = [row for k, row in enumerate(self.rows(updates)) if k != out]
             values.append(statistic([sum(column) for column in zip(*kept, strict=True)], level))
         mean = sum(values) / K
         return math.sqrt((K - 1) / K * sum((v - mean) ** 2 for v in values))
-
-
-def average(gradients: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    return {n: sum(g[n] for g in gradients) / len(gradients) for n in gradients[0]}
 
 
 def dot(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
@@ -240,23 +267,31 @@ def per_sequence(sums: list[float], level: float | None = None) -> float:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "responses", "temperature", "max_length"),
-    [("rb", 1, 1.0, L_MAX), ("rb", 4, 0.7, 5), ("score", 2, 1.3, L_MAX)],  # within 5 tokens hardly a response ends
+    ("estimator", "responses", "temperature", "max_length", "folds"),
+    [
+        ("rb", 1, 1.0, L_MAX, UNEQUAL_FOLDS),
+        ("rb", 4, 0.7, 5, EIGHT_FOLDS),  # within 5 tokens hardly a response ends
+        ("score", 2, 1.3, L_MAX, EIGHT_FOLDS),
+    ],
 )
-def test_every_estimate_equals_the_plain_twin(make_trainer, estimator, responses, temperature, max_length) -> None:
-    recorder, probe = Recorder(), Answers(estimator=estimator, responses_per_prompt=responses, per_sequence=True)
+def test_every_estimate_equals_the_plain_twin(
+    make_trainer, estimator, responses, temperature, max_length, folds
+) -> None:
+    recorder = Recorder()
+    probe = Answers(estimator=estimator, responses_per_prompt=responses, per_sequence=True, num_folds=K)
     make_trainer(
         probes=[probe, recorder],
         dtype=torch.float64,
         temperature=temperature,
         max_completion_length=max_length,
         reward=lambda completions, **kwargs: [float(sum(map(ord, c)) % 3) for c in completions],
-        **EIGHT_FOLDS,
+        max_steps=3,
+        **folds,
         **SMOOTH,
     ).train()
-    twins = [Twin(step, responses, estimator, K, temperature, max_length) for step in recorder.steps]
+    twins = [Twin(step, responses, estimator, temperature, max_length) for step in recorder.steps[:2]]
     same = {"rel": 1e-3, "abs": 1e-9}  # TRL's fused head computes in fp32
-    for twin, answer in zip(twins, probe.all, strict=True):
+    for twin, answer in zip(twins, probe.all[:2], strict=True):
         for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
             forward, reuse = (
                 statistic([sum(c) for c in zip(*twin.rows(updates), strict=True)])
@@ -264,10 +299,11 @@ def test_every_estimate_equals_the_plain_twin(make_trainer, estimator, responses
             )
             assert answer[f"delta_h/forward{suffix}"].value == pytest.approx(forward, **same)
             assert answer[f"delta_h/reuse{suffix}"].value == pytest.approx(reuse, **same)
-            assert answer[f"delta_h/forward{suffix}"].stderr == pytest.approx(twin.forward_stderr(statistic), **same)
+            stderr = twin.stderr(twin.update_without, statistic)
+            assert answer[f"delta_h/forward{suffix}"].stderr == pytest.approx(stderr, **same)
         assert answer["entropy/token"].value == pytest.approx(sum(twin.entropy_of) / sum(twin.lengths), **same)
         assert answer["entropy/sequence"].value == pytest.approx(sum(twin.entropy_of) / len(twin.lengths), **same)
-    first, second = probe.all
+    first, second, third = probe.all
     rows = twins[1].rows([twins[0].update] * K)
     backward = per_token([sum(c) for c in zip(*rows, strict=True)])
     assert second["delta_h/backward"].value == pytest.approx(backward, **same)
@@ -278,11 +314,15 @@ def test_every_estimate_equals_the_plain_twin(make_trainer, estimator, responses
     assert second["delta_h/cumulative_predicted"].value == pytest.approx(trapezoid, **same)
     measured = second["entropy/token"].value - first["entropy/token"].value
     assert second["delta_h/cumulative_measured"].value == pytest.approx(measured, rel=1e-12)
+    # Up to the third batch: ½F from the first, ½(F + B) from the second and ½B from the third, each with its own noise.
+    half_step = twins[1].stderr(twins[1].update_without, per_token, previous=twins[0].update)
+    ends = 0.5 * first["delta_h/forward"].stderr, 0.5 * third["delta_h/backward"].stderr
+    assert third["delta_h/cumulative_predicted"].stderr == pytest.approx(math.hypot(half_step, *ends), **same)
 
 
 def test_causes_and_own_prompts_equal_the_plain_twin(make_trainer) -> None:
-    recorder, probe = Recorder(), Answers(own_prompts=True, per_sequence=True)
-    make_trainer(probes=[probe, recorder], dtype=torch.float64, **EIGHT_FOLDS, **SMOOTH).train()
+    recorder, probe = Recorder(), Answers(own_prompts=True, per_sequence=True, top_responses=3, num_folds=K)
+    make_trainer(probes=[probe, recorder], dtype=torch.float64, **UNEQUAL_FOLDS, **SMOOTH).train()
     same = {"rel": 2e-4, "abs": 1e-9}
     for step, answer in zip(recorder.steps, probe.all, strict=True):
         twin = Twin(step, responses=1, estimator="rb")
@@ -301,6 +341,15 @@ def test_causes_and_own_prompts_equal_the_plain_twin(make_trainer) -> None:
             }
             for name, expected in value.items():
                 assert answer[f"delta_h/{name}{suffix}"].value == pytest.approx(expected, **same), name
+            for name, without in (
+                ("own_prompts", twin.update_without_chosen()),
+                ("forward_unclipped", twin.update_unclipped),
+            ):
+                stderr = twin.stderr(without, statistic)
+                assert answer[f"delta_h/{name}{suffix}"].stderr == pytest.approx(stderr, rel=1e-3), name
+        lowest = sorted(twin.contributions())[:3]
+        got = [answer[f"delta_h/response/{rank}"].value for rank in (1, 2, 3)]
+        assert got == pytest.approx(lowest, rel=0.02)  # a central difference
 
 
 def test_measuring_per_sequence_adds_a_twin_to_each_change_and_leaves_the_change_per_token_as_it_is(
@@ -479,7 +528,7 @@ def test_off_policy_steps_are_weighted_by_the_importance_ratio(make_trainer) -> 
     recorder, probe = Recorder(), Answers(per_sequence=True)
     make_trainer(probes=[probe, recorder], dtype=torch.float64, max_steps=2, steps_per_generation=8, **SMOOTH).train()
     step, answer = recorder.steps[1], probe.all[1]
-    twin = Twin(step, responses=1, estimator="rb", num_folds=4)
+    twin = Twin(step, responses=1, estimator="rb")
     ratios = [
         math.exp(float((twin.logps[i].detach() - step.rollout.sampling_logps[i])[twin.mask[i]].sum()))
         for i in range(len(twin.lengths))
@@ -502,6 +551,72 @@ def test_off_policy_steps_with_a_small_effective_sample_size_are_nan_with_the_re
     probe = Answers()
     make_trainer(probes=[probe], max_steps=2, steps_per_generation=8, learning_rate=3e-2).train()
     assert all(math.isnan(e.value) and "effective sample size" in e.reason for e in probe.all[1].values())
+
+
+@pytest.mark.parametrize(("known", "measured"), [(16, True), (15, False)])
+def test_importance_weights_are_used_down_to_an_effective_sample_size_of_half_the_batch(
+    make_trainer, known, measured
+) -> None:
+    class Reweighted(Answers):
+        def on_pre_optimizer_step(self, ctx: Any) -> None:
+            sampling_logps = ctx.scores.logps.double().clone()
+            sampling_logps[known:, 0] += 80.0  # of 32 sequences, so many keep a weight
+            rollout = dataclasses.replace(ctx.rollout, sampling_logps=sampling_logps, on_policy=False)
+            super().on_pre_optimizer_step(dataclasses.replace(ctx, rollout=rollout))
+
+    probe = Reweighted()
+    make_trainer(probes=[probe], max_steps=1).train()
+    assert math.isfinite(probe.all[0]["delta_h/reuse"].value) == measured
+    assert ("0.47 of the sequences, below 0.5" in probe.all[0]["delta_h/reuse"].reason) != measured
+
+
+def test_what_stands_in_padded_positions_does_not_matter(make_trainer) -> None:
+    """Two of each probe in one training, one of them shown nan there: all that they say is the same."""
+
+    def with_nan(scores: Any) -> Any:
+        nan = torch.zeros_like(scores.logps).masked_fill(scores.mask == 0, math.nan)
+        return dataclasses.replace(scores, logps=scores.logps + nan, entropies=scores.entropies + nan)
+
+    def shown(ctx: Any) -> Any:
+        return dataclasses.replace(
+            ctx,
+            scores=with_nan(ctx.scores),
+            score=lambda rows: with_nan(ctx.score(rows)),
+            score_rollout=lambda rollout: with_nan(ctx.score_rollout(rollout)),
+        )
+
+    said: dict[str, list[Any]] = {}
+
+    def pair(probe_class: Any, **options: Any) -> list[Probe]:
+        class Keeping(probe_class):
+            def measure(self, ctx: Any) -> dict[str, Estimate]:
+                said.setdefault(self.name, []).append(answers := super().measure(ctx))
+                return answers
+
+        class Shown(Keeping):
+            name = f"{probe_class.name}_shown"
+
+            def on_pre_optimizer_step(self, ctx: Any) -> None:
+                super().on_pre_optimizer_step(shown(ctx))
+
+            def on_optimizer_step(self, ctx: Any) -> None:
+                super().on_optimizer_step(shown(ctx))
+
+            def measure(self, ctx: Any) -> dict[str, Estimate]:
+                return super().measure(shown(ctx))
+
+        return [Keeping(**options), Shown(**options)]
+
+    every_option = {"own_prompts": True, "per_sequence": True, "top_responses": 2, "validate_every": 1}
+    probes = [
+        *pair(SimpleEntropyProbe, **every_option, validate_sequences=12),
+        *pair(GradientNoiseScaleProbe, split_prompts=1),
+        *pair(EffectiveSampleSizeProbe),
+    ]
+    make_trainer(probes=probes, steps_per_generation=8).train()  # the second step is off-policy
+    assert said["simple"][0]["delta_h/true"].value != 0
+    for name in ("simple", "gns", "ess"):
+        assert repr(said[name]) == repr(said[f"{name}_shown"])
 
 
 def test_one_microbatch_has_no_forward_and_says_how_to_get_one(make_trainer) -> None:

@@ -27,7 +27,7 @@ SMALL = [
 ]
 
 
-def run(*command: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def run(*command: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
 
 

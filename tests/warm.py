@@ -27,7 +27,7 @@ SERVER = get_context("forkserver")
 SERVER.set_forkserver_preload(["torch", "trl.trainer.grpo_trainer", "peft", "hydra", "rl_training.job.build"])
 
 
-def run(*command: str, env: Mapping[str, str] | None = None, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def run(*command: str, env: Mapping[str, str] | None = None, timeout: float = 600) -> subprocess.CompletedProcess[str]:
     """Returns what a Python program of the repository said and how it ended: `run("train.py", "--help")`.
 
     env  its whole environment, by default this one. What a library reads while it is imported was read before the fork
