@@ -280,18 +280,18 @@ def test_every_third_step_is_measured_and_no_other(make_trainer) -> None:
 def test_every_measured_step_draws_prompts_of_its_own(make_trainer) -> None:
     class Listens(TruthProbe):
         def on_pre_optimizer_step(self, ctx: StepContext) -> None:
-            def listening(num_sequences: int, seed: int) -> Rollout:
-                rollout = ctx.sample(num_sequences, seed)
-                self.prompts.append([ctx.decode(ids) for ids in rollout.prompt_ids])
-                return rollout
+            def listening(rollout: Rollout) -> Scores:
+                self.prompts[-1].extend(ctx.policy.decode(ids) for ids in rollout.prompt_ids)
+                return ctx.policy.score_rollout(rollout)
 
-            super().on_pre_optimizer_step(dataclasses.replace(ctx, sample=listening))
+            self.prompts.append([])
+            super().on_pre_optimizer_step(dataclasses.replace(ctx, policy=ScoredBy(ctx.policy, listening)))
 
     probe = Listens(num_sequences=8)
     probe.prompts = []
     make_trainer(probes=[probe]).train()
-    first, second = probe.prompts
-    assert len(set(first) - set(second)) > 4
+    first, second = map(set, probe.prompts)
+    assert len(first - second) > 4
 
 
 def test_a_score_that_is_not_finite_is_nan_with_its_reason(make_trainer) -> None:

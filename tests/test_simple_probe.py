@@ -570,20 +570,32 @@ def test_importance_weights_are_used_down_to_an_effective_sample_size_of_half_th
     assert ("0.47 of the sequences, below 0.5" in probe.all[0]["delta_h/reuse"].reason) != measured
 
 
+def nan_in_padding(scores: Any) -> Any:
+    nan = torch.zeros_like(scores.logps).masked_fill(scores.mask == 0, math.nan)
+    return dataclasses.replace(scores, logps=scores.logps + nan, entropies=scores.entropies + nan)
+
+
+class NanInPadding:
+    """A policy whose scores are nan in padded positions."""
+
+    def __init__(self, policy: Any) -> None:
+        self._policy = policy
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._policy, name)
+
+    def score(self, rollout: Any, rows: Tensor) -> Any:
+        return nan_in_padding(self._policy.score(rollout, rows))
+
+    def score_rollout(self, rollout: Any) -> Any:
+        return nan_in_padding(self._policy.score_rollout(rollout))
+
+
 def test_what_stands_in_padded_positions_does_not_matter(make_trainer) -> None:
     """Two of each probe in one training, one of them shown nan there: all that they say is the same."""
 
-    def with_nan(scores: Any) -> Any:
-        nan = torch.zeros_like(scores.logps).masked_fill(scores.mask == 0, math.nan)
-        return dataclasses.replace(scores, logps=scores.logps + nan, entropies=scores.entropies + nan)
-
     def shown(ctx: Any) -> Any:
-        return dataclasses.replace(
-            ctx,
-            scores=with_nan(ctx.scores),
-            score=lambda rows: with_nan(ctx.score(rows)),
-            score_rollout=lambda rollout: with_nan(ctx.score_rollout(rollout)),
-        )
+        return dataclasses.replace(ctx, scores=nan_in_padding(ctx.scores), policy=NanInPadding(ctx.policy))
 
     said: dict[str, list[Any]] = {}
 

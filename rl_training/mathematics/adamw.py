@@ -114,7 +114,11 @@ def adamw_delta(
     `exp_avg`, `exp_avg_sq` and `step` as they stood BEFORE the step; `grad` after clipping. `grad` may carry leading
     dimensions, (..., *param.shape): each is a step of its own from the same state, as leave-fold-out needs.
 
-    Example, the very first step, where Adam moves by the sign: adamw_delta(0., 3., 0., 0., 0, lr=.1, ...).total = −.1
+    The very first step, where Adam moves by the sign:
+
+    >>> param, grad, zeros = torch.zeros(2), torch.tensor([3.0, -0.2]), torch.zeros(2)
+    >>> adamw_delta(param, grad, zeros, zeros, 0, lr=0.1, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0).total
+    tensor([-0.1000,  0.1000])
     """
     beta1, beta2 = betas
     bias_correction1 = 1.0 - beta1 ** (step + 1)

@@ -43,6 +43,9 @@ class Estimate:
         """Returns h such that value ± h is the Student-t interval of this coverage; nan without a standard error.
 
         h = t_{(1+coverage)/2, num_samples−1} · stderr.
+
+        >>> round(Estimate(-2.0, stderr=0.1, num_samples=8).half_width(), 4)
+        0.2365
         """
         if math.isnan(self.stderr):
             return math.nan

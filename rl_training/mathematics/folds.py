@@ -34,7 +34,11 @@ def leave_fold_out(mean: Tensor, folds: Tensor, fold_sizes: Tensor, total_size: 
 
 
 def ranges_of(sizes: Sequence[int]) -> tuple[range, ...]:
-    """Returns the rows of parts that lie one after another: ranges_of([2, 3]) == (range(0, 2), range(2, 5))."""
+    """Returns the rows of parts that lie one after another.
+
+    >>> ranges_of([2, 3])
+    (range(0, 2), range(2, 5))
+    """
     ends = [0, *itertools.accumulate(sizes)]
     return tuple(range(a, b) for a, b in itertools.pairwise(ends))
 
@@ -45,7 +49,8 @@ def fold_ranges(microbatch_sizes: Sequence[int], num_folds: int, responses_per_p
     Up to one fold per microbatch, a fold is one or several microbatches in a row; beyond, each microbatch is cut into
     slices of whole prompts. ValueError, naming a number that would do, when that is impossible.
 
-    Example: fold_ranges([8, 8], 4, responses_per_prompt=2) == (range(0, 4), range(4, 8), range(8, 12), range(12, 16))
+    >>> fold_ranges([8, 8], 4, responses_per_prompt=2)
+    (range(0, 4), range(4, 8), range(8, 12), range(12, 16))
     """
     num_microbatches, prompts = len(microbatch_sizes), min(microbatch_sizes) // responses_per_prompt
     if num_folds <= num_microbatches:
@@ -66,14 +71,19 @@ def fold_ranges(microbatch_sizes: Sequence[int], num_folds: int, responses_per_p
 
 
 def fold_numbers(folds: Sequence[range]) -> Tensor:
-    """Returns the fold of each row, (rows,): fold_numbers([range(0, 2), range(2, 3)]) == [0, 0, 1]."""
+    """Returns the fold of each row, (rows,).
+
+    >>> fold_numbers([range(0, 2), range(2, 3)])
+    tensor([0, 0, 1])
+    """
     return torch.repeat_interleave(torch.tensor([len(rows) for rows in folds]))
 
 
 def response_number(prompt_index: Tensor) -> Tensor:
     """Returns, for each sequence, how many earlier sequences answer the same prompt: 0 for a prompt's first response.
 
-    Example: response_number([7, 7, 3, 7, 3]) == [0, 1, 0, 2, 1]
+    >>> response_number(torch.tensor([7, 7, 3, 7, 3]))
+    tensor([0, 1, 0, 2, 1])
     """
     order = prompt_index.argsort(stable=True)
     _, sizes = prompt_index[order].unique_consecutive(return_counts=True)

@@ -33,7 +33,14 @@ def jackknife_stderr(
     sums_without  (K, m), row l the sums without fold l; this rank's folds only
     reduce        sums a tensor over the ranks
 
-    Example: the mean of x_1..x_K has statistic s ↦ s[0]/s[1] with s = (Σx, K), and se = sd(x)/√K.
+    The mean of x_1..x_K has statistic s ↦ s[0]/s[1] with s = (Σx, K), and se = sd(x)/√K:
+
+    >>> x = torch.tensor([1.0, 3.0, 5.0, 7.0], dtype=torch.float64)
+    >>> rows = torch.stack([x, torch.ones(4)], dim=1)
+    >>> sums = rows.sum(dim=0)
+    >>> error = jackknife_stderr(lambda s: s[..., 0] / s[..., 1], sums, sums - rows, reduce=lambda y: y)
+    >>> torch.isclose(error, x.std() / 2)
+    tensor(True)
     """
     full = statistic(sums)
     deviations = statistic(sums_without) - full  # centred, so that the square does not cancel

@@ -100,8 +100,11 @@ def plan_blocks(
     The budget is for the held rows (one or two a sequence) and the fp32 rows of one microbatch that streams by.
 
     Raises ValueError, saying how much would do, when not even one row fits.
-    Example: 3 rows of 4 bytes, a microbatch of 1, of 10 parameters, need 80 bytes: plan_blocks(3, 9, 10,
-    memory_bytes=160, microbatch=1, both=False).rows_per_block == 3
+
+    Rows of 10 parameters take 40 bytes; of 160, one is for the microbatch that streams by:
+
+    >>> plan_blocks(3, 9, 10, memory_bytes=160, microbatch=1, both=False).rows_per_block
+    3
     """
     streaming = 4 * microbatch * num_parameters
     per_row = bytes_per_entry * (1 + both) * num_parameters

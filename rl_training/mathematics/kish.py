@@ -27,7 +27,10 @@ def kish_sums(weights: Tensor) -> Tensor:
 def kish_size_of_sums(total: float, total_of_squares: float) -> float:
     """Returns Kish's effective sample size (Σ|w|)² / Σw² from `kish_sums` over all parts; nan when all weights are 0.
 
-    Example: two ranks with the weights (1, 1) and (2,) have the sums (2, 2) and (2, 4): 4² / 6 = 2.67 sequences.
+    Two ranks with the weights (1, 1) and (2,) have the sums (2, 2) and (2, 4), and 4² / 6 sequences:
+
+    >>> round(kish_size_of_sums(2 + 2, 2 + 4), 3)
+    2.667
     """
     return total * total / total_of_squares if total_of_squares else math.nan
 
@@ -35,7 +38,8 @@ def kish_size_of_sums(total: float, total_of_squares: float) -> float:
 def kish_size(weights: Tensor) -> float:
     """Returns Kish's effective sample size (Σ|w|)² / Σw² of (n,) weights: between 1 and n; nan when all weights are 0.
 
-    Example: kish_size([3, 3, 3]) == 3,  kish_size([0, 5, 0]) == 1,  kish_size([1, −3]) == 4² / 10 == 1.6
+    >>> [kish_size(torch.tensor(weights)) for weights in ([3.0, 3.0, 3.0], [0.0, 5.0, 0.0], [1.0, -3.0])]
+    [3.0, 1.0, 1.6]
     """
     total, total_of_squares = kish_sums(weights).tolist()
     return kish_size_of_sums(total, total_of_squares)

@@ -25,7 +25,10 @@ def noise_moments(block_sq_norm: Tensor, batch_sq_norm: Tensor, block_size: floa
     block_sq_norm  mean of |g_b|² over the blocks        block_size  b, units in a block
     batch_sq_norm  |g_B|²                                batch_size  B > b, units in all of them
 
-    Example, noiseless: |g_b|² = |g_B|² = 4 gives (0, 4).
+    Without noise, |g_b|² = |g_B|² = 4 gives
+
+    >>> noise_moments(torch.tensor(4.0), torch.tensor(4.0), block_size=2, batch_size=8)
+    tensor([0., 4.])
     """
     trace = (block_sq_norm - batch_sq_norm) / (1.0 / block_size - 1.0 / batch_size)
     grad_sq_norm = (batch_size * batch_sq_norm - block_size * block_sq_norm) / (batch_size - block_size)

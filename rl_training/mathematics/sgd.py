@@ -31,8 +31,12 @@ class SGDState:
     def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
         """Returns the change δθ that torch.optim.SGD would make, in parts; nothing is modified.
 
-        `grad` may carry leading dimensions, (..., *param.shape). Example: SGDState(None, lr=.1, momentum=0, ...) moves
-        by −.1 grad.
+        `grad` may carry leading dimensions, (..., *param.shape).
+
+        >>> import torch
+        >>> state = SGDState(None, lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0, nesterov=False)
+        >>> state.delta(torch.zeros(2), torch.tensor([1.0, -2.0])).total
+        tensor([-0.1000,  0.2000])
         """
         factor, buffer = self.gradient_factor(param, grad), self.momentum_buffer
         of_buffer = self.momentum**2 if self.nesterov else self.momentum

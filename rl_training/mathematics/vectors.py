@@ -19,7 +19,9 @@ class FlatVectors:
     """`num_rows` vectors over the same named parameters: a (num_rows, P) matrix, at least fp32, all zero at first.
 
     device   where it lies, that of the parameters by default; on another one, "cpu", every product goes through there
-    Example: FlatVectors({"w": torch.zeros(2, 3)}, num_rows=4).view("w").shape == (4, 2, 3)
+
+    >>> FlatVectors({"w": torch.zeros(2, 3)}, num_rows=4).view("w").shape
+    torch.Size([4, 2, 3])
     """
 
     def __init__(

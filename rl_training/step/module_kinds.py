@@ -19,7 +19,8 @@ _WORDS = (
 def module_kind(name: str) -> str:
     """Returns the kind of the module that the parameter of this name belongs to, one of KINDS.
 
-    Example: module_kind("model.layers.0.self_attn.q_proj.weight") == "attention"
+    >>> module_kind("model.layers.0.self_attn.q_proj.weight")
+    'attention'
     """
     for kind, words in _WORDS:
         if any(word in name for word in words):
@@ -30,7 +31,8 @@ def module_kind(name: str) -> str:
 def layer(name: str) -> str:
     """Returns the number of the layer that the parameter of this name belongs to; outside of layers, its kind.
 
-    Example: layer("model.layers.11.mlp.up_proj.lora_A.default.weight") == "11";  layer("model.norm.weight") == "norm"
+    >>> layer("model.layers.11.mlp.up_proj.lora_A.default.weight"), layer("model.norm.weight")
+    ('11', 'norm')
     """
     number = re.search(r"\.(?:layers|layer|h|blocks)\.(\d+)\.", name)
     return number.group(1) if number else module_kind(name)

@@ -81,7 +81,8 @@ def arithmetic_reward(completions: list[str], answer: list[str], **kwargs: Any) 
 
     A second opening or closing tag anywhere scores 0.0: who lists several answers has given none.
 
-    Example: `arithmetic_reward(["9-3=6</think><answer>6</answer>", "6"], answer=["6", "6"])` is `[1.0, 0.0]`.
+    >>> arithmetic_reward(["9-3=6</think><answer>6</answer>", "6"], answer=["6", "6"])
+    [1.0, 0.0]
     """
     return [float(given_answer(text) == right) for text, right in zip(completions, answer, strict=True)]
 
