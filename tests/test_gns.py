@@ -22,11 +22,19 @@ from torch.nn.parallel import DistributedDataParallel
 from rl_training import Estimate
 from rl_training.live.tap import GradientTap
 from rl_training.mathematics.adamw import WARM_STEPS, AdamWState
-from rl_training.mathematics.noise_scale import noise_moments, split_of_trace
+from rl_training.mathematics.noise_scale import (
+    Averages,
+    average,
+    noise_moments,
+    noise_scale_interval,
+    signal_to_noise_interval,
+    split_of_trace,
+)
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
 from rl_training.mathematics.vectors import CHUNK, JOINED, flat_dot
 from rl_training.probes import GradientNoiseScaleProbe
+from rl_training.probes.gns import BOUNDS
 from rl_training.step.rollout import Rollout
 from rl_training.step.types import OptimizerView, StepContext
 
@@ -214,9 +222,11 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     expected = {
         "gns/trace": trace,
         "gns/grad_sq_norm": grad_sq_norm,
+        "gns/signal_to_noise": grad_sq_norm / trace,
         "gns/noise_scale_prompts": trace / grad_sq_norm,
         "gns/batch_ratio": 32 * grad_sq_norm / trace,
     }
+    between = dict.fromkeys(("gns/noise_scale_prompts", "gns/batch_ratio"), 0)
     hits = dict.fromkeys(expected, 0)
     for _ in range(400):
         probe = GradientNoiseScaleProbe()
@@ -227,9 +237,50 @@ def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
         probe.load_state_dict({"history": history})
         last = Loop(probe).step(truth.draw(4, 8, generator=generator))
         for name, value in expected.items():
-            assert last[name].num_samples == 30  # 40 steps of unequal weight
+            assert last[name].num_samples == 18  # 40 steps of unequal weight, whose variance is a sum with weights w²
             hits[name] += abs(last[name].value - value) < last[name].half_width()
-    assert all(0.90 < count / 400 < 0.98 for count in hits.values()), hits
+        for name in between:
+            between[name] += last[f"{name}_low"].value < expected[name] < last[f"{name}_high"].value
+    assert all(0.92 < count / 400 < 0.98 for count in (*hits.values(), *between.values())), (hits, between)
+
+
+def test_an_interval_of_the_noise_scale_holds_the_infinite_one_as_often_as_it_says() -> None:
+    """No signal, |G|² = 0: half of the runs still have a finite value, and nearly all an interval without upper end."""
+    truth, generator = Truth(), seeded(13)
+    finite = unbounded = 0
+    for _ in range(400):
+        blocks = (truth.draw(40, 4, 8, generator=generator) - truth.mean).mean(dim=2)
+        squares = blocks.square().sum(dim=2).mean(dim=1), blocks.mean(dim=1).square().sum(dim=1)
+        averages = average(noise_moments(*squares, block_size=8, batch_size=32), decay=0.95)
+        finite += averages.signal_to_noise > 0
+        unbounded += math.isinf(noise_scale_interval(signal_to_noise_interval(averages))[1])
+    assert 0.4 < finite / 400 < 0.6
+    assert unbounded / 400 > 0.96  # all but the 2.5 % whose interval lies above 0
+
+
+@pytest.mark.parametrize("signal", [3.0, 0.2, -0.5])
+def test_fieller_interval_is_every_ratio_that_the_errors_do_not_speak_against(signal: float) -> None:
+    """By trying ratios one after another, from two averages whose errors are correlated."""
+    covariance = torch.tensor([[0.04, 0.05], [0.05, 0.25]], dtype=torch.float64)
+    averages = Averages(torch.tensor([2.0, signal], dtype=torch.float64), covariance, math.nan, 40.0, degrees=5.0)
+    quantile = 2.570581835636314  # of Student's t, 5 degrees
+    tried = torch.linspace(-4, 4, 800_001, dtype=torch.float64)
+    error = (covariance[1, 1] - 2 * tried * covariance[0, 1] + tried.square() * covariance[0, 0]).sqrt()
+    inside = tried[(signal - 2 * tried).abs() <= quantile * error]
+    low, high = signal_to_noise_interval(averages)
+    assert (low, high) == (pytest.approx(float(inside[0]), abs=2e-5), pytest.approx(float(inside[-1]), abs=2e-5))
+    assert low < signal / 2 < high
+
+
+def test_interval_of_the_noise_scale_is_the_other_one_upside_down_without_what_is_negative() -> None:
+    assert noise_scale_interval((0.01, 0.05)) == (20.0, 100.0)
+    assert noise_scale_interval((-0.01, 0.05)) == (20.0, math.inf)
+    assert noise_scale_interval((-0.05, -0.01)) == (math.inf, math.inf)
+
+
+def test_without_a_trace_that_is_known_any_ratio_is_possible() -> None:
+    averages = Averages(torch.tensor([1.0, 1.0]), torch.eye(2), math.nan, 40.0, degrees=5.0)
+    assert signal_to_noise_interval(averages) == (-math.inf, math.inf)
 
 
 # --- two ranks --------------------------------------------------------------------------------------------------------
@@ -347,17 +398,22 @@ def test_what_is_reported_is_the_weighted_mean_of_the_steps_and_its_jackknife() 
     statistic = {
         "gns/trace": lambda s: s[0] / s[2],
         "gns/grad_sq_norm": lambda s: s[1] / s[2],
-        "gns/noise_scale_prompts": lambda s: s[0] / s[1],
-        "gns/noise_scale_sequences": lambda s: G * s[0] / s[1],
+        "gns/signal_to_noise": lambda s: s[1] / s[0],
+        "gns/batch_ratio": lambda s: 32 * s[1] / s[0],
     }
     for name, of in statistic.items():
         estimate = answers[-1][name]
         assert estimate.value == pytest.approx(of([sum(column) for column in zip(*terms, strict=True)]), rel=1e-10)
         assert estimate.stderr == pytest.approx(reference.jackknife_stderr(of, terms), rel=1e-9)
-        assert estimate.num_samples == int(sum(weights) ** 2 / sum(w * w for w in weights))
-    scale, ratio = answers[-1]["gns/noise_scale_prompts"], answers[-1]["gns/batch_ratio"]
-    assert ratio.value == pytest.approx(32 / scale.value, rel=1e-12)
-    assert ratio.stderr / ratio.value == pytest.approx(scale.stderr / scale.value, rel=1e-12)
+        assert estimate.num_samples == int(sum(w**2 for w in weights) ** 2 / sum(w**4 for w in weights))
+    ratio = answers[-1]["gns/batch_ratio"]
+    for name, unit in (("prompts", 1), ("sequences", G)):
+        scale, low, high = (answers[-1][f"gns/noise_scale_{name}{end}"].value for end in BOUNDS)
+        assert scale == pytest.approx(unit * 32 / ratio.value, rel=1e-12)
+        assert low == pytest.approx(unit * 32 / answers[-1]["gns/batch_ratio_high"].value, rel=1e-12)
+        assert high == pytest.approx(unit * 32 / answers[-1]["gns/batch_ratio_low"].value, rel=1e-12)
+        relative = answers[-1][f"gns/noise_scale_{name}"].stderr / scale
+        assert relative == pytest.approx(ratio.stderr / ratio.value, rel=1e-12)
 
 
 def test_state_stays_small_and_brings_a_resumed_probe_to_the_same_answers() -> None:
@@ -396,9 +452,25 @@ def test_a_gradient_that_is_lost_in_its_noise_has_no_scale() -> None:
     vectors[1] *= -1
     answers = Loop(GradientNoiseScaleProbe()).step(vectors)
     assert answers["gns/grad_sq_norm"].value == pytest.approx(-DIM)
-    for name in ("gns/noise_scale_prompts", "gns/noise_scale_sequences", "gns/batch_ratio"):
+    for name in ("gns/noise_scale_prompts", "gns/noise_scale_sequences"):
         assert math.isnan(answers[name].value)
         assert "lost in its noise" in answers[name].reason
+    # tr Σ = 4 · 2 DIM from two blocks of 4, at ±1 each entry; 8 prompts in the batch
+    assert answers["gns/signal_to_noise"].value == pytest.approx(-1 / 8)
+    assert answers["gns/batch_ratio"].value == pytest.approx(-1.0)
+
+
+def test_an_unbounded_scale_has_a_value_and_a_lower_end_but_no_error_bar() -> None:
+    truth, generator, loop = Truth(), seeded(14), Loop(GradientNoiseScaleProbe())
+    unbounded = []
+    for _ in range(60):
+        answers = loop.step((truth.draw(2, 2, generator=generator) - truth.mean).contiguous())
+        if math.isinf(answers["gns/noise_scale_prompts_high"].value):
+            unbounded.append((answers["gns/noise_scale_prompts"], answers["gns/noise_scale_prompts_low"].value))
+            assert answers["gns/batch_ratio_low"].value <= 0
+    assert len(unbounded) > 20
+    assert all(math.isnan(scale.stderr) and low > 0 for scale, low in unbounded)
+    assert any("no upper end" in scale.reason and low < scale.value for scale, low in unbounded)
 
 
 def test_a_step_without_any_gradient_has_no_scale_but_moments_of_zero() -> None:

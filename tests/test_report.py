@@ -17,6 +17,7 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.records.compare.command import main
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report import print_summary, write_report
+from rl_training.records.report.figures import draw_figures
 from rl_training.records.report.series import curve, gaps, naive_of, read_run, why_it_ends
 from rl_training.records.report.summary import MISSING, summarize
 
@@ -104,6 +105,33 @@ def test_no_ratio_to_a_measured_change_within_its_own_error_of_zero(tmp_path: Pa
     sums = ("delta_h/cumulative_measured", "delta_h/cumulative_predicted")
     records.write_estimates(2, 1, "simple", {name: Estimate(-0.2, 0.1, 8) for name in sums})  # ± 0.24
     assert summary(tmp_path)["predicted / measured"] == (MISSING, "the measured change is within its own error of 0")
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "value", "words"),
+    [
+        (100.0, 400.0, "200 (100 … 400) prompts", "0.08 to 0.32 of it: larger batches still pay"),
+        (4.0, 10.0, "200 (4 … 10) prompts", "3.20 to 8.00 of it: a smaller batch"),
+        (20.0, 60.0, "200 (20 … 60) prompts", "it is about right"),
+        (20.0, 100.0, "200 (20 … 100) prompts", "not known yet"),
+        (120.0, math.inf, "above 120 prompts", "0.00 to 0.27 of it: larger batches still pay"),
+        (30.0, math.inf, "above 30 prompts", "not known yet"),
+        (math.inf, math.inf, "no end to it", "larger batches still pay"),
+    ],
+)
+def test_what_the_noise_scale_says_of_the_batch_follows_its_interval(
+    tmp_path: Path, low: float, high: float, value: str, words: str
+) -> None:
+    """32 prompts a step, and 200 as the value, whatever the interval is."""
+    numbers = {"noise_scale_prompts": 200.0, "noise_scale_prompts_low": low, "noise_scale_prompts_high": high}
+    numbers |= {"batch_ratio": 0.16, "batch_ratio_low": 32 / high, "batch_ratio_high": 32 / low}
+    record_run(tmp_path, [1, 2])
+    estimates = {f"gns/{name}": Estimate(v, 1.0, 20) for name, v in numbers.items()}
+    Records(tmp_path / "logs").write_estimates(2, 1, "gns", estimates)
+    text, note = summary(tmp_path)["noise scale"]
+    assert text == value
+    assert words in note
+    assert any(picture.file == "noise_scale.png" for picture in draw_figures(read_run(tmp_path)))
 
 
 def test_reasons_are_listed_once_with_their_first_step(tmp_path: Path) -> None:

@@ -6,17 +6,23 @@ B = M b of them,
 
     |G|²^ = (B |g_B|² − b mean|g_b|²) / (B − b)         tr Σ^ = (mean|g_b|² − |g_B|²) / (1/b − 1/B).
 
-Both are unbiased, and |G|²^ may come out negative.
+Both are unbiased, and |G|²^ may come out negative. So the noise scale may have no value, and |G|² / tr Σ, its inverse,
+always has one: the signal-to-noise ratio of one unit.
 
 Source: McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+
 import torch
+from scipy.special import stdtrit
 from torch import Tensor
 
 from rl_training.mathematics.jackknife import jackknife_stderr
+from rl_training.mathematics.kish import kish_size
 
 
 def noise_moments(block_sq_norm: Tensor, batch_sq_norm: Tensor, block_size: float, batch_size: float) -> Tensor:
@@ -47,21 +53,83 @@ def split_of_trace(same_prompt: Tensor, moments: Tensor, responses_per_prompt: i
     return torch.stack([between, trace - between], dim=-1)
 
 
-def weighted_ratio(history: Tensor, decay: float) -> tuple[Tensor, Tensor, float]:
-    """Returns the averaged (tr Σ, |G|²), the jackknife errors of these and of their ratio (3,), the effective steps.
+@dataclass(frozen=True)
+class Averages:
+    """tr Σ and |G|², averaged over steps, and how well they are known together."""
 
-    history  (steps, 2), oldest first; the weight of a step is decay^age. Rows that are not finite are not counted.
+    means: Tensor  # (2,), tr Σ and |G|²
+    covariance: Tensor  # (2, 2), of the two means
+    signal_to_noise_stderr: float  # of |G|² / tr Σ
+    steps: float  # effective number of steps averaged
+    degrees: float  # of freedom of the covariance, for Student-t
+
+    @property
+    def signal_to_noise(self) -> float:
+        """|G|² / tr Σ: of one unit; nan where both are 0."""
+        trace, grad_sq_norm = self.means
+        return float(grad_sq_norm / trace)
+
+
+def average(history: Tensor, decay: float) -> Averages:
+    """Returns the averages over steps of (tr Σ, |G|²), with the delete-one-step jackknife's covariance.
+
+    history  (steps, 2), oldest first; the weight of a step is w = decay^age. Rows that are not finite are not counted.
+
+    The steps averaged are worth (Σw)²/Σw² equal ones. Their variance is itself a sum with weights w², so that it has
+    the degrees of freedom of (Σw²)²/Σw⁴ equal terms (Satterthwaite 1946), less one: 18 with decay .95.
     """
     ages = torch.arange(len(history) - 1, -1, -1, dtype=history.dtype)
     known = history.isfinite().all(dim=1)
     weights, rows = (decay**ages)[known], history[known]
+    if not len(rows):
+        nan = torch.full((2, 2), torch.nan, dtype=history.dtype)
+        return Averages(nan[0], nan, math.nan, 0.0, 0.0)
     terms = torch.cat([weights.unsqueeze(1) * rows, weights.unsqueeze(1)], dim=1)
-
-    def statistic(sums: Tensor) -> Tensor:
-        trace, grad_sq_norm, weight = sums.unbind(-1)
-        return torch.stack([trace / weight, grad_sq_norm / weight, trace / grad_sq_norm], dim=-1)
-
     sums = terms.sum(dim=0)
-    stderr = jackknife_stderr(statistic, sums, sums - terms, reduce=lambda tensor: tensor)
-    effective_steps = float(weights.sum() ** 2 / weights.square().sum()) if len(weights) else 0.0
-    return statistic(sums)[:2], stderr, effective_steps
+    without = sums - terms
+    deviations = without[:, :2] / without[:, 2:] - sums[:2] / sums[2]
+    deviations = deviations - deviations.mean(dim=0)
+
+    def ratio(sums: Tensor) -> Tensor:
+        return sums[..., 1] / sums[..., 0]
+
+    return Averages(
+        means=sums[:2] / sums[2],
+        covariance=(len(rows) - 1) / len(rows) * deviations.T @ deviations,
+        signal_to_noise_stderr=float(jackknife_stderr(ratio, sums, without, reduce=lambda tensor: tensor)),
+        steps=kish_size(weights),
+        degrees=kish_size(weights.square()) - 1.0,
+    )
+
+
+def signal_to_noise_interval(averages: Averages, coverage: float = 0.95) -> tuple[float, float]:
+    """Returns Fieller's interval of |G|² / tr Σ; its ends may be negative, as the estimate may.
+
+    It holds the ρ that the data do not speak against: with T, S the averages of tr Σ and |G|² and q Student's quantile,
+
+        (S − ρT)² ≤ q² (V_SS − 2ρ V_TS + ρ² V_TT).
+
+    Unlike value ± q·stderr of the ratio, this asks only S and T to be normal. An interval of the noise scale 1/ρ is the
+    same set upside down, and has no upper end where ρ = 0 is in it. (−∞, ∞) where tr Σ itself is lost in its error.
+
+    Example, T = 1 without error, S = 3 ± 1 and infinitely many degrees: 3 ± 1.96.
+
+    Source: Fieller 1954, "Some problems in interval estimation".
+    """
+    quantile = float(stdtrit(averages.degrees, 0.5 + 0.5 * coverage))
+    trace, grad_sq_norm = averages.means.tolist()
+    (of_trace, mixed), (_, of_grad) = (quantile**2 * averages.covariance).tolist()
+    square, linear, constant = trace**2 - of_trace, trace * grad_sq_norm - mixed, grad_sq_norm**2 - of_grad
+    if not square > 0:
+        return -math.inf, math.inf
+    half = math.sqrt(max(linear**2 - square * constant, 0.0))  # below 0 by rounding only: S/T is always inside
+    return (linear - half) / square, (linear + half) / square
+
+
+def noise_scale_interval(signal_to_noise: tuple[float, float]) -> tuple[float, float]:
+    """Returns the interval of tr Σ / |G|², in which only positive ones are: ∞ where |G|² = 0 cannot be ruled out.
+
+    Example: noise_scale_interval((-0.01, 0.05)) == (20, inf).
+    """
+    low, high = (1.0 / end if end > 0 else math.inf for end in signal_to_noise)
+    return high, low

@@ -8,8 +8,10 @@ g_b of M blocks (microbatches, over all ranks) of b prompts each, and g_B of the
     |G|²^ = (B |g_B|² − b mean|g_b|²) / (B − b)         tr Σ^ = (mean|g_b|² − |g_B|²) / (1/b − 1/B).
 
 Both are unbiased, and |G|²^ may come out negative. One step says little, so they are averaged over steps with weights
-decay^age, numerator and denominator apart, and divided last; the error is a delete-one-step jackknife of that ratio.
-In Adam's metric |x|² is Σ P x² with P of the step before, where v > 0, once v is warm.
+decay^age, apart, and divided last, both ways: |G|² / tr Σ always has a value; its inverse, the noise scale, has none
+where the averaged |G|² is not above 0, and an interval (Fieller's) that has no upper end where |G|² may be 0. Errors
+are a delete-one-step jackknife's. In Adam's metric |x|² is Σ P x² with P of the step before, where v > 0, once v is
+warm.
 
 No further pass, and only norms are kept; during a step also Adam's preconditioner of small parameters, one fp32 vector.
 Measured before clipping.
@@ -30,14 +32,21 @@ Source: McCandlish et al. 2018, "An empirical model of large-batch training", ap
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from rl_training.mathematics.adamw import WARM_STEPS
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
-from rl_training.mathematics.noise_scale import noise_moments, split_of_trace, weighted_ratio
+from rl_training.mathematics.noise_scale import (
+    Averages,
+    average,
+    noise_moments,
+    noise_scale_interval,
+    signal_to_noise_interval,
+    split_of_trace,
+)
 from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
 from rl_training.mathematics.vectors import as_flat, flat_dot
 from rl_training.probes.base import Need, Probe
@@ -54,9 +63,17 @@ NOT_DR_GRPO = (
 NO_RAW_ERROR = "no error bar: norms alone do not give one step's error; the averages over steps have one"
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
 AVERAGED = ("gns/trace", "gns/grad_sq_norm")
-RATIOS = ("gns/noise_scale_prompts", "gns/noise_scale_sequences", "gns/batch_ratio")
+BOUNDS = ("", "_low", "_high")  # a value and the ends of its 95 % interval
+RATIOS = tuple(
+    f"gns/{name}{bound}" for name in ("noise_scale_prompts", "noise_scale_sequences", "batch_ratio") for bound in BOUNDS
+)
+ADAM = ("gns/adam_signal_to_noise", *(f"gns/adam_noise_scale_prompts{bound}" for bound in BOUNDS))
 SPLIT = ("gns/trace_between", "gns/trace_within")
-NAMES = (*RAW, *AVERAGED, *RATIOS, "gns/adam_noise_scale_prompts")
+NAMES = (*RAW, *AVERAGED, "gns/signal_to_noise", *RATIOS, *ADAM)
+LOST = "the averaged estimate of |G|² is not above 0: the gradient is lost in its noise"
+NO_NOISE = "tr Σ and |G|² are both 0: no gradient at all"
+NO_UPPER_END = "no error bar: |G|² may be 0, so that its interval, …_low to …_high, has no upper end"
+A_BOUND = "no error bar: the end of a 95 % interval"
 
 
 class GradientNoiseScaleProbe(Probe):
@@ -123,25 +140,25 @@ class GradientNoiseScaleProbe(Probe):
         why = NO_RAW_ERROR if raw.isfinite().all() else "the step's gradient is not a finite number"
         answers = {n: Estimate(value, math.nan, blocks, why) for n, value in zip(RAW, raw.tolist(), strict=True)}
         for channel, kind in enumerate(CHANNELS):
-            moments, stderr, steps = weighted_ratio(self._history[:, channel], self.decay)
-            parts = [_averaged(*pair, steps) for pair in zip(moments, stderr[:2], strict=True)]
+            averages = average(self._history[:, channel], self.decay)
             if kind == "split":
                 if self.split_prompts:
-                    known = dict(zip(SPLIT, parts, strict=True))
+                    known = dict(zip(SPLIT, _means(averages), strict=True))
                     answers |= known if ctx.dr_grpo else dict.fromkeys(SPLIT, Estimate.missing(NOT_DR_GRPO))
-                continue
-            scale = _scale(moments, stderr[2], steps, NOT_WARM)
-            if kind == "all":
-                answers |= dict(zip(AVERAGED, parts, strict=True))
-                answers |= {
-                    "gns/noise_scale_prompts": scale,
-                    "gns/noise_scale_sequences": _times(scale, ctx.responses_per_prompt),
-                    "gns/batch_ratio": _batch_ratio(batch_size, scale),
-                }
+            elif kind == "all":
+                answers |= dict(zip(AVERAGED, _means(averages), strict=True))
+                answers["gns/signal_to_noise"] = signal = _signal_to_noise(averages)
+                scale = _noise_scale(averages)
+                answers |= _with_bounds("gns/noise_scale_prompts", scale)
+                in_sequences = [_times(estimate, ctx.responses_per_prompt) for estimate in scale]
+                answers |= _with_bounds("gns/noise_scale_sequences", in_sequences)
+                ends = [_bound(averages, end) for end in signal_to_noise_interval(averages)]
+                answers |= _with_bounds("gns/batch_ratio", [_times(e, batch_size) for e in (signal, *ends)])
             elif kind == "adam":
-                answers["gns/adam_noise_scale_prompts"] = scale
-            elif steps > 0:  # a model need not have every kind
-                answers[f"gns/kind/{kind}"] = scale
+                answers["gns/adam_signal_to_noise"] = _signal_to_noise(averages)
+                answers |= _with_bounds("gns/adam_noise_scale_prompts", _noise_scale(averages))
+            elif averages.steps > 0:  # a model need not have every kind
+                answers[f"gns/kind/{kind}"] = _noise_scale(averages)[0]
         return answers
 
 
@@ -173,33 +190,55 @@ def _mean_product_within_prompts(ctx: StepContext, num_prompts: int) -> Tensor:
     return total / num_products
 
 
-def _averaged(value: Tensor, stderr: Tensor, steps: float) -> Estimate:
+def _averaged(averages: Averages, value: float, stderr: float) -> Estimate:
     """Returns an average over steps, whose error is known once there are enough of them."""
-    if steps < MIN_FOLDS_FOR_STDERR:
-        return Estimate(float(value), math.nan, int(steps), f"no error bar: it needs {MIN_FOLDS_FOR_STDERR} steps")
-    return Estimate(float(value), float(stderr), int(steps))
+    if averages.steps == 0:
+        return Estimate.missing(NOT_WARM)
+    if math.isnan(value):
+        return Estimate.missing(NO_NOISE)
+    num_samples = int(averages.degrees) + 1
+    if averages.steps < MIN_FOLDS_FOR_STDERR:
+        return Estimate(value, math.nan, num_samples, f"no error bar: it needs {MIN_FOLDS_FOR_STDERR} steps")
+    return Estimate(value, stderr, num_samples)
 
 
-def _scale(moments: Tensor, stderr: Tensor, steps: float, why_no_step: str) -> Estimate:
-    """Returns the noise scale tr Σ / |G|² from the averages of the two."""
-    trace, grad_sq_norm = moments
-    if steps == 0:
-        return Estimate.missing(why_no_step)
-    if not grad_sq_norm > 0:
-        return Estimate.missing("the averaged estimate of |G|² is not above 0: the gradient is lost in its noise")
-    return _averaged(trace / grad_sq_norm, stderr, steps)
+def _means(averages: Averages) -> list[Estimate]:
+    stderrs = averages.covariance.diagonal().sqrt().tolist()
+    return [_averaged(averages, *pair) for pair in zip(averages.means.tolist(), stderrs, strict=True)]
+
+
+def _signal_to_noise(averages: Averages) -> Estimate:
+    return _averaged(averages, averages.signal_to_noise, averages.signal_to_noise_stderr)
+
+
+def _bound(averages: Averages, end: float) -> Estimate:
+    """Returns an end of an interval, which may be infinite; nan while there are too few steps for an error."""
+    known = _averaged(averages, averages.signal_to_noise, 0.0)
+    if math.isnan(known.stderr):
+        return Estimate.missing(known.reason)
+    return Estimate(end, num_samples=known.num_samples, reason=A_BOUND)
+
+
+def _noise_scale(averages: Averages) -> list[Estimate]:
+    """Returns tr Σ / |G|² in prompts, and the ends of its interval; an error bar only where that has an upper end."""
+    ends = noise_scale_interval(signal_to_noise_interval(averages))
+    bounds = [_bound(averages, end) for end in ends]
+    ratio = averages.signal_to_noise
+    scale = _averaged(averages, ratio, averages.signal_to_noise_stderr)
+    if ratio <= 0:
+        scale = Estimate.missing(LOST)
+    elif not math.isnan(ratio):
+        error, reason = (scale.stderr / ratio**2, scale.reason) if math.isfinite(ends[1]) else (math.nan, NO_UPPER_END)
+        scale = Estimate(1.0 / ratio, error, scale.num_samples, scale.reason or reason)
+    return [scale, *bounds]
+
+
+def _with_bounds(name: str, estimates: Sequence[Estimate]) -> dict[str, Estimate]:
+    return {f"{name}{bound}": estimate for bound, estimate in zip(BOUNDS, estimates, strict=True)}
 
 
 def _times(estimate: Estimate, factor: float) -> Estimate:
     return Estimate(estimate.value * factor, estimate.stderr * factor, estimate.num_samples, estimate.reason)
-
-
-def _batch_ratio(batch_size: float, scale: Estimate) -> Estimate:
-    if math.isnan(scale.value) or scale.value == 0:
-        return Estimate.missing(scale.reason or "the noise scale is 0")
-    return Estimate(
-        batch_size / scale.value, batch_size * scale.stderr / scale.value**2, scale.num_samples, scale.reason
-    )
 
 
 def _why_not(ctx: StepContext, blocks: float) -> str:

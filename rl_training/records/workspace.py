@@ -56,8 +56,12 @@ SECTIONS = {
         Panel("Layers", pattern=r"^delta_h/layer/\d+$", unit=NATS),
     ],
     "noise scale": [
-        Panel("Noise scale", ("gns/noise_scale_prompts", "gns/adam_noise_scale_prompts"), unit="prompts"),
-        Panel("Batch over noise scale", ("gns/batch_ratio",)),
+        Panel(
+            "Noise scale",
+            ("gns/noise_scale_prompts", "gns/noise_scale_prompts_low", "gns/adam_noise_scale_prompts"),
+            unit="prompts",
+        ),
+        Panel("Batch over noise scale", ("gns/batch_ratio", "gns/batch_ratio_low", "gns/batch_ratio_high")),
         Panel("Noise and signal: tr Σ, |G|²", ("gns/trace", "gns/grad_sq_norm")),
         Panel("Noise scale by kind of module", pattern=r"^gns/kind/[a-z]+$", unit="prompts"),
     ],

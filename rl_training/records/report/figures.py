@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
@@ -157,18 +159,24 @@ def _layers(run: Run) -> Picture:
 def _noise_scale(run: Run) -> Picture:
     scale, ratio = run.measured("gns/noise_scale_prompts"), run.measured("gns/batch_ratio")
     drawn = curve(scale)
-    batch = {step: scale[step].value * e.value for step, e in ratio.items() if np.isfinite(e.value)}
+    batch = {step: scale[step].value * ratio[step].value for step in drawn.steps}
+    ends = [run.measured(f"gns/noise_scale_prompts_{end}") for end in ("low", "high")]
+    known = [step for step in ends[0] if not math.isnan(ends[0][step].value)]
 
     def draw(axes: Axes) -> None:
-        line(axes, drawn, BLUE, "o-", "noise scale, running average")
+        axes.plot(drawn.steps, drawn.values, "o-", color=BLUE, lw=2, ms=4, label="noise scale, running average")
         axes.plot(list(batch), list(batch.values()), "--", color=BLACK, lw=1.5, label="batch in use")
+        top = 1.5 * max(*drawn.values[len(drawn.values) // 4 :], *batch.values())
+        low, high = ([min(end[step].value, 2 * top) for step in known] for end in ends)
+        axes.fill_between(known, low, high, color=BLUE, alpha=0.16, lw=0)
         axes.set_ylabel("prompts")
-        axes.set_ylim(bottom=0)
+        axes.set_ylim(0, top)
         legend(axes, Patch(color=GREY, alpha=0.4, lw=0, label="95 % interval"))
 
     caption = (
         "The batch size, in prompts, at which noise and signal of the gradient are equal. A batch well below it still "
-        "gains nearly in proportion to its size; one well above it mostly repeats what it knows."
+        "gains nearly in proportion to its size; one well above it mostly repeats what it knows. Where the band "
+        "reaches the top, no size is too large as far as can be told: the gradient itself may be 0."
     )
     missing = what_is_missing({"noise scale": scale})
     return picture("noise_scale.png", "Gradient noise scale", caption, missing, draw if drawn.steps else None)

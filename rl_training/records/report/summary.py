@@ -102,10 +102,9 @@ def _batch_rows(run: Run) -> list[Row]:
     """Returns what the noise scale and the effective sample size say of the batch, as far as they were measured."""
     rows = []
     if run.measured("gns/noise_scale_prompts"):
-        scale, ratio = (
-            list(run.measured(f"gns/{name}").values())[-1] for name in ("noise_scale_prompts", "batch_ratio")
+        rows.append(
+            _scale_row(*(_with_interval(run, f"gns/{name}") for name in ("noise_scale_prompts", "batch_ratio")))
         )
-        rows.append(_scale_row(scale, ratio))
     if run.measured("ess/advantage"):
         shares = [e.value for e in run.measured("ess/advantage_fraction").values() if math.isfinite(e.value)]
         idle = [e.value for e in run.measured("ess/zero_advantage_prompts").values() if math.isfinite(e.value)]
@@ -117,21 +116,34 @@ def _batch_rows(run: Run) -> list[Row]:
     return rows
 
 
-def _scale_row(scale: Estimate, ratio: Estimate) -> Row:
-    label = "noise scale"
-    if math.isnan(scale.value):
-        return Row(label, MISSING, scale.reason)
-    half = scale.half_width()
-    value = f"{scale.value:.0f}" if math.isnan(half) else f"{scale.value:.0f} ± {half:.0f}"
-    if math.isnan(ratio.value) or ratio.value < 0:
-        return Row(label, f"{value} prompts", "of no use as a batch size: an estimate below zero is noise")
-    if ratio.value < 0.5:
-        advice = "larger batches still pay"
-    elif ratio.value <= 2:
-        advice = "the batch is about right: beyond it, gains shrink"
-    else:
-        advice = "a smaller batch would learn almost as much from each prompt"
-    return Row(label, f"{value} prompts", f"the batch is {ratio.value:.2f} of it: {advice}")
+def _with_interval(run: Run, name: str) -> tuple[Estimate, float, float]:
+    """Returns the last estimate, and the ends of its interval; nan where they are not known."""
+    step, estimate = list(run.measured(name).items())[-1]
+    unknown = Estimate.missing("no such line")
+    low, high = (run.measured(f"{name}_{end}").get(step, unknown).value for end in ("low", "high"))
+    return estimate, low, high
+
+
+def _scale_row(scale: tuple[Estimate, float, float], ratio: tuple[Estimate, float, float]) -> Row:
+    label, (value, low, high) = "noise scale", scale
+    if math.isnan(low):
+        return Row(label, MISSING if math.isnan(value.value) else f"{value.value:.0f} prompts", value.reason)
+    note = f"95 %; {_advice(*ratio[1:])}"
+    if math.isinf(high):
+        return Row(label, "no end to it" if math.isinf(low) else f"above {low:.0f} prompts", note)
+    return Row(label, f"{value.value:.0f} ({low:.0f} … {high:.0f}) prompts", note)
+
+
+def _advice(low: float, high: float) -> str:
+    """Returns what follows for the batch, from the ends of the interval of batch / noise scale."""
+    between = f"the batch is {max(low, 0.0):.2f} to {max(high, 0.0):.2f} of it"
+    if high < 0.5:
+        return f"{between}: larger batches still pay"
+    if low > 2:
+        return f"{between}: a smaller batch would learn almost as much from each prompt"
+    if low >= 0.5 and high <= 2:
+        return f"{between}: it is about right, beyond it gains shrink"
+    return f"{between}: whether another batch size pays is not known yet"
 
 
 def _cost_row(run: Run) -> Row:
