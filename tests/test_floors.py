@@ -38,7 +38,7 @@ LIBRARIES = {
     },
     "evaluation": {"torch", "transformers", "peft", "numpy", "rich", "tqdm"},
     "live": {"torch", "trl", "transformers", "accelerate", "numpy"},
-    "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm"},
+    "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich"},
     "tasks": {
         "tqdm",
         "torch", "transformers", "tokenizers", "datasets", "numpy", "math_verify", "sympy", "latex2sympy2_extended",
@@ -48,7 +48,7 @@ LIBRARIES = {
 }  # fmt: skip
 COMMANDS = {"report", "dashboard"}  # python -m rl_training.<name>: each one line that calls the room's main
 TOP = COMMANDS | {"__init__", "version"}
-FILES = [*sorted(PACKAGE.rglob("*.py")), ROOT / "train.py", ROOT / "evaluate.py"]
+FILES = [*sorted(PACKAGE.rglob("*.py")), *(ROOT / f"{command}.py" for command in ("train", "offline", "evaluate"))]
 
 
 def room_of(path: Path) -> str:

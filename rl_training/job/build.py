@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,9 @@ from transformers.utils import logging
 
 from rl_training.job.command_line import in_one_line, is_foreseen
 from rl_training.job.settings import CONFIG_FILE, check_settings, refuse_other_settings
-from rl_training.live.trainer import DrGRPOTrainer
+from rl_training.live.trainer import DrGRPOConfig, DrGRPOTrainer
+from rl_training.offline.standing import Standing, stand
+from rl_training.probes.base import Probe
 from rl_training.records.checkpoints import TRAINING_STATE, find_checkpoint, set_aside_later, steps_taken
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.loggers import LOGGERS, MetricsLogger
@@ -89,21 +92,50 @@ def _build(cfg: DictConfig) -> Run:
     )
     run_dir, checkpoint = _run_folder(cfg)
     cfg.run_dir = str(run_dir)
-    set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
     args = _make(cfg.trainer, gradient_accumulation_steps=accumulation)
-    task = _make(cfg.data)
-    model, tokenizer = _make(cfg.model)
-    probes = [_make(probe) for probe in cfg.probes.values()]
     records = None
     if args.process_index == 0:
         records = Records(run_dir / "logs")
         OmegaConf.save(cfg, run_dir / CONFIG_FILE, resolve=True)
+    probes = [_make(probe) for probe in cfg.probes.values()]
+    trainer = _make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
+    if not args.disable_tqdm:
+        trainer.add_callback(StepProgress)
+    config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    return Run(trainer, run_dir, checkpoint, _put_loggers(trainer, run_dir, config))
+
+
+def build_standing(cfg: DictConfig, checkpoint: Path, learning_rate: float | None = None) -> Standing:
+    """Returns a trainer of this run's configuration that stands at one of its checkpoints; it writes nothing.
+
+    ValueError, saying what to do, where the checkpoint is not of this configuration: see standing.py.
+    """
+    with _libraries_refuse(), tempfile.TemporaryDirectory() as scratch:
+        # One microbatch: how many the training would make of U does not matter to its mean gradient.
+        cfg = cfg.copy()
+        cfg.run_dir = scratch
+        changes = {"report_to": [], "eval_strategy": "no", "save_strategy": "no"}
+        for key, value in {"output_dir": f"{scratch}/{TRAINING_STATE}", **changes}.items():
+            OmegaConf.update(cfg, f"trainer.{key}", value, force_add=True)
+        check_settings(cfg)
+        args = _make(cfg.trainer, gradient_accumulation_steps=1)
+        _check_number_of_processes(args.world_size)
+        return stand(_make_trainer(cfg, args, [], None, with_evaluation=True), checkpoint, learning_rate)
+
+
+def _make_trainer(
+    cfg: DictConfig, args: DrGRPOConfig, probes: list[Probe], records: Records | None, with_evaluation: bool
+) -> DrGRPOTrainer:
+    """Returns the trainer, with the evaluation split of its task if asked for."""
+    set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
+    task = _make(cfg.data)
+    model, tokenizer = _make(cfg.model)
     trainer = DrGRPOTrainer(
         model=model,
         reward_funcs=task.reward,
         args=args,
         train_dataset=task.train_dataset,
-        eval_dataset=task.eval_dataset if args.eval_strategy != "no" else None,
+        eval_dataset=task.eval_dataset if with_evaluation else None,
         processing_class=tokenizer,
         peft_config=_make(cfg.adapter) or None,
         probes=probes,
@@ -114,10 +146,7 @@ def _build(cfg: DictConfig) -> Run:
     _check_precision(trainer)
     for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full
         trainer.remove_callback(callback)
-    if not args.disable_tqdm:
-        trainer.add_callback(StepProgress)
-    config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    return Run(trainer, run_dir, checkpoint, _put_loggers(trainer, run_dir, config))
+    return trainer
 
 
 def _put_loggers(trainer: DrGRPOTrainer, run_dir: Path, config: dict[str, Any]) -> list[MetricsLogger]:

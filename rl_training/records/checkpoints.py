@@ -74,11 +74,57 @@ def _newest(runs: list[Path], asked: str, deepspeed: bool) -> Path:
 
 
 def _checkpoints(run: Path) -> list[Path]:
-    return [path for path in (run / TRAINING_STATE).glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
+    return _checkpoints_in(run / TRAINING_STATE)
+
+
+def _checkpoints_in(folder: Path) -> list[Path]:
+    return [path for path in folder.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
 
 
 def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.split("-")[1])
+
+
+def checkpoints_named(asked: str | Sequence[str], runs: Path) -> list[Path]:
+    """Returns the checkpoint folders that are meant, with whole weights, in the order asked for or of their steps.
+
+    asked  "latest": the newest checkpoint of the newest run in `runs`; "all": all of that run's; a run folder: its
+           newest; a folder of checkpoints, as RUN/training_state: all there; a checkpoint folder; a list of these
+
+    Raises ValueError when one is not there or damaged, saying what was looked at.
+    """
+    if not isinstance(asked, str):
+        return [path for one in asked for path in checkpoints_named(str(one), runs)]
+    if asked in ("latest", "all"):
+        for run in sorted(runs.glob("run_*"), reverse=True):  # named by date and time
+            found = _whole(run / TRAINING_STATE)
+            if found:
+                return found if asked == "all" else found[-1:]
+        raise ValueError(f"checkpoint={asked}: no run in {runs} has a whole checkpoint; give checkpoint=RUN")
+    path = Path(asked)
+    if not path.is_dir():
+        raise ValueError(f"checkpoint={asked}: there is no such folder; give a run, a checkpoint-N folder, or latest")
+    if (path / TRAINING_STATE).is_dir() or any(path.glob("checkpoint-*")):
+        found = _whole(path / TRAINING_STATE)[-1:] or _whole(path)
+        if not found:
+            raise ValueError(f"checkpoint={asked}: no whole checkpoint there")
+        return found
+    flaw = what_is_wrong_with_weights(path)
+    if flaw:
+        raise ValueError(f"checkpoint={asked}: {flaw}")
+    return [path]
+
+
+def _whole(folder: Path) -> list[Path]:
+    """Returns the checkpoint-N folders in a folder, by their steps; damaged ones are left out with a warning."""
+    found = []
+    for checkpoint in sorted(_checkpoints_in(folder), key=_step):
+        flaw = what_is_wrong_with_weights(checkpoint)
+        if flaw:
+            logger.warning(f"skipping {checkpoint}: {flaw}")
+        else:
+            found.append(checkpoint)
+    return found
 
 
 def steps_taken(checkpoint: Path) -> int:
@@ -106,6 +152,24 @@ def what_is_wrong_with(checkpoint: Path, deepspeed: bool = False) -> str:
 
     The trainer writes trainer_state.json last, so a folder without it was being written when the process died.
     """
+    flaw = what_is_wrong_with_weights(checkpoint)
+    if flaw:
+        return flaw
+    tag = checkpoint / "latest"  # where DeepSpeed says in which folder its engine's state is
+    if tag.exists() != deepspeed:
+        return f"it was written {'without' if deepspeed else 'under'} DeepSpeed: resume with the same launch file"
+    states = ["optimizer.pt"]
+    if deepspeed:
+        folder = tag.read_text(encoding="utf-8").strip()
+        states = [f"{folder}/{path.name}" for path in sorted((checkpoint / folder).glob("*.pt"))] or [folder]
+    for name in (*states, "scheduler.pt", *_rng_files(checkpoint)):
+        if not zipfile.is_zipfile(checkpoint / name):
+            return f"{name} is missing or damaged"
+    return ""
+
+
+def what_is_wrong_with_weights(checkpoint: Path) -> str:
+    """Returns why this checkpoint folder's weights are incomplete or damaged, or "" if they are neither."""
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -121,16 +185,6 @@ def what_is_wrong_with(checkpoint: Path, deepspeed: bool = False) -> str:
                 pass
         except SafetensorError as error:
             return f"{path.name} is damaged ({error})"
-    tag = checkpoint / "latest"  # where DeepSpeed says in which folder its engine's state is
-    if tag.exists() != deepspeed:
-        return f"it was written {'without' if deepspeed else 'under'} DeepSpeed: resume with the same launch file"
-    states = ["optimizer.pt"]
-    if deepspeed:
-        folder = tag.read_text(encoding="utf-8").strip()
-        states = [f"{folder}/{path.name}" for path in sorted((checkpoint / folder).glob("*.pt"))] or [folder]
-    for name in (*states, "scheduler.pt", *_rng_files(checkpoint)):
-        if not zipfile.is_zipfile(checkpoint / name):
-            return f"{name} is missing or damaged"
     return ""
 
 

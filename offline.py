@@ -1,0 +1,26 @@
+"""What a checkpoint's next step does to entropy, predicted and measured.
+
+accelerate launch offline.py checkpoint=RUN
+python offline.py --help
+"""
+
+import sys
+
+import hydra
+from omegaconf import DictConfig
+
+from rl_training.job.command_line import past_hydra, run_command
+from rl_training.job.run_settings import gather_run_settings
+
+
+@hydra.main(version_base="1.3", config_path="conf", config_name="offline")
+@past_hydra
+def main(cfg: DictConfig) -> None:
+    from rl_training.job.look import look_at_checkpoints  # seconds of imports that --help need not wait for
+
+    look_at_checkpoints(cfg)
+
+
+if __name__ == "__main__":
+    sys.argv[1:] = gather_run_settings(sys.argv[1:])
+    run_command(main)

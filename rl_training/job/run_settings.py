@@ -1,0 +1,82 @@
+"""The settings of a run, as its config.yaml has them, and changes to them in the words of train.py.
+
+On offline.py's command line they stand beside its own: `gather_run_settings` puts them into one list, `run=[…]`, which
+Hydra hands on, and `run_settings` applies that list.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+
+from hydra import compose
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import DictConfig, OmegaConf
+
+from rl_training.job.explain import CONF
+
+CONFIG_FILE = "config.yaml"
+
+
+def gather_run_settings(arguments: Sequence[str]) -> list[str]:
+    """Returns command line arguments in which settings that are not of conf/offline.yaml stand in one list, `run`.
+
+    Example: ["checkpoint=R", "trainer.beta=0"] becomes ["checkpoint=R", 'run=["trainer.beta=0"]'].
+    """
+    own = {str(key) for key in OmegaConf.load(CONF / "offline.yaml")}
+    of_run = [
+        word for word in arguments if "=" in word and word.lstrip("+~-").partition("=")[0].split(".")[0] not in own
+    ]
+    of_run = [word for word in of_run if not word.startswith("-")]
+    if not of_run:
+        return list(arguments)
+    quoted = ('"' + word.lstrip("+").replace("\\", "\\\\").replace('"', '\\"') + '"' for word in of_run)
+    return [*(word for word in arguments if word not in of_run), f"run=[{','.join(quoted)}]"]
+
+
+def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
+    """Returns the configuration of the run that a checkpoint belongs to, with these changes.
+
+    Of a checkpoint in no run it is train.yaml's with these changes, which then name model and data.
+
+    Raises ValueError for a setting that there is not, and where model or data are not named.
+    """
+    stored = checkpoint.resolve().parents[1] / CONFIG_FILE
+    if not stored.is_file():
+        chosen = {change.partition("=")[0] for change in changes}
+        missing = [group for group in ("model", "data") if group not in chosen]
+        if missing:
+            raise ValueError(
+                f"{checkpoint} lies in no run (there is no {stored}), so say what it is: "
+                f"{' '.join(f'{group}=…' for group in missing)}, and adapter=lora where it is one; see --help"
+            )
+        return compose("train", overrides=[_unlisted(change) for change in changes])
+    cfg = OmegaConf.load(stored)
+    assert isinstance(cfg, DictConfig)
+    for change in OverridesParser.create().parse_overrides(list(changes)):
+        key, value = change.key_or_group, change.value()
+        if (CONF / key).is_dir():
+            cfg[key] = compose("train", overrides=[change.input_line or ""])[key]
+        elif not key.startswith("trainer.") and OmegaConf.select(cfg, key, default=None) is None:
+            known = _keys(cfg)
+            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+            meant = f"; did you mean {close[0]}?" if close else ""
+            raise ValueError(f"{key}: neither offline.py nor the run in {stored.parent} has this setting{meant}")
+        else:
+            OmegaConf.update(cfg, key, value, force_add=True)
+    return cfg
+
+
+def _unlisted(change: str) -> str:
+    """Returns the change as Hydra wants it: any field of DrGRPOConfig can be set, listed in conf/trainer or not."""
+    return f"++{change}" if change.startswith("trainer.") else change
+
+
+def _keys(cfg: DictConfig, prefix: str = "") -> list[str]:
+    nested = {str(key): cfg.get(key) for key in cfg}
+    below = [
+        key for name, node in nested.items() if isinstance(node, DictConfig) for key in _keys(node, f"{prefix}{name}.")
+    ]
+    own = [str(key) for key in OmegaConf.load(CONF / "offline.yaml")] if not prefix else []
+    return [*(f"{prefix}{name}" for name in nested), *below, *own]

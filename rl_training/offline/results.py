@@ -1,0 +1,108 @@
+"""What a look at a checkpoint leaves: result.json, whole or not at all, its reader, and a table in the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from rl_training.offline.probe import Look
+from rl_training.offline.standing import Standing
+from rl_training.version import VERSION
+
+MILLI = 1e3  # changes of entropy are shown in thousandths of a nat
+ROWS = {
+    "deltaH1": "predicted, first order",
+    "deltaH_true": "measured (PDIS)",
+    "paired_error": "predicted − measured, same E",
+    "deltaH_odd": "measured without second order",
+    "paired_error_odd": "predicted − that, same E",
+    "deltaH_snis": "measured (SNIS)",
+    "deltaH1/part/momentum": "predicted: momentum",
+    "deltaH1/part/gradient": "predicted: this gradient",
+    "deltaH1/part/decay": "predicted: weight decay",
+}
+
+
+def write_result(path: Path, standing: Standing, look: Look, settings: Mapping[str, Any]) -> None:
+    """Writes the results of a look as JSON: in one move, so that a kill leaves the file as it was or whole."""
+    content = {
+        "version": VERSION,
+        "checkpoint": str(standing.checkpoint),
+        "step": standing.step,
+        "world_size": standing.num_ranks,
+        "results": look.results,
+        "reasons": look.reasons,
+        "tables": look.tables,
+        "timing": look.seconds,
+        "settings": settings,
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(".tmp")
+    try:
+        with open(scratch, "w", encoding="utf-8") as file:
+            json.dump(_to_json(content), file, indent=1, ensure_ascii=False)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        scratch.unlink(missing_ok=True)
+        raise OSError(error.errno, f"{error.strerror}; the results cannot be written: make room", str(path)) from error
+    scratch.replace(path)
+
+
+def read_result(path: str | Path) -> dict[str, Any]:
+    """Returns what `write_result` wrote, with null as nan."""
+    return _from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+
+
+def print_table(look: Look, standing: Standing, path: Path) -> None:
+    """Prints the core numbers, in thousandths of a nat with one standard error."""
+    found = look.results
+    table = Table(title=f"step {standing.step + 1}, from {standing.checkpoint}", title_justify="left")
+    table.add_column("change of entropy, 1e-3 nats")
+    for unit in ("per token", "per sequence"):
+        table.add_column(unit, justify="right")
+    for key, label in ROWS.items():
+        if not math.isnan(found.get(key, math.nan)):
+            table.add_row(label, _with_error(found, key), _with_error(found, f"{key}_sequence"))
+    console = Console(soft_wrap=True)
+    console.print(table)
+    sizes = f"E {found['B_E']:.0f} sequences, U {found['B_U']:.0f} × {found['G']:.0f}"
+    teaching = f"{100 * found['zero_advantage']:.0f} % of U teaches nothing"
+    console.print(f" {sizes}; reward {found['avg_reward']:.3f}, {teaching}; learning rate {found['learning_rate']:.3g}")
+    if look.truth is not None:
+        how = "drawn afresh at the moved weights: the effective sample size was" if found["resampled"] else "ESS"
+        console.print(f" {how} {found['ESS']:.1f} of {found['B_E']:.0f}; H {found['H_orig']:.4f} nats per token")
+    if look.tables.get("conditioning"):
+        shares = ", ".join(f"{row['name']} {MILLI * row['delta_h1']:+.2f}" for row in look.tables["conditioning"])
+        console.print(f" predicted per token under other preconditioners, same ‖δθ‖: {shares}")
+    console.print(" " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in look.seconds.items()))
+    console.print(f" {path}")
+
+
+def _with_error(found: Mapping[str, float], key: str) -> str:
+    value, stderr = MILLI * found.get(key, math.nan), MILLI * found.get(f"{key}_se", math.nan)
+    return f"{value:+.3f} ± {stderr:.3f}" if math.isfinite(stderr) else f"{value:+.3f}"
+
+
+def _to_json(value: Any) -> Any:
+    """Returns the value with null for nan, which JSON does not know."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _to_json(inner) for key, inner in value.items()}
+    return [_to_json(inner) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def _from_json(value: Any) -> Any:
+    if value is None:
+        return math.nan
+    if isinstance(value, Mapping):
+        return {key: inner if key == "settings" else _from_json(inner) for key, inner in value.items()}
+    return [_from_json(inner) for inner in value] if isinstance(value, list) else value
