@@ -4,19 +4,16 @@ python evaluate.py run=RUN
 python evaluate.py --help
 """
 
-import logging
-import os
 import sys
 
 import hydra
-from hydra.errors import HydraException
 from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
 
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+from rl_training.job.command_line import past_hydra, run_command
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="evaluate")
+@past_hydra
 def main(cfg: DictConfig) -> None:
     from rl_training.job.evaluate import evaluate  # seconds of imports that --help need not wait for
 
@@ -27,10 +24,4 @@ if __name__ == "__main__":
     # Settings of the run's own configuration, and names of metrics, which conf/evaluate.yaml cannot list.
     laid_over = ("data.", "model.", "adapter.", "metrics.")
     sys.argv[1:] = [f"++{arg}" if arg.startswith(laid_over) else arg for arg in sys.argv[1:]]
-    os.environ.setdefault("HYDRA_FULL_ERROR", "1")
-    try:
-        main()
-    except (HydraException, OmegaConfBaseException, ValueError, OSError) as error:
-        from rl_training.job.command_line import explain
-
-        sys.exit(f"error: {explain(error)}")
+    run_command(main)

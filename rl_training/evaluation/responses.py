@@ -7,6 +7,7 @@ exactly what one does.
 from __future__ import annotations
 
 import time
+import unicodedata
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -117,8 +118,8 @@ def tokenize(policy: Policy, prompt: Any) -> Tensor:
     else:
         prompt = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False)
         ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    unreadable = tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids
-    if not ids or unreadable:
+    unknown = tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids
+    if unknown or not _letters(prompt) <= _letters(tokenizer.decode(ids)):
         raise ValueError(
             f"the tokenizer of this run cannot spell the prompt {prompt[:80]!r}: this is another task than the one it "
             "was made for; leave out data=… to evaluate the run's own"
@@ -141,3 +142,8 @@ def judge(task: Task, rows: Sequence[dict[str, Any]], texts: list[str], completi
                 f"the task's reward is {reward} for the response {text[:80]!r}: it must be a finite number"
             )
     return [float(reward) for reward in rewards]
+
+
+def _letters(text: str) -> set[str]:
+    """Returns the characters of a text, whatever a tokenizer's normalizer makes of spaces, case and accents."""
+    return set("".join(unicodedata.normalize("NFKD", text).casefold().split()))

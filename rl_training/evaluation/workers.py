@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import multiprocessing
 import signal
+import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
 Send = Callable[[Any], None]
 
 
-def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None]) -> str:
+def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None], imports: Sequence[str] = ()) -> str:
     """Returns why `work` failed, or "" when it did not; every object that it sends is given to `receive` meanwhile.
 
-    The process is spawned: nothing of this one is in it, no CUDA context and no thread. It ends with this one.
+    Nothing of this process is in the other, no CUDA context and no thread, and it ends with this one.
+
+    imports  modules that take long: on Linux they are imported once, in a server from which each process is forked
     """
-    context = multiprocessing.get_context("spawn")
+    # Elsewhere than on Linux libraries do not survive a fork.
+    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    context.set_forkserver_preload(list(imports))
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(work, there))
     process.start()

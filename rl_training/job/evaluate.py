@@ -6,10 +6,11 @@ of the batches; the main one measures and writes. In one, `evaluation.jobs` chec
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import queue
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
 from typing import Any
 
@@ -73,9 +74,17 @@ class _Evaluation:
             finally:
                 devices.put(device)
 
-        with ThreadPoolExecutor(self.plan.jobs) as pool:
-            for step, answers in pool.map(work, self.pending):
-                self.finish(step, answers)
+        pool = ThreadPoolExecutor(self.plan.jobs)
+        try:
+            for future in as_completed([pool.submit(work, step) for step in self.pending]):
+                self.finish(*future.result())
+        except BaseException:  # Ctrl-C and the like: nobody waits for what is in work
+            pool.shutdown(wait=False, cancel_futures=True)
+            for process in multiprocessing.active_children():
+                process.kill()
+            self.progress.close()
+            raise
+        pool.shutdown()
         return self.close()
 
     def finish(self, step: int, answers: Answers) -> None:

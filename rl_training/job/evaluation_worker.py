@@ -49,7 +49,7 @@ def ask(
 
     start = time.perf_counter()
     work = functools.partial(_answer, plan, checkpoint, device, share, num_shares)
-    answers.reason = run_in_process(work, receive)
+    answers.reason = run_in_process(work, receive, imports=[__name__])
     answers.seconds["total"] = time.perf_counter() - start
     return answers
 
