@@ -8,6 +8,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
 Send = Callable[[Any], None]
@@ -21,7 +22,9 @@ def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None],
     imports  modules that take long: on Linux they are imported once, in a server from which each process is forked
     """
     # Elsewhere than on Linux libraries do not survive a fork.
-    context = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
+    context: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
+    if sys.platform == "linux":
+        context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(imports))
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(work, there))
