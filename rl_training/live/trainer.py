@@ -146,6 +146,17 @@ class DrGRPOTrainer(GRPOTrainer):
         self._latest_rewards = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
         return rewards
 
+    def rewards_of(self, rows: list[dict[str, Any]], completion_ids: list[list[int]]) -> Tensor:
+        """Returns the reward of a completion to each of these rows of a data set, (rows,). The same on every process."""
+        texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+        prompts = [row["prompt"] for row in rows]
+        said = [
+            [{"role": "assistant", "content": t}] if isinstance(p, list) else t
+            for p, t in zip(prompts, texts, strict=True)
+        ]
+        rewards = super()._calculate_rewards(rows, prompts, said, completion_ids)[: len(rows)]
+        return (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
         if self.buffer is not None and self.args.should_save:

@@ -1,0 +1,120 @@
+"""The rows that the kernel multiplies: gradients of single sequences at a checkpoint, and the batch gradients beside.
+
+Everything is measured without dropout. TRL's fused head never calls the model's head, so where the head is trained the
+scores come from the model's own logits: (B, T, vocabulary) numbers, a reason for small microbatches.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.live.policy import LogpsAndEntropies, TrainerPolicy
+from rl_training.live.trainer import DrGRPOTrainer
+from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.vectors import FlatVectors
+from rl_training.step.rollout import Rollout
+from rl_training.step.sequence_gradients import Recording, SequenceGradients
+
+
+def logps_by_own_logits(trainer: DrGRPOTrainer) -> LogpsAndEntropies:
+    """Returns a function that does what TRL's forward does, through the model's own head."""
+
+    def forward(
+        model: nn.Module, ids: Tensor, mask: Tensor, logits_to_keep: int, compute_entropy: bool = True
+    ) -> tuple[Tensor, Tensor, None]:
+        with trainer.accelerator.autocast():
+            outputs = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=logits_to_keep + 1)
+        logits = outputs.logits[:, :-1].float() if outputs.logits.dtype.itemsize < 4 else outputs.logits[:, :-1]
+        logps = torch.log_softmax(logits / trainer.temperature, dim=-1)
+        entropies = -(logps.exp() * logps).sum(dim=-1)
+        return logps.gather(2, ids[:, -logits_to_keep:].unsqueeze(2)).squeeze(2), entropies, None
+
+    return forward
+
+
+class GradientRows:
+    """Takes gradients of sequences, `microbatch` at a time, as rows over the trainable parameters, (B, P) fp32."""
+
+    def __init__(self, trainer: DrGRPOTrainer, parameters: Mapping[str, nn.Parameter], microbatch: int) -> None:
+        self.parameters, self.microbatch = parameters, microbatch
+        self._model = trainer.model
+        self._policy = TrainerPolicy(trainer)
+        head = self._model.get_output_embeddings()
+        if any(p is own for own in head.parameters() for p in parameters.values()):
+            self._policy.logps_and_entropies = logps_by_own_logits(trainer)
+        self._rounded = trainer.accelerator.mixed_precision != "no"
+        self._recorder = SequenceGradients(self._model, parameters)
+        self._buffers: dict[int, FlatVectors] = {}
+
+    def rounding(self, factor: float) -> float:
+        """Returns how much wider limits are that fp32 would keep: `factor` under autocast, else 1."""
+        return factor if self._rounded else 1.0
+
+    def batches(self, rows: Sequence[int]) -> list[Tensor]:
+        """Returns these rows of a rollout in microbatches."""
+        device = next(iter(self.parameters.values())).device
+        return list(torch.tensor(list(rows), device=device).split(self.microbatch))
+
+    def log_probability(self, rollout: Rollout, rows: Tensor) -> Tensor:
+        """Returns W_i = ∂S_i of these rows, (B, P); the next call writes over it."""
+        scores, recording = self._record(rollout, rows)
+        buffer = self._buffer(len(rows))
+        recording.fill(buffer, [scores.logps], [scores.mask.to(scores.logps)])
+        return buffer.matrix
+
+    def both(self, rollout: Rollout, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor) -> Iterator[Tensor]:
+        """Yields W_i, then x_i = Σ_k w_k ∂log π(t_k) + u_k ∂h_k of these rows, (B, P) each, from one forward.
+
+        logp_weights, entropy_weights  (N, T) w and u of the whole rollout. The second writes over the first.
+        """
+        scores, recording = self._record(rollout, rows)
+        buffer = self._buffer(len(rows))
+        recording.fill(buffer, [scores.logps], [scores.mask.to(scores.logps)], keep_graph=True)
+        yield buffer.matrix
+        weights = [_of_rows(w, rows, scores) for w in (logp_weights, entropy_weights)]
+        recording.fill(buffer, [scores.logps, scores.entropies], weights)
+        yield buffer.matrix
+
+    def sum(
+        self, rollout: Rollout, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor | None = None
+    ) -> Tensor:
+        """Returns Σ_i Σ_k w_ik ∂log π(t_ik) + u_ik ∂h_ik over these rows, (P,), by an ordinary backward."""
+        with without_dropout(self._model):
+            scores = self._policy.score(rollout, rows)
+            outputs, weights = [scores.logps], [_of_rows(logp_weights, rows, scores)]
+            if entropy_weights is not None:
+                outputs.append(scores.entropies)
+                weights.append(_of_rows(entropy_weights, rows, scores))
+            gradients = torch.autograd.grad(outputs, list(self.parameters.values()), weights)
+        return self._buffer(1).flatten(gradients)
+
+    def _record(self, rollout: Rollout, rows: Tensor) -> tuple[Scores, Recording]:
+        with without_dropout(self._model):
+            return self._recorder.record(lambda: self._policy.score(rollout, rows))
+
+    def _buffer(self, num_rows: int) -> FlatVectors:
+        if num_rows not in self._buffers:
+            self._buffers = {key: value for key, value in self._buffers.items() if key == 1}  # room for the new one
+            self._buffers[num_rows] = FlatVectors(self.parameters, num_rows)
+        return self._buffers[num_rows]
+
+
+def _of_rows(weights: Tensor, rows: Tensor, scores: Scores) -> Tensor:
+    width = scores.logps.shape[1]
+    return weights[rows, :width].to(scores.logps) * scores.mask.to(scores.logps)
+
+
+@contextlib.contextmanager
+def without_dropout(model: nn.Module) -> Iterator[None]:
+    """A context in which the model is in evaluation; afterwards each of its modules is as it was."""
+    in_training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in in_training:
+            module.training = True

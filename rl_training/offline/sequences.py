@@ -1,0 +1,97 @@
+"""The sequences of a kernel as lines of sequences.jsonl: what a person wants to read beside its numbers."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_training.mathematics.importance import sequence_totals
+from rl_training.offline.buffers import EvaluationBuffer
+from rl_training.offline.standing import Standing
+from rl_training.step.rollout import Rollout
+
+SEQUENCES_FILE = "sequences.jsonl"
+EVALUATION, UPDATE = "evaluation", "update"
+
+
+def write_sequences(
+    standing: Standing, evaluation: EvaluationBuffer, of_e: Rollout, of_u: Rollout, folder: Path
+) -> None:
+    """Writes a line for each sequence, E's first: texts, tokens, log-probability, entropy, reward and advantage.
+
+    Every process calls it, one writes. E's rewards are those of the data set's row with the same prompt.
+    """
+    rewards = _rewards(standing, evaluation, of_e)
+    if standing.rank != 0:
+        return
+    rows = [
+        *_lines(standing, EVALUATION, of_e, rewards),
+        *_lines(
+            standing,
+            UPDATE,
+            of_u,
+            of_u.rewards if of_u.rewards is not None else torch.full_like(of_u.advantages, math.nan),
+        ),
+    ]
+    scratch = (folder / SEQUENCES_FILE).with_suffix(".tmp")
+    scratch.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    scratch.replace(folder / SEQUENCES_FILE)
+
+
+def read_sequences(folder: Path) -> list[dict[str, Any]]:
+    """Returns the lines of sequences.jsonl, null as nan."""
+    lines = (folder / SEQUENCES_FILE).read_text(encoding="utf-8").splitlines()
+    return [{key: math.nan if value is None else value for key, value in json.loads(line).items()} for line in lines]
+
+
+def token_hash(*parts: Sequence[int]) -> str:
+    """Returns a short hash of sequences of tokens."""
+    return hashlib.sha256(json.dumps([list(part) for part in parts]).encode()).hexdigest()[:16]
+
+
+def tokens_of(rollout: Rollout, row: int) -> tuple[list[int], list[int]]:
+    """Returns prompt and response of a row, without padding."""
+    prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
+    response = rollout.completion_ids[row][rollout.completion_mask[row].bool()]
+    return prompt.tolist(), response.tolist()
+
+
+def _lines(standing: Standing, buffer: str, rollout: Rollout, rewards: Tensor) -> list[dict[str, Any]]:
+    totals = sequence_totals(standing.policy.score_rollout(rollout))
+    lines = []
+    for row in range(rollout.num_sequences):
+        prompt, response = tokens_of(rollout, row)
+        logp, entropy, length = totals[row].tolist()
+        values = {"reward": rewards[row], "advantage": rollout.advantages[row], "logp": logp, "entropy": entropy}
+        lines.append({
+            "buffer": buffer, "row": row, "prompt_hash": token_hash(prompt), "hash": token_hash(prompt, response),
+            "tokens": int(length),
+            **{key: float(value) if math.isfinite(value) else None for key, value in values.items()},
+            "prompt": standing.policy.decode(torch.tensor(prompt)),
+            "response": standing.policy.decode(torch.tensor(response)),
+        })  # fmt: skip
+    return lines
+
+
+def _rewards(standing: Standing, evaluation: EvaluationBuffer, rollout: Rollout) -> Tensor:
+    """Returns the rewards of E, (N_E,); nan for a prompt that no row of the training or evaluation set has."""
+    trainer, rewards = standing.trainer, torch.full((rollout.num_sequences,), math.nan)
+    wanted = {json.dumps(prompt) for prompt in evaluation.prompts}
+    row_of: dict[str, dict[str, Any]] = {}
+    for data in (trainer.train_dataset, trainer.eval_dataset):
+        for number, prompt in enumerate(data["prompt"][:] if data is not None else ()):
+            key = json.dumps(prompt)
+            if key in wanted and key not in row_of:
+                row_of[key] = dict(data[number])
+    known = [i for i, prompt in enumerate(evaluation.prompts) if json.dumps(prompt) in row_of]
+    if known:
+        rows = [row_of[json.dumps(evaluation.prompts[i])] for i in known]
+        rewards[known] = trainer.rewards_of(rows, [tokens_of(rollout, i)[1] for i in known]).cpu().float()
+    return rewards

@@ -1,0 +1,327 @@
+"""The kernel's pairs add up to the gradient part of δH₁, its entries are what single backwards give, runs go on."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import multiprocessing
+import os
+import socket
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from peft import LoraConfig
+from safetensors.torch import load_file
+from torch import Tensor
+from trl import GRPOTrainer
+
+from rl_training import DrGRPOConfig, DrGRPOTrainer
+from rl_training.live.optimizer import view_optimizer
+from rl_training.live.policy import TrainerPolicy
+from rl_training.mathematics.adamw import AdamWState
+from rl_training.mathematics.entropy import surrogate_weights
+from rl_training.mathematics.sketches import cosines
+from rl_training.offline.buffers import EvaluationBuffer, UpdateBuffer
+from rl_training.offline.first_order import TOKEN, predict
+from rl_training.offline.gradient_rows import GradientRows
+from rl_training.offline.kernel import KernelSettings, Question, Ranks, Step, calculate_kernel, load_kernel, step_of
+from rl_training.offline.standing import Standing
+from rl_training.offline.update import make_update
+from rl_training.step.types import OptimizerView
+from rl_training.tasks.arithmetic import arithmetic
+from rl_training.tasks.models import load_tiny
+
+NUM_E, NUM_U = 7, 10
+SETTINGS = KernelSettings(memory_gb=0.05, sketch_buckets=64, sketch_repeats=2)  # which is quick
+LORA = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+@dataclasses.dataclass
+class Case:
+    """A trainer that has taken two steps, and what is asked of its third."""
+
+    trainer: GRPOTrainer
+    standing: Standing
+    question: Question
+    step: Step
+
+    @property
+    def parameters(self) -> Mapping[str, torch.nn.Parameter]:
+        return self.standing.parameters
+
+    @property
+    def optimizer(self) -> OptimizerView:
+        return self.standing.optimizer
+
+    def rows(self, microbatch: int = 3) -> GradientRows:
+        return GradientRows(self.trainer, self.parameters, microbatch)
+
+
+def trainer_of(folder: Path, peft_config: LoraConfig | None = None, **settings: Any) -> DrGRPOTrainer:
+    task = arithmetic(num_train=64, num_eval=8)
+    model, tokenizer = load_tiny()
+    defaults: dict[str, Any] = {
+        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_generations": 4, "max_steps": 2,
+        "max_completion_length": 24, "learning_rate": 3e-4, "weight_decay": 0.1, "lr_scheduler_type": "constant",
+        "save_strategy": "no", "report_to": [], "disable_tqdm": True,
+    }  # fmt: skip
+    args = DrGRPOConfig(str(folder), **{**defaults, **settings})
+    return DrGRPOTrainer(
+        model, task.reward, args, train_dataset=task.train_dataset, processing_class=tokenizer, peft_config=peft_config
+    )
+
+
+def case_of(trainer: GRPOTrainer) -> Case:
+    trainer.train()
+    trainer.optimizer.zero_grad()
+    parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    policy = TrainerPolicy(trainer)
+    standing = Standing(trainer, Path(), 2, parameters, view_optimizer(trainer, parameters), policy)
+    of_e, of_u = policy.sample(NUM_E, 0), policy.sample(NUM_U, 1)
+    of_u.advantages.copy_(torch.linspace(-0.5, 0.7, NUM_U))
+    of_u.advantages[3] = 0.0
+    update = make_update(standing, UpdateBuffer(of_u, NUM_U, 1, NUM_U), 4, False, lambda _: None)
+    scores = policy.score_rollout(of_e)
+    evaluation = EvaluationBuffer(of_e, of_e.prompt_index, scores, ())
+    direction = predict(standing, evaluation, update, "rb", 4, lambda _: None).direction[TOKEN]
+    weights = surrogate_weights(scores.logps, scores.entropies, scores.mask, of_e.prompt_index, "rb", "token", "buffer")
+    return Case(trainer, standing, Question(of_e, *weights, of_u, max_length=24), step_of(update, direction))
+
+
+SETTINGS_OF: dict[str, dict[str, Any]] = {
+    "full": {"max_grad_norm": 0.05},  # which clips
+    "adapter": {"peft_config": LORA, "learning_rate": 1e-3},
+    "adapter, checkpointing": {
+        "peft_config": LORA, "learning_rate": 1e-3, "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": False},
+    },
+    "SGD": {"optim": "sgd", "learning_rate": 1e-2},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
+    made: dict[str, Case] = {}
+
+    def get(name: str) -> Case:
+        if name not in made:
+            made[name] = case_of(trainer_of(tmp_path_factory.mktemp("kernel"), **SETTINGS_OF[name]))
+        return made[name]
+
+    return get
+
+
+def calculated(case: Case, folder: Path, settings: KernelSettings = SETTINGS, **more: Any) -> dict[str, Tensor]:
+    calculate_kernel(case.rows(), case.step, case.question, settings, folder, **more)
+    return dict(load_kernel(folder).tensors)
+
+
+@pytest.fixture(scope="module")
+def finished(cases: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """The folder of each case's kernel, calculated once."""
+    made: dict[str, Path] = {}
+
+    def get(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp("finished") / "kernel"
+            calculated(cases(name), made[name])
+        return made[name]
+
+    return get
+
+
+def in_blocks_of(case: Case, rows: int) -> KernelSettings:
+    """A budget for just so many rows beside a microbatch of 3."""
+    size = sum(p.numel() for p in case.parameters.values())
+    return dataclasses.replace(SETTINGS, memory_gb=(4 * 3 * size + 8 * rows * size + 1) / 1e9)
+
+
+# --- what it is -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SETTINGS_OF)
+def test_pairs_add_up_to_the_gradient_part_of_the_entropy_change(name: str, finished: Any) -> None:
+    """The sum over all pairs against x̄·δθ from ordinary backwards, to 1e-5."""
+    about = load_kernel(finished(name)).about
+    assert float(about["identity_error"]) < 1e-5
+    assert float(about["pairs_sum"]) == pytest.approx(float(about["delta_h/part/gradient"]), rel=1e-5)
+    assert float(about["delta_h/part/gradient"]) != 0.0
+
+
+def plain_kernels(case: Case) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns K, X̃ (with M = κP) and W·δθ of E in fp64, from a backward per sequence and AdamW written out."""
+    rows, q = case.rows(), case.question
+    ones = torch.ones_like(q.update.completion_mask, dtype=torch.float32)
+
+    def of(rollout: Any, weights: Tensor, entropies: Tensor | None = None) -> Tensor:
+        each = [rows.sum(rollout, torch.tensor([i]), weights, entropies) for i in range(rollout.num_sequences)]
+        return torch.stack(each).double()
+
+    w_u = of(q.update, ones)
+    w_e, x_e = of(q.evaluation, torch.ones_like(q.logp_weights)), of(q.evaluation, q.logp_weights, q.entropy_weights)
+    g = -(q.update.advantages.double() @ w_u) / (NUM_U * q.max_length)
+    g = g * min(1.0, case.optimizer.max_grad_norm / (float(g.norm()) + 1e-6))
+    states = list((case.optimizer.states or {}).values())
+    assert all(isinstance(s, AdamWState) for s in states)
+    m, v = (torch.cat([getattr(s, key).reshape(-1) for s in states]).double() for key in ("exp_avg", "exp_avg_sq"))
+    decayed = [torch.full((p.numel(),), s.weight_decay) for p, s in zip(case.parameters.values(), states, strict=True)]
+    theta = torch.cat([p.detach().reshape(-1) for p in case.parameters.values()]).double()
+    s = states[0]
+    (beta1, beta2), t = s.betas, s.step + 1
+    p_of_step = 1.0 / (((beta2 * v + (1 - beta2) * g * g) / (1 - beta2**t)).sqrt() + s.eps)
+    metric = s.lr * (1 - beta1) / (1 - beta1**t) * p_of_step
+    delta = -s.lr * p_of_step * (beta1 * m + (1 - beta1) * g) / (1 - beta1**t) - s.lr * torch.cat(decayed) * theta
+    return w_e * metric @ w_u.T, x_e * metric @ w_u.T, w_e @ delta
+
+
+@pytest.mark.parametrize("name", ["full", "adapter"])
+def test_entries_are_those_of_single_backwards_and_adamw_written_out(name: str, cases: Any, finished: Any) -> None:
+    found = load_kernel(finished(name)).tensors
+    kernel, entropy_kernel, moves = plain_kernels(cases(name))
+    for ours, plain in ((found["kernel"], kernel), (found["entropy_kernel"], entropy_kernel)):
+        assert float((ours - plain).norm() / plain.norm()) < 1e-5
+    assert torch.allclose(found["products"].sum(dim=1), moves, rtol=1e-4, atol=1e-4 * float(moves.abs().max()))
+
+
+def test_blocks_and_microbatches_do_not_matter(cases: Any, finished: Any, tmp_path: Path) -> None:
+    case, whole = cases("adapter"), load_kernel(finished("adapter")).tensors
+    parts = calculated(case, tmp_path / "parts", in_blocks_of(case, 2))
+    calculate_kernel(case.rows(4), case.step, case.question, SETTINGS, tmp_path / "fours")
+    for other in (parts, load_file(tmp_path / "fours" / "kernel.safetensors")):
+        assert other.keys() == whole.keys()
+        for key, value in whole.items():
+            assert float((other[key] - value).double().norm()) <= 1e-5 * float(value.double().norm()), key
+
+
+def test_rows_held_in_bf16_cost_less_than_a_hundredth(cases: Any, finished: Any, tmp_path: Path) -> None:
+    exact = load_kernel(finished("full")).tensors["kernel"]
+    rounded = calculated(cases("full"), tmp_path / "bf16", dataclasses.replace(SETTINGS, dtype="bfloat16"))["kernel"]
+    assert 1e-6 < float((rounded - exact).norm() / exact.norm()) < 1e-2
+
+
+def test_sketches_answer_for_the_kernels_cosines(cases: Any, tmp_path: Path) -> None:
+    """Between E and U, where the kernel knows; the error of a cosine is 1/√4096."""
+    found = calculated(cases("adapter"), tmp_path, KernelSettings())
+    exact = found["kernel"] / (found["sq_norms"][:, None] * found["update_sq_norms"]).sqrt()
+    values, stderr = cosines(found["sketches"], found["update_sketches"], found["sq_norms"], found["update_sq_norms"])
+    assert float((values - exact).square().mean().sqrt()) < 2 / 64
+    assert float(((values - exact).abs() <= 2.36 * stderr).double().mean()) > 0.85
+
+
+def test_gradients_are_stored_on_request(cases: Any, tmp_path: Path) -> None:
+    case = cases("adapter")
+    found = calculated(case, tmp_path, dataclasses.replace(SETTINGS, store_gradients=True))
+    w_u = torch.cat([load_file(path)["W"] for path in sorted(tmp_path.glob("gradients-update-*"))]).double()
+    g = -(case.question.update.advantages.double() @ w_u) / (NUM_U * 24)
+    assert len(w_u) == NUM_U
+    assert float(g.norm()) > 0
+    assert len(list(tmp_path.glob("gradients-e*"))) == 6  # W and x of E, three microbatches each
+    assert found["kernel"].shape == (NUM_E, NUM_U)
+
+
+# --- a run that is killed, or shared ----------------------------------------------------------------------------------
+
+
+class Killed(GradientRows):
+    """Dies in the second block."""
+
+    left = 6
+
+    def log_probability(self, rollout: Any, rows: Tensor) -> Tensor:
+        if self.left == 0:
+            raise KeyboardInterrupt
+        self.left -= 1
+        return super().log_probability(rollout, rows)
+
+
+def test_a_killed_run_goes_on_after_its_last_block(cases: Any, tmp_path: Path, capsys: Any) -> None:
+    case = cases("adapter")
+    settings = in_blocks_of(case, 3)
+    whole = calculated(case, tmp_path / "whole", settings)
+    folder = tmp_path / "killed"
+    dying = Killed(case.trainer, case.parameters, 3)
+    with pytest.raises(KeyboardInterrupt):
+        calculate_kernel(dying, case.step, case.question, settings, folder)
+    assert {path.name for path in folder.iterdir()} == {"plan.json", "block-00000.safetensors", "update.safetensors"}
+    marked = load_file(folder / "block-00000.safetensors")
+    calculated_again = calculated(case, folder, settings)
+    assert torch.equal(calculated_again["kernel"][:3], marked["kernel"])
+    assert {path.name for path in folder.iterdir()} == {"plan.json", "kernel.safetensors"}
+    for key, value in whole.items():
+        assert torch.equal(calculated_again[key], value), key
+    assert "3 blocks of 3 rows; about" in capsys.readouterr().out
+
+
+def test_the_folder_of_another_kernel_is_refused(cases: Any, finished: Any) -> None:
+    case = cases("adapter")
+    other = dataclasses.replace(case.question, max_length=25)
+    with pytest.raises(ValueError, match="holds a kernel with other max_length"):
+        calculate_kernel(case.rows(), case.step, other, SETTINGS, finished("adapter"))
+
+
+def share(rank: int, port: int, case: Case, folder: Path) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
+
+    ranks = Ranks(rank, 2, dist.barrier)
+    calculate_kernel(case.rows(), case.step, case.question, SETTINGS, folder, ranks)
+    dist.destroy_process_group()
+
+
+def test_two_processes_calculate_what_one_does(cases: Any, finished: Any, tmp_path: Path) -> None:
+    case, one = cases("adapter"), load_kernel(finished("adapter")).tensors
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    fork = multiprocessing.get_context("fork")
+    both = [fork.Process(target=share, args=(rank, port, case, tmp_path / "two")) for rank in range(2)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(timeout=100)
+    assert [process.exitcode for process in both] == [0, 0]
+    two = load_kernel(tmp_path / "two")
+    assert float(two.about["identity_error"]) < 1e-5
+    assert json.loads((tmp_path / "two" / "plan.json").read_text())["rows_per_block"] == 4
+    for key, value in one.items():
+        assert float((two.tensors[key] - value).double().norm()) <= 1e-5 * float(value.double().norm()), key
+
+
+# --- every run proves itself ------------------------------------------------------------------------------------------
+
+
+class Forgetful(GradientRows):
+    """Loses a part of the gradient, as a hook on a module that is used twice would."""
+
+    def log_probability(self, rollout: Any, rows: Tensor) -> Tensor:
+        own = super().log_probability(rollout, rows)
+        own[:, : own.shape[1] // 10] = 0.0
+        return own
+
+
+class Mixing(GradientRows):
+    """Puts a batch's gradients into each other's rows: their sum is right."""
+
+    def both(self, rollout: Any, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor) -> Any:
+        for own in super().both(rollout, rows, logp_weights, entropy_weights):
+            yield own.roll(1, dims=0)
+
+
+@pytest.mark.parametrize(("broken", "message"), [(Forgetful, "differs from the batch gradient"), (Mixing, "its own")])
+def test_rows_that_are_wrong_end_the_run(broken: type[GradientRows], message: str, cases: Any, tmp_path: Path) -> None:
+    case = cases("full")
+    with pytest.raises(ValueError, match=message):
+        calculate_kernel(broken(case.trainer, case.parameters, 4), case.step, case.question, SETTINGS, tmp_path)
+    assert not (tmp_path / "kernel.safetensors").exists()
+
+
+def test_a_budget_for_no_row_says_what_would_do(cases: Any, tmp_path: Path) -> None:
+    case = cases("full")
+    tight = dataclasses.replace(SETTINGS, memory_gb=1e-4)
+    with pytest.raises(ValueError, match=r"give at least kernel.memory_gb=0\.00\d"):
+        calculate_kernel(case.rows(), case.step, case.question, tight, tmp_path)
