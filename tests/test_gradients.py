@@ -13,7 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from rl_training.live.tap import GradientTap
+from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import CHUNK, FlatVectors
+from rl_training.step.slices import fill_slices
 
 VOCABULARY, WIDTH = 11, 4
 NUM_RANKS = 2
@@ -275,6 +277,26 @@ def test_disarmed_tap_leaves_no_hook(model: TiedModel, tap: GradientTap) -> None
     tap.disarm()
     model(microbatches(1)[0]).backward()
     assert not tap.fold_gradients.matrix.any()
+
+
+def test_slices_of_a_microbatch_get_their_own_mean_gradients_whatever_their_sizes() -> None:
+    """log p of row i is f_i · w, the loss Σ c_i log p_i: fold k has the gradient (N/n_k) Σ c_i f_i over its rows."""
+    generator = torch.Generator().manual_seed(0)
+    features = torch.randn(16, 3, generator=generator, dtype=torch.float64)
+    weights = torch.randn(16, 1, generator=generator, dtype=torch.float64)
+    w = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    folds = [range(0, 2), range(2, 6), range(6, 10), range(10, 16)]  # three slices of a microbatch, and a whole one
+    expected = torch.stack([16 / len(rows) * (weights * features)[list(rows)].sum(dim=0) for rows in folds])
+    buffer = FlatVectors({"w": w}, num_rows=4)
+    buffer.matrix[0] = 16 / 10 * (weights * features)[:10].sum(dim=0)  # as the backward of training leaves it
+    buffer.matrix[3] = expected[3]
+
+    def score(rows: Tensor) -> Scores:
+        logps = (features[rows] @ w).unsqueeze(1)
+        return Scores(logps, torch.zeros_like(logps), torch.ones_like(logps))
+
+    fill_slices(buffer, {"w": w}, folds, [range(0, 10), range(10, 16)], weights, score)
+    torch.testing.assert_close(buffer.matrix, expected, rtol=1e-12, atol=0)
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
