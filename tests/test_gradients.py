@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import warm
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -277,6 +278,19 @@ def test_disarmed_tap_leaves_no_hook(model: TiedModel, tap: GradientTap) -> None
     tap.disarm()
     model(microbatches(1)[0]).backward()
     assert not tap.fold_gradients.matrix.any()
+
+
+@pytest.mark.parametrize(("device", "lies_on"), [(None, "cuda"), ("cpu", "cpu")])
+def test_rows_lie_in_host_memory_if_asked_and_answer_where_the_parameters_are(device: str | None, lies_on: str) -> None:
+    """On fake tensors, which know a device and have none: an operation on tensors of two devices raises as on a GPU."""
+    with FakeTensorMode(), torch.no_grad():
+        parameters = {"w": torch.zeros(2, 3, device="cuda"), "b": torch.zeros(3, device="cuda")}
+        rows = FlatVectors(parameters, num_rows=4, device=device)
+        vectors = torch.zeros(2, 9, device="cuda")
+        assert rows.matrix.device.type == lies_on
+        assert rows.flatten(parameters.values()).device.type == lies_on
+        assert rows.dot(vectors).device.type == "cuda"
+        assert rows.sq_norms().device.type == "cuda"
 
 
 def test_slices_of_a_microbatch_get_their_own_mean_gradients_whatever_their_sizes() -> None:

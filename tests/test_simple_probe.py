@@ -414,14 +414,9 @@ def test_folds_of_several_microbatches_and_slices_of_one_measure_the_same_step(m
     assert forward[8, 4].num_samples == 4
 
 
-def test_rows_in_host_memory_give_the_same_numbers_and_their_bytes_are_a_metric(make_trainer) -> None:
-    answers = []
-    for offload in (False, True):
-        probe = Answers(offload=offload, num_folds=2)
-        trainer = make_trainer(probes=[probe])
-        trainer.train()
-        answers.append({name: e.value for name, e in probe.all[1].items() if math.isfinite(e.value)})
-    assert answers[0] == answers[1]
+def test_bytes_of_the_rows_are_a_metric(make_trainer) -> None:
+    trainer = make_trainer(probes=[SimpleEntropyProbe(num_folds=2)])
+    trainer.train()
     parameters = sum(p.numel() for p in trainer.model.parameters())
     (peak, *_) = [
         line["probe_cost/peak_bytes"] for line in trainer.state.log_history if "probe_cost/peak_bytes" in line
