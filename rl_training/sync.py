@@ -1,0 +1,6 @@
+"""python -m rl_training.sync SOURCE DESTINATION: the command, under its public name; the work is in records/sync/."""
+
+from rl_training.records.sync.command import main
+
+if __name__ == "__main__":
+    main()
