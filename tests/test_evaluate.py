@@ -27,7 +27,7 @@ from rl_training.evaluation.responses import GREEDY, Response, Sampling, choose_
 from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.evaluate import evaluate
 from rl_training.job.evaluation_plan import read_plan
-from rl_training.records import evaluations
+from rl_training.records import evaluated
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 
@@ -83,26 +83,27 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
     assert evaluate(configured("evaluate", *asked)) == 1
     shown = capsys.readouterr().out
     assert "step 2 failed: its model cannot be loaded" in shown
-    table = run / "evaluations" / "arithmetic" / evaluations.TABLE_FILE
+    table = run / "evaluations" / "arithmetic" / evaluated.TABLE_FILE
     first = table.read_text(encoding="utf-8")
-    rows = {row.metric: row for row in evaluations.read_table(table.parent)}
+    rows = {row.metric: row for row in evaluated.read_table(table.parent)}
     assert {row.step for row in rows.values()} == {1}
     assert {"pass_at_1", "pass_at_4", "kl/sequence", "entropy_by_position/from_001", "mine/mean"} <= set(rows)
     assert rows["pass_at_1"].value == rows["reward"].value
     assert rows["kl/token"].value > 0
     assert rows["reward"].num_prompts == 10
 
-    before = (table.parent / "step_1" / evaluations.METRICS).stat().st_mtime_ns
+    before = (table.parent / "step_1" / evaluated.METRICS).stat().st_mtime_ns
     weights = run / "training_state" / "checkpoint-2" / "model.safetensors"
     weights.write_bytes((run / "whole").read_bytes())
     assert evaluate(configured("evaluate", *asked)) == 0
-    assert (table.parent / "step_1" / evaluations.METRICS).stat().st_mtime_ns == before, "what was finished is skipped"
+    assert (table.parent / "step_1" / evaluated.METRICS).stat().st_mtime_ns == before, "what was finished is skipped"
     assert table.read_text(encoding="utf-8").startswith(first)
-    assert {row.step for row in evaluations.read_table(table.parent)} == {1, 2}
+    assert {row.step for row in evaluated.read_table(table.parent)} == {1, 2}
 
     lines = (table.parent / "step_1" / "responses.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 10 * (4 + 1)
     assert {"prompt", "response", "reward", "length", "mean_logp", "mean_entropy"} <= set(json.loads(lines[0]))
+    assert list(evaluations(run).step.unique()) == [1, 2], "the reader of data frames knows the table"
     events = EventAccumulator(str(run / "logs" / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("evaluation/reward")] == [1, 2]
@@ -117,7 +118,7 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
     ]
     assert evaluate(configured("evaluate", *anew)) == 1
     assert "metric bad raised at row" in capsys.readouterr().out
-    again = evaluations.read_table(run / "evaluations" / "anew")
+    again = evaluated.read_table(run / "evaluations" / "anew")
     assert {row.metric for row in again} == {name for name in rows if "by_position" not in name and "mine" not in name}
     for row in again:  # another batch size: the same numbers up to rounding, and the same responses
         assert row.value == pytest.approx(rows[row.metric].value, rel=1e-5, nan_ok=True)
@@ -215,18 +216,18 @@ def test_whatever_ends_a_process_has_a_reason(work: Any, reason: str) -> None:
 
 
 def hold(folder: Path, send: Send) -> None:
-    with evaluations.locked(folder):
+    with evaluated.locked(folder):
         send("locked")
         kill_itself(lambda _: None)
 
 
 def test_two_evaluations_at_once_the_second_says_so_and_a_dead_one_locks_nothing(tmp_path: Path) -> None:
     other = pytest.raises(ValueError, match=f"written to by process {os.getpid()}")
-    with evaluations.locked(tmp_path), other, evaluations.locked(tmp_path):
+    with evaluated.locked(tmp_path), other, evaluated.locked(tmp_path):
         pass
     assert "SIGKILL" in run_in_process(functools.partial(hold, tmp_path), lambda _: None)
-    with evaluations.locked(tmp_path):
-        assert f"process {os.getpid()} on" in (tmp_path / evaluations.LOCK).read_text(encoding="utf-8")
+    with evaluated.locked(tmp_path):
+        assert f"process {os.getpid()} on" in (tmp_path / evaluated.LOCK).read_text(encoding="utf-8")
 
 
 # --- responses --------------------------------------------------------------------------------------------------------
@@ -396,24 +397,24 @@ def full_disk(limit: int) -> Iterator[None]:
 
 def test_on_a_full_disk_a_step_is_left_out_whole_and_what_was_there_stays(tmp_path: Path) -> None:
     metrics = measure(given(), max_k=1, right_reward=1.0, answers=True)
-    evaluations.write_step(tmp_path, 1, {}, metrics, [{"response": "a"}])
-    table = evaluations.consolidate(tmp_path).read_bytes()
+    evaluated.write_step(tmp_path, 1, {}, metrics, [{"response": "a"}])
+    table = evaluated.consolidate(tmp_path).read_bytes()
     with full_disk(10_000):
         with pytest.raises(OSError, match="make room") as raised:
-            evaluations.write_step(tmp_path, 2, {}, metrics, [{"response": "a" * 20_000}])
+            evaluated.write_step(tmp_path, 2, {}, metrics, [{"response": "a" * 20_000}])
         assert str(tmp_path / "step_2") in str(raised.value)
     with full_disk(100), pytest.raises(OSError, match="make room"):
-        evaluations.consolidate(tmp_path)
-    assert evaluations.consolidate(tmp_path).read_bytes() == table
-    assert sorted(path.name for path in tmp_path.iterdir()) == [evaluations.TABLE_FILE, "step_1"]
+        evaluated.consolidate(tmp_path)
+    assert evaluated.consolidate(tmp_path).read_bytes() == table
+    assert sorted(path.name for path in tmp_path.iterdir()) == [evaluated.TABLE_FILE, "step_1"]
 
 
 def test_the_table_reads_back_what_was_measured(tmp_path: Path) -> None:
     metrics = measure([r for r in given() if r.number != GREEDY], max_k=2, right_reward=1.0, answers=True)
     for step in (10, 9):
-        evaluations.write_step(tmp_path, step, {}, metrics, [])
-    evaluations.consolidate(tmp_path)
-    rows = evaluations.read_table(tmp_path)
+        evaluated.write_step(tmp_path, step, {}, metrics, [])
+    evaluated.consolidate(tmp_path)
+    rows = evaluated.read_table(tmp_path)
     assert [row.step for row in rows] == [9] * len(metrics) + [10] * len(metrics)
     for row, (name, estimate) in zip(rows, metrics.items(), strict=False):
         assert row.metric == name

@@ -15,6 +15,7 @@ import pytest
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.compare.command import main
+from rl_training.records.evaluated import consolidate, write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.figures import draw_figures
@@ -304,3 +305,19 @@ def test_command_line_writes_the_report_and_prints_the_table(
     printed = capsys.readouterr().out
     assert "-2.00 ± 0.47" in printed
     assert str(tmp_path / "report" / "report.html") in printed.replace("\n", "")
+
+
+def test_evaluations_of_checkpoints_are_in_the_report_with_their_errors(tmp_path: Path) -> None:
+    folder = record_run(tmp_path / "run", range(1, 11))
+    home = folder / "evaluations" / "<b>held out"
+    for step, reward in ((5, 0.25), (10, 0.75)):
+        numbers = {"reward": Estimate(reward, 0.0625, 16), "pass_at_1": Estimate(reward, num_samples=1, reason="one")}
+        write_step(home, step, {}, numbers | {"kl/token": Estimate.missing("no first model")}, [])
+    consolidate(home)
+    page = write_report(folder).read_text(encoding="utf-8")
+    assert "Evaluation &lt;b&gt;held out: all numbers" in page
+    row = page[page.index("<code>reward</code>") :]
+    assert "<td>0.25 ± 0.062</td><td>0.75 ± 0.062</td>" in row[:200]
+    assert "<code>kl/token</code></td><td>–</td><td>–</td>" in page
+    titles = [picture.title for picture in draw_figures(read_run(folder))]
+    assert titles[-2:] == ["Evaluation <b>held out: what is solved", "Evaluation <b>held out: entropy and distance"]

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from tqdm import tqdm
 
-from rl_training.records.evaluations import TABLE_FILE, EvaluatedMetric
+from rl_training.records.evaluated import TABLE_FILE, EvaluatedMetric
 
 WIDTH = 100  # of the table at least: numbers that were cut would say nothing
 

@@ -27,7 +27,7 @@ from rl_training.evaluation.workers import explain
 from rl_training.job.evaluation_plan import Plan, fingerprint, read_plan
 from rl_training.job.evaluation_worker import Answers, ask, join
 from rl_training.mathematics.estimate import Estimate
-from rl_training.records.evaluations import consolidate, locked, read_table, write_step
+from rl_training.records.evaluated import consolidate, locked, read_table, write_step
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.loggers import LOGGERS, MetricsLogger
 from rl_training.records.report import write_report
@@ -140,12 +140,12 @@ class _Evaluation:
     def close(self) -> int:
         """Shows the table, closes the dashboards, makes the run's report anew, and returns the exit code."""
         self.progress.close()
+        print_table(self.plan.folder, read_table(self.plan.folder), self.failures, self.errors)
         for dashboard in self.loggers or []:
             dashboard.finish(pictures=[])
         run = self.plan.run
         if self.loggers is not None and run is not None and (run / "logs" / METRICS_FILE).is_file():
-            write_report(run)
-        print_table(self.plan.folder, read_table(self.plan.folder), self.failures, self.errors)
+            print(f"Report: {write_report(run)}")
         return 1 if self.failures or self.errors else 0
 
 

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.evaluation.metrics import BUILT_IN, Metric
 from rl_training.evaluation.responses import Sampling, choose_rows
 from rl_training.records.checkpoints import TRAINING_STATE
-from rl_training.records.evaluations import EVALUATIONS, read_step, write_settings
+from rl_training.records.evaluated import EVALUATIONS, read_step, write_settings
 from rl_training.tasks.task import Task
 
 CONFIG_FILE = "config.yaml"
@@ -92,7 +92,9 @@ def read_plan(cfg: DictConfig) -> Plan:
     max_length = e["max_completion_length"] or trainer.get("max_completion_length") or 256
     temperature = e["temperature"] or trainer.get("temperature") or 1.0
     task_name = config["data"]["_target_"].rsplit(".", 1)[-1]
-    name = e["name"] or task_name
+    name = str(e["name"] or task_name)
+    if "/" in name or name.startswith("."):
+        raise ValueError(f"evaluation.name={name} names a folder: letters, digits and dashes are safe")
     home = Path(asked["output"]) if asked["output"] else run
     if home is None:
         raise ValueError(f"{next(iter(checkpoints.values()))} is in no run's folder: say where to write, output=PATH")
@@ -106,7 +108,7 @@ def read_plan(cfg: DictConfig) -> Plan:
     return Plan(
         run=run,
         config=config,
-        folder=home / EVALUATIONS / str(name),
+        folder=home / EVALUATIONS / name,
         prefix="evaluation/" if own_task and name == task_name else f"evaluation/{name}/",
         checkpoints=checkpoints,
         sampling=Sampling(rows, e["responses_per_prompt"], e["greedy"], e["batch_size"], e["seed"]),

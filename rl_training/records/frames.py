@@ -16,11 +16,10 @@ from pathlib import Path
 import pandas as pd
 from scipy.special import stdtrit
 
+from rl_training.records.evaluated import EVALUATIONS, TABLE_FILE
 from rl_training.records.jsonl import METRICS_FILE, read_estimates, read_evaluations, read_metrics
 
 LOGS_FOLDER = "logs"
-EVALUATIONS_FOLDER = "evaluations"
-CONSOLIDATED_FILE = "consolidated_metrics.csv"
 IN_TRAINING = "in training"  # the name of the evaluation that the trainer itself makes, with trainer.eval_strategy
 PROBE_COLUMNS = [
     "step", "about_step", "world_size", "probe", "name", "value", "stderr", "half_width", "num_samples", "reason",
@@ -61,7 +60,7 @@ def evaluations(run: str | Path) -> pd.DataFrame:
     Raises as `metrics` does.
     """
     tables = [_in_training(_logs(run))]
-    for file in sorted(Path(run).glob(f"{EVALUATIONS_FOLDER}/*/{CONSOLIDATED_FILE}")):
+    for file in sorted(Path(run).glob(f"{EVALUATIONS}/*/{TABLE_FILE}")):
         try:
             table = pd.read_csv(file)[EVALUATION_COLUMNS[1:]]
         except (KeyError, ValueError) as error:

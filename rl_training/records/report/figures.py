@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -36,7 +37,7 @@ def draw_figures(run: Run) -> list[Picture]:
         pictures.append(_noise_scale(run))
     if run.measured("ess/advantage"):
         pictures.append(_effective_sample_size(run))
-    return pictures
+    return pictures + [draw(run, name) for name in run.evaluations for draw in (_solved, _certainty)]
 
 
 def _reward(run: Run) -> Picture:
@@ -202,3 +203,46 @@ def _effective_sample_size(run: Run) -> Picture:
     )
     drawable = draw if any(drawn.steps for drawn in lines.values()) else None
     return picture("ess.png", "Effective sample size", caption, what_is_missing(sizes), drawable)
+
+
+def _solved(run: Run, name: str) -> Picture:
+    largest_k = max(int(metric.rpartition("_")[2]) for metric in run.evaluations[name] if metric.startswith("pass_at_"))
+    labels = {
+        "reward": "reward",
+        "greedy_accuracy": "greedy",
+        f"pass_at_{largest_k}": f"pass@{largest_k}",
+        "majority": "majority",
+    }
+    caption = (
+        "At each checkpoint: mean reward of the sampled responses; share of prompts whose greedy response is right, of "
+        "whose responses one is, and whose most frequent answer is. Shaded: 95 % intervals over prompts."
+    )
+    title = f"Evaluation {name}: what is solved"
+    return _evaluated(run, name, f"evaluation_{name}_solved.png", title, labels, "share of prompts; reward", caption)
+
+
+def _certainty(run: Run, name: str) -> Picture:
+    labels = {"entropy/token": "entropy", "kl/token": "KL to the first model"}
+    caption = (
+        "Exact next-token entropies and divergences, averaged over the tokens of the sampled responses; shaded: 95 % "
+        "intervals over prompts."
+    )
+    title = f"Evaluation {name}: entropy and distance"
+    return _evaluated(run, name, f"evaluation_{name}_entropy.png", title, labels, "nats per token", caption)
+
+
+def _evaluated(
+    run: Run, name: str, file: str, title: str, labels: Mapping[str, str], unit: str, caption: str
+) -> Picture:
+    measured = run.evaluations[name]
+    lines = {label: curve(measured.get(metric, {})) for metric, label in labels.items()}
+    styles = ((BLUE, "o-"), (ORANGE, "^-"), (GREEN, "s-"), (BLACK, "d-"))
+
+    def draw(axes: Axes) -> None:
+        for (label, drawn), style in zip(lines.items(), styles, strict=False):
+            if drawn.steps:
+                line(axes, drawn, *style, label)
+        axes.set_ylabel(unit)
+        legend(axes)
+
+    return picture(file, title, caption, [], draw if any(drawn.steps for drawn in lines.values()) else None)

@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from rl_training.records.report.drawing import Picture
 from rl_training.records.report.series import Run, gaps, probe_costs
-from rl_training.records.report.summary import Row
+from rl_training.records.report.summary import Row, evaluation_tables
 from rl_training.version import VERSION
 
 
@@ -34,5 +34,6 @@ def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture]) -> s
         pictures=pictures,
         gaps=gaps(run),
         costs=probe_costs(run),
+        evaluations=evaluation_tables(run),
         version=VERSION,
     )

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_training.mathematics.estimate import Estimate
+from rl_training.records.evaluated import read_tables
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, read_estimates, read_metrics
 
 LOGS_FOLDER = "logs"
@@ -37,6 +38,7 @@ class Run:
     metrics: list[dict[str, Any]]  # the lines of metrics.jsonl
     estimates: dict[str, dict[int, Estimate]]  # metric name → step → estimate
     config: str | None  # config.yaml as it stands; None when there is none
+    evaluations: dict[str, dict[str, dict[int, Estimate]]]  # name of the evaluation → metric → step → estimate
 
     @property
     def name(self) -> str:
@@ -102,7 +104,18 @@ def read_run(folder: Path) -> Run:
         estimates.setdefault(str(row["name"]), {})[int(row["step"])] = _to_estimate(row)
     config = folder / CONFIG_FILE
     text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else None
-    return Run(folder, metrics, estimates, text)
+    return Run(folder, metrics, estimates, text, read_evaluations(folder))
+
+
+def read_evaluations(folder: Path) -> dict[str, dict[str, dict[int, Estimate]]]:
+    """Returns what the evaluations of a run's checkpoints have measured: name → metric → step → estimate."""
+    found: dict[str, dict[str, dict[int, Estimate]]] = {}
+    for name, rows in read_tables(folder).items():
+        for row in rows:
+            reason = "no error bar" if math.isfinite(row.value) else "its metrics.json says why"
+            estimate = Estimate(row.value, row.stderr, row.num_prompts, "" if math.isfinite(row.stderr) else reason)
+            found.setdefault(name, {}).setdefault(row.metric, {})[row.step] = estimate
+    return found
 
 
 def _to_estimate(row: Mapping[str, Any]) -> Estimate:

@@ -152,3 +152,29 @@ def _cost_row(run: Run) -> Row:
         return Row("probe cost", MISSING, "no probe was timed")
     note = f"of a step's time; median over the measured steps ({len(values)})"
     return Row("probe cost", f"{100 * statistics.median(values):.1f} %", note)
+
+
+@dataclass(frozen=True)
+class EvaluationTable:
+    """The metrics of an evaluation, a column per checkpoint."""
+
+    name: str
+    steps: list[int]
+    rows: list[tuple[str, list[str]]]  # metric, cells
+
+
+def evaluation_tables(run: Run) -> list[EvaluationTable]:
+    """Returns all numbers of the run's evaluations as value ± standard error, MISSING where there is none."""
+    tables = []
+    for name, metrics in run.evaluations.items():
+        steps = sorted({step for by_step in metrics.values() for step in by_step})
+        rows = [(metric, [_with_error(by_step.get(step)) for step in steps]) for metric, by_step in metrics.items()]
+        tables.append(EvaluationTable(name, steps, rows))
+    return tables
+
+
+def _with_error(estimate: Estimate | None) -> str:
+    if estimate is None or math.isnan(estimate.value):
+        return MISSING
+    error = "" if math.isnan(estimate.stderr) else f" ± {estimate.stderr:.2g}"
+    return f"{estimate.value:.4g}{error}"
