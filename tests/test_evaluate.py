@@ -103,7 +103,6 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
     lines = (table.parent / "step_1" / "responses.jsonl").read_text(encoding="utf-8").splitlines()
     assert len(lines) == 10 * (4 + 1)
     assert {"prompt", "response", "reward", "length", "mean_logp", "mean_entropy"} <= set(json.loads(lines[0]))
-    assert list(evaluations(run).step.unique()) == [1, 2], "the reader of data frames knows the table"
     events = EventAccumulator(str(run / "logs" / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("evaluation/reward")] == [1, 2]
