@@ -24,6 +24,7 @@ IN_TRAINING = "in training"  # the name of the evaluation that the trainer itsel
 PROBE_COLUMNS = [
     "step", "about_step", "world_size", "probe", "name", "value", "stderr", "half_width", "num_samples", "reason",
 ]  # fmt: skip
+TEXTS = ("probe", "name", "reason", "evaluation", "metric")
 EVALUATION_COLUMNS = ["evaluation", "step", "metric", "value", "stderr", "num_prompts"]
 
 
@@ -45,7 +46,7 @@ def probes(run: str | Path) -> pd.DataFrame:
     """
     table = pd.DataFrame(read_estimates(_logs(run)))
     if table.empty:
-        return pd.DataFrame(columns=PROBE_COLUMNS)
+        return _no_rows(PROBE_COLUMNS)
     for column in ("value", "stderr"):
         table[column] = pd.to_numeric(table[column], errors="coerce")
     table["half_width"] = stdtrit(table["num_samples"] - 1, 0.975) * table["stderr"]
@@ -71,7 +72,7 @@ def evaluations(run: str | Path) -> pd.DataFrame:
         table.insert(0, "evaluation", file.parent.name)
         tables.append(table)
     filled = [table for table in tables if len(table)]
-    return pd.concat(filled, ignore_index=True) if filled else pd.DataFrame(columns=EVALUATION_COLUMNS)
+    return pd.concat(filled, ignore_index=True) if filled else _no_rows(EVALUATION_COLUMNS)
 
 
 def find_runs(folder: str | Path) -> list[Path]:
@@ -111,3 +112,9 @@ def _in_training(logs: Path) -> pd.DataFrame:
         if name.startswith("eval_") and isinstance(value, int | float)  # infinite ones are recorded as strings
     ]
     return pd.DataFrame(rows, columns=EVALUATION_COLUMNS)
+
+
+def _no_rows(columns: list[str]) -> pd.DataFrame:
+    """Returns an empty table whose columns can be computed with as those of a full one."""
+    kinds = {column: str if column in TEXTS else float for column in columns}
+    return pd.DataFrame({column: pd.Series(dtype=kind) for column, kind in kinds.items()})
