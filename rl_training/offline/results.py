@@ -51,7 +51,8 @@ def write_result(path: Path, standing: Standing, look: Look, settings: Mapping[s
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
-        scratch.unlink(missing_ok=True)
+        if scratch.is_file():
+            scratch.unlink()
         raise OSError(error.errno, f"{error.strerror}; the results cannot be written: make room", str(path)) from error
     scratch.replace(path)
 

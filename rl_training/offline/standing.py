@@ -32,7 +32,7 @@ from rl_training.live.policy import TrainerPolicy
 from rl_training.live.trainer import DrGRPOTrainer
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.offline.shards import load_shards
-from rl_training.records.checkpoints import steps_taken
+from rl_training.records.checkpoints import steps_taken, what_is_wrong_with_weights
 from rl_training.step.rollout import Rollout
 from rl_training.step.types import OptimizerView
 
@@ -88,6 +88,9 @@ def stand(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None 
         )
     if trainer.state.global_step:
         raise ValueError(f"this trainer has trained {trainer.state.global_step} steps: make a fresh one to stand still")
+    flaw = what_is_wrong_with_weights(checkpoint)
+    if flaw:
+        raise ValueError(f"{checkpoint}: {flaw}")
     model = trainer.model
     _refuse_other_weights(model, checkpoint)
     trainer._load_from_checkpoint(str(checkpoint))
@@ -95,6 +98,10 @@ def stand(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None 
     _refuse_frozen(parameters, checkpoint)  # G1
     _refuse_other_names(parameters, checkpoint)  # G2
     trainer.accelerator.prepare_model(model, evaluation_mode=True)  # its autocast; no DDP, whose reducer would be idle
+    if trainer.args.activation_checkpointing:  # as Trainer.train would switch it on
+        model.activation_checkpointing_enable(
+            activation_checkpointing_kwargs=trainer.args.activation_checkpointing_kwargs or None
+        )
     trainer.create_optimizer_and_scheduler(max(trainer.args.max_steps, 1))
     if (checkpoint / "latest").is_file():
         load_shards(trainer.optimizer, parameters, checkpoint)

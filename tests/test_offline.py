@@ -1,0 +1,440 @@
+"""A trainer that stands at a checkpoint: its step is training's, nothing is moved, and the prediction comes true."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import random
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from torch import Tensor
+
+from rl_training import Estimate, Probe
+from rl_training.job.build import build_run, build_standing
+from rl_training.job.look import look_at_checkpoints
+from rl_training.job.run_settings import gather_run_settings, run_settings
+from rl_training.mathematics.entropy import surrogate_weights
+from rl_training.offline.buffers import UpdateBuffer, sample_evaluation, sample_update
+from rl_training.offline.probe import (
+    Evaluation,
+    FirstOrderSettings,
+    Look,
+    Memory,
+    Settings,
+    TruthSettings,
+    Updating,
+    look,
+)
+from rl_training.offline.results import read_result, write_result
+from rl_training.offline.standing import Standing, refuse_without_gradients, stand
+from rl_training.offline.update import make_update
+from rl_training.records.checkpoints import checkpoints_named
+from rl_training.step.types import StepContext
+
+ROOT = Path(__file__).parents[1]
+RUN = [
+    "trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=8", "logger=none", "probe=none",
+    "++trainer.disable_tqdm=true", "trainer.max_steps=3", "trainer.save_steps=1", "++trainer.save_total_limit=null",
+    "++trainer.weight_decay=0.1", "++trainer.max_grad_norm=0.1", "trainer.lr_scheduler_type=linear",
+    "trainer.max_completion_length=24", "+probes.recorder._target_=test_offline.Recorder",
+]  # fmt: skip
+SMALL = Settings(Evaluation(prompts=24), Updating(prompts=8), memory=Memory(microbatch_size=8))
+SEEN: dict[int, dict[str, Any]] = {}
+
+
+class Recorder(Probe):
+    """Keeps what each step learned from, its gradient and what it changed."""
+
+    name = "recorder"
+
+    def on_pre_optimizer_step(self, ctx: StepContext) -> None:
+        self._before = {name: p.detach().clone() for name, p in ctx.parameters.items()}
+        gradient = torch.cat([g.flatten() for g in ctx.gradients.values()]).clone()
+        SEEN[ctx.step] = {"rollout": ctx.rollout, "gradient": gradient}
+
+    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+        change = [(p.detach() - self._before[name]).flatten() for name, p in ctx.parameters.items()]
+        SEEN[ctx.step]["delta"] = torch.cat(change)
+        return {"recorder/step": Estimate(float(ctx.step))}
+
+
+def composed(name: str, *overrides: str) -> DictConfig:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose(name, overrides=list(overrides))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of three steps, with a checkpoint after each."""
+    folder = tmp_path_factory.mktemp("offline") / "run_1"
+    build_run(composed("train", f"run_dir={folder}", *RUN)).train()
+    return folder
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return run / "training_state" / f"checkpoint-{step}"
+
+
+def standing_at(run: Path, step: int, *changes: str, learning_rate: float | None = None) -> Standing:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return build_standing(run_settings(checkpoint(run, step), changes), checkpoint(run, step), learning_rate)
+
+
+@pytest.fixture(scope="module")
+def standing(run: Path) -> Standing:
+    return standing_at(run, 1)
+
+
+@pytest.fixture(scope="module")
+def looked(standing: Standing) -> Look:
+    return look(standing, SMALL)
+
+
+def as_update_buffer(rollout: Any) -> UpdateBuffer:
+    _, number = rollout.prompt_index.unique(return_inverse=True)
+    prompts = int(number.max()) + 1
+    return UpdateBuffer(dataclasses.replace(rollout, prompt_index=number), prompts, 4, prompts)
+
+
+def close(a: Tensor, b: Tensor) -> float:
+    """Returns the norm of the difference over that of b."""
+    return float((a - b).double().norm() / b.double().norm())
+
+
+# --- standing ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_step_that_is_looked_at_is_the_step_that_training_took(standing: Standing) -> None:
+    """From the same sequences: gradient, clipping, Adam's moments and order, the scheduler's learning rate."""
+    real = SEEN[2]
+    update = make_update(standing, as_update_buffer(real["rollout"]), 8, False, lambda _: None)
+    assert standing.step == 1
+    assert standing.learning_rate == pytest.approx(3e-4 * 2 / 3)
+    assert close(update.gradient, real["gradient"]) < 1e-5
+    assert update.clip < 0.9
+    assert close(update.delta, real["delta"]) < 1e-4  # what fp32 leaves of θ + δθ − θ
+
+
+def test_a_look_moves_nothing(standing: Standing, looked: Look) -> None:
+    def state() -> list[Tensor]:
+        moments = [v for s in standing.trainer.optimizer.state.values() for v in s.values()]
+        rates = torch.tensor([group["lr"] for group in standing.trainer.optimizer.param_groups])
+        streams = [torch.random.get_rng_state(), torch.tensor(np.random.get_state()[1].astype(np.int64))]
+        python = torch.tensor(random.getstate()[1])
+        modes = torch.tensor([module.training for module in standing.trainer.model.modules()])
+        parameters = [p.detach() for p in standing.trainer.model.parameters()]
+        return [t.clone() for t in (*parameters, *moments, rates, *streams, python, modes)]
+
+    before = state()
+    again = look(standing, SMALL)
+    assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+    assert all(p.grad is None for p in standing.trainer.model.parameters())
+    assert json.dumps(again.results) == json.dumps(looked.results)  # the same seeds
+
+
+def test_the_step_without_a_fold_is_the_step_of_the_others(standing: Standing, looked: Look) -> None:
+    whole = looked.update_buffer
+    update = make_update(standing, whole, 32, False, lambda _: None)
+    assert update.num_folds == 8
+    others = (whole.rollout.prompt_index != 3).nonzero().squeeze(1)
+    rest = {key: v[others] if isinstance(v, Tensor) else v for key, v in vars(whole.rollout).items()}
+    of_others = make_update(standing, as_update_buffer(type(whole.rollout)(**rest)), 32, False, lambda _: None)
+    assert close(update.without_fold(3).total, of_others.delta) < 1e-4
+
+
+# --- prediction and truth ---------------------------------------------------------------------------------------------
+
+
+def test_the_prediction_is_the_weighted_sum_of_slopes_along_the_step(standing: Standing, looked: Look) -> None:
+    """Slopes of every token by finite differences at a hundredth of the step: another way than the backward's."""
+    e, size = looked.evaluation, 1e-2
+    sizes = [p.numel() for p in standing.parameters.values()]
+    pieces = zip(standing.parameters.items(), looked.update.delta.split(sizes), strict=True)
+    shift = {name: size * piece.view(p.shape) for (name, p), piece in pieces}
+    ends = []
+    for sign in (1.0, -1.0):
+        with standing.policy.shifted({name: sign * s for name, s in shift.items()}):
+            ends.append(standing.policy.score_rollout(e.rollout))
+    width, mask = ends[0].logps.shape[1], e.rollout.completion_mask.bool()
+    known = (e.scores.logps[:, :width], e.scores.entropies[:, :width], mask, e.number)
+    assert looked.first_order is not None
+    for column, target in enumerate(("token", "sequence")):
+        w, u = surrogate_weights(*known, target=target, baseline="buffer")
+        sums = [(w * s.logps + u * s.entropies).masked_fill(~mask, 0.0).double().sum() / len(mask) for s in ends]
+        expected = float(sums[0] - sums[1]) / (2 * size)
+        assert float(looked.first_order.value[0, column]) == pytest.approx(expected, rel=5e-3)
+
+
+def test_the_splits_add_up_and_the_product_of_means_is_the_prediction_over_the_rate(looked: Look) -> None:
+    found = looked.results
+    for split in ("part", "layer", "kind"):
+        keys = [k for k in found if k.startswith(f"deltaH1/{split}/") and not k.endswith(("_se", "_sequence"))]
+        assert sum(found[k] for k in keys) == pytest.approx(found["deltaH1"], rel=1e-4)
+    assert found["bars_dot"] * found["learning_rate"] == pytest.approx(found["deltaH1"], rel=1e-9)
+
+
+def test_prediction_and_truth_agree_within_the_error_of_their_difference(looked: Look) -> None:
+    found = looked.results
+    assert abs(found["paired_error_odd"]) < 4 * found["paired_error_odd_se"] + 1e-3 * abs(found["deltaH_odd"])
+    assert found["paired_error_odd_se"] < 0.2 * found["deltaH_true_se"]  # the noise that both share is gone
+    assert found["deltaH_true"] == pytest.approx(found["H_upd"] - found["H_orig"], abs=1e-12)
+    assert found["second_order"] == pytest.approx(found["deltaH_true"] - found["deltaH_odd"], abs=1e-12)
+    assert found["slope_check"] < 0.1
+    assert abs(found["floor"]) < 1e-6
+    assert 0.9 < found["ESS"] / 24 <= 1
+    assert found["w_min"] < 1 < found["w_max"]
+
+
+@pytest.mark.parametrize("size", [3, 32])
+def test_numbers_do_not_depend_on_the_microbatch(standing: Standing, looked: Look, size: int) -> None:
+    other = look(standing, dataclasses.replace(SMALL, memory=Memory(microbatch_size=size, offload=True)))
+    for key, value in looked.results.items():
+        if key.startswith("deltaH") and not key.endswith("_se"):
+            assert other.results[key] == pytest.approx(value, rel=1e-3, abs=1e-4 * abs(looked.results["deltaH1"])), key
+
+
+def test_what_is_not_asked_for_is_nan_with_the_reason(standing: Standing) -> None:
+    only = dataclasses.replace(SMALL, truth=TruthSettings(enabled=False))
+    predicted = look(standing, only)
+    assert math.isnan(predicted.results["deltaH_true"])
+    assert "truth.enabled" in predicted.reasons["deltaH_true"]
+    assert math.isfinite(predicted.results["deltaH1"])
+    measured = look(standing, dataclasses.replace(SMALL, first_order=FirstOrderSettings(enabled=False)))
+    assert math.isnan(measured.results["deltaH1"])
+    assert "first_order.enabled" in measured.reasons["deltaH1"]
+    assert "paired_error" not in measured.results
+    assert math.isfinite(measured.results["deltaH_true"])
+    few = look(standing, dataclasses.replace(only, update=Updating(prompts=4), evaluation=Evaluation(prompts=4)))
+    assert math.isnan(few.results["deltaH1_se"])
+    assert "fewer than 8" in few.reasons["deltaH1_se"]
+
+
+def test_a_step_too_large_for_weights_is_measured_on_fresh_sequences(run: Path) -> None:
+    far = standing_at(run, 1, "trainer.max_completion_length=12", learning_rate=0.03)
+    found = look(far, dataclasses.replace(SMALL, conditioning=False)).results
+    assert found["resampled"] == 1
+    assert found["ESS"] < 12
+    assert math.isfinite(found["deltaH_true"])
+    assert found["deltaH_true_se"] > 0
+
+
+def test_the_same_buffers_under_other_preconditioners(looked: Look) -> None:
+    rows = {row["name"]: row for row in looked.tables["conditioning"]}
+    assert rows["adam"]["delta_h1"] == pytest.approx(looked.results["deltaH1"], rel=1e-4)
+    assert rows["adam"]["cosine"] == pytest.approx(1.0)
+    assert looked.first_order is not None
+    gradient, direction = looked.update.gradient.double(), looked.first_order.direction[0].double()
+    plain = -float(direction @ gradient) * float(looked.update.delta.double().norm() / gradient.norm())
+    assert rows["sgd"]["delta_h1"] == pytest.approx(plain, rel=1e-6)
+    norms = torch.stack([p.square().sum() for p in looked.update.parts])
+    assert float(norms[2]) > 0  # weight decay is a part of the step
+
+
+# --- the buffers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", ["forbidden", "wanted"])
+def test_prompts_of_e_avoid_those_of_u_or_keep_to_them(standing: Standing, looked: Look, overlap: str) -> None:
+    update, total = looked.update_buffer, len(standing.trainer.train_dataset)
+    evaluation = sample_evaluation(standing, 64, 1, 0, "train", overlap, update, 64, lambda _: None)  # type: ignore[arg-type]
+    ids = standing.trainer._tokenize_prompts(list(evaluation.prompts))[0]
+    rollout = update.rollout
+    learned = {tuple(i[m.bool()].tolist()) for i, m in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)}
+    assert {tuple(i) in learned for i in ids} == {overlap == "wanted"}
+    assert len(learned) == 8 <= total
+
+
+def test_e_can_be_the_evaluation_split_or_given_rows_with_several_responses(standing: Standing) -> None:
+    data = standing.trainer.train_dataset
+    given = sample_evaluation(standing, 0, 2, 0, [5, 7], "allowed", None, 64, lambda _: None)
+    assert given.prompts == (data[5]["prompt"], data[5]["prompt"], data[7]["prompt"], data[7]["prompt"])
+    held_out = sample_evaluation(standing, 4, 1, 0, "eval", "allowed", None, 64, lambda _: None)
+    assert set(held_out.prompts) <= set(standing.trainer.eval_dataset["prompt"])
+    with pytest.raises(ValueError, match="row 99999 is not in the training set"):
+        sample_evaluation(standing, 0, 1, 0, [99999], "allowed", None, 64, lambda _: None)
+
+
+def test_u_is_rewarded_as_training_rewards_and_filtered_as_it_filters(standing: Standing, looked: Look) -> None:
+    rollout = looked.update_buffer.rollout
+    assert rollout.rewards is not None
+    rewards = rollout.rewards.view(8, 4)
+    torch.testing.assert_close(rollout.advantages.view(8, 4), rewards - rewards.mean(dim=1, keepdim=True))
+    filtered = sample_update(standing, 8, 1, True, 64, lambda _: None).rollout
+    idle = [float((r.advantages.view(8, 4) == 0).all(dim=1).double().mean()) for r in (rollout, filtered)]
+    assert idle[1] < idle[0]
+    assert standing.trainer.buffer is None
+
+
+# --- the guards -------------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_that_has_ended_is_said_and_a_learning_rate_is_the_way_out(run: Path) -> None:
+    with pytest.raises(ValueError, match=r"learning rate at .* is 0.*learning_rate=1e-6"):
+        standing_at(run, 3)
+    assert standing_at(run, 3, learning_rate=1e-4).learning_rate == 1e-4
+
+
+def altered(run: Path, tmp_path: Path, alter: Callable[[Path], None]) -> Path:
+    """Returns a copy of the run whose first checkpoint has been tampered with."""
+    copy = tmp_path / "run_2"
+    shutil.copytree(checkpoint(run, 1), checkpoint(copy, 1))
+    shutil.copy(run / "config.yaml", copy)
+    alter(checkpoint(copy, 1))
+    return copy
+
+
+def permute_moments(folder: Path) -> None:
+    saved = torch.load(folder / "optimizer.pt")
+    saved["state"][0], saved["state"][1] = saved["state"][1], saved["state"][0]
+    torch.save(saved, folder / "optimizer.pt")
+
+
+@pytest.mark.parametrize(
+    ("alter", "says"),
+    [
+        (permute_moments, "moments of .* have the shape of another parameter"),
+        (lambda f: (f / "optimizer.pt").unlink(), "has no optimizer.pt"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"half"), "model.safetensors is damaged"),
+    ],
+    ids=["moments", "no optimizer", "damaged"],
+)
+def test_a_checkpoint_that_is_not_whole_is_refused(run: Path, tmp_path: Path, alter: Any, says: str) -> None:
+    copy = altered(run, tmp_path, alter)
+    with pytest.raises(ValueError, match=says):
+        standing_at(copy, 1)
+
+
+def test_an_adapter_that_the_checkpoint_has_not_is_refused(run: Path) -> None:
+    with pytest.raises(ValueError, match="holds all weights, and the model has an adapter: use adapter=none"):
+        standing_at(run, 1, "adapter=lora")
+
+
+def test_each_guard_says_what_is_wrong(standing: Standing, make_trainer: Any, run: Path) -> None:
+    policy, parameters, device = standing.policy, standing.parameters, standing.device
+    with torch.no_grad(), pytest.raises(ValueError, match="G3: gradients are switched off"):
+        refuse_without_gradients(policy, parameters, device)
+    with torch.inference_mode():
+        made_there = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="G4: odd was made in inference mode"):
+        refuse_without_gradients(policy, {**parameters, "odd": made_there}, device)
+    with pytest.raises(ValueError, match="G6: 'odd' is trainable and gets no gradient"):
+        refuse_without_gradients(policy, {**parameters, "odd": torch.nn.Parameter(torch.zeros(2))}, device)
+    frozen = make_trainer()
+    frozen.model.requires_grad_(False)
+    with pytest.raises(ValueError, match="G1: no parameter is trainable"):
+        stand(frozen, checkpoint(run, 1))
+    larger = make_trainer()
+    larger.model.odd = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match=r"G2: 'odd' is trainable, and .* does not hold it"):
+        stand(larger, checkpoint(run, 1))
+
+
+def test_reentrant_checkpointing_is_refused_before_anything_is_sampled(run: Path) -> None:
+    reentrant = ("trainer.gradient_checkpointing=true", "trainer.gradient_checkpointing_kwargs={use_reentrant: true}")
+    with pytest.raises(ValueError, match=r"G[56]: .*checkpointing"):
+        standing_at(run, 1, *reentrant)
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "says"),
+    [
+        ({"evaluation": {"prompts": 1}}, "evaluation.prompts=1"),
+        ({"evaluation": {"overlap": "some"}}, "choose from forbidden, allowed, wanted"),
+        ({"truth": {"etas": [1.0, -1.0]}}, "multiples of the step above 0"),
+        ({"truth": {"enabled": False}, "first_order": {"enabled": False}}, "neither prediction nor truth"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(nonsense: dict[str, Any], says: str) -> None:
+    kinds = {"evaluation": Evaluation, "truth": TruthSettings, "first_order": FirstOrderSettings}
+    with pytest.raises(ValueError, match=says):
+        Settings(**{key: kinds[key](**values) for key, values in nonsense.items()})
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_settings_of_the_run_stand_beside_those_of_the_look() -> None:
+    words = ["checkpoint=R", "--multirun", "trainer.beta=0", "update.seed=1,2", 'data.path="a b.jsonl"', "--cfg", "job"]
+    gathered = gather_run_settings(words)
+    assert gathered[:-1] == ["checkpoint=R", "--multirun", "update.seed=1,2", "--cfg", "job"]
+    cfg = composed("offline", "checkpoint=R", gathered[-1])
+    assert list(cfg.run) == ["trainer.beta=0", 'data.path="a b.jsonl"']
+
+
+def test_a_run_keeps_its_settings_but_those_that_are_changed(run: Path) -> None:
+    changed = run_settings(checkpoint(run, 1), ["trainer.temperature=0.7", "seed=5"])
+    assert (changed.trainer.temperature, changed.seed, changed.trainer.num_generations) == (0.7, 5, 4)
+    with pytest.raises(ValueError, match=r"has this setting; did you mean batch.microbatch_size\?"):
+        run_settings(checkpoint(run, 1), ["batch.microbatch_sise=4"])
+
+
+def test_a_checkpoint_in_no_run_says_what_it_needs_and_then_works(run: Path, tmp_path: Path) -> None:
+    shutil.copytree(checkpoint(run, 1), tmp_path / "alone" / "checkpoint-1")
+    alone = tmp_path / "alone" / "checkpoint-1"
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        with pytest.raises(ValueError, match=r"lies in no run .* model=… data=…"):
+            run_settings(alone, [])
+        named = ["model=hub", f"model.name={alone}", "data=arithmetic", "trainer.num_generations=4", *RUN[1:3]]
+        standing = build_standing(run_settings(alone, named), alone)
+    assert standing.learning_rate == pytest.approx(2e-4)
+
+
+def test_checkpoints_are_found_by_run_folder_or_word(run: Path, tmp_path: Path) -> None:
+    all_of_them = [checkpoint(run, step) for step in (1, 2, 3)]
+    assert checkpoints_named(str(run), tmp_path) == all_of_them[-1:]
+    assert checkpoints_named(str(run / "training_state"), tmp_path) == all_of_them
+    assert checkpoints_named([str(all_of_them[1]), str(all_of_them[0])], tmp_path) == [all_of_them[1], all_of_them[0]]
+    assert checkpoints_named("latest", run.parent) == all_of_them[-1:]
+    assert checkpoints_named("all", run.parent) == all_of_them
+    with pytest.raises(ValueError, match="there is no such folder"):
+        checkpoints_named(str(tmp_path / "nowhere"), tmp_path)
+    with pytest.raises(ValueError, match=r"no run in .* has a whole checkpoint"):
+        checkpoints_named("latest", tmp_path)
+
+
+def test_results_are_written_whole_or_not_at_all(standing: Standing, looked: Look, tmp_path: Path) -> None:
+    path = tmp_path / "here" / "result.json"
+    write_result(path, standing, looked, {"offline": {"learning_rate": None}})
+    read = read_result(path)
+    assert read["results"]["deltaH1"] == looked.results["deltaH1"]
+    assert read["settings"]["offline"]["learning_rate"] is None
+    before = path.read_bytes()
+    path.with_suffix(".tmp").mkdir()  # what cannot be written to
+    with pytest.raises(OSError, match="make room"):
+        write_result(path, standing, looked, {})
+    assert path.read_bytes() == before
+
+
+def test_two_processes_say_what_one_says(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    own = [f"checkpoint={checkpoint(run, 1)}", "evaluation.prompts=24", "update.prompts=8", "memory.generation_size=12"]
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("offline", [*own, f"output={tmp_path / 'one'}"])
+        (path,) = look_at_checkpoints(cfg)
+    assert "predicted, first order" in capsys.readouterr().out
+    words = ["--standalone", "--nproc_per_node", "2", str(ROOT / "offline.py"), *own, f"output={tmp_path / 'two'}"]
+    ended = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", *words], env={**os.environ, "ACCELERATE_USE_CPU": "true"},
+        capture_output=True, text=True, timeout=240, check=False,
+    )  # fmt: skip
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    one, two = (read_result(tmp_path / p / path.relative_to(tmp_path / "one")) for p in ("one", "two"))
+    assert (one["world_size"], two["world_size"]) == (1, 2)
+    compared = 0
+    for key, value in one["results"].items():
+        scale = abs(one["results"]["deltaH1_sequence" if "sequence" in key else "deltaH1"])
+        if not key.startswith(("floor", "slope")):
+            assert two["results"][key] == pytest.approx(value, rel=1e-5, abs=1e-5 * scale, nan_ok=True), key
+            compared += not math.isnan(value)
+    assert compared > 60
