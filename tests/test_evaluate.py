@@ -133,6 +133,10 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
         (["run={run}/training_state"], "is no run's folder"),
         (["run={run}", "evaluation.fraction=0"], "must be above 0 and at most 1"),
         (["run={run}", "evaluation.fraction=1.5"], "must be above 0 and at most 1"),
+        (["run={run}", "evaluation.fraction=all"], "must be a number above 0"),
+        (["run={run}", "evaluation.name=a/b"], "names a folder"),
+        (["checkpoints=[{run}/elsewhere]", "data=arithmetic"], "output=PATH"),
+        (["checkpoints=[{run}/elsewhere]", "output=out"], "choose it, data=arithmetic or data=gsm8k"),
         (["run={run}", "evaluation.k=9"], "use evaluation.responses_per_prompt=9"),
         (["run={run}", "+metrics.entropy._target_=math.sqrt"], "there is a built-in metric entropy"),
         (["run={run}", "+data.num_evil=3"], "data: .*num_evil"),
@@ -171,6 +175,14 @@ def test_another_task_than_the_runs_has_a_table_of_its_own_and_must_be_readable(
     )
     with pytest.raises(ValueError, match="another task than the one it was made for"):
         list(respond(loaded, plan.task(), [[(0, 0)]], 0, {}))
+
+
+def test_a_bare_checkpoint_is_evaluated_on_the_task_that_is_given(run: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    asked = [f"checkpoints=[{bare}]", "data=arithmetic", f"output={tmp_path}"]
+    plan = read_plan(configured("evaluate", *asked))
+    assert plan.checkpoints == {0: bare}
+    assert (plan.max_completion_length, plan.temperature, plan.kl, plan.run) == (36, 1.0, False, None)
 
 
 @pytest.mark.parametrize("missing", ["model.safetensors", "trainer_state.json"])

@@ -101,7 +101,10 @@ def read_plan(cfg: DictConfig) -> Plan:
     for metric in asked["metrics"]:
         if metric in BUILT_IN:
             raise ValueError(f"metrics.{metric}: there is a built-in metric {metric}; give yours another name")
-    rows = choose_rows(len(make("data", config["data"]).eval_dataset), e["fraction"], e["seed"])
+    num_rows = len(make("data", config["data"]).eval_dataset)
+    if num_rows == 0:
+        raise ValueError(f"the evaluation split of {task_name} has no rows: give data of your own, data.path=FILE")
+    rows = choose_rows(num_rows, e["fraction"], e["seed"])
     settings = {key: value for key, value in e.items() if key not in FREE}
     settings |= {"temperature": temperature, "max_completion_length": max_length, "metrics": asked["metrics"]}
     settings |= {group: config.get(group) for group in GROUPS}
@@ -226,6 +229,8 @@ def _lay_over(config: dict[str, Any], asked: dict[str, Any]) -> tuple[dict[str, 
 
 
 def _check_numbers(e: Mapping[str, Any]) -> None:
+    if isinstance(e["fraction"], bool) or not isinstance(e["fraction"], int | float):
+        raise ValueError(f"evaluation.fraction={e['fraction']} must be a number above 0 and at most 1")
     choose_rows(1, e["fraction"], 0)  # refuses what is no share
     for key in ("responses_per_prompt", "batch_size", "jobs"):
         if type(e[key]) is not int or e[key] < 1:
