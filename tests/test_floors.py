@@ -38,7 +38,7 @@ LIBRARIES = {
     },
     "evaluation": {"torch", "transformers", "peft", "numpy", "rich", "tqdm"},
     "live": {"torch", "trl", "transformers", "accelerate", "numpy"},
-    "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich"},
+    "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich", "matplotlib"},
     "tasks": {
         "tqdm",
         "torch", "transformers", "tokenizers", "datasets", "numpy", "math_verify", "sympy", "latex2sympy2_extended",

@@ -14,6 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.job.build import build_standing
 from rl_training.job.run_settings import run_settings
 from rl_training.offline import probe
+from rl_training.offline.kernel import KernelSettings
+from rl_training.offline.kernel_report import add_kernel
 from rl_training.offline.results import print_table, write_result
 from rl_training.records.checkpoints import checkpoints_named
 
@@ -24,7 +26,7 @@ def look_at_checkpoints(cfg: DictConfig) -> list[Path]:
     Raises ValueError for whatever the user got wrong; where the checkpoints can tell, before anything is sampled.
     """
     own: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    settings = settings_from(own)
+    settings, kernel = settings_from(own), kernel_settings_from(own)
     asked = own["checkpoint"]
     found = checkpoints_named(asked if isinstance(asked, str) else list(asked), Path(cfg.runs_dir))
     written = []
@@ -34,8 +36,12 @@ def look_at_checkpoints(cfg: DictConfig) -> list[Path]:
         standing = build_standing(run, checkpoint, cfg.learning_rate)
         seconds = {"load": time.perf_counter() - start}
         look = probe.look(standing, settings)
-        look.seconds.update(seconds | {"all": time.perf_counter() - start})
         path = _folder(cfg, checkpoint) / "result.json"
+        if kernel is not None:
+            look.results.update(
+                add_kernel(standing, look, kernel, path.parent / "kernel", settings.first_order.estimator)
+            )
+        look.seconds.update(seconds | {"all": time.perf_counter() - start})
         if standing.rank == 0:
             asked_for = {"offline": own, "run": OmegaConf.to_container(run, resolve=True)}
             write_result(path, standing, look, asked_for)
@@ -57,6 +63,12 @@ def settings_from(own: Mapping[str, Any]) -> probe.Settings:
         conditioning=own["conditioning"],
         memory=probe.Memory(**own["memory"]),
     )
+
+
+def kernel_settings_from(own: Mapping[str, Any]) -> KernelSettings | None:
+    """Returns the settings of the kernel, None where it is not asked for."""
+    settings = dict(own["kernel"])
+    return KernelSettings(**settings) if settings.pop("enabled") else None
 
 
 def _folder(cfg: DictConfig, checkpoint: Path) -> Path:

@@ -147,13 +147,11 @@ class DrGRPOTrainer(GRPOTrainer):
         return rewards
 
     def rewards_of(self, rows: list[dict[str, Any]], completion_ids: list[list[int]]) -> Tensor:
-        """Returns the reward of a completion to each of these rows of a data set, (rows,). The same on every process."""
+        """Returns the reward of a completion to each of these rows of a data set, (rows,): on each process the same."""
         texts = self._tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
         prompts = [row["prompt"] for row in rows]
-        said = [
-            [{"role": "assistant", "content": t}] if isinstance(p, list) else t
-            for p, t in zip(prompts, texts, strict=True)
-        ]
+        in_turns = bool(prompts) and isinstance(prompts[0], list)
+        said = [[{"role": "assistant", "content": text}] for text in texts] if in_turns else texts
         rewards = super()._calculate_rewards(rows, prompts, said, completion_ids)[: len(rows)]
         return (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
 

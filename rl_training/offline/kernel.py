@@ -165,7 +165,7 @@ def kernel_of_look(
     step = step_of(look.update, look.first_order.direction[TOKEN])
     about = {"checkpoint": str(standing.checkpoint), "step": str(standing.step + 1), "baseline": "buffer"}
     path = calculate_kernel(rows, step, question, settings, folder, ranks, about)
-    write_sequences(standing, look.evaluation, of_e, of_u, folder)
+    write_sequences(standing, look.evaluation, look.update, of_e, of_u, folder)
     return path
 
 

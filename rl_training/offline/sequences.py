@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.importance import sequence_totals
+from rl_training.mathematics.importance import LOGP, sequence_totals
 from rl_training.offline.buffers import EvaluationBuffer
 from rl_training.offline.standing import Standing
+from rl_training.offline.truth import by_name
+from rl_training.offline.update import Update
 from rl_training.step.rollout import Rollout
 
 SEQUENCES_FILE = "sequences.jsonl"
@@ -22,23 +24,21 @@ EVALUATION, UPDATE = "evaluation", "update"
 
 
 def write_sequences(
-    standing: Standing, evaluation: EvaluationBuffer, of_e: Rollout, of_u: Rollout, folder: Path
+    standing: Standing, evaluation: EvaluationBuffer, update: Update, of_e: Rollout, of_u: Rollout, folder: Path
 ) -> None:
-    """Writes a line for each sequence, E's first: texts, tokens, log-probability, entropy, reward and advantage.
+    """Writes a line for each sequence, E's first: texts, tokens, log-probability, entropy, reward and advantage, and
+    the change of its log-probability that the step really makes.
 
     Every process calls it, one writes. E's rewards are those of the data set's row with the same prompt.
     """
     rewards = _rewards(standing, evaluation, of_e)
     if standing.rank != 0:
         return
+    assert of_u.rewards is not None
+    shift = by_name(standing, update.delta)
     rows = [
-        *_lines(standing, EVALUATION, of_e, rewards),
-        *_lines(
-            standing,
-            UPDATE,
-            of_u,
-            of_u.rewards if of_u.rewards is not None else torch.full_like(of_u.advantages, math.nan),
-        ),
+        *_lines(standing, EVALUATION, of_e, rewards, shift),
+        *_lines(standing, UPDATE, of_u, of_u.rewards, shift),
     ]
     scratch = (folder / SEQUENCES_FILE).with_suffix(".tmp")
     scratch.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -63,16 +63,21 @@ def tokens_of(rollout: Rollout, row: int) -> tuple[list[int], list[int]]:
     return prompt.tolist(), response.tolist()
 
 
-def _lines(standing: Standing, buffer: str, rollout: Rollout, rewards: Tensor) -> list[dict[str, Any]]:
+def _lines(
+    standing: Standing, buffer: str, rollout: Rollout, rewards: Tensor, shift: Mapping[str, Tensor]
+) -> list[dict[str, Any]]:
     totals = sequence_totals(standing.policy.score_rollout(rollout))
+    with standing.policy.shifted(shift):
+        changes = sequence_totals(standing.policy.score_rollout(rollout))[:, LOGP] - totals[:, LOGP]
     lines = []
     for row in range(rollout.num_sequences):
         prompt, response = tokens_of(rollout, row)
         logp, entropy, length = totals[row].tolist()
-        values = {"reward": rewards[row], "advantage": rollout.advantages[row], "logp": logp, "entropy": entropy}
+        values = {"reward": rewards[row], "advantage": rollout.advantages[row], "logp": logp, "entropy": entropy,
+                  "logp_change": changes[row]}  # fmt: skip
         lines.append({
             "buffer": buffer, "row": row, "prompt_hash": token_hash(prompt), "hash": token_hash(prompt, response),
-            "tokens": int(length),
+            "tokens": int(length), "ids": response,
             **{key: float(value) if math.isfinite(value) else None for key, value in values.items()},
             "prompt": standing.policy.decode(torch.tensor(prompt)),
             "response": standing.policy.decode(torch.tensor(response)),

@@ -88,7 +88,7 @@ def measure(
     """
 
     def score_at(eta: float) -> Scores:
-        with standing.policy.shifted(_by_name(standing, eta * delta)):
+        with standing.policy.shifted(by_name(standing, eta * delta)):
             scores = gather_scores(standing, evaluation.rollout, evaluation.number, evaluation.num_sequences)
         progress(evaluation.num_sequences)
         return scores
@@ -97,7 +97,7 @@ def measure(
         before, after = sequence_totals(evaluation.scores), sequence_totals(ahead)
         if not importance_weights(before, after).ess < MIN_ESS_FRACTION * len(before):
             return per_decision_change(evaluation.scores, ahead), False
-        with standing.policy.shifted(_by_name(standing, eta * delta)):
+        with standing.policy.shifted(by_name(standing, eta * delta)):
             fresh = sample_again(standing, evaluation, seed, chunk_size, progress=lambda _: None)
         return paired_replicates(before, sequence_totals(fresh)), True
 
@@ -140,7 +140,7 @@ def _in_other_batches(standing: Standing, evaluation: EvaluationBuffer) -> Score
     return gather_scores(standing, rollout, evaluation.number[order], evaluation.num_sequences)
 
 
-def _by_name(standing: Standing, flat: Tensor) -> Mapping[str, Tensor]:
+def by_name(standing: Standing, flat: Tensor) -> Mapping[str, Tensor]:
     sizes = [param.numel() for param in standing.parameters.values()]
     pieces = zip(standing.parameters.items(), flat.split(sizes), strict=True)
     return {name: piece.view(param.shape).to(param.dtype) for (name, param), piece in pieces}

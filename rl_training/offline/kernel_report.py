@@ -1,0 +1,170 @@
+"""What is written beside a finished kernel for a person: tables as CSV, pictures, and a page to point at cells with."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from rl_training.mathematics.entropy import Estimator
+from rl_training.offline.kernel import Kernel, KernelSettings, kernel_of_look
+from rl_training.offline.probe import Look
+from rl_training.offline.standing import Standing
+from rl_training.offline.structure import (
+    CLASSES,
+    Distinct,
+    Row,
+    Structure,
+    distinct_texts,
+    headline,
+    pair_table,
+    top_pairs,
+)
+
+PAGE = "kernel.html"
+NUM_CLUSTERS = 8
+BINS = 40
+
+
+def add_kernel(
+    standing: Standing, look: Look, settings: KernelSettings, folder: Path, estimator: Estimator
+) -> dict[str, float]:
+    """Returns the headline numbers of a look's kernel, which this calculates, stores and draws in `folder`."""
+    kernel_of_look(standing, look, settings, folder, estimator)
+    if standing.rank == 0:
+        write_report(folder)
+        print(f"kernel: {folder / PAGE}")
+    standing.trainer.accelerator.wait_for_everyone()
+    return headline(Structure.read(folder))
+
+
+def write_report(folder: Path) -> Path:
+    """Writes tables, pictures and the page of the finished kernel in this folder, and returns the page."""
+    s = Structure.read(folder)
+    distinct = distinct_texts(s)
+    clusters, order = distinct.clusters(NUM_CLUSTERS)
+    tables = {"pairs": pair_table(s), "top_pairs": top_pairs(s), "clusters": _members(distinct, clusters)}
+    for name, rows in tables.items():
+        _write_csv(folder / f"{name}.csv", rows)
+    orders = {"prompt": _by_prompt(s), "cluster": _by_cluster(s, distinct, order)}
+    _draw(s, orders, folder)
+    data = {
+        "about": _about(s.kernel, distinct),
+        "evaluation": [_shown(row) for row in s.evaluation],
+        "update": [_shown(row) for row in s.update],
+        "cosine": _json(s.cosines),
+        "contribution": _json(s.contributions),
+        "kind": _kinds(s),
+        "order": {name: {"evaluation": e, "update": u} for name, (e, u) in orders.items()},
+        "pairs": _json(tables["pairs"]),
+        "top": _json(tables["top_pairs"]),
+        "clusters": _json(tables["clusters"]),
+        "histograms": {name: _histogram(s.cosines[s.is_of_class(name)]).long().tolist() for name in CLASSES},
+    }
+    template = files("rl_training.offline").joinpath(PAGE).read_text(encoding="utf-8")
+    # A text of the model may hold "</script>": escaped, it stays a text.
+    filled = template.replace("/*DATA*/null", json.dumps(data, ensure_ascii=True).replace("<", "\\u003c"))
+    (folder / PAGE).write_text(filled, encoding="utf-8")
+    return folder / PAGE
+
+
+def _about(kernel: Kernel, distinct: Distinct) -> str:
+    parts = {key: float(kernel.about[f"delta_h/part/{key}"]) for key in ("gradient", "momentum", "decay")}
+    whole = sum(parts.values())
+    return (
+        f"{kernel.about.get('checkpoint', '')}, step {kernel.about.get('step', '?')}. The pairs add up to the gradient "
+        f"part of the predicted entropy change, {parts['gradient']:+.3g} of {whole:+.3g} nats per token; momentum is "
+        f"{parts['momentum']:+.3g}, decay {parts['decay']:+.3g}. {len(distinct.rows)} distinct texts, participation "
+        f"ratio {distinct.participation_ratio:.3g}."
+    )
+
+
+def _shown(row: Row) -> Row:
+    return {key: _json(row[key]) for key in ("row", "reward", "advantage", "tokens", "logp", "prompt", "response")}
+
+
+def _members(distinct: Distinct, clusters: Tensor) -> list[Row]:
+    """Returns a row for each distinct text, cluster by cluster."""
+    rows = [
+        {"cluster": int(cluster), "text": row["prompt"] + row["response"],
+         **{key: row[key] for key in ("times", "reward", "logp", "tokens", "buffer", "prompt_hash")}}
+        for row, cluster in zip(distinct.rows, clusters, strict=True)
+    ]  # fmt: skip
+    return sorted(rows, key=lambda row: row["cluster"])
+
+
+def _kinds(s: Structure) -> list[list[str]]:
+    kinds = torch.stack([s.is_of_class(name).long() for name in CLASSES]).argmax(dim=0)
+    return [[CLASSES[k] for k in row] for row in kinds.tolist()]
+
+
+def _by_prompt(s: Structure) -> tuple[list[int], list[int]]:
+    def order(rows: Sequence[Row]) -> list[int]:
+        return sorted(range(len(rows)), key=lambda i: (rows[i]["prompt"], rows[i]["response"]))
+
+    return order(s.evaluation), order(s.update)
+
+
+def _by_cluster(s: Structure, distinct: Distinct, order: Tensor) -> tuple[list[int], list[int]]:
+    """Returns both orders such that sequences stand as their texts do in the dendrogram."""
+    place = {distinct.rows[n]["hash"]: position for position, n in enumerate(order.tolist())}
+
+    def sort(rows: Sequence[Row]) -> list[int]:
+        return sorted(range(len(rows)), key=lambda i: place.get(rows[i]["hash"], len(place)))
+
+    return sort(s.evaluation), sort(s.update)
+
+
+def _histogram(values: Tensor) -> Tensor:
+    return torch.histc(values[values.isfinite()].float().clamp(-1, 1), BINS, -1, 1)
+
+
+def _draw(s: Structure, orders: dict[str, tuple[list[int], list[int]]], folder: Path) -> None:
+    """Draws cosines.png, the matrix in both orders, and distributions.png."""
+    figure = Figure(figsize=(13, 6), layout="constrained")
+    for axes, (name, (e, u)) in zip(figure.subplots(1, 2), orders.items(), strict=True):
+        values = s.cosines[e][:, u]
+        # The square root keeps the sign and lifts what is small: few pairs are near 1, and would blind a linear scale.
+        image = axes.imshow(
+            values.sign() * values.abs().sqrt(), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest"
+        )
+        axes.set(title=f"cosine of gradients, by {name}", xlabel="update sequence", ylabel="evaluation sequence")
+    ticks = [-1, -0.5, -0.1, 0, 0.1, 0.5, 1]
+    bar = figure.colorbar(image, ax=figure.axes, ticks=[math.copysign(math.sqrt(abs(t)), t) for t in ticks])
+    bar.set_ticklabels([str(t) for t in ticks])
+    figure.savefig(folder / "cosines.png", dpi=120)
+    figure = Figure(figsize=(12, 3.2), layout="constrained")
+    centres = torch.linspace(-1, 1, BINS + 1)[:-1] + 1 / BINS
+    for axes, name in zip(figure.subplots(1, len(CLASSES)), CLASSES, strict=True):
+        counts = _histogram(s.cosines[s.is_of_class(name)])
+        axes.bar(centres.numpy(), counts.numpy(), width=2 / BINS)
+        axes.set(title=f"{name} ({int(counts.sum())})", xlabel="cosine")
+    figure.savefig(folder / "distributions.png", dpi=120)
+
+
+def _write_csv(path: Path, rows: Sequence[Row]) -> None:
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def _json(value: Any) -> Any:
+    """Returns the value with nan as null, which JSON knows, and numbers at four digits."""
+    if isinstance(value, Tensor):
+        return _json(value.tolist())
+    if isinstance(value, list):
+        return [_json(part) for part in value]
+    if isinstance(value, dict):
+        return {key: _json(part) for key, part in value.items()}
+    if isinstance(value, float):
+        return float(f"{value:.4g}") if math.isfinite(value) else None
+    return value

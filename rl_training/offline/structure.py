@@ -1,0 +1,264 @@
+"""What a kernel shows: which kinds of pairs move entropy, how gradients lie to one another, what would be otherwise.
+
+Everything here follows from the files of a finished kernel, without a model.
+
+    contribution of a pair     C(i, j) = c X̃(i, j) A_j /(N_E N_U L)     nats per token, in all δH₁'s gradient part
+    same text                  the same tokens, prompt and response: what a covariance within one sequence sees
+    same prompt, other text    E[∂S | prompt] = 0 makes these anti-aligned
+    other prompt               all that couples sequences through shared parameters alone
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_training.mathematics.clusters import average_linkage, participation_ratio
+from rl_training.mathematics.sketches import cosines
+from rl_training.offline.kernel import Kernel, load_kernel
+from rl_training.offline.sequences import EVALUATION, read_sequences
+from rl_training.step.updates import CAUSES
+
+SAME_TEXT, SAME_PROMPT, OTHER_PROMPT = "same text", "same prompt, other text", "other prompt"
+CLASSES = (SAME_TEXT, SAME_PROMPT, OTHER_PROMPT)
+GRADIENT = CAUSES.index("gradient")
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Structure:
+    """A finished kernel with the sequences that it is of."""
+
+    kernel: Kernel
+    evaluation: list[Row]
+    update: list[Row]
+
+    @classmethod
+    def read(cls, folder: Path) -> Structure:
+        """Returns the kernel in this folder. Raises ValueError when it is not finished."""
+        kernel, lines = load_kernel(folder), read_sequences(folder)
+        of_e = [line for line in lines if line["buffer"] == EVALUATION]
+        return cls(kernel, of_e, [line for line in lines if line["buffer"] != EVALUATION])
+
+    @property
+    def advantages(self) -> Tensor:
+        return self.kernel.tensors["advantages"]
+
+    @property
+    def contributions(self) -> Tensor:
+        """(N_E, N_U): what each pair moves entropy by, nats per token."""
+        pairs = self.kernel.tensors["entropy_kernel"] * self.advantages
+        return self.kernel.scale * pairs / len(pairs)
+
+    @property
+    def cosines(self) -> Tensor:
+        """(N_E, N_U), exact; nan where a gradient is 0."""
+        tensors = self.kernel.tensors
+        return tensors["kernel"] / (tensors["sq_norms"].unsqueeze(1) * tensors["update_sq_norms"]).sqrt()
+
+    def is_of_class(self, name: str) -> Tensor:
+        """Returns which pairs are of one of the CLASSES, (N_E, N_U)."""
+        text, prompt = (_equal(self.evaluation, self.update, key) for key in ("hash", "prompt_hash"))
+        return {SAME_TEXT: text, SAME_PROMPT: prompt & ~text, OTHER_PROMPT: ~prompt}[name]
+
+    def right(self, rows: Sequence[Row]) -> Tensor:
+        """Returns which sequences got more than half of what lies between the lowest and the highest reward in U."""
+        known = [row["reward"] for row in self.update]
+        middle = (min(known) + max(known)) / 2
+        return torch.tensor([row["reward"] > middle for row in rows])
+
+
+def _equal(a: Sequence[Row], b: Sequence[Row], key: str) -> Tensor:
+    return torch.tensor([[x[key] == y[key] for y in b] for x in a])
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+def pair_table(s: Structure) -> list[Row]:
+    """Returns a row for each class of pairs: its share of the pairs and of δH₁'s gradient part, and its cosines."""
+    masks = {name: s.is_of_class(name) for name in CLASSES}
+    right_e, right_u = s.right(s.evaluation), s.right(s.update)
+    for e, of_e in (("right", right_e), ("wrong", ~right_e)):
+        for u, of_u in (("right", right_u), ("wrong", ~right_u)):
+            masks[f"{e} in E, {u} in U"] = of_e.unsqueeze(1) & of_u
+    whole, cosine, moved = s.contributions, s.cosines, _log_probability_moves(s)
+    return [{"pairs": "all", **_of_pairs(torch.ones_like(whole, dtype=torch.bool), whole, cosine, moved)}] + [
+        {"pairs": name, **_of_pairs(mask, whole, cosine, moved)} for name, mask in masks.items()
+    ]
+
+
+def _log_probability_moves(s: Structure) -> Tensor:
+    """Returns what each pair moves log π(i) by, (N_E, N_U), nats."""
+    return s.kernel.scale * s.kernel.tensors["kernel"] * s.advantages
+
+
+def _of_pairs(mask: Tensor, contributions: Tensor, cosine: Tensor, moved: Tensor) -> Row:
+    own = cosine[mask & cosine.isfinite()]
+    total = float(contributions.sum())
+    part = float(contributions[mask].sum())
+    low, middle, high = own.quantile(own.new_tensor([0.05, 0.5, 0.95])).tolist() if len(own) else [math.nan] * 3
+    return {
+        "count": int(mask.sum()),
+        "contribution": part,
+        "share": part / total if total else math.nan,
+        "cosine_mean": float(own.mean()) if len(own) else math.nan,
+        "cosine_sd": float(own.std()) if len(own) > 1 else math.nan,
+        "cosine_5": low,
+        "cosine_50": middle,
+        "cosine_95": high,
+        "log_probability_change": float(moved[mask].sum()) / len(mask),
+    }
+
+
+def top_pairs(s: Structure, count: int = 10) -> list[Row]:
+    """Returns the pairs that lower entropy most, then those that raise it most, with texts, rewards and distances."""
+    contributions, cosine = s.contributions, s.cosines
+    order = contributions.flatten().argsort()
+    chosen = [*order[:count].tolist(), *order[-count:].flip(0).tolist()]
+    rows = []
+    for flat in dict.fromkeys(chosen):
+        i, j = divmod(flat, len(s.update))
+        e, u = s.evaluation[i], s.update[j]
+        rows.append({
+            "contribution": float(contributions[i, j]), "cosine": float(cosine[i, j]), "advantage": u["advantage"],
+            "evaluation": i, "update": j, "tokens_apart": edit_distance(e["ids"], u["ids"]),
+            "logp_apart": abs(e["logp"] - u["logp"]), "evaluation_reward": e["reward"], "update_reward": u["reward"],
+            "evaluation_text": e["prompt"] + e["response"], "update_text": u["prompt"] + u["response"],
+        })  # fmt: skip
+    return rows
+
+
+def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
+    """Returns how many tokens have to be put in, left out or replaced to make one of the other: (1,2,3), (1,3) → 1."""
+    before = list(range(len(b) + 1))
+    for i, x in enumerate(a, start=1):
+        now = [i]
+        for j, y in enumerate(b, start=1):
+            now.append(min(before[j] + 1, now[j - 1] + 1, before[j - 1] + (x != y)))
+        before = now
+    return before[-1]
+
+
+def single_predictions(s: Structure) -> tuple[float, float]:
+    """Returns slope and correlation of the measured change of log π of E's sequences on the predicted W_i·δθ."""
+    predicted = s.kernel.tensors["products"].sum(dim=1)
+    measured = torch.tensor([row["logp_change"] for row in s.evaluation], dtype=torch.float64)
+    x, y = predicted - predicted.mean(), measured - measured.mean()
+    return float((x @ y) / (x @ x)), float((x @ y) / (x.norm() * y.norm()))
+
+
+# --- E and U together, from sketches ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Distinct:
+    """The distinct texts of E and U, with their cosines as sketches estimate them."""
+
+    rows: list[Row]  # with `times`, how often the text is there
+    cosines: Tensor  # (n, n)
+    stderr: Tensor  # (n, n)
+    participation_ratio: float
+
+    def clusters(self, count: int) -> tuple[Tensor, Tensor]:
+        """Returns clusters and dendrogram order by average linkage: see clusters.py."""
+        return average_linkage(self.cosines, count)
+
+
+def distinct_texts(s: Structure) -> Distinct:
+    """Returns the distinct texts of E and U; those without a gradient are left out."""
+    tensors, rows = s.kernel.tensors, [*s.evaluation, *s.update]
+    sketches = torch.cat([tensors["sketches"], tensors["update_sketches"]])
+    sq_norms = torch.cat([tensors["sq_norms"], tensors["update_sq_norms"]])
+    first: dict[str, int] = {}
+    for number, row in enumerate(rows):
+        if sq_norms[number] > 0:
+            first.setdefault(row["hash"], number)
+    chosen = torch.tensor(list(first.values()))
+    times = {key: sum(row["hash"] == key for row in rows) for key in first}
+    own, norms = sketches[chosen], sq_norms[chosen]
+    values, stderr = cosines(own, own, norms, norms)
+    values.fill_diagonal_(1.0)
+    scaled = own.double() / norms.sqrt().view(-1, 1, 1)
+    ratio = participation_ratio(torch.einsum("nsm,qsm->snq", scaled, scaled))
+    return Distinct([{**rows[n], "times": times[key]} for key, n in first.items()], values, stderr, ratio)
+
+
+# --- what if ----------------------------------------------------------------------------------------------------------
+
+Chooser = Callable[[Structure], Tensor]
+
+
+def chooser(text: str) -> Chooser:
+    """Returns what picks the sequences of U that `text` names, (N_U,) bool.
+
+    wrong | right | longest:K | lowest:K (those that lower entropy most) | prompt:HASH. Raises ValueError for another.
+    """
+    kind, _, value = text.partition(":")
+    if kind in ("wrong", "right") and not value:
+        return lambda s: s.right(s.update) == (kind == "right")
+    if kind == "longest" and value.isdigit():
+        return lambda s: _largest(torch.tensor([float(row["tokens"]) for row in s.update]), int(value))
+    if kind == "lowest" and value.isdigit():
+        return lambda s: _largest(-s.contributions.sum(dim=0), int(value))
+    if kind == "prompt" and value:
+        return lambda s: torch.tensor([row["prompt_hash"].startswith(value) for row in s.update])
+    raise ValueError(f"{text!r} names no sequences: use wrong, right, longest:K, lowest:K or prompt:HASH")
+
+
+def _largest(values: Tensor, count: int) -> Tensor:
+    chosen = torch.zeros(len(values), dtype=torch.bool)
+    chosen[values.topk(min(count, len(values))).indices] = True
+    return chosen
+
+
+def what_if(s: Structure, without: Tensor) -> Row:
+    """Returns what the step would do to entropy and to right answers, had these sequences of U taught nothing.
+
+    without  (N_U,) bool. Their advantages count as 0, all others, N_U and the metric M stay: to first order in the
+             change of the gradient, since P and the clipping follow from the gradient too
+    """
+    kept = (~without).double()
+    by_cause = s.kernel.tensors["products"]
+    others = by_cause.sum(dim=1) - by_cause[:, GRADIENT]
+    moves = _log_probability_moves(s)
+    right = s.right(s.evaluation)
+    parts = {cause: float(s.kernel.about[f"delta_h/part/{cause}"]) for cause in CAUSES}
+    gradient = float((s.contributions * kept).sum())
+    return {
+        "left_out": int(without.sum()),
+        "deltaH1": sum(parts.values()) - parts["gradient"] + gradient,
+        "deltaH1_before": sum(parts.values()),
+        "deltaH1/part/gradient": gradient,
+        "log_probability_of_right": _mean((others + (moves * kept).sum(dim=1))[right]),
+        "log_probability_of_right_before": _mean(by_cause.sum(dim=1)[right]),
+    }
+
+
+def _mean(values: Tensor) -> float:
+    return float(values.mean()) if len(values) else math.nan
+
+
+def headline(s: Structure) -> dict[str, float]:
+    """Returns the numbers of a kernel that stand in a look's results."""
+    by_class: Mapping[str, Row] = {row["pairs"]: row for row in pair_table(s)}
+    slope, correlation = single_predictions(s)
+    distinct = distinct_texts(s)
+    return {
+        "kernel/identity_error": float(s.kernel.about["identity_error"]),
+        "kernel/share_same_text": by_class[SAME_TEXT]["share"],
+        "kernel/share_same_prompt": by_class[SAME_TEXT]["share"] + by_class[SAME_PROMPT]["share"],
+        "kernel/share_other_prompt": by_class[OTHER_PROMPT]["share"],
+        "kernel/cosine_same_prompt_other_text": by_class[SAME_PROMPT]["cosine_mean"],
+        "kernel/cosine_other_prompt": by_class[OTHER_PROMPT]["cosine_mean"],
+        "kernel/distinct_texts": float(len(distinct.rows)),
+        "kernel/participation_ratio": distinct.participation_ratio,
+        "kernel/logp_slope": slope,
+        "kernel/logp_correlation": correlation,
+    }
