@@ -7,6 +7,7 @@ import functools
 import gzip
 import json
 import math
+import multiprocessing
 import os
 import resource
 import signal
@@ -22,6 +23,7 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rl_training.evaluation import examples, policy
+from rl_training.evaluation.display import Progress
 from rl_training.evaluation.metrics import by_row, measure, measure_custom
 from rl_training.evaluation.responses import GREEDY, Response, Sampling, choose_rows, respond
 from rl_training.evaluation.workers import Send, run_in_process
@@ -123,6 +125,34 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
         assert row.value == pytest.approx(rows[row.metric].value, rel=1e-5, nan_ok=True)
     with gzip.open(run / "evaluations" / "anew" / "step_1" / "responses.jsonl.gz", "rt", encoding="utf-8") as file:
         assert [json.loads(line)["response"] for line in file] == [json.loads(line)["response"] for line in lines]
+
+
+def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """And while one evaluation of a run is at work, another one says so and ends."""
+    cfg = configured(
+        "evaluate", f"checkpoints=[{run}/training_state/checkpoint-1]", *QUICK, f"output={tmp_path}",
+        "evaluation.batch_size=10",
+    )  # fmt: skip
+    second: list[str] = []
+
+    def kill_at_the_first_batch(progress: Progress, num_responses: int) -> None:
+        with pytest.raises(ValueError, match="is being written to by process") as refused:
+            evaluate(cfg)
+        second.append(str(refused.value))
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Progress, "add", kill_at_the_first_batch)
+        assert evaluate(cfg) == 1
+    assert second
+    assert "step 1 failed: its process was killed by SIGKILL" in capsys.readouterr().out
+    folder = tmp_path / "evaluations" / "arithmetic"
+    assert [path.name for path in folder.iterdir()] == ["settings.json"]
+    assert evaluate(cfg) == 0
+    assert {row.step for row in evaluated.read_table(folder)} == {1}
 
 
 @pytest.mark.parametrize(
