@@ -14,13 +14,12 @@ import pytest
 import yaml
 
 from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.compare import write_comparison
 from rl_training.records.compare.command import main
 from rl_training.records.compare.final import (
     compare_groups,
-    difference,
     final_figures,
-    is_significant,
     last_common_step,
 )
 from rl_training.records.compare.groups import differences, read_groups

@@ -19,6 +19,7 @@ from rl_training.records.evaluated import consolidate, write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.figures import draw_figures
+from rl_training.records.report.opening import opening
 from rl_training.records.report.series import curve, gaps, naive_of, read_run, why_it_ends
 from rl_training.records.report.summary import MISSING, summarize
 
@@ -321,3 +322,45 @@ def test_evaluations_of_checkpoints_are_in_the_report_with_their_errors(tmp_path
     assert "<code>kl/token</code></td><td>–</td><td>–</td>" in page
     titles = [picture.title for picture in draw_figures(read_run(folder))]
     assert titles[-2:] == ["Evaluation <b>held out: what is solved", "Evaluation <b>held out: entropy and distance"]
+
+
+def test_the_report_opens_with_level_rate_and_trust_in_plain_words(tmp_path: Path) -> None:
+    """Entropy falls from 5 by 1 a step; forward is −0.9 at each: half of the last mean, 3.5 nats, takes 2 of them."""
+    record_run(tmp_path, range(1, 5))
+    assert opening(read_run(tmp_path)) == [
+        "Token entropy has fallen from 4.500 to 2.500 nats, by 44%.",
+        "It is predicted to fall on: -0.900 ± 0.059 nats a step over the last 4 steps, at which half of what is left "
+        "would be gone in 2 steps.",
+        "The predictions hold so far: they add up to -3.00 ± 0.24 nats, and -3.00 ± 0.47 was measured.",
+    ]
+
+
+def test_the_report_warns_where_prediction_and_measurement_are_further_apart_than_their_errors(tmp_path: Path) -> None:
+    records = Records(record_run(tmp_path, [1]) / "logs")
+    records.write_metrics(2, {"reward": 0.5})
+    sums = {"measured": -1.0, "predicted": -2.0}
+    records.write_estimates(2, 1, "simple", {f"delta_h/cumulative_{k}": Estimate(v, 0.1, 8) for k, v in sums.items()})
+    assert opening(read_run(tmp_path))[-1].startswith("Do not trust the predictions here")
+
+
+def test_the_report_has_the_calibration_where_the_truth_was_measured_and_says_where_the_run_comes_from(
+    tmp_path: Path,
+) -> None:
+    records = Records(record_run(tmp_path, range(1, 5)) / "logs")
+    records.write_estimates(3, 1, "simple", {"delta_h/true": Estimate(-0.8, 0.01, 512)})
+    (tmp_path / "config.yaml").write_text("provenance: {commit: abc123, host: here}\n")
+    page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
+    assert (tmp_path / "report" / "calibration.png").is_file()
+    assert "Predictions against the truth" in page.text
+    assert "abc123" in page.text.split("Where this comes from")[1]
+
+
+def test_a_part_that_is_0_is_not_drawn_and_error_bars_that_are_missing_are_told(tmp_path: Path) -> None:
+    records = Records(record_run(tmp_path, [1]) / "logs")
+    for step in (2, 3):
+        parts = {"momentum": Estimate(-0.5, reason="too few folds"), "gradient": Estimate(-0.4, 0.1, 8)}
+        parts["decay"] = Estimate(0.0, 0.0, 8)
+        records.write_estimates(step, 1, "simple", {f"delta_h/part/{name}": e for name, e in parts.items()})
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    assert "The part of decay is 0 at every step, and not drawn." in text
+    assert "Missing: error bars of momentum, steps 2–3 – too few folds" in text

@@ -14,12 +14,12 @@ share data and initial weights is not used: it makes the interval too wide, if a
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 
 from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.welch import difference, mean_of
 from rl_training.records.compare.groups import Group, Member
 from rl_training.records.report.summary import MAX_WINDOW
 
@@ -94,24 +94,6 @@ def compare_groups(groups: Sequence[Group]) -> list[Difference]:
     return differences
 
 
-def difference(one: Estimate, other: Estimate) -> Estimate:
-    """Returns one − other of independent estimates, with Welch's degrees of freedom, rounded down."""
-    value = one.value - other.value
-    variances = [(e.stderr**2, e.num_samples - 1) for e in (one, other)]
-    total = sum(variance for variance, _ in variances)
-    if math.isnan(total):
-        return Estimate(value, reason="one of them has no error")
-    if total == 0:
-        return Estimate(value, 0.0, min(one.num_samples, other.num_samples))
-    freedom = total**2 / sum(variance**2 / degrees for variance, degrees in variances if degrees > 0)
-    return Estimate(value, math.sqrt(total), math.floor(freedom + 1e-9) + 1)
-
-
-def is_significant(estimate: Estimate) -> bool:
-    """Returns whether the 95 % interval leaves out 0."""
-    return abs(estimate.value) > estimate.half_width()
-
-
 def _mean_until(values: dict[int, float], step: int) -> Estimate:
     """Returns the mean over the last few logged steps up to `step`; its error is their scatter: a trend widens it."""
     known = [value for s, value in values.items() if s <= step]
@@ -121,13 +103,3 @@ def _mean_until(values: dict[int, float], step: int) -> Estimate:
 
 def _over_seeds(estimates: Sequence[Estimate]) -> Estimate:
     return estimates[0] if len(estimates) == 1 else mean_of([estimate.value for estimate in estimates])
-
-
-def mean_of(values: Sequence[float]) -> Estimate:
-    """Returns the mean of independent values with its standard error, sd/√n; without one of a single value."""
-    if not values:
-        return Estimate.missing("no finite value was logged")
-    mean = statistics.fmean(values)
-    if len(values) == 1:
-        return Estimate(mean, num_samples=1, reason="one value has no error")
-    return Estimate(mean, statistics.stdev(values) / math.sqrt(len(values)), len(values))

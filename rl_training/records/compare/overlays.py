@@ -10,11 +10,11 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.records.compare.final import mean_of
+from rl_training.mathematics.welch import mean_of
 from rl_training.records.compare.groups import Group, Member
 from rl_training.records.compare.law import FittedLaw
 from rl_training.records.frames import IN_TRAINING
-from rl_training.records.report.drawing import GREY, Picture, picture, running_window
+from rl_training.records.report.drawing import GREY, Picture, legend, picture, running_window
 from rl_training.records.report.series import Measurements, curve
 
 # Okabe and Ito's colours, which everyone can tell apart, and then the same in other strokes.
@@ -62,7 +62,7 @@ def _overlay(
         drawn = [pool([series(member) for member in group.members if series(member)]) for group in having]
         _frame_the_means(axes, [estimate for means in drawn for estimate in means.values()])
         axes.set_ylabel(label)
-        _legend(axes)
+        legend(axes)
 
     missing = [f"{group.name} – no run of it has recorded this" for group in groups if group not in having]
     return picture(f"{file}.png", title, BAND, missing, draw, height=4 + 0.13 * len(having))
@@ -172,7 +172,7 @@ def draw_law(groups: Sequence[Group], laws: Sequence[FittedLaw]) -> Picture:
         axes.axvline(0, color=GREY, lw=1)
         axes.set_xlabel("token entropy (nats)")
         axes.set_ylabel("mean reward")
-        _legend(axes)
+        legend(axes)
 
     caption = (
         "A policy moves from right to left. Where the curve meets H = 0 there is no entropy left to spend: the reward "
@@ -187,12 +187,3 @@ def draw_law(groups: Sequence[Group], laws: Sequence[FittedLaw]) -> Picture:
 
 def _look(index: int) -> tuple[str, str]:
     return COLORS[index % len(COLORS)], STROKES[index // len(COLORS) % len(STROKES)]
-
-
-def _legend(axes: Axes) -> None:
-    """Sets the names above the frame, as many in a line as fit."""
-    handles, labels = axes.get_legend_handles_labels()
-    longest = max(map(len, labels), default=1)
-    names = [label.replace("$", r"\$") for label in labels]  # a name is no mathematics
-    axes.legend(handles, names, loc="lower left", bbox_to_anchor=(0, 1), borderaxespad=0.3,
-                ncols=min(len(handles), max(1, 62 // (longest + 5))))  # fmt: skip

@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.compare.final import (
     Difference,
     compare_groups,
-    difference,
     final_figures,
-    is_significant,
     last_common_step,
     members_at,
 )
@@ -23,6 +22,7 @@ from rl_training.records.compare.overlays import draw_law, draw_overlays
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.page import template
 from rl_training.records.report.series import LOGS_FOLDER
+from rl_training.records.report.summary import in_words
 from rl_training.version import VERSION
 
 IN_WORDS = ("reward", "token entropy")  # differences that the page opens with
@@ -54,17 +54,6 @@ def render_comparison(groups: Sequence[Group]) -> str:
         laws=[_law_row(law) for law in laws],
         version=VERSION,
     )
-
-
-def in_words(estimate: Estimate | None, signed: bool = False) -> str:
-    """Returns value ± half width of the 95 % interval, with two digits of the latter; ABSENT of what there is not."""
-    if estimate is None or math.isnan(estimate.value):
-        return ABSENT
-    sign, half = "+" if signed else "", estimate.half_width()
-    if not (math.isfinite(half) and half > 0):
-        return f"{estimate.value:{sign}.3g}"
-    decimals = max(0, 1 - math.floor(math.log10(half)))
-    return f"{estimate.value:{sign}.{decimals}f} ± {half:.{decimals}f}"
 
 
 def _sentences(groups: Sequence[Group], pairs: Sequence[Difference]) -> list[str]:

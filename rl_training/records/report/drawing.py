@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ STYLE = {
     "savefig.facecolor": "white",  # legible on a dark page too
 }
 WIDTH = 7  # inches, at which 12 points are still read when the page is as narrow as a phone
+CHARACTERS = 72  # of the legend's, in a line of this width
 MAX_MARKERS = 20  # with more points than this a line needs no markers
 MAX_BARS = 80  # with more points than this, error bars would hide them
 OFFSET = 0.14  # of a step: keeps the two error bars of a step apart
@@ -54,6 +56,21 @@ def what_is_missing(quantities: Mapping[str, Measurements]) -> list[str]:
     for label, measurements in quantities.items():
         labels.setdefault(why_it_ends(measurements), []).append(label)
     return [f"{', '.join(names)} – {reason}" for reason, names in labels.items() if reason]
+
+
+def bands_that_are_missing(quantities: Mapping[str, Measurements]) -> list[str]:
+    """Returns why values that are drawn have no error bar: a line for each reason, with the steps."""
+    found: dict[str, tuple[dict[str, None], set[int]]] = {}
+    for label, measurements in quantities.items():
+        for step, estimate in measurements.items():
+            if math.isfinite(estimate.value) and math.isnan(estimate.stderr):
+                labels, steps = found.setdefault(estimate.reason, ({}, set()))
+                labels[label] = None
+                steps.add(step)
+    return [
+        f"error bars of {', '.join(labels)}, steps {min(steps)}–{max(steps)} – {reason}"
+        for reason, (labels, steps) in found.items()
+    ]
 
 
 def line(axes: Axes, drawn: Curve, color: str, style: str, label: str) -> None:
@@ -92,9 +109,13 @@ def running_window(num_values: int) -> int:
 
 
 def legend(axes: Axes, *more: Patch) -> None:
-    """Sets the legend above the frame, where it hides no data."""
+    """Sets the legend above the frame, where it hides no data, in as many lines as its words need."""
     handles = [*axes.get_legend_handles_labels()[0], *more]
-    axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(handles), borderaxespad=0.3)
+    labels = [str(handle.get_label()) for handle in handles]
+    columns = max(1, CHARACTERS // (max(map(len, labels), default=1) + 6))
+    names = [label.replace("$", r"\$") for label in labels]  # a name is no mathematics
+    axes.legend(handles, names, loc="lower left", bbox_to_anchor=(0, 1), ncols=min(len(handles), columns) or 1,
+                borderaxespad=0.3)  # fmt: skip
 
 
 def picture(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
+from rl_training.records.report.calibration import draw_calibration
 from rl_training.records.report.drawing import (
     BLACK,
     BLUE,
@@ -17,6 +19,7 @@ from rl_training.records.report.drawing import (
     OFFSET,
     ORANGE,
     Picture,
+    bands_that_are_missing,
     dots,
     legend,
     line,
@@ -25,12 +28,13 @@ from rl_training.records.report.drawing import (
     running_window,
     what_is_missing,
 )
-from rl_training.records.report.series import NO_LATER_BATCH, Run, curve, naive_of
+from rl_training.records.report.series import NO_LATER_BATCH, Run, curve, naive_of, origins
 
 
 def draw_figures(run: Run) -> list[Picture]:
     """Returns the pictures of this run. What cannot be drawn leaves an empty frame that says why."""
     pictures = [_reward(run), _entropy(run), _delta_h(run)]
+    pictures += draw_calibration(run)
     if run.measured("delta_h/part/momentum"):
         pictures += [_causes(run), _layers(run)]
     if run.measured("gns/noise_scale_prompts"):
@@ -66,20 +70,29 @@ def _entropy(run: Run) -> Picture:
         label: drawn for label, drawn in lines.items() if len(drawn.steps) > 1
     }  # the 0 they start from says nothing
     missing = what_is_missing({"measured": measured, "predicted": predicted, "naive product": naive})
+    missing += bands_that_are_missing({"measured": measured, "predicted": predicted})
     if not lines and not missing:
         missing = [NO_LATER_BATCH]
+
+    starts = origins(run)
+    at_start = run.measured("entropy/token").get(starts[0]) if len(starts) == 1 else None
 
     def draw(axes: Axes) -> None:
         axes.axhline(0, color=GREY, lw=1)
         for label, drawn in lines.items():
             line(axes, drawn, *styles[label], label)
         axes.set_ylabel("change of token entropy\nsince the first step (nats per token)")
+        if at_start and math.isfinite(at_start.value):
+            level = at_start.value  # of the first batch, from which black counts
+            scale = axes.secondary_yaxis("right", functions=(partial(np.add, level), partial(np.add, -level)))
+            scale.set_ylabel("token entropy (nats)")
         legend(axes, Patch(color=GREY, alpha=0.4, lw=0, label="95 % interval"))
 
     caption = (
         "Blue, the predictions added up, should follow black, the token entropy of each step's batch minus that of the "
         "first, within the shaded 95 % intervals (Student-t, at each step). The dashed curve is what one gets when "
-        "entropy gradient and update come from the same batch: their shared noise makes it drift away."
+        "entropy gradient and update come from the same batch: their shared noise makes it drift away. "
+        "The scale on the right says how much entropy there is: at 0 none is left."
     )
     return picture("entropy.png", "Entropy: predicted against measured", caption, missing, draw if lines else None)
 
@@ -110,11 +123,14 @@ def _causes(run: Run) -> Picture:
     colors = {"momentum": BLUE, "gradient": ORANGE, "decay": GREEN}
     parts = {cause: run.measured(f"delta_h/part/{cause}") for cause in colors}
     lines = {cause: curve(measurements) for cause, measurements in parts.items()}
+    nothing = [cause for cause, drawn in lines.items() if drawn.steps and not any(drawn.values)]
+    total = curve(run.measured("delta_h/forward"))
 
     def draw(axes: Axes) -> None:
         axes.axhline(0, color=GREY, lw=1)
+        axes.plot(total.steps, total.values, "-", color=BLACK, lw=1.5, label="forward, their sum")
         for cause, drawn in lines.items():
-            if drawn.steps:
+            if drawn.steps and cause not in nothing:
                 line(axes, drawn, colors[cause], "o-", cause)
         axes.set_ylabel("part of forward\n(nats per token)")
         legend(axes)
@@ -122,9 +138,11 @@ def _causes(run: Run) -> Picture:
     caption = (
         "What moves the entropy in each update: the momentum of earlier gradients, this step's own gradient, weight "
         "decay. They add up to forward. The 95 % bands leave out how a fold changes the others' updates."
+        + "".join(f" The part of {cause} is 0 at every step, and not drawn." for cause in nothing)
     )
     drawable = draw if any(drawn.steps for drawn in lines.values()) else None
-    return picture("causes.png", "Causes: momentum, gradient, decay", caption, what_is_missing(parts), drawable)
+    missing = what_is_missing(parts) + bands_that_are_missing(parts)
+    return picture("causes.png", "Causes: momentum, gradient, decay", caption, missing, drawable)
 
 
 def _layers(run: Run) -> Picture:
@@ -142,7 +160,8 @@ def _layers(run: Run) -> Picture:
         table[row, columns] = by_layer[label].values
 
     def draw(axes: Axes) -> None:
-        largest = float(np.nanmax(np.abs(table))) or 1.0
+        # A quantile, not the largest: the first steps of Adam would take the colour from all others.
+        largest = float(np.nanquantile(np.abs(table), 0.9)) or float(np.nanmax(np.abs(table))) or 1.0
         edges = (steps[0] - 0.5, steps[-1] + 0.5, len(labels) - 0.5, -0.5)
         image = axes.imshow(
             table, cmap="PuOr", vmin=-largest, vmax=largest, aspect="auto", extent=edges, interpolation="nearest"
@@ -150,9 +169,12 @@ def _layers(run: Run) -> Picture:
         axes.set_yticks(range(len(labels)), labels)
         axes.grid(False)
         axes.set_ylabel("layer")
-        axes.figure.colorbar(image, ax=axes, label="part of forward (nats per token)")
+        axes.figure.colorbar(image, ax=axes, label="part of forward (nats per token)", extend="both")
 
-    caption = "Which layer pushes the entropy up (purple) or down (orange) at each step. The rows add up to forward."
+    caption = (
+        "Which layer pushes the entropy up (purple) or down (orange) at each step. The rows add up to forward. "
+        "The colours end at the 90 % quantile of the sizes: what is larger has the last one."
+    )
     missing = what_is_missing({"layers": run.measured("delta_h/forward")})
     return picture("layers.png", "Causes: layer by layer", caption, missing, draw if steps else None)
 
@@ -179,7 +201,9 @@ def _noise_scale(run: Run) -> Picture:
         "gains nearly in proportion to its size; one well above it mostly repeats what it knows. Where the band "
         "reaches the top, no size is too large as far as can be told: the gradient itself may be 0."
     )
-    missing = what_is_missing({"noise scale": scale})
+    missing = what_is_missing({"noise scale": scale}) + (
+        [] if known else bands_that_are_missing({"noise scale": scale})
+    )
     return picture("noise_scale.png", "Gradient noise scale", caption, missing, draw if drawn.steps else None)
 
 

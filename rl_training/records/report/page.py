@@ -5,9 +5,11 @@ from __future__ import annotations
 import base64
 from collections.abc import Sequence
 
+import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from rl_training.records.report.drawing import Picture
+from rl_training.records.report.opening import opening
 from rl_training.records.report.series import Run, gaps, probe_costs
 from rl_training.records.report.summary import Row, evaluation_tables
 from rl_training.version import VERSION
@@ -30,6 +32,8 @@ def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture]) -> s
     """Returns the page's HTML. Everything that comes from the run is escaped."""
     return template("run.html").render(
         run=run,
+        opening=opening(run),
+        provenance=_provenance(run),
         rows=rows,
         pictures=pictures,
         gaps=gaps(run),
@@ -37,3 +41,13 @@ def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture]) -> s
         evaluations=evaluation_tables(run),
         version=VERSION,
     )
+
+
+def _provenance(run: Run) -> dict[str, str]:
+    """Returns what config.yaml says of where the run comes from; nothing where it says nothing, or cannot be read."""
+    try:
+        config = yaml.safe_load(run.config or "")
+    except yaml.YAMLError:
+        return {}
+    told = config.get("provenance") if isinstance(config, dict) else None
+    return {str(name): str(value) for name, value in told.items()} if isinstance(told, dict) else {}

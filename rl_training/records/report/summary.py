@@ -81,11 +81,20 @@ def _change_rows(run: Run) -> list[Row]:
 def _change_row(label: str, estimate: Estimate, note: str) -> Row:
     if math.isnan(estimate.value):
         return Row(label, MISSING, estimate.reason)
-    half = estimate.half_width()
+    has_error = math.isfinite(estimate.stderr) and estimate.stderr > 0
+    remark = "± 95 %" if has_error else estimate.reason or "no error bar"
+    return Row(label, in_words(estimate, signed=True), f"{note}; {remark}")
+
+
+def in_words(estimate: Estimate | None, signed: bool = False) -> str:
+    """Returns value ± half width of the 95 % interval, with two digits of the latter; MISSING of what there is not."""
+    if estimate is None or math.isnan(estimate.value):
+        return MISSING
+    sign, half = "+" if signed else "", estimate.half_width()
     if not (math.isfinite(half) and half > 0):
-        return Row(label, f"{estimate.value:+.3g}", f"{note}; {estimate.reason or 'no error bar'}")
-    decimals = max(0, 1 - math.floor(math.log10(half)))  # two digits of the error: the rest of the value is noise
-    return Row(label, f"{estimate.value:+.{decimals}f} ± {half:.{decimals}f}", f"{note}; ± 95 %")
+        return f"{estimate.value:{sign}.3g}"
+    decimals = max(0, 1 - math.floor(math.log10(half)))  # the rest of the value is noise
+    return f"{estimate.value:{sign}.{decimals}f} ± {half:.{decimals}f}"
 
 
 def _ratio_row(label: str, part: Estimate, whole: Estimate) -> Row:

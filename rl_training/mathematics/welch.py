@@ -1,0 +1,41 @@
+"""Means of independent values and differences of independent estimates, with their errors.
+
+mean         se = sd/√n, n − 1 degrees of freedom
+difference   se² = se₁² + se₂², with ν = se⁴ / (se₁⁴/ν₁ + se₂⁴/ν₂) degrees of freedom, rounded down (Welch 1947)
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+from rl_training.mathematics.estimate import Estimate
+
+
+def mean_of(values: Sequence[float]) -> Estimate:
+    """Returns the mean of independent values with its standard error; without one of a single value."""
+    if not values:
+        return Estimate.missing("there is no finite value")
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return Estimate(mean, num_samples=1, reason="one value has no error")
+    return Estimate(mean, statistics.stdev(values) / math.sqrt(len(values)), len(values))
+
+
+def difference(one: Estimate, other: Estimate) -> Estimate:
+    """Returns one − other of independent estimates; without an error where one of them has none."""
+    value = one.value - other.value
+    variances = [(e.stderr**2, e.num_samples - 1) for e in (one, other)]
+    total = sum(variance for variance, _ in variances)
+    if math.isnan(total):
+        return Estimate(value, reason=one.reason or other.reason or "one of them has no error")
+    if total == 0:
+        return Estimate(value, 0.0, min(one.num_samples, other.num_samples))
+    freedom = total**2 / sum(variance**2 / degrees for variance, degrees in variances if degrees > 0)
+    return Estimate(value, math.sqrt(total), math.floor(freedom + 1e-9) + 1)
+
+
+def is_significant(estimate: Estimate) -> bool:
+    """Returns whether the 95 % interval leaves out 0; False without an error."""
+    return abs(estimate.value) > estimate.half_width()

@@ -1,0 +1,28 @@
+"""Claims on where a run says that it comes from."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rl_training.records.provenance import provenance
+from rl_training.version import VERSION
+
+
+def test_it_names_version_commit_command_and_libraries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/x/train.py", "seed=1", "name=a b"])
+    told = provenance()
+    assert told["version"] == VERSION
+    assert told["command"] == "train.py seed=1 'name=a b'"
+    assert f"torch {torch.__version__.split('+')[0]}" in told["libraries"]
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=Path(__file__).parent, capture_output=True, text=True)
+    assert told["commit"].startswith(head.stdout.strip())
+
+
+def test_a_token_on_the_command_line_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["train.py", "trainer.hub_token=hf_abc", "+api_key=xyz", "seed=1"])
+    assert provenance()["command"] == "train.py trainer.hub_token=*** +api_key=*** seed=1"
