@@ -6,8 +6,10 @@ and transformers 5.23. What DeepSpeed keeps elsewhere than torch does is read in
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -85,3 +87,20 @@ def join_microbatches(
         mask=rollout.completion_mask,
     )
     return rollout, joined, in_one_width(loss_weights)
+
+
+def sum_over_ranks(trainer: GRPOTrainer, tensor: Tensor) -> Tensor:
+    """Returns the sum of a small tensor over the ranks. A collective."""
+    if trainer.accelerator.num_processes == 1:
+        return tensor
+    return trainer.accelerator.reduce(tensor, reduction="sum")
+
+
+def stand_in_front_of(trainer: GRPOTrainer, name: str, method: Callable[..., Any], undo: ExitStack) -> None:
+    """Makes trainer.<name>(...) call method(original, ...), until `undo` is closed."""
+    before = vars(trainer).get(name)  # somebody else may already stand there
+    setattr(trainer, name, functools.partial(method, getattr(trainer, name)))
+    if before is None:
+        undo.callback(delattr, trainer, name)
+    else:
+        undo.callback(setattr, trainer, name, before)

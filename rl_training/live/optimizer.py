@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -45,39 +45,51 @@ def view_optimizer(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter])
     Under ZeRO this is a collective: the states are gathered.
     """
     engine = deepspeed_engine(trainer)
-    readers: dict[type, Callable[..., AdamWState | SGDState]] = {
-        torch.optim.AdamW: _read_adam_state,
-        torch.optim.Adam: _read_adam_state,
-    }
     if engine is not None:  # it holds torch's optimizer, and clips
         optimizer, max_grad_norm = engine.optimizer.optimizer, zero.max_grad_norm(engine.optimizer)
     else:
         optimizer, max_grad_norm = trainer.optimizer, trainer.args.max_grad_norm or float("inf")
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
-        readers[torch.optim.SGD] = _read_sgd_state
-    read_state = readers.get(type(optimizer))
-    if read_state is None:
-        known = ", ".join(kind.__name__ for kind in readers)
-        reason = f"the step of {type(optimizer).__name__} has no formula here, only those of {known}"
+    readers = ADAM_READERS if engine is not None else ADAM_READERS | SGD_READERS
+    reason = _why_no_formula(optimizer, tuple(readers))
+    if reason:
         return OptimizerView(None, max_grad_norm, reason)
-    if any(group.get("amsgrad") or group["maximize"] for group in optimizer.param_groups):
-        return OptimizerView(None, max_grad_norm, "amsgrad and maximize have no formula here")
     if engine is not None:
         group_of, state_of = zero.optimizer_states(engine.optimizer)
     else:
         group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
         state_of = optimizer.state
-    rounded = [name for name, param in parameters.items() if engine is None and param.dtype.itemsize < 4]
+    reason = _why_not_these(parameters, group_of, keeps_fp32_copies=engine is not None)
+    if reason:
+        return OptimizerView(None, max_grad_norm, reason)
+    read = readers[type(optimizer)]
+    states = {name: read(param, state_of.get(param, {}), group_of[param]) for name, param in parameters.items()}
+    return OptimizerView(states, max_grad_norm)
+
+
+def _why_no_formula(optimizer: torch.optim.Optimizer, known: Sequence[type]) -> str:
+    """Returns why the step of this optimizer has no formula here, "" if it has one."""
+    if type(optimizer) not in known:
+        names = ", ".join(kind.__name__ for kind in known)
+        return f"the step of {type(optimizer).__name__} has no formula here, only those of {names}"
+    if any(group.get("amsgrad") or group["maximize"] for group in optimizer.param_groups):
+        return "amsgrad and maximize have no formula here"
+    return ""
+
+
+def _why_not_these(
+    parameters: Mapping[str, nn.Parameter], group_of: Container[nn.Parameter], *, keeps_fp32_copies: bool
+) -> str:
+    """Returns why the formula does not say how these parameters move, "" if it does."""
+    rounded = [name for name, param in parameters.items() if not keeps_fp32_copies and param.dtype.itemsize < 4]
     if rounded:
         dtype = str(parameters[rounded[0]].dtype).removeprefix("torch.")
-        reason = f"{rounded[0]} is kept in {dtype}, whose rounding decides what a step is: train weights in float32"
-        return OptimizerView(None, max_grad_norm, reason)
+        return f"{rounded[0]} is kept in {dtype}, whose rounding decides what a step is: train weights in float32"
     outside = [name for name, param in parameters.items() if param not in group_of]
     if outside:
-        return OptimizerView(None, max_grad_norm, f"parameter {outside[0]} is trainable but not in the optimizer")
-    states = {name: read_state(param, state_of.get(param, {}), group_of[param]) for name, param in parameters.items()}
-    return OptimizerView(states, max_grad_norm)
+        return f"parameter {outside[0]} is trainable but not in the optimizer"
+    return ""
 
 
 def _read_adam_state(param: nn.Parameter, state: Mapping[str, Any], group: Mapping[str, Any]) -> AdamWState:
@@ -103,3 +115,8 @@ def _read_sgd_state(param: nn.Parameter, state: Mapping[str, Any], group: Mappin
         weight_decay=group["weight_decay"],
         nesterov=group["nesterov"],
     )
+
+
+Reader = Callable[[nn.Parameter, Mapping[str, Any], Mapping[str, Any]], AdamWState | SGDState]
+ADAM_READERS: dict[type, Reader] = {torch.optim.AdamW: _read_adam_state, torch.optim.Adam: _read_adam_state}
+SGD_READERS: dict[type, Reader] = {torch.optim.SGD: _read_sgd_state}  # not under ZeRO

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,6 +11,7 @@ from trl import GRPOTrainer
 
 from rl_training.live import zero
 from rl_training.live.policy import TrainerPolicy
+from rl_training.probes.base import Probe
 from rl_training.step.rollout import Rollout
 
 # What generate may do beside the temperature, and with which value it does nothing; None always does nothing.
@@ -60,12 +63,43 @@ def _refuse_other_sampling(trainer: GRPOTrainer) -> None:
             )
 
 
+def refuse_the_same_name(probes: Sequence[Probe]) -> None:
+    """Raises ValueError when two probes would write under one name."""
+    twice = [name for name, count in Counter(probe.name for probe in probes).items() if count > 1]
+    if twice:
+        raise ValueError(f"two probes have the same name: {twice}")
+
+
 def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
     """Raises ValueError, saying what to do, where probes would corrupt training or measure something else."""
-    args = trainer.args
     _refuse_other_sampling(trainer)
+    _refuse_rollouts_that_are_not_read(trainer)
+    _refuse_backwards_that_are_corrupted(trainer)
+    _refuse_sharded_states(trainer)
+
+
+def _refuse_rollouts_that_are_not_read(trainer: GRPOTrainer) -> None:
     if trainer.num_generations < 2:
         raise ValueError("probes need num_generations >= 2: one response has no leave-one-out baseline")
+    if trainer.mask_truncated_completions:
+        raise ValueError(
+            "mask_truncated_completions hides the truncated responses, whose entropy is part of the policy's: "
+            "set mask_truncated_completions=False"
+        )
+    if trainer._is_vlm or trainer.tools or trainer.environments is not None:
+        raise ValueError("probes read text rollouts of one turn: no images, tools or environments")
+    args = trainer.args
+    local_batch = args.per_device_train_batch_size * args.steps_per_generation
+    if local_batch % trainer.num_generations:
+        raise ValueError(
+            f"a process generates {local_batch} sequences (per_device_train_batch_size x steps_per_generation), which "
+            f"is not a multiple of num_generations={trainer.num_generations}: a prompt's responses would lie on two "
+            f"processes; use {_next_multiple(local_batch, trainer.num_generations)}"
+        )
+
+
+def _refuse_backwards_that_are_corrupted(trainer: GRPOTrainer) -> None:
+    args = trainer.args
     if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         raise ValueError(
             "reentrant gradient checkpointing gives a second backward no gradients: "
@@ -76,6 +110,9 @@ def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
         raise ValueError("DDP's static_graph is silently corrupted by a second backward: set ddp_static_graph=False")
     if args.fp16:
         raise ValueError("fp16 scales the loss, and with it the gradients that probes read: use bf16 or fp32")
+
+
+def _refuse_sharded_states(trainer: GRPOTrainer) -> None:
     if trainer.is_fsdp_enabled:
         raise ValueError(
             "probes do not run under FSDP, whose parameters and gradients are sharded: use DDP (launch/ddp.yaml) or "
@@ -83,20 +120,6 @@ def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
         )
     if trainer.is_deepspeed_enabled:
         zero.refuse_what_cannot_be_read(trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
-    if trainer.mask_truncated_completions:
-        raise ValueError(
-            "mask_truncated_completions hides the truncated responses, whose entropy is part of the policy's: "
-            "set mask_truncated_completions=False"
-        )
-    if trainer._is_vlm or trainer.tools or trainer.environments is not None:
-        raise ValueError("probes read text rollouts of one turn: no images, tools or environments")
-    local_batch = args.per_device_train_batch_size * args.steps_per_generation
-    if local_batch % trainer.num_generations:
-        raise ValueError(
-            f"a process generates {local_batch} sequences (per_device_train_batch_size x steps_per_generation), which "
-            f"is not a multiple of num_generations={trainer.num_generations}: a prompt's responses would lie on two "
-            f"processes; use {_next_multiple(local_batch, trainer.num_generations)}"
-        )
 
 
 def refuse_split_prompts(trainer: GRPOTrainer) -> None:

@@ -132,7 +132,7 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
 def measuring(trainer: GRPOTrainer) -> Iterator[None]:
     """Evaluation mode, no graph, no autocast, and random streams that are put back, as everything else is.
 
-    Not inference mode: what a model caches under it (rotary tables) would break the next training forward.
+    Not inference mode: what a model caches under it (rotary tables) would break the next forward pass of training.
     """
     model, accelerator = trainer.model, trainer.accelerator
     in_training = [module for module in model.modules() if module.training]
