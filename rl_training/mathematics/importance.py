@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.kish import kish_size
 from rl_training.mathematics.scores import Scores
 
 LOGP, ENTROPY, LENGTH = 0, 1, 2  # columns of `sequence_totals`
@@ -70,8 +71,7 @@ def sequence_totals(scores: Scores) -> Tensor:
 def importance_weights(before: Tensor, after: Tensor) -> Weights:
     """Returns ESS, largest and smallest of w = exp(S' − S), from `sequence_totals` of all sequences."""
     weights, log_ratio = _relative_weights(before, after), after[:, LOGP] - before[:, LOGP]
-    ess = weights.sum().square() / weights.square().sum()
-    return Weights(float(ess), float(log_ratio.max().exp()), float(log_ratio.min().exp()))
+    return Weights(kish_size(weights), float(log_ratio.max().exp()), float(log_ratio.min().exp()))
 
 
 def reweighted_change(before: Tensor, after: Tensor) -> EntropyChange:

@@ -14,8 +14,8 @@ in nats per token (H_tok = E[Σh]/E[T], through ∂H_tok = (∂H_seq − H_tok �
 sequence. forward is split by cause (momentum, this step's gradient, weight decay), by layer and by kind of module, and
 set beside what it would be without gradient clipping.
 
-Cost: X comes from a forward and a backward of its own over `responses_per_prompt` responses of EVERY prompt (baselines
-use all G). Memory: 2K + 2 parameter-size fp32 rows for K folds on this rank.
+Cost: X comes from a forward pass and a backward of its own over `responses_per_prompt` responses of EVERY prompt
+(baselines use all G). Memory: 2K + 2 parameter-size fp32 rows for K folds on this rank.
 
 The error bar of `forward` is the delete-one-fold jackknife with δθ_(−k,−l) taken to first order,
 δθ_(−k) + δθ_(−l) − δθ, and, for folds k on another rank than l, without the effect of l on their δθ. The error bars of
@@ -24,7 +24,7 @@ its parts leave that effect out altogether.
 
 from __future__ import annotations
 
-import math
+import dataclasses
 from collections.abc import Mapping
 
 import torch
@@ -39,41 +39,34 @@ from rl_training.mathematics.vectors import FlatVectors
 from rl_training.probes.base import Need, Probe
 from rl_training.step.causes import Splits
 from rl_training.step.entropy_gradients import importance_ratios
-from rl_training.step.fold_sums import PRODUCTS, FoldSums, statistic
+from rl_training.step.fold_sums import PRODUCTS, statistic, sum_over_folds
 from rl_training.step.ground_truth import GroundTruth
+from rl_training.step.quantities import Quantity
+from rl_training.step.reasons import REUSED, why_no_entropy_gradient, why_no_forward, why_no_own_prompts
 from rl_training.step.responses import top_responses
 from rl_training.step.types import StepContext
 from rl_training.step.updates import FIRST_FOLD, PREVIOUS, WHOLE
 
 SUMS = ("trapezoid", "cumulative_predicted", "cumulative_measured")
-MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless
 HOLE_IN_SUM = "a step before this one has no trapezoid estimate, and a sum with a hole is no sum"
 HALF = "it needs this step's backward and the last one's forward, and one of them is not finite or was not asked for"
-REUSED = (
-    "an earlier step has learned from these responses (num_iterations > 1): the optimizer's momentum holds their "
-    "noise, and leaving a fold out of this step's gradient does not remove it"
-)
-NO_ERROR = {
-    "reuse": "no error bar: the same-batch product is biased",
-    "layer": "no error bar: the splits by layer and kind have none; that in momentum, gradient and decay has",
-    "kind": "no error bar: the splits by layer and kind have none; that in momentum, gradient and decay has",
-}
 
 
 class SimpleEntropyProbe(Probe):
     """Measures the first-order change of the policy's entropy at each optimizer step. See the module's docstring.
 
-    estimator             "rb" (default) or "score": how X is estimated, see entropy.py
+    estimator             how X is estimated, see entropy.py: "rb" (default), Rao-Blackwell, sums the exact entropies of
+                          the next token; "score" has their one-sample values −log π in their place, with more noise
     responses_per_prompt  responses of every prompt that X is computed from; more (up to G) cost more, with less noise
     num_folds             folds of whole prompts on each rank, K; None: one per microbatch, or one per rank when there
-                          are 8 ranks or more. More than microbatches costs another forward and backward of training
+                          are 8 ranks or more. More than microbatches costs what another forward pass and backward do
     per_sequence          predict in nats per sequence too, `…_sequence`: a second backward
     own_prompts           measure `delta_h/own_prompts` too: another backward, and half as many optimizer steps again
     top_responses         name so many responses of the main process that push entropy down most in each step, with
-                          prompt, reward and advantage, in probes.jsonl: responses.py. Two forwards over all responses
-    offload               keep the parameter-size rows in host memory
+                          prompt, reward and advantage, in probes.jsonl: responses.py. Two passes over all responses
+    offload               keep the parameter-size rows in the CPU's memory
     validate_every        measure the true change on a buffer of its own at every so many steps, and hold `forward`
-                          against it: ground_truth.py, calibration.py; 0 for never. It costs two to three forwards
+                          against it: ground_truth.py, calibration.py; 0 for never. It costs two to three forward passes
     validate_sequences    responses in that buffer, over all ranks
     seed                  of that buffer
     every                 measure each `every`-th step; backward, trapezoid and the sums need every=1
@@ -125,16 +118,16 @@ class SimpleEntropyProbe(Probe):
         if self._truth is not None:
             self._truth.draw(ctx)
         ratios = importance_ratios(ctx)
-        reason = _why_no_entropy_gradient(ctx, ratios)
+        reason = why_no_entropy_gradient(ctx, ratios)
         if reason:
-            quantities = ("entropy", *PRODUCTS, *self._splits(ctx).labels, *SUMS)
-            self._answers = {metric: Estimate.missing(reason) for q in quantities for metric in self._metrics(q)}
-            names = [f"delta_h/response/{rank + 1}" for rank in range(self.top_responses)]
-            self._answers |= {name: Estimate.missing(reason) for name in names}
+            names = (*self._of_step(ctx), *SUMS)
+            self._answers = {metric: Estimate.missing(reason) for name in names for metric in self._metrics(name)}
+            responses = [f"delta_h/response/{rank + 1}" for rank in range(self.top_responses)]
+            self._answers |= {name: Estimate.missing(reason) for name in responses}
             return
         assert ratios is not None
-        updates = self._buffer(ctx, int(ctx.fold.max()) + 1)
-        sums = FoldSums(
+        updates = self._rows(ctx, int(ctx.fold.max()) + 1)
+        sums = sum_over_folds(
             ctx,
             ratios,
             updates,
@@ -149,9 +142,13 @@ class SimpleEntropyProbe(Probe):
         stderrs = jackknife_stderr(statistic, sums.total, sums.without, ctx.reduce).cpu()
         if sums.num_folds < MIN_FOLDS_FOR_STDERR:
             stderrs = torch.full_like(stderrs, torch.nan)
-        self._answers = self._estimates(ctx, values, stderrs, sums.num_folds)
+        self._answers = {
+            metric: estimate
+            for row in self._quantities(ctx, values, stderrs, sums.num_folds)
+            for metric, estimate in zip(self._metrics(row.name), row.estimates(sums.num_folds), strict=False)
+        }
         if sums.halves is not None:
-            reason = _why_no_forward(ctx, num_folds=len(ctx.fold.unique()))
+            reason = why_no_forward(ctx, num_folds=len(ctx.fold.unique()))
             self._answers |= top_responses(ctx, updates, sums.halves, self.top_responses, reason)
         self._keep_update(ctx, updates)
 
@@ -193,7 +190,7 @@ class SimpleEntropyProbe(Probe):
             self._known_splits = Splits(list(ctx.parameters))
         return self._known_splits
 
-    def _buffer(self, ctx: StepContext, num_folds: int) -> FlatVectors:
+    def _rows(self, ctx: StepContext, num_folds: int) -> FlatVectors:
         """Returns the rows for the updates of this step's folds, its row PREVIOUS nan unless it is the last step's."""
         num_rows = FIRST_FOLD + num_folds
         if self._updates is None or self._updates.num_rows != num_rows:
@@ -206,53 +203,46 @@ class SimpleEntropyProbe(Probe):
         self._update_row = previous
         return self._updates
 
-    def _estimates(self, ctx: StepContext, values: Tensor, stderrs: Tensor, num_folds: int) -> dict[str, Estimate]:
-        """Returns every metric of this step, from `statistic`'s values and their errors."""
-        quantities = ("entropy", *PRODUCTS, *self._splits(ctx).labels)
-        gap, no_forward = self._why_no_backward(ctx), _why_no_forward(ctx, num_folds)
-        reasons = dict.fromkeys(quantities, no_forward) | {
+    def _quantities(self, ctx: StepContext, values: Tensor, stderrs: Tensor, num_folds: int) -> list[Quantity]:
+        """Returns every quantity of this step, from `statistic`'s values and their errors; takes it into the sums."""
+        gap, no_forward = self._why_no_backward(ctx), why_no_forward(ctx, num_folds)
+        reasons = {
             "entropy": "",
             "backward": gap,
             "reuse": ctx.optimizer.reason,
+            "own_prompts": why_no_own_prompts(ctx, self.responses_per_prompt),
         }
-        reasons["own_prompts"] = _why_no_own_prompts(ctx, self.responses_per_prompt)
-        value_of = dict(zip(quantities, values[:-1], strict=True))
-        stderr_of = dict(zip(quantities, stderrs[:-1], strict=True))
-        for quantity, reason in reasons.items():
-            if reason:
-                value_of[quantity] = stderr_of[quantity] = torch.full((2,), torch.nan)
+        rows = {
+            name: Quantity(name, value, stderr, ctx.step).unless(reasons.get(name, no_forward))
+            for name, value, stderr in zip(self._of_step(ctx), values[:-1], stderrs[:-1], strict=True)
+        }
+        rows["backward"] = dataclasses.replace(rows["backward"], about_step=ctx.step - 1)
+        level, forward, backward = rows["entropy"], rows["forward"], rows["backward"]
         closed = self._sum.add(
             ctx.step,
             BatchTerms(
-                level=value_of["entropy"],
-                level_stderr=stderr_of["entropy"],
-                forward=value_of["forward"],
-                forward_stderr=stderr_of["forward"],
-                backward=value_of["backward"],
-                backward_stderr=stderr_of["backward"],
+                level=level.value,
+                level_stderr=level.stderr,
+                forward=forward.value,
+                forward_stderr=forward.stderr,
+                backward=backward.value,
+                backward_stderr=backward.stderr,
                 half_step_stderr=stderrs[-1],
             ),
         )
-        value_of |= dict(zip(SUMS, (closed.trapezoid, closed.predicted, closed.measured), strict=True))
-        stderr_of |= dict(
-            zip(SUMS, (closed.trapezoid_stderr, closed.predicted_stderr, closed.measured_stderr), strict=True)
-        )
-        reasons |= dict(zip(SUMS, (gap or no_forward or HALF, HOLE_IN_SUM, ""), strict=True))
-        looks_back = ("backward", *SUMS)
-        return {
-            metric: _estimate(
-                value,
-                stderr,
-                num_folds,
-                reasons[quantity],
-                NO_ERROR.get(quantity.split("/")[0], ""),
-                ctx.step - 1 if quantity in looks_back else ctx.step,
-            )
-            for quantity in value_of
-            for metric, value, stderr in zip(
-                self._metrics(quantity), value_of[quantity].tolist(), stderr_of[quantity].tolist(), strict=False
-            )
-        }
+        trapezoid, predicted, measured = SUMS
+        before = ctx.step - 1
+        no_trapezoid = gap or no_forward or HALF
+        return [
+            *rows.values(),
+            Quantity(trapezoid, closed.trapezoid, closed.trapezoid_stderr, before, no_trapezoid),
+            Quantity(predicted, closed.predicted, closed.predicted_stderr, before, HOLE_IN_SUM),
+            Quantity(measured, closed.measured, closed.measured_stderr, before),
+        ]
+
+    def _of_step(self, ctx: StepContext) -> tuple[str, ...]:
+        """Returns the names of the quantities that one step has, in the order of `statistic`."""
+        return ("entropy", *PRODUCTS, *self._splits(ctx).labels)
 
     def _metrics(self, quantity: str) -> tuple[str, ...]:
         """Returns the metric names of a quantity, per token and per sequence: those that were asked for."""
@@ -278,50 +268,3 @@ class SimpleEntropyProbe(Probe):
             for name, param in ctx.parameters.items():
                 updates.view(name)[PREVIOUS] = param.detach()
         self._update_step = ctx.step
-
-
-def _estimate(value: float, stderr: float, num_folds: int, reason: str, no_error: str, about_step: int) -> Estimate:
-    """Returns the estimate, with `reason` if its value is nan, or the reason why only its error is."""
-    if math.isnan(value):
-        return Estimate(value, math.nan, num_folds, reason or "the gradient or the update is not finite", about_step)
-    if no_error:
-        return Estimate(value, math.nan, num_folds, no_error, about_step)
-    if num_folds < MIN_FOLDS_FOR_STDERR:
-        no_error = f"no error bar: it needs {MIN_FOLDS_FOR_STDERR} folds of whole prompts, the step has {num_folds}"
-    return Estimate(value, stderr, num_folds, no_error, about_step)
-
-
-def _why_no_entropy_gradient(ctx: StepContext, ratios: Tensor | None) -> str:
-    if not ctx.complete_prompts:
-        return (
-            "the responses of a prompt are spread over several optimizer steps: "
-            "use DrGRPOTrainer, or attach(..., whole_prompts=True)"
-        )
-    if ratios is None:
-        return "an off-policy step whose rollout has no log-probabilities of its sampling: there are no weights for it"
-    if ctx.rollout.on_policy:
-        return ""
-    sums = ctx.reduce(torch.stack([ratios.sum(), ratios.square().sum(), ratios.new_tensor(float(len(ratios)))]))
-    ess = float(sums[0] ** 2 / sums[1] / sums[2])
-    if not ess >= MIN_ESS:
-        return f"off-policy: the effective sample size is {ess:.2f} of the sequences, below {MIN_ESS}"
-    return ""
-
-
-def _why_no_forward(ctx: StepContext, num_folds: int) -> str:
-    if ctx.optimizer.states is None:
-        return ctx.optimizer.reason
-    if not ctx.whole_prompts:
-        return (
-            "the microbatches mix prompts, so no fold of whole prompts can be left out: "
-            "use DrGRPOTrainer, or attach(..., whole_prompts=True)"
-        )
-    if num_folds < 2:
-        return "one fold in all: nothing is left when it is left out; use smaller microbatches, or a larger num_folds"
-    return REUSED if ctx.reused else ""
-
-
-def _why_no_own_prompts(ctx: StepContext, responses_per_prompt: int) -> str:
-    if responses_per_prompt >= ctx.responses_per_prompt:
-        return "every response is in the entropy gradient, none is left for the update: lower responses_per_prompt"
-    return _why_no_forward(ctx, num_folds=2)

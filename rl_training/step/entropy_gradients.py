@@ -1,4 +1,4 @@
-"""The entropy gradient of each fold of a step: a small forward on some responses of every prompt, and backwards.
+"""The entropy gradient of each fold of a step: a small forward pass over some responses of every prompt, and backwards.
 
 Where the step is off-policy, every mean over sequences is weighted by the importance ratio
 
@@ -9,7 +9,7 @@ and normalised by Σ ρ. On-policy, ρ = 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from torch import Tensor
 
 from rl_training.mathematics.entropy import Estimator, surrogate_weights
 from rl_training.mathematics.folds import response_number
+from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import FlatVectors
 from rl_training.step.types import StepContext
 
@@ -54,9 +55,8 @@ def fold_gradients(
 
     level  H_tok of the whole step: E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] is one direction, for one backward
 
-    One small forward per fold on the unwrapped model, and a backward for each direction: per token, per sequence, and
-    of the training loss; `.grad` and the reducer of DDP are not touched. Σ_k w_k ∂log π(t_k) + u_k ∂h_k is a
-    vector-Jacobian product, so the weights go straight into the backward.
+    One small forward pass per fold on the unwrapped model, and a backward for each direction: per token, per sequence,
+    and of the training loss; `.grad` and the reducer of DDP are not touched.
     """
     known = (ctx.scores.logps, ctx.scores.entropies, ctx.scores.mask, ctx.rollout.prompt_index)
     sequence_weights, entropy_weights = surrogate_weights(*known, estimator, target="sequence")
@@ -69,15 +69,35 @@ def fold_gradients(
         rows = (chosen & (ctx.fold == fold)).nonzero().squeeze(1)
         fresh = ctx.policy.score(ctx.rollout, rows)
         width = fresh.logps.shape[1]
-        weight = (ratios[rows] / len(rows)).to(fresh.logps.dtype).unsqueeze(1)
-        products = [
-            ([fresh.logps, fresh.entropies], [weight * each[rows, :width] for each in (w, entropy_weights)])
-            for w in logp_weights
-        ]
+        share = (ratios[rows] / len(rows)).to(fresh.logps.dtype).unsqueeze(1)
+        pairs = [(share * weights[rows, :width], share * entropy_weights[rows, :width]) for weights in logp_weights]
+        entropy = entropy_gradient(fresh, pairs, parameters, layout, keep_graph=with_training)
+        training = None
         if with_training:
-            products.append(([fresh.logps], [training_weights[rows, :width] / len(rows)]))
-        gradients = [
-            layout.flatten(torch.autograd.grad(outputs, parameters, weights, retain_graph=number < len(products)))
-            for number, (outputs, weights) in enumerate(products, start=1)
-        ]
-        yield FoldGradients(torch.stack(gradients[: len(logp_weights)]), gradients[-1] if with_training else None)
+            weights = training_weights[rows, :width] / len(rows)
+            training = layout.flatten(torch.autograd.grad(fresh.logps, parameters, weights))
+        yield FoldGradients(entropy, training)
+
+
+def entropy_gradient(
+    fresh: Scores,
+    weights: Sequence[tuple[Tensor, Tensor]],
+    parameters: Sequence[Tensor],
+    layout: FlatVectors,
+    *,
+    keep_graph: bool = False,
+) -> Tensor:
+    """Returns Σ_ik w_ik ∂log π(t_ik) + u_ik ∂h_ik over some rows, (q, P), for each of q pairs of weights (w, u).
+
+    fresh       scores of these rows, with graph
+    weights     (rows, width) each, as wide as the scores, divided by the number of sequences of the mean that is meant
+    keep_graph  for another backward through the same scores
+
+    One backward for each pair: a sum like this is a vector-Jacobian product, so the weights go straight into it.
+    """
+    last = len(weights) - 1
+    gradients = [
+        torch.autograd.grad([fresh.logps, fresh.entropies], parameters, pair, retain_graph=keep_graph or number < last)
+        for number, pair in enumerate(weights)
+    ]
+    return torch.stack([layout.flatten(gradient) for gradient in gradients])

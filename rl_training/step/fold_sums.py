@@ -9,6 +9,8 @@ second backward, for bars up to a quarter wider at the first steps of a run and 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor, nn
 
@@ -55,83 +57,109 @@ def _as_pairs(values: Tensor) -> Tensor:
     return nn.functional.pad(values, (0, 2 - values.shape[-1]), value=torch.nan)
 
 
+@dataclass(frozen=True)
 class FoldSums:
     """The sums over all folds of all ranks, and those without each fold of this rank, ready for the jackknife.
-
-    total    (LEVELS + 2 products,)          without  (K, …), row l the sums without fold l
-    halves   (2, P), ∂H_tok of this rank's even and odd folds, if asked for
 
     A product is a pair, per token and per sequence; the second is nan unless asked for.
     """
 
+    total: Tensor  # (LEVELS + 2 products,)
+    without: Tensor  # (K, LEVELS + 2 products), row l the sums without fold l
+    num_folds: int  # of all ranks
+    halves: Tensor | None  # (2, P), ∂H_tok of this rank's even and odd folds, if asked for
+
+
+def sum_over_folds(
+    ctx: StepContext,
+    ratios: Tensor,
+    updates: FlatVectors,
+    splits: Splits,
+    *,
+    estimator: Estimator,
+    responses_per_prompt: int,
+    per_sequence: bool,
+    own_prompts: bool,
+    with_halves: bool,
+) -> FoldSums:
+    """Returns the step's sums, and fills `updates` but for its row PREVIOUS."""
+    sizes = torch.bincount(ctx.fold).double()
+    levels = _levels(ctx, ratios, len(sizes))
+    of_fold = torch.cat([torch.ones_like(sizes).unsqueeze(1), sizes.unsqueeze(1), levels], dim=1)
+    num_folds, total_size, sequences, entropy, length = ctx.reduce(of_fold.sum(dim=0)).tolist()
+    steps = _Steps(ctx, updates, splits, sizes, total_size, responses_per_prompt)
+    gradients = fold_gradients(
+        ctx,
+        updates,
+        ratios,
+        entropy / length,
+        responses_per_prompt,
+        estimator,
+        per_sequence=per_sequence,
+        with_training=own_prompts,
+    )
+    rows, shifts = [], []
+    halves = updates.matrix.new_zeros(2, updates.matrix.shape[1]) if with_halves else None
+    for k, fold in enumerate(gradients):
+        if halves is not None:
+            mean_of_half = sizes[k] / sizes[k % 2 :: 2].sum()
+            halves[k % 2] += float(mean_of_half * sequences / length) * fold.entropy[0]
+        products, shift = steps.products(k, fold)
+        rows.append(torch.cat([levels[k], _as_pairs(sizes[k] * products).flatten()]))
+        shifts.append(_as_pairs(sizes[k] * shift))
+    by_fold, shift = torch.stack(rows), torch.stack(shifts)
+    total = ctx.reduce(by_fold.sum(dim=0))
+    without = total - by_fold
+    # Without fold l the other folds' steps lose l too: δθ_(−k,−l) − δθ_(−k) ≈ δθ_(−l) − δθ.
+    lost = shift.sum(dim=0) - torch.diagonal(shift, dim1=0, dim2=1).T
+    without[:, LEVELS:].unflatten(1, (-1, 2))[:, [FORWARD, OWN_PROMPTS, UNCLIPPED]] += lost.unsqueeze(1)
+    return FoldSums(total, without, int(num_folds), halves)
+
+
+def _levels(ctx: StepContext, ratios: Tensor, num_folds: int) -> Tensor:
+    """Returns (K, LEVELS): Σρ, ΣρH and ΣρT of each fold of this rank."""
+    mask = ctx.scores.mask.double()
+    entropies = ctx.scores.entropies.double().masked_fill(mask == 0, 0.0)
+    of_sequence = torch.stack([torch.ones_like(ratios), entropies.sum(dim=1), mask.sum(dim=1)], dim=1)
+    levels = ratios.new_zeros(num_folds, LEVELS)
+    return levels.index_add_(0, ctx.fold, ratios.unsqueeze(1) * of_sequence)
+
+
+class _Steps:
+    """The steps that the optimizer would make with and without each fold, and the products of a gradient with them."""
+
     def __init__(
         self,
         ctx: StepContext,
-        ratios: Tensor,
         updates: FlatVectors,
         splits: Splits,
-        *,
-        estimator: Estimator,
+        sizes: Tensor,
+        total_size: float,
         responses_per_prompt: int,
-        per_sequence: bool,
-        own_prompts: bool,
-        with_halves: bool,
     ) -> None:
         self._ctx, self._updates, self._splits = ctx, updates, splits
+        self._sizes, self._total_size = sizes, total_size
         self._responses_per_prompt = responses_per_prompt
-        self._sizes = torch.bincount(ctx.fold).double()
-        self._unknown = self._sizes.new_full((1 + per_sequence,), torch.nan)
-        levels = self._levels(ratios)
-        of_fold = torch.cat([torch.ones_like(self._sizes).unsqueeze(1), self._sizes.unsqueeze(1), levels], dim=1)
-        num_folds, self._total_size, sequences, entropy, length = ctx.reduce(of_fold.sum(dim=0)).tolist()
-        self.num_folds = int(num_folds)
-        gradients = fold_gradients(
-            ctx,
-            updates,
-            ratios,
-            entropy / length,
-            responses_per_prompt,
-            estimator,
-            per_sequence=per_sequence,
-            with_training=own_prompts,
-        )
         self._gradient = updates.flatten(ctx.gradients.values())
         self._pieces = optimizer_pieces(ctx.parameters, ctx.optimizer.states)
-        clip = fill_updates(ctx, self._pieces, self._gradient, self._sizes, self._total_size, out=updates).tolist()
-        rows, shifts = [], []
-        self.halves = updates.matrix.new_zeros(2, updates.matrix.shape[1]) if with_halves else None
-        for k, fold in enumerate(gradients):
-            known = updates.dot(fold.entropy)  # (rows of updates, 1 or 2)
-            if self.halves is not None:
-                mean_of_half = self._sizes[k] / self._sizes[k % 2 :: 2].sum()
-                self.halves[k % 2] += float(mean_of_half * sequences / length) * fold.entropy[0]
-            forward, unclipped, split = self._forward(k, fold, clip[1 + k])
-            products = [forward, known[PREVIOUS], known[WHOLE], self._own_prompts(k, fold), unclipped]
-            by_quantity = self._sizes[k] * torch.cat([torch.stack(products), split])
-            rows.append(torch.cat([levels[k], _as_pairs(by_quantity).flatten()]))
-            shifts.append(self._sizes[k] * _as_pairs(known[FIRST_FOLD:] - known[WHOLE]))
-        by_fold, shift = torch.stack(rows), torch.stack(shifts)
-        self.total = ctx.reduce(by_fold.sum(dim=0))
-        self.without = self.total - by_fold
-        # Without fold l the other folds' steps lose l too: δθ_(−k,−l) − δθ_(−k) ≈ δθ_(−l) − δθ.
-        lost = shift.sum(dim=0) - torch.diagonal(shift, dim1=0, dim2=1).T
-        self.without[:, LEVELS:].unflatten(1, (-1, 2))[:, [FORWARD, OWN_PROMPTS, UNCLIPPED]] += lost.unsqueeze(1)
+        self._clip = fill_updates(ctx, self._pieces, self._gradient, sizes, total_size, out=updates).tolist()
 
-    def _levels(self, ratios: Tensor) -> Tensor:
-        scores, mask = self._ctx.scores, self._ctx.scores.mask.double()
-        entropies = scores.entropies.double().masked_fill(mask == 0, 0.0)
-        of_sequence = torch.stack([torch.ones_like(ratios), entropies.sum(dim=1), mask.sum(dim=1)], dim=1)
-        levels = ratios.new_zeros(len(self._sizes), LEVELS)
-        return levels.index_add_(0, self._ctx.fold, ratios.unsqueeze(1) * of_sequence)
+    def products(self, k: int, fold: FoldGradients) -> tuple[Tensor, Tensor]:
+        """Returns X_k · δθ of PRODUCTS and of forward's splits, (·, 1 or 2), and X_k · (δθ_(−l) − δθ), (K, 1 or 2)."""
+        known = self._updates.dot(fold.entropy)  # (rows of updates, 1 or 2)
+        forward, unclipped, split = self._forward(k, fold)
+        products = [forward, known[PREVIOUS], known[WHOLE], self._own_prompts(k, fold), unclipped]
+        return torch.cat([torch.stack(products), split]), known[FIRST_FOLD:] - known[WHOLE]
 
-    def _forward(self, k: int, fold: FoldGradients, clip: float) -> tuple[Tensor, Tensor, Tensor]:
+    def _forward(self, k: int, fold: FoldGradients) -> tuple[Tensor, Tensor, Tensor]:
         """Returns X_k · δθ_(−k), the same without clipping, and the first split by cause, layer and kind."""
-        ctx, sizes, splits, nan = self._ctx, self._sizes, self._splits, self._unknown
+        ctx, sizes, splits = self._ctx, self._sizes, self._splits
         if ctx.optimizer.states is None or ctx.fold_gradients is None or float(sizes[k]) >= self._total_size:
+            nan = self._unknown(fold)
             return nan, nan, nan.expand(len(splits.labels), -1)
         row, size = ctx.fold_gradients.matrix[k : k + 1], sizes[k : k + 1].to(self._gradient.device)
         gradient = leave_fold_out(self._gradient, row, size, self._total_size)[0]
-        update = self._updates.matrix[FIRST_FOLD + k]
+        clip, update = self._clip[1 + k], self._updates.matrix[FIRST_FOLD + k]
         products = products_by_cause(self._pieces, self._updates, clip * gradient, update, fold.entropy)
         forward = products.sum(dim=(0, 2))
         if clip == 1.0:
@@ -144,9 +172,12 @@ class FoldSums:
         ctx, chosen_share = self._ctx, self._responses_per_prompt / self._ctx.responses_per_prompt
         unknown = ctx.optimizer.states is None or chosen_share >= 1.0
         if unknown or fold.training is None or ctx.fold_gradients is None:
-            return self._unknown
+            return self._unknown(fold)
         share = float(self._sizes[k]) / self._total_size
         row = ctx.fold_gradients.matrix[k]
         gradient = gradient_of_others(self._gradient, row, share, fold.training, chosen_share)
-        gradient = clipped(gradient, ctx.optimizer.max_grad_norm)
+        gradient = clipped(gradient, ctx.optimizer.max_grad_norm)[0]
         return products_with_step(self._pieces, gradient, fold.entropy)
+
+    def _unknown(self, fold: FoldGradients) -> Tensor:
+        return self._sizes.new_full((len(fold.entropy),), torch.nan)

@@ -1,4 +1,4 @@
-"""How much each training response moves the entropy: its share of the part of forward that is this step's gradient.
+"""How much each training response moves the entropy: its share of the part of δH forward that is this step's gradient.
 
 The gradient part of δH is linear in the gradient, and the gradient is a sum over responses, g = Σ_j r_j / ranks with
 r_j = Σ_k c_jk ∂log π(t_jk), c the loss's derivative by the log-probabilities. So response j contributes
@@ -6,10 +6,11 @@ r_j = Σ_k c_jk ∂log π(t_jk), c the loss's derivative by the log-probabilitie
     x · (a ⊙ r_j) / ranks  =  Σ_k c_jk · (y · ∂log π(t_jk)) / ranks,        y = a ⊙ x,
 
 with x = ∂H_tok and a the optimizer's factor on the gradient, elementwise (AdamW's −lr (1−β1) P / (1−β1^t)). The
-derivative along y of all log-probabilities at once is a central difference of two forwards: no backward per response.
+derivative along y of all log-probabilities at once is a central difference of two forward passes: no
+backward per response.
 x is the entropy gradient of the OTHER half of this rank's folds, so that no response is multiplied with itself.
 
-Cost: two forwards over all responses, and four parameter-size vectors for a moment.
+Cost: two forward passes over all responses, and four parameter-size vectors for a moment.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ import math
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.adamw import clip_coefficient
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.vectors import FlatVectors
 from rl_training.step.types import StepContext
-from rl_training.step.updates import optimizer_pieces
+from rl_training.step.updates import clipped, optimizer_pieces
 
 NO_ERROR_BAR = "no error bar: one response's share of the part of forward that is this step's gradient"
 SHIFT = 1e-2  # norm of the central difference's step, relative to that of the parameters
@@ -72,14 +72,12 @@ def contributions(ctx: StepContext, layout: FlatVectors, entropy_gradients: Tens
 
 def _times_optimizer_factor(ctx: StepContext, layout: FlatVectors, direction: Tensor) -> Tensor:
     """Returns a ⊙ direction, flat: what this step, with its own P and clipping, makes of a small gradient."""
-    gradient = layout.flatten(ctx.gradients.values())
-    clip = clip_coefficient(torch.linalg.vector_norm(gradient, dtype=torch.float64), ctx.optimizer.max_grad_norm)
-    gradient *= clip.to(gradient.dtype)
+    gradient, clip = clipped(layout.flatten(ctx.gradients.values()), ctx.optimizer.max_grad_norm)
     scaled = []
     for piece in optimizer_pieces(ctx.parameters, ctx.optimizer.states):
         factor = piece.state.gradient_factor(piece.param, gradient[piece.columns].to(piece.param.device))
         scaled.append(factor.to(direction) * direction[piece.columns])
-    return float(clip) * torch.cat(scaled)
+    return clip * torch.cat(scaled)
 
 
 def _slopes(ctx: StepContext, layout: FlatVectors, direction: Tensor, rows: Tensor) -> Tensor:

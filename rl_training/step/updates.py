@@ -158,8 +158,7 @@ def products_by_cause(
     return torch.stack([total - of_gradient - of_decay, of_gradient, of_decay], dim=-1)
 
 
-def clipped(gradient: Tensor, max_grad_norm: float) -> Tensor:
-    """Returns the flat gradient as the trainer's clipping would leave it."""
-    return gradient * clip_coefficient(torch.linalg.vector_norm(gradient, dtype=torch.float64), max_grad_norm).to(
-        gradient.dtype
-    )
+def clipped(gradient: Tensor, max_grad_norm: float) -> tuple[Tensor, float]:
+    """Returns the flat gradient as the trainer's clipping would leave it, and the clip coefficient."""
+    clip = clip_coefficient(torch.linalg.vector_norm(gradient, dtype=torch.float64), max_grad_norm)
+    return gradient * clip.to(gradient.dtype), float(clip)

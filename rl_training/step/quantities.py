@@ -1,0 +1,49 @@
+"""What a step says of δH, a row a quantity: two numbers, their errors, why they are missing, which step they mean."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
+
+NOT_FINITE = "the gradient or the update is not finite"
+NO_ERROR = {
+    "reuse": "no error bar: the same-batch product is biased",
+    "layer": "no error bar: the splits by layer and kind have none; that in momentum, gradient and decay has",
+    "kind": "no error bar: the splits by layer and kind have none; that in momentum, gradient and decay has",
+}
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A quantity per token and per sequence."""
+
+    name: str
+    value: Tensor  # (2,)
+    stderr: Tensor  # (2,)
+    about_step: int  # the step that it speaks of
+    reason: str = ""  # why it is missing, if it is
+
+    def unless(self, reason: str) -> Quantity:
+        """Returns this quantity, but nan with the reason if there is one."""
+        if not reason:
+            return self
+        unknown = torch.full((2,), torch.nan)
+        return dataclasses.replace(self, value=unknown, stderr=unknown, reason=reason)
+
+    def estimates(self, num_folds: int) -> list[Estimate]:
+        """Returns the two numbers as a probe answers them; an error bar takes MIN_FOLDS_FOR_STDERR folds."""
+        no_error = NO_ERROR.get(self.name.split("/")[0], "")
+        if not no_error and num_folds < MIN_FOLDS_FOR_STDERR:
+            no_error = f"no error bar: it needs {MIN_FOLDS_FOR_STDERR} folds of whole prompts, the step has {num_folds}"
+        estimates = []
+        for value, stderr in zip(self.value.tolist(), self.stderr.tolist(), strict=True):
+            missing = (self.reason or NOT_FINITE) if math.isnan(value) else ""
+            error = math.nan if missing or self.name.split("/")[0] in NO_ERROR else stderr
+            estimates.append(Estimate(value, error, num_folds, missing or no_error, self.about_step))
+        return estimates

@@ -1,0 +1,55 @@
+"""Why a part of δH cannot be had at a step: in words that name the way out."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rl_training.mathematics.kish import kish_size_of_sums, kish_sums
+from rl_training.step.types import StepContext
+
+MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless
+REUSED = (
+    "an earlier step has learned from these responses (num_iterations > 1): the optimizer's momentum holds their "
+    "noise, and leaving a fold out of this step's gradient does not remove it"
+)
+
+
+def why_no_entropy_gradient(ctx: StepContext, ratios: Tensor | None) -> str:
+    """Returns why this step has no X at all, "" if it has one. Off-policy a collective: the ratios' effective size."""
+    if not ctx.complete_prompts:
+        return (
+            "the responses of a prompt are spread over several optimizer steps: "
+            "use DrGRPOTrainer, or attach(..., whole_prompts=True)"
+        )
+    if ratios is None:
+        return "an off-policy step whose rollout has no log-probabilities of its sampling: there are no weights for it"
+    if ctx.rollout.on_policy:
+        return ""
+    mine = torch.cat([kish_sums(ratios), ratios.new_tensor([float(len(ratios))])])
+    total, total_of_squares, num_sequences = ctx.reduce(mine).tolist()
+    ess = kish_size_of_sums(total, total_of_squares) / num_sequences
+    if not ess >= MIN_ESS:
+        return f"off-policy: the effective sample size is {ess:.2f} of the sequences, below {MIN_ESS}"
+    return ""
+
+
+def why_no_forward(ctx: StepContext, num_folds: int) -> str:
+    """Returns why no fold can be left out of this step, "" if it can. `num_folds` is that of all ranks."""
+    if ctx.optimizer.states is None:
+        return ctx.optimizer.reason
+    if not ctx.whole_prompts:
+        return (
+            "the microbatches mix prompts, so no fold of whole prompts can be left out: "
+            "use DrGRPOTrainer, or attach(..., whole_prompts=True)"
+        )
+    if num_folds < 2:
+        return "one fold in all: nothing is left when it is left out; use smaller microbatches, or a larger num_folds"
+    return REUSED if ctx.reused else ""
+
+
+def why_no_own_prompts(ctx: StepContext, responses_per_prompt: int) -> str:
+    """Returns why the responses of X cannot be left out of the step alone, "" if they can."""
+    if responses_per_prompt >= ctx.responses_per_prompt:
+        return "every response is in the entropy gradient, none is left for the update: lower responses_per_prompt"
+    return why_no_forward(ctx, num_folds=2)
