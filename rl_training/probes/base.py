@@ -3,11 +3,14 @@
 A probe is told of the moments in this order, on every rank, at each step that it measures:
 
     on_rollout(rollout)              a generation batch was sampled and rewarded; its scores are not known yet
-    on_forward(microbatch)           the training forward of a microbatch is done: log-probabilities, entropies
+    on_forward(microbatch)           the training's forward pass over a microbatch is done: log-probabilities, entropies
     on_backward(microbatch)          its gradient is in
     on_pre_optimizer_step(ctx)       all gradients are in, averaged over ranks, not clipped; parameters still old
     on_optimizer_step(ctx)           parameters and optimizer states have moved
     measure(ctx)                     answer: name → Estimate
+
+`on_pre_optimizer_step` has the name of a moment of Hugging Face's TrainerCallback, which comes after clipping: here it
+is before, since what clipping does is one of the questions.
 
 It must change nothing of training: no `.backward()`, no write to parameters, gradients or states. What it cannot
 measure it answers with `Estimate.missing(reason)`, never by leaving the name out. A new probe is one such class in
@@ -41,7 +44,7 @@ class Probe:
     needs      what the driver must keep for it
     every      measure each `every`-th optimizer step, the first one included
     num_folds  with FOLD_GRADIENTS: folds of whole prompts on each rank; None for the driver's choice
-    offload    with FOLD_GRADIENTS: keep them in host memory
+    offload    with FOLD_GRADIENTS: keep them in the CPU's memory
     """
 
     name: str

@@ -12,8 +12,8 @@ is the number of equally weighted sequences whose mean is as noisy as the weight
 A prompt whose responses are all right, or all wrong, has advantages of zero and teaches nothing. `zero_advantage` is
 the share of such sequences, `zero_advantage_prompts` of such prompts.
 
-Everything is a ratio of sums over sequences, so a few scalars go over the network, once. No forward, no backward, no
-buffer. These are properties of the batch at hand, not estimates of something beyond it: they have no error bar.
+Everything is a ratio of sums over sequences, so a few scalars go over the network, once. No forward pass, no backward,
+no vector. These are properties of the batch at hand, not estimates of something beyond it: they have no error bar.
 
 Source: Kish 1965, "Survey Sampling" (the loss of precision through unequal weights).
 """

@@ -81,7 +81,7 @@ class GradientNoiseScaleProbe(Probe):
 
     decay          weight of a step relative to the next in the running average; .95 remembers about 40 steps
     split_prompts  so many prompts of each step and rank are used to split tr Σ into between and within prompts; each
-                   costs a forward and two backwards over its G responses, and two gradients for that moment
+                   costs a forward pass and two backwards over its G responses, and two gradients for that moment
     every          measure each `every`-th step
     """
 

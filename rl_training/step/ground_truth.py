@@ -11,7 +11,7 @@ and ΔH is the difference of the two samples, pair by pair. Which of the two it 
 What rounding alone makes of it is `delta_h/true_floor`: the same computation with δθ = 0, between two scorings of E at
 θ that put its sequences into different batches. A prediction below it cannot be held against the truth.
 
-Cost: N responses generated and three forwards over them, two more of each where E is drawn afresh.
+Cost: N responses generated and three forward passes over them, two more of each where E is drawn afresh.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ def fill_slices(
 ) -> None:
     """Splits each microbatch's gradient, which is in the row of its first fold, among the folds that cut it in slices.
 
-    A slice's gradient comes from a forward and a backward of its own, that of the last slice from the difference: for
-    s slices that costs (s − 1)/s of the training's own forward and backward. Without slices, nothing is done.
+    A slice's gradient comes from a forward pass and a backward of its own, that of the last slice from the difference:
+    for s slices that costs (s − 1)/s of what the training's own cost. Without slices, nothing is done.
     """
     for microbatch in microbatch_rows:
         inside = [k for k, rows in enumerate(folds) if rows.start in microbatch and rows.stop <= microbatch.stop]

@@ -20,7 +20,7 @@ from rl_training.step.rollout import Rollout
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One forward and backward of the training loop. `scores` is None until the forward is done."""
+    """One forward pass and backward of the training loop. `scores` is None until the forward pass is done."""
 
     index: int  # 0 .. K-1 within the optimizer step
     rollout: Rollout  # its B sequences
