@@ -8,6 +8,9 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 
 SHOWN = {"reward": "reward", "entropy": "entropy", "delta_h/forward": "δH"}
+PROBED = {"entropy": "entropy/token"}  # measured over all tokens, as in the report: shown instead, where a probe has it
+# Without tqdm's rate, and with a bar of fixed width, all numbers fit into 80 columns.
+FORMAT = "{percentage:3.0f}%|{bar:8}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 
 
 class StepProgress(TrainerCallback):
@@ -15,7 +18,11 @@ class StepProgress(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._bar = tqdm(
-            total=state.max_steps, initial=state.global_step, unit="step", disable=not state.is_world_process_zero
+            total=state.max_steps,
+            initial=state.global_step,
+            unit="step",
+            bar_format=FORMAT,
+            disable=not state.is_world_process_zero,
         )
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
@@ -23,6 +30,7 @@ class StepProgress(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs = kwargs["logs"]
+        logs = {**logs, **{key: logs[probed] for key, probed in PROBED.items() if logs.get(probed) is not None}}
         shown = {label: f"{logs[key]:+.4f}" if key == "delta_h/forward" else f"{logs[key]:.3f}"
                  for key, label in SHOWN.items() if logs.get(key) is not None}  # fmt: skip
         if shown:

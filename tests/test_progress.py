@@ -1,0 +1,29 @@
+"""Claims on the bar: it fits into 80 columns with all its numbers, and shows the entropy that the report shows."""
+
+from __future__ import annotations
+
+import io
+from types import SimpleNamespace
+
+import pytest
+
+from rl_training.records import progress
+from rl_training.records.progress import StepProgress
+
+
+def test_the_bar_fits_into_80_columns_with_the_entropy_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    screen, tqdm = io.StringIO(), progress.tqdm
+    monkeypatch.setattr(progress, "tqdm", lambda **settings: tqdm(**settings, file=screen, ncols=80))
+    state = SimpleNamespace(max_steps=1000, global_step=0, is_world_process_zero=True)
+    bar = StepProgress()
+    bar.on_train_begin(None, state, None)
+    state.global_step = 640
+    bar.on_step_end(None, state, None)
+    logs = {"reward": 0.8551, "entropy": 0.0451, "entropy/token": 0.0421, "delta_h/forward": -0.01234}
+    bar.on_log(None, state, None, logs=logs)
+    bar.on_train_end(None, state, None)
+    last = screen.getvalue().split("\r")[-1].rstrip()
+    assert len(last) <= 80
+    for shown in ("64%|", "640/1000", "reward=0.855", "entropy=0.042", "δH=-0.0123"):
+        assert shown in last
+    assert "|#####" in last
