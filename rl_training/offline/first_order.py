@@ -83,7 +83,7 @@ def predict(
     sums, direction = standing.reduce(sums), standing.reduce(direction)
     labels = (WHOLE, *splits.labels)
     return FirstOrder(
-        labels, _without_blocks(sums, scores.mask, size), _without_folds(standing, update, direction, layout, splits),
+        labels, without_blocks(sums, scores.mask, size), _without_folds(standing, update, direction, layout, splits),
         direction,
     )  # fmt: skip
 
@@ -115,7 +115,7 @@ def _products(layout: FlatVectors, directions: Tensor, parts: Tensor) -> Tensor:
     return torch.stack([torch.stack([part @ x for x in direction]) for direction, part in pairs]).double()
 
 
-def _without_blocks(sums: Tensor, mask: Tensor, size: int) -> Replicates:
+def without_blocks(sums: Tensor, mask: Tensor, size: int) -> Replicates:
     """Returns the totals over blocks (blocks, labels, 2), and without each block: ratios to what is left of E."""
     lengths = torch.stack([part.sum().double() for part in mask.split(size)])
     sizes = lengths.new_tensor([len(part) for part in mask.split(size)])

@@ -59,6 +59,7 @@ class AtStep:
     ess_last_position: float
     resampled: bool
     ahead: Scores  # (N, L), of E's sequences at θ + η δθ
+    behind: Scores | None  # at θ − η δθ, where odd is asked for
 
 
 @dataclass(frozen=True)
@@ -105,15 +106,17 @@ def measure(
         ahead = score_at(eta)
         before, after = sequence_totals(evaluation.scores), sequence_totals(ahead)
         true, resampled = change(eta, ahead)
+        behind = score_at(-eta) if odd else None
         return AtStep(
             eta=eta,
             true=true,
             snis=reweighted_replicates(before, after),
-            odd=(true - change(-eta, score_at(-eta))[0]) * 0.5 if odd else None,
+            odd=None if behind is None else (true - change(-eta, behind)[0]) * 0.5,
             weights=importance_weights(before, after),
             ess_last_position=float(prefix_ess(evaluation.scores, ahead)[-1]),
             resampled=resampled,
             ahead=ahead,
+            behind=behind,
         )
 
     along = slopes(score_at(SLOPE_STEP), score_at(-SLOPE_STEP), SLOPE_STEP)
