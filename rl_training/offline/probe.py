@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
+import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
@@ -42,6 +43,13 @@ from rl_training.offline.update import Update, make_update
 
 FEW_UNITS = f"fewer than {MIN_FOLDS_FOR_STDERR} blocks of E or folds of U: no error bar"
 NOT_ASKED = "not asked for: {}"
+LOWER = {  # what to do where a phase runs out of memory
+    "sample U": "lower memory.generation_size, or trainer.max_completion_length",
+    "sample E": "lower memory.generation_size, or batch.microbatch_size, which scores",
+    "gradient of U": "lower memory.microbatch_size, set memory.offload=true, trainer.gradient_checkpointing=true",
+    "gradient of E": "lower memory.microbatch_size, set trainer.gradient_checkpointing=true",
+    "truth": "lower batch.microbatch_size, which scores",
+}
 SEVERAL_RATES = "groups of parameters have several learning rates: there is no one to divide by"
 
 
@@ -255,6 +263,18 @@ def _row_of(at: AtStep) -> dict[str, Any]:
     return row
 
 
+@contextlib.contextmanager
+def _out_of_memory_says_what_to_lower(phase: str) -> Iterator[None]:
+    """A context in which running out of memory is a ValueError that names the setting to lower."""
+    try:
+        yield
+    except (torch.OutOfMemoryError, RuntimeError) as error:
+        full = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
+        if not full:
+            raise
+        raise ValueError(f"out of memory in phase {phase!r}: {LOWER[phase]}") from error
+
+
 class _Phases:
     """The phases of a look: a progress bar each, and the seconds that each took."""
 
@@ -270,7 +290,8 @@ class _Phases:
             def advance(count: int) -> None:
                 bar.update(min(count, total - bar.n))
 
-            yield advance
+            with _out_of_memory_says_what_to_lower(name):
+                yield advance
             advance(total)
         self.seconds[name] = time.perf_counter() - start
 
