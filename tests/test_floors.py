@@ -46,7 +46,12 @@ LIBRARIES = {
     },
     "job": {"torch", "transformers", "accelerate", "hydra", "omegaconf"},
 }  # fmt: skip
-COMMANDS = {"report", "dashboard", "sync"}  # python -m rl_training.<name>: each one line that calls the room's main
+COMMANDS = {
+    "kernel",
+    "report",
+    "dashboard",
+    "sync",
+}  # python -m rl_training.<name>: each one line that calls the room's main
 TOP = COMMANDS | {"__init__", "version"}
 FILES = [*sorted(PACKAGE.rglob("*.py")), *(ROOT / f"{command}.py" for command in ("train", "offline", "evaluate"))]
 

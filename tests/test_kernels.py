@@ -112,7 +112,7 @@ def plain_sketch(row: list[float], seed: int, number: int, buckets: int) -> list
     for name, size in SIZES.items():
         for index in range(size):
             bits = plain_hash(seed, name, number, index)
-            sketch[bits % buckets] += row[start + index] * (1.0 if bits >> 32 & 1 else -1.0)
+            sketch[bits % buckets] += row[start + index] * (1.0 if bits // buckets % 2 else -1.0)
         start += size
     return sketch
 

@@ -45,7 +45,8 @@ class CountSketches:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Returns the sketches, (n, repeats, buckets) fp32, of rows, (n, P), in the order of the parameters."""
-        out = torch.zeros(len(rows), self.repeats, self.buckets, device=rows.device)
+        # The sign is one more bit of the bucket: adding up what has either sign, and subtracting once, is the quickest.
+        sums = torch.zeros(len(rows), self.repeats, 2 * self.buckets, device=rows.device)
         of_parameters = rows.split(list(self.sizes.values()), dim=1)
         for name, columns in zip(self.sizes, of_parameters, strict=True):
             for start in range(0, columns.shape[1], COLUMNS):
@@ -53,9 +54,8 @@ class CountSketches:
                 index = torch.arange(start, start + part.shape[1], device=rows.device)
                 for number in range(self.repeats):
                     hashed = _mixed(index, _key(self.seed, name, number))
-                    signs = ((hashed >> 32) & 1).to(part.dtype) * 2 - 1
-                    out[:, number].index_add_(1, hashed & (self.buckets - 1), part * signs)
-        return out
+                    sums[:, number].index_add_(1, hashed & (2 * self.buckets - 1), part)
+        return sums[..., self.buckets :] - sums[..., : self.buckets]
 
 
 def inner_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,7 +53,7 @@ def write_report(folder: Path) -> Path:
     clusters, order = distinct.clusters(NUM_CLUSTERS)
     tables = {"pairs": pair_table(s), "top_pairs": top_pairs(s), "clusters": _members(distinct, clusters)}
     for name, rows in tables.items():
-        _write_csv(folder / f"{name}.csv", rows)
+        write_csv(folder / f"{name}.csv", rows)
     orders = {"prompt": _by_prompt(s), "cluster": _by_cluster(s, distinct, order)}
     _draw(s, orders, folder)
     data = {
@@ -150,7 +150,8 @@ def _draw(s: Structure, orders: dict[str, tuple[list[int], list[int]]], folder: 
     figure.savefig(folder / "distributions.png", dpi=120)
 
 
-def _write_csv(path: Path, rows: Sequence[Row]) -> None:
+def write_csv(path: Path, rows: Sequence[Row]) -> None:
+    """Writes rows with the same keys as a table."""
     with open(path, "w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else [])
         writer.writeheader()

@@ -1,0 +1,164 @@
+"""What the kernel of sequences costs, as Markdown: its parts as ratios of interleaved runs, the whole and the formula.
+
+    OMP_NUM_THREADS=1 python benchmarks/kernel.py                                  # the default task
+    OMP_NUM_THREADS=1 python benchmarks/kernel.py --shape hidden512 --rank 16 --microbatch 16
+
+`gradients` is the speed of gradients sequence by sequence, as a share of that of a plain forward and backward over the
+same batch; `both` that with a second backward, for W and x. `product` is the speed of the kernel's product as a share
+of one plain fp32 product of that size. All by processor time, which other jobs disturb less (on a GPU: the clock), each
+the median over pairs of runs that follow one another.
+
+`whole` calculates a kernel of random sequences, and holds its time against the formula of mathematics/kernels.py with t
+and F as measured just before. `--sizes` prints what the formula says of other sizes, from the same t by parameter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from workload import SHAPES, Workload, make_trainer
+
+from rl_training.live.optimizer import view_optimizer
+from rl_training.mathematics.kernels import plan_blocks, row_products
+from rl_training.mathematics.sketches import CountSketches
+from rl_training.offline.gradient_rows import GradientRows
+from rl_training.offline.kernel import KernelSettings, Question, Step, calculate_kernel, load_kernel
+from rl_training.step.rollout import Rollout
+from rl_training.step.updates import optimizer_pieces
+
+PAIRS = 7
+
+
+def clock() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+        return time.perf_counter()
+    return time.process_time()
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = clock()
+    work()
+    return clock() - start
+
+
+def interleaved(plain: Callable[[], object], other: Callable[[], object]) -> tuple[float, float]:
+    """Returns the median of plain's seconds, and of the ratio plain / other, over pairs that follow one another."""
+    plain(), other()
+    pairs = [(seconds(plain), seconds(other)) for _ in range(PAIRS)]
+    return statistics.median(a for a, _ in pairs), statistics.median(a / b for a, b in pairs)
+
+
+def random_rollout(count: int, prompt: int, completion: int, vocabulary: int, device: torch.device) -> Rollout:
+    generator = torch.Generator().manual_seed(count)
+    ids = torch.randint(3, vocabulary, (count, prompt + completion), generator=generator).to(device)
+    mask = torch.ones_like(ids)
+    advantages = torch.randn(count, generator=generator).to(device)
+    number = torch.arange(count, device=device)
+    return Rollout(
+        ids[:, :prompt], mask[:, :prompt], ids[:, prompt:], mask[:, prompt:], advantages, None, number, None, True
+    )
+
+
+def step_of(rows: GradientRows, trainer: object, question: Question) -> Step:
+    """Returns a first step's, whose moments are zero: its numbers mean nothing, its costs do."""
+    view = view_optimizer(trainer, dict(rows.parameters))  # type: ignore[arg-type]
+    u, e = question.update, question.evaluation
+    weights = -(u.advantages / (u.num_sequences * question.max_length)).unsqueeze(1) * u.completion_mask
+    gradient = sum(rows.sum(u, batch, weights) for batch in rows.batches(range(u.num_sequences)))
+    of_e, of_h = (w / e.num_sequences for w in (question.logp_weights, question.entropy_weights))
+    x = sum(rows.sum(e, batch, of_e, of_h) for batch in rows.batches(range(e.num_sequences)))
+    assert isinstance(gradient, Tensor)
+    assert isinstance(x, Tensor)
+    pieces = optimizer_pieces(dict(rows.parameters), view.states)
+    factor = torch.cat([p.state.gradient_factor(p.param, gradient[p.columns]) for p in pieces])
+    return Step(gradient, x, 1.0, (-factor).sqrt(), torch.stack([0 * factor, factor * gradient, 0 * factor]))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="default_task", choices=["default_task", *SHAPES])
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--microbatch", type=int, default=32)
+    parser.add_argument("--evaluation", type=int, default=64, help="N_E of `whole`")
+    parser.add_argument("--update", type=int, default=128, help="N_U of `whole`")
+    parser.add_argument("--prompt-tokens", type=int, default=16)
+    parser.add_argument("--completion-tokens", type=int, default=36)
+    parser.add_argument("--memory-gb", type=float, default=4.0)
+    parser.add_argument("--sizes", action="store_true")
+    args = parser.parse_args()
+    trainer = make_trainer(Workload(args.shape, args.rank, completion_tokens=args.completion_tokens), [], 1)
+    trainer.create_optimizer_and_scheduler(1)
+    parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    size = sum(p.numel() for p in parameters.values())
+    device, vocabulary = next(iter(parameters.values())).device, trainer.model.config.vocab_size
+    rows = GradientRows(trainer, parameters, args.microbatch)
+    e, u = (random_rollout(n, args.prompt_tokens, args.completion_tokens, vocabulary, device)
+            for n in (args.evaluation, args.update))  # fmt: skip
+    weights = torch.randn(e.completion_mask.shape, device=device)
+    question = Question(e, weights, torch.ones_like(weights), u, args.completion_tokens)
+    batch = rows.batches(range(args.microbatch))[0]
+
+    plain_seconds, gradients = interleaved(
+        lambda: rows.sum(u, batch, torch.ones_like(weights[:1]).expand(len(batch), -1)),
+        lambda: rows.log_probability(u, batch),
+    )
+    _, both = interleaved(
+        lambda: rows.sum(e, batch[: len(e.advantages)], weights),
+        lambda: list(rows.both(e, batch[: len(e.advantages)], question.logp_weights, question.entropy_weights)),
+    )
+    held, streamed = (
+        torch.randn(args.evaluation, size, device=device),
+        torch.randn(args.microbatch, size, device=device),
+    )
+    product_seconds, product = interleaved(lambda: held @ streamed.T, lambda: row_products(held, streamed))
+    sketch = CountSketches({name: p.numel() for name, p in parameters.items()})
+    sketch_seconds = seconds(lambda: sketch(streamed)) / streamed.numel()
+    rate = 2.0 * held.shape[0] * streamed.numel() / seconds(lambda: row_products(held, streamed))
+    per_sequence = seconds(lambda: rows.log_probability(u, batch)) / len(batch)
+    tokens = f"{args.prompt_tokens} + {args.completion_tokens} tokens"
+    print(f"{args.shape}, LoRA rank {args.rank}, {size:,} trained, {tokens}\n")
+    print("| what | figure |\n|---|---|")
+    print(f"| plain forward and backward, sequences/s | {args.microbatch / plain_seconds:.0f} |")
+    print(f"| gradients, share of that speed | {gradients:.2f} |")
+    print(f"| both W and x, share of that speed | {both:.2f} |")
+    print(f"| product, share of a plain one of {args.evaluation} × {size} × {args.microbatch} | {product:.2f} |")
+    plain_rate = 2.0 * args.evaluation * size * args.microbatch / product_seconds
+    print(f"| product, GFLOP/s | {rate / 1e9:.0f} (plain {plain_rate / 1e9:.0f}) |")
+    print(f"| sketches, ns per coordinate | {1e9 * sketch_seconds:.0f} |")
+
+    step = step_of(rows, trainer, question)
+    blocks = plan_blocks(
+        args.evaluation, args.update, size, memory_bytes=1e9 * args.memory_gb, microbatch=args.microbatch
+    )
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        settings = KernelSettings(memory_gb=args.memory_gb, microbatch_size=args.microbatch)
+        took = seconds(lambda: calculate_kernel(rows, step, question, settings, Path(folder)))
+        error = float(load_kernel(Path(folder)).about["identity_error"])
+    streamed_again = blocks.passes - blocks.num_streamed  # the first pass over U is the look's own
+    told = streamed_again * per_sequence + blocks.operations / rate
+    print(f"| whole, {args.evaluation} × {args.update}, {blocks.num_blocks} block(s), s | {took:.1f} |")
+    print(f"| the formula, without sketches, s | {told:.1f} ({took / told:.2f}) |")
+    sketching = sketch_seconds * size * (args.evaluation + args.update)
+    print(f"| with them, s | {told + sketching:.1f} ({took / (told + sketching):.2f}) |")
+    print(f"| error of the identity | {error:.1g} |")
+    if args.sizes:
+        print("\n| N_E × N_U × parameters | held, GB | products, s | sketches, s |\n|---|---|---|---|")
+        for parameters_of in (18_464_768, 90_000_000):
+            plan = plan_blocks(128, 256, parameters_of, memory_bytes=1e13, microbatch=args.microbatch)
+            held_gb, sketching = 128 * 2 * 4 * parameters_of / 1e9, sketch_seconds * parameters_of * 384
+            sizes = f"128 × 256 × {parameters_of:,}"
+            print(f"| {sizes} | {held_gb:.1f} | {plan.operations / rate:.0f} | {sketching:.0f} |")
+
+
+if __name__ == "__main__":
+    main()

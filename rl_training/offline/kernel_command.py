@@ -1,0 +1,70 @@
+"""python -m rl_training.kernel FOLDER …: looks at finished kernels again, asks what if, and follows them over training.
+
+python -m rl_training.kernel RUN/offline/default/checkpoint-20/kernel                     its numbers; tables and page anew
+python -m rl_training.kernel RUN/offline/default/checkpoint-20/kernel --without wrong --without longest:8
+python -m rl_training.kernel RUN/offline/default/*/kernel --out FOLDER                    evolution.csv, evolution.png
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
+from rl_training.offline.kernel_report import write_csv, write_report
+from rl_training.offline.structure import Row, Structure, chooser, headline, what_if
+
+DRAWN = (
+    "kernel/share_same_prompt", "kernel/cosine_same_prompt_other_text", "kernel/cosine_other_prompt",
+    "kernel/participation_ratio", "kernel/distinct_texts", "kernel/logp_slope",
+)  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m rl_training.kernel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("folders", nargs="+", type=Path, help="folders with kernel.safetensors")
+    parser.add_argument(
+        "--without", action="append", default=[], metavar="WHAT",
+        help="had these sequences taught nothing: wrong, right, longest:K, lowest:K, prompt:HASH; may be repeated",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, help="where the evolution over several folders goes")
+    args = parser.parse_args()
+    try:
+        run(args.folders, args.without, args.out)
+    except ValueError as error:
+        parser.exit(1, f"error: {error}\n")
+
+
+def run(folders: list[Path], without: list[str], out: Path | None) -> None:
+    """Prints a column of numbers for each kernel, what if, and writes reports and, for several, the evolution."""
+    chosen = {text: chooser(text) for text in without}
+    structures = [Structure.read(folder) for folder in folders]
+    columns: list[Row] = []
+    for folder, structure in zip(folders, structures, strict=True):
+        column: Row = {"step": int(structure.kernel.about.get("step", 0)), **headline(structure)}
+        for text, choose in chosen.items():
+            column |= {f"without {text}: {key}": value for key, value in what_if(structure, choose(structure)).items()}
+        columns.append(column)
+        print(write_report(folder))
+    table = Table("", *(str(folder) for folder in folders))
+    for key in columns[0]:
+        table.add_row(key, *(f"{column[key]:.4g}" for column in columns))
+    Console().print(table)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        columns.sort(key=lambda column: column["step"])
+        write_csv(out / "evolution.csv", columns)
+        _draw(columns, out / "evolution.png")
+
+
+def _draw(columns: list[Row], path: Path) -> None:
+    figure = Figure(figsize=(13, 6), layout="constrained")
+    for axes, key in zip(figure.subplots(2, 3).flat, DRAWN, strict=True):
+        axes.plot([column["step"] for column in columns], [column[key] for column in columns], marker="o")
+        axes.set(title=key.removeprefix("kernel/").replace("_", " "), xlabel="optimizer step")
+    figure.savefig(path, dpi=120)

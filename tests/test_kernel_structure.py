@@ -1,0 +1,204 @@
+"""Tables, clusters and what-if of a kernel follow from its files; the page shows the texts of a cell in a browser."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from rl_training.mathematics.clusters import average_linkage, participation_ratio
+from rl_training.mathematics.sketches import CountSketches
+from rl_training.offline.kernel import KERNEL_FILE
+from rl_training.offline.kernel_command import run
+from rl_training.offline.kernel_report import write_report
+from rl_training.offline.sequences import SEQUENCES_FILE
+from rl_training.offline.structure import (
+    CLASSES,
+    Structure,
+    chooser,
+    distinct_texts,
+    edit_distance,
+    headline,
+    pair_table,
+    top_pairs,
+    what_if,
+)
+
+NUM_E, NUM_U, SIZE, CLIP, LENGTH = 4, 6, 3000, 0.5, 10
+CHROMIUM = shutil.which("chromium")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A kernel of made-up gradients: E and U share a prompt, and a text that is in both has the same gradient."""
+    folder, generator = tmp_path_factory.mktemp("kernel"), torch.Generator().manual_seed(0)
+    w_e, w_u, x = (torch.randn(n, SIZE, generator=generator) for n in (NUM_E, NUM_U, NUM_E))
+    w_u[0] = w_e[0]  # the same text
+    w_u[1] = -w_e[0]  # the same prompt, and the only other answer
+    advantages = torch.tensor([0.5, -0.5, 0.25, -0.25, 0.0, 0.0], dtype=torch.float64)
+    sketch = CountSketches({"w": SIZE})
+    tensors = {
+        "kernel": (w_e @ w_u.T).double(), "entropy_kernel": (x @ w_u.T).double(), "advantages": advantages,
+        "sq_norms": w_e.double().square().sum(dim=1), "update_sq_norms": w_u.double().square().sum(dim=1),
+        "sketches": sketch(w_e), "update_sketches": sketch(w_u),
+        "products": torch.randn(NUM_E, 3, generator=generator, dtype=torch.float64),
+    }  # fmt: skip
+    gradient = CLIP * float((tensors["entropy_kernel"] @ advantages).sum()) / (NUM_E * NUM_U * LENGTH)
+    about = {
+        "clip_coefficient": repr(CLIP), "max_length": str(LENGTH), "identity_error": "1e-7", "checkpoint": "C",
+        "delta_h/part/momentum": "0.25", "delta_h/part/gradient": repr(gradient), "delta_h/part/decay": "-0.125",
+    }  # fmt: skip
+    save_file(tensors, folder / KERNEL_FILE, about)
+    lines = [line("evaluation", i, "shared" if i == 0 else f"e{i}", f"a{i}", i != 3) for i in range(NUM_E)]
+    lines += [
+        line("update", j, "shared" if j < 2 else f"u{j // 2}", "a0" if j == 0 else f"b{j}", j % 2 == 0)
+        for j in range(NUM_U)
+    ]
+    for row, moved in zip(lines, tensors["products"].sum(dim=1).tolist(), strict=False):
+        row["logp_change"] = 0.9 * moved + 0.01
+    (folder / SEQUENCES_FILE).write_text("".join(json.dumps(row) + "\n" for row in lines), encoding="utf-8")
+    return folder
+
+
+def line(buffer: str, row: int, prompt: str, response: str, right: bool) -> dict[str, Any]:
+    return {
+        "buffer": buffer, "row": row, "prompt": f"{prompt}?", "response": f"</script>{response}", "prompt_hash": prompt,
+        "hash": f"{prompt}/{response}", "tokens": 2 + row, "ids": [ord(c) for c in response], "reward": float(right),
+        "advantage": None if buffer == "evaluation" else 0.5, "logp": -1.0 - row, "entropy": 0.5, "logp_change": 0.0,
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def structure(folder: Path) -> Structure:
+    return Structure.read(folder)
+
+
+def by_name(structure: Structure) -> dict[str, dict[str, Any]]:
+    return {row["pairs"]: row for row in pair_table(structure)}
+
+
+def test_classes_of_pairs_are_disjoint_and_their_shares_add_up_to_one(structure: Structure) -> None:
+    rows = by_name(structure)
+    assert [rows[name]["count"] for name in CLASSES] == [1, 1, NUM_E * NUM_U - 2]
+    assert sum(rows[name]["share"] for name in CLASSES) == pytest.approx(1.0)
+    assert sum(row["share"] for name, row in rows.items() if " in E" in name) == pytest.approx(1.0)
+    assert rows["all"]["contribution"] == pytest.approx(float(structure.kernel.about["delta_h/part/gradient"]))
+
+
+def test_cosines_are_those_of_the_gradients(structure: Structure) -> None:
+    rows = by_name(structure)
+    assert rows["same text"]["cosine_mean"] == pytest.approx(1.0)
+    assert rows["same prompt, other text"]["cosine_mean"] == pytest.approx(-1.0)
+    assert abs(rows["other prompt"]["cosine_mean"]) < 0.03
+
+
+def test_headline_regresses_measured_on_predicted_changes(structure: Structure) -> None:
+    found = headline(structure)
+    assert found["kernel/logp_slope"] == pytest.approx(0.9)
+    assert found["kernel/logp_correlation"] == pytest.approx(1.0)
+    assert found["kernel/distinct_texts"] == NUM_E + NUM_U - 1
+    assert found["kernel/participation_ratio"] == pytest.approx(81 / 11, abs=0.2)  # 9 texts, two opposite
+
+
+def test_top_pairs_are_those_with_the_largest_contributions(structure: Structure) -> None:
+    rows, all_of_them = top_pairs(structure, 3), structure.contributions.flatten().sort().values
+    assert [row["contribution"] for row in rows[:3]] == pytest.approx(all_of_them[:3].tolist())
+    assert [row["contribution"] for row in rows[3:]] == pytest.approx(all_of_them[-3:].flip(0).tolist())
+
+
+@pytest.mark.parametrize(("a", "b", "distance"), [("", "ab", 2), ("abc", "ac", 1), ("kitten", "sitting", 3)])
+def test_edit_distance(a: str, b: str, distance: int) -> None:
+    assert edit_distance([ord(c) for c in a], [ord(c) for c in b]) == distance
+
+
+def test_leaving_all_of_u_out_leaves_momentum_and_decay(structure: Structure) -> None:
+    nothing, everything = (what_if(structure, torch.full((NUM_U,), flag)) for flag in (False, True))
+    assert nothing["deltaH1"] == pytest.approx(nothing["deltaH1_before"])
+    assert everything["deltaH1"] == pytest.approx(0.125)
+    products = structure.kernel.tensors["products"]
+    assert everything["log_probability_of_right"] == pytest.approx(float(products[:3, [0, 2]].sum() / 3))
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"), [("wrong", [1, 3, 5]), ("longest:2", [4, 5]), ("prompt:u1", [2, 3]), ("right", [0, 2, 4])]
+)
+def test_words_choose_sequences(text: str, rows: list[int], structure: Structure) -> None:
+    assert chooser(text)(structure).nonzero().squeeze(1).tolist() == rows
+
+
+def test_lowest_chooses_what_lowers_entropy_most(structure: Structure) -> None:
+    of_u = structure.contributions.sum(dim=0)
+    assert of_u[chooser("lowest:2")(structure)].sum() == of_u.sort().values[:2].sum()
+
+
+def test_words_that_choose_nothing_are_refused() -> None:
+    with pytest.raises(ValueError, match="use wrong, right, longest:K"):
+        chooser("longest:many")
+
+
+def test_participation_ratio_is_not_dragged_down_by_the_noise_of_sketches() -> None:
+    """64 orthogonal vectors, sketches of 128 in all: plain squares of the cosines would say 64/(1 + 63/128) = 43."""
+    x = torch.eye(64, 4096)
+    sketches = CountSketches({"w": 4096}, buckets=16, repeats=8)(x).double()
+    repeats = torch.einsum("nsm,qsm->snq", sketches, sketches)
+    assert participation_ratio(repeats) == pytest.approx(64, rel=0.08)
+    assert participation_ratio(torch.ones(2, 5, 5)) == pytest.approx(1.0)
+
+
+def test_clusters_are_those_of_two_plain_groups() -> None:
+    cosines: Tensor = torch.full((5, 5), -0.1)
+    cosines[:2, :2] = cosines[2:, 2:] = 0.9
+    cosines.fill_diagonal_(1.02)  # an estimate may exceed 1
+    clusters, order = average_linkage(cosines, 2)
+    assert clusters[0] == clusters[1] != clusters[2]
+    assert len(set(clusters[2:].tolist())) == 1
+    assert sorted(order.tolist()) == list(range(5))
+    assert set(order[:2].tolist()) in ({0, 1}, {2, 3}, {2, 4}, {3, 4})
+
+
+def test_texts_of_a_cell_are_there_with_their_number(structure: Structure) -> None:
+    distinct = distinct_texts(structure)
+    assert {row["hash"]: row["times"] for row in distinct.rows}["shared/a0"] == 2
+    assert math.isclose(float(distinct.cosines[0, 0]), 1.0)
+
+
+def test_the_command_asks_what_if_and_follows_kernels_over_training(folder: Path, tmp_path: Path, capsys: Any) -> None:
+    run([folder, folder], ["wrong"], tmp_path)
+    assert "without wrong: deltaH1" in capsys.readouterr().out
+    assert len((tmp_path / "evolution.csv").read_text(encoding="utf-8").splitlines()) == 3
+    assert (tmp_path / "evolution.png").stat().st_size > 1000
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
+def test_pointing_at_a_cell_shows_both_texts_in_a_browser(folder: Path, tmp_path: Path) -> None:
+    assert CHROMIUM is not None
+    page = write_report(folder).read_text(encoding="utf-8")
+    assert "http" not in page.replace("http-equiv", "")  # nothing is loaded from elsewhere
+    point = """
+      const box = map.getBoundingClientRect();
+      const x = box.left + (columns.indexOf(2) + 0.5) * size, y = box.top + (rows.indexOf(3) + 0.5) * size;
+      map.dispatchEvent(new MouseEvent("mousemove", {clientX: x, clientY: y, bubbles: true}));
+    """
+    (tmp_path / "page.html").write_text(
+        page.replace("draw();\n</script>", f"draw();{point}</script>"), encoding="utf-8"
+    )
+    shown = subprocess.run(
+        [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run",
+         "--disable-sync", "--disable-component-update", f"--user-data-dir={tmp_path}", "--dump-dom",
+         f"file://{tmp_path}/page.html"],
+        capture_output=True, text=True, timeout=100,
+    ).stdout  # fmt: skip
+    cell = shown.split('id="cell"')[1].split("</div>")[0]
+    assert "evaluation 3" in cell
+    assert "e3?&lt;/script&gt;a3" in cell
+    assert "update 2" in cell
+    assert "u1?&lt;/script&gt;b2" in cell
+    assert "other prompt" in cell
