@@ -10,6 +10,7 @@ import multiprocessing
 import os
 import queue
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
 from typing import Any
@@ -64,13 +65,19 @@ class _Evaluation:
     def run_side_by_side(self) -> int:
         """Evaluates what is pending, `jobs` at once, and returns the exit code."""
         devices: queue.Queue[str] = queue.Queue()
+        stopped = threading.Event()
         for job in range(self.plan.jobs):
             devices.put(_device(job))
+
+        def received(num_responses: int) -> None:
+            if stopped.is_set():  # it was only starting when the others were killed
+                raise RuntimeError("stopped")
+            self.progress.add(num_responses)
 
         def work(step: int) -> tuple[int, Answers]:
             device = devices.get()
             try:
-                return step, ask(self.plan, self.pending[step], device, on_responses=self.progress.add)
+                return step, ask(self.plan, self.pending[step], device, on_responses=received)
             finally:
                 devices.put(device)
 
@@ -79,6 +86,7 @@ class _Evaluation:
             for future in as_completed([pool.submit(work, step) for step in self.pending]):
                 self.finish(*future.result())
         except BaseException:  # Ctrl-C and the like: nobody waits for what is in work
+            stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
                 process.kill()
