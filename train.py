@@ -20,6 +20,7 @@ def main(cfg: DictConfig) -> None:
     run = build_run(cfg)
     run.train()
     run.report()
+    run.end()
 
 
 if __name__ == "__main__":

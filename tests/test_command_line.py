@@ -11,6 +11,7 @@ import shlex
 import signal
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.context import ForkProcess
 from pathlib import Path
@@ -20,6 +21,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import rl_training.job.build  # noqa: F401, for the forks
 from rl_training.job.explain import explain
+from rl_training.records.checkpoints import TRAINING_STATE, what_is_wrong_with
+from rl_training.records.jsonl import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[1]
 SMALL = [
@@ -65,6 +68,13 @@ def start(log: Path, *arguments: str, script: str = "train.py", **env: str) -> C
     return Command(process, log)
 
 
+def wait_for(done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def train(tmp_path: Path, *arguments: str, **env: str) -> Command:
     return start(tmp_path / "log", *SMALL, f"run_dir={tmp_path / 'run'}", *arguments, **env)
 
@@ -83,6 +93,15 @@ def train(tmp_path: Path, *arguments: str, **env: str) -> Command:
         (["trainer.lr_scheduler_type=foo"], "foo is not a valid SchedulerType"),
         (["batch.sequences_per_step=31"], "use batch.sequences_per_step=32"),
         (["model=hub"], "model.name is not set"),
+        (["trainer.num_generations=1"], "trainer.num_generations=1 must be a whole number, at least 2"),
+        (["trainer.max_steps=0"], "trainer.max_steps=0 trains nothing"),
+        (["trainer.num_iterations=0"], "must be at least 1"),
+        (["probes.simple.validate_sequences=1e8"], "must be a whole number"),
+        (["probes.simple.validate_sequences=100000000"], "would take hours"),
+        (["data=arithmetic", "+data.num_train=3"], "has 3 prompts, and a rollout needs 8"),
+        (["run_dir="], "run_dir= is no folder"),
+        (["run_dir=null"], "run_dir=None is no folder"),
+        (["trainer.learning_rate=1e10"], "step 2"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line_with_exit_code_2(
@@ -90,9 +109,9 @@ def test_what_cannot_be_is_said_in_one_line_with_exit_code_2(
 ) -> None:
     ended = train(tmp_path, *arguments)
     assert ended.end() == 2
-    (line,) = ended.lines
-    assert line.startswith("error: ")
-    assert message in line
+    assert ended.lines[-1].startswith("error: ")
+    assert message in ended.lines[-1]
+    assert "Traceback" not in "\n".join(ended.lines)
 
 
 @pytest.mark.parametrize("how", [{"arguments": ["--debug"]}, {"env": {"RL_TRAINING_DEBUG": "1"}}], ids=str)
@@ -151,8 +170,92 @@ def test_a_signal_ends_a_command_with_the_code_of_shells(tmp_path: Path, signum:
         "def main():\n    print('ready', flush=True)\n    time.sleep(60)\nrun_command(main)\n"
     )
     command = start(tmp_path / "log", script=str(script))
-    while not (command.log.exists() and command.lines):
-        time.sleep(0.01)
+    wait_for(lambda: command.log.exists() and command.lines)
     os.kill(command.process.pid, signum)
     assert command.end() == code
     assert command.lines == ["ready", f"ended by {signal.Signals(signum).name}"]
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_training_finishes_the_step_and_says_how_to_go_on(tmp_path: Path, signum: int, code: int) -> None:
+    run = tmp_path / "run"
+    command = train(tmp_path, "trainer.max_steps=500", "probe=none", "trainer.save_steps=1000")
+    wait_for(lambda: (run / "logs" / METRICS_FILE).exists())
+    os.kill(command.process.pid, signum)
+    assert command.end() == code, command.lines
+    taken = len(read_metrics(run / "logs"))
+    assert 1 <= taken < 500
+    (checkpoint,) = (run / TRAINING_STATE).glob("checkpoint-*")
+    assert checkpoint.name == f"checkpoint-{taken}"
+    assert what_is_wrong_with(checkpoint) == ""
+    assert (run / "report" / "report.html").is_file()
+    assert "Traceback" not in "\n".join(command.lines)
+    ended, typed = command.lines[-1].split("; go on with: ")
+    assert ended == f"ended by {signal.Signals(signum).name} after step {taken} of 500"
+    program, *arguments = shlex.split(typed)
+    assert program == "train.py"
+    resumed = start(tmp_path / "again", *arguments, f"trainer.max_steps={taken + 1}")
+    assert resumed.end() == 0, resumed.lines
+    assert [row["step"] for row in read_metrics(run / "logs")] == [*range(1, taken + 2)]
+
+
+def test_a_second_signal_ends_training_at_once(tmp_path: Path) -> None:
+    settings = ["batch.sequences_per_step=4096", "trainer.max_steps=9", "probe=none"]  # steps of many seconds
+    command = train(tmp_path, *settings)
+    wait_for(lambda: command.log.exists() and (tmp_path / "run" / "config.yaml").exists())
+    time.sleep(1)
+    os.kill(command.process.pid, signal.SIGTERM)
+    wait_for(lambda: any("a second one ends at once" in line for line in command.lines))
+    os.kill(command.process.pid, signal.SIGTERM)  # at the same moment: a launcher passing on the same signal
+    time.sleep(2.5)
+    asked_again = time.monotonic()
+    os.kill(command.process.pid, signal.SIGTERM)
+    assert command.end() == 143
+    assert time.monotonic() - asked_again < 2
+    assert not list((tmp_path / "run" / TRAINING_STATE).glob("checkpoint-*"))
+
+
+def test_a_launcher_that_is_gone_leaves_no_orphan(tmp_path: Path) -> None:
+    def launch() -> None:
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        command = train(tmp_path, "trainer.max_steps=5000", "probe=none", "trainer.save_steps=1000")
+        (tmp_path / "pid").write_text(str(command.process.pid))
+        command.process.join()
+
+    launcher = ForkProcess(target=launch)
+    launcher.start()
+    wait_for(lambda: (tmp_path / "run" / "logs" / METRICS_FILE).exists())
+    launcher.kill()
+    launcher.join()
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text())
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines[-1].startswith("ended by SIGTERM after step")
+
+
+# --- what a run folder holds ------------------------------------------------------------------------------------------
+
+
+def test_of_two_runs_in_one_folder_at_once_one_trains(tmp_path: Path) -> None:
+    both = [
+        start(tmp_path / f"log{i}", *SMALL, "probe=none", f"run_dir={tmp_path / 'run'}", f"seed={i}") for i in (1, 2)
+    ]
+    assert sorted(command.end() for command in both) == [0, 2]
+    refused = next(command for command in both if command.end() == 2)
+    assert refused.lines[-1].startswith(f"error: run_dir={tmp_path / 'run'} already holds a run")
+    seed = both.index(refused) % 2 * -1 + 2  # of the other
+    assert f"seed: {seed}" in (tmp_path / "run" / "config.yaml").read_text()
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1, 2]
+
+
+def test_a_tilde_is_the_home_folder_and_tokens_are_masked(tmp_path: Path) -> None:
+    command = start(
+        tmp_path / "log", *SMALL, "trainer.max_steps=1", "logger=tensorboard", 'run_dir="~/run"',
+        "trainer.hub_token=hf_verysecret", HOME=str(tmp_path),
+    )  # fmt: skip
+    assert command.end() == 0, command.lines
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != "training_args.bin"]
+    assert {path.name for path in written} >= {"config.yaml", "metrics.jsonl", "report.html"}
+    for path in written:
+        assert b"verysecret" not in path.read_bytes(), path
+    assert "hub_token: '***'" in (tmp_path / "run" / "config.yaml").read_text()

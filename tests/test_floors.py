@@ -44,7 +44,7 @@ LIBRARIES = {
         "torch", "transformers", "tokenizers", "datasets", "numpy", "math_verify", "sympy", "latex2sympy2_extended",
         "safetensors",
     },
-    "job": {"torch", "transformers", "accelerate", "hydra", "omegaconf"},
+    "job": {"torch", "transformers", "accelerate", "hydra", "omegaconf", "yaml"},
 }  # fmt: skip
 COMMANDS = {
     "kernel",

@@ -22,7 +22,8 @@ import torch
 import warm
 from safetensors.torch import save_file
 
-from rl_training.job.build import _check_number_of_processes, _check_sharding
+from rl_training.job.build import _check_sharding
+from rl_training.job.run_folder import check_number_of_processes
 from rl_training.live import zero
 from rl_training.records.checkpoints import what_is_wrong_with
 from rl_training.records.jsonl import read_estimates
@@ -215,9 +216,9 @@ def test_asking_for_two_processes_and_getting_one_is_an_error(tmp_path: Path) ->
 
 def test_a_process_that_did_not_meet_the_others_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
-    _check_number_of_processes(2)
+    check_number_of_processes(2)
     with pytest.raises(ValueError, match="WORLD_SIZE=2, but 1 process"):
-        _check_number_of_processes(1)
+        check_number_of_processes(1)
 
 
 @pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP"])

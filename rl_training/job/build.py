@@ -6,63 +6,29 @@ import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from accelerate import PartialState
-from accelerate.utils import broadcast_object_list, parse_flag_from_env
-from hydra.core.hydra_config import HydraConfig
+from accelerate.utils import parse_flag_from_env
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from transformers import PrinterCallback, ProgressCallback, set_seed
-from transformers.utils import logging
 
 from rl_training.job.command_line import in_one_line, is_foreseen
-from rl_training.job.settings import CONFIG_FILE, check_settings, refuse_other_settings
+from rl_training.job.run import Run
+from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
+from rl_training.job.settings import check_settings, expand_home, without_secrets
+from rl_training.job.stopping import StopAtStepEnd
 from rl_training.live.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.offline.standing import Standing, stand
 from rl_training.probes.base import Probe
-from rl_training.records.checkpoints import TRAINING_STATE, find_checkpoint, set_aside_later, steps_taken
-from rl_training.records.jsonl import METRICS_FILE, Records
+from rl_training.records.checkpoints import TRAINING_STATE
+from rl_training.records.jsonl import Records
 from rl_training.records.loggers import LOGGERS, MetricsLogger
 from rl_training.records.progress import StepProgress
-from rl_training.records.report import print_summary, write_report
 
-logger = logging.get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class Run:
-    """A run, ready to start."""
-
-    trainer: DrGRPOTrainer
-    run_dir: Path
-    checkpoint: Path | None  # to resume from
-    loggers: list[MetricsLogger]  # dashboards; on the main process only
-
-    def train(self) -> None:
-        """Trains, from the checkpoint on if there is one; not where that is the last step's: it would add a step."""
-        taken = steps_taken(self.checkpoint) if self.checkpoint else 0
-        for dashboard in self.loggers:
-            dashboard.start(after_step=taken)
-        if 0 < self.trainer.args.max_steps <= taken:
-            logger.warning(f"{self.run_dir} has taken its {taken} steps: a larger trainer.max_steps trains longer")
-        else:
-            self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
-
-    def report(self) -> None:
-        """Writes report/report.html, prints the summary and closes the dashboards, on the main process."""
-        if self.trainer.accelerator.is_main_process:
-            if not (self.run_dir / "logs" / METRICS_FILE).is_file():
-                logger.warning("no report: no step was logged (trainer.logging_steps, trainer.logging_strategy)")
-                return
-            page = write_report(self.run_dir)
-            for dashboard in self.loggers:
-                dashboard.finish(pictures=sorted(page.parent.glob("*.png")))
-            print_summary(self.run_dir)
+EVAL_BATCH = 4  # microbatches at once in evaluation, which keeps nothing for a backward
 
 
 def build_run(cfg: DictConfig) -> Run:
@@ -83,6 +49,7 @@ def _libraries_refuse() -> Iterator[None]:
 
 
 def _build(cfg: DictConfig) -> Run:
+    expand_home(cfg)
     check_settings(cfg)
     accumulation = accumulation_steps(
         cfg.batch.sequences_per_step,
@@ -90,19 +57,20 @@ def _build(cfg: DictConfig) -> Run:
         num_processes=int(os.environ.get("WORLD_SIZE", "1")),
         responses_per_prompt=cfg.trainer.num_generations,
     )
-    run_dir, checkpoint = _run_folder(cfg)
+    run_dir, checkpoint = find_run_folder(cfg)
     cfg.run_dir = str(run_dir)
-    args = _make(cfg.trainer, gradient_accumulation_steps=accumulation)
-    records = None
-    if args.process_index == 0:
-        records = Records(run_dir / "logs")
-        OmegaConf.save(cfg, run_dir / CONFIG_FILE, resolve=True)
+    evaluated_at_once = cfg.trainer.get("per_device_eval_batch_size", EVAL_BATCH * cfg.batch.microbatch_size)
+    args = _make(cfg.trainer, gradient_accumulation_steps=accumulation, per_device_eval_batch_size=evaluated_at_once)
+    records = Records(run_dir / "logs") if args.process_index == 0 else None
     probes = [_make(probe) for probe in cfg.probes.values()]
     trainer = _make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
     if not args.disable_tqdm:
         trainer.add_callback(StepProgress)
-    config: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    return Run(trainer, run_dir, checkpoint, _put_loggers(trainer, run_dir, config))
+    stop = StopAtStepEnd(trainer)
+    trainer.add_callback(stop)
+    config = without_secrets(OmegaConf.to_container(cfg, resolve=True))
+    save_config(config, run_dir, resumed=checkpoint is not None)
+    return Run(trainer, run_dir, checkpoint, _put_loggers(trainer, run_dir, config), stop)
 
 
 def build_standing(cfg: DictConfig, checkpoint: Path, learning_rate: float | None = None) -> Standing:
@@ -119,7 +87,7 @@ def build_standing(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
             OmegaConf.update(cfg, f"trainer.{key}", value, force_add=True)
         check_settings(cfg)
         args = _make(cfg.trainer, gradient_accumulation_steps=1)
-        _check_number_of_processes(args.world_size)
+        check_number_of_processes(args.world_size)
         return stand(_make_trainer(cfg, args, [], None, with_evaluation=True), checkpoint, learning_rate)
 
 
@@ -144,6 +112,7 @@ def _make_trainer(
     )
     _check_sharding(trainer)
     _check_precision(trainer)
+    _check_number_of_prompts(trainer)
     for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full
         trainer.remove_callback(callback)
     return trainer
@@ -194,58 +163,6 @@ def accumulation_steps(
     return sequences_per_step // at_once
 
 
-def _run_folder(cfg: DictConfig) -> tuple[Path, Path | None]:
-    """Returns the run folder, made and the same on every process, and the checkpoint to resume from."""
-    use_cpu = bool(cfg.trainer.get("use_cpu", False)) or not torch.accelerator.is_available()
-    state = PartialState(cpu=use_cpu)
-    _check_number_of_processes(state.num_processes)
-    # Each process has its own clock, hence its own default run folder: the main one's counts.
-    run_dir = Path(broadcast_object_list([cfg.run_dir])[0])
-    if cfg.resume != "none":
-        checkpoint = find_checkpoint(str(cfg.resume), run_dir, parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"))
-        run = _run_of(checkpoint)
-        if _is_given("run_dir") and run != run_dir.resolve():
-            raise ValueError(f"run_dir={run_dir}, but {checkpoint} belongs to the run {run}: leave run_dir out")
-        refuse_other_settings(cfg, run)
-        state.wait_for_everyone()  # nothing is moved before everybody has looked
-        if state.is_main_process:
-            set_aside_later(run, steps_taken(checkpoint))
-        return run, checkpoint
-    if (run_dir / "logs" / METRICS_FILE).exists():
-        raise ValueError(
-            f"run_dir={run_dir} already holds a run: go on with it by resume=latest, choose another, or delete it"
-        )
-    state.wait_for_everyone()  # nobody creates it before everybody has looked
-    try:
-        (run_dir / TRAINING_STATE).mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"run_dir={run_dir} cannot be written to ({error}): choose another with run_dir=PATH"
-        ) from error
-    return run_dir, None
-
-
-def _check_number_of_processes(num_processes: int) -> None:
-    """Raises ValueError when several processes were asked for and this one is alone: it would train on, silently.
-
-    accelerate launch starts a single process without a word where it sees no several GPUs (--cpu, MULTI_CPU, or no
-    configuration at all). It does not pass on the number; that it set the address to meet at gives it away.
-    """
-    asked = int(os.environ.get("WORLD_SIZE", "1"))
-    if asked != num_processes:
-        raise ValueError(
-            f"WORLD_SIZE={asked}, but {num_processes} process(es) met: start them with accelerate launch or torchrun, "
-            "or unset WORLD_SIZE"
-        )
-    met_alone = "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ
-    if met_alone and "ACCELERATE_MIXED_PRECISION" in os.environ:
-        raise ValueError(
-            "accelerate launch was asked for several processes and started only this one: use --config_file "
-            "launch/cpu_ddp.yaml for several processes on the CPU, launch/ddp.yaml for several GPUs. If one process is "
-            "meant: --num_processes 1, and unset MASTER_PORT"
-        )
-
-
 def _check_sharding(trainer: DrGRPOTrainer) -> None:
     """Raises ValueError when the launcher asked for DeepSpeed or FSDP and accelerate made DDP of it, silently."""
     for name, got in (("DEEPSPEED", trainer.is_deepspeed_enabled), ("FSDP", trainer.is_fsdp_enabled)):
@@ -254,6 +171,18 @@ def _check_sharding(trainer: DrGRPOTrainer) -> None:
                 f"{name} was asked for, and accelerate gives DDP instead: FSDP never runs on the CPU, and DeepSpeed "
                 "only where ACCELERATE_USE_CPU is not set (DS_ACCELERATOR=cpu says it, see launch/zero2.yaml)"
             )
+
+
+def _check_number_of_prompts(trainer: DrGRPOTrainer) -> None:
+    """Raises ValueError when the training set has fewer prompts than a rollout: TRL would train nothing, silently."""
+    needed = trainer.args.generation_batch_size // trainer.num_generations
+    there = len(trainer.train_dataset)
+    if there < needed:
+        raise ValueError(
+            f"the training set has {there} prompts, and a rollout needs {needed} (batch.sequences_per_step="
+            f"{trainer.args.generation_batch_size} / trainer.num_generations={trainer.num_generations}): use "
+            f"batch.sequences_per_step={max(there, 1) * trainer.num_generations} or less, or more data"
+        )
 
 
 def _check_precision(trainer: DrGRPOTrainer) -> None:
@@ -265,19 +194,3 @@ def _check_precision(trainer: DrGRPOTrainer) -> None:
             "weight are lost (below 0.2 % in bfloat16), and reinforcement learning makes smaller ones: use "
             "model.dtype=float32 (trainer.bf16 computes in bf16 all the same), or adapter=lora, whose adapter is fp32"
         )
-
-
-def _run_of(checkpoint: Path) -> Path:
-    """Returns the run folder that a checkpoint belongs to: <run>/training_state/checkpoint-N."""
-    folder = checkpoint.resolve().parent
-    if folder.name != TRAINING_STATE:
-        raise ValueError(
-            f"resume={checkpoint} is in no run folder, where it would be RUN/{TRAINING_STATE}/checkpoint-N: give one "
-            "that is, or start a new run from its weights with model=hub model.name=CHECKPOINT"
-        )
-    return folder.parent
-
-
-def _is_given(key: str) -> bool:
-    """Returns whether the user has set this key on the command line."""
-    return HydraConfig.initialized() and any(o.startswith(f"{key}=") for o in HydraConfig.get().overrides.task)

@@ -46,8 +46,8 @@ SECONDS_TO_BE_ENDED = 3.0  # within which a launcher ends the other processes of
 class Interrupted(BaseException):
     """A signal has asked the command to end, and it ends."""
 
-    def __init__(self, signum: int) -> None:
-        super().__init__(f"ended by {signal.Signals(signum).name}")
+    def __init__(self, signum: int, line: str = "") -> None:
+        super().__init__(line or f"ended by {signal.Signals(signum).name}")
         self.signum = signum
 
 
@@ -88,9 +88,9 @@ def run_command(main: Callable[[], object]) -> None:
     try:
         main()
     except Interrupted as stop:
-        _end(128 + stop.signum, str(stop))
+        _end(128 + stop.signum, "" if _rank() else str(stop))
     except KeyboardInterrupt:  # a library's own handler
-        _end(128 + signal.SIGINT, "ended by SIGINT")
+        _end(128 + signal.SIGINT, "" if _rank() else "ended by SIGINT")
     except _Carried as carried:
         _fail(carried.error, debug)
     except Exception as error:
@@ -135,12 +135,16 @@ def _end(code: int, line: str, shown: str = "") -> NoReturn:
     """Ends the process; of several processes that end together, only the first says why, unless it does not end."""
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_DFL)  # a second one ends it at once
-    rank, local_rank = (int(os.environ.get(name, "0")) for name in ("RANK", "LOCAL_RANK"))
-    time.sleep(SECONDS_TO_BE_ENDED * ((rank > 0) + (local_rank > 0)))
-    _tell_torchrun(line)
-    sys.stdout.flush()
-    print(f"{shown}{line}", file=sys.stderr, flush=True)
+    if line:
+        time.sleep(SECONDS_TO_BE_ENDED * ((_rank() > 0) + (int(os.environ.get("LOCAL_RANK", "0")) > 0)))
+        _tell_torchrun(line)
+        sys.stdout.flush()
+        print(f"{shown}{line}", file=sys.stderr, flush=True)
     sys.exit(code)
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
 
 
 def _tell_torchrun(line: str) -> None:

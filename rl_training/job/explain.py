@@ -24,7 +24,7 @@ def explain(error: BaseException) -> str:
     several = re.search(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'", message)
     if several:
         key, value = several.group(1).split("=", 1)
-        return f"{several.group(1)}: one value is needed. For a list: '{key}=[{value}]'; or {_quoted(key, value)}"
+        return f"{several.group(1)}: one value is needed. For a list: '{key}=[{value}]'; or {quoted(key, value)}"
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} is not set: give {error.full_key}=VALUE"
     choice = re.search(r"Could not find '(\w+)/([^']+)'", message)
@@ -43,10 +43,10 @@ def _how_to_quote(override: str) -> str:
     key, equals, value = override.partition("=")
     if not equals:
         return f"{override}: a setting is KEY=VALUE, see --help"
-    return f"{override}: signs like = ( ) [ ] , {{ }} and letters outside of ASCII need quotes: {_quoted(key, value)}"
+    return f"{override}: signs like = ~ ( ) [ ] , {{ }} and letters outside of ASCII need quotes: {quoted(key, value)}"
 
 
-def _quoted(key: str, value: str) -> str:
+def quoted(key: str, value: str) -> str:
     """Returns the word to type in a shell for a value that is to be taken as it stands."""
     value = re.sub(r'(\\*)"', r'\1\1\\"', value)  # a quote, and the backslashes before it, are escaped
     value = re.sub(r"(\\+)$", r"\1\1", value)  # so are those before the closing one

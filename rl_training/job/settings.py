@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.live.trainer import DrGRPOConfig
@@ -17,6 +19,19 @@ CONFIG_FILE = "config.yaml"
 FREE_ON_RESUME = ("run_dir", "resume", "probes.", "trainer.output_dir", "trainer.max_steps", "trainer.save_",
                   "trainer.logging_", "trainer.report_to", "trainer.disable_tqdm", "trainer.run_name",
                   "trainer.project", "trainer.eval_", "trainer.dataloader_")  # fmt: skip
+PATHS = ("run_dir", "resume", "data.path", "model.name")
+SECRETS = ("token", "password", "secret", "api_key")  # how the names of settings end that nobody else is to read
+MASK = "***"
+WHOLE_NUMBERS = {
+    "batch.sequences_per_step": (1, 2**20),
+    "batch.microbatch_size": (1, 2**20),
+    "trainer.num_generations": (2, 2**20),  # one response has nothing to be compared with
+    "seed": (0, 2**32 - 1),  # numpy's bound
+}
+# Settings of the trainer below which it would train nothing, or something else; -1 steps: as many as the epochs have.
+LEAST = {"num_iterations": 1, "max_completion_length": 1, "learning_rate": 0, "max_grad_norm": 0, "weight_decay": 0}
+COUNTS = ("every", "responses_per_prompt", "validate_every", "validate_sequences", "top_responses", "split_prompts")
+MOST_SEQUENCES = 2**16  # of a buffer that a probe validates on: hours on any machine
 SAME_AS = {
     "per_device_train_batch_size": "batch.microbatch_size",
     "seed": "seed",
@@ -24,13 +39,34 @@ SAME_AS = {
 }
 
 
+def expand_home(cfg: DictConfig) -> None:
+    """Puts the user's home folder for a `~` at the beginning of a path, which a shell leaves alone after a `=`."""
+    for key in PATHS:
+        value = OmegaConf.select(cfg, key)
+        if isinstance(value, str) and value.startswith("~"):
+            OmegaConf.update(cfg, key, str(Path(value).expanduser()))
+
+
+def without_secrets(node: Any, name: str = "") -> Any:
+    """Returns a resolved configuration with tokens and passwords masked: run folders and dashboards are shared."""
+    if isinstance(node, Mapping):
+        return {key: without_secrets(value, str(key)) for key, value in node.items()}
+    is_secret = isinstance(node, str) and any(name == word or name.endswith(f"_{word}") for word in SECRETS)
+    return MASK if is_secret and not name.startswith(("eos_", "pad_", "bos_")) else node
+
+
 def check_settings(cfg: DictConfig) -> None:
     """Raises ValueError for settings that are no number, do not exist, or say twice what has one place."""
-    for key in ("batch.sequences_per_step", "batch.microbatch_size", "trainer.num_generations", "seed"):
+    if not isinstance(cfg.run_dir, str) or not cfg.run_dir.strip():
+        raise ValueError(f"run_dir={cfg.run_dir} is no folder: give run_dir=PATH, or leave it out for one of its own")
+    for key, (least, most) in WHOLE_NUMBERS.items():
         value = OmegaConf.select(cfg, key)
-        smallest = 0 if key == "seed" else 1
-        if type(value) is not int or value < smallest:
-            raise ValueError(f"{key}={value} must be a whole number, at least {smallest}")
+        if type(value) is not int or not least <= value <= most:
+            bound = f", at most {most}" if type(value) is int and value > most else ""
+            raise ValueError(f"{key}={value} must be a whole number, at least {least}{bound}")
+    for probe, options in cfg.probes.items():
+        for option, value in options.items():
+            _check_probe_option(f"probes.{probe}.{option}", value)
     fields = {field.name: field for field in dataclasses.fields(DrGRPOConfig) if field.init}
     for name in cfg.trainer:
         if name != "_target_" and name not in fields:
@@ -65,9 +101,25 @@ def check_settings(cfg: DictConfig) -> None:
 
 def _check_number(name: str, kind: Any, value: Any) -> None:
     numbers: tuple[type, ...] = {"int": (int,), "float": (int, float)}.get(getattr(kind, "__name__", kind), ())
+    hint = "; 0 switches clipping off" if name == "max_grad_norm" else ""
     if numbers and type(value) not in numbers:
-        hint = "; 0 switches clipping off" if name == "max_grad_norm" else ""
-        raise ValueError(f"trainer.{name}={value} must be a number{hint}")
+        raise ValueError(f"trainer.{name}={value} must be a {'whole ' * (float not in numbers)}number{hint}")
+    if numbers and not math.isfinite(value):
+        raise ValueError(f"trainer.{name}={value} must be finite{hint}")
+    if name in LEAST and numbers and value < LEAST[name]:
+        raise ValueError(f"trainer.{name}={value} must be at least {LEAST[name]}{hint}")
+    if name == "max_steps" and value != -1 and value < 1:
+        raise ValueError(
+            f"trainer.max_steps={value} trains nothing: give at least 1, or -1 for trainer.num_train_epochs"
+        )
+
+
+def _check_probe_option(key: str, value: Any) -> None:
+    name = key.rsplit(".", 1)[-1]
+    if name in COUNTS and (type(value) is not int or value < 0):
+        raise ValueError(f"{key}={value} must be a whole number, at least {int(name == 'every')}")
+    if name == "validate_sequences" and value > MOST_SEQUENCES:
+        raise ValueError(f"{key}={value} would take hours at each validation: at most {MOST_SEQUENCES}")
 
 
 def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
@@ -75,7 +127,7 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
     stored = run_dir / CONFIG_FILE
     if not stored.is_file():
         return
-    before, now = (_flat(OmegaConf.to_container(c, resolve=True)) for c in (OmegaConf.load(stored), cfg))
+    before, now = (_flat(without_secrets(OmegaConf.to_container(c, resolve=True))) for c in (_load(stored), cfg))
     changed = [
         f"{key}={now.get(key)!r} (was {before.get(key)!r})"
         for key in sorted({*before, *now})
@@ -86,6 +138,18 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
             f"resume: {run_dir} was started with other settings: {', '.join(changed)}. Give the same ones (its "
             f"{CONFIG_FILE} has them all), or start a new run from its weights: model=hub model.name=CHECKPOINT"
         )
+
+
+def _load(config: Path) -> DictConfig:
+    try:
+        loaded = OmegaConf.load(config)
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"{config} cannot be read ({error}): mend or delete it; without it the settings are not compared"
+        ) from error
+    if not isinstance(loaded, DictConfig):
+        raise ValueError(f"{config} holds no settings: mend or delete it; without it the settings are not compared")
+    return loaded
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:

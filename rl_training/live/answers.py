@@ -32,6 +32,8 @@ class Answers:
         for probe in step.probes:
             with step.timed(probe):
                 estimates = probe.measure(step.context)
+            if not isinstance(estimates, Mapping) or not all(isinstance(e, Estimate) for e in estimates.values()):
+                raise ValueError(f"probe {probe.name!r}: measure must return Estimates by name, and gave {estimates!r}")
             if not estimates:
                 raise ValueError(f"probe {probe.name!r} measured nothing at step {number}: answer nan instead")
             if self._records is not None:

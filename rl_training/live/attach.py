@@ -86,6 +86,7 @@ class Attachment(TrainerCallback):
         self._step: Step | None = None  # while it lasts
         self._padding_is_checked = False
         self._generation = Generation()
+        self._trained = False
         self._rewards: Tensor | None = None  # of the latest generation batch, all ranks
         self._in_loss = False
         self._latest_scores: tuple[Tensor, Tensor] | None = None
@@ -241,6 +242,11 @@ class Attachment(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.probes and getattr(self._trainer.model_wrapped, "static_graph", False):
             raise ValueError("DDP's static_graph is silently corrupted by a second backward: switch it off")
+        if self._trained and state.global_step == 0 and (self.probes or self._records is not None):
+            raise ValueError(
+                "this trainer has trained before, and its records and sums would begin again in the middle: go on "
+                "after them with train(resume_from_checkpoint=...), or remove() these probes and attach new ones"
+            )
         engine = deepspeed_engine(self._trainer)
         self._undo_engine.close()  # of a training that ended by an exception, in the middle of a step
         self._step = None
@@ -262,6 +268,7 @@ class Attachment(TrainerCallback):
             self._step.tell("on_optimizer_step", self._step.context)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trained = True
         step, self._step = self._step, None
         if step is None or step.context is None:
             return

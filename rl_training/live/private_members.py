@@ -56,6 +56,7 @@ METHODS = (
     Method(GRPOTrainer, "training_step", ("model", "inputs", "num_items_in_batch")),
     # returns a tuple that begins with the token ids of each prompt
     Method(GRPOTrainer, "_tokenize_prompts", ("prompts",)),
+    Method(Trainer, "_save_checkpoint", ("model", "trial")),
     Method(Trainer, "_save_optimizer_and_scheduler", ("output_dir",)),
     Method(Trainer, "_save_rng_state", ("output_dir",)),
     Method(Trainer, "_load_optimizer_and_scheduler", ("checkpoint",)),

@@ -7,8 +7,9 @@ maximum completion length. There is no KL term.
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from rl_training.live.buffer import FilteredBuffer
 from rl_training.live.host import steps_per_rollout
 from rl_training.live.refill import fill_rollout, start_buffer
 from rl_training.probes.base import Probe
-from rl_training.records.checkpoints import load_buffer_state, save_buffer_state
+from rl_training.records.checkpoints import load_buffer_state, save_buffer_state, writing
 from rl_training.records.jsonl import Records
 
 logger = logging.get_logger(__name__)
@@ -124,8 +125,32 @@ class DrGRPOTrainer(GRPOTrainer):
         """Returns TRL's rollout of these rows; in training with a buffer one of rows that the buffer draws."""
         generate = super()._generate_and_score_completions
         if self.buffer is None or not self.model.training:
-            return generate(inputs)
+            with self._naming_divergence():
+                return generate(inputs)
         return fill_rollout(self, self.buffer, lambda rows: (generate(rows), self._latest_rewards), len(inputs))
+
+    @contextlib.contextmanager
+    def _naming_divergence(self) -> Iterator[None]:
+        """A context in which torch's refusal to sample from nan is an error that names the step and the cause."""
+        try:
+            yield
+        except RuntimeError as error:
+            if "probability tensor contains" not in str(error):
+                raise
+            raise ValueError(self._diverged("the policy's probabilities are nan")) from error
+
+    def _diverged(self, what: str) -> str:
+        clipping = "" if 0 < self.args.max_grad_norm <= 1 else ", and clip the gradient with max_grad_norm=1"
+        return (
+            f"step {self.state.global_step + 1}: {what}: training has diverged. Most likely learning_rate="
+            f"{self.args.learning_rate:g} is too large: lower it{clipping}"
+        )
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        super().log(logs, start_time)
+        bad = [key for key in ("loss", "grad_norm") if not math.isfinite(float(logs.get(key, 0)))]
+        if bad:
+            raise ValueError(self._diverged(f"{bad[0]} is {logs[bad[0]]}"))
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Returns TRL's (sequences of all ranks, reward functions), after checking that every sequence has a reward.
@@ -154,6 +179,10 @@ class DrGRPOTrainer(GRPOTrainer):
         said = [[{"role": "assistant", "content": text}] for text in texts] if in_turns else texts
         rewards = super()._calculate_rewards(rows, prompts, said, completion_ids)[: len(rows)]
         return (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        with writing(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"):
+            super()._save_checkpoint(model, trial)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shutil
 import zipfile
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -13,6 +15,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging
+
+from rl_training.records.jsonl import METRICS_FILE
 
 logger = logging.get_logger(__name__)
 
@@ -59,8 +63,14 @@ def find_checkpoint(resume: str, run_dir: Path, deepspeed: bool = False) -> Path
         return path
     if (run_dir / TRAINING_STATE).is_dir():
         return _newest([run_dir], f"resume=latest in {run_dir}", deepspeed)
-    runs = sorted(run_dir.parent.glob("run_*"), reverse=True)  # named by date and time
+    runs = sorted(run_dir.parent.glob("run_*"), key=_last_step_at, reverse=True)
     return _newest(runs, f"resume=latest in {run_dir.parent}", deepspeed)
+
+
+def _last_step_at(run: Path) -> float:
+    """Returns when a run took its last step, by the clock of the file system; 0 when it took none."""
+    written = [run / "logs" / METRICS_FILE, *(path / "trainer_state.json" for path in _checkpoints(run))]
+    return max((path.stat().st_mtime for path in written if path.is_file()), default=0.0)
 
 
 def _newest(runs: list[Path], asked: str, deepspeed: bool) -> Path:
@@ -163,8 +173,9 @@ def what_is_wrong_with(checkpoint: Path, deepspeed: bool = False) -> str:
         folder = tag.read_text(encoding="utf-8").strip()
         states = [f"{folder}/{path.name}" for path in sorted((checkpoint / folder).glob("*.pt"))] or [folder]
     for name in (*states, "scheduler.pt", *_rng_files(checkpoint)):
-        if not zipfile.is_zipfile(checkpoint / name):
-            return f"{name} is missing or damaged"
+        flaw = _flaw_of_zip(checkpoint / name)
+        if flaw:
+            return f"{name} is {flaw}"
     return ""
 
 
@@ -182,10 +193,51 @@ def what_is_wrong_with_weights(checkpoint: Path) -> str:
     for path in weights:
         try:
             with safe_open(path, framework="pt"):
-                pass
+                pass  # its header is read, and the file has the length that this says
         except SafetensorError as error:
             return f"{path.name} is damaged ({error})"
+    for index in sorted(checkpoint.glob("*.safetensors.index.json")):
+        try:
+            shards = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        except (ValueError, KeyError, AttributeError):
+            return f"{index.name} is damaged"
+        missing = sorted(shards - {path.name for path in weights})
+        if missing:
+            return f"{', '.join(missing)} of {index.name} is missing"
     return ""
+
+
+def _flaw_of_zip(path: Path) -> str:
+    """Returns what is wrong with a file of torch.save, a zip archive: each of its members has a checksum."""
+    if not zipfile.is_zipfile(path):
+        return "missing or damaged"
+    try:
+        with zipfile.ZipFile(path) as archive:
+            member = archive.testzip()
+    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, OSError) as error:
+        return f"damaged ({error})"
+    return "" if member is None else f"damaged (checksum of {member})"
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """A context in which a checkpoint is written: what fails is an OSError that names the folder and the way out.
+
+    torch and safetensors call a full disk "basic_ios::clear: iostream error", or worse.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+        raise OSError(
+            f"the checkpoint {folder} could not be written ({' '.join(str(error).split())}; {free / 1e6:,.1f} MB are "
+            "free there): make room, then go on with resume=latest"
+        ) from error
+
+
+def written_by(checkpoint: Path) -> int:
+    """Returns how many processes wrote this complete checkpoint."""
+    return len(_rng_files(checkpoint))
 
 
 def _rng_files(checkpoint: Path) -> list[str]:
@@ -222,7 +274,14 @@ def load_probe_states(probes: Sequence[NamedStateful], checkpoint: Path) -> None
     for probe in probes:
         if probe.name in names:
             prefix = f"{probe.name}/"
-            probe.load_state_dict({k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)})
+            state = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+            try:
+                probe.load_state_dict(state)
+            except (KeyError, ValueError, RuntimeError) as error:
+                raise ValueError(
+                    f"{checkpoint / PROBE_STATES}: the state of probe {probe.name!r} does not fit this one "
+                    f"({type(error).__name__}: {error}): give the options that wrote it, or leave the probe out"
+                ) from error
         else:
             logger.warning(f"{checkpoint} holds no state of probe {probe.name!r}: it starts afresh")
 

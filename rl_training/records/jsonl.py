@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,7 @@ class Records:
         for name in (METRICS_FILE, PROBES_FILE, EVALUATIONS_FILE):
             path = self.folder / name
             if path.exists():
-                kept = [line for line in _complete_lines(path) if json.loads(line)["step"] <= after_step]
+                kept = [line for line, row in _parsed(path) if row["step"] <= after_step]
                 scratch = path.with_suffix(".tmp")
                 try:
                     scratch.write_text("".join(kept), encoding="utf-8")
@@ -93,6 +93,18 @@ def _complete_lines(path: Path) -> list[str]:
     return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
 
+def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yields each line with what it says. ValueError with the number of a line that cannot be read."""
+    for number, line in enumerate(_complete_lines(path), start=1):
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is damaged ({error}): mend or delete that line") from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise ValueError(f"{path}, line {number} has no `step`: mend or delete that line")
+        yield line, row
+
+
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """Returns the lines of metrics.jsonl as dictionaries, null as nan. Raises FileNotFoundError naming the file."""
     return _read(Path(folder) / METRICS_FILE)
@@ -111,5 +123,4 @@ def read_evaluations(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    rows = [json.loads(line) for line in _complete_lines(path)]
-    return [{key: math.nan if value is None else value for key, value in row.items()} for row in rows]
+    return [{k: math.nan if value is None else value for k, value in row.items()} for _, row in _parsed(path)]

@@ -17,6 +17,7 @@ class StepProgress(TrainerCallback):
     """One line that is redrawn at each step, on the main process."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._evaluation: tqdm[Any] | None = None  # its own bar, while it lasts
         self._bar = tqdm(
             total=state.max_steps,
             initial=state.global_step,
@@ -27,6 +28,19 @@ class StepProgress(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._bar.update(state.global_step - self._bar.n)
+
+    def on_prediction_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._evaluation is None:
+            self._evaluation = tqdm(
+                total=len(kwargs["eval_dataloader"]), desc="evaluation", unit="batch", leave=False,
+                disable=not state.is_world_process_zero,
+            )  # fmt: skip
+        self._evaluation.update()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._evaluation is not None:
+            self._evaluation.close()
+        self._evaluation = None
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs = kwargs["logs"]

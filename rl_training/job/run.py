@@ -1,0 +1,79 @@
+"""A run: trains, reports, and ends, well or where a signal has stopped it."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import signal
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from transformers.utils import logging
+
+from rl_training.job.command_line import Interrupted
+from rl_training.job.explain import quoted
+from rl_training.job.stopping import StopAtStepEnd
+from rl_training.live.trainer import DrGRPOTrainer
+from rl_training.records.checkpoints import steps_taken
+from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.loggers import MetricsLogger
+from rl_training.records.report import print_summary, write_report
+
+logger = logging.get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run, ready to start."""
+
+    trainer: DrGRPOTrainer
+    run_dir: Path
+    checkpoint: Path | None  # to resume from
+    loggers: list[MetricsLogger]  # dashboards; on the main process only
+    stop: StopAtStepEnd
+
+    def train(self) -> None:
+        """Trains, from the checkpoint on if there is one; not where that is the last step's: it would add a step.
+
+        Raises ValueError when no step was taken. A signal ends it after the step that it came in: see `end`.
+        """
+        taken = steps_taken(self.checkpoint) if self.checkpoint else 0
+        for dashboard in self.loggers:
+            dashboard.start(after_step=taken)
+        if 0 < self.trainer.args.max_steps <= taken:
+            logger.warning(f"{self.run_dir} has taken its {taken} steps: a larger trainer.max_steps trains longer")
+            return
+        with self.stop.listening():
+            self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
+        if self.trainer.state.global_step <= taken:
+            raise ValueError("nothing was trained, not one step: is the training set too small for a step?")
+
+    def report(self) -> None:
+        """Writes report/report.html, prints the summary and closes the dashboards, on the main process."""
+        if self.trainer.accelerator.is_main_process:
+            if not (self.run_dir / "logs" / METRICS_FILE).is_file():
+                logger.warning("no report: no step was logged (trainer.logging_steps, trainer.logging_strategy)")
+                return
+            page = write_report(self.run_dir)
+            for dashboard in self.loggers:
+                dashboard.finish(pictures=sorted(page.parent.glob("*.png")))
+            print_summary(self.run_dir)
+
+    def end(self) -> None:
+        """Raises Interrupted, with the line that resumes, when a signal has stopped the run."""
+        if not self.stop.signum:
+            return
+        self.trainer.accelerator.wait_for_everyone()  # a launcher ends the others as soon as one is gone
+        state = self.trainer.state
+        line = f"ended by {signal.Signals(self.stop.signum).name} after step {state.global_step} of {state.max_steps}"
+        if state.global_step < state.max_steps:
+            line += f"; go on with: {self._resuming()}"
+        raise Interrupted(self.stop.signum, line)
+
+    def _resuming(self) -> str:
+        """Returns the command that goes on with this run, less what launched it."""
+        given = [arg.removeprefix("++") for arg in sys.argv[1:] if not re.match(r"\+*(run_dir|resume)=", arg)]
+        run_dir = str(self.run_dir)
+        folder = f"run_dir={run_dir}" if re.fullmatch(r"[\w./-]+", run_dir, re.ASCII) else quoted("run_dir", run_dir)
+        return " ".join(["train.py", *map(shlex.quote, given), folder, "resume=latest"])

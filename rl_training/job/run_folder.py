@@ -1,0 +1,113 @@
+"""Where a run writes: a folder of its own, the same on every process, or the one that it goes on with."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import broadcast_object_list, parse_flag_from_env
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+from transformers.utils import logging
+
+from rl_training.job.settings import CONFIG_FILE, refuse_other_settings
+from rl_training.records.checkpoints import TRAINING_STATE, find_checkpoint, set_aside_later, steps_taken, written_by
+from rl_training.records.jsonl import METRICS_FILE
+
+logger = logging.get_logger(__name__)
+
+ANOTHERS = "run_dir={} already holds a run: go on with it by resume=latest, choose another, or delete it"
+
+
+def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None]:
+    """Returns the run folder, made and the same on every process, and the checkpoint to resume from."""
+    use_cpu = bool(cfg.trainer.get("use_cpu", False)) or not torch.accelerator.is_available()
+    state = PartialState(cpu=use_cpu)
+    check_number_of_processes(state.num_processes)
+    # Each process has its own clock, hence its own default run folder: the main one's counts.
+    run_dir = Path(broadcast_object_list([cfg.run_dir])[0])
+    if cfg.resume != "none":
+        checkpoint = find_checkpoint(str(cfg.resume), run_dir, parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"))
+        run = _run_of(checkpoint)
+        if _is_given("run_dir") and run != run_dir.resolve():
+            raise ValueError(f"run_dir={run_dir}, but {checkpoint} belongs to the run {run}: leave run_dir out")
+        refuse_other_settings(cfg, run)
+        if written_by(checkpoint) != state.num_processes:
+            logger.warning(
+                f"{checkpoint.name} was written by {written_by(checkpoint)} process(es) and goes on with "
+                f"{state.num_processes}: with other random numbers, so not bitwise as the uninterrupted run would"
+            )
+        logger.warning(f"going on with {run} from step {steps_taken(checkpoint)}")
+        state.wait_for_everyone()  # nothing is moved before everybody has looked
+        if state.is_main_process:
+            set_aside_later(run, steps_taken(checkpoint))
+        return run, checkpoint
+    if (run_dir / "logs" / METRICS_FILE).exists() or (run_dir / CONFIG_FILE).exists():
+        raise ValueError(ANOTHERS.format(run_dir))
+    state.wait_for_everyone()  # nobody creates it before everybody has looked
+    try:
+        (run_dir / TRAINING_STATE).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"run_dir={run_dir} cannot be written to ({error}): choose another with run_dir=PATH"
+        ) from error
+    return run_dir, None
+
+
+def save_config(config: dict[str, Any], run_dir: Path, resumed: bool) -> None:
+    """Writes config.yaml, which makes the folder this run's own. ValueError when another run has written it meanwhile.
+
+    On every process: the main one creates the file exclusively, and all of them hear how that went.
+    """
+    refusal = ""
+    if PartialState().is_main_process:
+        try:
+            with open(run_dir / CONFIG_FILE, "w" if resumed else "x", encoding="utf-8") as file:
+                file.write(OmegaConf.to_yaml(OmegaConf.create(config)))
+        except FileExistsError:
+            refusal = ANOTHERS.format(run_dir)
+        except OSError as error:
+            refusal = f"{run_dir / CONFIG_FILE} cannot be written ({error}): make room, or choose another run_dir"
+    refusal = broadcast_object_list([refusal])[0]
+    if refusal:
+        raise ValueError(refusal)
+
+
+def check_number_of_processes(num_processes: int) -> None:
+    """Raises ValueError when several processes were asked for and this one is alone: it would train on, silently.
+
+    accelerate launch starts a single process without a word where it sees no several GPUs (--cpu, MULTI_CPU, or no
+    configuration at all). It does not pass on the number; that it set the address to meet at gives it away.
+    """
+    asked = int(os.environ.get("WORLD_SIZE", "1"))
+    if asked != num_processes:
+        raise ValueError(
+            f"WORLD_SIZE={asked}, but {num_processes} process(es) met: start them with accelerate launch or torchrun, "
+            "or unset WORLD_SIZE"
+        )
+    met_alone = "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ
+    if met_alone and "ACCELERATE_MIXED_PRECISION" in os.environ:
+        raise ValueError(
+            "accelerate launch was asked for several processes and started only this one: use --config_file "
+            "launch/cpu_ddp.yaml for several processes on the CPU, launch/ddp.yaml for several GPUs. If one process is "
+            "meant: --num_processes 1, and unset MASTER_PORT"
+        )
+
+
+def _run_of(checkpoint: Path) -> Path:
+    """Returns the run folder that a checkpoint belongs to: <run>/training_state/checkpoint-N."""
+    folder = checkpoint.resolve().parent
+    if folder.name != TRAINING_STATE:
+        raise ValueError(
+            f"resume={checkpoint} is in no run folder, where it would be RUN/{TRAINING_STATE}/checkpoint-N: give one "
+            "that is, or start a new run from its weights with model=hub model.name=CHECKPOINT"
+        )
+    return folder.parent
+
+
+def _is_given(key: str) -> bool:
+    """Returns whether the user has set this key on the command line."""
+    return HydraConfig.initialized() and any(o.startswith(f"{key}=") for o in HydraConfig.get().overrides.task)

@@ -1,0 +1,83 @@
+"""Stopping well: a run that is asked to end finishes its step, and leaves a checkpoint from which it goes on exactly.
+
+SIGINT (Ctrl-C), SIGTERM (Slurm before it preempts, `kill`) and a launcher that is gone ask for it. Of several processes
+it is enough that one is asked: they agree at the end of each step. A second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from transformers import TrainerCallback
+
+from rl_training.job.command_line import SIGNALS, Interrupted
+from rl_training.live.host import steps_per_rollout
+from rl_training.live.trainer import DrGRPOTrainer
+
+# What accelerate launch and torchrun set for the processes that they start.
+LAUNCHED = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
+SECONDS_OF_ECHO = 2.0  # a launcher passes on what the terminal has sent to all: not a second signal
+
+
+class StopAtStepEnd(TrainerCallback):
+    """Ends training after the step in which a signal has come; `signum` then says which one, else it is 0."""
+
+    def __init__(self, trainer: DrGRPOTrainer) -> None:
+        self.signum = 0
+        self._asked = 0  # of this process
+        self._asked_at = 0.0
+        self._trainer = trainer
+        launched = any(name in os.environ for name in LAUNCHED)  # else the parent is a shell, which may well go
+        self._launcher = os.getppid() if launched else None
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """A context in which signals are taken; outside of it they do what they did before."""
+        if threading.current_thread() is not threading.main_thread():  # where Python lets nobody listen
+            yield
+            return
+        before = {signum: signal.signal(signum, self._take) for signum in SIGNALS}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _take(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._asked and now - self._asked_at > SECONDS_OF_ECHO:
+            raise Interrupted(signum)
+        if not self._asked:
+            self._asked, self._asked_at = signum, now
+            self._say(
+                f"{signal.Signals(signum).name}: after this step a checkpoint and the report; a second one ends at once"
+            )
+
+    def _say(self, line: str) -> None:
+        if self._trainer.accelerator.is_main_process:
+            os.write(2, f"\n{line}\n".encode())  # print may be in the middle of something
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self._launcher not in (None, os.getppid()) and not self._asked:
+            self._asked = signal.SIGTERM
+            self._say("the launcher is gone: a checkpoint and the report, then this run ends")
+        asked = self._asked_anywhere()
+        # A rollout that later steps use is not saved: training goes on exactly only from where one ends.
+        if asked and state.global_step % steps_per_rollout(self._trainer) == 0:
+            self.signum = asked
+            control.should_training_stop = control.should_save = True
+            control.should_evaluate = False
+
+    def _asked_anywhere(self) -> int:
+        accelerator = self._trainer.accelerator
+        if accelerator.num_processes == 1:
+            return self._asked
+        return int(accelerator.gather(torch.tensor([self._asked], device=accelerator.device)).max())
