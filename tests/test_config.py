@@ -27,7 +27,7 @@ NEEDS = {"model=hub": ["model.name=somewhere"]}
 OPTIONS = [
     f"{path.parent.name}={path.stem}"
     for path in sorted(CONF.glob("*/*.yaml"))
-    if path.parent.name not in ("hydra", "help")
+    if path.parent.name not in ("hydra", "help", "metric")  # metrics are evaluate.py's
 ]
 SHRUNK = [
     "trainer.max_steps=1",
