@@ -13,7 +13,7 @@ coefficient and g = −(1/N_U) Σ_j (A_j/L) W_j Dr-GRPO's gradient of the update
     seconds ≈ [N_U (1 + ⌈N_E/n_b⌉) + N_E (1 + 0.6 both)] t  +  (1 + both) 2 N_E N_U P / F
 
 t the forward and backward of one sequence (a second backward from the same forward costs 0.6 of it), F operations a
-second, both = 1 where K and X̃ are wanted.
+second, both = 1 where K and X̃ are wanted. Sketches (sketches.py) come on top, once a sequence.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def calculate_kernel(
     if ranks.rank == 0:
         _claim(folder, _identity(question, step, settings, blocks, rows))
         if not done.is_file():
-            print(_expectation(rows, question, blocks, ranks))
+            print(_expectation(rows, question, settings, blocks, ranks))
     ranks.wait()
     if not done.is_file():
         _calculate_blocks(rows, question, settings, folder, ranks, step, blocks)
@@ -200,22 +200,31 @@ def _on(rollout: Rollout, device: torch.device) -> Rollout:
 # --- the second pass --------------------------------------------------------------------------------------------------
 
 
-def _expectation(rows: GradientRows, question: Question, blocks: Blocks, ranks: Ranks) -> str:
+def _expectation(rows: GradientRows, question: Question, settings: KernelSettings, blocks: Blocks, ranks: Ranks) -> str:
     """Returns what is about to be calculated and how long the cost formula says it takes, from one microbatch."""
     batch = rows.batches(range(question.update.num_sequences))[0]
     rows.log_probability(question.update, batch)
     started = time.perf_counter()
-    device = rows.log_probability(question.update, batch).device
+    own = rows.log_probability(question.update, batch)
     per_sequence = (time.perf_counter() - started) / len(batch)
-    rate = _operations_per_second(blocks, device)
+    started = time.perf_counter()
+    _sketches(rows, settings)(own)
+    per_sketch = (time.perf_counter() - started) / len(batch)
+    rate = _operations_per_second(blocks, own.device)
     streamed = blocks.num_streamed * -(-blocks.num_blocks // ranks.count)
     held = blocks.num_held * 1.6 / ranks.count
     seconds = (streamed + held) * per_sequence + blocks.operations / ranks.count / rate
+    seconds += (blocks.num_streamed + blocks.num_held / ranks.count) * per_sketch
     return (
         f"kernel: {blocks.num_held} × {blocks.num_streamed} sequences, {blocks.num_parameters:,} parameters, "
         f"{blocks.num_blocks} block{'s' * (blocks.num_blocks > 1)} of {blocks.rows_per_block} rows; "
         f"about {seconds:.0f} s"
     )
+
+
+def _sketches(rows: GradientRows, settings: KernelSettings) -> CountSketches:
+    sizes = {name: p.numel() for name, p in rows.parameters.items()}
+    return CountSketches(sizes, settings.sketch_buckets, settings.sketch_repeats, settings.sketch_seed)
 
 
 def _operations_per_second(blocks: Blocks, device: torch.device) -> float:
@@ -232,8 +241,7 @@ def _calculate_blocks(
     blocks: Blocks,
 ) -> None:  # fmt: skip
     """Calculates the blocks of this process that are not there yet; the first of process 0 also sees to U's side."""
-    sizes = {name: p.numel() for name, p in rows.parameters.items()}
-    sketch = CountSketches(sizes, settings.sketch_buckets, settings.sketch_repeats, settings.sketch_seed)
+    sketch = _sketches(rows, settings)
     held = blocks.rows_per_block
     missing = [n for n in range(ranks.rank, blocks.num_blocks, ranks.count) if not _block(folder, n).is_file()]
     num_update = question.update.num_sequences

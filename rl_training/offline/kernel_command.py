@@ -1,8 +1,10 @@
-"""python -m rl_training.kernel FOLDER …: looks at finished kernels again, asks what if, and follows them over training.
+"""python -m rl_training.kernel FOLDER …: finished kernels again, what if, and their way over training.
 
-python -m rl_training.kernel RUN/offline/default/checkpoint-20/kernel                     its numbers; tables and page anew
-python -m rl_training.kernel RUN/offline/default/checkpoint-20/kernel --without wrong --without longest:8
-python -m rl_training.kernel RUN/offline/default/*/kernel --out FOLDER                    evolution.csv, evolution.png
+FOLDER is RUN/offline/NAME/checkpoint-N/kernel:
+
+    python -m rl_training.kernel FOLDER                                     numbers; tables and page anew
+    python -m rl_training.kernel FOLDER --without wrong --without longest:8
+    python -m rl_training.kernel FOLDER FOLDER … --out EVOLUTION            evolution.csv, evolution.png
 """
 
 from __future__ import annotations
