@@ -35,6 +35,7 @@ from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
 from rl_training.mathematics.vectors import CHUNK, JOINED, flat_dot
 from rl_training.probes import GradientNoiseScaleProbe
 from rl_training.probes.gns import BOUNDS
+from rl_training.step.loss_weights import LossWeights
 from rl_training.step.rollout import Rollout
 from rl_training.step.types import OptimizerView, StepContext
 
@@ -133,7 +134,8 @@ class Loop:
             optimizer=OptimizerView(self.states, math.inf),
             rollout=Rollout(ones, ones, ones, ones, zeros[:, 0], None, prompts, None, on_policy=True),
             scores=Scores(zeros, zeros, ones),
-            loss_weights=zeros,
+            loss_weights=LossWeights(zeros, None),
+            other_terms=False,
             microbatch_rows=tuple(range(k * block * G, (k + 1) * block * G) for k in range(num_microbatches)),
             fold=torch.arange(size) // (block * G),
             reused=False,

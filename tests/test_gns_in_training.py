@@ -116,8 +116,12 @@ class Rebuilder(Probe):
 
     def on_pre_optimizer_step(self, ctx: Any) -> None:
         scores = ctx.policy.score(ctx.rollout, torch.arange(ctx.rollout.num_sequences))
-        weights = ctx.loss_weights[:, : scores.logps.shape[1]]
-        rebuilt = torch.autograd.grad(scores.logps, list(ctx.parameters.values()), weights)
+        outputs, weights = [scores.logps], [ctx.loss_weights.logps[:, : scores.logps.shape[1]]]
+        self.knows_entropies = ctx.loss_weights.entropies is not None
+        if self.knows_entropies:
+            outputs.append(scores.entropies)
+            weights.append(ctx.loss_weights.entropies[:, : scores.logps.shape[1]])
+        rebuilt = torch.autograd.grad(outputs, list(ctx.parameters.values()), weights)
         whole = torch.cat([g.flatten() for g in ctx.gradients.values()])
         self.error = float((torch.cat([g.flatten() for g in rebuilt]) - whole).norm() / whole.norm())
 
@@ -134,14 +138,26 @@ def test_loss_weights_rebuild_the_gradient(make_trainer, lora: bool, settings: d
     assert probe.error < 1e-5
 
 
-@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
-def test_loss_weights_rebuild_the_gradient_of_a_plain_trainer_with_another_loss(make_trainer, loss_type: str) -> None:
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"loss_type": "grpo", "beta": 0.05},
+        {"loss_type": "dapo", "beta": 0.05},
+        {"loss_type": "dr_grpo", "entropy_coef": 0.1},
+        {"loss_type": "dr_grpo", "use_adaptive_entropy": True, "entropy_coef": 0.1, "entropy_target": 5.0},
+        {"loss_type": "dr_grpo", "entropy_coef": 0.1, "top_entropy_quantile": 0.5},
+    ],
+    ids=str,
+)
+def test_loss_weights_rebuild_the_gradient_of_a_plain_trainer_with_another_loss(make_trainer, other) -> None:
     probe = Rebuilder()
-    other = {"loss_type": loss_type, "beta": 0.05, "bf16": False, "use_cpu": True}
-    trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, reward=graded, **other)
+    trainer = make_trainer(
+        GRPOTrainer, config_class=GRPOConfig, reward=graded, bf16=False, use_cpu=True, **{"beta": 0.0, **other}
+    )
     with attach(trainer, [probe]):
         trainer.train()
     assert probe.error < 1e-5
+    assert probe.knows_entropies == ("entropy_coef" in other)
 
 
 def parameters_after(trainer: GRPOTrainer) -> dict[str, Tensor]:

@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from rl_training.live.tap import GradientTap
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import CHUNK, FlatVectors
+from rl_training.step.loss_weights import LossWeights
 from rl_training.step.slices import fill_slices
 
 VOCABULARY, WIDTH = 11, 4
@@ -309,7 +310,7 @@ def test_slices_of_a_microbatch_get_their_own_mean_gradients_whatever_their_size
         logps = (features[rows] @ w).unsqueeze(1)
         return Scores(logps, torch.zeros_like(logps), torch.ones_like(logps))
 
-    fill_slices(buffer, {"w": w}, folds, [range(0, 10), range(10, 16)], weights, score)
+    fill_slices(buffer, {"w": w}, folds, [range(0, 10), range(10, 16)], LossWeights(weights, None), score)
     torch.testing.assert_close(buffer.matrix, expected, rtol=1e-12, atol=0)
 
 

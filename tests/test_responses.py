@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from rl_training import Estimate, Probe
 from rl_training.mathematics.vectors import FlatVectors
@@ -30,7 +31,8 @@ class Differences(Probe):
         before = {name: (p.data_ptr(), p.detach().clone()) for name, p in ctx.parameters.items()}
         self.by_difference = contributions(ctx, layout, directions)
         # One of two ranks with as many sequences: its loss is a mean over its own, the step's gradient that of both.
-        of_two = dataclasses.replace(ctx, loss_weights=2 * ctx.loss_weights, num_ranks=2)
+        loss = dataclasses.replace(ctx.loss_weights, logps=2 * ctx.loss_weights.logps)
+        of_two = dataclasses.replace(ctx, loss_weights=loss, num_ranks=2)
         self.as_one_of_two_ranks = contributions(of_two, layout, directions)
         assert all(p.data_ptr() == before[n][0] and torch.equal(p, before[n][1]) for n, p in ctx.parameters.items())
 
@@ -41,7 +43,7 @@ class Differences(Probe):
         self.by_backward = []
         for row in range(len(ctx.fold)):
             logps = ctx.policy.score(ctx.rollout, torch.tensor([row])).logps
-            weights = ctx.loss_weights[row : row + 1, : logps.shape[1]]
+            weights = ctx.loss_weights.logps[row : row + 1, : logps.shape[1]]
             own = torch.autograd.grad(logps, list(ctx.parameters.values()), weights)
             total = 0.0
             for (name, state), g in zip(ctx.optimizer.states.items(), own, strict=True):
@@ -100,3 +102,12 @@ def test_one_fold_names_no_response_and_says_why(make_trainer, settings) -> None
 
     make_trainer(probes=[Keeping(top_responses=1)], max_steps=1, **settings).train()
     assert "larger num_folds" in answers[0]["delta_h/response/1"].reason
+
+
+@pytest.mark.parametrize("settings", [{}, {"bf16": True}], ids=str)
+def test_contributions_of_an_adapter_are_those_of_single_gradients(make_trainer, settings: dict[str, Any]) -> None:
+    probe = Differences()
+    lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
+    make_trainer(probes=[probe], peft_config=lora, max_steps=2, **settings).train()
+    both = torch.stack([probe.by_difference.cpu(), torch.tensor(probe.by_backward, dtype=torch.float64)])
+    assert float(torch.corrcoef(both)[0, 1]) > 0.99

@@ -211,7 +211,7 @@ class Attachment(TrainerCallback):
         if self._in_loss:
             self._latest_scores = (logps.detach(), entropies.detach())
             if self._step is not None and self._step.probes:
-                logps.register_hook(self._step.loss_weights.append)  # fires in the trainer's own backward
+                self._step.watch_loss(logps, entropies, other_terms=aux_loss is not None)
         return logps, entropies, aux_loss
 
     def _on_loss(self, original: Callable[..., Tensor], model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Tensor:

@@ -42,7 +42,8 @@ class Step:
     folds: tuple[range, ...]  # the rows of this rank's folds
     optimizer: OptimizerView | None  # as it stands before the step; None where nobody measures
     microbatches: list[Microbatch] = field(default_factory=list)
-    loss_weights: list[Tensor] = field(default_factory=list)  # by microbatch
+    loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # by microbatch: of logps, of entropies
+    other_terms: bool = False  # the loss has terms beside these
     is_complete: bool = False  # all gradients are in
     context: StepContext | None = None  # of a complete step that is measured
 
@@ -54,6 +55,20 @@ class Step:
         for probe in self.probes:
             with self.timed(probe):
                 getattr(probe, moment)(what)
+
+    def watch_loss(self, logps: Tensor, entropies: Tensor, other_terms: bool) -> None:
+        """Keeps what the trainer's own backward will hand back to the scores of this microbatch."""
+        weights: dict[str, Tensor] = {}
+        self.loss_weights.append(weights)
+        self.other_terms |= other_terms
+
+        def keep(name: str, weight: Tensor | None) -> None:
+            if weight is not None:  # a score that the loss does not know
+                weights[name] = weight
+
+        logps.register_hook(functools.partial(keep, "logps"))
+        if entropies.requires_grad:
+            entropies.register_hook(functools.partial(keep, "entropies"))
 
     @contextlib.contextmanager
     def timed(self, probe: Probe) -> Iterator[None]:
@@ -109,7 +124,9 @@ def build_context(
     index = rollout.prompt_index
     complete_prompts, whole_prompts = _what_prompts_are(step, index, microbatch_rows, trainer.num_generations, reduce)
     folding = next((probe for probe in step.probes if Need.FOLD_GRADIENTS in probe.needs), None)
-    fold_gradients = tap.fold_gradients if tap is not None and folding is not None and whole_prompts else None
+    sliced = step.other_terms and len(step.folds) > len(microbatch_rows)  # whose part of those terms is not known
+    can_fold = folding is not None and whole_prompts and not sliced
+    fold_gradients = tap.fold_gradients if tap is not None and can_fold else None
     if fold_gradients is not None and folding is not None:
         with step.timed(folding):
             score = functools.partial(policy.score, rollout)
@@ -125,6 +142,7 @@ def build_context(
         rollout=rollout,
         scores=scores,
         loss_weights=loss_weights,
+        other_terms=step.other_terms,
         microbatch_rows=microbatch_rows,
         fold=fold,
         reused=not learned.isdisjoint(index.tolist()),

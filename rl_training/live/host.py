@@ -17,6 +17,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training.mathematics.scores import Scores
+from rl_training.step.loss_weights import LossWeights
 from rl_training.step.rollout import Rollout, in_one_width, join_rollouts
 from rl_training.step.types import Microbatch
 
@@ -25,10 +26,23 @@ ROLLOUT_ROW = "rollout_row"  # the row before TRL's shuffle
 REWARD = "rollout_reward"
 
 
+# What makes a loss Dr-GRPO's: no division by a group's standard deviation or a length, no term and no mask beside.
+DR_GRPO: dict[str, Any] = {
+    "loss_type": "dr_grpo",
+    "scale_rewards": "none",
+    "beta": 0.0,
+    "importance_sampling_level": "token",
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "top_entropy_quantile": 1.0,
+    "delta": None,
+    "off_policy_mask_threshold": None,
+}
+
+
 def is_dr_grpo(trainer: GRPOTrainer) -> bool:
-    """Returns whether the loss is Dr-GRPO's: no division by a group's standard deviation or a length, no KL term."""
-    args = trainer.args
-    return args.loss_type == "dr_grpo" and args.scale_rewards == "none" and args.beta == 0.0
+    """Returns whether the loss is Dr-GRPO's and nothing else's."""
+    return all(getattr(trainer.args, name) == value for name, value in DR_GRPO.items())
 
 
 def steps_per_rollout(trainer: GRPOTrainer) -> int:
@@ -75,8 +89,8 @@ def read_rollout(inputs: Mapping[str, Any], first_prompt: int, responses_per_pro
 
 
 def join_microbatches(
-    microbatches: Sequence[Microbatch], loss_weights: Sequence[Tensor]
-) -> tuple[Rollout, Scores, Tensor]:
+    microbatches: Sequence[Microbatch], loss_weights: Sequence[Mapping[str, Tensor]]
+) -> tuple[Rollout, Scores, LossWeights]:
     """Returns sequences, scores and loss weights of a whole step, padded to one width: it may hold several rollouts."""
     scores = [m.scores for m in microbatches if m.scores is not None]
     assert len(scores) == len(microbatches)
@@ -86,7 +100,11 @@ def join_microbatches(
         entropies=in_one_width([s.entropies for s in scores]),
         mask=rollout.completion_mask,
     )
-    return rollout, joined, in_one_width(loss_weights)
+    entropies = None
+    if any("entropies" in weights for weights in loss_weights):
+        parts = [weights.get("entropies", torch.zeros_like(weights["logps"])) for weights in loss_weights]
+        entropies = in_one_width(parts)
+    return rollout, joined, LossWeights(in_one_width([weights["logps"] for weights in loss_weights]), entropies)
 
 
 def sum_over_ranks(trainer: GRPOTrainer, tensor: Tensor) -> Tensor:

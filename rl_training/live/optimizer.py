@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from rl_training.live import zero
-from rl_training.mathematics.adamw import AdamWState
+from rl_training.mathematics.adamw import AdamWState, clipping_threshold
 from rl_training.mathematics.sgd import SGDState
 from rl_training.step.types import OptimizerView
 
@@ -48,7 +48,7 @@ def view_optimizer(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter])
     if engine is not None:  # it holds torch's optimizer, and clips
         optimizer, max_grad_norm = engine.optimizer.optimizer, zero.max_grad_norm(engine.optimizer)
     else:
-        optimizer, max_grad_norm = trainer.optimizer, trainer.args.max_grad_norm or float("inf")
+        optimizer, max_grad_norm = trainer.optimizer, clipping_threshold(trainer.args.max_grad_norm)
         if isinstance(optimizer, AcceleratedOptimizer):
             optimizer = optimizer.optimizer
     readers = ADAM_READERS if engine is not None else ADAM_READERS | SGD_READERS

@@ -24,15 +24,13 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training.live.attach import attach
 from rl_training.live.buffer import FilteredBuffer
-from rl_training.live.host import steps_per_rollout
+from rl_training.live.host import DR_GRPO, steps_per_rollout
 from rl_training.live.refill import fill_rollout, start_buffer
 from rl_training.probes.base import Probe
 from rl_training.records.checkpoints import load_buffer_state, save_buffer_state, writing
 from rl_training.records.jsonl import Records
 
 logger = logging.get_logger(__name__)
-
-FIXED = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "importance_sampling_level": "token"}
 
 
 @dataclass
@@ -57,7 +55,7 @@ class DrGRPOConfig(GRPOConfig):
         if self.use_cpu and self.bf16 is None:
             self.bf16 = False
         super().__post_init__()
-        for name, value in FIXED.items():
+        for name, value in DR_GRPO.items():
             if getattr(self, name) != value:
                 raise ValueError(
                     f"{name}={getattr(self, name)!r} is not Dr-GRPO, which has {name}={value!r}: leave it out, "

@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from rl_training.mathematics.adamw import clipping_threshold
+
 READABLE_STAGES = (1, 2)
 
 
@@ -49,7 +51,7 @@ def refuse_other_optimizers(engine: Any) -> None:
 
 def max_grad_norm(zero: Any) -> float:
     """Returns the threshold at which ZeRO clips, inf when it does not: the engine clips, not the trainer."""
-    return float(zero.clip_grad) or float("inf")
+    return clipping_threshold(zero.clip_grad)
 
 
 def mean_gradients(zero: Any) -> dict[nn.Parameter, Tensor]:

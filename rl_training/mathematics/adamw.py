@@ -138,6 +138,11 @@ def adamw_delta(
     )
 
 
+def clipping_threshold(max_grad_norm: float | None) -> float:
+    """Returns the norm at which gradients are clipped; inf where they are not: for None, 0 and below."""
+    return float(max_grad_norm) if max_grad_norm is not None and max_grad_norm > 0 else math.inf
+
+
 def clip_coefficient(grad_norm: Tensor, max_norm: float) -> Tensor:
     """Returns the factor min(1, max_norm / (norm + 1e-6)) by which torch.nn.utils.clip_grad_norm_ scales a gradient."""
     return torch.clamp(max_norm / (grad_norm + CLIP_EPSILON), max=1.0)

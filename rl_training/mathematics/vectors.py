@@ -37,7 +37,7 @@ class FlatVectors:
             self._columns[name] = slice(start, start + p.numel())
             start += p.numel()
         dtype = torch.promote_types(first.dtype, torch.float32)
-        self._home = first.device
+        self.home = first.device  # of the parameters: where products are answered
         self.matrix = torch.zeros(num_rows, start, dtype=dtype, device=device or first.device)
 
     @property
@@ -63,7 +63,7 @@ class FlatVectors:
     def sq_norms(self) -> Tensor:
         """Returns the square norm of each row, (num_rows,) fp64; within CHUNK columns the sum is in fp32."""
         squares = [part.square().sum(dim=1).double() for part in self.matrix.split(CHUNK, dim=1)]
-        return torch.stack(squares).sum(dim=0).to(self._home)
+        return torch.stack(squares).sum(dim=0).to(self.home)
 
     def dot(self, vectors: Tensor) -> Tensor:
         """Returns the inner products of the rows with several flat vectors, (q, P), as (num_rows, q) fp64.
@@ -74,7 +74,7 @@ class FlatVectors:
         pairs = zip(self.matrix.split(CHUNK, dim=1), vectors.split(CHUNK, dim=1), strict=True)
         # Matrix times vector, one at a time: a product of matrices would be rounded to TF32 where that is switched on.
         products = [torch.stack([rows @ vector for vector in part], dim=1).double() for rows, part in pairs]
-        return torch.stack(products).sum(dim=0).to(self._home)
+        return torch.stack(products).sum(dim=0).to(self.home)
 
 
 def as_flat(tensor: Tensor) -> Tensor:

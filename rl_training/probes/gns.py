@@ -178,11 +178,9 @@ def _mean_product_within_prompts(ctx: StepContext, num_prompts: int) -> Tensor:
     for prompt in index.unique()[:num_prompts]:
         rows = (index == prompt).nonzero().squeeze(1)
         fresh = ctx.policy.score(ctx.rollout, rows)
-        # On the mean scale r_i is B times what response i adds to this rank's gradient.
-        weights = len(index) * ctx.loss_weights[rows, : fresh.logps.shape[1]]
         half = torch.arange(len(rows), device=rows.device).unsqueeze(1) < len(rows) // 2
-        one = torch.autograd.grad(fresh.logps, parameters, (weights * half) / half.sum(), retain_graph=True)
-        other = torch.autograd.grad(fresh.logps, parameters, (weights * ~half) / (~half).sum())
+        one = ctx.loss_weights.gradient(fresh, rows, parameters, half / half.sum(), keep_graph=True)
+        other = ctx.loss_weights.gradient(fresh, rows, parameters, ~half / (~half).sum())
         products += [flat_dot(as_flat(a), as_flat(b)).double() for a, b in zip(one, other, strict=True)]
         count += 1
     total = torch.stack(products).sum()

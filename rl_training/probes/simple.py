@@ -42,7 +42,13 @@ from rl_training.step.entropy_gradients import importance_ratios
 from rl_training.step.fold_sums import PRODUCTS, statistic, sum_over_folds
 from rl_training.step.ground_truth import GroundTruth
 from rl_training.step.quantities import Quantity
-from rl_training.step.reasons import REUSED, why_no_entropy_gradient, why_no_forward, why_no_own_prompts
+from rl_training.step.reasons import (
+    REUSED,
+    why_no_entropy_gradient,
+    why_no_forward,
+    why_no_own_prompts,
+    why_no_responses,
+)
 from rl_training.step.responses import top_responses
 from rl_training.step.types import StepContext
 from rl_training.step.updates import FIRST_FOLD, PREVIOUS, WHOLE
@@ -148,7 +154,7 @@ class SimpleEntropyProbe(Probe):
             for metric, estimate in zip(self._metrics(row.name), row.estimates(sums.num_folds), strict=False)
         }
         if sums.halves is not None:
-            reason = why_no_forward(ctx, num_folds=len(ctx.fold.unique()))
+            reason = why_no_responses(ctx, num_folds=len(ctx.fold.unique()))
             self._answers |= top_responses(ctx, updates, sums.halves, self.top_responses, reason)
         self._keep_update(ctx, updates)
 

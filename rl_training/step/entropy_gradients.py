@@ -62,7 +62,6 @@ def fold_gradients(
     sequence_weights, entropy_weights = surrogate_weights(*known, estimator, target="sequence")
     length_weights, _ = surrogate_weights(*known, estimator, target="length")  # ∂E[T] has no ∂h term
     logp_weights = [sequence_weights - level * length_weights, sequence_weights][: 1 + per_sequence]
-    training_weights = len(ratios) * ctx.loss_weights  # of a mean over this rank's sequences
     chosen = response_number(ctx.rollout.prompt_index) < responses_per_prompt
     parameters = list(ctx.parameters.values())
     for fold in range(int(ctx.fold.max()) + 1):
@@ -74,8 +73,7 @@ def fold_gradients(
         entropy = entropy_gradient(fresh, pairs, parameters, layout, keep_graph=with_training)
         training = None
         if with_training:
-            weights = training_weights[rows, :width] / len(rows)
-            training = layout.flatten(torch.autograd.grad(fresh.logps, parameters, weights))
+            training = layout.flatten(ctx.loss_weights.gradient(fresh, rows, parameters, share=1.0 / len(rows)))
         yield FoldGradients(entropy, training)
 
 

@@ -160,11 +160,12 @@ class _Steps:
         row, size = ctx.fold_gradients.matrix[k : k + 1], sizes[k : k + 1].to(self._gradient.device)
         gradient = leave_fold_out(self._gradient, row, size, self._total_size)[0]
         clip, update = self._clip[1 + k], self._updates.matrix[FIRST_FOLD + k]
-        products = products_by_cause(self._pieces, self._updates, clip * gradient, update, fold.entropy)
+        home = self._updates.home  # the rows may lie in host memory, the sums do not
+        products = products_by_cause(self._pieces, self._updates, clip * gradient, update, fold.entropy).to(home)
         forward = products.sum(dim=(0, 2))
         if clip == 1.0:
             return forward, forward, splits.sum(products)
-        unclipped = products_with_step(self._pieces, gradient, fold.entropy)
+        unclipped = products_with_step(self._pieces, gradient, fold.entropy).to(home)
         return forward, unclipped, splits.sum(products)
 
     def _own_prompts(self, k: int, fold: FoldGradients) -> Tensor:
@@ -177,7 +178,7 @@ class _Steps:
         row = ctx.fold_gradients.matrix[k]
         gradient = gradient_of_others(self._gradient, row, share, fold.training, chosen_share)
         gradient = clipped(gradient, ctx.optimizer.max_grad_norm)[0]
-        return products_with_step(self._pieces, gradient, fold.entropy)
+        return products_with_step(self._pieces, gradient, fold.entropy).to(self._updates.home)
 
     def _unknown(self, fold: FoldGradients) -> Tensor:
         return self._sizes.new_full((len(fold.entropy),), torch.nan)

@@ -14,6 +14,11 @@ REUSED = (
     "noise, and leaving a fold out of this step's gradient does not remove it"
 )
 
+OTHER_TERMS = (
+    "the loss has a term beside log-probabilities and entropies (the auxiliary loss of a mixture of experts), whose "
+    "share of single responses is not known"
+)
+
 
 def why_no_entropy_gradient(ctx: StepContext, ratios: Tensor | None) -> str:
     """Returns why this step has no X at all, "" if it has one. Off-policy a collective: the ratios' effective size."""
@@ -43,6 +48,8 @@ def why_no_forward(ctx: StepContext, num_folds: int) -> str:
             "the microbatches mix prompts, so no fold of whole prompts can be left out: "
             "use DrGRPOTrainer, or attach(..., whole_prompts=True)"
         )
+    if ctx.other_terms and ctx.fold_gradients is None:
+        return f"{OTHER_TERMS}: use at most one fold per microbatch"
     if num_folds < 2:
         return "one fold in all: nothing is left when it is left out; use smaller microbatches, or a larger num_folds"
     return REUSED if ctx.reused else ""
@@ -52,4 +59,9 @@ def why_no_own_prompts(ctx: StepContext, responses_per_prompt: int) -> str:
     """Returns why the responses of X cannot be left out of the step alone, "" if they can."""
     if responses_per_prompt >= ctx.responses_per_prompt:
         return "every response is in the entropy gradient, none is left for the update: lower responses_per_prompt"
-    return why_no_forward(ctx, num_folds=2)
+    return OTHER_TERMS if ctx.other_terms else why_no_forward(ctx, num_folds=2)
+
+
+def why_no_responses(ctx: StepContext, num_folds: int) -> str:
+    """Returns why no response's share of forward can be told, "" if it can."""
+    return OTHER_TERMS if ctx.other_terms else why_no_forward(ctx, num_folds)

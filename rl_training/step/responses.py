@@ -1,13 +1,13 @@
 """How much each training response moves the entropy: its share of the part of δH forward that is this step's gradient.
 
 The gradient part of δH is linear in the gradient, and the gradient is a sum over responses, g = Σ_j r_j / ranks with
-r_j = Σ_k c_jk ∂log π(t_jk), c the loss's derivative by the log-probabilities. So response j contributes
+r_j = Σ_k c_jk ∂log π(t_jk) + d_jk ∂h_jk, c and d the loss's derivatives (loss_weights.py). So response j contributes
 
-    x · (a ⊙ r_j) / ranks  =  Σ_k c_jk · (y · ∂log π(t_jk)) / ranks,        y = a ⊙ x,
+    x · (a ⊙ r_j) / ranks  =  Σ_k c_jk · (y · ∂log π(t_jk)) / ranks + d_jk · (y · ∂h_jk) / ranks,        y = a ⊙ x,
 
 with x = ∂H_tok and a the optimizer's factor on the gradient, elementwise (AdamW's −lr (1−β1) P / (1−β1^t)). The
-derivative along y of all log-probabilities at once is a central difference of two forward passes: no
-backward per response.
+derivative along y of all scores at once is a central difference of two forward passes: no backward per response. They
+are without autocast and dropout: rounding to bf16 would be larger than the difference.
 x is the entropy gradient of the OTHER half of this rank's folds, so that no response is multiplied with itself.
 
 Cost: two forward passes over all responses, and four parameter-size vectors for a moment.
@@ -22,6 +22,7 @@ from torch import Tensor
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.vectors import FlatVectors
+from rl_training.step.rollout import take_rows
 from rl_training.step.types import StepContext
 from rl_training.step.updates import clipped, optimizer_pieces
 
@@ -60,13 +61,16 @@ def contributions(ctx: StepContext, layout: FlatVectors, entropy_gradients: Tens
 
     entropy_gradients  (2, P): ∂H_tok of this rank's even and odd folds
     """
-    total = torch.zeros(ctx.rollout.num_sequences, dtype=torch.float64, device=ctx.loss_weights.device)
+    loss = ctx.loss_weights
+    total = torch.zeros(ctx.rollout.num_sequences, dtype=torch.float64, device=loss.logps.device)
     for parity in (0, 1):
         direction = _times_optimizer_factor(ctx, layout, entropy_gradients[1 - parity])
         for fold in range(parity, int(ctx.fold.max()) + 1, 2):
             rows = (ctx.fold == fold).nonzero().squeeze(1)
-            slopes = _slopes(ctx, layout, direction, rows)
-            total[rows] = (ctx.loss_weights[rows, : slopes.shape[1]].double() * slopes).sum(dim=1) / ctx.num_ranks
+            of_logps, of_entropies = _slopes(ctx, layout, direction, rows)
+            total[rows] = (loss.logps[rows].double() * of_logps).sum(dim=1) / ctx.num_ranks
+            if loss.entropies is not None:
+                total[rows] += (loss.entropies[rows].double() * of_entropies).sum(dim=1) / ctx.num_ranks
     return total
 
 
@@ -80,8 +84,11 @@ def _times_optimizer_factor(ctx: StepContext, layout: FlatVectors, direction: Te
     return clip * torch.cat(scaled)
 
 
-def _slopes(ctx: StepContext, layout: FlatVectors, direction: Tensor, rows: Tensor) -> Tensor:
-    """Returns the derivative of some rows' log-probabilities along `direction`, (rows, T) fp64, zero at padding."""
+def _slopes(ctx: StepContext, layout: FlatVectors, direction: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns derivatives along `direction` of some rows' log-probabilities and entropies, (rows, T) fp64 each.
+
+    Zero at padding.
+    """
     size = SHIFT * float(
         torch.linalg.vector_norm(layout.flatten(p.detach() for p in ctx.parameters.values()))
         / torch.linalg.vector_norm(direction).clamp(min=torch.finfo(direction.dtype).tiny)
@@ -90,7 +97,9 @@ def _slopes(ctx: StepContext, layout: FlatVectors, direction: Tensor, rows: Tens
     for sign in (1.0, -1.0):
         pieces = layout.split(sign * size * direction)
         shift = {name: d.view(p.shape).to(p) for (name, p), d in zip(ctx.parameters.items(), pieces, strict=True)}
-        with torch.no_grad(), ctx.policy.shifted(shift):
-            scores = ctx.policy.score(ctx.rollout, rows)
-        ends.append(scores.logps.double().masked_fill(scores.mask == 0, 0.0))
-    return (ends[0] - ends[1]) / (2.0 * size)
+        with ctx.policy.shifted(shift):
+            scores = ctx.policy.score_rollout(take_rows(ctx.rollout, rows))
+        both = torch.stack([scores.logps, scores.entropies]).double()
+        ends.append(both.masked_fill(scores.mask == 0, 0.0))
+    of_logps, of_entropies = ((ends[0] - ends[1]) / (2.0 * size)).unbind(0)
+    return of_logps, of_entropies

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import FlatVectors
+from rl_training.step.loss_weights import LossWeights
 
 
 def fill_slices(
@@ -16,7 +17,7 @@ def fill_slices(
     parameters: Mapping[str, nn.Parameter],
     folds: Sequence[range],
     microbatch_rows: Sequence[range],
-    loss_weights: Tensor,
+    loss_weights: LossWeights,
     score: Callable[[Tensor], Scores],
 ) -> None:
     """Splits each microbatch's gradient, which is in the row of its first fold, among the folds that cut it in slices.
@@ -30,10 +31,8 @@ def fill_slices(
             continue
         rest = len(microbatch) * buffer.matrix[inside[0]]
         for k in inside[:-1]:
-            rows = torch.arange(folds[k].start, folds[k].stop, device=loss_weights.device)
-            logps = score(rows).logps
-            weights = len(loss_weights) * loss_weights[rows, : logps.shape[1]]  # of a sum on the mean scale
-            total = buffer.flatten(torch.autograd.grad(logps, list(parameters.values()), weights))
+            rows = torch.arange(folds[k].start, folds[k].stop, device=loss_weights.logps.device)
+            total = buffer.flatten(loss_weights.gradient(score(rows), rows, list(parameters.values())))
             buffer.matrix[k] = total / len(rows)
             rest -= total
         buffer.matrix[inside[-1]] = rest / len(folds[inside[-1]])

@@ -14,6 +14,7 @@ from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.sgd import SGDState
 from rl_training.mathematics.vectors import FlatVectors
+from rl_training.step.loss_weights import LossWeights
 from rl_training.step.policy import Policy
 from rl_training.step.rollout import Rollout
 
@@ -55,7 +56,8 @@ class StepContext:
     optimizer: OptimizerView
     rollout: Rollout
     scores: Scores
-    loss_weights: Tensor  # (B, T), ∂loss/∂log-probability: this rank's gradient is their sum over loss_weights·∂logp
+    loss_weights: LossWeights
+    other_terms: bool  # the loss has terms beside log-probabilities and entropies (the auxiliary one of experts)
     microbatch_rows: tuple[range, ...]  # the rows of `rollout` that each microbatch holds
     fold: Tensor  # (B,), the fold that each sequence is in, 0 .. number of folds - 1: folds hold whole prompts
     reused: bool  # an earlier optimizer step has already learned from some of these sequences

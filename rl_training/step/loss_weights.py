@@ -1,0 +1,49 @@
+"""The training loss as a function of the scores: what it hands back to each log-probability and to each entropy.
+
+    ∂loss = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik
+
+is right for any loss that is made of these, Dr-GRPO's and others, with a bonus for entropy or without. So the gradient
+of some of the sequences is a vector-Jacobian product with their weights c and d.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_training.mathematics.scores import Scores
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """∂loss/∂score of all sequences of a step on this rank: their gradient is the sum over both."""
+
+    logps: Tensor  # (B, T), c
+    entropies: Tensor | None  # (B, T), d; None where the loss does not know entropies
+
+    @property
+    def num_sequences(self) -> int:
+        return len(self.logps)
+
+    def gradient(
+        self,
+        fresh: Scores,
+        rows: Tensor,
+        parameters: Sequence[Tensor],
+        share: float | Tensor = 1.0,
+        keep_graph: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Returns the gradient of some rows, on the scale of a mean: B times what they add to this rank's gradient.
+
+        fresh  scores of these rows, with graph
+        share  factor on all of it, or (rows, 1) on each
+        """
+        width = fresh.logps.shape[1]
+        outputs, weights = [fresh.logps], [self.num_sequences * self.logps[rows, :width] * share]
+        if self.entropies is not None:
+            outputs.append(fresh.entropies)
+            weights.append(self.num_sequences * self.entropies[rows, :width] * share)
+        return torch.autograd.grad(outputs, parameters, weights, retain_graph=keep_graph)

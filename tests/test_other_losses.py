@@ -1,0 +1,129 @@
+"""Losses with terms beside Dr-GRPO's: a bonus for entropy is measured, what cannot be measured is said."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
+from trl import GRPOConfig, GRPOTrainer
+
+from rl_training import DrGRPOConfig, Estimate, Probe, attach
+from rl_training.live.host import DR_GRPO, is_dr_grpo
+from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
+from rl_training.probes.base import Need
+from rl_training.tasks.models import load_tiny
+
+PLAIN = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "bf16": False, "use_cpu": True}
+OTHER = {
+    "loss_type": "grpo",
+    "scale_rewards": "group",
+    "beta": 0.1,
+    "importance_sampling_level": "sequence",
+    "entropy_coef": 0.1,
+    "use_adaptive_entropy": True,
+    "top_entropy_quantile": 0.5,
+    "delta": 2.0,
+    "off_policy_mask_threshold": 0.5,
+}
+
+
+class FoldsAndTwins(Probe):
+    """Each fold's gradient as it is kept, and from a forward pass over its rows alone."""
+
+    name = "folds"
+    needs = Need.FOLD_GRADIENTS
+
+    def __init__(self, num_folds: int) -> None:
+        super().__init__()
+        self.num_folds = num_folds
+
+    def on_pre_optimizer_step(self, ctx: Any) -> None:
+        loss, parameters = ctx.loss_weights, list(ctx.parameters.values())
+        self.kept, self.twins = ctx.fold_gradients.matrix.clone(), []
+        for fold in range(self.num_folds):
+            rows = (ctx.fold == fold).nonzero().squeeze(1)
+            fresh = ctx.policy.score(ctx.rollout, rows)
+            total = (loss.logps[rows, : fresh.logps.shape[1]] * fresh.logps).sum()
+            total = total + (loss.entropies[rows, : fresh.logps.shape[1]] * fresh.entropies).sum()
+            gradient = torch.autograd.grad(total * len(ctx.fold) / len(rows), parameters)
+            self.twins.append(torch.cat([g.flatten() for g in gradient]))
+
+    def measure(self, ctx: Any) -> dict[str, Estimate]:
+        return {"folds/number": Estimate(float(self.num_folds))}
+
+
+def test_slices_of_a_microbatch_hold_the_bonus_for_entropy(make_trainer) -> None:
+    probe = FoldsAndTwins(num_folds=8)  # of 4 microbatches with 2 prompts each
+    trainer = make_trainer(
+        GRPOTrainer,
+        config_class=GRPOConfig,
+        reward=lambda completions, **kwargs: [1.0] * len(completions),  # nothing but the bonus is left of the loss
+        max_steps=1,
+        **PLAIN | {"entropy_coef": 0.1},
+    )
+    with attach(trainer, [probe], whole_prompts=True):
+        trainer.train()
+    for kept, twin in zip(probe.kept, probe.twins, strict=True):
+        assert float(twin.norm()) > 1e-3
+        assert float((kept - twin).norm() / twin.norm()) < 1e-3  # the last slice is a difference
+
+
+@pytest.mark.parametrize(("name", "value"), OTHER.items())
+def test_what_is_not_dr_grpo_is_refused_by_its_name(name: str, value: Any) -> None:
+    needed = {"steps_per_generation": 8} if name == "off_policy_mask_threshold" else {}
+    with pytest.raises(ValueError, match=rf"{name}=.* is not Dr-GRPO, which has {name}="):
+        DrGRPOConfig("out", report_to=[], **{name: value}, **needed)
+
+
+def test_what_is_refused_is_all_that_makes_a_loss_dr_grpo() -> None:
+    assert set(OTHER) == set(DR_GRPO)
+
+
+def test_the_split_of_the_trace_is_missing_where_the_loss_is_no_longer_dr_grpo(make_trainer) -> None:
+    probe = GradientNoiseScaleProbe(split_prompts=1)
+    trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, max_steps=1, **PLAIN | {"entropy_coef": 0.1})
+    assert not is_dr_grpo(trainer)
+    with attach(trainer, [probe], whole_prompts=True):
+        trainer.train()
+    answer = probe._answers["gns/trace_between"]
+    assert math.isnan(answer.value)
+    assert "Dr-GRPO's only" in answer.reason
+
+
+@pytest.mark.parametrize("threshold", [0.0, -1.0])
+def test_a_threshold_of_zero_or_less_does_not_clip(make_trainer, threshold: float) -> None:
+    forwards = []
+    for max_grad_norm in (threshold, 1e9):
+        probe = SimpleEntropyProbe()
+        make_trainer(probes=[probe], max_grad_norm=max_grad_norm, max_steps=1).train()
+        forwards.append(probe._answers["delta_h/forward"].value)
+    assert forwards[0] == forwards[1]
+
+
+def test_shares_of_a_loss_with_an_auxiliary_term_are_missing_and_say_why(make_trainer) -> None:
+    _, tokenizer = load_tiny()
+    torch.manual_seed(0)
+    experts = Qwen2MoeForCausalLM(
+        Qwen2MoeConfig(
+            vocab_size=len(tokenizer),
+            hidden_size=32,
+            intermediate_size=32,
+            moe_intermediate_size=16,
+            shared_expert_intermediate_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            router_aux_loss_coef=0.1,
+        )
+    )
+    probe = SimpleEntropyProbe(own_prompts=True, top_responses=1)
+    make_trainer(probes=[probe], model=experts, max_steps=1, learning_rate=1e-3).train()
+    for name in ("delta_h/own_prompts", "delta_h/response/1"):
+        assert math.isnan(probe._answers[name].value)
+        assert "the auxiliary loss of a mixture of experts" in probe._answers[name].reason
+    assert math.isfinite(probe._answers["delta_h/forward"].value)
