@@ -6,7 +6,9 @@ import contextlib
 import errno
 import os
 import resource
+import shlex
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ import pytest
 import torch
 import warm
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 
 from rl_training import DrGRPOTrainer, Estimate
 from rl_training.job.build import Run, build_run
@@ -28,6 +31,7 @@ from rl_training.records.checkpoints import (
     what_is_wrong_with,
 )
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, read_estimates, read_metrics
+from rl_training.version import VERSION
 
 ROOT = Path(__file__).parents[1]
 SMALL = [
@@ -178,6 +182,18 @@ def test_a_finished_run_takes_no_step_more_and_a_larger_max_steps_goes_on(
         forward = [row["step"] for row in read_estimates(run_dir / "logs") if row["name"] == "delta_h/forward"]
         assert forward == [*range(1, max_steps + 1)]
         assert caplog.text.count("has taken its 3 steps: a larger trainer.max_steps trains longer") == 1
+
+
+def test_the_config_says_where_the_run_comes_from_and_another_command_goes_on(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that would be an interpolation of OmegaConf's, twice."""
+    for command in ("run_dir=${now:%H}", "seed=0"):
+        monkeypatch.setattr(sys, "argv", ["train.py", command])
+        run_of(run_dir, "resume=latest")
+        told = OmegaConf.load(run_dir / "config.yaml").provenance
+        assert shlex.split(told.command) == ["train.py", command]
+        assert told.version == VERSION
 
 
 # --- a full disk --------------------------------------------------------------------------------------------------

@@ -27,6 +27,7 @@ from rl_training.records.checkpoints import TRAINING_STATE
 from rl_training.records.jsonl import Records
 from rl_training.records.loggers import LOGGERS, MetricsLogger
 from rl_training.records.progress import StepProgress
+from rl_training.records.provenance import provenance
 
 EVAL_BATCH = 4  # microbatches at once in evaluation, which keeps nothing for a backward
 
@@ -69,6 +70,7 @@ def _build(cfg: DictConfig) -> Run:
     stop = StopAtStepEnd(trainer)
     trainer.add_callback(stop)
     config = without_secrets(OmegaConf.to_container(cfg, resolve=True))
+    config["provenance"] = {name: told.replace("${", r"\${") for name, told in provenance().items()}  # for OmegaConf
     save_config(config, run_dir, resumed=checkpoint is not None)
     return Run(trainer, run_dir, checkpoint, _put_loggers(trainer, run_dir, config), stop)
 

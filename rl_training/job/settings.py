@@ -18,7 +18,7 @@ CONFIG_FILE = "config.yaml"
 # What a resumed run may have otherwise than before: where it writes, how far it goes, what it measures.
 FREE_ON_RESUME = ("run_dir", "resume", "probes.", "trainer.output_dir", "trainer.max_steps", "trainer.save_",
                   "trainer.logging_", "trainer.report_to", "trainer.disable_tqdm", "trainer.run_name",
-                  "trainer.project", "trainer.eval_", "trainer.dataloader_")  # fmt: skip
+                  "trainer.project", "trainer.eval_", "trainer.dataloader_", "provenance.")  # fmt: skip
 PATHS = ("run_dir", "resume", "data.path", "model.name")
 SECRETS = ("token", "password", "secret", "api_key")  # how the names of settings end that nobody else is to read
 MASK = "***"
