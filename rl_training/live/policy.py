@@ -9,12 +9,12 @@ import contextlib
 from collections.abc import Callable, Iterator, Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training.live import sampling
 from rl_training.mathematics.scores import Scores
-from rl_training.step.rollout import Rollout
+from rl_training.step.rollout import Rollout, in_one_width
 
 LogpsAndEntropies = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 
@@ -66,12 +66,9 @@ class TrainerPolicy:
         with sampling.measuring(self._trainer):
             parts = [self.score(rollout, batch) for batch in rows.split(self._trainer.args.per_device_train_batch_size)]
 
-        def join(tensors: list[Tensor]) -> Tensor:
-            return torch.cat([nn.functional.pad(t, (0, width - t.shape[1])) for t in tensors])
-
         return Scores(
-            logps=join([part.logps for part in parts]),
-            entropies=join([part.entropies for part in parts]),
+            logps=in_one_width([part.logps for part in parts], at_least=width),
+            entropies=in_one_width([part.entropies for part in parts], at_least=width),
             mask=rollout.completion_mask,
         )
 

@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training.live import host
 from rl_training.live.buffer import FilteredBuffer, are_mixed
+from rl_training.step.rollout import in_one_width
 
 Generate = Callable[[list[dict[str, Any]]], tuple[dict[str, Any], Tensor]]  # rows → TRL's output, rewards of all ranks
 Metrics = Mapping[str, Sequence[float]]
@@ -176,15 +177,10 @@ def _joined(trainer: GRPOTrainer, outputs: Sequence[dict[str, Any]], groups: Ten
             continue
         parts = [output[key] for output in outputs]
         if first.ndim == 2:
-            width = max(part.shape[1] for part in parts)
             value = trainer._tokenizer.pad_token_id if key.endswith("_ids") else 0
-            left = key.startswith("prompt")
-            parts = [
-                nn.functional.pad(t, (w, 0) if left else (0, w), value=value)
-                for t in parts
-                for w in [width - t.shape[1]]
-            ]
-        joined[key] = torch.cat(parts)[rows]
+            joined[key] = in_one_width(parts, on_the_left=key.startswith("prompt"), value=value)[rows]
+        else:
+            joined[key] = torch.cat(parts)[rows]
     multiple = trainer.pad_to_multiple_of or 1
     for side in ("prompt", "completion"):
         longest = max(1, int(joined[f"{side}_mask"].sum(dim=1).max()))

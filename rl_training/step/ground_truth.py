@@ -16,7 +16,6 @@ Cost: N responses generated and three forward passes over them, two more of each
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
 import torch
@@ -31,7 +30,7 @@ from rl_training.mathematics.importance import (
     reweighted_change,
     sequence_totals,
 )
-from rl_training.step.rollout import Rollout
+from rl_training.step.rollout import Rollout, take_rows
 from rl_training.step.types import StepContext
 
 MIN_ESS_FRACTION = 0.5  # below, a sequence more or less decides
@@ -74,7 +73,7 @@ class GroundTruth:
         self._buffer = ctx.policy.sample(self.num_sequences, self._seed_of(ctx.step))
         self._before = self._totals(ctx, [self._buffer])
         by_length = self._buffer.completion_mask.sum(dim=1).argsort(stable=True)
-        self._again = self._totals(ctx, [_take(self._buffer, rows) for rows in by_length.chunk(2)])
+        self._again = self._totals(ctx, [take_rows(self._buffer, rows) for rows in by_length.chunk(2)])
 
     def measure(self, ctx: StepContext) -> dict[str, Estimate]:
         """Returns the change of entropy since `draw`, and how it is known; nothing if this step is not measured."""
@@ -117,16 +116,3 @@ class GroundTruth:
             reason = OVERFLOW if math.isinf(value) else NOT_FINITE
             return Estimate(math.nan, num_samples=self.num_sequences, reason=reason)
         return Estimate(value, stderr, self.num_sequences, NO_ERROR_BAR if math.isnan(stderr) else "")
-
-
-def _take(rollout: Rollout, rows: Tensor) -> Rollout:
-    """Returns some rows of a rollout."""
-    return dataclasses.replace(
-        rollout,
-        prompt_ids=rollout.prompt_ids[rows],
-        prompt_mask=rollout.prompt_mask[rows],
-        completion_ids=rollout.completion_ids[rows],
-        completion_mask=rollout.completion_mask[rows],
-        advantages=rollout.advantages[rows],
-        prompt_index=rollout.prompt_index[rows],
-    )

@@ -54,12 +54,12 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     )
 
 
-def in_one_width(tensors: Sequence[Tensor], on_the_left: bool = False) -> Tensor:
-    """Returns the rows of these (B, T) tensors, filled up with zeros."""
-    width = max(tensor.shape[1] for tensor in tensors)
+def in_one_width(tensors: Sequence[Tensor], on_the_left: bool = False, value: float = 0, at_least: int = 0) -> Tensor:
+    """Returns the rows of these (B, T) tensors, filled up with `value` to the widest of them, or to `at_least`."""
+    width = max(at_least, *(tensor.shape[1] for tensor in tensors))
     missing = [width - tensor.shape[1] for tensor in tensors]
     padding = [(m, 0) if on_the_left else (0, m) for m in missing]
-    return torch.cat([nn.functional.pad(tensor, p) for tensor, p in zip(tensors, padding, strict=True)])
+    return torch.cat([nn.functional.pad(tensor, p, value=value) for tensor, p in zip(tensors, padding, strict=True)])
 
 
 def take_rows(rollout: Rollout, rows: Tensor) -> Rollout:
