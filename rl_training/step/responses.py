@@ -27,7 +27,9 @@ from rl_training.step.types import StepContext
 from rl_training.step.updates import clipped, optimizer_pieces
 
 NO_ERROR_BAR = "no error bar: one response's share of the part of forward that is this step's gradient"
-SHIFT = 1e-2  # norm of the central difference's step, relative to that of the parameters
+# Norm of the central difference's step, relative to that of the parameters. y leads where the model is most curved:
+# of the shipped model's three lowest responses, in fp32, 3e-4 misses 0.3 % at most, 1e-3 up to 3 %, 1e-2 up to 240 %.
+SHIFT = 3e-4
 
 
 def top_responses(
