@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from rich.table import Table
 
 from rl_training.offline.probe import Look
 from rl_training.offline.standing import Standing
+from rl_training.offline.whole import from_json, to_json, write_whole
 from rl_training.version import VERSION
 
 MILLI = 1e3  # changes of entropy are shown in thousandths of a nat
@@ -30,7 +30,9 @@ ROWS = {
 }
 
 
-def write_result(path: Path, standing: Standing, look: Look, settings: Mapping[str, Any]) -> None:
+def write_result(
+    path: Path, standing: Standing, look: Look, settings: Mapping[str, Any], log: Path | None = None
+) -> None:
     """Writes the results of a look as JSON: in one move, so that a kill leaves the file as it was or whole."""
     content = {
         "version": VERSION,
@@ -41,25 +43,16 @@ def write_result(path: Path, standing: Standing, look: Look, settings: Mapping[s
         "reasons": look.reasons,
         "tables": look.tables,
         "timing": look.seconds,
+        "log": str(log or ""),
         "settings": settings,
     }
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(".tmp")
-    try:
-        with open(scratch, "w", encoding="utf-8") as file:
-            json.dump(_to_json(content), file, indent=1, ensure_ascii=False)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        if scratch.is_file():
-            scratch.unlink()
-        raise OSError(error.errno, f"{error.strerror}; the results cannot be written: make room", str(path)) from error
-    scratch.replace(path)
+    text = json.dumps(to_json(content), indent=1, ensure_ascii=False)
+    write_whole({path: text.encode()})
 
 
 def read_result(path: str | Path) -> dict[str, Any]:
     """Returns what `write_result` wrote, with null as nan."""
-    return _from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+    return from_json(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
 def print_table(look: Look, standing: Standing, path: Path) -> None:
@@ -90,20 +83,3 @@ def print_table(look: Look, standing: Standing, path: Path) -> None:
 def _with_error(found: Mapping[str, float], key: str) -> str:
     value, stderr = MILLI * found.get(key, math.nan), MILLI * found.get(f"{key}_se", math.nan)
     return f"{value:+.3f} ± {stderr:.3f}" if math.isfinite(stderr) else f"{value:+.3f}"
-
-
-def _to_json(value: Any) -> Any:
-    """Returns the value with null for nan, which JSON does not know."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, Mapping):
-        return {key: _to_json(inner) for key, inner in value.items()}
-    return [_to_json(inner) for inner in value] if isinstance(value, list | tuple) else value
-
-
-def _from_json(value: Any) -> Any:
-    if value is None:
-        return math.nan
-    if isinstance(value, Mapping):
-        return {key: inner if key == "settings" else _from_json(inner) for key, inner in value.items()}
-    return [_from_json(inner) for inner in value] if isinstance(value, list) else value

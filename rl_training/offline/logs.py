@@ -1,0 +1,243 @@
+"""The log of one look at a checkpoint: three files in DIRECTORY/YYYY-MM-DD/, whole or not at all.
+
+    entropy_probe_HH-MM-SS_CHECKPOINT.json.gz            everything that the level asks for
+    entropy_probe_HH-MM-SS_CHECKPOINT_config.yaml        the settings of the look and of the run
+    entropy_probe_HH-MM-SS_CHECKPOINT_summary.json       the core numbers; moved last: where it is, all of them are
+    entropy_probe_HH-MM-SS_CHECKPOINT_tensors.safetensors    at level debug: δθ, the gradient of U, X̄, slopes of tokens
+
+    minimal     core numbers, sizes, times
+    standard    every number, and the distributions of length, reward, advantage, importance weight
+    detailed    each sequence of E and U, with its text
+    debug       each token of E, and the tensors
+
+What the keys mean stands in docs/probe_logs.md; rl_training.records.read_probe_log gives them as DataFrames.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import torch
+import yaml
+from safetensors.torch import save
+from torch import Tensor
+
+from rl_training.mathematics.importance import LOGP, sequence_totals
+from rl_training.offline.probe import Look
+from rl_training.offline.standing import Standing
+from rl_training.offline.whole import to_json, write_whole
+from rl_training.step.rollout import Rollout
+from rl_training.version import VERSION
+
+Level = Literal["none", "minimal", "standard", "detailed", "debug"]
+LEVELS = get_args(Level)
+CORE = (
+    "deltaH1", "deltaH_true", "deltaH_snis", "deltaH_odd", "paired_error", "H_orig", "H_upd", "bars_dot",
+    "learning_rate", "ESS", "w_max", "w_min", "B_E", "B_U", "G", "avg_generation_length", "avg_reward",
+)  # fmt: skip
+QUANTILES = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """What a look writes down beside its results. See the module's docstring."""
+
+    level: Level = "standard"
+    sequences: bool = True  # texts, from detailed on
+    tokens: bool = True  # at debug
+    raw_tensors: bool = True  # at debug
+    compress: bool = True
+    directory: str | None = None  # instead of the folder of the results
+
+    def __post_init__(self) -> None:
+        if self.level not in LEVELS:
+            raise ValueError(f"log.level={self.level}: choose from {', '.join(LEVELS)}")
+
+    def reaches(self, level: Level) -> bool:
+        return LEVELS.index(self.level) >= LEVELS.index(level)
+
+
+def write_log(
+    folder: Path, standing: Standing, look: Look, asked: LogSettings, settings: Mapping[str, Any]
+) -> Path | None:
+    """Returns the path of the log that the main process wrote, the same on every process; None at level none.
+
+    folder  of which a folder for the day is made
+    """
+    if asked.level == "none":
+        return None
+    content = log_content(standing, look, asked)  # all processes: each has a part of the sequences
+    day, now = time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S")
+    own = standing.checkpoint.resolve()
+    stem = f"entropy_probe_{now}_{own.parent.name if own.name == 'model' else own.name}"
+    place = Path(asked.directory or folder) / day
+    if standing.rank == 0:
+        stem = _not_taken(place, stem)
+        files: dict[Path, bytes] = {}
+        if asked.reaches("debug") and asked.raw_tensors:
+            files[place / f"{stem}_tensors.safetensors"] = save(_tensors(look))
+        text = json.dumps(to_json(content), ensure_ascii=False).encode()
+        files[place / f"{stem}.json{'.gz' * asked.compress}"] = gzip.compress(text, mtime=0) if asked.compress else text
+        files[place / f"{stem}_config.yaml"] = yaml.safe_dump(dict(settings), sort_keys=False).encode()
+        files[place / f"{stem}_summary.json"] = json.dumps(to_json(_summary(standing, look, asked)), indent=1).encode()
+        write_whole(files)
+    (stem,) = _of_main_process(standing, [stem])
+    return place / f"{stem}.json{'.gz' * asked.compress}"
+
+
+def log_content(standing: Standing, look: Look, asked: LogSettings) -> dict[str, Any]:
+    """Returns what stands in a log of this level. Call it on all processes."""
+    content = _summary(standing, look, asked)
+    if asked.reaches("standard"):
+        content["results"] = look.results
+        content["reasons"] = look.reasons
+        content["tables"] = look.tables
+        content["statistics"] = _statistics(standing, look)
+    if asked.reaches("detailed"):
+        content["evaluation"] = _evaluation_rows(standing, look, asked)
+        content["update"] = _update_rows(standing, look, asked)
+    if asked.reaches("debug") and asked.tokens:
+        content["tokens"] = _token_rows(look)
+    return content
+
+
+def _summary(standing: Standing, look: Look, asked: LogSettings) -> dict[str, Any]:
+    core = {key: value for key, value in look.results.items() if key.split("_se")[0] in CORE}
+    return {
+        "version": VERSION,
+        "level": asked.level,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "checkpoint": str(standing.checkpoint),
+        "step": standing.step,
+        "world_size": standing.num_ranks,
+        "core": core,
+        "reasons": {key: reason for key, reason in look.reasons.items() if key in core},
+        "timing": {name: round(seconds, 3) for name, seconds in look.seconds.items()},
+    }
+
+
+def _statistics(standing: Standing, look: Look) -> dict[str, dict[str, float]]:
+    """Returns mean, standard deviation and quantiles over the sequences of all processes."""
+    rollout = look.update_buffer.rollout
+    assert rollout.rewards is not None
+    lengths = rollout.completion_mask.sum(dim=1)
+    own = torch.stack([rollout.rewards.double(), rollout.advantages.double(), lengths.double()], dim=1).cpu()
+    of_update = torch.cat([torch.as_tensor(part) for part in _of_all(standing, own)])
+    columns = {
+        "generation_length": look.evaluation.scores.mask.sum(dim=1),
+        "sequence_entropy": sequence_totals(look.evaluation.scores)[:, 1],
+        "reward": of_update[:, 0],
+        "advantage": of_update[:, 1],
+        "update_length": of_update[:, 2],
+    }
+    if look.truth is not None:
+        columns["importance_weight"] = _weights(look)
+    return {name: _describe(values.double().cpu()) for name, values in columns.items()}
+
+
+def _describe(values: Tensor) -> dict[str, float]:
+    spread = {name: float(values.quantile(q)) for name, q in QUANTILES.items()}
+    return {"mean": float(values.mean()), "sd": float(values.std()), **spread}
+
+
+def _weights(look: Look) -> Tensor:
+    """Returns π'(t)/π(t) of each sequence of E, (N,), at the whole step."""
+    assert look.truth is not None
+    at = next(at for at in look.truth.at if at.eta == 1.0)
+    return (sequence_totals(at.ahead)[:, LOGP] - sequence_totals(look.evaluation.scores)[:, LOGP]).exp()
+
+
+def _evaluation_rows(standing: Standing, look: Look, asked: LogSettings) -> list[dict[str, Any]]:
+    e = look.evaluation
+    totals = sequence_totals(e.scores).tolist()
+    columns: dict[str, list[float]] = {}
+    if look.truth is not None:
+        at = next(at for at in look.truth.at if at.eta == 1.0)
+        ahead = sequence_totals(at.ahead)
+        columns = {
+            "logp_after": ahead[:, 0].tolist(), "entropy_after": ahead[:, 1].tolist(), "weight": _weights(look).tolist()
+        }  # fmt: skip
+    texts = _texts(standing, e.rollout, asked)
+    own = dict(zip(e.number.tolist(), texts, strict=True))
+    by_number = {number: text for part in _of_all(standing, own) for number, text in part.items()}
+    return [
+        {"sequence": i, **by_number[i], "length": int(length), "logp": logp, "entropy": entropy}
+        | {name: values[i] for name, values in columns.items()}
+        for i, (logp, entropy, length) in enumerate(totals)
+    ]
+
+
+def _update_rows(standing: Standing, look: Look, asked: LogSettings) -> list[dict[str, Any]]:
+    rollout = look.update_buffer.rollout
+    assert rollout.rewards is not None
+    columns = zip(
+        rollout.prompt_index.tolist(), _texts(standing, rollout, asked), rollout.completion_mask.sum(dim=1).tolist(),
+        rollout.rewards.tolist(), rollout.advantages.tolist(), strict=True,
+    )  # fmt: skip
+    own = [
+        {"prompt_index": index, **text, "length": length, "reward": reward, "advantage": advantage}
+        for index, text, length, reward, advantage in columns
+    ]
+    return sorted((row for part in _of_all(standing, own) for row in part), key=lambda row: row["prompt_index"])
+
+
+def _texts(standing: Standing, rollout: Rollout, asked: LogSettings) -> list[dict[str, str]]:
+    if not asked.sequences:
+        return [{} for _ in range(rollout.num_sequences)]
+    decode = standing.policy.decode
+    return [
+        {"prompt": decode(asked_ids[asked_mask.bool()]), "response": decode(ids[mask.bool()])}
+        for asked_ids, asked_mask, ids, mask in zip(
+            rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask, strict=True
+        )
+    ]
+
+
+def _token_rows(look: Look) -> list[dict[str, Any]]:
+    """Returns the numbers of each token of E: a row per sequence, a list per quantity."""
+    scores = look.evaluation.scores
+    tables = {"logp": scores.logps, "entropy": scores.entropies}
+    if look.truth is not None:
+        at = next(at for at in look.truth.at if at.eta == 1.0)
+        tables |= {"logp_after": at.ahead.logps, "entropy_after": at.ahead.entropies}
+        tables |= dict(zip(("logp_slope", "entropy_slope"), look.truth.slopes, strict=True))
+    return [
+        {"sequence": i, **{name: table[i, : int(mask.sum())].tolist() for name, table in tables.items()}}
+        for i, mask in enumerate(scores.mask)
+    ]
+
+
+def _tensors(look: Look) -> dict[str, Tensor]:
+    tensors = {"delta": look.update.delta, "gradient": look.update.gradient, "mask": look.evaluation.scores.mask}
+    if look.first_order is not None:
+        tensors["direction"] = look.first_order.direction
+    if look.truth is not None:
+        tensors |= dict(zip(("logp_slopes", "entropy_slopes"), look.truth.slopes, strict=True))
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _not_taken(folder: Path, stem: str) -> str:
+    """Returns the name, with a number where another look of this second has it."""
+    names = [stem, *(f"{stem}_{number}" for number in range(2, 1000))]
+    return next(name for name in names if not (folder / f"{name}_summary.json").exists())
+
+
+def _of_all(standing: Standing, own: Any) -> list[Any]:
+    """Returns what each process has, on each of them."""
+    if standing.num_ranks == 1:
+        return [own]
+    parts: list[Any] = [None] * standing.num_ranks
+    torch.distributed.all_gather_object(parts, own)
+    return parts
+
+
+def _of_main_process(standing: Standing, own: list[str]) -> list[str]:
+    if standing.num_ranks > 1:
+        torch.distributed.broadcast_object_list(own, src=0)
+    return own
