@@ -66,7 +66,7 @@ def test_every_file_composes_and_its_targets_can_be_made(option: str, monkeypatc
         ("probe=none", []),
         ("probe=simple", ["simple"]),
         ("probe=ess", ["ess"]),
-        ("probe=all", ["simple", "gns", "ess"]),
+        ("probe=all", ["simple", "gns", "ess", "covariance"]),
         ("probe=[simple,none]", ["simple"]),
         ("probe=[simple,ess]", ["simple", "ess"]),
     ],

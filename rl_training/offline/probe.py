@@ -3,6 +3,7 @@
     deltaH1              predicted change of entropy, nats per token; deltaH1_sequence, nats per sequence
     deltaH1/part/…       the same split by cause, deltaH1/layer/… and deltaH1/kind/… by place
     bars_dot             X̄·Ȳ = deltaH1 / learning_rate
+    covariance           −Cov(log π, A) of U, whose scale is unknown (Cui et al.)
     deltaH_true          measured (PDIS); deltaH_snis, deltaH_odd beside it, all with …_sequence
     paired_error         deltaH1 − deltaH_true on the same E, with its own error; paired_error_odd against deltaH_odd
     second_order         deltaH_true − deltaH_odd
@@ -36,6 +37,7 @@ from rl_training.offline.buffers import (
     sample_update,
 )
 from rl_training.offline.conditioning import condition
+from rl_training.offline.covariance import covariance_of
 from rl_training.offline.first_order import SEQUENCE, TOKEN, FirstOrder, predict
 from rl_training.offline.standing import Standing
 from rl_training.offline.truth import AtStep, Truth, measure, num_scorings
@@ -77,6 +79,7 @@ class Updating:
 class FirstOrderSettings:
     enabled: bool = True
     estimator: Estimator = "rb"
+    covariance: bool = True  # −Cov(log π, A) of U beside it
 
 
 @dataclass(frozen=True)
@@ -139,6 +142,8 @@ def look(standing: Standing, settings: Settings) -> Look:
         )
     with phases("gradient of U", update_buffer.num_sequences) as progress:
         update = make_update(standing, update_buffer, memory.microbatch_size, memory.offload, progress)
+        by_covariance = settings.first_order.enabled and settings.first_order.covariance
+        covariance = covariance_of(standing, update_buffer) if by_covariance else None
     first_order = truth = None
     if settings.first_order.enabled:
         with phases("gradient of E", total) as progress:
@@ -151,6 +156,7 @@ def look(standing: Standing, settings: Settings) -> Look:
     found = _Results()
     found.add_buffers(evaluation, update_buffer, update, standing)
     found.add_first_order(first_order, standing.learning_rate)
+    found.add_replicates("covariance", covariance, NOT_ASKED.format("first_order.covariance=true predicts so"))
     found.add_truth(truth, first_order)
     tables = {}
     if truth is not None:

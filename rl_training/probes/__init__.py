@@ -1,7 +1,8 @@
 """The probes: one file each, with its formula's source, the pure function and the class that feeds it."""
 
+from rl_training.probes.covariance import CovariancePredictorProbe
 from rl_training.probes.ess import EffectiveSampleSizeProbe
 from rl_training.probes.gns import GradientNoiseScaleProbe
 from rl_training.probes.simple import SimpleEntropyProbe
 
-__all__ = ["EffectiveSampleSizeProbe", "GradientNoiseScaleProbe", "SimpleEntropyProbe"]
+__all__ = ["CovariancePredictorProbe", "EffectiveSampleSizeProbe", "GradientNoiseScaleProbe", "SimpleEntropyProbe"]

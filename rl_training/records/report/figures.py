@@ -28,6 +28,7 @@ from rl_training.records.report.drawing import (
     running_window,
     what_is_missing,
 )
+from rl_training.records.report.predictors import draw_predictors
 from rl_training.records.report.series import NO_LATER_BATCH, Run, curve, naive_of, origins
 
 
@@ -39,6 +40,8 @@ def draw_figures(run: Run) -> list[Picture]:
         pictures += [_causes(run), _layers(run)]
     if run.measured("gns/noise_scale_prompts"):
         pictures.append(_noise_scale(run))
+    if run.measured("covariance/token"):
+        pictures.append(draw_predictors(run))
     if run.measured("ess/advantage"):
         pictures.append(_effective_sample_size(run))
     return pictures + [draw(run, name) for name in run.evaluations for draw in (_solved, _certainty)]

@@ -1,0 +1,92 @@
+"""The covariance predictor: an exact derivative in the case that it was made for, and the plain definition in a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from rl_training import Estimate
+from rl_training.mathematics.advantage_covariance import covariance_terms, minus_covariance
+from rl_training.mathematics.scores import Scores
+from rl_training.probes import CovariancePredictorProbe
+
+NAMES = ("covariance/token", "covariance/sequence")
+
+
+class Answers(CovariancePredictorProbe):
+    """The probe, with its answers and what it saw kept; padding is nan."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[dict[str, Estimate]] = []
+        self.contexts: list[Any] = []
+
+    def measure(self, ctx: Any) -> dict[str, Estimate]:
+        padded = ctx.scores.logps.masked_fill(ctx.scores.mask == 0, torch.nan)
+        ctx = dataclasses.replace(ctx, scores=dataclasses.replace(ctx.scores, logps=padded))
+        self.contexts.append(ctx)
+        self.all.append(super().measure(ctx))
+        return self.all[-1]
+
+
+def plain(ctx: Any, rows: list[int]) -> list[float]:
+    """−Cov over these sequences, per token and per sequence, a value at a time."""
+    tokens, sequences = [], []
+    for i in rows:
+        own = ctx.scores.logps[i][ctx.scores.mask[i].bool()].double().tolist()
+        advantage = float(ctx.rollout.advantages[i])
+        tokens += [(x, advantage) for x in own]
+        sequences.append((sum(own), advantage))
+    return [-float(torch.tensor(pairs, dtype=torch.float64).T.cov(correction=0)[0, 1]) for pairs in (tokens, sequences)]
+
+
+def test_it_is_the_entropys_derivative_along_the_natural_gradient_of_a_softmax() -> None:
+    """Eight one-token responses that occur as often as the policy says, so that the batch is the population."""
+    counts = torch.tensor([4, 2, 1, 1])
+    logits = (counts / 8).double().log().requires_grad_()
+    gain = torch.tensor([0.7, -0.2, -1.0, 0.1], dtype=torch.float64)
+    entropy = torch.distributions.Categorical(logits=logits).entropy()
+    (slope,) = torch.autograd.grad(entropy, logits)
+    actions = torch.repeat_interleave(torch.arange(4), counts)
+    logps = logits.detach()[actions].unsqueeze(1)
+    scores = Scores(logps, torch.zeros_like(logps), torch.ones_like(logps))
+    found = minus_covariance(covariance_terms(scores, gain[actions]).sum(dim=0))
+    torch.testing.assert_close(found, (slope @ gain).expand(2))
+    assert float(found[0]) < 0  # the likely action is rewarded
+
+
+@pytest.fixture
+def answers(make_trainer: Callable[..., Any]) -> Answers:
+    probe = Answers()
+    make_trainer(probes=[probe], per_device_train_batch_size=4, gradient_accumulation_steps=8).train()
+    return probe
+
+
+def test_a_step_is_centred_over_its_whole_batch(answers: Answers) -> None:
+    for ctx, found in zip(answers.contexts, answers.all, strict=True):
+        values = [found[name].value for name in NAMES]
+        assert values == pytest.approx(plain(ctx, list(range(32))), rel=1e-6)
+        per_microbatch = [plain(ctx, list(rows)) for rows in ctx.microbatch_rows]
+        centred_within = sum(of_tokens for of_tokens, _ in per_microbatch) / len(per_microbatch)
+        assert centred_within != pytest.approx(values[0], rel=1e-2)
+
+
+def test_its_error_is_that_of_leaving_out_each_fold(answers: Answers) -> None:
+    ctx, found = answers.contexts[-1], answers.all[-1]
+    folds = ctx.fold.tolist()
+    assert len(set(folds)) == 8
+    without = torch.tensor([plain(ctx, [i for i in range(32) if folds[i] != k]) for k in range(8)])
+    expected = (7 / 8 * (without - without.mean(dim=0)).square().sum(dim=0)).sqrt()
+    assert [found[name].stderr for name in NAMES] == pytest.approx(expected.tolist(), rel=1e-5)
+
+
+def test_few_folds_have_a_value_and_no_error(make_trainer: Callable[..., Any]) -> None:
+    probe = Answers()
+    make_trainer(probes=[probe], max_steps=1).train()  # 4 microbatches
+    assert {found.reason.partition(":")[0] for found in probe.all[0].values()} == {
+        "fewer than 8 folds of whole prompts"
+    }
