@@ -6,17 +6,19 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_training.job.offline_probe import OfflineEntropyProbe
     from rl_training.live.attach import attach
     from rl_training.live.trainer import DrGRPOConfig, DrGRPOTrainer
     from rl_training.mathematics.estimate import Estimate
     from rl_training.probes.base import Probe
 
-__all__ = ["DrGRPOConfig", "DrGRPOTrainer", "Estimate", "Probe", "attach"]
+__all__ = ["DrGRPOConfig", "DrGRPOTrainer", "Estimate", "OfflineEntropyProbe", "Probe", "attach"]
 
 _HOME = {
     "DrGRPOConfig": "live.trainer",
     "DrGRPOTrainer": "live.trainer",
     "Estimate": "mathematics.estimate",
+    "OfflineEntropyProbe": "job.offline_probe",
     "Probe": "probes.base",
     "attach": "live.attach",
 }

@@ -38,7 +38,7 @@ LIBRARIES = {
     },
     "evaluation": {"torch", "transformers", "peft", "numpy", "rich", "tqdm"},
     "live": {"torch", "trl", "transformers", "accelerate", "numpy"},
-    "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich", "matplotlib"},
+    "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich", "matplotlib", "yaml"},
     "tasks": {
         "tqdm",
         "torch", "transformers", "tokenizers", "datasets", "numpy", "math_verify", "sympy", "latex2sympy2_extended",
@@ -57,9 +57,9 @@ FILES = [*sorted(PACKAGE.rglob("*.py")), *(ROOT / f"{command}.py" for command in
 
 
 def room_of(path: Path) -> str:
-    """Returns the folder that a module lies in, or "" for what lies above all rooms."""
+    """Returns the folder that a module lies in, or "" for what lies above all rooms: commands."""
     parts = path.relative_to(ROOT).parts
-    return parts[1] if len(parts) > 2 else ""
+    return parts[1] if len(parts) > 2 and path.name != "__main__.py" else ""
 
 
 def imports_of(path: Path) -> set[str]:

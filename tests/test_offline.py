@@ -411,7 +411,7 @@ def test_results_are_written_whole_or_not_at_all(standing: Standing, looked: Loo
     assert read["results"]["deltaH1"] == looked.results["deltaH1"]
     assert read["settings"]["offline"]["learning_rate"] is None
     before = path.read_bytes()
-    path.with_suffix(".tmp").mkdir()  # what cannot be written to
+    path.with_name("result.json.tmp").mkdir()  # what cannot be written to
     with pytest.raises(OSError, match="make room"):
         write_result(path, standing, looked, {})
     assert path.read_bytes() == before

@@ -21,6 +21,7 @@ import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -32,7 +33,7 @@ from rl_training.live.policy import TrainerPolicy
 from rl_training.live.trainer import DrGRPOTrainer
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.offline.shards import load_shards
-from rl_training.records.checkpoints import steps_taken, what_is_wrong_with_weights
+from rl_training.records.checkpoints import state_folder, steps_taken, what_is_wrong_with_weights
 from rl_training.step.rollout import Rollout
 from rl_training.step.types import OptimizerView
 
@@ -119,19 +120,30 @@ def stand(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None 
 
 
 def _load_optimizer(trainer: DrGRPOTrainer, checkpoint: Path) -> None:
-    missing = [name for name in ("optimizer.pt", "scheduler.pt") if not (checkpoint / name).is_file()]
-    if missing:
+    folder = state_folder(checkpoint)
+    if not (folder / "optimizer.pt").is_file():
         raise ValueError(
-            f"{checkpoint} has no {missing[0]}, and the next step follows from the optimizer's moments: choose a "
+            f"{folder} has no optimizer.pt, and the next step follows from the optimizer's moments: choose a "
             "checkpoint written with save_only_model=false"
         )
     try:
-        trainer._load_optimizer_and_scheduler(str(checkpoint))
+        if (folder / "scheduler.pt").is_file():
+            trainer._load_optimizer_and_scheduler(str(folder))
+        else:  # the learning rate of the next step stands in optimizer.pt too
+            trainer.optimizer.load_state_dict(_with_empty_groups(trainer.optimizer, folder / "optimizer.pt"))
     except (ValueError, RuntimeError) as error:
         raise ValueError(
             f"{checkpoint}/optimizer.pt is not of this model's optimizer ({error}): adapter, trainer.optim and "
             "trainer.weight_decay must be those of the run"
         ) from error
+
+
+def _with_empty_groups(optimizer: torch.optim.Optimizer, file: Path) -> dict[str, Any]:
+    """Returns a saved state with as many groups of parameters as here, where the additional ones are empty here."""
+    saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
+    own = optimizer.state_dict()["param_groups"][len(saved["param_groups"]) :]
+    empty = [group for group in own if not group["params"]]
+    return {**saved, "param_groups": [*saved["param_groups"], *empty]}
 
 
 # --- the guards -------------------------------------------------------------------------------------------------------

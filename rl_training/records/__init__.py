@@ -4,5 +4,7 @@ from rl_training.records import evaluations, find_runs, metrics, probes    # as 
 """
 
 from rl_training.records.frames import evaluations, find_runs, metrics, probes
+from rl_training.records.looks import looks
+from rl_training.records.probe_logs import probe_logs, read_probe_log
 
-__all__ = ["evaluations", "find_runs", "metrics", "probes"]
+__all__ = ["evaluations", "find_runs", "looks", "metrics", "probe_logs", "probes", "read_probe_log"]

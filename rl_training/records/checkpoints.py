@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import shutil
 import zipfile
 import zlib
@@ -24,6 +25,7 @@ TRAINING_STATE = "training_state"  # folder of a run that holds checkpoint-N fol
 SET_ASIDE = "set_aside"  # folder in it, with checkpoints of steps that are taken again
 PROBE_STATES = "probes.safetensors"
 BUFFER_STATE = "buffer.safetensors"
+WEIGHTS_ALONE = "model"  # folder of weights whose parent holds the optimizer
 
 
 class Stateful(Protocol):
@@ -138,8 +140,24 @@ def _whole(folder: Path) -> list[Path]:
 
 
 def steps_taken(checkpoint: Path) -> int:
-    """Returns the number of optimizer steps behind a complete checkpoint, whatever its folder is called."""
-    return int(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
+    """Returns the number of optimizer steps behind a complete checkpoint, whatever its folder is called.
+
+    Of a folder of weights alone, it is the number at the end of its parent's name, and 0 without one.
+    """
+    state = state_folder(checkpoint)
+    if state != checkpoint and not (state / "trainer_state.json").is_file():
+        number = re.search(r"\d+$", state.resolve().name)
+        return int(number.group()) if number else 0
+    return int(json.loads((state / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
+
+
+def state_folder(checkpoint: Path) -> Path:
+    """Returns the folder that holds optimizer and scheduler: the checkpoint, or the one around a folder of weights.
+
+    Such a folder is called `model`; other trainers than transformers' lay their checkpoints out so.
+    """
+    alone = checkpoint.resolve().name == WEIGHTS_ALONE and not (checkpoint / "trainer_state.json").is_file()
+    return checkpoint.resolve().parent if alone else checkpoint
 
 
 def set_aside_later(run: Path, after_step: int) -> None:
@@ -181,12 +199,29 @@ def what_is_wrong_with(checkpoint: Path, deepspeed: bool = False) -> str:
 
 def what_is_wrong_with_weights(checkpoint: Path) -> str:
     """Returns why this checkpoint folder's weights are incomplete or damaged, or "" if they are neither."""
+    if state_folder(checkpoint) != checkpoint:
+        return _what_is_wrong_with_weights_alone(checkpoint)
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return "it has no trainer_state.json, so writing it was not finished"
     except ValueError:
         return "its trainer_state.json is damaged"
+    return _what_is_wrong_with_tensors(checkpoint)
+
+
+def _what_is_wrong_with_weights_alone(checkpoint: Path) -> str:
+    """Returns why a folder `model` and its parent are no checkpoint, naming what is missing, or ""."""
+    adapter = (checkpoint / "adapter_config.json").is_file()
+    weights = "adapter_model.safetensors" if adapter or not (checkpoint / "config.json").is_file() else ""
+    needed = [checkpoint / "adapter_config.json", checkpoint / weights] if weights else []
+    missing = [path for path in (*needed, state_folder(checkpoint) / "optimizer.pt") if not path.is_file()]
+    if missing:
+        return f"{' and '.join(str(path) for path in missing)} would have to be there"
+    return _what_is_wrong_with_tensors(checkpoint)
+
+
+def _what_is_wrong_with_tensors(checkpoint: Path) -> str:
     weights = sorted(checkpoint.glob("*.safetensors"))
     if all(path.name in (PROBE_STATES, BUFFER_STATE) for path in weights):
         return "it has no weights (model.safetensors or adapter_model.safetensors)"

@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_training.records.report.figures import draw_figures
+from rl_training.records.report.looks import looks_of
 from rl_training.records.report.page import render_page
 from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
@@ -36,7 +37,7 @@ def write_report(run_dir: str | Path) -> Path:
     for figure in figures:
         (folder / figure.file).write_bytes(figure.png)
     page = folder / PAGE_FILE
-    page.write_text(render_page(run, summarize(run), figures), encoding="utf-8")
+    page.write_text(render_page(run, summarize(run), figures, looks_of(run)), encoding="utf-8")
     return page
 
 

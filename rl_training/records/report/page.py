@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Sequence
+from typing import Any
 
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
@@ -28,14 +29,15 @@ def template(name: str) -> Template:
     return environment.get_template(name)
 
 
-def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture]) -> str:
-    """Returns the page's HTML. Everything that comes from the run is escaped."""
+def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture], looks: Sequence[Any]) -> str:
+    """Returns the page's HTML, with looks at its checkpoints. Everything that comes from the run is escaped."""
     return template("run.html").render(
         run=run,
         opening=opening(run),
         provenance=_provenance(run),
         rows=rows,
         pictures=pictures,
+        looks=looks,
         gaps=gaps(run),
         costs=probe_costs(run),
         evaluations=evaluation_tables(run),

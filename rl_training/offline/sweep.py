@@ -1,0 +1,179 @@
+"""What a look depends on, with as few forwards as it takes: rows for tables, each one a prediction and its truth.
+
+    over_sizes     of E: its first n sequences, which are n independent draws too. No forward at all
+    over_updates   other seeds of U, other numbers of its prompts, filtered or not, on the same E: a scoring of E each,
+                   and no backward through it
+    multiples η    are measured by truth.py itself
+
+Rows of one table are of the same E, so that their errors hang together: what differs between them is known better.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from itertools import product as combinations
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+
+from rl_training.mathematics.importance import MIN_SEQUENCES, reweighted_replicates, sequence_totals
+from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.per_decision import first_order_change, per_decision_change
+from rl_training.mathematics.scores import Scores
+from rl_training.offline.buffers import sample_update
+from rl_training.offline.covariance import covariance_of
+from rl_training.offline.probe import Look, Settings
+from rl_training.offline.standing import Standing
+from rl_training.offline.truth import AtStep, Truth, measure
+from rl_training.offline.update import Update, make_update
+
+COLUMNS_AT_ONCE = 2**16  # of a product in fp32, between sums in fp64
+
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """What is varied; an empty list is not."""
+
+    evaluation_sizes: Sequence[int] = ()  # sequences of E, at most all of them
+    update_seeds: Sequence[int] = field(default_factory=list)
+    update_prompts: Sequence[int] = ()
+    update_filtered: Sequence[bool] = ()
+
+    def __post_init__(self) -> None:
+        least = (("evaluation_sizes", MIN_SEQUENCES), ("update_prompts", 1), ("update_seeds", 0))
+        for name, smallest in least:
+            wrong = [v for v in getattr(self, name) if type(v) is not int or v < smallest]
+            if wrong:
+                raise ValueError(f"sweep.{name}: {wrong[0]} must be a whole number, at least {smallest}")
+
+    @property
+    def updates(self) -> bool:
+        return bool(self.update_seeds or self.update_prompts or self.update_filtered)
+
+
+def refuse_sweep(sweep: SweepSettings, settings: Settings) -> None:
+    """Raises ValueError where a sweep needs what is not asked for, before anything is sampled."""
+    e = settings.evaluation
+    total = (e.prompts if isinstance(e.source, str) else len(e.source)) * e.responses
+    if any(size > total for size in sweep.evaluation_sizes):
+        raise ValueError(
+            f"sweep.evaluation_sizes goes up to {max(sweep.evaluation_sizes)}, and E has {total} sequences"
+        )
+    if (sweep.evaluation_sizes or sweep.updates) and not (settings.truth.enabled and settings.first_order.enabled):
+        raise ValueError("a sweep holds prediction against truth: set first_order.enabled and truth.enabled to true")
+
+
+def sweep_tables(
+    standing: Standing, look: Look, settings: Settings, sweep: SweepSettings
+) -> dict[str, list[dict[str, Any]]]:
+    """Returns the tables "sizes" and "updates", those that are asked for."""
+    tables = {}
+    if sweep.evaluation_sizes:
+        assert look.truth is not None
+        tables["sizes"] = over_sizes(look.evaluation.scores, look.truth, sorted(sweep.evaluation_sizes))
+    if sweep.updates:
+        tables["updates"] = over_updates(standing, look, settings, sweep)
+    return tables
+
+
+def over_sizes(scores: Scores, truth: Truth, sizes: Sequence[int]) -> list[dict[str, Any]]:
+    """Returns a row for the first n sequences of E, for each n: prediction, truth, and the difference of both."""
+    at = _whole_step(truth)
+    rows = []
+    for size in sizes:
+        before, ahead = _first(scores, size), _first(at.ahead, size)
+        predicted = first_order_change(before, *(slope[:size] for slope in truth.slopes))
+        true = None if at.resampled else per_decision_change(before, ahead)
+        snis = reweighted_replicates(sequence_totals(before), sequence_totals(ahead))
+        odd = None
+        if true is not None and at.behind is not None:
+            odd = (true - per_decision_change(before, _first(at.behind, size))) * 0.5
+        rows.append({"evaluation_size": size, **_columns(predicted, true, snis, odd)})
+    return rows
+
+
+def over_updates(standing: Standing, look: Look, settings: Settings, sweep: SweepSettings) -> list[dict[str, Any]]:
+    """Returns a row for each update: as many prompts, filtered or not, from this seed."""
+    assert look.first_order is not None
+    own, memory = settings.update, settings.memory
+    direction = look.first_order.direction
+    variants = list(
+        combinations(
+            sweep.update_prompts or [own.prompts],
+            sweep.update_filtered or [own.filtered],
+            sweep.update_seeds or [own.seed],
+        )
+    )
+    rows = []
+    shown = standing.rank == 0 and not standing.trainer.args.disable_tqdm
+    for prompts, filtered, seed in tqdm(variants, desc=f"{'other updates':13}", unit="update", disable=not shown):
+        buffer = sample_update(standing, prompts, seed, filtered, memory.generation_size, _silent)
+        update = make_update(standing, buffer, memory.microbatch_size, memory.offload, _silent)
+        truth = measure(
+            standing, look.evaluation, update.delta, [1.0], settings.truth.odd, settings.evaluation.seed,
+            memory.generation_size, _silent,
+        )  # fmt: skip
+        at = _whole_step(truth)
+        value, of_update = _along(standing, direction, update)
+        predicted = Replicates(value, truth.first_order.without - truth.first_order.value + value)
+        columns = _columns(predicted, at.true, at.snis, at.odd)
+        if settings.first_order.covariance:
+            columns |= _of_both("covariance", covariance_of(standing, buffer))
+        for suffix, column in (("", 0), ("_sequence", 1)):  # of E alone so far
+            columns[f"deltaH1{suffix}_se"] = math.hypot(columns[f"deltaH1{suffix}_se"], float(of_update[column]))
+        rows.append({
+            "update_prompts": prompts, "update_filtered": bool(filtered), "update_seed": seed, "ESS": at.weights.ess,
+            "resampled": at.resampled, **columns,
+        })  # fmt: skip
+    return rows
+
+
+def _along(standing: Standing, direction: Tensor, update: Update) -> tuple[Tensor, Tensor]:
+    """Returns X̄·δθ, (2,), and the part of its standard error that is U's; nan from a single fold."""
+
+    def product(step: Tensor) -> Tensor:
+        pieces = zip(direction.split(COLUMNS_AT_ONCE, dim=1), step.split(COLUMNS_AT_ONCE), strict=True)
+        return torch.stack([(x @ y).double() for x, y in pieces]).sum(dim=0)
+
+    value = product(update.delta)
+    without = value.new_zeros(update.num_folds, 2)
+    if update.num_folds > 1:
+        for k, number in enumerate(update.fold_number):
+            without[number] = product(update.without_fold(k).total)
+    stderr = Replicates(value, standing.reduce(without)).stderr
+    return value, stderr if update.num_folds > 1 else torch.full_like(value, math.nan)
+
+
+def _whole_step(truth: Truth) -> AtStep:
+    return next(at for at in truth.at if at.eta == 1.0)
+
+
+def _first(scores: Scores, size: int) -> Scores:
+    return Scores(scores.logps[:size], scores.entropies[:size], scores.mask[:size])
+
+
+def _columns(
+    predicted: Replicates, true: Replicates | None, snis: Replicates, odd: Replicates | None
+) -> dict[str, float]:
+    columns = {
+        "deltaH1": predicted, "deltaH_true": true, "deltaH_snis": snis, "deltaH_odd": odd,
+        "paired_error": None if true is None else predicted - true,
+        "paired_error_odd": None if odd is None else predicted - odd,
+    }  # fmt: skip
+    return {name: number for key, replicates in columns.items() for name, number in _of_both(key, replicates).items()}
+
+
+def _of_both(key: str, replicates: Replicates | None) -> dict[str, float]:
+    """Returns a number with its standard error, per token and per sequence; nan where there is none."""
+    row = {}
+    for suffix, column in (("", 0), ("_sequence", 1)):
+        row[f"{key}{suffix}"] = float(replicates.value[column]) if replicates else math.nan
+        row[f"{key}{suffix}_se"] = float(replicates.stderr[column]) if replicates else math.nan
+    return row
+
+
+def _silent(count: int) -> None: ...

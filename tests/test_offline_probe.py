@@ -1,0 +1,206 @@
+"""OfflineEntropyProbe is offline.py by another configuration; its logs are whole, of every level, and read back."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
+from test_offline import RUN, checkpoint, composed, run  # noqa: F401
+
+from rl_training import OfflineEntropyProbe
+from rl_training.job.build import build_run
+from rl_training.job.explain import CONF
+from rl_training.job.look import look_at_checkpoints
+from rl_training.job.offline_probe import READY, main
+from rl_training.job.probe_config import KEYS, read_probe_config
+from rl_training.offline.results import read_result
+from rl_training.offline.whole import write_whole
+from rl_training.records import probe_logs, read_probe_log
+
+KEYS_OF_ANSWER = {
+    "deltaH1", "bars_dot", "learning_rate", "deltaH_true", "H_orig", "H_upd", "B_E", "B_U", "G",
+    "avg_generation_length", "avg_reward", "timing", "diagnostics", "log",
+}  # fmt: skip
+
+
+def small(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
+    """Returns a configuration of a quick look, with logs in a folder."""
+    own: dict[str, Any] = {
+        "batch_config": {"B_E": 16, "B_U": 8},
+        "memory_config": {"microbatch_size": 8},
+        "detailed_logging": {"output_directory": str(folder)},
+    }
+    return {key: own.get(key, {}) | sections.get(key, {}) for key in {**own, **sections}}
+
+
+@pytest.fixture(scope="module")
+def probed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:  # noqa: F811
+    """A look in full detail, in nats per sequence, by SNIS."""
+    config = small(
+        tmp_path_factory.mktemp("logs"), detailed_logging={"level": "debug"},
+        importance={"is_mode": "snis", "report_per_token": False},
+    )  # fmt: skip
+    return OfflineEntropyProbe(config).run_mixed_probe(checkpoint(run, 1))
+
+
+def test_the_answer_is_what_offline_py_finds(run: Path, probed: dict[str, Any], tmp_path: Path) -> None:  # noqa: F811
+    own = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", f"output={tmp_path}"]
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        (path,) = look_at_checkpoints(compose("offline", [f"checkpoint={checkpoint(run, 1)}", *own]))
+    found = read_result(path)["results"]
+    assert probed["diagnostics"] == found
+    assert set(probed) == KEYS_OF_ANSWER
+    assert probed["deltaH1"] == found["deltaH1_sequence"] == pytest.approx(probed["bars_dot"] * found["learning_rate"])
+    assert probed["deltaH_true"] == found["deltaH_snis_sequence"]
+    assert probed["H_upd"] == found["H_orig_sequence"] + found["deltaH_snis_sequence"]
+    assert (probed["B_E"], probed["B_U"], probed["G"]) == (16, 8, 4)
+
+
+def test_only_the_measured_part_is_run_and_returned(run: Path, tmp_path: Path) -> None:  # noqa: F811
+    config = small(tmp_path, probe_rework={"compute_delta_h1": False}, detailed_logging={"enabled": False})
+    found = OfflineEntropyProbe({**config, "batch_config": {"B_E": 16, "B_U": 4, "G": 2}}).run_mixed_probe(
+        checkpoint(run, 2)
+    )
+    assert set(found) == KEYS_OF_ANSWER - {"deltaH1", "bars_dot", "learning_rate"}
+    assert "gradient of E" not in found["timing"]
+    assert (found["log"], found["G"]) == ("", 2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_ready_files_run_and_explain_every_option(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]  # noqa: F811
+) -> None:  # fmt: skip
+    probe = OfflineEntropyProbe.from_config_file(READY / "full_example.yaml")
+    assert {section: set(keys) for section, keys in KEYS.items()} == {
+        section: set(keys) for section, keys in probe.config.items() if section != "overrides"
+    }
+    words = read_probe_config(probe.config, str(run)).words
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        given, default = compose("offline", list(words)), compose("offline", [f"checkpoint={run}"])
+    assert {key for key in default if given[key] != default[key]} == {"name"}  # the example has the defaults
+    monkeypatch.setattr(
+        "sys.argv", ["probe", "--config", str(READY / "quick_test.yaml"), "--checkpoint", str(checkpoint(run, 2))]
+    )
+    main()
+    printed = capsys.readouterr().out
+    log = printed.split(" log: ")[1].strip()
+    assert Path(log).is_relative_to(run / "offline")
+    assert " deltaH1 = " in printed
+    assert len(probe_logs(Path(log).parent)) >= 1
+
+
+@pytest.mark.parametrize(
+    ("config", "says"),
+    [
+        ({"batch_config": {"B_e": 3}}, r"batch_config.B_e: .*did you mean batch_config.B_E\?"),
+        ({"batch_config": {"is_mode": "pdis"}}, r"did you mean importance.is_mode\?"),
+        ({"importence": {}}, r"importence: .*did you mean importance\?"),
+        ({"checkpoint": {"backbone": "qwen2_5_1.5"}}, r"checkpoint.backbone: qwen2_5_1.5: choose .*did you mean qwen2"),
+        ({"importance": {"is_mode": "sniss"}}, r"importance.is_mode=sniss: .*did you mean snis\?"),
+        ({"memory_config": {"microbatch_size": "8"}}, "memory_config.microbatch_size=8: a whole number is needed"),
+        ({"detailed_logging": True}, "detailed_logging=True: settings are needed there, of enabled, level"),
+        ({"overrides": ["learning_rate"]}, "overrides: .*each KEY=VALUE"),
+    ],
+)
+def test_a_key_or_value_that_means_nothing_is_an_error_with_the_nearest(config: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        OfflineEntropyProbe(config)
+
+
+def test_old_names_of_models_and_data_sets_are_known() -> None:
+    old = {"checkpoint": {"backbone": "qwen2_5_15"}, "batch_config": {"dataset_name": "gsm8k_r1_template"}}
+    words = read_probe_config(old, "C").words
+    assert {"model=qwen2_5_1_5b", "data=gsm8k"} <= set(words)
+    with pytest.raises(ValueError, match=r"checkpoint\.checkpoint_path is not set"):
+        read_probe_config({})
+
+
+def test_a_folder_of_adapter_weights_takes_the_optimizer_of_its_parent(tmp_path: Path) -> None:
+    built = composed("train", f"run_dir={tmp_path / 'run'}", *RUN[:-1], "adapter=lora", "adapter.r=4")
+    build_run(built).train()
+    saved, alone = checkpoint(tmp_path / "run", 2), tmp_path / "step_2"
+    shutil.copytree(saved, alone / "model", ignore=shutil.ignore_patterns("*.pt", "*.pth", "trainer_state.json"))
+    config = small(tmp_path / "logs", checkpoint={"backbone": "tiny"}, detailed_logging={"level": "minimal"})
+    config["batch_config"] |= {"dataset_name": "arithmetic", "G": 4}
+    config["overrides"] = ["trainer.weight_decay=0.1", "trainer.max_grad_norm=0.1", "trainer.max_completion_length=24"]
+    probe = OfflineEntropyProbe(config)
+    with pytest.raises(ValueError, match=r"step_2/optimizer\.pt would have to be there"):
+        probe.run_mixed_probe(alone / "model")
+    state = torch.load(saved / "optimizer.pt")
+    state["param_groups"] = [group for group in state["param_groups"] if group["params"]]  # as other trainers have it
+    torch.save(state, alone / "optimizer.pt")
+    (alone / "model" / "adapter_model.safetensors").rename(tmp_path / "kept")
+    with pytest.raises(ValueError, match=r"model/adapter_model\.safetensors would have to be there"):
+        probe.run_mixed_probe(alone / "model")
+    (tmp_path / "kept").rename(alone / "model" / "adapter_model.safetensors")
+    found, of_run = probe.run_mixed_probe(alone / "model"), OfflineEntropyProbe(small(tmp_path / "logs"))
+    assert found["learning_rate"] == pytest.approx(1e-4)
+    assert found["deltaH1"] == pytest.approx(of_run.run_mixed_probe(saved)["deltaH1"], rel=1e-6)
+    assert "_step_2.json.gz" in found["log"]
+
+
+# --- logs -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_log_at_debug_holds_sequences_tokens_and_tensors_that_belong_together(probed: dict[str, Any]) -> None:
+    tables = read_probe_log(probed["log"])
+    results = tables["results"].set_index("name")
+    assert results["value"]["deltaH_snis_sequence"] == probed["deltaH_true"]
+    assert results["stderr"]["deltaH_snis"] == probed["diagnostics"]["deltaH_snis_se"]
+    e, tokens = tables["evaluation"], tables["tokens"]
+    sums = tokens.groupby("sequence")
+    assert list(e["sequence"]) == list(range(16))
+    assert (sums.size() == e["length"]).all()
+    torch.testing.assert_close(torch.tensor(sums["logp"].sum().values), torch.tensor(e["logp"].values))
+    assert e["weight"].to_numpy() == pytest.approx([math.exp(d) for d in e["logp_after"] - e["logp"]])
+    assert all("=" in prompt for prompt in e["prompt"])
+    snis = (e["weight"] * e["entropy_after"]).sum() / e["weight"].sum() - e["entropy"].mean()
+    assert snis == pytest.approx(probed["deltaH_true"])
+    u = tables["update"]
+    assert u["reward"].mean() == pytest.approx(probed["avg_reward"])
+    assert u.groupby("prompt_index")["advantage"].sum().to_numpy() == pytest.approx([0.0] * 8, abs=1e-6)
+    assert tables["statistics"].loc["importance_weight", "max"] == pytest.approx(probed["diagnostics"]["w_max"])
+    raw = load_file(probed["log"].replace(".json.gz", "_tensors.safetensors"))
+    assert float(raw["direction"][1] @ raw["delta"]) == pytest.approx(probed["deltaH1"], rel=1e-4)
+
+
+def test_levels_hold_ever_more_and_leave_out_what_is_not_wanted(run: Path, tmp_path: Path) -> None:  # noqa: F811
+    sizes = []
+    for level in ("minimal", "detailed"):
+        logging = {"level": level, "log_sequences": False, "compress": False}
+        log = OfflineEntropyProbe(small(tmp_path, detailed_logging=logging)).run_mixed_probe(checkpoint(run, 1))["log"]
+        assert log.endswith("checkpoint-1.json")
+        content = json.loads(Path(log).read_text())
+        assert "response" not in json.dumps(content)
+        sizes.append(len(Path(log).read_bytes()))
+        files = {path.name for path in Path(log).parent.glob(f"{Path(log).stem}*")}
+        assert files == {f"{Path(log).stem}{end}" for end in (".json", "_summary.json", "_config.yaml")}
+    assert sizes[0] < sizes[1]
+    table = probe_logs(tmp_path)
+    assert list(table["level"]) == ["minimal", "detailed"]
+    assert (table["step"] == 1).all()
+    assert table["deltaH1"].notna().all()
+
+
+def test_files_are_written_all_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = [tmp_path / "day" / name for name in ("a.json.gz", "a_config.yaml", "a_summary.json")]
+    (tmp_path / "day" / "a_summary.json.tmp").mkdir(parents=True)  # what cannot be written to
+    with pytest.raises(OSError, match="make room"):
+        write_whole(dict.fromkeys(paths, b"x"))
+    assert [path.name for path in (tmp_path / "day").iterdir()] == ["a_summary.json.tmp"]
+    moved: list[str] = []
+    replace = Path.replace
+    monkeypatch.setattr(Path, "replace", lambda self, to: (moved.append(to.name), replace(self, to))[1])
+    os.rmdir(tmp_path / "day" / "a_summary.json.tmp")
+    write_whole(dict.fromkeys(paths, b"x"))
+    assert moved[-1] == "a_summary.json"  # where it is, all of them are
+    with pytest.raises(ValueError, match="is no log of a look"):
+        read_probe_log(paths[2])
