@@ -198,7 +198,10 @@ def _respond(
 ) -> tuple[Rollout, Tensor]:
     """Returns this process's share of a response to each prompt, and which of them its rows are."""
     total = len(prompts)
-    chunk = max(1, min(chunk_size, -(-total // standing.num_ranks)))
+    # Dice belong to a chunk, so one process and two must cut alike; more do where there are chunks enough for them.
+    chunk = max(1, min(chunk_size, -(-total // 2)))
+    if -(-total // chunk) < standing.num_ranks:
+        chunk = max(1, -(-total // standing.num_ranks))
     prompt_ids: list[Tensor] = []
     completion_ids: list[Tensor] = []
     number: list[int] = []
