@@ -39,7 +39,7 @@ from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.mathematics.vectors import FlatVectors
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.probes.base import Need
-from rl_training.step.entropy_gradients import fold_gradients, importance_ratios
+from rl_training.step.entropy_gradients import Choice, fold_gradients, importance_ratios
 from rl_training.step.fold_sums import LEVELS
 from rl_training.step.types import StepContext
 
@@ -81,7 +81,8 @@ class Batches(Probe):
         super().__init__()
         self.num_folds = num_folds[-1]
         self._warm_steps, self._truth_batches = warm_steps, truth_batches
-        self._simple = {folds: SimpleEntropyProbe(num_folds=folds, per_sequence=True) for folds in num_folds}
+        options = {"per_sequence": True, "error_decay": 0.0}  # independent batches: each bar is its own
+        self._simple = {folds: SimpleEntropyProbe(num_folds=folds, **options) for folds in num_folds}
         self.said: dict[int, list[dict[str, Estimate]]] = {folds: [] for folds in num_folds}
         self.levels: list[Tensor] = []  # of each truth batch, (LEVELS,): sequences, ΣH, ΣT
         self.gradients: list[Tensor] = []  # of each truth batch, (2, P): ∂H_seq and ∂E[T]
@@ -116,7 +117,7 @@ class Batches(Probe):
         assert ratios is not None
         whole = dataclasses.replace(ctx, fold=torch.zeros_like(ctx.fold))
         options = {"estimator": "rb", "per_sequence": True, "with_training": False}
-        (gradient,) = fold_gradients(whole, self._flat, ratios, 1.0, ctx.responses_per_prompt, **options)
+        (gradient,) = fold_gradients(whole, self._flat, ratios, 1.0, Choice(ctx.responses_per_prompt), **options)
         mask = ctx.scores.mask.bool()
         total = ctx.scores.entropies.double().masked_fill(~mask, 0).sum()
         self.levels.append(torch.stack([ratios.sum(), total, mask.sum().double()]))

@@ -26,12 +26,24 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rl_training import Estimate, Probe
+from rl_training.mathematics.entropy import Estimator
 from rl_training.mathematics.vectors import FlatVectors
 from rl_training.probes.base import Need
-from rl_training.step.entropy_gradients import fold_gradients, importance_ratios
+from rl_training.step.entropy_gradients import Choice, fold_gradients, importance_ratios
 from rl_training.step.types import StepContext
 
-CHOICES = {"rb, 8 of 8": ("rb", 8), "rb, 4 of 8": ("rb", 4), "rb, 1 of 8": ("rb", 1), "score, 8 of 8": ("score", 8)}
+CHOICES: dict[str, tuple[Estimator, Choice]] = {
+    "rb, 8 of 8": ("rb", Choice(8)),
+    "rb, 4 of 8, first": ("rb", Choice(4)),
+    "rb, 4 of 8, by norm": ("rb", Choice(4, by_norm=True)),
+    "rb, 2 of 8, first": ("rb", Choice(2)),
+    "rb, 2 of 8, by norm": ("rb", Choice(2, by_norm=True)),
+    "rb, 1 of 8, first": ("rb", Choice(1)),
+    "rb, 1 of 8, by norm": ("rb", Choice(1, by_norm=True)),
+    "rb, 1 of 16, by norm": ("rb", Choice(1, by_norm=True, prompt_share=0.5)),
+    "rb, 1 of 32, by norm": ("rb", Choice(1, by_norm=True, prompt_share=0.25)),
+    "score, 8 of 8": ("score", Choice(8)),
+}
 NAIVE = "naive, 8 of 8"
 REFERENCE = "rb, 8 of 8"
 
@@ -58,11 +70,9 @@ class Estimators(Probe):
             return
         ratios = importance_ratios(ctx)
         assert ratios is not None
-        for name, (estimator, responses) in CHOICES.items():
+        for name, (estimator, choice) in CHOICES.items():
             # At level 0 what is left of ∂H_seq − H_tok ∂E[T] is the gradient of the sequence entropy.
-            folds = fold_gradients(
-                ctx, layout, ratios, 0.0, responses, estimator, per_sequence=False, with_training=False
-            )
+            folds = fold_gradients(ctx, layout, ratios, 0.0, choice, estimator, per_sequence=False, with_training=False)
             self.gradients[name] += [fold.entropy[0] for fold in folds]
         for fold in range(int(ctx.fold.max()) + 1):
             rows = (ctx.fold == fold).nonzero().squeeze(1)

@@ -126,7 +126,8 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         # Its shared-memory all-reduce would be compiled here, a minute of g++ behind a lock file. Without it: gloo.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     probes = [] if run.endswith("bare") else [
-        SimpleEntropyProbe(per_sequence=True, own_prompts=True), GradientNoiseScaleProbe(), EffectiveSampleSizeProbe(),
+        SimpleEntropyProbe(per_sequence=True, own_prompts=True, draw="norm"), GradientNoiseScaleProbe(),
+        EffectiveSampleSizeProbe(),
         Recorder(),
     ]  # fmt: skip
     policy, tokenizer = load_tiny()

@@ -154,7 +154,7 @@ def test_a_rank_without_any_advantage_takes_part(runs: Path) -> None:
     assert rows[2, "ess/zero_advantage"]["value"] == 0.5
     for name in ("delta_h/forward", "delta_h/backward", "gns/trace_step", "ess/token_weight"):
         assert math.isfinite(rows[2, name]["value"])
-    assert rows[2, "delta_h/forward"]["num_samples"] == 8
+    assert rows[2, "delta_h/forward"]["num_samples"] >= 8  # 8 folds, and more where the variance is averaged
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------

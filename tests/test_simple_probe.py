@@ -16,6 +16,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from rl_training import Estimate, Probe
+from rl_training.mathematics.draws import keys_of, uniforms_of
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.tasks.models import load_tiny
 
@@ -31,6 +32,7 @@ SMOOTH = {"adam_epsilon": 1e-5, "max_grad_norm": 0.05}
 class Snapshot:
     """All that a step starts from, in float64."""
 
+    step: int
     parameters: dict[str, Tensor]
     moments: dict[str, tuple[Tensor, Tensor, int]]
     hyperparameters: dict[str, dict[str, Any]]
@@ -53,6 +55,7 @@ class Recorder(Probe):
         states = ctx.optimizer.states
         self.steps.append(
             Snapshot(
+                step=ctx.step,
                 parameters={n: p.detach().double().clone() for n, p in ctx.parameters.items()},
                 moments={n: (s.exp_avg.double(), s.exp_avg_sq.double(), s.step) for n, s in states.items()},
                 hyperparameters={
@@ -77,8 +80,8 @@ class Recorder(Probe):
 class Answers(SimpleEntropyProbe):
     """The probe, with its answers kept."""
 
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
+    def __init__(self, error_decay: float = 0.0, draw: str = "norm", **options: Any) -> None:
+        super().__init__(error_decay=error_decay, draw=draw, **options)
         self.all: list[dict[str, Estimate]] = []
 
     def measure(self, ctx: Any) -> dict[str, Estimate]:
@@ -96,6 +99,8 @@ class Twin:
         estimator: str,
         temperature: float = 1.0,
         max_length: int = L_MAX,
+        prompt_share: float = 1.0,
+        draw: str = "norm",
     ) -> None:
         self.step, self.max_length = step, max_length
         self.ratios = [1.0] * len(step.rollout.advantages)
@@ -125,7 +130,7 @@ class Twin:
             for target in ("sequence", "length")
         }
         self.folds = [(step.fold == k).nonzero().flatten().tolist() for k in range(int(step.fold.max()) + 1)]
-        self.chosen = [i for i, p in enumerate(prompts) if prompts[:i].count(p) < responses]
+        self.choose(responses, prompt_share, draw)
         self.x = {target: [self.entropy_gradient(fold, target) for fold in self.folds] for target in self.weights}
         self.gradients = [self.training_gradient(fold) for fold in self.folds]
         self.gradient_of_all = self.mean(dict(enumerate(self.gradients)))
@@ -134,6 +139,51 @@ class Twin:
         self.update_without = [self.adamw(gradient) for gradient in without]
         self.update_unclipped = [self.adamw(gradient, max_grad_norm=math.inf) for gradient in without]
         self.parts_without = [self.parts(self.clipped(gradient)) for gradient in without]
+
+    def choose(self, responses: int, prompt_share: float = 1.0, draw: str = "norm") -> None:
+        """Sets which responses X is computed from, and for how many each of them stands."""
+        prompts = self.step.rollout.prompt_index.tolist()
+        strata = prompts if prompt_share == 1.0 else self.step.fold.tolist()
+        self.multiplicity: dict[int, float] = {}  # of the responses that are drawn
+        for stratum in sorted(set(strata)):
+            members = [i for i, s in enumerate(strata) if s == stratum]
+            wanted = len(members) / prompts.count(prompts[0]) * responses * prompt_share
+            self.multiplicity |= self.draw(members, min(max(round(wanted), 1), len(members)))
+        if draw == "first":
+            first = [i for i, p in enumerate(prompts) if prompts[:i].count(p) < responses]
+            self.multiplicity = dict.fromkeys(first, prompts.count(prompts[0]) / responses)
+        self.chosen = sorted(self.multiplicity)
+
+    def draw(self, members: list[int], count: int) -> dict[int, float]:
+        """Returns for how many each drawn response stands: probabilities by the norms, and a walk along them."""
+        w_entropy, w_length = self.weights["sequence"][0], self.weights["length"][0]
+        level = dot_product(self.ratios, self.entropy_of) / dot_product(self.ratios, self.lengths)
+        norm = {}
+        for i in members:
+            w = [a - level * b for a, b in zip(w_entropy[i], w_length[i], strict=True)]
+            norm[i] = self.ratios[i] * math.sqrt(sum(a * a for a in [*w, *self.weights["sequence"][1][i]]))
+        certain: list[int] = []
+        while True:  # whose share is above 1 is drawn for certain
+            others = [i for i in members if i not in certain]
+            total = sum(norm[i] for i in others)
+            share = {
+                i: (count - len(certain)) * (0.8 * (norm[i] / total if total else 1 / len(others)) + 0.2 / len(others))
+                for i in others
+            }
+            above = [i for i in others if share[i] > 1]
+            certain += above
+            if not above:
+                break
+        probability = [1.0 if i in certain else share[i] for i in members]
+        rollout = self.step.rollout
+        key = keys_of(rollout.prompt_ids[members], rollout.prompt_mask[members]).sum(dim=0, keepdim=True)
+        point = float(uniforms_of(key, seed=0, step=self.step.step))
+        drawn, start = {}, 0.0
+        for i, length in zip(members, probability, strict=True):
+            if any(start <= point + j < start + length for j in range(count)):
+                drawn[i] = 1 / length
+            start += length
+        return drawn
 
     def update_without_chosen(self) -> list[dict[str, Tensor]]:
         """For each fold k, the step in which the fold's other responses stand for its chosen ones as well."""
@@ -186,13 +236,13 @@ class Twin:
 
     def entropy_gradient(self, fold: list[int], target: str) -> dict[str, Tensor]:
         w, u = self.weights[target]
-        rows = [i for i in fold if i in self.chosen]
         total = sum(
-            self.ratios[i] * (w[i][k] * self.logps[i, k] + u[i][k] * self.entropies[i, k])
-            for i in rows
+            self.multiplicity[i] * self.ratios[i] * (w[i][k] * self.logps[i, k] + u[i][k] * self.entropies[i, k])
+            for i in fold
+            if i in self.multiplicity
             for k in range(self.lengths[i])
         )
-        return self.gradient(total / len(rows))
+        return self.gradient(total / len(fold))
 
     def training_gradient(self, fold: list[int]) -> dict[str, Tensor]:
         advantages = self.step.rollout.advantages.double()
@@ -257,6 +307,10 @@ def dot(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return float(sum((a[n] * b[n]).sum() for n in a))
 
 
+def dot_product(a: list[float], b: list[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
 def per_token(sums: list[float], level: float | None = None) -> float:
     entropy, length, _, d_entropy, d_length = sums
     return (d_entropy - (entropy / length if level is None else level) * d_length) / length
@@ -267,18 +321,24 @@ def per_sequence(sums: list[float], level: float | None = None) -> float:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "responses", "temperature", "max_length", "folds"),
+    ("estimator", "responses", "prompt_share", "temperature", "max_length", "folds"),
     [
-        ("rb", 1, 1.0, L_MAX, UNEQUAL_FOLDS),
-        ("rb", 4, 0.7, 5, EIGHT_FOLDS),  # within 5 tokens hardly a response ends
-        ("score", 2, 1.3, L_MAX, EIGHT_FOLDS),
+        ("rb", 1, 1.0, 1.0, L_MAX, UNEQUAL_FOLDS),
+        ("rb", 4, 1.0, 0.7, 5, EIGHT_FOLDS),  # within 5 tokens hardly a response ends
+        ("score", 2, 0.5, 1.3, L_MAX, EIGHT_FOLDS),
     ],
 )
 def test_every_estimate_equals_the_plain_twin(
-    make_trainer, estimator, responses, temperature, max_length, folds
+    make_trainer, estimator, responses, prompt_share, temperature, max_length, folds
 ) -> None:
     recorder = Recorder()
-    probe = Answers(estimator=estimator, responses_per_prompt=responses, per_sequence=True, num_folds=K)
+    probe = Answers(
+        estimator=estimator,
+        responses_per_prompt=responses,
+        prompt_share=prompt_share,
+        per_sequence=True,
+        num_folds=K,
+    )
     make_trainer(
         probes=[probe, recorder],
         dtype=torch.float64,
@@ -289,7 +349,7 @@ def test_every_estimate_equals_the_plain_twin(
         **folds,
         **SMOOTH,
     ).train()
-    twins = [Twin(step, responses, estimator, temperature, max_length) for step in recorder.steps[:2]]
+    twins = [Twin(step, responses, estimator, temperature, max_length, prompt_share) for step in recorder.steps[:2]]
     same = {"rel": 1e-3, "abs": 1e-9}  # TRL's fused head computes in fp32
     for twin, answer in zip(twins, probe.all[:2], strict=True):
         for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
@@ -321,11 +381,14 @@ def test_every_estimate_equals_the_plain_twin(
 
 
 def test_causes_and_own_prompts_equal_the_plain_twin(make_trainer) -> None:
-    recorder, probe = Recorder(), Answers(own_prompts=True, per_sequence=True, top_responses=3, num_folds=K)
+    recorder, probe = (
+        Recorder(),
+        Answers(own_prompts=True, per_sequence=True, top_responses=3, num_folds=K, draw="first"),
+    )
     make_trainer(probes=[probe, recorder], dtype=torch.float64, **UNEQUAL_FOLDS, **SMOOTH).train()
     same = {"rel": 2e-4, "abs": 1e-9}
     for step, answer in zip(recorder.steps, probe.all, strict=True):
-        twin = Twin(step, responses=1, estimator="rb")
+        twin = Twin(step, responses=1, estimator="rb", draw="first")
 
         def change(updates: list[dict[str, Tensor]], statistic: Any, twin: Twin = twin) -> float:
             return statistic([sum(c) for c in zip(*twin.rows(updates), strict=True)])
@@ -534,6 +597,7 @@ def test_off_policy_steps_are_weighted_by_the_importance_ratio(make_trainer) -> 
     assert answer["entropy/token"].value == pytest.approx(entropy / length, rel=1e-4)
     assert answer["entropy/sequence"].value == pytest.approx(entropy / sum(ratios), rel=1e-4)
     twin.ratios = ratios
+    twin.choose(responses=1)
     twin.x = {target: [twin.entropy_gradient(fold, target) for fold in twin.folds] for target in twin.weights}
     rows = twin.rows([step.update] * 4)  # the loss has per-token ratios and clipping: the real step is the reference
     reuse = sum(row[3] for row in rows) / sum(ratios)
@@ -673,6 +737,9 @@ def test_an_estimate_does_not_depend_on_the_padding_of_the_batch(make_trainer) -
 
 @pytest.mark.parametrize(("options", "message"), [({"estimator": "naive"}, "'rb' or 'score'"),
                                                   ({"responses_per_prompt": 0}, "at least 1"),
+                                                  ({"draw": "last"}, "'norm' or 'first'"),
+                                                  ({"prompt_share": 0.0}, "must lie in"),
+                                                  ({"error_decay": 1.0}, "must lie in"),
                                                   ({"every": 0}, "at least 1")])  # fmt: skip
 def test_options_that_mean_nothing_are_refused(options, message) -> None:
     with pytest.raises(ValueError, match=message):

@@ -39,6 +39,7 @@ class TrapezoidTerms:
     trapezoid_stderr: Tensor
     predicted: Tensor
     predicted_stderr: Tensor
+    predicted_batches: Tensor  # so many batches of equal variance would know that error as well (Satterthwaite)
     measured: Tensor
     measured_stderr: Tensor
 
@@ -56,19 +57,26 @@ class TrapezoidSum:
         """
         zero, nan = torch.zeros_like(batch.forward), torch.full_like(batch.forward, torch.nan)
         if not self._state:
+            self._state = {"squares": zero.clone()}
             self._remember(step, batch, zero, zero.clone(), (0.5 * batch.forward_stderr).square(), batch)
-            return TrapezoidTerms(nan, nan, zero, zero, zero, zero)
+            return TrapezoidTerms(nan, nan, zero, zero, torch.ones_like(zero), zero, zero)
         last = self._state
         forward = last["forward"] if int(last["step"]) == step - 1 else nan
         trapezoid = 0.5 * (forward + batch.backward)
         predicted = last["predicted"] + trapezoid
         variance = last["variance"] + last["half_step_variance"]
+        end = (0.5 * batch.backward_stderr).square()
+        # Before there were squares: as if all the variance so far were one batch's.
+        squares = last.get("squares", last["variance"].square()) + last["half_step_variance"].square()
+        sum_of_squares = squares + end.square()
         self._remember(step, batch, predicted, variance, batch.half_step_stderr.square())
+        self._state["squares"] = squares
         return TrapezoidTerms(
             trapezoid=trapezoid,
             trapezoid_stderr=0.5 * torch.hypot(last["forward_stderr"], batch.backward_stderr),
             predicted=predicted,
-            predicted_stderr=(variance + (0.5 * batch.backward_stderr).square()).sqrt(),
+            predicted_stderr=(variance + end).sqrt(),
+            predicted_batches=torch.where(sum_of_squares > 0, (variance + end).square() / sum_of_squares, 1.0),
             measured=batch.level - last["first_level"],
             measured_stderr=torch.hypot(batch.level_stderr, last["first_level_stderr"]),
         )

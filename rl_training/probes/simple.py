@@ -19,13 +19,15 @@ Cost: X comes from a forward pass and a backward of its own over `responses_per_
 
 The error bar of `forward` is the delete-one-fold jackknife with δθ_(−k,−l) taken to first order,
 δθ_(−k) + δθ_(−l) − δθ, and, for folds k on another rank than l, without the effect of l on their δθ. The error bars of
-its parts leave that effect out altogether.
+its parts leave that effect out altogether. A batch that misses rare responses does not know how far off it is: the
+variances of single steps are averaged over about three of them (running_variance.py). Sums use each batch's own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -34,11 +36,12 @@ from rl_training.mathematics.calibration import Calibration
 from rl_training.mathematics.entropy import Estimator
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.jackknife import jackknife_stderr
+from rl_training.mathematics.running_variance import RunningVariance
 from rl_training.mathematics.trapezoid import BatchTerms, TrapezoidSum
 from rl_training.mathematics.vectors import FlatVectors
 from rl_training.probes.base import Need, Probe
 from rl_training.step.causes import Splits
-from rl_training.step.entropy_gradients import importance_ratios
+from rl_training.step.entropy_gradients import Choice, importance_ratios
 from rl_training.step.fold_sums import PRODUCTS, statistic, sum_over_folds
 from rl_training.step.ground_truth import GroundTruth
 from rl_training.step.quantities import Quantity
@@ -64,6 +67,9 @@ class SimpleEntropyProbe(Probe):
     estimator             how X is estimated, see entropy.py: "rb" (default), Rao-Blackwell, sums the exact entropies of
                           the next token; "score" has their one-sample values −log π in their place, with more noise
     responses_per_prompt  responses of every prompt that X is computed from; more (up to G) cost more, with less noise
+    draw                  which: "first", the first of each prompt (default); "norm", drawn by the norms of their
+                          weights and reweighted, see entropy_gradients.py
+    prompt_share          with draw="norm": below 1, so many times fewer, drawn from all of a fold; no own_prompts then
     num_folds             folds of whole prompts on each rank, K; None: one per microbatch, or one per rank when there
                           are 8 ranks or more. More than microbatches costs what another forward pass and backward do
     per_sequence          predict in nats per sequence too, `…_sequence`: a second backward
@@ -74,7 +80,9 @@ class SimpleEntropyProbe(Probe):
     validate_every        measure the true change on a buffer of its own at every so many steps, and hold `forward`
                           against it: ground_truth.py, calibration.py; 0 for never. It costs two to three forward passes
     validate_sequences    responses in that buffer, over all ranks
-    seed                  of that buffer
+    seed                  of that buffer, and of the draw
+    error_decay           weight of a step relative to the next in the average of the variances of single steps; 0 for
+                          the bar of the batch alone, which is in probes.jsonl in any case (`stderr_of_batch`)
     every                 measure each `every`-th step; backward, trapezoid and the sums need every=1
     """
 
@@ -85,6 +93,8 @@ class SimpleEntropyProbe(Probe):
         self,
         estimator: Estimator = "rb",
         responses_per_prompt: int = 1,
+        draw: Literal["norm", "first"] = "first",
+        prompt_share: float = 1.0,
         num_folds: int | None = None,
         per_sequence: bool = False,
         own_prompts: bool = False,
@@ -93,19 +103,26 @@ class SimpleEntropyProbe(Probe):
         validate_every: int = 0,
         validate_sequences: int = 512,
         seed: int = 0,
+        error_decay: float = 0.5,
         every: int = 1,
     ) -> None:
         super().__init__(every)
+        if not 0.0 <= error_decay < 1.0:
+            raise ValueError(f"simple: error_decay={error_decay} must lie in [0, 1); 0.5 averages over three steps")
         if estimator not in ("rb", "score"):
             raise ValueError(f"simple: unknown estimator {estimator!r}: choose 'rb' or 'score'")
         if responses_per_prompt < 1:
             raise ValueError(f"simple: responses_per_prompt={responses_per_prompt} must be at least 1")
+        if draw not in ("norm", "first"):
+            raise ValueError(f"simple: unknown draw {draw!r}: choose 'norm' or 'first'")
+        if not 0.0 < prompt_share <= 1.0 or (prompt_share < 1.0 and draw != "norm"):
+            raise ValueError(f"simple: prompt_share={prompt_share} must lie in (0, 1], and be 1 unless draw='norm'")
         if num_folds is not None and num_folds < 1:
             raise ValueError(f"simple: num_folds={num_folds} must be at least 1, or null for one per microbatch")
         if type(per_sequence) is not bool:
             raise ValueError(f"simple: per_sequence={per_sequence} must be true or false")
         self.estimator: Estimator = estimator
-        self.responses_per_prompt = responses_per_prompt
+        self.choice = Choice(responses_per_prompt, draw == "norm", prompt_share, seed)
         self.num_folds = num_folds
         self.per_sequence = per_sequence
         self.own_prompts = own_prompts
@@ -116,6 +133,7 @@ class SimpleEntropyProbe(Probe):
         self._updates: FlatVectors | None = None
         self._update_row: Tensor | None = None  # row PREVIOUS: the δθ of `_update_step`
         self._update_step: int | None = None
+        self._errors = RunningVariance(error_decay)
         self._sum = TrapezoidSum()
         self._known_splits: Splits | None = None
         self._answers: dict[str, Estimate] = {}
@@ -139,7 +157,7 @@ class SimpleEntropyProbe(Probe):
             updates,
             self._splits(ctx),
             estimator=self.estimator,
-            responses_per_prompt=self.responses_per_prompt,
+            choice=self.choice,
             per_sequence=self.per_sequence,
             own_prompts=self.own_prompts,
             with_halves=self.top_responses > 0,
@@ -179,6 +197,7 @@ class SimpleEntropyProbe(Probe):
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {f"sum.{name}": tensor for name, tensor in self._sum.state_dict().items()}
+        state |= {f"error.{name}": tensor for name, tensor in self._errors.state_dict().items()}
         state |= self._calibration.state_dict()
         if self._update_row is not None and self._update_step is not None:
             state |= {"update": self._update_row, "update_step": torch.tensor(self._update_step)}
@@ -186,6 +205,7 @@ class SimpleEntropyProbe(Probe):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._sum.load_state_dict({k.removeprefix("sum."): v for k, v in state.items() if k.startswith("sum.")})
+        self._errors.load_state_dict({k.removeprefix("error."): v for k, v in state.items() if k.startswith("error.")})
         if "pairs" in state:
             self._calibration.load_state_dict(state)
         self._update_row = state.get("update")
@@ -216,12 +236,13 @@ class SimpleEntropyProbe(Probe):
             "entropy": "",
             "backward": gap,
             "reuse": ctx.optimizer.reason,
-            "own_prompts": why_no_own_prompts(ctx, self.responses_per_prompt),
+            "own_prompts": why_no_own_prompts(ctx, self.choice),
         }
         rows = {
             name: Quantity(name, value, stderr, ctx.step).unless(reasons.get(name, no_forward))
             for name, value, stderr in zip(self._of_step(ctx), values[:-1], stderrs[:-1], strict=True)
         }
+        rows |= self._averaged(list(rows.values())[1:])  # all but the level
         rows["backward"] = dataclasses.replace(rows["backward"], about_step=ctx.step - 1)
         level, forward, backward = rows["entropy"], rows["forward"], rows["backward"]
         closed = self._sum.add(
@@ -241,10 +262,21 @@ class SimpleEntropyProbe(Probe):
         no_trapezoid = gap or no_forward or HALF
         return [
             *rows.values(),
-            Quantity(trapezoid, closed.trapezoid, closed.trapezoid_stderr, before, no_trapezoid),
-            Quantity(predicted, closed.predicted, closed.predicted_stderr, before, HOLE_IN_SUM),
+            Quantity(trapezoid, closed.trapezoid, closed.trapezoid_stderr, before, no_trapezoid, backward.batches),
+            Quantity(
+                predicted, closed.predicted, closed.predicted_stderr, before, HOLE_IN_SUM, closed.predicted_batches
+            ),
             Quantity(measured, closed.measured, closed.measured_stderr, before),
         ]
+
+    def _averaged(self, rows: list[Quantity]) -> dict[str, Quantity]:
+        """Returns these quantities with their variances averaged over steps, by name."""
+        raw = torch.stack([row.stderr for row in rows])
+        variances, batches = self._errors.add(raw.square())
+        return {
+            row.name: dataclasses.replace(row, stderr=stderr, batches=of, stderr_of_batch=row.stderr)
+            for row, stderr, of in zip(rows, variances.sqrt(), batches, strict=True)
+        }
 
     def _of_step(self, ctx: StepContext) -> tuple[str, ...]:
         """Returns the names of the quantities that one step has, in the order of `statistic`."""

@@ -5,6 +5,14 @@ Where the step is off-policy, every mean over sequences is weighted by the impor
     ρ_i = π_now(t_i) / π_sampling(t_i) = exp(Σ_k log π_now(t_ik) − log π_sampling(t_ik)),
 
 and normalised by Σ ρ. On-policy, ρ = 1.
+
+Which responses: the surrogate's weights are known from the training's own forward pass, before any backward, and how
+much a response adds to the gradient goes mostly with their norm. So they can be drawn with probabilities that follow
+
+    a_i = ρ_i (Σ_k w_ik² + u_ik²)^½
+
+each counting by one over its probability: draws.py. The random numbers come from (seed, step, the prompt's tokens)
+alone: training's streams are not touched, and a resumed run, or one in more processes, draws the same.
 """
 
 from __future__ import annotations
@@ -15,6 +23,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl_training.mathematics.draws import drawn, inclusion_probabilities, keys_of, uniforms_of
 from rl_training.mathematics.entropy import Estimator, surrogate_weights
 from rl_training.mathematics.folds import response_number
 from rl_training.mathematics.scores import Scores
@@ -23,10 +32,26 @@ from rl_training.step.types import StepContext
 
 
 @dataclass(frozen=True)
-class FoldGradients:
-    """What one fold says; all of it flat, means over its chosen responses, baselines from all responses."""
+class Choice:
+    """Which responses of a step the entropy gradient is computed from.
 
-    entropy: Tensor  # (1 or 2, P): Σ ρ (∂H_seq − H_tok ∂E[T]), Σ ρ ∂H_seq, each divided by the number of responses
+    responses_per_prompt  so many of every prompt; from G on, all
+    by_norm               drawn by the norms of their weights, and reweighted; else the first of each prompt
+    prompt_share          below 1: so many times fewer, drawn by the same norms from all responses of a fold
+    seed                  of the draw
+    """
+
+    responses_per_prompt: int = 1
+    by_norm: bool = False
+    prompt_share: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class FoldGradients:
+    """What one fold says; all of it flat, baselines from all responses."""
+
+    entropy: Tensor  # (1 or 2, P): Σ ρ (∂H_seq − H_tok ∂E[T]), Σ ρ ∂H_seq, each as a mean over the fold's responses
     training: Tensor | None  # (P,): the training gradient of the chosen responses, on the mean scale; if asked for
 
 
@@ -45,13 +70,13 @@ def fold_gradients(
     layout: FlatVectors,
     ratios: Tensor,
     level: float,
-    responses_per_prompt: int,
+    choice: Choice,
     estimator: Estimator,
     *,
     per_sequence: bool,
     with_training: bool,
 ) -> Iterator[FoldGradients]:
-    """Yields the gradients of each fold of this rank, in order, from so many responses of every prompt.
+    """Yields the gradients of each fold of this rank, in order, from some of its responses.
 
     level  H_tok of the whole step: E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] is one direction, for one backward
 
@@ -62,19 +87,40 @@ def fold_gradients(
     sequence_weights, entropy_weights = surrogate_weights(*known, estimator, target="sequence")
     length_weights, _ = surrogate_weights(*known, estimator, target="length")  # ∂E[T] has no ∂h term
     logp_weights = [sequence_weights - level * length_weights, sequence_weights][: 1 + per_sequence]
-    chosen = response_number(ctx.rollout.prompt_index) < responses_per_prompt
+    norms = ratios * (logp_weights[0].square() + entropy_weights.square()).double().sum(dim=1).sqrt()
+    multiplicity = _multiplicity(ctx, choice, norms)
+    shares = ratios * multiplicity / torch.bincount(ctx.fold)[ctx.fold]
     parameters = list(ctx.parameters.values())
     for fold in range(int(ctx.fold.max()) + 1):
-        rows = (chosen & (ctx.fold == fold)).nonzero().squeeze(1)
+        rows = ((multiplicity > 0) & (ctx.fold == fold)).nonzero().squeeze(1)
         fresh = ctx.policy.score(ctx.rollout, rows)
         width = fresh.logps.shape[1]
-        share = (ratios[rows] / len(rows)).to(fresh.logps.dtype).unsqueeze(1)
+        share = shares[rows].to(fresh.logps.dtype).unsqueeze(1)
         pairs = [(share * weights[rows, :width], share * entropy_weights[rows, :width]) for weights in logp_weights]
         entropy = entropy_gradient(fresh, pairs, parameters, layout, keep_graph=with_training)
         training = None
         if with_training:
             training = layout.flatten(ctx.loss_weights.gradient(fresh, rows, parameters, share=1.0 / len(rows)))
         yield FoldGradients(entropy, training)
+
+
+def _multiplicity(ctx: StepContext, choice: Choice, norms: Tensor) -> Tensor:
+    """Returns for how many responses each one stands, (B,) fp64: 0 for those that are not drawn."""
+    number = response_number(ctx.rollout.prompt_index)
+    if not choice.by_norm:
+        group = min(choice.responses_per_prompt, ctx.responses_per_prompt)
+        return (number < group).double() * (ctx.responses_per_prompt / group)
+    stratum = ctx.fold
+    if choice.prompt_share == 1.0:
+        _, stratum = ctx.rollout.prompt_index.unique(return_inverse=True)
+    sizes = torch.bincount(stratum)
+    wanted = sizes / ctx.responses_per_prompt * choice.responses_per_prompt * choice.prompt_share
+    counts = torch.minimum(wanted.round().clamp(min=1), sizes)
+    keys = keys_of(ctx.rollout.prompt_ids, ctx.rollout.prompt_mask)
+    of_stratum = keys.new_zeros(len(counts)).index_add_(0, stratum, keys)
+    probability = inclusion_probabilities(norms, stratum, counts)
+    taken = drawn(probability, stratum, uniforms_of(of_stratum, choice.seed, ctx.step))
+    return taken / probability
 
 
 def entropy_gradient(

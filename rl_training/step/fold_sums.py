@@ -18,7 +18,7 @@ from rl_training.mathematics.entropy import Estimator
 from rl_training.mathematics.folds import leave_fold_out
 from rl_training.mathematics.vectors import FlatVectors
 from rl_training.step.causes import Splits
-from rl_training.step.entropy_gradients import FoldGradients, fold_gradients
+from rl_training.step.entropy_gradients import Choice, FoldGradients, fold_gradients
 from rl_training.step.types import StepContext
 from rl_training.step.updates import (
     FIRST_FOLD,
@@ -77,7 +77,7 @@ def sum_over_folds(
     splits: Splits,
     *,
     estimator: Estimator,
-    responses_per_prompt: int,
+    choice: Choice,
     per_sequence: bool,
     own_prompts: bool,
     with_halves: bool,
@@ -87,13 +87,13 @@ def sum_over_folds(
     levels = _levels(ctx, ratios, len(sizes))
     of_fold = torch.cat([torch.ones_like(sizes).unsqueeze(1), sizes.unsqueeze(1), levels], dim=1)
     num_folds, total_size, sequences, entropy, length = ctx.reduce(of_fold.sum(dim=0)).tolist()
-    steps = _Steps(ctx, updates, splits, sizes, total_size, responses_per_prompt)
+    steps = _Steps(ctx, updates, splits, sizes, total_size, choice)
     gradients = fold_gradients(
         ctx,
         updates,
         ratios,
         entropy / length,
-        responses_per_prompt,
+        choice,
         estimator,
         per_sequence=per_sequence,
         with_training=own_prompts,
@@ -135,11 +135,11 @@ class _Steps:
         splits: Splits,
         sizes: Tensor,
         total_size: float,
-        responses_per_prompt: int,
+        choice: Choice,
     ) -> None:
         self._ctx, self._updates, self._splits = ctx, updates, splits
         self._sizes, self._total_size = sizes, total_size
-        self._responses_per_prompt = responses_per_prompt
+        self._choice = choice
         self._gradient = updates.flatten(ctx.gradients.values())
         self._pieces = optimizer_pieces(ctx.parameters, ctx.optimizer.states)
         self._clip = fill_updates(ctx, self._pieces, self._gradient, sizes, total_size, out=updates).tolist()
@@ -170,8 +170,8 @@ class _Steps:
 
     def _own_prompts(self, k: int, fold: FoldGradients) -> Tensor:
         """Returns X_k · δθ_(−c_k), the step without the responses of X_k: the others of these prompts replace them."""
-        ctx, chosen_share = self._ctx, self._responses_per_prompt / self._ctx.responses_per_prompt
-        unknown = ctx.optimizer.states is None or chosen_share >= 1.0
+        ctx, chosen_share = self._ctx, self._choice.responses_per_prompt / self._ctx.responses_per_prompt
+        unknown = ctx.optimizer.states is None or chosen_share >= 1.0 or self._choice.prompt_share < 1.0
         if unknown or fold.training is None or ctx.fold_gradients is None:
             return self._unknown(fold)
         share = float(self._sizes[k]) / self._total_size

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from rl_training.mathematics.kish import kish_size_of_sums, kish_sums
+from rl_training.step.entropy_gradients import Choice
 from rl_training.step.types import StepContext
 
 MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless
@@ -55,9 +56,11 @@ def why_no_forward(ctx: StepContext, num_folds: int) -> str:
     return REUSED if ctx.reused else ""
 
 
-def why_no_own_prompts(ctx: StepContext, responses_per_prompt: int) -> str:
+def why_no_own_prompts(ctx: StepContext, choice: Choice) -> str:
     """Returns why the responses of X cannot be left out of the step alone, "" if they can."""
-    if responses_per_prompt >= ctx.responses_per_prompt:
+    if choice.prompt_share < 1.0:
+        return "with a share of the prompts no prompt's other responses stand for the drawn ones: set prompt_share=1"
+    if choice.responses_per_prompt >= ctx.responses_per_prompt:
         return "every response is in the entropy gradient, none is left for the update: lower responses_per_prompt"
     return OTHER_TERMS if ctx.other_terms else why_no_forward(ctx, num_folds=2)
 

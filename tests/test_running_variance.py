@@ -1,0 +1,54 @@
+"""Variances averaged over steps: by hand, with holes, and resumed."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from rl_training.mathematics.running_variance import RunningVariance
+
+
+def test_average_and_effective_batches_by_hand() -> None:
+    """Variances 4, 1, 2 with weights ¼, ½, 1: (1 + .5 + 2) / 1.75 = 2, of 3.5² / (1 + .25 + 4) = 7/3 batches."""
+    running = RunningVariance(decay=0.5)
+    for value in (4.0, 1.0, 2.0):
+        average, batches = running.add(torch.tensor([value], dtype=torch.float64))
+    assert float(average) == pytest.approx(2.0, rel=1e-12)
+    assert float(batches) == pytest.approx(7 / 3, rel=1e-12)
+
+
+def test_equal_variances_come_to_three_batches_and_one_large_one_to_one() -> None:
+    running = RunningVariance(decay=0.5)
+    for _ in range(60):
+        _, batches = running.add(torch.ones(1, dtype=torch.float64))
+    assert float(batches) == pytest.approx(3.0)
+    assert float(running.add(torch.tensor([1e6], dtype=torch.float64))[1]) == pytest.approx(1.0, abs=1e-4)
+
+
+def test_without_memory_it_is_the_newest() -> None:
+    running = RunningVariance(decay=0.0)
+    running.add(torch.tensor([5.0]))
+    average, batches = running.add(torch.tensor([0.25]))
+    assert (float(average), float(batches)) == (0.25, 1.0)
+
+
+def test_a_hole_is_nan_there_and_not_counted_later() -> None:
+    running, whole = RunningVariance(0.5), RunningVariance(0.5)
+    first, hole = torch.tensor([3.0, 2.0]), torch.tensor([math.nan, 5.0])
+    running.add(first)
+    average, _ = running.add(hole)
+    assert math.isnan(average[0])
+    assert float(average[1]) == pytest.approx(6.0 / 1.5)
+    # In the other entry the first one is two steps back, with nothing in between.
+    after, _ = running.add(torch.tensor([1.0, 1.0]))
+    assert float(after[0]) == pytest.approx((0.25 * 3.0 + 1.0) / 1.25)
+    whole.load_state_dict(running.state_dict())
+    assert [t.tolist() for t in whole.add(first)] == [t.tolist() for t in running.add(first)]
+
+
+def test_another_number_of_quantities_begins_anew() -> None:
+    running = RunningVariance(0.5)
+    running.add(torch.ones(2))
+    assert running.add(torch.full((3,), 4.0))[0].tolist() == [4.0] * 3
