@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +20,7 @@ from rl_training.job.run import Run
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
 from rl_training.job.settings import check_settings, expand_home, without_secrets
 from rl_training.job.stopping import StopAtStepEnd
+from rl_training.live.alert import EntropyAlert
 from rl_training.live.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.offline.standing import Standing, stand
 from rl_training.probes.base import Probe
@@ -72,7 +73,10 @@ def _build(cfg: DictConfig) -> Run:
     config = without_secrets(OmegaConf.to_container(cfg, resolve=True))
     config["provenance"] = {name: told.replace("${", r"\${") for name, told in provenance().items()}  # for OmegaConf
     save_config(config, run_dir, resumed=checkpoint is not None)
-    return Run(trainer, run_dir, checkpoint, _put_loggers(trainer, run_dir, config), stop)
+    loggers = _put_loggers(trainer, run_dir, config)
+    if cfg.alert.within_steps is not None:
+        _put_alert(cfg, trainer, loggers, stop)
+    return Run(trainer, run_dir, checkpoint, loggers, stop)
 
 
 def build_standing(cfg: DictConfig, checkpoint: Path, learning_rate: float | None = None) -> Standing:
@@ -133,6 +137,19 @@ def _put_loggers(trainer: DrGRPOTrainer, run_dir: Path, config: dict[str, Any]) 
     for dashboard in loggers:
         trainer.add_callback(dashboard)
     return loggers
+
+
+def _put_alert(cfg: DictConfig, trainer: DrGRPOTrainer, loggers: Sequence[MetricsLogger], stop: StopAtStepEnd) -> None:
+    """Adds the alert, before the callback that stops, which then stops at the same step."""
+
+    def tell(title: str, text: str) -> None:
+        for dashboard in loggers:
+            dashboard.alert(title, text)
+
+    end = stop.after_alert if cfg.alert.stop else None
+    trainer.pop_callback(stop)
+    trainer.add_callback(EntropyAlert(trainer.attachment, cfg.alert.within_steps, cfg.alert.below, tell, end))
+    trainer.add_callback(stop)
 
 
 def _make(node: DictConfig, **values: Any) -> Any:

@@ -18,7 +18,8 @@ CONFIG_FILE = "config.yaml"
 # What a resumed run may have otherwise than before: where it writes, how far it goes, what it measures.
 FREE_ON_RESUME = ("run_dir", "resume", "probes.", "trainer.output_dir", "trainer.max_steps", "trainer.save_",
                   "trainer.logging_", "trainer.report_to", "trainer.disable_tqdm", "trainer.run_name",
-                  "trainer.project", "trainer.eval_", "trainer.dataloader_", "provenance.")  # fmt: skip
+                  "trainer.project", "trainer.eval_", "trainer.dataloader_", "provenance.",
+                  "alert.")  # fmt: skip
 PATHS = ("run_dir", "resume", "data.path", "model.name")
 SECRETS = ("token", "password", "secret", "api_key")  # how the names of settings end that nobody else is to read
 MASK = "***"
@@ -67,6 +68,7 @@ def check_settings(cfg: DictConfig) -> None:
     for probe, options in cfg.probes.items():
         for option, value in options.items():
             _check_probe_option(f"probes.{probe}.{option}", value)
+    _check_alert(cfg)
     fields = {field.name: field for field in dataclasses.fields(DrGRPOConfig) if field.init}
     for name in cfg.trainer:
         if name != "_target_" and name not in fields:
@@ -97,6 +99,24 @@ def check_settings(cfg: DictConfig) -> None:
         expected = f"{cfg.run_dir}/training_state" if name == "output_dir" else OmegaConf.select(cfg, source)
         if cfg.trainer[name] != expected:
             raise ValueError(f"trainer.{name}={cfg.trainer[name]} follows from {source}: set {source} instead")
+
+
+def _check_alert(cfg: DictConfig) -> None:
+    if "alert" not in cfg:  # the config.yaml of a run from before there was one
+        return
+    within, below, stop = cfg.alert.within_steps, cfg.alert.below, cfg.alert.stop
+    if within is None:
+        if below is not None or stop:
+            raise ValueError("alert.below and alert.stop are of an alert that is off: give alert.within_steps=100")
+        return
+    if type(within) is not int or within < 1:
+        raise ValueError(f"alert.within_steps={within} must be a whole number, at least 1, or null for no alert")
+    if below is not None and (type(below) not in (int, float) or not 0 < below < math.inf):
+        raise ValueError(f"alert.below={below} must be a number above 0, nats per token, or null for half of it")
+    if type(stop) is not bool:
+        raise ValueError(f"alert.stop={stop} must be true or false")
+    if "simple" not in cfg.probes:
+        raise ValueError("alert.within_steps needs the prediction of a probe: add probe=simple, or leave it out")
 
 
 def _check_number(name: str, kind: Any, value: Any) -> None:

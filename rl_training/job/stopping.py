@@ -24,6 +24,7 @@ from rl_training.live.trainer import DrGRPOTrainer
 
 # What accelerate launch and torchrun set for the processes that they start.
 LAUNCHED = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
+ALERT = 1024  # asks in the place of a signal: no signal has this number
 SECONDS_OF_ECHO = 2.0  # a launcher passes on what the terminal has sent to all: not a second signal
 
 
@@ -61,6 +62,10 @@ class StopAtStepEnd(TrainerCallback):
                 f"{signal.Signals(signum).name}: after this step a checkpoint and the report; a second one ends at once"
             )
 
+    def after_alert(self) -> None:
+        """Asks for the end of training, as a signal would; the run then ends as one that is done."""
+        self._asked = self._asked or ALERT
+
     def _say(self, line: str) -> None:
         if self._trainer.accelerator.is_main_process:
             os.write(2, f"\n{line}\n".encode())  # print may be in the middle of something
@@ -72,7 +77,7 @@ class StopAtStepEnd(TrainerCallback):
         asked = self._asked_anywhere()
         # A rollout that later steps use is not saved: training goes on exactly only from where one ends.
         if asked and state.global_step % steps_per_rollout(self._trainer) == 0:
-            self.signum = asked
+            self.signum = 0 if asked == ALERT else asked
             control.should_training_stop = control.should_save = True
             control.should_evaluate = False
 

@@ -23,6 +23,7 @@ class Answers:
     def __init__(self, trainer: GRPOTrainer, records: Records | None) -> None:
         self._trainer = trainer
         self._records = records
+        self.latest: dict[str, Estimate] = {}  # by name, of the last step that each was measured at
         self._times_missing: Counter[str] = Counter()  # by reason
 
     def take(self, step: Step) -> None:
@@ -38,6 +39,7 @@ class Answers:
                 raise ValueError(f"probe {probe.name!r} measured nothing at step {number}: answer nan instead")
             if self._records is not None:
                 self._records.write_estimates(number, step.context.num_ranks, probe.name, estimates)
+            self.latest.update(estimates)
             self._log(estimates)
             self._warn_of_missing(estimates)
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from rl_training.live.refusals import (
     refuse_the_same_name,
     refuse_what_cannot_be_measured,
 )
+from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.probes.base import Probe
 from rl_training.records.checkpoints import load_probe_states, save_probe_states
@@ -96,6 +97,11 @@ class Attachment(TrainerCallback):
             host.stand_in_front_of(trainer, name, method, self._undo)
         trainer.add_callback(self)
         self._undo.callback(trainer.remove_callback, self)
+
+    @property
+    def latest(self) -> Mapping[str, Estimate]:
+        """What the probes answered last, by name; the same on every rank where the probe says so."""
+        return self._answers.latest
 
     def _seams(self) -> dict[str, Callable[..., Any]]:
         """Returns what stands in front of which method of the trainer."""

@@ -42,6 +42,9 @@ class MetricsLogger(TrainerCallback):
     def log(self, step: int, metrics: dict[str, float]) -> None:
         raise NotImplementedError
 
+    def alert(self, title: str, text: str) -> None:
+        """Shows an alert, where the dashboard has them."""
+
     def finish(self, pictures: Sequence[Path]) -> None:
         """Closes the dashboard's run, with the report's pictures where it can show them."""
         raise NotImplementedError
@@ -79,6 +82,9 @@ class WandbLogger(MetricsLogger):
         # Not as log(step=): TRL logs timings of its own to the same run, and each counts W&B's own step on.
         self._run.log({"step": step, **metrics})
 
+    def alert(self, title: str, text: str) -> None:
+        self._run.alert(title=title, text=text, level="WARN")
+
     def finish(self, pictures: Sequence[Path]) -> None:
         import wandb
 
@@ -105,6 +111,9 @@ class TensorBoardLogger(MetricsLogger):
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
+    def alert(self, title: str, text: str) -> None:
+        self._writer.add_text(f"alert: {title}", text)
+
     def finish(self, pictures: Sequence[Path]) -> None:
         self._writer.close()
 
@@ -123,6 +132,11 @@ class TrackioLogger(MetricsLogger):
         import trackio
 
         trackio.log(metrics, step=step)
+
+    def alert(self, title: str, text: str) -> None:
+        import trackio
+
+        trackio.alert(title=title, text=text)
 
     def finish(self, pictures: Sequence[Path]) -> None:
         import trackio
