@@ -419,6 +419,7 @@ def test_results_are_written_whole_or_not_at_all(standing: Standing, looked: Loo
 
 def test_two_processes_say_what_one_says(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     own = [f"checkpoint={checkpoint(run, 1)}", "evaluation.prompts=24", "update.prompts=8", "memory.generation_size=24"]
+    own.append("report=false")
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         cfg = compose("offline", [*own, f"output={tmp_path / 'one'}"])
         (path,) = look_at_checkpoints(cfg)

@@ -52,9 +52,11 @@ def probed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
 
 
 def test_the_answer_is_what_offline_py_finds(run: Path, probed: dict[str, Any], tmp_path: Path) -> None:  # noqa: F811
-    own = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", f"output={tmp_path}"]
+    own = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", "report=false"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        (path,) = look_at_checkpoints(compose("offline", [f"checkpoint={checkpoint(run, 1)}", *own]))
+        (path,) = look_at_checkpoints(
+            compose("offline", [f"checkpoint={checkpoint(run, 1)}", *own, f"output={tmp_path}"])
+        )
     found = read_result(path)["results"]
     assert probed["diagnostics"] == found
     assert set(probed) == KEYS_OF_ANSWER
@@ -85,7 +87,7 @@ def test_the_ready_files_run_and_explain_every_option(
     words = read_probe_config(probe.config, str(run)).words
     with initialize_config_dir(str(CONF), version_base="1.3"):
         given, default = compose("offline", list(words)), compose("offline", [f"checkpoint={run}"])
-    assert {key for key in default if given[key] != default[key]} == {"name"}  # the example has the defaults
+    assert {key for key in default if given[key] != default[key]} == {"name", "report", "dashboards"}
     monkeypatch.setattr(
         "sys.argv", ["probe", "--config", str(READY / "quick_test.yaml"), "--checkpoint", str(checkpoint(run, 2))]
     )

@@ -20,7 +20,7 @@ from rl_training.offline.standing import Standing
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
 SAVED = ("++trainer.save_strategy=steps", "trainer.save_steps=1", "probe=none", "trainer.max_steps=1")
-SMALL = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8"]
+SMALL = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", "report=false"]
 NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "needs deepspeed: pip install -e '.[deepspeed]'"
 
 

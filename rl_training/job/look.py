@@ -47,8 +47,8 @@ class _Asked:
 def look_at_checkpoints(cfg: DictConfig) -> list[Path]:
     """Looks at each checkpoint that `cfg` names, prints a table of each, and returns the files with the results.
 
-    Their page, and the report of a run, are made anew. Raises ValueError for whatever the user got wrong; where the
-    checkpoints can tell, before anything is sampled.
+    Their page, and the report of a run, are made anew if asked for. Raises ValueError for whatever the user got wrong;
+    where the checkpoints can tell, before anything is sampled.
     """
     own: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     asked = _Asked(
@@ -59,7 +59,7 @@ def look_at_checkpoints(cfg: DictConfig) -> list[Path]:
     found = checkpoints_named(named if isinstance(named, str) else list(named), Path(cfg.runs_dir))
     written = [_look_at(checkpoint, cfg, own, asked) for checkpoint in found]
     if PartialState().is_main_process:
-        for page in _show(found, written):
+        for page in _show(found, written) if cfg.report else ():
             print(f" {page}")
         for checkpoint, path in zip(found, written, strict=True):
             run = _run_of(checkpoint)

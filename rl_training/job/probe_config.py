@@ -49,6 +49,7 @@ SETTINGS = {  # of conf/offline.yaml
     ("detailed_logging", "compress"): "log.compress",
 }
 OLD_NAMES = {"qwen2_5_15": "qwen2_5_1_5b", "gsm8k_r1_template": "gsm8k"}  # of files in conf/model and conf/data
+QUIETLY = ("report=false", "dashboards=false")  # a script may call it often; `overrides` can ask for both
 NAME = "mixed_probe"  # results go to RUN/offline/mixed_probe
 
 
@@ -76,7 +77,7 @@ def read_probe_config(config: Mapping[str, Any], checkpoint: str | None = None) 
     path = checkpoint or given.get(("checkpoint", "checkpoint_path"))
     if path is None:
         raise ValueError("checkpoint.checkpoint_path is not set: give it there, or as --checkpoint PATH")
-    words = [_word("checkpoint", path), f"name={NAME}"]
+    words = [_word("checkpoint", path), f"name={NAME}", *QUIETLY]
     for group, at in (("model", ("checkpoint", "backbone")), ("data", ("batch_config", "dataset_name"))):
         if at in given:
             words.append(f"{group}={_file_of(group, at, given[at])}")
