@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from transformers import PrinterCallback, ProgressCallback, set_seed
 
-from rl_training.job.command_line import in_one_line, is_foreseen
+from rl_training.job.command_line import libraries_refuse
 from rl_training.job.run import Run
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
 from rl_training.job.settings import check_settings, expand_home, without_secrets
@@ -35,19 +34,8 @@ EVAL_BATCH = 4  # microbatches at once in evaluation, which keeps nothing for a 
 
 def build_run(cfg: DictConfig) -> Run:
     """Returns the run that the configuration describes. Raises ValueError for whatever the user got wrong."""
-    with _libraries_refuse():
+    with libraries_refuse():
         return _build(cfg)
-
-
-@contextlib.contextmanager
-def _libraries_refuse() -> Iterator[None]:
-    """A context in which whatever a library raises is a ValueError: nothing runs yet, so it is what was asked for."""
-    try:
-        yield
-    except Exception as error:
-        if is_foreseen(error):
-            raise
-        raise ValueError(f"{in_one_line(error)} (--debug shows where)") from error
 
 
 def _build(cfg: DictConfig) -> Run:
@@ -84,7 +72,7 @@ def build_standing(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
 
     ValueError, saying what to do, where the checkpoint is not of this configuration: see standing.py.
     """
-    with _libraries_refuse(), tempfile.TemporaryDirectory() as scratch:
+    with libraries_refuse(), tempfile.TemporaryDirectory() as scratch:
         # One microbatch: how many the training would make of U does not matter to its mean gradient.
         cfg = cfg.copy()
         cfg.run_dir = scratch

@@ -17,6 +17,7 @@ nothing that takes long, so that --help comes at once.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import logging
@@ -26,11 +27,12 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
+import hydra
 from hydra.errors import HydraException
 from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
@@ -38,6 +40,7 @@ from omegaconf.errors import OmegaConfBaseException
 from rl_training.job.explain import explain
 
 PACKAGE = Path(__file__).parents[1]
+HYDRA = Path(hydra.__file__).parent  # some of its errors are plain ValueErrors
 DEBUG_VARIABLE = "RL_TRAINING_DEBUG"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SECONDS_TO_BE_ENDED = 3.0  # within which a launcher ends the other processes of one that has failed
@@ -110,14 +113,28 @@ def is_foreseen(error: BaseException) -> bool:
     if isinstance(error, HydraException | OmegaConfBaseException):
         return True
     frames = traceback.extract_tb(error.__traceback__)
-    ours = bool(frames) and Path(frames[-1].filename).is_relative_to(PACKAGE)
-    return ours and isinstance(error, ValueError | OSError | ImportError)
+    told = bool(frames) and any(Path(frames[-1].filename).is_relative_to(folder) for folder in (PACKAGE, HYDRA))
+    return told and isinstance(error, ValueError | OSError | ImportError)
 
 
 def in_one_line(error: BaseException) -> str:
     """Returns the message of an error without line breaks; of one that is not foreseen, its type in front."""
     message = " ".join(explain(error).split())
     return message if is_foreseen(error) and message else f"{type(error).__name__}: {message}".removesuffix(": ")
+
+
+@contextlib.contextmanager
+def libraries_refuse(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
+    """A context in which whatever a library raises is a ValueError, hence foreseen, unless `unless()` holds by then.
+
+    For what comes before the first step: nothing runs yet, so it is what was asked for that cannot be.
+    """
+    try:
+        yield
+    except Exception as error:
+        if is_foreseen(error) or unless():
+            raise
+        raise ValueError(f"{in_one_line(error)} (--debug shows where)") from error
 
 
 def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:

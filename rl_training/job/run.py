@@ -11,7 +11,7 @@ from pathlib import Path
 
 from transformers.utils import logging
 
-from rl_training.job.command_line import Interrupted
+from rl_training.job.command_line import Interrupted, libraries_refuse
 from rl_training.job.explain import quoted
 from rl_training.job.stopping import StopAtStepEnd
 from rl_training.live.trainer import DrGRPOTrainer
@@ -44,7 +44,7 @@ class Run:
         if 0 < self.trainer.args.max_steps <= taken:
             logger.warning(f"{self.run_dir} has taken its {taken} steps: a larger trainer.max_steps trains longer")
             return
-        with self.stop.listening():
+        with self.stop.listening(), libraries_refuse(unless=lambda: self.trainer.state.global_step > taken):
             self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)
         if self.trainer.state.global_step <= taken:
             raise ValueError("nothing was trained, not one step: is the training set too small for a step?")

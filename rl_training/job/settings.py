@@ -30,7 +30,8 @@ WHOLE_NUMBERS = {
     "seed": (0, 2**32 - 1),  # numpy's bound
 }
 # Settings of the trainer below which it would train nothing, or something else; -1 steps: as many as the epochs have.
-LEAST = {"num_iterations": 1, "max_completion_length": 1, "learning_rate": 0, "max_grad_norm": 0, "weight_decay": 0}
+LEAST = {"num_iterations": 1, "max_completion_length": 1, "learning_rate": 0, "max_grad_norm": 0, "weight_decay": 0,
+         "adam_epsilon": 0, "warmup_steps": 0}  # fmt: skip
 COUNTS = ("every", "responses_per_prompt", "validate_every", "validate_sequences", "top_responses", "split_prompts")
 MOST_SEQUENCES = 2**16  # of a buffer that a probe validates on: hours on any machine
 SAME_AS = {
@@ -121,6 +122,8 @@ def _check_alert(cfg: DictConfig) -> None:
 
 def _check_number(name: str, kind: Any, value: Any) -> None:
     numbers: tuple[type, ...] = {"int": (int,), "float": (int, float)}.get(getattr(kind, "__name__", kind), ())
+    if getattr(kind, "__name__", kind) == "bool" and type(value) is not bool:
+        raise ValueError(f"trainer.{name}={value} must be true or false")
     hint = "; 0 switches clipping off" if name == "max_grad_norm" else ""
     if numbers and type(value) not in numbers:
         raise ValueError(f"trainer.{name}={value} must be a {'whole ' * (float not in numbers)}number{hint}")
