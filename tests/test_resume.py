@@ -184,6 +184,15 @@ def test_a_finished_run_takes_no_step_more_and_a_larger_max_steps_goes_on(
         assert caplog.text.count("has taken its 3 steps: a larger trainer.max_steps trains longer") == 1
 
 
+def test_additional_steps_are_added_to_those_of_the_checkpoint(run_dir: Path) -> None:
+    run_of(run_dir, "resume=latest", "additional_steps=1").train()
+    assert [row["step"] for row in read_metrics(run_dir / "logs")] == [1, 2, 3, 4]
+    config = OmegaConf.load(run_dir / "config.yaml")
+    assert (config.trainer.max_steps, config.additional_steps) == (4, None)
+    with pytest.raises(ValueError, match="give resume=latest, or"):
+        run_of(run_dir.parent / "new", "additional_steps=1")
+
+
 def test_the_config_says_where_the_run_comes_from_and_another_command_goes_on(
     run_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,13 +17,13 @@ from transformers import PrinterCallback, ProgressCallback, set_seed
 from rl_training.job.command_line import libraries_refuse
 from rl_training.job.run import Run
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
-from rl_training.job.settings import check_settings, expand_home, without_secrets
+from rl_training.job.settings import check_additional_steps, check_settings, expand_home, without_secrets
 from rl_training.job.stopping import StopAtStepEnd
 from rl_training.live.alert import EntropyAlert
 from rl_training.live.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.offline.standing import Standing, stand
 from rl_training.probes.base import Probe
-from rl_training.records.checkpoints import TRAINING_STATE
+from rl_training.records.checkpoints import TRAINING_STATE, steps_taken
 from rl_training.records.jsonl import Records
 from rl_training.records.loggers import LOGGERS, MetricsLogger
 from rl_training.records.progress import StepProgress
@@ -41,6 +41,7 @@ def build_run(cfg: DictConfig) -> Run:
 def _build(cfg: DictConfig) -> Run:
     expand_home(cfg)
     check_settings(cfg)
+    check_additional_steps(cfg)
     accumulation = accumulation_steps(
         cfg.batch.sequences_per_step,
         cfg.batch.microbatch_size,
@@ -49,9 +50,12 @@ def _build(cfg: DictConfig) -> Run:
     )
     run_dir, checkpoint = find_run_folder(cfg)
     cfg.run_dir = str(run_dir)
+    if checkpoint is not None and cfg.additional_steps is not None:
+        cfg.trainer.max_steps = steps_taken(checkpoint) + cfg.additional_steps
+        cfg.additional_steps = None  # it is spent: config.yaml says how far the run goes
     evaluated_at_once = cfg.trainer.get("per_device_eval_batch_size", EVAL_BATCH * cfg.batch.microbatch_size)
     args = _make(cfg.trainer, gradient_accumulation_steps=accumulation, per_device_eval_batch_size=evaluated_at_once)
-    records = Records(run_dir / "logs") if args.process_index == 0 else None
+    records = Records(run_dir / "logs", cfg.rollouts.every) if args.process_index == 0 else None
     probes = [_make(probe) for probe in cfg.probes.values()]
     trainer = _make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
     if not args.disable_tqdm:

@@ -19,7 +19,7 @@ CONFIG_FILE = "config.yaml"
 FREE_ON_RESUME = ("run_dir", "resume", "probes.", "trainer.output_dir", "trainer.max_steps", "trainer.save_",
                   "trainer.logging_", "trainer.report_to", "trainer.disable_tqdm", "trainer.run_name",
                   "trainer.project", "trainer.eval_", "trainer.dataloader_", "provenance.",
-                  "alert.")  # fmt: skip
+                  "alert.", "rollouts.", "additional_steps")  # fmt: skip
 PATHS = ("run_dir", "resume", "data.path", "model.name")
 SECRETS = ("token", "password", "secret", "api_key")  # how the names of settings end that nobody else is to read
 MASK = "***"
@@ -69,6 +69,9 @@ def check_settings(cfg: DictConfig) -> None:
     for probe, options in cfg.probes.items():
         for option, value in options.items():
             _check_probe_option(f"probes.{probe}.{option}", value)
+    every = OmegaConf.select(cfg, "rollouts.every", default=0)  # a config.yaml may be older than a setting
+    if type(every) is not int or every < 0:
+        raise ValueError(f"rollouts.every={every} must be a whole number, or 0 for none")
     _check_alert(cfg)
     fields = {field.name: field for field in dataclasses.fields(DrGRPOConfig) if field.init}
     for name in cfg.trainer:
@@ -100,6 +103,17 @@ def check_settings(cfg: DictConfig) -> None:
         expected = f"{cfg.run_dir}/training_state" if name == "output_dir" else OmegaConf.select(cfg, source)
         if cfg.trainer[name] != expected:
             raise ValueError(f"trainer.{name}={cfg.trainer[name]} follows from {source}: set {source} instead")
+
+
+def check_additional_steps(cfg: DictConfig) -> None:
+    """Raises ValueError where `additional_steps` is no number, or nothing goes on that it could be added to."""
+    more = cfg.additional_steps
+    if more is None:
+        return
+    if type(more) is not int or more < 1:
+        raise ValueError(f"additional_steps={more} must be a whole number, at least 1")
+    if cfg.resume == "none":
+        raise ValueError("additional_steps is added to what a run has taken: give resume=latest, or trainer.max_steps")
 
 
 def _check_alert(cfg: DictConfig) -> None:

@@ -36,6 +36,7 @@ from rl_training.live.refusals import (
     refuse_the_same_name,
     refuse_what_cannot_be_measured,
 )
+from rl_training.live.sequences_of_step import sequences_of_step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.probes.base import Probe
@@ -276,6 +277,9 @@ class Attachment(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trained = True
         step, self._step = self._step, None
+        if step is not None and self._records is not None and self._records.wants_rollouts_of(state.global_step):
+            sequences = sequences_of_step(step.microbatches, self._policy.decode)
+            self._records.write_rollouts(state.global_step, sequences)
         if step is None or step.context is None:
             return
         self._answers.take(step)

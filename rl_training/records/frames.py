@@ -5,6 +5,7 @@
     metrics("runs/run_…")["reward"].plot()                       # wide: a row per logged step
     probes("runs/run_…").query("name == 'delta_h/forward'")      # long: a row per estimate
     evaluations("runs/run_…").query("metric == 'pass@1'")        # long: a row per checkpoint and metric
+    rollouts("runs/run_…").groupby("step")["reward"].mean()      # long: a row per recorded sequence
 
 Of several runs: `pd.concat({run.name: metrics(run) for run in find_runs("runs")}, names=["run"])`.
 """
@@ -18,13 +19,17 @@ from scipy.special import stdtrit
 
 from rl_training.records.evaluated import EVALUATIONS, TABLE_FILE
 from rl_training.records.jsonl import METRICS_FILE, read_estimates, read_evaluations, read_metrics
+from rl_training.records.rollouts import read_rollouts
 
 LOGS_FOLDER = "logs"
 IN_TRAINING = "in training"  # the name of the evaluation that the trainer itself makes, with trainer.eval_strategy
 PROBE_COLUMNS = [
     "step", "about_step", "world_size", "probe", "name", "value", "stderr", "half_width", "num_samples", "reason",
 ]  # fmt: skip
-TEXTS = ("probe", "name", "reason", "evaluation", "metric")
+ROLLOUT_COLUMNS = [
+    "step", "prompt", "response", "prompt_index", "reward", "advantage", "length", "logp", "importance_ratio",
+]  # fmt: skip
+TEXTS = ("prompt", "response", "probe", "name", "reason", "evaluation", "metric")
 EVALUATION_COLUMNS = ["evaluation", "step", "metric", "value", "stderr", "num_prompts"]
 
 
@@ -51,6 +56,15 @@ def probes(run: str | Path) -> pd.DataFrame:
         table[column] = pd.to_numeric(table[column], errors="coerce")
     table["half_width"] = stdtrit(table["num_samples"] - 1, 0.975) * table["stderr"]
     return table[[*PROBE_COLUMNS, *(column for column in table if column not in PROBE_COLUMNS)]]
+
+
+def rollouts(run: str | Path) -> pd.DataFrame:
+    """Returns logs/rollouts.jsonl.gz as a table: a row per recorded sequence, with the columns of ROLLOUT_COLUMNS.
+
+    No rows when none were recorded (rollouts.every). Raises ValueError for a damaged line.
+    """
+    table = pd.DataFrame(read_rollouts(_logs(run)))
+    return _no_rows(ROLLOUT_COLUMNS) if table.empty else table[ROLLOUT_COLUMNS]
 
 
 def evaluations(run: str | Path) -> pd.DataFrame:

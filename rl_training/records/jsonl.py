@@ -4,6 +4,7 @@
     evaluations.jsonl   the same for evaluations, where the trainer makes some
     probes.jsonl    one line per estimate: step, about_step, world_size, probe, name, value, stderr, num_samples, reason
                     (and, for some, what they speak of: prompt, response, reward, advantage)
+    rollouts.jsonl.gz   on request, the sequences of some steps: rollouts.py
 
 Every line is flushed as it is written, so that a killed run keeps what it measured. nan is written as null, which
 JSON knows; a number that is infinite is written as a string.
@@ -13,11 +14,12 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_training.mathematics.estimate import Estimate
+from rl_training.records.rollouts import ROLLOUTS_FILE, append_rollouts, drop_rollouts_after
 
 METRICS_FILE = "metrics.jsonl"
 PROBES_FILE = "probes.jsonl"
@@ -25,10 +27,14 @@ EVALUATIONS_FILE = "evaluations.jsonl"
 
 
 class Records:
-    """Writes the two files in `folder`. One process writes: rank 0."""
+    """Writes these files in `folder`. One process writes: rank 0.
 
-    def __init__(self, folder: str | Path) -> None:
+    rollouts_every  write the sequences of each so-manieth step too, the first one included: rollouts.py; 0 for none
+    """
+
+    def __init__(self, folder: str | Path, rollouts_every: int = 0) -> None:
         self.folder = Path(folder)
+        self.rollouts_every = rollouts_every
         self.folder.mkdir(parents=True, exist_ok=True)
 
     def start(self, after_step: int) -> None:
@@ -43,6 +49,10 @@ class Records:
                 except OSError as error:
                     raise _cannot_write(scratch, error) from error
                 scratch.replace(path)  # in one move: a kill or a full disk loses nothing
+        try:
+            drop_rollouts_after(self.folder, after_step)
+        except OSError as error:
+            raise _cannot_write(self.folder / ROLLOUTS_FILE, error) from error
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._append(METRICS_FILE, [{"step": step, **metrics}])
@@ -67,6 +77,16 @@ class Records:
             for name, e in estimates.items()
         ]
         self._append(PROBES_FILE, rows)
+
+    def wants_rollouts_of(self, step: int) -> bool:
+        """Returns whether the sequences of this step, counted from 1, are to be written."""
+        return self.rollouts_every > 0 and (step - 1) % self.rollouts_every == 0
+
+    def write_rollouts(self, step: int, sequences: Iterable[Mapping[str, Any]]) -> None:
+        try:
+            append_rollouts(self.folder, step, sequences)
+        except OSError as error:
+            raise _cannot_write(self.folder / ROLLOUTS_FILE, error) from error
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
         lines = (json.dumps({key: _to_json(value) for key, value in row.items()}) + "\n" for row in rows)

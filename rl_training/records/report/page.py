@@ -11,7 +11,8 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
 from rl_training.records.report.drawing import Picture
 from rl_training.records.report.opening import opening
-from rl_training.records.report.series import Run, gaps, probe_costs
+from rl_training.records.report.samples import samples_over_time
+from rl_training.records.report.series import LOGS_FOLDER, Run, gaps, probe_costs
 from rl_training.records.report.summary import Row, evaluation_tables
 from rl_training.version import VERSION
 
@@ -41,6 +42,7 @@ def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture], look
         gaps=gaps(run),
         costs=probe_costs(run),
         evaluations=evaluation_tables(run),
+        samples=samples_over_time(run.folder / LOGS_FOLDER),
         version=VERSION,
     )
 

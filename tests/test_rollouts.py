@@ -1,0 +1,73 @@
+"""The sequences of a run: what is written, against the trainer's own numbers; read back after a kill; on the page."""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from trainers import trainer_maker
+from trl import GRPOTrainer
+
+from rl_training.records import rollouts
+from rl_training.records.jsonl import Records, read_metrics
+from rl_training.records.report import write_report
+from rl_training.records.rollouts import ROLLOUTS_FILE, append_rollouts, drop_rollouts_after, read_rollouts
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps, two on each rollout."""
+    folder = tmp_path_factory.mktemp("rollouts") / "run"
+    make: Callable[..., GRPOTrainer] = trainer_maker(folder)
+    records = Records(folder / "logs", rollouts_every=1)
+    make(records=records, max_steps=3, steps_per_generation=8, max_completion_length=8).train()
+    return folder
+
+
+def test_every_sequence_of_the_asked_for_steps_is_there_with_the_numbers_that_training_logs(run: Path) -> None:
+    table = rollouts(run)
+    assert table.groupby("step").size().to_dict() == {1: 32, 2: 32, 3: 32}
+    assert table.groupby(["step", "prompt_index"]).size().eq(4).all()
+    logged = next(row for row in read_metrics(run / "logs") if row["step"] == 1)  # of the rollout of steps 1 and 2
+    assert logged["reward"] == pytest.approx(table[table["step"] <= 2]["reward"].mean(), abs=1e-6)
+    first, second = (table[table["step"] == step] for step in (1, 2))
+    reward_minus_mean = first["reward"] - first.groupby("prompt_index")["reward"].transform("mean")
+    assert (first["advantage"] - reward_minus_mean).abs().max() < 1e-6
+    assert first["importance_ratio"].sub(1).abs().max() < 1e-4  # at the very parameters that sampled
+    assert second["importance_ratio"].sub(1).abs().max() > 1e-3  # a step later
+    assert (table["logp"] < 0).all()
+    assert table["length"].between(1, 8).all()
+    assert table["prompt"].str.len().gt(0).all()
+
+
+def test_it_is_read_up_to_where_a_kill_cut_it_and_goes_on_from_there(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        append_rollouts(tmp_path, step, [{"response": "é<b>\n" * 50, "reward": float("nan")}] * 2)
+    path = tmp_path / ROLLOUTS_FILE
+    path.write_bytes(path.read_bytes()[:-30])
+    assert {row["step"] for row in read_rollouts(tmp_path)} >= {1, 2}
+    drop_rollouts_after(tmp_path, 2)
+    append_rollouts(tmp_path, 3, [{"response": "x"}])
+    rows = read_rollouts(tmp_path)
+    assert [row["step"] for row in rows] == [1, 1, 2, 2, 3]
+    assert rows[0]["response"] == "é<b>\n" * 50
+    assert rows[0]["reward"] != rows[0]["reward"]
+    with gzip.open(path, "ab") as file:
+        file.write(b"no json\n")
+    with pytest.raises(ValueError, match="line 6 is damaged"):
+        read_rollouts(tmp_path)
+
+
+def test_none_are_written_unless_asked_for(tmp_path: Path) -> None:
+    assert read_rollouts(tmp_path) == []
+    assert not any(Records(tmp_path).wants_rollouts_of(step) for step in range(1, 9))
+
+
+def test_the_report_shows_some_and_escapes_them(run: Path) -> None:
+    append_rollouts(run / "logs", 5, [{**rollouts(run).iloc[0].to_dict(), "step": 5, "response": "<script>alert(1)"}])
+    page = write_report(run).read_text(encoding="utf-8")
+    assert "What the model said" in page
+    assert "&lt;script&gt;alert(1)" in page
+    assert "<script>" not in page
