@@ -9,6 +9,7 @@ inherit its threads. It starts with the first process asked for, and ends with p
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import socket
@@ -54,6 +55,7 @@ def _program(command: Sequence[str], env: Mapping[str, str], stdout: str, stderr
     os.environ.clear()
     os.environ.update(env)
     os.chdir(ROOT)
+    gc.freeze()  # as conftest.py does
     sys.argv = list(command)
     sys.path.insert(0, str((ROOT / command[0]).parent))  # as Python does for a script
     runpy.run_path(command[0], run_name="__main__")
@@ -75,4 +77,5 @@ def start_ranks(worker: Callable[..., None], args: tuple[Any, ...], processes: i
 def _rank(rank: int, worker: Callable[..., None], args: tuple[Any, ...], processes: int, port: int) -> None:
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    gc.freeze()
     worker(rank, *args)
