@@ -21,7 +21,7 @@ from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe
 from rl_training.tasks.models import load_tiny
 
 K, G, L_MAX = 8, 4, 24
-EIGHT_FOLDS = {"gradient_accumulation_steps": K}
+EIGHT_FOLDS = {"per_device_train_batch_size": G, "gradient_accumulation_steps": K}  # of one prompt
 # Microbatches of three prompts, each cut into folds of one prompt and of two.
 UNEQUAL_FOLDS = {"per_device_train_batch_size": 3 * G, "gradient_accumulation_steps": K // 2}
 # A large epsilon makes the first Adam step smooth; otherwise it is a sign, and fp32 noise decides the sign of a zero.
@@ -110,19 +110,10 @@ class Twin:
             for name, value in step.parameters.items():
                 self.params[name].copy_(value)
         rollout = step.rollout
-        self.mask = rollout.completion_mask.bool()
-        ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)
-        attention = torch.cat([rollout.prompt_mask, rollout.completion_mask], dim=1)
-        width = rollout.completion_ids.shape[1]
-        logits = self.model(input_ids=ids, attention_mask=attention).logits[:, -width - 1 : -1]
-        table = (logits / temperature).log_softmax(dim=-1)
-        self.logps = table.gather(2, rollout.completion_ids.unsqueeze(2)).squeeze(2)
-        self.entropies = -(table.exp() * table).sum(dim=2)
-        self.lengths = self.mask.sum(dim=1).tolist()
-        ragged = [
-            [row[:n].tolist() for row, n in zip(values.detach(), self.lengths, strict=True)]
-            for values in (self.logps, self.entropies)
-        ]
+        self.lengths = rollout.completion_mask.sum(dim=1).tolist()
+        scores = [self.score(rollout, i, temperature) for i in range(len(self.lengths))]
+        self.logps, self.entropies = ([score[which] for score in scores] for which in (0, 1))
+        ragged = [[row.tolist() for row in values] for values in (self.logps, self.entropies)]
         prompts = rollout.prompt_index.tolist()
         self.entropy_of = [sum(row) for row in ragged[1]]
         self.weights = {
@@ -185,6 +176,14 @@ class Twin:
             start += length
         return drawn
 
+    def score(self, rollout: Any, i: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of each token of one response: alone and unpadded, in a graph of its own."""
+        prompt = rollout.prompt_ids[i][rollout.prompt_mask[i].bool()]
+        response = rollout.completion_ids[i][rollout.completion_mask[i].bool()]
+        logits = self.model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        table = (logits / temperature).log_softmax(dim=-1)
+        return table.gather(1, response[:, None]).squeeze(1), -(table.exp() * table).sum(dim=1)
+
     def update_without_chosen(self) -> list[dict[str, Tensor]]:
         """For each fold k, the step in which the fold's other responses stand for its chosen ones as well."""
         updates = []
@@ -236,19 +235,17 @@ class Twin:
 
     def entropy_gradient(self, fold: list[int], target: str) -> dict[str, Tensor]:
         w, u = self.weights[target]
+        tensor = functools.partial(torch.tensor, dtype=torch.float64)
         total = sum(
-            self.multiplicity[i] * self.ratios[i] * (w[i][k] * self.logps[i, k] + u[i][k] * self.entropies[i, k])
+            self.multiplicity[i] * self.ratios[i] * (tensor(w[i]) @ self.logps[i] + tensor(u[i]) @ self.entropies[i])
             for i in fold
             if i in self.multiplicity
-            for k in range(self.lengths[i])
         )
         return self.gradient(total / len(fold))
 
     def training_gradient(self, fold: list[int]) -> dict[str, Tensor]:
         advantages = self.step.rollout.advantages.double()
-        return self.gradient(
-            -sum(advantages[i] * self.logps[i][self.mask[i]].sum() for i in fold) / (len(fold) * self.max_length)
-        )
+        return self.gradient(-sum(advantages[i] * self.logps[i].sum() for i in fold) / (len(fold) * self.max_length))
 
     def gradient(self, value: Tensor) -> dict[str, Tensor]:
         grads = torch.autograd.grad(value, list(self.params.values()), retain_graph=True)
@@ -393,9 +390,10 @@ def test_causes_and_own_prompts_equal_the_plain_twin(make_trainer) -> None:
         def change(updates: list[dict[str, Tensor]], statistic: Any, twin: Twin = twin) -> float:
             return statistic([sum(c) for c in zip(*twin.rows(updates), strict=True)])
 
+        without_chosen = twin.update_without_chosen()
         for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
             value = {
-                "own_prompts": change(twin.update_without_chosen(), statistic),
+                "own_prompts": change(without_chosen, statistic),
                 "forward_unclipped": change(twin.update_unclipped, statistic),
                 **{f"part/{c}": change([p[c] for p in twin.parts_without], statistic) for c in twin.parts_without[0]},
                 **{f"layer/{n}": change(only(twin.update_without, f"layers.{n}."), statistic) for n in (0, 1)},
@@ -405,7 +403,7 @@ def test_causes_and_own_prompts_equal_the_plain_twin(make_trainer) -> None:
             for name, expected in value.items():
                 assert answer[f"delta_h/{name}{suffix}"].value == pytest.approx(expected, **same), name
             for name, without in (
-                ("own_prompts", twin.update_without_chosen()),
+                ("own_prompts", without_chosen),
                 ("forward_unclipped", twin.update_unclipped),
             ):
                 stderr = twin.stderr(without, statistic)
@@ -588,7 +586,7 @@ def test_off_policy_steps_are_weighted_by_the_importance_ratio(make_trainer) -> 
     step, answer = recorder.steps[1], probe.all[1]
     twin = Twin(step, responses=1, estimator="rb")
     ratios = [
-        math.exp(float((twin.logps[i].detach() - step.rollout.sampling_logps[i])[twin.mask[i]].sum()))
+        math.exp(float((twin.logps[i].detach() - step.rollout.sampling_logps[i, : twin.lengths[i]]).sum()))
         for i in range(len(twin.lengths))
     ]
     assert max(ratios) > 1.01
