@@ -17,6 +17,7 @@ from omegaconf.errors import MissingMandatoryValue
 from rl_training.job.build import Run, accumulation_steps, build_run
 from rl_training.job.explain import explain
 from rl_training.job.settings import refuse_other_settings
+from rl_training.job.stored_settings import load_settings
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
 from rl_training.tasks.models import load_tiny
@@ -174,6 +175,17 @@ def test_a_model_without_name_is_asked_for() -> None:
     with pytest.raises(MissingMandatoryValue) as raised:
         OmegaConf.to_container(composed("model=hub"), resolve=True, throw_on_missing=True)
     assert explain(raised.value) == "model.name is not set: give model.name=VALUE"
+
+
+def test_a_run_whose_config_names_the_places_of_an_earlier_layout_goes_on(tmp_path: Path) -> None:
+    cfg = composed("buffer=filtered")
+    text = OmegaConf.to_yaml(cfg).replace("rl_training.tasks.models.", "rl_training.models.")
+    text = text.replace("rl_training.live.buffer.", "rl_training.buffer.")
+    (tmp_path / "config.yaml").write_text(text)
+    assert text.count("_target_: rl_training.models.load_tiny") == 1
+    assert text.count("_target_: rl_training.buffer.FilteredBuffer") == 1
+    refuse_other_settings(cfg, tmp_path)
+    assert load_settings(tmp_path / "config.yaml") == cfg
 
 
 def test_a_run_is_not_resumed_with_other_settings_than_it_has(tmp_path: Path) -> None:

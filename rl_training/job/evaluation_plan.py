@@ -17,11 +17,11 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_training.evaluation.metrics import BUILT_IN, Metric
 from rl_training.evaluation.responses import Sampling, choose_rows
+from rl_training.job.stored_settings import CONFIG_FILE, load_settings
 from rl_training.records.checkpoints import TRAINING_STATE
 from rl_training.records.evaluated import EVALUATIONS, read_step, write_settings
 from rl_training.tasks.task import Task
 
-CONFIG_FILE = "config.yaml"
 GROUPS = ("model", "adapter", "data")
 # What changes how a result is come by, and not the result.
 FREE = ("name", "batch_size", "jobs", "gzip", "overwrite")
@@ -206,7 +206,7 @@ def _config_of(run: Path | None) -> dict[str, Any]:
     if run is None or not (run / CONFIG_FILE).is_file():
         return {}
     try:
-        return OmegaConf.to_container(OmegaConf.load(run / CONFIG_FILE), resolve=True)  # type: ignore[return-value]
+        return OmegaConf.to_container(load_settings(run / CONFIG_FILE), resolve=True)  # type: ignore[return-value]
     except Exception as error:  # of YAML's own kinds
         raise ValueError(f"{run / CONFIG_FILE} is damaged: {' '.join(str(error).split())}") from error
 

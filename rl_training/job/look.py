@@ -15,7 +15,8 @@ from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging
 
 from rl_training.job.build import build_standing
-from rl_training.job.run_settings import CONFIG_FILE, run_settings
+from rl_training.job.run_settings import run_settings
+from rl_training.job.stored_settings import CONFIG_FILE
 from rl_training.live.trainer import DrGRPOConfig
 from rl_training.offline import probe
 from rl_training.offline.kernel import KernelSettings

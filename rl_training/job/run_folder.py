@@ -13,7 +13,8 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging
 
-from rl_training.job.settings import CONFIG_FILE, refuse_other_settings
+from rl_training.job.settings import refuse_other_settings
+from rl_training.job.stored_settings import CONFIG_FILE
 from rl_training.records.checkpoints import TRAINING_STATE, find_checkpoint, set_aside_later, steps_taken, written_by
 from rl_training.records.jsonl import METRICS_FILE
 

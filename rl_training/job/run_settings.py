@@ -15,8 +15,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.job.explain import CONF
-
-CONFIG_FILE = "config.yaml"
+from rl_training.job.stored_settings import CONFIG_FILE, load_settings
 
 
 def gather_run_settings(arguments: Sequence[str]) -> list[str]:
@@ -52,7 +51,7 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
                 f"{' '.join(f'{group}=…' for group in missing)}, and adapter=lora where it is one; see --help"
             )
         return compose("train", overrides=[_unlisted(change) for change in changes])
-    cfg = OmegaConf.load(stored)
+    cfg = load_settings(stored)
     assert isinstance(cfg, DictConfig)
     for change in OverridesParser.create().parse_overrides(list(changes)):
         key, value = change.key_or_group, change.value()

@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from rl_training.job.stored_settings import CONFIG_FILE, load_settings
 from rl_training.live.trainer import DrGRPOConfig
 
-CONFIG_FILE = "config.yaml"
 # What a resumed run may have otherwise than before: where it writes, how far it goes, what it measures.
 FREE_ON_RESUME = ("run_dir", "resume", "probes.", "trainer.output_dir", "trainer.max_steps", "trainer.save_",
                   "trainer.logging_", "trainer.report_to", "trainer.disable_tqdm", "trainer.run_name",
@@ -179,7 +179,7 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
 
 def _load(config: Path) -> DictConfig:
     try:
-        loaded = OmegaConf.load(config)
+        loaded = load_settings(config)
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise ValueError(
             f"{config} cannot be read ({error}): mend or delete it; without it the settings are not compared"

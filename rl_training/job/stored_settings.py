@@ -1,0 +1,32 @@
+"""The config.yaml of a run as it would be written today: what has moved since is named by its present place."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+CONFIG_FILE = "config.yaml"
+MOVED = {
+    "rl_training.models.": "rl_training.tasks.models.",
+    "rl_training.buffer.": "rl_training.live.buffer.",
+}
+
+
+def load_settings(path: Path) -> DictConfig | ListConfig:
+    """Returns what a config.yaml holds, also one that an earlier layout of the package has written."""
+    return OmegaConf.create(_named_as_today(OmegaConf.to_container(OmegaConf.load(path))))
+
+
+def _named_as_today(node: Any) -> Any:
+    if isinstance(node, dict):
+        return {key: _place(value) if key == "_target_" else _named_as_today(value) for key, value in node.items()}
+    return [_named_as_today(value) for value in node] if isinstance(node, list) else node
+
+
+def _place(target: str) -> str:
+    for before, now in MOVED.items():
+        if target.startswith(before):
+            return now + target.removeprefix(before)
+    return target
