@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import reference
 import torch
 import torch.distributed as dist
 import warm
@@ -28,13 +29,16 @@ from rl_training import Estimate, Probe
 from rl_training.live.policy import TrainerPolicy
 from rl_training.live.sampling import sample
 from rl_training.mathematics.scores import Scores
+from rl_training.probes import SimpleEntropyProbe
 from rl_training.step.ground_truth import GroundTruth
 from rl_training.step.policy import Policy
 from rl_training.step.rollout import Rollout
 from rl_training.step.types import StepContext
+from rl_training.step.updates import WHOLE
 
+L_MAX = 24
 METRICS = {
-    "delta_h/true", "delta_h/true_sequence", "delta_h/true_floor", "delta_h/true_resampled",
+    "delta_h/true", "delta_h/true_sequence", "delta_h/true_snis", "delta_h/true_floor", "delta_h/true_resampled",
     "delta_h/ess", "delta_h/weight_max", "delta_h/weight_min",
 }  # fmt: skip
 LORA = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
@@ -88,6 +92,90 @@ def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
     return [name for name in a if not torch.equal(a[name], b[name])]
 
 
+class Validated(SimpleEntropyProbe):
+    """The simple probe, with all that is known of each of this rank's sequences of E, token by token."""
+
+    def __init__(self, num_sequences: int) -> None:
+        super().__init__(validate_every=1, validate_sequences=num_sequences, per_sequence=True)
+        self.kept: list[dict[str, Any]] = []  # by step
+
+    def on_pre_optimizer_step(self, ctx: StepContext) -> None:
+        super().on_pre_optimizer_step(ctx)
+        assert self._truth is not None
+        assert self._updates is not None
+        self.rollout = ctx.policy.sample(self._truth.num_sequences, self._truth._seed_of(ctx.step))
+        self.before = ctx.policy.score_rollout(self.rollout)
+        sides, size = [], 1e-3
+        for shift in (size, -size):
+            with ctx.policy.shifted({n: shift * self._updates.view(n)[WHOLE] for n in ctx.parameters}):
+                sides.append(ctx.policy.score_rollout(self.rollout))
+        self.slopes = [
+            (getattr(sides[0], name) - getattr(sides[1], name)) / (2 * size) for name in ("logps", "entropies")
+        ]
+
+    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+        after, lengths = ctx.policy.score_rollout(self.rollout), self.before.mask.sum(dim=1).tolist()
+        tables = [self.before.logps, self.before.entropies, after.logps, after.entropies, *self.slopes]
+        tokens = [[table[i, :length].tolist() for table in tables] for i, length in enumerate(lengths)]
+        sequences = dict(zip(self.rollout.prompt_index.tolist(), tokens, strict=True))
+        answers = {name: (e.value, e.stderr, e.reason) for name, e in super().measure(ctx).items()}
+        self.kept.append({"sequences": sequences, "answers": answers})
+        return super().measure(ctx)
+
+
+def plain_truth(sequences: list[Any]) -> tuple[float, float]:
+    """Returns ΔH per token and per sequence by PDIS, from the definition, position by position."""
+    ratios = [[math.exp(sum(n[:k]) - sum(o[:k])) for k in range(L_MAX)] for o, _, n, *_ in sequences]
+    entropy = length = 0.0
+    for k in range(L_MAX):
+        alive = [i for i, (old, *_) in enumerate(sequences) if k < len(old)]
+        total = sum(row[k] for row in ratios)
+        entropy += sum(ratios[i][k] * sequences[i][3][k] for i in alive) / total
+        length += sum(ratios[i][k] for i in alive) / total
+    old, tokens = sum(sum(s[1]) for s in sequences), sum(len(s[1]) for s in sequences)
+    return entropy / length - old / tokens, entropy - old / len(sequences)
+
+
+def plain_snis(sequences: list[Any]) -> float:
+    weights = [math.exp(sum(n) - sum(o)) for o, _, n, *_ in sequences]
+    after = sum(w * sum(s[3]) for w, s in zip(weights, sequences, strict=True))
+    length = sum(w * len(s[3]) for w, s in zip(weights, sequences, strict=True))
+    return after / length - sum(sum(s[1]) for s in sequences) / sum(len(s[1]) for s in sequences)
+
+
+def plain_comparison(sequences: list[Any], size: int) -> dict[str, tuple[float, float]]:
+    """Returns X_E·δθ and its difference to PDIS, with errors by blocks of `size`, from the slopes of all tokens."""
+    logps, entropies, _, _, *slopes = zip(*sequences, strict=True)
+    lengths = [len(row) for row in logps]
+    blocks = [range(i, min(i + size, len(lengths))) for i in range(0, len(lengths), size)]
+    said = {}
+    for number, (target, suffix) in enumerate((("token", ""), ("sequence", "_sequence"))):
+        w, u = reference.surrogate_weights(logps, entropies, [0] * len(lengths), "rb", target)
+        of_one = [
+            sum(a * x + b * y for a, b, x, y in zip(*rows, strict=True)) for rows in zip(w, u, *slopes, strict=True)
+        ]
+        share = [t / sum(lengths) if target == "token" else 1 / len(lengths) for t in lengths]
+        first = sum(of_one) / len(lengths)
+        without = [(first - sum(of_one[i] for i in b) / len(lengths)) / (1 - sum(share[i] for i in b)) for b in blocks]
+        truth = plain_truth(sequences)[number]
+        others = [[s for i, s in enumerate(sequences) if i not in b] for b in blocks]
+        errors = [x - plain_truth(rest)[number] for x, rest in zip(without, others, strict=True)]
+        for name, value, left_out in (("evaluation", first, without), ("evaluation_error", first - truth, errors)):
+            said[f"delta_h/{name}{suffix}"] = (value, math.sqrt((len(blocks) - 1) * np.var(left_out)))
+    return said
+
+
+def assert_as_defined(answers: dict[str, Any], sequences: list[Any], size: int) -> None:
+    token, sequence = plain_truth(sequences)
+    assert answers["delta_h/true"][0] == pytest.approx(token, rel=1e-9)
+    assert answers["delta_h/true_sequence"][0] == pytest.approx(sequence, rel=1e-9)
+    assert answers["delta_h/true_snis"][0] == pytest.approx(plain_snis(sequences), rel=1e-9)
+    assert abs(token - plain_snis(sequences)) > 1e-3 * abs(token)
+    for name, (value, stderr) in plain_comparison(sequences, size).items():
+        assert answers[name][0] == pytest.approx(value, rel=1e-4), name
+        assert answers[name][1] == pytest.approx(stderr, rel=1e-4), name
+
+
 class ScoredBy:
     """A policy whose rollouts are scored by this function; all else is asked of the policy itself."""
 
@@ -118,8 +206,9 @@ def test_training_is_bitwise_the_same_with_the_ground_truth(make_trainer, settin
         return state
 
     logs: list[Any] = []
-    probe = TruthProbe(num_sequences=12)
-    assert differing(run([]), run([probe])) == []
+    probe, simple = TruthProbe(num_sequences=12), SimpleEntropyProbe(validate_every=1, validate_sequences=12)
+    assert differing(run([]), run([probe, simple])) == []
+    assert simple.measure(None)["delta_h/evaluation"].value != 0
     assert logs[0] == logs[1]
     assert [answers.keys() for answers in probe.answers] == [METRICS, METRICS]
     if settings.get("learning_rate"):
@@ -134,6 +223,11 @@ def test_two_processes_train_the_same_and_agree_on_the_truth(tmp_path: Path) -> 
         assert said[rank]["differing"] == []
         assert said[rank]["shares"] == [[*range(rank, 13, 2)]] * 2  # of 13 sequences
     assert said[0]["answers"] == said[1]["answers"]
+    for step in (0, 1):
+        first, second = (ranks["validated"][step] for ranks in said)
+        assert first["answers"] == second["answers"]
+        together = {int(i): tokens for i, tokens in (first["sequences"] | second["sequences"]).items()}
+        assert_as_defined(first["answers"], [together[i] for i in range(13)], size=1)
     one = said[0]["answers"][0]
     assert 1 < one["delta_h/ess"] <= 13
     assert one["delta_h/true"] != 0
@@ -146,14 +240,15 @@ def train_twice(rank: int, out: Path) -> None:
     def share(ctx: StepContext) -> list[int]:
         return ctx.policy.sample(13, ctx.step).prompt_index.tolist()
 
-    truth, shares = TruthProbe(num_sequences=13), AtEveryStep(share)
-    plain = trained(make(probes=[]))
-    trainer = make(probes=[truth, shares])
+    truth, shares, validated = TruthProbe(num_sequences=13), AtEveryStep(share), Validated(13)
+    plain = trained(make(probes=[], dtype=torch.float64))
+    trainer = make(probes=[truth, shares, validated], dtype=torch.float64)
     said = {
         "world_size": trainer.accelerator.num_processes,
         "differing": differing(plain, trained(trainer)),
         "shares": shares.given,
         "answers": [{name: e.value for name, e in answers.items()} for answers in truth.answers],
+        "validated": validated.kept,
     }
     (out / f"rank{rank}.json").write_text(json.dumps(said))
     dist.barrier()
@@ -216,6 +311,47 @@ def test_the_measured_change_is_what_many_fresh_samples_say(make_trainer, learni
     change, stderr = plain["delta_h/true"]
     assert abs(change) > 4 * stderr  # so that a 0 would have been noticed
     assert answers["delta_h/true"].stderr < stderr * math.sqrt(len(before) / 512)  # what common sequences are good for
+
+
+def test_truth_and_prediction_on_one_buffer_are_those_of_their_definitions_and_leave_out_blocks(make_trainer) -> None:
+    probe = Validated(73)  # blocks of two sequences, and one of one
+    make_trainer(probes=[probe], dtype=torch.float64).train()
+    for kept in probe.kept:
+        assert_as_defined(kept["answers"], [kept["sequences"][i] for i in range(73)], size=2)
+        value, stderr, _ = kept["answers"]["delta_h/evaluation_error"]
+        assert stderr < kept["answers"]["delta_h/true"][1]
+        assert value != 0
+
+
+def test_a_truth_drawn_afresh_is_compared_pair_by_pair(make_trainer) -> None:
+    probe = Validated(64)
+    make_trainer(probes=[probe], learning_rate=1e-2, max_steps=1, dtype=torch.float64).train()
+    answers = probe.kept[0]["answers"]
+    assert answers["delta_h/true_resampled"][0] == 1
+    for suffix in ("", "_sequence"):
+        predicted, true, error = (answers[f"delta_h/{n}{suffix}"] for n in ("evaluation", "true", "evaluation_error"))
+        assert error[0] == pytest.approx(predicted[0] - true[0], rel=1e-9)
+        assert 0 < error[1] < predicted[1] + true[1] + 1e-9
+
+
+def test_a_step_without_a_formula_has_a_truth_and_no_prediction_and_says_why(make_trainer) -> None:
+    probe = Validated(12)
+    make_trainer(probes=[probe], optim="adafactor", max_steps=1).train()
+    answers = probe.kept[0]["answers"]
+    assert math.isfinite(answers["delta_h/true"][0])
+    for name in ("evaluation", "evaluation_sequence", "evaluation_error", "evaluation_error_sequence"):
+        value, _, reason = answers[f"delta_h/{name}"]
+        assert math.isnan(value)
+        assert reason == answers["delta_h/forward"][2]
+
+
+def test_fewer_than_eight_blocks_give_a_prediction_without_an_error(make_trainer) -> None:
+    probe = Validated(6)
+    make_trainer(probes=[probe], max_steps=1).train()
+    value, stderr, reason = probe.kept[0]["answers"]["delta_h/evaluation"]
+    assert math.isfinite(value)
+    assert math.isnan(stderr)
+    assert "6 blocks of sequences: an error bar needs 8" in reason
 
 
 def test_ess_and_weights_are_those_of_the_two_scorings(make_trainer) -> None:

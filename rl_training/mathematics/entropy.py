@@ -25,10 +25,13 @@ REINFORCE samples, get a baseline for free"); the Rao-Blackwell step replaces �
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
 from torch import Tensor
+
+from rl_training.mathematics.units import unchanged
 
 Estimator = Literal["rb", "score"]
 Target = Literal["sequence", "token", "length"]
@@ -43,6 +46,7 @@ def surrogate_weights(
     estimator: Estimator = "rb",
     target: Target = "sequence",
     baseline: Baseline = "prompt",
+    reduce: Callable[[Tensor], Tensor] = unchanged,
 ) -> tuple[Tensor, Tensor]:
     """Returns (logp_weights, entropy_weights), both (B, T), detached, zero where mask is 0.
 
@@ -55,6 +59,8 @@ def surrogate_weights(
     target            "sequence": ∂H_seq; "token": ∂H_tok, already divided by the batch's mean length; "length": ∂E[T]
     baseline          the mean over the other responses of the "prompt", or over all others of the "buffer", whose
                       sequences must be independent given their prompts; `prompt_index` then does not matter
+    reduce            with the buffer: sums a tensor over the processes that hold it, in tables of one width; all means
+                      are then over all of them
 
     Raises ValueError when a prompt, or the buffer, has a single response: there is no leave-one-out baseline then.
     """
@@ -64,15 +70,16 @@ def surrogate_weights(
         raise ValueError(f"unknown baseline {baseline!r}: choose 'prompt' or 'buffer'")
     real, mask = mask.bool(), mask.to(entropies.dtype)
     logps, entropies = (values.detach().masked_fill(~real, 0.0) for values in (logps, entropies))  # 0·inf is nan
-    group = _group_ids(prompt_index if baseline == "prompt" else torch.zeros_like(prompt_index))
+    group = _group_ids(prompt_index if baseline == "prompt" else torch.zeros_like(prompt_index), reduce)
     if target == "sequence":
         score_cost, still_to_come, entropy_weights = -logps, entropies, mask
     elif target == "length":
         score_cost, still_to_come, entropy_weights = mask, mask, torch.zeros_like(mask)
     elif target == "token":
         # ∂H_tok = (∂H_seq − H_tok ∂E[T]) / E[T]: the cost of a token is its entropy above the mean.
-        mean_length = mask.sum() / len(mask)
-        level = (entropies * mask).sum() / mask.sum()
+        count = mask.new_tensor(float(len(mask)))
+        length, entropy, count = reduce(torch.stack([mask.sum(), (entropies * mask).sum(), count])).unbind()
+        mean_length, level = length / count, entropy / length
         score_cost, still_to_come = (-logps - level) / mean_length, (entropies - level) / mean_length
         entropy_weights = mask / mean_length
     else:
@@ -80,18 +87,18 @@ def surrogate_weights(
 
     if estimator == "score":
         total = (score_cost * mask).sum(dim=1, keepdim=True)
-        weights = (total - _leave_one_out_mean(total, torch.ones_like(total), group)) * mask
+        weights = (total - _leave_one_out_mean(total, torch.ones_like(total), group, reduce)) * mask
         return weights, torch.zeros_like(mask)
     costs = still_to_come * mask
     to_go = (costs.flip(1).cumsum(1).flip(1) - costs) * mask  # strictly after k
-    weights = (to_go - _leave_one_out_mean(to_go, mask, group)) * mask
+    weights = (to_go - _leave_one_out_mean(to_go, mask, group, reduce)) * mask
     return weights, entropy_weights
 
 
-def _group_ids(prompt_index: Tensor) -> Tensor:
+def _group_ids(prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     """Returns prompt_index renumbered 0 .. number of prompts − 1, after checking that each prompt has two responses."""
     _, group, sizes = prompt_index.unique(return_inverse=True, return_counts=True)
-    if int(sizes.min()) < 2:
+    if int(reduce(sizes.double()).min()) < 2:
         raise ValueError(
             "a prompt has a single response: the entropy gradient needs a leave-one-out baseline. "
             "Sample at least two responses per prompt (num_generations >= 2), or take the baseline from all other "
@@ -100,11 +107,12 @@ def _group_ids(prompt_index: Tensor) -> Tensor:
     return group
 
 
-def _leave_one_out_mean(values: Tensor, alive: Tensor, group: Tensor) -> Tensor:
+def _leave_one_out_mean(values: Tensor, alive: Tensor, group: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     """Returns, for each (sequence, position), the mean of `values` over the other alive members of its group, or 0."""
     num_groups = int(group.max()) + 1
     sums = values.new_zeros(num_groups, values.shape[1]).index_add_(0, group, values * alive)
     counts = values.new_zeros(num_groups, values.shape[1]).index_add_(0, group, alive)
+    sums, counts = reduce(torch.stack([sums, counts])).unbind()
     other_sums = sums[group] - values * alive
     other_counts = counts[group] - alive
     return torch.where(other_counts > 0, other_sums / other_counts.clamp(min=1), 0.0)

@@ -87,7 +87,7 @@ def reweighted_change(before: Tensor, after: Tensor) -> EntropyChange:
 
 def reweighted_replicates(before: Tensor, after: Tensor) -> Replicates:
     """Returns the same estimate, (2,) per token and per sequence, also without each sequence."""
-    return _replicates(change_terms(before, after, _relative_weights(before, after)))
+    return replicates_of_terms(change_terms(before, after, _relative_weights(before, after)))
 
 
 def paired_change(before: Tensor, after: Tensor) -> EntropyChange:
@@ -101,7 +101,7 @@ def paired_change(before: Tensor, after: Tensor) -> EntropyChange:
 
 def paired_replicates(before: Tensor, after: Tensor) -> Replicates:
     """Returns the same difference, (2,) per token and per sequence, also without each pair."""
-    return _replicates(change_terms(before, after, torch.ones_like(before[:, 0])))
+    return replicates_of_terms(change_terms(before, after, torch.ones_like(before[:, 0])))
 
 
 def change_terms(before: Tensor, after: Tensor, weights: Tensor) -> Tensor:
@@ -117,14 +117,15 @@ def change_of_sums(sums: Tensor) -> Tensor:
     return torch.stack([per_token, entropy_after / weight - entropy / count], dim=-1)
 
 
-def _relative_weights(before: Tensor, after: Tensor) -> Tensor:
-    """Returns (N,) weights w / max w."""
-    log_ratio = after[:, LOGP] - before[:, LOGP]
-    return (log_ratio - log_ratio.max()).exp()
-
-
-def _replicates(terms: Tensor) -> Replicates:
+def replicates_of_terms(terms: Tensor) -> Replicates:
+    """Returns the change, (2,), of (N, 6) `change_terms` of independent units, and without each of them, (N, 2)."""
     if len(terms) < MIN_SEQUENCES:
         raise ValueError(f"{len(terms)} sequences: a change with an error needs at least {MIN_SEQUENCES}")
     sums = terms.sum(dim=0)
     return Replicates(change_of_sums(sums), change_of_sums(sums - terms))
+
+
+def _relative_weights(before: Tensor, after: Tensor) -> Tensor:
+    """Returns (N,) weights w / max w."""
+    log_ratio = after[:, LOGP] - before[:, LOGP]
+    return (log_ratio - log_ratio.max()).exp()

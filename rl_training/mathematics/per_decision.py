@@ -30,38 +30,54 @@ from torch import Tensor
 from rl_training.mathematics.importance import MIN_SEQUENCES
 from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.units import Units
 
 
-def per_decision_change(before: Scores, after: Scores) -> Replicates:
+def per_decision_change(before: Scores, after: Scores, units: Units | None = None) -> Replicates:
     """Returns ΔH, (2,) nats per token and per sequence, and without each sequence, (N, 2), from N sequences.
 
     before  scores under the policy that they were sampled from
     after   scores of the same tokens under the other
+    units   what is left out at a time instead of one sequence, and over which processes the sequences are spread, whose
+            tables must be of one width. A few sums for each position go over the network
 
     Example: a = "x." and b = ".", h = 1 everywhere before the step, h' = 2 at the first tokens and 4 after "x". The
     step makes "x" 1.5 times as likely and "." at the start half as likely, so that at k = 1 ρ_a = 1.5, and b has ended
     with ρ_b = 0.5. H' = 2 + 1.5·4/(1.5 + 0.5) = 5 and T' = 1 + 1.5/2 = 1.75: ΔH_seq = 5 − 1.5, ΔH_tok = 5/1.75 − 1.
     """
-    mask = _alive(before)
-    ratios = _relative_ratios(before, after)
+    units = units or Units.of_rows(before.mask)
+    mask = _alive(before, units)
+    ratios = _relative_ratios(before, after, units)
     entropy = mask * after.entropies.double().masked_fill(mask == 0, 0.0)
-    total, of_one = ratios.sum(dim=0), torch.stack([ratios * entropy, ratios * mask])  # (T,), (2, N, T)
-    sums = of_one.sum(dim=1)
-    whole = (sums / total).sum(dim=1)
-    without = ((sums.unsqueeze(1) - of_one) / (total - ratios)).sum(dim=2)  # (2, N)
-    return _per_token_and_sequence(Replicates(whole, without.T)) - mean_entropy(before)
+    terms = torch.stack([ratios * entropy, ratios * mask, ratios], dim=1)  # (B, 3, T)
+    total, (own, of_one) = units.total(terms), units.local(terms)
+
+    def sum_of_positions(sums: Tensor) -> Tensor:
+        return (sums[..., :2, :] / sums[..., 2:, :]).sum(dim=-1)
+
+    without = total.new_zeros(units.count, 2)
+    without[own] = sum_of_positions(total - of_one)
+    changed = Replicates(sum_of_positions(total), units.reduce(without))  # each row is one process's
+    return _per_token_and_sequence(changed) - mean_entropy(before, units)
 
 
-def mean_entropy(scores: Scores) -> Replicates:
+def mean_entropy(scores: Scores, units: Units | None = None) -> Replicates:
     """Returns H, (2,) nats per token and per sequence, of sequences under the policy that they were sampled from."""
-    mask = _alive(scores)
+    units = units or Units.of_rows(scores.mask)
+    mask = _alive(scores, units)
     entropy = (mask * scores.entropies.double().masked_fill(mask == 0, 0.0)).sum(dim=1)
-    return _per_token_and_sequence(_mean(torch.stack([entropy, mask.sum(dim=1)], dim=1)))
+    terms = units.gather(torch.stack([entropy, mask.sum(dim=1), torch.ones_like(entropy)], dim=1))
+    total = terms.sum(dim=0)
+
+    def mean(sums: Tensor) -> Tensor:
+        return sums[..., :2] / sums[..., 2:]
+
+    return _per_token_and_sequence(Replicates(mean(total), mean(total - terms)))
 
 
 def prefix_ess(before: Scores, after: Scores) -> Tensor:
     """Returns the effective number of sequences at each position, (T,): Kish's (Σ_i ρ_ik)² / Σ_i ρ_ik²."""
-    ratios = _relative_ratios(before, after)
+    ratios = _relative_ratios(before, after, Units.of_rows(before.mask))
     return ratios.sum(dim=0).square() / ratios.square().sum(dim=0)
 
 
@@ -73,7 +89,7 @@ def first_order_change(scores: Scores, logp_slopes: Tensor, entropy_slopes: Tens
     It is what weights by `surrogate_weights(baseline="buffer")` give, without a backward; a left-out sequence is left
     out of the baseline, of the level H_tok and of the mean length too.
     """
-    mask = _alive(scores)
+    mask = _alive(scores, Units.of_rows(scores.mask))
     entropy, of_logp, of_entropy = (
         mask * values.double().masked_fill(mask == 0, 0.0) for values in (scores.entropies, logp_slopes, entropy_slopes)
     )
@@ -100,17 +116,17 @@ def slopes(ahead: Scores, behind: Scores, size: float) -> tuple[Tensor, Tensor]:
     )
 
 
-def _alive(scores: Scores) -> Tensor:
-    if len(scores.mask) < MIN_SEQUENCES:
-        raise ValueError(f"{len(scores.mask)} sequences: a change with an error needs at least {MIN_SEQUENCES}")
+def _alive(scores: Scores, units: Units) -> Tensor:
+    if units.count < MIN_SEQUENCES:
+        raise ValueError(f"{units.count} sequences: a change with an error needs at least {MIN_SEQUENCES}")
     return scores.mask.double()
 
 
-def _relative_ratios(before: Scores, after: Scores) -> Tensor:
-    """Returns ρ, (N, T), relative to the largest of each position, which cancels: none overflows, not all underflow."""
+def _relative_ratios(before: Scores, after: Scores, units: Units) -> Tensor:
+    """Returns ρ, (B, T), relative to the largest of each position, which cancels: none overflows, not all underflow."""
     steps = (after.logps.double() - before.logps.double()).masked_fill(before.mask == 0, 0.0)
     log_ratios = torch.nn.functional.pad(steps.cumsum(dim=1), (1, -1))  # of what comes before, and not of the token
-    return (log_ratios - log_ratios.amax(dim=0)).exp()
+    return (log_ratios - units.largest(log_ratios)).exp()
 
 
 def _per_token_and_sequence(entropy_and_length: Replicates) -> Replicates:

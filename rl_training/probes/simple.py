@@ -56,6 +56,7 @@ from rl_training.step.responses import top_responses
 from rl_training.step.types import StepContext
 from rl_training.step.updates import FIRST_FOLD, PREVIOUS, WHOLE
 
+EVALUATION = ("evaluation", "evaluation_error")
 SUMS = ("trapezoid", "cumulative_predicted", "cumulative_measured")
 HOLE_IN_SUM = "a step before this one has no trapezoid estimate, and a sum with a hole is no sum"
 HALF = "it needs this step's backward and the last one's forward, and one of them is not finite or was not asked for"
@@ -144,7 +145,8 @@ class SimpleEntropyProbe(Probe):
         ratios = importance_ratios(ctx)
         reason = why_no_entropy_gradient(ctx, ratios)
         if reason:
-            names = (*self._of_step(ctx), *SUMS)
+            validated = self._truth is not None and self._truth.measures_at(ctx.step)
+            names = (*self._of_step(ctx), *SUMS, *EVALUATION) if validated else (*self._of_step(ctx), *SUMS)
             self._answers = {metric: Estimate.missing(reason) for name in names for metric in self._metrics(name)}
             responses = [f"delta_h/response/{rank + 1}" for rank in range(self.top_responses)]
             self._answers |= {name: Estimate.missing(reason) for name in responses}
@@ -174,6 +176,8 @@ class SimpleEntropyProbe(Probe):
         if sums.halves is not None:
             reason = why_no_responses(ctx, num_folds=len(ctx.fold.unique()))
             self._answers |= top_responses(ctx, updates, sums.halves, self.top_responses, reason)
+        if self._truth is not None:
+            self._truth.predict(ctx, updates.matrix[WHOLE], updates, self.estimator, self.per_sequence)
         self._keep_update(ctx, updates)
 
     def on_optimizer_step(self, ctx: StepContext) -> None:
