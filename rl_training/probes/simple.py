@@ -79,7 +79,8 @@ class SimpleEntropyProbe(Probe):
                           prompt, reward and advantage, in probes.jsonl: responses.py. Two passes over all responses
     offload               keep the parameter-size rows in the CPU's memory
     validate_every        measure the true change on a buffer of its own at every so many steps, and hold `forward`
-                          against it: ground_truth.py, calibration.py; 0 for never. It costs two to three forward passes
+                          against it: ground_truth.py, calibration.py; 0 for never. It costs three forward passes over
+                          that buffer, and one with a backward for what its own entropy gradient predicts
     validate_sequences    responses in that buffer, over all ranks
     seed                  of that buffer, and of the draw
     error_decay           weight of a step relative to the next in the average of the variances of single steps; 0 for
