@@ -105,13 +105,12 @@ class Validated(SimpleEntropyProbe):
         assert self._updates is not None
         self.rollout = ctx.policy.sample(self._truth.num_sequences, self._truth._seed_of(ctx.step))
         self.before = ctx.policy.score_rollout(self.rollout)
-        sides, size = [], 1e-3
-        for shift in (size, -size):
-            with ctx.policy.shifted({n: shift * self._updates.view(n)[WHOLE] for n in ctx.parameters}):
+        size, sides = 1 / 16, []
+        for shift in (-2, -1, 1, 2):
+            with ctx.policy.shifted({n: shift * size * self._updates.view(n)[WHOLE] for n in ctx.parameters}):
                 sides.append(ctx.policy.score_rollout(self.rollout))
-        self.slopes = [
-            (getattr(sides[0], name) - getattr(sides[1], name)) / (2 * size) for name in ("logps", "entropies")
-        ]
+        tables = [[getattr(side, name) for side in sides] for name in ("logps", "entropies")]
+        self.slopes = [(a - 8 * b + 8 * c - d) / (12 * size) for a, b, c, d in tables]  # error O(size⁴)
 
     def measure(self, ctx: StepContext) -> dict[str, Estimate]:
         after, lengths = ctx.policy.score_rollout(self.rollout), self.before.mask.sum(dim=1).tolist()
@@ -172,8 +171,8 @@ def assert_as_defined(answers: dict[str, Any], sequences: list[Any], size: int) 
     assert answers["delta_h/true_snis"][0] == pytest.approx(plain_snis(sequences), rel=1e-9)
     assert abs(token - plain_snis(sequences)) > 1e-3 * abs(token)
     for name, (value, stderr) in plain_comparison(sequences, size).items():
-        assert answers[name][0] == pytest.approx(value, rel=1e-4), name
-        assert answers[name][1] == pytest.approx(stderr, rel=1e-4), name
+        assert answers[name][0] == pytest.approx(value, rel=1e-3, abs=0.01 * stderr), name  # slopes are rounded in fp32
+        assert answers[name][1] == pytest.approx(stderr, rel=0.01), name
 
 
 class ScoredBy:
@@ -241,8 +240,8 @@ def train_twice(rank: int, out: Path) -> None:
         return ctx.policy.sample(13, ctx.step).prompt_index.tolist()
 
     truth, shares, validated = TruthProbe(num_sequences=13), AtEveryStep(share), Validated(13)
-    plain = trained(make(probes=[], dtype=torch.float64))
-    trainer = make(probes=[truth, shares, validated], dtype=torch.float64)
+    plain = trained(make(probes=[]))
+    trainer = make(probes=[truth, shares, validated])
     said = {
         "world_size": trainer.accelerator.num_processes,
         "differing": differing(plain, trained(trainer)),
@@ -314,10 +313,10 @@ def test_the_measured_change_is_what_many_fresh_samples_say(make_trainer, learni
 
 
 def test_truth_and_prediction_on_one_buffer_are_those_of_their_definitions_and_leave_out_blocks(make_trainer) -> None:
-    probe = Validated(73)  # blocks of two sequences, and one of one
-    make_trainer(probes=[probe], dtype=torch.float64).train()
+    probe = Validated(65)  # blocks of two sequences, and one of one
+    make_trainer(probes=[probe], max_steps=1).train()
     for kept in probe.kept:
-        assert_as_defined(kept["answers"], [kept["sequences"][i] for i in range(73)], size=2)
+        assert_as_defined(kept["answers"], [kept["sequences"][i] for i in range(65)], size=2)
         value, stderr, _ = kept["answers"]["delta_h/evaluation_error"]
         assert stderr < kept["answers"]["delta_h/true"][1]
         assert value != 0
@@ -325,7 +324,7 @@ def test_truth_and_prediction_on_one_buffer_are_those_of_their_definitions_and_l
 
 def test_a_truth_drawn_afresh_is_compared_pair_by_pair(make_trainer) -> None:
     probe = Validated(64)
-    make_trainer(probes=[probe], learning_rate=1e-2, max_steps=1, dtype=torch.float64).train()
+    make_trainer(probes=[probe], learning_rate=1e-2, max_steps=1).train()
     answers = probe.kept[0]["answers"]
     assert answers["delta_h/true_resampled"][0] == 1
     for suffix in ("", "_sequence"):

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from rl_training.mathematics.importance import (
+    EntropyChange,
     change_of_sums,
     change_terms,
     importance_weights,
-    paired_change,
+    paired_replicates,
     reweighted_change,
     sequence_totals,
 )
@@ -141,7 +142,7 @@ def test_a_log_probability_that_is_not_finite_makes_the_change_or_its_ess_nan(ba
 def test_paired_change_is_the_mean_difference_with_the_error_of_pairs() -> None:
     old, new = table(4), step_from(table(4), 0.5)
     before, after = totals_of(old, draws(old, 40, 4)), totals_of(new, draws(new, 40, 5))
-    got = paired_change(before, after)
+    got = EntropyChange.of(paired_replicates(before, after))
     differences = (after - before)[:, 1]
     assert got.sequence == pytest.approx(float(differences.mean()), abs=1e-13)
     assert got.sequence_stderr == pytest.approx(float(differences.std() / math.sqrt(40)), rel=1e-9)

@@ -90,17 +90,14 @@ def reweighted_replicates(before: Tensor, after: Tensor) -> Replicates:
     return replicates_of_terms(change_terms(before, after, _relative_weights(before, after)))
 
 
-def paired_change(before: Tensor, after: Tensor) -> EntropyChange:
-    """Returns the difference of two samples of N sequences, row i of both to the same prompt with the same dice.
+def paired_replicates(before: Tensor, after: Tensor) -> Replicates:
+    """Returns the difference of two samples, (2,) per token and per sequence, and without each pair, (N, 2).
+
+    Row i of both answers the same prompt with the same dice.
 
     before  (N, 3), `sequence_totals` of sequences sampled and scored under the first policy
     after   (N, 3), of others, sampled and scored under the second
     """
-    return EntropyChange.of(paired_replicates(before, after))
-
-
-def paired_replicates(before: Tensor, after: Tensor) -> Replicates:
-    """Returns the same difference, (2,) per token and per sequence, also without each pair."""
     return replicates_of_terms(change_terms(before, after, torch.ones_like(before[:, 0])))
 
 
