@@ -27,7 +27,11 @@ def make_trainer(tmp_path: Path) -> Callable[..., Any]:
 
 
 # The files that take longest, longest first: begun last, one of them would keep one process busy and the others idle.
-LONG = ["test_processes", "test_config", "test_buffer", "test_resume", "test_simple_probe", "test_ground_truth"]
+LONG = [
+    "test_processes", "test_config", "test_buffer", "test_resume", "test_offline", "test_offline_real",
+    "test_simple_probe", "test_ground_truth", "test_evaluate", "test_notebook", "test_bias", "test_attach",
+    "test_gns_in_training",
+]  # fmt: skip
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
