@@ -16,10 +16,13 @@ import pytest
 import warm
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from transformers import TrainerState
 from wandb.proto import wandb_internal_pb2
 
 from rl_training.probes.gns import ADAM, RATIOS
 from rl_training.records.jsonl import read_metrics
+from rl_training.records.loggers import CORE, TensorBoardLogger
 from rl_training.records.workspace import SECTIONS
 
 SETTINGS = [
@@ -137,6 +140,29 @@ def test_tensorboard_holds_every_metric_at_its_step(run_dir: Path) -> None:
     assert {step: sorted(row) for step, row in logged.items()} == {step: sorted(row) for step, row in expected.items()}
     for step, row in expected.items():  # TensorBoard keeps fp32
         assert logged[step] == pytest.approx(row, rel=1e-6, abs=1e-30)
+
+
+def test_tensorboard_has_predicted_and_measured_in_one_chart_and_the_reports_pictures(run_dir: Path) -> None:
+    events = EventAccumulator(str(run_dir / "logs" / "tensorboard"))
+    events.Reload()
+    content = events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0]
+    charts = {
+        chart.title: chart.multiline.tag for c in layout_pb2.Layout.FromString(content).category for chart in c.chart
+    }
+    names = events.Tags()["scalars"]
+    together = {name for name in names if any(re.search(tag, name) for tag in charts["Change since the first step"])}
+    assert together == {"delta_h/cumulative_measured", "delta_h/cumulative_predicted"}
+    assert {f"report/{path.stem}" for path in (run_dir / "report").glob("*.png")} == set(events.Tags()["images"])
+
+
+def test_core_shows_the_core_numbers_and_those_only(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, "p", "run", {}, CORE)
+    logger.start(0)
+    logger.on_log(None, TrainerState(global_step=1), None, {**dict.fromkeys(CORE, 1.0), "delta_h/layer/0": 2.0})
+    logger.finish([])
+    events = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == sorted(CORE)
 
 
 def test_trackio_holds_every_metric_at_its_step_in_one_run(run_dir: Path) -> None:

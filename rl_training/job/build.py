@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from rl_training.offline.standing import Standing, stand
 from rl_training.probes.base import Probe
 from rl_training.records.checkpoints import TRAINING_STATE, steps_taken
 from rl_training.records.jsonl import Records
-from rl_training.records.loggers import LOGGERS, MetricsLogger
+from rl_training.records.loggers import CORE, LOGGERS, MetricsLogger
 from rl_training.records.progress import StepProgress
 from rl_training.records.provenance import provenance
 
@@ -65,7 +65,7 @@ def _build(cfg: DictConfig) -> Run:
     config = without_secrets(OmegaConf.to_container(cfg, resolve=True))
     config["provenance"] = {name: told.replace("${", r"\${") for name, told in provenance().items()}  # for OmegaConf
     save_config(config, run_dir, resumed=checkpoint is not None)
-    loggers = _put_loggers(trainer, run_dir, config)
+    loggers = _put_loggers(trainer, run_dir, config, CORE if cfg.logger.metrics == "core" else None)
     if cfg.alert.within_steps is not None:
         _put_alert(cfg, trainer, loggers, stop)
     return Run(trainer, run_dir, checkpoint, loggers, stop)
@@ -116,7 +116,9 @@ def _make_trainer(
     return trainer
 
 
-def _put_loggers(trainer: DrGRPOTrainer, run_dir: Path, config: dict[str, Any]) -> list[MetricsLogger]:
+def _put_loggers(
+    trainer: DrGRPOTrainer, run_dir: Path, config: dict[str, Any], metrics: Collection[str] | None
+) -> list[MetricsLogger]:
     """Returns this package's loggers, put in the places of those of transformers that `report_to` asked for.
 
     None on other processes than the main one.
@@ -125,7 +127,7 @@ def _put_loggers(trainer: DrGRPOTrainer, run_dir: Path, config: dict[str, Any]) 
     if not trainer.accelerator.is_main_process:
         return []
     args = trainer.args
-    loggers = [kind(run_dir, args.project, args.run_name or run_dir.resolve().name, config) for kind in kinds]
+    loggers = [kind(run_dir, args.project, args.run_name or run_dir.resolve().name, config, metrics) for kind in kinds]
     for dashboard in loggers:
         trainer.add_callback(dashboard)
     return loggers

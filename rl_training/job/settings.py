@@ -19,7 +19,7 @@ from rl_training.live.trainer import DrGRPOConfig
 FREE_ON_RESUME = ("run_dir", "resume", "probes.", "trainer.output_dir", "trainer.max_steps", "trainer.save_",
                   "trainer.logging_", "trainer.report_to", "trainer.disable_tqdm", "trainer.run_name",
                   "trainer.project", "trainer.eval_", "trainer.dataloader_", "provenance.",
-                  "alert.", "rollouts.", "additional_steps")  # fmt: skip
+                  "alert.", "rollouts.", "logger.", "additional_steps")  # fmt: skip
 PATHS = ("run_dir", "resume", "data.path", "model.name")
 SECRETS = ("token", "password", "secret", "api_key")  # how the names of settings end that nobody else is to read
 MASK = "***"
@@ -69,6 +69,9 @@ def check_settings(cfg: DictConfig) -> None:
     for probe, options in cfg.probes.items():
         for option, value in options.items():
             _check_probe_option(f"probes.{probe}.{option}", value)
+    shown = OmegaConf.select(cfg, "logger.metrics", default="all")
+    if shown not in ("core", "all"):
+        raise ValueError(f"logger.metrics={shown}: choose core, about 15 numbers, or all")
     every = OmegaConf.select(cfg, "rollouts.every", default=0)  # a config.yaml may be older than a setting
     if type(every) is not int or every < 0:
         raise ValueError(f"rollouts.every={every} must be a whole number, or 0 for none")

@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training.live import host, zero
@@ -42,6 +42,7 @@ from rl_training.mathematics.scores import Scores
 from rl_training.probes.base import Probe
 from rl_training.records.checkpoints import load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
+from rl_training.records.loggers import CORE
 from rl_training.step.rollout import Rollout
 from rl_training.step.types import Microbatch
 
@@ -96,6 +97,9 @@ class Attachment(TrainerCallback):
         self._undo_engine = contextlib.ExitStack()
         for name, method in self._seams().items():
             host.stand_in_front_of(trainer, name, method, self._undo)
+        for callback in trainer.callback_handler.callbacks:
+            if self.probes and isinstance(callback, PrinterCallback | ProgressCallback):
+                host.stand_in_front_of(callback, "on_log", self._on_print, self._undo)
         trainer.add_callback(self)
         self._undo.callback(trainer.remove_callback, self)
 
@@ -293,6 +297,12 @@ class Attachment(TrainerCallback):
             self._records.write_metrics(state.global_step, logs)
         elif self._records is not None and "eval_loss" in logs:  # and not the summary at the end of training
             self._records.write_evaluation(state.global_step, logs)
+
+    def _on_print(self, original: Callable[..., None], *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        """Prints what the trainer logs, of the probes' numbers the core ones; dashboards and records have all."""
+        ours = {key for name in self.latest for key in (name, f"{name}_se")} - {*CORE}
+        short = {k: v for k, v in logs.items() if k not in ours and (k in CORE or not k.startswith("probe_cost/"))}
+        original(*args, logs=short, **kwargs)
 
     def _on_save(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)

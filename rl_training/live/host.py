@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training.mathematics.scores import Scores
@@ -114,11 +115,13 @@ def sum_over_ranks(trainer: GRPOTrainer, tensor: Tensor) -> Tensor:
     return trainer.accelerator.reduce(tensor, reduction="sum")
 
 
-def stand_in_front_of(trainer: GRPOTrainer, name: str, method: Callable[..., Any], undo: ExitStack) -> None:
-    """Makes trainer.<name>(...) call method(original, ...), until `undo` is closed."""
-    before = vars(trainer).get(name)  # somebody else may already stand there
-    setattr(trainer, name, functools.partial(method, getattr(trainer, name)))
+def stand_in_front_of(
+    owner: GRPOTrainer | TrainerCallback, name: str, method: Callable[..., Any], undo: ExitStack
+) -> None:
+    """Makes owner.<name>(...) call method(original, ...), until `undo` is closed."""
+    before = vars(owner).get(name)  # somebody else may already stand there
+    setattr(owner, name, functools.partial(method, getattr(owner, name)))
     if before is None:
-        undo.callback(delattr, trainer, name)
+        undo.callback(delattr, owner, name)
     else:
-        undo.callback(setattr, trainer, name, before)
+        undo.callback(setattr, owner, name, before)

@@ -4,7 +4,7 @@ transformers' own callbacks put `train/` in front of every name. Dashboards make
 so everything would lie in one. These three take the places of those, one for one:
 
     logger=wandb         WandbLogger        with the resolved configuration and the report's pictures
-    logger=tensorboard   TensorBoardLogger
+    logger=tensorboard   TensorBoardLogger  with the report's pictures, and charts of several metrics: custom scalars
     logger=trackio       TrackioLogger
 
 A resumed training goes on in the same run of each. Only the main process logs. The x-axis is the optimizer step.
@@ -14,14 +14,27 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.image import imread
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
+from rl_training.records.workspace import SECTIONS, Panel
+
 WANDB_RUN_ID = "wandb_run_id"  # file in logs/: the run that a resumed training goes on writing to
+
+
+# What one looks at first, of any run: logger.metrics=core shows these only.
+CORE = (
+    "loss", "reward", "reward_std", "frac_reward_zero_std", "grad_norm", "learning_rate", "completions/mean_length",
+    "entropy", "entropy/token", "delta_h/forward", "delta_h/forward_se", "delta_h/cumulative_predicted",
+    "delta_h/cumulative_measured", "gns/batch_ratio", "ess/advantage_fraction", "probe_cost/fraction_of_step",
+    "eval_reward",
+)  # fmt: skip
 
 
 class MetricsLogger(TrainerCallback):
@@ -29,11 +42,14 @@ class MetricsLogger(TrainerCallback):
 
     replaces: type[TrainerCallback]  # what transformers makes for the same entry of `report_to`
 
-    def __init__(self, run_dir: Path, project: str, name: str, config: dict[str, Any]) -> None:
+    def __init__(
+        self, run_dir: Path, project: str, name: str, config: dict[str, Any], metrics: Collection[str] | None = None
+    ) -> None:
         self.run_dir = run_dir
         self.config = config  # of the whole run, resolved
         self.project = project
         self.name = name
+        self.metrics = metrics  # shown; None: all. The records have all of them, whatever is shown
 
     def start(self, after_step: int) -> None:
         """Opens the dashboard's run; `after_step` > 0 when training is resumed."""
@@ -51,7 +67,10 @@ class MetricsLogger(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         if "train_runtime" not in logs:  # not the summary at the end of training
-            self.log(state.global_step, {key: value for key, value in logs.items() if isinstance(value, int | float)})
+            numbers = {key: value for key, value in logs.items() if isinstance(value, int | float)}
+            if self.metrics is not None:
+                numbers = {key: value for key, value in numbers.items() if key in self.metrics}
+            self.log(state.global_step, numbers)
 
 
 class WandbLogger(MetricsLogger):
@@ -104,17 +123,23 @@ class TensorBoardLogger(MetricsLogger):
         self._writer = SummaryWriter(
             str(self.run_dir / "logs" / "tensorboard"), purge_step=after_step + 1 if after_step else None
         )
+        self._writer.add_custom_scalars(tensorboard_layout())
+        self._step = after_step
         self._writer.add_text("config", f"```\n{json.dumps(self.config, indent=2)}\n```")
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
+        self._step = step
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def alert(self, title: str, text: str) -> None:
-        self._writer.add_text(f"alert: {title}", text)
+        self._writer.add_text(f"alert: {title}", text, self._step)
+        self._writer.flush()
 
     def finish(self, pictures: Sequence[Path]) -> None:
+        for picture in pictures:
+            self._writer.add_image(f"report/{picture.stem}", imread(picture), self._step, dataformats="HWC")
         self._writer.close()
 
 
@@ -142,6 +167,19 @@ class TrackioLogger(MetricsLogger):
         import trackio
 
         trackio.finish()
+
+
+def tensorboard_layout() -> dict[str, dict[str, list[Any]]]:
+    """Returns the charts of TensorBoard's custom scalars: those of the W&B workspace, several metrics in one chart."""
+    return {
+        section: {panel.title: ["Multiline", _patterns(panel)] for panel in panels}
+        for section, panels in SECTIONS.items()
+    }
+
+
+def _patterns(panel: Panel) -> list[str]:
+    """Returns the regular expressions by which TensorBoard finds the metrics of a chart."""
+    return [*(f"^{re.escape(name)}$" for name in panel.metrics), *([panel.pattern] if panel.pattern else [])]
 
 
 LOGGERS: tuple[type[MetricsLogger], ...] = (WandbLogger, TensorBoardLogger, TrackioLogger)
