@@ -143,6 +143,7 @@ def test_at_adams_first_step_leave_fold_out_has_the_mean_of_independent_batches_
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,  # two prompts in two folds: the fewer, the larger the naive product's bias
         max_steps=280,
+        steps_per_generation=80,  # 40 steps' prompts are answered at once: by the policy that every step starts from
     )
     trainer.add_callback(TakeEveryStepBack())
     trainer.train()
@@ -157,4 +158,4 @@ def test_at_adams_first_step_leave_fold_out_has_the_mean_of_independent_batches_
         return float(difference.mean() / difference.std() * math.sqrt(len(difference)))
 
     assert abs(distance(forward, independent)) < 4
-    assert distance(reuse, forward) < -3.5  # about −6
+    assert distance(reuse, forward) < -3.5  # about −5.4: 3 of 100 samples would miss it
