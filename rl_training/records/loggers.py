@@ -19,7 +19,6 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
-from matplotlib.image import imread
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
@@ -138,6 +137,8 @@ class TensorBoardLogger(MetricsLogger):
         self._writer.flush()
 
     def finish(self, pictures: Sequence[Path]) -> None:
+        from matplotlib.image import imread  # a second that attach need not wait for
+
         for picture in pictures:
             self._writer.add_image(f"report/{picture.stem}", imread(picture), self._step, dataformats="HWC")
         self._writer.close()
