@@ -21,7 +21,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import rl_training.job.build  # noqa: F401, for the forks
 from rl_training.job.explain import explain
-from rl_training.records.checkpoints import TRAINING_STATE, what_is_wrong_with
+from rl_training.records.checkpoints import what_is_wrong_with
+from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[1]

@@ -23,13 +23,13 @@ from rl_training import DrGRPOTrainer, Estimate
 from rl_training.job.build import Run, build_run
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.checkpoints import (
-    TRAINING_STATE,
     find_checkpoint,
     save_probe_states,
     set_aside_later,
     steps_taken,
     what_is_wrong_with,
 )
+from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, read_estimates, read_metrics
 from rl_training.version import VERSION
 

@@ -23,7 +23,8 @@ from rl_training.live.alert import EntropyAlert
 from rl_training.live.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.offline.standing import Standing, stand
 from rl_training.probes.base import Probe
-from rl_training.records.checkpoints import TRAINING_STATE, steps_taken
+from rl_training.records.checkpoints import steps_taken
+from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import Records
 from rl_training.records.loggers import CORE, LOGGERS, MetricsLogger
 from rl_training.records.progress import StepProgress
@@ -55,7 +56,7 @@ def _build(cfg: DictConfig) -> Run:
         cfg.additional_steps = None  # it is spent: config.yaml says how far the run goes
     evaluated_at_once = cfg.trainer.get("per_device_eval_batch_size", EVAL_BATCH * cfg.batch.microbatch_size)
     args = _make(cfg.trainer, gradient_accumulation_steps=accumulation, per_device_eval_batch_size=evaluated_at_once)
-    records = Records(run_dir / "logs", cfg.rollouts.every) if args.process_index == 0 else None
+    records = Records(run_dir / LOGS_FOLDER, cfg.rollouts.every) if args.process_index == 0 else None
     probes = [_make(probe) for probe in cfg.probes.values()]
     trainer = _make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
     if not args.disable_tqdm:

@@ -29,6 +29,7 @@ from rl_training.job.evaluation_plan import Plan, fingerprint, read_plan
 from rl_training.job.evaluation_worker import Answers, ask, join
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import consolidate, locked, read_table, write_step
+from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.loggers import LOGGERS, MetricsLogger
 from rl_training.records.report import write_report
@@ -152,7 +153,7 @@ class _Evaluation:
         for dashboard in self.loggers or []:
             dashboard.finish(pictures=[])
         run = self.plan.run
-        if self.loggers is not None and run is not None and (run / "logs" / METRICS_FILE).is_file():
+        if self.loggers is not None and run is not None and (run / LOGS_FOLDER / METRICS_FILE).is_file():
             print(f"Report: {write_report(run)}")
         return 1 if self.failures or self.errors else 0
 

@@ -17,9 +17,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_training.evaluation.metrics import BUILT_IN, Metric
 from rl_training.evaluation.responses import Sampling, choose_rows
-from rl_training.job.stored_settings import CONFIG_FILE, load_settings
-from rl_training.records.checkpoints import TRAINING_STATE
+from rl_training.job.stored_settings import load_settings
 from rl_training.records.evaluated import EVALUATIONS, read_step, write_settings
+from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
 from rl_training.tasks.task import Task
 
 GROUPS = ("model", "adapter", "data")

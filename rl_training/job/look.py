@@ -16,7 +16,6 @@ from transformers.utils import logging
 
 from rl_training.job.build import build_standing
 from rl_training.job.run_settings import run_settings
-from rl_training.job.stored_settings import CONFIG_FILE
 from rl_training.live.trainer import DrGRPOConfig
 from rl_training.offline import probe
 from rl_training.offline.kernel import KernelSettings
@@ -25,6 +24,7 @@ from rl_training.offline.logs import LogSettings, write_log
 from rl_training.offline.results import print_table, write_result
 from rl_training.offline.sweep import SweepSettings, refuse_sweep, sweep_tables
 from rl_training.records.checkpoints import checkpoints_named
+from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.loggers import LOGGERS
 from rl_training.records.looks import RESULT_FILE, read_look
@@ -84,7 +84,7 @@ def _look_at(checkpoint: Path, cfg: DictConfig, own: Mapping[str, Any], asked: _
     look.tables.update(sweep_tables(standing, look, asked.look, asked.sweep))
     look.seconds.update(seconds | {"all": time.perf_counter() - start})
     asked_for = {"offline": own, "run": OmegaConf.to_container(run, resolve=True)}
-    log = write_log(path.parents[1] / "logs", standing, look, asked.log, asked_for)
+    log = write_log(path.parents[1] / LOGS_FOLDER, standing, look, asked.log, asked_for)
     if standing.rank == 0:
         write_result(path, standing, look, asked_for, log)
         print_table(look, standing, path)
@@ -98,7 +98,7 @@ def _show(checkpoints: list[Path], results: list[Path]) -> list[Path]:
     folders = {result.parents[1]: _run_of(checkpoint) for checkpoint, result in zip(checkpoints, results, strict=True)}
     pages = []
     for folder, run in folders.items():
-        logged = run is not None and (run / "logs" / METRICS_FILE).is_file()
+        logged = run is not None and (run / LOGS_FOLDER / METRICS_FILE).is_file()
         pages.append(write_looks_page(folder, read_run(run) if logged and run else None))
         if logged and run is not None:
             write_report(run)

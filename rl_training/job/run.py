@@ -16,6 +16,7 @@ from rl_training.job.explain import quoted
 from rl_training.job.stopping import StopAtStepEnd
 from rl_training.live.trainer import DrGRPOTrainer
 from rl_training.records.checkpoints import steps_taken
+from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.loggers import MetricsLogger
 from rl_training.records.report import print_summary, write_report
@@ -52,7 +53,7 @@ class Run:
     def report(self) -> None:
         """Writes report/report.html, prints the summary and closes the dashboards, on the main process."""
         if self.trainer.accelerator.is_main_process:
-            if not (self.run_dir / "logs" / METRICS_FILE).is_file():
+            if not (self.run_dir / LOGS_FOLDER / METRICS_FILE).is_file():
                 logger.warning("no report: no step was logged (trainer.logging_steps, trainer.logging_strategy)")
                 return
             page = write_report(self.run_dir)

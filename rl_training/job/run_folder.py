@@ -14,8 +14,8 @@ from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging
 
 from rl_training.job.settings import refuse_other_settings
-from rl_training.job.stored_settings import CONFIG_FILE
-from rl_training.records.checkpoints import TRAINING_STATE, find_checkpoint, set_aside_later, steps_taken, written_by
+from rl_training.records.checkpoints import find_checkpoint, set_aside_later, steps_taken, written_by
+from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE
 
 logger = logging.get_logger(__name__)
@@ -46,7 +46,7 @@ def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None]:
         if state.is_main_process:
             set_aside_later(run, steps_taken(checkpoint))
         return run, checkpoint
-    if (run_dir / "logs" / METRICS_FILE).exists() or (run_dir / CONFIG_FILE).exists():
+    if (run_dir / LOGS_FOLDER / METRICS_FILE).exists() or (run_dir / CONFIG_FILE).exists():
         raise ValueError(ANOTHERS.format(run_dir))
     state.wait_for_everyone()  # nobody creates it before everybody has looked
     try:

@@ -15,7 +15,8 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.job.explain import CONF
-from rl_training.job.stored_settings import CONFIG_FILE, load_settings
+from rl_training.job.stored_settings import load_settings
+from rl_training.records.folder import CONFIG_FILE
 
 
 def gather_run_settings(arguments: Sequence[str]) -> list[str]:

@@ -12,8 +12,9 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.job.stored_settings import CONFIG_FILE, load_settings
+from rl_training.job.stored_settings import load_settings
 from rl_training.live.trainer import DrGRPOConfig
+from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
 
 # What a resumed run may have otherwise than before: where it writes, how far it goes, what it measures.
 FREE_ON_RESUME = ("run_dir", "resume", "probes.", "trainer.output_dir", "trainer.max_steps", "trainer.save_",
@@ -103,7 +104,7 @@ def check_settings(cfg: DictConfig) -> None:
     for name, value in cfg.trainer.items():
         _check_number(str(name), fields[name].type if name in fields else None, value)
     for name, source in SAME_AS.items():
-        expected = f"{cfg.run_dir}/training_state" if name == "output_dir" else OmegaConf.select(cfg, source)
+        expected = f"{cfg.run_dir}/{TRAINING_STATE}" if name == "output_dir" else OmegaConf.select(cfg, source)
         if cfg.trainer[name] != expected:
             raise ValueError(f"trainer.{name}={cfg.trainer[name]} follows from {source}: set {source} instead")
 

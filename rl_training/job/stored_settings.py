@@ -7,7 +7,6 @@ from typing import Any
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-CONFIG_FILE = "config.yaml"
 MOVED = {
     "rl_training.models.": "rl_training.tasks.models.",
     "rl_training.buffer.": "rl_training.live.buffer.",

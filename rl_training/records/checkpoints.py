@@ -17,11 +17,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging
 
+from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE
 
 logger = logging.get_logger(__name__)
 
-TRAINING_STATE = "training_state"  # folder of a run that holds checkpoint-N folders
 SET_ASIDE = "set_aside"  # folder in it, with checkpoints of steps that are taken again
 PROBE_STATES = "probes.safetensors"
 BUFFER_STATE = "buffer.safetensors"
@@ -71,7 +71,7 @@ def find_checkpoint(resume: str, run_dir: Path, deepspeed: bool = False) -> Path
 
 def _last_step_at(run: Path) -> float:
     """Returns when a run took its last step, by the clock of the file system; 0 when it took none."""
-    written = [run / "logs" / METRICS_FILE, *(path / "trainer_state.json" for path in _checkpoints(run))]
+    written = [run / LOGS_FOLDER / METRICS_FILE, *(path / "trainer_state.json" for path in _checkpoints(run))]
     return max((path.stat().st_mtime for path in written if path.is_file()), default=0.0)
 
 

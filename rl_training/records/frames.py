@@ -18,10 +18,10 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from rl_training.records.evaluated import EVALUATIONS, TABLE_FILE
+from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, read_estimates, read_evaluations, read_metrics
 from rl_training.records.rollouts import read_rollouts
 
-LOGS_FOLDER = "logs"
 IN_TRAINING = "in training"  # the name of the evaluation that the trainer itself makes, with trainer.eval_strategy
 PROBE_COLUMNS = [
     "step", "about_step", "world_size", "probe", "name", "value", "stderr", "half_width", "num_samples", "reason",

@@ -22,6 +22,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
+from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.workspace import SECTIONS, Panel
 
 WANDB_RUN_ID = "wandb_run_id"  # file in logs/: the run that a resumed training goes on writing to
@@ -80,13 +81,13 @@ class WandbLogger(MetricsLogger):
     def start(self, after_step: int) -> None:
         import wandb
 
-        run_id = self.run_dir / "logs" / WANDB_RUN_ID
+        run_id = self.run_dir / LOGS_FOLDER / WANDB_RUN_ID
         self._run = wandb.init(
             project=self.project,
             name=self.name,
             id=run_id.read_text(encoding="utf-8") if run_id.exists() else None,
             resume="allow",
-            dir=self.run_dir / "logs",
+            dir=self.run_dir / LOGS_FOLDER,
             config=self.config,
             allow_val_change=True,  # a resumed run may have a larger trainer.max_steps
             # Without an account wandb would ask for one, or end here. WANDB_MODE, when set, says what is wanted.
@@ -120,7 +121,7 @@ class TensorBoardLogger(MetricsLogger):
 
         # The steps that a killed run logged after its checkpoint are taken again: not shown twice.
         self._writer = SummaryWriter(
-            str(self.run_dir / "logs" / "tensorboard"), purge_step=after_step + 1 if after_step else None
+            str(self.run_dir / LOGS_FOLDER / "tensorboard"), purge_step=after_step + 1 if after_step else None
         )
         self._writer.add_custom_scalars(tensorboard_layout())
         self._step = after_step

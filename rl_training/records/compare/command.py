@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_training.records.compare import COMPARISON_FILE, write_comparison
-from rl_training.records.frames import LOGS_FOLDER
+from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.report import print_summary, write_report
 
 

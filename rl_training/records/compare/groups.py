@@ -14,8 +14,9 @@ from typing import Any
 import pandas as pd
 import yaml
 
+from rl_training.records.folder import CONFIG_FILE
 from rl_training.records.frames import evaluations, find_runs
-from rl_training.records.report.series import CONFIG_FILE, Run, read_run
+from rl_training.records.report.series import Run, read_run
 
 SEEDS = ("seed", "data_seed")  # last segments of a setting's name
 OF_NO_MATTER = (

@@ -19,9 +19,9 @@ from rl_training.records.compare.final import (
 from rl_training.records.compare.groups import ABSENT, Group, Member, differences
 from rl_training.records.compare.law import FittedLaw, fit_law
 from rl_training.records.compare.overlays import draw_law, draw_overlays
+from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.page import template
-from rl_training.records.report.series import LOGS_FOLDER
 from rl_training.records.report.summary import in_words
 from rl_training.version import VERSION
 

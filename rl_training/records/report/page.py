@@ -9,10 +9,11 @@ from typing import Any
 import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
+from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.report.drawing import Picture
 from rl_training.records.report.opening import opening
 from rl_training.records.report.samples import samples_over_time
-from rl_training.records.report.series import LOGS_FOLDER, Run, gaps, probe_costs
+from rl_training.records.report.series import Run, gaps, probe_costs
 from rl_training.records.report.summary import Row, evaluation_tables
 from rl_training.version import VERSION
 

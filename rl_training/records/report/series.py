@@ -20,10 +20,9 @@ from typing import Any
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import read_tables
+from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, read_estimates, read_metrics
 
-LOGS_FOLDER = "logs"
-CONFIG_FILE = "config.yaml"
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
 NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"
 

@@ -16,10 +16,12 @@ from typing import Any, Literal
 from fsspec import AbstractFileSystem
 from fsspec.core import url_to_fs
 
+from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
+
 Checkpoints = Literal["none", "latest", "all"]
 METRICS = "logs/metrics.jsonl"
 REPORT = "report/report.html"
-BROUGHT = ("config.yaml", "logs", "report", "evaluations")  # first parts of a path in a run
+BROUGHT = (CONFIG_FILE, LOGS_FOLDER, "report", "evaluations")  # first parts of a path in a run
 CHECKPOINT = re.compile(r"training_state/checkpoint-(\d+)/")
 WRITTEN_LAST = "trainer_state.json"  # in a checkpoint: without it, it is still being written
 TIMES = ("mtime", "LastModified", "last_modified", "updated", "created")  # names that file systems have for it
