@@ -31,7 +31,9 @@ from rl_training.live.optimizer import view_optimizer
 from rl_training.mathematics.kernels import plan_blocks, row_products
 from rl_training.mathematics.sketches import CountSketches
 from rl_training.offline.gradient_rows import GradientRows
-from rl_training.offline.kernel import KernelSettings, Question, Step, calculate_kernel, load_kernel
+from rl_training.offline.kernel import calculate_kernel
+from rl_training.offline.kernel_files import load_kernel
+from rl_training.offline.kernel_types import KernelSettings, Question, Step
 from rl_training.step.rollout import Rollout
 from rl_training.step.updates import optimizer_pieces
 

@@ -16,8 +16,8 @@ from torch import Tensor
 
 from rl_training.mathematics.clusters import average_linkage, participation_ratio
 from rl_training.mathematics.sketches import CountSketches
-from rl_training.offline.kernel import KERNEL_FILE
 from rl_training.offline.kernel_command import run
+from rl_training.offline.kernel_files import KERNEL_FILE
 from rl_training.offline.kernel_report import write_report
 from rl_training.offline.sequences import SEQUENCES_FILE
 from rl_training.offline.structure import (

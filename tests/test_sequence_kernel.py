@@ -29,7 +29,9 @@ from rl_training.mathematics.sketches import cosines
 from rl_training.offline.buffers import EvaluationBuffer, UpdateBuffer
 from rl_training.offline.first_order import TOKEN, predict
 from rl_training.offline.gradient_rows import GradientRows
-from rl_training.offline.kernel import KernelSettings, Question, Ranks, Step, calculate_kernel, load_kernel, step_of
+from rl_training.offline.kernel import calculate_kernel, step_of
+from rl_training.offline.kernel_files import load_kernel
+from rl_training.offline.kernel_types import KernelSettings, Question, Ranks, Step
 from rl_training.offline.standing import Standing
 from rl_training.offline.update import make_update
 from rl_training.step.types import OptimizerView

@@ -18,8 +18,8 @@ from rl_training.job.build import build_standing
 from rl_training.job.run_settings import run_settings
 from rl_training.live.trainer import DrGRPOConfig
 from rl_training.offline import probe
-from rl_training.offline.kernel import KernelSettings
 from rl_training.offline.kernel_report import add_kernel
+from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.logs import LogSettings, write_log
 from rl_training.offline.results import print_table, write_result
 from rl_training.offline.sweep import SweepSettings, refuse_sweep, sweep_tables

@@ -23,14 +23,12 @@ import dataclasses
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
@@ -39,6 +37,15 @@ from rl_training.mathematics.kernels import Blocks, plan_blocks, row_products
 from rl_training.mathematics.sketches import CountSketches
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.gradient_rows import GradientRows
+from rl_training.offline.kernel_files import (
+    KERNEL_FILE,
+    UPDATE_FILE,
+    block_file,
+    claim,
+    save_tensors,
+)
+from rl_training.offline.kernel_proofs import identity_error, prove_row, prove_sum
+from rl_training.offline.kernel_types import ALONE, DTYPES, KernelSettings, Question, Ranks, Step
 from rl_training.offline.probe import Look
 from rl_training.offline.sequences import token_hash, tokens_of, write_sequences
 from rl_training.offline.standing import Standing
@@ -46,66 +53,10 @@ from rl_training.offline.update import Update
 from rl_training.step.rollout import Rollout, join_rollouts, take_rows
 from rl_training.step.updates import CAUSES
 
-KERNEL_FILE, UPDATE_FILE, PLAN_FILE = "kernel.safetensors", "update.safetensors", "plan.json"
-MAX_SUM_ERROR = 1e-4  # of Σ A_j W_j against the batch gradient, in fp32
-MAX_ROW_ERROR = 1e-4  # of a row against that sequence's own backward
-ROUNDED = 300.0  # how much wider these limits are where the forward runs under bf16 autocast
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
-
-@dataclass(frozen=True)
-class KernelSettings:
-    """`kernel` of the configuration."""
-
-    memory_gb: float = 8.0  # for rows that are held and rows that stream by
-    dtype: str = "float32"  # of the held rows; bfloat16 halves them, and costs 2e-4 of the kernel's norm
-    microbatch_size: int = 32  # sequences in a forward; hooks keep as many fp32 gradients
-    store_gradients: bool = False
-    sketch_buckets: int = 512
-    sketch_repeats: int = 8
-    sketch_seed: int = 0
-
-    def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"kernel.dtype={self.dtype}: choose float32 or bfloat16")
-        if self.memory_gb <= 0:
-            raise ValueError(f"kernel.memory_gb={self.memory_gb} must be positive")
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked of a checkpoint: all sequences of all processes, on each of them."""
-
-    evaluation: Rollout  # E, N_E sequences
-    logp_weights: Tensor  # (N_E, T), w: x̄ is the mean over E of Σ_k w_k ∂log π(t_k) + u_k ∂h_k
-    entropy_weights: Tensor  # (N_E, T), u
-    update: Rollout  # U, N_U sequences with their advantages
-    max_length: int  # L of the loss
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The processes that share the work."""
-
-    rank: int = 0
-    count: int = 1
-    wait: Callable[[], None] = lambda: None
-
-
-@dataclass(frozen=True)
-class Step:
-    """The checkpoint's next step, known from U's batch gradient."""
-
-    gradient: Tensor  # (P,), g, before clipping
-    entropy_gradient: Tensor  # (P,), x̄
-    clip: float
-    root: Tensor  # (P,), √M
-    update: Tensor  # (3, P), δθ by cause
-
 
 def calculate_kernel(
     rows: GradientRows, step: Step, question: Question, settings: KernelSettings, folder: Path,
-    ranks: Ranks = Ranks(), about: Mapping[str, str] | None = None,
+    ranks: Ranks = ALONE, about: Mapping[str, str] | None = None,
 ) -> Path:  # fmt: skip
     """Returns the file with the kernel of these sequences, calculated or, where a killed run left off, finished.
 
@@ -126,7 +77,7 @@ def calculate_kernel(
     share = -(-blocks.num_held // ranks.count)
     blocks = dataclasses.replace(blocks, rows_per_block=min(blocks.rows_per_block, share))
     if ranks.rank == 0:
-        _claim(folder, _identity(question, step, settings, blocks, rows))
+        claim(folder, _identity(question, step, settings, blocks, rows))
         if not done.is_file():
             print(_expectation(rows, question, settings, blocks, ranks))
     ranks.wait()
@@ -243,7 +194,7 @@ def _calculate_blocks(
     """Calculates the blocks of this process that are not there yet; the first of process 0 also sees to U's side."""
     sketch = _sketches(rows, settings)
     held = blocks.rows_per_block
-    missing = [n for n in range(ranks.rank, blocks.num_blocks, ranks.count) if not _block(folder, n).is_file()]
+    missing = [n for n in range(ranks.rank, blocks.num_blocks, ranks.count) if not block_file(folder, n).is_file()]
     num_update = question.update.num_sequences
     with tqdm(
         total=sum(len(_rows_of(blocks, n)) + num_update for n in missing), desc="kernel", unit="sequence",
@@ -267,10 +218,10 @@ def _calculate_blocks(
                 for out, of_held in zip(kernel, (w, x), strict=True):
                     out[:, batch.cpu()] = row_products(of_held[: len(of_block)], streamed).cpu()
                 bar.update(len(batch))
-            _prove_sum(rows, question, step, total)
+            prove_sum(rows, question, step, total)
             if with_update:
-                _save({key: torch.cat([part[key] for part in side]) for key in side[0]}, folder / UPDATE_FILE)
-            _save({**found, "kernel": kernel[0], "entropy_kernel": kernel[1]}, _block(folder, number))
+                save_tensors({key: torch.cat([part[key] for part in side]) for key in side[0]}, folder / UPDATE_FILE)
+            save_tensors({**found, "kernel": kernel[0], "entropy_kernel": kernel[1]}, block_file(folder, number))
 
 
 def _held_rows(
@@ -285,7 +236,7 @@ def _held_rows(
         both = rows.both(question.evaluation, batch, question.logp_weights, question.entropy_weights)
         own = next(both)
         for row in middle & set(batch.tolist()):
-            _prove_row(rows, question, row, own[row - int(batch[0])].clone())
+            prove_row(rows, question, row, own[row - int(batch[0])].clone())
         _store_gradients(settings, folder, f"evaluation-{int(batch[0]):06d}", W=own)
         kept = _of_rows(own, step, sketch)
         w[place] = own * step.root
@@ -309,43 +260,6 @@ def _of_rows(own: Tensor, step: Step, sketch: CountSketches) -> dict[str, Tensor
     }
 
 
-# --- the proofs -------------------------------------------------------------------------------------------------------
-
-
-def _prove_sum(rows: GradientRows, question: Question, step: Step, total: Tensor) -> None:
-    """Raises ValueError when the rows of U do not add up to the batch gradient."""
-    expected = -question.update.num_sequences * question.max_length * step.gradient.double()
-    if not expected.any():
-        return  # no sequence has an advantage
-    error = float((total - expected).norm() / expected.norm())
-    limit = MAX_SUM_ERROR * rows.rounding(ROUNDED)
-    if not error <= limit:
-        raise ValueError(
-            f"the sum of the update sequences' gradients differs from the batch gradient by {error:.2g} of it "
-            f"(limit {limit:.2g}): some use of a parameter is not seen by hooks in this model, and its kernel would be "
-            "wrong"
-        )
-
-
-def _prove_row(rows: GradientRows, question: Question, row: int, own: Tensor) -> None:
-    """Raises ValueError when a row is not the gradient that an ordinary backward of its sequence alone gives."""
-    alone = rows.sum(question.evaluation, rows.batches([row])[0], torch.ones_like(question.logp_weights))
-    error, limit = float((own - alone).norm() / alone.norm()), MAX_ROW_ERROR * rows.rounding(ROUNDED)
-    if not error <= limit:
-        raise ValueError(
-            f"the gradient of evaluation sequence {row} differs from its own backward by {error:.2g} of it (limit "
-            f"{limit:.2g}): the model mixes sequences of a batch, or a use of a parameter is not seen by hooks"
-        )
-
-
-def identity_error(kernel: Mapping[str, Tensor], clip: float, max_length: int, expected: float) -> tuple[float, float]:
-    """Returns the sum over all pairs, and its difference from x̄·δθ_gradient relative to that."""
-    contributions = kernel["entropy_kernel"] @ kernel["advantages"].double()
-    num_e, num_u = kernel["entropy_kernel"].shape
-    total = clip * float(contributions.sum()) / (num_e * num_u * max_length)
-    return total, abs(total - expected) / abs(expected) if expected else abs(total)
-
-
 # --- files ------------------------------------------------------------------------------------------------------------
 
 
@@ -354,25 +268,11 @@ def _rows_of(blocks: Blocks, number: int) -> range:
     return range(start, min(start + blocks.rows_per_block, blocks.num_held))
 
 
-def _block(folder: Path, number: int) -> Path:
-    return folder / f"block-{number:05d}.safetensors"
-
-
-def _save(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes the file under another name first, so that what is there under its own is whole."""
-    scratch = path.with_suffix(".tmp")
-    try:
-        save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, scratch, dict(metadata or {}))
-    except Exception as error:  # safetensors has errors of its own
-        raise OSError(
-            f"{path} cannot be written ({error}): make room; a finished block is not calculated again"
-        ) from error
-    scratch.replace(path)
-
-
 def _store_gradients(settings: KernelSettings, folder: Path, name: str, **rows: Tensor) -> None:
     if settings.store_gradients:
-        _save({k: t.to(DTYPES[settings.dtype]) for k, t in rows.items()}, folder / f"gradients-{name}.safetensors")
+        save_tensors(
+            {k: t.to(DTYPES[settings.dtype]) for k, t in rows.items()}, folder / f"gradients-{name}.safetensors"
+        )
 
 
 def text_hashes(rollout: Rollout) -> list[str]:
@@ -396,29 +296,12 @@ def _identity(
     }
 
 
-def _claim(folder: Path, identity: dict[str, Any]) -> None:
-    """Makes the folder this kernel's. Raises ValueError when it is another one's."""
-    folder.mkdir(parents=True, exist_ok=True)
-    plan = folder / PLAN_FILE
-    if plan.is_file():
-        other = json.loads(plan.read_text(encoding="utf-8"))
-        different = [key for key in identity if other.get(key) != identity[key]]
-        if different:
-            raise ValueError(
-                f"{folder} holds a kernel with other {', '.join(different)}: name another folder, or remove this one"
-            )
-        return
-    scratch = plan.with_suffix(".tmp")
-    scratch.write_text(json.dumps(identity), encoding="utf-8")
-    scratch.replace(plan)
-
-
 def _join_blocks(
     question: Question, settings: KernelSettings, folder: Path, step: Step, blocks: Blocks, rows: GradientRows,
     about: Mapping[str, str],
 ) -> None:  # fmt: skip
     """Writes the blocks as one file, with the identity checked, and removes them."""
-    parts = [load_file(_block(folder, number)) for number in range(blocks.num_blocks)]
+    parts = [load_file(block_file(folder, number)) for number in range(blocks.num_blocks)]
     joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
     of_update = {f"update_{key}": value for key, value in load_file(folder / UPDATE_FILE).items()}
     joined |= {**of_update, "advantages": question.update.advantages.double().cpu()}
@@ -438,30 +321,7 @@ def _join_blocks(
         **{f"delta_h/part/{cause}": repr(float(value)) for cause, value in zip(CAUSES, by_cause, strict=True)},
         **about,
     }
-    _save(joined, folder / KERNEL_FILE, metadata)
+    save_tensors(joined, folder / KERNEL_FILE, metadata)
     for number in range(blocks.num_blocks):
-        _block(folder, number).unlink()
+        block_file(folder, number).unlink()
     (folder / UPDATE_FILE).unlink()
-
-
-@dataclass(frozen=True)
-class Kernel:
-    """A finished kernel, as its file has it."""
-
-    tensors: Mapping[str, Tensor]
-    about: Mapping[str, str]
-
-    @property
-    def scale(self) -> float:
-        """c /(N_U L): what turns K(i, j) A_j into a change of log π(i)."""
-        return float(self.about["clip_coefficient"]) / (self.tensors["kernel"].shape[1] * int(self.about["max_length"]))
-
-
-def load_kernel(folder: Path) -> Kernel:
-    """Returns the kernel in this folder. Raises ValueError when it is not finished."""
-    path = folder / KERNEL_FILE
-    if not path.is_file():
-        raise ValueError(f"{folder} holds no finished kernel ({KERNEL_FILE}): run offline.py kernel.enabled=true")
-    with safe_open(path, framework="pt") as file:
-        about = dict(file.metadata())
-    return Kernel(load_file(path), about)

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rl_training.mathematics.clusters import average_linkage, participation_ratio
 from rl_training.mathematics.sketches import cosines
-from rl_training.offline.kernel import Kernel, load_kernel
+from rl_training.offline.kernel_files import Kernel, load_kernel
 from rl_training.offline.sequences import EVALUATION, read_sequences
 from rl_training.step.updates import CAUSES
 

@@ -1,0 +1,71 @@
+"""The files of a kernel: each written under another name and moved, so that what lies there is whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+KERNEL_FILE, UPDATE_FILE, PLAN_FILE = "kernel.safetensors", "update.safetensors", "plan.json"
+
+
+def block_file(folder: Path, number: int) -> Path:
+    return folder / f"block-{number:05d}.safetensors"
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Writes the file under another name first, so that what is there under its own is whole."""
+    scratch = path.with_suffix(".tmp")
+    try:
+        save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, scratch, dict(metadata or {}))
+    except Exception as error:  # safetensors has errors of its own
+        raise OSError(
+            f"{path} cannot be written ({error}): make room; a finished block is not calculated again"
+        ) from error
+    scratch.replace(path)
+
+
+def claim(folder: Path, identity: dict[str, Any]) -> None:
+    """Makes the folder this kernel's. Raises ValueError when it is another one's."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = folder / PLAN_FILE
+    if plan.is_file():
+        other = json.loads(plan.read_text(encoding="utf-8"))
+        different = [key for key in identity if other.get(key) != identity[key]]
+        if different:
+            raise ValueError(
+                f"{folder} holds a kernel with other {', '.join(different)}: name another folder, or remove this one"
+            )
+        return
+    scratch = plan.with_suffix(".tmp")
+    scratch.write_text(json.dumps(identity), encoding="utf-8")
+    scratch.replace(plan)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A finished kernel, as its file has it."""
+
+    tensors: Mapping[str, Tensor]
+    about: Mapping[str, str]
+
+    @property
+    def scale(self) -> float:
+        """c /(N_U L): what turns K(i, j) A_j into a change of log π(i)."""
+        return float(self.about["clip_coefficient"]) / (self.tensors["kernel"].shape[1] * int(self.about["max_length"]))
+
+
+def load_kernel(folder: Path) -> Kernel:
+    """Returns the kernel in this folder. Raises ValueError when it is not finished."""
+    path = folder / KERNEL_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no finished kernel ({KERNEL_FILE}): run offline.py kernel.enabled=true")
+    with safe_open(path, framework="pt") as file:
+        about = dict(file.metadata())
+    return Kernel(load_file(path), about)
