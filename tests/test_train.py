@@ -64,7 +64,9 @@ def test_two_processes_measure_as_one_run(tmp_path: Path) -> None:
     rows = read_estimates(tmp_path / "run" / "logs")
     assert {row["world_size"] for row in rows} == {2}
     forward = [row for row in rows if row["name"] == "delta_h/forward"]
-    assert [row["num_samples"] for row in forward] == [8, 8]  # four microbatches on each of two ranks
+    first, second = (row["num_samples"] for row in forward)
+    assert first == 8  # four microbatches on each of two ranks
+    assert 8 <= second <= 15  # two steps' variances are averaged: of 7 degrees of freedom each
     assert all(row["stderr"] > 0 for row in forward)
 
 
