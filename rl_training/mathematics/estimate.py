@@ -17,8 +17,8 @@ class Estimate:
 
     value        the estimate; nan when it cannot be had here, never clamped
     stderr       its standard error (one sigma); nan when unknown
-    num_samples  independent units behind the error: folds of prompts for a jackknife, and, where errors of several steps
-                 are averaged, so many as give their degrees of freedom: Student-t has num_samples − 1
+    num_samples  independent units behind the error: folds of prompts for a jackknife; where errors of several steps are
+                 averaged, as many as give their degrees of freedom. Student-t has num_samples − 1
     reason       why `value` or `stderr` is nan; else empty, or a remark
     about_step   the optimizer step it speaks of, when that is not the step at which it was measured
     detail       what else is to be known of it; goes into probes.jsonl
