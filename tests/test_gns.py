@@ -138,6 +138,8 @@ class Loop:
             other_terms=False,
             microbatch_rows=tuple(range(k * block * G, (k + 1) * block * G) for k in range(num_microbatches)),
             fold=torch.arange(size) // (block * G),
+            sampled_otherwise="",
+            no_fresh_responses="",
             reused=False,
             responses_per_prompt=G,
             complete_prompts=True,

@@ -177,12 +177,13 @@ class Twin:
         return drawn
 
     def score(self, rollout: Any, i: int, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probability and entropy of each token of one response: alone and unpadded, in a graph of its own."""
+        """Log-probability and entropy of the policy's tokens in one response: unpadded, in a graph of its own."""
         prompt = rollout.prompt_ids[i][rollout.prompt_mask[i].bool()]
-        response = rollout.completion_ids[i][rollout.completion_mask[i].bool()]
+        there = rollout.token_mask[i].bool()
+        response, sampled = rollout.completion_ids[i][there], rollout.completion_mask[i][there].bool()
         logits = self.model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
         table = (logits / temperature).log_softmax(dim=-1)
-        return table.gather(1, response[:, None]).squeeze(1), -(table.exp() * table).sum(dim=1)
+        return table.gather(1, response[:, None]).squeeze(1)[sampled], -(table.exp() * table).sum(dim=1)[sampled]
 
     def update_without_chosen(self) -> list[dict[str, Tensor]]:
         """For each fold k, the step in which the fold's other responses stand for its chosen ones as well."""
@@ -318,15 +319,15 @@ def per_sequence(sums: list[float], level: float | None = None) -> float:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "responses", "prompt_share", "temperature", "max_length", "folds"),
+    ("estimator", "responses", "prompt_share", "temperature", "max_length", "folds", "masked"),
     [
-        ("rb", 1, 1.0, 1.0, L_MAX, UNEQUAL_FOLDS),
-        ("rb", 4, 1.0, 0.7, 5, EIGHT_FOLDS),  # within 5 tokens hardly a response ends
-        ("score", 2, 0.5, 1.3, L_MAX, EIGHT_FOLDS),
+        ("rb", 1, 1.0, 1.0, L_MAX, UNEQUAL_FOLDS, True),  # a part of the responses is truncated, and not learned from
+        ("rb", 4, 1.0, 0.7, 5, EIGHT_FOLDS, False),  # within 5 tokens hardly a response ends
+        ("score", 2, 0.5, 1.3, L_MAX, EIGHT_FOLDS, False),
     ],
 )
 def test_every_estimate_equals_the_plain_twin(
-    make_trainer, estimator, responses, prompt_share, temperature, max_length, folds
+    make_trainer, estimator, responses, prompt_share, temperature, max_length, folds, masked
 ) -> None:
     recorder = Recorder()
     probe = Answers(
@@ -343,11 +344,18 @@ def test_every_estimate_equals_the_plain_twin(
         max_completion_length=max_length,
         reward=lambda completions, **kwargs: [float(sum(map(ord, c)) % 3) for c in completions],
         max_steps=3,
+        mask_truncated_completions=masked,
         **folds,
         **SMOOTH,
     ).train()
     twins = [Twin(step, responses, estimator, temperature, max_length, prompt_share) for step in recorder.steps[:2]]
-    same = {"rel": 1e-3, "abs": 1e-9}  # TRL's fused head computes in fp32
+    for step in recorder.steps[:2] if masked else ():
+        of_full_length = step.rollout.completion_mask.sum(dim=1) == max_length
+        left_out = of_full_length & (step.rollout.completion_ids[:, -1] != load_tiny()[1].eos_token_id)
+        assert 0.1 < float(left_out.float().mean()) < 0.9
+        assert (step.rollout.advantages[left_out] == 0).all()
+    # TRL's fused head computes in fp32; with few responses to learn from, much cancels.
+    same = {"rel": 1e-3, "abs": 2e-6 if masked else 1e-9}
     for twin, answer in zip(twins, probe.all[:2], strict=True):
         for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
             forward, reuse = (

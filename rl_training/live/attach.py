@@ -13,6 +13,7 @@ Reading is all it does: the same parameters, random streams and rollouts with an
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -31,11 +32,11 @@ from rl_training.live.optimizer import deepspeed_engine, view_optimizer
 from rl_training.live.policy import LogpsAndEntropies, TrainerPolicy
 from rl_training.live.private_members import refuse_unknown_versions
 from rl_training.live.refusals import (
-    refuse_dependence_on_padding,
     refuse_split_prompts,
     refuse_the_same_name,
     refuse_what_cannot_be_measured,
 )
+from rl_training.live.sampled_policy import why_no_fresh_responses, why_padding_matters, why_sampled_otherwise
 from rl_training.live.sequences_of_step import sequences_of_step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
@@ -43,7 +44,7 @@ from rl_training.probes.base import Probe
 from rl_training.records.checkpoints import load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
 from rl_training.records.loggers import CORE
-from rl_training.step.rollout import Rollout
+from rl_training.step.rollout import Rollout, in_one_width
 from rl_training.step.types import Microbatch
 
 
@@ -56,8 +57,8 @@ def attach(
     whole_prompts  keep the responses of a prompt in one microbatch (another order of summation, the same mathematics):
                    without it what needs folds of whole prompts is nan, with that reason
 
-    Raises ValueError when the trainer already has probes, and when its settings would make the measurement wrong or
-    harm training, saying what to change.
+    Raises ValueError when the trainer already has probes, and when measuring would harm training or is not possible at
+    all, saying what to change. What a single probe cannot measure is nan with the reason.
     """
     return Attachment(trainer, probes, records, whole_prompts)
 
@@ -87,9 +88,12 @@ class Attachment(TrainerCallback):
         self._policy = TrainerPolicy(trainer)
         self._tap = tap_for(self.probes, self._parameters)
         self._step: Step | None = None  # while it lasts
+        self._sampled_otherwise = why_sampled_otherwise(trainer)
+        self._no_fresh_responses = why_no_fresh_responses(trainer)
         self._padding_is_checked = False
         self._generation = Generation()
         self._trained = False
+        self._tool_mask: list[list[int]] | None = None  # of the latest generation, this rank's
         self._rewards: Tensor | None = None  # of the latest generation batch, all ranks
         self._in_loss = False
         self._latest_scores: tuple[Tensor, Tensor] | None = None
@@ -112,6 +116,7 @@ class Attachment(TrainerCallback):
         """Returns what stands in front of which method of the trainer."""
         return {
             "_generate_and_score_completions": self._on_generate,  # a rollout is there
+            "_generate": self._on_turns,  # which tokens a tool wrote, before truncated responses are taken out
             "_calculate_rewards": self._on_rewards,  # which TRL does not hand on
             "_prepare_inputs": self._on_prepare_inputs,  # whole-prompt order of the microbatches
             "_get_per_token_logps_and_entropies": self._on_scores,  # of the training's own forward pass
@@ -129,6 +134,7 @@ class Attachment(TrainerCallback):
         for batch in self._trainer._buffered_inputs or []:
             batch.pop(host.ROLLOUT_ROW, None)
             batch.pop(host.REWARD, None)
+            batch.pop(host.POLICY_MASK, None)
         self._undo_engine.close()
         self._undo.close()
 
@@ -179,10 +185,16 @@ class Attachment(TrainerCallback):
         step.is_complete = True
         learned = self._generation.learned
         if step.probes:
-            step.context = build_context(step, self._trainer, self._parameters, self._policy, self._tap, learned)
+            context = build_context(step, self._trainer, self._parameters, self._policy, self._tap, learned)
             if not self._padding_is_checked:
-                refuse_dependence_on_padding(self._trainer, self._policy, step.context.rollout)
+                padding = why_padding_matters(self._trainer, self._policy, context.rollout, context.reduce)
+                self._sampled_otherwise = self._sampled_otherwise or padding
                 self._padding_is_checked = True
+            step.context = dataclasses.replace(
+                context,
+                sampled_otherwise=self._sampled_otherwise,
+                no_fresh_responses=self._sampled_otherwise or self._no_fresh_responses,
+            )
             step.tell("on_pre_optimizer_step", step.context)
         for microbatch in step.microbatches:  # measured or not: a later iteration over them may be
             learned.update(microbatch.rollout.prompt_index.tolist())
@@ -191,6 +203,9 @@ class Attachment(TrainerCallback):
         output = original(inputs)
         if self._trainer.model.training:
             ids = output["completion_ids"]
+            if self._tool_mask is not None and self._trainer.mask_truncated_completions:
+                rows = [torch.tensor([mask], device=ids.device) for mask in self._tool_mask]
+                output[host.POLICY_MASK] = in_one_width(rows, at_least=ids.shape[1])
             output[host.ROLLOUT_ROW] = torch.arange(len(ids), device=ids.device)
             if self._rewards is not None and host.REWARD not in output:  # a buffer has put its own there
                 first = self._trainer.accelerator.process_index * len(ids)  # rewards are of all ranks
@@ -199,6 +214,11 @@ class Attachment(TrainerCallback):
             if self._step is not None:
                 self._step.tell("on_rollout", self._read(output))
         return output
+
+    def _on_turns(self, original: Callable[..., tuple], prompts: list) -> tuple:
+        generated = original(prompts)
+        self._tool_mask = generated[2]
+        return generated
 
     def _on_rewards(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         by_function = original(*args, **kwargs)
@@ -235,18 +255,27 @@ class Attachment(TrainerCallback):
         finally:
             self._in_loss = False
         assert self._latest_scores is not None
-        scores = Scores(*self._latest_scores, mask=inputs["completion_mask"])
-        step.microbatches.append(Microbatch(len(step.microbatches), self._read(inputs), scores))
+        rollout = self._read(inputs)
+        scores = Scores(*self._latest_scores, mask=rollout.completion_mask)
+        if self._trainer.mask_truncated_completions and (step.probes or self._records is not None):
+            scores = self._policy.with_hidden(scores, rollout, host.are_hidden(inputs))
+        step.microbatches.append(Microbatch(len(step.microbatches), rollout, scores))
         step.tell("on_forward", step.microbatches[-1])
         if self._tap is not None and step.probes:
             self._tap.arm(len(step.microbatches) - 1)
         return loss
 
     def _read(self, inputs: dict) -> Rollout:
-        args = self._trainer.args
-        first_prompt = self._generation.number * args.per_device_train_batch_size * args.steps_per_generation
-        on_policy = self._generation.sampled_at == self._trainer.state.global_step
-        return host.read_rollout(inputs, first_prompt, self._trainer.num_generations, on_policy)
+        trainer = self._trainer
+        size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+        return host.read_rollout(
+            inputs,
+            first_prompt=self._generation.number * size,
+            responses_per_prompt=trainer.num_generations,
+            on_policy=self._generation.sampled_at == trainer.state.global_step,
+            begun=trainer.accelerator.process_index * size % trainer.num_generations,
+            pad_token_id=trainer._tokenizer.pad_token_id if trainer.mask_truncated_completions else None,
+        )
 
     # --- the callbacks --------------------------------------------------------------------------------------------
 

@@ -145,6 +145,8 @@ def build_context(
         other_terms=step.other_terms,
         microbatch_rows=microbatch_rows,
         fold=fold,
+        sampled_otherwise="",
+        no_fresh_responses="",
         reused=not learned.isdisjoint(index.tolist()),
         responses_per_prompt=trainer.num_generations,
         complete_prompts=complete_prompts,

@@ -25,6 +25,8 @@ from rl_training.step.types import Microbatch
 # Keys that ride along in TRL's batch dictionaries.
 ROLLOUT_ROW = "rollout_row"  # the row before TRL's shuffle
 REWARD = "rollout_reward"
+POLICY_MASK = "written_by_policy"  # the mask of tools before truncated responses are taken out of it
+SAMPLING_LOGPS = "old_per_token_logps"  # TRL's own
 
 
 # What makes a loss Dr-GRPO's: no division by a group's standard deviation or a length, no term and no mask beside.
@@ -43,7 +45,8 @@ DR_GRPO: dict[str, Any] = {
 
 def is_dr_grpo(trainer: GRPOTrainer) -> bool:
     """Returns whether the loss is Dr-GRPO's and nothing else's."""
-    return all(getattr(trainer.args, name) == value for name, value in DR_GRPO.items())
+    is_loss = all(getattr(trainer.args, name) == value for name, value in DR_GRPO.items())
+    return is_loss and not trainer.mask_truncated_completions
 
 
 def steps_per_rollout(trainer: GRPOTrainer) -> int:
@@ -74,19 +77,50 @@ def in_whole_prompt_order(buffered: Sequence[Mapping[str, Any]]) -> list[dict[st
     return [{key: pick([batch[key] for batch in buffered], rows) for key in buffered[0]} for rows in order]
 
 
-def read_rollout(inputs: Mapping[str, Any], first_prompt: int, responses_per_prompt: int, on_policy: bool) -> Rollout:
-    """Returns the sequences of one of TRL's batch dictionaries. Its prompts are numbered from `first_prompt`."""
+def read_rollout(
+    inputs: Mapping[str, Any],
+    first_prompt: int,
+    responses_per_prompt: int,
+    on_policy: bool,
+    begun: int = 0,
+    pad_token_id: int | None = None,
+) -> Rollout:
+    """Returns the sequences of one of TRL's batch dictionaries. Its prompts are numbered from `first_prompt`.
+
+    begun         so many responses of the first prompt lie on the process before
+    pad_token_id  where truncated responses may be hidden from the loss (mask_truncated_completions): they are read too
+    """
+    tokens, advantages, sampling_logps = inputs["completion_mask"], inputs["advantages"], inputs.get(SAMPLING_LOGPS)
+    written_by_policy = inputs.get(POLICY_MASK, inputs.get("tool_mask"))
+    if pad_token_id is not None:
+        hidden = are_hidden(inputs)
+        tokens = torch.where(hidden.unsqueeze(1), _up_to_last_token(inputs["completion_ids"], pad_token_id), tokens)
+        advantages = advantages * ~hidden
+        sampling_logps = None  # TRL's of hidden responses are none; of some of a step would be of no use
+    policy = tokens if written_by_policy is None else tokens * written_by_policy
     return Rollout(
         prompt_ids=inputs["prompt_ids"],
         prompt_mask=inputs["prompt_mask"],
         completion_ids=inputs["completion_ids"],
-        completion_mask=inputs["completion_mask"],
-        advantages=inputs["advantages"],
+        completion_mask=policy,
+        advantages=advantages,
         rewards=inputs.get(REWARD),
-        prompt_index=first_prompt + inputs[ROLLOUT_ROW] // responses_per_prompt,
-        sampling_logps=inputs.get("old_per_token_logps"),
+        prompt_index=first_prompt + (begun + inputs[ROLLOUT_ROW]) // responses_per_prompt,
+        sampling_logps=sampling_logps,
         on_policy=on_policy,
+        environment_mask=None if written_by_policy is None else tokens - policy,
     )
+
+
+def are_hidden(inputs: Mapping[str, Any]) -> Tensor:
+    """Returns which responses the loss does not see, (B,): TRL takes a truncated one's whole mask away."""
+    return inputs["completion_mask"].sum(dim=1) == 0
+
+
+def _up_to_last_token(ids: Tensor, pad_token_id: int) -> Tensor:
+    """Returns 1 on the tokens of truncated responses, (B, T): the last one of such a response is no padding token."""
+    real = (ids != pad_token_id).long()
+    return (real.flip(1).cumsum(dim=1).flip(1) > 0).to(real)
 
 
 def join_microbatches(

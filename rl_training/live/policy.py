@@ -37,7 +37,7 @@ class TrainerPolicy:
         random streams (dropout) are put back as they were.
         """
         prompt_mask, mask = rollout.prompt_mask[rows], rollout.completion_mask[rows]
-        prompt_length, length = prompt_mask.sum(dim=1), mask.sum(dim=1)
+        prompt_length, length = prompt_mask.sum(dim=1), rollout.token_mask[rows].sum(dim=1)
         width, shortest_prompt = int((prompt_length + length).max()), int(prompt_length.min())
         padded = torch.cat([rollout.prompt_ids[rows], rollout.completion_ids[rows]], dim=1)
         columns = (prompt_mask.shape[1] - prompt_length).unsqueeze(1) + torch.arange(width, device=padded.device)
@@ -55,6 +55,21 @@ class TrainerPolicy:
         columns = (prompt_length - shortest_prompt).unsqueeze(1) + torch.arange(mask.shape[1], device=ids.device)
         columns = columns.clamp(max=width - shortest_prompt - 1)
         return Scores(logps=scores[0].gather(1, columns), entropies=scores[1].gather(1, columns), mask=mask)
+
+    def with_hidden(self, scores: Scores, rollout: Rollout, hidden: Tensor) -> Scores:
+        """Returns these scores with those of hidden rows, (B,), taken afresh: training's forward pass masks them.
+
+        Without graph, and otherwise as training would score them.
+        """
+        rows = hidden.nonzero().squeeze(1)
+        if not len(rows):
+            return scores
+        logps, entropies = scores.logps.clone(), scores.entropies.clone()
+        with torch.no_grad():
+            fresh = self.score(rollout, rows)
+        width = fresh.logps.shape[1]
+        logps[rows, :width], entropies[rows, :width] = fresh.logps.to(logps), fresh.entropies.to(entropies)
+        return Scores(logps, entropies, scores.mask)
 
     def score_rollout(self, rollout: Rollout) -> Scores:
         """Returns log-probabilities and entropies of all rows at the present parameters, without graph.

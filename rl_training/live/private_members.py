@@ -42,6 +42,8 @@ class Method:
 METHODS = (
     # inputs: a list of rows; returns the batch dictionary, keys as in host.read_rollout
     Method(GRPOTrainer, "_generate_and_score_completions", ("inputs",)),
+    # returns a tuple whose third entry is the mask of tools: a list for each sequence, or None
+    Method(GRPOTrainer, "_generate", ("prompts",)),
     # returns (sequences of all ranks, reward functions)
     Method(GRPOTrainer, "_calculate_rewards", ("inputs", "prompts", "completions", "completion_ids_list")),
     # returns one microbatch's dictionary, and leaves all of the rollout's in _buffered_inputs

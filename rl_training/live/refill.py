@@ -28,7 +28,7 @@ Metrics = Mapping[str, Sequence[float]]
 
 def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
     """Starts the buffer on the trainer's prompts. ValueError, saying what to do, where it cannot filter them."""
-    if trainer.tools or trainer.environments is not None or trainer.rollout_func is not None:
+    if trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None:
         raise ValueError(
             "buffer=filtered is for text rollouts of one turn, without tools, environments or a rollout_func: use "
             "buffer=plain"
@@ -185,6 +185,8 @@ def _joined(trainer: GRPOTrainer, outputs: Sequence[dict[str, Any]], groups: Ten
     for side in ("prompt", "completion"):
         longest = max(1, int(joined[f"{side}_mask"].sum(dim=1).max()))
         width, padded = -(-longest // multiple) * multiple, joined[f"{side}_mask"].shape[1]
+        if side == "completion" and trainer.mask_truncated_completions:
+            continue  # the mask hides the longest responses
         for key, tensor in joined.items():
             if tensor.ndim == 2 and tensor.shape[1] == padded and key.startswith("prompt") == (side == "prompt"):
                 joined[key] = tensor[:, -width:] if side == "prompt" else tensor[:, :width]

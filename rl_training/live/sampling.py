@@ -105,7 +105,7 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
             "bos_token_id": trainer._tokenizer.bos_token_id,
             "eos_token_id": trainer.eos_token_ids,
             "temperature": trainer.temperature,
-            "top_p": trainer.top_p,  # neutral, like the next three, or attach would have refused them
+            "top_p": trainer.top_p,  # neutral, like the next three, or nobody asks: sampled_policy.py
             "top_k": trainer.top_k,
             "min_p": trainer.min_p,
             "repetition_penalty": trainer.repetition_penalty,

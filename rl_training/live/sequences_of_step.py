@@ -30,7 +30,7 @@ def sequences_of_step(microbatches: Sequence[Microbatch], decode: Callable[[Tens
         for row in range(rollout.num_sequences):
             yield {
                 "prompt": decode(rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]),
-                "response": decode(rollout.completion_ids[row][mask[row]]),
+                "response": decode(rollout.completion_ids[row][rollout.token_mask[row].bool()]),
                 "prompt_index": int(rollout.prompt_index[row]),
                 "reward": float(rollout.rewards[row]) if rollout.rewards is not None else math.nan,
                 "advantage": float(rollout.advantages[row]),

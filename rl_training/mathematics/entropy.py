@@ -19,6 +19,10 @@ term altogether — the gradient of the mean measured entropy — is biased: it 
 Where sequences answer prompts of their own, the others are all the others: they say less of what to expect after this
 prompt, but are as independent of the response, so that the estimate stays unbiased. Copies of one response are not.
 
+Over several turns an environment (a tool, a user) answers between the policy's tokens. What it writes does not depend
+on the parameters given what came before, so the same three forms hold with k and j over the policy's tokens only, and
+its randomness is part of E: docs/theory.md.
+
 Source: the score-function identity with reward-to-go h and a leave-one-out baseline (Kool et al. 2019, "Buy 4
 REINFORCE samples, get a baseline for free"); the Rao-Blackwell step replaces −log π(t_k) by its mean h_k.
 """
@@ -31,6 +35,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rl_training.mathematics.scores import policy_tokens_first
 from rl_training.mathematics.units import unchanged
 
 Estimator = Literal["rb", "score"]
@@ -54,7 +59,8 @@ def surrogate_weights(
         mean over the B sequences of Σ_k logp_weights·logps + entropy_weights·entropies.
 
     logps, entropies  (B, T) nats, of the sampled tokens
-    mask              (B, T) 1 on sampled tokens, right-padded
+    mask              (B, T) 1 on sampled tokens. Between them an environment may have written others: positions, and
+                      who is alive at them, count the policy's tokens only
     prompt_index      (B,)   equal for the responses of one prompt; each prompt needs at least two
     target            "sequence": ∂H_seq; "token": ∂H_tok, already divided by the batch's mean length; "length": ∂E[T]
     baseline          the mean over the other responses of the "prompt", or over all others of the "buffer", whose
@@ -68,8 +74,9 @@ def surrogate_weights(
         raise ValueError(f"unknown estimator {estimator!r}: choose 'rb' or 'score'")
     if baseline not in ("prompt", "buffer"):
         raise ValueError(f"unknown baseline {baseline!r}: choose 'prompt' or 'buffer'")
-    real, mask = mask.bool(), mask.to(entropies.dtype)
-    logps, entropies = (values.detach().masked_fill(~real, 0.0) for values in (logps, entropies))  # 0·inf is nan
+    order = policy_tokens_first(mask)
+    real, mask = mask.bool().gather(1, order), mask.to(entropies.dtype).gather(1, order)
+    logps, entropies = (v.detach().gather(1, order).masked_fill(~real, 0.0) for v in (logps, entropies))  # 0·inf is nan
     group = _group_ids(prompt_index if baseline == "prompt" else torch.zeros_like(prompt_index), reduce)
     if target == "sequence":
         score_cost, still_to_come, entropy_weights = -logps, entropies, mask
@@ -88,11 +95,13 @@ def surrogate_weights(
     if estimator == "score":
         total = (score_cost * mask).sum(dim=1, keepdim=True)
         weights = (total - _leave_one_out_mean(total, torch.ones_like(total), group, reduce)) * mask
-        return weights, torch.zeros_like(mask)
+        return torch.zeros_like(weights).scatter(1, order, weights), torch.zeros_like(mask)
     costs = still_to_come * mask
     to_go = (costs.flip(1).cumsum(1).flip(1) - costs) * mask  # strictly after k
     weights = (to_go - _leave_one_out_mean(to_go, mask, group, reduce)) * mask
-    return weights, entropy_weights
+    return torch.zeros_like(weights).scatter(1, order, weights), torch.zeros_like(mask).scatter(
+        1, order, entropy_weights
+    )
 
 
 def _group_ids(prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:

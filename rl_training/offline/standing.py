@@ -30,6 +30,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rl_training.live.optimizer import view_optimizer
 from rl_training.live.policy import TrainerPolicy
+from rl_training.live.sampled_policy import why_sampled_otherwise
 from rl_training.live.trainer import DrGRPOTrainer
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.offline.shards import load_shards
@@ -92,6 +93,11 @@ def stand(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None 
     flaw = what_is_wrong_with_weights(checkpoint)
     if flaw:
         raise ValueError(f"{checkpoint}: {flaw}")
+    otherwise = why_sampled_otherwise(trainer)
+    if otherwise:
+        raise ValueError(otherwise)
+    if trainer.mask_truncated_completions:
+        raise ValueError("the step is looked at with all its responses: set mask_truncated_completions=false")
     model = trainer.model
     _refuse_other_weights(model, checkpoint)
     trainer._load_from_checkpoint(str(checkpoint))

@@ -9,6 +9,7 @@ is the number of equally weighted sequences whose mean is as noisy as the weight
     token_weight     |A_i|·T_i      T_i its sampled tokens: a long sequence has that many terms
     importance       π_now(i) / π_sampling(i), which is 1 for every sequence of an on-policy step
 
+A truncated response that the loss leaves out (mask_truncated_completions) has no weight: A_i = 0 here.
 A prompt whose responses are all right, or all wrong, has advantages of zero and teaches nothing. `zero_advantage` is
 the share of such sequences, `zero_advantage_prompts` of such prompts.
 
@@ -29,16 +30,12 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.kish import kish_size_of_sums, kish_sums, without_rounding
 from rl_training.probes.base import Probe
 from rl_training.step.entropy_gradients import importance_ratios
+from rl_training.step.reasons import NO_SAMPLING_LOGPS, SPLIT_PROMPTS
 from rl_training.step.types import StepContext
 
 NO_ERROR_BAR = "no error bar: it describes this batch and estimates nothing beyond it"
 NO_WEIGHT = "every advantage of the step is zero, so no sequence has any weight"
 NOT_FINITE = "an advantage of the step is not a finite number"
-NO_SAMPLING_LOGPS = "an off-policy step whose rollout has no log-probabilities of its sampling: there are no ratios"
-SPLIT_PROMPTS = (
-    "the responses of a prompt are spread over several optimizer steps, so what a whole prompt has is not known here: "
-    "use DrGRPOTrainer, or attach(..., whole_prompts=True)"
-)
 
 
 class EffectiveSampleSizeProbe(Probe):
@@ -69,7 +66,8 @@ class EffectiveSampleSizeProbe(Probe):
             ),
         }
         importance = kish_size_of_sums(*size_sums[:2])
-        answers["ess/importance"] = missing(NO_SAMPLING_LOGPS) if math.isnan(importance) else known(importance)
+        no_importance = ctx.sampled_otherwise or (NO_SAMPLING_LOGPS if math.isnan(importance) else "")
+        answers["ess/importance"] = missing(no_importance) if no_importance else known(importance)
         for name, sums in (("ess/advantage", size_sums[2:4]), ("ess/token_weight", size_sums[4:])):
             size = kish_size_of_sums(*sums)
             reason = NO_WEIGHT if sums[1] == 0 else NOT_FINITE

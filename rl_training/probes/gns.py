@@ -57,8 +57,8 @@ SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below
 CHANNELS = ("all", "adam", *KINDS, "split")  # each a pair: tr Σ and |G|²; of "split": tr Σ between and within
 NOT_WARM = f"no step of AdamW with {WARM_STEPS} steps behind it: its preconditioner is no metric before"
 NOT_DR_GRPO = (
-    "the split of the trace is Dr-GRPO's only: set loss_type='dr_grpo', scale_rewards='none' and beta=0, "
-    "or use DrGRPOTrainer"
+    "the split of the trace is Dr-GRPO's only: set loss_type='dr_grpo', scale_rewards='none', beta=0 and "
+    "mask_truncated_completions=False, or use DrGRPOTrainer"
 )
 NO_RAW_ERROR = "no error bar: norms alone do not give one step's error; the averages over steps have one"
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
@@ -118,7 +118,7 @@ class GradientNoiseScaleProbe(Probe):
         moments = noise_moments(
             _channels(block.cpu(), kinds), _channels(batch.cpu(), kinds), batch_size / blocks, batch_size
         )
-        if self.split_prompts and ctx.dr_grpo:
+        if self.split_prompts and not _why_no_split(ctx):
             same_prompt = _mean_product_within_prompts(ctx, self.split_prompts).cpu()
             moments[-1] = split_of_trace(same_prompt, moments[0], ctx.responses_per_prompt)
         remembered = math.ceil(math.log(SMALLEST_WEIGHT) / math.log(self.decay))
@@ -144,7 +144,8 @@ class GradientNoiseScaleProbe(Probe):
             if kind == "split":
                 if self.split_prompts:
                     known = dict(zip(SPLIT, _means(averages), strict=True))
-                    answers |= known if ctx.dr_grpo else dict.fromkeys(SPLIT, Estimate.missing(NOT_DR_GRPO))
+                    why_not = _why_no_split(ctx)
+                    answers |= dict.fromkeys(SPLIT, Estimate.missing(why_not)) if why_not else known
             elif kind == "all":
                 answers |= dict(zip(AVERAGED, _means(averages), strict=True))
                 answers["gns/signal_to_noise"] = signal = _signal_to_noise(averages)
@@ -237,6 +238,10 @@ def _with_bounds(name: str, estimates: Sequence[Estimate]) -> dict[str, Estimate
 
 def _times(estimate: Estimate, factor: float) -> Estimate:
     return Estimate(estimate.value * factor, estimate.stderr * factor, estimate.num_samples, estimate.reason)
+
+
+def _why_no_split(ctx: StepContext) -> str:
+    return ctx.sampled_otherwise or ("" if ctx.dr_grpo else NOT_DR_GRPO)
 
 
 def _why_not(ctx: StepContext, blocks: float) -> str:

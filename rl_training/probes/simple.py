@@ -43,7 +43,7 @@ from rl_training.probes.base import Need, Probe
 from rl_training.step.causes import Splits
 from rl_training.step.entropy_gradients import Choice, importance_ratios
 from rl_training.step.fold_sums import PRODUCTS, statistic, sum_over_folds
-from rl_training.step.ground_truth import GroundTruth
+from rl_training.step.ground_truth import MEASURED, GroundTruth
 from rl_training.step.quantities import Quantity
 from rl_training.step.reasons import (
     REUSED,
@@ -55,6 +55,7 @@ from rl_training.step.reasons import (
 from rl_training.step.responses import top_responses
 from rl_training.step.types import StepContext
 from rl_training.step.updates import FIRST_FOLD, PREVIOUS, WHOLE
+from rl_training.step.visited_entropy import visited_entropy
 
 EVALUATION = ("evaluation", "evaluation_error")
 SUMS = ("trapezoid", "cumulative_predicted", "cumulative_measured")
@@ -141,16 +142,12 @@ class SimpleEntropyProbe(Probe):
         self._answers: dict[str, Estimate] = {}
 
     def on_pre_optimizer_step(self, ctx: StepContext) -> None:
-        if self._truth is not None:
+        if self._truth is not None and not ctx.no_fresh_responses:
             self._truth.draw(ctx)
         ratios = importance_ratios(ctx)
         reason = why_no_entropy_gradient(ctx, ratios)
         if reason:
-            validated = self._truth is not None and self._truth.measures_at(ctx.step)
-            names = (*self._of_step(ctx), *SUMS, *EVALUATION) if validated else (*self._of_step(ctx), *SUMS)
-            self._answers = {metric: Estimate.missing(reason) for name in names for metric in self._metrics(name)}
-            responses = [f"delta_h/response/{rank + 1}" for rank in range(self.top_responses)]
-            self._answers |= {name: Estimate.missing(reason) for name in responses}
+            self._answers = self._without_entropy_gradient(ctx, reason)
             return
         assert ratios is not None
         updates = self._rows(ctx, int(ctx.fold.max()) + 1)
@@ -177,7 +174,10 @@ class SimpleEntropyProbe(Probe):
         if sums.halves is not None:
             reason = why_no_responses(ctx, num_folds=len(ctx.fold.unique()))
             self._answers |= top_responses(ctx, updates, sums.halves, self.top_responses, reason)
-        if self._truth is not None:
+        if self._truth is not None and self._truth.measures_at(ctx.step) and ctx.no_fresh_responses:
+            missing = Estimate.missing(ctx.no_fresh_responses)
+            self._answers |= {metric: missing for name in EVALUATION for metric in self._metrics(name)}
+        elif self._truth is not None:
             self._truth.predict(ctx, updates.matrix[WHOLE], updates, self.estimator, self.per_sequence)
         self._keep_update(ctx, updates)
 
@@ -188,7 +188,10 @@ class SimpleEntropyProbe(Probe):
                 row = self._updates.view(name)[PREVIOUS]  # the old parameters, see _keep_update
                 row.copy_(param.detach().to(row.device) - row)
         if self._truth is not None and self._truth.measures_at(ctx.step):
-            self._answers |= self._truth.measure(ctx)
+            no_truth = ctx.no_fresh_responses
+            self._answers |= (
+                dict.fromkeys(MEASURED, Estimate.missing(no_truth)) if no_truth else self._truth.measure(ctx)
+            )
             self._calibration.add(self._answers["delta_h/forward"], self._answers["delta_h/true"])
             calibration = self._calibration.estimates()
             self._answers |= {f"calibration/{name}": estimate for name, estimate in calibration.items()}
@@ -215,6 +218,16 @@ class SimpleEntropyProbe(Probe):
             self._calibration.load_state_dict(state)
         self._update_row = state.get("update")
         self._update_step = int(state["update_step"]) if "update_step" in state else None
+
+    def _without_entropy_gradient(self, ctx: StepContext, reason: str) -> dict[str, Estimate]:
+        """Returns what can be said of a step without X: that it is missing, and entropies where they mean something."""
+        validated = self._truth is not None and self._truth.measures_at(ctx.step)
+        names = (*self._of_step(ctx), *SUMS, *EVALUATION) if validated else (*self._of_step(ctx), *SUMS)
+        answers = {metric: Estimate.missing(reason) for name in names for metric in self._metrics(name)}
+        answers |= {f"delta_h/response/{rank + 1}": Estimate.missing(reason) for rank in range(self.top_responses)}
+        if ctx.sampled_otherwise:
+            answers |= visited_entropy(ctx)
+        return answers
 
     def _splits(self, ctx: StepContext) -> Splits:
         if self._known_splits is None:

@@ -84,7 +84,7 @@ def sum_over_folds(
 ) -> FoldSums:
     """Returns the step's sums, and fills `updates` but for its row PREVIOUS."""
     sizes = torch.bincount(ctx.fold).double()
-    levels = _levels(ctx, ratios, len(sizes))
+    levels = levels_of_folds(ctx, ratios)
     of_fold = torch.cat([torch.ones_like(sizes).unsqueeze(1), sizes.unsqueeze(1), levels], dim=1)
     num_folds, total_size, sequences, entropy, length = ctx.reduce(of_fold.sum(dim=0)).tolist()
     steps = _Steps(ctx, updates, splits, sizes, total_size, choice)
@@ -116,12 +116,12 @@ def sum_over_folds(
     return FoldSums(total, without, int(num_folds), halves)
 
 
-def _levels(ctx: StepContext, ratios: Tensor, num_folds: int) -> Tensor:
+def levels_of_folds(ctx: StepContext, ratios: Tensor) -> Tensor:
     """Returns (K, LEVELS): Σρ, ΣρH and ΣρT of each fold of this rank."""
     mask = ctx.scores.mask.double()
     entropies = ctx.scores.entropies.double().masked_fill(mask == 0, 0.0)
     of_sequence = torch.stack([torch.ones_like(ratios), entropies.sum(dim=1), mask.sum(dim=1)], dim=1)
-    levels = ratios.new_zeros(num_folds, LEVELS)
+    levels = ratios.new_zeros(int(ctx.fold.max()) + 1, LEVELS)
     return levels.index_add_(0, ctx.fold, ratios.unsqueeze(1) * of_sequence)
 
 

@@ -31,7 +31,6 @@ from torch import Tensor
 from rl_training.mathematics.entropy import Estimator, Target
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.importance import (
-    LENGTH,
     MIN_SEQUENCES,
     EntropyChange,
     change_terms,
@@ -56,6 +55,10 @@ OVERFLOW = "the step changed a sequence's probability by more than float64 can h
 TARGETS: tuple[Target, ...] = ("token", "sequence")
 SUFFIXES = ("", "_sequence")
 PREDICTED = ("delta_h/evaluation", "delta_h/evaluation_error")
+MEASURED = (
+    *("delta_h/true", "delta_h/true_sequence", "delta_h/true_snis", "delta_h/true_floor", "delta_h/true_resampled"),
+    *("delta_h/ess", "delta_h/weight_max", "delta_h/weight_min"),
+)
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ class GroundTruth:
         sequences = Units(rollout.prompt_index, self.num_sequences, ctx.reduce)
         scores = ctx.policy.score_rollout(rollout)
         totals = sequences.gather(sequence_totals(scores))
-        width = int(totals[:, LENGTH].max())
+        width = int(sequences.gather(rollout.token_mask.sum(dim=1).double()).max())
         again = _widened(_scored_by_length(ctx, rollout), width)
         self._buffer = EvaluationBuffer(rollout, sequences, totals, _widened(scores, width), again)
         self._predicted, self._no_prediction = None, {}
@@ -149,16 +152,17 @@ class GroundTruth:
         change = EntropyChange.of(true_change(buffer.sequences))
         snis = reweighted_change(buffer.totals, totals)
         floor = per_decision_change(buffer.scores, buffer.again, buffer.sequences)
-        answers = self._no_prediction | {
-            "delta_h/true": self._known(change.token, change.token_stderr),
-            "delta_h/true_sequence": self._known(change.sequence, change.sequence_stderr),
-            "delta_h/true_snis": self._known(snis.token, snis.token_stderr),
-            "delta_h/true_floor": self._known(float(floor.value[0])),
-            "delta_h/true_resampled": self._known(float(resampled)),
-            "delta_h/ess": self._known(weights.ess),
-            "delta_h/weight_max": self._known(weights.largest),
-            "delta_h/weight_min": self._known(weights.smallest),
-        }
+        measured = (
+            self._known(change.token, change.token_stderr),
+            self._known(change.sequence, change.sequence_stderr),
+            self._known(snis.token, snis.token_stderr),
+            self._known(float(floor.value[0])),
+            self._known(float(resampled)),
+            self._known(weights.ess),
+            self._known(weights.largest),
+            self._known(weights.smallest),
+        )
+        answers = self._no_prediction | dict(zip(MEASURED, measured, strict=True))
         if self._predicted is not None:
             predicted, blocks = self._predicted
             answers |= _compared(predicted, true_change(blocks))

@@ -14,7 +14,14 @@ REUSED = (
     "an earlier step has learned from these responses (num_iterations > 1): the optimizer's momentum holds their "
     "noise, and leaving a fold out of this step's gradient does not remove it"
 )
-
+SPLIT_PROMPTS = (
+    "the responses of a prompt are spread over several optimizer steps, or processes: use DrGRPOTrainer, or "
+    "attach(..., whole_prompts=True), with a multiple of num_generations sequences in a microbatch"
+)
+NO_SAMPLING_LOGPS = (
+    "an off-policy step whose rollout has no log-probabilities of its sampling (with mask_truncated_completions, TRL "
+    "has none of truncated responses): there are no importance ratios"
+)
 OTHER_TERMS = (
     "the loss has a term beside log-probabilities and entropies (the auxiliary loss of a mixture of experts), whose "
     "share of single responses is not known"
@@ -23,13 +30,12 @@ OTHER_TERMS = (
 
 def why_no_entropy_gradient(ctx: StepContext, ratios: Tensor | None) -> str:
     """Returns why this step has no X at all, "" if it has one. Off-policy a collective: the ratios' effective size."""
+    if ctx.sampled_otherwise:
+        return ctx.sampled_otherwise
     if not ctx.complete_prompts:
-        return (
-            "the responses of a prompt are spread over several optimizer steps: "
-            "use DrGRPOTrainer, or attach(..., whole_prompts=True)"
-        )
+        return SPLIT_PROMPTS
     if ratios is None:
-        return "an off-policy step whose rollout has no log-probabilities of its sampling: there are no weights for it"
+        return NO_SAMPLING_LOGPS
     if ctx.rollout.on_policy:
         return ""
     mine = torch.cat([kish_sums(ratios), ratios.new_tensor([float(len(ratios))])])

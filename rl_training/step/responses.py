@@ -51,7 +51,7 @@ def top_responses(
 def _describe(ctx: StepContext, row: int) -> dict[str, str | float]:
     rollout = ctx.rollout
     prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
-    response = rollout.completion_ids[row][rollout.completion_mask[row].bool()]
+    response = rollout.completion_ids[row][rollout.token_mask[row].bool()]
     return {
         "prompt": ctx.policy.decode(prompt),
         "response": ctx.policy.decode(response),

@@ -3,7 +3,8 @@
 Shape legend, used in every comment of this package:
     B  sequences (of a microbatch, of the whole step on this rank, or of an evaluation buffer)
     P  prompt tokens, left-padded
-    T  completion tokens, right-padded; the end-of-sequence token counts, padding never
+    T  completion tokens, right-padded; the end-of-sequence token counts, padding never. Over several turns a
+       completion holds tokens that an environment wrote between the policy's: conditions of what follows, no actions
     G  responses per prompt
     K  microbatches of an optimizer step on this rank
 """
@@ -26,11 +27,17 @@ class Rollout:
     prompt_mask: Tensor  # (B, P), 1 on tokens
     completion_ids: Tensor  # (B, T)
     completion_mask: Tensor  # (B, T), 1 on sampled tokens
-    advantages: Tensor  # (B,)
+    advantages: Tensor  # (B,), as the loss weighs them: 0 for a truncated response that it leaves out
     rewards: Tensor | None  # (B,), weighted sum over the reward functions; None for sequences that were not rewarded
     prompt_index: Tensor  # (B,), equal for responses of the same prompt, different for different prompts
     sampling_logps: Tensor | None  # (B, T) when it was sampled; None where TRL does not keep them
     on_policy: bool  # sampled at the very parameters that this optimizer step starts from
+    environment_mask: Tensor | None = None  # (B, T), 1 on tokens between these that an environment wrote; None: nowhere
+
+    @property
+    def token_mask(self) -> Tensor:
+        """(B, T), 1 on the tokens of the completion, whoever wrote them."""
+        return self.completion_mask if self.environment_mask is None else self.completion_mask + self.environment_mask
 
     @property
     def num_sequences(self) -> int:
@@ -40,6 +47,9 @@ class Rollout:
 def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     """Returns the sequences of several rollouts as one, padded to one width."""
     rewards = [part.rewards for part in parts if part.rewards is not None]
+    written = None
+    if any(part.environment_mask is not None for part in parts):
+        written = in_one_width([part.token_mask - part.completion_mask for part in parts])
     sampled = [part.sampling_logps for part in parts if part.sampling_logps is not None]
     return Rollout(
         prompt_ids=in_one_width([part.prompt_ids for part in parts], on_the_left=True),
@@ -51,6 +61,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
         prompt_index=torch.cat([part.prompt_index for part in parts]),
         sampling_logps=in_one_width(sampled) if len(sampled) == len(parts) else None,
         on_policy=all(part.on_policy for part in parts),
+        environment_mask=written,
     )
 
 
@@ -78,4 +89,5 @@ def take_rows(rollout: Rollout, rows: Tensor) -> Rollout:
         rewards=take(rollout.rewards),
         prompt_index=rollout.prompt_index[rows],
         sampling_logps=take(rollout.sampling_logps),
+        environment_mask=take(rollout.environment_mask),
     )

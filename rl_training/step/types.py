@@ -60,6 +60,8 @@ class StepContext:
     other_terms: bool  # the loss has terms beside log-probabilities and entropies (the auxiliary one of experts)
     microbatch_rows: tuple[range, ...]  # the rows of `rollout` that each microbatch holds
     fold: Tensor  # (B,), the fold that each sequence is in, 0 .. number of folds - 1: folds hold whole prompts
+    sampled_otherwise: str  # why the sequences are no samples of the policy that is scored (top-p); "" if they are
+    no_fresh_responses: str  # why `policy.sample` is not to be asked; "" if it may be
     reused: bool  # an earlier optimizer step has already learned from some of these sequences
     responses_per_prompt: int
     complete_prompts: bool  # on every rank, every prompt of the step is there with all its G responses

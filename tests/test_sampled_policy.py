@@ -1,0 +1,142 @@
+"""Responses that are no samples of the scored policy: what can be measured is, the rest is nan with the reason."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from trainers import trainer_maker
+from transformers import GPT2Config, GPT2LMHeadModel
+from trl import GRPOTrainer
+
+from rl_training import Estimate, Probe, attach
+from rl_training.live.sampled_policy import why_sampled_otherwise
+from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
+from rl_training.step.ground_truth import MEASURED
+from rl_training.step.visited_entropy import NAMES as VISITED
+from rl_training.tasks.models import load_tiny
+
+
+class Contexts(Probe):
+    """Keeps what each step looked like."""
+
+    name = "contexts"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.all: list[Any] = []
+
+    def on_pre_optimizer_step(self, ctx: Any) -> None:
+        self.all.append(ctx)
+
+    def measure(self, ctx: Any) -> dict[str, Estimate]:
+        return {"contexts/step": Estimate(float(ctx.step))}
+
+
+def answers_of(trainer: GRPOTrainer, *, split_prompts: int = 0, validate_every: int = 0) -> tuple[dict, Contexts]:
+    contexts = Contexts()
+    probes = [
+        SimpleEntropyProbe(validate_every=validate_every, validate_sequences=8),
+        GradientNoiseScaleProbe(split_prompts=split_prompts),
+        EffectiveSampleSizeProbe(),
+        contexts,
+    ]
+    with attach(trainer, probes, whole_prompts=True) as attachment:
+        trainer.train()
+    return dict(attachment.latest), contexts
+
+
+def assert_only_simple_is_missing(answers: dict[str, Estimate], way_out: str) -> None:
+    missing = {name: e.reason for name, e in answers.items() if math.isnan(e.value)}
+    assert {"delta_h/forward", "delta_h/backward", "entropy/token", "ess/importance"} <= set(missing)
+    because = {name for name, reason in missing.items() if way_out in reason}
+    assert because >= {name for name in missing if name.startswith(("delta_h/", "entropy/"))}
+    for name in ("gns/trace_step", "gns/grad_sq_norm_step", "ess/advantage", "ess/zero_advantage_prompts", *VISITED):
+        assert math.isfinite(answers[name].value)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return trainer_maker(tmp_path_factory.mktemp("plain"))(GRPOTrainer)
+
+
+@pytest.mark.parametrize(
+    ("settings", "way_out"),
+    [
+        ({"top_p": 0.9}, "set top_p=1.0"),
+        ({"top_k": 20}, "set top_k=0"),
+        ({"min_p": 0.1}, "set min_p=0.0"),
+        ({"repetition_penalty": 1.1}, "set repetition_penalty=1.0"),
+        ({"generation_kwargs": {"top_p": 0.5}}, "set top_p=1.0"),
+        ({"generation_kwargs": {"do_sample": False}}, "set do_sample=True"),
+        ({"generation_kwargs": {"num_beams": 2}}, "set num_beams=1"),
+        ({"generation_kwargs": {"temperature": 0.3}}, "set temperature=1.0"),
+        ({"generation_kwargs": {"no_repeat_ngram_size": 2}}, "set no_repeat_ngram_size=0"),
+        ({}, ""),
+    ],
+)
+def test_every_way_of_sampling_by_more_than_the_temperature_is_named(plain, settings, way_out) -> None:
+    args = {**vars(plain.args), **settings}
+    trainer = SimpleNamespace(args=SimpleNamespace(**args), model=plain.model)
+    assert why_sampled_otherwise(trainer).endswith(way_out)
+    assert bool(why_sampled_otherwise(trainer)) == bool(settings)
+
+
+def test_a_model_that_brings_its_own_way_of_sampling_is_named(plain) -> None:
+    policy = load_tiny()[0]
+    policy.generation_config.min_p = 0.2
+    why = why_sampled_otherwise(SimpleNamespace(args=plain.args, model=policy))
+    assert why.startswith("min_p=0.2 in the model's generation_config.json makes")
+
+
+def test_under_top_p_only_the_entropy_change_is_missing_and_training_is_bitwise_the_same(make_trainer) -> None:
+    settings = {"top_p": 0.8, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
+    bare = make_trainer(**settings)
+    bare.train()
+    trainer = make_trainer(**settings)
+    trainer.attachment.remove()
+    answers, contexts = answers_of(trainer, split_prompts=1, validate_every=1)
+    for a, b in zip(bare.model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert_only_simple_is_missing(answers, "top_p=0.8 makes the sampled policy differ")
+    for name in (*MEASURED, "delta_h/evaluation", "gns/trace_between"):
+        assert "set top_p=1.0" in answers[name].reason
+    # The entropy of the visited prefixes, and its jackknife error over 8 folds of one prompt, from their definitions.
+    ctx = contexts.all[-1]
+    mask, entropies = ctx.scores.mask.tolist(), ctx.scores.entropies.tolist()
+    prompts = [ctx.rollout.prompt_index.tolist().index(p) for p in sorted(set(ctx.rollout.prompt_index.tolist()))]
+    sums = []
+    for first in prompts:
+        rows = [i for i, p in enumerate(ctx.rollout.prompt_index.tolist()) if p == ctx.rollout.prompt_index[first]]
+        visited = [h for i in rows for h, real in zip(entropies[i], mask[i], strict=True) if real]
+        sums.append((math.fsum(visited), len(visited), len(rows)))
+
+    def ratio(rows: list, divisor: int) -> float:
+        return math.fsum(row[0] for row in rows) / sum(row[divisor] for row in rows)
+
+    for name, divisor in zip(VISITED, (1, 2), strict=True):
+        without = [ratio(sums[:k] + sums[k + 1 :], divisor) for k in range(8)]
+        mean = math.fsum(without) / 8
+        stderr = math.sqrt(7 / 8 * math.fsum((x - mean) ** 2 for x in without))
+        assert answers[name].value == pytest.approx(ratio(sums, divisor), rel=1e-6)
+        assert answers[name].stderr == pytest.approx(stderr, rel=1e-5)
+        assert answers[name].num_samples == 8
+
+
+def test_a_model_whose_scores_depend_on_padding_keeps_what_needs_no_policy(make_trainer) -> None:
+    tokenizer = load_tiny()[1]
+    config = GPT2Config(
+        vocab_size=len(tokenizer), n_positions=128, n_embd=16, n_layer=1, n_head=2,
+        eos_token_id=tokenizer.eos_token_id, bos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+        initializer_range=0.5,
+    )  # fmt: skip
+
+    def length(completions: list[str], **kwargs: Any) -> list[float]:
+        return [float(len(text)) for text in completions]
+
+    trainer = make_trainer(GRPOTrainer, model=GPT2LMHeadModel(config), reward=length)
+    answers, _ = answers_of(trainer)
+    assert_only_simple_is_missing(answers, "absolute position embeddings")

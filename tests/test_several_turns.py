@@ -1,0 +1,283 @@
+"""Responses over several turns: what an environment writes is a condition, and its randomness is part of the mean."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import types
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import reference
+import torch
+from datasets import Dataset
+from test_simple_probe import Answers, Recorder, Twin, per_sequence, per_token
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+
+from rl_training import attach
+from rl_training.mathematics.entropy import surrogate_weights
+from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe
+from rl_training.tasks.models import load_tiny
+
+# --- a policy of two turns with an environment that throws dice, by enumeration ---------------------------------------
+
+STOP, GO, CALL = 0, 1, 2  # what the policy may say: the first two end its turn, after CALL the environment answers
+ANSWERS = [(0,), (1, 1)]  # what the environment says, of unlike lengths
+LOGITS = [[0.3, -0.2, 0.7], [0.9, -0.4, -0.1], [-0.6, 0.2, 0.8]]  # of the first token; of the next, after either answer
+CHANCE = 0.3  # of the first answer
+WIDTH = 5
+
+
+class Outcome(NamedTuple):
+    """One way that two turns may go: the policy's tokens with the row of LOGITS each is from, and where they stand."""
+
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    chance: float  # of what the environment said
+
+
+OUTCOMES = [
+    *(Outcome((first,), (0,), (0,), 1.0) for first in (STOP, GO)),
+    *(
+        Outcome((CALL, second), (0, 1 + answer), (0, 1 + len(ANSWERS[answer])), chance)
+        for answer, chance in ((0, CHANCE), (1, 1 - CHANCE))
+        for second in (STOP, GO, CALL)
+    ),
+]
+
+
+def exact(logits: reference.Table, *, of_length: bool) -> tuple[float, list[list[float]]]:
+    """Returns E[−S], or E[T], over all outcomes, and its derivative by each logit, Σ p·x·∂S, S as the policy has it."""
+    value, derivative = 0.0, [[0.0] * 3 for _ in logits]
+    for outcome in OUTCOMES:
+        logp = sum(reference.log_softmax(logits[row])[t] for row, t in zip(outcome.rows, outcome.tokens, strict=True))
+        p, x = outcome.chance * math.exp(logp), float(len(outcome.tokens)) if of_length else -logp
+        value += p * x
+        for row, sampled in zip(outcome.rows, outcome.tokens, strict=True):
+            for token in range(3):
+                d_logp = (token == sampled) - math.exp(reference.log_softmax(logits[row])[token])
+                derivative[row][token] += p * x * d_logp
+    return value, derivative
+
+
+def tables(outcomes: list[Outcome], logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (logps, entropies, mask), (B, WIDTH), in columns as TRL has them: garbage where the policy is silent."""
+    log_pi = logits.log_softmax(dim=-1)
+    entropy = -(log_pi.exp() * log_pi).sum(dim=-1)
+    logps, entropies = (torch.full((len(outcomes), WIDTH), 1e30, dtype=torch.float64) for _ in range(2))
+    mask = torch.zeros(len(outcomes), WIDTH)
+    for i, outcome in enumerate(outcomes):
+        for row, token, column in zip(outcome.rows, outcome.tokens, outcome.columns, strict=True):
+            logps[i, column], entropies[i, column], mask[i, column] = log_pi[row, token], entropy[row], 1.0
+    return logps, entropies, mask
+
+
+def mean_gradient(estimator: str, target: str, weights_of: Callable[..., Any] = surrogate_weights) -> Tensor:
+    """Returns the expectation of the estimate over all groups of two outcomes."""
+    groups = list(itertools.product(OUTCOMES, repeat=2))
+    outcomes = [outcome for group in groups for outcome in group]
+    logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
+    logps, entropies, mask = tables(outcomes, logits)
+    w, u = weights_of(logps, entropies, mask, torch.arange(len(groups)).repeat_interleave(2), estimator, target)
+    chance = [math.prod(o.chance * math.exp(policy_logp(o)) for o in group) for group in groups]
+    of_sequence = torch.tensor(chance, dtype=torch.float64).repeat_interleave(2) / 2
+    alive = mask.bool()
+    total = (of_sequence.unsqueeze(1) * (w * logps.where(alive, 0.0) + u * entropies.where(alive, 0.0))).sum()
+    return torch.autograd.grad(total, logits)[0]
+
+
+def policy_logp(outcome: Outcome) -> float:
+    rows = (reference.log_softmax(LOGITS[row]) for row in outcome.rows)
+    return sum(row[token] for row, token in zip(rows, outcome.tokens, strict=True))
+
+
+@pytest.mark.parametrize("estimator", ["rb", "score"])
+@pytest.mark.parametrize("target", ["sequence", "length"])
+def test_mean_over_all_groups_and_answers_is_the_exact_derivative(estimator: str, target: str) -> None:
+    expected = torch.tensor(exact(LOGITS, of_length=target == "length")[1], dtype=torch.float64)
+    torch.testing.assert_close(mean_gradient(estimator, target), expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("of_length", [False, True])
+def test_exact_derivatives_are_central_differences(of_length: bool) -> None:
+    step = 1e-5
+    _, derivative = exact(LOGITS, of_length=of_length)
+    for row, token in itertools.product(range(3), range(3)):
+        up, down = ([list(r) for r in LOGITS] for _ in range(2))
+        up[row][token] += step
+        down[row][token] -= step
+        difference = exact(up, of_length=of_length)[0] - exact(down, of_length=of_length)[0]
+        assert derivative[row][token] == pytest.approx(difference / (2 * step), abs=1e-8)
+
+
+def test_counting_the_environments_tokens_as_the_policys_is_wrong() -> None:
+    def all_are_actions(logps: Tensor, entropies: Tensor, mask: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+        there = mask.flip(1).cumsum(dim=1).flip(1) > 0
+        certain = there & (mask == 0)  # scored as if the policy had said it
+        return surrogate_weights(logps.masked_fill(certain, 0.0), entropies.masked_fill(certain, 1.0), there, *args)
+
+    expected = torch.tensor(exact(LOGITS, of_length=False)[1], dtype=torch.float64)
+    assert (mean_gradient("rb", "sequence", all_are_actions) - expected).norm() > 0.2 * expected.norm()
+
+
+@pytest.mark.parametrize("estimator", ["rb", "score"])
+@pytest.mark.parametrize("target", ["sequence", "token", "length"])
+def test_weights_are_those_of_the_plain_twin_on_the_policys_tokens_alone(estimator: str, target: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    logps, entropies = (torch.rand(9, 12, generator=generator, dtype=torch.float64) for _ in range(2))
+    mask = torch.rand(9, 12, generator=generator) < 0.5
+    mask[:, 0] = True
+    prompts = torch.tensor([3, 1, 3, 1, 7, 7, 3, 7, 3])
+    spoken = [[row[m].tolist() for row, m in zip(table, mask, strict=True)] for table in (-logps, entropies)]
+    w, u = reference.surrogate_weights(*spoken, prompts.tolist(), estimator, target)
+    garbage = [t.masked_fill(~mask, 1e30) for t in (-logps, entropies)]
+    for got, expected in zip(surrogate_weights(*garbage, mask, prompts, estimator, target), (w, u), strict=True):
+        assert (got[~mask] == 0).all()
+        for row, m, plain in zip(got, mask, expected, strict=True):
+            assert row[m].tolist() == pytest.approx(plain, abs=1e-12)
+
+
+# --- TRL's own turns --------------------------------------------------------------------------------------------------
+
+TEMPLATE = (
+    "{%- for message in messages -%}{%- if message.role == 'assistant' -%}"
+    "{{ message.content }}{%- if message.tool_calls -%}{%- for call in message.tool_calls -%}"
+    "{{ call.function.name }}{%- for key, value in call.function.arguments.items() -%}{{ key }}{{ value }}"
+    "{%- endfor -%}{%- endfor -%}{%- endif -%}<eos>"
+    "{%- elif message.role == 'tool' -%}={{ message.content }}{%- else -%}{{ message.content }}{%- endif -%}"
+    "{%- endfor -%}"
+)
+
+
+def calling_tokenizer() -> Any:
+    """Returns the tiny model's tokenizer as that of a chat model: every second response is read as a call of `look`."""
+    tokenizer = load_tiny()[1]
+    tokenizer.chat_template = TEMPLATE
+    tokenizer.response_template = {}
+
+    def parse_response(self: Any, ids: list[int], **kwargs: Any) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": self.decode(ids, skip_special_tokens=True)}
+        if sum(ids) % 2:
+            function = {"name": "look", "arguments": {"where": len(ids)}}
+            message["tool_calls"] = [{"type": "function", "function": function}]
+        return message
+
+    tokenizer.parse_response = types.MethodType(parse_response, tokenizer)
+    return tokenizer
+
+
+def look(where: int) -> str:
+    """Says what is there.
+
+    Args:
+        where: a place
+
+    Returns:
+        What is there.
+    """
+    return "+" * (1 + where % 3) + str(where % 10)
+
+
+class Weather:
+    """An environment that throws dice of its own, which nobody but training may use up."""
+
+    dice: random.Random
+
+    def reset(self, **kwargs: Any) -> str:
+        return f"+{self.dice.randrange(10)}"
+
+    def look(self, where: int) -> str:
+        """Says what is there.
+
+        Args:
+            where: a place
+
+        Returns:
+            What is there.
+        """
+        return "-" * self.dice.randrange(1, 4) + str(self.dice.randrange(10))
+
+
+def train(folder: Any, kind: str, probes: list[Any], **settings: Any) -> tuple[GRPOTrainer, Any]:
+    """Trains two steps of 8 prompts with 4 responses, and returns the trainer and what the probes said last."""
+    Weather.dice = random.Random(0)
+    prompts = [[{"role": "user", "content": f"{a}+{a % 7}="}] for a in range(16)]
+    with pytest.warns(UserWarning) if kind == "environment" else _no_warning():
+        trainer = GRPOTrainer(
+            load_tiny()[0].double(),
+            lambda completions, **kwargs: [float(len(str(c)) % 5) for c in completions],
+            GRPOConfig(
+                str(folder),
+                loss_type="dr_grpo",
+                scale_rewards="none",
+                per_device_train_batch_size=4,
+                gradient_accumulation_steps=8,
+                num_generations=4,
+                max_tool_calling_iterations=1,
+                max_steps=2,
+                learning_rate=3e-4,
+                adam_epsilon=1e-5,
+                max_grad_norm=0.05,
+                weight_decay=0.1,
+                lr_scheduler_type="constant",
+                logging_steps=1,
+                save_strategy="no",
+                use_cpu=True,
+                bf16=False,
+                gradient_checkpointing=False,
+                report_to=[],
+                disable_tqdm=True,
+                **settings,
+            ),
+            train_dataset=Dataset.from_dict({"prompt": prompts}),
+            processing_class=calling_tokenizer(),
+            **({"tools": [look]} if kind == "tool" else {"environment_factory": Weather}),
+        )
+    attachment = attach(trainer, probes, whole_prompts=True)
+    trainer.train()
+    return trainer, attachment
+
+
+class _no_warning:
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *exc_info: object) -> None: ...
+
+
+@pytest.mark.parametrize(("kind", "masked"), [("tool", True), ("environment", False)])
+def test_with_tools_and_environments_the_probe_is_the_plain_twin_and_training_is_what_it_was(
+    tmp_path, kind: str, masked: bool
+) -> None:
+    settings = {"mask_truncated_completions": masked, "max_completion_length": 22 if masked else 48}
+    probe, recorder = Answers(draw="first", per_sequence=True, validate_every=1, validate_sequences=8), Recorder()
+    probes = [probe, recorder, GradientNoiseScaleProbe(), EffectiveSampleSizeProbe()]
+    probed, attachment = train(tmp_path, kind, probes, **settings)
+    bare, _ = train(tmp_path, kind, [], **settings)
+    for a, b in zip(probed.model.parameters(), bare.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert probed.state.log_history[0]["tools/call_frequency"] > 0.2
+    same = {"rel": 1e-3, "abs": 2e-6}  # TRL's fused head computes in fp32
+    cut_in_second_turn = 0
+    for step, answer in zip(recorder.steps, probe.all, strict=True):
+        rollout = step.rollout
+        written = rollout.token_mask.sum(dim=1) - rollout.completion_mask.sum(dim=1)
+        assert 0.1 < float((written > 0).float().mean()) < 0.9
+        cut_in_second_turn += int(((rollout.completion_mask[:, -1] == 1) & (written > 0)).sum())
+        length = settings["max_completion_length"]
+        twin = Twin(step, responses=1, estimator="rb", max_length=length, draw="first")
+        for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
+            forward = statistic([sum(c) for c in zip(*twin.rows(twin.update_without), strict=True)])
+            assert answer[f"delta_h/forward{suffix}"].value == pytest.approx(forward, **same)
+            stderr = twin.stderr(twin.update_without, statistic)
+            assert answer[f"delta_h/forward{suffix}"].stderr == pytest.approx(stderr, **same)
+        assert answer["entropy/token"].value == pytest.approx(sum(twin.entropy_of) / sum(twin.lengths), **same)
+        assert "may remember it" in answer["delta_h/true"].reason
+        assert "may remember it" in answer["delta_h/evaluation"].reason
+    assert not masked or cut_in_second_turn > 2
+    weights = (rollout.advantages.abs() * rollout.completion_mask.sum(dim=1)).double()
+    kish = float(weights.sum() ** 2 / weights.square().sum())
+    assert attachment.latest["ess/token_weight"].value == pytest.approx(kish, rel=1e-6)
