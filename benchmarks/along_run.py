@@ -1,20 +1,26 @@
-"""Single steps of real runs: how far predictions are from the truth, by how X is drawn, and whether bars hold.
+"""Single steps and sums of real runs: how far predictions are from the truth, and whether their bars hold.
 
-    OMP_NUM_THREADS=1 python benchmarks/along_run.py [--seeds 0 1 2 3] [--steps 40] [--fresh 256] [--save FILE]
+    OMP_NUM_THREADS=1 python benchmarks/along_run.py FOLDER [--conditions default lora sgd] [--seeds 0 1] [--steps 40]
 
-The default task is trained with several probes `simple` at once, which see the same batches and differ in the responses
-that X is computed from. At every step a fresh sample, one response each to `--fresh` random prompts, gives the truth
-along the same directions: X(θ) · δθ, with the baseline over all other responses of the sample and the derivative as a
-central difference of two forwards. The truth's own error is added to the bars.
+Each run is kept in FOLDER as it ends; what is there is not run again, and the tables are of all that is there.
+
+A run of the default task, changed as CONDITIONS say, with one probe `simple` or several (`--choices`), which see the
+same batches. At every step a fresh sample, one response each to `--fresh` random prompts, gives the truth along the
+same directions: X(θ) · δθ, X with the baseline over the whole sample. Its prompts are such that the run has not seen
+yet, which is what forward and backward speak of. The truth's own error is added to the bars.
 
     noise      root mean square of (estimate − truth), less the truth's own error
-    coverage   of nominal 95 % intervals, with the bar of the batch alone and with the variance averaged over steps
-    width      of the latter over that of the former, on average
+    coverage   of 95 % intervals: as the probe gives them, and with the bar of the batch alone
+    width      of the former over that of the latter, on average
+
+At the end of a run the whole change of entropy is measured on `--ends` fresh responses at its first and its last
+parameters, to prompts that the run has never seen, and to those that it has; the sum of trapezoids is set against it.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,18 +28,25 @@ from typing import Any
 
 import torch
 from default_task import default_trainer
-from scipy.stats import t as student
+from peft import LoraConfig
+from scipy.special import stdtrit
 from torch import Tensor
 from tqdm import tqdm
 from transformers import TrainerCallback
+from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe
 from rl_training.mathematics.calibration import interval_covers
 from rl_training.mathematics.entropy import surrogate_weights
-from rl_training.mathematics.running_variance import RunningVariance
+from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
+from rl_training.mathematics.importance import sequence_totals
+from rl_training.mathematics.vectors import FlatVectors
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.probes.base import Need
+from rl_training.step.entropy_gradients import entropy_gradient
+from rl_training.step.rollout import Rollout, in_one_width
 from rl_training.step.types import StepContext
+from rl_training.step.updates import FIRST_FOLD, WHOLE
 
 CHOICES: dict[str, dict[str, Any]] = {
     "first, 1/8": {},
@@ -43,11 +56,23 @@ CHOICES: dict[str, dict[str, Any]] = {
     "norm, 2/8": {"draw": "norm", "responses_per_prompt": 2},
     "all, 8/8": {"responses_per_prompt": 8},
 }
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "lora": {"peft_config": {"r": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}, "learning_rate": 2e-3},
+    "rate 1e-4": {"learning_rate": 1e-4},
+    "temperature 0.7": {"temperature": 0.7},
+    "temperature 1.3": {"temperature": 1.3},
+    "G = 4": {"num_generations": 4},
+    "G = 16": {"num_generations": 16},
+    "sgd": {"optim": "sgd", "learning_rate": 0.3},
+    "decay 1": {"weight_decay": 1.0},
+    "clipping 0.05": {"max_grad_norm": 0.05},
+    "truncation 20": {"max_completion_length": 20},
+}
 QUANTITIES = ("forward", "backward", "trapezoid", "cumulative_predicted")
-DIFFERENCE = 0.25  # of the step: the central difference moves this far both ways
-DEGREES = 7  # of a bar from 8 folds
-T_7 = float(student.ppf(0.975, DEGREES))
-DECAYS = (0.5, 0.8)
+UNITS = {"token": "", "sequence": "_sequence"}
+DIRECTIONS = ("backward", "forward", "without a fold")  # the last step's δθ, this one's, the mean δθ_(−k)
+BLOCK = 16  # sequences of the truth that one backward takes
 
 
 class AlongRun(Probe):
@@ -59,55 +84,111 @@ class AlongRun(Probe):
     def __init__(self, choices: Sequence[str], num_fresh: int, seed: int) -> None:
         super().__init__()
         self._num_fresh, self._seed = num_fresh, seed
-        self._probes = {name: SimpleEntropyProbe(seed=seed, error_decay=0.0, **CHOICES[name]) for name in choices}
-        self._last: dict[str, Tensor] | None = None  # δθ of the step before
-        self.truth: list[list[float]] = []  # of each step: forward, its error, backward, its error
-        self.said: list[dict[str, dict[str, tuple[float, float]]]] = []
+        self._probes = {name: SimpleEntropyProbe(seed=seed, per_sequence=True, **CHOICES[name]) for name in choices}
+        self._last: Tensor | None = None  # δθ of the step before
+        self.trainer: GRPOTrainer | None = None
+        self._unseen: dict[tuple[int, ...], Any] = {}  # rows of the training set by the tokens of their prompt
+        self.seen: list[Any] = []
+        self.truth: list[Tensor] = []  # of each step: (blocks, directions, units), which add up to X · δθ
+        self.said: dict[str, list[Tensor]] = {name: [] for name in choices}
+
+    @property
+    def unseen(self) -> list[Any]:
+        return list(self._unseen.values())
 
     def on_pre_optimizer_step(self, ctx: StepContext) -> None:
+        assert self.trainer is not None
+        if self._last is None:
+            rows = list(self.trainer.train_dataset)
+            prompts = self.trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+            self._unseen = {tuple(ids): row for ids, row in zip(prompts, rows, strict=True)}
+            self.policy, self.start = ctx.policy, {name: p.detach().clone() for name, p in ctx.parameters.items()}
         for probe in self._probes.values():
             probe.on_pre_optimizer_step(ctx)
-        self._old = {name: p.detach().clone() for name, p in ctx.parameters.items()}
-        self._fresh = ctx.policy.sample(self._num_fresh, (self._seed << 32) + ctx.step)
-        scores = ctx.policy.score_rollout(self._fresh)
-        one_group = torch.zeros(self._num_fresh, dtype=torch.long)
-        self._weights = surrogate_weights(scores.logps, scores.entropies, scores.mask, one_group, target="token")
-        self._backward = (
-            [float("nan")] * 2
-            if self._last is None
-            else self._slope(ctx, {n: DIFFERENCE * d for n, d in self._last.items()}, dict.fromkeys(self._last, 0.0))
-        )
+        for ids, mask in zip(ctx.rollout.prompt_ids, ctx.rollout.prompt_mask.bool(), strict=True):
+            row = self._unseen.pop(tuple(ids[mask].tolist()), None)
+            self.seen += [row] if row is not None else []
+        updates = next(iter(self._probes.values()))._updates
+        assert updates is not None
+        step, without = updates.matrix[WHOLE].clone(), updates.matrix[FIRST_FOLD:].mean(dim=0)
+        directions = FlatVectors(ctx.parameters, len(DIRECTIONS))
+        directions.matrix.copy_(torch.stack([torch.full_like(step, torch.nan), step, without]))
+        if self._last is not None:
+            directions.matrix[0] = self._last
+        self._last = step
+        fresh = self.sample(self.unseen, self._num_fresh, (self._seed << 32) + ctx.step)
+        self.truth.append(self._products(ctx, fresh, directions))
 
     def on_optimizer_step(self, ctx: StepContext) -> None:
         for probe in self._probes.values():
             probe.on_optimizer_step(ctx)
-        self._last = {name: p.detach() - self._old[name] for name, p in ctx.parameters.items()}
-        back = {name: -step for name, step in self._last.items()}
-        forward = self._slope(ctx, {n: DIFFERENCE * d for n, d in self._last.items()}, back)
-        self.truth.append([*forward, *self._backward])
 
     def measure(self, ctx: StepContext) -> dict[str, Estimate]:
-        answers = {name: probe.measure(ctx) for name, probe in self._probes.items()}
-        self.said.append(
-            {
-                name: {q: (said[f"delta_h/{q}"].value, said[f"delta_h/{q}"].stderr) for q in QUANTITIES}
-                for name, said in answers.items()
-            }
-        )
-        return {"along_run/steps": Estimate(float(len(self.said)))}
+        for name, probe in self._probes.items():
+            said = probe.measure(ctx)
+            rows = [[_as_row(said[f"delta_h/{q}{suffix}"]) for suffix in UNITS.values()] for q in QUANTITIES]
+            self.said[name].append(torch.tensor(rows, dtype=torch.float64))
+        return {"along_run/steps": Estimate(float(len(self.truth)))}
 
-    def _slope(self, ctx: StepContext, shift: Mapping[str, Tensor], origin: Mapping[str, Any]) -> list[float]:
-        """Returns X · δθ of the fresh sample and its standard error, around the present parameters + origin."""
-        ends = []
-        for sign in (1.0, -1.0):
-            with ctx.policy.shifted({name: origin[name] + sign * d for name, d in shift.items()}):
-                ends.append(ctx.policy.score_rollout(self._fresh))
-        terms = torch.zeros(self._num_fresh, dtype=torch.float64)
-        mask = ends[0].mask == 0
-        for weights, field in zip(self._weights, ("logps", "entropies"), strict=True):
-            change = (getattr(ends[0], field) - getattr(ends[1], field)).double().masked_fill(mask, 0.0)
-            terms += (weights * change).sum(dim=1) / (2.0 * DIFFERENCE)
-        return [float(terms.mean()), float(terms.std()) / self._num_fresh**0.5]
+    def sample(self, rows: list[Any], number: int, seed: int) -> Rollout:
+        """Returns fresh responses, one each to random prompts of these rows."""
+        assert self.trainer is not None
+        whole = self.trainer.train_dataset
+        self.trainer.train_dataset = rows
+        try:
+            return self.policy.sample(number, seed)
+        finally:
+            self.trainer.train_dataset = whole
+
+    def _products(self, ctx: StepContext, fresh: Rollout, directions: FlatVectors) -> Tensor:
+        blocks = torch.arange(self._num_fresh).split(BLOCK)
+        parts = [ctx.policy.score(fresh, rows) for rows in blocks]
+        width = fresh.completion_mask.shape[1]
+        logps, entropies = (
+            in_one_width([getattr(part, name).detach().double() for part in parts], at_least=width)
+            for name in ("logps", "entropies")
+        )
+        known = (logps, entropies, fresh.completion_mask, fresh.prompt_index)
+        weights = [surrogate_weights(*known, target=target, baseline="buffer") for target in ("token", "sequence")]
+        parameters, products = list(ctx.parameters.values()), []
+        for rows, part in zip(blocks, parts, strict=True):
+            columns = slice(part.logps.shape[1])
+            pairs = [(w[rows, columns].to(part.logps), u[rows, columns].to(part.logps)) for w, u in weights]
+            gradients = entropy_gradient(part, pairs, parameters, directions)
+            products.append(directions.dot(gradients) / self._num_fresh)
+        return torch.stack(products)
+
+    def ends(self, number: int) -> dict[str, Tensor]:
+        """Returns the change of entropy over the run and its error, (units, 2), on unseen prompts, and on seen ones."""
+        assert self.trainer is not None
+        now = dict(self.trainer.model.named_parameters())
+        back = {name: start - now[name].detach() for name, start in self.start.items()}
+        changes = {}
+        for name, rows in (("unseen", self.unseen), ("seen", self.seen)):
+            totals = []
+            for shift in ({}, back):
+                with self.policy.shifted(shift):
+                    fresh = self.sample(rows, number, (1 << 40) + self._seed)
+                    totals.append(sequence_totals(self.policy.score_rollout(fresh))[:, 1:])
+            changes[name] = _change(*totals)
+        return changes
+
+
+def _as_row(estimate: Estimate) -> list[float]:
+    raw = float(estimate.detail.get("stderr_of_batch", estimate.stderr))
+    return [estimate.value, estimate.stderr, float(estimate.num_samples), raw]
+
+
+def _change(after: Tensor, before: Tensor) -> Tensor:
+    """Returns the change of H_tok and of H_seq with their errors, (2, 2), from (N, 2) pairs of H and T."""
+    values, influences = [], []
+    for totals in (after, before):
+        entropy, length = totals.mean(dim=0)
+        values.append(torch.stack([entropy / length, entropy]))
+        token = (totals[:, 0] - entropy / length * totals[:, 1]) / length
+        influences.append(torch.stack([token, totals[:, 0] - entropy], dim=1))
+    stderr = (influences[0] - influences[1]).std(dim=0) / math.sqrt(len(after))
+    return torch.stack([values[0] - values[1], stderr], dim=1)
 
 
 class Progress(TrainerCallback):
@@ -121,85 +202,133 @@ class Progress(TrainerCallback):
 
 
 def run(
-    choices: Sequence[str], seed: int, steps: int, num_fresh: int, bar: tqdm, **settings: Any
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Returns the truths (steps, 2 of forward and backward, 2) and by choice what was said, (steps, quantities, 2)."""
+    choices: Sequence[str], seed: int, steps: int, num_fresh: int, num_ends: int, bar: tqdm, settings: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Returns the truths, (steps, blocks, directions, units), what was said, by choice (steps, quantities, units, 4:
+    value, error, num_samples, error of the batch alone), and the change between the ends, (units, 2) each."""
     probe = AlongRun(choices, num_fresh, seed)
+    settings = dict(settings)
+    if "peft_config" in settings:
+        settings["peft_config"] = LoraConfig(**settings["peft_config"])
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = default_trainer(scratch, [probe], steps, seed=seed, **settings)
+        probe.trainer = trainer = default_trainer(scratch, [probe], steps, seed=seed, **settings)
         trainer.add_callback(Progress(bar))
         trainer.train()
-    said = {
-        name: torch.tensor([[of[name][q] for q in QUANTITIES] for of in probe.said], dtype=torch.float64)
-        for name in choices
-    }
-    return torch.tensor(probe.truth, dtype=torch.float64).view(steps, 2, 2), said
+        ends = probe.ends(num_ends)
+    said = {name: torch.stack(of_steps) for name, of_steps in probe.said.items()}
+    return {"truth": torch.stack(probe.truth), "said": said, "ends": ends}
 
 
-def averaged(variance: Tensor, decay: float) -> tuple[Tensor, Tensor]:
-    """Returns the variances of a run, (steps,), averaged as the probe does, and the batches behind each."""
-    running = RunningVariance(decay)
-    return tuple(torch.stack(column) for column in zip(*map(running.add, variance), strict=True))
-
-
-def pairs(truth: Tensor, said: Tensor, quantity: str) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (value − truth, raw variance, the truth's variance) of a quantity along one run, (steps,)."""
-    forward, backward = truth[:, 0], truth[:, 1]
-    value, stderr = said[:, QUANTITIES.index(quantity)].unbind(-1)
+def truth_of(record: Mapping[str, Any], quantity: str, unit: int) -> tuple[Tensor, Tensor]:
+    """Returns the truth that a quantity speaks of at each step, and its variance, (steps,) each; nan without one."""
+    blocks = record["truth"][..., unit]  # (steps, blocks, directions)
+    backward, forward = blocks[..., 0], blocks[..., 1]
+    if quantity in ("forward", "backward"):
+        return _sum_over_blocks(forward if quantity == "forward" else backward)
+    values = {name: _sum_over_blocks(of) for name, of in (("forward", forward), ("backward", backward))}
+    nan = torch.full((1,), torch.nan, dtype=blocks.dtype)
+    before, before_variance = (torch.cat([nan, part[:-1]]) for part in values["forward"])
+    step = 0.5 * (before + values["backward"][0])
     if quantity == "trapezoid":
-        before = torch.cat([torch.full((1, 2), torch.nan, dtype=truth.dtype), forward[:-1]])
-        target, noise = 0.5 * (before[:, 0] + backward[:, 0]), 0.25 * (before[:, 1] ** 2 + backward[:, 1] ** 2)
-    else:
-        target, noise = (forward if quantity == "forward" else backward).unbind(-1)
-        noise = noise.square()
-    return value - target, stderr.square(), noise
+        return step, 0.25 * (before_variance + values["backward"][1])
+    # Sorted by the fresh sample: ½F of the first, ½(F + B) of those between, ½B of the last.
+    between = _sum_over_blocks(0.5 * (forward + backward))[1]
+    between[0] = _sum_over_blocks(0.5 * forward[:1])[1]
+    last = _sum_over_blocks(0.5 * backward)[1]
+    variance = torch.cat([nan, between.cumsum(dim=0)[:-1]]) + last
+    return step.nan_to_num(0.0).cumsum(dim=0).masked_fill(step.isnan(), torch.nan), variance
 
 
-def rows(runs: list[tuple[Tensor, dict[str, Tensor]]]) -> list[str]:
-    """Returns the rows of the table."""
+def _sum_over_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns the sums and their variances, the latter the mean of three steps', since blocks are few."""
+    variance = blocks.shape[1] * blocks.var(dim=1)
+    around = torch.stack([variance, variance.roll(1), variance.roll(-1)])
+    around[1, 0] = around[2, -1] = torch.nan
+    return blocks.sum(dim=1), around.nanmean(dim=0).masked_fill(variance.isnan(), torch.nan)
+
+
+def coverage_rows(records: Sequence[Mapping[str, Any]], choice: str) -> list[str]:
+    """Returns a row for each quantity, per token and per sequence."""
     lines = []
-    for name in runs[0][1]:
-        for quantity in QUANTITIES[:3]:
-            of_runs = [pairs(truth, said[name], quantity) for truth, said in runs]
-            error, raw, noise = (torch.cat(parts) for parts in zip(*of_runs, strict=True))
-            known = error.isfinite()
-            cells = [f"`{name}`", f"`{quantity}`", str(int(known.sum()))]
-            cells.append(f"{float((error.square() - noise)[known].mean().clamp(min=0).sqrt()):.5f}")
-            for decay in (0.0, *DECAYS):
-                variance, batches = (
-                    torch.cat(parts)[known] for parts in zip(*(averaged(of[1], decay) for of in of_runs), strict=True)
-                )
-                samples = (DEGREES * batches + 1e-9).floor() + 1
-                quantile = torch.from_numpy(student.ppf(0.975, samples - 1))
-                columns = (error[known], variance.sqrt(), samples, noise[known].sqrt())
-                held = [interval_covers(*row) for row in zip(*(c.tolist() for c in columns), strict=True)]
-                wide = (quantile * variance.sqrt()).mean() / (T_7 * raw[known].sqrt()).mean()
-                cells += [f"{sum(held) / len(held):.3f}"] + ([f"{float(wide):.2f}"] if decay else [])
-            lines.append(f"| {' | '.join(cells)} |")
+    for unit, unit_name in enumerate(UNITS):
+        for number, quantity in enumerate(QUANTITIES):
+            parts = []
+            for record in records:
+                said = record["said"][choice][:, :, unit]  # (steps, quantities, 4)
+                raw = said[:, number, 3].clone()
+                if quantity == "trapezoid":  # has no bar of one batch: those of its two
+                    raw[1:] = 0.5 * torch.hypot(said[:-1, 0, 3], said[1:, 1, 3])
+                truth, variance = truth_of(record, quantity, unit)
+                columns = [said[:, number, 0] - truth, said[:, number, 1], said[:, number, 2], raw, variance.sqrt()]
+                parts.append(torch.stack(columns, dim=1))
+            rows = torch.cat(parts)
+            rows = rows[rows.isfinite().all(dim=1)]
+            error, stderr, samples, raw, noise = rows.unbind(dim=1)
+            one_batch = torch.full_like(samples, MIN_FOLDS_FOR_STDERR)
+            held, held_alone = (
+                sum(interval_covers(*row) for row in torch.stack(columns, dim=1).tolist()) / len(rows)
+                for columns in ([error, stderr, samples.round(), noise], [error, raw, one_batch, noise])
+            )
+            wide = (quantile(samples) * stderr).mean() / (quantile(one_batch) * raw).mean()
+            rms = float((error.square() - noise.square()).mean().clamp(min=0).sqrt())
+            cells = [unit_name, f"`{quantity}`", str(len(rows)), f"{rms:.5f}"]
+            lines.append(f"| {' | '.join([*cells, f'{held:.3f}', f'{held_alone:.3f}', f'{float(wide):.2f}'])} |")
     return lines
+
+
+def quantile(samples: Tensor) -> Tensor:
+    return torch.from_numpy(stdtrit((samples - 1).numpy(), 0.975))
+
+
+def sum_row(record: Mapping[str, Any], choice: str) -> list[float]:
+    """Returns, per token, the predicted sum and the change on unseen prompts, on seen ones and by the trapezoids of the
+    truth, each with its error, and the share of forward that is left with steps without a fold."""
+    predicted, stderr = record["said"][choice][-1, QUANTITIES.index("cumulative_predicted"), 0, :2].tolist()
+    truth, variance = (column[-1].item() for column in truth_of(record, "cumulative_predicted", 0))
+    forward, without = record["truth"][:-1, :, 1:, 0].sum(dim=(0, 1)).tolist()
+    ends = [float(value) for name in ("unseen", "seen") for value in record["ends"][name][0]]
+    return [predicted, stderr, *ends, truth, math.sqrt(variance), without / forward]
+
+
+def print_tables(records: Sequence[Mapping[str, Any]]) -> None:
+    for condition in CONDITIONS:
+        group = [record for record in records if record["condition"] == condition]
+        for choice in CHOICES if group else ():
+            if all(choice in record["said"] for record in group):
+                print(f"\n{condition}, X from {choice}, {len(group)} runs")
+                print("\n| per | estimate | steps | noise | coverage | batch alone | width |\n|" + "---|" * 7)
+                print("\n".join(coverage_rows(group, choice)))
+    print("\n| condition | seed | predicted | unseen | seen | by trapezoids of X | δθ_(−k) / δθ |\n|" + "---|" * 7)
+    for record in records:
+        choice = next(iter(record["said"]))
+        row = sum_row(record, choice)
+        pairs = [f"{a:+.4f} ± {b:.4f}" for a, b in zip(row[:-1:2], row[1::2], strict=True)]
+        print(f"| {' | '.join([record['condition'], str(record['seed']), *pairs, f'{row[-1]:.3f}'])} |")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--choices", nargs="+", choices=CHOICES, default=list(CHOICES))
+    parser.add_argument("folder", type=Path, help="where runs are kept")
+    parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(CONDITIONS))
+    parser.add_argument("--seeds", type=int, nargs="*", default=[0], help="none: only tables of what is there")
+    parser.add_argument("--choices", nargs="+", choices=CHOICES, default=["first, 1/8"])
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--fresh", type=int, default=256, help="sequences that the truth of a step comes from")
-    parser.add_argument("--learning-rate", type=float, default=3e-4)
-    parser.add_argument("--save", type=Path, help="keep all numbers of the runs so far in this file")
+    parser.add_argument("--fresh", type=int, default=96, help="sequences that the truth of a step comes from")
+    parser.add_argument("--ends", type=int, default=1024, help="sequences that the change of a whole run comes from")
     options = parser.parse_args()
-    runs = []
-    with tqdm(total=len(options.seeds) * options.steps, unit="step") as bar:
-        for seed in options.seeds:
-            runs.append(
-                run(options.choices, seed, options.steps, options.fresh, bar, learning_rate=options.learning_rate)
-            )
-            if options.save:
-                torch.save(runs, options.save)
-    titles = [f"decay {d}, {name}" for d in DECAYS for name in ("coverage", "width")]
-    print("| X from | estimate | steps | noise | batch alone | " + " | ".join(titles) + " |")
-    print("|" + "---|" * (5 + len(titles)))
-    print("\n".join(rows(runs)))
+    options.folder.mkdir(parents=True, exist_ok=True)
+    todo = [
+        (condition, seed, path)
+        for condition in options.conditions
+        for seed in options.seeds
+        if not (path := options.folder / f"{condition.replace(' ', '_')}-{seed}.pt").exists()
+    ]
+    with tqdm(total=len(todo) * options.steps, unit="step") as bar:
+        for condition, seed, path in todo:
+            settings = CONDITIONS[condition]
+            record = run(options.choices, seed, options.steps, options.fresh, options.ends, bar, settings)
+            torch.save({"condition": condition, "seed": seed} | record, path)
+    print_tables([torch.load(path) for path in sorted(options.folder.glob("*.pt"))])
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ def default_trainer(
     buffer: Any = None,
     train_dataset: Any = None,
     eval_dataset: Any = None,
+    peft_config: Any = None,
     **settings: Any,
 ) -> DrGRPOTrainer:
     """Returns a trainer of the default task: 32 prompts x 8 responses in 8 microbatches, unless `settings` differ."""
@@ -51,6 +52,7 @@ def default_trainer(
         train_dataset=train_dataset or task.train_dataset,
         eval_dataset=eval_dataset,
         processing_class=tokenizer,
+        peft_config=peft_config,
         probes=probes,
         records=records,
         buffer=buffer,

@@ -103,10 +103,12 @@ class Loop:
         self.tap = GradientTap(self.parameters, keep_rows=False, keep_sq_norms=True)
         self.states = states
         self.reduce = reduce
+        self.steps = 0
 
     def step(self, vectors: Tensor) -> dict[str, Estimate]:
         """Returns the probe's answers to one step on vectors (K, b, DIM): K microbatches of b prompts on this rank."""
         num_microbatches = len(vectors)
+        self.steps += 1
         self.tap.start_step(range(num_microbatches), num_microbatches, self.states)
         for k, block in enumerate(vectors):
             if isinstance(self.model, DistributedDataParallel):
@@ -126,7 +128,7 @@ class Loop:
         ones, zeros = torch.ones(size, 1, dtype=torch.long), torch.zeros(size, 1, dtype=torch.float64)
         prompts = torch.arange(size) // G
         return StepContext(
-            step=1,
+            step=self.steps,
             parameters=self.parameters,
             gradients={name: p.grad for name, p in self.parameters.items()},
             fold_gradients=None,

@@ -18,6 +18,7 @@ from torch import Tensor
 from rl_training import Estimate, Probe
 from rl_training.mathematics.draws import keys_of, uniforms_of
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
+from rl_training.step.error_shares import SHARES
 from rl_training.tasks.models import load_tiny
 
 K, G, L_MAX = 8, 4, 24
@@ -335,6 +336,7 @@ def test_every_estimate_equals_the_plain_twin(
         responses_per_prompt=responses,
         prompt_share=prompt_share,
         per_sequence=True,
+        split_error=True,
         num_folds=K,
     )
     make_trainer(
@@ -366,6 +368,11 @@ def test_every_estimate_equals_the_plain_twin(
             assert answer[f"delta_h/reuse{suffix}"].value == pytest.approx(reuse, **same)
             stderr = twin.stderr(twin.update_without, statistic)
             assert answer[f"delta_h/forward{suffix}"].stderr == pytest.approx(stderr, **same)
+            level = functools.partial(statistic, **({} if suffix else {"level": answer["entropy/token"].value}))
+            of_x = reference.jackknife_stderr(level, twin.rows([twin.update] * K))  # the step as it is
+            shares = [answer[f"delta_h/{share}{suffix}"].value for share in SHARES]
+            assert shares[0] == pytest.approx((of_x / stderr) ** 2, **same)
+            assert sum(shares) == pytest.approx(1.0, rel=1e-12)
         assert answer["entropy/token"].value == pytest.approx(sum(twin.entropy_of) / sum(twin.lengths), **same)
         assert answer["entropy/sequence"].value == pytest.approx(sum(twin.entropy_of) / len(twin.lengths), **same)
     first, second, third = probe.all
@@ -426,7 +433,7 @@ def test_measuring_per_sequence_adds_a_twin_to_each_change_and_leaves_the_change
 ) -> None:
     answers = []
     for per_sequence in (False, True):
-        probe = Answers(per_sequence=per_sequence, own_prompts=True)
+        probe = Answers(per_sequence=per_sequence, own_prompts=True, split_error=True)
         make_trainer(probes=[probe], **EIGHT_FOLDS, **SMOOTH).train()
         answers.append(probe.all[1])
     alone, both = answers

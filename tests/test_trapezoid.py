@@ -24,6 +24,7 @@ class PlainBatch:
 
     def __init__(self, generator: torch.Generator) -> None:
         self.level, self.forward, self.backward = (torch.randn(3, 6, generator=generator, dtype=torch.float64)).tolist()
+        self.forward_batches, self.backward_batches = (1 + 2 * torch.rand(2, 6, generator=generator)).tolist()
         self.level_var, self.forward_var, self.backward_var, correlation = torch.rand(
             4, 6, generator=generator, dtype=torch.float64
         ).tolist()
@@ -42,8 +43,10 @@ class PlainBatch:
             level_stderr=tensor(self.level_var).sqrt(),
             forward=tensor(self.forward),
             forward_stderr=tensor(self.forward_var).sqrt(),
+            forward_batches=tensor(self.forward_batches),
             backward=tensor(self.backward),
             backward_stderr=tensor(self.backward_var).sqrt(),
+            backward_batches=tensor(self.backward_batches),
             half_step_stderr=tensor(half_step),
         )
 
@@ -114,6 +117,20 @@ def test_errors_of_one_step_and_of_the_measured_sum_are_those_of_two_independent
             close(terms.trapezoid_stderr.square(), tensor([0.25 * (f + b) for f, b in variances]))
             variances = zip(plain[0].level_var, plain[last].level_var, strict=True)
             close(terms.measured_stderr.square(), tensor([a + b for a, b in variances]))
+
+
+def test_the_error_of_a_trapezoid_is_known_at_least_as_well_as_the_worse_known_of_its_two() -> None:
+    plain = batches(seed=8)
+    for last, terms in enumerate(feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))):
+        if last:
+            forward, backward = plain[last - 1], plain[last]
+            of_forward = zip(forward.forward_var, forward.forward_batches, strict=True)
+            of_backward = zip(backward.backward_var, backward.backward_batches, strict=True)
+            known = [(*one, *other) for one, other in zip(of_forward, of_backward, strict=True)]
+            of = [((f + b) / (f / math.sqrt(n) + b / math.sqrt(m))) ** 2 for f, n, b, m in known]
+            close(terms.trapezoid_batches, tensor(of))
+            pairs = zip(forward.forward_batches, backward.backward_batches, strict=True)
+            assert (terms.trapezoid_batches >= tensor([min(pair) for pair in pairs])).all()
 
 
 def test_step_left_out_makes_the_predicted_sum_nan_for_good_and_not_the_measured_one() -> None:

@@ -6,7 +6,11 @@ batch s the sum is
     Σ_{j<s} ½(F_j + B_{j+1})  =  ½F_1 + Σ_{1<j<s} ½(F_j + B_j) + ½B_s,
 
 one term per BATCH on the right. Batches are sampled afresh, so the errors of these terms are uncorrelated although
-F_j and B_j share batch j, and the variances of the terms on the right add up.
+F_j and B_j share batch j, and the variances of the terms on the right add up. Σ v of batches with variances v has the
+degrees of freedom of (Σ v)²/Σ v² equal ones (Satterthwaite).
+
+The variances v of ½F_s and w of ½B_{s+1} may be averages over the same batches before, worth n and m of them. At worst
+their errors, v/√n and w/√m but for a factor, add up: v + w is known as of (v + w)²/(v/√n + w/√m)² batches.
 """
 
 from __future__ import annotations
@@ -26,8 +30,10 @@ class BatchTerms:
     level_stderr: Tensor
     forward: Tensor  # its predicted change over the step that this batch takes
     forward_stderr: Tensor
+    forward_batches: Tensor  # so many batches of equal variance know that error as well
     backward: Tensor  # its change over the step before, seen from this batch
     backward_stderr: Tensor
+    backward_batches: Tensor
     half_step_stderr: Tensor  # of ½(forward + backward), which share this batch's noise
 
 
@@ -37,9 +43,10 @@ class TrapezoidTerms:
 
     trapezoid: Tensor
     trapezoid_stderr: Tensor
+    trapezoid_batches: Tensor  # so many batches of equal variance would know that error as well
     predicted: Tensor
     predicted_stderr: Tensor
-    predicted_batches: Tensor  # so many batches of equal variance would know that error as well (Satterthwaite)
+    predicted_batches: Tensor  # as for the trapezoid
     measured: Tensor
     measured_stderr: Tensor
 
@@ -59,7 +66,8 @@ class TrapezoidSum:
         if not self._state:
             self._state = {"squares": zero.clone()}
             self._remember(step, batch, zero, zero.clone(), (0.5 * batch.forward_stderr).square(), batch)
-            return TrapezoidTerms(nan, nan, zero, zero, torch.ones_like(zero), zero, zero)
+            one = torch.ones_like(zero)
+            return TrapezoidTerms(nan, nan, one, zero, zero, one, zero, zero)
         last = self._state
         forward = last["forward"] if int(last["step"]) == step - 1 else nan
         trapezoid = 0.5 * (forward + batch.backward)
@@ -74,6 +82,12 @@ class TrapezoidSum:
         return TrapezoidTerms(
             trapezoid=trapezoid,
             trapezoid_stderr=0.5 * torch.hypot(last["forward_stderr"], batch.backward_stderr),
+            trapezoid_batches=_batches_of_sum(
+                last["forward_stderr"].square(),
+                last.get("forward_batches", torch.ones_like(zero)),  # before there were any: one
+                batch.backward_stderr.square(),
+                batch.backward_batches,
+            ),
             predicted=predicted,
             predicted_stderr=(variance + end).sqrt(),
             predicted_batches=torch.where(sum_of_squares > 0, (variance + end).square() / sum_of_squares, 1.0),
@@ -94,6 +108,7 @@ class TrapezoidSum:
             "step": torch.tensor(step),
             "forward": batch.forward,
             "forward_stderr": batch.forward_stderr,
+            "forward_batches": batch.forward_batches,
             "predicted": predicted,
             "variance": variance,
             "half_step_variance": half_step_variance,
@@ -107,3 +122,9 @@ class TrapezoidSum:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._state = dict(state)
+
+
+def _batches_of_sum(one: Tensor, of_one: Tensor, other: Tensor, of_other: Tensor) -> Tensor:
+    """Returns of how many equal batches one + other is known, two variances that are known of so many, and together."""
+    error = one / of_one.sqrt() + other / of_other.sqrt()
+    return torch.where(error > 0, ((one + other) / error).square(), 1.0)

@@ -26,54 +26,63 @@ is Dr-GRPO's; for another loss there is no split. It is what the group's mean as
 that R_j is in r_i and R_i in r_j, and E[r_i·r_j] = ((1 − 1/G)² + 1/G²) |∂J|² while μ = (1 − 1/G) ∂J, J being the
 prompt's expected reward.
 
+And on request (`lags`) the products of this step's mean gradient with those of the steps before, G_s · G_{s−n}, and the
+square of the mean of lags + 1 gradients in a row, without its noise: what of the gradient persists (lag_products.py).
+
 Source: McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.adamw import WARM_STEPS
-from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.lag_products import FIRST_LAG, GRAD_SQ_NORM, lag_averages
 from rl_training.mathematics.noise_scale import (
-    Averages,
     average,
     noise_moments,
-    noise_scale_interval,
     signal_to_noise_interval,
     split_of_trace,
+)
+from rl_training.mathematics.noise_scale_answers import (
+    BOUNDS,
+    NOT_WARM,
+    bound,
+    means,
+    noise_scale,
+    signal_to_noise,
+    times,
+    with_bounds,
 )
 from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
 from rl_training.mathematics.vectors import as_flat, flat_dot
 from rl_training.probes.base import Need, Probe
 from rl_training.step.module_kinds import KINDS, module_kind
+from rl_training.step.past_gradients import PastGradients
 from rl_training.step.types import StepContext
 
 SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below
 CHANNELS = ("all", "adam", *KINDS, "split")  # each a pair: tr Σ and |G|²; of "split": tr Σ between and within
-NOT_WARM = f"no step of AdamW with {WARM_STEPS} steps behind it: its preconditioner is no metric before"
 NOT_DR_GRPO = (
     "the split of the trace is Dr-GRPO's only: set loss_type='dr_grpo', scale_rewards='none', beta=0 and "
     "mask_truncated_completions=False, or use DrGRPOTrainer"
 )
+NO_LAG = "no step yet whose {} steps before were measured as well, all on responses that no step had learned from"
 NO_RAW_ERROR = "no error bar: norms alone do not give one step's error; the averages over steps have one"
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
 AVERAGED = ("gns/trace", "gns/grad_sq_norm")
-BOUNDS = ("", "_low", "_high")  # a value and the ends of its 95 % interval
 RATIOS = tuple(
     f"gns/{name}{bound}" for name in ("noise_scale_prompts", "noise_scale_sequences", "batch_ratio") for bound in BOUNDS
 )
+METRICS = ("", "adam_")
+PERSISTENT = "gns/{}persistent_grad_sq_norm", "gns/{}persistent_noise_scale_prompts"
 ADAM = ("gns/adam_signal_to_noise", *(f"gns/adam_noise_scale_prompts{bound}" for bound in BOUNDS))
 SPLIT = ("gns/trace_between", "gns/trace_within")
 NAMES = (*RAW, *AVERAGED, "gns/signal_to_noise", *RATIOS, *ADAM)
-LOST = "the averaged estimate of |G|² is not above 0: the gradient is lost in its noise"
-NO_NOISE = "tr Σ and |G|² are both 0: no gradient at all"
-NO_UPPER_END = "no error bar: |G|² may be 0, so that its interval, …_low to …_high, has no upper end"
-A_BOUND = "no error bar: the end of a 95 % interval"
 
 
 class GradientNoiseScaleProbe(Probe):
@@ -82,14 +91,18 @@ class GradientNoiseScaleProbe(Probe):
     decay          weight of a step relative to the next in the running average; .95 remembers about 40 steps
     split_prompts  so many prompts of each step and rank are used to split tr Σ into between and within prompts; each
                    costs a forward pass and two backwards over its G responses, and two gradients for that moment
+    lags           products of this step's mean gradient with those of so many steps before, `gns/lag/…`, and what of
+                   the gradient persists over these steps; keeps as many parameter-size fp32 rows. It needs every=1
     every          measure each `every`-th step
     """
 
     name = "gns"
     needs = Need.MICROBATCH_SQ_NORMS
 
-    def __init__(self, decay: float = 0.95, split_prompts: int = 0, every: int = 1) -> None:
+    def __init__(self, decay: float = 0.95, split_prompts: int = 0, lags: int = 0, every: int = 1) -> None:
         super().__init__(every)
+        if lags < 0 or (lags and every > 1):
+            raise ValueError(f"gns: lags={lags} must be 0 (none) or more, and 0 unless every=1: a lag is in steps")
         if split_prompts < 0:
             raise ValueError(f"gns: split_prompts={split_prompts} must be 0 (no split of the trace) or more")
         if not 0.0 < decay < 1.0:
@@ -97,6 +110,8 @@ class GradientNoiseScaleProbe(Probe):
         self.decay = decay
         self.split_prompts = split_prompts
         self._history = torch.zeros(0, len(CHANNELS), 2, dtype=torch.float64)  # (steps, channels, tr Σ and |G|²)
+        self._past = PastGradients(lags)
+        self._lag_history = torch.zeros(0, len(METRICS), FIRST_LAG + lags, dtype=torch.float64)
         self._answers: dict[str, Estimate] = {}
 
     def on_pre_optimizer_step(self, ctx: StepContext) -> None:
@@ -105,12 +120,13 @@ class GradientNoiseScaleProbe(Probe):
         blocks, batch_size = ctx.reduce(mine.double()).tolist()
         reason = _why_not(ctx, blocks)
         if reason:
-            names = NAMES + SPLIT if self.split_prompts else NAMES
+            names = NAMES + SPLIT * bool(self.split_prompts) + self._lag_names()
             self._answers = {name: Estimate.missing(reason) for name in names}
             return
         assert ctx.microbatch_sq_norms is not None
         block = ctx.reduce(ctx.microbatch_sq_norms.sum(dim=0)) / blocks
-        meter = SqNormMeter(AdamMetric(ctx.optimizer.states))
+        metric = AdamMetric(ctx.optimizer.states)
+        meter = SqNormMeter(metric)
         for name, gradient in ctx.gradients.items():
             meter.add(name, gradient)
         batch = meter.result(ctx.gradients)
@@ -124,16 +140,51 @@ class GradientNoiseScaleProbe(Probe):
         remembered = math.ceil(math.log(SMALLEST_WEIGHT) / math.log(self.decay))
         self._history = torch.cat([self._history, moments.unsqueeze(0)])[-remembered:]
         self._answers = self._estimates(ctx, int(blocks), batch_size)
+        if self._past.lags:
+            step = torch.full((len(METRICS), 1), float(ctx.step), dtype=torch.float64)
+            of_step = torch.cat([step, moments[: len(METRICS)], self._past.products(ctx, metric)], dim=1)
+            self._lag_history = torch.cat([self._lag_history, of_step.unsqueeze(0)])[-remembered:]
+            self._answers |= self._lag_estimates()
 
     def measure(self, ctx: StepContext) -> dict[str, Estimate]:
         return self._answers
 
+    @property
+    def num_buffer_bytes(self) -> int:
+        return self._past.num_bytes
+
     def state_dict(self) -> dict[str, Tensor]:
-        return {"history": self._history}
+        state = {"history": self._history}
+        if self._past.lags:
+            state |= {"lags": self._lag_history, **{f"past.{k}": v for k, v in self._past.state_dict().items()}}
+        return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if state:
             self._history = state["history"]
+        if "lags" in state and state["lags"].shape[1:] == self._lag_history.shape[1:]:
+            self._lag_history = state["lags"]
+            self._past.load_state_dict({k.removeprefix("past."): v for k, v in state.items() if k.startswith("past.")})
+
+    def _lag_names(self) -> tuple[str, ...]:
+        if not self._past.lags:
+            return ()
+        of_lags = [f"gns/{metric}lag/{n + 1}" for metric in METRICS for n in range(self._past.lags)]
+        norms, scales = ([name.format(metric) for metric in METRICS] for name in PERSISTENT)
+        return (*of_lags, *norms, *(f"{scale}{end}" for scale in scales for end in BOUNDS))
+
+    def _lag_estimates(self) -> dict[str, Estimate]:
+        answers: dict[str, Estimate] = {}
+        for number, metric in enumerate(METRICS):
+            persistent, of_lags = lag_averages(self._lag_history[:, number], self.decay)
+            warm = bool(self._lag_history[:, number, GRAD_SQ_NORM].isfinite().any())
+            for n, averages in enumerate(of_lags, start=1):
+                answers[f"gns/{metric}lag/{n}"] = means(averages, NO_LAG.format(n) if warm else NOT_WARM)[1]
+            why_none = NO_LAG.format(self._past.lags) if warm else NOT_WARM
+            norm, scale = (name.format(metric) for name in PERSISTENT)
+            answers[norm] = means(persistent, why_none)[1]
+            answers |= with_bounds(scale, noise_scale(persistent, why_none))
+        return answers
 
     def _estimates(self, ctx: StepContext, blocks: int, batch_size: float) -> dict[str, Estimate]:
         raw = self._history[-1, 0]
@@ -143,23 +194,23 @@ class GradientNoiseScaleProbe(Probe):
             averages = average(self._history[:, channel], self.decay)
             if kind == "split":
                 if self.split_prompts:
-                    known = dict(zip(SPLIT, _means(averages), strict=True))
+                    known = dict(zip(SPLIT, means(averages), strict=True))
                     why_not = _why_no_split(ctx)
                     answers |= dict.fromkeys(SPLIT, Estimate.missing(why_not)) if why_not else known
             elif kind == "all":
-                answers |= dict(zip(AVERAGED, _means(averages), strict=True))
-                answers["gns/signal_to_noise"] = signal = _signal_to_noise(averages)
-                scale = _noise_scale(averages)
-                answers |= _with_bounds("gns/noise_scale_prompts", scale)
-                in_sequences = [_times(estimate, ctx.responses_per_prompt) for estimate in scale]
-                answers |= _with_bounds("gns/noise_scale_sequences", in_sequences)
-                ends = [_bound(averages, end) for end in signal_to_noise_interval(averages)]
-                answers |= _with_bounds("gns/batch_ratio", [_times(e, batch_size) for e in (signal, *ends)])
+                answers |= dict(zip(AVERAGED, means(averages), strict=True))
+                answers["gns/signal_to_noise"] = signal = signal_to_noise(averages)
+                scale = noise_scale(averages)
+                answers |= with_bounds("gns/noise_scale_prompts", scale)
+                in_sequences = [times(estimate, ctx.responses_per_prompt) for estimate in scale]
+                answers |= with_bounds("gns/noise_scale_sequences", in_sequences)
+                ends = [bound(averages, end) for end in signal_to_noise_interval(averages)]
+                answers |= with_bounds("gns/batch_ratio", [times(e, batch_size) for e in (signal, *ends)])
             elif kind == "adam":
-                answers["gns/adam_signal_to_noise"] = _signal_to_noise(averages)
-                answers |= _with_bounds("gns/adam_noise_scale_prompts", _noise_scale(averages))
+                answers["gns/adam_signal_to_noise"] = signal_to_noise(averages)
+                answers |= with_bounds("gns/adam_noise_scale_prompts", noise_scale(averages))
             elif averages.steps > 0:  # a model need not have every kind
-                answers[f"gns/kind/{kind}"] = _noise_scale(averages)[0]
+                answers[f"gns/kind/{kind}"] = noise_scale(averages)[0]
         return answers
 
 
@@ -187,57 +238,6 @@ def _mean_product_within_prompts(ctx: StepContext, num_prompts: int) -> Tensor:
     total = torch.stack(products).sum()
     total, num_products = ctx.reduce(torch.stack([total, total.new_tensor(count)]))
     return total / num_products
-
-
-def _averaged(averages: Averages, value: float, stderr: float) -> Estimate:
-    """Returns an average over steps, whose error is known once there are enough of them."""
-    if averages.steps == 0:
-        return Estimate.missing(NOT_WARM)
-    if math.isnan(value):
-        return Estimate.missing(NO_NOISE)
-    num_samples = int(averages.degrees) + 1
-    if averages.steps < MIN_FOLDS_FOR_STDERR:
-        return Estimate(value, math.nan, num_samples, f"no error bar: it needs {MIN_FOLDS_FOR_STDERR} steps")
-    return Estimate(value, stderr, num_samples)
-
-
-def _means(averages: Averages) -> list[Estimate]:
-    stderrs = averages.covariance.diagonal().sqrt().tolist()
-    return [_averaged(averages, *pair) for pair in zip(averages.means.tolist(), stderrs, strict=True)]
-
-
-def _signal_to_noise(averages: Averages) -> Estimate:
-    return _averaged(averages, averages.signal_to_noise, averages.signal_to_noise_stderr)
-
-
-def _bound(averages: Averages, end: float) -> Estimate:
-    """Returns an end of an interval, which may be infinite; nan while there are too few steps for an error."""
-    known = _averaged(averages, averages.signal_to_noise, 0.0)
-    if math.isnan(known.stderr):
-        return Estimate.missing(known.reason)
-    return Estimate(end, num_samples=known.num_samples, reason=A_BOUND)
-
-
-def _noise_scale(averages: Averages) -> list[Estimate]:
-    """Returns tr Σ / |G|² in prompts, and the ends of its interval; an error bar only where that has an upper end."""
-    ends = noise_scale_interval(signal_to_noise_interval(averages))
-    bounds = [_bound(averages, end) for end in ends]
-    ratio = averages.signal_to_noise
-    scale = _averaged(averages, ratio, averages.signal_to_noise_stderr)
-    if ratio <= 0:
-        scale = Estimate.missing(LOST)
-    elif not math.isnan(ratio):
-        error, reason = (scale.stderr / ratio**2, scale.reason) if math.isfinite(ends[1]) else (math.nan, NO_UPPER_END)
-        scale = Estimate(1.0 / ratio, error, scale.num_samples, scale.reason or reason)
-    return [scale, *bounds]
-
-
-def _with_bounds(name: str, estimates: Sequence[Estimate]) -> dict[str, Estimate]:
-    return {f"{name}{bound}": estimate for bound, estimate in zip(BOUNDS, estimates, strict=True)}
-
-
-def _times(estimate: Estimate, factor: float) -> Estimate:
-    return Estimate(estimate.value * factor, estimate.stderr * factor, estimate.num_samples, estimate.reason)
 
 
 def _why_no_split(ctx: StepContext) -> str:

@@ -42,6 +42,7 @@ from rl_training.mathematics.vectors import FlatVectors
 from rl_training.probes.base import Need, Probe
 from rl_training.step.causes import Splits
 from rl_training.step.entropy_gradients import Choice, importance_ratios
+from rl_training.step.error_shares import SHARES, ErrorShares
 from rl_training.step.fold_sums import PRODUCTS, statistic, sum_over_folds
 from rl_training.step.ground_truth import MEASURED, GroundTruth
 from rl_training.step.quantities import Quantity
@@ -76,6 +77,8 @@ class SimpleEntropyProbe(Probe):
                           are 8 ranks or more. More than microbatches costs what another forward pass and backward do
     per_sequence          predict in nats per sequence too, `…_sequence`: a second backward
     own_prompts           measure `delta_h/own_prompts` too: another backward, and half as many optimizer steps again
+    split_error           say what of forward's variance comes from X, which more responses_per_prompt make less noisy,
+                          and what from δθ, which only a larger batch does: `delta_h/error_share/…`; one process only
     top_responses         name so many responses of the main process that push entropy down most in each step, with
                           prompt, reward and advantage, in probes.jsonl: responses.py. Two passes over all responses
     offload               keep the parameter-size rows in the CPU's memory
@@ -101,6 +104,7 @@ class SimpleEntropyProbe(Probe):
         num_folds: int | None = None,
         per_sequence: bool = False,
         own_prompts: bool = False,
+        split_error: bool = False,
         top_responses: int = 0,
         offload: bool = False,
         validate_every: int = 0,
@@ -129,6 +133,7 @@ class SimpleEntropyProbe(Probe):
         self.num_folds = num_folds
         self.per_sequence = per_sequence
         self.own_prompts = own_prompts
+        self.split_error = split_error
         self.top_responses = top_responses
         self.offload = offload
         self._truth = GroundTruth(validate_every, validate_sequences, seed) if validate_every else None
@@ -137,6 +142,7 @@ class SimpleEntropyProbe(Probe):
         self._update_row: Tensor | None = None  # row PREVIOUS: the δθ of `_update_step`
         self._update_step: int | None = None
         self._errors = RunningVariance(error_decay)
+        self._error_shares = ErrorShares(error_decay)
         self._sum = TrapezoidSum()
         self._known_splits: Splits | None = None
         self._answers: dict[str, Estimate] = {}
@@ -171,6 +177,11 @@ class SimpleEntropyProbe(Probe):
             for row in self._quantities(ctx, values, stderrs, sums.num_folds)
             for metric, estimate in zip(self._metrics(row.name), row.estimates(sums.num_folds), strict=False)
         }
+        if self.split_error:
+            shares = self._error_shares.estimates(sums, ctx.num_ranks, why_no_forward(ctx, sums.num_folds))
+            self._answers |= {
+                metric: e for name, pair in shares.items() for metric, e in zip(self._metrics(name), pair, strict=False)
+            }
         if sums.halves is not None:
             reason = why_no_responses(ctx, num_folds=len(ctx.fold.unique()))
             self._answers |= top_responses(ctx, updates, sums.halves, self.top_responses, reason)
@@ -206,6 +217,7 @@ class SimpleEntropyProbe(Probe):
     def state_dict(self) -> dict[str, Tensor]:
         state = {f"sum.{name}": tensor for name, tensor in self._sum.state_dict().items()}
         state |= {f"error.{name}": tensor for name, tensor in self._errors.state_dict().items()}
+        state |= {f"error_share.{name}": tensor for name, tensor in self._error_shares.state_dict().items()}
         state |= self._calibration.state_dict()
         if self._update_row is not None and self._update_step is not None:
             state |= {"update": self._update_row, "update_step": torch.tensor(self._update_step)}
@@ -214,6 +226,8 @@ class SimpleEntropyProbe(Probe):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._sum.load_state_dict({k.removeprefix("sum."): v for k, v in state.items() if k.startswith("sum.")})
         self._errors.load_state_dict({k.removeprefix("error."): v for k, v in state.items() if k.startswith("error.")})
+        shares = {k.removeprefix("error_share."): v for k, v in state.items() if k.startswith("error_share.")}
+        self._error_shares.load_state_dict(shares)
         if "pairs" in state:
             self._calibration.load_state_dict(state)
         self._update_row = state.get("update")
@@ -225,6 +239,7 @@ class SimpleEntropyProbe(Probe):
         names = (*self._of_step(ctx), *SUMS, *EVALUATION) if validated else (*self._of_step(ctx), *SUMS)
         answers = {metric: Estimate.missing(reason) for name in names for metric in self._metrics(name)}
         answers |= {f"delta_h/response/{rank + 1}": Estimate.missing(reason) for rank in range(self.top_responses)}
+        answers |= {metric: Estimate.missing(reason) for share in SHARES for metric in self._metrics(share)}
         if ctx.sampled_otherwise:
             answers |= visited_entropy(ctx)
         return answers
@@ -270,8 +285,10 @@ class SimpleEntropyProbe(Probe):
                 level_stderr=level.stderr,
                 forward=forward.value,
                 forward_stderr=forward.stderr,
+                forward_batches=forward.batches,
                 backward=backward.value,
                 backward_stderr=backward.stderr,
+                backward_batches=backward.batches,
                 half_step_stderr=stderrs[-1],
             ),
         )
@@ -280,7 +297,9 @@ class SimpleEntropyProbe(Probe):
         no_trapezoid = gap or no_forward or HALF
         return [
             *rows.values(),
-            Quantity(trapezoid, closed.trapezoid, closed.trapezoid_stderr, before, no_trapezoid, backward.batches),
+            Quantity(
+                trapezoid, closed.trapezoid, closed.trapezoid_stderr, before, no_trapezoid, closed.trapezoid_batches
+            ),
             Quantity(
                 predicted, closed.predicted, closed.predicted_stderr, before, HOLE_IN_SUM, closed.predicted_batches
             ),
@@ -302,7 +321,7 @@ class SimpleEntropyProbe(Probe):
 
     def _metrics(self, quantity: str) -> tuple[str, ...]:
         """Returns the metric names of a quantity, per token and per sequence: those that were asked for."""
-        if quantity == "own_prompts" and not self.own_prompts:
+        if (quantity == "own_prompts" and not self.own_prompts) or (quantity in SHARES and not self.split_error):
             return ()
         if quantity == "entropy":
             return "entropy/token", "entropy/sequence"

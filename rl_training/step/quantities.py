@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -28,7 +28,8 @@ class Quantity:
     stderr: Tensor  # (2,)
     about_step: int  # the step that it speaks of
     reason: str = ""  # why it is missing, if it is
-    batches: Tensor | None = None  # (2,): batches of equal variance that the error is from, if not one: Satterthwaite's
+    # (2,): batches of equal variance that the error is from, Satterthwaite's
+    batches: Tensor = field(default_factory=lambda: torch.ones(2))
     stderr_of_batch: Tensor | None = None  # (2,): what this batch alone would say of it
 
     def unless(self, reason: str) -> Quantity:
@@ -44,12 +45,13 @@ class Quantity:
         if not no_error and num_folds < MIN_FOLDS_FOR_STDERR:
             no_error = f"no error bar: it needs {MIN_FOLDS_FOR_STDERR} folds of whole prompts, the step has {num_folds}"
         estimates = []
-        batches = torch.ones(2) if self.batches is None else self.batches
         for unit, (value, stderr) in enumerate(zip(self.value.tolist(), self.stderr.tolist(), strict=True)):
             missing = (self.reason or NOT_FINITE) if math.isnan(value) else ""
             error = math.nan if missing or self.name.split("/")[0] in NO_ERROR else stderr
             # Student's t then has (num_folds − 1) · batches degrees of freedom.
-            num_samples = num_folds if math.isnan(error) else 1 + int((num_folds - 1) * float(batches[unit]) + 1e-9)
+            num_samples = (
+                num_folds if math.isnan(error) else 1 + int((num_folds - 1) * float(self.batches[unit]) + 1e-9)
+            )
             detail: dict[str, str | float] = {}
             if not math.isnan(error) and self.stderr_of_batch is not None:
                 detail["stderr_of_batch"] = float(self.stderr_of_batch[unit])
