@@ -17,10 +17,12 @@ import pytest
 import torch
 import warm
 from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from rl_training import DrGRPOTrainer, Estimate
+from rl_training.job import run_folder
 from rl_training.job.build import Run, build_run
+from rl_training.job.settings import check_resume
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.checkpoints import (
     find_checkpoint,
@@ -107,11 +109,14 @@ def test_a_last_step_within_a_rollout_is_saved_and_said_not_to_resume_exactly(
 # --- which checkpoint is taken ------------------------------------------------------------------------------------
 
 
+def composed(folder: Path, *overrides: str) -> DictConfig:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("train", overrides=[*SMALL, f"run_dir={folder}", *overrides])
+
+
 def run_of(folder: Path, *overrides: str) -> Run:
     """A run of three steps with a checkpoint at each, in this process."""
-    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("train", overrides=[*SMALL, f"run_dir={folder}", *overrides])
-    return build_run(cfg)
+    return build_run(composed(folder, *overrides))
 
 
 @pytest.fixture(scope="module")
@@ -182,6 +187,45 @@ def test_a_finished_run_takes_no_step_more_and_a_larger_max_steps_goes_on(
         forward = [row["step"] for row in read_estimates(run_dir / "logs") if row["name"] == "delta_h/forward"]
         assert forward == [*range(1, max_steps + 1)]
         assert caplog.text.count("has taken its 3 steps: a larger trainer.max_steps trains longer") == 1
+
+
+def test_one_command_starts_a_run_and_goes_on_with_it(trained: Path, tmp_path: Path) -> None:
+    """resume=auto: the start, a start without a whole checkpoint, and the newest whole one; each ends as `trained`."""
+    folder = tmp_path / "run"
+    starts: list[int] = []
+    for kept in ("nothing is there", [], [1]):
+        if folder.exists():  # as a kill would have left it: the next checkpoint is half-written
+            last = max(kept, default=0) + 1
+            for path in sorted((folder / TRAINING_STATE).glob("checkpoint-*")):
+                if int(path.name[11:]) > last:
+                    shutil.rmtree(path)
+            (folder / TRAINING_STATE / f"checkpoint-{last}" / "trainer_state.json").unlink()
+        run = run_of(folder, "resume=auto")
+        starts.append(steps_taken(run.checkpoint) if run.checkpoint else 0)
+        run.train()
+        a, b = (p / TRAINING_STATE / "checkpoint-3" / "model.safetensors" for p in (folder, trained))
+        assert a.read_bytes() == b.read_bytes()
+        assert [row["step"] for row in read_metrics(folder / "logs")] == [1, 2, 3]
+    assert starts == [0, 0, 1]
+    run_of(folder, "resume=auto").train()  # has taken its steps
+    with pytest.raises(ValueError, match="was started with other settings"):
+        run_of(folder, "resume=auto", "seed=3")
+    with pytest.raises(ValueError, match="would be added again at each start"):
+        run_of(folder, "resume=auto", "additional_steps=1")
+
+
+def test_two_that_start_in_one_folder_at_once_are_not_both_taken_in_by_auto(tmp_path: Path) -> None:
+    first, second = (run_folder.find_run_folder(composed(tmp_path / "run", "resume=auto")) for _ in range(2))
+    run_folder.save_config({"seed": 0}, first.path, first.is_its_own)
+    with pytest.raises(ValueError, match="already holds a run"):
+        run_folder.save_config({"seed": 0}, second.path, second.is_its_own)
+
+
+def test_a_folder_named_by_the_time_would_never_be_found_again() -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("train", overrides=["resume=auto"])
+    with pytest.raises(ValueError, match="is named by the time: give run_dir=PATH"):
+        check_resume(cfg)
 
 
 def test_additional_steps_are_added_to_those_of_the_checkpoint(run_dir: Path) -> None:

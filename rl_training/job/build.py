@@ -17,7 +17,14 @@ from transformers import PrinterCallback, ProgressCallback, set_seed
 from rl_training.job.command_line import libraries_refuse
 from rl_training.job.run import Run
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
-from rl_training.job.settings import check_additional_steps, check_settings, expand_home, without_secrets
+from rl_training.job.settings import (
+    check_additional_steps,
+    check_resume,
+    check_settings,
+    expand_home,
+    read_numbers,
+    without_secrets,
+)
 from rl_training.job.stopping import StopAtStepEnd
 from rl_training.live.alert import EntropyAlert
 from rl_training.live.trainer import DrGRPOConfig, DrGRPOTrainer
@@ -40,7 +47,9 @@ def build_run(cfg: DictConfig) -> Run:
 
 
 def _build(cfg: DictConfig) -> Run:
+    check_resume(cfg)
     expand_home(cfg)
+    read_numbers(cfg)
     check_settings(cfg)
     check_additional_steps(cfg)
     accumulation = accumulation_steps(
@@ -49,7 +58,7 @@ def _build(cfg: DictConfig) -> Run:
         num_processes=int(os.environ.get("WORLD_SIZE", "1")),
         responses_per_prompt=cfg.trainer.num_generations,
     )
-    run_dir, checkpoint = find_run_folder(cfg)
+    run_dir, checkpoint, is_its_own = find_run_folder(cfg)
     cfg.run_dir = str(run_dir)
     if checkpoint is not None and cfg.additional_steps is not None:
         cfg.trainer.max_steps = steps_taken(checkpoint) + cfg.additional_steps
@@ -65,7 +74,7 @@ def _build(cfg: DictConfig) -> Run:
     trainer.add_callback(stop)
     config = without_secrets(OmegaConf.to_container(cfg, resolve=True))
     config["provenance"] = {name: told.replace("${", r"\${") for name, told in provenance().items()}  # for OmegaConf
-    save_config(config, run_dir, resumed=checkpoint is not None)
+    save_config(config, run_dir, is_its_own)
     loggers = _put_loggers(trainer, run_dir, config, CORE if cfg.logger.metrics == "core" else None)
     if cfg.alert.within_steps is not None:
         _put_alert(cfg, trainer, loggers, stop)

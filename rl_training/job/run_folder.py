@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import PartialState
@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging
 
 from rl_training.job.settings import refuse_other_settings
-from rl_training.records.checkpoints import find_checkpoint, set_aside_later, steps_taken, written_by
+from rl_training.records.checkpoints import find_checkpoint, newest_checkpoint, set_aside_later, steps_taken, written_by
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE
 
@@ -23,29 +23,32 @@ logger = logging.get_logger(__name__)
 ANOTHERS = "run_dir={} already holds a run: go on with it by resume=latest, choose another, or delete it"
 
 
-def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None]:
+class RunFolder(NamedTuple):
+    """A run's folder, and where the run goes on."""
+
+    path: Path
+    checkpoint: Path | None  # to resume from; None: from the start
+    is_its_own: bool  # it holds this run's config.yaml already
+
+
+def find_run_folder(cfg: DictConfig) -> RunFolder:
     """Returns the run folder, made and the same on every process, and the checkpoint to resume from."""
     use_cpu = bool(cfg.trainer.get("use_cpu", False)) or not torch.accelerator.is_available()
     state = PartialState(cpu=use_cpu)
     check_number_of_processes(state.num_processes)
     # Each process has its own clock, hence its own default run folder: the main one's counts.
     run_dir = Path(broadcast_object_list([cfg.run_dir])[0])
-    if cfg.resume != "none":
-        checkpoint = find_checkpoint(str(cfg.resume), run_dir, parse_flag_from_env("ACCELERATE_USE_DEEPSPEED"))
+    deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    if cfg.resume == "auto":
+        checkpoint = newest_checkpoint(run_dir, deepspeed)
+        if checkpoint is not None or (run_dir / CONFIG_FILE).exists():
+            return _go_on(cfg, run_dir, checkpoint, state)
+    elif cfg.resume != "none":
+        checkpoint = find_checkpoint(str(cfg.resume), run_dir, deepspeed)
         run = _run_of(checkpoint)
         if _is_given("run_dir") and run != run_dir.resolve():
             raise ValueError(f"run_dir={run_dir}, but {checkpoint} belongs to the run {run}: leave run_dir out")
-        refuse_other_settings(cfg, run)
-        if written_by(checkpoint) != state.num_processes:
-            logger.warning(
-                f"{checkpoint.name} was written by {written_by(checkpoint)} process(es) and goes on with "
-                f"{state.num_processes}: with other random numbers, so not bitwise as the uninterrupted run would"
-            )
-        logger.warning(f"going on with {run} from step {steps_taken(checkpoint)}")
-        state.wait_for_everyone()  # nothing is moved before everybody has looked
-        if state.is_main_process:
-            set_aside_later(run, steps_taken(checkpoint))
-        return run, checkpoint
+        return _go_on(cfg, run, checkpoint, state)
     if (run_dir / LOGS_FOLDER / METRICS_FILE).exists() or (run_dir / CONFIG_FILE).exists():
         raise ValueError(ANOTHERS.format(run_dir))
     state.wait_for_everyone()  # nobody creates it before everybody has looked
@@ -55,10 +58,29 @@ def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None]:
         raise ValueError(
             f"run_dir={run_dir} cannot be written to ({error}): choose another with run_dir=PATH"
         ) from error
-    return run_dir, None
+    return RunFolder(run_dir, None, is_its_own=False)
 
 
-def save_config(config: dict[str, Any], run_dir: Path, resumed: bool) -> None:
+def _go_on(cfg: DictConfig, run: Path, checkpoint: Path | None, state: PartialState) -> RunFolder:
+    """Returns the folder of a run that goes on from a checkpoint, or from its start; later ones are set aside."""
+    refuse_other_settings(cfg, run)
+    taken = 0 if checkpoint is None else steps_taken(checkpoint)
+    if checkpoint is None:
+        logger.warning(f"{run} has no complete checkpoint: it starts again")
+    else:
+        if written_by(checkpoint) != state.num_processes:
+            logger.warning(
+                f"{checkpoint.name} was written by {written_by(checkpoint)} process(es) and goes on with "
+                f"{state.num_processes}: with other random numbers, so not bitwise as the uninterrupted run would"
+            )
+        logger.warning(f"going on with {run} from step {taken}")
+    state.wait_for_everyone()  # nothing is moved before everybody has looked
+    if state.is_main_process:
+        set_aside_later(run, taken)
+    return RunFolder(run, checkpoint, is_its_own=True)
+
+
+def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None:
     """Writes config.yaml, which makes the folder this run's own. ValueError when another run has written it meanwhile.
 
     On every process: the main one creates the file exclusively, and all of them hear how that went.
@@ -66,7 +88,7 @@ def save_config(config: dict[str, Any], run_dir: Path, resumed: bool) -> None:
     refusal = ""
     if PartialState().is_main_process:
         try:
-            with open(run_dir / CONFIG_FILE, "w" if resumed else "x", encoding="utf-8") as file:
+            with open(run_dir / CONFIG_FILE, "w" if is_its_own else "x", encoding="utf-8") as file:
                 file.write(OmegaConf.to_yaml(OmegaConf.create(config)))
         except FileExistsError:
             refusal = ANOTHERS.format(run_dir)

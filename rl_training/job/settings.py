@@ -50,6 +50,14 @@ def expand_home(cfg: DictConfig) -> None:
             OmegaConf.update(cfg, key, str(Path(value).expanduser()))
 
 
+def read_numbers(cfg: DictConfig) -> None:
+    """Puts numbers for the texts that environment variables give: seed=${oc.env:SLURM_ARRAY_TASK_ID}."""
+    for key in WHOLE_NUMBERS:
+        value = OmegaConf.select(cfg, key)
+        if isinstance(value, str) and value.isdecimal():
+            OmegaConf.update(cfg, key, int(value))
+
+
 def without_secrets(node: Any, name: str = "") -> Any:
     """Returns a resolved configuration with tokens and passwords masked: run folders and dashboards are shared."""
     if isinstance(node, Mapping):
@@ -109,6 +117,15 @@ def check_settings(cfg: DictConfig) -> None:
             raise ValueError(f"trainer.{name}={cfg.trainer[name]} follows from {source}: set {source} instead")
 
 
+def check_resume(cfg: DictConfig) -> None:
+    """Raises ValueError where resume=auto would never find its run again: its folder is named by the time."""
+    if cfg.resume == "auto" and "${now:" in str(OmegaConf.to_container(cfg, resolve=False)["run_dir"]):
+        raise ValueError(
+            "resume=auto goes on with the run in run_dir, or starts it there, and run_dir is named by the time: give "
+            "run_dir=PATH"
+        )
+
+
 def check_additional_steps(cfg: DictConfig) -> None:
     """Raises ValueError where `additional_steps` is no number, or nothing goes on that it could be added to."""
     more = cfg.additional_steps
@@ -116,6 +133,8 @@ def check_additional_steps(cfg: DictConfig) -> None:
         return
     if type(more) is not int or more < 1:
         raise ValueError(f"additional_steps={more} must be a whole number, at least 1")
+    if cfg.resume == "auto":
+        raise ValueError("additional_steps would be added again at each start by resume=auto: give trainer.max_steps")
     if cfg.resume == "none":
         raise ValueError("additional_steps is added to what a run has taken: give resume=latest, or trainer.max_steps")
 

@@ -69,6 +69,16 @@ def find_checkpoint(resume: str, run_dir: Path, deepspeed: bool = False) -> Path
     return _newest(runs, f"resume=latest in {run_dir.parent}", deepspeed)
 
 
+def newest_checkpoint(run: Path, deepspeed: bool = False) -> Path | None:
+    """Returns the newest complete checkpoint of a run, None when there is none; others are skipped with a warning."""
+    for checkpoint in sorted(_checkpoints(run), key=_step, reverse=True):
+        flaw = what_is_wrong_with(checkpoint, deepspeed)
+        if not flaw:
+            return checkpoint
+        logger.warning(f"skipping {checkpoint}: {flaw}")
+    return None
+
+
 def _last_step_at(run: Path) -> float:
     """Returns when a run took its last step, by the clock of the file system; 0 when it took none."""
     written = [run / LOGS_FOLDER / METRICS_FILE, *(path / "trainer_state.json" for path in _checkpoints(run))]
@@ -77,11 +87,9 @@ def _last_step_at(run: Path) -> float:
 
 def _newest(runs: list[Path], asked: str, deepspeed: bool) -> Path:
     for run in runs:
-        for checkpoint in sorted(_checkpoints(run), key=_step, reverse=True):
-            flaw = what_is_wrong_with(checkpoint, deepspeed)
-            if not flaw:
-                return checkpoint
-            logger.warning(f"skipping {checkpoint}: {flaw}")
+        checkpoint = newest_checkpoint(run, deepspeed)
+        if checkpoint is not None:
+            return checkpoint
     raise ValueError(f"{asked}: no complete checkpoint there; give resume=PATH, or start a new run without resume")
 
 
