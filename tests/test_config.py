@@ -16,7 +16,7 @@ from omegaconf.errors import MissingMandatoryValue
 
 from rl_training.job.build import Run, accumulation_steps, build_run
 from rl_training.job.explain import explain
-from rl_training.job.settings import refuse_other_settings
+from rl_training.job.settings import check_settings, read_numbers, refuse_other_settings
 from rl_training.job.stored_settings import load_settings
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
@@ -81,6 +81,14 @@ def test_an_option_of_a_probe_reaches_it(tmp_path: Path) -> None:
     (probe,) = run.trainer.attachment.probes
     assert isinstance(probe, SimpleEntropyProbe)
     assert (probe.every, probe.estimator) == (5, "score")
+
+
+def test_an_array_tasks_number_from_the_environment_is_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
+    cfg = composed("seed=${oc.env:SLURM_ARRAY_TASK_ID}")
+    read_numbers(cfg)
+    check_settings(cfg)
+    assert cfg.seed == cfg.trainer.seed == 7
 
 
 def test_any_field_of_the_trainer_can_be_set(tmp_path: Path) -> None:

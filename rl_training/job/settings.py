@@ -119,7 +119,8 @@ def check_settings(cfg: DictConfig) -> None:
 
 def check_resume(cfg: DictConfig) -> None:
     """Raises ValueError where resume=auto would never find its run again: its folder is named by the time."""
-    if cfg.resume == "auto" and "${now:" in str(OmegaConf.to_container(cfg, resolve=False)["run_dir"]):
+    as_written = OmegaConf.to_container(cfg, resolve=False)
+    if cfg.resume == "auto" and isinstance(as_written, dict) and "${now:" in str(as_written["run_dir"]):
         raise ValueError(
             "resume=auto goes on with the run in run_dir, or starts it there, and run_dir is named by the time: give "
             "run_dir=PATH"

@@ -1,0 +1,177 @@
+"""launch/train.slurm as it stands, under a Slurm of two nodes that run on this machine; skipped where there is none.
+
+Debian: apt-get install slurmctld slurmd slurm-client
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl_training.records.jsonl import read_metrics
+
+ROOT = Path(__file__).parents[1]
+PROGRAMS = ("slurmctld", "slurmd", "sbatch")
+pytestmark = pytest.mark.skipif(
+    not all(shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin") for name in PROGRAMS),
+    reason="needs slurmctld, slurmd and sbatch",
+)
+SMALL = [
+    "trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4", "logger=none",
+    "probe=none",
+]  # fmt: skip
+CONFIGURATION = """
+ClusterName=test
+SlurmctldHost=localhost(127.0.0.1)
+SlurmUser={user}
+SlurmdUser={user}
+SlurmctldPort={ports[0]}
+AuthType=auth/none
+CredType=cred/none
+MpiDefault=none
+TaskPlugin=task/none
+ProctrackType=proctrack/linuxproc
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+SelectType=select/cons_tres
+GresTypes=gpu
+CommunicationParameters=NoInAddrAny,NoCtldInAddrAny
+SchedulerParameters=batch_sched_delay=0,sched_interval=1
+ReturnToService=2
+KillWait=120
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool-%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd-%n.pid
+SlurmctldLogFile={folder}/slurmctld.log
+SlurmdLogFile={folder}/slurmd-%n.log
+NodeName=127.0.0.[1-2] NodeHostname=localhost Port=[{ports[1]}-{ports[2]}] CPUs=1 Gres=gpu:1
+PartitionName=main Nodes=ALL Default=YES State=UP
+"""
+
+
+class Cluster:
+    """A Slurm whose configuration, state and logs are in a folder, with a checkout to submit from."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.checkout = folder, folder / "checkout"
+        first = 27100 + os.getpid() % 1000 * 3
+        configuration = CONFIGURATION.format(user=getpass.getuser(), folder=folder, ports=range(first, first + 3))
+        (folder / "state").mkdir()
+        (folder / "slurm.conf").write_text(configuration)
+        (folder / "gres.conf").write_text("AutoDetect=off\nName=gpu File=/dev/null\n")
+        self.checkout.mkdir()
+        for name in ("train.py", "conf", "launch", "rl_training"):
+            (self.checkout / name).symlink_to(ROOT / name)
+        (self.checkout / ".venv").symlink_to(sys.prefix)
+        self.environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+        self.environment |= {"SLURM_CONF": str(folder / "slurm.conf"), "LAUNCH": "launch/cpu_ddp.yaml"}
+        self.environment |= {"PATH": f"{os.environ['PATH']}:/usr/sbin", "PYTHONPATH": str(ROOT)}
+        self.environment.pop("OMP_NUM_THREADS", None)
+        daemons = [["slurmctld", "-D", "-c"], ["slurmd", "-D", "-N", "127.0.0.1"], ["slurmd", "-D", "-N", "127.0.0.2"]]
+        log = open(folder / "daemons.log", "w")  # noqa: SIM115, theirs as long as they live
+        self.daemons = [subprocess.Popen(d, env=self.environment, stdout=log, stderr=log) for d in daemons]
+
+    def ask(self, *command: str) -> str:
+        ended = subprocess.run(command, cwd=self.checkout, env=self.environment, capture_output=True, text=True)
+        assert ended.returncode == 0, (command, ended.stderr)
+        return ended.stdout
+
+    def submit(self, *options: str, settings: list[str]) -> str:
+        """Returns the number of the job that launch/train.slurm becomes, as it stands."""
+        return self.ask("sbatch", "--parsable", *options, "launch/train.slurm", *SMALL, *settings).strip()
+
+    def states(self, job: str) -> set[str]:
+        words = self.ask("scontrol", "--oneliner", "show", "job", job).split()
+        return {word.removeprefix("JobState=") for word in words if word.startswith("JobState=")}
+
+    def said(self, job: str) -> str:
+        """Returns what a job, or an array of them, has printed."""
+        return "".join(path.read_text() for path in sorted(self.checkout.glob(f"slurm-{job}[._]*")))
+
+    def is_idle(self) -> bool:
+        return self.ask("sinfo", "--noheader", "--states=idle", "--format=%D").strip() == "2"
+
+    def wait(self, job: str, until: Callable[[], bool], seconds: float = 400) -> None:
+        deadline = time.monotonic() + seconds
+        while not until():
+            assert time.monotonic() < deadline, f"{job} is {self.states(job)}: {self.said(job)}"
+            time.sleep(0.2)
+
+    def run_of(self, job: str) -> Path:
+        (run,) = self.checkout.glob(f"runs/run_*_job_{job}")
+        return run
+
+    def end(self) -> None:
+        for daemon in reversed(self.daemons):
+            daemon.terminate()
+        for daemon in self.daemons:
+            daemon.wait(timeout=60)
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    cluster = Cluster(tmp_path_factory.mktemp("slurm"))
+    try:
+        cluster.wait("", cluster.is_idle, seconds=30)
+        yield cluster
+    finally:
+        subprocess.run(["scancel", f"--user={getpass.getuser()}"], env=cluster.environment, check=False)
+        cluster.end()
+
+
+def test_a_first_node_that_has_no_address_is_said_at_once(cluster: Cluster) -> None:
+    job = cluster.submit("--export=ALL,MAIN_ADDRESS=nowhere.invalid", settings=[])
+    cluster.wait(job, lambda: cluster.states(job) == {"FAILED"}, seconds=60)
+    assert "has no address for the first node, nowhere.invalid" in cluster.said(job)
+
+
+def test_a_vllm_server_that_dies_ends_the_job(cluster: Cluster) -> None:
+    """This one cannot start: there is no such model. The training would wait for it for a quarter of an hour."""
+    job = cluster.submit("--export=ALL,VLLM_MODEL=/nowhere", settings=[])
+    cluster.wait(job, lambda: cluster.states(job) == {"FAILED"}, seconds=200)
+    assert "error: the vLLM server on 127.0.0.2 has ended, so the training ends" in cluster.said(job)
+
+
+def test_a_job_that_is_asked_to_end_is_queued_again_and_goes_on_by_itself(cluster: Cluster) -> None:
+    """Two nodes. As before the time limit: SIGTERM to the script. Its folder and its output stay the same."""
+    job = cluster.submit("--gpus-per-node=1", settings=["trainer.max_steps=30"])
+    cluster.wait(job, lambda: any(cluster.checkout.glob("runs/*/logs/metrics.jsonl")))
+    cluster.ask("scancel", "--signal=TERM", "--batch", job)
+    cluster.wait(job, lambda: cluster.states(job) == {"PENDING"})
+    first = re.search(r"ended by SIGTERM after step (\d+) of 30", cluster.said(job))
+    assert first is not None, cluster.said(job)
+    cluster.wait(job, cluster.is_idle)
+    time.sleep(2)  # for the nodes a job that starts in the second in which it ended is the ended one
+    cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # else two minutes later
+    cluster.wait(job, lambda: cluster.states(job) == {"COMPLETED"})
+    assert first.group() in cluster.said(job)
+    assert f"going on with runs/{cluster.run_of(job).name} from step {first.group(1)}" in cluster.said(job)
+    assert [row["step"] for row in read_metrics(cluster.run_of(job) / "logs")] == list(range(1, 31))
+    config = yaml.safe_load((cluster.run_of(job) / "config.yaml").read_text())
+    assert "resume=auto" in config["provenance"]["command"]
+
+
+def test_the_tasks_of_an_array_have_folders_of_their_own_and_their_numbers_as_seeds(cluster: Cluster) -> None:
+    job = cluster.submit("--array=3-4", "--nodes=1", "--gres=gpu:1", settings=["trainer.max_steps=1"])
+    cluster.wait(job, lambda: cluster.states(job) == {"COMPLETED"})
+    for task in (3, 4):
+        config = yaml.safe_load((cluster.run_of(f"{job}_{task}") / "config.yaml").read_text())
+        assert config["seed"] == config["trainer"]["seed"] == task
+        assert len(read_metrics(cluster.run_of(f"{job}_{task}") / "logs")) == 1
+
+
+def test_the_tasks_of_an_array_are_not_put_into_one_folder(cluster: Cluster) -> None:
+    job = cluster.submit("--array=0", "--nodes=1", settings=["run_dir=runs/one"])
+    cluster.wait(job, lambda: cluster.states(job) == {"FAILED"}, seconds=60)
+    assert "leave out run_dir, or put ${oc.env:SLURM_ARRAY_TASK_ID} into it" in cluster.said(job)
