@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,13 @@ from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.tiny import TINY_PATH
 
+RolloutFunc = Callable[[list[str], Any], dict[str, Any]]
 # hidden size, intermediate size, layers, attention heads, key-value heads, vocabulary
-SHAPES = {"hidden512": (512, 1536, 6, 8, 4, 4096), "qwen2_5_1_5b": (1536, 8960, 28, 12, 2, 151936)}
+SHAPES = {
+    "small": (32, 64, 2, 4, 2, 128),
+    "hidden512": (512, 1536, 6, 8, 4, 4096),
+    "qwen2_5_1_5b": (1536, 8960, 28, 12, 2, 151936),
+}
 
 
 @dataclass(frozen=True)
@@ -34,6 +39,7 @@ class Workload:
     rank           of a LoRA on all linear layers; 0 trains all parameters
     prompts        of a step, each with `responses`
     folds          microbatches of a step
+    given          responses are not sampled but random tokens, all of full length: a step without its generation
     """
 
     shape: str = "default_task"
@@ -45,6 +51,7 @@ class Workload:
     folds: int = 8
     checkpointing: bool = False
     bf16: bool = False
+    given: bool = False
 
 
 def model_config(shape: str) -> PretrainedConfig:
@@ -74,11 +81,11 @@ def make_trainer(
     per_step = workload.prompts * workload.responses
     if workload.prompts % workload.folds:
         raise ValueError(f"{workload.prompts} prompts do not come in {workload.folds} folds of whole prompts")
-    task = arithmetic()
     is_task = workload.shape == "default_task" and config is None
+    task = arithmetic() if is_task else None
     trainer = DrGRPOTrainer(
-        CausalLM.from_pretrained(TINY_PATH) if is_task else random_model(config or model_config(workload.shape)),
-        task.reward if is_task else meaningless_reward,
+        CausalLM.from_pretrained(TINY_PATH) if task else random_model(config or model_config(workload.shape)),
+        task.reward if task else meaningless_reward,
         DrGRPOConfig(
             tempfile.mkdtemp(),
             max_steps=max_steps,
@@ -96,10 +103,11 @@ def make_trainer(
             save_strategy="no",
             disable_tqdm=True,
         ),
-        train_dataset=task.train_dataset if is_task else random_prompts(workload.prompt_tokens),
+        train_dataset=task.train_dataset if task else random_prompts(workload.prompt_tokens),
         processing_class=AutoTokenizer.from_pretrained(TINY_PATH),
         peft_config=LoraConfig(r=workload.rank, target_modules="all-linear") if workload.rank else None,
         probes=probes,
+        rollout_func=given_responses(workload) if workload.given else None,
     )
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -117,6 +125,18 @@ def random_prompts(num_tokens: int) -> Dataset:
     """Returns prompts of so many digits: the tiny tokenizer makes one token of each."""
     rng = random.Random(0)
     return Dataset.from_dict({"prompt": ["".join(rng.choices("0123456789", k=num_tokens)) for _ in range(1024)]})
+
+
+def given_responses(workload: Workload) -> RolloutFunc:
+    """Returns what TRL calls instead of its generation: prompts as they are, random digits and letters as responses."""
+    tokenizer = AutoTokenizer.from_pretrained(TINY_PATH)
+    rng = random.Random(0)
+
+    def respond(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        responses = [rng.choices(range(7, 60), k=workload.completion_tokens) for _ in prompts]
+        return {"prompt_ids": tokenizer(prompts)["input_ids"], "completion_ids": responses, "logprobs": None}
+
+    return respond
 
 
 def meaningless_reward(completion_ids: list[list[int]], **columns: Any) -> list[float]:

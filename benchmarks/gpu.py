@@ -1,0 +1,298 @@
+"""What only a GPU can say, in one command and without a network: writes FOLDER/gpu.md, a section after another.
+
+    python benchmarks/gpu.py --out FOLDER              # one GPU of 80 GB; ends within 9 minutes
+    python benchmarks/gpu.py --out FOLDER --small      # the same on any machine, in seconds; its figures mean nothing
+
+The tests that need CUDA; `offload`; how often the host waits for the GPU; bf16 against fp32; the kernel's products; and
+time and memory of `simple` for a model of Qwen2.5-1.5B's shape with random weights, under LoRA. Responses there are
+given, not sampled, so steps are without their generation. Ratios are of adjacent steps with and without.
+
+The page is written again after each section. A section that fails is there with its traceback, and the exit code is 1;
+one that time (`--minutes`) does not suffice for is named. The memory formula is (2K + 2) × 4 bytes for each trainable
+parameter, K folds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts; the tests compare bit for bit
+os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+
+import pytest
+import torch
+from kernel import interleaved
+from overhead import StepTimer, make_probes
+from precision import METRICS, PRECISIONS, RATIOS, Tape, against, measured
+from transformers import TrainerCallback
+from workload import Workload, make_trainer
+
+from rl_training import DrGRPOTrainer, Probe
+from rl_training.mathematics.kernels import row_products
+from rl_training.probes import SimpleEntropyProbe
+from rl_training.records.provenance import provenance
+
+ROOT = Path(__file__).parents[1]
+GPU = torch.cuda.is_available()
+WARM_UP = 2  # steps that nothing measures: Adam has its states then, and the second one's peak is the level
+SECONDS_LEFT = 45  # that a training needs, to be begun
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large everything is."""
+
+    shape: str
+    ranks: tuple[int, ...]
+    tokens: tuple[int, ...]
+    prompts: int
+    responses: int
+    prompt_tokens: int
+    pairs: int  # of adjacent steps, with and without
+    precision: tuple[int, int]  # steps, microbatches
+    product: tuple[int, int, int]  # held rows, streamed rows, columns
+
+    def workload(self, rank: int, tokens: int, checkpointing: bool) -> Workload:
+        return Workload(
+            self.shape, rank, self.prompts, self.responses, self.prompt_tokens, tokens, folds=self.prompts,
+            checkpointing=checkpointing, bf16=GPU, given=True,
+        )  # fmt: skip
+
+
+FULL = Scale("qwen2_5_1_5b", (16, 64), (512, 256, 1024), 8, 8, 64, 2, (8, 16), (64, 16, 18_464_768))
+SMALL = Scale("small", (2, 4), (6,), 8, 2, 4, 1, (2, 2), (8, 4, 100_000))
+
+
+class Meter(StepTimer):
+    """Seconds of each step without its rollout, and the peak of allocated bytes from then on; nan without CUDA."""
+
+    def __init__(self, trainer: DrGRPOTrainer) -> None:
+        super().__init__(trainer)
+        self.peaks: list[float] = []
+
+    def _timed_generation(self, inputs: Any) -> Any:
+        output = super()._timed_generation(inputs)
+        if GPU:
+            torch.cuda.reset_peak_memory_stats()
+        return output
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        super().on_step_end(*args, **kwargs)
+        self.peaks.append(float(torch.cuda.max_memory_allocated()) if GPU else float("nan"))
+
+
+class SyncCounter(TrainerCallback):
+    """How often each line of Python has let the host wait for the GPU, step by step."""
+
+    def __init__(self) -> None:
+        self.steps: list[Counter[str]] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self._watch = warnings.catch_warnings(record=True)
+        self._caught = self._watch.__enter__()
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        torch.cuda.set_sync_debug_mode("default")
+        self._watch.__exit__(None, None, None)
+        waits = (w for w in self._caught or () if "synchroniz" in str(w.message))
+        self.steps.append(Counter(f"{'/'.join(Path(w.filename).parts[-3:])}:{w.lineno}" for w in waits))
+
+
+def every_second(probes: list[Probe]) -> list[Probe]:
+    """Returns the probes, told to measure at every second step after the warm-up."""
+    for probe in probes:
+        probe.measures_at = lambda step: step > WARM_UP and (step - WARM_UP) % 2 == 1  # type: ignore[method-assign]
+    return probes
+
+
+def trained(workload: Workload, probes: list[Probe], steps: int) -> tuple[DrGRPOTrainer, Meter]:
+    trainer = make_trainer(workload, probes, max_steps=steps)
+    meter = Meter(trainer)
+    trainer.train()
+    return trainer, meter
+
+
+def num_trained(trainer: DrGRPOTrainer) -> int:
+    return sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
+
+
+# --- the sections: each yields lines of Markdown ------------------------------------------------------------------
+
+
+def tests(scale: Scale, deadline: float) -> Iterator[str]:
+    """Tests that need CUDA"""
+
+    class Outcomes:
+        def __init__(self) -> None:
+            self.counts: Counter[str] = Counter()
+            self.said: list[str] = []
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            if report.when == "call" or report.outcome != "passed":
+                self.counts[report.outcome] += 1
+            if report.failed:
+                self.said.append(f"### {report.nodeid}\n\n```\n{report.longreprtext}\n```")
+
+    outcomes = Outcomes()
+    code = pytest.main(["-q", "-p", "no:cacheprovider", str(ROOT / "tests" / "test_cuda.py")], plugins=[outcomes])
+    yield ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.counts.items())) or "none ran"
+    yield from outcomes.said
+    if code not in (pytest.ExitCode.OK, pytest.ExitCode.NO_TESTS_COLLECTED):
+        raise AssertionError(f"pytest ended with {code!r}")
+
+
+def offload(scale: Scale, deadline: float) -> Iterator[str]:
+    """`probes.simple.offload`: the same numbers, from rows in host memory"""
+    workload = scale.workload(scale.ranks[0], scale.tokens[0], checkpointing=True)
+    yield "| rows in | `delta_h/forward` of the last measured step | seconds of a measured step | peak, GB |"
+    yield "|---|---|---|---|"
+    values = []
+    for offloaded in (False, True):
+        trainer, meter = trained(workload, every_second([SimpleEntropyProbe(offload=offloaded)]), WARM_UP + 1)
+        values.append(trainer.attachment.latest["delta_h/forward"].value)
+        where = "host memory" if offloaded else "GPU memory" if GPU else "memory"
+        yield f"| {where} | {values[-1]:.8g} | {meter.training[-1]:.2f} | {meter.peaks[-1] / 1e9:.2f} |"
+        del trainer, meter
+    if abs(values[0] - values[1]) > 1e-4 * abs(values[0]):
+        raise AssertionError(f"offload changes delta_h/forward: {values}")
+
+
+def synchronisations(scale: Scale, deadline: float) -> Iterator[str]:
+    """How often the host waits for the GPU in a step"""
+    if not GPU:
+        yield "Counted on a GPU only."
+        return
+    workload = scale.workload(scale.ranks[0], scale.tokens[0], checkpointing=False)
+    trainer = make_trainer(workload, every_second(make_probes("simple+gns+ess")), max_steps=WARM_UP + 2)
+    counter = SyncCounter()
+    trainer.add_callback(counter)  # last, so that it hears the end of a step after the probes have measured
+    trainer.train()
+    measured_step, bare = counter.steps[-2:]
+    yield f"{bare.total()} in a step without probes, {measured_step.total()} with all three:"
+    yield "\n| place | without | with |\n|---|---|---|"
+    for place, count in measured_step.most_common(20):
+        yield f"| {place} | {bare[place]} | {count} |"
+
+
+def precisions(scale: Scale, deadline: float) -> Iterator[str]:
+    """bf16 against fp32, on the same rollouts (`benchmarks/precision.py`)"""
+    tape = Tape()
+    exact, *others = [measured("tiny", precision, tape, *scale.precision) for precision in PRECISIONS]
+    yield f"{scale.precision[0]} steps of the default task with LoRA of rank 16.\n"
+    yield "| precision | metric | rms difference / rms value | median difference / standard error | largest |"
+    yield "|---|---|---|---|---|"
+    for precision, lines in zip(list(PRECISIONS)[1:], others, strict=True):
+        figures = against(exact, lines)
+        for name in METRICS:
+            relative, _, median, most = figures[name]
+            yield f"| {precision} | `{name}` | {relative:.4f} | {median:.3f} | {most:.3f} |"
+        for name in RATIOS:
+            low, high = figures[name]
+            yield f"| {precision} | `{name}` | ratio {low:.4f} … {high:.4f} | | |"
+
+
+def products(scale: Scale, deadline: float) -> Iterator[str]:
+    """Products of the sequence kernel (`rl_training/mathematics/kernels.py`)"""
+    held_rows, streamed_rows, columns = scale.product
+    device = torch.device("cuda" if GPU else "cpu")
+    generator = torch.Generator(device).manual_seed(0)
+    held, streamed = (torch.randn(n, columns, generator=generator, device=device) for n in (held_rows, streamed_rows))
+    exact = sum(a.double() @ b.double().T for a, b in zip(held.split(2**16, 1), streamed.split(2**16, 1), strict=True))
+    assert isinstance(exact, torch.Tensor)
+    yield f"{held_rows} × {columns:,} × {streamed_rows}.\n"
+    yield "| held rows in | GFLOP/s | share of one plain fp32 product | error, Frobenius |\n|---|---|---|---|"
+    for dtype in (torch.float32, torch.bfloat16):
+        rows = held.to(dtype)
+        plain, share = interleaved(lambda: held @ streamed.T, lambda rows=rows: row_products(rows, streamed))
+        rate = share * 2 * held_rows * streamed_rows * columns / plain / 1e9
+        error = float((row_products(rows, streamed) - exact).norm() / exact.norm())
+        yield f"| {str(dtype).removeprefix('torch.')} | {rate:.0f} | {share:.2f} | {error:.1g} |"
+
+
+def costs(scale: Scale, deadline: float) -> Iterator[str]:
+    """Time and memory of a step's forward, backward and optimizer with `simple`, by rank, tokens and checkpointing"""
+    yield f"{scale.prompts} folds of a prompt with {scale.prompt_tokens} tokens and {scale.responses} responses.\n"
+    yield "| rank | tokens | checkpointing | probes | seconds without | with / without | more memory, GB | formula |"
+    yield "|---|---|---|---|---|---|---|---|"
+    plan = [(r, t, c, "simple") for t in scale.tokens for r in scale.ranks for c in (False, True)]
+    plan.insert(4, (scale.ranks[0], scale.tokens[0], False, "gns+ess"))
+    for number, (rank, tokens, checkpointing, names) in enumerate(plan):
+        if time.monotonic() > deadline - SECONDS_LEFT:
+            yield f"\nLeft out, since there was no time: {len(plan) - number} of {len(plan)} rows."
+            return
+        workload = scale.workload(rank, tokens, checkpointing)
+        trainer, meter = trained(workload, every_second(make_probes(names)), WARM_UP + 2 * scale.pairs)
+        seconds, peaks = meter.training[WARM_UP:], meter.peaks
+        ratio = statistics.median(a / b for a, b in zip(seconds[::2], seconds[1::2], strict=True))
+        vectors = 2 * scale.prompts + 2 if names == "simple" else 1
+        more, formula = (peaks[WARM_UP] - peaks[WARM_UP - 1]) / 1e9, vectors * 4 * num_trained(trainer) / 1e9
+        yield (
+            f"| {rank} | {tokens} | {'yes' if checkpointing else 'no'} | `{names}` | "
+            f"{statistics.median(seconds[1::2]):.2f} | {ratio:.3f} | {more:.2f} | {formula:.2f} |"
+        )
+        del trainer, meter
+
+
+SECTIONS: tuple[Callable[[Scale, float], Iterator[str]], ...] = (
+    tests, offload, synchronisations, precisions, products, costs,
+)  # fmt: skip
+
+
+def machine() -> Iterator[str]:
+    """Yields what the figures were measured on."""
+    if GPU:
+        about = torch.cuda.get_device_properties(0)
+        yield f"# {about.name}\n\n{about.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda}"
+    else:
+        yield f"# CPU, {torch.get_num_threads()} thread(s): no GPU was there, these figures say that the command runs"
+    origin = provenance()
+    yield "\n".join(f"- {key}: {origin[key]}" for key in ("commit", "command", "started", "python", "libraries"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, help="the folder that gpu.md is written into")
+    parser.add_argument("--small", action="store_true", help="everything small enough for a CPU")
+    parser.add_argument("--minutes", type=float, default=8.5, help="after which no section is begun")
+    options = parser.parse_args()
+    if not GPU and not options.small:
+        parser.error("there is no GPU here: --small runs the same on the CPU")
+    options.out.mkdir(parents=True, exist_ok=True)
+    scale, deadline = SMALL if options.small else FULL, time.monotonic() + 60 * options.minutes
+    page, failed = list(machine()), []
+    for section in SECTIONS:
+        start = time.monotonic()
+        page.append(f"\n## {section.__doc__}\n")
+        try:
+            if start > deadline - SECONDS_LEFT:
+                page.append("Left out, since there was no time.")
+            else:
+                page.extend(section(scale, deadline))
+        except Exception:  # the GPU is paid for by the minute: the others go on
+            failed.append(section.__name__)
+            page.append(f"\nFAILED:\n\n```\n{traceback.format_exc()}```")
+        page.append(f"\n({time.monotonic() - start:.0f} s)")
+        if GPU:
+            torch.cuda.empty_cache()
+        (options.out / "gpu.md").write_text("\n".join(page) + "\n", encoding="utf-8")
+        print(f"{section.__name__}: {time.monotonic() - start:.0f} s", flush=True)
+    print(options.out / "gpu.md")
+    if failed:
+        sys.exit(f"failed: {', '.join(failed)}; see {options.out / 'gpu.md'}")
+
+
+if __name__ == "__main__":
+    main()
