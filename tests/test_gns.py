@@ -142,6 +142,8 @@ class Loop:
             fold=torch.arange(size) // (block * G),
             sampled_otherwise="",
             no_fresh_responses="",
+            rollout_number=0,
+            learned_again=False,
             reused=False,
             responses_per_prompt=G,
             complete_prompts=True,

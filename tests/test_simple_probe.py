@@ -132,6 +132,12 @@ class Twin:
         self.update_unclipped = [self.adamw(gradient, max_grad_norm=math.inf) for gradient in without]
         self.parts_without = [self.parts(self.clipped(gradient)) for gradient in without]
 
+    def weigh(self, ratios: list[float]) -> None:
+        """Weights each response by its importance ratio."""
+        self.ratios = ratios
+        self.choose(responses=1)
+        self.x = {target: [self.entropy_gradient(fold, target) for fold in self.folds] for target in self.weights}
+
     def choose(self, responses: int, prompt_share: float = 1.0, draw: str = "norm") -> None:
         """Sets which responses X is computed from, and for how many each of them stands."""
         prompts = self.step.rollout.prompt_index.tolist()
@@ -246,37 +252,52 @@ class Twin:
         return self.gradient(total / len(fold))
 
     def training_gradient(self, fold: list[int]) -> dict[str, Tensor]:
-        advantages = self.step.rollout.advantages.double()
-        return self.gradient(-sum(advantages[i] * self.logps[i].sum() for i in fold) / (len(fold) * self.max_length))
+        return self.gradient(sum(self.training_loss(i) for i in fold) / (len(fold) * self.max_length))
+
+    def training_loss(self, i: int) -> Tensor:
+        """The clipped loss of one response, summed over its tokens; ratios are 1 at the first step on it."""
+        advantage, logps = float(self.step.rollout.advantages[i]), self.logps[i]
+        kept = self.step.rollout.sampling_logps
+        at_sampling = logps.detach() if kept is None else kept[i, : len(logps)].double()
+        ratio = (logps - at_sampling).exp()
+        return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
 
     def gradient(self, value: Tensor) -> dict[str, Tensor]:
         grads = torch.autograd.grad(value, list(self.params.values()), retain_graph=True)
         return dict(zip(self.params, grads, strict=True))
 
     def adamw(self, gradient: dict[str, Tensor], max_grad_norm: float | None = None) -> dict[str, Tensor]:
+        return self.adamw_from(self.step.moments, gradient, max_grad_norm)[0]
+
+    def adamw_from(
+        self, moments: dict[str, tuple[Tensor, Tensor, int]], gradient: dict[str, Tensor], max_norm: float | None = None
+    ) -> tuple[dict[str, Tensor], dict[str, tuple[Tensor, Tensor, int]]]:
+        """The step that torch's AdamW makes from these moments, and its moments afterwards."""
         clones = {n: torch.nn.Parameter(p.detach().clone()) for n, p in self.params.items()}
         groups = [{"params": [clones[n]], **self.step.hyperparameters[n]} for n in clones]
         optimizer = torch.optim.AdamW(groups)
         for name, clone in clones.items():
             clone.grad = gradient[name].clone()
-            exp_avg, exp_avg_sq, step = self.step.moments[name]
+            exp_avg, exp_avg_sq, step = moments[name]
             if step:
                 optimizer.state[clone] = {
                     "step": torch.tensor(float(step)),
                     "exp_avg": exp_avg.clone(),
                     "exp_avg_sq": exp_avg_sq.clone(),
                 }
-        torch.nn.utils.clip_grad_norm_(clones.values(), max_grad_norm or self.step.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(clones.values(), max_norm or self.step.max_grad_norm)
         optimizer.step()
-        return {n: clone.detach() - self.params[n].detach() for n, clone in clones.items()}
+        state = {n: optimizer.state[clone] for n, clone in clones.items()}
+        after = {n: (s["exp_avg"], s["exp_avg_sq"], int(s["step"])) for n, s in state.items()}
+        return {n: clone.detach() - self.params[n].detach() for n, clone in clones.items()}, after
 
     def rows(self, updates: list[dict[str, Tensor]]) -> list[list[float]]:
         """[entropy, length, sequences, X_seq·δ, X_len·δ] of each fold, products weighted by the fold's size."""
         return [
             [
-                sum(self.entropy_of[i] for i in fold),
-                sum(self.lengths[i] for i in fold),
-                len(fold),
+                sum(self.ratios[i] * self.entropy_of[i] for i in fold),
+                sum(self.ratios[i] * self.lengths[i] for i in fold),
+                sum(self.ratios[i] for i in fold),
                 len(fold) * dot(self.x["sequence"][k], updates[k]),
                 len(fold) * dot(self.x["length"][k], updates[k]),
             ]
@@ -291,7 +312,7 @@ class Twin:
         without   by fold k: the step δθ_(−k) that X_k is multiplied with
         previous  the update of the step before: then it is that of ½(forward + backward)
         """
-        values, level = [], sum(self.entropy_of) / sum(self.lengths)
+        values, level = [], dot_product(self.ratios, self.entropy_of) / dot_product(self.ratios, self.lengths)
         for out in range(K):
             updates = [{n: u[n] + self.update_without[out][n] - self.update[n] for n in self.update} for u in without]
             if previous is not None:
@@ -576,24 +597,6 @@ def test_without_an_adamw_formula_forward_is_nan_and_backward_uses_the_parameter
     assert second["delta_h/backward"].value != 0
 
 
-def test_a_step_that_reuses_responses_has_no_forward_and_says_why(make_trainer) -> None:
-    probe = Answers()
-    make_trainer(probes=[probe], max_steps=2, num_iterations=2).train()
-    assert math.isfinite(probe.all[0]["delta_h/forward"].value)
-    for name in ("forward", "backward", "part/momentum"):
-        assert math.isnan(probe.all[1][f"delta_h/{name}"].value)
-        assert "has learned from these responses" in probe.all[1][f"delta_h/{name}"].reason
-    assert math.isfinite(probe.all[1]["delta_h/reuse"].value)
-
-
-def test_a_reused_response_is_noticed_where_its_first_use_was_not_measured(make_trainer) -> None:
-    """Of rollouts that serve two steps each, steps 3 and 4 share one; only 1 and 4 are measured."""
-    probe = Answers(every=3)
-    make_trainer(probes=[probe], max_steps=4, num_iterations=2).train()
-    assert math.isfinite(probe.all[0]["delta_h/forward"].value)
-    assert "has learned from these responses" in probe.all[1]["delta_h/forward"].reason
-
-
 def test_off_policy_steps_are_weighted_by_the_importance_ratio(make_trainer) -> None:
     """Step 2 learns from the second half of the rollout that step 1 started with."""
     recorder, probe = Recorder(), Answers(per_sequence=True)
@@ -605,13 +608,10 @@ def test_off_policy_steps_are_weighted_by_the_importance_ratio(make_trainer) -> 
         for i in range(len(twin.lengths))
     ]
     assert max(ratios) > 1.01
-    entropy = sum(r * h for r, h in zip(ratios, twin.entropy_of, strict=True))
-    length = sum(r * t for r, t in zip(ratios, twin.lengths, strict=True))
+    entropy, length = dot_product(ratios, twin.entropy_of), dot_product(ratios, twin.lengths)
     assert answer["entropy/token"].value == pytest.approx(entropy / length, rel=1e-4)
     assert answer["entropy/sequence"].value == pytest.approx(entropy / sum(ratios), rel=1e-4)
-    twin.ratios = ratios
-    twin.choose(responses=1)
-    twin.x = {target: [twin.entropy_gradient(fold, target) for fold in twin.folds] for target in twin.weights}
+    twin.weigh(ratios)
     rows = twin.rows([step.update] * 4)  # the loss has per-token ratios and clipping: the real step is the reference
     reuse = sum(row[3] for row in rows) / sum(ratios)
     assert answer["delta_h/reuse_sequence"].value == pytest.approx(reuse, rel=1e-3)

@@ -183,9 +183,9 @@ class Attachment(TrainerCallback):
         if not self._trainer.accelerator.sync_gradients:
             return
         step.is_complete = True
-        learned = self._generation.learned
         if step.probes:
-            context = build_context(step, self._trainer, self._parameters, self._policy, self._tap, learned)
+            known = (self._trainer, self._parameters, self._policy, self._tap, self._generation)
+            context = build_context(step, *known)
             if not self._padding_is_checked:
                 padding = why_padding_matters(self._trainer, self._policy, context.rollout, context.reduce)
                 self._sampled_otherwise = self._sampled_otherwise or padding
@@ -197,7 +197,7 @@ class Attachment(TrainerCallback):
             )
             step.tell("on_pre_optimizer_step", step.context)
         for microbatch in step.microbatches:  # measured or not: a later iteration over them may be
-            learned.update(microbatch.rollout.prompt_index.tolist())
+            self._generation.learned.update(microbatch.rollout.prompt_index.tolist())
 
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)

@@ -111,12 +111,9 @@ def build_context(
     parameters: Mapping[str, nn.Parameter],
     policy: TrainerPolicy,
     tap: GradientTap | None,
-    learned: set[int],
+    generation: Generation,
 ) -> StepContext:
-    """Returns what probes see of a step whose gradients are all in. A collective.
-
-    learned  prompts of the present generation that an earlier step has learned from
-    """
+    """Returns what probes see of a step whose gradients are all in. A collective."""
     assert step.optimizer is not None
     reduce = functools.partial(host.sum_over_ranks, trainer)
     rollout, scores, loss_weights = host.join_microbatches(step.microbatches, step.loss_weights)
@@ -147,7 +144,9 @@ def build_context(
         fold=fold,
         sampled_otherwise="",
         no_fresh_responses="",
-        reused=not learned.isdisjoint(index.tolist()),
+        rollout_number=generation.number,
+        reused=not generation.learned.isdisjoint(index.tolist()),
+        learned_again=trainer.num_iterations > 1,
         responses_per_prompt=trainer.num_generations,
         complete_prompts=complete_prompts,
         whole_prompts=whole_prompts,

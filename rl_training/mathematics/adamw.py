@@ -13,6 +13,7 @@ Source: Loshchilov & Hutter 2019, "Decoupled weight decay regularization", algor
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -50,6 +51,17 @@ class AdamWState:
             eps=self.eps,
             weight_decay=self.weight_decay,
             decoupled=self.decoupled,
+        )
+
+    def after(self, param: Tensor, grad: Tensor) -> AdamWState:
+        """Returns the state behind a step with this gradient, after clipping; nothing is modified."""
+        beta1, beta2 = self.betas
+        seen = grad if self.decoupled or not self.weight_decay else grad + self.weight_decay * param
+        return dataclasses.replace(
+            self,
+            exp_avg=beta1 * self.exp_avg + (1.0 - beta1) * seen,
+            exp_avg_sq=torch.addcmul(beta2 * self.exp_avg_sq, seen, seen, value=1.0 - beta2),
+            step=self.step + 1,
         )
 
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ Source: Sutskever et al. 2013, "On the importance of initialization and momentum
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -42,6 +43,15 @@ class SGDState:
         of_buffer = self.momentum**2 if self.nesterov else self.momentum
         momentum = (-self.lr * of_buffer) * buffer if buffer is not None else 0.0 * param
         return UpdateParts(momentum=momentum, gradient=factor * grad, decay=(factor * self.weight_decay) * param)
+
+    def after(self, param: Tensor, grad: Tensor) -> SGDState:
+        """Returns the state behind a step with this gradient, after clipping; nothing is modified."""
+        if self.momentum == 0.0:
+            return self
+        seen = grad + self.weight_decay * param if self.weight_decay else grad
+        old = self.momentum_buffer
+        buffer = seen.clone() if old is None else self.momentum * old + (1.0 - self.dampening) * seen
+        return dataclasses.replace(self, momentum_buffer=buffer)
 
     def decay_part(self, param: Tensor, factor: Tensor) -> Tensor | None:
         """Returns `delta(param, grad).decay`, from a = gradient_factor(param, grad); None where there is no decay."""

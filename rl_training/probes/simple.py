@@ -15,7 +15,8 @@ sequence. forward is split by cause (momentum, this step's gradient, weight deca
 set beside what it would be without gradient clipping.
 
 Cost: X comes from a forward pass and a backward of its own over `responses_per_prompt` responses of EVERY prompt
-(baselines use all G). Memory: 2K + 2 parameter-size fp32 rows for K folds on this rank.
+(baselines use all G). Memory: 2K + 2 parameter-size fp32 rows for K folds on this rank; where
+steps learn from responses again, 3K more (fold_moments.py).
 
 The error bar of `forward` is the delete-one-fold jackknife with δθ_(−k,−l) taken to first order,
 δθ_(−k) + δθ_(−l) − δθ, and, for folds k on another rank than l, without the effect of l on their δθ. The error bars of
@@ -43,7 +44,8 @@ from rl_training.probes.base import Need, Probe
 from rl_training.step.causes import Splits
 from rl_training.step.entropy_gradients import Choice, importance_ratios
 from rl_training.step.error_shares import SHARES, ErrorShares
-from rl_training.step.fold_sums import PRODUCTS, statistic, sum_over_folds
+from rl_training.step.fold_moments import FoldMoments
+from rl_training.step.fold_sums import PRODUCTS, FoldSums, statistic, sum_over_folds
 from rl_training.step.ground_truth import MEASURED, GroundTruth
 from rl_training.step.quantities import Quantity
 from rl_training.step.reasons import (
@@ -138,6 +140,7 @@ class SimpleEntropyProbe(Probe):
         self.offload = offload
         self._truth = GroundTruth(validate_every, validate_sequences, seed) if validate_every else None
         self._calibration = Calibration()
+        self._moments = FoldMoments("cpu" if offload else None)
         self._updates: FlatVectors | None = None
         self._update_row: Tensor | None = None  # row PREVIOUS: the δθ of `_update_step`
         self._update_step: int | None = None
@@ -162,6 +165,7 @@ class SimpleEntropyProbe(Probe):
             ratios,
             updates,
             self._splits(ctx),
+            self._moments,
             estimator=self.estimator,
             choice=self.choice,
             per_sequence=self.per_sequence,
@@ -174,11 +178,13 @@ class SimpleEntropyProbe(Probe):
             stderrs = torch.full_like(stderrs, torch.nan)
         self._answers = {
             metric: estimate
-            for row in self._quantities(ctx, values, stderrs, sums.num_folds)
+            for row in self._quantities(ctx, values, stderrs, sums)
             for metric, estimate in zip(self._metrics(row.name), row.estimates(sums.num_folds), strict=False)
         }
         if self.split_error:
-            shares = self._error_shares.estimates(sums, ctx.num_ranks, why_no_forward(ctx, sums.num_folds))
+            shares = self._error_shares.estimates(
+                sums, ctx.num_ranks, why_no_forward(ctx, sums.num_folds, sums.left_out)
+            )
             self._answers |= {
                 metric: e for name, pair in shares.items() for metric, e in zip(self._metrics(name), pair, strict=False)
             }
@@ -212,7 +218,7 @@ class SimpleEntropyProbe(Probe):
 
     @property
     def num_buffer_bytes(self) -> int:
-        return self._updates.num_bytes if self._updates is not None else 0
+        return self._moments.num_bytes + (self._updates.num_bytes if self._updates is not None else 0)
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {f"sum.{name}": tensor for name, tensor in self._sum.state_dict().items()}
@@ -262,9 +268,10 @@ class SimpleEntropyProbe(Probe):
         self._update_row = previous
         return self._updates
 
-    def _quantities(self, ctx: StepContext, values: Tensor, stderrs: Tensor, num_folds: int) -> list[Quantity]:
+    def _quantities(self, ctx: StepContext, values: Tensor, stderrs: Tensor, sums: FoldSums) -> list[Quantity]:
         """Returns every quantity of this step, from `statistic`'s values and their errors; takes it into the sums."""
-        gap, no_forward = self._why_no_backward(ctx), why_no_forward(ctx, num_folds)
+        gap = self._why_no_backward(ctx, sums.left_out)
+        no_forward = why_no_forward(ctx, sums.num_folds, sums.left_out)
         reasons = {
             "entropy": "",
             "backward": gap,
@@ -328,12 +335,12 @@ class SimpleEntropyProbe(Probe):
         pair = f"delta_h/{quantity}", f"delta_h/{quantity}_sequence"
         return pair if self.per_sequence or quantity == "cumulative_measured" else pair[:1]
 
-    def _why_no_backward(self, ctx: StepContext) -> str:
+    def _why_no_backward(self, ctx: StepContext, left_out: bool) -> str:
         if self._update_step is None:
             return "the first measured step: there is no update before it to look back on"
         if self._update_step != ctx.step - 1:
             return f"step {ctx.step - 1} was not measured, so its update is not known; backward needs every=1"
-        return REUSED if ctx.reused else ""
+        return "" if left_out else REUSED
 
     def _keep_update(self, ctx: StepContext, updates: FlatVectors) -> None:
         """Keeps this step's δθ for `backward`; without a formula, the old parameters until the new ones are there."""

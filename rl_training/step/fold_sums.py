@@ -19,6 +19,7 @@ from rl_training.mathematics.folds import leave_fold_out
 from rl_training.mathematics.vectors import FlatVectors
 from rl_training.step.causes import Splits
 from rl_training.step.entropy_gradients import Choice, FoldGradients, fold_gradients
+from rl_training.step.fold_moments import Block, FoldMoments
 from rl_training.step.types import StepContext
 from rl_training.step.updates import (
     FIRST_FOLD,
@@ -67,6 +68,7 @@ class FoldSums:
     total: Tensor  # (LEVELS + 2 products,)
     without: Tensor  # (K, LEVELS + 2 products), row l the sums without fold l
     num_folds: int  # of all ranks
+    left_out: bool  # whether the steps without a fold never saw it: not where one learned from it unmeasured
     halves: Tensor | None  # (2, P), ∂H_tok of this rank's even and odd folds, if asked for
 
 
@@ -75,6 +77,7 @@ def sum_over_folds(
     ratios: Tensor,
     updates: FlatVectors,
     splits: Splits,
+    moments: FoldMoments,
     *,
     estimator: Estimator,
     choice: Choice,
@@ -82,12 +85,12 @@ def sum_over_folds(
     own_prompts: bool,
     with_halves: bool,
 ) -> FoldSums:
-    """Returns the step's sums, and fills `updates` but for its row PREVIOUS."""
+    """Returns the step's sums; fills `updates` but for its row PREVIOUS, and takes `moments` along."""
     sizes = torch.bincount(ctx.fold).double()
     levels = levels_of_folds(ctx, ratios)
     of_fold = torch.cat([torch.ones_like(sizes).unsqueeze(1), sizes.unsqueeze(1), levels], dim=1)
     num_folds, total_size, sequences, entropy, length = ctx.reduce(of_fold.sum(dim=0)).tolist()
-    steps = _Steps(ctx, updates, splits, sizes, total_size, choice)
+    steps = _Steps(ctx, updates, splits, moments.before(ctx), sizes, total_size, choice)
     gradients = fold_gradients(
         ctx,
         updates,
@@ -106,14 +109,18 @@ def sum_over_folds(
             halves[k % 2] += float(mean_of_half * sequences / length) * fold.entropy[0]
         products, shift = steps.products(k, fold)
         rows.append(torch.cat([levels[k], _as_pairs(sizes[k] * products).flatten()]))
-        shifts.append(_as_pairs(sizes[k] * shift))
-    by_fold, shift = torch.stack(rows), torch.stack(shifts)
+        shifts.append(_as_pairs((sizes[k] * shift).flatten(0, 1)).unflatten(0, shift.shape[:2]))
+    if ctx.learned_again:
+        steps.follow(moments)
+    by_fold, shift = torch.stack(rows), torch.stack(shifts)  # (k, columns); (k, l, this step and the last, 2)
     total = ctx.reduce(by_fold.sum(dim=0))
     without = total - by_fold
     # Without fold l the other folds' steps lose l too: δθ_(−k,−l) − δθ_(−k) ≈ δθ_(−l) − δθ.
-    lost = shift.sum(dim=0) - torch.diagonal(shift, dim1=0, dim2=1).T
-    without[:, LEVELS:].unflatten(1, (-1, 2))[:, [FORWARD, OWN_PROMPTS, UNCLIPPED]] += lost.unsqueeze(1)
-    return FoldSums(total, without, int(num_folds), halves)
+    lost = shift.sum(dim=0) - torch.diagonal(shift, dim1=0, dim2=1).movedim(-1, 0)
+    pairs = without[:, LEVELS:].unflatten(1, (-1, 2))
+    pairs[:, [FORWARD, OWN_PROMPTS, UNCLIPPED]] += lost[:, :1]
+    pairs[:, BACKWARD] += lost[:, 1]
+    return FoldSums(total, without, int(num_folds), steps.left_out, halves)
 
 
 def levels_of_folds(ctx: StepContext, ratios: Tensor) -> Tensor:
@@ -133,40 +140,73 @@ class _Steps:
         ctx: StepContext,
         updates: FlatVectors,
         splits: Splits,
+        learned: Block | None,
         sizes: Tensor,
         total_size: float,
         choice: Choice,
     ) -> None:
-        self._ctx, self._updates, self._splits = ctx, updates, splits
+        self._ctx, self._updates, self._splits, self._learned = ctx, updates, splits, learned
         self._sizes, self._total_size = sizes, total_size
         self._choice = choice
         self._gradient = updates.flatten(ctx.gradients.values())
         self._pieces = optimizer_pieces(ctx.parameters, ctx.optimizer.states)
-        self._clip = fill_updates(ctx, self._pieces, self._gradient, sizes, total_size, out=updates).tolist()
+        without = learned.without if learned is not None else None
+        self._clip = fill_updates(ctx, self._pieces, self._gradient, sizes, total_size, updates, without).tolist()
+
+    @property
+    def left_out(self) -> bool:
+        """Whether δθ_(−k) never saw fold k."""
+        return self._learned is not None or not self._ctx.reused
 
     def products(self, k: int, fold: FoldGradients) -> tuple[Tensor, Tensor]:
-        """Returns X_k · δθ of PRODUCTS and of forward's splits, (·, 1 or 2), and X_k · (δθ_(−l) − δθ), (K, 1 or 2)."""
+        """Returns X_k · δθ of PRODUCTS and of forward's splits, (·, 1 or 2), and X_k · (δθ_(−l) − δθ), (K, 2, 1 or 2).
+
+        The latter of this step and of the last one, which is 0 where the last one did not learn from these folds.
+        """
         known = self._updates.dot(fold.entropy)  # (rows of updates, 1 or 2)
+        shift = known[FIRST_FOLD:] - known[WHOLE]
+        backward, shift_of_last = known[PREVIOUS], torch.zeros_like(shift)
+        if self._learned is not None:
+            last = self._learned.updates.dot(fold.entropy)
+            backward, shift_of_last = last[k], last - known[PREVIOUS]
         forward, unclipped, split = self._forward(k, fold)
-        products = [forward, known[PREVIOUS], known[WHOLE], self._own_prompts(k, fold), unclipped]
-        return torch.cat([torch.stack(products), split]), known[FIRST_FOLD:] - known[WHOLE]
+        products = [forward, backward, known[WHOLE], self._own_prompts(k, fold), unclipped]
+        return torch.cat([torch.stack(products), split]), torch.stack([shift, shift_of_last], dim=1)
+
+    def follow(self, moments: FoldMoments) -> None:
+        """Takes the moments without each fold through this step, if there is such a step."""
+        if self._ctx.optimizer.states is not None and self._can_leave_out(self._sizes.max()):
+            clipped_gradient = self._clip[0] * self._gradient
+            moments.follow(self._ctx, self._pieces, clipped_gradient, lambda k: self._clip[1 + k] * self._without(k))
 
     def _forward(self, k: int, fold: FoldGradients) -> tuple[Tensor, Tensor, Tensor]:
         """Returns X_k · δθ_(−k), the same without clipping, and the first split by cause, layer and kind."""
-        ctx, sizes, splits = self._ctx, self._sizes, self._splits
-        if ctx.optimizer.states is None or ctx.fold_gradients is None or float(sizes[k]) >= self._total_size:
+        splits = self._splits
+        if self._ctx.optimizer.states is None or not self._can_leave_out(self._sizes[k]):
             nan = self._unknown(fold)
             return nan, nan, nan.expand(len(splits.labels), -1)
-        row, size = ctx.fold_gradients.matrix[k : k + 1], sizes[k : k + 1].to(self._gradient.device)
-        gradient = leave_fold_out(self._gradient, row, size, self._total_size)[0]
+        gradient = self._without(k)
         clip, update = self._clip[1 + k], self._updates.matrix[FIRST_FOLD + k]
         home = self._updates.home  # the rows may lie in host memory, the sums do not
-        products = products_by_cause(self._pieces, self._updates, clip * gradient, update, fold.entropy).to(home)
+        pieces = self._pieces
+        if self._learned is not None:
+            pieces = [self._learned.without(k, piece) for piece in pieces]
+        products = products_by_cause(pieces, self._updates, clip * gradient, update, fold.entropy).to(home)
         forward = products.sum(dim=(0, 2))
         if clip == 1.0:
             return forward, forward, splits.sum(products)
-        unclipped = products_with_step(self._pieces, gradient, fold.entropy).to(home)
+        unclipped = products_with_step(pieces, gradient, fold.entropy).to(home)
         return forward, unclipped, splits.sum(products)
+
+    def _can_leave_out(self, size: Tensor) -> bool:
+        """Returns whether a fold of so many sequences can be left out of the gradient."""
+        return self._ctx.fold_gradients is not None and float(size) < self._total_size
+
+    def _without(self, k: int) -> Tensor:
+        """Returns the mean gradient of the other folds, (P,), not clipped."""
+        assert self._ctx.fold_gradients is not None
+        row, size = self._ctx.fold_gradients.matrix[k : k + 1], self._sizes[k : k + 1].to(self._gradient.device)
+        return leave_fold_out(self._gradient, row, size, self._total_size)[0]
 
     def _own_prompts(self, k: int, fold: FoldGradients) -> Tensor:
         """Returns X_k · δθ_(−c_k), the step without the responses of X_k: the others of these prompts replace them."""

@@ -11,8 +11,12 @@ from rl_training.step.types import StepContext
 
 MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless
 REUSED = (
+    "an earlier step has learned from these responses (num_iterations > 1), and not every step since then was "
+    "measured: the optimizer's momentum holds their noise; use every=1"
+)
+CHOSEN_REUSED = (
     "an earlier step has learned from these responses (num_iterations > 1): the optimizer's momentum holds their "
-    "noise, and leaving a fold out of this step's gradient does not remove it"
+    "noise, and moments without single responses are not kept"
 )
 SPLIT_PROMPTS = (
     "the responses of a prompt are spread over several optimizer steps, or processes: use DrGRPOTrainer, or "
@@ -46,8 +50,11 @@ def why_no_entropy_gradient(ctx: StepContext, ratios: Tensor | None) -> str:
     return ""
 
 
-def why_no_forward(ctx: StepContext, num_folds: int) -> str:
-    """Returns why no fold can be left out of this step, "" if it can. `num_folds` is that of all ranks."""
+def why_no_forward(ctx: StepContext, num_folds: int, left_out: bool) -> str:
+    """Returns why no fold can be left out of this step, "" if it can.
+
+    num_folds  of all ranks        left_out  whether the optimizer's moments can do without a fold too
+    """
     if ctx.optimizer.states is None:
         return ctx.optimizer.reason
     if not ctx.whole_prompts:
@@ -59,7 +66,7 @@ def why_no_forward(ctx: StepContext, num_folds: int) -> str:
         return f"{OTHER_TERMS}: use at most one fold per microbatch"
     if num_folds < 2:
         return "one fold in all: nothing is left when it is left out; use smaller microbatches, or a larger num_folds"
-    return REUSED if ctx.reused else ""
+    return "" if left_out else REUSED
 
 
 def why_no_own_prompts(ctx: StepContext, choice: Choice) -> str:
@@ -68,9 +75,11 @@ def why_no_own_prompts(ctx: StepContext, choice: Choice) -> str:
         return "with a share of the prompts no prompt's other responses stand for the drawn ones: set prompt_share=1"
     if choice.responses_per_prompt >= ctx.responses_per_prompt:
         return "every response is in the entropy gradient, none is left for the update: lower responses_per_prompt"
-    return OTHER_TERMS if ctx.other_terms else why_no_forward(ctx, num_folds=2)
+    return why_no_responses(ctx, num_folds=2)
 
 
 def why_no_responses(ctx: StepContext, num_folds: int) -> str:
-    """Returns why no response's share of forward can be told, "" if it can."""
-    return OTHER_TERMS if ctx.other_terms else why_no_forward(ctx, num_folds)
+    """Returns why no single response's share of a step can be told, "" if it can."""
+    if ctx.other_terms or ctx.reused:
+        return OTHER_TERMS if ctx.other_terms else CHOSEN_REUSED
+    return why_no_forward(ctx, num_folds, left_out=True)

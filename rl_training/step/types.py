@@ -62,7 +62,9 @@ class StepContext:
     fold: Tensor  # (B,), the fold that each sequence is in, 0 .. number of folds - 1: folds hold whole prompts
     sampled_otherwise: str  # why the sequences are no samples of the policy that is scored (top-p); "" if they are
     no_fresh_responses: str  # why `policy.sample` is not to be asked; "" if it may be
+    rollout_number: int  # of this training's rollouts, the one that the step learns from
     reused: bool  # an earlier optimizer step has already learned from some of these sequences
+    learned_again: bool  # several steps learn from each sequence: num_iterations > 1
     responses_per_prompt: int
     complete_prompts: bool  # on every rank, every prompt of the step is there with all its G responses
     whole_prompts: bool  # and lies in one microbatch, on every rank

@@ -12,7 +12,7 @@ each the optimizer's own step from its present state, clipped by its own gradien
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,10 +77,12 @@ def fill_updates(
     fold_sizes: Tensor,
     total_size: float,
     out: FlatVectors,
+    without: Callable[[slice, Piece], Piece] | None = None,
 ) -> Tensor:
     """Fills all rows of `out` but PREVIOUS and returns their clip coefficients, (1 + K,), WHOLE first.
 
     gradient  (P,): the mean over all folds, flat, not clipped
+    without   the piece with the moments that never saw these folds, where the optimizer's own have: fold_moments.py
 
     What cannot be had is nan: all of it where the optimizer's step has no formula, the folds' rows where folds do not
     hold whole prompts or the only fold is the whole batch.
@@ -97,8 +99,12 @@ def fill_updates(
     clip = clip_coefficient(out.sq_norms()[WHOLE:].sqrt(), ctx.optimizer.max_grad_norm)
     out.matrix[WHOLE:] *= clip.to(out.matrix).unsqueeze(1)
     for piece in pieces:
-        rows = out.matrix[WHOLE:, piece.columns]
-        rows.copy_(piece.state.delta(piece.param, rows.to(piece.param.device)).total)
+        parts = [(slice(WHOLE, None), piece)]
+        if without is not None:
+            parts = [(slice(WHOLE, FIRST_FOLD), piece), (slice(FIRST_FOLD, None), without(slice(None), piece))]
+        for which, moved in parts:
+            rows = out.matrix[which, piece.columns]
+            rows.copy_(moved.state.delta(moved.param, rows.to(moved.param.device)).total)
     return clip
 
 

@@ -1,0 +1,221 @@
+"""Steps that learn from responses again: what no step since the rollout has learned from a fold is carried along."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from typing import Any
+
+import pytest
+import torch
+from test_simple_probe import EIGHT_FOLDS, SMOOTH, Answers, K, Recorder, Twin, per_sequence, per_token
+from torch import Tensor
+
+from rl_training.mathematics.adamw import AdamWState
+from rl_training.mathematics.folds import leave_fold_out
+from rl_training.mathematics.sgd import SGDState
+
+# --- the optimizers' own rule for their moments -----------------------------------------------------------------------
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "state"),
+    [
+        (
+            lambda p: torch.optim.AdamW(p, lr=0.1, weight_decay=0.3),
+            AdamWState(torch.zeros(5), torch.zeros(5), 0, 0.1, (0.9, 0.999), 1e-8, 0.3),
+        ),
+        (
+            lambda p: torch.optim.Adam(p, lr=0.1, betas=(0.5, 0.7), weight_decay=0.3),
+            AdamWState(torch.zeros(5), torch.zeros(5), 0, 0.1, (0.5, 0.7), 1e-8, 0.3, decoupled=False),
+        ),
+        (
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, dampening=0.3, weight_decay=0.3),
+            SGDState(None, 0.1, 0.8, 0.3, 0.3, nesterov=False),
+        ),
+        (
+            lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, nesterov=True),
+            SGDState(None, 0.1, 0.8, 0.0, 0.0, nesterov=True),
+        ),
+        (lambda p: torch.optim.SGD(p, lr=0.1), SGDState(None, 0.1, 0.0, 0.0, 0.0, nesterov=False)),
+    ],
+    ids=["AdamW", "Adam", "SGD", "Nesterov", "plain SGD"],
+)
+def test_a_state_goes_through_three_steps_as_torchs_optimizer_does(optimizer: Any, state: Any) -> None:
+    param = torch.nn.Parameter(draw(5))
+    torchs = optimizer([param])
+    for seed in (1, 2, 3):
+        before, grad = param.detach().clone(), draw(5, seed=seed)
+        param.grad = grad.clone()
+        torchs.step()
+        torch.testing.assert_close(param.detach() - before, state.delta(before, grad).total)
+        state = state.after(before, grad)
+    for name, tensor in torchs.state[param].items():
+        if isinstance(tensor, Tensor):
+            torch.testing.assert_close(torch.as_tensor(getattr(state, name)).to(tensor), tensor)
+
+
+# --- a policy that is enumerated --------------------------------------------------------------------------------------
+
+THETA, GROUP, FOLDS = 1.5, 2, 2  # one token, 0 or 1, with log-odds THETA; a prompt of two responses in each fold
+
+
+def policy(theta: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns π(1) and ∂H of a Bernoulli policy."""
+    p = torch.sigmoid(theta)
+    return p, -theta * p * (1 - p)
+
+
+def outcomes() -> tuple[Tensor, Tensor]:
+    """Returns every batch, (n, folds, group), and its probability, (n,)."""
+    batches = torch.tensor(list(itertools.product((0.0, 1.0), repeat=FOLDS * GROUP)), dtype=torch.float64)
+    p = torch.sigmoid(torch.tensor(THETA, dtype=torch.float64))
+    chance = torch.where(batches == 1, p, 1 - p).prod(dim=1)
+    return batches.unflatten(1, (FOLDS, GROUP)), chance
+
+
+def entropy_gradient(batch: Tensor, theta: Tensor) -> Tensor:
+    """Returns the score estimate of ∂H by fold, (n, folds), weighted by π_θ / π_THETA, its baseline the entropy."""
+    p, _ = policy(theta.view(-1, 1, 1))
+    p0 = torch.sigmoid(torch.tensor(THETA, dtype=torch.float64))
+    chance, chance0 = (torch.where(batch == 1, q, 1 - q) for q in (p, p0))
+    entropy = -(p * p.log() + (1 - p) * (1 - p).log())
+    return (chance / chance0 * (-chance.log() - entropy) * (batch - p)).mean(dim=2)
+
+
+def training_gradient(batch: Tensor, theta: Tensor) -> Tensor:
+    """Returns −mean A π_θ/π_THETA ∂log π by fold, (n, folds); the reward is the token, the advantage its deviation."""
+    p, _ = policy(theta.view(-1, 1, 1))
+    p0 = torch.sigmoid(torch.tensor(THETA, dtype=torch.float64))
+    ratio = torch.where(batch == 1, p / p0, (1 - p) / (1 - p0))
+    advantage = batch - batch.mean(dim=2, keepdim=True)
+    return -(advantage * ratio * (batch - p)).mean(dim=2)
+
+
+def adam(step: int, exp_avg_sq: float, learning_rate: float) -> AdamWState:
+    moments = torch.tensor([0.02], dtype=torch.float64), torch.tensor([exp_avg_sq], dtype=torch.float64)
+    return AdamWState(*moments, step, learning_rate, (0.9, 0.95), 1e-2, 0.0)
+
+
+def sgd(learning_rate: float) -> SGDState:
+    return SGDState(torch.tensor([0.02], dtype=torch.float64), learning_rate, 0.9, 0.0, 0.0, nesterov=False)
+
+
+def biases(state: Any, learning_rate_before: float) -> tuple[float, float]:
+    """Returns, relative to E[∂H·δθ] for independent prompts, the bias of the second step's forward: as it is measured,
+    and with the optimizer's own moments, which have seen the fold.
+
+    learning_rate_before  of the first step, whose responses the second one learns from again
+    """
+    batch, chance = outcomes()
+    theta = torch.full((len(batch),), THETA, dtype=torch.float64)
+    gradients = training_gradient(batch, theta)
+    mean, sizes = gradients.mean(dim=1), torch.full((FOLDS,), float(GROUP))
+
+    def without(folds: Tensor) -> Tensor:
+        return torch.stack([leave_fold_out(f.mean(), f, sizes, FOLDS * GROUP) for f in folds])
+
+    first = dataclasses.replace(state, lr=learning_rate_before)
+    now = theta + first.delta(theta, mean).total
+    seen = dataclasses.replace(first.after(theta, mean), lr=state.lr)
+    never_saw = dataclasses.replace(first.after(theta.unsqueeze(1), without(gradients)), lr=state.lr)
+    x, left = entropy_gradient(batch, now), without(training_gradient(batch, now))
+    of_each = [s.delta(now.unsqueeze(1), left).total for s in (never_saw, _per_fold(seen))]
+    _, truth_x = policy(now)
+    truth = float(chance @ (truth_x.unsqueeze(1) * of_each[0]).mean(dim=1))
+    measured, plain = (float(chance @ (x * step).mean(dim=1)) for step in of_each)
+    return measured / truth - 1, plain / truth - 1
+
+
+def _per_fold(state: Any) -> Any:
+    """The same moments for each fold."""
+    return dataclasses.replace(state, **{n: t.unsqueeze(1) for n, t in vars(state).items() if isinstance(t, Tensor)})
+
+
+OPTIMIZERS = {"SGD": sgd(0.1), "cold Adam": adam(0, 0.0, 0.1), "warm Adam": adam(30, 0.01, 0.1)}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_at_the_parameters_of_the_rollout_a_second_step_is_predicted_without_bias(name: str) -> None:
+    """The first step has fed the moments and not moved the parameters: all of the bias was the momentum's."""
+    measured, plain = biases(OPTIMIZERS[name], learning_rate_before=0.0)
+    assert abs(measured) < 1e-9
+    assert abs(plain) > 0.3
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_what_bias_remains_vanishes_with_the_learning_rate_and_that_of_the_momentum_does_not(name: str) -> None:
+    large, small = (biases(OPTIMIZERS[name], learning_rate_before=rate) for rate in (0.03, 0.003))
+    assert abs(small[0]) < 0.2 * abs(large[0])
+    assert abs(small[1]) > 0.3
+
+
+# --- the probe on a real trainer --------------------------------------------------------------------------------------
+
+
+def followed(twins: list[Twin], blocks: list[int], k: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the last two δθ without fold k of the last step, from moments that none of these steps fed it.
+
+    blocks  by step, which part of the rollout it learns from
+    """
+    moments, updates = twins[0].step.moments, []
+    for twin, block in zip(twins, blocks, strict=True):
+        kept = {j: g for j, g in enumerate(twin.gradients) if block != blocks[-1] or j != k}
+        update, moments = twin.adamw_from(moments, twin.mean(kept))
+        updates.append(update)
+    return updates[-2], updates[-1]
+
+
+@pytest.mark.parametrize(
+    ("settings", "blocks"),
+    [({"num_iterations": 2}, [0, 0]), ({"num_iterations": 2, "steps_per_generation": 2 * K}, [0, 1, 0])],
+    ids=["one step a rollout", "two steps a rollout"],
+)
+def test_a_step_that_reuses_responses_equals_the_plain_twin_that_never_saw_the_fold(
+    make_trainer, settings, blocks
+) -> None:
+    recorder, probe = Recorder(), Answers(per_sequence=True, own_prompts=True, top_responses=1)
+    probes, settings = [probe, recorder], {"max_steps": len(blocks), "learning_rate": 2e-4, **settings}
+    make_trainer(probes=probes, dtype=torch.float64, **settings, **EIGHT_FOLDS, **SMOOTH).train()
+    twins, answer, same = [Twin(step, 1, "rb") for step in recorder.steps], probe.all[-1], {"rel": 1e-3, "abs": 1e-9}
+    twin, at_sampling = twins[-1], recorder.steps[-1].rollout.sampling_logps.double()
+    twin.weigh([math.exp(float((x.detach() - at_sampling[i, : len(x)]).sum())) for i, x in enumerate(twin.logps)])
+    last, now = zip(*(followed(twins, blocks, k) for k in range(K)), strict=True)
+    for name, updates, whole in (("backward", last, twins[-2].update), ("forward", now, twin.update)):
+        twin.update_without, twin.update = updates, whole
+        for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
+            value = statistic([sum(column) for column in zip(*twin.rows(updates), strict=True)])
+            assert answer[f"delta_h/{name}{suffix}"].value == pytest.approx(value, **same)
+        assert answer[f"delta_h/{name}"].stderr == pytest.approx(twin.stderr(updates, per_token), rel=2e-3)
+    parts = [answer[f"delta_h/part/{cause}"].value for cause in ("momentum", "gradient", "decay")]
+    assert sum(parts) == pytest.approx(answer["delta_h/forward"].value, rel=1e-9)
+    assert math.isfinite(answer["delta_h/cumulative_predicted"].value)
+    for name in ("own_prompts", "response/1"):
+        assert "moments without single responses" in answer[f"delta_h/{name}"].reason
+
+
+def test_a_reused_response_is_noticed_where_a_step_since_its_first_use_was_not_measured(make_trainer) -> None:
+    """Of rollouts that serve two steps each, steps 3 and 4 share one; only 1 and 4 are measured."""
+    probe = Answers(every=3)
+    make_trainer(probes=[probe], max_steps=4, num_iterations=2).train()
+    assert math.isfinite(probe.all[0]["delta_h/forward"].value)
+    for name in ("forward", "backward", "part/momentum"):
+        assert math.isnan(probe.all[1][f"delta_h/{name}"].value)
+    assert "has learned from these responses" in probe.all[1]["delta_h/forward"].reason
+    assert math.isfinite(probe.all[1]["delta_h/reuse"].value)
+
+
+def test_a_new_rollout_begins_with_the_optimizers_own_moments(make_trainer) -> None:
+    """Rows are kept within a rollout only: the third step's forward is that of a step on fresh responses."""
+    recorder, probe = Recorder(), Answers()
+    settings = {"dtype": torch.float64, "max_steps": 3, "num_iterations": 2, "learning_rate": 2e-4}
+    make_trainer(probes=[probe, recorder], **settings, **EIGHT_FOLDS, **SMOOTH).train()
+    twin = Twin(recorder.steps[2], responses=1, estimator="rb")
+    rows = twin.rows(twin.update_without)
+    expected = per_token([sum(column) for column in zip(*rows, strict=True)])
+    assert probe.all[2]["delta_h/forward"].value == pytest.approx(expected, rel=1e-3)
