@@ -213,7 +213,8 @@ def test_without_a_probe_the_report_has_reward_and_says_that_nothing_was_measure
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
     assert summary(tmp_path)["reward"] == ("0.500 → 1.000", "steps 1 and 2")
     assert summary(tmp_path)["token entropy"] == ("0.400 → 0.400", "nats per token, as TRL logs it; steps 1 and 2")
-    assert summary(tmp_path)["predicted ΔH"][0] == MISSING
+    lost = [row.label for row in summarize(read_run(tmp_path)) if row.value == MISSING]
+    assert lost == ["change of entropy", "probe cost"]  # a line for a reason
     for claim in ("No probe measured anything", "No probe was timed", "holds no config.yaml"):
         assert claim in text
 
@@ -222,8 +223,8 @@ def test_one_step_has_no_change_to_compare(tmp_path: Path) -> None:
     text = Page(write_report(record_run(tmp_path, [1])).read_text(encoding="utf-8")).text
     rows = summary(tmp_path)
     assert rows["reward"] == ("0.100", "step 1 alone")
-    for label in ("measured ΔH", "predicted ΔH", "naive product", "predicted / measured", "naive / measured"):
-        assert rows[label][0] == MISSING
+    assert rows["change of entropy"] == (MISSING, "one measured step: there is no later batch to compare it with")
+    assert not {"measured ΔH", "predicted ΔH", "naive product", "predicted / measured", "naive / measured"} & {*rows}
     assert "one measured step: there is no later batch" in text
 
 
@@ -233,6 +234,7 @@ def test_with_gaps_the_measured_change_stands_and_the_sums_say_why_they_do_not(t
     assert rows["measured ΔH"][0] == "-2.00 ± 0.47"
     assert rows["predicted ΔH"] == (MISSING, "needs every=1")
     assert rows["naive product"] == (MISSING, "step 5 was not measured, and a sum with a hole is no sum")
+    assert not {"predicted / measured", "naive / measured"} & {*rows}  # the lines above say why
     assert "Missing: predicted – from step 6 on: needs every=1" in text
     assert "Missing: backward – needs every=1" in text
 
@@ -247,7 +249,7 @@ def test_when_everything_is_nan_every_row_says_why(tmp_path: Path) -> None:
     write_report(tmp_path)
     rows = summary(tmp_path)
     assert all(value == MISSING and note for label, (value, note) in rows.items() if label != "steps")
-    assert rows["predicted ΔH"][1] == rows["naive product"][1] == "the optimizer is unknown"
+    assert rows["change of entropy"][1] == "the optimizer is unknown"
 
 
 def test_long_runs_are_drawn_and_infinite_values_are_left_out(tmp_path: Path) -> None:
@@ -306,6 +308,35 @@ def test_command_line_writes_the_report_and_prints_the_table(
     printed = capsys.readouterr().out
     assert "-2.00 ± 0.47" in printed
     assert str(tmp_path / "report" / "report.html") in printed.replace("\n", "")
+
+
+def test_the_held_out_reward_is_in_summary_and_picture_whichever_way_it_was_evaluated(tmp_path: Path) -> None:
+    """While training at steps 2 and 4, and of the checkpoint of step 4, with an error of 15 degrees of freedom."""
+    folder = record_run(tmp_path, range(1, 5))
+    without = draw_figures(read_run(folder))[0]
+    for step in (2, 4):
+        Records(folder / "logs").write_evaluation(step, {"eval_loss": 0.1, "eval_reward": 0.2 * step})
+    found = {"reward": Estimate(0.75, 0.0625, 16), "pass_at_1": Estimate(0.75, 0.0625, 16)}
+    write_step(folder / "evaluations" / "new", 4, {}, found, [])
+    consolidate(folder / "evaluations" / "new")
+    rows = [row for row in summarize(read_run(folder)) if row.label == "held-out reward"]
+    assert [(row.value, row.note) for row in rows] == [
+        ("0.4 → 0.8", "evaluation in training, steps 2 and 4"),
+        ("0.75 ± 0.13", "evaluation new, step 4; ± 95 % over prompts"),
+    ]
+    drawn = draw_figures(read_run(folder))[0]
+    assert "Held out: prompts that training never sees." in drawn.caption
+    assert "Held out" not in without.caption
+    assert drawn.png != without.png
+
+
+def test_pictures_say_why_an_error_bar_or_a_band_is_missing(tmp_path: Path) -> None:
+    records = Records(record_run(tmp_path, [1, 2]) / "logs")
+    records.write_estimates(3, 1, "simple", {"delta_h/forward": Estimate(-0.5, reason="two folds only")})
+    records.write_estimates(3, 1, "ess", {"ess/advantage": Estimate(9.0, reason="it is this batch's own")})
+    missing = {picture.file: picture.missing for picture in draw_figures(read_run(tmp_path))}
+    assert "error bars of forward, steps 3–3 – two folds only" in missing["delta_h.png"]
+    assert "error bars of weights |A|, steps 3–3 – it is this batch's own" in missing["ess.png"]
 
 
 def test_evaluations_of_checkpoints_are_in_the_report_with_their_errors(tmp_path: Path) -> None:

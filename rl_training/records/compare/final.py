@@ -21,6 +21,7 @@ from itertools import combinations
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, mean_of
 from rl_training.records.compare.groups import Group, Member
+from rl_training.records.frames import IN_TRAINING
 from rl_training.records.report.summary import MAX_WINDOW
 
 PROBED = {
@@ -28,6 +29,8 @@ PROBED = {
     "predicted ΔH": "delta_h/cumulative_predicted",
     "noise scale (prompts)": "gns/noise_scale_prompts",
 }
+# Of the trainer's own evaluations: what it logs beside these is of its clipping and its clock.
+OF_TRAINING = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "completions/mean_length")
 MANY_GROUPS = 4  # with so many, each is held against the first only
 
 
@@ -74,7 +77,9 @@ def figures_of(member: Member, step: int) -> dict[str, Estimate]:
         known = {s: e for s, e in member.run.measured(name).items() if s <= step and math.isfinite(e.value)}
         if known:
             figures[label] = known[max(known)]
-    for (evaluation, metric), rows in member.evaluations.query("step <= @step").groupby(["evaluation", "metric"]):
+    table = member.evaluations
+    told = (table["evaluation"] != IN_TRAINING) | table["metric"].isin(OF_TRAINING)
+    for (evaluation, metric), rows in table[told & (table["step"] <= step)].groupby(["evaluation", "metric"]):
         row = rows.loc[rows["step"].idxmax()]
         if math.isfinite(row["value"]):
             prompts = 0 if math.isnan(row["num_prompts"]) else int(row["num_prompts"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import partial
+from itertools import cycle
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -29,7 +30,9 @@ from rl_training.records.report.drawing import (
     what_is_missing,
 )
 from rl_training.records.report.predictors import draw_predictors
-from rl_training.records.report.series import NO_LATER_BATCH, Run, curve, naive_of, origins
+from rl_training.records.report.series import NO_LATER_BATCH, Run, curve, held_out_rewards, naive_of, origins
+
+HELD_OUT_STYLES = ((ORANGE, "s-"), (GREEN, "D-"), (BLACK, "^-"))
 
 
 def draw_figures(run: Run) -> list[Picture]:
@@ -50,16 +53,20 @@ def draw_figures(run: Run) -> list[Picture]:
 def _reward(run: Run) -> Picture:
     reward = run.logged("reward")
     window = running_window(len(reward))
+    held_out = {label: curve(rewards) for label, rewards in held_out_rewards(run).items()}
     missing = [] if reward else ["reward – no finite value was logged"]
 
     def draw(axes: Axes) -> None:
         dots(axes, list(reward), list(reward.values()), BLUE, "o", "one step", f"mean of {window} steps")
+        for (label, drawn), (color, style) in zip(held_out.items(), cycle(HELD_OUT_STYLES), strict=False):
+            line(axes, drawn, color, style, f"held out: {label}")
         axes.set_ylabel("mean reward of a step's responses")
         legend(axes)
 
     caption = (
         "Each dot is the mean reward of one step's responses. "
         f"The line, if the run is long enough for one, is the mean of the {window} logged steps around."
+        f"{' Held out: prompts that training never sees.' if held_out else ''}"
     )
     return picture("reward.png", "Reward", caption, missing, draw if reward else None)
 
@@ -119,7 +126,8 @@ def _delta_h(run: Run) -> Picture:
         "trapezoid that the predicted curve adds up; where they keep apart, forward alone is not to be trusted."
     )
     drawn = draw if forward.steps or backward.steps else None
-    return picture("delta_h.png", "Each update's effect on entropy", caption, what_is_missing(quantities), drawn)
+    missing = what_is_missing(quantities) + bands_that_are_missing(quantities)
+    return picture("delta_h.png", "Each update's effect on entropy", caption, missing, drawn)
 
 
 def _causes(run: Run) -> Picture:
@@ -229,7 +237,8 @@ def _effective_sample_size(run: Run) -> Picture:
         "the same reward have no weight at all."
     )
     drawable = draw if any(drawn.steps for drawn in lines.values()) else None
-    return picture("ess.png", "Effective sample size", caption, what_is_missing(sizes), drawable)
+    missing = what_is_missing(sizes) + bands_that_are_missing(sizes)
+    return picture("ess.png", "Effective sample size", caption, missing, drawable)
 
 
 def _solved(run: Run, name: str) -> Picture:

@@ -21,7 +21,8 @@ from typing import Any
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import read_tables
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
-from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, read_estimates, read_metrics
+from rl_training.records.frames import IN_TRAINING
+from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, read_estimates, read_evaluations, read_metrics
 
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
 NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"
@@ -38,6 +39,7 @@ class Run:
     estimates: dict[str, dict[int, Estimate]]  # metric name → step → estimate
     config: str | None  # config.yaml as it stands; None when there is none
     evaluations: dict[str, dict[str, dict[int, Estimate]]]  # name of the evaluation → metric → step → estimate
+    while_training: dict[int, float]  # step → mean reward on held-out prompts, where the trainer evaluated
 
     @property
     def name(self) -> str:
@@ -103,10 +105,10 @@ def read_run(folder: Path) -> Run:
         estimates.setdefault(str(row["name"]), {})[int(row["step"])] = _to_estimate(row)
     config = folder / CONFIG_FILE
     text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else None
-    return Run(folder, metrics, estimates, text, read_evaluations(folder))
+    return Run(folder, metrics, estimates, text, evaluations_of(folder), _rewards_while_training(logs))
 
 
-def read_evaluations(folder: Path) -> dict[str, dict[str, dict[int, Estimate]]]:
+def evaluations_of(folder: Path) -> dict[str, dict[str, dict[int, Estimate]]]:
     """Returns what the evaluations of a run's checkpoints have measured: name → metric → step → estimate."""
     found: dict[str, dict[str, dict[int, Estimate]]] = {}
     for name, rows in read_tables(folder).items():
@@ -114,6 +116,24 @@ def read_evaluations(folder: Path) -> dict[str, dict[str, dict[int, Estimate]]]:
             reason = "no error bar" if math.isfinite(row.value) else "its metrics.json says why"
             estimate = Estimate(row.value, row.stderr, row.num_prompts, "" if math.isfinite(row.stderr) else reason)
             found.setdefault(name, {}).setdefault(row.metric, {})[row.step] = estimate
+    return found
+
+
+def _rewards_while_training(logs: Path) -> dict[int, float]:
+    rewards = {int(row["step"]): number(row.get("eval_reward")) for row in read_evaluations(logs)}
+    return {step: value for step, value in rewards.items() if math.isfinite(value)}
+
+
+def held_out_rewards(run: Run) -> dict[str, Measurements]:
+    """Returns the mean reward on prompts that training never sees, by step, for each way in which it was measured."""
+    found: dict[str, Measurements] = {}
+    if run.while_training:
+        reason = "no error bar: the trainer logs the mean alone"
+        found[f"evaluation {IN_TRAINING}"] = {s: Estimate(v, reason=reason) for s, v in run.while_training.items()}
+    for name, metrics in run.evaluations.items():
+        rewards = {s: e for s, e in sorted(metrics.get("reward", {}).items()) if math.isfinite(e.value)}
+        if rewards:
+            found[f"evaluation {name}"] = rewards
     return found
 
 

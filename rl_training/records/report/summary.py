@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.records.report.series import NO_LATER_BATCH, NO_PROBE, Run, naive_of, origins
+from rl_training.records.report.series import NO_LATER_BATCH, NO_PROBE, Run, held_out_rewards, naive_of, origins
 
 MISSING = "–"
 MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
@@ -34,12 +34,21 @@ def summarize(run: Run) -> list[Row]:
     return [
         Row("steps", str(steps[-1]), "" if len(steps) == steps[-1] else f"{len(steps)} of them logged"),
         _first_to_last("reward", run.logged("reward"), drawn),
+        *(_held_out_row(label, rewards) for label, rewards in held_out_rewards(run).items()),
         *([_first_to_last("accepted prompts", acceptance, kept)] if acceptance else []),
         _first_to_last("token entropy", entropy or run.logged("entropy"), unit),
         *_change_rows(run),
         *_batch_rows(run),
         _cost_row(run),
     ]
+
+
+def _held_out_row(label: str, rewards: Mapping[int, Estimate]) -> Row:
+    """Returns the row of the reward on prompts that training never sees, at the first and the last evaluated step."""
+    ends = [*rewards][:1] + [*rewards][1:][-1:]
+    value = " → ".join(in_words(rewards[step]) for step in ends)
+    error = "; ± 95 % over prompts" if all(math.isfinite(rewards[step].stderr) for step in ends) else ""
+    return Row("held-out reward", value, f"{label}, step{'s' * (len(ends) > 1)} {' and '.join(map(str, ends))}{error}")
 
 
 def _first_to_last(label: str, values: Mapping[int, float], unit: str = "") -> Row:
@@ -69,13 +78,15 @@ def _change_rows(run: Run) -> list[Row]:
     else:
         absent = Estimate.missing(NO_PROBE)
         truth, trapezoid, product = (sums.get(last, absent) for sums in (measured, predicted, naive_of(run)))
-    return [
+    rows = [
         _change_row("measured ΔH", truth, span),
         _change_row("predicted ΔH", trapezoid, "sum of trapezoids"),
         _change_row("naive product", product, "sum of same-batch products"),
-        _ratio_row("predicted / measured", trapezoid, truth),
-        _ratio_row("naive / measured", product, truth),
     ]
+    reasons = {row.note if row.value == MISSING else "" for row in rows}
+    if len(reasons) == 1 and "" not in reasons:  # three lines would say the same
+        return [Row("change of entropy", MISSING, *reasons)]
+    return rows + _ratio_rows({"predicted": trapezoid, "naive": product}, truth)
 
 
 def _change_row(label: str, estimate: Estimate, note: str) -> Row:
@@ -97,14 +108,14 @@ def in_words(estimate: Estimate | None, signed: bool = False) -> str:
     return f"{estimate.value:{sign}.{decimals}f} ± {half:.{decimals}f}"
 
 
-def _ratio_row(label: str, part: Estimate, whole: Estimate) -> Row:
-    if math.isnan(whole.value) or math.isnan(part.value):
-        return Row(label, MISSING, "it needs both of them")
+def _ratio_rows(parts: Mapping[str, Estimate], whole: Estimate) -> list[Row]:
+    """Returns the rows of those ratios that can be had; the rows of what they need say why the others cannot."""
     half = whole.half_width()
     if whole.value == 0 or abs(whole.value) <= half:
-        return Row(label, MISSING, "the measured change is within its own error of 0")
+        return [Row("predicted / measured", MISSING, "the measured change is within its own error of 0")]
     note = "no error bar on the measured change" if math.isnan(half) else ""
-    return Row(label, f"{part.value / whole.value:.2f}", note)
+    ratios = {f"{label} / measured": part.value / whole.value for label, part in parts.items()}
+    return [Row(label, f"{ratio:.2f}", note) for label, ratio in ratios.items() if not math.isnan(ratio)]
 
 
 def _batch_rows(run: Run) -> list[Row]:
