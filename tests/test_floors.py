@@ -34,7 +34,7 @@ LIBRARIES = {
     "probes": {"torch"},
     "records": {
         "torch", "transformers", "safetensors", "tqdm", "rich", "matplotlib", "numpy", "jinja2", "wandb", "trackio",
-        "wandb_workspaces", "pandas", "scipy", "fsspec", "yaml",
+        "wandb_workspaces", "pandas", "scipy", "fsspec", "yaml", "tensorboard",
     },
     "evaluation": {"torch", "transformers", "peft", "numpy", "rich", "tqdm"},
     "live": {"torch", "trl", "transformers", "accelerate", "numpy"},

@@ -22,7 +22,7 @@ from wandb.proto import wandb_internal_pb2
 
 from rl_training.probes.gns import ADAM, RATIOS
 from rl_training.records.jsonl import read_metrics
-from rl_training.records.loggers import CORE, TensorBoardLogger
+from rl_training.records.loggers import CORE, TensorBoardLogger, TrackioLogger, WandbLogger
 from rl_training.records.workspace import SECTIONS
 
 SETTINGS = [
@@ -132,7 +132,7 @@ def test_tensorboard_holds_every_metric_at_its_step(run_dir: Path) -> None:
     events = EventAccumulator(str(run_dir / "logs" / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     logged: dict[int, dict[str, float]] = {}
-    for name in events.Tags()["scalars"]:
+    for name in (name for name in events.Tags()["scalars"] if not name.startswith("band/")):
         for event in events.Scalars(name):
             assert name not in logged.setdefault(event.step, {})
             logged[event.step][name] = event.value
@@ -142,16 +142,22 @@ def test_tensorboard_holds_every_metric_at_its_step(run_dir: Path) -> None:
         assert logged[step] == pytest.approx(row, rel=1e-6, abs=1e-30)
 
 
-def test_tensorboard_has_predicted_and_measured_in_one_chart_and_the_reports_pictures(run_dir: Path) -> None:
+def test_tensorboard_has_predicted_and_measured_with_bands_in_one_chart_and_the_reports_pictures(run_dir: Path) -> None:
     events = EventAccumulator(str(run_dir / "logs" / "tensorboard"))
     events.Reload()
     content = events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0]
-    charts = {
-        chart.title: chart.multiline.tag for c in layout_pb2.Layout.FromString(content).category for chart in c.chart
-    }
-    names = events.Tags()["scalars"]
-    together = {name for name in names if any(re.search(tag, name) for tag in charts["Change since the first step"])}
-    assert together == {"delta_h/cumulative_measured", "delta_h/cumulative_predicted"}
+    charts = {chart.title: chart for c in layout_pb2.Layout.FromString(content).category for chart in c.chart}
+    drawn = charts["Change since the first step, ± 2 standard errors"].margin.series
+    assert {one.value for one in drawn} == {"delta_h/cumulative_measured", "delta_h/cumulative_predicted"}
+    for one in drawn:  # TensorBoard draws nothing where their steps differ
+        value, low, high = ({e.step: e.value for e in events.Scalars(tag)} for tag in (one.value, one.lower, one.upper))
+        assert low.keys() == value.keys() == high.keys() == {1, 2, 3}
+        row = numbers_of(run_dir)[3]
+        for end, sign in ((low, -1), (high, 1)):
+            assert end[3] == pytest.approx(row[one.value] + sign * 2 * row[f"{one.value}_se"], rel=1e-5)
+    parts = charts["Parts of the step: momentum, gradient, decay"].multiline.tag
+    names = {name for name in events.Tags()["scalars"] if any(re.search(tag, name) for tag in parts)}
+    assert names == {f"delta_h/part/{part}" for part in ("momentum", "gradient", "decay")}
     assert {f"report/{path.stem}" for path in (run_dir / "report").glob("*.png")} == set(events.Tags()["images"])
 
 
@@ -162,7 +168,7 @@ def test_core_shows_the_core_numbers_and_those_only(tmp_path: Path) -> None:
     logger.finish([])
     events = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
     events.Reload()
-    assert sorted(events.Tags()["scalars"]) == sorted(CORE)
+    assert sorted(name for name in events.Tags()["scalars"] if not name.startswith("band/")) == sorted(CORE)
 
 
 def test_trackio_holds_every_metric_at_its_step_in_one_run(run_dir: Path) -> None:
@@ -175,6 +181,24 @@ def test_trackio_holds_every_metric_at_its_step_in_one_run(run_dir: Path) -> Non
     assert {step: metrics for _, _, step, metrics in ours} == numbers_of(run_dir)
     assert len(ours) == 3
     assert json.loads(configs[0][0])["trainer"]["num_generations"] == 4
+
+
+def test_an_alert_reaches_wandb_and_trackio(tmp_path: Path) -> None:
+    """By the dashboards' own calls, offline; and what is logged afterwards still arrives."""
+    said = ("entropy is collapsing", "step 12: token entropy is 0.1 nats")
+    for kind in (WandbLogger, TrackioLogger):
+        dashboard = kind(tmp_path, "alerts", "run", {})
+        dashboard.start(0)
+        dashboard.alert(*said)
+        dashboard.log(12, {"reward": 0.5})
+        dashboard.finish([])
+    (records,) = wandb_runs(tmp_path)
+    alerts = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
+    assert [(alert.title, alert.text, alert.level) for alert in alerts] == [(*said, "WARN")]
+    assert [row["reward"] for row in history_of(records) if "reward" in row] == [0.5]
+    with sqlite3.connect(Path(os.environ["TRACKIO_DIR"]) / "alerts.db") as database:
+        assert database.execute("SELECT title, text, level FROM alerts").fetchall() == [(*said, "warn")]
+        assert len(database.execute("SELECT * FROM metrics").fetchall()) == 1
 
 
 def test_every_panel_of_the_dashboard_has_something_to_show(run_dir: Path) -> None:

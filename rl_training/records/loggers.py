@@ -4,7 +4,8 @@ transformers' own callbacks put `train/` in front of every name. Dashboards make
 so everything would lie in one. These three take the places of those, one for one:
 
     logger=wandb         WandbLogger        with the resolved configuration and the report's pictures
-    logger=tensorboard   TensorBoardLogger  with the report's pictures, and charts of several metrics: custom scalars
+    logger=tensorboard   TensorBoardLogger  with the report's pictures, and charts of several metrics with their
+                                            error bands: custom scalars
     logger=trackio       TrackioLogger
 
 A resumed training goes on in the same run of each. Only the main process logs. The x-axis is the optimizer step.
@@ -13,6 +14,7 @@ A resumed training goes on in the same run of each. Only the main process logs. 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 from collections.abc import Collection, Sequence
@@ -26,7 +28,8 @@ from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.workspace import SECTIONS, Panel
 
 WANDB_RUN_ID = "wandb_run_id"  # file in logs/: the run that a resumed training goes on writing to
-
+STDERRS = 2  # in the half of a band: about a 95 % interval
+PANELS = [panel for panels in SECTIONS.values() for panel in panels]
 
 # What one looks at first, of any run: logger.metrics=core shows these only.
 CORE = (
@@ -115,6 +118,7 @@ class TensorBoardLogger(MetricsLogger):
     """TensorBoard, in logs/tensorboard."""
 
     replaces = TensorBoardCallback
+    _step: int  # of what was logged last
 
     def start(self, after_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -123,9 +127,17 @@ class TensorBoardLogger(MetricsLogger):
         self._writer = SummaryWriter(
             str(self.run_dir / LOGS_FOLDER / "tensorboard"), purge_step=after_step + 1 if after_step else None
         )
-        self._writer.add_custom_scalars(tensorboard_layout())
+        assert self._writer.file_writer is not None
+        self._writer.file_writer.add_summary(tensorboard_layout())
         self._step = after_step
         self._writer.add_text("config", f"```\n{json.dumps(self.config, indent=2)}\n```")
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        for name in (name for panel in PANELS if panel.bands for name in panel.metrics if name in logs):
+            reach = STDERRS * logs.get(f"{name}_se", math.nan)
+            for tag, end in zip(_ends(name), (logs[name] - reach, logs[name] + reach), strict=True):
+                self._writer.add_scalar(tag, end, state.global_step)
+        super().on_log(args, state, control, logs, **kwargs)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._step = step
@@ -171,17 +183,40 @@ class TrackioLogger(MetricsLogger):
         trackio.finish()
 
 
-def tensorboard_layout() -> dict[str, dict[str, list[Any]]]:
-    """Returns the charts of TensorBoard's custom scalars: those of the W&B workspace, several metrics in one chart."""
-    return {
-        section: {panel.title: ["Multiline", _patterns(panel)] for panel in panels}
+def tensorboard_layout() -> Any:
+    """Returns the Summary with the charts of TensorBoard's custom scalars: those of the W&B workspace.
+
+    SummaryWriter.add_custom_scalars knows no chart of several metrics with bands.
+    """
+    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
+    from tensorboard.compat.proto.tensor_pb2 import TensorProto
+    from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+
+    categories = [
+        layout_pb2.Category(title=section, chart=[_chart(panel) for panel in panels])
         for section, panels in SECTIONS.items()
-    }
+    ]
+    content = layout_pb2.Layout(category=categories).SerializeToString()
+    plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=metadata.PLUGIN_NAME))
+    tensor = TensorProto(dtype="DT_STRING", string_val=[content])
+    return Summary(value=[Summary.Value(tag=metadata.CONFIG_SUMMARY_TAG, tensor=tensor, metadata=plugin)])
 
 
-def _patterns(panel: Panel) -> list[str]:
-    """Returns the regular expressions by which TensorBoard finds the metrics of a chart."""
-    return [*(f"^{re.escape(name)}$" for name in panel.metrics), *([panel.pattern] if panel.pattern else [])]
+def _chart(panel: Panel) -> Any:
+    from tensorboard.plugins.custom_scalar.layout_pb2 import Chart, MarginChartContent, MultilineChartContent
+
+    if panel.bands:
+        ends = [(name, *_ends(name)) for name in panel.metrics]
+        series = [MarginChartContent.Series(value=name, lower=low, upper=high) for name, low, high in ends]
+        return Chart(title=f"{panel.title}, ± {STDERRS} standard errors", margin=MarginChartContent(series=series))
+    # regular expressions, by which TensorBoard finds the metrics of a chart
+    patterns = [*(f"^{re.escape(name)}$" for name in panel.metrics), *([panel.pattern] if panel.pattern else [])]
+    return Chart(title=panel.title, multiline=MultilineChartContent(tag=patterns))
+
+
+def _ends(name: str) -> tuple[str, str]:
+    """Returns the names of the ends of a metric's band."""
+    return f"band/{name}_low", f"band/{name}_high"
 
 
 LOGGERS: tuple[type[MetricsLogger], ...] = (WandbLogger, TensorBoardLogger, TrackioLogger)

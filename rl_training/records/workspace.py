@@ -23,6 +23,7 @@ class Panel:
     metrics: tuple[str, ...] = ()
     pattern: str | None = None
     unit: str = ""
+    bands: bool = False  # of two standard errors around each metric, where the dashboard can draw them
 
 
 NATS = "nats per token"
@@ -38,11 +39,16 @@ SECTIONS = {
             "Change since the first step",
             ("delta_h/cumulative_measured", "delta_h/cumulative_predicted"),
             unit=NATS,
+            bands=True,
         ),
-        Panel("Entropy, measured", ("entropy/token",), unit=NATS),
-        Panel("Change by one step", ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid"), unit=NATS),
+        Panel("Entropy, measured", ("entropy/token",), unit=NATS, bands=True),
         Panel(
-            "Standard errors of it", ("delta_h/forward_se", "delta_h/backward_se", "delta_h/trapezoid_se"), unit=NATS
+            "Change by one step", ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid"), unit=NATS, bands=True
+        ),
+        Panel(
+            "Standard errors of that change",
+            ("delta_h/forward_se", "delta_h/backward_se", "delta_h/trapezoid_se"),
+            unit=NATS,
         ),
         Panel("Naive product: biased, a diagnostic", ("delta_h/reuse", "delta_h/forward"), unit=NATS),
         Panel("Entropy of a response, measured", ("entropy/sequence",), unit="nats per sequence"),
