@@ -26,6 +26,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import rl_training.job.silence  # noqa: F401
+
 import torch
 from default_task import default_trainer
 from peft import LoraConfig

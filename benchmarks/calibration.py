@@ -23,6 +23,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import rl_training.job.silence  # noqa: F401
+
 import matplotlib
 
 matplotlib.use("Agg")

@@ -23,6 +23,8 @@ from itertools import product
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
+import rl_training.job.silence
+
 import rl_training.job.build  # noqa: F401, for the forks
 from rl_training.records.jsonl import METRICS_FILE, read_metrics
 

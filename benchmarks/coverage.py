@@ -28,6 +28,8 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import rl_training.job.silence  # noqa: F401
+
 import torch
 from default_task import default_trainer
 from torch import Tensor

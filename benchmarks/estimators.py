@@ -19,6 +19,8 @@ import argparse
 import math
 import tempfile
 
+import rl_training.job.silence  # noqa: F401
+
 import torch
 from coverage import StayHere
 from default_task import default_trainer

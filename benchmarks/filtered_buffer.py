@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import rl_training.job.silence  # noqa: F401
+
 from default_task import default_trainer
 from transformers import TrainerCallback
 

@@ -23,6 +23,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import rl_training.job.silence  # noqa: F401
+
 import torch
 from torch import Tensor
 from workload import SHAPES, Workload, make_trainer

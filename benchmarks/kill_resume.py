@@ -27,6 +27,8 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any
 
+import rl_training.job.silence
+
 import torch
 from safetensors.torch import load_file
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import argparse
 
+import rl_training.job.silence  # noqa: F401
+
 import bitsandbytes
 import torch
 from peft import LoraConfig, get_peft_model

@@ -20,6 +20,8 @@ import tempfile
 from collections.abc import Mapping
 from typing import Any
 
+import rl_training.job.silence  # noqa: F401
+
 import torch
 from torch import Tensor
 from tqdm import tqdm

@@ -14,6 +14,8 @@ from __future__ import annotations
 import argparse
 import math
 
+import rl_training.job.silence  # noqa: F401
+
 import torch
 from scipy.stats import t as student
 from tqdm import tqdm

@@ -16,6 +16,8 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
+import rl_training.job.silence  # noqa: F401
+
 import torch
 from hydra import initialize_config_dir
 from scipy.special import stdtrit

@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
+import rl_training.job.silence  # noqa: F401
+
 import torch
 import torch.distributed as dist
 import torch.multiprocessing

@@ -15,6 +15,8 @@ import copy
 import tempfile
 from typing import Any
 
+import rl_training.job.silence  # noqa: F401
+
 import torch
 from peft import LoraConfig
 from transformers import PrinterCallback, Qwen2Config, Qwen2ForCausalLM, TrainerCallback, set_seed

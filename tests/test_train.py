@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import socket
@@ -18,6 +19,9 @@ from rl_training.records.jsonl import read_estimates, read_metrics
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
+SILENCE = "rl_training.job.silence"
+BENCHMARKS = sorted((ROOT / "benchmarks").glob("*.py"))
+PROGRAMS = [path.relative_to(ROOT) for path in BENCHMARKS if "__main__" in path.read_text(encoding="utf-8")]
 SMALL = [
     "trainer.max_steps=2",
     "trainer.num_generations=4",
@@ -49,6 +53,8 @@ def test_the_main_job_trains_measures_and_reports(tmp_path: Path) -> None:
     assert "<img" in (folder / "report" / "report.html").read_text(encoding="utf-8")
     assert "predicted" in launched.stdout
     assert "δH=" in launched.stderr  # the progress bar
+    for noise in ("Failed to load CPU", "Setting accelerator", "Loading weights", "Writing model", "FutureWarning"):
+        assert noise not in launched.stdout + launched.stderr
     assert list((folder / "logs" / "tensorboard").glob("events*"))
 
 
@@ -76,6 +82,18 @@ def test_help_says_what_can_be_chosen() -> None:
     groups = ("adapter: lora, none", "buffer: filtered, plain", "data: arithmetic, gsm8k")
     for word in (*groups, "trainer.max_steps=", "resume=latest", "run_dir="):
         assert word in shown.stdout
+
+
+@pytest.mark.parametrize("program", PROGRAMS, ids=str)
+def test_every_benchmark_has_help_and_imports_the_silence_before_libraries(program: Path) -> None:
+    shown = warm.run(str(program), "--help")
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.startswith("usage:")
+    assert shown.stderr == ""
+    body = ast.parse((ROOT / program).read_text(encoding="utf-8")).body
+    imported = [node.names[0].name if isinstance(node, ast.Import) else node.module
+                for node in body if isinstance(node, ast.Import | ast.ImportFrom)]  # fmt: skip
+    assert next(name for name in imported if name.split(".")[0] not in sys.stdlib_module_names) == SILENCE
 
 
 @pytest.mark.parametrize(

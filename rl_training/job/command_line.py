@@ -20,17 +20,17 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-import logging
 import os
 import signal
 import sys
 import time
 import traceback
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
+
+import rl_training.job.silence  # noqa: F401
 
 import hydra
 from hydra.errors import HydraException
@@ -82,7 +82,6 @@ def run_command(main: Callable[[], object]) -> None:
     OSError or ImportError. SIGINT and SIGTERM raise Interrupted wherever `main` stands; it may put other handlers there
     for a while.
     """
-    silence_libraries()
     debug = "--debug" in sys.argv[1:] or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != "--debug"]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on, instead of printing them
@@ -98,14 +97,6 @@ def run_command(main: Callable[[], object]) -> None:
         _fail(carried.error, debug)
     except Exception as error:
         _fail(error, debug)
-
-
-def silence_libraries() -> None:
-    """Takes away what libraries print of themselves, and about what a user can do nothing."""
-    # TRL still uses names that transformers has deprecated.
-    warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-    # Where it is installed, bitsandbytes misses a kernel on some CPUs, also where no weights are 4-bit.
-    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
 
 
 def is_foreseen(error: BaseException) -> bool:

@@ -11,6 +11,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import rl_training.job.silence  # noqa: F401
+
 from transformers.utils import logging
 
 from rl_training.evaluation.policy import load_policy

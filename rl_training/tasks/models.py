@@ -12,7 +12,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.utils import is_bitsandbytes_available
+from transformers.utils import is_bitsandbytes_available, logging
 
 from rl_training.tasks.tiny import TINY_PATH
 
@@ -57,7 +57,13 @@ def load_tiny(
     dtype: str = "float32", quantization: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Returns the (model, tokenizer) that ship with the package. See tasks/tiny.py."""
-    return load_causal_lm(TINY_PATH, dtype, quantization)
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # of a moment
+    try:
+        return load_causal_lm(TINY_PATH, dtype, quantization)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _four_bits(quantization: str, dtype: str) -> BitsAndBytesConfig:
