@@ -203,6 +203,13 @@ def test_a_run_is_not_resumed_with_other_settings_than_it_has(tmp_path: Path) ->
         refuse_other_settings(composed("run_dir=somewhere", "batch.sequences_per_step=128", "seed=3"), tmp_path)
 
 
+@pytest.mark.parametrize("content", [b"seed: [1", b"\xff\xfe", b"- 1"], ids=["no yaml", "no text", "a list"])
+def test_a_config_that_is_broken_is_named_when_its_run_goes_on(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=f"(?s){tmp_path / 'config.yaml'} .*mend or delete it"):
+        refuse_other_settings(composed(), tmp_path)
+
+
 def test_a_run_folder_is_not_written_over(tmp_path: Path) -> None:
     built(tmp_path).train()
     with pytest.raises(ValueError, match="already holds a run"):

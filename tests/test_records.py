@@ -6,6 +6,8 @@ import json
 import math
 from pathlib import Path
 
+import pytest
+
 from rl_training import Estimate
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, read_estimates, read_metrics
 
@@ -47,6 +49,26 @@ def test_an_estimate_keeps_all_its_fields_and_speaks_of_its_own_step_by_default(
     }  # fmt: skip
     assert math.isnan(y["value"])
     assert (y["about_step"], y["reason"]) == (7, "why")
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [("not json", "is damaged"), ('{"loss": 0.1}', "has no `step`"), ("[2]", "has no `step`")],
+)
+@pytest.mark.parametrize("name", [METRICS_FILE, PROBES_FILE])
+def test_a_bad_line_is_named_with_its_file_and_number_and_nothing_is_lost(
+    tmp_path: Path, name: str, line: str, message: str
+) -> None:
+    records = Records(tmp_path)
+    write_steps(records, range(1, 4))
+    lines = (tmp_path / name).read_text().splitlines()
+    (tmp_path / name).write_text("\n".join([lines[0], line, *lines[1:]]) + "\n")
+    before = (tmp_path / name).read_bytes()
+    read = read_metrics if name == METRICS_FILE else read_estimates
+    for use in (read, lambda _: records.start(after_step=2)):
+        with pytest.raises(ValueError, match=f"{name}, line 2 {message}.*mend or delete that line"):
+            use(tmp_path)
+    assert (tmp_path / name).read_bytes() == before
 
 
 def test_every_line_is_json_that_any_reader_takes(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import random
 import resource
 import shlex
 import shutil
@@ -18,14 +19,17 @@ import torch
 import warm
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
+from safetensors import safe_open
+from safetensors.torch import save_file
 
-from rl_training import DrGRPOTrainer, Estimate
-from rl_training.job import run_folder
+from rl_training import DrGRPOTrainer, Estimate, Probe
 from rl_training.job.build import Run, build_run
 from rl_training.job.settings import check_resume
-from rl_training.probes import SimpleEntropyProbe
+from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.records.checkpoints import (
+    PROBE_STATES,
     find_checkpoint,
+    load_probe_states,
     save_probe_states,
     set_aside_later,
     steps_taken,
@@ -121,7 +125,7 @@ def run_of(folder: Path, *overrides: str) -> Run:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = run_of(tmp_path_factory.mktemp("trained") / "run")
+    run = run_of(tmp_path_factory.mktemp("trained") / "run", "probe=[simple,gns]")
     run.train()
     return run.run_dir
 
@@ -144,6 +148,53 @@ def test_a_checkpoint_with_a_part_cut_short_is_not_taken(
         find_checkpoint(str(file.parent), run_dir)
     assert find_checkpoint("latest", run_dir).name == "checkpoint-2"
     assert f"skipping {file.parent}: {what_is_wrong_with(file.parent)}" in caplog.messages
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "optimizer.pt"])
+def test_64_flipped_bytes_are_found_and_the_file_is_named(run_dir: Path, part: str) -> None:
+    """Anywhere between the headers: a tensor's numbers, which nothing but a checksum tells from other numbers."""
+    file = run_dir / TRAINING_STATE / "checkpoint-3" / part
+    content = bytearray(file.read_bytes())
+    for position in random.Random(0).sample(range(len(content) // 4, len(content) * 3 // 4), 64):
+        content[position] ^= 0xFF
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{part} is damaged .*checksum.* Choose an earlier checkpoint-N folder"):
+        find_checkpoint(str(file.parent), run_dir)
+    assert find_checkpoint("latest", run_dir).name == "checkpoint-2"
+
+
+def test_latest_without_a_run_is_the_run_with_the_latest_step_whatever_its_name(run_dir: Path) -> None:
+    named_last = Path(shutil.copytree(run_dir, run_dir.parent / "run_test"))
+    dated = run_dir.rename(run_dir.parent / "run_2026-01-01_00-00-00_seed_0")
+    for run, written in ((named_last, 1e9), (dated, 2e9)):
+        for path in run.rglob("*"):
+            os.utime(path, (written, written))
+    assert find_checkpoint("latest", run_dir.parent / "new") == dated / TRAINING_STATE / "checkpoint-3"
+
+
+def test_a_checkpoint_of_two_processes_is_said_not_to_go_on_bitwise_with_one(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
+    run_of(run_dir, "resume=latest")
+    assert "not bitwise" not in caplog.text
+    save_probe_states([SimpleEntropyProbe()], checkpoint, num_processes=2)
+    shutil.copy(checkpoint / "rng_state.pth", checkpoint / "rng_state_1.pth")
+    (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
+    run_of(run_dir, "resume=latest")
+    assert "checkpoint-3 was written by 2 process(es) and goes on with 1: with other random numbers" in caplog.text
+
+
+@pytest.mark.parametrize("probe", [SimpleEntropyProbe(), GradientNoiseScaleProbe()], ids=lambda probe: probe.name)
+def test_a_probes_state_of_another_shape_is_named_with_the_way_out(run_dir: Path, probe: Probe) -> None:
+    checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
+    with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
+        about, state = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    save_file({name: torch.stack([t, t], dim=-1) for name, t in state.items()}, checkpoint / PROBE_STATES, about)
+    with pytest.raises(
+        ValueError, match=rf"probes\.safetensors: the state of probe '{probe.name}' does not fit.*has shape"
+    ):
+        load_probe_states([probe], checkpoint)
 
 
 def test_a_checkpoint_is_complete_with_the_last_of_its_files_only(run_dir: Path, tmp_path: Path) -> None:
@@ -283,6 +334,19 @@ def test_a_disk_that_fills_up_in_the_middle_of_a_line_corrupts_nothing(tmp_path:
     again.start(after_step=1)
     again.write_estimates(2, 1, "probe", estimates)
     assert [row["step"] for row in read_estimates(tmp_path)] == [1] * 9 + [2] * 9
+
+
+def test_a_disk_that_fills_up_in_a_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(run_dir: Path) -> None:
+    """In the weights, of 420 kB, and in the optimizer, which has twice as much."""
+    way_out = r"checkpoint-4 could not be written \(.*MB are free there\): make room, then go on with resume=latest"
+    for size in (50_000, 600_000):
+        run = run_of(run_dir, "resume=latest", "trainer.max_steps=4")
+        with files_of_at_most(size), pytest.raises(OSError, match=way_out):
+            run.train()
+        assert find_checkpoint("latest", run_dir).name == "checkpoint-3"
+    run_of(run_dir, "resume=latest", "trainer.max_steps=4").train()
+    assert [row["step"] for row in read_metrics(run_dir / "logs")] == [1, 2, 3, 4]
+    assert what_is_wrong_with(run_dir / TRAINING_STATE / "checkpoint-4") == ""
 
 
 def test_a_disk_that_is_full_when_a_run_goes_on_keeps_the_records(tmp_path: Path) -> None:

@@ -89,6 +89,8 @@ class Calibration:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes back what `state_dict` returned."""
+        if state["pairs"].shape[1:] != self._pairs.shape[1:]:
+            raise ValueError(f"pairs has shape {tuple(state['pairs'].shape)}, not (N, {self._pairs.shape[1]})")
         self._pairs = state["pairs"].cpu()
 
 

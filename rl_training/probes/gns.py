@@ -161,6 +161,8 @@ class GradientNoiseScaleProbe(Probe):
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if state:
+            if state["history"].shape[1:] != self._history.shape[1:]:
+                raise ValueError(f"history has shape {tuple(state['history'].shape)}, not (steps, {len(CHANNELS)}, 2)")
             self._history = state["history"]
         if "lags" in state and state["lags"].shape[1:] == self._lag_history.shape[1:]:
             self._lag_history = state["lags"]

@@ -60,6 +60,7 @@ from rl_training.step.types import StepContext
 from rl_training.step.updates import FIRST_FOLD, PREVIOUS, WHOLE
 from rl_training.step.visited_entropy import visited_entropy
 
+UNITS = ("token", "sequence")  # that each sum is kept in
 EVALUATION = ("evaluation", "evaluation_error")
 SUMS = ("trapezoid", "cumulative_predicted", "cumulative_measured")
 HOLE_IN_SUM = "a step before this one has no trapezoid estimate, and a sum with a hole is no sum"
@@ -230,6 +231,9 @@ class SimpleEntropyProbe(Probe):
         return state
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name, tensor in state.items():
+            if name.startswith("sum.") and name != "sum.step" and tensor.shape != (len(UNITS),):
+                raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {(len(UNITS),)}")
         self._sum.load_state_dict({k.removeprefix("sum."): v for k, v in state.items() if k.startswith("sum.")})
         self._errors.load_state_dict({k.removeprefix("error."): v for k, v in state.items() if k.startswith("error.")})
         shares = {k.removeprefix("error_share."): v for k, v in state.items() if k.startswith("error_share.")}
@@ -263,6 +267,11 @@ class SimpleEntropyProbe(Probe):
         previous = self._updates.matrix[PREVIOUS]
         if self._update_row is None or self._update_step != ctx.step - 1:
             previous.fill_(torch.nan)
+        elif self._update_row.shape != previous.shape:
+            raise ValueError(
+                f"simple: the update in the checkpoint has {len(self._update_row)} numbers, and {len(previous)} are "
+                "trained: it is of another model. Delete its probes.safetensors, and the probe starts afresh"
+            )
         else:
             previous.copy_(self._update_row)
         self._update_row = previous

@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers.utils import logging
 
+from rl_training.records.checksums import changed_files, checksum
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE
 
@@ -247,7 +248,8 @@ def _what_is_wrong_with_tensors(checkpoint: Path) -> str:
         missing = sorted(shards - {path.name for path in weights})
         if missing:
             return f"{', '.join(missing)} of {index.name} is missing"
-    return ""
+    changed = changed_files(checkpoint, json.loads(_about(checkpoint).get("checksums", "{}")))
+    return f"{', '.join(changed)} is damaged (another checksum than when it was written)" if changed else ""
 
 
 def _flaw_of_zip(path: Path) -> str:
@@ -285,25 +287,36 @@ def written_by(checkpoint: Path) -> int:
 
 def _rng_files(checkpoint: Path) -> list[str]:
     """Returns the names of the files with the random states: one of each process that wrote the checkpoint."""
-    metadata: dict[str, str] = {}
-    if (checkpoint / PROBE_STATES).is_file():
-        with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
-            metadata = file.metadata() or {}
+    metadata = _about(checkpoint)
     if "num_processes" not in metadata:  # of a trainer without probes: which files there should be is not known
         return sorted(path.name for path in checkpoint.glob("rng_state*.pth")) or ["rng_state.pth"]
     num_processes = int(metadata["num_processes"])
     return ["rng_state.pth"] if num_processes == 1 else [f"rng_state_{rank}.pth" for rank in range(num_processes)]
 
 
+def _about(checkpoint: Path) -> dict[str, str]:
+    """Returns what `save_probe_states` noted of a checkpoint; nothing where the trainer had no probes."""
+    if not (checkpoint / PROBE_STATES).is_file():
+        return {}
+    with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
+        return file.metadata() or {}
+
+
 def save_probe_states(probes: Sequence[NamedStateful], checkpoint: Path, num_processes: int) -> None:
-    """Writes the probes' states into the checkpoint folder, with their names and the number of processes."""
+    """Writes the probes' states into the checkpoint folder, when its weights and its optimizer are there.
+
+    With their names, the number of processes and the checksums of the weights.
+    """
     tensors = {
         f"{probe.name}/{key}": tensor.detach().clone()  # safetensors refuses tensors that share memory
         for probe in probes
         for key, tensor in probe.state_dict().items()
     }
     names = ",".join(probe.name for probe in probes)
-    save_file(tensors, checkpoint / PROBE_STATES, metadata={"probes": names, "num_processes": str(num_processes)})
+    weights = sorted(path for path in checkpoint.glob("*.safetensors") if path.name != PROBE_STATES)
+    checksums = json.dumps({path.name: checksum(path) for path in weights})
+    about = {"probes": names, "num_processes": str(num_processes), "checksums": checksums}
+    save_file(tensors, checkpoint / PROBE_STATES, metadata=about)
 
 
 def load_probe_states(probes: Sequence[NamedStateful], checkpoint: Path) -> None:
