@@ -103,6 +103,7 @@ def train(tmp_path: Path, *arguments: str, **env: str) -> Command:
         (["run_dir="], "run_dir= is no folder"),
         (["run_dir=null"], "run_dir=None is no folder"),
         (["trainer.learning_rate=1e10"], "step 2"),
+        (["trainer.learning_rate=1e10", "buffer=filtered", "probe=none"], "step 2: the policy's probabilities are nan"),
     ],
 )
 def test_what_cannot_be_is_said_in_one_line_with_exit_code_2(
@@ -250,13 +251,13 @@ def test_of_two_runs_in_one_folder_at_once_one_trains(tmp_path: Path) -> None:
 
 
 def test_a_tilde_is_the_home_folder_and_tokens_are_masked(tmp_path: Path) -> None:
-    command = start(
-        tmp_path / "log", *SMALL, "trainer.max_steps=1", "logger=tensorboard", 'run_dir="~/run"',
-        "trainer.hub_token=hf_verysecret", HOME=str(tmp_path),
-    )  # fmt: skip
-    assert command.end() == 0, command.lines
-    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file() and path.name != "training_args.bin"]
-    assert {path.name for path in written} >= {"config.yaml", "metrics.jsonl", "report.html"}
+    given = [*SMALL, 'run_dir="~/run"', "trainer.hub_token=hf_verysecret", "logger=tensorboard"]
+    for more in (["trainer.max_steps=1"], ["resume=latest"]):  # which masks it too, and misses nothing
+        command = start(tmp_path / "log", *given, *more, HOME=str(tmp_path))
+        assert command.end() == 0, command.lines
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1, 2]
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {path.name for path in written} >= {"config.yaml", "metrics.jsonl", "report.html", "training_args.bin"}
     for path in written:
         assert b"verysecret" not in path.read_bytes(), path
     assert "hub_token: '***'" in (tmp_path / "run" / "config.yaml").read_text()

@@ -23,6 +23,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rl_training import DrGRPOTrainer, Estimate, Probe
+from rl_training.job import run_folder
 from rl_training.job.build import Run, build_run
 from rl_training.job.settings import check_resume
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe

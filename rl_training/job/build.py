@@ -23,7 +23,6 @@ from rl_training.job.settings import (
     check_settings,
     expand_home,
     read_numbers,
-    without_secrets,
 )
 from rl_training.job.stopping import StopAtStepEnd
 from rl_training.live.alert import EntropyAlert
@@ -34,6 +33,7 @@ from rl_training.records.checkpoints import steps_taken
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import Records
 from rl_training.records.loggers import CORE, LOGGERS, MetricsLogger
+from rl_training.records.masking import without_secrets
 from rl_training.records.progress import StepProgress
 from rl_training.records.provenance import provenance
 

@@ -15,6 +15,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.job.stored_settings import load_settings
 from rl_training.live.trainer import DrGRPOConfig
 from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
+from rl_training.records.masking import without_secrets
 
 # What a resumed run may have otherwise than before: where it writes, how far it goes, what it measures.
 FREE_ON_RESUME = ("run_dir", "resume", "probes.", "trainer.output_dir", "trainer.max_steps", "trainer.save_",
@@ -22,8 +23,6 @@ FREE_ON_RESUME = ("run_dir", "resume", "probes.", "trainer.output_dir", "trainer
                   "trainer.project", "trainer.eval_", "trainer.dataloader_", "provenance.",
                   "alert.", "rollouts.", "logger.", "additional_steps")  # fmt: skip
 PATHS = ("run_dir", "resume", "data.path", "model.name")
-SECRETS = ("token", "password", "secret", "api_key")  # how the names of settings end that nobody else is to read
-MASK = "***"
 WHOLE_NUMBERS = {
     "batch.sequences_per_step": (1, 2**20),
     "batch.microbatch_size": (1, 2**20),
@@ -56,14 +55,6 @@ def read_numbers(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.isdecimal():
             OmegaConf.update(cfg, key, int(value))
-
-
-def without_secrets(node: Any, name: str = "") -> Any:
-    """Returns a resolved configuration with tokens and passwords masked: run folders and dashboards are shared."""
-    if isinstance(node, Mapping):
-        return {key: without_secrets(value, str(key)) for key, value in node.items()}
-    is_secret = isinstance(node, str) and any(name == word or name.endswith(f"_{word}") for word in SECRETS)
-    return MASK if is_secret and not name.startswith(("eos_", "pad_", "bos_")) else node
 
 
 def check_settings(cfg: DictConfig) -> None:

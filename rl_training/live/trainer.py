@@ -29,6 +29,7 @@ from rl_training.live.refill import fill_rollout, start_buffer
 from rl_training.probes.base import Probe
 from rl_training.records.checkpoints import load_buffer_state, save_buffer_state, writing
 from rl_training.records.jsonl import Records
+from rl_training.records.masking import MASK, without_secrets
 
 logger = logging.get_logger(__name__)
 
@@ -61,6 +62,11 @@ class DrGRPOConfig(GRPOConfig):
                     f"{name}={getattr(self, name)!r} is not Dr-GRPO, which has {name}={value!r}: leave it out, "
                     "or use trl.GRPOTrainer with rl_training.attach"
                 )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Returns what is pickled: tokens are left out. training_args.bin, in every checkpoint, is such a pickle."""
+        masked = without_secrets(vars(self))
+        return {name: None if value == MASK else value for name, value in masked.items()}
 
 
 class SaveBetweenRollouts(TrainerCallback):
@@ -122,10 +128,10 @@ class DrGRPOTrainer(GRPOTrainer):
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns TRL's rollout of these rows; in training with a buffer one of rows that the buffer draws."""
         generate = super()._generate_and_score_completions
-        if self.buffer is None or not self.model.training:
-            with self._naming_divergence():
+        with self._naming_divergence():
+            if self.buffer is None or not self.model.training:
                 return generate(inputs)
-        return fill_rollout(self, self.buffer, lambda rows: (generate(rows), self._latest_rewards), len(inputs))
+            return fill_rollout(self, self.buffer, lambda rows: (generate(rows), self._latest_rewards), len(inputs))
 
     @contextlib.contextmanager
     def _naming_divergence(self) -> Iterator[None]:
@@ -179,8 +185,14 @@ class DrGRPOTrainer(GRPOTrainer):
         return (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        with writing(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"):
-            super()._save_checkpoint(model, trial)
+        shown = logging.is_progress_bar_enabled()
+        logging.disable_progress_bar()  # transformers' bar over files, in the middle of the one over steps
+        try:
+            with writing(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}"):
+                super()._save_checkpoint(model, trial)
+        finally:
+            if shown:
+                logging.enable_progress_bar()
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         super()._save_optimizer_and_scheduler(output_dir)
