@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
 import math
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
+from transformers import PrinterCallback
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
@@ -119,6 +121,23 @@ def test_a_plain_grpo_trainer_is_bitwise_unchanged_and_logs_the_probe(make_train
     if steps_per_generation == 4:  # one rollout per step: on-policy, all responses of a prompt in the step
         assert {"entropy/token", "delta_h/reuse", "delta_h/backward"} <= logged
         assert "delta_h/forward" not in logged  # the microbatches mix prompts
+
+
+def test_a_plain_grpo_trainer_prints_the_core_numbers_and_logs_all(make_trainer, capsys) -> None:
+    """As TRL's user has it, with transformers' own printing callback."""
+    trainer = make_trainer(GRPOTrainer, max_steps=1, per_device_train_batch_size=4, gradient_accumulation_steps=8)
+    trainer.add_callback(PrinterCallback)
+    with attach(trainer, [SimpleEntropyProbe(), EffectiveSampleSizeProbe()], whole_prompts=True):
+        trainer.train()
+    said = capsys.readouterr().out.splitlines()
+    printed = ast.literal_eval(next(line for line in said if "'reward'" in line))
+    logged = trainer.state.log_history[0]
+    probed = {name for name in logged if name.split("/")[0] in ("delta_h", "ess", "probe_cost") or "entropy/" in name}
+    shown = {"delta_h/forward", "delta_h/forward_se", "entropy/token", "ess/advantage_fraction"}
+    shown |= {"delta_h/cumulative_predicted", "delta_h/cumulative_measured", "probe_cost/fraction_of_step"}
+    assert shown < probed
+    assert set(printed) & probed == shown
+    assert set(logged) - probed - {"step"} <= set(printed)  # all that TRL says is said
 
 
 def test_whole_prompts_give_a_plain_trainer_the_forward_estimate(make_trainer) -> None:
@@ -236,6 +255,26 @@ def test_a_reward_that_is_not_finite_stops_with_the_completion_named(make_traine
 
     with pytest.raises(ValueError, match=r"step 1: 1 of 32 rewards are not finite.*broken.*for completion '"):
         make_trainer(reward=broken).train()
+
+
+def test_a_second_training_with_probes_is_refused_and_keeps_the_records_of_the_first(make_trainer, tmp_path) -> None:
+    trainer = make_trainer(probes=[Witness()], records=Records(tmp_path / "logs"))
+    trainer.train()
+    before = read_estimates(tmp_path / "logs")
+    with pytest.raises(ValueError, match=r"has trained before.*train\(resume_from_checkpoint=\.\.\.\), or remove\(\)"):
+        trainer.train()
+    assert read_estimates(tmp_path / "logs") == before
+    assert [row["step"] for row in before] == [1, 2]
+
+
+@pytest.mark.parametrize("answer", [0.5, {"witness/one": 0.5}], ids=["a float", "a float by name"])
+def test_a_probe_that_answers_a_float_is_told_what_to_return(make_trainer, answer) -> None:
+    class Plain(Witness):
+        def measure(self, ctx: Any) -> Any:
+            return answer
+
+    with pytest.raises(ValueError, match=r"probe 'witness': measure must return Estimates by name, and gave .*0\.5"):
+        make_trainer(probes=[Plain()]).train()
 
 
 def test_a_probe_that_answers_nothing_is_an_error(make_trainer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 from types import SimpleNamespace
 
 import pytest
@@ -27,3 +28,13 @@ def test_the_bar_fits_into_80_columns_with_the_entropy_of_the_report(monkeypatch
     for shown in ("64%|", "640/1000", "reward=0.855", "entropy=0.042", "δH=-0.0123"):
         assert shown in last
     assert "|#####" in last
+
+
+def test_what_is_logged_stands_on_a_line_of_its_own_above_the_bar(capsys: pytest.CaptureFixture[str]) -> None:
+    state = SimpleNamespace(max_steps=9, global_step=3, is_world_process_zero=True)
+    bar = StepProgress()
+    bar.on_train_begin(None, state, None)
+    logging.getLogger("rl_training.any").warning("not measured: one, two")
+    bar.on_train_end(None, state, None)
+    (line,) = [line for line in capsys.readouterr().err.split("\n") if "not measured" in line]
+    assert line.split("\r")[-1] == "not measured: one, two"

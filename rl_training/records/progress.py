@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from tqdm import tqdm
+from tqdm.contrib.logging import logging_redirect_tqdm
 from transformers import TrainerCallback
 
 SHOWN = {"reward": "reward", "entropy": "entropy", "delta_h/forward": "δH"}
@@ -18,6 +20,8 @@ class StepProgress(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._evaluation: tqdm[Any] | None = None  # its own bar, while it lasts
+        self._lines = contextlib.ExitStack()
+        self._lines.enter_context(logging_redirect_tqdm())  # else what is logged stands behind the bar
         self._bar = tqdm(
             total=state.max_steps,
             initial=state.global_step,
@@ -52,3 +56,4 @@ class StepProgress(TrainerCallback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._bar.close()
+        self._lines.close()
