@@ -8,9 +8,21 @@ from __future__ import annotations
 import logging
 import warnings
 
+SILENCED = {
+    # Where it is installed, bitsandbytes misses a kernel on some CPUs, also where no weights are 4-bit.
+    "bitsandbytes.backends.cpu.ops": "Failed to load CPU",
+    # Where it is installed, DeepSpeed says on a machine without a GPU that it has found none, used or not.
+    "DeepSpeed": "Setting accelerator to CPU",
+    # A head that is tied to the embedding is not saved, and is missed whenever a run goes on.
+    "transformers.trainer": "missing keys in the checkpoint model loaded: ['lm_head.weight']",
+}
+
+
+def _says_something_else(record: logging.LogRecord) -> bool:
+    return SILENCED[record.name] not in record.getMessage()
+
+
+for name in SILENCED:
+    logging.getLogger(name).addFilter(_says_something_else)
 # TRL still uses names that transformers has deprecated.
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
-# Where it is installed, bitsandbytes misses a kernel on some CPUs, also where no weights are 4-bit.
-logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
-# Where it is installed, DeepSpeed says on a machine without a GPU that it has found none, also where it is not used.
-logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
