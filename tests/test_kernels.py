@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.kernels import full_fp32, plan_blocks, row_products
+from rl_training.mathematics.kernels import full_fp32, plan_blocks, row_products, square_norms, weighted_sum
 from rl_training.mathematics.sketches import COLUMNS, CountSketches, cosines, inner_products, t_quantile
 
 
@@ -42,6 +42,13 @@ def test_rows_stored_in_bf16_cost_a_fraction_of_a_thousandth() -> None:
     error = float((row_products(a.bfloat16(), b) - both_fp32).norm() / both_fp32.norm())
     assert 1e-5 < error < 4e-3
     assert frobenius_error(row_products(a.bfloat16(), b), a.bfloat16(), b) < 2e-6  # only storing rounds
+
+
+def test_weighted_sums_are_in_fp64_and_norms_keep_their_digits() -> None:
+    a = rows(5, 2**17 + 3, 0)
+    weights = torch.linspace(-1, 1, 5)
+    assert torch.allclose(weighted_sum(weights, a), weights.double() @ a.double(), rtol=0, atol=1e-12)
+    assert torch.allclose(square_norms(a), a.double().square().sum(dim=1), rtol=1e-6)
 
 
 def test_products_of_fp64_rows_stay_fp64() -> None:
@@ -90,7 +97,7 @@ def test_cost_of_a_case_worked_by_hand() -> None:
     assert (blocks.rows_per_block, blocks.num_blocks) == (2, 2)
     assert blocks.passes == pytest.approx(5 + 10 + 4.8)
     assert blocks.operations == 600
-    assert blocks.seconds(2.0, 100.0) == pytest.approx(2 * 19.8 + 6)
+    assert blocks.seconds(2.0, 0.5, 100.0) == pytest.approx(2 * 19.8 + 8 * 0.5 + 6)
 
 
 # --- sketches ---------------------------------------------------------------------------------------------------------

@@ -10,10 +10,11 @@ coefficient and g = −(1/N_U) Σ_j (A_j/L) W_j Dr-GRPO's gradient of the update
 
 √M goes into both sides, which leaves plain matrix products. E's rows are held, n_b at a time, U's stream by:
 
-    seconds ≈ [N_U (1 + ⌈N_E/n_b⌉) + N_E (1 + 0.6 both)] t  +  (1 + both) 2 N_E N_U P / F
+    seconds ≈ [N_U (1 + ⌈N_E/n_b⌉) + N_E (1 + 0.6 both)] t  +  (N_E + N_U) s  +  (1 + both) 2 N_E N_U P / F
 
-t the forward and backward of one sequence (a second backward from the same forward costs 0.6 of it), F operations a
-second, both = 1 where K and X̃ are wanted. Sketches (sketches.py) come on top, once a sequence.
+t the forward and backward of one sequence (a second backward from the same forward costs 0.6 of it), s what is kept of
+a sequence (its sketches, sketches.py, its norm, its products with δθ), F operations a second, both = 1 where K and X̃
+are wanted.
 """
 
 from __future__ import annotations
@@ -55,6 +56,17 @@ def row_products(rows: Tensor, others: Tensor) -> Tensor:
     return total
 
 
+def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
+    """Returns Σ_i weights_i rows_i, (P,) fp64, of (n,) weights and (n, P) rows; all sums are in fp64."""
+    weights = weights.double()
+    return torch.cat([weights @ part.double() for part in rows.split(COLUMNS, dim=1)])
+
+
+def square_norms(rows: Tensor) -> Tensor:
+    """Returns Σ_α rows_iα², (n,) fp64, of (n, P) rows; within COLUMNS columns the sum is in fp32."""
+    return torch.stack([part.square().sum(dim=1).double() for part in rows.split(COLUMNS, dim=1)]).sum(dim=0)
+
+
 @dataclass(frozen=True)
 class Blocks:
     """How a kernel is calculated under a memory budget, and what that will cost."""
@@ -80,9 +92,10 @@ class Blocks:
         """Multiplications and additions of the products."""
         return 2.0 * (1 + self.both) * self.num_held * self.num_streamed * self.num_parameters
 
-    def seconds(self, per_sequence: float, operations_per_second: float) -> float:
-        """Returns the time that the formula of the module's docstring gives."""
-        return self.passes * per_sequence + self.operations / operations_per_second
+    def seconds(self, per_sequence: float, kept: float, operations_per_second: float) -> float:
+        """Returns the time that the formula of the module's docstring gives, of t, s and F."""
+        keeping = (self.num_held + self.num_streamed) * kept
+        return self.passes * per_sequence + keeping + self.operations / operations_per_second
 
 
 def plan_blocks(

@@ -17,7 +17,7 @@ from rl_training.live.trainer import DrGRPOTrainer
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import FlatVectors
 from rl_training.step.rollout import Rollout
-from rl_training.step.sequence_gradients import Recording, SequenceGradients
+from rl_training.step.sequence_gradients import SequenceGradients
 
 
 def logps_by_own_logits(trainer: DrGRPOTrainer) -> LogpsAndEntropies:
@@ -48,7 +48,7 @@ class GradientRows:
             self._policy.logps_and_entropies = logps_by_own_logits(trainer)
         self._rounded = trainer.accelerator.mixed_precision != "no"
         self._recorder = SequenceGradients(self._model, parameters)
-        self._buffers: dict[int, FlatVectors] = {}
+        self._layout = self._room = FlatVectors(parameters, 0)
 
     def rounding(self, factor: float) -> float:
         """Returns how much wider limits are that fp32 would keep: `factor` under autocast, else 1."""
@@ -61,9 +61,10 @@ class GradientRows:
 
     def log_probability(self, rollout: Rollout, rows: Tensor) -> Tensor:
         """Returns W_i = ∂S_i of these rows, (B, P); the next call writes over it."""
-        scores, recording = self._record(rollout, rows)
         buffer = self._buffer(len(rows))
-        recording.fill(buffer, [scores.logps], [scores.mask.to(scores.logps)])
+        with without_dropout(self._model):
+            scores, recording = self._recorder.record(lambda: self._policy.score(rollout, rows))
+            recording.fill(buffer, [scores.logps], [scores.mask.to(scores.logps)])
         return buffer.matrix
 
     def both(self, rollout: Rollout, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor) -> Iterator[Tensor]:
@@ -71,12 +72,14 @@ class GradientRows:
 
         logp_weights, entropy_weights  (N, T) w and u of the whole rollout. The second writes over the first.
         """
-        scores, recording = self._record(rollout, rows)
         buffer = self._buffer(len(rows))
-        recording.fill(buffer, [scores.logps], [scores.mask.to(scores.logps)], keep_graph=True)
+        with without_dropout(self._model):
+            scores, recording = self._recorder.record(lambda: self._policy.score(rollout, rows))
+            recording.fill(buffer, [scores.logps], [scores.mask.to(scores.logps)], keep_graph=True)
         yield buffer.matrix
         weights = [_of_rows(w, rows, scores) for w in (logp_weights, entropy_weights)]
-        recording.fill(buffer, [scores.logps, scores.entropies], weights)
+        with without_dropout(self._model):  # what is checkpointed runs once more
+            recording.fill(buffer, [scores.logps, scores.entropies], weights)
         yield buffer.matrix
 
     def sum(
@@ -90,17 +93,13 @@ class GradientRows:
                 outputs.append(scores.entropies)
                 weights.append(_of_rows(entropy_weights, rows, scores))
             gradients = torch.autograd.grad(outputs, list(self.parameters.values()), weights)
-        return self._buffer(1).flatten(gradients)
-
-    def _record(self, rollout: Rollout, rows: Tensor) -> tuple[Scores, Recording]:
-        with without_dropout(self._model):
-            return self._recorder.record(lambda: self._policy.score(rollout, rows))
+        return self._layout.flatten(gradients)
 
     def _buffer(self, num_rows: int) -> FlatVectors:
-        if num_rows not in self._buffers:
-            self._buffers = {key: value for key, value in self._buffers.items() if key == 1}  # room for the new one
-            self._buffers[num_rows] = FlatVectors(self.parameters, num_rows)
-        return self._buffers[num_rows]
+        if self._room.num_rows != num_rows:
+            self._room = self._layout  # the old one goes before the new one comes
+            self._room = FlatVectors(self.parameters, num_rows)
+        return self._room
 
 
 def _of_rows(weights: Tensor, rows: Tensor, scores: Scores) -> Tensor:
@@ -110,9 +109,15 @@ def _of_rows(weights: Tensor, rows: Tensor, scores: Scores) -> Tensor:
 
 @contextlib.contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """A context in which the model is in evaluation; afterwards each of its modules is as it was."""
+    """A context in which no module drops out; afterwards each is as it was.
+
+    A layer's own flag is what switches its checkpointing on, so where it is checkpointed in training it stays so here,
+    unless it drops out by itself.
+    """
     in_training = [module for module in model.modules() if module.training]
     model.eval()
+    for module in in_training:
+        module.training = getattr(module, "gradient_checkpointing", False) and getattr(module, "dropout", 0.0) == 0.0
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ from rl_training.offline.kernel_types import Question, Step
 
 MAX_SUM_ERROR = 1e-4  # of Σ A_j W_j against the batch gradient, in fp32
 MAX_ROW_ERROR = 1e-4  # of a row against that sequence's own backward
+MAX_IDENTITY_ERROR = {"float32": 1e-4, "bfloat16": 1e-2}  # of the sum over all pairs, by what rows are held in
 ROUNDED = 300.0  # how much wider these limits are where the forward runs under bf16 autocast
 
 
@@ -41,9 +42,36 @@ def prove_row(rows: GradientRows, question: Question, row: int, own: Tensor) -> 
         )
 
 
-def identity_error(kernel: Mapping[str, Tensor], clip: float, max_length: int, expected: float) -> tuple[float, float]:
-    """Returns the sum over all pairs, and its difference from x̄·δθ_gradient relative to that."""
+def gradient_part(question: Question, step: Step, total: Tensor) -> Tensor:
+    """Returns (x̄·δθ, |x̄| |δθ|), (2,) fp64, of δθ = c M total /(N_U L): this step's gradient as U's rows have it.
+
+    total  (P,) fp64, Σ_j A_j W_j.  The norms are those of the metric, the second number what the first can be at most.
+    """
+    scale = step.clip / (question.update.num_sequences * question.max_length)
+    x, moved = (v.double() * step.root.double() for v in (step.entropy_gradient, total))
+    return scale * torch.stack([x @ moved, x.norm() * moved.norm()]).cpu()
+
+
+def prove_identity(
+    kernel: Mapping[str, Tensor], question: Question, step: Step, by_rows: Tensor, by_batch: float, limit: float
+) -> dict[str, str]:
+    """Returns what the sum over all pairs and its errors are, for the file; raises ValueError where it is wrong.
+
+    by_rows   (2,), `gradient_part`: with U's gradient as the sum of its rows
+    by_batch  x̄·δθ with U's batch gradient from the first pass
+    limit     of the difference from `by_rows`, relative to what that can be at most
+
+        identity_error  of the sum, relative to by_rows: what multiplying, holding and adding up has cost
+        rounding_error  of by_batch, relative to by_rows: one gradient summed up in two orders in fp32. Where a young
+                        Adam divides by single entries that are nearly 0, it says so: P has no more digits than they
+    """
     contributions = kernel["entropy_kernel"] @ kernel["advantages"].double()
-    num_e, num_u = kernel["entropy_kernel"].shape
-    total = clip * float(contributions.sum()) / (num_e * num_u * max_length)
-    return total, abs(total - expected) / abs(expected) if expected else abs(total)
+    scale = step.clip / (question.evaluation.num_sequences * question.update.num_sequences * question.max_length)
+    total, (value, most) = scale * float(contributions.sum()), by_rows.tolist()
+    if not abs(total - value) <= limit * most:
+        raise ValueError(
+            f"the pairs add up to {total:.6g}, and the gradient part of the entropy change is {value:.6g}: rows of the "
+            "kernel are missing or wrong; remove its folder and calculate it anew"
+        )
+    identity, rounding = ((abs(v - value) / abs(value) if value else abs(v)) for v in (total, by_batch))
+    return {"pairs_sum": repr(total), "identity_error": repr(identity), "rounding_error": repr(rounding)}

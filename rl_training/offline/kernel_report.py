@@ -15,8 +15,8 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from rl_training.mathematics.entropy import Estimator
-from rl_training.offline.kernel import kernel_of_look
 from rl_training.offline.kernel_files import Kernel
+from rl_training.offline.kernel_look import kernel_of_look
 from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.probe import Look
 from rl_training.offline.standing import Standing

@@ -1,0 +1,77 @@
+"""What becomes of the rows of a kernel: scaled by √M they are multiplied, and a little is kept of each."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rl_training.mathematics.kernels import Blocks, row_products, square_norms, weighted_sum
+from rl_training.mathematics.sketches import CountSketches
+from rl_training.offline.gradient_rows import GradientRows
+from rl_training.offline.kernel_types import KernelSettings, Question, Ranks, Step
+
+
+class Keeper:
+    """Keeps of every sequence's gradient its sketches, its norm, and what the step does to it."""
+
+    def __init__(self, rows: GradientRows, step: Step, settings: KernelSettings) -> None:
+        sizes = {name: p.numel() for name, p in rows.parameters.items()}
+        self._step = step
+        self._sketch = CountSketches(sizes, settings.sketch_buckets, settings.sketch_repeats, settings.sketch_seed)
+
+    def scale(self, own: Tensor) -> dict[str, Tensor]:
+        """Makes √M W of the rows W, (n, P), in place, and returns what is kept of them.
+
+        sketches  of √M W                 sq_norms  |√M W|², (n,)                products  W·δθ by cause, (n, 3)
+        """
+        products = row_products(own, self._step.update)
+        own *= self._step.root
+        return {"sketches": self._sketch(own), "sq_norms": square_norms(own), "products": products}
+
+    def scale_entropy(self, own: Tensor) -> dict[str, Tensor]:
+        """Makes √M x of the rows x, (n, P), in place, and returns x·δθ by cause and |√M x|²."""
+        products = row_products(own, self._step.update)
+        own *= self._step.root
+        return {"entropy_products": products, "entropy_sq_norms": square_norms(own)}
+
+
+def expectation(rows: GradientRows, question: Question, keeper: Keeper, blocks: Blocks, ranks: Ranks) -> str:
+    """Returns what is about to be calculated, and how long: the cost formula of kernels.py, each of its terms timed on
+    one microbatch.
+    """
+    of_u, of_e = (rows.batches(range(r.num_sequences))[0] for r in (question.update, question.evaluation))
+    own = rows.log_probability(question.update, of_u)
+    streaming = _seconds(
+        lambda: weighted_sum(question.update.advantages[of_u], rows.log_probability(question.update, of_u))
+    )
+    keeping = _seconds(lambda: keeper.scale(own))
+    both = rows.both(question.evaluation, of_e, question.logp_weights, question.entropy_weights)
+    holding = _seconds(lambda: [keeper.scale_entropy(part) for part in both])
+    held = blocks.num_held / ranks.count
+    passes = blocks.num_streamed * -(-blocks.num_blocks // ranks.count)
+    seconds = passes * streaming / len(of_u) + held * holding / len(of_e)
+    seconds += (blocks.num_streamed + held) * keeping / len(of_u)
+    seconds += blocks.operations / ranks.count / _operations_per_second(blocks, own.device)
+    return (
+        f"kernel: {blocks.num_held} × {blocks.num_streamed} sequences, {blocks.num_parameters:,} parameters, "
+        f"{blocks.num_blocks} block{'s' * (blocks.num_blocks > 1)} of {blocks.rows_per_block} rows; "
+        f"about {seconds:.0f} s"
+    )
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def _operations_per_second(blocks: Blocks, device: torch.device) -> float:
+    """Returns how fast this machine multiplies matrices of the kernel's kind: a moment's measurement."""
+    a, b = torch.ones(blocks.rows_per_block, 2**16, device=device), torch.ones(32, 2**16, device=device)
+    row_products(a, b)
+    return 2.0 * len(a) * len(b) * a.shape[1] / _seconds(lambda: row_products(a, b))
