@@ -19,17 +19,18 @@ from rl_training.mathematics.sketches import CountSketches
 from rl_training.offline.kernel_command import run
 from rl_training.offline.kernel_files import KERNEL_FILE
 from rl_training.offline.kernel_report import write_report
+from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.sequences import SEQUENCES_FILE
 from rl_training.offline.structure import (
     CLASSES,
     Structure,
-    chooser,
+    cosine_table,
     distinct_texts,
     edit_distance,
     headline,
     pair_table,
+    predictions,
     top_pairs,
-    what_if,
 )
 
 NUM_E, NUM_U, SIZE, CLIP, LENGTH = 4, 6, 3000, 0.5, 10
@@ -98,6 +99,23 @@ def test_cosines_are_those_of_the_gradients(structure: Structure) -> None:
     assert rows["same text"]["cosine_mean"] == pytest.approx(1.0)
     assert rows["same prompt, other text"]["cosine_mean"] == pytest.approx(-1.0)
     assert abs(rows["other prompt"]["cosine_mean"]) < 0.03
+
+
+def test_cosines_within_a_buffer_are_those_of_its_gradients(structure: Structure) -> None:
+    """Of U's 15 pairs the first two sequences are opposite, and two more pairs share a prompt; E's share none."""
+    rows = {(row["within"], row["pairs"]): row for row in cosine_table(structure)}
+    assert [rows["E", name]["count"] for name in CLASSES] == [0, 0, 6]
+    assert [rows["U", name]["count"] for name in CLASSES] == [0, 3, 12]
+    shared = rows["U", "same prompt, other text"]
+    assert shared["cosine_5"] == pytest.approx(-0.9, abs=0.02)  # of three values, −1 and two near 0
+    assert shared["cosine_stderr"] == pytest.approx(1 / 64, rel=0.5)
+    assert math.isnan(rows["E", "same text"]["cosine_mean"])
+
+
+def test_changes_of_log_probability_stand_beside_what_was_measured(structure: Structure) -> None:
+    rows = predictions(structure)
+    assert [row["measured"] for row in rows] == pytest.approx([0.9 * row["predicted"] + 0.01 for row in rows])
+    assert rows[2]["momentum"] == float(structure.kernel.tensors["products"][2, 0])
 
 
 def test_headline_regresses_measured_on_predicted_changes(structure: Structure) -> None:

@@ -115,10 +115,10 @@ def plain_hash(seed: int, name: str, number: int, index: int) -> int:
 
 
 def plain_sketch(row: list[float], seed: int, number: int, buckets: int) -> list[float]:
-    sketch, start = [0.0] * buckets, 0
+    sketch, start, width = [0.0] * buckets, 0, buckets.bit_length()
     for name, size in SIZES.items():
         for index in range(size):
-            bits = plain_hash(seed, name, number, index)
+            bits = plain_hash(seed, name, number // (64 // width), index) >> (width * (number % (64 // width)))
             sketch[bits % buckets] += row[start + index] * (1.0 if bits // buckets % 2 else -1.0)
         start += size
     return sketch
@@ -126,8 +126,8 @@ def plain_sketch(row: list[float], seed: int, number: int, buckets: int) -> list
 
 def test_sketches_are_what_plain_integers_give() -> None:
     row = rows(1, sum(SIZES.values()), 0)
-    sketches = CountSketches(SIZES, buckets=64, repeats=2, seed=7)(row)
-    for number in range(2):
+    sketches = CountSketches(SIZES, buckets=64, repeats=10, seed=7)(row)
+    for number in (0, 8, 9):  # the first and the last of the nine that share a hash, and the next
         assert sketches[0, number].tolist() == pytest.approx(plain_sketch(row[0].tolist(), 7, number, 64), abs=1e-3)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import multiprocessing
 import os
 import signal
@@ -35,7 +36,9 @@ from rl_training.offline.kernel_files import load_kernel
 from rl_training.offline.kernel_look import step_of
 from rl_training.offline.kernel_proofs import prove_identity
 from rl_training.offline.kernel_types import KernelSettings, Question, Ranks, Step
+from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.standing import Standing
+from rl_training.offline.structure import Structure
 from rl_training.offline.update import make_update
 from rl_training.step.types import OptimizerView
 from rl_training.tasks.arithmetic import arithmetic
@@ -255,6 +258,33 @@ def test_gradients_are_stored_on_request(cases: Any, tmp_path: Path) -> None:
     assert float(g.norm()) > 0
     assert len(list(tmp_path.glob("gradients-e*"))) == 6  # W and x of E, three microbatches each
     assert found["kernel"].shape == (NUM_E, NUM_U)
+
+
+def line_of(buffer: str, row: int, tokens: int) -> dict[str, Any]:
+    return {"buffer": buffer, "row": row, "hash": f"{buffer}{row}", "prompt_hash": f"{buffer}{row}", "tokens": tokens,
+            "reward": float(row % 3 == 0), "logp_change": math.nan}  # fmt: skip
+
+
+def test_what_if_is_the_step_taken_anew_without_these_sequences(cases: Any, finished: Any) -> None:
+    """Without the wrong ones, the longest, those that lower entropy most. SGD's metric does not move with the gradient,
+    as Adam's does (benchmarks/kernel_looks.py).
+    """
+    case, q = cases("SGD"), cases("SGD").question
+    of_e, of_u = ([line_of(key, i, int(n)) for i, n in enumerate(rollout.completion_mask.sum(dim=1))]
+                  for key, rollout in (("evaluation", q.evaluation), ("update", q.update)))  # fmt: skip
+    s = Structure(load_kernel(finished("SGD")), of_e, of_u)
+    rows = case.rows(NUM_E)
+    w, right = rows.log_probability(q.evaluation, torch.arange(NUM_E)).double(), s.right(of_e)
+    for text in ("wrong", "longest:4", "lowest:3"):
+        without = chooser(text)(s)
+        told = what_if(s, without)
+        left = dataclasses.replace(q.update, advantages=q.update.advantages.masked_fill(without, 0.0))
+        delta = make_update(case.standing, UpdateBuffer(left, NUM_U, 1, NUM_U), 4, False, lambda _: None).delta.double()
+        true_entropy, true_logp = float(case.step.entropy_gradient.double() @ delta), float((w @ delta)[right].mean())
+        for key, true in (("deltaH1", true_entropy), ("log_probability_of_right", true_logp)):
+            changed = abs(true - told[f"{key}_before"])
+            assert abs(told[key] - true) <= 1e-5 * abs(true), (text, key)
+            assert changed > 0.01 * abs(true)
 
 
 # --- a run that is killed, or shared ----------------------------------------------------------------------------------

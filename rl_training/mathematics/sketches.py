@@ -8,8 +8,9 @@ S independent ones of one vector give S independent answers: their mean, its sta
 degrees of freedom. (The buckets of a single sketch do not: each has seen other coordinates.) Side by side and divided
 by √S they are a sparse Johnson–Lindenstrauss transform of S·m rows with S entries a column: one code for both.
 
-b and s are hashes of a seed, the parameter's name, the number of the sketch and the coordinate: never stored, the same
-on every machine, process and block of columns, so that sketches made at different times can be multiplied.
+b and s are bits of a hash of a seed, the parameter's name and the coordinate: never stored, the same on every machine,
+process and block of columns, so that sketches made at different times can be multiplied. Of its 64 mixed bits each of
+several sketches has some of its own.
 
 Source: Charikar, Chen & Farach-Colton 2002, "Finding frequent items in data streams"; Kane & Nelson 2014, "Sparser
 Johnson–Lindenstrauss transforms"; the mixing of the hash is SplitMix64's (Steele, Lea & Flood 2014).
@@ -48,13 +49,18 @@ class CountSketches:
         # The sign is one more bit of the bucket: adding up what has either sign, and subtracting once, is the quickest.
         sums = torch.zeros(len(rows), self.repeats, 2 * self.buckets, device=rows.device)
         of_parameters = rows.split(list(self.sizes.values()), dim=1)
+        width = self.buckets.bit_length()  # bits of a bucket and its sign
+        of_a_hash = 64 // width
         for name, columns in zip(self.sizes, of_parameters, strict=True):
             for start in range(0, columns.shape[1], COLUMNS):
                 part = columns[:, start : start + COLUMNS].float()
                 index = torch.arange(start, start + part.shape[1], device=rows.device)
                 for number in range(self.repeats):
-                    hashed = _mixed(index, _key(self.seed, name, number))
-                    sums[:, number].index_add_(1, hashed & (2 * self.buckets - 1), part)
+                    which, place = divmod(number, of_a_hash)
+                    if place == 0:
+                        hashed = _mixed(index, _key(self.seed, name, which))
+                    bucket = (hashed >> (width * place)) & (2 * self.buckets - 1)
+                    sums[:, number].index_add_(1, bucket, part)
         return sums[..., self.buckets :] - sums[..., : self.buckets]
 
 

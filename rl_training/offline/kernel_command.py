@@ -4,7 +4,7 @@ FOLDER is RUN/offline/NAME/checkpoint-N/kernel:
 
     python -m rl_training.kernel FOLDER                                     numbers; tables and page anew
     python -m rl_training.kernel FOLDER --without wrong --without longest:8
-    python -m rl_training.kernel FOLDER FOLDER … --out EVOLUTION            evolution.csv, evolution.png
+    python -m rl_training.kernel FOLDER FOLDER … --out EVOLUTION            evolution.csv and three pictures
 """
 
 from __future__ import annotations
@@ -12,17 +12,13 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from matplotlib.figure import Figure
 from rich.console import Console
 from rich.table import Table
 
-from rl_training.offline.kernel_report import write_csv, write_report
-from rl_training.offline.structure import Row, Structure, chooser, headline, what_if
-
-DRAWN = (
-    "kernel/share_same_prompt", "kernel/cosine_same_prompt_other_text", "kernel/cosine_other_prompt",
-    "kernel/participation_ratio", "kernel/distinct_texts", "kernel/logp_slope",
-)  # fmt: skip
+from rl_training.offline.kernel_evolution import write_evolution
+from rl_training.offline.kernel_report import write_report
+from rl_training.offline.kernel_what_if import chooser, what_if
+from rl_training.offline.structure import Row, Structure, headline
 
 
 def main() -> None:
@@ -58,15 +54,4 @@ def run(folders: list[Path], without: list[str], out: Path | None) -> None:
         table.add_row(key, *(f"{column[key]:.4g}" for column in columns))
     Console().print(table)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        columns.sort(key=lambda column: column["step"])
-        write_csv(out / "evolution.csv", columns)
-        _draw(columns, out / "evolution.png")
-
-
-def _draw(columns: list[Row], path: Path) -> None:
-    figure = Figure(figsize=(13, 6), layout="constrained")
-    for axes, key in zip(figure.subplots(2, 3).flat, DRAWN, strict=True):
-        axes.plot([column["step"] for column in columns], [column[key] for column in columns], marker="o")
-        axes.set(title=key.removeprefix("kernel/").replace("_", " "), xlabel="optimizer step")
-    figure.savefig(path, dpi=120)
+        write_evolution(structures, columns, out)

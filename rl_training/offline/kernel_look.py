@@ -1,51 +1,102 @@
-"""The kernel of a look at a checkpoint: between its E and its U, of its very step."""
+"""The kernel of a look at a checkpoint: between its E and its U, of its very step.
+
+With kernel.source=fixed E is the same texts at every checkpoint, those that the first look wrote. At another checkpoint
+they are no draw of the policy: gradients, cosines and what the step does to their log-probabilities mean what they say,
+but their x̄ is no gradient of the policy's entropy, and shares of its change mean nothing.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rl_training.live.sampling import as_rollout
 from rl_training.mathematics.entropy import Estimator, surrogate_weights
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
 from rl_training.offline.kernel_types import KernelSettings, Question, Ranks, Step
 from rl_training.offline.probe import Look
-from rl_training.offline.sequences import write_sequences
+from rl_training.offline.sequences import tokens_of, write_sequences
 from rl_training.offline.standing import Standing
 from rl_training.offline.update import Update
+from rl_training.offline.whole import write_whole
 from rl_training.step.rollout import Rollout, join_rollouts, take_rows
+
+TEXTS_FILE = "kernel_texts.json"
 
 
 def kernel_of_look(
-    standing: Standing, look: Look, settings: KernelSettings, folder: Path, estimator: Estimator = "rb"
-) -> Path:
+    standing: Standing, look: Look, settings: KernelSettings, folder: Path, estimator: Estimator = "rb",
+    texts: Path | None = None,
+) -> Path:  # fmt: skip
     """Returns the file with the kernel between the E and the U of a look at a checkpoint, of its very step.
 
     estimator  of the entropy gradient, that of the look's first order
+    texts      for kernel.source=fixed: the file of E's texts, written from this look's E where it is not there yet
 
     Raises ValueError as `calculate_kernel` does, and where the look has no first order.
     """
     if look.first_order is None:
         raise ValueError("kernel.enabled=true needs the entropy gradient: set first_order.enabled=true")
-    evaluation = look.evaluation
-    of_e, of_u = (_of_all_processes(buffer.rollout, standing) for buffer in (evaluation, look.update_buffer))
-    scores = evaluation.scores
+    rows = GradientRows(standing.trainer, standing.parameters, settings.microbatch_size)
+    of_e, of_u = (_of_all_processes(b.rollout, standing) for b in (look.evaluation, look.update_buffer))
+    scores, prompts, direction = look.evaluation.scores, look.evaluation.prompts, look.first_order.direction[TOKEN]
+    written_by = standing.step
+    if texts is not None and settings.source == "fixed":
+        written_by, of_e, prompts = _fixed(standing, texts, of_e, prompts)
+        if written_by != standing.step:
+            scores, direction = standing.policy.score_rollout(of_e), None
     weights = surrogate_weights(
         scores.logps, scores.entropies, scores.mask, of_e.prompt_index, estimator, "token", "buffer"
     )
     question = Question(of_e, *weights, of_u, standing.trainer.max_completion_length)
-    rows = GradientRows(standing.trainer, standing.parameters, settings.microbatch_size)
+    if direction is None:
+        direction = _mean_row(rows, question)
     ranks = Ranks(standing.rank, standing.num_ranks, standing.trainer.accelerator.wait_for_everyone)
-    step = step_of(look.update, look.first_order.direction[TOKEN])
-    about = {"checkpoint": str(standing.checkpoint), "step": str(standing.step + 1), "baseline": "buffer"}
-    path = calculate_kernel(rows, step, question, settings, folder, ranks, about)
-    write_sequences(standing, look.evaluation, look.update, of_e, of_u, folder)
+    about = {
+        "checkpoint": str(standing.checkpoint), "step": str(standing.step + 1), "baseline": "buffer",
+        "texts_of_step": str(written_by + 1),
+    }  # fmt: skip
+    path = calculate_kernel(rows, step_of(look.update, direction), question, settings, folder, ranks, about)
+    write_sequences(standing, prompts, look.update, of_e, of_u, folder)
     return path
+
+
+def _fixed(
+    standing: Standing, path: Path, of_e: Rollout, prompts: Sequence[Any]
+) -> tuple[int, Rollout, tuple[Any, ...]]:
+    """Returns the step whose policy wrote the fixed texts, the texts, and their prompts as the data set has them.
+
+    of_e, prompts  what is written where there are none yet
+    """
+    if standing.rank == 0 and not path.is_file():
+        content = {
+            "step": standing.step, "prompts": list(prompts),
+            "tokens": [tokens_of(of_e, row) for row in range(of_e.num_sequences)],
+        }  # fmt: skip
+        write_whole({path: json.dumps(content).encode()})
+    standing.trainer.accelerator.wait_for_everyone()
+    content = json.loads(path.read_text(encoding="utf-8"))
+    prompt_ids, completion_ids = (
+        [torch.tensor(pair[side], device=standing.device) for pair in content["tokens"]] for side in (0, 1)
+    )
+    rollout = as_rollout(standing.trainer, prompt_ids, completion_ids, range(len(prompt_ids)))
+    return content["step"], rollout, tuple(content["prompts"])
+
+
+def _mean_row(rows: GradientRows, question: Question) -> Tensor:
+    """Returns x̄ of the question's E, (P,), by ordinary backwards."""
+    e = question.evaluation
+    weights = [w / e.num_sequences for w in (question.logp_weights, question.entropy_weights)]
+    parts = [rows.sum(e, batch, *weights).double() for batch in rows.batches(range(e.num_sequences))]
+    return torch.stack(parts).sum(dim=0).float()
 
 
 def step_of(update: Update, entropy_gradient: Tensor) -> Step:

@@ -15,8 +15,7 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from rl_training.mathematics.entropy import Estimator
-from rl_training.offline.kernel_files import Kernel
-from rl_training.offline.kernel_look import kernel_of_look
+from rl_training.offline.kernel_look import TEXTS_FILE, kernel_of_look
 from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.probe import Look
 from rl_training.offline.standing import Standing
@@ -25,9 +24,12 @@ from rl_training.offline.structure import (
     Distinct,
     Row,
     Structure,
+    cosine_table,
     distinct_texts,
     headline,
     pair_table,
+    predictions,
+    single_predictions,
     top_pairs,
 )
 
@@ -40,7 +42,7 @@ def add_kernel(
     standing: Standing, look: Look, settings: KernelSettings, folder: Path, estimator: Estimator
 ) -> dict[str, float]:
     """Returns the headline numbers of a look's kernel, which this calculates, stores and draws in `folder`."""
-    kernel_of_look(standing, look, settings, folder, estimator)
+    kernel_of_look(standing, look, settings, folder, estimator, texts=folder.parents[1] / TEXTS_FILE)
     if standing.rank == 0:
         write_report(folder)
         print(f"kernel: {folder / PAGE}")
@@ -53,13 +55,16 @@ def write_report(folder: Path) -> Path:
     s = Structure.read(folder)
     distinct = distinct_texts(s)
     clusters, order = distinct.clusters(NUM_CLUSTERS)
-    tables = {"pairs": pair_table(s), "top_pairs": top_pairs(s), "clusters": _members(distinct, clusters)}
+    tables = {
+        "pairs": pair_table(s), "cosines": cosine_table(s), "top_pairs": top_pairs(s),
+        "clusters": _members(distinct, clusters), "log_probabilities": predictions(s),
+    }  # fmt: skip
     for name, rows in tables.items():
         write_csv(folder / f"{name}.csv", rows)
     orders = {"prompt": _by_prompt(s), "cluster": _by_cluster(s, distinct, order)}
     _draw(s, orders, folder)
     data = {
-        "about": _about(s.kernel, distinct),
+        "about": _about(s, distinct),
         "evaluation": [_shown(row) for row in s.evaluation],
         "update": [_shown(row) for row in s.update],
         "cosine": _json(s.cosines),
@@ -67,6 +72,7 @@ def write_report(folder: Path) -> Path:
         "kind": _kinds(s),
         "order": {name: {"evaluation": e, "update": u} for name, (e, u) in orders.items()},
         "pairs": _json(tables["pairs"]),
+        "within": _json(tables["cosines"]),
         "top": _json(tables["top_pairs"]),
         "clusters": _json(tables["clusters"]),
         "histograms": {name: _histogram(s.cosines[s.is_of_class(name)]).long().tolist() for name in CLASSES},
@@ -78,9 +84,17 @@ def write_report(folder: Path) -> Path:
     return folder / PAGE
 
 
-def _about(kernel: Kernel, distinct: Distinct) -> str:
+def _about(s: Structure, distinct: Distinct) -> str:
+    kernel = s.kernel
     parts = {key: float(kernel.about[f"delta_h/part/{key}"]) for key in ("gradient", "momentum", "decay")}
     whole = sum(parts.values())
+    if not s.on_policy:
+        return (
+            f"{kernel.about.get('checkpoint', '')}, step {kernel.about.get('step', '?')}. E's texts are of step "
+            f"{kernel.about['texts_of_step']}: cosines and changes of log π mean what they say, contributions to "
+            f"the entropy change do not. {len(distinct.rows)} distinct texts, participation ratio "
+            f"{distinct.participation_ratio:.3g}."
+        )
     return (
         f"{kernel.about.get('checkpoint', '')}, step {kernel.about.get('step', '?')}. The pairs add up to the gradient "
         f"part of the predicted entropy change, {parts['gradient']:+.3g} of {whole:+.3g} nats per token; momentum is "
@@ -130,14 +144,11 @@ def _histogram(values: Tensor) -> Tensor:
 
 
 def _draw(s: Structure, orders: dict[str, tuple[list[int], list[int]]], folder: Path) -> None:
-    """Draws cosines.png, the matrix in both orders, and distributions.png."""
+    """Draws cosines.png, the matrix in both orders, distributions.png and log_probabilities.png."""
     figure = Figure(figsize=(13, 6), layout="constrained")
     for axes, (name, (e, u)) in zip(figure.subplots(1, 2), orders.items(), strict=True):
         values = s.cosines[e][:, u]
-        # The square root keeps the sign and lifts what is small: few pairs are near 1, and would blind a linear scale.
-        image = axes.imshow(
-            values.sign() * values.abs().sqrt(), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest"
-        )
+        image = axes.imshow(signed_root(values), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
         axes.set(title=f"cosine of gradients, by {name}", xlabel="update sequence", ylabel="evaluation sequence")
     ticks = [-1, -0.5, -0.1, 0, 0.1, 0.5, 1]
     bar = figure.colorbar(image, ax=figure.axes, ticks=[math.copysign(math.sqrt(abs(t)), t) for t in ticks])
@@ -150,6 +161,19 @@ def _draw(s: Structure, orders: dict[str, tuple[list[int], list[int]]], folder: 
         axes.bar(centres.numpy(), counts.numpy(), width=2 / BINS)
         axes.set(title=f"{name} ({int(counts.sum())})", xlabel="cosine")
     figure.savefig(folder / "distributions.png", dpi=120)
+    figure = Figure(figsize=(5, 4.6), layout="constrained")
+    axes, rows = figure.subplots(), predictions(s)
+    slope, correlation = single_predictions(s)
+    axes.axline((0, 0), slope=1, color="0.6", linewidth=0.8)
+    axes.scatter([row["predicted"] for row in rows], [row["measured"] for row in rows], s=9)
+    axes.set(title=f"change of log π of E's sequences\nslope {slope:.3f}, correlation {correlation:.4f}",
+             xlabel="predicted, W·δθ", ylabel="measured at θ + δθ")  # fmt: skip
+    figure.savefig(folder / "log_probabilities.png", dpi=120)
+
+
+def signed_root(values: Tensor) -> Tensor:
+    """Returns √|x| with the sign of x: it lifts what is small, as few pairs are near 1 and blind a linear scale."""
+    return values.sign() * values.abs().sqrt()
 
 
 def write_csv(path: Path, rows: Sequence[Row]) -> None:

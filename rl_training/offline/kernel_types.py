@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
 
 from rl_training.step.rollout import Rollout
 
+Source = Literal["look", "fixed"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -20,6 +22,7 @@ class KernelSettings:
     memory_gb: float = 8.0  # for rows that are held and rows that stream by
     dtype: str = "float32"  # of the held rows; bfloat16 halves them, and costs 2e-4 of the kernel's norm
     microbatch_size: int = 32  # sequences in a forward; hooks keep as many fp32 gradients
+    source: Source = "look"  # of the kernel's E: the look's own, or texts that stay over checkpoints
     store_gradients: bool = False
     sketch_buckets: int = 512
     sketch_repeats: int = 8
@@ -28,6 +31,8 @@ class KernelSettings:
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise ValueError(f"kernel.dtype={self.dtype}: choose float32 or bfloat16")
+        if self.source not in get_args(Source):
+            raise ValueError(f"kernel.source={self.source}: choose look or fixed")
         if self.memory_gb <= 0:
             raise ValueError(f"kernel.memory_gb={self.memory_gb} must be positive")
 

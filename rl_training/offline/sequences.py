@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from rl_training.mathematics.importance import LOGP, sequence_totals
-from rl_training.offline.buffers import EvaluationBuffer
 from rl_training.offline.standing import Standing
 from rl_training.offline.truth import by_name
 from rl_training.offline.update import Update
@@ -24,14 +23,16 @@ EVALUATION, UPDATE = "evaluation", "update"
 
 
 def write_sequences(
-    standing: Standing, evaluation: EvaluationBuffer, update: Update, of_e: Rollout, of_u: Rollout, folder: Path
+    standing: Standing, prompts: Sequence[Any], update: Update, of_e: Rollout, of_u: Rollout, folder: Path
 ) -> None:
     """Writes a line for each sequence, E's first: texts, tokens, log-probability, entropy, reward and advantage, and
     the change of its log-probability that the step really makes.
 
     Every process calls it, one writes. E's rewards are those of the data set's row with the same prompt.
+
+    prompts  (N_E,) of E, as the data set has them
     """
-    rewards = _rewards(standing, evaluation, of_e)
+    rewards = _rewards(standing, prompts, of_e)
     if standing.rank != 0:
         return
     assert of_u.rewards is not None
@@ -85,18 +86,18 @@ def _lines(
     return lines
 
 
-def _rewards(standing: Standing, evaluation: EvaluationBuffer, rollout: Rollout) -> Tensor:
+def _rewards(standing: Standing, prompts: Sequence[Any], rollout: Rollout) -> Tensor:
     """Returns the rewards of E, (N_E,); nan for a prompt that no row of the training or evaluation set has."""
     trainer, rewards = standing.trainer, torch.full((rollout.num_sequences,), math.nan)
-    wanted = {json.dumps(prompt) for prompt in evaluation.prompts}
+    wanted = {json.dumps(prompt) for prompt in prompts}
     row_of: dict[str, dict[str, Any]] = {}
     for data in (trainer.train_dataset, trainer.eval_dataset):
         for number, prompt in enumerate(data["prompt"][:] if data is not None else ()):
             key = json.dumps(prompt)
             if key in wanted and key not in row_of:
                 row_of[key] = dict(data[number])
-    known = [i for i, prompt in enumerate(evaluation.prompts) if json.dumps(prompt) in row_of]
+    known = [i for i, prompt in enumerate(prompts) if json.dumps(prompt) in row_of]
     if known:
-        rows = [row_of[json.dumps(evaluation.prompts[i])] for i in known]
+        rows = [row_of[json.dumps(prompts[i])] for i in known]
         rewards[known] = trainer.rewards_of(rows, [tokens_of(rollout, i)[1] for i in known]).cpu().float()
     return rewards

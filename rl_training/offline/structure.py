@@ -1,17 +1,18 @@
-"""What a kernel shows: which kinds of pairs move entropy, how gradients lie to one another, what would be otherwise.
+"""What a kernel shows: which kinds of pairs move entropy, and how gradients lie to one another.
 
 Everything here follows from the files of a finished kernel, without a model.
 
     contribution of a pair     C(i, j) = c X̃(i, j) A_j /(N_E N_U L)     nats per token, in all δH₁'s gradient part
     same text                  the same tokens, prompt and response: what a covariance within one sequence sees
-    same prompt, other text    E[∂S | prompt] = 0 makes these anti-aligned
-    other prompt               all that couples sequences through shared parameters alone
+    coupling                   all other pairs: what sequences do to one another through shared parameters
+      same prompt, other text  E[∂S | prompt] = 0 makes these anti-aligned
+      other prompt
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from rl_training.step.updates import CAUSES
 
 SAME_TEXT, SAME_PROMPT, OTHER_PROMPT = "same text", "same prompt, other text", "other prompt"
 CLASSES = (SAME_TEXT, SAME_PROMPT, OTHER_PROMPT)
-GRADIENT = CAUSES.index("gradient")
+COUPLING = "coupling (other text)"
 Row = dict[str, Any]
 
 
@@ -47,6 +48,11 @@ class Structure:
         return cls(kernel, of_e, [line for line in lines if line["buffer"] != EVALUATION])
 
     @property
+    def on_policy(self) -> bool:
+        """Whether E's texts are a draw of the very policy that makes the step: else it says nothing of its entropy."""
+        return self.kernel.about.get("texts_of_step") == self.kernel.about.get("step")
+
+    @property
     def advantages(self) -> Tensor:
         return self.kernel.tensors["advantages"]
 
@@ -64,8 +70,7 @@ class Structure:
 
     def is_of_class(self, name: str) -> Tensor:
         """Returns which pairs are of one of the CLASSES, (N_E, N_U)."""
-        text, prompt = (_equal(self.evaluation, self.update, key) for key in ("hash", "prompt_hash"))
-        return {SAME_TEXT: text, SAME_PROMPT: prompt & ~text, OTHER_PROMPT: ~prompt}[name]
+        return _classes(self.evaluation, self.update)[name]
 
     def right(self, rows: Sequence[Row]) -> Tensor:
         """Returns which sequences got more than half of what lies between the lowest and the highest reward in U."""
@@ -74,8 +79,10 @@ class Structure:
         return torch.tensor([row["reward"] > middle for row in rows])
 
 
-def _equal(a: Sequence[Row], b: Sequence[Row], key: str) -> Tensor:
-    return torch.tensor([[x[key] == y[key] for y in b] for x in a])
+def _classes(a: Sequence[Row], b: Sequence[Row]) -> dict[str, Tensor]:
+    """Returns which pairs of these rows are of each of the CLASSES, (len(a), len(b)) bool."""
+    text, prompt = (torch.tensor([[x[key] == y[key] for y in b] for x in a]) for key in ("hash", "prompt_hash"))
+    return {SAME_TEXT: text, SAME_PROMPT: prompt & ~text, OTHER_PROMPT: ~prompt}
 
 
 # --- tables -----------------------------------------------------------------------------------------------------------
@@ -83,38 +90,73 @@ def _equal(a: Sequence[Row], b: Sequence[Row], key: str) -> Tensor:
 
 def pair_table(s: Structure) -> list[Row]:
     """Returns a row for each class of pairs: its share of the pairs and of δH₁'s gradient part, and its cosines."""
-    masks = {name: s.is_of_class(name) for name in CLASSES}
+    masks = _classes(s.evaluation, s.update)
+    masks[COUPLING] = ~masks[SAME_TEXT]
     right_e, right_u = s.right(s.evaluation), s.right(s.update)
     for e, of_e in (("right", right_e), ("wrong", ~right_e)):
         for u, of_u in (("right", right_u), ("wrong", ~right_u)):
             masks[f"{e} in E, {u} in U"] = of_e.unsqueeze(1) & of_u
-    whole, cosine, moved = s.contributions, s.cosines, _log_probability_moves(s)
+    whole, cosine, moved = s.contributions, s.cosines, log_probability_moves(s)
     return [{"pairs": "all", **_of_pairs(torch.ones_like(whole, dtype=torch.bool), whole, cosine, moved)}] + [
         {"pairs": name, **_of_pairs(mask, whole, cosine, moved)} for name, mask in masks.items()
     ]
 
 
-def _log_probability_moves(s: Structure) -> Tensor:
+def log_probability_moves(s: Structure) -> Tensor:
     """Returns what each pair moves log π(i) by, (N_E, N_U), nats."""
     return s.kernel.scale * s.kernel.tensors["kernel"] * s.advantages
 
 
 def _of_pairs(mask: Tensor, contributions: Tensor, cosine: Tensor, moved: Tensor) -> Row:
-    own = cosine[mask & cosine.isfinite()]
     total = float(contributions.sum())
     part = float(contributions[mask].sum())
-    low, middle, high = own.quantile(own.new_tensor([0.05, 0.5, 0.95])).tolist() if len(own) else [math.nan] * 3
     return {
         "count": int(mask.sum()),
         "contribution": part,
         "share": part / total if total else math.nan,
+        **_distribution(cosine[mask]),
+        "log_probability_change": float(moved[mask].sum()) / len(mask),
+    }
+
+
+def _distribution(cosine: Tensor) -> Row:
+    own = cosine[cosine.isfinite()]
+    low, middle, high = own.quantile(own.new_tensor([0.05, 0.5, 0.95])).tolist() if len(own) else [math.nan] * 3
+    return {
         "cosine_mean": float(own.mean()) if len(own) else math.nan,
         "cosine_sd": float(own.std()) if len(own) > 1 else math.nan,
         "cosine_5": low,
         "cosine_50": middle,
         "cosine_95": high,
-        "log_probability_change": float(moved[mask].sum()) / len(mask),
     }
+
+
+def cosine_table(s: Structure) -> list[Row]:
+    """Returns a row for each class of pairs within E and within U, no sequence with itself: cosines from sketches.
+
+    cosine_stderr  the rms standard error of one such cosine: see sketches.py
+    """
+    tensors, table = s.kernel.tensors, []
+    for name, prefix, rows in (("E", "", s.evaluation), ("U", "update_", s.update)):
+        sketches, norms = tensors[f"{prefix}sketches"], tensors[f"{prefix}sq_norms"]
+        values, stderr = cosines(sketches, sketches, norms, norms)
+        pairs = torch.ones_like(values, dtype=torch.bool).triu(1) & values.isfinite()
+        for kind, mask in _classes(rows, rows).items():
+            own = mask & pairs
+            error = float(stderr[own].square().mean().sqrt())
+            table.append({"within": name, "pairs": kind, "count": int(own.sum()), **_distribution(values[own]),
+                          "cosine_stderr": error})  # fmt: skip
+    return table
+
+
+def predictions(s: Structure) -> list[Row]:
+    """Returns a row for each sequence of E: the predicted change of its log-probability, W·δθ by cause, and its own."""
+    by_cause = s.kernel.tensors["products"]
+    return [
+        {"evaluation": row["row"], **dict(zip(CAUSES, parts.tolist(), strict=True)), "predicted": float(parts.sum()),
+         "measured": row["logp_change"], "reward": row["reward"], "tokens": row["tokens"], "hash": row["hash"]}
+        for row, parts in zip(s.evaluation, by_cause, strict=True)
+    ]  # fmt: skip
 
 
 def top_pairs(s: Structure, count: int = 10) -> list[Row]:
@@ -190,71 +232,21 @@ def distinct_texts(s: Structure) -> Distinct:
     return Distinct([{**rows[n], "times": times[key]} for key, n in first.items()], values, stderr, ratio)
 
 
-# --- what if ----------------------------------------------------------------------------------------------------------
-
-Chooser = Callable[[Structure], Tensor]
-
-
-def chooser(text: str) -> Chooser:
-    """Returns what picks the sequences of U that `text` names, (N_U,) bool.
-
-    wrong | right | longest:K | lowest:K (those that lower entropy most) | prompt:HASH. Raises ValueError for another.
-    """
-    kind, _, value = text.partition(":")
-    if kind in ("wrong", "right") and not value:
-        return lambda s: s.right(s.update) == (kind == "right")
-    if kind == "longest" and value.isdigit():
-        return lambda s: _largest(torch.tensor([float(row["tokens"]) for row in s.update]), int(value))
-    if kind == "lowest" and value.isdigit():
-        return lambda s: _largest(-s.contributions.sum(dim=0), int(value))
-    if kind == "prompt" and value:
-        return lambda s: torch.tensor([row["prompt_hash"].startswith(value) for row in s.update])
-    raise ValueError(f"{text!r} names no sequences: use wrong, right, longest:K, lowest:K or prompt:HASH")
-
-
-def _largest(values: Tensor, count: int) -> Tensor:
-    chosen = torch.zeros(len(values), dtype=torch.bool)
-    chosen[values.topk(min(count, len(values))).indices] = True
-    return chosen
-
-
-def what_if(s: Structure, without: Tensor) -> Row:
-    """Returns what the step would do to entropy and to right answers, had these sequences of U taught nothing.
-
-    without  (N_U,) bool. Their advantages count as 0, all others, N_U and the metric M stay: to first order in the
-             change of the gradient, since P and the clipping follow from the gradient too
-    """
-    kept = (~without).double()
-    by_cause = s.kernel.tensors["products"]
-    others = by_cause.sum(dim=1) - by_cause[:, GRADIENT]
-    moves = _log_probability_moves(s)
-    right = s.right(s.evaluation)
-    parts = {cause: float(s.kernel.about[f"delta_h/part/{cause}"]) for cause in CAUSES}
-    gradient = float((s.contributions * kept).sum())
-    return {
-        "left_out": int(without.sum()),
-        "deltaH1": sum(parts.values()) - parts["gradient"] + gradient,
-        "deltaH1_before": sum(parts.values()),
-        "deltaH1/part/gradient": gradient,
-        "log_probability_of_right": _mean((others + (moves * kept).sum(dim=1))[right]),
-        "log_probability_of_right_before": _mean(by_cause.sum(dim=1)[right]),
-    }
-
-
-def _mean(values: Tensor) -> float:
-    return float(values.mean()) if len(values) else math.nan
+# --- the numbers of a look --------------------------------------------------------------------------------------------
 
 
 def headline(s: Structure) -> dict[str, float]:
     """Returns the numbers of a kernel that stand in a look's results."""
     by_class: Mapping[str, Row] = {row["pairs"]: row for row in pair_table(s)}
+    share = {name: row["share"] if s.on_policy else math.nan for name, row in by_class.items()}
     slope, correlation = single_predictions(s)
     distinct = distinct_texts(s)
     return {
         "kernel/identity_error": float(s.kernel.about["identity_error"]),
-        "kernel/share_same_text": by_class[SAME_TEXT]["share"],
-        "kernel/share_same_prompt": by_class[SAME_TEXT]["share"] + by_class[SAME_PROMPT]["share"],
-        "kernel/share_other_prompt": by_class[OTHER_PROMPT]["share"],
+        "kernel/share_same_text": share[SAME_TEXT],
+        "kernel/share_coupling": share[COUPLING],
+        "kernel/share_same_prompt": share[SAME_TEXT] + share[SAME_PROMPT],
+        "kernel/share_other_prompt": share[OTHER_PROMPT],
         "kernel/cosine_same_prompt_other_text": by_class[SAME_PROMPT]["cosine_mean"],
         "kernel/cosine_other_prompt": by_class[OTHER_PROMPT]["cosine_mean"],
         "kernel/distinct_texts": float(len(distinct.rows)),

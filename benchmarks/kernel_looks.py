@@ -1,0 +1,142 @@
+"""What the kernel of a checkpoint says, held against what it cannot know, as tables.
+
+    python train.py run_dir=RUN trainer.max_steps=60 trainer.save_steps=10 ++trainer.save_total_limit=99
+    python benchmarks/kernel_looks.py what_if RUN/training_state/checkpoint-20
+    python benchmarks/kernel_looks.py shares RUN/training_state/checkpoint-20 --draws 8
+
+`what_if` leaves sequences out of U and makes the step anew: its own clipping, its own P. Beside the prediction from the
+stored kernel stand W·δθ of that step, which says what keeping P and the clipping costs, and the measured change of
+log π, which differs from W·δθ by the second order of the step.
+
+`shares` draws U again and again, and E from U's own prompts, and adds up who moved entropy: the same text, the same
+prompt, other prompts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import tempfile
+from pathlib import Path
+
+import torch
+from hydra import initialize_config_dir
+from safetensors.torch import load_file
+from torch import Tensor
+
+from rl_training.job.build import build_standing
+from rl_training.job.run_settings import run_settings
+from rl_training.mathematics.importance import LOGP, sequence_totals
+from rl_training.mathematics.kernels import row_products
+from rl_training.offline.first_order import TOKEN
+from rl_training.offline.kernel_look import kernel_of_look
+from rl_training.offline.kernel_types import KernelSettings
+from rl_training.offline.kernel_what_if import chooser, what_if
+from rl_training.offline.probe import Evaluation, Look, Settings, TruthSettings, Updating, look
+from rl_training.offline.standing import Standing
+from rl_training.offline.structure import Structure
+from rl_training.offline.truth import by_name
+from rl_training.offline.update import Update, make_update
+from rl_training.step.updates import CAUSES
+
+CONF = Path(__file__).parents[1] / "conf"
+CLASSES = ("wrong", "right", "longest:64", "lowest:16")
+
+
+def standing_at(checkpoint: Path) -> Standing:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return build_standing(run_settings(checkpoint, []), checkpoint)
+
+
+def looked(standing: Standing, evaluation: Evaluation, update: Updating) -> Look:
+    settings = Settings(evaluation, update, truth=TruthSettings(enabled=False), conditioning=False)
+    return look(standing, settings)
+
+
+def what_if_table(checkpoint: Path, prompts: int) -> None:
+    standing = standing_at(checkpoint)
+    found = looked(standing, Evaluation(prompts=prompts), Updating())
+    assert found.first_order is not None
+    folder = Path(tempfile.mkdtemp())
+    kernel_of_look(standing, found, KernelSettings(store_gradients=True), folder)
+    s = Structure.read(folder)
+    w = torch.cat([load_file(path)["W"] for path in sorted(folder.glob("gradients-evaluation-*"))])
+    right = s.right(s.evaluation)
+    line("left out", "n", "dH1", "step anew", "log pi right", "W dtheta anew", "measured", "second order",
+         "-half mean square", "clip", "clip anew")  # fmt: skip
+    for name in (None, *CLASSES):
+        without = chooser(name)(s) if name else torch.zeros(len(s.update), dtype=torch.bool)
+        told, update = what_if(s, without), step_without(standing, found, without)
+        linear = row_products(w, update.delta.unsqueeze(0))[:, 0]
+        measured = change_of_log_probability(standing, found, update)
+        line(
+            name or "nobody", int(without.sum()), told["deltaH1"],
+            float(row_products(found.first_order.direction[TOKEN : TOKEN + 1], update.delta.unsqueeze(0))),
+            told["log_probability_of_right"], float(linear[right].mean()), float(measured[right].mean()),
+            float((measured - linear)[right].mean()), -0.5 * float(linear[right].square().mean()),
+            found.update.clip, update.clip,
+        )  # fmt: skip
+        line("  all of E", "", "", "", "", float(linear.mean()), float(measured.mean()),
+             float((measured - linear).mean()), -0.5 * float(linear.square().mean()))  # fmt: skip
+
+
+def step_without(standing: Standing, found: Look, without: Tensor) -> Update:
+    """Returns the step that U makes when these of its sequences, in the kernel's order, have no advantage."""
+    rollout = found.update_buffer.rollout
+    order = rollout.prompt_index.argsort(stable=True)
+    advantages = rollout.advantages.clone()
+    advantages[order[without]] = 0.0
+    buffer = dataclasses.replace(found.update_buffer, rollout=dataclasses.replace(rollout, advantages=advantages))
+    return make_update(standing, buffer, 32, False, lambda _: None)
+
+
+def change_of_log_probability(standing: Standing, found: Look, update: Update) -> Tensor:
+    """Returns S(θ + δθ) − S(θ) of E's sequences, (N_E,), in the kernel's order."""
+    rollout = found.evaluation.rollout
+    before = sequence_totals(standing.policy.score_rollout(rollout))[:, LOGP]
+    with standing.policy.shifted(by_name(standing, update.delta)):
+        after = sequence_totals(standing.policy.score_rollout(rollout))[:, LOGP]
+    return (after - before)[rollout.prompt_index.argsort(stable=True)].double()
+
+
+def shares_table(checkpoint: Path, draws: int) -> None:
+    """Prints sums of contributions by class of pairs, in 1e-3 nats per token, with the error of their mean."""
+    standing = standing_at(checkpoint)
+    rows = []
+    for draw in range(draws):
+        evaluation = Evaluation(prompts=32, responses=8, overlap="wanted", seed=2 * draw)
+        found = looked(standing, evaluation, Updating(seed=2 * draw + 1))
+        folder = Path(tempfile.mkdtemp())
+        kernel_of_look(standing, found, KernelSettings(sketch_buckets=64, sketch_repeats=2), folder)
+        s = Structure.read(folder)
+        parts = [float(s.contributions[s.is_of_class(name)].sum()) for name in ("same text", "same prompt, other text")]
+        parts += [float(s.contributions.sum()) - sum(parts), float(s.contributions.sum())]
+        others = [float(s.kernel.about[f"delta_h/part/{cause}"]) for cause in CAUSES if cause != "gradient"]
+        counts = [float(s.is_of_class(name).double().mean()) for name in ("same text", "same prompt, other text")]
+        rows.append([1e3 * x for x in (*parts, *others)] + counts)
+        line(draw, *rows[-1])
+    values = torch.tensor(rows).double()
+    line("", "same text", "same prompt, other text", "other prompt", "all pairs", "momentum", "decay", "share of pairs")
+    line("mean", *values.mean(dim=0).tolist())
+    line("se", *(values.std(dim=0) / draws**0.5).tolist())
+
+
+def line(*cells: object) -> None:
+    print("\t".join(f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells), flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["what_if", "shares"])
+    parser.add_argument("checkpoint", type=Path)
+    parser.add_argument("--prompts", type=int, default=256, help="E of what_if")
+    parser.add_argument("--draws", type=int, default=8, help="of U for shares")
+    arguments = parser.parse_args()
+    if arguments.what == "what_if":
+        what_if_table(arguments.checkpoint, arguments.prompts)
+    else:
+        shares_table(arguments.checkpoint, arguments.draws)
+
+
+if __name__ == "__main__":
+    main()

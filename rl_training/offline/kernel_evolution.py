@@ -1,0 +1,119 @@
+"""Kernels of several checkpoints beside one another: what becomes of gradients, cosines and spectrum over training.
+
+Like with like are kernels whose E is the same texts (kernel.source=fixed). Their sketches are of √P W with each step's
+own P, by the same hashes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from matplotlib.figure import Figure
+from torch import Tensor
+
+from rl_training.mathematics.clusters import average_linkage, participation_ratio
+from rl_training.mathematics.sketches import cosines
+from rl_training.offline.kernel_report import signed_root, write_csv
+from rl_training.offline.structure import OTHER_PROMPT, Row, Structure, cosine_table
+
+DRAWN = {
+    "kernel/share_coupling": "share of the gradient part\nfrom pairs of other texts",
+    "kernel/cosine_same_prompt_other_text": "cosine, same prompt other text",
+    "kernel/cosine_other_prompt": "cosine, other prompt",
+    "cosine_within_E_sd": "sd of cosines within E,\nother prompt",
+    "cosine_correlation": "cosines within E: correlation\nwith the first checkpoint's",
+    "participation_ratio_E": "participation ratio within E",
+    "median_norm": "median √K(i, i) within E, nats^½",
+    "kernel/logp_slope": "measured change of log π\non the predicted: slope",
+}
+
+
+def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], folder: Path) -> None:
+    """Writes evolution.csv, evolution.png, evolution_cosines.png and evolution_spectrum.png.
+
+    columns  a kernel's numbers, with its `step`, for each of the structures
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    order = sorted(range(len(columns)), key=lambda n: columns[n]["step"])
+    ordered, within = [structures[n] for n in order], [_within(structures[n]) for n in order]
+    rows = [
+        {**columns[n], **_numbers(s, own, ordered[0], within[0])}
+        for n, s, own in zip(order, ordered, within, strict=True)
+    ]
+    write_csv(folder / "evolution.csv", rows)
+    _draw_numbers(rows, folder / "evolution.png")
+    _draw_cosines(rows, within, _same_texts(ordered), folder / "evolution_cosines.png")
+    _draw_spectrum(rows, within, folder / "evolution_spectrum.png")
+
+
+def _within(s: Structure) -> Tensor:
+    """Returns the cosines within E, (n, n), as the sketches have them; of sequences that have a gradient."""
+    own = s.kernel.tensors["sq_norms"] > 0
+    sketches, norms = s.kernel.tensors["sketches"][own], s.kernel.tensors["sq_norms"][own]
+    values, _ = cosines(sketches, sketches, norms, norms)
+    return values.fill_diagonal_(1.0)
+
+
+def _same_texts(structures: Sequence[Structure]) -> bool:
+    texts = [[row["hash"] for row in s.evaluation] for s in structures]
+    return all(own == texts[0] for own in texts)
+
+
+def _numbers(s: Structure, within: Tensor, first: Structure, within_first: Tensor) -> Row:
+    tensors = s.kernel.tensors
+    scaled = tensors["sketches"].double() / tensors["sq_norms"].sqrt().view(-1, 1, 1)
+    scaled = scaled[tensors["sq_norms"] > 0]
+    other = next(row for row in cosine_table(s) if row["within"] == "E" and row["pairs"] == OTHER_PROMPT)
+    alike = _same_texts([first, s]) and within.shape == within_first.shape
+    pairs = torch.ones_like(within, dtype=torch.bool).triu(1)
+    both = torch.stack([within[pairs], within_first[pairs]]) if alike else torch.full((2, 2), math.nan)
+    return {
+        "cosine_within_E_mean": other["cosine_mean"],
+        "cosine_within_E_sd": other["cosine_sd"],
+        "cosine_correlation": float(torch.corrcoef(both)[0, 1]),
+        "participation_ratio_E": participation_ratio(torch.einsum("nsm,qsm->snq", scaled, scaled)),
+        "median_norm": float(tensors["sq_norms"].sqrt().median()),
+    }
+
+
+def _draw_numbers(rows: Sequence[Mapping[str, float]], path: Path) -> None:
+    figure = Figure(figsize=(14, 6), layout="constrained")
+    steps = [row["step"] for row in rows]
+    for axes, (key, title) in zip(figure.subplots(2, 4).flat, DRAWN.items(), strict=True):
+        values = [row[key] for row in rows]
+        axes.plot(steps, values, marker="o")
+        axes.set(title=title, xlabel="optimizer step")
+        if all(math.isnan(value) for value in values):
+            axes.text(0.5, 0.5, "not defined", ha="center", transform=axes.transAxes)
+    figure.savefig(path, dpi=120)
+
+
+def _draw_cosines(rows: Sequence[Row], within: Sequence[Tensor], same_texts: bool, path: Path) -> None:
+    """Draws E's matrices; of the same texts, all in the order of the first one's clusters."""
+    figure = Figure(figsize=(3.2 * len(rows) + 1, 3.6), layout="constrained")
+    order = average_linkage(within[0], 1)[1]
+    for axes, row, own in zip(figure.subplots(1, len(rows), squeeze=False).flat, rows, within, strict=True):
+        places = order if same_texts and len(own) == len(order) else average_linkage(own, 1)[1]
+        image = axes.imshow(signed_root(own[places][:, places]), cmap="RdBu_r", vmin=-1, vmax=1)
+        axes.set(title=f"step {row['step']}", xticks=[], yticks=[])
+    bar = figure.colorbar(image, ax=figure.axes, ticks=[-1, -0.5, 0, 0.5, 1])
+    bar.set_ticklabels(["−1", "−.25", "0", ".25", "1"])
+    figure.suptitle("cosines within E" + (", in the first checkpoint's clusters" if same_texts else ""))
+    figure.savefig(path, dpi=120)
+
+
+def _draw_spectrum(rows: Sequence[Row], within: Sequence[Tensor], path: Path) -> None:
+    """Draws the eigenvalues of E's matrices of cosines, as shares of their sum; sketches' noise lies beneath."""
+    figure = Figure(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    for number, (row, own) in enumerate(zip(rows, within, strict=True)):
+        values = torch.linalg.eigvalsh((own + own.T) / 2).flip(0).clamp(min=0.0) / len(own)
+        colour = 0.15 + 0.7 * number / max(len(rows) - 1, 1)
+        axes.semilogy(range(1, len(values) + 1), values.numpy(), color=(colour, 0.3, 1 - colour),
+                      label=f"step {row['step']}")  # fmt: skip
+    axes.set(xlabel="eigenvalue of the cosines within E", ylabel="share of their sum", ylim=(1e-5, 1))
+    axes.legend()
+    figure.savefig(path, dpi=120)
