@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
 import shutil
@@ -189,10 +190,14 @@ def test_texts_of_a_cell_are_there_with_their_number(structure: Structure) -> No
 
 
 def test_the_command_asks_what_if_and_follows_kernels_over_training(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    run([folder, folder], ["wrong"], tmp_path)
+    run([folder], ["wrong"], tmp_path)
     assert "without wrong: deltaH1" in capsys.readouterr().out
-    assert len((tmp_path / "evolution.csv").read_text(encoding="utf-8").splitlines()) == 3
-    assert (tmp_path / "evolution.png").stat().st_size > 1000
+    with open(tmp_path / "evolution.csv", encoding="utf-8", newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert float(row["cosine_correlation"]) == pytest.approx(1.0)  # with itself
+    assert float(row["participation_ratio_E"]) == pytest.approx(NUM_E, rel=0.01)
+    for picture in ("", "_cosines", "_spectrum"):
+        assert (tmp_path / f"evolution{picture}.png").stat().st_size > 1000
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")

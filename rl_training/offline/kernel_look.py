@@ -47,7 +47,8 @@ def kernel_of_look(
         raise ValueError("kernel.enabled=true needs the entropy gradient: set first_order.enabled=true")
     rows = GradientRows(standing.trainer, standing.parameters, settings.microbatch_size)
     of_e, of_u = (_of_all_processes(b.rollout, standing) for b in (look.evaluation, look.update_buffer))
-    scores, prompts, direction = look.evaluation.scores, look.evaluation.prompts, look.first_order.direction[TOKEN]
+    scores, prompts = look.evaluation.scores, look.evaluation.prompts
+    direction: Tensor | None = look.first_order.direction[TOKEN]
     written_by = standing.step
     if texts is not None and settings.source == "fixed":
         written_by, of_e, prompts = _fixed(standing, texts, of_e, prompts)
