@@ -230,15 +230,7 @@ def truth_of(record: Mapping[str, Any], quantity: str, unit: int) -> tuple[Tenso
     values = {name: _sum_over_blocks(of) for name, of in (("forward", forward), ("backward", backward))}
     nan = torch.full((1,), torch.nan, dtype=blocks.dtype)
     before, before_variance = (torch.cat([nan, part[:-1]]) for part in values["forward"])
-    step = 0.5 * (before + values["backward"][0])
-    if quantity == "trapezoid":
-        return step, 0.25 * (before_variance + values["backward"][1])
-    # Sorted by the fresh sample: ½F of the first, ½(F + B) of those between, ½B of the last.
-    between = _sum_over_blocks(0.5 * (forward + backward))[1]
-    between[0] = _sum_over_blocks(0.5 * forward[:1])[1]
-    last = _sum_over_blocks(0.5 * backward)[1]
-    variance = torch.cat([nan, between.cumsum(dim=0)[:-1]]) + last
-    return step.nan_to_num(0.0).cumsum(dim=0).masked_fill(step.isnan(), torch.nan), variance
+    return 0.5 * (before + values["backward"][0]), 0.25 * (before_variance + values["backward"][1])
 
 
 def _sum_over_blocks(blocks: Tensor) -> tuple[Tensor, Tensor]:
@@ -253,7 +245,7 @@ def coverage_rows(records: Sequence[Mapping[str, Any]], choice: str) -> list[str
     """Returns a row for each quantity, per token and per sequence."""
     lines = []
     for unit, unit_name in enumerate(UNITS):
-        for number, quantity in enumerate(QUANTITIES):
+        for number, quantity in enumerate(QUANTITIES[:3]):
             parts = []
             for record in records:
                 said = record["said"][choice][:, :, unit]  # (steps, quantities, 4)
@@ -282,14 +274,17 @@ def quantile(samples: Tensor) -> Tensor:
     return torch.from_numpy(stdtrit((samples - 1).numpy(), 0.975))
 
 
-def sum_row(record: Mapping[str, Any], choice: str) -> list[float]:
-    """Returns, per token, the predicted sum and the change on unseen prompts, on seen ones and by the trapezoids of the
-    truth, each with its error, and the share of forward that is left with steps without a fold."""
-    predicted, stderr = record["said"][choice][-1, QUANTITIES.index("cumulative_predicted"), 0, :2].tolist()
-    truth, variance = (column[-1].item() for column in truth_of(record, "cumulative_predicted", 0))
-    forward, without = record["truth"][:-1, :, 1:, 0].sum(dim=(0, 1)).tolist()
-    ends = [float(value) for name in ("unseen", "seen") for value in record["ends"][name][0]]
-    return [predicted, stderr, *ends, truth, math.sqrt(variance), without / forward]
+def sum_cells(record: Mapping[str, Any], choice: str) -> list[str]:
+    """Returns, per token and per sequence, the predicted sum, the change on unseen and on seen prompts, and whether the
+    interval of the sum holds the first; and what share of forward is left with steps without a fold."""
+    cells = []
+    for unit in range(len(UNITS)):
+        value, stderr, samples, _ = record["said"][choice][-1, QUANTITIES.index("cumulative_predicted"), unit].tolist()
+        unseen, seen = (record["ends"][name][unit].tolist() for name in ("unseen", "seen"))
+        held = interval_covers(value - unseen[0], stderr, round(samples), unseen[1])
+        cells += [f"{a:+.4f} ± {b:.4f}" for a, b in ((value, stderr), unseen, seen)] + ["yes" if held else "no"]
+    forward, without = record["truth"][..., 1:, 0].sum(dim=(0, 1)).tolist()
+    return [*cells, f"{without / forward:.3f}"]
 
 
 def print_tables(records: Sequence[Mapping[str, Any]]) -> None:
@@ -300,12 +295,11 @@ def print_tables(records: Sequence[Mapping[str, Any]]) -> None:
                 print(f"\n{condition}, X from {choice}, {len(group)} runs")
                 print("\n| per | estimate | steps | noise | coverage | batch alone | width |\n|" + "---|" * 7)
                 print("\n".join(coverage_rows(group, choice)))
-    print("\n| condition | seed | predicted | unseen | seen | by trapezoids of X | δθ_(−k) / δθ |\n|" + "---|" * 7)
+    titles = [f"{name}, per {unit}" for unit in UNITS for name in ("predicted", "unseen", "seen", "held")]
+    print(f"\n| condition | seed | {' | '.join(titles)} | δθ_(−k) / δθ |\n|{'---|' * (len(titles) + 3)}")
     for record in records:
-        choice = next(iter(record["said"]))
-        row = sum_row(record, choice)
-        pairs = [f"{a:+.4f} ± {b:.4f}" for a, b in zip(row[:-1:2], row[1::2], strict=True)]
-        print(f"| {' | '.join([record['condition'], str(record['seed']), *pairs, f'{row[-1]:.3f}'])} |")
+        cells = sum_cells(record, next(iter(record["said"])))
+        print(f"| {' | '.join([record['condition'], str(record['seed']), *cells])} |")
 
 
 def main() -> None:

@@ -71,7 +71,7 @@ NOT_DR_GRPO = (
     "the split of the trace is Dr-GRPO's only: set loss_type='dr_grpo', scale_rewards='none', beta=0 and "
     "mask_truncated_completions=False, or use DrGRPOTrainer"
 )
-NO_LAG = "no step yet whose {} steps before were measured as well, all on responses that no step had learned from"
+NO_LAG = "no two steps so far apart were measured yet, each on responses that no step had learned from"
 NO_RAW_ERROR = "no error bar: norms alone do not give one step's error; the averages over steps have one"
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
 AVERAGED = ("gns/trace", "gns/grad_sq_norm")
@@ -180,9 +180,9 @@ class GradientNoiseScaleProbe(Probe):
         for number, metric in enumerate(METRICS):
             persistent, of_lags = lag_averages(self._lag_history[:, number], self.decay)
             warm = bool(self._lag_history[:, number, GRAD_SQ_NORM].isfinite().any())
+            why_none = NO_LAG if warm else NOT_WARM
             for n, averages in enumerate(of_lags, start=1):
-                answers[f"gns/{metric}lag/{n}"] = means(averages, NO_LAG.format(n) if warm else NOT_WARM)[1]
-            why_none = NO_LAG.format(self._past.lags) if warm else NOT_WARM
+                answers[f"gns/{metric}lag/{n}"] = means(averages, why_none)[1]
             norm, scale = (name.format(metric) for name in PERSISTENT)
             answers[norm] = means(persistent, why_none)[1]
             answers |= with_bounds(scale, noise_scale(persistent, why_none))
