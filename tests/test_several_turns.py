@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
 import random
 import types
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import reference
@@ -16,70 +17,20 @@ from datasets import Dataset
 from test_simple_probe import Answers, Recorder, Twin, per_sequence, per_token
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
+from two_turns import LOGITS, OUTCOMES, coverage, exact, policy_logp, tables
 
 from rl_training import attach
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe
 from rl_training.tasks.models import load_tiny
 
-# --- a policy of two turns with an environment that throws dice, by enumeration ---------------------------------------
-
-STOP, GO, CALL = 0, 1, 2  # what the policy may say: the first two end its turn, after CALL the environment answers
-ANSWERS = [(0,), (1, 1)]  # what the environment says, of unlike lengths
-LOGITS = [[0.3, -0.2, 0.7], [0.9, -0.4, -0.1], [-0.6, 0.2, 0.8]]  # of the first token; of the next, after either answer
-CHANCE = 0.3  # of the first answer
-WIDTH = 5
-
-
-class Outcome(NamedTuple):
-    """One way that two turns may go: the policy's tokens with the row of LOGITS each is from, and where they stand."""
-
-    tokens: tuple[int, ...]
-    rows: tuple[int, ...]
-    columns: tuple[int, ...]
-    chance: float  # of what the environment said
-
-
-OUTCOMES = [
-    *(Outcome((first,), (0,), (0,), 1.0) for first in (STOP, GO)),
-    *(
-        Outcome((CALL, second), (0, 1 + answer), (0, 1 + len(ANSWERS[answer])), chance)
-        for answer, chance in ((0, CHANCE), (1, 1 - CHANCE))
-        for second in (STOP, GO, CALL)
-    ),
-]
-
-
-def exact(logits: reference.Table, *, of_length: bool) -> tuple[float, list[list[float]]]:
-    """Returns E[−S], or E[T], over all outcomes, and its derivative by each logit, Σ p·x·∂S, S as the policy has it."""
-    value, derivative = 0.0, [[0.0] * 3 for _ in logits]
-    for outcome in OUTCOMES:
-        logp = sum(reference.log_softmax(logits[row])[t] for row, t in zip(outcome.rows, outcome.tokens, strict=True))
-        p, x = outcome.chance * math.exp(logp), float(len(outcome.tokens)) if of_length else -logp
-        value += p * x
-        for row, sampled in zip(outcome.rows, outcome.tokens, strict=True):
-            for token in range(3):
-                d_logp = (token == sampled) - math.exp(reference.log_softmax(logits[row])[token])
-                derivative[row][token] += p * x * d_logp
-    return value, derivative
-
-
-def tables(outcomes: list[Outcome], logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns (logps, entropies, mask), (B, WIDTH), in columns as TRL has them: garbage where the policy is silent."""
-    log_pi = logits.log_softmax(dim=-1)
-    entropy = -(log_pi.exp() * log_pi).sum(dim=-1)
-    logps, entropies = (torch.full((len(outcomes), WIDTH), 1e30, dtype=torch.float64) for _ in range(2))
-    mask = torch.zeros(len(outcomes), WIDTH)
-    for i, outcome in enumerate(outcomes):
-        for row, token, column in zip(outcome.rows, outcome.tokens, outcome.columns, strict=True):
-            logps[i, column], entropies[i, column], mask[i, column] = log_pi[row, token], entropy[row], 1.0
-    return logps, entropies, mask
+# --- a policy of two turns, by enumeration ------------------------------------------------------------------------
 
 
 def mean_gradient(estimator: str, target: str, weights_of: Callable[..., Any] = surrogate_weights) -> Tensor:
     """Returns the expectation of the estimate over all groups of two outcomes."""
     groups = list(itertools.product(OUTCOMES, repeat=2))
-    outcomes = [outcome for group in groups for outcome in group]
+    outcomes = torch.cartesian_prod(torch.arange(len(OUTCOMES)), torch.arange(len(OUTCOMES))).flatten()
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
     logps, entropies, mask = tables(outcomes, logits)
     w, u = weights_of(logps, entropies, mask, torch.arange(len(groups)).repeat_interleave(2), estimator, target)
@@ -90,16 +41,19 @@ def mean_gradient(estimator: str, target: str, weights_of: Callable[..., Any] = 
     return torch.autograd.grad(total, logits)[0]
 
 
-def policy_logp(outcome: Outcome) -> float:
-    rows = (reference.log_softmax(LOGITS[row]) for row in outcome.rows)
-    return sum(row[token] for row, token in zip(rows, outcome.tokens, strict=True))
-
-
 @pytest.mark.parametrize("estimator", ["rb", "score"])
 @pytest.mark.parametrize("target", ["sequence", "length"])
 def test_mean_over_all_groups_and_answers_is_the_exact_derivative(estimator: str, target: str) -> None:
     expected = torch.tensor(exact(LOGITS, of_length=target == "length")[1], dtype=torch.float64)
     torch.testing.assert_close(mean_gradient(estimator, target), expected, rtol=0, atol=1e-9)
+
+
+def test_error_bars_hold_the_truth_and_forward_has_it_as_its_mean() -> None:
+    found = coverage(batches=150)
+    for truth, mean, error, covered in zip(*found, strict=True):
+        assert abs(mean - truth) < 4 * error
+        assert abs(truth) > 10 * error
+        assert 0.89 <= covered <= 0.99  # .945 ± .018 are expected
 
 
 @pytest.mark.parametrize("of_length", [False, True])
@@ -206,7 +160,8 @@ def train(folder: Any, kind: str, probes: list[Any], **settings: Any) -> tuple[G
     """Trains two steps of 8 prompts with 4 responses, and returns the trainer and what the probes said last."""
     Weather.dice = random.Random(0)
     prompts = [[{"role": "user", "content": f"{a}+{a % 7}="}] for a in range(16)]
-    with pytest.warns(UserWarning) if kind == "environment" else _no_warning():
+    experimental = pytest.warns(UserWarning, match="experimental feature")
+    with experimental if kind == "environment" else contextlib.nullcontext():
         trainer = GRPOTrainer(
             load_tiny()[0].double(),
             lambda completions, **kwargs: [float(len(str(c)) % 5) for c in completions],
@@ -240,12 +195,6 @@ def train(folder: Any, kind: str, probes: list[Any], **settings: Any) -> tuple[G
     attachment = attach(trainer, probes, whole_prompts=True)
     trainer.train()
     return trainer, attachment
-
-
-class _no_warning:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *exc_info: object) -> None: ...
 
 
 @pytest.mark.parametrize(("kind", "masked"), [("tool", True), ("environment", False)])

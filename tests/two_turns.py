@@ -1,0 +1,200 @@
+"""A tabular policy of two turns with an environment that throws dice: enumerated, and sampled for error bars.
+
+    python tests/two_turns.py --batches 2000
+
+How often the 95 % intervals of `forward` hold the truth, with the probe as it is and a step that is made by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import reference
+import torch
+from torch import Tensor
+
+from rl_training.mathematics.adamw import AdamWState
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.vectors import FlatVectors
+from rl_training.probes import SimpleEntropyProbe
+from rl_training.step.loss_weights import LossWeights
+from rl_training.step.rollout import Rollout
+from rl_training.step.types import OptimizerView, StepContext
+from rl_training.step.updates import FIRST_FOLD
+
+STOP, GO, CALL = 0, 1, 2  # what the policy may say: the first two end its turn, after CALL the environment answers
+ANSWERS = [(0,), (1, 1)]  # what the environment says, of unlike lengths
+LOGITS = [[0.3, -0.2, 0.7], [0.9, -0.4, -0.1], [-0.6, 0.2, 0.8]]  # of the first token; of the next, after either answer
+CHANCE = 0.3  # of the first answer
+WIDTH = 5
+
+
+class Outcome(NamedTuple):
+    """One way that two turns may go: the policy's tokens with the row of LOGITS each is from, and where they stand."""
+
+    tokens: tuple[int, ...]
+    rows: tuple[int, ...]
+    columns: tuple[int, ...]
+    chance: float  # of what the environment said
+
+
+OUTCOMES = [
+    *(Outcome((first,), (0,), (0,), 1.0) for first in (STOP, GO)),
+    *(
+        Outcome((CALL, second), (0, 1 + answer), (0, 1 + len(ANSWERS[answer])), chance)
+        for answer, chance in ((0, CHANCE), (1, 1 - CHANCE))
+        for second in (STOP, GO, CALL)
+    ),
+]
+
+
+def exact(logits: reference.Table, *, of_length: bool) -> tuple[float, list[list[float]]]:
+    """Returns E[−S], or E[T], over all outcomes, and its derivative by each logit, Σ p·x·∂S, S as the policy has it."""
+    value, derivative = 0.0, [[0.0] * 3 for _ in logits]
+    for outcome in OUTCOMES:
+        logp = sum(reference.log_softmax(logits[row])[t] for row, t in zip(outcome.rows, outcome.tokens, strict=True))
+        p, x = outcome.chance * math.exp(logp), float(len(outcome.tokens)) if of_length else -logp
+        value += p * x
+        for row, sampled in zip(outcome.rows, outcome.tokens, strict=True):
+            for token in range(3):
+                d_logp = (token == sampled) - math.exp(reference.log_softmax(logits[row])[token])
+                derivative[row][token] += p * x * d_logp
+    return value, derivative
+
+
+def _in_columns(of_outcome: list[tuple[int, ...]]) -> Tensor:
+    """Returns numbers that go with the policy's tokens in the columns where these stand, (outcomes, WIDTH), else 0."""
+    table = torch.zeros(len(OUTCOMES), WIDTH, dtype=torch.long)
+    for i, (outcome, numbers) in enumerate(zip(OUTCOMES, of_outcome, strict=True)):
+        table[i, list(outcome.columns)] = torch.tensor(numbers)
+    return table
+
+
+ROWS = _in_columns([outcome.rows for outcome in OUTCOMES])
+TOKENS = _in_columns([outcome.tokens for outcome in OUTCOMES])
+MASK = _in_columns([(1,) * len(outcome.tokens) for outcome in OUTCOMES])
+
+
+def tables(numbers: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns (logps, entropies, mask) of some OUTCOMES, (B, WIDTH), in columns as TRL has them.
+
+    Garbage stands where the policy is silent.
+    """
+    rows, silent = ROWS[numbers], MASK[numbers] == 0
+    log_pi = logits.log_softmax(dim=-1)
+    entropy = -(log_pi.exp() * log_pi).sum(dim=-1)
+    logps = log_pi[rows, TOKENS[numbers]]
+    return logps.masked_fill(silent, 1e30), entropy[rows].masked_fill(silent, 1e30), MASK[numbers].double()
+
+
+# --- the probe on batches of it ---------------------------------------------------------------------------------------
+
+G, FOLDS = 4, 16  # a fold is one prompt
+
+
+def policy_logp(outcome: Outcome) -> float:
+    rows = (reference.log_softmax(LOGITS[row]) for row in outcome.rows)
+    return sum(row[token] for row, token in zip(rows, outcome.tokens, strict=True))
+
+
+# More for calling, and for going on after the second answer.
+REWARDS = torch.tensor([float(CALL in o.tokens[:1]) + (o.columns == (0, 3) and o.tokens[1] == GO) for o in OUTCOMES])
+
+
+def context(logits: torch.nn.Parameter, drawn: Tensor, states: dict[str, AdamWState]) -> StepContext:
+    """Returns the step that Dr-GRPO makes of these outcomes, (prompts · G,)."""
+    prompts = torch.arange(len(drawn)) // G
+    rewards = REWARDS[drawn].double().view(-1, G)
+    advantages = (rewards - rewards.mean(dim=1, keepdim=True)).flatten()
+    logps, entropies, mask = tables(drawn, logits)
+    there = mask.flip(1).cumsum(dim=1).flip(1).clamp(max=1)
+    numbers = drawn.unsqueeze(1).expand(-1, WIDTH)
+    ones = torch.ones(len(drawn), 1, dtype=torch.long)
+
+    def score(rollout: Rollout, rows: Tensor) -> Scores:
+        return Scores(*tables(rollout.completion_ids[rows, 0], logits))
+
+    weights = -advantages.unsqueeze(1) * mask / (len(drawn) * WIDTH)
+    of_row = (weights * logps.masked_fill(mask == 0, 0.0)).sum(dim=1).view(FOLDS, -1).sum(dim=1) * FOLDS
+    folds = FlatVectors({"logits": logits}, FOLDS)
+    for k in range(FOLDS):
+        folds.matrix[k] = torch.autograd.grad(of_row[k], logits, retain_graph=True)[0].flatten()
+    return StepContext(
+        step=1,
+        parameters={"logits": logits},
+        gradients={"logits": folds.matrix.mean(dim=0).view_as(logits)},
+        fold_gradients=folds,
+        microbatch_sq_norms=None,
+        optimizer=OptimizerView(states, math.inf),
+        rollout=Rollout(ones, ones, numbers, mask, advantages, None, prompts, None, True, there - mask),
+        scores=Scores(logps.detach(), entropies.detach(), mask),
+        loss_weights=LossWeights(weights, None),
+        other_terms=False,
+        microbatch_rows=tuple(range(k * G, (k + 1) * G) for k in range(FOLDS)),
+        fold=prompts,
+        sampled_otherwise="",
+        no_fresh_responses="",
+        reused=False,
+        responses_per_prompt=G,
+        complete_prompts=True,
+        whole_prompts=True,
+        dr_grpo=True,
+        num_ranks=1,
+        reduce=lambda tensor: tensor,
+        policy=SimpleNamespace(score=score),
+    )
+
+
+class Coverage(NamedTuple):
+    """Of many batches, in nats per token and per sequence."""
+
+    truth: tuple[float, ...]  # ∂H by enumeration · the mean of the steps without a fold
+    mean: tuple[float, ...]
+    error_of_mean: tuple[float, ...]
+    covered: tuple[float, ...]  # share of the 95 % intervals that hold the truth
+
+
+def coverage(batches: int, seed: int = 0) -> Coverage:
+    """Returns what `forward` says of so many batches of 16 prompts at one state of a warm Adam."""
+    generator = torch.Generator().manual_seed(seed)
+    logits = torch.nn.Parameter(torch.tensor(LOGITS, dtype=torch.float64))
+    first = 0.02 * torch.rand(3, 3, generator=generator, dtype=torch.float64)
+    second = 0.001 + 0.002 * torch.rand(3, 3, generator=generator, dtype=torch.float64)
+    states = {"logits": AdamWState(first, second, 30, 0.02, (0.9, 0.99), 1e-8, 0.1)}
+    chances = torch.tensor([o.chance * math.exp(policy_logp(o)) for o in OUTCOMES], dtype=torch.float64)
+    answers: list[list[Estimate]] = []
+    steps = []
+    for _ in range(batches):
+        drawn = torch.multinomial(chances, FOLDS * G, replacement=True, generator=generator)
+        probe = SimpleEntropyProbe(per_sequence=True, error_decay=0.0)
+        ctx = context(logits, drawn, states)
+        probe.on_pre_optimizer_step(ctx)
+        said = probe.measure(ctx)
+        answers.append([said["delta_h/forward"], said["delta_h/forward_sequence"]])
+        rows: Any = probe._updates
+        steps.append(rows.matrix[FIRST_FOLD:].mean(dim=0))
+    (entropy, d_entropy), (length, d_length) = (exact(LOGITS, of_length=of_length) for of_length in (False, True))
+    by_sequence, by_length = (torch.tensor(d, dtype=torch.float64).flatten() for d in (d_entropy, d_length))
+    by_token = (by_sequence - entropy / length * by_length) / length
+    mean_step = torch.stack(steps).mean(dim=0)
+    truth = tuple(float(x @ mean_step) for x in (by_token, by_sequence))
+    values = torch.tensor([[e.value for e in pair] for pair in answers], dtype=torch.float64)
+    covered = [[abs(e.value - t) <= e.half_width() for e, t in zip(pair, truth, strict=True)] for pair in answers]
+    return Coverage(
+        truth,
+        tuple(values.mean(dim=0).tolist()),
+        tuple((values.std(dim=0) / math.sqrt(batches)).tolist()),
+        tuple(torch.tensor(covered, dtype=torch.float64).mean(dim=0).tolist()),
+    )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", type=int, default=2000)
+    found = coverage(parser.parse_args().batches)
+    for unit, *row in zip(("token", "sequence"), *found, strict=True):
+        print("per {}: truth {:.6f}, mean {:.6f} ± {:.6f}, covered {:.3f}".format(unit, *row))
