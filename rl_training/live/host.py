@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from transformers import TrainerCallback
 from trl import GRPOTrainer
+from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from rl_training.mathematics.scores import Scores
 from rl_training.step.loss_weights import LossWeights
@@ -26,6 +27,11 @@ from rl_training.step.types import Microbatch
 ROLLOUT_ROW = "rollout_row"  # the row before TRL's shuffle
 REWARD = "rollout_reward"
 POLICY_MASK = "written_by_policy"  # the mask of tools before truncated responses are taken out of it
+# What TRL hands to the model beside tokens.
+IMAGE_INPUTS = (
+    *("pixel_values", "num_images", "image_grid_thw", "image_position_ids", "image_sizes", "num_tiles"),
+    *("spatial_shapes", "pixel_attention_mask", "token_type_ids", "mm_token_type_ids"),
+)
 SAMPLING_LOGPS = "old_per_token_logps"  # TRL's own
 
 
@@ -64,6 +70,7 @@ def in_whole_prompt_order(buffered: Sequence[Mapping[str, Any]]) -> list[dict[st
 
     TRL shuffles a generation batch before it splits it. Undoing that leaves its use of the random stream as it is.
     """
+    buffered = [split_pixel_values_by_grid(batch) for batch in buffered]
     order = torch.cat([batch[ROLLOUT_ROW] for batch in buffered]).argsort().split(len(buffered[0][ROLLOUT_ROW]))
 
     def pick(values: list[Any], rows: Tensor) -> Any:
@@ -74,7 +81,26 @@ def in_whole_prompt_order(buffered: Sequence[Mapping[str, Any]]) -> list[dict[st
             return [joined[i] for i in rows]
         return values[0]  # one value for the whole generation batch
 
-    return [{key: pick([batch[key] for batch in buffered], rows) for key in buffered[0]} for rows in order]
+    in_order = [{key: pick([batch[key] for batch in buffered], rows) for key in buffered[0]} for rows in order]
+    return [unsplit_pixel_values_by_grid(batch) for batch in in_order]
+
+
+def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Returns what a batch dictionary holds for the model beside tokens, row by row; None for text alone.
+
+    ValueError, with its name, for what cannot be told apart by rows.
+    """
+    present = {name: inputs[name] for name in IMAGE_INPUTS if inputs.get(name) is not None}
+    if not present:
+        return None
+    by_row = split_pixel_values_by_grid(present)
+    for name, values in by_row.items():
+        if len(values) != len(inputs["completion_ids"]):
+            raise ValueError(
+                f"{name} has {len(values)} entries for {len(inputs['completion_ids'])} sequences, and nothing says "
+                "which are whose: probes cannot measure this model, train without them (probe=none)"
+            )
+    return by_row
 
 
 def read_rollout(
@@ -109,6 +135,7 @@ def read_rollout(
         sampling_logps=sampling_logps,
         on_policy=on_policy,
         environment_mask=None if written_by_policy is None else tokens - policy,
+        images=image_inputs(inputs),
     )
 
 

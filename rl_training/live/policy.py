@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterator, Mapping
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
+from trl.trainer.utils import unsplit_pixel_values_by_grid
 
 from rl_training.live import sampling
 from rl_training.mathematics.scores import Scores
-from rl_training.step.rollout import Rollout, in_one_width
+from rl_training.step.rollout import Rollout, images_of, in_one_width
 
 LogpsAndEntropies = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 
@@ -41,7 +42,11 @@ class TrainerPolicy:
         width, shortest_prompt = int((prompt_length + length).max()), int(prompt_length.min())
         padded = torch.cat([rollout.prompt_ids[rows], rollout.completion_ids[rows]], dim=1)
         columns = (prompt_mask.shape[1] - prompt_length).unsqueeze(1) + torch.arange(width, device=padded.device)
-        ids = padded.gather(1, columns.clamp(max=padded.shape[1] - 1))
+        columns_there = columns.clamp(max=padded.shape[1] - 1)
+        ids = padded.gather(1, columns_there)
+        images = images_of(rollout, rows) or {}
+        for name in images.keys() & {"token_type_ids", "mm_token_type_ids"}:  # they go with the tokens
+            images[name] = images[name].gather(1, columns_there)
         devices = [ids.device] if ids.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
             scores = self.logps_and_entropies(
@@ -50,6 +55,7 @@ class TrainerPolicy:
                 torch.ones_like(ids),
                 logits_to_keep=width - shortest_prompt,
                 compute_entropy=True,
+                **unsplit_pixel_values_by_grid(images),
             )
         mask = mask[:, : int(length.max())]
         columns = (prompt_length - shortest_prompt).unsqueeze(1) + torch.arange(mask.shape[1], device=ids.device)

@@ -23,14 +23,8 @@ def refuse_the_same_name(probes: Sequence[Probe]) -> None:
 
 def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
     """Raises ValueError, saying what to do, where probes would corrupt training or could measure nothing."""
-    _refuse_rollouts_that_are_not_read(trainer)
     _refuse_backwards_that_are_corrupted(trainer)
     _refuse_sharded_states(trainer)
-
-
-def _refuse_rollouts_that_are_not_read(trainer: GRPOTrainer) -> None:
-    if trainer._is_vlm:
-        raise ValueError("probes read rollouts of text: no images")
 
 
 def _refuse_backwards_that_are_corrupted(trainer: GRPOTrainer) -> None:
@@ -59,8 +53,6 @@ def _refuse_sharded_states(trainer: GRPOTrainer) -> None:
 
 def refuse_split_prompts(trainer: GRPOTrainer) -> None:
     """Raises ValueError when microbatches cannot hold whole prompts."""
-    if trainer._is_vlm:
-        raise ValueError("the whole-prompt order of microbatches is for text only: use trl.GRPOTrainer for images")
     size, group = trainer.args.per_device_train_batch_size, trainer.num_generations
     if size % group:
         raise ValueError(

@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
+from trl.trainer.utils import unsplit_pixel_values_by_grid
 
 from rl_training.live.policy import TrainerPolicy
-from rl_training.step.rollout import Rollout
+from rl_training.step.rollout import Rollout, images_of
 
 # What generate may do beside the temperature, and with which value it does nothing; None always does nothing.
 NEUTRAL_SAMPLING: dict[str, Any] = {
@@ -73,6 +74,8 @@ def why_no_fresh_responses(trainer: GRPOTrainer) -> str:
             "fresh responses would call the tools, environments or rollout_func once more, which may remember it: "
             "training would not be what it is without probes"
         )
+    if trainer._is_vlm:
+        return "fresh responses are sampled to prompts of text: validate on another run without images"
     return ""
 
 
@@ -91,7 +94,8 @@ def why_padding_matters(
     with torch.no_grad():
         alone = policy.score(rollout, row)
         width = rollout.completion_ids.shape[1]
-        padded, _, _ = policy.logps_and_entropies(trainer.model, ids, mask, logits_to_keep=width)
+        images = unsplit_pixel_values_by_grid(images_of(rollout, row) or {})
+        padded, _, _ = policy.logps_and_entropies(trainer.model, ids, mask, logits_to_keep=width, **images)
     for module, mode in modes:
         module.training = mode
     difference = (alone.logps - padded[:, : alone.logps.shape[1]])[alone.mask.bool()].abs().max()

@@ -12,8 +12,9 @@ Shape legend, used in every comment of this package:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,6 +34,7 @@ class Rollout:
     sampling_logps: Tensor | None  # (B, T) when it was sampled; None where TRL does not keep them
     on_policy: bool  # sampled at the very parameters that this optimizer step starts from
     environment_mask: Tensor | None = None  # (B, T), 1 on tokens between these that an environment wrote; None: nowhere
+    images: Mapping[str, Any] | None = None  # what the model takes beside tokens: by name, B rows of a tensor or a list
 
     @property
     def token_mask(self) -> Tensor:
@@ -62,6 +64,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
         sampling_logps=in_one_width(sampled) if len(sampled) == len(parts) else None,
         on_policy=all(part.on_policy for part in parts),
         environment_mask=written,
+        images=_join_images(parts),
     )
 
 
@@ -90,4 +93,43 @@ def take_rows(rollout: Rollout, rows: Tensor) -> Rollout:
         prompt_index=rollout.prompt_index[rows],
         sampling_logps=take(rollout.sampling_logps),
         environment_mask=take(rollout.environment_mask),
+        images=images_of(rollout, rows),
     )
+
+
+def images_of(rollout: Rollout, rows: Tensor) -> dict[str, Any] | None:
+    """Returns the images of some rows, in this order; None where there are none."""
+    if rollout.images is None:
+        return None
+    return {
+        name: values[rows] if isinstance(values, Tensor) else [values[row] for row in rows.tolist()]
+        for name, values in rollout.images.items()
+    }
+
+
+def _join_images(parts: Sequence[Rollout]) -> dict[str, Any] | None:
+    """Returns the images of several rollouts. Types of tokens stand under prompts and completions, and widen with them.
+
+    Raises ValueError where rows of unlike shapes would have to be one tensor.
+    """
+    named = [part.images for part in parts if part.images is not None]
+    if not named:
+        return None
+    if len(named) < len(parts) or any(images.keys() != named[0].keys() for images in named):
+        raise ValueError(
+            "an optimizer step learns from rows with images and from others: keep them in runs of their own"
+        )
+    joined: dict[str, Any] = {}
+    for name, first in named[0].items():
+        values = [images[name] for images in named]
+        if name.endswith("token_type_ids"):
+            prompts = [v[:, : part.prompt_ids.shape[1]] for v, part in zip(values, parts, strict=True)]
+            completions = [v[:, part.prompt_ids.shape[1] :] for v, part in zip(values, parts, strict=True)]
+            joined[name] = torch.cat([in_one_width(prompts, on_the_left=True), in_one_width(completions)], dim=1)
+        elif isinstance(first, Tensor):
+            if any(value.shape[1:] != first.shape[1:] for value in values):
+                raise ValueError(f"an optimizer step holds several rollouts whose {name} are of unlike shapes")
+            joined[name] = torch.cat(values)
+        else:
+            joined[name] = [row for value in values for row in value]
+    return joined

@@ -1,0 +1,224 @@
+"""Models that look at images: a response is scored with the images of its own row, whole prompts or not."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, Qwen2Config
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from trl import GRPOConfig, GRPOTrainer
+from trl.trainer.utils import unsplit_pixel_values_by_grid
+
+from rl_training import Estimate, Probe, attach
+from rl_training.live import host
+from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
+from rl_training.step.rollout import Rollout, images_of, join_rollouts
+from rl_training.tasks.models import load_tiny
+
+TEMPLATE = (
+    "{%- for message in messages -%}{%- for part in message.content -%}"
+    "{%- if part.type == 'image' -%}<image>{%- else -%}{{ part.text }}{%- endif -%}"
+    "{%- endfor -%}{%- endfor -%}"
+)
+
+
+def seeing() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
+    """Returns the tiny model as the language model of a LLaVA whose eyes are random, in float64, and its processor."""
+    policy, tokenizer = load_tiny()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    images = CLIPImageProcessorPil(size={"shortest_edge": 8}, crop_size={"height": 8, "width": 8})
+    processor = LlavaProcessor(images, tokenizer, 4, "default", TEMPLATE, num_additional_image_tokens=1)
+    text = Qwen2Config(**{**policy.config.to_dict(), "vocab_size": len(tokenizer)})
+    eyes = CLIPVisionConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2, image_size=8, patch_size=4,
+        initializer_range=0.5,
+    )  # fmt: skip
+    config = LlavaConfig(vision_config=eyes, text_config=text, image_token_id=processor.image_token_id)
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(config)
+    weights = dict(policy.model.state_dict())
+    table = weights["embed_tokens.weight"]
+    extra = len(tokenizer) - len(table)
+    weights["embed_tokens.weight"] = torch.cat([table, table[2].expand(extra, -1)])  # <unk>, which is never sampled
+    model.model.language_model.load_state_dict(weights)
+    model.lm_head.weight = model.model.language_model.embed_tokens.weight
+    for name, param in model.model.multi_modal_projector.named_parameters():
+        torch.nn.init.normal_(param, std=0.5 if name.endswith("weight") else 0.0)
+    model.model.vision_tower.requires_grad_(False)
+    model.config.eos_token_id = model.generation_config.eos_token_id = tokenizer.eos_token_id
+    return model.double(), processor
+
+
+class Contexts(Probe):
+    """Keeps each step, and what the policy says of its rows when it is asked in another order, two at a time."""
+
+    name = "contexts"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[tuple[Any, dict[int, Any], Any]] = []
+
+    def on_pre_optimizer_step(self, ctx: Any) -> None:
+        rows = torch.arange(ctx.rollout.num_sequences).flip(0).split(2)
+        asked = {int(row): (scores, i) for pair in rows for scores in [score(ctx, ctx.rollout, pair)]
+                 for i, row in enumerate(pair)}  # fmt: skip
+        others = {name: values[8:] + values[:8] if isinstance(values, list) else values.roll(-8, 0)
+                  for name, values in ctx.rollout.images.items()}  # fmt: skip
+        swapped = score(ctx, dataclasses.replace(ctx.rollout, images=others), torch.arange(2))
+        self.steps.append((ctx, asked, swapped))
+
+    def measure(self, ctx: Any) -> dict[str, Estimate]:
+        return {"contexts/step": Estimate(float(ctx.step))}
+
+
+def score(ctx: Any, rollout: Rollout, rows: torch.Tensor) -> Any:
+    with torch.no_grad():
+        return ctx.policy.score(rollout, rows)
+
+
+def train(folder: Any, probes: list[Any], whole_prompts: bool) -> tuple[GRPOTrainer, Any]:
+    model, processor = seeing()
+    colours = [(40 * i % 256, 255 - 30 * i % 256, 90 * i % 256) for i in range(16)]
+    rows = {
+        "prompt": [[{"role": "user", "content": f"{i}+{i % 7}="}] for i in range(16)],
+        "image": [Image.new("RGB", (8, 8), colour) for colour in colours],
+    }
+    trainer = GRPOTrainer(
+        model,
+        lambda completions, **kwargs: [float(len(str(c)) % 5) for c in completions],
+        GRPOConfig(
+            str(folder),
+            loss_type="dr_grpo",
+            scale_rewards="none",
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=2,
+            num_generations=4,
+            max_completion_length=12,
+            max_steps=2,
+            learning_rate=3e-4,
+            logging_steps=1,
+            save_strategy="no",
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to=[],
+            disable_tqdm=True,
+        ),
+        train_dataset=Dataset.from_dict(rows),
+        processing_class=processor,
+    )
+    attachment = attach(trainer, probes, whole_prompts=whole_prompts)
+    trainer.train()
+    return trainer, attachment
+
+
+def test_each_response_is_scored_with_its_own_image_and_training_is_what_it_was(tmp_path) -> None:
+    contexts = Contexts()
+    simple = SimpleEntropyProbe(validate_every=1, validate_sequences=8)
+    probes = [simple, GradientNoiseScaleProbe(), EffectiveSampleSizeProbe(), contexts]
+    probed, attachment = train(tmp_path, probes, whole_prompts=True)
+    bare, _ = train(tmp_path, [], whole_prompts=True)
+    for a, b in zip(probed.model.parameters(), bare.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    for name in ("delta_h/forward", "delta_h/backward", "gns/trace_step", "ess/advantage"):
+        assert math.isfinite(attachment.latest[name].value)
+    assert "text" in attachment.latest["delta_h/true"].reason
+    for ctx, asked, swapped in contexts.steps:
+        assert ctx.whole_prompts
+        mask = ctx.rollout.completion_mask.bool()
+        for row, (scores, i) in asked.items():
+            length = int(mask[row].sum())
+            for name in ("logps", "entropies"):
+                trained_on = getattr(ctx.scores, name)[row, :length]
+                torch.testing.assert_close(getattr(scores, name)[i, :length], trained_on, rtol=1e-3, atol=1e-4)
+        width = swapped.logps.shape[1]
+        difference = (swapped.logps - ctx.scores.logps[:2, :width])[mask[:2, :width]].abs().max()
+        assert float(difference) > 0.05  # images are seen
+
+
+def test_a_plain_trainer_without_whole_prompts_is_left_alone(tmp_path) -> None:
+    probed, attachment = train(tmp_path, [SimpleEntropyProbe()], whole_prompts=False)
+    bare, _ = train(tmp_path, [], whole_prompts=False)
+    for a, b in zip(probed.model.parameters(), bare.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert math.isfinite(attachment.latest["delta_h/reuse"].value)
+
+
+# --- the rows of other models' inputs ---------------------------------------------------------------------------------
+
+PATCHES = torch.arange(22.0).view(11, 2)  # of images with 1·2·1, 1·1·3, 1·2·2 and 1·1·2 patches
+GRIDS = torch.tensor([[1, 2, 1], [1, 1, 3], [1, 2, 2], [1, 1, 2]])
+LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    # all rows; what rows 2 and 0 of three are
+    "one tensor of patches (Qwen2-VL)": (
+        {"pixel_values": PATCHES, "image_grid_thw": GRIDS, "num_images": [1, 2, 1]},
+        {
+            "pixel_values": torch.cat([PATCHES[9:], PATCHES[:2]]),
+            "image_grid_thw": GRIDS[[3, 0]],
+            "num_images": [1, 1],
+        },
+    ),
+    "an image a row (LLaVA)": (
+        {"pixel_values": PATCHES[:4], "num_images": [1, 2, 1], "image_sizes": GRIDS},
+        {"pixel_values": PATCHES[[3, 0]], "num_images": [1, 1], "image_sizes": GRIDS[[3, 0]]},
+    ),
+    "tiles (InternVL)": (
+        {"pixel_values": PATCHES[:6], "num_images": [1, 1, 1], "num_tiles": [3, 1, 2]},
+        {"pixel_values": PATCHES[[4, 5, 0, 1, 2]], "num_images": [1, 1], "num_tiles": [2, 3]},
+    ),
+    "padded to a row (SmolVLM)": (
+        {"pixel_values": PATCHES[:3], "num_images": [2, 1, 1], "pixel_attention_mask": GRIDS[:3]},
+        {"pixel_values": PATCHES[[2, 0]], "num_images": [1, 2], "pixel_attention_mask": GRIDS[[2, 0]]},
+    ),
+}
+
+
+def rollout_of(batch: dict[str, Any], rows: int = 3) -> Rollout:
+    ids = torch.ones(rows, 2, dtype=torch.long)
+    whole = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": ids}
+    whole |= {"advantages": torch.zeros(rows), host.ROLLOUT_ROW: torch.arange(rows), **batch}
+    return host.read_rollout(whole, 0, rows, True)
+
+
+def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
+    assert got.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(torch.as_tensor(got[name]), torch.as_tensor(value)), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rows_are_picked_from_every_layout_of_trls(layout: str) -> None:
+    batch, expected = LAYOUTS[layout]
+    rollout = rollout_of(batch)
+    assert_same(unsplit_pixel_values_by_grid(images_of(rollout, torch.tensor([2, 0]))), expected)
+    twice = join_rollouts([rollout, rollout])
+    assert_same(unsplit_pixel_values_by_grid(images_of(twice, torch.tensor([5, 0]))), expected)
+    in_order = host.in_whole_prompt_order([{**batch, host.ROLLOUT_ROW: torch.tensor([1, 0, 2])}])[0]
+    again = rollout_of({name: in_order[name] for name in batch})
+    assert_same(unsplit_pixel_values_by_grid(images_of(again, torch.tensor([2, 1]))), expected)
+
+
+def test_types_of_tokens_widen_with_prompts_and_completions() -> None:
+    def part(prompt: int, completion: int) -> Rollout:
+        rollout = rollout_of({"token_type_ids": torch.ones(3, prompt + completion, dtype=torch.long)})
+        return dataclasses.replace(
+            rollout,
+            prompt_ids=torch.ones(3, prompt, dtype=torch.long),
+            completion_ids=torch.ones(3, completion, dtype=torch.long),
+        )
+
+    joined = join_rollouts([part(2, 3), part(4, 1)])
+    assert joined.images["token_type_ids"][[0, 3]].tolist() == [[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]]
+
+
+def test_what_cannot_be_told_apart_by_rows_is_named() -> None:
+    with pytest.raises(ValueError, match=r"image_sizes has 4 entries for 3 sequences"):
+        rollout_of({"pixel_values": PATCHES[:3], "num_images": [2, 1, 1], "image_sizes": GRIDS})
+    with pytest.raises(ValueError, match="rows with images and from others"):
+        join_rollouts([rollout_of({}), rollout_of(LAYOUTS["an image a row (LLaVA)"][0])])
