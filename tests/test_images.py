@@ -65,7 +65,7 @@ class Contexts(Probe):
         self.steps: list[tuple[Any, dict[int, Any], Any]] = []
 
     def on_pre_optimizer_step(self, ctx: Any) -> None:
-        rows = torch.arange(ctx.rollout.num_sequences).flip(0).split(2)
+        rows = torch.arange(ctx.rollout.num_sequences).view(2, -1).T  # pairs of different prompts
         asked = {int(row): (scores, i) for pair in rows for scores in [score(ctx, ctx.rollout, pair)]
                  for i, row in enumerate(pair)}  # fmt: skip
         others = {name: values[8:] + values[:8] if isinstance(values, list) else values.roll(-8, 0)

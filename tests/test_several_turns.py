@@ -215,6 +215,7 @@ def test_with_tools_and_environments_the_probe_is_the_plain_twin_and_training_is
         rollout = step.rollout
         written = rollout.token_mask.sum(dim=1) - rollout.completion_mask.sum(dim=1)
         assert 0.1 < float((written > 0).float().mean()) < 0.9
+        assert rollout.completion_mask[:, 0].all()  # the policy begins, and is heard where it is cut off later
         cut_in_second_turn += int(((rollout.completion_mask[:, -1] == 1) & (written > 0)).sum())
         length = settings["max_completion_length"]
         twin = Twin(step, responses=1, estimator="rb", max_length=length, draw="first")
@@ -227,6 +228,7 @@ def test_with_tools_and_environments_the_probe_is_the_plain_twin_and_training_is
         assert "may remember it" in answer["delta_h/true"].reason
         assert "may remember it" in answer["delta_h/evaluation"].reason
     assert not masked or cut_in_second_turn > 2
+    assert probe._truth._buffer is None  # nothing was sampled
     weights = (rollout.advantages.abs() * rollout.completion_mask.sum(dim=1)).double()
     kish = float(weights.sum() ** 2 / weights.square().sum())
     assert attachment.latest["ess/token_weight"].value == pytest.approx(kish, rel=1e-6)
