@@ -2,12 +2,14 @@
 
 import gc
 import os
+import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from spare import spare_trainings
 
 # Libraries read these when they are imported: no test module has been yet.
 TRACKIO = tempfile.TemporaryDirectory(prefix="trackio-")
@@ -40,6 +42,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """Spares the garbage collector, which every training calls once, the imports' objects: half a second each time."""
+    """Once everything is imported, spares trainings what they would do again, and starts the server of forks."""
     gc.collect()
-    gc.freeze()
+    spare_trainings()
+    if "warm" in sys.modules:
+        sys.modules["warm"].start_server()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,16 @@ from trl import GRPOConfig, GRPOTrainer
 from rl_training import DrGRPOConfig, DrGRPOTrainer
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
+
+
+@functools.cache
+def _first_policy() -> tuple[Any, Any]:
+    return load_tiny()
+
+
+@functools.cache
+def _task() -> Any:
+    return arithmetic(num_train=256, num_eval=8)
 
 
 def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
@@ -33,8 +45,8 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
         train_dataset: Any = None,
         **settings: Any,
     ) -> GRPOTrainer:
-        task = arithmetic(num_train=256, num_eval=8)
-        policy, tokenizer = load_tiny()
+        task = _task()
+        policy, tokenizer = (copy.deepcopy(loaded) for loaded in _first_policy())
         defaults: dict[str, Any] = {
             "output_dir": str(folder / "state"),
             "per_device_train_batch_size": 8,
