@@ -5,11 +5,8 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import os
 import random
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import warm
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
 from torch import Tensor
@@ -424,12 +422,7 @@ def test_two_processes_say_what_one_says(run: Path, tmp_path: Path, capsys: pyte
         cfg = compose("offline", [*own, f"output={tmp_path / 'one'}"])
         (path,) = look_at_checkpoints(cfg)
     assert "predicted, first order" in capsys.readouterr().out
-    words = ["--standalone", "--nproc_per_node", "2", str(ROOT / "offline.py"), *own, f"output={tmp_path / 'two'}"]
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words], env={**os.environ, "ACCELERATE_USE_CPU": "true"},
-        capture_output=True, text=True, timeout=240, check=False,
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    warm.run_on_ranks(("offline.py", *own, f"output={tmp_path / 'two'}"), 2, ACCELERATE_USE_CPU="true")
     one, two = (read_result(tmp_path / p / path.relative_to(tmp_path / "one")) for p in ("one", "two"))
     assert (one["world_size"], two["world_size"]) == (1, 2)
     compared = 0

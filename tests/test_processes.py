@@ -20,6 +20,11 @@ from typing import Any
 import pytest
 import torch
 import warm
+from accelerate.commands.launch import (
+    _validate_launch_command,
+    launch_command_parser,
+    prepare_simple_launcher_cmd_env,
+)
 from safetensors.torch import save_file
 
 from rl_training.job.build import _check_sharding
@@ -201,14 +206,12 @@ def test_a_checkpoint_of_deepspeed_is_whole_only_with_its_engines_states_and_onl
 # --- launches that cannot be ------------------------------------------------------------------------------------------
 
 
-def launch(*command: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(BIN / "accelerate"), "launch", *command], cwd=ROOT, capture_output=True, text=True, timeout=600
-    )
-
-
 def test_asking_for_two_processes_and_getting_one_is_an_error(tmp_path: Path) -> None:
-    ended = launch("--cpu", "--num_processes", "2", "train.py", *SMALL, f"run_dir={tmp_path / 'run'}")
+    asked = ["--cpu", "--num_processes", "2", "train.py", *SMALL, f"run_dir={tmp_path / 'run'}"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(asked))
+    (python, *program), env = prepare_simple_launcher_cmd_env(arguments)  # what accelerate launch then starts
+    assert python == sys.executable
+    ended = warm.run(*program, env=env)
     assert ended.returncode != 0
     assert "asked for several processes and started only this one: use --config_file launch/cpu_ddp" in ended.stderr
     assert not (tmp_path / "run").exists()
@@ -236,8 +239,9 @@ def test_a_port_that_is_taken_on_the_first_of_two_machines_is_named(tmp_path: Pa
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        ended = launch(
-            "--config_file", "launch/ddp.yaml", "--num_machines", "2", "--machine_rank", "0", "--num_processes", "2",
+        ended = warm.run(
+            str(BIN / "accelerate"), "launch", "--config_file", "launch/ddp.yaml", "--num_machines", "2",
+            "--machine_rank", "0", "--num_processes", "2",
             "--main_process_ip", "127.0.0.1", "--main_process_port", port, "train.py", f"run_dir={tmp_path / 'run'}",
         )  # fmt: skip
     assert ended.returncode != 0

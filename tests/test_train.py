@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -31,17 +30,13 @@ SMALL = [
 ]
 
 
-def run(*command: str, timeout: float = 600) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False)
-
-
 def train(*overrides: str) -> subprocess.CompletedProcess[str]:
     return warm.run("train.py", *overrides)
 
 
 def test_the_main_job_trains_measures_and_reports(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    launched = run(
+    launched = warm.run(
         str(BIN / "accelerate"), "launch", "--config_file", "launch/cpu.yaml",
         "train.py", "probe=simple", *SMALL, "logger=tensorboard", f"run_dir={folder}",
     )  # fmt: skip
@@ -59,14 +54,7 @@ def test_the_main_job_trains_measures_and_reports(tmp_path: Path) -> None:
 
 
 def test_two_processes_measure_as_one_run(tmp_path: Path) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    launched = run(
-        str(BIN / "torchrun"), "--nproc_per_node", "2", "--master_port", str(port), "train.py", *SMALL,
-        f"run_dir={tmp_path / 'run'}",
-    )  # fmt: skip
-    assert launched.returncode == 0, launched.stderr
+    warm.run_on_ranks(("train.py", *SMALL, f"run_dir={tmp_path / 'run'}"), 2)
     rows = read_estimates(tmp_path / "run" / "logs")
     assert {row["world_size"] for row in rows} == {2}
     forward = [row for row in rows if row["name"] == "delta_h/forward"]
