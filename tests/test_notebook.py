@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import json
 import os
 from pathlib import Path
+from typing import Any
 
-import nbformat
+import matplotlib.pyplot as plt
 import pytest
-from nbclient import NotebookClient
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.jsonl import Records
@@ -26,14 +28,28 @@ def record(folder: Path, probed: bool) -> Path:
     return folder
 
 
-def run_notebook(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> str:
-    """Returns the text that its cells put out; an exception in one of them is raised here."""
+def run_notebook(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+    """Returns what its cells have as values, as text, and how many figures they draw; an exception is raised here.
+
+    In this process: a kernel of Jupyter's would import everything again.
+    """
     monkeypatch.setenv("RUNS", os.pathsep.join(map(str, runs)))
-    monkeypatch.setenv("PYTHONPATH", str(NOTEBOOK.parents[1]))
-    notebook = nbformat.read(NOTEBOOK, as_version=4)
-    NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
-    outputs = [output for cell in notebook.cells if cell.cell_type == "code" for output in cell.outputs]
-    return "\n".join(str(output.get("text", output.get("data", {}).get("text/plain", ""))) for output in outputs)
+    plt.close("all")
+    names: dict[str, object] = {}
+    values = []
+    for cell in cells():
+        statements = ast.parse("".join(cell["source"])).body
+        last = [statements.pop()] if isinstance(statements[-1], ast.Expr) else []
+        exec(compile(ast.Module(statements, []), str(NOTEBOOK), "exec"), names)
+        values += [eval(compile(ast.Expression(each.value), str(NOTEBOOK), "eval"), names) for each in last]
+    figures = len(plt.get_fignums())
+    plt.close("all")
+    return "\n".join(map(str, values)), figures
+
+
+def cells() -> list[dict[str, Any]]:
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
 
 
 def test_the_notebook_shows_several_runs_and_leaves_out_what_one_has_not_recorded(
@@ -44,13 +60,13 @@ def test_the_notebook_shows_several_runs_and_leaves_out_what_one_has_not_recorde
     folder.mkdir(parents=True)
     table = "step,metric,value,stderr,num_prompts\n4,reward,0.5,0.1,64\n4,kl/token,0.1,0.01,64\n"
     (folder / "consolidated_metrics.csv").write_text(table)
-    text = run_notebook([tmp_path], monkeypatch)
+    text, figures = run_notebook([tmp_path], monkeypatch)
     assert all(name in text for name in ("first", "second", "bare"))
     assert "-0.6" in text  # measured and predicted, at step 6
-    assert text.count("<Figure size") == 4
+    assert figures == 4
 
 
 def test_the_notebook_is_stored_without_outputs() -> None:
-    for cell in nbformat.read(NOTEBOOK, as_version=4).cells:
-        assert not cell.get("outputs")
-        assert cell.get("execution_count") is None
+    for cell in cells():
+        assert not cell["outputs"]
+        assert cell["execution_count"] is None
