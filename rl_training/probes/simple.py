@@ -21,7 +21,8 @@ steps learn from responses again, 3K more (fold_moments.py).
 The error bar of `forward` is the delete-one-fold jackknife with δθ_(−k,−l) taken to first order,
 δθ_(−k) + δθ_(−l) − δθ, and, for folds k on another rank than l, without the effect of l on their δθ. The error bars of
 its parts leave that effect out altogether. A batch that misses rare responses does not know how far off it is: the
-variances of single steps are averaged over about three of them (running_variance.py). Sums use each batch's own.
+variances of single steps are averaged over about three of them (running_variance.py). Sums use each batch's own, but
+for the end of their last step.
 """
 
 from __future__ import annotations
