@@ -35,7 +35,7 @@ def drawn(generator: torch.Generator, together: float) -> FoldSums:
     lost = (shift.sum(dim=0) - shift.diagonal()).unsqueeze(1).expand(K, 2)
     without = rows.sum(dim=0) - rows
     without[:, LEVELS:].view(K, -1, 2)[:, FORWARD] += lost
-    return FoldSums(rows.sum(dim=0), without, K, None)
+    return FoldSums(rows.sum(dim=0), without, K, left_out=True, halves=None)
 
 
 def known(together: float) -> Tensor:
