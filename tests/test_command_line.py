@@ -102,6 +102,8 @@ def train(tmp_path: Path, *arguments: str, **env: str) -> Command:
         (["data=arithmetic", "+data.num_train=3"], "has 3 prompts, and a rollout needs 8"),
         (["run_dir="], "run_dir= is no folder"),
         (["run_dir=null"], "run_dir=None is no folder"),
+        (["~trainer"], "is not there: a run needs it"),
+        (["model=null"], "model=null: a choice by name is needed"),
         (["trainer.learning_rate=1e10"], "step 2"),
         (["trainer.learning_rate=1e10", "buffer=filtered", "probe=none"], "step 2: the policy's probabilities are nan"),
     ],

@@ -155,6 +155,11 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
         (["resume=latest"], "no complete checkpoint"),
         (["run_dir=/dev/null/run"], "choose another with run_dir=PATH"),
         (["probes.simple.estimator=naive"], "'rb' or 'score'"),
+        (["probes.simple.num_folds=1.5"], "num_folds=1.5 must be a whole number, or null"),
+        (["probe=gns", "probes.gns.decay=abc"], "decay=abc must be a number"),
+        (["probes=null"], "give probe=none"),
+        (["probes.simple=null"], "leave it out of the list"),
+        (["data=gsm8k", "data.path=5"], """is no path: in quotes it is one, 'data.path="5"'"""),
     ],
 )
 def test_a_mistake_is_named_with_the_way_out(tmp_path: Path, overrides: list[str], message: str) -> None:

@@ -186,14 +186,18 @@ def test_a_checkpoint_of_two_processes_is_said_not_to_go_on_bitwise_with_one(
     assert "checkpoint-3 was written by 2 process(es) and goes on with 1: with other random numbers" in caplog.text
 
 
-@pytest.mark.parametrize("probe", [SimpleEntropyProbe(), GradientNoiseScaleProbe()], ids=lambda probe: probe.name)
-def test_a_probes_state_of_another_shape_is_named_with_the_way_out(run_dir: Path, probe: Probe) -> None:
+@pytest.mark.parametrize(
+    ("probe", "part"),
+    [(SimpleEntropyProbe(), "sum."), (SimpleEntropyProbe(), "pairs"), (GradientNoiseScaleProbe(), "history")],
+)
+def test_a_probes_state_of_another_shape_is_named_with_the_way_out(run_dir: Path, probe: Probe, part: str) -> None:
     checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
     with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
         about, state = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    save_file({name: torch.stack([t, t], dim=-1) for name, t in state.items()}, checkpoint / PROBE_STATES, about)
+    twice = {name: torch.stack([t, t], dim=-1) if f"/{part}" in name else t for name, t in state.items()}
+    save_file(twice, checkpoint / PROBE_STATES, about)
     with pytest.raises(
-        ValueError, match=rf"probes\.safetensors: the state of probe '{probe.name}' does not fit.*has shape"
+        ValueError, match=rf"probes\.safetensors: the state of probe '{probe.name}' does not fit.*{part}.* has shape"
     ):
         load_probe_states([probe], checkpoint)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
-from omegaconf.errors import MissingMandatoryValue
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 CONF = Path(__file__).parents[2] / "conf"
 
@@ -32,6 +32,11 @@ def explain(error: BaseException) -> str:
         group, name = choice.groups()
         options = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
         return f"{group}={name}: there is no such {group}. Choose from {', '.join(options)}{_meant(name, options)}"
+    if isinstance(error, OmegaConfBaseException) and "is not in struct" in message:
+        return f"{error.full_key} is not there: a run needs it, so it cannot be taken away"
+    if message.startswith("Config group override must be a string"):
+        chosen = [arg for arg in sys.argv[1:] if arg.endswith("=null") and (CONF / arg.removesuffix("=null")).is_dir()]
+        return f"{' '.join(chosen)}: a choice by name is needed, see --help; several have none"
     setting = re.search(r"Could not override '([^']+)'", message)
     if setting:
         return f"{setting.group(1)}: {_no_such_setting(setting.group(1))}"

@@ -12,6 +12,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from rl_training.job.explain import quoted
 from rl_training.job.stored_settings import load_settings
 from rl_training.live.trainer import DrGRPOConfig
 from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
@@ -32,7 +33,9 @@ WHOLE_NUMBERS = {
 # Settings of the trainer below which it would train nothing, or something else; -1 steps: as many as the epochs have.
 LEAST = {"num_iterations": 1, "max_completion_length": 1, "learning_rate": 0, "max_grad_norm": 0, "weight_decay": 0,
          "adam_epsilon": 0, "warmup_steps": 0}  # fmt: skip
-COUNTS = ("every", "responses_per_prompt", "validate_every", "validate_sequences", "top_responses", "split_prompts")
+COUNTS = ("every", "responses_per_prompt", "validate_every", "validate_sequences", "top_responses", "split_prompts",
+          "lags")  # fmt: skip
+SHARES = ("decay", "error_decay", "prompt_share")
 MOST_SEQUENCES = 2**16  # of a buffer that a probe validates on: hours on any machine
 SAME_AS = {
     "per_device_train_batch_size": "batch.microbatch_size",
@@ -66,9 +69,11 @@ def check_settings(cfg: DictConfig) -> None:
         if type(value) is not int or not least <= value <= most:
             bound = f", at most {most}" if type(value) is int and value > most else ""
             raise ValueError(f"{key}={value} must be a whole number, at least {least}{bound}")
-    for probe, options in cfg.probes.items():
-        for option, value in options.items():
-            _check_probe_option(f"probes.{probe}.{option}", value)
+    _check_probes(cfg.get("probes"))
+    for key in ("data.path", "model.name"):
+        value = OmegaConf.select(cfg, key)
+        if not isinstance(value, str | None):
+            raise ValueError(f"{key}={value} is no path: in quotes it is one, {quoted(key, str(value))}")
     shown = OmegaConf.select(cfg, "logger.metrics", default="all")
     if shown not in ("core", "all"):
         raise ValueError(f"logger.metrics={shown}: choose core, about 15 numbers, or all")
@@ -166,8 +171,22 @@ def _check_number(name: str, kind: Any, value: Any) -> None:
         )
 
 
+def _check_probes(probes: Any) -> None:
+    if not isinstance(probes, DictConfig):
+        raise ValueError("there is nothing in `probes`: for a run without probes give probe=none")
+    for probe, options in probes.items():
+        if not isinstance(options, DictConfig):
+            raise ValueError(f"probes.{probe}={options}: for a run without it leave it out of the list probe=[…]")
+        for option, value in options.items():
+            _check_probe_option(f"probes.{probe}.{option}", value)
+
+
 def _check_probe_option(key: str, value: Any) -> None:
     name = key.rsplit(".", 1)[-1]
+    if name in SHARES and type(value) not in (int, float):
+        raise ValueError(f"{key}={value} must be a number")
+    if name == "num_folds" and value is not None and type(value) is not int:
+        raise ValueError(f"{key}={value} must be a whole number, or null for one per microbatch")
     if name in COUNTS and (type(value) is not int or value < 0):
         raise ValueError(f"{key}={value} must be a whole number, at least {int(name == 'every')}")
     if name == "validate_sequences" and value > MOST_SEQUENCES:
