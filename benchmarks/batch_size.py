@@ -16,6 +16,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import rl_training.job.silence  # noqa: F401
+
 from default_task import default_trainer
 from tqdm import tqdm
 from transformers import TrainerCallback

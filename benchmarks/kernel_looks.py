@@ -19,6 +19,8 @@ import dataclasses
 import tempfile
 from pathlib import Path
 
+import rl_training.job.silence  # noqa: F401
+
 import torch
 from hydra import initialize_config_dir
 from safetensors.torch import load_file

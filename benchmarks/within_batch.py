@@ -20,6 +20,8 @@ import tempfile
 from collections.abc import Sequence
 from typing import Any
 
+import rl_training.job.silence  # noqa: F401
+
 import torch
 from default_task import default_trainer
 from torch import Tensor

@@ -139,7 +139,6 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
         (["++trainer.max_stepz=2"], "did you mean trainer.max_steps"),
         (["++trainer.gradient_accumulation_steps=2"], "set batch.sequences_per_step"),
         (["++trainer.deepspeed=launch/zero2.json"], "--config_file launch/zero2.yaml"),
-        (["++trainer.top_p=0.9"], "set top_p=1.0"),
         (["trainer.max_steps=abc"], "trainer.max_steps=abc must be a whole number"),
         (["++trainer.max_grad_norm=null"], "0 switches clipping off"),
         (["trainer.per_device_train_batch_size=16"], "set batch.microbatch_size instead"),

@@ -174,10 +174,10 @@ def _check_number(name: str, kind: Any, value: Any) -> None:
 def _check_probes(probes: Any) -> None:
     if not isinstance(probes, DictConfig):
         raise ValueError("there is nothing in `probes`: for a run without probes give probe=none")
-    for probe, options in probes.items():
-        if not isinstance(options, DictConfig):
-            raise ValueError(f"probes.{probe}={options}: for a run without it leave it out of the list probe=[…]")
-        for option, value in options.items():
+    for probe in map(str, probes):
+        if not isinstance(probes[probe], DictConfig):
+            raise ValueError(f"probes.{probe}={probes[probe]}: for a run without it leave it out of the list probe=[…]")
+        for option, value in probes[probe].items():
             _check_probe_option(f"probes.{probe}.{option}", value)
 
 
