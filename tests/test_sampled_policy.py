@@ -1,4 +1,4 @@
-"""Responses that are no samples of the scored policy: what can be measured is, the rest is nan with the reason."""
+"""Responses that are no samples of the scored policy, or that are not learned from: what can be measured is."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
+from rl_training.live import host
 from rl_training.live.sampled_policy import why_sampled_otherwise
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.step.ground_truth import MEASURED
@@ -140,3 +141,36 @@ def test_a_model_whose_scores_depend_on_padding_keeps_what_needs_no_policy(make_
     trainer = make_trainer(GRPOTrainer, model=GPT2LMHeadModel(config), reward=length)
     answers, _ = answers_of(trainer)
     assert_only_simple_is_missing(answers, "absolute position embeddings")
+
+
+def test_where_every_response_is_left_out_the_step_is_decay_and_the_entropy_that_of_all(make_trainer) -> None:
+    settings = {"mask_truncated_completions": True, "max_completion_length": 3}  # hardly begun
+    bare = make_trainer(**settings)
+    bare.train()
+    trainer = make_trainer(**settings)
+    trainer.attachment.remove()
+    answers, contexts = answers_of(trainer, split_prompts=1)
+    for a, b in zip(bare.model.parameters(), trainer.model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    ctx = contexts.all[-1]
+    assert (ctx.rollout.completion_mask.sum(dim=1) == 3).all()
+    assert all(not gradient.any() for gradient in ctx.gradients.values())
+    assert answers["entropy/token"].value == pytest.approx(float(ctx.scores.entropies.mean()), rel=1e-6)
+    fresh = ctx.policy.score_rollout(ctx.rollout)  # of the model after the step, which is small
+    torch.testing.assert_close(ctx.scores.entropies, fresh.entropies, rtol=0, atol=0.02)
+    assert answers["delta_h/forward"].value == pytest.approx(answers["delta_h/part/decay"].value, rel=1e-9)
+    assert answers["delta_h/forward"].value != 0.0
+    assert answers["ess/zero_advantage"].value == 1.0
+    assert "zero" in answers["ess/advantage"].reason
+    assert "no gradient at all" in answers["gns/noise_scale_prompts"].reason
+    assert "mask_truncated_completions=False" in answers["gns/trace_between"].reason
+
+
+def test_a_prompts_responses_on_two_processes_are_one_prompts() -> None:
+    ids = torch.ones(6, 1, dtype=torch.long)
+    batch = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": ids}
+    batch |= {"advantages": torch.zeros(6), host.ROLLOUT_ROW: torch.arange(6)}
+    indices = [
+        host.read_rollout(batch, 12, 4, True, begun=process * 6 % 4).prompt_index.tolist() for process in range(3)
+    ]
+    assert indices == [[12] * 4 + [13] * 2, [12] * 2 + [13] * 4, [12] * 4 + [13] * 2]

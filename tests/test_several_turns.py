@@ -19,7 +19,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from two_turns import LOGITS, OUTCOMES, coverage, exact, policy_logp, tables
 
-from rl_training import attach
+from rl_training import DrGRPOConfig, DrGRPOTrainer, attach
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe
 from rl_training.tasks.models import load_tiny
@@ -156,16 +156,41 @@ class Weather:
         return "-" * self.dice.randrange(1, 4) + str(self.dice.randrange(10))
 
 
+def ask_and_look(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, list[Any]]:
+    """A rollout_func of one's own: what every second response says is answered, and gone on with."""
+    tokenizer = trainer.processing_class
+    asked = [tokenizer(prompt[0]["content"])["input_ids"] for prompt in prompts]
+    given, _ = trainer._generate_single_turn(asked, None, {}, trainer.num_generations)
+    masks = [[1] * len(ids) for ids in given]
+    calls = [i for i, ids in enumerate(given) if sum(ids) % 2]
+    for i in calls:
+        answer = tokenizer("=" + look(len(given[i])))["input_ids"]
+        given[i], masks[i] = given[i] + answer, masks[i] + [0] * len(answer)
+    more, _ = trainer._generate_single_turn([asked[i] + given[i] for i in calls], None, {}, 1)
+    for i, ids in zip(calls, more, strict=True):
+        given[i], masks[i] = given[i] + ids, masks[i] + [1] * len(ids)
+    nothing = [[0.0] * len(ids) for ids in given]
+    return {"prompt_ids": asked, "completion_ids": given, "logprobs": nothing, "env_mask": masks}
+
+
+TURNS: dict[str, dict[str, Any]] = {
+    "tool": {"tools": [look]},
+    "environment": {"environment_factory": Weather},
+    "rollout_func": {"rollout_func": ask_and_look},
+}
+
+
 def train(folder: Any, kind: str, probes: list[Any], **settings: Any) -> tuple[GRPOTrainer, Any]:
     """Trains two steps of 8 prompts with 4 responses, and returns the trainer and what the probes said last."""
     Weather.dice = random.Random(0)
     prompts = [[{"role": "user", "content": f"{a}+{a % 7}="}] for a in range(16)]
     experimental = pytest.warns(UserWarning, match="experimental feature")
-    with experimental if kind == "environment" else contextlib.nullcontext():
-        trainer = GRPOTrainer(
+    trainer_class, config_class = (DrGRPOTrainer, DrGRPOConfig) if kind == "tool" else (GRPOTrainer, GRPOConfig)
+    with contextlib.nullcontext() if kind == "tool" else experimental:
+        trainer = trainer_class(
             load_tiny()[0].double(),
             lambda completions, **kwargs: [float(len(str(c)) % 5) for c in completions],
-            GRPOConfig(
+            config_class(
                 str(folder),
                 loss_type="dr_grpo",
                 scale_rewards="none",
@@ -190,15 +215,17 @@ def train(folder: Any, kind: str, probes: list[Any], **settings: Any) -> tuple[G
             ),
             train_dataset=Dataset.from_dict({"prompt": prompts}),
             processing_class=calling_tokenizer(),
-            **({"tools": [look]} if kind == "tool" else {"environment_factory": Weather}),
+            **TURNS[kind],
         )
+    if kind == "tool":
+        trainer.attachment.remove()
     attachment = attach(trainer, probes, whole_prompts=True)
     trainer.train()
     return trainer, attachment
 
 
-@pytest.mark.parametrize(("kind", "masked"), [("tool", True), ("environment", False)])
-def test_with_tools_and_environments_the_probe_is_the_plain_twin_and_training_is_what_it_was(
+@pytest.mark.parametrize(("kind", "masked"), [("tool", True), ("environment", False), ("rollout_func", False)])
+def test_over_several_turns_the_probe_is_the_plain_twin_and_training_is_what_it_was(
     tmp_path, kind: str, masked: bool
 ) -> None:
     settings = {"mask_truncated_completions": masked, "max_completion_length": 22 if masked else 48}
@@ -208,7 +235,7 @@ def test_with_tools_and_environments_the_probe_is_the_plain_twin_and_training_is
     bare, _ = train(tmp_path, kind, [], **settings)
     for a, b in zip(probed.model.parameters(), bare.model.parameters(), strict=True):
         assert torch.equal(a, b)
-    assert probed.state.log_history[0]["tools/call_frequency"] > 0.2
+    assert kind == "rollout_func" or probed.state.log_history[0]["tools/call_frequency"] > 0.2
     same = {"rel": 1e-3, "abs": 2e-6}  # TRL's fused head computes in fp32
     cut_in_second_turn = 0
     for step, answer in zip(recorder.steps, probe.all, strict=True):
