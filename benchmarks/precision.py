@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import tempfile
 from typing import Any
 
@@ -122,14 +123,15 @@ def against(exact: list[dict[str, float]], lines: list[dict[str, float]]) -> dic
     """
     found: dict[str, tuple[float, ...]] = {}
     for name in METRICS:
-        rows = [(a[name], b[name], a[f"{name}_se"]) for a, b in zip(exact, lines, strict=True) if name in a]
+        both = [(a, b) for a, b in zip(exact, lines, strict=True) if name in a]
+        rows = [(a[name], b[name], a.get(f"{name}_se", math.nan)) for a, b in both]
         value, other, stderr = torch.tensor(rows, dtype=torch.float64).T
         relative = (other - value).square().mean().sqrt() / value.square().mean().sqrt()
         in_errors = (other - value) / stderr
         of_error = in_errors.abs()
         found[name] = tuple(float(x) for x in (relative, in_errors.mean(), of_error.median(), of_error.max()))
     for name in RATIOS:
-        ratios = [b[name] / a[name] for a, b in zip(exact, lines, strict=True)]
+        ratios = [b.get(name, math.nan) / a.get(name, math.nan) for a, b in zip(exact, lines, strict=True)]
         found[name] = min(ratios), max(ratios)
     return found
 

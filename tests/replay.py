@@ -1,13 +1,15 @@
 """Trains on given rollouts under several launches, for tests/test_processes.py: python tests/replay.py FOLDER RUN...
 
-A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, or with `_bare` at its end without probes. Every run
-gets the same prompts, completions and advantages, each process its contiguous share. Rank r writes FOLDER/RUN/r.pt.
+A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2. With `_bare` at its end it has no probes;
+with `_resumed` it goes on from the second of the three steps. Every run gets the same prompts, completions and
+advantages, each process its contiguous share. Rank r writes FOLDER/RUN/r.pt.
 
 Everything is imported once, then the processes of each run are forked: nothing has used autograd or threads before.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import socket
 import sys
@@ -21,6 +23,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
+from rl_training.live import zero
+from rl_training.live.optimizer import deepspeed_engine
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.probes.base import Need
 from rl_training.records.jsonl import Records
@@ -55,6 +59,14 @@ def given_rollout(step: int) -> dict[str, torch.Tensor]:
         "advantages": advantages.flatten(),
         "num_items_in_batch": mask.sum(),
     }
+
+
+def deepspeed_settings(kind: str) -> dict[str, Any]:
+    """Returns launch/KIND.json; under ZeRO-3 small parameters are cut too, which would otherwise stay whole."""
+    settings = json.loads((ROOT / "launch" / f"{kind}.json").read_text(encoding="utf-8"))
+    if kind == "zero3":
+        settings["zero_optimization"]["stage3_param_persistence_threshold"] = 0
+    return settings
 
 
 class ReplayTrainer(DrGRPOTrainer):
@@ -138,7 +150,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         args=DrGRPOConfig(
             output_dir=str(folder / run / "state"),
             use_cpu=True,
-            deepspeed=None if kind == "plain" else str(ROOT / "launch" / f"{kind}.json"),
+            deepspeed=None if kind == "plain" else deepspeed_settings(kind),
             per_device_train_batch_size=MICROBATCH,
             gradient_accumulation_steps=PROMPTS * G // (MICROBATCH * world),
             num_generations=G,
@@ -149,7 +161,8 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
             adam_epsilon=1e-5,  # a first step that is no sign: rounding would decide the sign of a zero
             max_grad_norm=0.05,  # every step is clipped
             lr_scheduler_type="linear",
-            save_strategy="no",
+            save_strategy="steps" if run == "zero3_2" else "no",
+            save_steps=2,
             report_to=[],
             disable_tqdm=True,
         ),
@@ -159,13 +172,18 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         records=Records(folder / run / "logs"),
     )
     sizes = log_collectives()
-    trainer.train()
+    before = folder / run.removesuffix("_resumed") / "state" / "checkpoint-2"
+    trainer.train(resume_from_checkpoint=str(before) if run.endswith("_resumed") else None)
     assert trainer.accelerator.num_processes == world
     assert trainer.is_deepspeed_enabled == (kind != "plain")
+    if kind == "zero3":
+        assert all(p.numel() == 0 for p in trainer.model.parameters())  # they were cut, and are again
+    with zero.whole_weights(deepspeed_engine(trainer)):
+        weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     torch.save(
         {
             "steps": probes[-1].steps if probes else [],
-            "parameters": {name: p.detach().clone() for name, p in trainer.model.named_parameters()},
+            "parameters": weights,
             "collectives": sizes,
         },
         folder / run / f"{rank}.pt",

@@ -29,14 +29,14 @@ from safetensors.torch import save_file
 
 from rl_training.job.build import _check_sharding
 from rl_training.job.run_folder import check_number_of_processes
-from rl_training.live import zero
+from rl_training.live import zero, zero3
 from rl_training.records.checkpoints import what_is_wrong_with
 from rl_training.records.jsonl import read_estimates
 
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "needs deepspeed: pip install -e '.[deepspeed]'"
-ZERO = ["zero1_2", "zero2_2"]
+ZERO = ["zero1_2", "zero2_2", "zero3_2"]
 SMALL = ["trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4", "logger=none"]
 
 
@@ -44,7 +44,12 @@ SMALL = ["trainer.num_generations=4", "batch.sequences_per_step=32", "batch.micr
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the runs, a folder each."""
     folder = tmp_path_factory.mktemp("replay")
-    names = ["plain_1", "plain_2", "plain_2_bare", *([] if NO_DEEPSPEED else [*ZERO, "zero2_2_bare"])]
+    names = [
+        "plain_1",
+        "plain_2",
+        "plain_2_bare",
+        *([] if NO_DEEPSPEED else [*ZERO, "zero2_2_bare", "zero3_2_bare", "zero3_2_resumed"]),
+    ]
     ended = warm.run("tests/replay.py", str(folder), *names)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     return folder
@@ -140,11 +145,24 @@ def test_probes_estimate_under_zero_what_they_do_under_ddp(runs: Path, run: str)
     assert_same_estimates(estimates(runs, "plain_2"), estimates(runs, run), with_stderr=True)
 
 
-@pytest.mark.parametrize("run", ["plain_2", "zero2_2"])
+@pytest.mark.parametrize("run", ["plain_2", "zero2_2", "zero3_2"])
 def test_training_with_probes_is_bitwise_the_training_without_on_every_rank(runs: Path, run: str) -> None:
     for rank in (0, 1):
         probed, bare = (saved(runs, name, rank)["parameters"] for name in (run, f"{run}_bare"))
         assert [name for name in bare if not torch.equal(bare[name], probed[name])] == []
+
+
+def test_zero3_goes_on_bitwise_from_its_checkpoint(runs: Path) -> None:
+    assert what_is_wrong_with(runs / "zero3_2" / "state" / "checkpoint-2", deepspeed=True) == ""
+    for rank in (0, 1):
+        whole, resumed = (saved(runs, name, rank)["parameters"] for name in ("zero3_2", "zero3_2_resumed"))
+        assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+    last, again = (
+        {key: (row["value"], row["stderr"]) for key, row in estimates(runs, name).items() if key[0] == 3}
+        for name in ("zero3_2", "zero3_2_resumed")
+    )
+    assert len(last) > 60
+    assert repr(again) == repr(last)  # nan is nan
 
 
 def test_under_ddp_probes_send_a_few_numbers_over_the_network(runs: Path) -> None:
@@ -168,7 +186,7 @@ def test_a_rank_without_any_advantage_takes_part(runs: Path) -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"zero_optimization": {"stage": 3}}, "this is stage 3: use launch/zero2.yaml"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "leave out offload_param"),
         ({}, "this is stage 0"),
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "leave out offload_optimizer"),
     ],
@@ -176,6 +194,17 @@ def test_a_rank_without_any_advantage_takes_part(runs: Path) -> None:
 def test_deepspeed_that_cannot_be_read_is_refused_with_the_way_out(config: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         zero.refuse_what_cannot_be_read(config)
+
+
+def test_a_model_whose_weights_do_not_fit_on_a_process_is_refused_under_zero3_with_the_memory_it_would_take() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(2**20, 2**20, bias=False), torch.nn.Linear(4, 4, bias=False))
+    adapter = [model[1].weight]
+    model[0].weight.requires_grad_(False)
+    message = r"all weights \(4398\.0 GB\) and 21 fp32 vectors of what is trained \(0\.0 GB\).*adapter=lora"
+    with pytest.raises(ValueError, match=message):
+        zero3.refuse_what_does_not_fit(model, adapter, vectors=21)
+    zero3.refuse_what_does_not_fit(model[1], adapter, vectors=21)
 
 
 def test_the_shipped_deepspeed_configurations_are_readable() -> None:

@@ -40,7 +40,7 @@ from rl_training.live.sampled_policy import why_no_fresh_responses, why_padding_
 from rl_training.live.sequences_of_step import sequences_of_step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
-from rl_training.probes.base import Probe
+from rl_training.probes.base import Need, Probe
 from rl_training.records.checkpoints import load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
 from rl_training.records.loggers import CORE
@@ -148,7 +148,8 @@ class Attachment(TrainerCallback):
 
     def _on_training_step(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         if self._step is None:
-            self._step = self._begin_step()
+            with self._whole_weights():
+                self._step = self._begin_step()
         try:
             loss = original(*args, **kwargs)
         finally:
@@ -162,8 +163,17 @@ class Attachment(TrainerCallback):
         assert self._step is not None
         if self._tap is not None:
             self._tap.disarm()
-        self._after_backward(self._step)
+        with self._whole_weights(self._step):
+            self._after_backward(self._step)
         original(*args, **kwargs)
+
+    def _whole_weights(self, step: Step | None = None) -> contextlib.AbstractContextManager[None]:
+        """Returns a context in which probes may look at the weights; they are cut under ZeRO-3 alone."""
+        if step is None:
+            measured = any(probe.measures_at(self._trainer.state.global_step + 1) for probe in self.probes)
+        else:
+            measured = bool(step.probes) and self._trainer.accelerator.sync_gradients
+        return zero.whole_weights(deepspeed_engine(self._trainer) if measured else None)
 
     def _begin_step(self) -> Step:
         trainer = self._trainer
@@ -292,10 +302,17 @@ class Attachment(TrainerCallback):
         self._step = None
         if self.probes and engine is not None:
             zero.refuse_other_optimizers(engine)
+            zero.refuse_what_does_not_fit(engine, self._parameters.values(), self._num_vectors())
             engine.step = functools.partial(self._on_engine_step, engine.step)
             self._undo_engine.callback(delattr, engine, "step")
         if self._records is not None:
             self._records.start(after_step=state.global_step)
+
+    def _num_vectors(self) -> int:
+        """Returns how many fp32 vectors of all trained parameters a measured step holds on the device."""
+        gradient_and_moments, folding = 3, [p for p in self.probes if Need.FOLD_GRADIENTS in p.needs and not p.offload]
+        folds = plan_folds(self._trainer, self._num_folds, self._trainer.args.gradient_accumulation_steps)
+        return gradient_and_moments + (2 * len(folds) + 2 if folding else 0)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._undo_engine.close()
@@ -305,7 +322,8 @@ class Attachment(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self._step is not None and self._step.context is not None:
-            self._step.tell("on_optimizer_step", self._step.context)
+            with self._whole_weights(self._step):
+                self._step.tell("on_optimizer_step", self._step.context)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trained = True
@@ -315,7 +333,8 @@ class Attachment(TrainerCallback):
             self._records.write_rollouts(state.global_step, sequences)
         if step is None or step.context is None:
             return
-        self._answers.take(step)
+        with self._whole_weights(step):
+            self._answers.take(step)
         driver_bytes = self._tap.num_bytes if self._tap is not None else 0
         self._answers.log_costs(step, self.probes, time.perf_counter() - self._step_started, driver_bytes)
         if self._tap is not None:

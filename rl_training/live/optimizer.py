@@ -28,7 +28,7 @@ def mean_gradients(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter])
     """
     engine = deepspeed_engine(trainer)
     if engine is not None:
-        of_param = zero.mean_gradients(engine.optimizer)
+        of_param = zero.mean_gradients(engine.optimizer, parameters.values())
         return {name: of_param[param] for name, param in parameters.items()}
     missing = [name for name, p in parameters.items() if p.grad is None]
     if missing:
@@ -56,7 +56,7 @@ def view_optimizer(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter])
     if reason:
         return OptimizerView(None, max_grad_norm, reason)
     if engine is not None:
-        group_of, state_of = zero.optimizer_states(engine.optimizer)
+        group_of, state_of = zero.optimizer_states(engine.optimizer, parameters.values())
     else:
         group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
         state_of = optimizer.state

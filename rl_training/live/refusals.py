@@ -30,6 +30,11 @@ def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
 def _refuse_backwards_that_are_corrupted(trainer: GRPOTrainer) -> None:
     args = trainer.args
     if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
+        if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
+            raise ValueError(
+                "TRL makes gradient checkpointing of adapters reentrant under ZeRO-3, which gives a second backward no "
+                "gradients: leave gradient_checkpointing out, or use ZeRO-2 (launch/zero2.yaml)"
+            )
         raise ValueError(
             "reentrant gradient checkpointing gives a second backward no gradients: "
             'set gradient_checkpointing_kwargs={"use_reentrant": False}'

@@ -25,6 +25,7 @@ from transformers import GenerationConfig
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
+from rl_training.live.zero3 import is_gathered
 from rl_training.step.rollout import Rollout
 
 
@@ -119,6 +120,7 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
     with unwrap_model_for_generation(
         trainer.model_wrapped,
         trainer.accelerator,
+        gather_deepspeed3_params=trainer.args.ds3_gather_for_generation and not is_gathered(trainer.model),
         gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
     ) as model:
         sequences = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
