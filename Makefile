@@ -1,6 +1,8 @@
 # Two commands for a fresh machine with Python >= 3.10, make, pip and git:
 #   make demo    install into .venv and run the main job
 #   make test    install into .venv and run the tests
+# and one that looks ahead:
+#   make compat  install the newest trl, transformers, peft and accelerate into .venv-compat and see what still holds
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,7 +11,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint clean
+.PHONY: demo test lint compat clean
 
 # constraints.txt holds torch's version too: one resolution, no second torch on top of the first.
 $(VENV)/installed: setup.cfg constraints.txt pyproject.toml
@@ -29,5 +31,20 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The newest releases that the index has, whatever setup.cfg allows; of constraints.txt only torch's build stays.
+COMPAT ?= .venv-compat
+LIBRARIES := trl transformers peft accelerate
+compat:
+	$(PYTHON) -m venv $(COMPAT)
+	grep '^torch==' constraints.txt > $(COMPAT)/constraints.txt
+	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --constraint $(COMPAT)/constraints.txt '.[dev]'
+	$(COMPAT)/bin/pip uninstall --quiet --yes rl-training
+	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --constraint $(COMPAT)/constraints.txt --upgrade $(LIBRARIES)
+	$(COMPAT)/bin/pip freeze | grep -iE '^(torch|trl|transformers|peft|accelerate|datasets|huggingface.hub)=='
+	HF_HUB_OFFLINE=1 $(COMPAT)/bin/python -m pytest tests/test_private_members.py tests/test_attach.py tests/test_gradients.py \
+	  tests/test_updates.py tests/test_other_losses.py tests/test_bias.py
+	rm -rf $(COMPAT)/demo
+	$(COMPAT)/bin/accelerate launch --config_file launch/cpu.yaml train.py probe=simple run_dir=$(COMPAT)/demo
+
 clean:
-	rm -rf $(VENV) build *.egg-info
+	rm -rf $(VENV) $(COMPAT) build *.egg-info
