@@ -112,13 +112,13 @@ def test_no_ratio_to_a_measured_change_within_its_own_error_of_zero(tmp_path: Pa
 @pytest.mark.parametrize(
     ("low", "high", "value", "words"),
     [
-        (100.0, 400.0, "200 (100 … 400) prompts", "0.08 to 0.32 of it: larger batches still pay"),
+        (100.0, 400.0, "200 (100 … 400) prompts", "0.08 to 0.32 of it: larger batches still save steps"),
         (4.0, 10.0, "200 (4 … 10) prompts", "3.20 to 8.00 of it: a smaller batch"),
         (20.0, 60.0, "200 (20 … 60) prompts", "it is about right"),
         (20.0, 100.0, "200 (20 … 100) prompts", "not known yet"),
-        (120.0, math.inf, "above 120 prompts", "0.00 to 0.27 of it: larger batches still pay"),
+        (120.0, math.inf, "above 120 prompts", "0.00 to 0.27 of it: larger batches still save steps"),
         (30.0, math.inf, "above 30 prompts", "not known yet"),
-        (math.inf, math.inf, "no end to it", "larger batches still pay"),
+        (math.inf, math.inf, "no end to it", "larger batches still save steps"),
     ],
 )
 def test_what_the_noise_scale_says_of_the_batch_follows_its_interval(

@@ -158,9 +158,9 @@ def _advice(low: float, high: float) -> str:
     """Returns what follows for the batch, from the ends of the interval of batch / noise scale."""
     between = f"the batch is {max(low, 0.0):.2f} to {max(high, 0.0):.2f} of it"
     if high < 0.5:
-        return f"{between}: larger batches still pay"
+        return f"{between}: larger batches still save steps"
     if low > 2:
-        return f"{between}: a smaller batch would learn almost as much from each prompt"
+        return f"{between}: a smaller batch would learn almost as much in each step"
     if low >= 0.5 and high <= 2:
         return f"{between}: it is about right, beyond it gains shrink"
     return f"{between}: whether another batch size pays is not known yet"
