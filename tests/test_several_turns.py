@@ -228,7 +228,7 @@ def train(folder: Any, kind: str, probes: list[Any], **settings: Any) -> tuple[G
 def test_over_several_turns_the_probe_is_the_plain_twin_and_training_is_what_it_was(
     tmp_path, kind: str, masked: bool
 ) -> None:
-    settings = {"mask_truncated_completions": masked, "max_completion_length": 22 if masked else 48}
+    settings = {"mask_truncated_completions": masked, "max_completion_length": 14 if masked else 48}
     probe, recorder = Answers(draw="first", per_sequence=True, validate_every=1, validate_sequences=8), Recorder()
     probes = [probe, recorder, GradientNoiseScaleProbe(), EffectiveSampleSizeProbe()]
     probed, attachment = train(tmp_path, kind, probes, **settings)
@@ -259,3 +259,20 @@ def test_over_several_turns_the_probe_is_the_plain_twin_and_training_is_what_it_
     weights = (rollout.advantages.abs() * rollout.completion_mask.sum(dim=1)).double()
     kish = float(weights.sum() ** 2 / weights.square().sum())
     assert attachment.latest["ess/token_weight"].value == pytest.approx(kish, rel=1e-6)
+
+
+def test_a_second_step_on_truncated_turns_knows_what_was_sampled(tmp_path) -> None:
+    probe, recorder = Answers(draw="first"), Recorder()
+    train(tmp_path, "tool", [probe, recorder], num_iterations=2, mask_truncated_completions=True,
+          max_completion_length=14)  # fmt: skip
+    first, second = recorder.steps
+    mask = second.rollout.completion_mask.bool()
+    assert torch.equal(first.rollout.completion_ids, second.rollout.completion_ids)
+    left_out = (second.rollout.advantages == 0) & mask[:, -1]
+    assert int(left_out.sum()) > 2
+    twin = Twin(first, responses=1, estimator="rb", max_length=14, draw="first")  # at the parameters of the sampling
+    for row, expected in enumerate(twin.logps):
+        sampled = second.rollout.sampling_logps[row][mask[row]].double()
+        torch.testing.assert_close(sampled, expected.detach(), rtol=1e-4, atol=1e-4)
+    assert math.isfinite(probe.all[1]["delta_h/forward"].value)
+    assert math.isfinite(probe.all[1]["delta_h/backward"].value)

@@ -132,9 +132,8 @@ class Attachment(TrainerCallback):
     def remove(self) -> None:
         """Takes everything off the trainer again; what was measured stays measured."""
         for batch in self._trainer._buffered_inputs or []:
-            batch.pop(host.ROLLOUT_ROW, None)
-            batch.pop(host.REWARD, None)
-            batch.pop(host.POLICY_MASK, None)
+            for key in host.RIDING_ALONG:
+                batch.pop(key, None)
         self._undo_engine.close()
         self._undo.close()
 
@@ -221,9 +220,17 @@ class Attachment(TrainerCallback):
                 first = self._trainer.accelerator.process_index * len(ids)  # rewards are of all ranks
                 output[host.REWARD] = self._rewards[first : first + len(ids)].to(ids.device)
             self._generation = Generation(self._generation.number + 1, self._trainer.state.global_step)
+            if self.probes and self._trainer.mask_truncated_completions and host.steps_per_rollout(self._trainer) > 1:
+                output[host.SAMPLED_LOGPS] = self._logps_at_sampling(output)
             if self._step is not None:
                 self._step.tell("on_rollout", self._read(output))
         return output
+
+    def _logps_at_sampling(self, output: dict) -> Tensor:
+        """Returns TRL's log-probabilities at sampling, (B, T), with those of hidden responses in their place."""
+        rollout, logps = self._read(output), output[host.SAMPLING_LOGPS]
+        scores = Scores(logps, torch.zeros_like(logps), rollout.completion_mask)
+        return self._policy.with_hidden(scores, rollout, host.are_hidden(output)).logps
 
     def _on_turns(self, original: Callable[..., tuple], prompts: list) -> tuple:
         generated = original(prompts)

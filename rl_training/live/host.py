@@ -27,6 +27,8 @@ from rl_training.step.types import Microbatch
 ROLLOUT_ROW = "rollout_row"  # the row before TRL's shuffle
 REWARD = "rollout_reward"
 POLICY_MASK = "written_by_policy"  # the mask of tools before truncated responses are taken out of it
+SAMPLED_LOGPS = "sampled_logps"  # log-probabilities at sampling where truncated responses are hidden, theirs included
+RIDING_ALONG = (ROLLOUT_ROW, REWARD, POLICY_MASK, SAMPLED_LOGPS)
 # What TRL hands to the model beside tokens.
 IMAGE_INPUTS = (
     *("pixel_values", "num_images", "image_grid_thw", "image_position_ids", "image_sizes", "num_tiles"),
@@ -122,7 +124,7 @@ def read_rollout(
         hidden = are_hidden(inputs)
         tokens = torch.where(hidden.unsqueeze(1), _up_to_last_token(inputs["completion_ids"], pad_token_id), tokens)
         advantages = advantages * ~hidden
-        sampling_logps = None  # TRL's of hidden responses are none; of some of a step would be of no use
+        sampling_logps = inputs.get(SAMPLED_LOGPS)  # TRL's are none of hidden responses
     policy = tokens if written_by_policy is None else tokens * written_by_policy
     return Rollout(
         prompt_ids=inputs["prompt_ids"],

@@ -67,14 +67,14 @@ class TrainerPolicy:
 
         Without graph, and otherwise as training would score them.
         """
-        rows = hidden.nonzero().squeeze(1)
-        if not len(rows):
-            return scores
         logps, entropies = scores.logps.clone(), scores.entropies.clone()
-        with torch.no_grad():
-            fresh = self.score(rollout, rows)
-        width = fresh.logps.shape[1]
-        logps[rows, :width], entropies[rows, :width] = fresh.logps.to(logps), fresh.entropies.to(entropies)
+        for rows in hidden.nonzero().squeeze(1).split(self._trainer.args.per_device_train_batch_size):
+            if not len(rows):
+                return scores
+            with torch.no_grad():
+                fresh = self.score(rollout, rows)
+            width = fresh.logps.shape[1]
+            logps[rows, :width], entropies[rows, :width] = fresh.logps.to(logps), fresh.entropies.to(entropies)
         return Scores(logps, entropies, scores.mask)
 
     def score_rollout(self, rollout: Rollout) -> Scores:

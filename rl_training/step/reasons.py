@@ -23,8 +23,7 @@ SPLIT_PROMPTS = (
     "attach(..., whole_prompts=True), with a multiple of num_generations sequences in a microbatch"
 )
 NO_SAMPLING_LOGPS = (
-    "an off-policy step whose rollout has no log-probabilities of its sampling (with mask_truncated_completions, TRL "
-    "has none of truncated responses): there are no importance ratios"
+    "an off-policy step whose rollout has no log-probabilities of its sampling: there are no importance ratios"
 )
 OTHER_TERMS = (
     "the loss has a term beside log-probabilities and entropies (the auxiliary loss of a mixture of experts), whose "
