@@ -15,6 +15,7 @@ from trl import GRPOTrainer
 from rl_training import Estimate, Probe, attach
 from rl_training.live import host
 from rl_training.live.sampled_policy import why_sampled_otherwise
+from rl_training.offline.standing import stand
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.step.ground_truth import MEASURED
 from rl_training.step.visited_entropy import NAMES as VISITED
@@ -174,3 +175,14 @@ def test_a_prompts_responses_on_two_processes_are_one_prompts() -> None:
         host.read_rollout(batch, 12, 4, True, begun=process * 6 % 4).prompt_index.tolist() for process in range(3)
     ]
     assert indices == [[12] * 4 + [13] * 2, [12] * 2 + [13] * 4, [12] * 4 + [13] * 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "way_out"),
+    [({"min_p": 0.1}, "set min_p=0.0"), ({"mask_truncated_completions": True}, "mask_truncated_completions=false")],
+)
+def test_a_checkpoint_is_not_looked_at_with_samples_of_another_policy(
+    make_trainer, tmp_path, settings, way_out
+) -> None:
+    with pytest.raises(ValueError, match=way_out):
+        stand(make_trainer(**settings), tmp_path)

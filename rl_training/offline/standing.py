@@ -90,14 +90,14 @@ def stand(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None 
         )
     if trainer.state.global_step:
         raise ValueError(f"this trainer has trained {trainer.state.global_step} steps: make a fresh one to stand still")
-    flaw = what_is_wrong_with_weights(checkpoint)
-    if flaw:
-        raise ValueError(f"{checkpoint}: {flaw}")
     otherwise = why_sampled_otherwise(trainer)
     if otherwise:
         raise ValueError(otherwise)
     if trainer.mask_truncated_completions:
         raise ValueError("the step is looked at with all its responses: set mask_truncated_completions=false")
+    flaw = what_is_wrong_with_weights(checkpoint)
+    if flaw:
+        raise ValueError(f"{checkpoint}: {flaw}")
     model = trainer.model
     _refuse_other_weights(model, checkpoint)
     trainer._load_from_checkpoint(str(checkpoint))
