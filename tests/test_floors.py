@@ -37,7 +37,7 @@ LIBRARIES = {
         "wandb_workspaces", "pandas", "scipy", "fsspec", "yaml", "tensorboard",
     },
     "evaluation": {"torch", "transformers", "peft", "numpy", "rich", "tqdm"},
-    "live": {"torch", "trl", "transformers", "accelerate", "numpy"},
+    "live": {"torch", "trl", "transformers", "accelerate", "numpy", "deepspeed"},  # the last only while it trains
     "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich", "matplotlib", "yaml"},
     "tasks": {
         "tqdm",
