@@ -8,8 +8,8 @@ same batch; `both` that with a second backward, for W and x. `product` is the sp
 of one plain fp32 product of that size. All by processor time, which other jobs disturb less (on a GPU: the clock), each
 the median over pairs of runs that follow one another.
 
-`whole` calculates a kernel of random sequences, and holds its time against the formula of mathematics/kernels.py with t
-and F as measured just before. `--sizes` prints what the formula says of other sizes, from the same t by parameter.
+`whole` calculates a kernel of random sequences, and holds its time against the formula of mathematics/kernels.py, with
+t, s and F as measured just before. `--sizes` prints what the formula says of other sizes, from the same t by parameter.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from rl_training.mathematics.sketches import CountSketches
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
 from rl_training.offline.kernel_files import load_kernel
+from rl_training.offline.kernel_rows import Keeper
 from rl_training.offline.kernel_types import KernelSettings, Question, Step
 from rl_training.step.rollout import Rollout
 from rl_training.step.updates import optimizer_pieces
@@ -126,9 +127,12 @@ def main() -> None:
     )
     product_seconds, product = interleaved(lambda: held @ streamed.T, lambda: row_products(held, streamed))
     sketch = CountSketches({name: p.numel() for name, p in parameters.items()})
-    sketch_seconds = seconds(lambda: sketch(streamed)) / streamed.numel()
+    sketch_seconds = min(seconds(lambda: sketch(streamed)) for _ in range(3)) / streamed.numel()
     rate = 2.0 * held.shape[0] * streamed.numel() / seconds(lambda: row_products(held, streamed))
-    per_sequence = seconds(lambda: rows.log_probability(u, batch)) / len(batch)
+    step, settings = step_of(rows, trainer, question), KernelSettings(args.memory_gb, microbatch_size=args.microbatch)
+    keeper = Keeper(rows, step, settings)
+    kept = seconds(lambda: keeper.scale(streamed)) / len(streamed)
+    per_sequence = statistics.median(seconds(lambda: rows.log_probability(u, batch)) for _ in range(3)) / len(batch)
     tokens = f"{args.prompt_tokens} + {args.completion_tokens} tokens"
     print(f"{args.shape}, LoRA rank {args.rank}, {size:,} trained, {tokens}\n")
     print("| what | figure |\n|---|---|")
@@ -140,20 +144,16 @@ def main() -> None:
     print(f"| product, GFLOP/s | {rate / 1e9:.0f} (plain {plain_rate / 1e9:.0f}) |")
     print(f"| sketches, ns per coordinate | {1e9 * sketch_seconds:.0f} |")
 
-    step = step_of(rows, trainer, question)
     blocks = plan_blocks(
         args.evaluation, args.update, size, memory_bytes=1e9 * args.memory_gb, microbatch=args.microbatch
     )
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        settings = KernelSettings(memory_gb=args.memory_gb, microbatch_size=args.microbatch)
         took = seconds(lambda: calculate_kernel(rows, step, question, settings, Path(folder)))
         error = float(load_kernel(Path(folder)).about["identity_error"])
-    streamed_again = blocks.passes - blocks.num_streamed  # the first pass over U is the look's own
-    told = streamed_again * per_sequence + blocks.operations / rate
+    told = blocks.seconds(per_sequence, kept, rate) - args.update * per_sequence  # the first pass is the look's own
+    print(f"| kept of a sequence, ms (t: {1e3 * per_sequence:.1f}) | {1e3 * kept:.1f} |")
     print(f"| whole, {args.evaluation} × {args.update}, {blocks.num_blocks} block(s), s | {took:.1f} |")
-    print(f"| the formula, without sketches, s | {told:.1f} ({took / told:.2f}) |")
-    sketching = sketch_seconds * size * (args.evaluation + args.update)
-    print(f"| with them, s | {told + sketching:.1f} ({took / (told + sketching):.2f}) |")
+    print(f"| the formula, s | {told:.1f} ({took / told:.2f}) |")
     print(f"| error of the identity | {error:.1g} |")
     if args.sizes:
         print("\n| N_E × N_U × parameters | held, GB | products, s | sketches, s |\n|---|---|---|---|")

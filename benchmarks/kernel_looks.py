@@ -3,6 +3,7 @@
     python train.py run_dir=RUN trainer.max_steps=60 trainer.save_steps=10 ++trainer.save_total_limit=99
     python benchmarks/kernel_looks.py what_if RUN/training_state/checkpoint-20
     python benchmarks/kernel_looks.py shares RUN/training_state/checkpoint-20 --draws 8
+    python benchmarks/kernel_looks.py sketches RUN/training_state/checkpoint-20 --prompts 128
 
 `what_if` leaves sequences out of U and makes the step anew: its own clipping, its own P. Beside the prediction from the
 stored kernel stand W·δθ of that step, which says what keeping P and the clipping costs, and the measured change of
@@ -10,6 +11,9 @@ log π, which differs from W·δθ by the second order of the step.
 
 `shares` draws U again and again, and E from U's own prompts, and adds up who moved entropy: the same text, the same
 prompt, other prompts.
+
+`sketches` holds sketches of the kernel's gradients against the gradients: errors of cosines and of entries, coverage of
+95 % bars, time by processor.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import tempfile
+import time
 from pathlib import Path
 
 import rl_training.job.silence  # noqa: F401
@@ -29,9 +34,10 @@ from torch import Tensor
 from rl_training.job.build import build_standing
 from rl_training.job.run_settings import run_settings
 from rl_training.mathematics.importance import LOGP, sequence_totals
-from rl_training.mathematics.kernels import row_products
+from rl_training.mathematics.kernels import row_products, square_norms
+from rl_training.mathematics.sketches import CountSketches, cosines, inner_products, t_quantile
 from rl_training.offline.first_order import TOKEN
-from rl_training.offline.kernel_look import kernel_of_look
+from rl_training.offline.kernel_look import kernel_of_look, step_of
 from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.probe import Evaluation, Look, Settings, TruthSettings, Updating, look
@@ -82,6 +88,42 @@ def what_if_table(checkpoint: Path, prompts: int) -> None:
              float((measured - linear).mean()), -0.5 * float(linear.square().mean()))  # fmt: skip
 
 
+def sketches_table(checkpoint: Path, prompts: int, seeds: int = 3) -> None:
+    standing = standing_at(checkpoint)
+    folder = Path(tempfile.mkdtemp())
+    found = looked(standing, Evaluation(prompts=prompts), Updating())
+    kernel_of_look(standing, found, KernelSettings(store_gradients=True, sketch_buckets=64, sketch_repeats=2), folder)
+    assert found.first_order is not None
+    root = step_of(found.update, found.first_order.direction[TOKEN]).root
+    of_e, of_u = (
+        torch.cat([load_file(path)["W"] for path in sorted(folder.glob(f"gradients-{name}-*"))]) * root
+        for name in ("evaluation", "update")
+    )
+    exact, sq_e, sq_u = row_products(of_e, of_u), square_norms(of_e), square_norms(of_u)
+    cosine = exact / (sq_e.unsqueeze(1) * sq_u).sqrt()
+    sizes = {name: p.numel() for name, p in standing.parameters.items()}
+    print(f"rms cosine {float(cosine.square().mean().sqrt()):.3f}, {len(root):,} coordinates, {seeds} seeds")
+    line("m", "S x buckets", "cosine error", "x sqrt m", "over rms cosine", "entry error over rms", "coverage",
+         "se/error", "ms per gradient")  # fmt: skip
+    for size in (256, 1024, 4096, 16384):
+        for repeats in (2, 8, 16):
+            rows = []
+            for seed in range(seeds):
+                sketch = CountSketches(sizes, size // repeats, repeats, seed)
+                started = time.process_time()
+                parts = [torch.cat([sketch(part) for part in w.split(32)]) for w in (of_e, of_u)]
+                taken = time.process_time() - started
+                values, stderr = cosines(*parts, sq_e, sq_u)
+                entries, _ = inner_products(*parts)
+                error, rms = (values - cosine).square().mean().sqrt(), cosine.square().mean().sqrt()
+                covered = ((values - cosine).abs() <= t_quantile(repeats) * stderr).double().mean()
+                off = (entries - exact).square().mean().sqrt() / exact.square().mean().sqrt()
+                claimed = stderr.square().mean().sqrt() / error
+                ms = 1e3 * taken / (len(of_e) + len(of_u))
+                rows.append([error, error * size**0.5, error / rms, off, covered, claimed, ms])
+            line(size, f"{repeats} x {size // repeats}", *torch.tensor(rows).mean(dim=0).tolist())
+
+
 def step_without(standing: Standing, found: Look, without: Tensor) -> Update:
     """Returns the step that U makes when these of its sequences, in the kernel's order, have no advantage."""
     rollout = found.update_buffer.rollout
@@ -129,15 +171,17 @@ def line(*cells: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["what_if", "shares"])
+    parser.add_argument("what", choices=["what_if", "shares", "sketches"])
     parser.add_argument("checkpoint", type=Path)
-    parser.add_argument("--prompts", type=int, default=256, help="E of what_if")
+    parser.add_argument("--prompts", type=int, default=256, help="E of what_if and sketches")
     parser.add_argument("--draws", type=int, default=8, help="of U for shares")
     arguments = parser.parse_args()
     if arguments.what == "what_if":
         what_if_table(arguments.checkpoint, arguments.prompts)
-    else:
+    elif arguments.what == "shares":
         shares_table(arguments.checkpoint, arguments.draws)
+    else:
+        sketches_table(arguments.checkpoint, arguments.prompts)
 
 
 if __name__ == "__main__":

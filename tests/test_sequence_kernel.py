@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from safetensors.torch import load_file
+from test_offline import run, standing_at  # noqa: F401
 from torch import Tensor
 from trl import GRPOTrainer
 
@@ -33,12 +34,13 @@ from rl_training.offline.first_order import TOKEN, predict
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
 from rl_training.offline.kernel_files import load_kernel
-from rl_training.offline.kernel_look import step_of
+from rl_training.offline.kernel_look import kernel_of_look, step_of
 from rl_training.offline.kernel_proofs import prove_identity
 from rl_training.offline.kernel_types import KernelSettings, Question, Ranks, Step
 from rl_training.offline.kernel_what_if import chooser, what_if
+from rl_training.offline.probe import Evaluation, Settings, TruthSettings, Updating, look
 from rl_training.offline.standing import Standing
-from rl_training.offline.structure import Structure
+from rl_training.offline.structure import Structure, headline
 from rl_training.offline.update import make_update
 from rl_training.step.types import OptimizerView
 from rl_training.tasks.arithmetic import arithmetic
@@ -355,6 +357,30 @@ def test_two_processes_calculate_what_one_does(cases: Any, finished: Any, tmp_pa
     assert json.loads((tmp_path / "two" / "plan.json").read_text())["rows_per_block"] == 4
     for key, value in one.items():
         assert float((two.tensors[key] - value).double().norm()) <= 1e-5 * float(value.double().norm()), key
+
+
+# --- over training ----------------------------------------------------------------------------------------------------
+
+
+def test_fixed_texts_stay_over_checkpoints_and_say_nothing_of_another_policys_entropy(
+    run: Path, tmp_path: Path
+) -> None:
+    asked = Settings(Evaluation(prompts=6), Updating(prompts=2), truth=TruthSettings(enabled=False), conditioning=False)
+    fixed, folders = dataclasses.replace(SETTINGS, source="fixed"), [tmp_path / "1", tmp_path / "2"]
+    for step, folder in enumerate(folders, start=1):
+        standing = standing_at(run, step)
+        kernel_of_look(standing, look(standing, asked), fixed, folder, texts=tmp_path / "texts.json")
+    first, second = (Structure.read(folder) for folder in folders)
+    assert [row["hash"] for row in first.evaluation] == [row["hash"] for row in second.evaluation]
+    assert [row["reward"] for row in first.evaluation] == [row["reward"] for row in second.evaluation]
+    assert all(a["logp"] != b["logp"] for a, b in zip(first.evaluation, second.evaluation, strict=True))
+    for s in (first, second):
+        assert float(s.kernel.about["identity_error"]) < 1e-5
+    assert math.isfinite(headline(first)["kernel/share_coupling"])
+    of_second = headline(second)
+    assert math.isnan(of_second["kernel/share_coupling"])
+    assert math.isnan(what_if(second, torch.zeros(len(second.update), dtype=torch.bool))["deltaH1"])
+    assert of_second["kernel/logp_correlation"] > 0.9
 
 
 # --- every run proves itself ------------------------------------------------------------------------------------------

@@ -49,9 +49,11 @@ def run(folders: list[Path], without: list[str], out: Path | None) -> None:
             column |= {f"without {text}: {key}": value for key, value in what_if(structure, choose(structure)).items()}
         columns.append(column)
         print(write_report(folder))
-    table = Table("", *(str(folder) for folder in folders))
-    for key in columns[0]:
-        table.add_row(key, *(f"{column[key]:.4g}" for column in columns))
-    Console().print(table)
+    table = Table()
+    for title in ("", *(f"step {column['step']}" for column in columns)):
+        table.add_column(title, no_wrap=True)
+    for key in list(columns[0])[1:]:
+        table.add_row(key, *(f"{column[key]:.3g}" for column in columns))
+    Console(soft_wrap=True).print(table)
     if out is not None:
         write_evolution(structures, columns, out)

@@ -86,8 +86,8 @@ def _draw_numbers(rows: Sequence[Mapping[str, float]], path: Path) -> None:
         values = [row[key] for row in rows]
         axes.plot(steps, values, marker="o")
         axes.set(title=title, xlabel="optimizer step")
-        if all(math.isnan(value) for value in values):
-            axes.text(0.5, 0.5, "not defined", ha="center", transform=axes.transAxes)
+        if sum(math.isfinite(value) for value in values) < 2:
+            axes.text(0.5, 0.5, "only where E is drawn\nfrom the policy itself", ha="center", transform=axes.transAxes)
     figure.savefig(path, dpi=120)
 
 
@@ -106,11 +106,12 @@ def _draw_cosines(rows: Sequence[Row], within: Sequence[Tensor], same_texts: boo
 
 
 def _draw_spectrum(rows: Sequence[Row], within: Sequence[Tensor], path: Path) -> None:
-    """Draws the eigenvalues of E's matrices of cosines, as shares of their sum; sketches' noise lies beneath."""
+    """Draws the eigenvalues of E's matrices of cosines, as shares of their sum."""
     figure = Figure(figsize=(6, 4), layout="constrained")
     axes = figure.subplots()
     for number, (row, own) in enumerate(zip(rows, within, strict=True)):
-        values = torch.linalg.eigvalsh((own + own.T) / 2).flip(0).clamp(min=0.0) / len(own)
+        values = torch.linalg.eigvalsh((own + own.T) / 2).flip(0) / len(own)
+        values[values <= 0.0] = math.nan  # sketches' noise
         colour = 0.15 + 0.7 * number / max(len(rows) - 1, 1)
         axes.semilogy(range(1, len(values) + 1), values.numpy(), color=(colour, 0.3, 1 - colour),
                       label=f"step {row['step']}")  # fmt: skip
