@@ -10,7 +10,7 @@ stored kernel stand W·δθ of that step, which says what keeping P and the clip
 log π, which differs from W·δθ by the second order of the step.
 
 `shares` draws U again and again, and E from U's own prompts, and adds up who moved entropy: the same text, the same
-prompt, other prompts.
+prompt, other prompts; with --tokens, what each token does to itself.
 
 `sketches` holds sketches of the kernel's gradients against the gradients: errors of cosines and of entries, coverage of
 95 % bars, time by processor.
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 import tempfile
 import time
 from pathlib import Path
@@ -33,10 +34,12 @@ from torch import Tensor
 
 from rl_training.job.build import build_standing
 from rl_training.job.run_settings import run_settings
+from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.importance import LOGP, sequence_totals
 from rl_training.mathematics.kernels import row_products, square_norms
 from rl_training.mathematics.sketches import CountSketches, cosines, inner_products, t_quantile
 from rl_training.offline.first_order import TOKEN
+from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel_look import kernel_of_look, step_of
 from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.kernel_what_if import chooser, what_if
@@ -45,6 +48,7 @@ from rl_training.offline.standing import Standing
 from rl_training.offline.structure import Structure
 from rl_training.offline.truth import by_name
 from rl_training.offline.update import Update, make_update
+from rl_training.step.rollout import take_rows
 from rl_training.step.updates import CAUSES
 
 CONF = Path(__file__).parents[1] / "conf"
@@ -143,8 +147,11 @@ def change_of_log_probability(standing: Standing, found: Look, update: Update) -
     return (after - before)[rollout.prompt_index.argsort(stable=True)].double()
 
 
-def shares_table(checkpoint: Path, draws: int) -> None:
-    """Prints sums of contributions by class of pairs, in 1e-3 nats per token, with the error of their mean."""
+def shares_table(checkpoint: Path, draws: int, tokens: bool) -> None:
+    """Prints sums of contributions by class of pairs, in 1e-3 nats per token, with the error of their mean.
+
+    tokens  the diagonal too: of pairs of the same text, what each token does to itself
+    """
     standing = standing_at(checkpoint)
     rows = []
     for draw in range(draws):
@@ -157,12 +164,39 @@ def shares_table(checkpoint: Path, draws: int) -> None:
         parts += [float(s.contributions.sum()) - sum(parts), float(s.contributions.sum())]
         others = [float(s.kernel.about[f"delta_h/part/{cause}"]) for cause in CAUSES if cause != "gradient"]
         counts = [float(s.is_of_class(name).double().mean()) for name in ("same text", "same prompt, other text")]
-        rows.append([1e3 * x for x in (*parts, *others)] + counts)
+        diagonal = token_diagonal(standing, found, s) if tokens else math.nan
+        rows.append([1e3 * x for x in (*parts, *others, diagonal)] + counts)
         line(draw, *rows[-1])
     values = torch.tensor(rows).double()
-    line("", "same text", "same prompt, other text", "other prompt", "all pairs", "momentum", "decay", "share of pairs")
+    line("", "same text", "same prompt, other text", "other prompt", "all pairs", "momentum", "decay", "token diagonal",
+         "same text, of pairs", "same prompt, other text, of pairs")  # fmt: skip
     line("mean", *values.mean(dim=0).tolist())
     line("se", *(values.std(dim=0) / draws**0.5).tolist())
+
+
+def token_diagonal(standing: Standing, found: Look, s: Structure) -> float:
+    """Returns Σ c A_j /(N_E N_U L) Σ_k x_ik M ∂log π_k over pairs (i, j) of the same text and its tokens k."""
+    e, scores = found.evaluation.rollout, found.evaluation.scores
+    e = take_rows(e, e.prompt_index.argsort(stable=True))
+    weights = surrogate_weights(
+        scores.logps, scores.entropies, scores.mask, e.prompt_index, "rb", "token", "buffer"
+    )  # of E's sequences in this order
+    assert found.first_order is not None
+    metric = step_of(found.update, found.first_order.direction[TOKEN]).root.double().square()
+    rows, total = GradientRows(standing.trainer, standing.parameters, 32), 0.0
+    hashes = [row["hash"] for row in s.evaluation]
+    for text in sorted(set(hashes)):
+        taught = sum(float(a) for a, row in zip(s.advantages, s.update, strict=True) if row["hash"] == text)
+        if not taught:
+            continue
+        i = hashes.index(text)
+        count = int(e.completion_mask[i].sum())
+        copies, each = take_rows(e, torch.full((count,), i)), torch.eye(count, scores.logps.shape[1])
+        w, u = (each * weight[i] for weight in weights)
+        log_pi = list(rows.both(copies, torch.arange(count), each, torch.zeros_like(each)))[1].double() * metric
+        x = list(rows.both(copies, torch.arange(count), w, u))[1].double()
+        total += hashes.count(text) * taught * float((x * log_pi).sum())
+    return s.kernel.scale * total / len(s.evaluation)
 
 
 def line(*cells: object) -> None:
@@ -175,11 +209,12 @@ def main() -> None:
     parser.add_argument("checkpoint", type=Path)
     parser.add_argument("--prompts", type=int, default=256, help="E of what_if and sketches")
     parser.add_argument("--draws", type=int, default=8, help="of U for shares")
+    parser.add_argument("--tokens", action="store_true", help="of shares: what each token does to itself")
     arguments = parser.parse_args()
     if arguments.what == "what_if":
         what_if_table(arguments.checkpoint, arguments.prompts)
     elif arguments.what == "shares":
-        shares_table(arguments.checkpoint, arguments.draws)
+        shares_table(arguments.checkpoint, arguments.draws, arguments.tokens)
     else:
         sketches_table(arguments.checkpoint, arguments.prompts)
 

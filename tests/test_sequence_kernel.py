@@ -363,7 +363,8 @@ def test_two_processes_calculate_what_one_does(cases: Any, finished: Any, tmp_pa
 
 
 def test_fixed_texts_stay_over_checkpoints_and_say_nothing_of_another_policys_entropy(
-    run: Path, tmp_path: Path
+    run: Path,  # noqa: F811
+    tmp_path: Path,
 ) -> None:
     asked = Settings(Evaluation(prompts=6), Updating(prompts=2), truth=TruthSettings(enabled=False), conditioning=False)
     fixed, folders = dataclasses.replace(SETTINGS, source="fixed"), [tmp_path / "1", tmp_path / "2"]

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-COLUMNS = 2**16  # whose products are summed in fp32; beyond that, in fp64
+COLUMNS = 2**14  # whose products are summed in fp32; beyond that, in fp64
 SECOND_BACKWARD = 0.6  # of a forward and backward
 
 

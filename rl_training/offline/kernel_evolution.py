@@ -26,7 +26,7 @@ DRAWN = {
     "cosine_within_E_sd": "sd of cosines within E,\nother prompt",
     "cosine_correlation": "cosines within E: correlation\nwith the first checkpoint's",
     "participation_ratio_E": "participation ratio within E",
-    "median_norm": "median √K(i, i) within E, nats^½",
+    "median_norm": "median |√M W| within E",
     "kernel/logp_slope": "measured change of log π\non the predicted: slope",
 }
 
@@ -84,9 +84,10 @@ def _draw_numbers(rows: Sequence[Mapping[str, float]], path: Path) -> None:
     steps = [row["step"] for row in rows]
     for axes, (key, title) in zip(figure.subplots(2, 4).flat, DRAWN.items(), strict=True):
         values = [row[key] for row in rows]
-        axes.plot(steps, values, marker="o")
         axes.set(title=title, xlabel="optimizer step")
-        if sum(math.isfinite(value) for value in values) < 2:
+        if sum(math.isfinite(value) for value in values) > 1 or len(values) == 1:
+            axes.plot(steps, values, marker="o")
+        else:
             axes.text(0.5, 0.5, "only where E is drawn\nfrom the policy itself", ha="center", transform=axes.transAxes)
     figure.savefig(path, dpi=120)
 
