@@ -9,7 +9,7 @@ of one plain fp32 product of that size. All by processor time, which other jobs 
 the median over pairs of runs that follow one another.
 
 `whole` calculates a kernel of random sequences, and holds its time against the formula of mathematics/kernels.py, with
-t, s and F as measured just before. `--sizes` prints what the formula says of other sizes, from the same t by parameter.
+t, s and F as measured just before and after. `--sizes` prints what the formula says of other sizes.
 """
 
 from __future__ import annotations
@@ -128,11 +128,16 @@ def main() -> None:
     product_seconds, product = interleaved(lambda: held @ streamed.T, lambda: row_products(held, streamed))
     sketch = CountSketches({name: p.numel() for name, p in parameters.items()})
     sketch_seconds = min(seconds(lambda: sketch(streamed)) for _ in range(3)) / streamed.numel()
-    rate = 2.0 * held.shape[0] * streamed.numel() / seconds(lambda: row_products(held, streamed))
     step, settings = step_of(rows, trainer, question), KernelSettings(args.memory_gb, microbatch_size=args.microbatch)
     keeper = Keeper(rows, step, settings)
-    kept = seconds(lambda: keeper.scale(streamed)) / len(streamed)
-    per_sequence = statistics.median(seconds(lambda: rows.log_probability(u, batch)) for _ in range(3)) / len(batch)
+
+    def rates() -> tuple[float, float, float]:
+        """Returns t, s and F of the formula."""
+        products = seconds(lambda: row_products(held, streamed)) / (2.0 * held.shape[0] * streamed.numel())
+        own = seconds(lambda: rows.log_probability(u, batch))
+        return own / len(batch), seconds(lambda: keeper.scale(streamed)) / len(streamed), 1.0 / products
+
+    before = [rates() for _ in range(3)]
     tokens = f"{args.prompt_tokens} + {args.completion_tokens} tokens"
     print(f"{args.shape}, LoRA rank {args.rank}, {size:,} trained, {tokens}\n")
     print("| what | figure |\n|---|---|")
@@ -140,8 +145,9 @@ def main() -> None:
     print(f"| gradients, share of that speed | {gradients:.2f} |")
     print(f"| both W and x, share of that speed | {both:.2f} |")
     print(f"| product, share of a plain one of {args.evaluation} × {size} × {args.microbatch} | {product:.2f} |")
+    own_rate = statistics.median(rate for _, _, rate in before)
     plain_rate = 2.0 * args.evaluation * size * args.microbatch / product_seconds
-    print(f"| product, GFLOP/s | {rate / 1e9:.0f} (plain {plain_rate / 1e9:.0f}) |")
+    print(f"| product, GFLOP/s | {own_rate / 1e9:.0f} (plain {plain_rate / 1e9:.0f}) |")
     print(f"| sketches, ns per coordinate | {1e9 * sketch_seconds:.0f} |")
 
     blocks = plan_blocks(
@@ -150,7 +156,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         took = seconds(lambda: calculate_kernel(rows, step, question, settings, Path(folder)))
         error = float(load_kernel(Path(folder)).about["identity_error"])
+    per_sequence, kept, rate = (statistics.median(x) for x in zip(*before, *(rates() for _ in range(3)), strict=True))
     told = blocks.seconds(per_sequence, kept, rate) - args.update * per_sequence  # the first pass is the look's own
+    told += args.microbatch * (2.6 * per_sequence + kept)  # timed beforehand, for what is said of the time left
     print(f"| kept of a sequence, ms (t: {1e3 * per_sequence:.1f}) | {1e3 * kept:.1f} |")
     print(f"| whole, {args.evaluation} × {args.update}, {blocks.num_blocks} block(s), s | {took:.1f} |")
     print(f"| the formula, s | {told:.1f} ({took / told:.2f}) |")

@@ -43,18 +43,17 @@ def expectation(rows: GradientRows, question: Question, keeper: Keeper, blocks: 
     one microbatch.
     """
     of_u, of_e = (rows.batches(range(r.num_sequences))[0] for r in (question.update, question.evaluation))
-    own = rows.log_probability(question.update, of_u)
-    streaming = _seconds(
-        lambda: weighted_sum(question.update.advantages[of_u], rows.log_probability(question.update, of_u))
-    )
-    keeping = _seconds(lambda: keeper.scale(own))
     both = rows.both(question.evaluation, of_e, question.logp_weights, question.entropy_weights)
     holding = _seconds(lambda: [keeper.scale_entropy(part) for part in both])
+    own: list[Tensor] = []
+    streaming = _seconds(lambda: own.append(rows.log_probability(question.update, of_u)))
+    streaming += _seconds(lambda: weighted_sum(question.update.advantages[of_u], own[0]))
+    keeping = _seconds(lambda: keeper.scale(own[0]))
     held = blocks.num_held / ranks.count
     passes = blocks.num_streamed * -(-blocks.num_blocks // ranks.count)
     seconds = passes * streaming / len(of_u) + held * holding / len(of_e)
     seconds += (blocks.num_streamed + held) * keeping / len(of_u)
-    seconds += blocks.operations / ranks.count / _operations_per_second(blocks, own.device)
+    seconds += blocks.operations / ranks.count / _operations_per_second(blocks, own[0].device)
     return (
         f"kernel: {blocks.num_held} × {blocks.num_streamed} sequences, {blocks.num_parameters:,} parameters, "
         f"{blocks.num_blocks} block{'s' * (blocks.num_blocks > 1)} of {blocks.rows_per_block} rows; "
