@@ -12,15 +12,19 @@ import contextlib
 import os
 from collections.abc import Iterable, Iterator
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
 from trl.models.utils import add_hooks, remove_hooks
 
 
+WHOLE: WeakSet[nn.Module] = WeakSet()  # models whose weights are whole just now
+
+
 def is_gathered(model: nn.Module) -> bool:
     """Returns whether all parameters are whole, by `gathered`."""
-    return getattr(model, "_gathered_for_probes", False)
+    return model in WHOLE
 
 
 @contextlib.contextmanager
@@ -31,11 +35,11 @@ def gathered(engine: Any) -> Iterator[None]:
     model = engine.module
     with deepspeed.zero.GatheredParameters(list(model.parameters())):
         remove_hooks(engine)
-        model._gathered_for_probes = True
+        WHOLE.add(model)
         try:
             yield
         finally:
-            del model._gathered_for_probes
+            WHOLE.discard(model)
             add_hooks(engine)
 
 
