@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from trl.models.utils import add_hooks, remove_hooks
 
-
 WHOLE: WeakSet[nn.Module] = WeakSet()  # models whose weights are whole just now
 
 
