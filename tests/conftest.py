@@ -30,9 +30,10 @@ def make_trainer(tmp_path: Path) -> Callable[..., Any]:
 
 # The files that take longest, longest first: begun last, one of them would keep one process busy and the others idle.
 LONG = [
-    "test_processes", "test_config", "test_buffer", "test_resume", "test_offline", "test_offline_real",
-    "test_simple_probe", "test_ground_truth", "test_evaluate", "test_notebook", "test_bias", "test_attach",
-    "test_gns_in_training",
+    "test_simple_probe", "test_processes", "test_resume", "test_attach", "test_ground_truth", "test_bias",
+    "test_train", "test_buffer", "test_evaluate", "test_offline", "test_gns_in_training", "test_offline_real",
+    "test_sequence_kernel", "test_offline_sweep", "test_offline_probe", "test_real_scale", "test_command_line",
+    "test_loggers", "test_config", "test_gns",
 ]  # fmt: skip
 
 
