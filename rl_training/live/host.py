@@ -123,7 +123,7 @@ def read_rollout(
     if pad_token_id is not None:
         hidden = are_hidden(inputs)
         tokens = torch.where(hidden.unsqueeze(1), _up_to_last_token(inputs["completion_ids"], pad_token_id), tokens)
-        advantages = advantages * ~hidden
+        advantages = advantages.masked_fill(hidden, 0.0)
         sampling_logps = inputs.get(SAMPLED_LOGPS)  # TRL's are none of hidden responses
     policy = tokens if written_by_policy is None else tokens * written_by_policy
     return Rollout(
