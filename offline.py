@@ -10,7 +10,7 @@ import hydra
 from omegaconf import DictConfig
 
 from rl_training.job.command_line import past_hydra, run_command
-from rl_training.job.run_settings import gather_run_settings
+from rl_training.job.run_settings import gather_run_settings, name_each_job
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="offline")
@@ -22,5 +22,5 @@ def main(cfg: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = gather_run_settings(sys.argv[1:])
+    sys.argv[1:] = name_each_job(gather_run_settings(sys.argv[1:]))
     run_command(main)

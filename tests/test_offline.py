@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import warm
@@ -22,9 +23,10 @@ from torch import Tensor
 from rl_training import Estimate, Probe
 from rl_training.job.build import build_run, build_standing
 from rl_training.job.look import look_at_checkpoints
-from rl_training.job.run_settings import gather_run_settings, run_settings
+from rl_training.job.run_settings import gather_run_settings, name_each_job, run_settings
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.offline.buffers import UpdateBuffer, sample_evaluation, sample_update
+from rl_training.offline.first_order import predict
 from rl_training.offline.probe import (
     Evaluation,
     FirstOrderSettings,
@@ -38,6 +40,7 @@ from rl_training.offline.probe import (
 from rl_training.offline.results import read_result, write_result
 from rl_training.offline.standing import Standing, refuse_without_gradients, stand
 from rl_training.offline.update import make_update
+from rl_training.records import read_probe_log
 from rl_training.records.checkpoints import checkpoints_named
 from rl_training.step.types import StepContext
 
@@ -125,6 +128,20 @@ def test_the_step_that_is_looked_at_is_the_step_that_training_took(standing: Sta
     assert close(update.delta, real["delta"]) < 1e-4  # what fp32 leaves of θ + δθ − θ
 
 
+def test_a_step_of_sgd_too_is_the_one_that_training_took(tmp_path: Path) -> None:
+    folder = tmp_path / "run_sgd"
+    sgd = ["++trainer.optim=sgd", "trainer.learning_rate=0.3", "trainer.max_steps=2"]
+    build_run(composed("train", f"run_dir={folder}", *RUN, *sgd)).train()
+    real, standing = SEEN[2], standing_at(folder, 1)
+    update = make_update(standing, as_update_buffer(real["rollout"]), 8, False, lambda _: None)
+    assert standing.learning_rate == pytest.approx(0.15)
+    assert close(update.delta, real["delta"]) < 1e-4
+    assert close(update.parts.gradient, -0.15 * update.clip * real["gradient"]) < 1e-5
+    found = look(standing, SMALL)
+    assert found.results["slope_check"] < 0.1
+    assert found.tables["conditioning"] == []  # there is none of Adam's
+
+
 def test_a_look_moves_nothing(standing: Standing, looked: Look) -> None:
     def state() -> list[Tensor]:
         moments = [v for s in standing.trainer.optimizer.state.values() for v in s.values()]
@@ -173,6 +190,24 @@ def test_the_prediction_is_the_weighted_sum_of_slopes_along_the_step(standing: S
         sums = [(w * s.logps + u * s.entropies).masked_fill(~mask, 0.0).double().sum() / len(mask) for s in ends]
         expected = float(sums[0] - sums[1]) / (2 * size)
         assert float(looked.first_order.value[0, column]) == pytest.approx(expected, rel=5e-3)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_the_prediction_is_that_of_the_policy_without_dropout_as_it_is_measured(
+    standing: Standing, looked: Look, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
+) -> None:
+    layers = standing.trainer.model.model.layers
+    for layer in layers:
+        monkeypatch.setattr(layer.self_attn, "attention_dropout", 0.3)
+    if checkpointing:
+        standing.trainer.model.activation_checkpointing_enable()
+    try:
+        again = predict(standing, looked.evaluation, looked.update, "rb", 8, lambda _: None)
+    finally:
+        standing.trainer.model.activation_checkpointing_disable()
+    assert looked.first_order is not None
+    assert again.value[0].tolist() == pytest.approx(looked.first_order.value[0].tolist(), rel=1e-5)
+    assert all(module.training for module in standing.trainer.model.modules())
 
 
 def test_the_splits_add_up_and_the_product_of_means_is_the_prediction_over_the_rate(looked: Look) -> None:
@@ -371,6 +406,18 @@ def test_settings_of_the_run_stand_beside_those_of_the_look() -> None:
     assert list(cfg.run) == ["trainer.beta=0", 'data.path="a b.jsonl"']
 
 
+def test_each_job_of_a_multirun_has_a_name_of_its_own_unless_one_is_given() -> None:
+    words = ["-m", "checkpoint=A,B", "update.seed=1,2", "seed=3", "trainer.temperature=0.7,1", "truth.odd=false"]
+    gathered = gather_run_settings(words)
+    assert gathered[-1] == 'run=["seed=3","trainer.temperature=0.7"],["seed=3","trainer.temperature=1"]'
+    named = name_each_job(gathered)
+    assert named == [*gathered, 'name="default,update.seed=${update.seed},${run}"']
+    job = composed("offline", "checkpoint=A", "update.seed=2", 'run=["trainer.temperature=1"]', named[-1])
+    assert job.name == "default,update.seed=2,['trainer.temperature=1']"
+    for words in (["-m", "update.seed=1,2", "name=mine"], ["update.seed=1"], ["-m", "checkpoint=A,B"], ["-m", "a=[1,"]):
+        assert name_each_job(words) == words
+
+
 def test_a_run_keeps_its_settings_but_those_that_are_changed(run: Path) -> None:
     changed = run_settings(checkpoint(run, 1), ["trainer.temperature=0.7", "seed=5"])
     assert (changed.trainer.temperature, changed.seed, changed.trainer.num_generations) == (0.7, 5, 4)
@@ -415,23 +462,40 @@ def test_results_are_written_whole_or_not_at_all(standing: Standing, looked: Loo
     assert path.read_bytes() == before
 
 
-def test_two_processes_say_what_one_says(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_two_processes_say_what_one_says_in_sweeps_and_logs_too(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     own = [f"checkpoint={checkpoint(run, 1)}", "evaluation.prompts=24", "update.prompts=8", "memory.generation_size=24"]
-    own.append("report=false")
+    own += ["report=false", "log.level=debug", "sweep.evaluation_sizes=[8,16]", "sweep.update_seeds=[3]"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        cfg = compose("offline", [*own, f"output={tmp_path / 'one'}"])
-        (path,) = look_at_checkpoints(cfg)
+        (path,) = look_at_checkpoints(compose("offline", [*own, f"output={tmp_path / 'one'}"]))
     assert "predicted, first order" in capsys.readouterr().out
     warm.run_on_ranks(("offline.py", *own, f"output={tmp_path / 'two'}"), 2, ACCELERATE_USE_CPU="true")
     one, two = (read_result(tmp_path / p / path.relative_to(tmp_path / "one")) for p in ("one", "two"))
     assert (one["world_size"], two["world_size"]) == (1, 2)
+    compared = compare(one["results"], two["results"], 1e-5)
+    for table in ("sizes", "updates"):  # of fewer sequences, and of another step
+        rows = zip(*(found["tables"][table] for found in (one, two)), strict=True)
+        compared += sum(compare(a, b, 1e-4) for a, b in rows)
+    assert compared > 60 + 3 * 20
+    logs = [read_probe_log(found["log"]) for found in (one, two)]
+    for name in ("evaluation", "update"):
+        texts = [log[name][["prompt", "response", "length"]] for log in logs]
+        assert len(texts[0]) == {"evaluation": 24, "update": 32}[name]
+        pd.testing.assert_frame_equal(*texts)
+    for column in ("logp", "entropy_after", "logp_slope"):
+        np.testing.assert_allclose(*(log["tokens"][column].to_numpy() for log in logs), rtol=1e-3, atol=1e-5)
+
+
+def compare(one: dict[str, Any], two: dict[str, Any], tolerance: float) -> int:
+    """Asserts that numbers are the same, to so much of themselves or of the prediction; returns how many are known."""
     compared = 0
-    for key, value in one["results"].items():
-        scale = abs(one["results"]["deltaH1_sequence" if "sequence" in key else "deltaH1"])
+    for key, value in one.items():
+        scale = abs(one["deltaH1_sequence" if "sequence" in key else "deltaH1"])
         if not key.startswith(("floor", "slope")):
-            assert two["results"][key] == pytest.approx(value, rel=1e-5, abs=1e-5 * scale, nan_ok=True), key
+            assert two[key] == pytest.approx(value, rel=tolerance, abs=tolerance * scale, nan_ok=True), key
             compared += not math.isnan(value)
-    assert compared > 60
+    return compared
 
 
 # --- DeepSpeed's shards -----------------------------------------------------------------------------------------------

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
+import warm
 from hydra import compose, initialize_config_dir
 from test_offline import checkpoint, run  # noqa: F401
 
 from rl_training.job.explain import CONF
 from rl_training.job.look import look_at_checkpoints
+from rl_training.job.look_plan import read_plan
 from rl_training.offline.probe import Settings, TruthSettings
 from rl_training.offline.sweep import SweepSettings, refuse_sweep
 from rl_training.records import looks
 from rl_training.records.looks import COLUMNS
 from rl_training.records.report.looks import log_slope
 
+ROOT = Path(__file__).parents[1]
 SMALL = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", "log.level=none"]
 SWEEP = ["sweep.evaluation_sizes=[16,8]", "sweep.update_seeds=[1,5]", "truth.etas=[0.5,0.25]", "name=sweep"]
 
@@ -81,7 +85,7 @@ def test_a_page_stands_alone_and_in_the_runs_report_with_the_table(run: Path, sw
     assert list(table) == COLUMNS
     assert len(table) == len(swept) == 2 * (1 + 2 + 2 + 2)
     assert {path.name for path in folder.glob("*.png")} == {
-        f"offline_sweep_{name}.png" for name in ("agreement", "sizes", "eta", "checkpoints", "conditioning")
+        f"offline_sweep_{name}.png" for name in ("look", "agreement", "sizes", "eta", "checkpoints", "conditioning")
     }
     whole = only(swept, kind="whole", step=2)
     shown = f"{1e3 * whole['deltaH1']:+.3f} ± {1e3 * whole['deltaH1_se']:.3f}"
@@ -113,3 +117,24 @@ def test_a_sweep_that_cannot_be_is_refused_before_anything_is_sampled(sweep: dic
         refuse_sweep(SweepSettings(**sweep), Settings(truth=TruthSettings(enabled="evaluation_sizes" in sweep)))
     with pytest.raises(ValueError, match=r"sweep.evaluation_sizes: 1 must be a whole number, at least 2"):
         SweepSettings(evaluation_sizes=[1])
+
+
+def test_a_multirun_leaves_each_look_in_a_folder_of_its_own(run: Path) -> None:  # noqa: F811
+    asked = ["evaluation.prompts=8", "memory.microbatch_size=8", "truth.enabled=false", "conditioning=false"]
+    asked += ["log.level=none", "report=false", "update.prompts=4,8", f"checkpoint={checkpoint(run, 1)}"]
+    ended = warm.run("offline.py", "-m", *asked)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    table = looks(run).set_index("look")
+    for prompts in (4, 8):
+        assert table.loc[f"default,update.prompts={prompts}", "update_prompts"] == prompts
+    assert not (ROOT / "multirun").exists()
+
+
+def test_checkpoints_whose_results_would_lie_in_one_folder_are_refused(run: Path, tmp_path: Path) -> None:  # noqa: F811
+    other = tmp_path / "other" / "training_state"
+    shutil.copytree(checkpoint(run, 1), other / "checkpoint-1")
+    both = f"checkpoint=[{checkpoint(run, 1)},{other / 'checkpoint-1'}]"
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("offline", [both, f"output={tmp_path}"])
+    with pytest.raises(ValueError, match=r"2 checkpoints would leave their results in .*/default/checkpoint-1"):
+        read_plan(cfg)

@@ -27,6 +27,7 @@ from rl_training.job.settings import (
 from rl_training.job.stopping import StopAtStepEnd
 from rl_training.live.alert import EntropyAlert
 from rl_training.live.trainer import DrGRPOConfig, DrGRPOTrainer
+from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.standing import Standing, stand
 from rl_training.probes.base import Probe
 from rl_training.records.checkpoints import steps_taken
@@ -86,7 +87,7 @@ def build_standing(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
 
     ValueError, saying what to do, where the checkpoint is not of this configuration: see standing.py.
     """
-    with libraries_refuse(), tempfile.TemporaryDirectory() as scratch:
+    with libraries_refuse(), short_memory_says_what_to_lower("load"), tempfile.TemporaryDirectory() as scratch:
         # One microbatch: how many the training would make of U does not matter to its mean gradient.
         cfg = cfg.copy()
         cfg.run_dir = scratch

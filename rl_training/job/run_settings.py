@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 
 from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.job.explain import CONF
@@ -31,8 +34,45 @@ def gather_run_settings(arguments: Sequence[str]) -> list[str]:
     of_run = [word for word in of_run if not word.startswith("-")]
     if not of_run:
         return list(arguments)
-    quoted = ('"' + word.lstrip("+").replace("\\", "\\\\").replace('"', '\\"') + '"' for word in of_run)
-    return [*(word for word in arguments if word not in of_run), f"run=[{','.join(quoted)}]"]
+    choices = product(*map(_choices, of_run))  # of a sweep; one, where nothing is swept
+    lists = (f"[{','.join(map(_quoted, chosen))}]" for chosen in choices)
+    return [*(word for word in arguments if word not in of_run), f"run={','.join(lists)}"]
+
+
+def name_each_job(arguments: Sequence[str]) -> list[str]:
+    """Returns the arguments of a multirun with a name for each of its looks, which would else share a folder.
+
+    Example: ["-m", "update.seed=1,2"] gets 'name="default,update.seed=${update.seed}"'. A name that is given stays.
+    """
+    words = [word for word in arguments if "=" in word and not word.startswith("-")]
+    if not {"-m", "--multirun"} & set(arguments) or any(word.startswith("name=") for word in words):
+        return list(arguments)
+    try:
+        swept = [change.key_or_group for change in _parsed(words) if change.is_sweep_override()]
+    except HydraException:  # Hydra itself will say what it cannot read
+        return list(arguments)
+    apart = [key for key in swept if key != "checkpoint"]  # checkpoints have a folder each
+    values = (f"{key}=${{{key}}}" if key != "run" else "${run}" for key in apart)
+    return [*arguments, f'name="{",".join(["default", *values])}"'] if apart else list(arguments)
+
+
+def _choices(word: str) -> list[str]:
+    """Returns the settings that a swept one stands for: a=1,2 is a=1 and a=2."""
+    try:
+        (change,) = _parsed([word])
+    except HydraException:  # said once the run is known that it is to change
+        return [word.lstrip("+")]
+    if not change.is_sweep_override():
+        return [word.lstrip("+")]
+    return [f"{change.key_or_group}={value}" for value in change.sweep_string_iterator()]
+
+
+def _parsed(words: Sequence[str]) -> list[Override]:
+    return OverridesParser.create().parse_overrides(list(words))
+
+
+def _quoted(word: str) -> str:
+    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
 
 def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
@@ -54,7 +94,7 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
         return compose("train", overrides=[_unlisted(change) for change in changes])
     cfg = load_settings(stored)
     assert isinstance(cfg, DictConfig)
-    for change in OverridesParser.create().parse_overrides(list(changes)):
+    for change in _parsed(changes):
         key, value = change.key_or_group, change.value()
         if (CONF / key).is_dir():
             cfg[key] = compose("train", overrides=[change.input_line or ""])[key]
