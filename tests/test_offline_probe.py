@@ -22,8 +22,8 @@ from rl_training.job.look import look_at_checkpoints
 from rl_training.job.offline_probe import READY, main
 from rl_training.job.probe_config import KEYS, read_probe_config
 from rl_training.offline.results import read_result
-from rl_training.offline.whole import write_whole
 from rl_training.records import probe_logs, read_probe_log
+from rl_training.records.whole import write_whole
 
 KEYS_OF_ANSWER = {
     "deltaH1", "bars_dot", "learning_rate", "deltaH_true", "H_orig", "H_upd", "B_E", "B_U", "G",

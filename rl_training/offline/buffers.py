@@ -12,7 +12,7 @@ c mod (number of processes): so many processes hold the same sequences as one.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -24,11 +24,11 @@ from rl_training.live import host, sampling
 from rl_training.live.buffer import FilteredBuffer
 from rl_training.live.refill import start_buffer
 from rl_training.mathematics.scores import Scores
+from rl_training.offline.phases import Progress
 from rl_training.offline.standing import Standing
 from rl_training.step.rollout import Rollout, join_rollouts
 
 Overlap = Literal["forbidden", "allowed", "wanted"]
-Progress = Callable[[int], None]  # told of so many sequences more
 PROMPTS, RESPONSES = 0, 1  # streams of random numbers of a seed
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 from rl_training.mathematics.importance import LOGP, sequence_totals
 from rl_training.offline.probe import Look
 from rl_training.offline.standing import Standing
-from rl_training.offline.whole import to_json, write_whole
+from rl_training.records.whole import to_json, write_whole
 from rl_training.step.rollout import Rollout
 from rl_training.version import VERSION
 

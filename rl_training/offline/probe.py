@@ -14,44 +14,27 @@ step. What cannot be had is nan, with the reason in `reasons`.
 
 from __future__ import annotations
 
-import contextlib
 import math
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, get_args
 
-import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from rl_training.mathematics.entropy import Estimator
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import Replicates
-from rl_training.offline.buffers import (
-    EvaluationBuffer,
-    Overlap,
-    Progress,
-    UpdateBuffer,
-    sample_evaluation,
-    sample_update,
-)
+from rl_training.offline.buffers import EvaluationBuffer, Overlap, UpdateBuffer, sample_evaluation, sample_update
 from rl_training.offline.conditioning import condition
 from rl_training.offline.covariance import covariance_of
 from rl_training.offline.first_order import SEQUENCE, TOKEN, FirstOrder, predict
+from rl_training.offline.phases import Phases, short_memory_says_what_to_lower
 from rl_training.offline.standing import Standing
 from rl_training.offline.truth import AtStep, Truth, measure, num_scorings
 from rl_training.offline.update import Update, make_update
 
 FEW_UNITS = f"fewer than {MIN_FOLDS_FOR_STDERR} blocks of E or folds of U: no error bar"
 NOT_ASKED = "not asked for: {}"
-LOWER = {  # what to do where a phase runs out of memory
-    "sample U": "lower memory.generation_size, or trainer.max_completion_length",
-    "sample E": "lower memory.generation_size, or batch.microbatch_size, which scores",
-    "gradient of U": "lower memory.microbatch_size, set memory.offload=true, trainer.gradient_checkpointing=true",
-    "gradient of E": "lower memory.microbatch_size, set trainer.gradient_checkpointing=true",
-    "truth": "lower batch.microbatch_size, which scores",
-}
 SEVERAL_RATES = "groups of parameters have several learning rates: there is no one to divide by"
 
 
@@ -130,7 +113,7 @@ class Look:
 
 def look(standing: Standing, settings: Settings) -> Look:
     """Returns what the next step from this checkpoint does to entropy. Nothing of the trainer is moved by it."""
-    phases = _Phases(shown=standing.rank == 0 and not standing.trainer.args.disable_tqdm)
+    phases = Phases(shown=standing.rank == 0 and not standing.trainer.args.disable_tqdm)
     memory, own, e = settings.memory, settings.update, settings.evaluation
     chunk = memory.generation_size
     with phases("sample U", own.prompts * standing.trainer.num_generations) as progress:
@@ -162,7 +145,8 @@ def look(standing: Standing, settings: Settings) -> Look:
     if truth is not None:
         tables["eta"] = [_row_of(at) for at in truth.at]
     if settings.conditioning and first_order is not None:
-        tables["conditioning"] = [vars(row) for row in condition(standing, update, first_order.direction)]
+        with short_memory_says_what_to_lower("conditioning"):
+            tables["conditioning"] = [vars(row) for row in condition(standing, update, first_order.direction)]
     return Look(
         found.values, found.reasons, tables, phases.seconds, evaluation, update_buffer, update, first_order, truth
     )  # fmt: skip
@@ -267,39 +251,6 @@ def _row_of(at: AtStep) -> dict[str, Any]:
             row[f"{key}{suffix}"] = float(replicates.value[column]) if replicates else math.nan
             row[f"{key}{suffix}_se"] = float(replicates.stderr[column]) if replicates else math.nan
     return row
-
-
-@contextlib.contextmanager
-def _out_of_memory_says_what_to_lower(phase: str) -> Iterator[None]:
-    """A context in which running out of memory is a ValueError that names the setting to lower."""
-    try:
-        yield
-    except (torch.OutOfMemoryError, RuntimeError) as error:
-        full = isinstance(error, torch.OutOfMemoryError) or "allocate memory" in str(error)
-        if not full:
-            raise
-        raise ValueError(f"out of memory in phase {phase!r}: {LOWER[phase]}") from error
-
-
-class _Phases:
-    """The phases of a look: a progress bar each, and the seconds that each took."""
-
-    def __init__(self, shown: bool) -> None:
-        self.seconds: dict[str, float] = {}
-        self._shown = shown
-
-    @contextlib.contextmanager
-    def __call__(self, name: str, total: int) -> Iterator[Progress]:
-        start = time.perf_counter()
-        with tqdm(total=total, desc=f"{name:13}", unit="seq", disable=not self._shown, leave=True) as bar:
-
-            def advance(count: int) -> None:
-                bar.update(min(count, total - bar.n))
-
-            with _out_of_memory_says_what_to_lower(name):
-                yield advance
-            advance(total)
-        self.seconds[name] = time.perf_counter() - start
 
 
 def _refuse_nonsense(settings: Settings) -> None:

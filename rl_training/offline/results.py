@@ -13,7 +13,7 @@ from rich.table import Table
 
 from rl_training.offline.probe import Look
 from rl_training.offline.standing import Standing
-from rl_training.offline.whole import from_json, to_json, write_whole
+from rl_training.records.whole import from_json, to_json, write_whole
 from rl_training.version import VERSION
 
 MILLI = 1e3  # changes of entropy are shown in thousandths of a nat

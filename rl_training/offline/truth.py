@@ -39,7 +39,8 @@ from rl_training.mathematics.per_decision import (
     slopes,
 )
 from rl_training.mathematics.scores import Scores
-from rl_training.offline.buffers import EvaluationBuffer, Progress, gather_scores, sample_again
+from rl_training.offline.buffers import EvaluationBuffer, gather_scores, sample_again
+from rl_training.offline.phases import Progress
 from rl_training.offline.standing import Standing
 from rl_training.step.rollout import take_rows
 

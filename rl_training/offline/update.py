@@ -18,7 +18,8 @@ from torch import Tensor
 from rl_training.mathematics.adamw import UpdateParts, clip_coefficient
 from rl_training.mathematics.folds import leave_fold_out
 from rl_training.mathematics.vectors import FlatVectors
-from rl_training.offline.buffers import Progress, UpdateBuffer
+from rl_training.offline.buffers import UpdateBuffer
+from rl_training.offline.phases import Progress
 from rl_training.offline.standing import Standing
 from rl_training.step.updates import Piece, optimizer_pieces
 

@@ -20,6 +20,7 @@ from rl_training.records.report.looks import looks_of
 from rl_training.records.report.page import render_page
 from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
+from rl_training.records.whole import write_whole
 
 REPORT_FOLDER = "report"
 PAGE_FILE = "report.html"
@@ -31,13 +32,9 @@ def write_report(run_dir: str | Path) -> Path:
     Raises FileNotFoundError or ValueError when the folder holds no readable records, naming the file.
     """
     run = read_run(Path(run_dir))
-    folder = run.folder / REPORT_FOLDER
-    folder.mkdir(exist_ok=True)
-    figures = draw_figures(run)
-    for figure in figures:
-        (folder / figure.file).write_bytes(figure.png)
-    page = folder / PAGE_FILE
-    page.write_text(render_page(run, summarize(run), figures, looks_of(run)), encoding="utf-8")
+    figures, page = draw_figures(run), run.folder / REPORT_FOLDER / PAGE_FILE
+    files = {page.with_name(figure.file): figure.png for figure in figures}
+    write_whole({**files, page: render_page(run, summarize(run), figures, looks_of(run)).encode()})
     return page
 
 

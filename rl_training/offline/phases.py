@@ -1,0 +1,57 @@
+"""The phases of a look: a progress bar each, the seconds that it took, and what to lower where its memory is short."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+from tqdm.auto import tqdm
+
+Progress = Callable[[int], None]  # told of so many sequences more
+LOWER = {  # what to do where a phase runs out of memory
+    "load": "keep frozen weights in less: adapter=lora model.dtype=bfloat16, or adapter=qlora, as the run was",
+    "sample U": "lower memory.generation_size, or trainer.max_completion_length",
+    "sample E": "lower memory.generation_size, or batch.microbatch_size, which scores",
+    "gradient of U": "lower memory.microbatch_size, set memory.offload=true, trainer.gradient_checkpointing=true",
+    "gradient of E": "lower memory.microbatch_size, set trainer.gradient_checkpointing=true",
+    "truth": "lower batch.microbatch_size, which scores",
+    "conditioning": "set conditioning=false",
+    "kernel": "lower kernel.memory_gb, or kernel.microbatch_size",
+    "sweep": "lower memory.microbatch_size, or batch.microbatch_size, which scores",
+}
+FULL = ("allocate memory", "not enough memory", "out of memory")  # torch's words on Linux, on Windows, on devices
+
+
+class Phases:
+    """The phases of a look: a progress bar each, and the seconds that each took."""
+
+    def __init__(self, shown: bool) -> None:
+        self.seconds: dict[str, float] = {}
+        self._shown = shown
+
+    @contextlib.contextmanager
+    def __call__(self, name: str, total: int) -> Iterator[Progress]:
+        start = time.perf_counter()
+        with tqdm(total=total, desc=f"{name:13}", unit="seq", disable=not self._shown, leave=True) as bar:
+
+            def advance(count: int) -> None:
+                bar.update(min(count, total - bar.n))
+
+            with short_memory_says_what_to_lower(name):
+                yield advance
+            advance(total)
+        self.seconds[name] = time.perf_counter() - start
+
+
+@contextlib.contextmanager
+def short_memory_says_what_to_lower(phase: str) -> Iterator[None]:
+    """A context in which running out of memory is a ValueError that names the setting to lower."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:  # torch.OutOfMemoryError is the latter
+        full = isinstance(error, MemoryError | torch.OutOfMemoryError) or any(words in str(error) for words in FULL)
+        if not full:
+            raise
+        raise ValueError(f"out of memory in phase {phase!r}: {LOWER[phase]}") from error
