@@ -110,6 +110,21 @@ class TrainerPolicy:
             for name, param in parameters.items():
                 param.data = originals[name]
 
+    @contextlib.contextmanager
+    def without_dropout(self) -> Iterator[None]:
+        """A context without dropout. Backward passes belong into it: what is checkpointed is calculated there again.
+
+        A layer that is checkpointed knows by `training` that it is; it has no dropout but in modules of its own.
+        """
+        in_training = [module for module in self._trainer.model.modules() if module.training]
+        try:
+            for module in in_training:
+                module.training = getattr(module, "gradient_checkpointing", False)
+            yield
+        finally:
+            for module in in_training:
+                module.training = True
+
     def decode(self, ids: Tensor) -> str:
         """Returns the text of one sequence of tokens, as TRL decodes completions."""
         return self._trainer._tokenizer.decode(ids, skip_special_tokens=True)

@@ -15,12 +15,14 @@ can be with momentum, a scale to the same gain has no meaning and the number is 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from rl_training.mathematics.adamw import AdamWState
+from rl_training.mathematics.vectors import CHUNK
 from rl_training.offline.first_order import SEQUENCE, TOKEN
 from rl_training.offline.standing import Standing
 from rl_training.offline.update import Update
@@ -46,41 +48,58 @@ def condition(standing: Standing, update: Update, direction: Tensor) -> list[Con
     """
     if not all(isinstance(piece.state, AdamWState) for piece in update.pieces):
         return []
-    real, gradient = update.delta.double(), (update.clip * update.gradient).double()
-    gain = float(-gradient @ real)
-    return [
-        _compare(name, step.double(), real, gradient, gain, direction.double())
-        for name, step in zip(NAMES, _directions(standing, update), strict=True)
-    ]
+    gradient = update.clip * update.gradient
+    gain = -_dot(gradient, update.delta)
+    steps = _directions(standing, update, gradient)
+    return [_compare(name, next(steps), update.delta, gradient, gain, direction) for name in NAMES]
 
 
 def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, gain: float, direction: Tensor) -> Conditioned:
-    to_norm = float(real.norm() / step.norm())
-    own_gain = float(-gradient @ step)
+    norm, real_norm, own_gain = math.sqrt(_dot(step, step)), math.sqrt(_dot(real, real)), -_dot(gradient, step)
+    to_norm = real_norm / norm
     to_gain = gain / own_gain if own_gain > 0 and gain > 0 else math.nan
-    products = direction @ step
+    of_token = _dot(direction[TOKEN], step)
     return Conditioned(
         name=name,
-        delta_h1=to_norm * float(products[TOKEN]),
-        delta_h1_sequence=to_norm * float(products[SEQUENCE]),
-        delta_h1_same_gain=to_gain * float(products[TOKEN]),
-        cosine=float(real @ step) / float(real.norm() * step.norm()),
+        delta_h1=to_norm * of_token,
+        delta_h1_sequence=to_norm * _dot(direction[SEQUENCE], step),
+        delta_h1_same_gain=to_gain * of_token,
+        cosine=_dot(real, step) / (real_norm * norm),
     )
 
 
-def _directions(standing: Standing, update: Update) -> tuple[Tensor, ...]:
-    """Returns the five directions, (P,) each, in the order of NAMES, with no scale that means anything."""
-    gradient = update.clip * update.gradient
-    momentum_free, momentum, root = (torch.empty_like(gradient) for _ in range(3))
-    for piece in update.pieces:
-        state, own = piece.state, gradient[piece.columns]
-        assert isinstance(state, AdamWState)
-        beta1, beta2 = state.betas
-        second = beta2 * state.exp_avg_sq + (1.0 - beta2) * own.square()
-        root[piece.columns] = (second / (1.0 - beta2 ** (state.step + 1))).sqrt()
-        momentum[piece.columns] = beta1 * state.exp_avg + (1.0 - beta1) * own
-        momentum_free[piece.columns] = own / (root[piece.columns] + state.eps)
+def _directions(standing: Standing, update: Update, gradient: Tensor) -> Iterator[Tensor]:
+    """Yields the five directions, (P,) each, in the order of NAMES, with no scale that means anything.
+
+    One at a time: they are as large as all trainable parameters.
+    """
+    yield update.delta
+    root = _of_pieces(update, gradient, _root)
+    eps = _of_pieces(update, gradient, lambda state, own: torch.full_like(own, state.eps))
+    yield gradient / -eps.add_(root)
+    del eps
+    momentum = _of_pieces(update, gradient, lambda state, own: torch.lerp(own, state.exp_avg, state.betas[0]))
     sizes = [param.numel() for param in standing.parameters.values()]
     of_tensors = zip(momentum.split(sizes), root.split(sizes), strict=True)
-    rms_only = torch.cat([m / rms.square().mean().sqrt() for m, rms in of_tensors])
-    return update.delta, -momentum_free, -rms_only, -momentum, -gradient
+    yield torch.cat([-m / rms.square().mean().sqrt() for m, rms in of_tensors])
+    del root
+    yield momentum.neg_()
+    yield -gradient
+
+
+def _of_pieces(update: Update, gradient: Tensor, form: Callable[[AdamWState, Tensor], Tensor]) -> Tensor:
+    """Returns a flat vector, (P,), from what each piece's state makes of its gradient."""
+    return torch.cat([form(piece.state, gradient[piece.columns]) for piece in update.pieces])  # type: ignore[arg-type]
+
+
+def _root(state: AdamWState, gradient: Tensor) -> Tensor:
+    """Returns √v̂ of this step."""
+    beta2 = state.betas[1]
+    second = torch.lerp(gradient.square(), state.exp_avg_sq, beta2)
+    return (second / (1.0 - beta2 ** (state.step + 1))).sqrt()
+
+
+def _dot(a: Tensor, b: Tensor) -> float:
+    """Returns the inner product in fp64, of which there is only a chunk at a time."""
+    pairs = zip(a.split(CHUNK), b.split(CHUNK), strict=True)
+    return sum(float(x.double() @ y.double()) for x, y in pairs)

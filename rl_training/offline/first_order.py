@@ -22,10 +22,12 @@ from rl_training.mathematics.entropy import Estimator, surrogate_weights
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.vectors import FlatVectors
-from rl_training.offline.buffers import EvaluationBuffer, Progress
+from rl_training.offline.buffers import EvaluationBuffer
+from rl_training.offline.phases import Progress
 from rl_training.offline.standing import Standing
 from rl_training.offline.update import Update
 from rl_training.step.causes import Splits
+from rl_training.step.entropy_gradients import entropy_gradient
 
 MOST_BLOCKS = 32
 WHOLE = "whole"
@@ -67,17 +69,16 @@ def predict(
     scores, number, count = evaluation.scores, evaluation.number, evaluation.num_sequences
     known = (scores.logps, scores.entropies, scores.mask, torch.arange(count, device=number.device))
     weights = [surrogate_weights(*known, estimator, target, "buffer") for target in ("token", "sequence")]
-    parts = torch.stack(update.parts)
     size = max(1, min(microbatch_size, count // MOST_BLOCKS))
     block = number // size
-    sums = torch.zeros(-(-count // size), 1 + len(splits.labels), 2, dtype=torch.float64, device=parts.device)
-    direction = parts.new_zeros(2, parts.shape[1])
+    sums = torch.zeros(-(-count // size), 1 + len(splits.labels), 2, dtype=torch.float64, device=number.device)
+    direction = update.delta.new_zeros(2, len(update.delta))
     for b in block.unique().tolist():
         own = (block == b).nonzero().squeeze(1)
         for rows in own.split(microbatch_size):
-            gradient = _gradients(standing, evaluation, rows, weights, layout) / count
+            gradient = _gradients(standing, evaluation, rows, weights, layout).div_(count)
             direction += gradient
-            products = _products(layout, gradient, parts)
+            products = _products(layout, gradient, update.parts)
             sums[b] += torch.cat([products.sum(dim=(0, 2)).unsqueeze(0), splits.sum(products)])
         progress(len(own) * standing.num_ranks)
     sums, direction = standing.reduce(sums), standing.reduce(direction)
@@ -96,23 +97,19 @@ def _gradients(
     layout: FlatVectors,
 ) -> Tensor:
     """Returns Σ over these rows of Σ_k w_k ∂log π(t_k) + u_k ∂h_k, (2, P), for each pair of weights (N, L)."""
-    fresh = standing.policy.score(evaluation.rollout, rows)
-    places, width = evaluation.number[rows], fresh.logps.shape[1]
-    outputs, parameters = [fresh.logps, fresh.entropies], list(standing.parameters.values())
+    with standing.policy.without_dropout():  # as the truth is measured
+        fresh = standing.policy.score(evaluation.rollout, rows)
+        places, width = evaluation.number[rows], fresh.logps.shape[1]
+        pairs = [(w[places, :width].to(fresh.logps), u[places, :width].to(fresh.entropies)) for w, u in weights]
+        return entropy_gradient(fresh, pairs, list(standing.parameters.values()), layout)
+
+
+def _products(layout: FlatVectors, directions: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """Returns directions·parts by parameter, (parameters, q, 3) fp64, of three parts."""
+    pieces = zip(layout.split(directions), *map(layout.split, parts), strict=True)
     return torch.stack([
-        layout.flatten(
-            torch.autograd.grad(
-                outputs, parameters, [w[places, :width].to(fresh.logps) for w in pair], retain_graph=pair is weights[0]
-            )
-        )
-        for pair in weights
-    ])  # fmt: skip
-
-
-def _products(layout: FlatVectors, directions: Tensor, parts: Tensor) -> Tensor:
-    """Returns directions·parts by parameter, (parameters, q, 3) fp64."""
-    pairs = zip(layout.split(directions), layout.split(parts), strict=True)
-    return torch.stack([torch.stack([part @ x for x in direction]) for direction, part in pairs]).double()
+        torch.stack([torch.stack([part @ x for part in of_step]) for x in direction]) for direction, *of_step in pieces
+    ]).double()  # fmt: skip
 
 
 def without_blocks(sums: Tensor, mask: Tensor, size: int) -> Replicates:
@@ -129,13 +126,13 @@ def _without_folds(
 ) -> Replicates:
     """Returns X̄·δθ by label, and with the step that U without each of its folds makes."""
 
-    def by_label(parts: Tensor) -> Tensor:
+    def by_label(parts: Sequence[Tensor]) -> Tensor:
         products = _products(layout, direction, parts)
         return torch.cat([products.sum(dim=(0, 2)).unsqueeze(0), splits.sum(products)])
 
-    value = by_label(torch.stack(update.parts))
+    value = by_label(update.parts)
     without = value.new_zeros(update.num_folds, *value.shape)
     if update.num_folds > 1:
         for k, number in enumerate(update.fold_number):
-            without[number] = by_label(torch.stack(update.without_fold(k)))
+            without[number] = by_label(update.without_fold(k))
     return Replicates(value, standing.reduce(without))

@@ -62,10 +62,11 @@ def evaluation_change(
     products = sizes.new_zeros(blocks.count, len(targets))
     for block in blocks.number.unique().tolist():
         rows = (blocks.number == block).nonzero().squeeze(1)
-        fresh = ctx.policy.score(buffer, rows)
-        width = fresh.logps.shape[1]
-        pairs = [(w[rows, :width].to(fresh.logps), u[rows, :width].to(fresh.entropies)) for w, u in weights]
-        directions = entropy_gradient(fresh, pairs, parameters, layout)
+        with ctx.policy.without_dropout():  # as the truth is measured
+            fresh = ctx.policy.score(buffer, rows)
+            width = fresh.logps.shape[1]
+            pairs = [(w[rows, :width].to(fresh.logps), u[rows, :width].to(fresh.entropies)) for w, u in weights]
+            directions = entropy_gradient(fresh, pairs, parameters, layout)
         products[block] = torch.stack([flat_dot(direction, update) for direction in directions]).to(products)
     products = ctx.reduce(products) / sizes[:, 0].sum()  # each row is one rank's
     left = 1.0 - sizes / sizes.sum(dim=0)  # of E without a block, as a share of its sequences and of its tokens
