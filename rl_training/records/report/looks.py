@@ -14,8 +14,10 @@ from matplotlib.axes import Axes
 
 from rl_training.records.looks import OFFLINE, RESULT_FILE, looks, read_look
 from rl_training.records.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, Picture, legend, line, picture
+from rl_training.records.report.one_look import one_look
 from rl_training.records.report.page import template
 from rl_training.records.report.series import Run, curve
+from rl_training.records.whole import write_whole
 from rl_training.version import VERSION
 
 TABLE_FILE, PAGE_FILE = "sweep.csv", "looks.html"
@@ -42,13 +44,10 @@ def write_looks_page(folder: Path, run: Run | None = None) -> Path:
 
     run  whose in-loop predictions are drawn beside them
     """
-    table = looks(folder)
-    table.to_csv(folder / TABLE_FILE, index=False)
-    section = describe_looks(folder, run)
-    for drawn in section.pictures:
-        (folder / drawn.file).write_bytes(drawn.png)
-    page = folder / PAGE_FILE
-    page.write_text(template("looks.html").render(section=section, version=VERSION), encoding="utf-8")
+    section, page = describe_looks(folder, run), folder / PAGE_FILE
+    files = {folder / TABLE_FILE: looks(folder).to_csv(index=False).encode()}
+    files |= {folder / drawn.file: drawn.png for drawn in section.pictures}
+    write_whole({**files, page: template("looks.html").render(section=section, version=VERSION).encode()})
     return page
 
 
@@ -62,14 +61,15 @@ def describe_looks(folder: Path, run: Run | None) -> LooksSection:
     """Returns what is to be shown of the looks in a folder: pictures of what was varied, and a row per checkpoint."""
     table = looks(folder)
     whole = table[table["kind"] == "whole"].sort_values("step")
-    drawn = [_agreement(table, folder.name)]
+    contents = sorted((read_look(path) for path in folder.glob(f"*/{RESULT_FILE}")), key=lambda look: look["step"])
+    drawn = [one_look(contents[-1], folder.name), _agreement(table, folder.name)]
     if (table["kind"] == "size").any():
         drawn.append(_relative_error(table, folder.name))
     if (table["kind"] == "eta").sum() + 1 >= MIN_POINTS:
         drawn.append(_step_size(table, folder.name))
     if len(whole) > 1:
         drawn.append(_evolution(whole, folder.name, run))
-    conditioning = _conditioning(folder)
+    conditioning = _conditioning(contents[-1], folder.name)
     if conditioning is not None:
         drawn.append(conditioning)
     headings = ["step", "U", *HEADINGS.values(), "ESS / N", "H"]
@@ -243,10 +243,9 @@ def _evolution(whole: pd.DataFrame, name: str, run: Run | None) -> Picture:
     return picture(f"offline_{name}_checkpoints.png", f"Offline {name}: over checkpoints", caption, [], draw)
 
 
-def _conditioning(folder: Path) -> Picture | None:
-    """Returns the picture of δH₁ under other preconditioners at the last checkpoint; None where there is none."""
-    contents = sorted((read_look(path) for path in folder.glob(f"*/{RESULT_FILE}")), key=lambda look: look["step"])
-    rows = contents[-1]["tables"].get("conditioning") if contents else None
+def _conditioning(content: Mapping[str, Any], name: str) -> Picture | None:
+    """Returns the picture of δH₁ under other preconditioners; None where there is none."""
+    rows = content["tables"].get("conditioning")
     if not rows:
         return None
 
@@ -265,11 +264,11 @@ def _conditioning(folder: Path) -> Picture | None:
         legend(axes)
 
     caption = (
-        f"From checkpoint {contents[-1]['step']}: the same samples and gradient under other preconditioners, scaled to "
+        f"From checkpoint {content['step']}: the same samples and gradient under other preconditioners, scaled to "
         "the real step's length, or to its first-order gain in reward. No bar where a step would lose reward."
     )
     return picture(
-        f"offline_{folder.name}_conditioning.png", f"Offline {folder.name}: what the preconditioner does", caption, [],
+        f"offline_{name}_conditioning.png", f"Offline {name}: what the preconditioner does", caption, [],
         draw, over_steps=False,
     )  # fmt: skip
 
