@@ -1,8 +1,9 @@
 """Trains on given rollouts under several launches, for tests/test_processes.py: python tests/replay.py FOLDER RUN...
 
 A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2. With `_bare` at its end it has no probes;
-with `_resumed` it goes on from the second of the three steps. Every run gets the same prompts, completions and
-advantages, each process its contiguous share. Rank r writes FOLDER/RUN/r.pt.
+with `_lora` it trains an adapter; with `_resumed` it goes on from the second of the three steps. Every run gets the same
+prompts, completions and advantages, each process its contiguous share. Rank r writes FOLDER/RUN/r.pt; ZeRO with probes
+leaves a checkpoint of its second step.
 
 Everything is imported once, then the processes of each run are forked: nothing has used autograd or threads before.
 """
@@ -21,6 +22,7 @@ os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE"
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from peft import LoraConfig
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
 from rl_training.live import zero
@@ -33,6 +35,7 @@ from rl_training.tasks.models import load_tiny
 
 ROOT = Path(__file__).parents[1]
 STEPS, PROMPTS, G, MICROBATCH, L_MAX = 3, 16, 4, 8, 24
+LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
 ZERO_STEP = 2  # the step at which the second half of the sequences has no advantage
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "reduce_scatter")
 
@@ -137,7 +140,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as accelerate launch does; without it this would be DDP
         # Its shared-memory all-reduce would be compiled here, a minute of g++ behind a lock file. Without it: gloo.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    probes = [] if run.endswith("bare") else [
+    probes = [] if run.endswith("bare") else [Recorder()] if run.endswith("lora") else [
         SimpleEntropyProbe(per_sequence=True, own_prompts=True, draw="norm"), GradientNoiseScaleProbe(),
         EffectiveSampleSizeProbe(),
         Recorder(),
@@ -161,13 +164,14 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
             adam_epsilon=1e-5,  # a first step that is no sign: rounding would decide the sign of a zero
             max_grad_norm=0.05,  # every step is clipped
             lr_scheduler_type="linear",
-            save_strategy="steps" if run == "zero3_2" else "no",
+            save_strategy="no" if kind == "plain" or run.endswith(("bare", "resumed")) else "steps",
             save_steps=2,
             report_to=[],
             disable_tqdm=True,
         ),
         train_dataset=task.train_dataset,
         processing_class=tokenizer,
+        peft_config=LORA if run.endswith("lora") else None,
         probes=probes,
         records=Records(folder / run / "logs"),
     )

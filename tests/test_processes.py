@@ -25,11 +25,13 @@ from accelerate.commands.launch import (
     launch_command_parser,
     prepare_simple_launcher_cmd_env,
 )
-from safetensors.torch import save_file
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 
 from rl_training.job.build import _check_sharding
 from rl_training.job.run_folder import check_number_of_processes
 from rl_training.live import zero, zero3
+from rl_training.offline.standing import stand
 from rl_training.records.checkpoints import what_is_wrong_with
 from rl_training.records.jsonl import read_estimates
 
@@ -48,7 +50,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "plain_1",
         "plain_2",
         "plain_2_bare",
-        *([] if NO_DEEPSPEED else [*ZERO, "zero2_2_bare", "zero3_2_bare", "zero3_2_resumed"]),
+        *([] if NO_DEEPSPEED else [*ZERO, "zero2_2_bare", "zero1_2_lora", "zero3_2_bare", "zero3_2_resumed"]),
     ]
     ended = warm.run("tests/replay.py", str(folder), *names)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
@@ -130,6 +132,23 @@ def test_zero_shows_probes_the_gradients_and_states_of_ddp(runs: Path, run: str)
                 assert_same_tensors(of_kind(a, kind), of_kind(b, kind))
         assert_same_tensors(ddp["parameters"], sharded["parameters"])
     assert max(sharded["collectives"]) > 10_000  # it was ZeRO: DDP's own sums are not asked for from Python
+
+
+@pytest.mark.parametrize("run", ["zero1_2", "zero2_2", "zero1_2_lora"])
+def test_a_checkpoint_of_zero_is_stood_at_with_the_moments_that_its_next_step_had(runs: Path, run: str, make_trainer):
+    """Bit for bit what the third step of the same run found on its processes; the weights are the file's."""
+    third = saved(runs, run)["steps"][2]
+    checkpoint = runs / run / "state" / "checkpoint-2"
+    adapter = LoraConfig.from_pretrained(checkpoint, inference_mode=False) if run.endswith("lora") else None
+    standing = stand(make_trainer(peft_config=adapter, lr_scheduler_type="linear", max_steps=3), checkpoint)
+    assert standing.optimizer.states is not None
+    assert set(standing.optimizer.states) == {name.partition("/")[2] for name in of_kind(third, "exp_avg")}
+    assert standing.learning_rate == pytest.approx(1e-4)
+    weights = load_file(checkpoint / ("adapter_model.safetensors" if adapter else "model.safetensors"))
+    for name, state in standing.optimizer.states.items():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(getattr(state, moment), third[f"{moment}/{name}"])
+        assert torch.equal(standing.parameters[name], weights[name.replace(".default.", ".")])
 
 
 @pytest.mark.parametrize("run", ["plain_2", *ZERO])
