@@ -1,8 +1,10 @@
 """What a look at a checkpoint is worth: errors by |E|, coverage of the error bars, linearity, agreement with the loop.
 
-    python benchmarks/offline.py pool RUN/training_state/checkpoint-20 --pool 2048 --draws 200
+    python benchmarks/offline.py pool RUN/training_state/checkpoint-20 --pool 4096 --draws 200
     python train.py probe=simple run_dir=RUN trainer.max_steps=24 trainer.save_steps=1 trainer.save_total_limit=99
     python benchmarks/offline.py loop RUN
+    python train.py probe=simple probes.simple.validate_every=1 run_dir=RUN
+    python benchmarks/offline.py variances RUN
 
 `pool` scores one large E at θ ± η δθ once; every smaller E is a draw without replacement of its rows, so that 200 of
 them cost seconds. Deviations are taken from the pool's own values, and multiplied by 1/√(1 − n/N) for that. Baselines,
@@ -40,6 +42,8 @@ from rl_training.records.jsonl import read_estimates
 
 CONF = Path(__file__).parents[1] / "conf"
 ETAS = [2.0**-k for k in range(7)]
+SIZES = [2**k for k in range(4, 12)]
+COLUMNS = ("sd/|dH|", "se/sd", "bias/sd", "coverage")
 
 
 def silent(count: int) -> None:
@@ -102,9 +106,9 @@ def pool(checkpoint: Path, size: int, draws: int) -> None:
     everything = estimates(e.scores, truth, truth.at[0].behind, torch.arange(size))
     true = everything["deltaH_true"].value
     line("of the pool", *(f"{name} {float(r.value[0]):+.6f}" for name, r in everything.items()))
-    line("|E|", "estimate", "sd/|dH|", "se/sd", "coverage", "sd/|dH| seq", "se/sd seq", "coverage seq")
+    line("|E|", "estimate", *(f"{column}{unit}" for unit in ("", " seq") for column in COLUMNS))
     generator = torch.Generator().manual_seed(0)
-    for count in (32, 64, 128, 256, 512):
+    for count in SIZES:
         found: dict[str, list[tuple[Tensor, Tensor, int]]] = {name: [] for name in everything}
         for _ in range(draws):
             rows = torch.randperm(size, generator=generator)[:count]
@@ -116,8 +120,9 @@ def pool(checkpoint: Path, size: int, draws: int) -> None:
             bar = stdtrit(given[0][2] - 1, 0.975) * errors
             sd, covered = deviation.square().mean(dim=0).sqrt(), (deviation.abs() <= bar).double().mean(dim=0)
             se = errors.square().mean(dim=0).sqrt()
-            per = [(float(sd[c] / true[c].abs()), float(se[c] / sd[c]), float(covered[c])) for c in (0, 1)]
-            line(count, name, *per[0], *per[1])
+            bias = deviation.mean(dim=0) / sd
+            columns = torch.stack([sd / true.abs(), se / sd, bias, covered], dim=1)
+            line(count, name, *columns[0].tolist(), *columns[1].tolist())
 
 
 def loop(run: Path) -> None:
@@ -153,6 +158,19 @@ def loop(run: Path) -> None:
     line("sum offline", sum(predicted), "sum loop", sum(live), "correlation", r)
 
 
+def variances(run: Path) -> None:
+    """Holds the variance of the measured change by PDIS, in the loop, against that of SNIS on the same sequences."""
+    squares: dict[str, list[float]] = {"delta_h/true": [], "delta_h/true_snis": []}
+    for row in read_estimates(run / "logs"):
+        if row["name"] in squares:
+            squares[row["name"]].append(row["stderr"] ** 2)
+    pdis, snis = (torch.tensor(of_steps, dtype=torch.float64) for of_steps in squares.values())
+    without = (snis.sum() - snis) / (pdis.sum() - pdis)
+    ratio = Replicates(snis.sum() / pdis.sum(), without)
+    line("steps", len(pdis), "variance of SNIS / of PDIS", float(ratio.value), "se", float(ratio.stderr))
+    line("median over steps", float((snis / pdis).median()), "steps in which it is above 1", int((snis > pdis).sum()))
+
+
 def log_log(x: Sequence[float], y: Sequence[float]) -> tuple[float, float]:
     """Returns slope and R² of log |y| on log x."""
     a, b = torch.tensor(x).double().log(), torch.tensor(y).double().abs().log()
@@ -167,15 +185,17 @@ def line(*cells: object) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["pool", "loop"])
-    parser.add_argument("path", type=Path, help="a checkpoint for pool, a run for loop")
-    parser.add_argument("--pool", type=int, default=2048)
+    parser.add_argument("what", choices=["pool", "loop", "variances"])
+    parser.add_argument("path", type=Path, help="a checkpoint for pool, else a run")
+    parser.add_argument("--pool", type=int, default=4096, help="sequences; more than any |E|")
     parser.add_argument("--draws", type=int, default=200)
     arguments = parser.parse_args()
     if arguments.what == "pool":
         pool(arguments.path, arguments.pool, arguments.draws)
-    else:
+    elif arguments.what == "loop":
         loop(arguments.path)
+    else:
+        variances(arguments.path)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ RolloutFunc = Callable[[list[str], Any], dict[str, Any]]
 # hidden size, intermediate size, layers, attention heads, key-value heads, vocabulary
 SHAPES = {
     "small": (32, 64, 2, 4, 2, 128),
+    "hidden256": (256, 768, 4, 4, 2, 4096),
     "hidden512": (512, 1536, 6, 8, 4, 4096),
     "qwen2_5_1_5b": (1536, 8960, 28, 12, 2, 151936),
 }
