@@ -1,9 +1,9 @@
 """Trains on given rollouts under several launches, for tests/test_processes.py: python tests/replay.py FOLDER RUN...
 
 A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2. With `_bare` at its end it has no probes;
-with `_lora` it trains an adapter; with `_resumed` it goes on from the second of the three steps. Every run gets the same
-prompts, completions and advantages, each process its contiguous share. Rank r writes FOLDER/RUN/r.pt; ZeRO with probes
-leaves a checkpoint of its second step.
+with `_lora` it trains an adapter; with `_resumed` it goes on from the second of the three steps. Every run gets the
+same prompts, completions and advantages, each process its contiguous share. Rank r writes FOLDER/RUN/r.pt; ZeRO with
+probes leaves a checkpoint of its second step.
 
 Everything is imported once, then the processes of each run are forked: nothing has used autograd or threads before.
 """
