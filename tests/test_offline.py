@@ -192,22 +192,18 @@ def test_the_prediction_is_the_weighted_sum_of_slopes_along_the_step(standing: S
         assert float(looked.first_order.value[0, column]) == pytest.approx(expected, rel=5e-3)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_the_prediction_is_that_of_the_policy_without_dropout_as_it_is_measured(
-    standing: Standing, looked: Look, monkeypatch: pytest.MonkeyPatch, checkpointing: bool
+@pytest.mark.parametrize("settings", [[], ["++trainer.gradient_checkpointing=true", "++trainer.bf16=true"]])
+def test_the_prediction_is_that_of_the_policy_as_it_is_measured_without_dropout_and_autocast(
+    run: Path, standing: Standing, looked: Look, monkeypatch: pytest.MonkeyPatch, settings: list[str]
 ) -> None:
-    layers = standing.trainer.model.model.layers
-    for layer in layers:
+    other = standing_at(run, 1, *settings) if settings else standing
+    for layer in other.trainer.model.model.layers:
         monkeypatch.setattr(layer.self_attn, "attention_dropout", 0.3)
-    if checkpointing:
-        standing.trainer.model.activation_checkpointing_enable()
-    try:
-        again = predict(standing, looked.evaluation, looked.update, "rb", 8, lambda _: None)
-    finally:
-        standing.trainer.model.activation_checkpointing_disable()
+    again = predict(other, looked.evaluation, looked.update, "rb", 8, lambda _: None)
     assert looked.first_order is not None
     assert again.value[0].tolist() == pytest.approx(looked.first_order.value[0].tolist(), rel=1e-5)
-    assert all(module.training for module in standing.trainer.model.modules())
+    assert all(module.training for module in other.trainer.model.modules())
+    assert other.trainer.accelerator.native_amp == bool(settings)
 
 
 def test_the_splits_add_up_and_the_product_of_means_is_the_prediction_over_the_rate(looked: Look) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -110,20 +111,9 @@ class TrainerPolicy:
             for name, param in parameters.items():
                 param.data = originals[name]
 
-    @contextlib.contextmanager
-    def without_dropout(self) -> Iterator[None]:
-        """A context without dropout. Backward passes belong into it: what is checkpointed is calculated there again.
-
-        A layer that is checkpointed knows by `training` that it is; it has no dropout but in modules of its own.
-        """
-        in_training = [module for module in self._trainer.model.modules() if module.training]
-        try:
-            for module in in_training:
-                module.training = getattr(module, "gradient_checkpointing", False)
-            yield
-        finally:
-            for module in in_training:
-                module.training = True
+    def as_measured(self) -> AbstractContextManager[None]:
+        """Returns a context in which `score` leaves out autocast and dropout, as `score_rollout` does."""
+        return sampling.measuring(self._trainer, with_graph=True)
 
     def decode(self, ids: Tensor) -> str:
         """Returns the text of one sequence of tokens, as TRL decodes completions."""

@@ -131,17 +131,21 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def measuring(trainer: GRPOTrainer) -> Iterator[None]:
+def measuring(trainer: GRPOTrainer, with_graph: bool = False) -> Iterator[None]:
     """Evaluation mode, no graph, no autocast, and random streams that are put back, as everything else is.
+
+    with_graph  for a backward pass, which belongs into it: layers that are checkpointed stay so, by their `training`,
+                and have no dropout but in modules of their own
 
     Not inference mode: what a model caches under it (rotary tables) would break the next forward pass of training.
     """
     model, accelerator = trainer.model, trainer.accelerator
     in_training = [module for module in model.modules() if module.training]
     forward, autocast = vars(model).get("forward"), accelerator.autocast_handler
-    with torch.no_grad(), streams_put_back(accelerator.device):
+    with torch.set_grad_enabled(with_graph), streams_put_back(accelerator.device):
         try:
-            model.eval()
+            for module in in_training:
+                module.training = with_graph and getattr(module, "gradient_checkpointing", False)
             accelerator.autocast_handler = AutocastKwargs(enabled=False)  # of TRL's forward
             if accelerator.native_amp:
                 model.forward = model._original_forward  # accelerate's wrapper has an autocast of its own

@@ -97,7 +97,7 @@ def _gradients(
     layout: FlatVectors,
 ) -> Tensor:
     """Returns Σ over these rows of Σ_k w_k ∂log π(t_k) + u_k ∂h_k, (2, P), for each pair of weights (N, L)."""
-    with standing.policy.without_dropout():  # as the truth is measured
+    with standing.policy.as_measured():
         fresh = standing.policy.score(evaluation.rollout, rows)
         places, width = evaluation.number[rows], fresh.logps.shape[1]
         pairs = [(w[places, :width].to(fresh.logps), u[places, :width].to(fresh.entropies)) for w, u in weights]

@@ -26,7 +26,7 @@ from rl_training.offline.probe import Look
 from rl_training.offline.sequences import tokens_of, write_sequences
 from rl_training.offline.standing import Standing
 from rl_training.offline.update import Update
-from rl_training.offline.whole import write_whole
+from rl_training.records.whole import write_whole
 from rl_training.step.rollout import Rollout, join_rollouts, take_rows
 
 TEXTS_FILE = "kernel_texts.json"

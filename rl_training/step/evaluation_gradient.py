@@ -62,7 +62,7 @@ def evaluation_change(
     products = sizes.new_zeros(blocks.count, len(targets))
     for block in blocks.number.unique().tolist():
         rows = (blocks.number == block).nonzero().squeeze(1)
-        with ctx.policy.without_dropout():  # as the truth is measured
+        with ctx.policy.as_measured():
             fresh = ctx.policy.score(buffer, rows)
             width = fresh.logps.shape[1]
             pairs = [(w[rows, :width].to(fresh.logps), u[rows, :width].to(fresh.entropies)) for w, u in weights]

@@ -21,7 +21,7 @@ class Policy(Protocol):
     def score(self, rollout: Rollout, rows: Tensor) -> Scores:
         """Returns log-probabilities and entropies WITH graph of some rows, only as wide as the longest of these.
 
-        What runs is the unwrapped model as training runs it, autocast and (but for `without_dropout`) dropout included.
+        What runs is the unwrapped model as training runs it, autocast and dropout included, unless `as_measured`.
         """
         ...
 
@@ -40,8 +40,8 @@ class Policy(Protocol):
         """Returns a context in which the named parameters are moved by so much; then they are back, bit for bit."""
         ...
 
-    def without_dropout(self) -> AbstractContextManager[None]:
-        """Returns a context in which `score` leaves dropout out; the backward belongs into it too."""
+    def as_measured(self) -> AbstractContextManager[None]:
+        """Returns a context in which `score` leaves out autocast and dropout; the backward belongs into it too."""
         ...
 
     def decode(self, ids: Tensor) -> str:
