@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import math
 import shutil
@@ -19,7 +21,7 @@ from rl_training.mathematics.clusters import average_linkage, participation_rati
 from rl_training.mathematics.sketches import CountSketches
 from rl_training.offline.kernel_command import run
 from rl_training.offline.kernel_files import KERNEL_FILE
-from rl_training.offline.kernel_report import write_report
+from rl_training.offline.kernel_report import PAGE
 from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.sequences import SEQUENCES_FILE
 from rl_training.offline.structure import (
@@ -189,21 +191,30 @@ def test_texts_of_a_cell_are_there_with_their_number(structure: Structure) -> No
     assert math.isclose(float(distinct.cosines[0, 0]), 1.0)
 
 
-def test_the_command_asks_what_if_and_follows_kernels_over_training(folder: Path, tmp_path: Path, capsys: Any) -> None:
-    run([folder], ["wrong"], tmp_path)
-    assert "without wrong: deltaH1" in capsys.readouterr().out
-    with open(tmp_path / "evolution.csv", encoding="utf-8", newline="") as file:
+@pytest.fixture(scope="module")
+def asked(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
+    """What the command prints of this kernel, and where its evolution lies; its report is beside the kernel."""
+    out, said = tmp_path_factory.mktemp("evolution"), io.StringIO()
+    with contextlib.redirect_stdout(said):
+        run([folder], ["wrong"], out)
+    return said.getvalue(), out
+
+
+def test_the_command_asks_what_if_and_follows_kernels_over_training(asked: tuple[str, Path]) -> None:
+    said, out = asked
+    assert "without wrong: deltaH1" in said
+    with open(out / "evolution.csv", encoding="utf-8", newline="") as file:
         (row,) = csv.DictReader(file)
     assert float(row["cosine_correlation"]) == pytest.approx(1.0)  # with itself
     assert float(row["participation_ratio_E"]) == pytest.approx(NUM_E, rel=0.01)
     for picture in ("", "_cosines", "_spectrum"):
-        assert (tmp_path / f"evolution{picture}.png").stat().st_size > 1000
+        assert (out / f"evolution{picture}.png").stat().st_size > 1000
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
-def test_pointing_at_a_cell_shows_both_texts_in_a_browser(folder: Path, tmp_path: Path) -> None:
+def test_pointing_at_a_cell_shows_both_texts_in_a_browser(asked: Any, folder: Path, tmp_path: Path) -> None:
     assert CHROMIUM is not None
-    page = write_report(folder).read_text(encoding="utf-8")
+    page = (folder / PAGE).read_text(encoding="utf-8")
     assert "http" not in page.replace("http-equiv", "")  # nothing is loaded from elsewhere
     point = """
       const box = map.getBoundingClientRect();
