@@ -162,13 +162,14 @@ def in_blocks_of(case: Case, rows: int) -> KernelSettings:
 
 @pytest.mark.parametrize("name", SETTINGS_OF)
 def test_pairs_add_up_to_the_gradient_part_of_the_entropy_change(name: str, finished: Any) -> None:
-    """The sum over all pairs against x̄·δθ from ordinary backwards, to 1e-5; x̄·(δθ of the rows' sum) at a first step.
+    """The sum over all pairs against x̄·δθ from ordinary backwards, to 1e-5.
 
-    There P has no more digits than entries of g that are nearly 0, and two orders of summing these up differ.
+    At a first step P is 1/|g|, and terms with entries of g that are nearly 0 cancel: there fp32 keeps some 1e-7 of what
+    the sum could be, and two orders of summing g up differ.
     """
-    about = load_kernel(finished(name)).about
-    assert float(about["identity_error"]) < 1e-5
-    rel = 1e-2 if "first" in name else 1e-5
+    about, first = load_kernel(finished(name)).about, "first" in name
+    assert float(about["identity_error"]) < (5e-7 * float(about["cancellation"]) if first else 1e-5)
+    rel = 1e-2 if first else 1e-5
     assert float(about["pairs_sum"]) == pytest.approx(float(about["delta_h/part/gradient"]), rel=rel)
     assert float(about["delta_h/part/gradient"]) != 0.0
 
