@@ -49,11 +49,11 @@ def test_mean_over_all_groups_and_answers_is_the_exact_derivative(estimator: str
 
 
 def test_error_bars_hold_the_truth_and_forward_has_it_as_its_mean() -> None:
-    found = coverage(batches=150)
+    found = coverage(batches=80)
     for truth, mean, error, covered in zip(*found, strict=True):
         assert abs(mean - truth) < 4 * error
         assert abs(truth) > 10 * error
-        assert 0.89 <= covered <= 0.99  # .945 ± .018 are expected
+        assert 0.86 <= covered <= 1.0  # .940 ± .027 are expected
 
 
 @pytest.mark.parametrize("of_length", [False, True])
