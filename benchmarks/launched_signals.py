@@ -1,11 +1,11 @@
 """Does a run that `accelerate launch` has started end well when it is told to, whoever is told?
 
-    OMP_NUM_THREADS=1 python benchmarks/launched_signals.py [--only WORD] [--seconds 300]
+    OMP_NUM_THREADS=1 python benchmarks/launched_signals.py [--only WORD] [--seconds 400]
 
 starts train.py with one process and with two (gloo), and sends SIGINT or SIGTERM, once a step is taken, to the launcher
 alone or to all of its process group, as a terminal does. Each run must finish its step, leave a checkpoint of that step
-and the report, print the line that goes on, and leave no process behind. A second signal, three seconds later, must
-end it within a few. Prints a line for each; exit code 1 if any ends badly.
+and the report, print the line that goes on, and leave no process behind. A second signal, three seconds after the run
+has said what it would do, must end it within a few. Prints a line for each; exit code 1 if any ends badly.
 """
 
 from __future__ import annotations
@@ -107,6 +107,7 @@ def end_of(case: Case, folder: Path, seconds: float) -> tuple[int | None, float,
     if started:
         send(case, launcher.pid)
         if case.twice:
+            wait_until(lambda: "a second one ends at once" in log.read_text(errors="replace"), seconds)
             time.sleep(3)
             signalled = time.monotonic()
             send(case, launcher.pid)

@@ -200,6 +200,7 @@ def test_a_signal_in_training_finishes_the_step_and_says_how_to_go_on(tmp_path: 
     assert program == "train.py"
     resumed = start(tmp_path / "again", *arguments, f"trainer.max_steps={taken + 1}")
     assert resumed.end() == 0, resumed.lines
+    assert not [line for line in resumed.lines if "missing keys" in line]  # of a head that is tied
     assert [row["step"] for row in read_metrics(run / "logs")] == [*range(1, taken + 2)]
 
 
@@ -216,6 +217,7 @@ def test_a_second_signal_ends_training_at_once(tmp_path: Path) -> None:
     os.kill(command.process.pid, signal.SIGTERM)
     assert command.end() == 143
     assert time.monotonic() - asked_again < 2
+    assert command.lines[-1] == "ended by SIGTERM"
     assert not list((tmp_path / "run" / TRAINING_STATE).glob("checkpoint-*"))
 
 
@@ -253,12 +255,11 @@ def test_of_two_runs_in_one_folder_at_once_one_trains(tmp_path: Path) -> None:
 
 
 def test_a_tilde_is_the_home_folder_and_tokens_are_masked(tmp_path: Path) -> None:
-    given = [*SMALL, 'run_dir="~/run"', "trainer.hub_token=hf_verysecret", "logger=tensorboard"]
-    for more in (["trainer.max_steps=1"], ["resume=latest"]):  # which masks it too, and misses nothing
-        command = start(tmp_path / "log", *given, *more, HOME=str(tmp_path))
-        assert command.end() == 0, command.lines
-        assert not [line for line in command.lines if "missing keys" in line]  # of a head that is tied
-    assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1, 2]
+    command = start(
+        tmp_path / "log", *SMALL, "trainer.max_steps=1", "logger=tensorboard", 'run_dir="~/run"',
+        "trainer.hub_token=hf_verysecret", HOME=str(tmp_path),
+    )  # fmt: skip
+    assert command.end() == 0, command.lines
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {path.name for path in written} >= {"config.yaml", "metrics.jsonl", "report.html", "training_args.bin"}
     for path in written:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from rl_training.job.command_line import SIGNALS, Interrupted
+from rl_training.job.command_line import SIGNALS
 from rl_training.live.host import steps_per_rollout
 from rl_training.live.trainer import DrGRPOTrainer
 
@@ -55,7 +55,8 @@ class StopAtStepEnd(TrainerCallback):
     def _take(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
         if self._asked and now - self._asked_at > SECONDS_OF_ECHO:
-            raise Interrupted(signum)
+            self._say(f"ended by {signal.Signals(signum).name}")
+            os._exit(128 + signum)  # of several processes, those that clean up first would wait for one another
         if not self._asked:
             self._asked, self._asked_at = signum, now
             self._say(

@@ -58,8 +58,12 @@ def _reward(run: Run) -> Picture:
 
     def draw(axes: Axes) -> None:
         dots(axes, list(reward), list(reward.values()), BLUE, "o", "one step", f"mean of {window} steps")
-        for (label, drawn), (color, style) in zip(held_out.items(), cycle(HELD_OUT_STYLES), strict=False):
-            line(axes, drawn, color, style, f"held out: {label}")
+        if held_out:
+            dots_alone = axes.get_ylim()
+            for (label, drawn), (color, style) in zip(held_out.items(), cycle(HELD_OUT_STYLES), strict=False):
+                line(axes, drawn, color, style, f"held out: {label}")
+            values = [value for drawn in held_out.values() for value in drawn.values]
+            axes.set_ylim(min(*dots_alone, *values), max(*dots_alone, *values))  # the band of a few prompts is wide
         axes.set_ylabel("mean reward of a step's responses")
         legend(axes)
 
