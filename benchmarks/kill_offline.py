@@ -20,6 +20,8 @@ import tempfile
 from multiprocessing.context import ForkProcess
 from pathlib import Path
 
+import rl_training.job.silence
+
 import rl_training.job.look  # noqa: F401, for the forks
 from rl_training.records import looks, probe_logs, read_probe_log
 

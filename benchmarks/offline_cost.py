@@ -16,6 +16,8 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import rl_training.job.silence  # noqa: F401
+
 import torch
 from workload import Workload, make_trainer
 
