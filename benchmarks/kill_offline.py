@@ -27,7 +27,7 @@ from rl_training.records import looks, probe_logs, read_probe_log
 
 ROOT = Path(__file__).parents[1]
 MOMENTS = [
-    "open:model.safetensors", "open:optimizer.pt", "said:sample U", "said:sample E", "said:gradient of U",
+    "open:optimizer.pt", "said:sample U", "said:sample E", "said:gradient of U",
     "said:gradient of E", "said:truth", "open:.json.gz.tmp", "rename:.json.gz", "rename:_summary.json",
     "open:result.json.tmp", "rename:result.json", "open:sweep.csv.tmp", "rename:looks.html", "open:report.html.tmp",
 ]  # fmt: skip

@@ -96,7 +96,7 @@ def measure(workload: Workload, evaluation: int, microbatch: int) -> None:
     seconds = time.process_time() - start
     peak = resident(peak=True) - before
     size = sum(param.numel() for param in standing.parameters.values())
-    vectors = 4 * size * (found.update.num_folds + 12) / MB
+    vectors = 4 * size * (found.update.num_folds + 13) / MB
     teach = 1.0 - found.results["zero_advantage"]
     n_u, n_e = found.update_buffer.num_sequences, evaluation
     formula = n_u * (t_g + t_s + teach * (t_s + t_b))
