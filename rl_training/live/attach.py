@@ -20,14 +20,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training.live import host, zero
 from rl_training.live.answers import Answers
-from rl_training.live.context import Generation, Step, build_context, common_num_folds, plan_folds, tap_for
+from rl_training.live.context import Step, build_context, common_num_folds, plan_folds, tap_for
 from rl_training.live.optimizer import deepspeed_engine, view_optimizer
 from rl_training.live.policy import LogpsAndEntropies, TrainerPolicy
 from rl_training.live.private_members import refuse_unknown_versions
@@ -36,6 +35,7 @@ from rl_training.live.refusals import (
     refuse_the_same_name,
     refuse_what_cannot_be_measured,
 )
+from rl_training.live.rollouts import Rollouts
 from rl_training.live.sampled_policy import why_no_fresh_responses, why_padding_matters, why_sampled_otherwise
 from rl_training.live.sequences_of_step import sequences_of_step
 from rl_training.mathematics.estimate import Estimate
@@ -44,7 +44,6 @@ from rl_training.probes.base import Need, Probe
 from rl_training.records.checkpoints import load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
 from rl_training.records.loggers import CORE
-from rl_training.step.rollout import Rollout, in_one_width
 from rl_training.step.types import Microbatch
 
 
@@ -81,7 +80,6 @@ class Attachment(TrainerCallback):
         self._trainer = trainer
         self._records = records if trainer.accelerator.is_main_process else None
         self._answers = Answers(trainer, self._records)
-        self._whole_prompts = whole_prompts
         self._num_folds = common_num_folds(self.probes)
         plan_folds(trainer, self._num_folds, trainer.args.gradient_accumulation_steps)  # raises if it cannot
         self._parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
@@ -91,10 +89,8 @@ class Attachment(TrainerCallback):
         self._sampled_otherwise = why_sampled_otherwise(trainer)
         self._no_fresh_responses = why_no_fresh_responses(trainer)
         self._padding_is_checked = False
-        self._generation = Generation()
+        self._rollouts = Rollouts(trainer, self._policy, whole_prompts)
         self._trained = False
-        self._tool_mask: list[list[int]] | None = None  # of the latest generation, this rank's
-        self._rewards: Tensor | None = None  # of the latest generation batch, all ranks
         self._in_loss = False
         self._latest_scores: tuple[Tensor, Tensor] | None = None
         self._undo = contextlib.ExitStack()
@@ -116,9 +112,9 @@ class Attachment(TrainerCallback):
         """Returns what stands in front of which method of the trainer."""
         return {
             "_generate_and_score_completions": self._on_generate,  # a rollout is there
-            "_generate": self._on_turns,  # which tokens a tool wrote, before truncated responses are taken out
-            "_calculate_rewards": self._on_rewards,  # which TRL does not hand on
-            "_prepare_inputs": self._on_prepare_inputs,  # whole-prompt order of the microbatches
+            "_generate": self._rollouts.on_turns,  # which tokens a tool wrote, before truncated responses are taken out
+            "_calculate_rewards": self._rollouts.on_rewards,  # which TRL does not hand on
+            "_prepare_inputs": self._rollouts.on_prepare_inputs,  # whole-prompt order of the microbatches
             "_get_per_token_logps_and_entropies": self._on_scores,  # of the training's own forward pass
             # Between the returns of these two lies the trainer's own backward: the tap is armed.
             "compute_loss": self._on_loss,
@@ -193,7 +189,7 @@ class Attachment(TrainerCallback):
             return
         step.is_complete = True
         if step.probes:
-            known = (self._trainer, self._parameters, self._policy, self._tap, self._generation)
+            known = (self._trainer, self._parameters, self._policy, self._tap, self._rollouts.generation)
             context = build_context(step, *known)
             if not self._padding_is_checked:
                 padding = why_padding_matters(self._trainer, self._policy, context.rollout, context.reduce)
@@ -206,51 +202,15 @@ class Attachment(TrainerCallback):
             )
             step.tell("on_pre_optimizer_step", step.context)
         for microbatch in step.microbatches:  # measured or not: a later iteration over them may be
-            self._generation.learned.update(microbatch.rollout.prompt_index.tolist())
+            self._rollouts.generation.learned.update(microbatch.rollout.prompt_index.tolist())
 
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)
         if self._trainer.model.training:
-            ids = output["completion_ids"]
-            if self._tool_mask is not None and self._trainer.mask_truncated_completions:
-                rows = [torch.tensor([mask], device=ids.device) for mask in self._tool_mask]
-                output[host.POLICY_MASK] = in_one_width(rows, at_least=ids.shape[1])
-            output[host.ROLLOUT_ROW] = torch.arange(len(ids), device=ids.device)
-            if self._rewards is not None and host.REWARD not in output:  # a buffer has put its own there
-                first = self._trainer.accelerator.process_index * len(ids)  # rewards are of all ranks
-                output[host.REWARD] = self._rewards[first : first + len(ids)].to(ids.device)
-            self._generation = Generation(self._generation.number + 1, self._trainer.state.global_step)
-            if self.probes and self._trainer.mask_truncated_completions and host.steps_per_rollout(self._trainer) > 1:
-                output[host.SAMPLED_LOGPS] = self._logps_at_sampling(output)
+            self._rollouts.begin(output, keep_logps=bool(self.probes))
             if self._step is not None:
-                self._step.tell("on_rollout", self._read(output))
+                self._step.tell("on_rollout", self._rollouts.read(output))
         return output
-
-    def _logps_at_sampling(self, output: dict) -> Tensor:
-        """Returns TRL's log-probabilities at sampling, (B, T), with those of hidden responses in their place."""
-        rollout, logps = self._read(output), output[host.SAMPLING_LOGPS]
-        scores = Scores(logps, torch.zeros_like(logps), rollout.completion_mask)
-        return self._policy.with_hidden(scores, rollout, host.are_hidden(output)).logps
-
-    def _on_turns(self, original: Callable[..., tuple], prompts: list) -> tuple:
-        generated = original(prompts)
-        self._tool_mask = generated[2]
-        return generated
-
-    def _on_rewards(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        by_function = original(*args, **kwargs)
-        self._rewards = (by_function * self._trainer.reward_weights.to(by_function.device)).nansum(dim=1)
-        return by_function
-
-    def _on_prepare_inputs(self, original: Callable[..., dict], generation_batch: Any) -> dict:
-        before = self._generation
-        inputs = original(generation_batch)
-        if self._whole_prompts and self._generation is not before:
-            buffered = self._trainer._buffered_inputs
-            position = next(i for i, batch in enumerate(buffered) if batch is inputs)
-            self._trainer._buffered_inputs = host.in_whole_prompt_order(buffered)
-            inputs = self._trainer._buffered_inputs[position]
-        return inputs
 
     def _on_scores(
         self, original: LogpsAndEntropies, *args: Any, **kwargs: Any
@@ -272,7 +232,7 @@ class Attachment(TrainerCallback):
         finally:
             self._in_loss = False
         assert self._latest_scores is not None
-        rollout = self._read(inputs)
+        rollout = self._rollouts.read(inputs)
         scores = Scores(*self._latest_scores, mask=rollout.completion_mask)
         if self._trainer.mask_truncated_completions and (step.probes or self._records is not None):
             scores = self._policy.with_hidden(scores, rollout, host.are_hidden(inputs))
@@ -281,18 +241,6 @@ class Attachment(TrainerCallback):
         if self._tap is not None and step.probes:
             self._tap.arm(len(step.microbatches) - 1)
         return loss
-
-    def _read(self, inputs: dict) -> Rollout:
-        trainer = self._trainer
-        size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
-        return host.read_rollout(
-            inputs,
-            first_prompt=self._generation.number * size,
-            responses_per_prompt=trainer.num_generations,
-            on_policy=self._generation.sampled_at == trainer.state.global_step,
-            begun=trainer.accelerator.process_index * size % trainer.num_generations,
-            pad_token_id=trainer._tokenizer.pad_token_id if trainer.mask_truncated_completions else None,
-        )
 
     # --- the callbacks --------------------------------------------------------------------------------------------
 

@@ -15,6 +15,7 @@ from trl import GRPOTrainer
 from rl_training.live import host
 from rl_training.live.optimizer import mean_gradients
 from rl_training.live.policy import TrainerPolicy
+from rl_training.live.rollouts import Generation
 from rl_training.live.tap import GradientTap
 from rl_training.mathematics.folds import fold_numbers, fold_ranges, ranges_of, split_prompts
 from rl_training.probes.base import Need, Probe
@@ -23,15 +24,6 @@ from rl_training.step.slices import fill_slices
 from rl_training.step.types import Microbatch, OptimizerView, StepContext
 
 RANKS_THAT_ARE_FOLDS = 8  # from so many ranks on, each is one fold by default: enough for an error bar
-
-
-@dataclass
-class Generation:
-    """The rollout that training learns from at present."""
-
-    number: int = 0
-    sampled_at: int = -1  # global_step
-    learned: set[int] = field(default_factory=set)  # prompts that a step has learned from
 
 
 @dataclass
