@@ -146,6 +146,7 @@ class Loop:
             rollout_number=0,
             learned_again=False,
             reused=False,
+            autocast=False,
             responses_per_prompt=G,
             complete_prompts=True,
             whole_prompts=True,

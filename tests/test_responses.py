@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -102,6 +103,17 @@ def test_one_fold_names_no_response_and_says_why(make_trainer, settings) -> None
 
     make_trainer(probes=[Keeping(top_responses=1)], max_steps=1, **settings).train()
     assert "larger num_folds" in answers[0]["delta_h/response/1"].reason
+
+
+def test_in_bf16_no_response_is_named_at_adams_first_step(make_trainer) -> None:
+    probe, answers = SimpleEntropyProbe(top_responses=1, own_prompts=True), []
+    probe.measure = lambda ctx: answers.append(SimpleEntropyProbe.measure(probe, ctx)) or answers[-1]  # type: ignore
+    make_trainer(probes=[probe], max_steps=2, bf16=True).train()
+    first, second = answers
+    assert math.isnan(first["delta_h/response/1"].value)
+    assert "rounding to bf16" in first["delta_h/response/1"].reason
+    assert math.isfinite(second["delta_h/response/1"].value)
+    assert math.isfinite(first["delta_h/own_prompts"].value)
 
 
 @pytest.mark.parametrize("settings", [{}, {"bf16": True}], ids=str)

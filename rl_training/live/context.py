@@ -139,6 +139,7 @@ def build_context(
         rollout_number=generation.number,
         reused=not generation.learned.isdisjoint(index.tolist()),
         learned_again=trainer.num_iterations > 1,
+        autocast=trainer.args.bf16,
         responses_per_prompt=trainer.num_generations,
         complete_prompts=complete_prompts,
         whole_prompts=whole_prompts,

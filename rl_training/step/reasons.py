@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.kish import kish_size_of_sums, kish_sums
 from rl_training.step.entropy_gradients import Choice
 from rl_training.step.types import StepContext
@@ -24,6 +25,10 @@ SPLIT_PROMPTS = (
 )
 NO_SAMPLING_LOGPS = (
     "an off-policy step whose rollout has no log-probabilities of its sampling: there are no importance ratios"
+)
+FIRST_IN_BF16 = (
+    "Adam's first step divides by |g| itself, and where the responses' gradients nearly cancel, their rounding to bf16 "
+    "decides: from the next step on"
 )
 OTHER_TERMS = (
     "the loss has a term beside log-probabilities and entropies (the auxiliary loss of a mixture of experts), whose "
@@ -74,11 +79,17 @@ def why_no_own_prompts(ctx: StepContext, choice: Choice) -> str:
         return "with a share of the prompts no prompt's other responses stand for the drawn ones: set prompt_share=1"
     if choice.responses_per_prompt >= ctx.responses_per_prompt:
         return "every response is in the entropy gradient, none is left for the update: lower responses_per_prompt"
-    return why_no_responses(ctx, num_folds=2)
+    return _why_no_single_response(ctx, num_folds=2)
 
 
 def why_no_responses(ctx: StepContext, num_folds: int) -> str:
-    """Returns why no single response's share of a step can be told, "" if it can."""
+    """Returns why no response's share of forward can be told, "" if it can."""
+    states = (ctx.optimizer.states or {}).values()
+    first_of_adam = any(isinstance(state, AdamWState) and state.step == 0 for state in states)
+    return FIRST_IN_BF16 if ctx.autocast and first_of_adam else _why_no_single_response(ctx, num_folds)
+
+
+def _why_no_single_response(ctx: StepContext, num_folds: int) -> str:
     if ctx.other_terms or ctx.reused:
         return OTHER_TERMS if ctx.other_terms else CHOSEN_REUSED
     return why_no_forward(ctx, num_folds, left_out=True)

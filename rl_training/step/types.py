@@ -65,6 +65,7 @@ class StepContext:
     rollout_number: int  # of this training's rollouts, the one that the step learns from
     reused: bool  # an earlier optimizer step has already learned from some of these sequences
     learned_again: bool  # several steps learn from each sequence: num_iterations > 1
+    autocast: bool  # training's gradients are computed in bf16
     responses_per_prompt: int
     complete_prompts: bool  # on every rank, every prompt of the step is there with all its G responses
     whole_prompts: bool  # and lies in one microbatch, on every rank
