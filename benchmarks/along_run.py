@@ -106,7 +106,7 @@ class AlongRun(Probe):
         for ids, mask in zip(ctx.rollout.prompt_ids, ctx.rollout.prompt_mask.bool(), strict=True):
             row = self._unseen.pop(tuple(ids[mask].tolist()), None)
             self.seen += [row] if row is not None else []
-        updates = next(iter(self._probes.values()))._updates
+        updates = next(iter(self._probes.values()))._updates.rows
         assert updates is not None
         step, without = updates.matrix[WHOLE].clone(), updates.matrix[FIRST_FOLD:].mean(dim=0)
         directions = FlatVectors(ctx.parameters, len(DIRECTIONS))

@@ -103,12 +103,12 @@ class Validated(SimpleEntropyProbe):
     def on_pre_optimizer_step(self, ctx: StepContext) -> None:
         super().on_pre_optimizer_step(ctx)
         assert self._truth is not None
-        assert self._updates is not None
+        assert self._updates.rows is not None
         self.rollout = ctx.policy.sample(self._truth.num_sequences, self._truth._seed_of(ctx.step))
         self.before = ctx.policy.score_rollout(self.rollout)
         size, sides = 1 / 16, []
         for shift in (-2, -1, 1, 2):
-            with ctx.policy.shifted({n: shift * size * self._updates.view(n)[WHOLE] for n in ctx.parameters}):
+            with ctx.policy.shifted({n: shift * size * self._updates.rows.view(n)[WHOLE] for n in ctx.parameters}):
                 sides.append(ctx.policy.score_rollout(self.rollout))
         tables = [[getattr(side, name) for side in sides] for name in ("logps", "entropies")]
         self.slopes = [(a - 8 * b + 8 * c - d) / (12 * size) for a, b, c, d in tables]  # error O(size⁴)

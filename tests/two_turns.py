@@ -139,6 +139,7 @@ def context(logits: torch.nn.Parameter, drawn: Tensor, states: dict[str, AdamWSt
         sampled_otherwise="",
         no_fresh_responses="",
         rollout_number=0,
+        autocast=False,
         reused=False,
         learned_again=False,
         responses_per_prompt=G,
@@ -177,7 +178,7 @@ def coverage(batches: int, seed: int = 0) -> Coverage:
         probe.on_pre_optimizer_step(ctx)
         said = probe.measure(ctx)
         answers.append([said["delta_h/forward"], said["delta_h/forward_sequence"]])
-        rows: Any = probe._updates
+        rows: Any = probe._updates.rows
         steps.append(rows.matrix[FIRST_FOLD:].mean(dim=0))
     (entropy, d_entropy), (length, d_length) = (exact(LOGITS, of_length=of_length) for of_length in (False, True))
     by_sequence, by_length = (torch.tensor(d, dtype=torch.float64).flatten() for d in (d_entropy, d_length))

@@ -40,7 +40,6 @@ from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.mathematics.running_variance import RunningVariance
 from rl_training.mathematics.trapezoid import BatchTerms, TrapezoidSum
-from rl_training.mathematics.vectors import FlatVectors
 from rl_training.probes.base import Need, Probe
 from rl_training.step.causes import Splits
 from rl_training.step.entropy_gradients import Choice, importance_ratios
@@ -58,7 +57,8 @@ from rl_training.step.reasons import (
 )
 from rl_training.step.responses import top_responses
 from rl_training.step.types import StepContext
-from rl_training.step.updates import FIRST_FOLD, PREVIOUS, WHOLE
+from rl_training.step.update_rows import UpdateRows
+from rl_training.step.updates import WHOLE
 from rl_training.step.visited_entropy import visited_entropy
 
 UNITS = ("token", "sequence")  # that each sum is kept in
@@ -143,9 +143,7 @@ class SimpleEntropyProbe(Probe):
         self._truth = GroundTruth(validate_every, validate_sequences, seed) if validate_every else None
         self._calibration = Calibration()
         self._moments = FoldMoments("cpu" if offload else None)
-        self._updates: FlatVectors | None = None
-        self._update_row: Tensor | None = None  # row PREVIOUS: the δθ of `_update_step`
-        self._update_step: int | None = None
+        self._updates = UpdateRows("cpu" if offload else None)
         self._errors = RunningVariance(error_decay)
         self._error_shares = ErrorShares(error_decay)
         self._sum = TrapezoidSum()
@@ -161,7 +159,7 @@ class SimpleEntropyProbe(Probe):
             self._answers = self._without_entropy_gradient(ctx, reason)
             return
         assert ratios is not None
-        updates = self._rows(ctx, int(ctx.fold.max()) + 1)
+        updates = self._updates.begin(ctx)
         sums = sum_over_folds(
             ctx,
             ratios,
@@ -198,14 +196,10 @@ class SimpleEntropyProbe(Probe):
             self._answers |= {metric: missing for name in EVALUATION for metric in self._metrics(name)}
         elif self._truth is not None:
             self._truth.predict(ctx, updates.matrix[WHOLE], updates, self.estimator, self.per_sequence)
-        self._keep_update(ctx, updates)
+        self._updates.keep(ctx)
 
     def on_optimizer_step(self, ctx: StepContext) -> None:
-        if ctx.optimizer.states is None and self._update_step == ctx.step:
-            assert self._updates is not None
-            for name, param in ctx.parameters.items():
-                row = self._updates.view(name)[PREVIOUS]  # the old parameters, see _keep_update
-                row.copy_(param.detach().to(row.device) - row)
+        self._updates.finish(ctx)
         if self._truth is not None and self._truth.measures_at(ctx.step):
             no_truth = ctx.no_fresh_responses
             self._answers |= (
@@ -220,16 +214,13 @@ class SimpleEntropyProbe(Probe):
 
     @property
     def num_buffer_bytes(self) -> int:
-        return self._moments.num_bytes + (self._updates.num_bytes if self._updates is not None else 0)
+        return self._moments.num_bytes + self._updates.num_bytes
 
     def state_dict(self) -> dict[str, Tensor]:
         state = {f"sum.{name}": tensor for name, tensor in self._sum.state_dict().items()}
         state |= {f"error.{name}": tensor for name, tensor in self._errors.state_dict().items()}
         state |= {f"error_share.{name}": tensor for name, tensor in self._error_shares.state_dict().items()}
-        state |= self._calibration.state_dict()
-        if self._update_row is not None and self._update_step is not None:
-            state |= {"update": self._update_row, "update_step": torch.tensor(self._update_step)}
-        return state
+        return state | self._calibration.state_dict() | self._updates.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, tensor in state.items():
@@ -241,8 +232,7 @@ class SimpleEntropyProbe(Probe):
         self._error_shares.load_state_dict(shares)
         if "pairs" in state:
             self._calibration.load_state_dict(state)
-        self._update_row = state.get("update")
-        self._update_step = int(state["update_step"]) if "update_step" in state else None
+        self._updates.load_state_dict(state)
 
     def _without_entropy_gradient(self, ctx: StepContext, reason: str) -> dict[str, Estimate]:
         """Returns what can be said of a step without X: that it is missing, and entropies where they mean something."""
@@ -260,27 +250,9 @@ class SimpleEntropyProbe(Probe):
             self._known_splits = Splits(list(ctx.parameters))
         return self._known_splits
 
-    def _rows(self, ctx: StepContext, num_folds: int) -> FlatVectors:
-        """Returns the rows for the updates of this step's folds, its row PREVIOUS nan unless it is the last step's."""
-        num_rows = FIRST_FOLD + num_folds
-        if self._updates is None or self._updates.num_rows != num_rows:
-            self._updates = FlatVectors(ctx.parameters, num_rows, "cpu" if self.offload else None)
-        previous = self._updates.matrix[PREVIOUS]
-        if self._update_row is None or self._update_step != ctx.step - 1:
-            previous.fill_(torch.nan)
-        elif self._update_row.shape != previous.shape:
-            raise ValueError(
-                f"simple: the update in the checkpoint has {len(self._update_row)} numbers, and {len(previous)} are "
-                "trained: it is of another model. Delete its probes.safetensors, and the probe starts afresh"
-            )
-        else:
-            previous.copy_(self._update_row)
-        self._update_row = previous
-        return self._updates
-
     def _quantities(self, ctx: StepContext, values: Tensor, stderrs: Tensor, sums: FoldSums) -> list[Quantity]:
         """Returns every quantity of this step, from `statistic`'s values and their errors; takes it into the sums."""
-        gap = self._why_no_backward(ctx, sums.left_out)
+        gap = self._updates.why_no_previous(ctx) or ("" if sums.left_out else REUSED)
         no_forward = why_no_forward(ctx, sums.num_folds, sums.left_out)
         reasons = {
             "entropy": "",
@@ -344,19 +316,3 @@ class SimpleEntropyProbe(Probe):
             return "entropy/token", "entropy/sequence"
         pair = f"delta_h/{quantity}", f"delta_h/{quantity}_sequence"
         return pair if self.per_sequence or quantity == "cumulative_measured" else pair[:1]
-
-    def _why_no_backward(self, ctx: StepContext, left_out: bool) -> str:
-        if self._update_step is None:
-            return "the first measured step: there is no update before it to look back on"
-        if self._update_step != ctx.step - 1:
-            return f"step {ctx.step - 1} was not measured, so its update is not known; backward needs every=1"
-        return "" if left_out else REUSED
-
-    def _keep_update(self, ctx: StepContext, updates: FlatVectors) -> None:
-        """Keeps this step's δθ for `backward`; without a formula, the old parameters until the new ones are there."""
-        if ctx.optimizer.states is not None:
-            updates.matrix[PREVIOUS] = updates.matrix[WHOLE]
-        else:
-            for name, param in ctx.parameters.items():
-                updates.view(name)[PREVIOUS] = param.detach()
-        self._update_step = ctx.step
