@@ -135,15 +135,18 @@ def test_the_experiment_trains_lora_in_bf16_with_checkpointing_and_measures(fold
     assert adapted == LINEAR
     assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
     assert {p.dtype for p in model.parameters() if not p.requires_grad} == {getattr(torch, dtype)}
-    seen: list[tuple[bool, bool, torch.dtype]] = []  # in a backward, autocast, what came out
+    seen: list[tuple[bool, bool, bool, torch.dtype]] = []  # in training, in a backward, autocast, what came out
 
     def look(module: nn.Module, inputs: Any, output: Tensor) -> None:
         if torch.is_grad_enabled():
-            seen.append((torch._C._current_graph_task_id() >= 0, torch.is_autocast_enabled("cpu"), output.dtype))
+            in_backward = torch._C._current_graph_task_id() >= 0
+            seen.append((model.training, in_backward, torch.is_autocast_enabled("cpu"), output.dtype))
 
     model.base_model.model.model.layers[0].mlp.gate_proj.lora_A["default"].register_forward_hook(look)
     run.train()
-    assert set(seen) == {(True, True, torch.bfloat16), (False, True, torch.bfloat16)}  # in backward: recomputed
+    of_training = {(True, in_backward, True, torch.bfloat16) for in_backward in (True, False)}  # in it: recomputed
+    of_evaluation = {(False, in_backward, False, torch.float32) for in_backward in (True, False)}
+    assert set(seen) == of_training | of_evaluation
     lines = read_metrics(tmp_path / "run" / "logs")
     assert [line["step"] for line in lines] == [*range(1, steps + 1)]
     for line in lines:
