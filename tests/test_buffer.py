@@ -22,7 +22,8 @@ from rl_training.live import sampling
 from rl_training.live.buffer import FilteredBuffer, are_mixed, prompt_weights
 from rl_training.live.refill import Places, merge_metrics
 from rl_training.probes import EffectiveSampleSizeProbe, SimpleEntropyProbe
-from rl_training.records.checkpoints import BUFFER_STATE, save_buffer_state, what_is_wrong_with
+from rl_training.records.checkpoint_states import BUFFER_STATE, save_buffer_state
+from rl_training.records.checkpoints import what_is_wrong_with
 from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
 from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward

@@ -27,15 +27,8 @@ from rl_training.job import run_folder
 from rl_training.job.build import Run, build_run
 from rl_training.job.settings import check_resume
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
-from rl_training.records.checkpoints import (
-    PROBE_STATES,
-    find_checkpoint,
-    load_probe_states,
-    save_probe_states,
-    set_aside_later,
-    steps_taken,
-    what_is_wrong_with,
-)
+from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
+from rl_training.records.checkpoints import find_checkpoint, set_aside_later, steps_taken, what_is_wrong_with
 from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, read_estimates, read_metrics
 from rl_training.version import VERSION

@@ -41,7 +41,7 @@ from rl_training.live.sequences_of_step import sequences_of_step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.probes.base import Need, Probe
-from rl_training.records.checkpoints import load_probe_states, save_probe_states
+from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
 from rl_training.records.loggers import CORE
 from rl_training.step.types import Microbatch

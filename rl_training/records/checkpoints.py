@@ -1,47 +1,27 @@
-"""Checkpoints: finding the one to resume from, refusing a half-written one, and the states of probes and buffer."""
+"""Checkpoints: finding the one to resume from, and refusing one that is half-written or damaged."""
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers.utils import logging
 
-from rl_training.records.checksums import changed_files, checksum
+from rl_training.records.checkpoint_states import BUFFER_STATE, PROBE_STATES, about
+from rl_training.records.checksums import changed_files
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE
 
 logger = logging.get_logger(__name__)
 
 SET_ASIDE = "set_aside"  # folder in it, with checkpoints of steps that are taken again
-PROBE_STATES = "probes.safetensors"
-BUFFER_STATE = "buffer.safetensors"
 WEIGHTS_ALONE = "model"  # folder of weights whose parent holds the optimizer
-
-
-class Stateful(Protocol):
-    """What has a state that a checkpoint keeps."""
-
-    def state_dict(self) -> dict[str, Tensor]: ...
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
-
-
-class NamedStateful(Stateful, Protocol):
-    """One of several such things, told apart by their names: a probe."""
-
-    @property
-    def name(self) -> str: ...
 
 
 def find_checkpoint(resume: str, run_dir: Path, deepspeed: bool = False) -> Path:
@@ -248,7 +228,7 @@ def _what_is_wrong_with_tensors(checkpoint: Path) -> str:
         missing = sorted(shards - {path.name for path in weights})
         if missing:
             return f"{', '.join(missing)} of {index.name} is missing"
-    changed = changed_files(checkpoint, json.loads(_about(checkpoint).get("checksums", "{}")))
+    changed = changed_files(checkpoint, json.loads(about(checkpoint).get("checksums", "{}")))
     return f"{', '.join(changed)} is damaged (another checksum than when it was written)" if changed else ""
 
 
@@ -264,22 +244,6 @@ def _flaw_of_zip(path: Path) -> str:
     return "" if member is None else f"damaged (checksum of {member})"
 
 
-@contextlib.contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """A context in which a checkpoint is written: what fails is an OSError that names the folder and the way out.
-
-    torch and safetensors call a full disk "basic_ios::clear: iostream error", or worse.
-    """
-    try:
-        yield
-    except (OSError, RuntimeError, SafetensorError) as error:
-        free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
-        raise OSError(
-            f"the checkpoint {folder} could not be written ({' '.join(str(error).split())}; {free / 1e6:,.1f} MB are "
-            "free there): make room, then go on with resume=latest"
-        ) from error
-
-
 def written_by(checkpoint: Path) -> int:
     """Returns how many processes wrote this complete checkpoint."""
     return len(_rng_files(checkpoint))
@@ -287,71 +251,8 @@ def written_by(checkpoint: Path) -> int:
 
 def _rng_files(checkpoint: Path) -> list[str]:
     """Returns the names of the files with the random states: one of each process that wrote the checkpoint."""
-    metadata = _about(checkpoint)
+    metadata = about(checkpoint)
     if "num_processes" not in metadata:  # of a trainer without probes: which files there should be is not known
         return sorted(path.name for path in checkpoint.glob("rng_state*.pth")) or ["rng_state.pth"]
     num_processes = int(metadata["num_processes"])
     return ["rng_state.pth"] if num_processes == 1 else [f"rng_state_{rank}.pth" for rank in range(num_processes)]
-
-
-def _about(checkpoint: Path) -> dict[str, str]:
-    """Returns what `save_probe_states` noted of a checkpoint; nothing where the trainer had no probes."""
-    if not (checkpoint / PROBE_STATES).is_file():
-        return {}
-    with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
-        return file.metadata() or {}
-
-
-def save_probe_states(probes: Sequence[NamedStateful], checkpoint: Path, num_processes: int) -> None:
-    """Writes the probes' states into the checkpoint folder, when its weights and its optimizer are there.
-
-    With their names, the number of processes and the checksums of the weights.
-    """
-    tensors = {
-        f"{probe.name}/{key}": tensor.detach().clone()  # safetensors refuses tensors that share memory
-        for probe in probes
-        for key, tensor in probe.state_dict().items()
-    }
-    names = ",".join(probe.name for probe in probes)
-    weights = sorted(path for path in checkpoint.glob("*.safetensors") if path.name != PROBE_STATES)
-    checksums = json.dumps({path.name: checksum(path) for path in weights})
-    about = {"probes": names, "num_processes": str(num_processes), "checksums": checksums}
-    save_file(tensors, checkpoint / PROBE_STATES, metadata=about)
-
-
-def load_probe_states(probes: Sequence[NamedStateful], checkpoint: Path) -> None:
-    """Gives each probe its state back; warns of one that was not there when the checkpoint was written."""
-    names: list[str] = []
-    tensors = {}
-    if (checkpoint / PROBE_STATES).is_file():
-        with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
-            names = file.metadata()["probes"].split(",")
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, it is no dictionary
-    for probe in probes:
-        if probe.name in names:
-            prefix = f"{probe.name}/"
-            state = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
-            try:
-                probe.load_state_dict(state)
-            except (KeyError, ValueError, RuntimeError) as error:
-                raise ValueError(
-                    f"{checkpoint / PROBE_STATES}: the state of probe {probe.name!r} does not fit this one "
-                    f"({type(error).__name__}: {error}): give the options that wrote it, or leave the probe out"
-                ) from error
-        else:
-            logger.warning(f"{checkpoint} holds no state of probe {probe.name!r}: it starts afresh")
-
-
-def save_buffer_state(buffer: Stateful, checkpoint: Path) -> None:
-    """Writes the buffer's state into the checkpoint folder."""
-    save_file(buffer.state_dict(), checkpoint / BUFFER_STATE)
-
-
-def load_buffer_state(buffer: Stateful, checkpoint: Path) -> None:
-    """Gives the buffer its state back. ValueError when the checkpoint has none."""
-    if not (checkpoint / BUFFER_STATE).is_file():
-        raise ValueError(
-            f"{checkpoint} has no {BUFFER_STATE}, so it was not written with buffer=filtered: resume with "
-            "buffer=plain, or start a new run from its weights (model=hub model.name=CHECKPOINT)"
-        )
-    buffer.load_state_dict(load_file(checkpoint / BUFFER_STATE))

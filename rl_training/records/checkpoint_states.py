@@ -1,0 +1,116 @@
+"""What we add to a checkpoint of the trainer's: the states of probes and buffer, who wrote it, and its checksums."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers.utils import logging
+
+from rl_training.records.checksums import checksum
+
+logger = logging.get_logger(__name__)
+
+PROBE_STATES = "probes.safetensors"
+BUFFER_STATE = "buffer.safetensors"
+
+
+class Stateful(Protocol):
+    """What has a state that a checkpoint keeps."""
+
+    def state_dict(self) -> dict[str, Tensor]: ...
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None: ...
+
+
+class NamedStateful(Stateful, Protocol):
+    """One of several such things, told apart by their names: a probe."""
+
+    @property
+    def name(self) -> str: ...
+
+
+@contextlib.contextmanager
+def writing(folder: Path) -> Iterator[None]:
+    """A context in which a checkpoint is written: what fails is an OSError that names the folder and the way out.
+
+    torch and safetensors call a full disk "basic_ios::clear: iostream error", or worse.
+    """
+    try:
+        yield
+    except (OSError, RuntimeError, SafetensorError) as error:
+        free = shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+        raise OSError(
+            f"the checkpoint {folder} could not be written ({' '.join(str(error).split())}; {free / 1e6:,.1f} MB are "
+            "free there): make room, then go on with resume=latest"
+        ) from error
+
+
+def about(checkpoint: Path) -> dict[str, str]:
+    """Returns what `save_probe_states` noted of a checkpoint; nothing where the trainer had no probes."""
+    if not (checkpoint / PROBE_STATES).is_file():
+        return {}
+    with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
+        return file.metadata() or {}
+
+
+def save_probe_states(probes: Sequence[NamedStateful], checkpoint: Path, num_processes: int) -> None:
+    """Writes the probes' states into the checkpoint folder, when its weights and its optimizer are there.
+
+    With their names, the number of processes and the checksums of the weights.
+    """
+    tensors = {
+        f"{probe.name}/{key}": tensor.detach().clone()  # safetensors refuses tensors that share memory
+        for probe in probes
+        for key, tensor in probe.state_dict().items()
+    }
+    names = ",".join(probe.name for probe in probes)
+    weights = sorted(path for path in checkpoint.glob("*.safetensors") if path.name != PROBE_STATES)
+    checksums = json.dumps({path.name: checksum(path) for path in weights})
+    notes = {"probes": names, "num_processes": str(num_processes), "checksums": checksums}
+    save_file(tensors, checkpoint / PROBE_STATES, metadata=notes)
+
+
+def load_probe_states(probes: Sequence[NamedStateful], checkpoint: Path) -> None:
+    """Gives each probe its state back; warns of one that was not there when the checkpoint was written."""
+    names: list[str] = []
+    tensors = {}
+    if (checkpoint / PROBE_STATES).is_file():
+        with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
+            names = file.metadata()["probes"].split(",")
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, it is no dictionary
+    for probe in probes:
+        if probe.name in names:
+            prefix = f"{probe.name}/"
+            state = {k.removeprefix(prefix): t for k, t in tensors.items() if k.startswith(prefix)}
+            try:
+                probe.load_state_dict(state)
+            except (KeyError, ValueError, RuntimeError) as error:
+                raise ValueError(
+                    f"{checkpoint / PROBE_STATES}: the state of probe {probe.name!r} does not fit this one "
+                    f"({type(error).__name__}: {error}): give the options that wrote it, or leave the probe out"
+                ) from error
+        else:
+            logger.warning(f"{checkpoint} holds no state of probe {probe.name!r}: it starts afresh")
+
+
+def save_buffer_state(buffer: Stateful, checkpoint: Path) -> None:
+    """Writes the buffer's state into the checkpoint folder."""
+    save_file(buffer.state_dict(), checkpoint / BUFFER_STATE)
+
+
+def load_buffer_state(buffer: Stateful, checkpoint: Path) -> None:
+    """Gives the buffer its state back. ValueError when the checkpoint has none."""
+    if not (checkpoint / BUFFER_STATE).is_file():
+        raise ValueError(
+            f"{checkpoint} has no {BUFFER_STATE}, so it was not written with buffer=filtered: resume with "
+            "buffer=plain, or start a new run from its weights (model=hub model.name=CHECKPOINT)"
+        )
+    buffer.load_state_dict(load_file(checkpoint / BUFFER_STATE))
