@@ -1,6 +1,6 @@
 """launch/train.slurm as it stands, under a Slurm of two nodes that run on this machine; skipped where there is none.
 
-Debian: apt-get install slurmctld slurmd slurm-client
+Debian: apt-get install slurmctld slurmd slurm-client. What the script makes of Slurm's variables needs none.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ from rl_training.records.jsonl import read_metrics
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ("slurmctld", "slurmd", "sbatch")
-pytestmark = pytest.mark.skipif(
-    not all(shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin") for name in PROGRAMS),
-    reason="needs slurmctld, slurmd and sbatch",
-)
+NO_SLURM = not all(shutil.which(name, path=os.environ["PATH"] + ":/usr/sbin") for name in PROGRAMS)
 SMALL = [
     "trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4", "logger=none",
     "probe=none",
@@ -121,6 +118,8 @@ class Cluster:
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    if NO_SLURM:
+        pytest.skip("needs slurmctld, slurmd and sbatch")
     cluster = Cluster(tmp_path_factory.mktemp("slurm"))
     try:
         cluster.wait("", cluster.is_idle, seconds=30)
@@ -128,6 +127,40 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     finally:
         subprocess.run(["scancel", f"--user={getpass.getuser()}"], env=cluster.environment, check=False)
         cluster.end()
+
+
+# Slurm's variables on the first node, by what was asked for with sbatch.
+@pytest.mark.parametrize(
+    ("given", "processes"),
+    [
+        pytest.param({"SLURM_GPUS_PER_NODE": "8", "SLURM_GPUS_ON_NODE": "8"}, "16", id="--gpus-per-node=8"),
+        pytest.param({"SLURM_GPUS_PER_NODE": "a100:8", "SLURM_GPUS_ON_NODE": "8"}, "16", id="--gpus-per-node=a100:8"),
+        pytest.param({"SLURM_GPUS_ON_NODE": "4"}, "8", id="--gres=gpu:4"),
+        pytest.param({}, None, id="neither"),
+    ],
+)
+def test_there_is_a_process_for_each_gpu_of_each_node(tmp_path: Path, given: dict[str, str], processes: str) -> None:
+    programs = {
+        "bin/scontrol": "echo node1; echo node2",
+        "bin/srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+        ".venv/bin/accelerate": 'echo "$@"',
+    }
+    for name, commands in programs.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/bash\n{commands}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "train.py").touch()
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "MAIN_ADDRESS": "localhost"}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_CPUS_ON_NODE": "64"}
+    environment |= {"SLURM_PROCID": "0", **given}
+    script = ["bash", str(ROOT / "launch" / "train.slurm")]
+    ended = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    if processes is None:
+        assert "this job has no GPUs: ask for them with --gpus-per-node=8 or --gres=gpu:8" in ended.stderr
+    else:
+        assert ended.returncode == 0, ended.stderr
+        assert f"--num_machines 2 --machine_rank 0 --num_processes {processes} " in ended.stdout
 
 
 def test_a_first_node_that_has_no_address_is_said_at_once(cluster: Cluster) -> None:
