@@ -1,15 +1,18 @@
 """Trains on given rollouts under several launches, for tests/test_processes.py: python tests/replay.py FOLDER RUN...
 
-A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2. With `_bare` at its end it has no probes;
-with `_lora` it trains an adapter; with `_resumed` it goes on from the second of the three steps. Every run gets the
-same prompts, completions and advantages, each process its contiguous share. Rank r writes FOLDER/RUN/r.pt; ZeRO with
-probes leaves a checkpoint of its second step.
+A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2, fsdp2_2; with `_gpu` behind it on GPUs.
+With `_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_resumed` it goes on from the second
+of the three steps. Every run gets the same prompts, completions and advantages, each process its contiguous share. Rank
+r writes FOLDER/RUN/r.pt; ZeRO and FSDP2 with probes leave a checkpoint of their second step.
 
 Everything is imported once, then the processes of each run are forked: nothing has used autograd or threads before.
 """
 
 from __future__ import annotations
 
+import contextlib
+import gc
+import importlib
 import json
 import os
 import socket
@@ -22,11 +25,15 @@ os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE"
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from accelerate import PartialState
+from accelerate.commands.launch import _validate_launch_command, launch_command_parser
+from accelerate.utils import DistributedType
+from accelerate.utils.launch import prepare_multi_gpu_env
 from peft import LoraConfig
+from torch.distributed.tensor import DTensor
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
-from rl_training.live import zero
-from rl_training.live.optimizer import deepspeed_engine
+from rl_training.live.optimizer import sharding_of
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.probes.base import Need
 from rl_training.records.jsonl import Records
@@ -72,6 +79,14 @@ def deepspeed_settings(kind: str) -> dict[str, Any]:
     return settings
 
 
+def ask_for_fsdp2() -> None:
+    """Sets what accelerate's launcher sets for launch/fsdp2.yaml."""
+    asked = ["--config_file", str(ROOT / "launch" / "fsdp2.yaml"), "--num_processes", "2", "train.py"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(asked))
+    env = prepare_multi_gpu_env(arguments)
+    os.environ |= {name: env[name] for name in env if name.startswith("FSDP_") or name == "ACCELERATE_USE_FSDP"}
+
+
 class ReplayTrainer(DrGRPOTrainer):
     """The trainer, with rollouts that are given instead of sampled."""
 
@@ -79,7 +94,7 @@ class ReplayTrainer(DrGRPOTrainer):
         whole = given_rollout(self.state.global_step + 1)
         share = len(inputs)
         rows = slice(self.accelerator.process_index * share, (self.accelerator.process_index + 1) * share)
-        own = {key: value[rows] if value.ndim else value for key, value in whole.items()}
+        own = {key: (value[rows] if value.ndim else value).to(self.accelerator.device) for key, value in whole.items()}
         width = int(own["completion_mask"].sum(dim=1).max())  # a process pads to its own longest sequence
         return own | {key: own[key][:, :width] for key in ("completion_ids", "completion_mask")}
 
@@ -130,11 +145,13 @@ def log_collectives() -> list[int]:
 def train(rank: int, folder: Path, run: str, port: int) -> None:
     """Trains as process `rank` of a run and writes what it saw."""
     kind, processes = run.split("_")[:2]
-    world = int(processes)
-    if world > 1:
+    world, on_gpus = int(processes), "_gpu" in run
+    if world > 1 or kind == "fsdp2":
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": processes,
                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
-    if kind != "plain":
+    if kind == "fsdp2":
+        ask_for_fsdp2()
+    if kind.startswith("zero"):
         import deepspeed
 
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as accelerate launch does; without it this would be DDP
@@ -147,28 +164,32 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
     ]  # fmt: skip
     policy, tokenizer = load_tiny()
     task = arithmetic(num_train=256, num_eval=8)
+    args = DrGRPOConfig(
+        output_dir=str(folder / run / "state"),
+        use_cpu=not on_gpus,
+        bf16=False,
+        deepspeed=deepspeed_settings(kind) if kind.startswith("zero") else None,
+        per_device_train_batch_size=MICROBATCH,
+        gradient_accumulation_steps=PROMPTS * G // (MICROBATCH * world),
+        num_generations=G,
+        max_completion_length=L_MAX,
+        max_steps=STEPS,
+        learning_rate=3e-4,
+        weight_decay=0.1,
+        adam_epsilon=1e-5,  # a first step that is no sign: rounding would decide the sign of a zero
+        max_grad_norm=0.05,  # every step is clipped
+        lr_scheduler_type="linear",
+        save_strategy="no" if kind == "plain" or run.endswith(("bare", "resumed")) else "steps",
+        save_steps=2,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    if kind == "fsdp2" and not on_gpus:  # accelerate has none on the CPU. Told otherwise, it does all of it there
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
     trainer = ReplayTrainer(
         model=policy,
         reward_funcs=task.reward,
-        args=DrGRPOConfig(
-            output_dir=str(folder / run / "state"),
-            use_cpu=True,
-            deepspeed=None if kind == "plain" else deepspeed_settings(kind),
-            per_device_train_batch_size=MICROBATCH,
-            gradient_accumulation_steps=PROMPTS * G // (MICROBATCH * world),
-            num_generations=G,
-            max_completion_length=L_MAX,
-            max_steps=STEPS,
-            learning_rate=3e-4,
-            weight_decay=0.1,
-            adam_epsilon=1e-5,  # a first step that is no sign: rounding would decide the sign of a zero
-            max_grad_norm=0.05,  # every step is clipped
-            lr_scheduler_type="linear",
-            save_strategy="no" if kind == "plain" or run.endswith(("bare", "resumed")) else "steps",
-            save_steps=2,
-            report_to=[],
-            disable_tqdm=True,
-        ),
+        args=args,
         train_dataset=task.train_dataset,
         processing_class=tokenizer,
         peft_config=LORA if run.endswith("lora") else None,
@@ -179,10 +200,12 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
     before = folder / run.removesuffix("_resumed") / "state" / "checkpoint-2"
     trainer.train(resume_from_checkpoint=str(before) if run.endswith("_resumed") else None)
     assert trainer.accelerator.num_processes == world
-    assert trainer.is_deepspeed_enabled == (kind != "plain")
+    assert (trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled) == (kind.startswith("zero"), kind == "fsdp2")
     if kind == "zero3":
         assert all(p.numel() == 0 for p in trainer.model.parameters())  # they were cut, and are again
-    with zero.whole_weights(deepspeed_engine(trainer)):
+    if kind == "fsdp2":
+        assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
+    with sharding_of(trainer).whole_weights():
         weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
     torch.save(
         {
@@ -205,6 +228,9 @@ def free_port() -> int:
 
 if __name__ == "__main__":
     destination = Path(sys.argv[1])
+    with contextlib.suppress(ImportError):  # accelerate does in every process, where it is installed
+        importlib.import_module("deepspeed")
+    gc.freeze()  # what is here by now, no fork has to look through
     for name in sys.argv[2:]:
         (destination / name).mkdir(parents=True)
         torch.multiprocessing.start_processes(

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from rl_training.probes import (
     GradientNoiseScaleProbe,
     SimpleEntropyProbe,
 )
+from rl_training.records.jsonl import read_estimates
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 MakeTrainer = Callable[..., DrGRPOTrainer]
@@ -102,6 +105,22 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(make_traine
     assert {name: e.value for name, e in a.items() if not math.isnan(e.value)} == {
         name: e.value for name, e in b.items() if not math.isnan(e.value)
     }
+
+
+def test_fsdp2_estimates_what_a_gpu_without_it_does_and_trains_as_it_does_without_probes(tmp_path: Path) -> None:
+    """On the GPUs that there are, two at most: with one, FSDP2 cuts nothing, and all of its code runs."""
+    world = min(torch.cuda.device_count(), 2)
+    plain, sharded, bare = "plain_1_gpu", f"fsdp2_{world}_gpu", f"fsdp2_{world}_gpu_bare"
+    replay = Path(__file__).with_name("replay.py")
+    subprocess.run([sys.executable, str(replay), str(tmp_path), plain, sharded, bare], check=True)
+    with_probes, without = (torch.load(tmp_path / run / "0.pt", map_location="cpu") for run in (sharded, bare))
+    assert_equal(with_probes["parameters"], without["parameters"])
+    one, several = (read_estimates(tmp_path / run / "logs") for run in (plain, sharded))
+    assert [(row["step"], row["name"]) for row in one] == [(row["step"], row["name"]) for row in several]
+    for a, b in zip(one, several, strict=True):
+        if a["name"] in ("delta_h/forward", "delta_h/backward", "gns/trace", "ess/token_weight"):
+            scale = a["stderr"] if math.isfinite(a["stderr"]) else 0.0
+            assert b["value"] == pytest.approx(a["value"], rel=1e-3, abs=1e-3 * scale, nan_ok=True), a
 
 
 def test_measuring_puts_the_gpus_random_stream_back(make_trainer: MakeTrainer) -> None:

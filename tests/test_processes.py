@@ -1,4 +1,4 @@
-"""Several processes measure what one does, under DDP and ZeRO alike, and a launch that cannot be ends saying why.
+"""Several processes measure what one does, under DDP, ZeRO, FSDP2 alike, and a launch that cannot be ends saying why.
 
 The runs of tests/replay.py train on the same given rollouts. The first half of the sequences, rank 0's share, is up to
 24 tokens long, the second up to 9; at step 2 the second half has no advantage.
@@ -25,12 +25,14 @@ from accelerate.commands.launch import (
     launch_command_parser,
     prepare_simple_launcher_cmd_env,
 )
+from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from rl_training.job.build import _check_sharding
 from rl_training.job.run_folder import check_number_of_processes
-from rl_training.live import zero, zero3
+from rl_training.live import fsdp, zero
+from rl_training.live.sharding import refuse_what_does_not_fit
 from rl_training.offline.standing import stand
 from rl_training.records.checkpoints import what_is_wrong_with
 from rl_training.records.jsonl import read_estimates
@@ -38,7 +40,7 @@ from rl_training.records.jsonl import read_estimates
 ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "needs deepspeed: pip install -e '.[deepspeed]'"
-ZERO = ["zero1_2", "zero2_2", "zero3_2"]
+SHARDED = ["zero1_2", "zero2_2", "zero3_2", "fsdp2_2"]
 SMALL = ["trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4", "logger=none"]
 
 
@@ -50,8 +52,12 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "plain_1",
         "plain_2",
         "plain_2_bare",
-        *([] if NO_DEEPSPEED else [*ZERO, "zero2_2_bare", "zero1_2_lora", "zero3_2_bare", "zero3_2_resumed"]),
+        *SHARDED,
+        *(f"{run}_bare" for run in SHARDED[1:]),
+        *(f"{run}_resumed" for run in SHARDED[2:]),
+        "zero1_2_lora",
     ]
+    names = [name for name in names if not (NO_DEEPSPEED and name.startswith("zero"))]
     ended = warm.run("tests/replay.py", str(folder), *names)
     assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
     return folder
@@ -122,8 +128,8 @@ def test_two_processes_train_as_one_does(runs: Path) -> None:
     assert_same_tensors(one["parameters"], two["parameters"])
 
 
-@pytest.mark.parametrize("run", ZERO)
-def test_zero_shows_probes_the_gradients_and_states_of_ddp(runs: Path, run: str) -> None:
+@pytest.mark.parametrize("run", SHARDED)
+def test_sharded_launches_show_probes_the_gradients_and_states_of_ddp(runs: Path, run: str) -> None:
     """Before clipping, which every step needs; on every rank, although it keeps only its slice."""
     for rank in (0, 1):
         sharded, ddp = saved(runs, run, rank), saved(runs, "plain_2", rank)
@@ -131,7 +137,8 @@ def test_zero_shows_probes_the_gradients_and_states_of_ddp(runs: Path, run: str)
             for kind in ("gradient", "exp_avg", "exp_avg_sq"):
                 assert_same_tensors(of_kind(a, kind), of_kind(b, kind))
         assert_same_tensors(ddp["parameters"], sharded["parameters"])
-    assert max(sharded["collectives"]) > 10_000  # it was ZeRO: DDP's own sums are not asked for from Python
+    if run.startswith("zero"):  # it was: DDP's own sums are not asked for from Python; FSDP2's parameters are looked at
+        assert max(sharded["collectives"]) > 10_000
 
 
 @pytest.mark.parametrize("run", ["zero1_2", "zero2_2", "zero1_2_lora"])
@@ -153,37 +160,40 @@ def test_a_checkpoint_of_zero_is_stood_at_with_the_moments_that_its_next_step_ha
         assert torch.equal(standing.parameters[name], weights[name.replace(".default.", ".")])
 
 
-@pytest.mark.parametrize("run", ["plain_2", *ZERO])
+@pytest.mark.parametrize("run", ["plain_2", *SHARDED])
 def test_the_mean_over_ranks_of_their_fold_gradients_is_the_gradient(runs: Path, run: str) -> None:
     for first, second in zip(saved(runs, run, 0)["steps"], saved(runs, run, 1)["steps"], strict=True):
         means = {f"gradient/{n.removeprefix('own/')}": (t + second[n]) / 2 for n, t in of_kind(first, "own").items()}
         assert_same_tensors(of_kind(first, "gradient"), means)
 
 
-@pytest.mark.parametrize("run", ZERO)
-def test_probes_estimate_under_zero_what_they_do_under_ddp(runs: Path, run: str) -> None:
+@pytest.mark.parametrize("run", SHARDED)
+def test_probes_estimate_under_sharded_launches_what_they_do_under_ddp(runs: Path, run: str) -> None:
     saved(runs, run)
     assert_same_estimates(estimates(runs, "plain_2"), estimates(runs, run), with_stderr=True)
 
 
-@pytest.mark.parametrize("run", ["plain_2", "zero2_2", "zero3_2"])
+@pytest.mark.parametrize("run", ["plain_2", *SHARDED[1:]])
 def test_training_with_probes_is_bitwise_the_training_without_on_every_rank(runs: Path, run: str) -> None:
     for rank in (0, 1):
         probed, bare = (saved(runs, name, rank)["parameters"] for name in (run, f"{run}_bare"))
         assert [name for name in bare if not torch.equal(bare[name], probed[name])] == []
 
 
-def test_zero3_goes_on_bitwise_from_its_checkpoint(runs: Path) -> None:
-    assert what_is_wrong_with(runs / "zero3_2" / "state" / "checkpoint-2", deepspeed=True) == ""
+@pytest.mark.parametrize(("run", "sharded_by"), [("zero3_2", "DeepSpeed"), ("fsdp2_2", "FSDP")])
+def test_training_with_cut_weights_goes_on_bitwise_from_its_checkpoint(runs: Path, run: str, sharded_by: str) -> None:
     for rank in (0, 1):
-        whole, resumed = (saved(runs, name, rank)["parameters"] for name in ("zero3_2", "zero3_2_resumed"))
+        whole, resumed = (saved(runs, name, rank)["parameters"] for name in (run, f"{run}_resumed"))
         assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
     last, again = (
         {key: (row["value"], row["stderr"]) for key, row in estimates(runs, name).items() if key[0] == 3}
-        for name in ("zero3_2", "zero3_2_resumed")
+        for name in (run, f"{run}_resumed")
     )
     assert len(last) > 60
     assert repr(again) == repr(last)  # nan is nan
+    checkpoint = runs / run / "state" / "checkpoint-2"
+    assert what_is_wrong_with(checkpoint, sharded_by) == ""
+    assert what_is_wrong_with(checkpoint) == f"it was written under {sharded_by}: resume with the same launch file"
 
 
 def test_under_ddp_probes_send_a_few_numbers_over_the_network(runs: Path) -> None:
@@ -217,15 +227,29 @@ def test_deepspeed_that_cannot_be_read_is_refused_with_the_way_out(config: dict,
         zero.refuse_what_cannot_be_read(config)
 
 
-def test_a_model_whose_weights_do_not_fit_on_a_process_is_refused_under_zero3_with_the_memory_it_would_take() -> None:
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fsdp_version": 1}, r"probes do not read FSDP1.*: set fsdp_version: 2 \(launch/fsdp2.yaml\)"),
+        ({"fsdp_version": 2, "cpu_offload": True}, "set fsdp_offload_params: false"),
+    ],
+)
+def test_fsdp_that_cannot_be_read_is_refused_with_the_way_out(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        fsdp.refuse_what_cannot_be_read(FullyShardedDataParallelPlugin(**settings))
+    fsdp.refuse_what_cannot_be_read(FullyShardedDataParallelPlugin(fsdp_version=2))
+
+
+def test_a_model_whose_weights_do_not_fit_on_a_process_is_refused_with_the_memory_it_would_take() -> None:
     with torch.device("meta"):
         model = torch.nn.Sequential(torch.nn.Linear(2**20, 2**20, bias=False), torch.nn.Linear(4, 4, bias=False))
-    adapter = [model[1].weight]
     model[0].weight.requires_grad_(False)
-    message = r"all weights \(4398\.0 GB\) and 21 fp32 vectors of what is trained \(0\.0 GB\).*adapter=lora"
+    message = (
+        r"under FSDP2 .* all weights \(4398\.0 GB\) and 21 fp32 vectors of what is trained \(0\.0 GB\).*adapter=lora"
+    )
     with pytest.raises(ValueError, match=message):
-        zero3.refuse_what_does_not_fit(model, adapter, vectors=21)
-    zero3.refuse_what_does_not_fit(model[1], adapter, vectors=21)
+        refuse_what_does_not_fit("FSDP2", model, vectors=21)
+    refuse_what_does_not_fit("FSDP2", model[1], vectors=21)
 
 
 def test_the_shipped_deepspeed_configurations_are_readable() -> None:
@@ -241,16 +265,16 @@ def test_a_checkpoint_of_deepspeed_is_whole_only_with_its_engines_states_and_onl
     for name in ("scheduler.pt", "rng_state.pth"):
         torch.save({}, tmp_path / name)
     (tmp_path / "latest").write_text("global_step7", encoding="utf-8")
-    assert what_is_wrong_with(tmp_path, deepspeed=True) == "global_step7 is missing or damaged"
+    assert what_is_wrong_with(tmp_path, "DeepSpeed") == "global_step7 is missing or damaged"
     (tmp_path / "global_step7").mkdir()
     for rank in (0, 1):
         torch.save({}, tmp_path / "global_step7" / f"rank_{rank}_optim_states.pt")
-    assert what_is_wrong_with(tmp_path, deepspeed=True) == ""
+    assert what_is_wrong_with(tmp_path, "DeepSpeed") == ""
     assert "it was written under DeepSpeed" in what_is_wrong_with(tmp_path)
     (tmp_path / "global_step7" / "rank_1_optim_states.pt").write_bytes(b"half")
-    assert "rank_1_optim_states.pt is missing or damaged" in what_is_wrong_with(tmp_path, deepspeed=True)
+    assert "rank_1_optim_states.pt is missing or damaged" in what_is_wrong_with(tmp_path, "DeepSpeed")
     (tmp_path / "latest").unlink()
-    assert "it was written without DeepSpeed" in what_is_wrong_with(tmp_path, deepspeed=True)
+    assert "it was written without DeepSpeed" in what_is_wrong_with(tmp_path, "DeepSpeed")
 
 
 # --- launches that cannot be ------------------------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from trl import GRPOTrainer
 from rl_training import DrGRPOConfig, DrGRPOTrainer
 from rl_training.live.optimizer import view_optimizer
 from rl_training.live.policy import TrainerPolicy
+from rl_training.live.sharding import Replicated
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.sketches import cosines
@@ -95,7 +96,7 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
     trainer.optimizer.zero_grad()
     parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     policy = TrainerPolicy(trainer)
-    standing = Standing(trainer, Path(), 2, parameters, view_optimizer(trainer, parameters), policy)
+    standing = Standing(trainer, Path(), 2, parameters, view_optimizer(Replicated(trainer), parameters), policy)
     of_e, of_u = policy.sample(NUM_E, 0), policy.sample(NUM_U, 1)
     of_u.advantages.copy_(torch.linspace(-0.5, 0.7, NUM_U))
     of_u.advantages[3] = 0.0

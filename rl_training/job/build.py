@@ -195,6 +195,11 @@ def _check_sharding(trainer: DrGRPOTrainer) -> None:
                 f"{name} was asked for, and accelerate gives DDP instead: FSDP never runs on the CPU, and DeepSpeed "
                 "only where ACCELERATE_USE_CPU is not set (DS_ACCELERATOR=cpu says it, see launch/zero2.yaml)"
             )
+    if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.state_dict_type.name != "FULL_STATE_DICT":
+        raise ValueError(
+            "fsdp_state_dict_type: SHARDED_STATE_DICT leaves checkpoints without model.safetensors, which nothing here "
+            "reads: use FULL_STATE_DICT (launch/fsdp2.yaml)"
+        )
 
 
 def _check_number_of_prompts(trainer: DrGRPOTrainer) -> None:

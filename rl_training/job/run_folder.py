@@ -14,7 +14,14 @@ from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging
 
 from rl_training.job.settings import refuse_other_settings
-from rl_training.records.checkpoints import find_checkpoint, newest_checkpoint, set_aside_later, steps_taken, written_by
+from rl_training.records.checkpoints import (
+    SHARDED_BY,
+    find_checkpoint,
+    newest_checkpoint,
+    set_aside_later,
+    steps_taken,
+    written_by,
+)
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE
 
@@ -38,13 +45,13 @@ def find_run_folder(cfg: DictConfig) -> RunFolder:
     check_number_of_processes(state.num_processes)
     # Each process has its own clock, hence its own default run folder: the main one's counts.
     run_dir = Path(broadcast_object_list([cfg.run_dir])[0])
-    deepspeed = parse_flag_from_env("ACCELERATE_USE_DEEPSPEED")
+    sharded_by = next((name for name in SHARDED_BY if parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}")), "")
     if cfg.resume == "auto":
-        checkpoint = newest_checkpoint(run_dir, deepspeed)
+        checkpoint = newest_checkpoint(run_dir, sharded_by)
         if checkpoint is not None or (run_dir / CONFIG_FILE).exists():
             return _go_on(cfg, run_dir, checkpoint, state)
     elif cfg.resume != "none":
-        checkpoint = find_checkpoint(str(cfg.resume), run_dir, deepspeed)
+        checkpoint = find_checkpoint(str(cfg.resume), run_dir, sharded_by)
         run = _run_of(checkpoint)
         if _is_given("run_dir") and run != run_dir.resolve():
             raise ValueError(f"run_dir={run_dir}, but {checkpoint} belongs to the run {run}: leave run_dir out")

@@ -24,10 +24,10 @@ from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOTrainer
 
-from rl_training.live import host, zero
+from rl_training.live import host
 from rl_training.live.answers import Answers
 from rl_training.live.context import Step, build_context, common_num_folds, plan_folds, tap_for
-from rl_training.live.optimizer import deepspeed_engine, view_optimizer
+from rl_training.live.optimizer import sharding_of, view_optimizer
 from rl_training.live.policy import LogpsAndEntropies, TrainerPolicy
 from rl_training.live.private_members import refuse_unknown_versions
 from rl_training.live.refusals import (
@@ -38,6 +38,7 @@ from rl_training.live.refusals import (
 from rl_training.live.rollouts import Rollouts
 from rl_training.live.sampled_policy import why_no_fresh_responses, why_padding_matters, why_sampled_otherwise
 from rl_training.live.sequences_of_step import sequences_of_step
+from rl_training.live.sharding import Replicated, Sharding
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.probes.base import Need, Probe
@@ -82,7 +83,8 @@ class Attachment(TrainerCallback):
         self._answers = Answers(trainer, self._records)
         self._num_folds = common_num_folds(self.probes)
         plan_folds(trainer, self._num_folds, trainer.args.gradient_accumulation_steps)  # raises if it cannot
-        self._parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+        self._sharding: Sharding = Replicated(trainer)  # until training has laid it out
+        self._parameters = self._sharding.trained()
         self._policy = TrainerPolicy(trainer)
         self._tap = tap_for(self.probes, self._parameters)
         self._step: Step | None = None  # while it lasts
@@ -151,7 +153,8 @@ class Attachment(TrainerCallback):
             if self._tap is not None:
                 self._tap.disarm()
         if not self._step.is_complete:  # as it is when DeepSpeed's engine has stepped already
-            self._after_backward(self._step)
+            with self._whole_weights(self._step):
+                self._after_backward(self._step)
         return loss
 
     def _on_engine_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
@@ -163,12 +166,12 @@ class Attachment(TrainerCallback):
         original(*args, **kwargs)
 
     def _whole_weights(self, step: Step | None = None) -> contextlib.AbstractContextManager[None]:
-        """Returns a context in which probes may look at the weights; they are cut under ZeRO-3 alone."""
+        """Returns a context in which probes may look at the weights, which ZeRO-3 and FSDP2 have cut."""
         if step is None:
             measured = any(probe.measures_at(self._trainer.state.global_step + 1) for probe in self.probes)
         else:
             measured = bool(step.probes) and self._trainer.accelerator.sync_gradients
-        return zero.whole_weights(deepspeed_engine(self._trainer) if measured else None)
+        return self._sharding.whole_weights() if measured else contextlib.nullcontext()
 
     def _begin_step(self) -> Step:
         trainer = self._trainer
@@ -176,7 +179,7 @@ class Attachment(TrainerCallback):
         if not probes:
             return Step([], (), None)
         folds = plan_folds(trainer, self._num_folds, trainer.current_gradient_accumulation_steps)
-        optimizer = view_optimizer(trainer, self._parameters)
+        optimizer = view_optimizer(self._sharding, self._parameters)
         if self._tap is not None:
             starts = range(0, folds[-1].stop, trainer.args.per_device_train_batch_size)
             row_of = [next(k for k, rows in enumerate(folds) if start in rows) for start in starts]
@@ -189,8 +192,8 @@ class Attachment(TrainerCallback):
             return
         step.is_complete = True
         if step.probes:
-            known = (self._trainer, self._parameters, self._policy, self._tap, self._rollouts.generation)
-            context = build_context(step, *known)
+            known = (self._parameters, self._policy, self._tap, self._rollouts.generation)
+            context = build_context(step, self._trainer, self._sharding, *known)
             if not self._padding_is_checked:
                 padding = why_padding_matters(self._trainer, self._policy, context.rollout, context.reduce)
                 self._sampled_otherwise = self._sampled_otherwise or padding
@@ -252,16 +255,24 @@ class Attachment(TrainerCallback):
                 "this trainer has trained before, and its records and sums would begin again in the middle: go on "
                 "after them with train(resume_from_checkpoint=...), or remove() these probes and attach new ones"
             )
-        engine = deepspeed_engine(self._trainer)
         self._undo_engine.close()  # of a training that ended by an exception, in the middle of a step
         self._step = None
-        if self.probes and engine is not None:
-            zero.refuse_other_optimizers(engine)
-            zero.refuse_what_does_not_fit(engine, self._parameters.values(), self._num_vectors())
-            engine.step = functools.partial(self._on_engine_step, engine.step)
-            self._undo_engine.callback(delattr, engine, "step")
+        if self.probes:
+            self._begin_training()
         if self._records is not None:
             self._records.start(after_step=state.global_step)
+
+    def _begin_training(self) -> None:
+        """Looks where training has put parameters and optimizer, which under some launches is done by now only."""
+        trainer = self._trainer
+        self._sharding = sharding_of(trainer)
+        self._sharding.refuse_what_does_not_fit(self._num_vectors())
+        self._parameters = self._sharding.trained()
+        self._tap = tap_for(self.probes, self._parameters)
+        if trainer.is_deepspeed_enabled:
+            engine = trainer.model_wrapped
+            engine.step = functools.partial(self._on_engine_step, engine.step)
+            self._undo_engine.callback(delattr, engine, "step")
 
     def _num_vectors(self) -> int:
         """Returns how many fp32 vectors of all trained parameters a measured step holds on the device."""

@@ -16,6 +16,7 @@ from rl_training.live import host
 from rl_training.live.optimizer import mean_gradients
 from rl_training.live.policy import TrainerPolicy
 from rl_training.live.rollouts import Generation
+from rl_training.live.sharding import Sharding
 from rl_training.live.tap import GradientTap
 from rl_training.mathematics.folds import fold_numbers, fold_ranges, ranges_of, split_prompts
 from rl_training.probes.base import Need, Probe
@@ -100,6 +101,7 @@ def tap_for(probes: Sequence[Probe], parameters: Mapping[str, nn.Parameter]) -> 
 def build_context(
     step: Step,
     trainer: GRPOTrainer,
+    sharding: Sharding,
     parameters: Mapping[str, nn.Parameter],
     policy: TrainerPolicy,
     tap: GradientTap | None,
@@ -124,7 +126,7 @@ def build_context(
     return StepContext(
         step=trainer.state.global_step + 1,
         parameters=parameters,
-        gradients=mean_gradients(trainer, parameters),
+        gradients=mean_gradients(sharding, parameters),
         fold_gradients=fold_gradients,
         microbatch_sq_norms=tap.sq_norms if tap is not None else None,
         optimizer=step.optimizer,

@@ -6,61 +6,54 @@ from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
 from trl import GRPOTrainer
 
-from rl_training.live import zero
-from rl_training.mathematics.adamw import AdamWState, clipping_threshold
+from rl_training.live.fsdp import FullyShard
+from rl_training.live.sharding import Replicated, Sharding
+from rl_training.live.zero import Zero
+from rl_training.live.zero3 import Zero3
+from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.sgd import SGDState
 from rl_training.step.types import OptimizerView
 
 
-def deepspeed_engine(trainer: GRPOTrainer) -> Any | None:
-    """Returns DeepSpeed's engine, which exists once training has begun and steps within `training_step`; else None."""
-    return trainer.model_wrapped if trainer.is_deepspeed_enabled else None
+def sharding_of(trainer: GRPOTrainer) -> Sharding:
+    """Returns how this training lays its parameters and states out; to be asked for once it has begun."""
+    if trainer.is_deepspeed_enabled:
+        stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
+        return (Zero3 if stage == 3 else Zero)(trainer.model_wrapped)
+    return (FullyShard if trainer.is_fsdp_enabled else Replicated)(trainer)
 
 
-def mean_gradients(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+def mean_gradients(sharding: Sharding, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
     """Returns the gradients of the step by name: mean over microbatches and ranks, not clipped.
 
     Raises ValueError when a trainable parameter has none. ZeRO knows of no such parameter: it has zeros for it.
     """
-    engine = deepspeed_engine(trainer)
-    if engine is not None:
-        of_param = zero.mean_gradients(engine.optimizer, parameters.values())
-        return {name: of_param[param] for name, param in parameters.items()}
-    missing = [name for name, p in parameters.items() if p.grad is None]
+    of_param = sharding.mean_gradients(parameters.values())
+    gradients = {name: of_param[param] for name, param in parameters.items()}
+    missing = [name for name, gradient in gradients.items() if gradient is None]
     if missing:
         raise ValueError(
             f"{len(missing)} trainable parameters get no gradient from the loss, {missing[0]!r} among them: "
             "freeze what is not trained (requires_grad_(False))"
         )
-    return {name: p.grad for name, p in parameters.items() if p.grad is not None}
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
-def view_optimizer(trainer: GRPOTrainer, parameters: Mapping[str, nn.Parameter]) -> OptimizerView:
+def view_optimizer(sharding: Sharding, parameters: Mapping[str, nn.Parameter]) -> OptimizerView:
     """Returns the optimizer before its step: its states by parameter name, or the reason why there is no formula.
 
-    Under ZeRO this is a collective: the states are gathered.
+    A collective where states are gathered.
     """
-    engine = deepspeed_engine(trainer)
-    if engine is not None:  # it holds torch's optimizer, and clips
-        optimizer, max_grad_norm = engine.optimizer.optimizer, zero.max_grad_norm(engine.optimizer)
-    else:
-        optimizer, max_grad_norm = trainer.optimizer, clipping_threshold(trainer.args.max_grad_norm)
-        if isinstance(optimizer, AcceleratedOptimizer):
-            optimizer = optimizer.optimizer
-    readers = ADAM_READERS if engine is not None else ADAM_READERS | SGD_READERS
+    readers = ADAM_READERS if isinstance(sharding, Zero) else ADAM_READERS | SGD_READERS
+    optimizer, max_grad_norm = sharding.optimizer, sharding.max_grad_norm
     reason = _why_no_formula(optimizer, tuple(readers))
     if reason:
         return OptimizerView(None, max_grad_norm, reason)
-    if engine is not None:
-        group_of, state_of = zero.optimizer_states(engine.optimizer, parameters.values())
-    else:
-        group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
-        state_of = optimizer.state
-    reason = _why_not_these(parameters, group_of, keeps_fp32_copies=engine is not None)
+    group_of, state_of = sharding.optimizer_states(parameters.values())
+    reason = _why_not_these(parameters, group_of, keeps_fp32_copies=sharding.keeps_fp32_copies)
     if reason:
         return OptimizerView(None, max_grad_norm, reason)
     read = readers[type(optimizer)]
@@ -79,7 +72,7 @@ def _why_no_formula(optimizer: torch.optim.Optimizer, known: Sequence[type]) -> 
 
 
 def _why_not_these(
-    parameters: Mapping[str, nn.Parameter], group_of: Container[nn.Parameter], *, keeps_fp32_copies: bool
+    parameters: Mapping[str, nn.Parameter], group_of: Container[Tensor], *, keeps_fp32_copies: bool
 ) -> str:
     """Returns why the formula does not say how these parameters move, "" if it does."""
     rounded = [name for name, param in parameters.items() if not keeps_fp32_copies and param.dtype.itemsize < 4]

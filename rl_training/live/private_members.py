@@ -1,7 +1,7 @@
 """The members of TRL, transformers and accelerate that this package stands on and that their makers do not promise.
 
 One table, checked once in `attach`: a version that has lost one is refused by its name, before training begins, and
-not by an AttributeError in the middle of it. DeepSpeed's are in zero.py and zero3.py.
+not by an AttributeError in the middle of it. DeepSpeed's are in zero.py and zero3.py, FSDP2's in fsdp.py.
 """
 
 from __future__ import annotations

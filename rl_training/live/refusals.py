@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from trl import GRPOTrainer
 
-from rl_training.live import zero
+from rl_training.live import fsdp, zero
 from rl_training.probes.base import Probe
 
 
@@ -47,19 +47,19 @@ def _refuse_backwards_that_are_corrupted(trainer: GRPOTrainer) -> None:
 
 
 def _refuse_sharded_states(trainer: GRPOTrainer) -> None:
+    cuts_weights = ""
     if trainer.is_fsdp_enabled:
-        raise ValueError(
-            "probes do not run under FSDP, whose parameters and gradients are sharded: use DDP (launch/ddp.yaml) or "
-            "ZeRO-2 (launch/zero2.yaml), or train without probes (probe=none)"
-        )
+        fsdp.refuse_what_cannot_be_read(trainer.accelerator.state.fsdp_plugin)
+        cuts_weights = "FSDP2"
     if trainer.is_deepspeed_enabled:
         plugin = trainer.accelerator.state.deepspeed_plugin
         zero.refuse_what_cannot_be_read(plugin.deepspeed_config)
-        if plugin.zero_stage == 3 and trainer.mask_truncated_completions:
-            raise ValueError(
-                "mask_truncated_completions takes a forward pass more between training's own, where ZeRO-3 has cut the "
-                "weights: use ZeRO-2 (launch/zero2.yaml), or train without probes (probe=none)"
-            )
+        cuts_weights = "ZeRO-3" if plugin.zero_stage == 3 else ""
+    if cuts_weights and trainer.mask_truncated_completions:
+        raise ValueError(
+            f"mask_truncated_completions takes a forward pass more between training's own, where {cuts_weights} has "
+            "cut the weights: use ZeRO-2 (launch/zero2.yaml), or train without probes (probe=none)"
+        )
 
 
 def refuse_split_prompts(trainer: GRPOTrainer) -> None:

@@ -25,6 +25,7 @@ from transformers import GenerationConfig
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
+from rl_training.live.private_members import ORIGINAL_FORWARD
 from rl_training.live.zero3 import is_gathered
 from rl_training.step.rollout import Rollout
 
@@ -142,16 +143,17 @@ def measuring(trainer: GRPOTrainer, with_graph: bool = False) -> Iterator[None]:
     model, accelerator = trainer.model, trainer.accelerator
     in_training = [module for module in model.modules() if module.training]
     forward, autocast = vars(model).get("forward"), accelerator.autocast_handler
+    wrapped = ORIGINAL_FORWARD in vars(model)  # by accelerate, in an autocast of its own; FSDP2's is not
     with torch.set_grad_enabled(with_graph), streams_put_back(accelerator.device):
         try:
             for module in in_training:
                 module.training = with_graph and getattr(module, "gradient_checkpointing", False)
             accelerator.autocast_handler = AutocastKwargs(enabled=False)  # of TRL's forward
-            if accelerator.native_amp:
-                model.forward = model._original_forward  # accelerate's wrapper has an autocast of its own
+            if wrapped:
+                model.forward = model._original_forward
             yield
         finally:
-            if accelerator.native_amp:
+            if wrapped:
                 model.forward = forward
             accelerator.autocast_handler = autocast
             for module in in_training:

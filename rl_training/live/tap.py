@@ -77,7 +77,7 @@ class GradientTap:
         return self._scale**2 * torch.stack([meter.result(self._parameters) for meter in self._meters])
 
     def end_step(self) -> None:
-        """Lets go of the optimizer's states: under ZeRO they were gathered for this step."""
+        """Lets go of the optimizer's states: under ZeRO and FSDP2 they were gathered for this step."""
         self._meters, self._metric = [], AdamMetric(None)
 
     @property

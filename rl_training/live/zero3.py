@@ -9,14 +9,16 @@ optimizer's own getters, one all-gather for each parameter and quantity.
 from __future__ import annotations
 
 import contextlib
-import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 from weakref import WeakSet
 
-import torch
 from torch import Tensor, nn
 from trl.models.utils import add_hooks, remove_hooks
+
+from rl_training.live.sharding import ByParameter, refuse_what_does_not_fit
+from rl_training.live.zero import Zero
 
 WHOLE: WeakSet[nn.Module] = WeakSet()  # models whose weights are whole just now
 
@@ -42,28 +44,35 @@ def gathered(engine: Any) -> Iterator[None]:
             add_hooks(engine)
 
 
-def mean_gradients(zero: Any, parameters: Iterable[nn.Parameter]) -> dict[nn.Parameter, Tensor]:
-    """Returns every parameter's gradient, averaged over ranks and not clipped; to be asked for before engine.step."""
-    return {param: zero.get_fp32_grad_for_param(param) for param in parameters}
+class Zero3(Zero):
+    """ZeRO stage 3."""
 
+    KIND = "DeepSpeedZeroOptimizer_Stage3"
 
-def optimizer_states(
-    zero: Any, parameters: Iterable[nn.Parameter]
-) -> tuple[dict[nn.Parameter, dict[str, Any]], dict[nn.Parameter, dict[str, Any]]]:
-    """Returns the hyperparameters of every parameter's group, and its state; none of that before the first step."""
-    group_of: dict[nn.Parameter, dict[str, Any]] = {}
-    states: dict[nn.Parameter, dict[str, Any]] = {}
-    for param in parameters:
-        group, _, _ = zero.grad_position[zero.get_param_id(param)]
-        flat = zero.fp32_partitioned_groups_flat[group]
-        group_of[param] = zero.optimizer.param_groups[zero.sub_group_to_group_id[group]]
-        state = zero.optimizer.state.get(flat, {})
-        if state:
-            states[param] = {
-                key: zero.get_full_hp_param(param, key) if _is_cut(value, flat) else value
-                for key, value in state.items()
-            }
-    return group_of, states
+    def whole_weights(self) -> AbstractContextManager[None]:
+        return gathered(self._engine)
+
+    def mean_gradients(self, parameters: Iterable[nn.Parameter]) -> Mapping[nn.Parameter, Tensor | None]:
+        return {param: self._zero.get_fp32_grad_for_param(param) for param in parameters}
+
+    def optimizer_states(self, parameters: Iterable[nn.Parameter]) -> tuple[ByParameter, ByParameter]:
+        zero = self._zero
+        group_of: ByParameter = {}
+        states: ByParameter = {}
+        for param in parameters:
+            group, _, _ = zero.grad_position[zero.get_param_id(param)]
+            flat = zero.fp32_partitioned_groups_flat[group]
+            group_of[param] = zero.optimizer.param_groups[zero.sub_group_to_group_id[group]]
+            state = zero.optimizer.state.get(flat, {})
+            if state:
+                states[param] = {
+                    key: zero.get_full_hp_param(param, key) if _is_cut(value, flat) else value
+                    for key, value in state.items()
+                }
+        return group_of, states
+
+    def refuse_what_does_not_fit(self, vectors: int) -> None:
+        refuse_what_does_not_fit("ZeRO-3", self._engine.module, vectors, _size)
 
 
 def _is_cut(value: Any, flat: Tensor) -> bool:
@@ -71,28 +80,6 @@ def _is_cut(value: Any, flat: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == flat.shape
 
 
-def refuse_what_does_not_fit(model: nn.Module, parameters: Iterable[nn.Parameter], vectors: int) -> None:
-    """Raises ValueError, with the memory it would take, where the whole weights and so many fp32 vectors do not fit.
-
-    They are held against the memory of a process: its GPU's, or its share of the machine's.
-    """
-    weights = sum(_size(p) * p.element_size() for p in model.parameters())
-    trained = 4 * vectors * sum(_size(p) for p in parameters)
-    there = _bytes_of_a_process()
-    if weights + trained > there:
-        raise ValueError(
-            f"under ZeRO-3 a measured step gathers all weights ({weights / 1e9:.1f} GB) and {vectors} fp32 vectors of "
-            f"what is trained ({trained / 1e9:.1f} GB) on every process, which has {there / 1e9:.1f} GB: train an "
-            "adapter (adapter=lora), have fewer folds (probes.simple.num_folds), or train without probes (probe=none)"
-        )
-
-
 def _size(param: nn.Parameter) -> int:
+    """Returns the number of entries of a parameter, also where it is cut, and empty."""
     return int(getattr(param, "ds_numel", param.numel()))
-
-
-def _bytes_of_a_process() -> int:
-    if torch.cuda.is_available():
-        return int(torch.cuda.mem_get_info()[1])
-    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes

@@ -31,6 +31,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from rl_training.live.optimizer import view_optimizer
 from rl_training.live.policy import TrainerPolicy
 from rl_training.live.sampled_policy import why_sampled_otherwise
+from rl_training.live.sharding import Replicated
 from rl_training.live.trainer import DrGRPOTrainer
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.offline.shards import load_shards
@@ -120,13 +121,18 @@ def stand(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None 
     policy = TrainerPolicy(trainer)
     model.train()
     refuse_without_gradients(policy, parameters, trainer.accelerator.device)  # G3 to G6
-    optimizer = view_optimizer(trainer, parameters)
+    optimizer = view_optimizer(Replicated(trainer), parameters)
     _refuse_other_moments(parameters, optimizer, checkpoint)
     return Standing(trainer, checkpoint, steps_taken(checkpoint), parameters, optimizer, policy)
 
 
 def _load_optimizer(trainer: DrGRPOTrainer, checkpoint: Path) -> None:
     folder = state_folder(checkpoint)
+    if (folder / "optimizer.bin").is_file():
+        raise ValueError(
+            f"{folder} was written under FSDP, whose optimizer is not read here: choose a checkpoint of a run under "
+            "DDP, ZeRO-1 or ZeRO-2"
+        )
     if not (folder / "optimizer.pt").is_file():
         raise ValueError(
             f"{folder} has no optimizer.pt, and the next step follows from the optimizer's moments: choose a "

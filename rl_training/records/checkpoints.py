@@ -22,38 +22,39 @@ logger = logging.get_logger(__name__)
 
 SET_ASIDE = "set_aside"  # folder in it, with checkpoints of steps that are taken again
 WEIGHTS_ALONE = "model"  # folder of weights whose parent holds the optimizer
+SHARDED_BY = ("DeepSpeed", "FSDP")  # launches whose checkpoints hold the optimizer in forms of their own
 
 
-def find_checkpoint(resume: str, run_dir: Path, deepspeed: bool = False) -> Path:
+def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "") -> Path:
     """Returns the checkpoint folder that `resume` names.
 
     resume   "latest": the newest complete checkpoint of `run_dir`, or, when that run does not exist yet, of the newest
              run beside it that has one. Otherwise a checkpoint folder, or a run folder (its newest complete one).
 
-    deepspeed  whether this run is DeepSpeed's, whose checkpoints hold the optimizer in another form
+    sharded_by  which of SHARDED_BY this run is launched with; "": none
 
     Raises ValueError when there is none, saying what was looked at; incomplete ones are skipped with a warning.
     """
     if resume != "latest":
         path = Path(resume)
         if (path / TRAINING_STATE).is_dir():
-            return _newest([path], f"resume={resume}", deepspeed)
+            return _newest([path], f"resume={resume}", sharded_by)
         if not path.is_dir():
             raise ValueError(f"resume={resume}: there is no such folder; give a checkpoint-N folder or a run folder")
-        flaw = what_is_wrong_with(path, deepspeed)
+        flaw = what_is_wrong_with(path, sharded_by)
         if flaw:
             raise ValueError(f"resume={resume} cannot be resumed from: {flaw}. Choose an earlier checkpoint-N folder")
         return path
     if (run_dir / TRAINING_STATE).is_dir():
-        return _newest([run_dir], f"resume=latest in {run_dir}", deepspeed)
+        return _newest([run_dir], f"resume=latest in {run_dir}", sharded_by)
     runs = sorted(run_dir.parent.glob("run_*"), key=_last_step_at, reverse=True)
-    return _newest(runs, f"resume=latest in {run_dir.parent}", deepspeed)
+    return _newest(runs, f"resume=latest in {run_dir.parent}", sharded_by)
 
 
-def newest_checkpoint(run: Path, deepspeed: bool = False) -> Path | None:
+def newest_checkpoint(run: Path, sharded_by: str = "") -> Path | None:
     """Returns the newest complete checkpoint of a run, None when there is none; others are skipped with a warning."""
     for checkpoint in sorted(_checkpoints(run), key=_step, reverse=True):
-        flaw = what_is_wrong_with(checkpoint, deepspeed)
+        flaw = what_is_wrong_with(checkpoint, sharded_by)
         if not flaw:
             return checkpoint
         logger.warning(f"skipping {checkpoint}: {flaw}")
@@ -66,9 +67,9 @@ def _last_step_at(run: Path) -> float:
     return max((path.stat().st_mtime for path in written if path.is_file()), default=0.0)
 
 
-def _newest(runs: list[Path], asked: str, deepspeed: bool) -> Path:
+def _newest(runs: list[Path], asked: str, sharded_by: str) -> Path:
     for run in runs:
-        checkpoint = newest_checkpoint(run, deepspeed)
+        checkpoint = newest_checkpoint(run, sharded_by)
         if checkpoint is not None:
             return checkpoint
     raise ValueError(f"{asked}: no complete checkpoint there; give resume=PATH, or start a new run without resume")
@@ -164,7 +165,7 @@ def set_aside_later(run: Path, after_step: int) -> None:
             logger.warning(f"going on from step {after_step}: {later.name} is now in {aside}")
 
 
-def what_is_wrong_with(checkpoint: Path, deepspeed: bool = False) -> str:
+def what_is_wrong_with(checkpoint: Path, sharded_by: str = "") -> str:
     """Returns why this checkpoint folder is incomplete or damaged, or "" if it is neither.
 
     The trainer writes trainer_state.json last, so a folder without it was being written when the process died.
@@ -172,18 +173,32 @@ def what_is_wrong_with(checkpoint: Path, deepspeed: bool = False) -> str:
     flaw = what_is_wrong_with_weights(checkpoint)
     if flaw:
         return flaw
-    tag = checkpoint / "latest"  # where DeepSpeed says in which folder its engine's state is
-    if tag.exists() != deepspeed:
-        return f"it was written {'without' if deepspeed else 'under'} DeepSpeed: resume with the same launch file"
-    states = ["optimizer.pt"]
-    if deepspeed:
-        folder = tag.read_text(encoding="utf-8").strip()
-        states = [f"{folder}/{path.name}" for path in sorted((checkpoint / folder).glob("*.pt"))] or [folder]
-    for name in (*states, "scheduler.pt", *_rng_files(checkpoint)):
+    written = _sharded_by(checkpoint)
+    if written != sharded_by:
+        launch = f"under {written}" if written else f"without {sharded_by}"
+        return f"it was written {launch}: resume with the same launch file"
+    for name in (*_optimizer_files(checkpoint, written), "scheduler.pt", *_rng_files(checkpoint)):
         flaw = _flaw_of_zip(checkpoint / name)
         if flaw:
             return f"{name} is {flaw}"
     return ""
+
+
+def _sharded_by(checkpoint: Path) -> str:
+    """Returns which of SHARDED_BY wrote this checkpoint, "" for none."""
+    if (checkpoint / "latest").exists():  # where DeepSpeed says in which folder its engine's state is
+        return "DeepSpeed"
+    return "FSDP" if any(checkpoint.glob("pytorch_model_fsdp*")) else ""
+
+
+def _optimizer_files(checkpoint: Path, sharded_by: str) -> list[str]:
+    """Returns the names of the files that hold the optimizer, and what else the launch goes on from."""
+    if sharded_by == "FSDP":
+        return ["optimizer.bin", "pytorch_model_fsdp.bin"]
+    if sharded_by == "DeepSpeed":
+        folder = (checkpoint / "latest").read_text(encoding="utf-8").strip()
+        return [f"{folder}/{path.name}" for path in sorted((checkpoint / folder).glob("*.pt"))] or [folder]
+    return ["optimizer.pt"]
 
 
 def what_is_wrong_with_weights(checkpoint: Path) -> str:

@@ -1,0 +1,122 @@
+"""torch's FSDP2 (fully_shard), which cuts weights, gradients and optimizer states: whole for a while, and read.
+
+Written against torch 2.13 and accelerate 1.15; the only file that names their internals of it. A parameter is a DTensor
+wherever no forward or backward needs it. For these FSDP puts a whole one in its place, always the same object, which is
+the leaf of training's graph: its hooks see this rank's gradient alone, before it is averaged and cut.
+
+While probes look at a step, and only then, every process has all of them whole, and FSDP's own hooks, which would cut
+them again behind each forward pass, are off. Gradients and states come as DTensor.full_tensor, one all-gather for each
+parameter and quantity.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.tensor import DTensor
+from trl import GRPOTrainer
+
+from rl_training.live.sharding import ByParameter, Replicated, refuse_what_does_not_fit, trainable
+
+FSDP2 = "torch.distributed.fsdp._fully_shard"  # the package whose functions are its hooks
+GATHERING_METHOD = "generate"  # transformers hides the class's behind one that lets FSDP gather
+
+
+def refuse_what_cannot_be_read(plugin: Any) -> None:
+    """Raises ValueError, saying what to do, for accelerate's settings of FSDP under which probes cannot measure."""
+    if plugin.fsdp_version != 2:
+        raise ValueError(
+            "probes do not read FSDP1, which flattens the parameters of a layer into one: set fsdp_version: 2 "
+            "(launch/fsdp2.yaml), use DDP or ZeRO, or train without probes (probe=none)"
+        )
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise ValueError(
+            "probes do not read what FSDP has offloaded: set fsdp_offload_params: false, or train without probes "
+            "(probe=none)"
+        )
+
+
+class FullyShard(Replicated):
+    """FSDP2 as accelerate sets it up: the trainer's own optimizer and clipping, on DTensors."""
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        super().__init__(trainer)
+        self._shard_of: dict[nn.Parameter, nn.Parameter] = {}
+
+    @property
+    def keeps_fp32_copies(self) -> bool:
+        return all(shard.dtype.itemsize >= 4 for shard in self._shard_of.values())
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        model = self._trainer.model
+        _reshard(model)
+        shards = trainable(model)
+        with self.whole_weights():
+            leaves = trainable(model)
+        self._shard_of = {leaf: shards[name] for name, leaf in leaves.items()}
+        return leaves
+
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        model = self._trainer.model
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.unshard()
+        try:
+            with _no_hooks(model):
+                yield
+        finally:
+            _reshard(model)
+
+    def mean_gradients(self, parameters: Iterable[nn.Parameter]) -> Mapping[nn.Parameter, Tensor | None]:
+        return {param: _whole(self._shard_of[param].grad) for param in parameters}
+
+    def optimizer_states(self, parameters: Iterable[nn.Parameter]) -> tuple[ByParameter, ByParameter]:
+        group_of_shard, state_of = super().optimizer_states(parameters)
+        group_of: ByParameter = {}
+        states: ByParameter = {}
+        for param in parameters:
+            shard = self._shard_of[param]
+            if shard in group_of_shard:
+                group_of[param] = group_of_shard[shard]
+            if state_of.get(shard):
+                states[param] = {key: _whole(value) for key, value in state_of[shard].items()}
+        return group_of, states
+
+    def refuse_what_does_not_fit(self, vectors: int) -> None:
+        refuse_what_does_not_fit("FSDP2", self._trainer.model, vectors)
+
+
+def _whole(value: Any) -> Any:
+    """Returns what a DTensor is a slice of; everything else as it is."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
+
+
+def _reshard(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+@contextlib.contextmanager
+def _no_hooks(model: nn.Module) -> Iterator[None]:
+    """A context in which no forward pass of the model is FSDP's affair; hooks of others stay, in their order."""
+    tables = [table for m in model.modules() for table in (m._forward_pre_hooks, m._forward_hooks)]
+    before = [dict(table) for table in tables]
+    gathering = vars(model).pop(GATHERING_METHOD, None)
+    for table in tables:
+        for key, hook in list(table.items()):
+            if (getattr(hook, "__module__", None) or "").startswith(FSDP2):
+                del table[key]
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.clear()
+            table.update(hooks)
+        if gathering is not None:
+            setattr(model, GATHERING_METHOD, gathering)

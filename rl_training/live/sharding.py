@@ -1,0 +1,118 @@
+"""How a launch lays weights, gradients and optimizer states out over processes, and what is asked of every such way.
+
+One process and DDP keep all of them whole. DeepSpeed's ways are in zero.py and zero3.py, FSDP2 is in fsdp.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from torch import Tensor, nn
+from trl import GRPOTrainer
+
+from rl_training.mathematics.adamw import clipping_threshold
+
+ByParameter = dict[Tensor, dict[str, Any]]
+
+
+class Sharding(Protocol):
+    """A way to lay them out, as it is once training has begun. What is gathered is a collective: all ranks ask."""
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """torch's own, which steps."""
+
+    @property
+    def max_grad_norm(self) -> float:
+        """The threshold at which the gradient is clipped, inf when it is not."""
+
+    @property
+    def keeps_fp32_copies(self) -> bool:
+        """Whether what is updated is fp32, whatever the forward pass computes with."""
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        """Returns the trainable parameters by name: the leaves of the forward pass, whole while it runs."""
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        """Returns a context in which every process has all weights whole, and a forward pass is its own affair."""
+
+    def mean_gradients(self, parameters: Iterable[nn.Parameter]) -> Mapping[nn.Parameter, Tensor | None]:
+        """Returns whole gradients, the mean over ranks, before clipping; None of a parameter that got none."""
+
+    def optimizer_states(self, parameters: Iterable[nn.Parameter]) -> tuple[ByParameter, ByParameter]:
+        """Returns the hyperparameters of every parameter's group, and its whole state; none before the first step."""
+
+    def refuse_what_does_not_fit(self, vectors: int) -> None:
+        """Raises ValueError where what a measured step gathers, and so many vectors of it, does not fit."""
+
+
+class Replicated:
+    """Everything whole on every process: a single one, or DDP."""
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self._trainer = trainer
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        optimizer = self._trainer.optimizer
+        return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+
+    @property
+    def max_grad_norm(self) -> float:
+        return clipping_threshold(self._trainer.args.max_grad_norm)
+
+    @property
+    def keeps_fp32_copies(self) -> bool:
+        return False
+
+    def trained(self) -> dict[str, nn.Parameter]:
+        return trainable(self._trainer.model)
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+    def mean_gradients(self, parameters: Iterable[nn.Parameter]) -> Mapping[nn.Parameter, Tensor | None]:
+        return {param: param.grad for param in parameters}
+
+    def optimizer_states(self, parameters: Iterable[nn.Parameter]) -> tuple[ByParameter, ByParameter]:
+        group_of = {param: group for group in self.optimizer.param_groups for param in group["params"]}
+        return group_of, dict(self.optimizer.state)
+
+    def refuse_what_does_not_fit(self, vectors: int) -> None:
+        """Nothing is gathered."""
+
+
+def trainable(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns the trainable parameters of a model, by name."""
+    return {name: param for name, param in model.named_parameters() if param.requires_grad}
+
+
+def refuse_what_does_not_fit(
+    launch: str, model: nn.Module, vectors: int, size: Callable[[nn.Parameter], int] = nn.Parameter.numel
+) -> None:
+    """Raises ValueError, with the memory it would take, where the whole weights and so many fp32 vectors do not fit.
+
+    They are held against the memory of a process: its GPU's, or its share of the machine's.
+    """
+    weights = sum(size(p) * p.element_size() for p in model.parameters())
+    trained = 4 * vectors * sum(map(size, trainable(model).values()))
+    there = _bytes_of_a_process()
+    if weights + trained > there:
+        raise ValueError(
+            f"under {launch} a measured step gathers all weights ({weights / 1e9:.1f} GB) and {vectors} fp32 vectors "
+            f"of what is trained ({trained / 1e9:.1f} GB) on every process, which has {there / 1e9:.1f} GB: train an "
+            "adapter (adapter=lora), have fewer folds (probes.simple.num_folds), or train without probes (probe=none)"
+        )
+
+
+def _bytes_of_a_process() -> int:
+    if torch.cuda.is_available():
+        return int(torch.cuda.mem_get_info()[1])
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // processes
