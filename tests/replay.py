@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
 from rl_training.live.optimizer import sharding_of
+from rl_training.live.policy import TrainerPolicy
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.probes.base import Need
 from rl_training.records.jsonl import Records
@@ -207,11 +208,14 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
     with sharding_of(trainer).whole_weights():
         weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+        uneven = run in ("zero3_2", "fsdp2_2")  # 33 and 32 sequences, 32 at once
+        fresh = TrainerPolicy(trainer).sample(65, seed=0).num_sequences if uneven else 0
     torch.save(
         {
             "steps": probes[-1].steps if probes else [],
             "parameters": weights,
             "collectives": sizes,
+            "fresh": fresh,
         },
         folder / run / f"{rank}.pt",
     )

@@ -196,6 +196,12 @@ def test_training_with_cut_weights_goes_on_bitwise_from_its_checkpoint(runs: Pat
     assert what_is_wrong_with(checkpoint) == f"it was written under {sharded_by}: resume with the same launch file"
 
 
+@pytest.mark.parametrize("run", ["zero3_2", "fsdp2_2"])
+def test_whole_weights_let_a_process_sample_one_batch_more_than_another(runs: Path, run: str) -> None:
+    """transformers would have the processes wait for one another at each token, for ever."""
+    assert [saved(runs, run, rank)["fresh"] for rank in (0, 1)] == [33, 32]
+
+
 def test_under_ddp_probes_send_a_few_numbers_over_the_network(runs: Path) -> None:
     """All that is asked for from Python during training, TRL's own included; the model has 105k parameters."""
     probed, bare = saved(runs, "plain_2")["collectives"], saved(runs, "plain_2_bare")["collectives"]

@@ -124,7 +124,8 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
         gather_deepspeed3_params=trainer.args.ds3_gather_for_generation and not is_gathered(trainer.model),
         gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
     ) as model:
-        sequences = model.generate(input_ids=ids, attention_mask=mask, generation_config=config)
+        # Where weights are cut otherwise, they are whole now: no process waits for another's tokens.
+        sequences = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=False)
     completions = sequences[:, ids.shape[1] :]
     is_end = torch.isin(completions, torch.tensor(trainer.eos_token_ids, device=completions.device))
     lengths = (is_end.cumsum(dim=1) - is_end.long() == 0).sum(dim=1)  # tokens with no end before them
