@@ -150,6 +150,8 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
     if world > 1 or kind == "fsdp2":
         os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": processes,
                        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    if on_gpus and world == 1:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"  # transformers would train on all there are
     if kind == "fsdp2":
         ask_for_fsdp2()
     if kind.startswith("zero"):

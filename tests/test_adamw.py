@@ -8,7 +8,9 @@ import reference
 import torch
 from torch import Tensor, nn
 
-from rl_training.mathematics.adamw import adamw_delta, clip_coefficient
+from rl_training.mathematics.adamw import AdamWState, adamw_delta, clip_coefficient
+from rl_training.mathematics.sgd import SGDState
+from rl_training.mathematics.square_norms import AdamMetric
 
 NUM_STEPS = 25
 ZERO_GRADIENT_AT = 7
@@ -134,3 +136,36 @@ def test_clip_coefficients_of_several_norms_are_each_ones_own() -> None:
     norms = torch.tensor([0.0, 1.0, 4.0], dtype=torch.float64)
     expected = torch.tensor([1.0, 1.0, 2.0 / 4.000001], dtype=torch.float64)
     torch.testing.assert_close(clip_coefficient(norms, 2.0), expected, rtol=1e-15, atol=0)
+
+
+@pytest.mark.parametrize("steps_before", [0, 3])
+def test_a_parameter_without_any_gradient_is_left_alone_as_torch_leaves_it(steps_before: int) -> None:
+    """Although it has momentum and a decay; its moments stay, and it adds nothing in Adam's metric, cold or warm."""
+    common = {"lr": 0.1, "weight_decay": 0.3}
+    states: list[AdamWState | SGDState] = []
+    for kind, own in ((torch.optim.AdamW, {}), (torch.optim.SGD, {"momentum": 0.9})):
+        param = nn.Parameter(torch.randn(5, dtype=torch.float64))
+        optimizer = kind([param], **common, **own)
+        for _ in range(steps_before):
+            param.grad = torch.randn_like(param)
+            optimizer.step()
+        before, kept = (
+            param.detach().clone(),
+            {key: torch.as_tensor(v).clone() for key, v in optimizer.state[param].items()},
+        )
+        param.grad = None
+        optimizer.step()
+        assert torch.equal(param, before)
+        assert all(torch.equal(torch.as_tensor(v), kept[key]) for key, v in optimizer.state[param].items())
+        zeros = torch.zeros_like(before)
+        if kind is torch.optim.AdamW:
+            moments = [kept.get(key, zeros) for key in ("exp_avg", "exp_avg_sq")]
+            states.append(AdamWState(*moments, steps_before, betas=(0.9, 0.999), eps=1e-8, **common))
+        else:
+            buffer = kept.get("momentum_buffer")
+            states.append(SGDState(buffer, momentum=0.9, dampening=0.0, nesterov=False, **common))
+        state = states[-1].left_alone()
+        assert torch.equal(state.delta(before, zeros).total, zeros)
+        assert state.after(before, zeros) is state
+    weighed = AdamMetric({"unused": states[0].left_alone()}).weigh(("unused",), zeros, [5])
+    assert torch.equal(weighed, zeros)

@@ -333,9 +333,38 @@ def test_records_hold_one_line_a_step_and_every_estimate(make_trainer, tmp_path)
     assert next(row for row in estimates if row["step"] == 2 and row["name"] == "delta_h/backward")["about_step"] == 1
 
 
-def test_a_trainable_parameter_without_gradient_is_named(make_trainer) -> None:
-    trainer = make_trainer(probes=[SimpleEntropyProbe()])
-    trainer.model.register_parameter("unused", torch.nn.Parameter(torch.zeros(3)))
-    trainer.attachment.remove()
-    with attach(trainer, [SimpleEntropyProbe()], whole_prompts=True), pytest.raises(ValueError, match="'unused'"):
+def test_a_trainable_parameter_that_the_loss_does_not_reach_is_left_alone_and_measured_as_a_frozen_one(
+    make_trainer,
+) -> None:
+    """As torch's optimizer leaves it, weight decay and all."""
+    latest, parameters = [], []
+    for trained, probes in ((True, [SimpleEntropyProbe(), GradientNoiseScaleProbe()]), (False, None), (True, [])):
+        witness = Witness()
+        trainer = make_trainer()
+        trainer.model.register_parameter("unused", torch.nn.Parameter(torch.ones(3), requires_grad=trained))
+        trainer.attachment.remove()
+        attached = [SimpleEntropyProbe(), GradientNoiseScaleProbe()] if probes is None else probes
+        with attach(trainer, [*attached, witness] if attached else [], whole_prompts=True) as attachment:
+            parameters.append(parameters_after(trainer))
+            latest.append(dict(attachment.latest))
+        if trained and attached:
+            step = witness.contexts[-1]
+            assert not step.gradients["unused"].any()
+            assert not step.optimizer.states["unused"].delta(torch.ones(3), torch.zeros(3)).total.any()
+    measured, frozen, bare = parameters
+    assert all(torch.equal(measured[name], other[name]) for other in (frozen, bare) for name in measured)
+    assert torch.equal(measured["unused"], torch.ones(3))
+    assert latest[0].keys() >= latest[1].keys()
+    for name, estimate in latest[1].items():
+        found = latest[0][name]
+        expected = pytest.approx((estimate.value, estimate.stderr), rel=1e-5, abs=1e-9, nan_ok=True)
+        assert (found.value, found.stderr) == expected, name
+
+
+def test_gradients_that_are_used_up_within_the_backward_are_an_error(make_trainer) -> None:
+    """As optimizers do that step layer by layer: all would look as if the loss did not reach them."""
+    trainer = make_trainer(probes=[EffectiveSampleSizeProbe()])
+    for parameter in trainer.model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with pytest.raises(ValueError, match="no trainable parameter has a gradient when the backward is over"):
         trainer.train()

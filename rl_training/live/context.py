@@ -122,14 +122,15 @@ def build_context(
         with step.timed(folding):
             score = functools.partial(policy.score, rollout)
             fill_slices(fold_gradients, parameters, step.folds, microbatch_rows, loss_weights, score)
+    gradients, optimizer = mean_gradients(sharding, parameters, step.optimizer)
     fold = fold_numbers(step.folds).to(index.device) if whole_prompts else split_prompts(index, len(step.folds))
     return StepContext(
         step=trainer.state.global_step + 1,
         parameters=parameters,
-        gradients=mean_gradients(sharding, parameters),
+        gradients=gradients,
         fold_gradients=fold_gradients,
         microbatch_sq_norms=tap.sq_norms if tap is not None else None,
-        optimizer=step.optimizer,
+        optimizer=optimizer,
         rollout=rollout,
         scores=scores,
         loss_weights=loss_weights,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
@@ -26,20 +27,27 @@ def sharding_of(trainer: GRPOTrainer) -> Sharding:
     return (FullyShard if trainer.is_fsdp_enabled else Replicated)(trainer)
 
 
-def mean_gradients(sharding: Sharding, parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Returns the gradients of the step by name: mean over microbatches and ranks, not clipped.
+def mean_gradients(
+    sharding: Sharding, parameters: Mapping[str, nn.Parameter], view: OptimizerView
+) -> tuple[dict[str, Tensor], OptimizerView]:
+    """Returns the gradients of the step by name, mean over microbatches and ranks, not clipped; and what steps on them.
 
-    Raises ValueError when a trainable parameter has none. ZeRO knows of no such parameter: it has zeros for it.
+    A parameter that the loss does not reach has zeros, and torch's optimizers leave it alone. (ZeRO's do not: its zeros
+    are gradients like others.) Raises ValueError when none has a gradient.
     """
     of_param = sharding.mean_gradients(parameters.values())
     gradients = {name: of_param[param] for name, param in parameters.items()}
-    missing = [name for name, gradient in gradients.items() if gradient is None]
-    if missing:
+    unreached = {name for name, gradient in gradients.items() if gradient is None}
+    if len(unreached) == len(parameters):
         raise ValueError(
-            f"{len(missing)} trainable parameters get no gradient from the loss, {missing[0]!r} among them: "
-            "freeze what is not trained (requires_grad_(False))"
+            "no trainable parameter has a gradient when the backward is over: an optimizer that steps within it, layer "
+            "by layer, cannot be measured; use AdamW (optim=adamw_torch), or train without probes (probe=none)"
         )
-    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    whole = {name: torch.zeros_like(parameters[name]) if g is None else g for name, g in gradients.items()}
+    if unreached and view.states is not None:
+        states = {name: state.left_alone() if name in unreached else state for name, state in view.states.items()}
+        view = dataclasses.replace(view, states=states)
+    return whole, view
 
 
 def view_optimizer(sharding: Sharding, parameters: Mapping[str, nn.Parameter]) -> OptimizerView:

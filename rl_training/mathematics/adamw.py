@@ -37,6 +37,11 @@ class AdamWState:
     eps: float
     weight_decay: float
     decoupled: bool = True  # AdamW; False is Adam
+    moves: bool = True  # False where the parameter got no gradient at all: torch takes no step, not even of decay
+
+    def left_alone(self) -> AdamWState:
+        """Returns the state of a parameter that this step does not touch."""
+        return dataclasses.replace(self, lr=0.0, moves=False)
 
     def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
         """Returns the change that the optimizer would make with this gradient, see `adamw_delta`."""
@@ -55,6 +60,8 @@ class AdamWState:
 
     def after(self, param: Tensor, grad: Tensor) -> AdamWState:
         """Returns the state behind a step with this gradient, after clipping; nothing is modified."""
+        if not self.moves:
+            return self
         beta1, beta2 = self.betas
         seen = grad if self.decoupled or not self.weight_decay else grad + self.weight_decay * param
         return dataclasses.replace(
@@ -81,8 +88,8 @@ class AdamWState:
 
     @property
     def is_warm(self) -> bool:
-        """Whether v̂ has seen enough gradients for its square root to be a scale and not a sign."""
-        return self.step >= WARM_STEPS
+        """Whether v̂ has seen enough gradients for its square root to be a scale and not a sign, or scales none."""
+        return self.step >= WARM_STEPS or not self.moves
 
     def preconditioner(self) -> Tensor:
         """Returns P = 1/(√v̂ + ε) of the step BEFORE, flat.

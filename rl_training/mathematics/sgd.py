@@ -28,6 +28,11 @@ class SGDState:
     dampening: float
     weight_decay: float
     nesterov: bool
+    moves: bool = True  # False where the parameter got no gradient at all: torch takes no step, not even of decay
+
+    def left_alone(self) -> SGDState:
+        """Returns the state of a parameter that this step does not touch."""
+        return dataclasses.replace(self, lr=0.0, moves=False)
 
     def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
         """Returns the change δθ that torch.optim.SGD would make, in parts; nothing is modified.
@@ -46,7 +51,7 @@ class SGDState:
 
     def after(self, param: Tensor, grad: Tensor) -> SGDState:
         """Returns the state behind a step with this gradient, after clipping; nothing is modified."""
-        if self.momentum == 0.0:
+        if self.momentum == 0.0 or not self.moves:
             return self
         seen = grad + self.weight_decay * param if self.weight_decay else grad
         old = self.momentum_buffer

@@ -137,11 +137,16 @@ def entropy_gradient(
     weights     (rows, width) each, as wide as the scores, divided by the number of sequences of the mean that is meant
     keep_graph  for another backward through the same scores
 
-    One backward for each pair: a sum like this is a vector-Jacobian product, so the weights go straight into it.
+    One backward for each pair: a sum like this is a vector-Jacobian product, so the weights go straight into it. A
+    parameter that these rows do not reach has 0.
     """
-    last = len(weights) - 1
-    gradients = [
-        torch.autograd.grad([fresh.logps, fresh.entropies], parameters, pair, retain_graph=keep_graph or number < last)
-        for number, pair in enumerate(weights)
-    ]
+    outputs, last = [fresh.logps, fresh.entropies], len(weights) - 1
+    gradients = []
+    for number, pair in enumerate(weights):
+        again = keep_graph or number < last
+        gradients.append(
+            torch.autograd.grad(
+                outputs, parameters, pair, retain_graph=again, allow_unused=True, materialize_grads=True
+            )
+        )
     return torch.stack([layout.flatten(gradient) for gradient in gradients])

@@ -38,6 +38,8 @@ class LossWeights:
     ) -> tuple[Tensor, ...]:
         """Returns the gradient of some rows, on the scale of a mean: B times what they add to this rank's gradient.
 
+        0 for a parameter that these rows do not reach.
+
         fresh  scores of these rows, with graph
         share  factor on all of it, or (rows, 1) on each
         """
@@ -46,4 +48,6 @@ class LossWeights:
         if self.entropies is not None:
             outputs.append(fresh.entropies)
             weights.append(self.num_sequences * self.entropies[rows, :width] * share)
-        return torch.autograd.grad(outputs, parameters, weights, retain_graph=keep_graph)
+        return torch.autograd.grad(
+            outputs, parameters, weights, retain_graph=keep_graph, allow_unused=True, materialize_grads=True
+        )

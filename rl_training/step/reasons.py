@@ -85,7 +85,7 @@ def why_no_own_prompts(ctx: StepContext, choice: Choice) -> str:
 def why_no_responses(ctx: StepContext, num_folds: int) -> str:
     """Returns why no response's share of forward can be told, "" if it can."""
     states = (ctx.optimizer.states or {}).values()
-    first_of_adam = any(isinstance(state, AdamWState) and state.step == 0 for state in states)
+    first_of_adam = any(isinstance(state, AdamWState) and state.moves and state.step == 0 for state in states)
     return FIRST_IN_BF16 if ctx.autocast and first_of_adam else _why_no_single_response(ctx, num_folds)
 
 
