@@ -5,7 +5,8 @@
 starts train.py with one process and with two (gloo), and sends SIGINT or SIGTERM, once a step is taken, to the launcher
 alone or to all of its process group, as a terminal does. Each run must finish its step, leave a checkpoint of that step
 and the report, print the line that goes on, and leave no process behind. A second signal, three seconds after the run
-has said what it would do, must end it within a few. Prints a line for each; exit code 1 if any ends badly.
+has said what it would do, must end it within a few. A process that is killed ends the other, and the launcher names its
+rank. Prints a line for each; exit code 1 if any ends badly.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Case:
 
     processes: int
     signum: signal.Signals
-    to: str  # launcher | group
+    to: str  # launcher | group | rank: of two processes, the second
     twice: bool = False
 
     def __str__(self) -> str:
@@ -59,6 +60,7 @@ class Case:
 CASES = [
     *(Case(*case) for case in product(LAUNCH_FILES, (signal.SIGINT, signal.SIGTERM), ("launcher", "group"))),
     *(Case(processes, signal.SIGINT, "group", twice=True) for processes in LAUNCH_FILES),
+    Case(2, signal.SIGKILL, "rank"),
 ]
 
 
@@ -87,8 +89,11 @@ def wait_until(done: Callable[[], object], seconds: float) -> bool:
 def send(case: Case, launcher: int) -> None:
     if case.to == "group":
         os.killpg(launcher, case.signum)
-    else:
+    elif case.to == "launcher":
         os.kill(launcher, case.signum)
+    else:
+        ranks = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+        os.kill(next(int(pid) for pid in ranks if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()), case.signum)
 
 
 def end_of(case: Case, folder: Path, seconds: float) -> tuple[int | None, float, str, str]:
@@ -127,6 +132,8 @@ def what_is_bad(case: Case, run: Path, took: float, last: str, lines: list[str])
     """Returns why this is no way to end, or ""."""
     if case.twice:
         return "" if took < SECONDS_TO_END_AT_ONCE else "took its time"
+    if case.to == "rank":
+        return "" if any("rank      : 1" in line for line in lines) and "SIGKILL" in "".join(lines) else "not named"
     taken = len(read_metrics(run / "logs"))
     checkpoint = run / TRAINING_STATE / f"checkpoint-{taken}"
     # A launcher of one process dies of its signal and passes nothing on: which one it was the run cannot know.

@@ -124,16 +124,25 @@ def test_no_ratio_to_a_measured_change_within_its_own_error_of_zero(tmp_path: Pa
 def test_what_the_noise_scale_says_of_the_batch_follows_its_interval(
     tmp_path: Path, low: float, high: float, value: str, words: str
 ) -> None:
-    """32 prompts a step, and 200 as the value, whatever the interval is."""
-    numbers = {"noise_scale_prompts": 200.0, "noise_scale_prompts_low": low, "noise_scale_prompts_high": high}
-    numbers |= {"batch_ratio": 0.16, "batch_ratio_low": 32 / high, "batch_ratio_high": 32 / low}
-    record_run(tmp_path, [1, 2])
-    estimates = {f"gns/{name}": Estimate(v, 1.0, 20) for name, v in numbers.items()}
-    Records(tmp_path / "logs").write_estimates(2, 1, "gns", estimates)
-    text, note = summary(tmp_path)["noise scale"]
+    text, note = summary(record_noise_scale(tmp_path, low, high))["noise scale"]
     assert text == value
     assert words in note
-    assert any(picture.file == "noise_scale.png" for picture in draw_figures(read_run(tmp_path)))
+
+
+@pytest.mark.parametrize("high", [400.0, math.inf])
+def test_a_noise_scale_is_drawn_also_where_its_interval_has_no_end(tmp_path: Path, high: float) -> None:
+    pictures = draw_figures(read_run(record_noise_scale(tmp_path, 100.0, high)))
+    assert any(picture.file == "noise_scale.png" for picture in pictures)
+
+
+def record_noise_scale(folder: Path, low: float, high: float) -> Path:
+    """Returns the folder of a run of 32 prompts a step, with 200 as the noise scale, whatever its interval is."""
+    numbers = {"noise_scale_prompts": 200.0, "noise_scale_prompts_low": low, "noise_scale_prompts_high": high}
+    numbers |= {"batch_ratio": 0.16, "batch_ratio_low": 32 / high, "batch_ratio_high": 32 / low}
+    record_run(folder, [1, 2])
+    estimates = {f"gns/{name}": Estimate(v, 1.0, 20) for name, v in numbers.items()}
+    Records(folder / "logs").write_estimates(2, 1, "gns", estimates)
+    return folder
 
 
 def test_reasons_are_listed_once_with_their_first_step(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ PARTS = [
 
 def test_a_run_killed_at_random_moments_ends_bitwise_where_the_uninterrupted_one_does() -> None:
     """Real SIGKILLs: one anywhere, one where a checkpoint begins to be written."""
-    settings = ["probe=simple", "trainer.max_steps=6", "batch.sequences_per_step=32"]
+    settings = ["probe=simple", "trainer.max_steps=4", "batch.sequences_per_step=32"]
     ended = warm.run("benchmarks/kill_resume.py", "--kills", "2", *settings)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert "2 kills of 1 process" in ended.stdout

@@ -97,25 +97,31 @@ def _run(command: Sequence[str]) -> None:
     runpy.run_path(command[0], run_name="__main__")
 
 
-def start_ranks(worker: Callable[..., None], args: tuple[Any, ...], processes: int) -> None:
-    """Calls worker(rank, *args) in so many processes with a launcher's environment, and waits for them.
-
-    An exception in one of them is raised here.
-    """
+def begin_ranks(
+    worker: Callable[..., None], args: tuple[Any, ...], processes: int
+) -> torch.multiprocessing.ProcessContext:
+    """Returns so many processes, in which worker(rank, *args) was called with a launcher's environment."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.start_processes(
-        _rank, (worker, args, processes, port), nprocs=processes, start_method="forkserver"
+    return torch.multiprocessing.start_processes(
+        _rank, (worker, args, processes, port), nprocs=processes, join=False, start_method="forkserver"
     )
+
+
+def start_ranks(worker: Callable[..., None], args: tuple[Any, ...], processes: int) -> None:
+    """Calls worker(rank, *args) in so many processes, and waits for them. An exception in one of them is raised here."""
+    ranks = begin_ranks(worker, args, processes)
+    while not ranks.join():
+        pass
 
 
 def run_on_ranks(command: Sequence[str], processes: int, **env: str) -> None:
     """Runs a program of the repository in so many processes, with these variables beside a launcher's."""
-    start_ranks(_program_on_rank, (tuple(command), env), processes)
+    start_ranks(program_on_rank, (tuple(command), env), processes)
 
 
-def _program_on_rank(rank: int, command: Sequence[str], env: Mapping[str, str]) -> None:
+def program_on_rank(rank: int, command: Sequence[str], env: Mapping[str, str]) -> None:
     os.environ |= env
     _run(command)
 
