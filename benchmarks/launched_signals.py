@@ -93,7 +93,8 @@ def send(case: Case, launcher: int) -> None:
         os.kill(launcher, case.signum)
     else:
         ranks = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
-        os.kill(next(int(pid) for pid in ranks if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()), case.signum)
+        second = next(pid for pid in ranks if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes())
+        os.kill(int(second), case.signum)
 
 
 def end_of(case: Case, folder: Path, seconds: float) -> tuple[int | None, float, str, str]:

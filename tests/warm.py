@@ -110,7 +110,7 @@ def begin_ranks(
 
 
 def start_ranks(worker: Callable[..., None], args: tuple[Any, ...], processes: int) -> None:
-    """Calls worker(rank, *args) in so many processes, and waits for them. An exception in one of them is raised here."""
+    """Calls worker(rank, *args) in so many processes and waits for them. An exception in one of them is raised here."""
     ranks = begin_ranks(worker, args, processes)
     while not ranks.join():
         pass
