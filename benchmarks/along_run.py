@@ -7,7 +7,8 @@ Each run is kept in FOLDER as it ends; what is there is not run again, and the t
 A run of the default task, changed as CONDITIONS say, with one probe `simple` or several (`--choices`), which see the
 same batches. At every step a fresh sample, one response each to `--fresh` random prompts, gives the truth along the
 same directions: X(θ) · δθ, X with the baseline over the whole sample. Its prompts are such that the run has not seen
-yet, which is what forward and backward speak of. The truth's own error is added to the bars.
+yet, which is what forward and backward speak of; for own_prompts they are the step's own, answered again. The truth's
+own error is added to the bars.
 
     noise      root mean square of (estimate − truth), less the truth's own error
     coverage   of 95 % intervals: as the probe gives them, and with the bar of the batch alone
@@ -29,7 +30,7 @@ from typing import Any
 import rl_training.job.silence  # noqa: F401
 
 import torch
-from along_run_tables import QUANTITIES, UNITS, print_tables
+from along_run_tables import DIRECTIONS, QUANTITIES, UNITS, print_tables
 from default_task import default_trainer
 from peft import LoraConfig
 from torch import Tensor
@@ -46,7 +47,7 @@ from rl_training.probes.base import Need
 from rl_training.step.entropy_gradients import entropy_gradient
 from rl_training.step.rollout import Rollout, in_one_width
 from rl_training.step.types import StepContext
-from rl_training.step.updates import FIRST_FOLD, WHOLE
+from rl_training.step.updates import FIRST_FOLD, WHOLE, clipped, optimizer_pieces
 
 CHOICES: dict[str, dict[str, Any]] = {
     "first, 1/8": {},
@@ -64,12 +65,11 @@ CONDITIONS: dict[str, dict[str, Any]] = {
     "temperature 1.3": {"temperature": 1.3},
     "G = 4": {"num_generations": 4},
     "G = 16": {"num_generations": 16},
-    "sgd": {"optim": "sgd", "learning_rate": 0.3},
+    "sgd": {"optim": "sgd", "learning_rate": 0.05},
     "decay 1": {"weight_decay": 1.0},
     "clipping 0.05": {"max_grad_norm": 0.05},
     "truncation 20": {"max_completion_length": 20},
 }
-DIRECTIONS = ("backward", "forward", "without a fold")  # the last step's δθ, this one's, the mean δθ_(−k)
 BLOCK = 16  # sequences of the truth that one backward takes
 
 
@@ -82,17 +82,23 @@ class AlongRun(Probe):
     def __init__(self, choices: Sequence[str], num_fresh: int, seed: int) -> None:
         super().__init__()
         self._num_fresh, self._seed = num_fresh, seed
-        self._probes = {name: SimpleEntropyProbe(seed=seed, per_sequence=True, **CHOICES[name]) for name in choices}
+        always = {"seed": seed, "per_sequence": True, "own_prompts": True}
+        self._probes = {name: SimpleEntropyProbe(**always, **CHOICES[name]) for name in choices}
         self._last: Tensor | None = None  # δθ of the step before
         self.trainer: GRPOTrainer | None = None
         self._unseen: dict[tuple[int, ...], Any] = {}  # rows of the training set by the tokens of their prompt
-        self.seen: list[Any] = []
-        self.truth: list[Tensor] = []  # of each step: (blocks, directions, units), which add up to X · δθ
+        self._seen: dict[tuple[int, ...], Any] = {}
+        # Of each step: (blocks, directions and own_prompts, units), which add up to X · δθ.
+        self.truth: list[Tensor] = []
         self.said: dict[str, list[Tensor]] = {name: [] for name in choices}
 
     @property
     def unseen(self) -> list[Any]:
         return list(self._unseen.values())
+
+    @property
+    def seen(self) -> list[Any]:
+        return list(self._seen.values())
 
     def on_pre_optimizer_step(self, ctx: StepContext) -> None:
         assert self.trainer is not None
@@ -103,19 +109,23 @@ class AlongRun(Probe):
             self.policy, self.start = ctx.policy, {name: p.detach().clone() for name, p in ctx.parameters.items()}
         for probe in self._probes.values():
             probe.on_pre_optimizer_step(ctx)
+        own: dict[tuple[int, ...], Any] = {}  # the rows of this step's prompts
         for ids, mask in zip(ctx.rollout.prompt_ids, ctx.rollout.prompt_mask.bool(), strict=True):
-            row = self._unseen.pop(tuple(ids[mask].tolist()), None)
-            self.seen += [row] if row is not None else []
+            key = tuple(ids[mask].tolist())
+            if key in self._unseen:
+                self._seen[key] = self._unseen.pop(key)
+            own[key] = self._seen[key]
         updates = next(iter(self._probes.values()))._updates.rows
         assert updates is not None
         step, without = updates.matrix[WHOLE].clone(), updates.matrix[FIRST_FOLD:].mean(dim=0)
         directions = FlatVectors(ctx.parameters, len(DIRECTIONS))
-        directions.matrix.copy_(torch.stack([torch.full_like(step, torch.nan), step, without]))
-        if self._last is not None:
-            directions.matrix[0] = self._last
+        last = torch.full_like(step, torch.nan) if self._last is None else self._last
+        directions.matrix.copy_(torch.stack([last, step, without, *_parts(ctx, step)]))
         self._last = step
-        fresh = self.sample(self.unseen, self._num_fresh, (self._seed << 32) + ctx.step)
-        self.truth.append(self._products(ctx, fresh, directions))
+        seed = (self._seed << 32) + ctx.step
+        fresh, again = (self.sample(rows, self._num_fresh, seed) for rows in (self.unseen, list(own.values())))
+        of_own = self._products(ctx, again, directions)[:, [DIRECTIONS.index("forward")]]
+        self.truth.append(torch.cat([self._products(ctx, fresh, directions), of_own], dim=1))
 
     def on_optimizer_step(self, ctx: StepContext) -> None:
         for probe in self._probes.values():
@@ -172,6 +182,22 @@ class AlongRun(Probe):
         return changes
 
 
+def _parts(ctx: StepContext, step: Tensor) -> Tensor:
+    """Returns what momentum, gradient and decay have in this step, (3, P)."""
+    assert ctx.optimizer.states is not None
+    flat = torch.cat([ctx.gradients[name].flatten() for name in ctx.parameters])
+    gradient, _ = clipped(flat, ctx.optimizer.max_grad_norm)
+    parts = step.new_zeros(3, len(step))
+    for piece in optimizer_pieces(ctx.parameters, ctx.optimizer.states):
+        factor = piece.state.gradient_factor(piece.param, gradient[piece.columns])
+        parts[1, piece.columns] = factor * gradient[piece.columns]
+        decay = piece.state.decay_part(piece.param, factor)
+        if decay is not None:
+            parts[2, piece.columns] = decay
+    parts[0] = step - parts[1] - parts[2]
+    return parts
+
+
 def _as_row(estimate: Estimate) -> list[float]:
     raw = float(estimate.detail.get("stderr_of_batch", estimate.stderr))
     return [estimate.value, estimate.stderr, float(estimate.num_samples), raw]
@@ -202,7 +228,7 @@ class Progress(TrainerCallback):
 def run(
     choices: Sequence[str], seed: int, steps: int, num_fresh: int, num_ends: int, bar: tqdm, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the truths, (steps, blocks, directions, units), what was said, by choice (steps, quantities, units, 4:
+    """Returns the truths, (steps, blocks, directions and own_prompts, units), what was said, by choice (steps, quantities, units, 4:
     value, error, num_samples, error of the batch alone), and the change between the ends, (units, 2) each."""
     probe = AlongRun(choices, num_fresh, seed)
     settings = dict(settings)

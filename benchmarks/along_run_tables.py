@@ -12,17 +12,21 @@ from torch import Tensor
 from rl_training.mathematics.calibration import interval_covers
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 
-QUANTITIES = ("forward", "backward", "trapezoid", "cumulative_predicted")
+PARTS = ("part/momentum", "part/gradient", "part/decay")
+OF_STEP = ("forward", "backward", "trapezoid", *PARTS, "own_prompts")
+QUANTITIES = (*OF_STEP, "cumulative_predicted")
+# The last step's δθ, this one's, the mean δθ_(−k), and what momentum, gradient and decay have in this one.
+DIRECTIONS = ("backward", "forward", "without a fold", *PARTS)
+ROUNDING = 1e-12  # of an error bar
 UNITS = {"token": "", "sequence": "_sequence"}
 
 
 def truth_of(record: Mapping[str, Any], quantity: str, unit: int) -> tuple[Tensor, Tensor]:
     """Returns the truth that a quantity speaks of at each step, and its variance, (steps,) each; nan without one."""
-    blocks = record["truth"][..., unit]  # (steps, blocks, directions)
-    backward, forward = blocks[..., 0], blocks[..., 1]
-    if quantity in ("forward", "backward"):
-        return _sum_over_blocks(forward if quantity == "forward" else backward)
-    values = {name: _sum_over_blocks(of) for name, of in (("forward", forward), ("backward", backward))}
+    blocks = record["truth"][..., unit]  # (steps, blocks, directions and own_prompts)
+    values = {name: _sum_over_blocks(blocks[..., i]) for i, name in enumerate((*DIRECTIONS, "own_prompts"))}
+    if quantity != "trapezoid":
+        return values[quantity]
     nan = torch.full((1,), torch.nan, dtype=blocks.dtype)
     before, before_variance = (torch.cat([nan, part[:-1]]) for part in values["forward"])
     return 0.5 * (before + values["backward"][0]), 0.25 * (before_variance + values["backward"][1])
@@ -40,18 +44,20 @@ def coverage_rows(records: Sequence[Mapping[str, Any]], choice: str) -> list[str
     """Returns a row for each quantity, per token and per sequence."""
     lines = []
     for unit, unit_name in enumerate(UNITS):
-        for number, quantity in enumerate(QUANTITIES[:3]):
+        for number, quantity in enumerate(OF_STEP):
             parts = []
             for record in records:
                 said = record["said"][choice][:, :, unit]  # (steps, quantities, 4)
                 raw = said[:, number, 3].clone()
                 if quantity == "trapezoid":  # has no bar of one batch: those of its two
-                    raw[1:] = 0.5 * torch.hypot(said[:-1, 0, 3], said[1:, 1, 3])
+                    raw[1:] = 0.5 * torch.hypot(said[:-1, 0, 3], said[1:, 1, 3])  # of forward, then backward
                 truth, variance = truth_of(record, quantity, unit)
                 columns = [said[:, number, 0] - truth, said[:, number, 1], said[:, number, 2], raw, variance.sqrt()]
                 parts.append(torch.stack(columns, dim=1))
             rows = torch.cat(parts)
-            rows = rows[rows.isfinite().all(dim=1)]
+            rows = rows[rows.isfinite().all(dim=1) & (rows[:, 1] > ROUNDING)]  # a part may be nothing at all
+            if len(rows) == 0:
+                continue
             error, stderr, samples, raw, noise = rows.unbind(dim=1)
             one_batch = torch.full_like(samples, MIN_FOLDS_FOR_STDERR)
             held, held_alone = (
@@ -78,7 +84,7 @@ def sum_cells(record: Mapping[str, Any], choice: str) -> list[str]:
         unseen, seen = (record["ends"][name][unit].tolist() for name in ("unseen", "seen"))
         held = interval_covers(value - unseen[0], stderr, round(samples), unseen[1])
         cells += [f"{a:+.4f} ± {b:.4f}" for a, b in ((value, stderr), unseen, seen)] + ["yes" if held else "no"]
-    forward, without = record["truth"][..., 1:, 0].sum(dim=(0, 1)).tolist()
+    forward, without = record["truth"][..., 1:3, 0].sum(dim=(0, 1)).tolist()
     return [*cells, f"{without / forward:.3f}"]
 
 
