@@ -228,8 +228,9 @@ class Progress(TrainerCallback):
 def run(
     choices: Sequence[str], seed: int, steps: int, num_fresh: int, num_ends: int, bar: tqdm, settings: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Returns the truths, (steps, blocks, directions and own_prompts, units), what was said, by choice (steps, quantities, units, 4:
-    value, error, num_samples, error of the batch alone), and the change between the ends, (units, 2) each."""
+    """Returns the truths, (steps, blocks, directions and own_prompts, units), what was said, by choice (steps,
+    quantities, units, 4: value, error, num_samples, error of the batch alone), and the change between the ends,
+    (units, 2) each."""
     probe = AlongRun(choices, num_fresh, seed)
     settings = dict(settings)
     if "peft_config" in settings:
