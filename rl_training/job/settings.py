@@ -81,6 +81,13 @@ def check_settings(cfg: DictConfig) -> None:
     if type(every) is not int or every < 0:
         raise ValueError(f"rollouts.every={every} must be a whole number, or 0 for none")
     _check_alert(cfg)
+    if cfg.model.get("quantization") and not cfg.adapter:
+        raise ValueError("4-bit weights cannot be trained: use adapter=qlora, or model.quantization=null")
+    _check_trainer(cfg)
+
+
+def _check_trainer(cfg: DictConfig) -> None:
+    """Raises ValueError for what in cfg.trainer TRL does not know, comes too late, or has its place elsewhere."""
     fields = {field.name: field for field in dataclasses.fields(DrGRPOConfig) if field.init}
     for name in cfg.trainer:
         if name != "_target_" and name not in fields:
@@ -96,8 +103,6 @@ def check_settings(cfg: DictConfig) -> None:
         raise ValueError(
             "trainer.gradient_accumulation_steps follows from the batch: set batch.sequences_per_step instead"
         )
-    if cfg.model.get("quantization") and not cfg.adapter:
-        raise ValueError("4-bit weights cannot be trained: use adapter=qlora, or model.quantization=null")
     exact = cfg.model.get("dtype", "float32") == "float32" and not cfg.model.get("quantization")
     if cfg.trainer.get("use_vllm") and cfg.adapter and not exact:
         raise ValueError(

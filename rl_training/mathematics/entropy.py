@@ -78,20 +78,7 @@ def surrogate_weights(
     real, mask = mask.bool().gather(1, order), mask.to(entropies.dtype).gather(1, order)
     logps, entropies = (v.detach().gather(1, order).masked_fill(~real, 0.0) for v in (logps, entropies))  # 0·inf is nan
     group = _group_ids(prompt_index if baseline == "prompt" else torch.zeros_like(prompt_index), reduce)
-    if target == "sequence":
-        score_cost, still_to_come, entropy_weights = -logps, entropies, mask
-    elif target == "length":
-        score_cost, still_to_come, entropy_weights = mask, mask, torch.zeros_like(mask)
-    elif target == "token":
-        # ∂H_tok = (∂H_seq − H_tok ∂E[T]) / E[T]: the cost of a token is its entropy above the mean.
-        count = mask.new_tensor(float(len(mask)))
-        length, entropy, count = reduce(torch.stack([mask.sum(), (entropies * mask).sum(), count])).unbind()
-        mean_length, level = length / count, entropy / length
-        score_cost, still_to_come = (-logps - level) / mean_length, (entropies - level) / mean_length
-        entropy_weights = mask / mean_length
-    else:
-        raise ValueError(f"unknown target {target!r}: choose 'sequence', 'token' or 'length'")
-
+    score_cost, still_to_come, entropy_weights = _costs(target, logps, entropies, mask, reduce)
     if estimator == "score":
         total = (score_cost * mask).sum(dim=1, keepdim=True)
         weights = (total - _leave_one_out_mean(total, torch.ones_like(total), group, reduce)) * mask
@@ -99,9 +86,25 @@ def surrogate_weights(
     costs = still_to_come * mask
     to_go = (costs.flip(1).cumsum(1).flip(1) - costs) * mask  # strictly after k
     weights = (to_go - _leave_one_out_mean(to_go, mask, group, reduce)) * mask
-    return torch.zeros_like(weights).scatter(1, order, weights), torch.zeros_like(mask).scatter(
-        1, order, entropy_weights
-    )
+    weights, entropy_weights = (torch.zeros_like(w).scatter(1, order, w) for w in (weights, entropy_weights))
+    return weights, entropy_weights
+
+
+def _costs(
+    target: Target, logps: Tensor, entropies: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns what a token costs once it is sampled, what it is expected to cost, and the weight of its entropy."""
+    if target == "sequence":
+        return -logps, entropies, mask
+    if target == "length":
+        return mask, mask, torch.zeros_like(mask)
+    if target != "token":
+        raise ValueError(f"unknown target {target!r}: choose 'sequence', 'token' or 'length'")
+    # ∂H_tok = (∂H_seq − H_tok ∂E[T]) / E[T]: the cost of a token is its entropy above the mean.
+    count = mask.new_tensor(float(len(mask)))
+    length, entropy, count = reduce(torch.stack([mask.sum(), (entropies * mask).sum(), count])).unbind()
+    mean_length, level = length / count, entropy / length
+    return (-logps - level) / mean_length, (entropies - level) / mean_length, mask / mean_length
 
 
 def _group_ids(prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:

@@ -19,6 +19,7 @@ all tokens along δθ (central differences over ±SLOPE_STEP·δθ, two scorings
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -88,48 +89,65 @@ def measure(
 
     seed, chunk_size  with which E was sampled, for where it has to be sampled again
     """
-
-    def score_at(eta: float) -> Scores:
-        with standing.policy.shifted(by_name(standing, eta * delta)):
-            scores = gather_scores(standing, evaluation.rollout, evaluation.number, evaluation.num_sequences)
-        progress(evaluation.num_sequences)
-        return scores
-
-    def change(eta: float, ahead: Scores) -> tuple[Replicates, bool]:
-        before, after = sequence_totals(evaluation.scores), sequence_totals(ahead)
-        if not importance_weights(before, after).ess < MIN_ESS_FRACTION * len(before):
-            return per_decision_change(evaluation.scores, ahead), False
-        with standing.policy.shifted(by_name(standing, eta * delta)):
-            fresh = sample_again(standing, evaluation, seed, chunk_size, progress=lambda _: None)
-        return paired_replicates(before, sequence_totals(fresh)), True
-
-    def at(eta: float) -> AtStep:
-        ahead = score_at(eta)
-        before, after = sequence_totals(evaluation.scores), sequence_totals(ahead)
-        true, resampled = change(eta, ahead)
-        behind = score_at(-eta) if odd else None
-        return AtStep(
-            eta=eta,
-            true=true,
-            snis=reweighted_replicates(before, after),
-            odd=None if behind is None else (true - change(-eta, behind)[0]) * 0.5,
-            weights=importance_weights(before, after),
-            ess_last_position=float(prefix_ess(evaluation.scores, ahead)[-1]),
-            resampled=resampled,
-            ahead=ahead,
-            behind=behind,
-        )
-
-    along = slopes(score_at(SLOPE_STEP), score_at(-SLOPE_STEP), SLOPE_STEP)
+    line = _Line(standing, evaluation, delta, seed, chunk_size, progress)
+    along = slopes(line.score_at(SLOPE_STEP), line.score_at(-SLOPE_STEP), SLOPE_STEP)
     again = _in_other_batches(standing, evaluation)
     progress(evaluation.num_sequences)
     return Truth(
-        at=tuple(at(eta) for eta in etas),
+        at=tuple(line.at(eta, odd) for eta in etas),
         before=mean_entropy(evaluation.scores),
         floor=per_decision_change(evaluation.scores, again),
         first_order=first_order_change(evaluation.scores, *along),
         slopes=along,
     )
+
+
+@dataclass(frozen=True)
+class _Line:
+    """The parameters θ + η δθ, as E sees them."""
+
+    standing: Standing
+    evaluation: EvaluationBuffer
+    delta: Tensor
+    seed: int
+    chunk_size: int
+    progress: Progress
+
+    def score_at(self, eta: float) -> Scores:
+        evaluation = self.evaluation
+        with self._shifted(eta):
+            scores = gather_scores(self.standing, evaluation.rollout, evaluation.number, evaluation.num_sequences)
+        self.progress(evaluation.num_sequences)
+        return scores
+
+    def at(self, eta: float, odd: bool) -> AtStep:
+        ahead = self.score_at(eta)
+        before, after = sequence_totals(self.evaluation.scores), sequence_totals(ahead)
+        true, resampled = self._change(eta, ahead)
+        behind = self.score_at(-eta) if odd else None
+        return AtStep(
+            eta=eta,
+            true=true,
+            snis=reweighted_replicates(before, after),
+            odd=None if behind is None else (true - self._change(-eta, behind)[0]) * 0.5,
+            weights=importance_weights(before, after),
+            ess_last_position=float(prefix_ess(self.evaluation.scores, ahead)[-1]),
+            resampled=resampled,
+            ahead=ahead,
+            behind=behind,
+        )
+
+    def _change(self, eta: float, ahead: Scores) -> tuple[Replicates, bool]:
+        """Returns the change of entropy to θ + η δθ, and whether E was sampled again there: weights say too little."""
+        before, after = sequence_totals(self.evaluation.scores), sequence_totals(ahead)
+        if not importance_weights(before, after).ess < MIN_ESS_FRACTION * len(before):
+            return per_decision_change(self.evaluation.scores, ahead), False
+        with self._shifted(eta):
+            fresh = sample_again(self.standing, self.evaluation, self.seed, self.chunk_size, progress=lambda _: None)
+        return paired_replicates(before, sequence_totals(fresh)), True
+
+    def _shifted(self, eta: float) -> AbstractContextManager[None]:
+        return self.standing.policy.shifted(by_name(self.standing, eta * self.delta))
 
 
 def num_scorings(etas: Sequence[float], odd: bool) -> int:
