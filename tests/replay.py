@@ -1,9 +1,9 @@
 """Trains on given rollouts under several launches, for tests/test_processes.py: python tests/replay.py FOLDER RUN...
 
-A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2, fsdp2_2; with `_gpu` behind it on GPUs.
-With `_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_resumed` it goes on from the second
-of the three steps. Every run gets the same prompts, completions and advantages, each process its contiguous share. Rank
-r writes FOLDER/RUN/r.pt; ZeRO and FSDP2 with probes leave a checkpoint of their second step.
+A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2, fsdp2_2; behind it `_gpu` or `_bf16`. With
+`_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_resumed` it goes on from the second of
+the three steps. Every run gets the same prompts, completions and advantages, each process its contiguous share. Rank r
+writes FOLDER/RUN/r.pt; ZeRO and FSDP2 with probes leave a checkpoint of their second step.
 
 Everything is imported once, then the processes of each run are forked: nothing has used autograd or threads before.
 """
@@ -170,7 +170,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
     args = DrGRPOConfig(
         output_dir=str(folder / run / "state"),
         use_cpu=not on_gpus,
-        bf16=False,
+        bf16="_bf16" in run,
         deepspeed=deepspeed_settings(kind) if kind.startswith("zero") else None,
         per_device_train_batch_size=MICROBATCH,
         gradient_accumulation_steps=PROMPTS * G // (MICROBATCH * world),
@@ -182,7 +182,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         adam_epsilon=1e-5,  # a first step that is no sign: rounding would decide the sign of a zero
         max_grad_norm=0.05,  # every step is clipped
         lr_scheduler_type="linear",
-        save_strategy="no" if kind == "plain" or run.endswith(("bare", "resumed")) else "steps",
+        save_strategy="no" if kind == "plain" or run.endswith(("bare", "resumed", "bf16")) else "steps",
         save_steps=2,
         report_to=[],
         disable_tqdm=True,

@@ -4,9 +4,9 @@ Written against torch 2.13 and accelerate 1.15; the only file that names their i
 wherever no forward or backward needs it. For these FSDP puts a whole one in its place, always the same object, which is
 the leaf of training's graph: its hooks see this rank's gradient alone, before it is averaged and cut.
 
-While probes look at a step, and only then, every process has all of them whole, and FSDP's own hooks, which would cut
-them again behind each forward pass, are off. Gradients and states come as DTensor.full_tensor, one all-gather for each
-parameter and quantity.
+While probes look at a step, and only then, every process has all of them whole, in the precision that the optimizer
+keeps (in mixed precision FSDP's are rounded), and FSDP's own hooks, which would cut them again behind each forward
+pass, are off. Gradients and states come as DTensor.full_tensor, one all-gather for each parameter and quantity.
 """
 
 from __future__ import annotations
@@ -47,29 +47,27 @@ class FullyShard(Replicated):
         super().__init__(trainer)
         self._shard_of: dict[nn.Parameter, nn.Parameter] = {}
 
-    @property
-    def keeps_fp32_copies(self) -> bool:
-        return all(shard.dtype.itemsize >= 4 for shard in self._shard_of.values())
-
     def trained(self) -> dict[str, nn.Parameter]:
-        model = self._trainer.model
-        _reshard(model)
-        shards = trainable(model)
         with self.whole_weights():
-            leaves = trainable(model)
-        self._shard_of = {leaf: shards[name] for name, leaf in leaves.items()}
-        return leaves
+            return trainable(self._trainer.model)
 
     @contextlib.contextmanager
     def whole_weights(self) -> Iterator[None]:
         model = self._trainer.model
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.unshard()
+        _reshard(model)
+        shards = dict(model.named_parameters())
+        for module in _sharded_modules(model):
+            module.unshard()
+        self._shard_of = {leaf: shards[name] for name, leaf in model.named_parameters()}
+        rounded = {leaf: leaf.data for leaf, shard in self._shard_of.items() if leaf.dtype != shard.dtype}
         try:
+            for leaf in rounded:
+                leaf.data = _whole(self._shard_of[leaf].detach())
             with _no_hooks(model):
                 yield
         finally:
+            for leaf, data in rounded.items():
+                leaf.data = data
             _reshard(model)
 
     def mean_gradients(self, parameters: Iterable[nn.Parameter]) -> Mapping[nn.Parameter, Tensor | None]:
@@ -96,10 +94,13 @@ def _whole(value: Any) -> Any:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
+def _sharded_modules(model: nn.Module) -> list[FSDPModule]:
+    return [module for module in model.modules() if isinstance(module, FSDPModule)]
+
+
 def _reshard(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
+    for module in _sharded_modules(model):
+        module.reshard()
 
 
 @contextlib.contextmanager
