@@ -160,6 +160,11 @@ def test_a_checkpoint_of_zero_is_stood_at_with_the_moments_that_its_next_step_ha
         assert torch.equal(standing.parameters[name], weights[name.replace(".default.", ".")])
 
 
+def test_a_checkpoint_of_fsdp_is_not_stood_at(runs: Path, make_trainer) -> None:
+    with pytest.raises(ValueError, match="was written under FSDP, whose optimizer is not read here"):
+        stand(make_trainer(), runs / "fsdp2_2" / "state" / "checkpoint-2")
+
+
 @pytest.mark.parametrize("run", ["plain_2", *SHARDED])
 def test_the_mean_over_ranks_of_their_fold_gradients_is_the_gradient(runs: Path, run: str) -> None:
     for first, second in zip(saved(runs, run, 0)["steps"], saved(runs, run, 1)["steps"], strict=True):

@@ -99,6 +99,11 @@ def stand(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None 
     flaw = what_is_wrong_with_weights(checkpoint)
     if flaw:
         raise ValueError(f"{checkpoint}: {flaw}")
+    if (state_folder(checkpoint) / "optimizer.bin").is_file():
+        raise ValueError(
+            f"{checkpoint} was written under FSDP, whose optimizer is not read here: choose a checkpoint of a run in "
+            "one process, or under DDP, ZeRO-1 or ZeRO-2"
+        )
     model = trainer.model
     _refuse_other_weights(model, checkpoint)
     trainer._load_from_checkpoint(str(checkpoint))
@@ -128,11 +133,6 @@ def stand(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None 
 
 def _load_optimizer(trainer: DrGRPOTrainer, checkpoint: Path) -> None:
     folder = state_folder(checkpoint)
-    if (folder / "optimizer.bin").is_file():
-        raise ValueError(
-            f"{folder} was written under FSDP, whose optimizer is not read here: choose a checkpoint of a run under "
-            "DDP, ZeRO-1 or ZeRO-2"
-        )
     if not (folder / "optimizer.pt").is_file():
         raise ValueError(
             f"{folder} has no optimizer.pt, and the next step follows from the optimizer's moments: choose a "
