@@ -10,6 +10,7 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
+from trainers import TWO_STEPS
 from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, Qwen2Config
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from trl import GRPOConfig, GRPOTrainer
@@ -94,21 +95,13 @@ def train(folder: Any, probes: list[Any], whole_prompts: bool) -> tuple[GRPOTrai
         lambda completions, **kwargs: [float(len(str(c)) % 5) for c in completions],
         GRPOConfig(
             str(folder),
+            **TWO_STEPS,
             loss_type="dr_grpo",
             scale_rewards="none",
             per_device_train_batch_size=8,
             gradient_accumulation_steps=2,
-            num_generations=4,
             max_completion_length=12,
-            max_steps=2,
-            learning_rate=3e-4,
-            logging_steps=1,
-            save_strategy="no",
-            use_cpu=True,
-            bf16=False,
             gradient_checkpointing=False,
-            report_to=[],
-            disable_tqdm=True,
         ),
         train_dataset=Dataset.from_dict(rows),
         processing_class=processor,

@@ -16,6 +16,7 @@ import torch
 from datasets import Dataset
 from test_simple_probe import Answers, Recorder, Twin, per_sequence, per_token
 from torch import Tensor
+from trainers import TWO_STEPS
 from trl import GRPOConfig, GRPOTrainer
 from two_turns import LOGITS, OUTCOMES, coverage, exact, policy_logp, tables
 
@@ -192,25 +193,17 @@ def train(folder: Any, kind: str, probes: list[Any], **settings: Any) -> tuple[G
             lambda completions, **kwargs: [float(len(str(c)) % 5) for c in completions],
             config_class(
                 str(folder),
+                **TWO_STEPS,
                 loss_type="dr_grpo",
                 scale_rewards="none",
                 per_device_train_batch_size=4,
                 gradient_accumulation_steps=8,
-                num_generations=4,
                 max_tool_calling_iterations=1,
-                max_steps=2,
-                learning_rate=3e-4,
                 adam_epsilon=1e-5,
                 max_grad_norm=0.05,
                 weight_decay=0.1,
                 lr_scheduler_type="constant",
-                logging_steps=1,
-                save_strategy="no",
-                use_cpu=True,
-                bf16=False,
                 gradient_checkpointing=False,
-                report_to=[],
-                disable_tqdm=True,
                 **settings,
             ),
             train_dataset=Dataset.from_dict({"prompt": prompts}),

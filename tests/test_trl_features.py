@@ -9,6 +9,7 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import LoraConfig
+from trainers import TWO_STEPS
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
@@ -50,18 +51,10 @@ def trained(folder: Any, example: dict[str, Any], probes: list[Any]) -> tuple[di
         model=model,
         args=GRPOConfig(
             str(folder),
+            **TWO_STEPS,
             per_device_train_batch_size=8,
             gradient_accumulation_steps=2,
-            num_generations=4,
             max_completion_length=16,
-            max_steps=2,
-            learning_rate=3e-4,
-            logging_steps=1,
-            save_strategy="no",
-            use_cpu=True,
-            bf16=False,
-            report_to=[],
-            disable_tqdm=True,
             **settings,
         ),
         processing_class=tokenizer,

@@ -16,6 +16,12 @@ from rl_training import DrGRPOConfig, DrGRPOTrainer
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 
+# Two steps on the CPU, of which nothing is kept, for a trainer that a test builds itself.
+TWO_STEPS: dict[str, Any] = {
+    "num_generations": 4, "max_steps": 2, "learning_rate": 3e-4, "logging_steps": 1, "save_strategy": "no",
+    "use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True,
+}  # fmt: skip
+
 
 @functools.cache
 def _first_policy() -> tuple[Any, Any]:
