@@ -17,7 +17,7 @@ OF_STEP = ("forward", "backward", "trapezoid", *PARTS, "own_prompts")
 QUANTITIES = (*OF_STEP, "cumulative_predicted")
 # The last step's δθ, this one's, the mean δθ_(−k), and what momentum, gradient and decay have in this one.
 DIRECTIONS = ("backward", "forward", "without a fold", *PARTS)
-ROUNDING = 1e-12  # of an error bar
+ROUNDING = 1e-8  # of an error bar
 UNITS = {"token": "", "sequence": "_sequence"}
 
 
