@@ -120,12 +120,13 @@ def sampled(trainer: GRPOTrainer) -> list[dict[str, torch.Tensor]]:
 
 def weigh_by_what_vllm_sampled_from(trainer: GRPOTrainer) -> None:
     """Shows probes rollouts that are as off-policy as vLLM's rounding makes them."""
-    read = trainer.attachment._read
+    rollouts = trainer.attachment._rollouts
+    read = rollouts.read
 
     def reading(inputs: dict[str, Any]) -> Any:
         return dataclasses.replace(read(inputs), sampling_logps=inputs["sampling_per_token_logps"], on_policy=False)
 
-    trainer.attachment._read = reading
+    rollouts.read = reading
 
 
 def train(
