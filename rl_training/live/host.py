@@ -1,8 +1,7 @@
 """What the host does: facts of TRL, Transformers and accelerate, read and written in one place.
 
 Together with attach.py, policy.py and sampling.py the only file that names their internals. Written against trl 1.16
-and transformers 5.23. What DeepSpeed and FSDP2 keep elsewhere than torch does is read in zero.py,
-zero3.py and fsdp.py.
+and transformers 5.23. What DeepSpeed and FSDP2 keep elsewhere than torch is read in zero.py, zero3.py and fsdp.py.
 """
 
 from __future__ import annotations
