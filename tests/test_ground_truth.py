@@ -21,7 +21,7 @@ import warm
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
-from trainers import trainer_maker
+from trainers import LORA, bare_ending, differing, ending, trainer_maker
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
@@ -42,7 +42,6 @@ METRICS = {
     "delta_h/true", "delta_h/true_sequence", "delta_h/true_snis", "delta_h/true_floor", "delta_h/true_resampled",
     "delta_h/ess", "delta_h/weight_max", "delta_h/weight_min",
 }  # fmt: skip
-LORA = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
 
 
 class TruthProbe(Probe):
@@ -78,19 +77,6 @@ class AtEveryStep(Probe):
 
     def measure(self, ctx: StepContext) -> dict[str, Estimate]:
         return {"before/one": Estimate(1.0)}
-
-
-def trained(trainer: GRPOTrainer) -> dict[str, Tensor]:
-    """Returns parameters, and the random numbers that come next, after training."""
-    trainer.train()
-    state = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-    streams = [torch.random.get_rng_state(), torch.tensor(np.random.get_state()[1].astype(np.int64))]
-    return state | {"torch": streams[0], "numpy": streams[1], "python": torch.tensor(random.getstate()[1])}
-
-
-def differing(a: dict[str, Tensor], b: dict[str, Tensor]) -> list[str]:
-    assert a.keys() == b.keys()
-    return [name for name in a if not torch.equal(a[name], b[name])]
 
 
 class Validated(SimpleEntropyProbe):
@@ -196,20 +182,12 @@ class ScoredBy:
     ids=["plain", "checkpointing", "resampled", "lora", "bf16"],
 )
 def test_training_is_bitwise_the_same_with_the_ground_truth(make_trainer, settings) -> None:
-    def run(probes: list[Probe]) -> dict[str, Tensor]:
-        lora = {"peft_config": LoraConfig(**LORA)} if settings.get("lora") else {}
-        options = {name: value for name, value in settings.items() if name != "lora"}
-        trainer = make_trainer(probes=probes, **lora, **options)
-        state = trained(trainer)
-        rows = [{k: v for k, v in row.items() if "time" not in k} for row in trainer.state.log_history[:-1]]
-        logs.append([{k: v for k, v in row.items() if k.startswith(("loss", "reward", "completions"))} for row in rows])
-        return state
-
-    logs: list[Any] = []
     probe, simple = TruthProbe(num_sequences=12), SimpleEntropyProbe(validate_every=1, validate_sequences=12)
-    assert differing(run([]), run([probe, simple])) == []
+    options = {name: value for name, value in settings.items() if name != "lora"}
+    peft_config = LoraConfig(**LORA) if "lora" in settings else None
+    probed = ending(make_trainer(probes=[probe, simple], peft_config=peft_config, **options))
+    assert differing(probed, bare_ending(**settings)) == []
     assert simple.measure(None)["delta_h/evaluation"].value != 0
-    assert logs[0] == logs[1]
     assert [answers.keys() for answers in probe.answers] == [METRICS, METRICS]
     if settings.get("learning_rate"):
         assert any(answers["delta_h/true_resampled"].value == 1 for answers in probe.answers)
@@ -241,11 +219,11 @@ def train_twice(rank: int, out: Path) -> None:
         return ctx.policy.sample(13, ctx.step).prompt_index.tolist()
 
     truth, shares, validated = TruthProbe(num_sequences=13), AtEveryStep(share), Validated(13)
-    plain = trained(make(probes=[]))
+    plain = ending(make())
     trainer = make(probes=[truth, shares, validated])
     said = {
         "world_size": trainer.accelerator.num_processes,
-        "differing": differing(plain, trained(trainer)),
+        "differing": differing(plain, ending(trainer)),
         "shares": shares.given,
         "answers": [{name: e.value for name, e in answers.items()} for answers in truth.answers],
         "validated": validated.kept,

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import copy
 import functools
+import random
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from peft import LoraConfig
+from torch import Tensor
 from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -21,6 +26,8 @@ TWO_STEPS: dict[str, Any] = {
     "num_generations": 4, "max_steps": 2, "learning_rate": 3e-4, "logging_steps": 1, "save_strategy": "no",
     "use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True,
 }  # fmt: skip
+
+LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
 
 
 @functools.cache
@@ -83,3 +90,41 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
         return trainer
 
     return make
+
+
+class Ending(NamedTuple):
+    """What a training has come to, of which no probe may change a bit."""
+
+    weights: dict[str, Tensor]
+    random_numbers: dict[str, Tensor]  # by stream, the state it is in
+    logs: list[dict[str, Any]]  # what TRL says of losses, rewards and responses, step by step
+
+
+def ending(trainer: GRPOTrainer) -> Ending:
+    """Trains, and returns what came of it."""
+    trainer.train()
+    weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    streams = {"torch": torch.random.get_rng_state(), "numpy": torch.tensor(np.random.get_state()[1].astype(np.int64))}
+    streams["python"] = torch.tensor(random.getstate()[1])
+    of_trl = ("loss", "reward", "completions")
+    logs = [{k: v for k, v in row.items() if k.startswith(of_trl)} for row in trainer.state.log_history[:-1]]
+    return Ending(weights, streams, logs)
+
+
+@functools.cache
+def bare_ending(trainer_class: type[GRPOTrainer] = DrGRPOTrainer, *, lora: bool = False, **settings: Any) -> Ending:
+    """Returns what a training without probes comes to; it is trained once in a process for all tests with its settings.
+
+    lora  with an adapter of LoraConfig(**LORA); all else as trainer_maker's trainers take it, and hashable
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        peft_config = LoraConfig(**LORA) if lora else None
+        return ending(trainer_maker(Path(folder))(trainer_class, peft_config=peft_config, **settings))
+
+
+def differing(one: Ending, other: Ending) -> list[str]:
+    """Returns the names of what is not bitwise the same; empty where probes went unnoticed."""
+    assert one.weights.keys() == other.weights.keys()
+    tensors = [(a.weights | a.random_numbers) for a in (one, other)]
+    names = [name for name in tensors[0] if not torch.equal(tensors[0][name], tensors[1][name])]
+    return names + ["logs"] * (one.logs != other.logs)
