@@ -145,10 +145,11 @@ def test_each_row_has_its_own_answer_in_one_call() -> None:
 @pytest.mark.parametrize("text", ENDLESS)
 def test_an_endless_expression_is_stopped_and_the_next_check_is_right(text: str) -> None:
     math_check._worker.start()
-    started = time.monotonic()
+    pid, started = math_check._worker.pid, time.monotonic()
     assert not check(text, seconds=0.1)
     assert time.monotonic() - started < 10.0
     assert check(r"\frac{36}{2}")
+    assert math_check._worker.pid == pid  # nothing was imported anew
 
 
 def test_a_long_answer_never_reaches_the_process(no_worker: None) -> None:
@@ -245,10 +246,14 @@ def test_no_answer_reaches_eval_or_exec_and_the_guard_refuses_both() -> None:
 # The life of the process.
 
 
+def _running(of: str, number: int) -> list[str]:
+    """The states of those processes, -p PID or -s SESSION, but not of zombies, whose adoptive parent is slow."""
+    states = subprocess.run(["ps", "-o", "stat=", of, str(number)], capture_output=True, text=True, check=False)
+    return [state for state in states.stdout.split() if not state.startswith("Z")]
+
+
 def _is_running(pid: int) -> bool:
-    """Whether the process runs; a zombie, which its adoptive parent has yet to collect, does not."""
-    state = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True, check=False)
-    return bool(state.stdout.strip()) and not state.stdout.startswith("Z")
+    return _running("-p", pid) != []
 
 
 def test_no_process_is_left_when_the_trainer_exits() -> None:
@@ -259,17 +264,15 @@ def test_no_process_is_left_when_the_trainer_exits() -> None:
 
 
 def test_no_process_is_left_when_the_trainer_is_killed_within_a_check() -> None:
-    script = LOAD + "math_check._worker.start(); print(math_check._worker.pid, flush=True)\n"
-    script += "math_check._worker.check('9^{9^{9^9}}', Fraction(18), 0.5)"
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as trainer:
-        assert trainer.stdout is not None
-        pid = int(trainer.stdout.readline())
-        time.sleep(0.1)
+    script = [sys.executable, "-c", LOAD + "math_check._worker.check('9^{9^{9^9}}', Fraction(18), 1)"]
+    end = time.monotonic() + 20.0
+    with subprocess.Popen(script, start_new_session=True) as trainer:
+        while len(_running("-s", trainer.pid)) < 3:  # the trainer, the process that forks, the one that checks
+            assert time.monotonic() < end
+        time.sleep(0.1)  # the check has begun
         trainer.kill()
-    end = time.monotonic() + 10.0
-    while _is_running(pid) and time.monotonic() < end:
-        time.sleep(0.1)
-    assert not _is_running(pid)
+    while _running("-s", trainer.pid):
+        assert time.monotonic() < end
 
 
 def test_a_forked_child_starts_its_own_process_and_leaves_the_parents_alone() -> None:

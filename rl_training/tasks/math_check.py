@@ -12,14 +12,16 @@ code compiled from any text. (`simplify` writes code for polynomials in several 
 `\log_{2}{8}` is not seen to be 3.)
 
 It may not end. `9^{9^{9^9}}` is one power of big integers, and no signal handler runs before that returns. So
-the check lives in another process with limited memory, killed when its time is up and started again when next
-needed. This very file, run as a script, is that process; it reads and writes one line of JSON per check and
-imports neither torch nor TRL. One process for each rank, none before the first check, none left at exit.
+the check lives in another process with limited memory: a child that the kernel ends when the time for an answer is
+up, of a parent that has imported sympy, a second's work, and then forks the next one. This very file, run as a
+script, is both; it reads and writes one line of JSON per check and imports neither torch nor TRL. One such pair for
+each rank, none before the first check, none left at exit.
 
 Example: `are_equal([(r"\frac{36}{2}", Fraction(18)), ("9^{9^{9^9}}", Fraction(18))])` is `[True, False]`.
 """
 
 import atexit
+import contextlib
 import importlib.util
 import json
 import logging
@@ -31,7 +33,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
 from types import CodeType
 
@@ -40,7 +42,8 @@ logger = logging.getLogger(__name__)
 MAX_CHARS = 200  # no number needs more; the time to parse grows faster than the length
 DEADLINE_SECONDS = 2.0  # for one answer
 BUDGET_SECONDS = 10.0  # for all the answers of one call: the other ranks wait meanwhile
-_START_SECONDS = 120.0  # importing sympy takes half a second, but a minute on a cold network drive
+_START_SECONDS = 120.0  # importing sympy takes a second, but a minute on a cold network drive
+_LATE_SECONDS = 10.0  # what a busy machine may add to a deadline; a reply that is later will not come
 _MAX_WORKER_BYTES = 1 << 30  # sympy with the grammar needs 70 MB
 _INSTALL = f"pip install math-verify, for {sys.executable}"
 
@@ -102,7 +105,7 @@ def are_equal(
 
 
 class MathWorker:
-    """The process that checks, seen from the trainer's side: started when needed, killed when late."""
+    """The process that checks, seen from the trainer's side: started when needed, killed when it does not answer."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
@@ -119,14 +122,14 @@ class MathWorker:
             self._started()
 
     def check(self, answer: str, number: Fraction, seconds: float) -> bool | None:
-        """Whether answer and number are equal; None when time or memory ran out, and the process with it."""
+        """Whether answer and number are equal; None when the time (`seconds`) or the memory for it ran out."""
         request = {"answer": answer, "number": str(number), "seconds": seconds}
         with self._lock:
             process = self._started()
             assert process.stdin is not None
             try:
                 process.stdin.write(json.dumps(request).encode() + b"\n")
-                line = _read_line(process, time.monotonic() + seconds)
+                line = _read_line(process, time.monotonic() + seconds + _LATE_SECONDS)
             except BrokenPipeError:
                 line = b""
             except BaseException:  # Ctrl-C: the reply, coming late, would be taken for the next one's
@@ -135,7 +138,8 @@ class MathWorker:
             if not line:
                 self._kill()
                 return None
-            return bool(json.loads(line)["equal"])
+            equal: bool | None = json.loads(line)["equal"]
+            return equal
 
     def close(self) -> None:
         """Kills the process, if any, and waits for it, so that no zombie is left."""
@@ -201,6 +205,8 @@ def _read_line(process: subprocess.Popen[bytes], end: float) -> bytes:
 
 # What follows runs in the worker.
 
+_OUT_OF_MEMORY = 10  # how a child ends that ran out of it; 1 is Python's own
+
 
 def load_check() -> Callable[[str, str], bool]:
     """math_verify as a function (answer, number) -> equal; from then on this process runs no code from text.
@@ -256,17 +262,18 @@ def _limit_resources() -> None:
 
 def _serve() -> None:
     """Answers requests until stdin ends, which is when the trainer is gone."""
-    replies = os.fdopen(os.dup(1), "w")
+    replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints must not be taken for a reply
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]  # our names shadow no module
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends the process, even within one operation
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whatever the trainer made of these two:
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends a child, even within one operation
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
     logging.disable()  # math_verify warns that it has no timeout of its own; it has this process's
 
-    def reply(message: dict[str, str | bool | None]) -> None:
-        replies.write(json.dumps(message) + "\n")
-        replies.flush()
+    def reply(message: Mapping[str, str | bool | None]) -> None:
+        replies.write(json.dumps(message).encode() + b"\n")
 
     _limit_resources()
     try:
@@ -275,17 +282,38 @@ def _serve() -> None:
         reply({"failure": str(error)})
         return
     reply({"failure": None})
-    for line in sys.stdin:
-        request = json.loads(line)
-        signal.setitimer(signal.ITIMER_REAL, request["seconds"] + 1.0)  # should the trainer die meanwhile
+    with contextlib.suppress(BrokenPipeError):  # the trainer is gone too
+        while _end_of_a_child(check, reply) in (-signal.SIGALRM, _OUT_OF_MEMORY):
+            reply({"equal": None})
+
+
+def _end_of_a_child(check: Callable[[str, str], bool], reply: Callable[[Mapping[str, bool]], None]) -> int:
+    """The exit status of a fork that answers until stdin ends, which is 0, or until an answer is the end of it."""
+    child = os.fork()
+    if child == 0:
+        status = 1
         try:
-            equal = check(request["answer"], request["number"])
-        except MemoryError:
-            os._exit(1)  # what is left of the process is not to be trusted; the trainer starts another
-        except Exception:  # arbitrary text: the grammar raises bare Exception, sympy anything
-            equal = False
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
-        reply({"equal": bool(equal)})
+            for line in sys.stdin:
+                request = json.loads(line)
+                signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+                equal = _is_equal(check, request["answer"], request["number"])
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+                reply({"equal": equal})
+            status = 0
+        except MemoryError:  # what is left of the process is not to be trusted
+            status = _OUT_OF_MEMORY
+        finally:
+            os._exit(status)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def _is_equal(check: Callable[[str, str], bool], answer: str, number: str) -> bool:
+    try:
+        return check(answer, number)
+    except MemoryError:
+        raise
+    except Exception:  # arbitrary text: the grammar raises bare Exception, sympy anything
+        return False
 
 
 _worker = MathWorker()
