@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 import random
@@ -76,12 +77,17 @@ def composed(name: str, *overrides: str) -> DictConfig:
         return compose(name, overrides=list(overrides))
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of three steps, with a checkpoint after each."""
-    folder = tmp_path_factory.mktemp("offline") / "run_1"
+@functools.cache
+def trained(temporary: Path) -> Path:
+    folder = temporary / "trained" / "run_1"
     build_run(composed("train", f"run_dir={folder}", *RUN)).train()
     return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three steps, each with its checkpoint; each file that looks at it has a copy of its own."""
+    return shutil.copytree(trained(tmp_path_factory.getbasetemp()), tmp_path_factory.mktemp("offline") / "run_1")
 
 
 def checkpoint(run: Path, step: int) -> Path:

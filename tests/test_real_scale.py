@@ -6,6 +6,7 @@ enough answers in the right form to guess some: without rewards nothing would mo
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -42,7 +43,7 @@ ROWS = [
     for b in range(1, 5)
 ]
 SMALL = [
-    "trainer.max_steps=2", "trainer.num_generations=4", "batch.sequences_per_step=64", "batch.microbatch_size=8",
+    "trainer.max_steps=2", "trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4",
     "trainer.max_completion_length=16", "logger=none", "++trainer.disable_tqdm=true", "++trainer.save_strategy=no",
 ]  # fmt: skip
 
@@ -55,7 +56,13 @@ def composed(*overrides: str) -> DictConfig:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with rows.jsonl, and with the model in bf16 and its tokenizer under model/."""
-    folder = tmp_path_factory.mktemp("qwen")
+    return taught(tmp_path_factory.getbasetemp())
+
+
+@functools.cache
+def taught(temporary: Path) -> Path:
+    folder = temporary / "qwen"
+    folder.mkdir()
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
     prompts = gsm8k(str(folder / "rows.jsonl")).train_dataset["prompt"]
     tokenizer = trained_tokenizer([f"{prompt} 5 </think> <answer>5</answer>" for prompt in prompts])
@@ -226,7 +233,7 @@ def four_bit_run(tmp_path: Path, *probes: Probe) -> dict[str, Tensor]:
     args = DrGRPOConfig(
         str(tmp_path),
         max_steps=2,
-        per_device_train_batch_size=8,
+        per_device_train_batch_size=4,
         gradient_accumulation_steps=8,
         num_generations=4,
         max_completion_length=16,
