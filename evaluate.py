@@ -9,13 +9,14 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from rl_training.job.command_line import past_hydra, run_command
+from rl_training.job.command_line import importing, past_hydra, run_command
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="evaluate")
 @past_hydra
 def main(cfg: DictConfig) -> None:
-    from rl_training.job.evaluate import evaluate  # seconds of imports that --help need not wait for
+    with importing():
+        from rl_training.job.evaluate import evaluate
 
     sys.exit(evaluate(cfg))
 

@@ -9,14 +9,15 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from rl_training.job.command_line import past_hydra, run_command
+from rl_training.job.command_line import importing, past_hydra, run_command
 from rl_training.job.run_settings import gather_run_settings, name_each_job
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="offline")
 @past_hydra
 def main(cfg: DictConfig) -> None:
-    from rl_training.job.look import look_at_checkpoints  # seconds of imports that --help need not wait for
+    with importing():
+        from rl_training.job.look import look_at_checkpoints
 
     look_at_checkpoints(cfg)
 

@@ -9,13 +9,14 @@ import sys
 import hydra
 from omegaconf import DictConfig
 
-from rl_training.job.command_line import past_hydra, run_command
+from rl_training.job.command_line import importing, past_hydra, run_command
 
 
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 @past_hydra
 def main(cfg: DictConfig) -> None:
-    from rl_training.job.build import build_run  # seconds of imports that --help need not wait for
+    with importing():
+        from rl_training.job.build import build_run
 
     run = build_run(cfg)
     run.train()

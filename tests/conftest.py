@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from spare import spare_trainings
 
+gc.disable()  # until all is imported: see pytest_collection_finish
 # Libraries read these when they are imported: no test module has been yet.
 TRACKIO = tempfile.TemporaryDirectory(prefix="trackio-")
 os.environ["TRACKIO_DIR"] = TRACKIO.name
@@ -46,5 +47,6 @@ def pytest_collection_finish() -> None:
     """Once everything is imported, spares trainings what they would do again, and starts the server of forks."""
     gc.collect()
     spare_trainings()
+    gc.enable()
     if "warm" in sys.modules:
         sys.modules["warm"].start_server()

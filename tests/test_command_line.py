@@ -5,6 +5,7 @@ Each command line is train.py in a fork of this process, which has imported ever
 
 from __future__ import annotations
 
+import gc
 import os
 import runpy
 import shlex
@@ -20,6 +21,7 @@ import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import rl_training.job.build  # noqa: F401, for the forks
+from rl_training.job.command_line import importing
 from rl_training.job.explain import explain
 from rl_training.records.checkpoints import what_is_wrong_with
 from rl_training.records.folder import TRAINING_STATE
@@ -161,6 +163,13 @@ def test_the_line_to_type_for_a_path_gives_hydra_that_path(value: str) -> None:
         pytest.skip("needs no quotes")
     typed = shlex.split(explanation.split("need quotes: ")[1])
     assert [override.value() for override in parser.parse_overrides(typed)] == [value]
+
+
+def test_garbage_is_collected_again_after_the_imports_also_of_what_is_not_there() -> None:
+    with pytest.raises(ImportError), importing():
+        assert not gc.isenabled()
+        import no_such_library  # noqa: F401
+    assert gc.isenabled()
 
 
 # --- signals ----------------------------------------------------------------------------------------------------------
