@@ -5,12 +5,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from test_simple_probe import EIGHT_FOLDS, SMOOTH, Answers, K, Recorder, Twin, per_sequence, per_token
+from simple_twin import Answers, Recorder, Snapshot, Twin, per_sequence, per_token
+from test_simple_probe import EIGHT_FOLDS, SMOOTH, K
 from torch import Tensor
+from trainers import trainer_maker
 
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.folds import leave_fold_out
@@ -158,38 +161,43 @@ def test_what_bias_remains_vanishes_with_the_learning_rate_and_that_of_the_momen
 # --- the probe on a real trainer --------------------------------------------------------------------------------------
 
 
-def followed(twins: list[Twin], blocks: list[int], k: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the last two δθ without fold k of the last step, from moments that none of these steps fed it.
+def followed(twins: list[Twin], blocks: list[int]) -> list[Tensor]:
+    """Returns every step's δθ without each fold k of the last step, (K, P), from moments that none of them fed it.
 
     blocks  by step, which part of the rollout it learns from
     """
     moments, updates = twins[0].step.moments, []
     for twin, block in zip(twins, blocks, strict=True):
-        kept = {j: g for j, g in enumerate(twin.gradients) if block != blocks[-1] or j != k}
-        update, moments = twin.adamw_from(moments, twin.mean(kept))
+        whole = twin.mean(twin.gradients).expand_as(twin.gradients)
+        gradients = twin.means_without(twin.gradients) if block == blocks[-1] else whole
+        update, moments = twin.adamw(gradients, moments)
         updates.append(update)
-    return updates[-2], updates[-1]
+    return updates
 
 
-@pytest.mark.parametrize(
-    ("settings", "blocks"),
-    [({"num_iterations": 2}, [0, 0]), ({"num_iterations": 2, "steps_per_generation": 2 * K}, [0, 1, 0])],
-    ids=["one step a rollout", "two steps a rollout"],
-)
-def test_a_step_that_reuses_responses_equals_the_plain_twin_that_never_saw_the_fold(
-    make_trainer, settings, blocks
-) -> None:
+def train_again(make: Callable[..., Any], **settings: Any) -> tuple[list[Snapshot], list[dict[str, Any]]]:
+    """Returns the steps of a training that learns from every response twice, and what the probe said of them."""
     recorder, probe = Recorder(), Answers(per_sequence=True, own_prompts=True, top_responses=1)
-    probes, settings = [probe, recorder], {"max_steps": len(blocks), "learning_rate": 2e-4, **settings}
-    make_trainer(probes=probes, dtype=torch.float64, **settings, **EIGHT_FOLDS, **SMOOTH).train()
-    twins, answer, same = [Twin(step, 1, "rb") for step in recorder.steps], probe.all[-1], {"rel": 1e-3, "abs": 1e-9}
-    twin, at_sampling = twins[-1], recorder.steps[-1].rollout.sampling_logps.double()
-    twin.weigh([math.exp(float((x.detach() - at_sampling[i, : len(x)]).sum())) for i, x in enumerate(twin.logps)])
-    last, now = zip(*(followed(twins, blocks, k) for k in range(K)), strict=True)
+    settings = {"dtype": torch.float64, "num_iterations": 2, "max_steps": 3, "learning_rate": 2e-4, **settings}
+    make(probes=[probe, recorder], **settings, **EIGHT_FOLDS, **SMOOTH).train()
+    return recorder.steps, probe.all
+
+
+@pytest.fixture(scope="module")
+def one_step_a_rollout(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Snapshot], list[dict[str, Any]]]:
+    return train_again(trainer_maker(tmp_path_factory.mktemp("trained")))
+
+
+def assert_equals_the_twin_that_never_saw_the_fold(steps: list[Snapshot], blocks: list[int], answer: Any) -> None:
+    """What the probe said of the last of these steps; blocks: by step, which part of the rollout it learns from."""
+    *earlier, latest = steps
+    twins = [*(Twin(step, 1, "rb") for step in earlier), Twin(latest, 1, "rb", weighted=True)]
+    twin, same = twins[-1], {"rel": 1e-3, "abs": 1e-9}
+    *_, last, now = followed(twins, blocks)
     for name, updates, whole in (("backward", last, twins[-2].update), ("forward", now, twin.update)):
         twin.update_without, twin.update = updates, whole
         for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
-            value = statistic([sum(column) for column in zip(*twin.rows(updates), strict=True)])
+            value = twin.change(updates, statistic)
             assert answer[f"delta_h/{name}{suffix}"].value == pytest.approx(value, **same)
         assert answer[f"delta_h/{name}"].stderr == pytest.approx(twin.stderr(updates, per_token), rel=2e-3)
     parts = [answer[f"delta_h/part/{cause}"].value for cause in ("momentum", "gradient", "decay")]
@@ -197,6 +205,24 @@ def test_a_step_that_reuses_responses_equals_the_plain_twin_that_never_saw_the_f
     assert math.isfinite(answer["delta_h/cumulative_predicted"].value)
     for name in ("own_prompts", "response/1"):
         assert "moments without single responses" in answer[f"delta_h/{name}"].reason
+
+
+def test_a_step_that_reuses_responses_equals_the_plain_twin_that_never_saw_the_fold(one_step_a_rollout) -> None:
+    steps, answers = one_step_a_rollout
+    assert_equals_the_twin_that_never_saw_the_fold(steps[:2], [0, 0], answers[1])
+
+
+def test_so_it_does_when_another_part_of_the_rollout_came_between(make_trainer) -> None:
+    steps, answers = train_again(make_trainer, steps_per_generation=2 * K)
+    assert_equals_the_twin_that_never_saw_the_fold(steps, [0, 1, 0], answers[2])
+
+
+def test_a_new_rollout_begins_with_the_optimizers_own_moments(one_step_a_rollout) -> None:
+    """Rows are kept within a rollout only: the third step's forward is that of a step on fresh responses."""
+    steps, answers = one_step_a_rollout
+    twin = Twin(steps[2], responses=1, estimator="rb")
+    expected = twin.change(twin.update_without, per_token)
+    assert answers[2]["delta_h/forward"].value == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_reused_response_is_noticed_where_a_step_since_its_first_use_was_not_measured(make_trainer) -> None:
@@ -208,14 +234,3 @@ def test_a_reused_response_is_noticed_where_a_step_since_its_first_use_was_not_m
         assert math.isnan(probe.all[1][f"delta_h/{name}"].value)
     assert "has learned from these responses" in probe.all[1]["delta_h/forward"].reason
     assert math.isfinite(probe.all[1]["delta_h/reuse"].value)
-
-
-def test_a_new_rollout_begins_with_the_optimizers_own_moments(make_trainer) -> None:
-    """Rows are kept within a rollout only: the third step's forward is that of a step on fresh responses."""
-    recorder, probe = Recorder(), Answers()
-    settings = {"dtype": torch.float64, "max_steps": 3, "num_iterations": 2, "learning_rate": 2e-4}
-    make_trainer(probes=[probe, recorder], **settings, **EIGHT_FOLDS, **SMOOTH).train()
-    twin = Twin(recorder.steps[2], responses=1, estimator="rb")
-    rows = twin.rows(twin.update_without)
-    expected = per_token([sum(column) for column in zip(*rows, strict=True)])
-    assert probe.all[2]["delta_h/forward"].value == pytest.approx(expected, rel=1e-3)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch import Tensor
-from trainers import LORA, bare_ending, differing, ending
+from trainers import FEW, LORA, bare_ending, differing, ending, graded
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -21,7 +21,7 @@ from rl_training.probes import GradientNoiseScaleProbe
 from rl_training.probes.gns import SPLIT
 from rl_training.tasks.models import load_tiny
 
-G, L_MAX, NUM_PROMPTS = 4, 24, 8
+G, L_MAX, NUM_PROMPTS = 4, 12, 8
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
 NO_DROPOUT = {**LORA, "lora_dropout": 0.0}  # a gradient can then be made again
 
@@ -42,11 +42,6 @@ class Answers(GradientNoiseScaleProbe):
     def measure(self, ctx: Any) -> dict[str, Estimate]:
         self.all.append(super().measure(ctx))
         return self.all[-1]
-
-
-def graded(completions: list[str], **kwargs: Any) -> list[float]:
-    """A reward that tells the responses of every prompt apart."""
-    return [len(set(c)) / 10 + 0.1 * c.count("=") for c in completions]
 
 
 def response_gradients(probe: Answers) -> Tensor:
@@ -83,6 +78,7 @@ def test_in_every_split_into_microbatches_it_measures_what_the_single_responses_
         size = NUM_PROMPTS * G // num_blocks
         probe = Answers(split_prompts=NUM_PROMPTS)
         split = {"per_device_train_batch_size": size, "gradient_accumulation_steps": num_blocks}
+        split["max_completion_length"] = L_MAX
         make_trainer(probes=[probe], dtype=torch.float64, reward=graded, max_steps=1, **split).train()
         if num_blocks == 2:
             of_responses = response_gradients(probe).view(NUM_PROMPTS, G, -1)
@@ -104,7 +100,7 @@ def test_it_measures_before_clipping(make_trainer) -> None:
     answers = []
     for threshold in (0.0, 1e-3):
         probe = Answers()
-        make_trainer(probes=[probe], max_steps=1, max_grad_norm=threshold).train()
+        make_trainer(probes=[probe], max_steps=1, max_grad_norm=threshold, **FEW).train()
         answers.append(repr(probe.all))
     assert answers[0] == answers[1]
     assert probe.all[0]["gns/trace_step"].value > 1e-3  # so that clipping would have shown
@@ -131,11 +127,11 @@ class Rebuilder(Probe):
 
 
 @pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": True}, {"steps_per_generation": 8}], ids=str)
+@pytest.mark.parametrize("settings", [{}, {"activation_checkpointing": True}, {"steps_per_generation": 4}], ids=str)
 def test_loss_weights_rebuild_the_gradient(make_trainer, lora: bool, settings: dict[str, Any]) -> None:
     probe = Rebuilder()
     peft_config = LoraConfig(**NO_DROPOUT) if lora else None
-    make_trainer(probes=[probe], reward=graded, peft_config=peft_config, **settings).train()
+    make_trainer(probes=[probe], peft_config=peft_config, **settings, **FEW).train()
     assert probe.error < 1e-5
 
 
@@ -152,9 +148,8 @@ def test_loss_weights_rebuild_the_gradient(make_trainer, lora: bool, settings: d
 )
 def test_loss_weights_rebuild_the_gradient_of_a_plain_trainer_with_another_loss(make_trainer, other) -> None:
     probe = Rebuilder()
-    trainer = make_trainer(
-        GRPOTrainer, config_class=GRPOConfig, reward=graded, bf16=False, use_cpu=True, **{"beta": 0.0, **other}
-    )
+    settings = {"bf16": False, "use_cpu": True, "beta": 0.0, **other, **FEW}
+    trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **settings)
     with attach(trainer, [probe]):
         trainer.train()
     assert probe.error < 1e-5
@@ -169,8 +164,8 @@ def test_loss_weights_rebuild_the_gradient_of_a_plain_trainer_with_another_loss(
 )
 def test_training_is_bitwise_the_same_with_the_split_of_the_trace(make_trainer, lora, settings) -> None:
     probes, peft_config = [GradientNoiseScaleProbe(split_prompts=1, lags=2)], LoraConfig(**LORA) if lora else None
-    probed = ending(make_trainer(probes=probes, peft_config=peft_config, **settings))
-    assert differing(probed, bare_ending(lora=lora, **settings)) == []
+    probed = ending(make_trainer(probes=probes, peft_config=peft_config, **settings, **FEW))
+    assert differing(probed, bare_ending(lora=lora, **settings, **FEW)) == []
 
 
 class LargeTensors(TrainerCallback):
@@ -188,7 +183,7 @@ class LargeTensors(TrainerCallback):
 def test_after_a_step_no_tensor_of_the_size_of_a_parameter_stays(make_trainer) -> None:
     counts = []
     for probes in ([], [GradientNoiseScaleProbe(split_prompts=2)]):
-        trainer = make_trainer(probes=probes)
+        trainer = make_trainer(probes=probes, **FEW)
         counter = LargeTensors(trainer)
         trainer.add_callback(counter)  # after the probes' own
         trainer.train()
@@ -199,7 +194,7 @@ def test_after_a_step_no_tensor_of_the_size_of_a_parameter_stays(make_trainer) -
 
 
 def test_a_resumed_run_measures_what_the_uninterrupted_one_does(make_trainer, tmp_path: Path) -> None:
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **FEW}
     whole, resumed = Answers(split_prompts=1, lags=2), Answers(split_prompts=1, lags=2)
     make_trainer(probes=[whole], **settings).train()
     make_trainer(probes=[resumed], **settings).train(resume_from_checkpoint=str(tmp_path / "state" / "checkpoint-2"))
@@ -208,20 +203,20 @@ def test_a_resumed_run_measures_what_the_uninterrupted_one_does(make_trainer, tm
 
 def test_a_step_that_reuses_responses_is_nan_with_the_reason(make_trainer) -> None:
     probe = Answers()
-    make_trainer(probes=[probe], num_iterations=2).train()
+    make_trainer(probes=[probe], num_iterations=2, **FEW).train()
     assert math.isfinite(probe.all[0]["gns/trace_step"].value)
     assert all(math.isnan(e.value) and "no new sample" in e.reason for e in probe.all[1].values())
 
 
 def test_a_later_step_of_a_rollout_that_learns_from_fresh_prompts_is_measured(make_trainer) -> None:
     probe = Answers()
-    make_trainer(probes=[probe], steps_per_generation=8).train()
+    make_trainer(probes=[probe], steps_per_generation=4, **FEW).train()
     assert all(math.isfinite(answer["gns/trace_step"].value) for answer in probe.all)
 
 
 def test_microbatches_that_mix_prompts_are_nan_with_the_way_out(make_trainer) -> None:
     probe = Answers(split_prompts=1)
-    trainer = make_trainer(GRPOTrainer)
+    trainer = make_trainer(GRPOTrainer, **FEW)
     with attach(trainer, [probe]):
         trainer.train()
     assert set(SPLIT) < set(probe.all[0])
@@ -230,7 +225,7 @@ def test_microbatches_that_mix_prompts_are_nan_with_the_way_out(make_trainer) ->
 
 def test_another_loss_has_a_noise_scale_but_no_split_of_the_trace(make_trainer) -> None:
     probe = Answers(split_prompts=1)
-    other = {"scale_rewards": "group", "loss_type": "dr_grpo", "bf16": False, "use_cpu": True}
+    other = {"scale_rewards": "group", "loss_type": "dr_grpo", "bf16": False, "use_cpu": True, **FEW}
     trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **other)
     with attach(trainer, [probe], whole_prompts=True):
         trainer.train()
@@ -240,7 +235,7 @@ def test_another_loss_has_a_noise_scale_but_no_split_of_the_trace(make_trainer) 
 
 def test_adam_scale_appears_once_the_optimizer_is_warm(make_trainer) -> None:
     probe = Answers(decay=0.5, lags=1)
-    make_trainer(probes=[probe], max_steps=12, reward=graded).train()
+    make_trainer(probes=[probe], max_steps=12, **FEW).train()
     reasons = [answer["gns/adam_noise_scale_prompts"].reason for answer in probe.all]
     assert all("10 steps behind it" in reason for reason in reasons[:10])
     assert not any("10 steps behind it" in reason for reason in reasons[10:])
@@ -251,6 +246,6 @@ def test_adam_scale_appears_once_the_optimizer_is_warm(make_trainer) -> None:
 
 def test_a_model_with_lora_has_the_kinds_of_the_modules_that_are_adapted(make_trainer) -> None:
     probe = Answers()
-    make_trainer(probes=[probe], peft_config=LoraConfig(**NO_DROPOUT)).train()
+    make_trainer(probes=[probe], peft_config=LoraConfig(**NO_DROPOUT), **FEW).train()
     kinds = {name for name in probe.all[-1] if name.startswith("gns/kind/")}
     assert kinds == {"gns/kind/attention", "gns/kind/mlp"}

@@ -27,6 +27,16 @@ TWO_STEPS: dict[str, Any] = {
     "use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True,
 }  # fmt: skip
 
+
+def graded(completions: list[str], **kwargs: Any) -> list[float]:
+    """A reward that tells the responses to every prompt apart, few and short as they may be: there is a gradient."""
+    return [float(sum(map(ord, c)) % 7) for c in completions]
+
+
+# A step of two microbatches, each of one prompt, whose responses are short: for claims that need no more.
+FEW: dict[str, Any] = {
+    "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_completion_length": 8, "reward": graded,
+}  # fmt: skip
 LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
 
 

@@ -1,0 +1,350 @@
+"""Recorded steps of a real trainer, and the simple probe's slow plain twin: each step again, from the definitions.
+
+All is float64; what belongs to parameters is flat, one parameter after another, (P,).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import reference
+import torch
+from torch import Tensor
+
+from rl_training import Estimate, Probe
+from rl_training.mathematics.draws import keys_of, uniforms_of
+from rl_training.probes import SimpleEntropyProbe
+from rl_training.tasks.models import load_tiny
+
+L_MAX = 24
+
+
+class Moments(NamedTuple):
+    """Adam's, (P,) or those of several steps, (n, P)."""
+
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+    step: int
+
+
+@dataclass
+class Snapshot:
+    """All that a step starts from."""
+
+    step: int
+    sizes: dict[str, int]  # P of each parameter
+    parameters: Tensor
+    moments: Moments
+    weight_decay: list[float]  # of each parameter
+    hyperparameters: dict[str, Any]  # the others, which all share
+    max_grad_norm: float
+    rollout: Any
+    fold: Tensor
+    update: Tensor | None = None  # θ_after − θ_before
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([t.detach().double().flatten() for t in tensors])
+
+
+class Recorder(Probe):
+    """Copies the state before each step, and what the step really did."""
+
+    name = "recorder"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps: list[Snapshot] = []
+
+    def on_pre_optimizer_step(self, ctx: Any) -> None:
+        states = [ctx.optimizer.states[name] for name in ctx.parameters]
+        self.steps.append(
+            Snapshot(
+                step=ctx.step,
+                sizes={name: p.numel() for name, p in ctx.parameters.items()},
+                parameters=flat(ctx.parameters.values()),
+                moments=Moments(
+                    flat(s.exp_avg for s in states), flat(s.exp_avg_sq for s in states), int(states[0].step)
+                ),
+                weight_decay=[s.weight_decay for s in states],
+                hyperparameters={name: getattr(states[0], name) for name in ("lr", "betas", "eps")},
+                max_grad_norm=ctx.optimizer.max_grad_norm,
+                rollout=copy.deepcopy(ctx.rollout),
+                fold=ctx.fold.clone(),
+            )
+        )
+
+    def on_optimizer_step(self, ctx: Any) -> None:
+        self.steps[-1].update = flat(ctx.parameters.values()) - self.steps[-1].parameters
+
+    def measure(self, ctx: Any) -> dict[str, Estimate]:
+        return {"recorder/step": Estimate(float(ctx.step))}
+
+
+class Answers(SimpleEntropyProbe):
+    """The probe, with its answers kept."""
+
+    def __init__(self, error_decay: float = 0.0, draw: str = "norm", **options: Any) -> None:
+        super().__init__(error_decay=error_decay, draw=draw, **options)
+        self.all: list[dict[str, Estimate]] = []
+
+    def measure(self, ctx: Any) -> dict[str, Estimate]:
+        self.all.append(super().measure(ctx))
+        return self.all[-1]
+
+
+class Twin:
+    """One step: full logits, autograd a response at a time, torch's own AdamW for each δθ.
+
+    weighted  each response counts by its importance ratio since it was sampled
+    """
+
+    def __init__(
+        self,
+        step: Snapshot,
+        responses: int,
+        estimator: str,
+        temperature: float = 1.0,
+        max_length: int = L_MAX,
+        prompt_share: float = 1.0,
+        draw: str = "norm",
+        weighted: bool = False,
+    ) -> None:
+        self.step, self.max_length, rollout = step, max_length, step.rollout
+        self.model = load_tiny()[0].double()
+        self.params = dict(self.model.named_parameters())
+        assert [(name, p.numel()) for name, p in self.params.items()] == list(step.sizes.items())
+        torch.nn.utils.vector_to_parameters(step.parameters, self.params.values())
+        self.lengths = rollout.completion_mask.sum(dim=1).tolist()
+        scores = [self.score(rollout, i, temperature) for i in range(len(self.lengths))]
+        self.logps, self.entropies = ([score[which] for score in scores] for which in (0, 1))
+        self.ratios = [self.ratio(i) if weighted else 1.0 for i in range(len(scores))]
+        ragged = [[row.tolist() for row in values] for values in (self.logps, self.entropies)]
+        prompts = rollout.prompt_index.tolist()
+        self.entropy_of = [sum(row) for row in ragged[1]]
+        self.weights = {
+            target: reference.surrogate_weights(*ragged, prompts, estimator, target)
+            for target in ("sequence", "length")
+        }
+        self.folds = [(step.fold == k).nonzero().flatten().tolist() for k in range(int(step.fold.max()) + 1)]
+        self.choose(responses, prompt_share, draw)
+        self.x, self.gradients, self.d_loss = self.gradients_of_folds()
+        self.update = self.adamw(self.mean(self.gradients))[0]
+        self.without = self.means_without(self.gradients)
+        self.update_without = self.adamw(self.without)[0]
+
+    def choose(self, responses: int, prompt_share: float = 1.0, draw: str = "norm") -> None:
+        """Sets which responses X is computed from, and for how many each of them stands."""
+        prompts = self.step.rollout.prompt_index.tolist()
+        strata = prompts if prompt_share == 1.0 else self.step.fold.tolist()
+        self.multiplicity: dict[int, float] = {}  # of the responses that are drawn
+        for stratum in sorted(set(strata)):
+            members = [i for i, s in enumerate(strata) if s == stratum]
+            wanted = len(members) / prompts.count(prompts[0]) * responses * prompt_share
+            self.multiplicity |= self.draw(members, min(max(round(wanted), 1), len(members)))
+        if draw == "first":
+            first = [i for i, p in enumerate(prompts) if prompts[:i].count(p) < responses]
+            self.multiplicity = dict.fromkeys(first, prompts.count(prompts[0]) / responses)
+        self.chosen = sorted(self.multiplicity)
+
+    def draw(self, members: list[int], count: int) -> dict[int, float]:
+        """Returns for how many each drawn response stands: probabilities by the norms, and a walk along them."""
+        w_entropy, w_length = self.weights["sequence"][0], self.weights["length"][0]
+        level = dot_product(self.ratios, self.entropy_of) / dot_product(self.ratios, self.lengths)
+        norm = {}
+        for i in members:
+            w = [a - level * b for a, b in zip(w_entropy[i], w_length[i], strict=True)]
+            norm[i] = self.ratios[i] * math.sqrt(sum(a * a for a in [*w, *self.weights["sequence"][1][i]]))
+        certain: list[int] = []
+        while True:  # whose share is above 1 is drawn for certain
+            others = [i for i in members if i not in certain]
+            total = sum(norm[i] for i in others)
+            share = {
+                i: (count - len(certain)) * (0.8 * (norm[i] / total if total else 1 / len(others)) + 0.2 / len(others))
+                for i in others
+            }
+            above = [i for i in others if share[i] > 1]
+            certain += above
+            if not above:
+                break
+        probability = [1.0 if i in certain else share[i] for i in members]
+        rollout = self.step.rollout
+        key = keys_of(rollout.prompt_ids[members], rollout.prompt_mask[members]).sum(dim=0, keepdim=True)
+        point = float(uniforms_of(key, seed=0, step=self.step.step))
+        drawn, start = {}, 0.0
+        for i, length in zip(members, probability, strict=True):
+            if any(start <= point + j < start + length for j in range(count)):
+                drawn[i] = 1 / length
+            start += length
+        return drawn
+
+    def score(self, rollout: Any, i: int, temperature: float) -> tuple[Tensor, Tensor]:
+        """Log-probability and entropy of the policy's tokens in one response: unpadded, in a graph of its own."""
+        prompt = rollout.prompt_ids[i][rollout.prompt_mask[i].bool()]
+        there = rollout.token_mask[i].bool()
+        response, sampled = rollout.completion_ids[i][there], rollout.completion_mask[i][there].bool()
+        logits = self.model(input_ids=torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1]
+        table = (logits / temperature).log_softmax(dim=-1)
+        return table.gather(1, response[:, None]).squeeze(1)[sampled], -(table.exp() * table).sum(dim=1)[sampled]
+
+    def ratio(self, i: int) -> float:
+        """The importance ratio of a response, all of its tokens together."""
+        at_sampling = self.step.rollout.sampling_logps[i, : len(self.logps[i])].double()
+        return math.exp(float((self.logps[i].detach() - at_sampling).sum()))
+
+    def training_loss(self, i: int) -> Tensor:
+        """The clipped loss of one response, summed over its tokens; ratios are 1 at the first step on it."""
+        advantage, logps = float(self.step.rollout.advantages[i]), self.logps[i]
+        kept = self.step.rollout.sampling_logps
+        at_sampling = logps.detach() if kept is None else kept[i, : len(logps)].double()
+        ratio = (logps - at_sampling).exp()
+        return -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).sum()
+
+    def gradients_of_folds(self) -> tuple[Tensor, Tensor, Tensor]:
+        """The means of (X_seq, X_len) over each fold, (2, K, P), and of the loss's gradient, (K, P); it by response."""
+        x = torch.zeros(2, len(self.folds), len(self.step.parameters), dtype=torch.float64)
+        of_loss = torch.stack([self.gradient(self.training_loss(i) / self.max_length) for i in range(len(self.logps))])
+        for k, fold in enumerate(self.folds):
+            for i in fold:
+                if i in self.multiplicity:
+                    stands_for = self.multiplicity[i] * self.ratios[i] / len(fold)
+                    for target, (w, u) in enumerate(self.weights.values()):
+                        w_i, u_i = (torch.tensor(weights[i], dtype=torch.float64) for weights in (w, u))
+                        x[target, k] += stands_for * self.gradient(w_i @ self.logps[i] + u_i @ self.entropies[i])
+        return x, torch.stack([of_loss[fold].mean(dim=0) for fold in self.folds]), of_loss
+
+    def gradient(self, value: Tensor) -> Tensor:
+        return flat(torch.autograd.grad(value, list(self.params.values()), retain_graph=True))
+
+    def mean(self, of_folds: Tensor, which: Iterable[int] | None = None) -> Tensor:
+        """The mean over the sequences of some folds, by default all, from the means over each, (K, P)."""
+        kept = list(range(len(self.folds)) if which is None else which)
+        sizes = torch.tensor([len(self.folds[k]) for k in kept], dtype=torch.float64)
+        return sizes @ of_folds[kept] / sizes.sum()
+
+    def means_without(self, of_folds: Tensor) -> Tensor:
+        """For each fold, the mean over the sequences of all others, (K, P)."""
+        numbers = range(len(self.folds))
+        return torch.stack([self.mean(of_folds, [j for j in numbers if j != k]) for k in numbers])
+
+    def update_without_chosen(self) -> Tensor:
+        """For each fold k, the step in which the fold's other responses stand for its chosen ones as well."""
+        means = []
+        for k, fold in enumerate(self.folds):
+            gradients = self.gradients.clone()
+            gradients[k] = self.d_loss[[i for i in fold if i not in self.chosen]].mean(dim=0)
+            means.append(self.mean(gradients))
+        return self.adamw(torch.stack(means))[0]
+
+    def contributions(self) -> list[float]:
+        """By sequence: the entropy gradient per token of the folds of the other parity, times its part of the step."""
+        level, length = sum(self.entropy_of) / sum(self.lengths), sum(self.lengths) / len(self.lengths)
+        x_of_half = []
+        for parity in (0, 1):
+            half = range(parity, len(self.folds), 2)
+            x = [self.mean(of_target, half) for of_target in self.x]
+            x_of_half.append((x[0] - level * x[1]) / length)
+        gradient = self.mean(self.gradients)
+        factor = self.parts(self.clipped(gradient))["gradient"] / gradient  # of the optimizer and of clipping
+        total = []
+        for i, fold in enumerate(self.step.fold.tolist()):
+            step = (factor * self.d_loss[i]).nan_to_num()  # 0 / 0: an unused embedding
+            total.append(float(x_of_half[1 - fold % 2] @ step) / len(self.lengths))
+        return total
+
+    def clipped(self, gradients: Tensor, max_grad_norm: float | None = None) -> Tensor:
+        norm = gradients.norm(dim=-1, keepdim=True)
+        return gradients * ((max_grad_norm or self.step.max_grad_norm) / (norm + 1e-6)).clamp(max=1.0)
+
+    def parts(self, gradients: Tensor) -> dict[str, Tensor]:
+        """The three terms of θ ← θ − lr λ θ − lr (β1 m + (1−β1) g) / (1−β1^t) / (√v̂ + ε)."""
+        exp_avg, exp_avg_sq, step = self.step.moments
+        lr, (beta1, beta2), eps = self.step.hyperparameters.values()
+        v = (beta2 * exp_avg_sq + (1 - beta2) * gradients**2) / (1 - beta2 ** (step + 1))
+        scale = -lr / (1 - beta1 ** (step + 1)) / (v.sqrt() + eps)
+        decay = -lr * self.of_each(self.step.weight_decay) * self.step.parameters
+        gradient = scale * (1 - beta1) * gradients
+        return {"momentum": scale * beta1 * exp_avg, "gradient": gradient, "decay": decay}
+
+    def adamw(
+        self, gradients: Tensor, moments: Moments | None = None, max_grad_norm: float | None = None
+    ) -> tuple[Tensor, Moments]:
+        """The step that torch's AdamW makes of each of these gradients, (…, P), and its moments afterwards.
+
+        moments  those before, by default the recorded ones
+        """
+        moments = moments or self.step.moments
+        tables = [t.expand_as(gradients).clone() for t in (self.step.parameters, *moments[:2])]
+        tables_and_grad = (*tables, self.clipped(gradients, max_grad_norm))
+        views = (table.split(list(self.step.sizes.values()), dim=-1) for table in tables_and_grad)
+        optimizer = torch.optim.AdamW([torch.zeros(0)], **self.step.hyperparameters)
+        for weight_decay, values, exp_avg, exp_avg_sq, grad in zip(self.step.weight_decay, *views, strict=True):
+            param = torch.nn.Parameter(values)  # a view of the table, as are its moments: the step changes them there
+            param.grad = grad
+            optimizer.add_param_group({"params": [param], "weight_decay": weight_decay})
+            step = torch.tensor(float(moments.step))
+            optimizer.state[param] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
+        optimizer.step()
+        return tables[0] - self.step.parameters, Moments(tables[1], tables[2], moments.step + 1)
+
+    def of_each(self, numbers: Iterable[float]) -> Tensor:
+        """A number for each parameter, (P,)."""
+        sizes = self.step.sizes.values()
+        return torch.cat([torch.full((size,), float(x)).double() for x, size in zip(numbers, sizes, strict=True)])
+
+    def named(self, word: str) -> Tensor:
+        """1 in the parameters with this word in their names and 0 in all others, (P,)."""
+        return self.of_each(word in name for name in self.step.sizes)
+
+    def products(self, updates: Tensor) -> Tensor:
+        """X_seq·δ and X_len·δ of each fold, (2, K), for one δ, (P,), or for each fold its own, (K, P)."""
+        return torch.linalg.vecdot(self.x, updates)
+
+    def rows(self, products: Tensor) -> list[list[float]]:
+        """[entropy, length, sequences, X_seq·δ, X_len·δ] of each fold, products weighted by the fold's size."""
+        return [
+            [
+                sum(self.ratios[i] * self.entropy_of[i] for i in fold),
+                sum(self.ratios[i] * self.lengths[i] for i in fold),
+                sum(self.ratios[i] for i in fold),
+                *(len(fold) * of_fold).tolist(),
+            ]
+            for fold, of_fold in zip(self.folds, products.T, strict=True)
+        ]
+
+    def change(self, updates: Tensor, statistic: Any) -> float:
+        return statistic([sum(column) for column in zip(*self.rows(self.products(updates)), strict=True)])
+
+    def stderr(self, without: Tensor, statistic: Any, previous: Tensor | None = None) -> float:
+        """Delete-one-fold jackknife, δθ_(−k,−l) ≈ δθ_(−k) + δθ_(−l) − δθ, at the entropy per token of all folds.
+
+        without   by fold k: the step δθ_(−k) that X_k is multiplied with
+        previous  the update of the step before: then it is that of ½(forward + backward)
+        """
+        values, level = [], dot_product(self.ratios, self.entropy_of) / dot_product(self.ratios, self.lengths)
+        base = self.products(without) - self.products(self.update)
+        for out, update in enumerate(self.update_without):
+            products = base + self.products(update)
+            if previous is not None:
+                products = 0.5 * (products + self.products(previous))
+            kept = [row for k, row in enumerate(self.rows(products)) if k != out]
+            values.append(statistic([sum(column) for column in zip(*kept, strict=True)], level))
+        mean = sum(values) / len(values)
+        return math.sqrt((len(values) - 1) / len(values) * sum((v - mean) ** 2 for v in values))
+
+
+def dot_product(a: list[float], b: list[float]) -> float:
+    return sum(x * y for x, y in zip(a, b, strict=True))
+
+
+def per_token(sums: list[float], level: float | None = None) -> float:
+    entropy, length, _, d_entropy, d_length = sums
+    return (d_entropy - (entropy / length if level is None else level) * d_length) / length
+
+
+def per_sequence(sums: list[float], level: float | None = None) -> float:
+    return sums[3] / sums[2]
