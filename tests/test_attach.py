@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import math
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from peft import LoraConfig
+from trainers import LORA, Ending, bare_ending, differing, ending, trainer_maker
 from transformers import PrinterCallback
 from trl import GRPOTrainer
 
@@ -53,38 +55,60 @@ class Witness(Probe):
         return {f"{self.name}/one": Estimate(1.0)}
 
 
-def parameters_after(trainer: GRPOTrainer) -> dict[str, torch.Tensor]:
-    trainer.train()
-    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+class Checker(Witness):
+    """Compares the mean of the folds' gradients with the step's."""
+
+    needs = Need.FOLD_GRADIENTS
+
+    def on_pre_optimizer_step(self, ctx: Any) -> None:
+        for name, grad in ctx.gradients.items():
+            mean = ctx.fold_gradients.view(name).mean(dim=0)
+            torch.testing.assert_close(mean, grad, rtol=1e-4, atol=1e-7)
+        self.contexts.append(ctx)
+
+    def on_optimizer_step(self, ctx: Any) -> None: ...
 
 
-def assert_same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
-    assert a.keys() == b.keys()
-    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+class Measured(NamedTuple):
+    witness: Witness
+    checker: Checker
+    logs: Path
+    ending: Ending
 
 
-def test_moments_come_in_order_and_once(make_trainer) -> None:
-    witness = Witness()
-    make_trainer(probes=[witness]).train()
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
+    """A training of two steps with probes and records."""
+    folder = tmp_path_factory.mktemp("measured")
+    witness, checker = Witness(), Checker("checker")
+    probes = [witness, checker, SimpleEntropyProbe(responses_per_prompt=2)]
+    trainer = trainer_maker(folder)(probes=probes, records=Records(folder / "logs"))
+    return Measured(witness, checker, folder / "logs", ending(trainer))
+
+
+def test_moments_come_in_order_and_once(measured) -> None:
     microbatches = [(moment, k) for k in range(4) for moment in ("forward", "backward")]
     one_step = ["rollout", *microbatches]
-    assert witness.heard == [
+    assert measured.witness.heard == [
         *one_step, ("pre", 1), ("post", True), "measure",
         *one_step, ("pre", 2), ("post", True), "measure",
     ]  # fmt: skip
 
 
-def test_every_third_step_means_steps_1_4_7(make_trainer) -> None:
-    witness = Witness(every=3)
-    make_trainer(probes=[witness], max_steps=7).train()
-    assert [what[1] for what in witness.heard if what[0] == "pre"] == [1, 4, 7]
+def test_every_second_step_means_steps_1_3_5(make_trainer) -> None:
+    witness = Witness(every=2)
+    make_trainer(probes=[witness], max_steps=5, gradient_accumulation_steps=1).train()
+    assert [what[1] for what in witness.heard if what[0] == "pre"] == [1, 3, 5]
 
 
-@pytest.mark.parametrize("settings", [{}, {"num_iterations": 2}, {"activation_checkpointing": True}])
-def test_training_with_probes_is_bitwise_the_training_without(make_trainer, settings) -> None:
-    plain = parameters_after(make_trainer(probes=[], **settings))
-    probed = parameters_after(make_trainer(probes=[SimpleEntropyProbe(responses_per_prompt=2), Witness()], **settings))
-    assert_same(plain, probed)
+def test_training_with_probes_is_bitwise_the_training_without(measured) -> None:
+    assert differing(measured.ending, bare_ending()) == []
+
+
+@pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"activation_checkpointing": True}])
+def test_so_it_is_when_responses_are_used_twice_and_when_forward_passes_are_run_again(make_trainer, settings) -> None:
+    probed = make_trainer(probes=[SimpleEntropyProbe(responses_per_prompt=2), Witness()], **settings)
+    assert differing(ending(probed), bare_ending(**settings)) == []
 
 
 def test_training_with_everything_that_probes_can_do_is_bitwise_the_training_without(make_trainer) -> None:
@@ -98,24 +122,20 @@ def test_training_with_everything_that_probes_can_do_is_bitwise_the_training_wit
         validate_sequences=16,
     )
     probes = [simple, GradientNoiseScaleProbe(split_prompts=1), EffectiveSampleSizeProbe()]
-    assert_same(parameters_after(make_trainer()), parameters_after(make_trainer(probes=probes)))
+    assert differing(ending(make_trainer(probes=probes)), bare_ending()) == []
 
 
 def test_lora_training_with_probes_is_bitwise_the_training_without(make_trainer) -> None:
-    lora = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
-    plain = parameters_after(make_trainer(probes=[], peft_config=LoraConfig(**lora)))
-    probed = parameters_after(make_trainer(probes=[SimpleEntropyProbe()], peft_config=LoraConfig(**lora)))
-    assert_same(plain, probed)
+    probed = make_trainer(probes=[SimpleEntropyProbe()], peft_config=LoraConfig(**LORA))
+    assert differing(ending(probed), bare_ending(lora=True)) == []
 
 
 @pytest.mark.parametrize("steps_per_generation", [4, 8])
 def test_a_plain_grpo_trainer_is_bitwise_unchanged_and_logs_the_probe(make_trainer, steps_per_generation) -> None:
     settings = {"steps_per_generation": steps_per_generation, "max_steps": 3}
-    plain = parameters_after(make_trainer(GRPOTrainer, **settings))
     trainer = make_trainer(GRPOTrainer, **settings)
     with attach(trainer, [SimpleEntropyProbe()]):
-        probed = parameters_after(trainer)
-    assert_same(plain, probed)
+        assert differing(ending(trainer), bare_ending(GRPOTrainer, **settings)) == []
     logged = {key for row in trainer.state.log_history for key in row}
     assert {"probe_cost/simple_seconds", "probe_cost/fraction_of_step"} <= logged
     if steps_per_generation == 4:  # one rollout per step: on-policy, all responses of a prompt in the step
@@ -304,28 +324,13 @@ def test_gradients_are_kept_only_for_a_probe_that_needs_them(make_trainer) -> No
     assert greedy.contexts[0].fold_gradients.num_rows == 4
 
 
-def test_the_mean_of_the_fold_gradients_is_the_gradient_of_the_step(make_trainer) -> None:
-    class Checker(Witness):
-        needs = Need.FOLD_GRADIENTS
-
-        def on_pre_optimizer_step(self, ctx: Any) -> None:
-            for name, grad in ctx.gradients.items():
-                mean = ctx.fold_gradients.view(name).mean(dim=0)
-                torch.testing.assert_close(mean, grad, rtol=1e-4, atol=1e-7)
-            self.contexts.append(ctx)
-
-        def on_optimizer_step(self, ctx: Any) -> None: ...
-
-    checker = Checker()
-    make_trainer(probes=[checker, SimpleEntropyProbe()]).train()
-    assert len(checker.contexts) == 2
+def test_the_mean_of_the_fold_gradients_is_the_gradient_of_the_step(measured) -> None:
+    assert len(measured.checker.contexts) == 2  # it has compared them
 
 
-def test_records_hold_one_line_a_step_and_every_estimate(make_trainer, tmp_path) -> None:
-    records = Records(tmp_path / "logs")
-    make_trainer(probes=[SimpleEntropyProbe()], records=records).train()
-    assert [row["step"] for row in read_metrics(tmp_path / "logs")] == [1, 2]
-    estimates = read_estimates(tmp_path / "logs")
+def test_records_hold_one_line_a_step_and_every_estimate(measured) -> None:
+    assert [row["step"] for row in read_metrics(measured.logs)] == [1, 2]
+    estimates = read_estimates(measured.logs)
     assert {(row["step"], row["name"]) for row in estimates} >= {(1, "delta_h/forward"), (2, "delta_h/trapezoid")}
     first_backward = next(row for row in estimates if row["name"] == "delta_h/backward")
     assert math.isnan(first_backward["value"])
@@ -345,7 +350,7 @@ def test_a_trainable_parameter_that_the_loss_does_not_reach_is_left_alone_and_me
         trainer.attachment.remove()
         attached = [SimpleEntropyProbe(), GradientNoiseScaleProbe()] if probes is None else probes
         with attach(trainer, [*attached, witness] if attached else [], whole_prompts=True) as attachment:
-            parameters.append(parameters_after(trainer))
+            parameters.append(ending(trainer).weights)
             latest.append(dict(attachment.latest))
         if trained and attached:
             step = witness.contexts[-1]
