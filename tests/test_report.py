@@ -18,7 +18,7 @@ from rl_training.records.compare.command import main
 from rl_training.records.evaluated import consolidate, write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report import print_summary, write_report
-from rl_training.records.report.figures import draw_figures
+from rl_training.records.report.figures import _noise_scale, _reward, draw_figures
 from rl_training.records.report.opening import opening
 from rl_training.records.report.series import curve, gaps, naive_of, read_run, why_it_ends
 from rl_training.records.report.summary import MISSING, summarize
@@ -131,8 +131,9 @@ def test_what_the_noise_scale_says_of_the_batch_follows_its_interval(
 
 @pytest.mark.parametrize("high", [400.0, math.inf])
 def test_a_noise_scale_is_drawn_also_where_its_interval_has_no_end(tmp_path: Path, high: float) -> None:
-    pictures = draw_figures(read_run(record_noise_scale(tmp_path, 100.0, high)))
-    assert any(picture.file == "noise_scale.png" for picture in pictures)
+    drawn = _noise_scale(read_run(record_noise_scale(tmp_path, 100.0, high)))
+    assert drawn.file == "noise_scale.png"
+    assert drawn.png.startswith(b"\x89PNG")
 
 
 def record_noise_scale(folder: Path, low: float, high: float) -> Path:
@@ -154,18 +155,25 @@ def test_reasons_are_listed_once_with_their_first_step(tmp_path: Path) -> None:
     assert hole.names == ["delta_h/backward", "delta_h/cumulative_predicted"]
 
 
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run of twelve steps."""
+    folder = tmp_path_factory.mktemp("reported")
+    (folder / "config.yaml").write_text("trainer:\n  learning_rate: 0.0003\n")
+    return write_report(record_run(folder, range(1, 13)))
+
+
 def test_report_of_a_run_holds_page_and_pictures_and_the_numbers_of_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    page: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
-    (tmp_path / "config.yaml").write_text("trainer:\n  learning_rate: 0.0003\n")
-    page = write_report(record_run(tmp_path, range(1, 13)))
-    assert page == tmp_path / "report" / "report.html"
+    folder = page.parents[1]
+    assert page == folder / "report" / "report.html"
     for name in PICTURES:
         assert (page.parent / name).read_bytes().startswith(b"\x89PNG")
-    print_summary(tmp_path)
+    print_summary(folder)
     printed, html = capsys.readouterr().out, page.read_text(encoding="utf-8")
-    for value, _ in summary(tmp_path).values():
+    for value, _ in summary(folder).values():
         assert value in printed
         assert value in html
     assert "learning_rate: 0.0003" in html
@@ -188,8 +196,8 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_page_fetches_nothing(tmp_path: Path) -> None:
-    html = write_report(record_run(tmp_path, range(1, 4))).read_text(encoding="utf-8")
+def test_page_fetches_nothing(page: Path) -> None:
+    html = page.read_text(encoding="utf-8")
     assert not any(word in html for word in ("http://", "https://", "url(", "@import"))
     tags = Page(html).tags
     assert not {"script", "link", "iframe", "object", "base"} & {tag for tag, _ in tags}
@@ -280,9 +288,9 @@ def test_a_line_that_a_kill_left_unfinished_is_no_step(tmp_path: Path) -> None:
     assert summary(tmp_path)["steps"][0] == "2"
 
 
-def test_same_records_give_the_same_page_to_the_byte(tmp_path: Path) -> None:
-    record_run(tmp_path, [1, 2])
-    assert write_report(tmp_path).read_bytes() == write_report(tmp_path).read_bytes()
+def test_same_records_give_the_same_page_to_the_byte(page: Path) -> None:
+    before = page.read_bytes()
+    assert write_report(page.parents[1]).read_bytes() == before
 
 
 @pytest.mark.parametrize("content", [None, "", '{"step": 1, "rew'], ids=["no file", "empty", "unfinished line"])
@@ -322,7 +330,7 @@ def test_command_line_writes_the_report_and_prints_the_table(
 def test_the_held_out_reward_is_in_summary_and_picture_whichever_way_it_was_evaluated(tmp_path: Path) -> None:
     """While training at steps 2 and 4, and of the checkpoint of step 4, with an error of 15 degrees of freedom."""
     folder = record_run(tmp_path, range(1, 5))
-    without = draw_figures(read_run(folder))[0]
+    without = _reward(read_run(folder))
     for step in (2, 4):
         Records(folder / "logs").write_evaluation(step, {"eval_loss": 0.1, "eval_reward": 0.2 * step})
     found = {"reward": Estimate(0.75, 0.0625, 16), "pass_at_1": Estimate(0.75, 0.0625, 16)}
@@ -333,7 +341,7 @@ def test_the_held_out_reward_is_in_summary_and_picture_whichever_way_it_was_eval
         ("0.4 → 0.8", "evaluation in training, steps 2 and 4"),
         ("0.75 ± 0.13", "evaluation new, step 4; ± 95 % over prompts"),
     ]
-    drawn = draw_figures(read_run(folder))[0]
+    drawn = _reward(read_run(folder))
     assert "Held out: prompts that training never sees." in drawn.caption
     assert "Held out" not in without.caption
     assert drawn.png != without.png
@@ -343,9 +351,11 @@ def test_pictures_say_why_an_error_bar_or_a_band_is_missing(tmp_path: Path) -> N
     records = Records(record_run(tmp_path, [1, 2]) / "logs")
     records.write_estimates(3, 1, "simple", {"delta_h/forward": Estimate(-0.5, reason="two folds only")})
     records.write_estimates(3, 1, "ess", {"ess/advantage": Estimate(9.0, reason="it is this batch's own")})
+    records.write_estimates(3, 1, "gns", {"gns/noise_scale_prompts": Estimate.missing("8 steps are needed")})
     missing = {picture.file: picture.missing for picture in draw_figures(read_run(tmp_path))}
     assert "error bars of forward, steps 3–3 – two folds only" in missing["delta_h.png"]
     assert "error bars of weights |A|, steps 3–3 – it is this batch's own" in missing["ess.png"]
+    assert any("8 steps are needed" in line for line in missing["noise_scale.png"])
 
 
 def test_evaluations_of_checkpoints_are_in_the_report_with_their_errors(tmp_path: Path) -> None:
@@ -360,8 +370,8 @@ def test_evaluations_of_checkpoints_are_in_the_report_with_their_errors(tmp_path
     row = page[page.index("<code>reward</code>") :]
     assert "<td>0.25 ± 0.062</td><td>0.75 ± 0.062</td>" in row[:200]
     assert "<code>kl/token</code></td><td>–</td><td>–</td>" in page
-    titles = [picture.title for picture in draw_figures(read_run(folder))]
-    assert titles[-2:] == ["Evaluation <b>held out: what is solved", "Evaluation <b>held out: entropy and distance"]
+    first, second = (page.index(f"Evaluation &lt;b&gt;held out: {what}") for what in ("what is solved", "entropy and"))
+    assert first < second
 
 
 def test_the_report_opens_with_level_rate_and_trust_in_plain_words(tmp_path: Path) -> None:
