@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOTrainer
 
@@ -39,6 +39,7 @@ from rl_training.live.rollouts import Rollouts
 from rl_training.live.sampled_policy import why_no_fresh_responses, why_padding_matters, why_sampled_otherwise
 from rl_training.live.sequences_of_step import sequences_of_step
 from rl_training.live.sharding import Replicated, Sharding
+from rl_training.live.tap import GradientTap
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.probes.base import Need, Probe
@@ -83,10 +84,10 @@ class Attachment(TrainerCallback):
         self._answers = Answers(trainer, self._records)
         self._num_folds = common_num_folds(self.probes)
         plan_folds(trainer, self._num_folds, trainer.args.gradient_accumulation_steps)  # raises if it cannot
-        self._sharding: Sharding = Replicated(trainer)  # until training has laid it out
-        self._parameters = self._sharding.trained()
+        self._sharding: Sharding = Replicated(trainer)  # these three until training has laid out what it trains
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._tap: GradientTap | None = None
         self._policy = TrainerPolicy(trainer)
-        self._tap = tap_for(self.probes, self._parameters)
         self._step: Step | None = None  # while it lasts
         self._sampled_otherwise = why_sampled_otherwise(trainer)
         self._no_fresh_responses = why_no_fresh_responses(trainer)
