@@ -21,7 +21,7 @@ import warm
 from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
-from trainers import LORA, bare_ending, differing, ending, trainer_maker
+from trainers import FEW, LORA, bare_ending, differing, ending, trainer_maker
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
@@ -38,6 +38,7 @@ from rl_training.step.updates import WHOLE
 from rl_training.tasks.models import load_tiny
 
 L_MAX = 24
+ONE_BATCH = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}  # the truth's sequences 32 at a time
 METRICS = {
     "delta_h/true", "delta_h/true_sequence", "delta_h/true_snis", "delta_h/true_floor", "delta_h/true_resampled",
     "delta_h/ess", "delta_h/weight_max", "delta_h/weight_min",
@@ -185,8 +186,8 @@ def test_training_is_bitwise_the_same_with_the_ground_truth(make_trainer, settin
     probe, simple = TruthProbe(num_sequences=12), SimpleEntropyProbe(validate_every=1, validate_sequences=12)
     options = {name: value for name, value in settings.items() if name != "lora"}
     peft_config = LoraConfig(**LORA) if "lora" in settings else None
-    probed = ending(make_trainer(probes=[probe, simple], peft_config=peft_config, **options))
-    assert differing(probed, bare_ending(**settings)) == []
+    probed = ending(make_trainer(probes=[probe, simple], peft_config=peft_config, **options, **FEW))
+    assert differing(probed, bare_ending(**settings, **FEW)) == []
     assert simple.measure(None)["delta_h/evaluation"].value != 0
     assert [answers.keys() for answers in probe.answers] == [METRICS, METRICS]
     if settings.get("learning_rate"):
@@ -219,8 +220,8 @@ def train_twice(rank: int, out: Path) -> None:
         return ctx.policy.sample(13, ctx.step).prompt_index.tolist()
 
     truth, shares, validated = TruthProbe(num_sequences=13), AtEveryStep(share), Validated(13)
-    plain = ending(make())
-    trainer = make(probes=[truth, shares, validated])
+    plain = ending(make(**FEW))
+    trainer = make(probes=[truth, shares, validated], **FEW)
     said = {
         "world_size": trainer.accelerator.num_processes,
         "differing": differing(plain, ending(trainer)),
@@ -236,22 +237,21 @@ def train_twice(rank: int, out: Path) -> None:
 # --- the measured change is right -------------------------------------------------------------------------------------
 
 
-def plain_sequences(model: PreTrainedModel, trainer: GRPOTrainer, seeds: range) -> Tensor:
-    """Returns (256 a seed, 2): H and T of fresh responses to random prompts, by transformers' generate and logits."""
+def plain_sequences(model: PreTrainedModel, trainer: GRPOTrainer, seed: int) -> Tensor:
+    """Returns (768, 2): H and T of fresh responses to random prompts, by transformers' generate and logits."""
     tokenizer, rows = trainer.processing_class, []
-    for seed in seeds:
-        prompts = random.Random(seed).choices(trainer.train_dataset["prompt"], k=256)
-        batch = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
-        with torch.no_grad(), torch.random.fork_rng():
-            torch.manual_seed(seed)
-            ids = model.eval().generate(**batch, do_sample=True, top_k=0, max_new_tokens=24, use_cache=True)
-            width = batch["input_ids"].shape[1]
-            mask = torch.cat([batch["attention_mask"], torch.ones_like(ids[:, width:])], dim=1)
-            logps = model(ids, attention_mask=mask).logits[:, width - 1 : -1].log_softmax(dim=-1)
-        entropies = -(logps.exp() * logps).sum(dim=-1)
-        for tokens, h in zip(ids[:, width:].tolist(), entropies.tolist(), strict=True):
-            length = tokens.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in tokens else len(tokens)
-            rows.append([sum(h[:length]), length])
+    prompts = random.Random(seed).choices(trainer.train_dataset["prompt"], k=768)
+    batch = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        ids = model.eval().generate(**batch, do_sample=True, top_k=0, max_new_tokens=24, use_cache=True)
+        width = batch["input_ids"].shape[1]
+        mask = torch.cat([batch["attention_mask"], torch.ones_like(ids[:, width:])], dim=1)
+        logps = model(ids, attention_mask=mask).logits[:, width - 1 : -1].log_softmax(dim=-1)
+    entropies = -(logps.exp() * logps).sum(dim=-1)
+    for tokens, h in zip(ids[:, width:].tolist(), entropies.tolist(), strict=True):
+        length = tokens.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in tokens else len(tokens)
+        rows.append([sum(h[:length]), length])
     return torch.tensor(rows, dtype=torch.float64)
 
 
@@ -272,14 +272,14 @@ def plain_change_and_errors(before: Tensor, after: Tensor) -> dict[str, tuple[fl
 @pytest.mark.parametrize(("learning_rate", "resampled"), [(1.5e-3, 0), (4e-3, 1)])
 def test_the_measured_change_is_what_many_fresh_samples_say(make_trainer, learning_rate, resampled) -> None:
     probe = TruthProbe(num_sequences=320)
-    trainer = make_trainer(probes=[probe], learning_rate=learning_rate, max_steps=1)
+    trainer = make_trainer(probes=[probe], learning_rate=learning_rate, max_steps=1, **ONE_BATCH)
     start = copy.deepcopy(trainer.model.state_dict())
     trainer.train()
     twin = type(trainer.model)(trainer.model.config)
     twin.load_state_dict(start)
-    before = plain_sequences(twin, trainer, range(3))
+    before = plain_sequences(twin, trainer, seed=0)
     twin.load_state_dict(trainer.model.state_dict())
-    after = plain_sequences(twin, trainer, range(3, 6))
+    after = plain_sequences(twin, trainer, seed=1)
     answers = probe.answers[0]
     assert answers["delta_h/true_resampled"].value == resampled
     plain = plain_change_and_errors(before, after)
@@ -297,7 +297,7 @@ def test_truth_and_prediction_on_one_buffer_are_those_of_their_definitions_and_l
     model, _ = load_tiny()
     for layer in model.model.layers:
         layer.self_attn.attention_dropout = 0.1
-    make_trainer(model=model, probes=[probe], max_steps=1).train()
+    make_trainer(model=model, probes=[probe], max_steps=1, **ONE_BATCH).train()
     for kept in probe.kept:
         assert_as_defined(kept["answers"], [kept["sequences"][i] for i in range(65)], size=2)
         value, stderr, _ = kept["answers"]["delta_h/evaluation_error"]
@@ -306,8 +306,8 @@ def test_truth_and_prediction_on_one_buffer_are_those_of_their_definitions_and_l
 
 
 def test_a_truth_drawn_afresh_is_compared_pair_by_pair(make_trainer) -> None:
-    probe = Validated(64)
-    make_trainer(probes=[probe], learning_rate=1e-2, max_steps=1).train()
+    probe = Validated(24)
+    make_trainer(probes=[probe], learning_rate=1e-2, max_steps=1, **ONE_BATCH).train()
     answers = probe.kept[0]["answers"]
     assert answers["delta_h/true_resampled"][0] == 1
     for suffix in ("", "_sequence"):
@@ -318,7 +318,7 @@ def test_a_truth_drawn_afresh_is_compared_pair_by_pair(make_trainer) -> None:
 
 def test_a_step_without_a_formula_has_a_truth_and_no_prediction_and_says_why(make_trainer) -> None:
     probe = Validated(12)
-    make_trainer(probes=[probe], optim="adafactor", max_steps=1).train()
+    make_trainer(probes=[probe], optim="adafactor", max_steps=1, **FEW).train()
     answers = probe.kept[0]["answers"]
     assert math.isfinite(answers["delta_h/true"][0])
     for name in ("evaluation", "evaluation_sequence", "evaluation_error", "evaluation_error_sequence"):
@@ -329,7 +329,7 @@ def test_a_step_without_a_formula_has_a_truth_and_no_prediction_and_says_why(mak
 
 def test_fewer_than_eight_blocks_give_a_prediction_without_an_error(make_trainer) -> None:
     probe = Validated(6)
-    make_trainer(probes=[probe], max_steps=1).train()
+    make_trainer(probes=[probe], max_steps=1, **FEW).train()
     value, stderr, reason = probe.kept[0]["answers"]["delta_h/evaluation"]
     assert math.isfinite(value)
     assert math.isnan(stderr)
@@ -348,7 +348,7 @@ def test_ess_and_weights_are_those_of_the_two_scorings(make_trainer) -> None:
             return super().measure(ctx)
 
     probe = Keeps(num_sequences=16)
-    make_trainer(probes=[probe], max_steps=1).train()
+    make_trainer(probes=[probe], max_steps=1, **FEW).train()
     weights = []
     for old, new, mask in zip(
         *(x.tolist() for x in (probe.before.logps, probe.after.logps)), probe.before.mask.tolist(), strict=True
@@ -365,7 +365,7 @@ def test_floor_is_rounding_and_higher_in_bf16(make_trainer) -> None:
     floors = {}
     for dtype in (torch.float32, torch.bfloat16):
         probe = TruthProbe(num_sequences=40)
-        make_trainer(probes=[probe], dtype=dtype).train()
+        make_trainer(probes=[probe], dtype=dtype, max_steps=1).train()
         floors[dtype] = max(abs(answers["delta_h/true_floor"].value) for answers in probe.answers)
     assert floors[torch.float32] < 1e-7
     assert floors[torch.bfloat16] > max(1e-7, 10 * floors[torch.float32])
@@ -382,7 +382,7 @@ def test_floor_scores_the_same_sequences_in_smaller_batches_also_where_one_batch
             super().on_pre_optimizer_step(dataclasses.replace(ctx, policy=ScoredBy(ctx.policy, listening)))
 
     probe = Listens(num_sequences=8)
-    make_trainer(probes=[probe], max_steps=1).train()
+    make_trainer(probes=[probe], max_completion_length=8, max_steps=1).train()
     whole, *parts = probe.scored
     assert whole == [*range(8)]
     assert [len(part) for part in parts] == [4, 4]
@@ -391,7 +391,7 @@ def test_floor_scores_the_same_sequences_in_smaller_batches_also_where_one_batch
 
 def test_every_third_step_is_measured_and_no_other(make_trainer) -> None:
     probe = TruthProbe(num_sequences=8, every=3)
-    make_trainer(probes=[probe], max_steps=4).train()
+    make_trainer(probes=[probe], max_steps=4, **FEW).train()
     assert [bool(answers) for answers in probe.answers] == [True, False, False, True]
 
 
@@ -407,7 +407,7 @@ def test_every_measured_step_draws_prompts_of_its_own(make_trainer) -> None:
 
     probe = Listens(num_sequences=8)
     probe.prompts = []
-    make_trainer(probes=[probe]).train()
+    make_trainer(probes=[probe], **FEW).train()
     first, second = map(set, probe.prompts)
     assert len(first - second) > 4
 
@@ -422,7 +422,7 @@ def test_a_score_that_is_not_finite_is_nan_with_its_reason(make_trainer) -> None
             return super().measure(dataclasses.replace(ctx, policy=ScoredBy(ctx.policy, broken)))
 
     probe = Broken(num_sequences=8)
-    make_trainer(probes=[probe], max_steps=1).train()
+    make_trainer(probes=[probe], max_steps=1, **FEW).train()
     for name in ("delta_h/true", "delta_h/true_sequence", "delta_h/ess", "delta_h/weight_max"):
         assert math.isnan(probe.answers[0][name].value)
         assert "not a finite number" in probe.answers[0][name].reason
@@ -538,7 +538,7 @@ def test_under_bf16_autocast_scores_are_still_those_of_fp32(make_trainer) -> Non
     given = {}
     for bf16 in (False, True):
         probe = AtEveryStep(logps)
-        make_trainer(probes=[probe], bf16=bf16, max_steps=1).train()
+        make_trainer(probes=[probe], bf16=bf16, max_steps=1, **FEW).train()
         given[bf16] = probe.given[0]
     (exact, fp32, _), (mixed, scored, _) = given[False], given[True]
     assert torch.equal(exact.completion_ids, mixed.completion_ids)
