@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from trainers import FEW, trainer_maker
 
 from rl_training import Estimate
 from rl_training.mathematics.advantage_covariance import covariance_terms, minus_covariance
@@ -59,10 +60,11 @@ def test_it_is_the_entropys_derivative_along_the_natural_gradient_of_a_softmax()
     assert float(found[0]) < 0  # the likely action is rewarded
 
 
-@pytest.fixture
-def answers(make_trainer: Callable[..., Any]) -> Answers:
+@pytest.fixture(scope="module")
+def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
     probe = Answers()
-    make_trainer(probes=[probe], per_device_train_batch_size=4, gradient_accumulation_steps=8).train()
+    settings = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 8}
+    trainer_maker(tmp_path_factory.mktemp("trained"))(probes=[probe], **settings).train()
     return probe
 
 
@@ -86,7 +88,7 @@ def test_its_error_is_that_of_leaving_out_each_fold(answers: Answers) -> None:
 
 def test_few_folds_have_a_value_and_no_error(make_trainer: Callable[..., Any]) -> None:
     probe = Answers()
-    make_trainer(probes=[probe], max_steps=1).train()  # 4 microbatches
+    make_trainer(probes=[probe], max_steps=1, **FEW).train()
     assert {found.reason.partition(":")[0] for found in probe.all[0].values()} == {
         "fewer than 8 folds of whole prompts"
     }

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from trainers import bare_ending, differing, ending
+from trainers import FEW, bare_ending, differing, ending
 
 from rl_training import Estimate, Probe
 from rl_training.mathematics.vectors import FlatVectors
@@ -17,14 +17,21 @@ from rl_training.probes import SimpleEntropyProbe
 from rl_training.probes.base import Need
 from rl_training.step.responses import contributions
 
+FOUR_FOLDS = {**FEW, "gradient_accumulation_steps": 4}
+
 
 class Differences(Probe):
-    """Contributions along two random directions, and the same from a backward per response and the step's formula."""
+    """Contributions along two random directions, and the same from a backward per response and the step's formula.
+
+    Of the second step, whose optimizer is warm.
+    """
 
     name = "differences"
     needs = Need.FOLD_GRADIENTS
 
     def on_pre_optimizer_step(self, ctx: Any) -> None:
+        if ctx.step != 2:
+            return
         layout = FlatVectors(ctx.parameters, 0)
         generator = torch.Generator().manual_seed(0)
         directions = torch.randn(2, layout.matrix.shape[1], generator=generator, dtype=layout.matrix.dtype)
@@ -61,7 +68,7 @@ class Differences(Probe):
 
 def test_contributions_equal_the_products_of_each_responses_own_gradient(make_trainer) -> None:
     probe = Differences()
-    make_trainer(probes=[probe], dtype=torch.float64, adam_epsilon=1e-4, max_grad_norm=0.05).train()
+    make_trainer(probes=[probe], dtype=torch.float64, adam_epsilon=1e-4, max_grad_norm=0.05, **FOUR_FOLDS).train()
     expected = torch.tensor(probe.by_backward, dtype=torch.float64)
     assert float(expected.abs().max()) > 0
     torch.testing.assert_close(probe.by_difference, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
@@ -76,7 +83,8 @@ def test_named_responses_come_with_their_texts_lowest_first_and_change_nothing(m
             answers.append(super().measure(ctx))
             return answers[-1]
 
-    assert differing(ending(make_trainer(probes=[Keeping(top_responses=3)])), bare_ending()) == []
+    short = {"max_completion_length": 8}
+    assert differing(ending(make_trainer(probes=[Keeping(top_responses=3)], **short)), bare_ending(**short)) == []
     for answer in answers:
         named = [answer[f"delta_h/response/{rank}"] for rank in (1, 2, 3)]
         assert named[0].value <= named[1].value <= named[2].value < 0
@@ -86,8 +94,7 @@ def test_named_responses_come_with_their_texts_lowest_first_and_change_nothing(m
             assert estimate.detail["advantage"] != 0
 
 
-@pytest.mark.parametrize("settings", [{"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}])
-def test_one_fold_names_no_response_and_says_why(make_trainer, settings) -> None:
+def test_one_fold_names_no_response_and_says_why(make_trainer) -> None:
     answers: list[dict[str, Estimate]] = []
 
     class Keeping(SimpleEntropyProbe):
@@ -95,14 +102,14 @@ def test_one_fold_names_no_response_and_says_why(make_trainer, settings) -> None
             answers.append(super().measure(ctx))
             return answers[-1]
 
-    make_trainer(probes=[Keeping(top_responses=1)], max_steps=1, **settings).train()
+    make_trainer(probes=[Keeping(top_responses=1)], max_steps=1, **{**FEW, "gradient_accumulation_steps": 1}).train()
     assert "larger num_folds" in answers[0]["delta_h/response/1"].reason
 
 
 def test_in_bf16_no_response_is_named_at_adams_first_step(make_trainer) -> None:
     probe, answers = SimpleEntropyProbe(top_responses=1, own_prompts=True), []
     probe.measure = lambda ctx: answers.append(SimpleEntropyProbe.measure(probe, ctx)) or answers[-1]  # type: ignore
-    make_trainer(probes=[probe], max_steps=2, bf16=True).train()
+    make_trainer(probes=[probe], bf16=True, **FEW).train()
     first, second = answers
     assert math.isnan(first["delta_h/response/1"].value)
     assert "rounding to bf16" in first["delta_h/response/1"].reason
@@ -114,6 +121,6 @@ def test_in_bf16_no_response_is_named_at_adams_first_step(make_trainer) -> None:
 def test_contributions_of_an_adapter_are_those_of_single_gradients(make_trainer, settings: dict[str, Any]) -> None:
     probe = Differences()
     lora = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM")
-    make_trainer(probes=[probe], peft_config=lora, max_steps=2, **settings).train()
+    make_trainer(probes=[probe], peft_config=lora, **settings, **FOUR_FOLDS).train()
     both = torch.stack([probe.by_difference.cpu(), torch.tensor(probe.by_backward, dtype=torch.float64)])
     assert float(torch.corrcoef(both)[0, 1]) > 0.99
