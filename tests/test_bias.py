@@ -142,12 +142,13 @@ def test_at_adams_first_step_leave_fold_out_has_the_mean_of_independent_batches_
         probes=[SimpleEntropyProbe(responses_per_prompt=4)],
         per_device_train_batch_size=4,
         gradient_accumulation_steps=2,  # two prompts in two folds: the fewer, the larger the naive product's bias
-        max_steps=100,
-        steps_per_generation=80,  # 40 steps' prompts are answered at once: by the policy that every step starts from
+        max_completion_length=8,  # where the naive product's bias is largest beside the noise
+        max_steps=40,
+        steps_per_generation=80,  # all prompts are answered at once: by the policy that every step starts from
     )
     trainer.add_callback(TakeEveryStepBack())
     trainer.train()
-    logs = trainer.state.log_history[1:100]  # the first batch has none before it
+    logs = trainer.state.log_history[1:40]  # the first batch has none before it
     forward, reuse, independent = (
         torch.tensor([row[f"delta_h/{name}"] for row in logs]) for name in ("forward", "reuse", "backward")
     )  # backward: a batch's X, the step of the batch before it, and all at the same state
@@ -158,4 +159,4 @@ def test_at_adams_first_step_leave_fold_out_has_the_mean_of_independent_batches_
         return float(difference.mean() / difference.std() * math.sqrt(len(difference)))
 
     assert abs(distance(forward, independent)) < 4
-    assert distance(reuse, forward) < -1.6  # about −3: 8 of 100 samples would miss it
+    assert distance(reuse, forward) > 1.6  # about 4: 3.2, 4.7 and 5.1 with three seeds
