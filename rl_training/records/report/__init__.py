@@ -9,6 +9,7 @@ Nothing here is computed that the records do not hold: what is missing is shown 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from rich.console import Console
@@ -16,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_training.records.report.figures import draw_figures
-from rl_training.records.report.looks import looks_of
+from rl_training.records.report.looks import LooksSection, looks_of
 from rl_training.records.report.page import render_page
 from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
@@ -26,15 +27,17 @@ REPORT_FOLDER = "report"
 PAGE_FILE = "report.html"
 
 
-def write_report(run_dir: str | Path) -> Path:
+def write_report(run_dir: str | Path, looks: Mapping[Path, LooksSection] | None = None) -> Path:
     """Returns the path of the HTML page it wrote; the pictures lie beside it.
+
+    looks  by folder, what is shown of looks at checkpoints that were drawn already
 
     Raises FileNotFoundError or ValueError when the folder holds no readable records, naming the file.
     """
     run = read_run(Path(run_dir))
     figures, page = draw_figures(run), run.folder / REPORT_FOLDER / PAGE_FILE
     files = {page.with_name(figure.file): figure.png for figure in figures}
-    write_whole({**files, page: render_page(run, summarize(run), figures, looks_of(run)).encode()})
+    write_whole({**files, page: render_page(run, summarize(run), figures, looks_of(run, looks or {})).encode()})
     return page
 
 

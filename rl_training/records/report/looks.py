@@ -39,26 +39,26 @@ class LooksSection:
     rows: list[list[str]]  # of cells, in thousandths of a nat per token
 
 
-def write_looks_page(folder: Path, run: Run | None = None) -> Path:
-    """Returns the page that it wrote of the looks in RUN/offline/NAME; pictures and the table as CSV lie beside it.
-
-    run  whose in-loop predictions are drawn beside them
-    """
-    section, page = describe_looks(folder, run), folder / PAGE_FILE
+def write_looks_page(folder: Path, section: LooksSection) -> Path:
+    """Returns the page that it wrote of the looks in RUN/offline/NAME; pictures and the table as CSV lie beside it."""
+    page = folder / PAGE_FILE
     files = {folder / TABLE_FILE: looks(folder).to_csv(index=False).encode()}
     files |= {folder / drawn.file: drawn.png for drawn in section.pictures}
     write_whole({**files, page: template("looks.html").render(section=section, version=VERSION).encode()})
     return page
 
 
-def looks_of(run: Run) -> list[LooksSection]:
-    """Returns a section for each name in RUN/offline that has results."""
+def looks_of(run: Run, known: Mapping[Path, LooksSection]) -> list[LooksSection]:
+    """Returns a section for each name in RUN/offline that has results; `known`, by folder, need no drawing again."""
     names = {path.parents[1] for path in (run.folder / OFFLINE).glob(f"*/*/{RESULT_FILE}")}
-    return [describe_looks(folder, run) for folder in sorted(names)]
+    return [known.get(folder) or describe_looks(folder, run) for folder in sorted(names)]
 
 
 def describe_looks(folder: Path, run: Run | None) -> LooksSection:
-    """Returns what is to be shown of the looks in a folder: pictures of what was varied, and a row per checkpoint."""
+    """Returns what is to be shown of the looks in a folder: pictures of what was varied, and a row per checkpoint.
+
+    run  whose in-loop predictions are drawn beside them
+    """
     table = looks(folder)
     whole = table[table["kind"] == "whole"].sort_values("step")
     contents = sorted((read_look(path) for path in folder.glob(f"*/{RESULT_FILE}")), key=lambda look: look["step"])
