@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 from simple_twin import Answers, Recorder, Snapshot, Twin, per_sequence, per_token
-from test_simple_probe import EIGHT_FOLDS, SMOOTH, K
+from test_simple_probe import SMOOTH, K
 from torch import Tensor
-from trainers import trainer_maker
+from trainers import FEW, graded, trainer_maker
 
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.folds import leave_fold_out
@@ -175,11 +175,18 @@ def followed(twins: list[Twin], blocks: list[int]) -> list[Tensor]:
     return updates
 
 
+L_MAX = 12
+SMALL = {  # eight folds, each of one prompt with two short responses
+    "num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": K,
+    "max_completion_length": L_MAX, "reward": graded,
+}  # fmt: skip
+
+
 def train_again(make: Callable[..., Any], **settings: Any) -> tuple[list[Snapshot], list[dict[str, Any]]]:
     """Returns the steps of a training that learns from every response twice, and what the probe said of them."""
     recorder, probe = Recorder(), Answers(per_sequence=True, own_prompts=True, top_responses=1)
     settings = {"dtype": torch.float64, "num_iterations": 2, "max_steps": 3, "learning_rate": 2e-4, **settings}
-    make(probes=[probe, recorder], **settings, **EIGHT_FOLDS, **SMOOTH).train()
+    make(probes=[probe, recorder], **settings, **SMALL, **SMOOTH).train()
     return recorder.steps, probe.all
 
 
@@ -191,7 +198,8 @@ def one_step_a_rollout(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[S
 def assert_equals_the_twin_that_never_saw_the_fold(steps: list[Snapshot], blocks: list[int], answer: Any) -> None:
     """What the probe said of the last of these steps; blocks: by step, which part of the rollout it learns from."""
     *earlier, latest = steps
-    twins = [*(Twin(step, 1, "rb") for step in earlier), Twin(latest, 1, "rb", weighted=True)]
+    twins = [*(Twin(step, 1, "rb", max_length=L_MAX) for step in earlier)]
+    twins.append(Twin(latest, 1, "rb", max_length=L_MAX, weighted=True))
     twin, same = twins[-1], {"rel": 1e-3, "abs": 1e-9}
     *_, last, now = followed(twins, blocks)
     for name, updates, whole in (("backward", last, twins[-2].update), ("forward", now, twin.update)):
@@ -220,17 +228,20 @@ def test_so_it_does_when_another_part_of_the_rollout_came_between(make_trainer) 
 def test_a_new_rollout_begins_with_the_optimizers_own_moments(one_step_a_rollout) -> None:
     """Rows are kept within a rollout only: the third step's forward is that of a step on fresh responses."""
     steps, answers = one_step_a_rollout
-    twin = Twin(steps[2], responses=1, estimator="rb")
+    twin = Twin(steps[2], responses=1, estimator="rb", max_length=L_MAX)
     expected = twin.change(twin.update_without, per_token)
     assert answers[2]["delta_h/forward"].value == pytest.approx(expected, rel=1e-3)
 
 
 def test_a_reused_response_is_noticed_where_a_step_since_its_first_use_was_not_measured(make_trainer) -> None:
-    """Of rollouts that serve two steps each, steps 3 and 4 share one; only 1 and 4 are measured."""
-    probe = Answers(every=3)
-    make_trainer(probes=[probe], max_steps=4, num_iterations=2).train()
-    assert math.isfinite(probe.all[0]["delta_h/forward"].value)
-    for name in ("forward", "backward", "part/momentum"):
-        assert math.isnan(probe.all[1][f"delta_h/{name}"].value)
-    assert "has learned from these responses" in probe.all[1]["delta_h/forward"].reason
-    assert math.isfinite(probe.all[1]["delta_h/reuse"].value)
+    """Of rollouts that serve three steps each, steps 1, 3 and 5 are measured: the first two learn from one rollout, and
+    between them is another step that does; before the last one comes the first use of its rollout."""
+    probe = Answers(every=2)
+    make_trainer(probes=[probe], max_steps=5, num_iterations=3, **FEW).train()
+    first, *later = probe.all
+    assert math.isfinite(first["delta_h/forward"].value)
+    for answer in later:
+        for name in ("forward", "backward", "part/momentum"):
+            assert math.isnan(answer[f"delta_h/{name}"].value)
+        assert "has learned from these responses" in answer["delta_h/forward"].reason
+        assert math.isfinite(answer["delta_h/reuse"].value)
