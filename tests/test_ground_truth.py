@@ -448,7 +448,7 @@ def test_the_same_seed_gives_the_same_responses_and_another_seed_others(make_tra
 
 
 def test_the_same_seed_at_nearby_parameters_gives_mostly_the_same_responses_in_every_batch(make_trainer) -> None:
-    trainer = make_trainer(per_device_train_batch_size=4, gradient_accumulation_steps=1, max_completion_length=64)
+    trainer = make_trainer(per_device_train_batch_size=8, gradient_accumulation_steps=1, max_completion_length=48)
     before = sample(trainer, 64, seed=5)
     noise = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -458,7 +458,7 @@ def test_the_same_seed_at_nearby_parameters_gives_mostly_the_same_responses_in_e
     assert torch.equal(before.prompt_ids, after.prompt_ids)
     texts = [trainer.processing_class.batch_decode(r.completion_ids, skip_special_tokens=True) for r in (before, after)]
     same = sum(a == b for a, b in zip(*texts, strict=True))
-    assert 54 <= same < 64  # 50 when the random numbers run on from a batch to the next, whose lengths differ
+    assert 56 <= same < 64  # 52 when the random numbers run on from a batch to the next, whose lengths differ
 
 
 def test_responses_are_those_that_trl_samples_from_the_same_random_numbers(make_trainer) -> None:
