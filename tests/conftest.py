@@ -31,10 +31,11 @@ def make_trainer(tmp_path: Path) -> Callable[..., Any]:
 
 # The files that take longest, longest first: begun last, one of them would keep one process busy and the others idle.
 LONG = [
-    "test_simple_probe", "test_processes", "test_resume", "test_attach", "test_ground_truth", "test_bias",
-    "test_train", "test_buffer", "test_evaluate", "test_offline", "test_gns_in_training", "test_offline_real",
-    "test_sequence_kernel", "test_offline_sweep", "test_offline_probe", "test_real_scale", "test_command_line",
-    "test_loggers", "test_config", "test_gns",
+    "test_processes", "test_simple_probe", "test_resume", "test_ground_truth", "test_train", "test_command_line",
+    "test_offline", "test_attach", "test_gns_in_training", "test_real_scale", "test_loggers", "test_buffer",
+    "test_config", "test_sequence_kernel", "test_several_turns", "test_tasks_gsm8k", "test_offline_probe",
+    "test_gns", "test_offline_ends", "test_offline_sweep", "test_offline_real", "test_report", "test_evaluate",
+    "test_fold_moments", "test_gpu_benchmark",
 ]  # fmt: skip
 
 
