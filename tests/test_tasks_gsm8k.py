@@ -269,10 +269,12 @@ def test_no_process_is_left_when_the_trainer_is_killed_within_a_check() -> None:
     with subprocess.Popen(script, start_new_session=True) as trainer:
         while len(_running("-s", trainer.pid)) < 3:  # the trainer, the process that forks, the one that checks
             assert time.monotonic() < end
+            time.sleep(0.05)
         time.sleep(0.1)  # the check has begun
         trainer.kill()
     while _running("-s", trainer.pid):
         assert time.monotonic() < end
+        time.sleep(0.05)
 
 
 def test_a_forked_child_starts_its_own_process_and_leaves_the_parents_alone() -> None:
