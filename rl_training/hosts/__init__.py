@@ -1,0 +1,1 @@
+"""The training loops that probes can be attached to."""

@@ -1,1 +1,0 @@
-"""One optimizer step as probes see it, and what can be computed from that view."""
