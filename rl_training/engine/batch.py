@@ -1,4 +1,4 @@
-"""Sequences that were sampled from a policy, as rows that a probe can pick from.
+"""The sequences of a step: what was sampled from a policy, what it says of them, and how the loss weighs them.
 
 Shape legend, used in every comment of this package:
     B  sequences (of a microbatch, of the whole step on this rank, or of an evaluation buffer)
@@ -18,6 +18,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.mathematics.scores import Scores
 
 
 @dataclass(frozen=True)
@@ -133,3 +136,21 @@ def _join_images(parts: Sequence[Rollout]) -> dict[str, Any] | None:
         else:
             joined[name] = [row for value in values for row in value]
     return joined
+
+
+@dataclass(frozen=True)
+class Batch:
+    """All that one optimizer step learns from on this rank."""
+
+    rollout: Rollout
+    scores: Scores  # of training's own forward passes, without graph
+    loss_weights: LossWeights
+    microbatch_rows: tuple[range, ...]  # the rows that each microbatch holds
+    fold: Tensor  # (B,), the fold that each sequence is in, 0 .. num_folds - 1: folds hold whole prompts
+    responses_per_prompt: int  # G
+    rollout_number: int  # of this training's rollouts, the one that the step learns from
+
+    @property
+    def num_folds(self) -> int:
+        """Folds of this rank."""
+        return int(self.fold.max()) + 1

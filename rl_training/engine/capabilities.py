@@ -1,14 +1,16 @@
-"""Why a part of δH cannot be had at a step: in words that name the way out."""
+"""What can be measured at a step, and why not: reasons in words that name the fix."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rl_training.engine.batch import Batch
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.kish import kish_size_of_sums, kish_sums
-from rl_training.step.entropy_gradients import Choice
-from rl_training.step.types import StepContext
 
 MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless
 REUSED = (
@@ -23,6 +25,14 @@ SPLIT_PROMPTS = (
     "the responses of a prompt are spread over several optimizer steps, or processes: use DrGRPOTrainer, or "
     "attach(..., whole_prompts=True), with a multiple of num_generations sequences in a microbatch"
 )
+MIXED_PROMPTS = (
+    "the microbatches mix prompts, so no fold of whole prompts can be left out: use DrGRPOTrainer, or "
+    "attach(..., whole_prompts=True)"
+)
+MIXED_BLOCKS = (
+    "the microbatches mix prompts, and responses of one prompt are not independent units: use DrGRPOTrainer, or "
+    "attach(..., whole_prompts=True)"
+)
 NO_SAMPLING_LOGPS = (
     "an off-policy step whose rollout has no log-probabilities of its sampling: there are no importance ratios"
 )
@@ -34,62 +44,100 @@ OTHER_TERMS = (
     "the loss has a term beside log-probabilities and entropies (the auxiliary loss of a mixture of experts), whose "
     "share of single responses is not known"
 )
+NOT_DR_GRPO = (
+    "the split of the trace is Dr-GRPO's only: set loss_type='dr_grpo', scale_rewards='none', beta=0 and "
+    "mask_truncated_completions=False, or use DrGRPOTrainer"
+)
+ONE_FOLD = "one fold in all: nothing is left when it is left out; use smaller microbatches, or a larger num_folds"
+ONE_BLOCK = "one block in all: use smaller microbatches, or more processes, so that a step has at least two"
 
 
-def why_no_entropy_gradient(ctx: StepContext, ratios: Tensor | None) -> str:
-    """Returns why this step has no X at all, "" if it has one. Off-policy a collective: the ratios' effective size."""
-    if ctx.sampled_otherwise:
-        return ctx.sampled_otherwise
-    if not ctx.complete_prompts:
-        return SPLIT_PROMPTS
-    if ratios is None:
-        return NO_SAMPLING_LOGPS
-    if ctx.rollout.on_policy:
+@dataclass(frozen=True)
+class Capabilities:
+    """What is known of a step. Every `why_no_…` returns "" where the thing is available, else why it is not.
+
+    A field that is a string is such a reason too.
+    """
+
+    sampling_mismatch: str  # why the sequences are not samples of the policy that is scored (top-p)
+    no_fresh_responses: str  # why `policy.sample` may not be asked
+    no_formula: str  # why the optimizer's step has no formula
+    complete_prompts: bool  # on every rank, every prompt of the step is there with all its G responses
+    whole_prompts: bool  # and lies in one microbatch, on every rank
+    folds_of_gradient: bool  # the gradient of each fold is kept
+    num_folds: int  # of all ranks
+    reused: bool  # an earlier optimizer step has already learned from some of these sequences
+    multi_epoch: bool  # several steps learn from each sequence: num_iterations > 1
+    other_terms: bool  # the loss has terms beside log-probabilities and entropies
+    autocast: bool  # training's gradients are computed in bf16
+    dr_grpo: bool  # the loss is Dr-GRPO's: −A ∂log π summed over all tokens on one scale, A = reward − group's mean
+    first_of_adam: bool  # the optimizer has Adam's moments and they are still zero
+
+    def why_no_entropy_gradient(self, ratios: Tensor | None) -> str:
+        """X needs samples of the policy with their baselines, and, off-policy, importance ratios."""
+        if self.sampling_mismatch:
+            return self.sampling_mismatch
+        if not self.complete_prompts:
+            return SPLIT_PROMPTS
+        return NO_SAMPLING_LOGPS if ratios is None else ""
+
+    def why_no_forward(self, followed: bool) -> str:
+        """No fold can be left out of the step.
+
+        followed  the moments that never saw a fold are known, where the optimizer's own have seen it
+        """
+        if self.no_formula:
+            return self.no_formula
+        if not self.whole_prompts:
+            return MIXED_PROMPTS
+        if self.other_terms and not self.folds_of_gradient:
+            return f"{OTHER_TERMS}: use at most one fold per microbatch"
+        if self.num_folds < 2:
+            return ONE_FOLD
+        return "" if followed or not self.reused else REUSED
+
+    def why_no_own_prompts(self, responses_per_prompt: int, all_responses: int) -> str:
+        """The responses of X cannot be left out of the step alone."""
+        if responses_per_prompt >= all_responses:
+            return "every response is in the entropy gradient, none is left for the update: lower responses_per_prompt"
+        return self._why_no_single_response()
+
+    def why_no_responses(self, folds_of_rank: int) -> str:
+        """No response's share of forward can be told."""
+        if self.autocast and self.first_of_adam:
+            return FIRST_IN_BF16
+        return self._why_no_single_response() or (ONE_FOLD if folds_of_rank < 2 else "")
+
+    def why_no_blocks(self, blocks: float) -> str:
+        """The microbatches are not independent blocks, two at least, from which the noise of the gradient follows."""
+        if not self.whole_prompts:
+            return MIXED_BLOCKS
+        if self.reused:
+            return "an earlier step has learned from these responses (num_iterations > 1): they are no new sample"
+        return ONE_BLOCK if blocks < 2 else ""
+
+    def why_no_split_of_trace(self) -> str:
+        """The noise cannot be told apart into that of prompts and that of responses."""
+        return self.sampling_mismatch or ("" if self.dr_grpo else NOT_DR_GRPO)
+
+    def _why_no_single_response(self) -> str:
+        if self.other_terms or self.reused:
+            return OTHER_TERMS if self.other_terms else CHOSEN_REUSED
+        return self.no_formula or ("" if self.whole_prompts else MIXED_PROMPTS)
+
+
+def why_too_far_off_policy(ratios: Tensor, batch: Batch, reduce: Callable[[Tensor], Tensor]) -> str:
+    """Returns why importance ratios are worthless, "" if they are not. Off-policy a collective."""
+    if batch.rollout.on_policy:
         return ""
     mine = torch.cat([kish_sums(ratios), ratios.new_tensor([float(len(ratios))])])
-    total, total_of_squares, num_sequences = ctx.reduce(mine).tolist()
+    total, total_of_squares, num_sequences = reduce(mine).tolist()
     ess = kish_size_of_sums(total, total_of_squares) / num_sequences
     if not ess >= MIN_ESS:
         return f"off-policy: the effective sample size is {ess:.2f} of the sequences, below {MIN_ESS}"
     return ""
 
 
-def why_no_forward(ctx: StepContext, num_folds: int, left_out: bool) -> str:
-    """Returns why no fold can be left out of this step, "" if it can.
-
-    num_folds  of all ranks        left_out  whether the optimizer's moments can do without a fold too
-    """
-    if ctx.optimizer.states is None:
-        return ctx.optimizer.reason
-    if not ctx.whole_prompts:
-        return (
-            "the microbatches mix prompts, so no fold of whole prompts can be left out: "
-            "use DrGRPOTrainer, or attach(..., whole_prompts=True)"
-        )
-    if ctx.other_terms and ctx.fold_gradients is None:
-        return f"{OTHER_TERMS}: use at most one fold per microbatch"
-    if num_folds < 2:
-        return "one fold in all: nothing is left when it is left out; use smaller microbatches, or a larger num_folds"
-    return "" if left_out else REUSED
-
-
-def why_no_own_prompts(ctx: StepContext, choice: Choice) -> str:
-    """Returns why the responses of X cannot be left out of the step alone, "" if they can."""
-    if choice.prompt_share < 1.0:
-        return "with a share of the prompts no prompt's other responses stand for the drawn ones: set prompt_share=1"
-    if choice.responses_per_prompt >= ctx.responses_per_prompt:
-        return "every response is in the entropy gradient, none is left for the update: lower responses_per_prompt"
-    return _why_no_single_response(ctx, num_folds=2)
-
-
-def why_no_responses(ctx: StepContext, num_folds: int) -> str:
-    """Returns why no response's share of forward can be told, "" if it can."""
-    states = (ctx.optimizer.states or {}).values()
-    first_of_adam = any(isinstance(state, AdamWState) and state.moves and state.step == 0 for state in states)
-    return FIRST_IN_BF16 if ctx.autocast and first_of_adam else _why_no_single_response(ctx, num_folds)
-
-
-def _why_no_single_response(ctx: StepContext, num_folds: int) -> str:
-    if ctx.other_terms or ctx.reused:
-        return OTHER_TERMS if ctx.other_terms else CHOSEN_REUSED
-    return why_no_forward(ctx, num_folds, left_out=True)
+def is_first_of_adam(states: Mapping[str, object] | None) -> bool:
+    """Returns whether Adam's moments of some parameter that moves are still zero."""
+    return any(isinstance(s, AdamWState) and s.moves and s.step == 0 for s in (states or {}).values())

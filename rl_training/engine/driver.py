@@ -1,168 +1,297 @@
-"""The step that is being measured: begun before its first microbatch, filled by each of them, dropped at its end."""
+"""The driver: it is told of an optimizer step by a training loop, in five calls, and tells the probes.
+
+    begin(number, …)         before the first microbatch
+    microbatch(…)            between the forward pass and the backward of each
+    gradients_ready(…)       all gradients are in, averaged over processes; the parameters are still old
+    stepped()                parameters and optimizer states have moved
+    finish()                 returns what the probes say
+
+It is the only place that calls probes and that times them. Hooks are set from `microbatch` to the next call: what runs
+between them is the loop's own backward. Reading is all it does: the same parameters, random streams and rollouts with
+and without probes, bit for bit.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trl import GRPOTrainer
 
-from rl_training.live import host
-from rl_training.live.optimizer import mean_gradients
-from rl_training.live.policy import TrainerPolicy
-from rl_training.live.rollouts import Generation
-from rl_training.live.sharding import Sharding
-from rl_training.live.tap import GradientTap
-from rl_training.mathematics.folds import fold_numbers, fold_ranges, ranges_of, split_prompts
-from rl_training.probes.base import Need, Probe
-from rl_training.step.rollout import Rollout
-from rl_training.step.slices import fill_slices
-from rl_training.step.types import Microbatch, OptimizerView, StepContext
+from rl_training.engine.batch import Batch, Rollout
+from rl_training.engine.capabilities import Capabilities, is_first_of_adam
+from rl_training.engine.clock import Clock
+from rl_training.engine.entropy_change import EntropyChange, StepMemory
+from rl_training.engine.entropy_gradients import EntropySettings
+from rl_training.engine.gradient_rows import GradientRows
+from rl_training.engine.open_step import Loop, OpenStep
+from rl_training.engine.optimizer import mean_gradients, view_optimizer
+from rl_training.engine.padding import PaddingCheck
+from rl_training.engine.probe import Need, Probe
+from rl_training.engine.step import Gradients, Step
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.folds import fold_ranges
+from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.vectors import Layout, Vector
 
 RANKS_THAT_ARE_FOLDS = 8  # from so many ranks on, each is one fold by default: enough for an error bar
+VECTORS_BESIDE_FOLDS = 4  # of an entropy change: δθ, the one before, one entropy gradient and the sum of all
+GATHERED_VECTORS = 3  # of a measured step: the gradient and Adam's two moments
 
 
-@dataclass
-class Step:
-    """One optimizer step on this rank."""
+class StepDriver:
+    """Tells probes of optimizer steps. See the module's docstring.
 
-    probes: Sequence[Probe]  # that measure it; there may be none
-    folds: tuple[range, ...]  # the rows of this rank's folds
-    optimizer: OptimizerView | None  # as it stands before the step; None where nobody measures
-    microbatches: list[Microbatch] = field(default_factory=list)
-    loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # by microbatch: of logps, of entropies
-    other_terms: bool = False  # the loss has terms beside these
-    is_complete: bool = False  # all gradients are in
-    context: StepContext | None = None  # of a complete step that is measured
+    ValueError when two probes have the same name, or ask for different folds or entropy gradients.
+    """
 
-    def __post_init__(self) -> None:
-        self.seconds = dict.fromkeys((probe.name for probe in self.probes), 0.0)
+    def __init__(self, probes: Sequence[Probe]) -> None:
+        self.probes = tuple(probes)
+        _refuse_the_same_name(probes)
+        self._needs = functools.reduce(lambda a, b: a | b, (probe.needs for probe in probes), Need.NOTHING)
+        folding = [probe for probe in probes if Need.FOLD_GRADIENTS in probe.needs]
+        self._num_folds = _common({p.name: p.num_folds for p in folding if p.num_folds is not None}, "num_folds")
+        entropy = _common({p.name: p.entropy for p in probes if p.entropy is not None}, "entropy gradient")
+        self._entropy = entropy or EntropySettings()
+        self._offload = any(probe.offload for probe in folding)
+        self._open: OpenStep | None = None
+        self._learned: tuple[int, set[int]] = (0, set())  # rollout, prompts of it that a step has learned from
+        self._rows: GradientRows | None = None  # these two while a training lasts
+        self._memory: StepMemory | None = None
+        self._memory_state: Mapping[str, Tensor] = {}
 
-    def tell(self, moment: str, what: Rollout | Microbatch | StepContext) -> None:
-        """Calls this method of every probe, on the clock."""
-        for probe in self.probes:
-            with self.timed(probe):
-                getattr(probe, moment)(what)
+    def start(self, loop: Loop) -> None:
+        """Looks at the parameters that are trained; to be called when training begins."""
+        self.close()
+        self._loop = loop
+        self._plan_folds(loop.microbatches)  # raises if it cannot
+        loop.sharding.refuse_what_does_not_fit(self._num_vectors())
+        self._parameters: Mapping[str, nn.Parameter] = loop.sharding.trained()
+        self._padding = PaddingCheck()
+        self._clock = Clock(next(iter(self._parameters.values())).device)
+        if not self._needs:
+            return
+        layout = Layout(self._parameters)
+        keep = Need.FOLD_GRADIENTS in self._needs, Need.MICROBATCH_SQ_NORMS in self._needs
+        self._rows = GradientRows(self._parameters, layout, *keep, offload=self._offload)
+        if Need.ENTROPY_CHANGE in self._needs:
+            self._memory = StepMemory(layout, self._offload, self._entropy.error_decay)
+            self._memory.load_state_dict(self._memory_state)
 
-    def watch_loss(self, logps: Tensor, entropies: Tensor, other_terms: bool) -> None:
-        """Keeps what the trainer's own backward will hand back to the scores of this microbatch."""
-        weights: dict[str, Tensor] = {}
-        self.loss_weights.append(weights)
-        self.other_terms |= other_terms
+    @property
+    def open_step(self) -> OpenStep | None:
+        """The step that has begun, if one has."""
+        return self._open
 
-        def keep(name: str, weight: Tensor | None) -> None:
-            if weight is not None:  # a score that the loss does not know
-                weights[name] = weight
+    # --- the five calls, in the order of a step -----------------------------------------------------------------------
 
-        logps.register_hook(functools.partial(keep, "logps"))
-        if entropies.requires_grad:
-            entropies.register_hook(functools.partial(keep, "entropies"))
+    def begin(self, number: int, microbatches: int | None = None) -> None:
+        """Begins optimizer step `number`, counted from 1."""
+        probes = [probe for probe in self.probes if probe.measures_at(number)]
+        if not probes:
+            self._open = OpenStep(number, probes)
+            return
+        folds = self._plan_folds(microbatches or self._loop.microbatches)
+        with self._loop.sharding.whole_weights():
+            optimizer = view_optimizer(self._loop.sharding, self._parameters)
+        if self._rows is not None:
+            starts = range(0, folds[-1].stop, self._loop.microbatch_size)
+            row_of = [next(k for k, rows in enumerate(folds) if start in rows) for start in starts]
+            self._rows.start_step(row_of, len(folds), optimizer.states)
+        self._open = OpenStep(number, probes, folds, optimizer)
 
-    @contextlib.contextmanager
-    def timed(self, probe: Probe) -> Iterator[None]:
-        """A context whose time is this probe's."""
-        start = time.perf_counter()
-        yield
-        self.seconds[probe.name] += time.perf_counter() - start
+    def microbatch(
+        self, rollout: Rollout, scores: Scores, other_terms: bool = False, seen: Scores | None = None
+    ) -> None:
+        """Takes a microbatch whose forward pass is done, and watches its backward.
+
+        scores       that the loss is made of, with graph
+        other_terms  the loss has terms beside these
+        seen         to be kept in the place of these scores: those that the loss has hidden, too
+        """
+        step = self._open
+        assert step is not None, "begin(number) comes first"
+        self._disarm()
+        seen = seen or Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask)
+        step.rollouts.append(rollout)
+        step.scores.append(seen)
+        step.other_terms |= other_terms
+        if step.probes:
+            step.watch_loss(scores)
+            if self._rows is not None:
+                self._rows.arm(len(step.rollouts) - 1)
+
+    def gradients_ready(self, rollout_number: int) -> None:
+        """Tells the probes that the step is about to be made. A collective where it is measured.
+
+        rollout_number  of the rollouts of this training, the one that the step learns from
+        """
+        step = self._open
+        assert step is not None
+        self._disarm()
+        if step.probes:
+            with self._loop.sharding.whole_weights():
+                step.view = self._view(step, rollout_number)
+                for probe in step.probes:
+                    with self._clock.timed(probe.name):
+                        probe.prepare(step.view)
+                if self._follows_entropy(step) and not step.view.entropy_change.why_none:
+                    step.view.entropy_change.keep_update()
+        learned = self._learned[1] if self._learned[0] == rollout_number else set()
+        for rollout in step.rollouts:  # measured or not: a later iteration over them may be
+            learned.update(rollout.prompt_index.tolist())
+        self._learned = rollout_number, learned
+
+    def stepped(self) -> None:
+        """Tells the probes that the step was made. A collective where weights are gathered for one."""
+        step = self._open
+        if step is None or step.view is None:
+            return
+        history = self._memory.history if self._memory is not None else None
+        is_open = history is not None and history.is_open(step.number)
+        gather = is_open or any(probe.reads_new_weights() for probe in step.probes)
+        with self._loop.sharding.whole_weights() if gather else contextlib.nullcontext():
+            if is_open and history is not None and self._memory is not None:
+                history.finish(step.number, self._memory.layout.vector(self._parameters.values()))
+            for probe in step.probes:
+                with self._clock.timed(probe.name):
+                    probe.after_step(step.view)
+
+    def finish(self) -> dict[str, dict[str, Estimate]]:
+        """Returns the estimates of each probe that measured the step, by its name; nothing when none did."""
+        step, self._open = self._open, None
+        if step is None or step.view is None:
+            return {}
+        answers = {}
+        for probe in step.probes:
+            with self._clock.timed(probe.name):
+                answers[probe.name] = _checked(probe, step.number)
+        return answers
+
+    # --- costs, state, end --------------------------------------------------------------------------------------------
+
+    def costs(self) -> dict[str, float]:
+        """Returns the seconds of each probe at the last measured step, as <probe>_seconds, and buffer_bytes.
+
+        To be asked after `finish`; lets go of the rows of the step.
+        """
+        buffers = sum(probe.num_buffer_bytes for probe in self.probes)
+        if self._memory is not None:
+            buffers += self._memory.num_bytes
+        if self._rows is not None:
+            buffers += self._rows.num_bytes
+            self._rows.release()
+        return {f"{name}_seconds": s for name, s in self._clock.read().items()} | {"buffer_bytes": float(buffers)}
+
+    def close(self) -> None:
+        """Takes every hook away and lets go of all vectors: training has ended, perhaps in the middle of a step."""
+        self._memory_state, self._memory = self.state_dict(), None
+        self._disarm()
+        self._open = self._rows = None
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns what a resumed run needs beside the probes' own states: the last update, and errors."""
+        return dict(self._memory_state) if self._memory is None else self._memory.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back what `state_dict` returned."""
+        self._memory_state = state
+        if self._memory is not None:
+            self._memory.load_state_dict(state)
+
+    # --- a step's view ------------------------------------------------------------------------------------------------
+
+    def _view(self, step: OpenStep, rollout_number: int) -> Step:
+        """Returns what probes see of a step whose gradients are all in. A collective."""
+        loop = self._loop
+        assert step.optimizer is not None
+        complete, whole = step.prompts(loop)
+        batch = step.join(loop, rollout_number, whole)
+        mean, optimizer = mean_gradients(loop.sharding, self._parameters, step.optimizer)
+        gradients = Gradients(
+            self._parameters, mean, self._rows_by_fold(step, batch, whole),
+            self._rows.sq_norms if self._rows is not None else None,
+        )  # fmt: skip
+        mismatch = loop.sampling_mismatch or self._padding.why_it_matters(batch, loop.policy, loop.ranks.reduce)
+        num_folds = loop.ranks.reduce(torch.tensor(float(batch.num_folds), device=batch.fold.device).double())
+        learned = self._learned[1] if self._learned[0] == rollout_number else set()
+        capabilities = Capabilities(
+            sampling_mismatch=mismatch,
+            no_fresh_responses=mismatch or loop.no_fresh_responses,
+            no_formula=optimizer.reason,
+            complete_prompts=complete,
+            whole_prompts=whole,
+            folds_of_gradient=gradients.rows is not None,
+            num_folds=int(num_folds),
+            reused=not learned.isdisjoint(batch.rollout.prompt_index.tolist()),
+            multi_epoch=loop.multi_epoch,
+            other_terms=step.other_terms,
+            autocast=loop.autocast,
+            dr_grpo=loop.dr_grpo,
+            first_of_adam=is_first_of_adam(optimizer.states),
+        )
+        known = (batch, gradients, optimizer, loop.policy, loop.ranks, capabilities)
+        memory = self._memory or StepMemory(Layout(self._parameters), self._offload, self._entropy.error_decay)
+        change = EntropyChange(step.number, *known, memory, self._entropy, Need.HALVES in self._needs)
+        return Step(step.number, *known, change)
+
+    def _rows_by_fold(self, step: OpenStep, batch: Batch, whole_prompts: bool) -> Vector | None:
+        """Returns the gradients of this rank's folds, None where they are not kept or not of whole prompts."""
+        folding = next((probe for probe in step.probes if Need.FOLD_GRADIENTS in probe.needs), None)
+        sliced = step.other_terms and len(step.folds) > len(batch.microbatch_rows)  # whose part of those is not known
+        if self._rows is None or folding is None or not whole_prompts or sliced:
+            return None
+        with self._clock.timed(folding.name):
+            self._rows.collect()
+            score = functools.partial(self._loop.policy.score, batch.rollout)
+            self._rows.fill_slices(step.folds, batch.microbatch_rows, batch.loss_weights, score)
+        return self._rows.rows
+
+    def _plan_folds(self, microbatches: int) -> tuple[range, ...]:
+        """Returns the rows of this rank's folds: by default one per microbatch, on many ranks one each."""
+        loop, number = self._loop, self._num_folds
+        default = 1 if loop.ranks.count >= RANKS_THAT_ARE_FOLDS else microbatches
+        if number is None or microbatches != loop.microbatches:
+            number = default  # the last step of an epoch may be short
+        return fold_ranges([loop.microbatch_size] * microbatches, number, loop.responses_per_prompt)
+
+    def _num_vectors(self) -> int:
+        """Returns how many fp32 vectors of all trained parameters a measured step holds on the device."""
+        count = GATHERED_VECTORS
+        if Need.FOLD_GRADIENTS in self._needs and not self._offload:
+            count += len(self._plan_folds(self._loop.microbatches))
+        return count + VECTORS_BESIDE_FOLDS * (Need.ENTROPY_CHANGE in self._needs)
+
+    def _follows_entropy(self, step: OpenStep) -> bool:
+        return any(Need.ENTROPY_CHANGE in probe.needs for probe in step.probes)
+
+    def _disarm(self) -> None:
+        if self._rows is not None:
+            self._rows.disarm()
 
 
-def common_num_folds(probes: Sequence[Probe]) -> int | None:
-    """Returns the number of folds that all probes ask for which need any. ValueError when they do not agree."""
-    folding = [probe for probe in probes if Need.FOLD_GRADIENTS in probe.needs]
-    if len({probe.num_folds for probe in folding}) > 1:
-        raise ValueError(f"one set of folds serves all probes: give {[p.name for p in folding]} the same num_folds")
-    return folding[0].num_folds if folding else None
+def _refuse_the_same_name(probes: Sequence[Probe]) -> None:
+    twice = [name for name, count in Counter(probe.name for probe in probes).items() if count > 1]
+    if twice:
+        raise ValueError(f"two probes have the same name: {twice}")
 
 
-def plan_folds(trainer: GRPOTrainer, num_folds: int | None, num_microbatches: int) -> tuple[range, ...]:
-    """Returns the rows of this rank's folds: by default one per microbatch, on many ranks one each."""
-    sizes = [trainer.args.per_device_train_batch_size] * num_microbatches
-    default = 1 if trainer.accelerator.num_processes >= RANKS_THAT_ARE_FOLDS else num_microbatches
-    if num_folds is None or num_microbatches != trainer.args.gradient_accumulation_steps:
-        num_folds = default  # the last step of an epoch may be short
-    return fold_ranges(sizes, num_folds, trainer.num_generations)
+def _common(wanted: Mapping[str, Any], what: str) -> Any:
+    """Returns what all probes ask for, None where none asks. ValueError when they do not agree."""
+    if len(set(wanted.values())) > 1:
+        raise ValueError(f"one {what} serves all probes: give {list(wanted)} the same")
+    return next(iter(wanted.values()), None)
 
 
-def tap_for(probes: Sequence[Probe], parameters: Mapping[str, nn.Parameter]) -> GradientTap | None:
-    """Returns the tap that keeps what these probes need, None if they need nothing."""
-    needs = functools.reduce(lambda a, b: a | b, (probe.needs for probe in probes), Need.NOTHING)
-    if not needs:
-        return None
-    keep_rows, keep_sq_norms = Need.FOLD_GRADIENTS in needs, Need.MICROBATCH_SQ_NORMS in needs
-    device = "cpu" if any(probe.offload for probe in probes) else None
-    return GradientTap(parameters, keep_rows, keep_sq_norms, device)
-
-
-def build_context(
-    step: Step,
-    trainer: GRPOTrainer,
-    sharding: Sharding,
-    parameters: Mapping[str, nn.Parameter],
-    policy: TrainerPolicy,
-    tap: GradientTap | None,
-    generation: Generation,
-) -> StepContext:
-    """Returns what probes see of a step whose gradients are all in. A collective."""
-    assert step.optimizer is not None
-    reduce = functools.partial(host.sum_over_ranks, trainer)
-    rollout, scores, loss_weights = host.join_microbatches(step.microbatches, step.loss_weights)
-    microbatch_rows = ranges_of([m.rollout.num_sequences for m in step.microbatches])
-    index = rollout.prompt_index
-    complete_prompts, whole_prompts = _what_prompts_are(step, index, microbatch_rows, trainer.num_generations, reduce)
-    folding = next((probe for probe in step.probes if Need.FOLD_GRADIENTS in probe.needs), None)
-    sliced = step.other_terms and len(step.folds) > len(microbatch_rows)  # whose part of those terms is not known
-    can_fold = folding is not None and whole_prompts and not sliced
-    fold_gradients = tap.fold_gradients if tap is not None and can_fold else None
-    if fold_gradients is not None and folding is not None:
-        with step.timed(folding):
-            score = functools.partial(policy.score, rollout)
-            fill_slices(fold_gradients, parameters, step.folds, microbatch_rows, loss_weights, score)
-    gradients, optimizer = mean_gradients(sharding, parameters, step.optimizer)
-    fold = fold_numbers(step.folds).to(index.device) if whole_prompts else split_prompts(index, len(step.folds))
-    return StepContext(
-        step=trainer.state.global_step + 1,
-        parameters=parameters,
-        gradients=gradients,
-        fold_gradients=fold_gradients,
-        microbatch_sq_norms=tap.sq_norms if tap is not None else None,
-        optimizer=optimizer,
-        rollout=rollout,
-        scores=scores,
-        loss_weights=loss_weights,
-        other_terms=step.other_terms,
-        microbatch_rows=microbatch_rows,
-        fold=fold,
-        sampled_otherwise="",
-        no_fresh_responses="",
-        rollout_number=generation.number,
-        reused=not generation.learned.isdisjoint(index.tolist()),
-        learned_again=trainer.num_iterations > 1,
-        autocast=trainer.args.bf16,
-        responses_per_prompt=trainer.num_generations,
-        complete_prompts=complete_prompts,
-        whole_prompts=whole_prompts,
-        dr_grpo=host.is_dr_grpo(trainer),
-        num_ranks=trainer.accelerator.num_processes,
-        reduce=reduce,
-        policy=policy,
-    )
-
-
-def _what_prompts_are(
-    step: Step,
-    index: Tensor,
-    microbatch_rows: Sequence[range],
-    responses_per_prompt: int,
-    reduce: Callable[[Tensor], Tensor],
-) -> tuple[bool, bool]:
-    """Returns whether every prompt has all its responses in this step, and lies in one microbatch too, on all ranks."""
-    prompts, counts = index.unique(return_counts=True)
-    num_in_parts = [sum(len(index[r.start : r.stop].unique()) for r in p) for p in (microbatch_rows, step.folds)]
-    violations = [bool((counts != responses_per_prompt).any()), max(num_in_parts) > len(prompts)]
-    incomplete, split = reduce(torch.tensor(violations, device=index.device).double()).tolist()
-    return incomplete == 0, incomplete == 0 and split == 0
+def _checked(probe: Probe, number: int) -> dict[str, Estimate]:
+    """Returns what the probe says of this step. ValueError when that is nothing."""
+    estimates = probe.results()
+    if not isinstance(estimates, Mapping) or not all(isinstance(e, Estimate) for e in estimates.values()):
+        raise ValueError(f"probe {probe.name!r}: results must return Estimates by name, and gave {estimates!r}")
+    if not estimates:
+        raise ValueError(f"probe {probe.name!r} measured nothing at step {number}: answer nan instead")
+    return dict(estimates)

@@ -1,37 +1,55 @@
-"""Sums over whole-prompt folds from which every first-order change of the entropy follows.
+"""What a step does to entropy to first order: X by fold times the optimizer's step, summed over whole-prompt folds.
+
+    forward      Σ_k n_k X_k · δθ_(−k) / N     leave-fold-out: the step that the other folds alone would have made
+    own_prompts  Σ_k n_k X_k · δθ_(−c_k) / N   without the responses of X_k only
+    backward     Σ_k n_k X_k · δθ_before / N   the step before, which knows nothing of this batch
+    reuse        Σ_k n_k X_k · δθ / N          biased: X and δθ share their noise
 
 Each fold k contributes a row: its levels Σρ, ΣρH, ΣρT (number of sequences, their entropies and lengths, weighted by
 the importance ratio ρ), and n_k X_k · δθ for every update δθ of interest, with X = ∂H_seq − H_tok ∂E[T] = E[T] ∂H_tok
 and, if asked for, X = ∂H_seq. All numbers that are reported are one smooth function, `statistic`, of the sums of these
 rows, so one jackknife serves all. It takes the H_tok inside of X as given: to let it vary with the folds would take a
 second backward, for bars up to a quarter wider at the first steps of a run and hardly so later (docs/theory.md).
+
+Without fold l the steps of the other folds lose l too, δθ_(−k,−l) − δθ_(−k) ≈ δθ_(−l) − δθ, and with S = Σ_k n_k X_k
+
+    Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)  =  S · (δθ_(−l) − δθ) − n_l X_l · (δθ_(−l) − δθ).
+
+So one entropy gradient is held at a time, and S: beside the K rows of the folds' gradients a step holds δθ, the one
+before it, S and one X.
 """
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rl_training.mathematics.entropy import Estimator
-from rl_training.mathematics.folds import leave_fold_out
-from rl_training.mathematics.vectors import FlatVectors
-from rl_training.step.causes import Splits
-from rl_training.step.entropy_gradients import Choice, FoldGradients, fold_gradients
-from rl_training.step.fold_moments import Block, FoldMoments
-from rl_training.step.types import StepContext
-from rl_training.step.updates import (
-    FIRST_FOLD,
-    PREVIOUS,
-    WHOLE,
-    clipped,
-    fill_updates,
-    gradient_of_others,
+from rl_training.engine.attribution import Attribution
+from rl_training.engine.batch import Batch
+from rl_training.engine.capabilities import REUSED, Capabilities, why_too_far_off_policy
+from rl_training.engine.entropy_gradients import EntropySettings, fold_gradients, importance_ratios
+from rl_training.engine.fold_moments import Block, FoldMoments
+from rl_training.engine.fold_products import FoldProducts, as_pairs
+from rl_training.engine.policy import Policy
+from rl_training.engine.step import Gradients, OptimizerView, Ranks
+from rl_training.engine.updates import (
+    Piece,
+    StepsWithoutFolds,
+    UpdateHistory,
+    clipping,
     optimizer_pieces,
-    products_by_cause,
-    products_with_step,
+    whole_update,
 )
+from rl_training.engine.quantities import Quantity
+from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
+from rl_training.mathematics.jackknife import jackknife_stderr
+from rl_training.mathematics.running_variance import RunningVariance
+from rl_training.mathematics.vectors import Layout, Vector, dot
 
 LEVELS = 3  # columns of a row before the products
 # The products X·δθ in the order of their columns, a pair each; the splits of `forward` come after them.
@@ -53,11 +71,6 @@ def statistic(sums: Tensor) -> Tensor:
     return torch.cat([values, half_step.unsqueeze(-2)], dim=-2)
 
 
-def _as_pairs(values: Tensor) -> Tensor:
-    """Returns (n, 2) of (n, 1 or 2): nan per sequence where it was not asked for."""
-    return nn.functional.pad(values, (0, 2 - values.shape[-1]), value=torch.nan)
-
-
 @dataclass(frozen=True)
 class FoldSums:
     """The sums over all folds of all ranks, and those without each fold of this rank, ready for the jackknife.
@@ -68,157 +81,217 @@ class FoldSums:
     total: Tensor  # (LEVELS + 2 products,)
     without: Tensor  # (K, LEVELS + 2 products), row l the sums without fold l
     num_folds: int  # of all ranks
-    left_out: bool  # whether the steps without a fold never saw it: not where one learned from it unmeasured
-    halves: Tensor | None  # (2, P), ∂H_tok of this rank's even and odd folds, if asked for
 
 
-def sum_over_folds(
-    ctx: StepContext,
-    ratios: Tensor,
-    updates: FlatVectors,
-    splits: Splits,
-    moments: FoldMoments,
-    *,
-    estimator: Estimator,
-    choice: Choice,
-    per_sequence: bool,
-    own_prompts: bool,
-    with_halves: bool,
-) -> FoldSums:
-    """Returns the step's sums; fills `updates` but for its row PREVIOUS, and takes `moments` along."""
-    sizes = torch.bincount(ctx.fold).double()
-    levels = levels_of_folds(ctx, ratios)
-    of_fold = torch.cat([torch.ones_like(sizes).unsqueeze(1), sizes.unsqueeze(1), levels], dim=1)
-    num_folds, total_size, sequences, entropy, length = ctx.reduce(of_fold.sum(dim=0)).tolist()
-    steps = _Steps(ctx, updates, splits, moments.before(ctx), sizes, total_size, choice)
-    gradients = fold_gradients(
-        ctx,
-        updates,
-        ratios,
-        entropy / length,
-        choice,
-        estimator,
-        per_sequence=per_sequence,
-        with_training=own_prompts,
-    )
-    rows, shifts = [], []
-    halves = updates.matrix.new_zeros(2, updates.matrix.shape[1]) if with_halves else None
-    for k, fold in enumerate(gradients):
-        if halves is not None:
-            mean_of_half = sizes[k] / sizes[k % 2 :: 2].sum()
-            halves[k % 2] += float(mean_of_half * sequences / length) * fold.entropy[0]
-        products, shift = steps.products(k, fold)
-        rows.append(torch.cat([levels[k], _as_pairs(sizes[k] * products).flatten()]))
-        shifts.append(_as_pairs((sizes[k] * shift).flatten(0, 1)).unflatten(0, shift.shape[:2]))
-    if ctx.learned_again:
-        steps.follow(moments)
-    by_fold, shift = torch.stack(rows), torch.stack(shifts)  # (k, columns); (k, l, this step and the last, 2)
-    total = ctx.reduce(by_fold.sum(dim=0))
-    without = total - by_fold
-    # Without fold l the other folds' steps lose l too: δθ_(−k,−l) − δθ_(−k) ≈ δθ_(−l) − δθ.
-    lost = shift.sum(dim=0) - torch.diagonal(shift, dim1=0, dim2=1).movedim(-1, 0)
-    pairs = without[:, LEVELS:].unflatten(1, (-1, 2))
-    pairs[:, [FORWARD, OWN_PROMPTS, UNCLIPPED]] += lost[:, :1]
-    pairs[:, BACKWARD] += lost[:, 1]
-    return FoldSums(total, without, int(num_folds), steps.left_out, halves)
 
-
-def levels_of_folds(ctx: StepContext, ratios: Tensor) -> Tensor:
+def levels_of_folds(batch: Batch, ratios: Tensor) -> Tensor:
     """Returns (K, LEVELS): Σρ, ΣρH and ΣρT of each fold of this rank."""
-    mask = ctx.scores.mask.double()
-    entropies = ctx.scores.entropies.double().masked_fill(mask == 0, 0.0)
+    mask = batch.scores.mask.double()
+    entropies = batch.scores.entropies.double().masked_fill(mask == 0, 0.0)
     of_sequence = torch.stack([torch.ones_like(ratios), entropies.sum(dim=1), mask.sum(dim=1)], dim=1)
-    levels = ratios.new_zeros(int(ctx.fold.max()) + 1, LEVELS)
-    return levels.index_add_(0, ctx.fold, ratios.unsqueeze(1) * of_sequence)
+    levels = ratios.new_zeros(batch.num_folds, LEVELS)
+    return levels.index_add_(0, batch.fold, ratios.unsqueeze(1) * of_sequence)
 
 
-class _Steps:
-    """The steps that the optimizer would make with and without each fold, and the products of a gradient with them."""
+class StepMemory:
+    """What outlives a step: δθ of the one before, variances of the last few, and moments without each fold.
+
+    The last live as long as a rollout, where responses are used again; the others go into the checkpoint.
+    """
+
+    def __init__(self, layout: Layout, offload: bool, error_decay: float) -> None:
+        self.layout = layout
+        self.errors = RunningVariance(error_decay)
+        self.history = UpdateHistory()
+        self.moments = FoldMoments(layout, "cpu" if offload else None)
+        self.attribution = Attribution(layout.names)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.history.num_bytes + self.moments.num_bytes
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.history.state_dict() | {f"error.{k}": value for k, value in self.errors.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.history.load_state_dict(state)
+        prefix = "error."
+        self.errors.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+
+
+class EntropyChange:
+    """The first-order change of entropy of one step; each part is calculated when it is first asked for.
+
+    Whoever asks first, on all ranks: `why_none`, `sums` and `update` are collectives the first time.
+    """
 
     def __init__(
         self,
-        ctx: StepContext,
-        updates: FlatVectors,
-        splits: Splits,
-        learned: Block | None,
-        sizes: Tensor,
-        total_size: float,
-        choice: Choice,
+        number: int,
+        batch: Batch,
+        gradients: Gradients,
+        optimizer: OptimizerView,
+        policy: Policy,
+        ranks: Ranks,
+        capabilities: Capabilities,
+        memory: StepMemory,
+        settings: EntropySettings,
+        keep_halves: bool = False,
     ) -> None:
-        self._ctx, self._updates, self._splits, self._learned = ctx, updates, splits, learned
-        self._sizes, self._total_size = sizes, total_size
-        self._choice = choice
-        self._gradient = updates.flatten(ctx.gradients.values())
-        self._pieces = optimizer_pieces(ctx.parameters, ctx.optimizer.states)
-        without = learned.without if learned is not None else None
-        self._clip = fill_updates(ctx, self._pieces, self._gradient, sizes, total_size, updates, without).tolist()
+        self.number, self.settings, self.attribution = number, settings, memory.attribution
+        self.layout = memory.layout
+        self._batch, self._gradients, self._optimizer = batch, gradients, optimizer
+        self._policy, self._ranks, self._capabilities, self._memory = policy, ranks, capabilities, memory
+        self._keep_halves = keep_halves
+
+    # --- whether there is one ---------------------------------------------------------------------------------------
+
+    @cached_property
+    def ratios(self) -> Tensor | None:
+        """ρ, (B,) fp64; None off-policy without log-probabilities of the sampling."""
+        return importance_ratios(self._batch)
+
+    @cached_property
+    def why_none(self) -> str:
+        """Why the step has no entropy gradient, "" if it has one."""
+        reason = self._capabilities.why_no_entropy_gradient(self.ratios)
+        if reason or self.ratios is None:
+            return reason
+        return why_too_far_off_policy(self.ratios, self._batch, self._ranks.reduce)
+
+    @cached_property
+    def why_no_forward(self) -> str:
+        """Why no fold can be left out of the step, "" if one can."""
+        return self._capabilities.why_no_forward(self._block is not None)
+
+    @cached_property
+    def _block(self) -> Block | None:
+        """The moments without each fold, where an earlier step has learned from these responses and was followed."""
+        return self._memory.moments.before(self.number, self._batch)
+
+    @cached_property
+    def why_no_backward(self) -> str:
+        """Why the step before cannot be multiplied with X, "" if it can."""
+        not_followed = self._capabilities.reused and self._block is None
+        return self._memory.history.why_none(self.number) or (REUSED if not_followed else "")
+
+    # --- the step ---------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def gradient(self) -> Vector:
+        """g, the mean gradient of the step, not clipped."""
+        return self.layout.vector(self._gradients.mean.values())
+
+    @cached_property
+    def pieces(self) -> list[Piece]:
+        """The optimizer's pieces; none where its step has no formula."""
+        return optimizer_pieces(self.layout, self._gradients.parameters, self._optimizer.states)
+
+    @cached_property
+    def clip(self) -> float:
+        """The factor by which the step's gradient is clipped."""
+        return float(clipping(dot(self.gradient, self.gradient), self._optimizer.max_grad_norm))
+
+    @cached_property
+    def update(self) -> Vector | None:
+        """δθ of the step; None where it has no formula."""
+        return whole_update(self.layout, self.pieces, self.gradient, self.clip) if self.pieces else None
+
+    # --- the sums over folds ----------------------------------------------------------------------------------------
+
+    @cached_property
+    def sums(self) -> FoldSums:
+        """The sums over folds of everything that is reported. Only where `why_none` is ""."""
+        batch, reduce, settings = self._batch, self._ranks.reduce, self.settings
+        assert self.ratios is not None
+        sizes, levels = torch.bincount(batch.fold).double(), levels_of_folds(batch, self.ratios)
+        of_fold = torch.cat([torch.ones_like(sizes).unsqueeze(1), sizes.unsqueeze(1), levels], dim=1)
+        num_folds, total_size, sequences, entropy, length = reduce(of_fold.sum(dim=0)).tolist()
+        products = self._products(sizes, total_size)
+        parameters = list(self._gradients.parameters.values())
+        gradients = fold_gradients(batch, self._policy, parameters, self.layout, self.ratios, entropy / length, settings)
+        by_fold = torch.stack([
+            torch.cat([levels[k], sizes[k] * as_pairs(products.add(k, fold)).flatten()])
+            for k, fold in enumerate(gradients)
+        ])  # fmt: skip
+        total = reduce(by_fold.sum(dim=0))
+        without = total - by_fold
+        pairs = without[:, LEVELS:].unflatten(1, (-1, 2))
+        of_step, of_last = products.lost_with_a_fold()
+        pairs[:, [FORWARD, OWN_PROMPTS, UNCLIPPED]] += as_pairs(of_step).unsqueeze(1)
+        pairs[:, BACKWARD] += as_pairs(of_last)
+        if self._keep_halves:
+            self._halves = products.mean_of_halves(sequences / length)
+        products.follow(self._memory.moments, self.number, batch, self._capabilities.reused)
+        return FoldSums(total, without, int(num_folds))
+
+    @cached_property
+    def stderrs(self) -> Tensor:
+        """The jackknife errors of `statistic(sums.total)`, of this batch alone; nan with too few folds."""
+        stderrs = jackknife_stderr(statistic, self.sums.total, self.sums.without, self._ranks.reduce).cpu()
+        return stderrs if self.sums.num_folds >= MIN_FOLDS_FOR_STDERR else torch.full_like(stderrs, torch.nan)
+
+    @cached_property
+    def quantities(self) -> dict[str, Quantity]:
+        """The entropy, each product and each split of forward, by name: missing with a reason where it must be.
+
+        A batch that misses rare responses does not know how far off it is, so the variances of products are averaged
+        over a few steps.
+        """
+        responses = self.settings.responses_per_prompt, self._batch.responses_per_prompt
+        reasons = {
+            "entropy": "",
+            "backward": self.why_no_backward,
+            "reuse": self._optimizer.reason,
+            "own_prompts": self._capabilities.why_no_own_prompts(*responses),
+        }
+        values = statistic(self.sums.total).cpu()
+        names = ("entropy", *PRODUCTS, *self.attribution.labels)
+        rows = [
+            Quantity(name, value, stderr, self.number).unless(reasons.get(name, self.why_no_forward))
+            for name, value, stderr in zip(names, values, self.stderrs, strict=False)
+        ]
+        raw = torch.stack([row.stderr for row in rows[1:]])
+        variances, batches = self._memory.errors.add(raw.square())
+        averaged = [
+            dataclasses.replace(row, stderr=stderr, batches=of, stderr_of_batch=row.stderr)
+            for row, stderr, of in zip(rows[1:], variances.sqrt(), batches, strict=True)
+        ]
+        by_name = {row.name: row for row in (rows[0], *averaged)}
+        by_name["backward"] = dataclasses.replace(by_name["backward"], about_step=self.number - 1)
+        return by_name
 
     @property
-    def left_out(self) -> bool:
-        """Whether δθ_(−k) never saw fold k."""
-        return self._learned is not None or not self._ctx.reused
+    def halves(self) -> list[Vector]:
+        """∂H_tok of this rank's even folds, and of its odd ones; kept where a probe needs Need.HALVES."""
+        assert self.sums is not None
+        return self._halves
 
-    def products(self, k: int, fold: FoldGradients) -> tuple[Tensor, Tensor]:
-        """Returns X_k · δθ of PRODUCTS and of forward's splits, (·, 1 or 2), and X_k · (δθ_(−l) − δθ), (K, 2, 1 or 2).
+    def _products(self, sizes: Tensor, total_size: float) -> FoldProducts:
+        settings, rows = self.settings, self._gradients.rows
+        can_leave_out = bool(self.pieces) and rows is not None and float(sizes.max()) < total_size
+        steps = None
+        if can_leave_out and rows is not None:
+            moments = self._block.without if self._block is not None else None
+            threshold = self._optimizer.max_grad_norm
+            steps = StepsWithoutFolds(self.pieces, self.gradient, rows, sizes, total_size, threshold, moments)
+        return FoldProducts(
+            layout=self.layout,
+            sizes=sizes,
+            attribution=self.attribution,
+            update=self.update,
+            previous=self._memory.history.before(self.layout, self.number),
+            steps=steps,
+            block=self._block,
+            clip=self.clip,
+            chosen_share=settings.responses_per_prompt / self._batch.responses_per_prompt,
+            num_targets=1 + settings.per_sequence,
+            num_sums=1 + self._keep_halves,
+        )
 
-        The latter of this step and of the last one, which is 0 where the last one did not learn from these folds.
-        """
-        known = self._updates.dot(fold.entropy)  # (rows of updates, 1 or 2)
-        shift = known[FIRST_FOLD:] - known[WHOLE]
-        backward, shift_of_last = known[PREVIOUS], torch.zeros_like(shift)
-        if self._learned is not None:
-            last = self._learned.updates.dot(fold.entropy)
-            backward, shift_of_last = last[k], last - known[PREVIOUS]
-        forward, unclipped, split = self._forward(k, fold)
-        products = [forward, backward, known[WHOLE], self._own_prompts(k, fold), unclipped]
-        return torch.cat([torch.stack(products), split]), torch.stack([shift, shift_of_last], dim=1)
+    # --- what outlives the step -------------------------------------------------------------------------------------
 
-    def follow(self, moments: FoldMoments) -> None:
-        """Takes the moments without each fold through this step, if there is such a step."""
-        if self._ctx.optimizer.states is not None and self._can_leave_out(self._sizes.max()):
-            clipped_gradient = self._clip[0] * self._gradient
-            moments.follow(self._ctx, self._pieces, clipped_gradient, lambda k: self._clip[1 + k] * self._without(k))
-
-    def _forward(self, k: int, fold: FoldGradients) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns X_k · δθ_(−k), the same without clipping, and the first split by cause, layer and kind."""
-        splits = self._splits
-        if self._ctx.optimizer.states is None or not self._can_leave_out(self._sizes[k]):
-            nan = self._unknown(fold)
-            return nan, nan, nan.expand(len(splits.labels), -1)
-        gradient = self._without(k)
-        clip, update = self._clip[1 + k], self._updates.matrix[FIRST_FOLD + k]
-        home = self._updates.home  # the rows may lie in host memory, the sums do not
-        pieces = self._pieces
-        if self._learned is not None:
-            pieces = [self._learned.without(k, piece) for piece in pieces]
-        products = products_by_cause(pieces, self._updates, clip * gradient, update, fold.entropy).to(home)
-        forward = products.sum(dim=(0, 2))
-        if clip == 1.0:
-            return forward, forward, splits.sum(products)
-        unclipped = products_with_step(pieces, gradient, fold.entropy).to(home)
-        return forward, unclipped, splits.sum(products)
-
-    def _can_leave_out(self, size: Tensor) -> bool:
-        """Returns whether a fold of so many sequences can be left out of the gradient."""
-        return self._ctx.fold_gradients is not None and float(size) < self._total_size
-
-    def _without(self, k: int) -> Tensor:
-        """Returns the mean gradient of the other folds, (P,), not clipped."""
-        assert self._ctx.fold_gradients is not None
-        row, size = self._ctx.fold_gradients.matrix[k : k + 1], self._sizes[k : k + 1].to(self._gradient.device)
-        return leave_fold_out(self._gradient, row, size, self._total_size)[0]
-
-    def _own_prompts(self, k: int, fold: FoldGradients) -> Tensor:
-        """Returns X_k · δθ_(−c_k), the step without the responses of X_k: the others of these prompts replace them."""
-        ctx, chosen_share = self._ctx, self._choice.responses_per_prompt / self._ctx.responses_per_prompt
-        unknown = ctx.optimizer.states is None or chosen_share >= 1.0 or self._choice.prompt_share < 1.0
-        if unknown or fold.training is None or ctx.fold_gradients is None:
-            return self._unknown(fold)
-        share = float(self._sizes[k]) / self._total_size
-        row = ctx.fold_gradients.matrix[k]
-        gradient = gradient_of_others(self._gradient, row, share, fold.training, chosen_share)
-        gradient = clipped(gradient, ctx.optimizer.max_grad_norm)[0]
-        return products_with_step(self._pieces, gradient, fold.entropy).to(self._updates.home)
-
-    def _unknown(self, fold: FoldGradients) -> Tensor:
-        return self._sizes.new_full((len(fold.entropy),), torch.nan)
+    def keep_update(self) -> None:
+        """Keeps δθ for the step after it. Called once, before the optimizer's step."""
+        parameters = self.layout.vector(p.detach() for p in self._gradients.parameters.values())
+        self._memory.history.keep(self.number, self.update, parameters)

@@ -14,61 +14,55 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.entropy import Estimator, Target, surrogate_weights
+from rl_training.engine.batch import Rollout
+from rl_training.engine.entropy_gradients import entropy_gradient
+from rl_training.engine.step import Step
+from rl_training.mathematics.entropy import Target, surrogate_weights
 from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.units import Units
-from rl_training.mathematics.vectors import FlatVectors, flat_dot
-from rl_training.step.entropy_gradients import entropy_gradient
-from rl_training.step.rollout import Rollout
-from rl_training.step.types import StepContext
+from rl_training.mathematics.vectors import dot
 
 MOST_BLOCKS = 32  # as many are enough for an error; small microbatches make more
 
 
-def blocks_of(ctx: StepContext, buffer: Rollout, num_sequences: int) -> Units:
+def blocks_of(step: Step, buffer: Rollout, num_sequences: int) -> Units:
     """Returns which block each of this rank's sequences is in: as many neighbours as a microbatch, or fewer."""
-    size = max(1, min(len(ctx.microbatch_rows[0]), num_sequences // MOST_BLOCKS))
+    size = max(1, min(len(step.batch.microbatch_rows[0]), num_sequences // MOST_BLOCKS))
     is_first = torch.zeros(num_sequences, dtype=torch.float64, device=buffer.prompt_index.device)
     is_first[buffer.prompt_index[::size]] = 1.0
-    is_first = ctx.reduce(is_first)
+    is_first = step.ranks.reduce(is_first)
     first = buffer.prompt_index[::size].repeat_interleave(size)[: buffer.num_sequences]
-    return Units((is_first.cumsum(dim=0) - 1.0).long()[first], int(is_first.sum()), ctx.reduce)
+    return Units((is_first.cumsum(dim=0) - 1.0).long()[first], int(is_first.sum()), step.ranks.reduce)
 
 
 def evaluation_change(
-    ctx: StepContext,
-    buffer: Rollout,
-    scores: Scores,
-    blocks: Units,
-    update: Tensor,
-    layout: FlatVectors,
-    estimator: Estimator,
-    targets: tuple[Target, ...],
+    step: Step, buffer: Rollout, scores: Scores, blocks: Units, targets: tuple[Target, ...]
 ) -> Replicates:
     """Returns X_E · δθ, (q,) nats for each target, and without each block, (blocks, q). A collective.
 
     scores   of this rank's share of E at the present parameters, in tables as wide on every rank
-    update   (P,), δθ, flat as `layout` has it
     targets  "token", "sequence": a backward for each
 
     `.grad` and the reducer of DDP are not touched.
     """
     known = (scores.logps.double(), scores.entropies.double(), scores.mask, buffer.prompt_index)
-    weights = [surrogate_weights(*known, estimator, target, "buffer", ctx.reduce) for target in targets]
-    parameters = list(ctx.parameters.values())
+    reduce, change = step.ranks.reduce, step.entropy_change
+    weights = [surrogate_weights(*known, change.settings.estimator, target, "buffer", reduce) for target in targets]
+    parameters, update = list(step.gradients.parameters.values()), change.update
+    assert update is not None
     lengths = scores.mask.double().sum(dim=1)
     sizes = blocks.gather(torch.stack([torch.ones_like(lengths), lengths], dim=1))  # (blocks, 2)
     products = sizes.new_zeros(blocks.count, len(targets))
     for block in blocks.number.unique().tolist():
         rows = (blocks.number == block).nonzero().squeeze(1)
-        with ctx.policy.as_measured():
-            fresh = ctx.policy.score(buffer, rows)
+        with step.policy.measuring():
+            fresh = step.policy.score(buffer, rows)
             width = fresh.logps.shape[1]
             pairs = [(w[rows, :width].to(fresh.logps), u[rows, :width].to(fresh.entropies)) for w, u in weights]
-            directions = entropy_gradient(fresh, pairs, parameters, layout)
-        products[block] = torch.stack([flat_dot(direction, update) for direction in directions]).to(products)
-    products = ctx.reduce(products) / sizes[:, 0].sum()  # each row is one rank's
+            directions = entropy_gradient(fresh, pairs, parameters, change.layout)
+        products[block] = torch.stack([dot(direction, update) for direction in directions]).to(products)
+    products = reduce(products) / sizes[:, 0].sum()  # each row is one rank's
     left = 1.0 - sizes / sizes.sum(dim=0)  # of E without a block, as a share of its sequences and of its tokens
     of_target = left[:, [int(target == "token") for target in targets]]
     total = products.sum(dim=0)

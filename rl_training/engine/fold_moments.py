@@ -1,4 +1,4 @@
-"""The optimizer's moments as they would stand had no step since the rollout learned from a fold.
+"""The optimizer's moments as they would be had no step since the rollout learned from a fold.
 
 Where a rollout serves several optimizer steps of the same responses (num_iterations > 1), the second one's momentum
 holds their noise: leaving fold k out of its gradient alone does not give a step that never saw fold k. So from the
@@ -17,22 +17,22 @@ in runs that learn from a rollout again. They live from one rollout to the next,
 from __future__ import annotations
 
 import dataclasses
-import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from rl_training.mathematics.vectors import FlatVectors
-from rl_training.step.types import StepContext
-from rl_training.step.updates import Piece
+from rl_training.engine.batch import Batch
+from rl_training.engine.updates import Piece
+from rl_training.mathematics.vectors import Layout, Vector, num_bytes, rows_dot
 
 
 class FoldMoments:
     """The moments without each fold of the present rollout, block by block: a block is what one step learns from."""
 
-    def __init__(self, device: str | None = None) -> None:
-        self._device = device
+    def __init__(self, layout: Layout, device: str | None = None) -> None:
+        self._layout, self._device = layout, device
         self._blocks: dict[tuple[int, ...], Block] = {}
         self._last: tuple[int, int] | None = None  # rollout and step that were followed last
 
@@ -40,71 +40,81 @@ class FoldMoments:
     def num_bytes(self) -> int:
         return sum(block.num_bytes for block in self._blocks.values())
 
-    def before(self, ctx: StepContext) -> Block | None:
-        """Returns the moments without each fold of this step, as they stand before it.
+    def before(self, number: int, batch: Batch) -> Block | None:
+        """Returns the moments without each fold of step `number`, before it.
 
         None where no step has learned from these folds, or one since then was not followed.
         """
-        if self._last != (ctx.rollout_number, ctx.step - 1):
+        if self._last != (batch.rollout_number, number - 1):
             self._blocks.clear()
-        return self._blocks.get(_block_of(ctx))
+        return self._blocks.get(_block_of(batch))
 
     def follow(
         self,
-        ctx: StepContext,
+        number: int,
+        batch: Batch,
+        reused: bool,
         pieces: Sequence[Piece],
-        gradient: Tensor,
-        without: Callable[[int], Tensor],
+        gradient: Vector,
+        without: Callable[[slice, Piece], Tensor],
     ) -> None:
         """Takes this step along, after `before` was asked for it.
 
-        gradient  (P,), of the whole step, clipped
-        without   k → (P,), that of the other folds, clipped: what the step without fold k is made from
+        gradient  of the whole step, clipped
+        without   folds, piece → (folds, n), that of the other folds, clipped: what the step without each is made from
         """
-        mine = _block_of(ctx)
-        if mine not in self._blocks and not ctx.reused:
-            self._blocks[mine] = Block(ctx.parameters, int(ctx.fold.max()) + 1, self._device)
+        mine = _block_of(batch)
+        if mine not in self._blocks and not reused:
+            self._blocks[mine] = Block(self._layout, batch.num_folds, self._device)
         for name, block in self._blocks.items():
-            block.step(pieces, without if name == mine else lambda _: gradient)
-        self._last = (ctx.rollout_number, ctx.step)
+            block.step(pieces, without if name == mine else lambda _, piece: piece.of(gradient).unsqueeze(0))
+        self._last = (batch.rollout_number, number)
 
 
 class Block:
     """What one step learns from, fold by fold: the moments without each, and the last step that they make, δθ_(−k)."""
 
-    def __init__(self, parameters: Mapping[str, Tensor], num_folds: int, device: str | None) -> None:
-        self._new_rows = functools.partial(FlatVectors, parameters, num_folds, device)
-        self._moments: dict[str, FlatVectors] = {}  # by their name in the optimizer's state
+    def __init__(self, layout: Layout, num_folds: int, device: str | None) -> None:
+        self._layout, self._num_folds, self._device = layout, num_folds, device
+        self._moments: dict[str, Vector] = {}  # (K, n) of each bucket, by their name in the optimizer's state
         self._began = False  # before its first step, the moments without a fold are the optimizer's
-        self.updates = self._new_rows()
+        self._updates = layout.zeros(num_folds, device=device)
 
     @property
     def num_bytes(self) -> int:
-        return sum(rows.num_bytes for rows in (self.updates, *self._moments.values()))
+        return sum(map(num_bytes, (self._updates, *self._moments.values())))
 
-    def without(self, fold: int | slice, piece: Piece) -> Piece:
-        """Returns the piece with the moments that never saw this fold, (n,); of several folds, (folds, n)."""
+    def update_without(self, fold: int) -> Vector:
+        """Returns the last step without this fold."""
+        return [part[fold] for part in self._updates]
+
+    def dots(self, direction: Vector) -> Tensor:
+        """Returns the products of the last step without each fold with this direction, (K,) fp64."""
+        parts = zip(self._updates, direction, strict=True)
+        return torch.stack([rows_dot(rows.to(x.device), x) for rows, x in parts]).sum(dim=0)
+
+    def without(self, folds: slice, piece: Piece) -> Piece:
+        """Returns the piece with the moments that never saw each of these folds, (folds, n)."""
         if not self._began:
             return piece
-        moments = {name: rows.matrix[fold, piece.columns] for name, rows in self._moments.items()}
-        on_device: dict[str, Any] = {name: moment.to(piece.param.device) for name, moment in moments.items()}
-        return dataclasses.replace(piece, state=dataclasses.replace(piece.state, **on_device))
+        moments: dict[str, Any] = {
+            name: piece.of(rows)[folds].to(piece.param.device) for name, rows in self._moments.items()
+        }
+        return dataclasses.replace(piece, state=dataclasses.replace(piece.state, **moments))
 
-    def step(self, pieces: Sequence[Piece], gradient_without: Callable[[int], Tensor]) -> None:
-        """Moves the moments without each fold k by a step with the clipped `gradient_without(k)`, and keeps its δθ."""
-        for k in range(self.updates.num_rows):
-            gradient = gradient_without(k)
-            for piece in pieces:
-                state, grad = self.without(k, piece).state, gradient[piece.columns].to(piece.param.device)
-                self.updates.matrix[k, piece.columns] = state.delta(piece.param, grad).total.to(self.updates.matrix)
-                for name, moment in vars(state.after(piece.param, grad)).items():
-                    if isinstance(moment, Tensor):
-                        if name not in self._moments:
-                            self._moments[name] = self._new_rows()
-                        rows = self._moments[name].matrix
-                        rows[k, piece.columns] = moment.to(rows)
+    def step(self, pieces: Sequence[Piece], gradient_without: Callable[[slice, Piece], Tensor]) -> None:
+        """Moves the moments without each fold by a step with its clipped gradient, and keeps its δθ."""
+        everything = slice(None)
+        for piece in pieces:
+            state, gradient = self.without(everything, piece).state, gradient_without(everything, piece)
+            piece.of(self._updates).copy_(state.delta(piece.param, gradient).total)
+            for name, moment in vars(state.after(piece.param, gradient)).items():
+                if isinstance(moment, Tensor):
+                    if name not in self._moments:
+                        self._moments[name] = self._layout.zeros(self._num_folds, device=self._device)
+                    piece.of(self._moments[name]).copy_(moment)
         self._began = True
 
 
-def _block_of(ctx: StepContext) -> tuple[int, ...]:
-    return tuple(ctx.rollout.prompt_index.tolist())
+def _block_of(batch: Batch) -> tuple[int, ...]:
+    return tuple(batch.rollout.prompt_index.tolist())

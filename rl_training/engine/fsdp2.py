@@ -1,6 +1,6 @@
 """torch's FSDP2 (fully_shard), which cuts weights, gradients and optimizer states: whole for a while, and read.
 
-Written against torch 2.13 and accelerate 1.15; the only file that names their internals of it. A parameter is a DTensor
+Written against torch 2.13; the only file that names its internals of it. A parameter is a DTensor
 wherever no forward or backward needs it. For these FSDP puts a whole one in its place, always the same object, which is
 the leaf of training's graph: its hooks see this rank's gradient alone, before it is averaged and cut.
 
@@ -15,45 +15,31 @@ import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from trl import GRPOTrainer
 
-from rl_training.live.sharding import ByParameter, Replicated, refuse_what_does_not_fit, trainable
+from rl_training.engine.sharding import ByParameter, Replicated, refuse_what_does_not_fit, trainable
 
 FSDP2 = "torch.distributed.fsdp._fully_shard"  # the package whose functions are its hooks
 GATHERING_METHOD = "generate"  # transformers hides the class's behind one that lets FSDP gather
 
 
-def refuse_what_cannot_be_read(plugin: Any) -> None:
-    """Raises ValueError, saying what to do, for accelerate's settings of FSDP under which probes cannot measure."""
-    if plugin.fsdp_version != 2:
-        raise ValueError(
-            "probes do not read FSDP1, which flattens the parameters of a layer into one: set fsdp_version: 2 "
-            "(launch/fsdp2.yaml), use DDP or ZeRO, or train without probes (probe=none)"
-        )
-    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        raise ValueError(
-            "probes do not read what FSDP has offloaded: set fsdp_offload_params: false, or train without probes "
-            "(probe=none)"
-        )
-
-
 class FullyShard(Replicated):
-    """FSDP2 as accelerate sets it up: the trainer's own optimizer and clipping, on DTensors."""
+    """FSDP2: the loop's own optimizer and clipping, on DTensors."""
 
-    def __init__(self, trainer: GRPOTrainer) -> None:
-        super().__init__(trainer)
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
+        super().__init__(model, optimizer, max_grad_norm)
         self._shard_of: dict[nn.Parameter, nn.Parameter] = {}
 
     def trained(self) -> dict[str, nn.Parameter]:
         with self.whole_weights():
-            return trainable(self._trainer.model)
+            return trainable(self.model)
 
     @contextlib.contextmanager
     def whole_weights(self) -> Iterator[None]:
-        model = self._trainer.model
+        model = self.model
         _reshard(model)
         shards = dict(model.named_parameters())
         for module in _sharded_modules(model):
@@ -86,7 +72,7 @@ class FullyShard(Replicated):
         return group_of, states
 
     def refuse_what_does_not_fit(self, vectors: int) -> None:
-        refuse_what_does_not_fit("FSDP2", self._trainer.model, vectors)
+        refuse_what_does_not_fit("FSDP2", self.model, vectors)
 
 
 def _whole(value: Any) -> Any:

@@ -1,7 +1,10 @@
-"""The tap: catches the gradient of each microbatch as autograd hands it to the parameters.
+"""The gradient of each microbatch, caught as autograd hands it to the parameters: as rows by fold, or as square norms.
 
 A hook on the leaf sees this rank's gradient of this microbatch alone — before DDP averages it and before it is added to
 `.grad` — which differences of `.grad` do not give on the last microbatch under DDP.
+
+A loop divides the loss by the number of microbatches K, so what a hook sees is 1/K of the microbatch's mean gradient;
+that is undone here, once. The optimizer's gradient is then the mean of the rows (over ranks too).
 """
 
 from __future__ import annotations
@@ -13,39 +16,39 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
-from rl_training.mathematics.vectors import FlatVectors
+from rl_training.mathematics.vectors import Layout, Vector, add, num_bytes
 
 
-class GradientTap:
-    """Catches each microbatch's gradient on its own scale, the mean over that microbatch: as a row, or as square norms.
+class GradientRows:
+    """Catches the gradients of one step at a time, each on its own scale: the mean over the microbatch.
 
-    The trainer divides the loss by the number of microbatches K, so what a hook sees is 1/K of the microbatch's mean
-    gradient; the tap undoes that here, once. The optimizer's gradient is then the mean of the rows (over ranks too).
+    keep_rows      keep the gradients themselves, each row the mean of some microbatches: `rows`
+    keep_sq_norms  keep their square norms, measured as they stream by: `sq_norms`
+    offload        keep the rows in host memory: a row is collected where the parameters are, and copied once
 
-    keep_rows      keep the gradients themselves: `fold_gradients`, each row the mean of some microbatches
-    keep_sq_norms  keep their square norms only, measured as they stream by: `sq_norms`
-    device         where the rows are kept, that of the parameters by default
-
-    The hooks exist only between `arm` and `disarm`, which the driver puts around the trainer's own backward: a probe's
-    own backward would fire them too.
+    The hooks exist only between `arm` and `disarm`, around the loop's own backward: a probe's own backward would fire
+    them too. Nothing of parameter size is held between `release` and the next `start_step`.
     """
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
+        layout: Layout,
         keep_rows: bool = True,
         keep_sq_norms: bool = False,
-        device: torch.device | str | None = None,
+        offload: bool = False,
     ) -> None:
-        self._parameters = parameters
-        self._keep_rows = keep_rows
-        self._device = device
-        self._keep_sq_norms = keep_sq_norms
+        self._parameters, self.layout = parameters, layout
+        self._keep_rows, self._keep_sq_norms = keep_rows, keep_sq_norms
+        self._offload = offload
+        self._copies = torch.cuda.Stream() if offload and layout.device.type == "cuda" else None
         self._scale = 1.0  # from what a hook sees to the mean scale
         self._row_of: Sequence[int] = ()  # by microbatch
-        self.fold_gradients: FlatVectors | None = None
-        self._rows: dict[str, tuple[Tensor, ...]] = {}  # views of these, made once: the hooks are in the hot path
+        self.rows: Vector | None = None  # (K, n) of each bucket
+        self._collected: tuple[int, Vector] | None = None  # with offload: the row that is being filled
         self._metric = AdamMetric(None)
         self._meters: list[SqNormMeter] = []  # by microbatch; on the scale of the hooks
         self._handles: list[RemovableHandle] = []
@@ -53,20 +56,18 @@ class GradientTap:
     def start_step(
         self, row_of_microbatch: Sequence[int], num_rows: int, states: Mapping[str, object] | None = None
     ) -> None:
-        """Empties what is kept, for the microbatches of the step that begins.
+        """Makes room for the step that begins.
 
         row_of_microbatch  the row that each microbatch's gradient goes into; rows that none goes into stay zero
         states             AdamW's, for square norms in its metric; those that are not warm yet are nan
         """
-        num_microbatches = len(row_of_microbatch)
-        if self._keep_rows and (self.fold_gradients is None or self.fold_gradients.num_rows != num_rows):
-            self.fold_gradients = FlatVectors(self._parameters, num_rows, self._device)
-            self._rows = {name: self.fold_gradients.view(name).unbind(0) for name in self._parameters}
-        elif self.fold_gradients is not None:
-            self.fold_gradients.matrix.zero_()
+        self.release()
+        if self._keep_rows:
+            device = "cpu" if self._offload else None
+            self.rows = self.layout.zeros(num_rows, device=device, pinned=self._copies is not None)
         self._metric = AdamMetric(states)
-        self._meters = [SqNormMeter(self._metric) for _ in range(num_microbatches)]
-        self._scale = float(num_microbatches)
+        self._meters = [SqNormMeter(self._metric) for _ in row_of_microbatch]
+        self._scale = float(len(row_of_microbatch))
         self._row_of = row_of_microbatch
 
     @property
@@ -76,22 +77,21 @@ class GradientTap:
             return None
         return self._scale**2 * torch.stack([meter.result(self._parameters) for meter in self._meters])
 
-    def end_step(self) -> None:
-        """Lets go of the optimizer's states: under ZeRO and FSDP2 they were gathered for this step."""
-        self._meters, self._metric = [], AdamMetric(None)
-
     @property
     def num_bytes(self) -> int:
-        """Bytes of what is kept during a step."""
-        return (self.fold_gradients.num_bytes if self.fold_gradients is not None else 0) + self._metric.num_bytes
+        """Bytes of what is kept at present."""
+        collected = num_bytes(self._collected[1]) if self._collected is not None else 0
+        return num_bytes(self.rows) + collected + self._metric.num_bytes
 
     def arm(self, microbatch: int) -> None:
         """Sets the hooks: gradients that reach the parameters from now on belong to this microbatch."""
         row = self._row_of[microbatch]
         share = self._scale / self._row_of.count(row)
+        target = self.layout.by_name(self._target(row)) if self._keep_rows else {}
         for name, param in self._parameters.items():
             if self._keep_rows:
-                self._handles.append(param.register_hook(self._adder(self._rows[name][row], share)))
+                param_row = target[name]
+                self._handles.append(param.register_hook(self._adder(param_row.view(param.shape), share)))
             if self._keep_sq_norms:
                 self._handles.append(param.register_hook(functools.partial(self._meters[microbatch].add, name)))
 
@@ -102,8 +102,72 @@ class GradientTap:
         for meter in self._meters:
             meter.flush()
 
-    def _adder(self, row: Tensor, share: float) -> Callable[[Tensor], None]:
-        def add(grad: Tensor) -> None:
-            row.add_(grad.to(row.device), alpha=share)
+    def collect(self) -> None:
+        """Brings the last row to where the rows lie; to be called once all gradients are in."""
+        self._copy_collected()
+        if self._copies is not None:
+            torch.cuda.current_stream().wait_stream(self._copies)
 
-        return add
+    def release(self) -> None:
+        """Lets go of everything: rows, and the optimizer's states, which under ZeRO and FSDP2 were gathered."""
+        self.disarm()
+        self.rows = self._collected = None
+        self._meters, self._metric = [], AdamMetric(None)
+
+    def _target(self, row: int) -> Vector:
+        """Returns the vector that gradients of this row are added to."""
+        assert self.rows is not None
+        if not self._offload:
+            return [part[row] for part in self.rows]
+        if self._collected is None or self._collected[0] != row:
+            self._copy_collected()
+            self._collected = row, self.layout.zeros()
+        return self._collected[1]
+
+    def _copy_collected(self) -> None:
+        if self._collected is None or self.rows is None:
+            return
+        (row, vector), self._collected = self._collected, None
+        if self._copies is not None:
+            self._copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._copies):  # None: the present one
+            for part, source in zip(self.rows, vector, strict=True):
+                part[row].copy_(source, non_blocking=True)
+                if self._copies is not None:
+                    source.record_stream(self._copies)
+
+    def _adder(self, row: Tensor, share: float) -> Callable[[Tensor], None]:
+        def add_gradient(gradient: Tensor) -> None:
+            row.add_(gradient.to(row.device), alpha=share)
+
+        return add_gradient
+
+    def fill_slices(
+        self,
+        folds: Sequence[range],
+        microbatch_rows: Sequence[range],
+        loss_weights: LossWeights,
+        score: Callable[[Tensor], Scores],
+    ) -> None:
+        """Splits each microbatch's gradient, in the row of its first fold, among the folds that cut it in slices.
+
+        A slice's gradient comes from a forward pass and a backward of its own, that of the last slice from the
+        difference: for s slices that costs (s − 1)/s of what the training's own cost. Without slices, nothing is done.
+        """
+        assert self.rows is not None
+        for microbatch in microbatch_rows:
+            inside = [k for k, rows in enumerate(folds) if rows.start in microbatch and rows.stop <= microbatch.stop]
+            if len(inside) < 2:
+                continue
+            rest = [len(microbatch) * part[inside[0]] for part in self.rows]
+            for k in inside[:-1]:
+                rows = torch.arange(folds[k].start, folds[k].stop, device=loss_weights.logps.device)
+                total = self.layout.vector(loss_weights.gradient(score(rows), rows, list(self._parameters.values())))
+                self._set_row(k, total, len(rows))
+                add(rest, total, -1.0)
+            self._set_row(inside[-1], rest, len(folds[inside[-1]]))
+
+    def _set_row(self, row: int, total: Vector, count: int) -> None:
+        assert self.rows is not None
+        for part, of_fold in zip(self.rows, total, strict=True):
+            part[row] = (of_fold / count).to(part.device)

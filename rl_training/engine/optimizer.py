@@ -1,4 +1,4 @@
-"""The optimizer of a running trainer, before its step: the gradients that it gets, its hyperparameters and states."""
+"""The optimizer of a training loop, before its step: the gradients that it gets, its hyperparameters and states."""
 
 from __future__ import annotations
 
@@ -8,23 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from trl import GRPOTrainer
 
-from rl_training.live.fsdp import FullyShard
-from rl_training.live.sharding import Replicated, Sharding
-from rl_training.live.zero import Zero
-from rl_training.live.zero3 import Zero3
+from rl_training.engine.sharding import Sharding
+from rl_training.engine.step import OptimizerView
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.sgd import SGDState
-from rl_training.step.types import OptimizerView
-
-
-def sharding_of(trainer: GRPOTrainer) -> Sharding:
-    """Returns how this training lays its parameters and states out; to be asked for once it has begun."""
-    if trainer.is_deepspeed_enabled:
-        stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
-        return (Zero3 if stage == 3 else Zero)(trainer.model_wrapped)
-    return (FullyShard if trainer.is_fsdp_enabled else Replicated)(trainer)
 
 
 def mean_gradients(
@@ -32,7 +20,7 @@ def mean_gradients(
 ) -> tuple[dict[str, Tensor], OptimizerView]:
     """Returns the gradients of the step by name, mean over microbatches and ranks, not clipped; and what steps on them.
 
-    A parameter that the loss does not reach has zeros, and torch's optimizers leave it alone. (ZeRO's do not: its zeros
+    A parameter that the loss does not reach has zeros, and torch's optimizers do not update it. (ZeRO's do not: its zeros
     are gradients like others.) Raises ValueError when none has a gradient.
     """
     of_param = sharding.mean_gradients(parameters.values())
@@ -45,7 +33,7 @@ def mean_gradients(
         )
     whole = {name: torch.zeros_like(parameters[name]) if g is None else g for name, g in gradients.items()}
     if unreached and view.states is not None:
-        states = {name: state.left_alone() if name in unreached else state for name, state in view.states.items()}
+        states = {name: state.not_updated() if name in unreached else state for name, state in view.states.items()}
         view = dataclasses.replace(view, states=states)
     return whole, view
 
@@ -55,7 +43,7 @@ def view_optimizer(sharding: Sharding, parameters: Mapping[str, nn.Parameter]) -
 
     A collective where states are gathered.
     """
-    readers = ADAM_READERS if isinstance(sharding, Zero) else ADAM_READERS | SGD_READERS
+    readers = {kind: READERS[kind] for kind in sharding.readable_optimizers}
     optimizer, max_grad_norm = sharding.optimizer, sharding.max_grad_norm
     reason = _why_no_formula(optimizer, tuple(readers))
     if reason:
@@ -119,5 +107,8 @@ def _read_sgd_state(param: nn.Parameter, state: Mapping[str, Any], group: Mappin
 
 
 Reader = Callable[[nn.Parameter, Mapping[str, Any], Mapping[str, Any]], AdamWState | SGDState]
-ADAM_READERS: dict[type, Reader] = {torch.optim.AdamW: _read_adam_state, torch.optim.Adam: _read_adam_state}
-SGD_READERS: dict[type, Reader] = {torch.optim.SGD: _read_sgd_state}  # not under ZeRO
+READERS: dict[type, Reader] = {
+    torch.optim.AdamW: _read_adam_state,
+    torch.optim.Adam: _read_adam_state,
+    torch.optim.SGD: _read_sgd_state,
+}

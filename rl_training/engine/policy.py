@@ -1,49 +1,80 @@
-"""What a probe may ask of the policy, whoever tells the probe of the steps: a running trainer, or a checkpoint."""
+"""What a probe may ask of the policy, whatever loop it is trained by: scores, fresh samples, other parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import abc
+import contextlib
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Protocol
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from rl_training.engine.batch import Rollout, in_one_width
+from rl_training.engine.scorer import Scorer
 from rl_training.mathematics.scores import Scores
-from rl_training.step.rollout import Rollout
 
 
-class Policy(Protocol):
-    """The policy at its parameters at the moment of the call. Training never notices that it was asked.
+class Policy(abc.ABC):
+    """The policy at its parameters at the moment of the call. Training does not notice that it was asked.
 
-    Everything is local to a rank: no collective.
+    Everything is local to a rank: no collective. What a loop knows beside the model, how it samples and decodes, its
+    host says in a subclass.
+
+    model       as it is trained, unwrapped
+    batch_size  rows of one forward pass without graph
     """
+
+    def __init__(self, model: nn.Module, scorer: Scorer, batch_size: int) -> None:
+        self.model, self.scorer, self._batch_size = model, scorer, batch_size
 
     def score(self, rollout: Rollout, rows: Tensor) -> Scores:
         """Returns log-probabilities and entropies WITH graph of some rows, only as wide as the longest of these.
 
-        What runs is the unwrapped model as training runs it, autocast and dropout included, unless `as_measured`.
+        In training's precision and with its dropout; inside of `measuring` in IEEE fp32 and without.
         """
-        ...
+        return self.scorer.score(rollout, rows)
 
     def score_rollout(self, rollout: Rollout) -> Scores:
-        """Returns log-probabilities and entropies of all rows, (B, T), without graph, autocast and dropout."""
-        ...
+        """Returns log-probabilities and entropies of all rows, (B, T), without graph, as a measurement."""
+        width = rollout.completion_ids.shape[1]
+        rows = torch.arange(rollout.num_sequences, device=rollout.completion_ids.device)
+        with self.measuring(), torch.no_grad():
+            parts = [self.scorer.score(rollout, some, graph=False) for some in rows.split(self._batch_size)]
+        return Scores(
+            logps=in_one_width([part.logps for part in parts], at_least=width),
+            entropies=in_one_width([part.entropies for part in parts], at_least=width),
+            mask=rollout.completion_mask,
+        )
 
+    def score_padded(self, rollout: Rollout, rows: Tensor) -> Scores:
+        """Returns the same, as wide as the rollout, of rows that keep the padding on their left, as training has it."""
+        return self.scorer.score_padded(rollout, rows)
+
+    def measuring(self) -> AbstractContextManager[None]:
+        """Returns a context in which `score` leaves out autocast, TF32 and dropout; the backward belongs into it too."""
+        return self.scorer.measuring()
+
+    @contextlib.contextmanager
+    def shifted(self, shift: Mapping[str, Tensor]) -> Iterator[None]:
+        """A context in which parameters point to moved copies; what they pointed to is never written to."""
+        parameters = {name: self.model.get_parameter(name) for name in shift}
+        originals = {name: param.data for name, param in parameters.items()}
+        try:
+            for name, param in parameters.items():
+                param.data = param.data + shift[name]
+            yield
+        finally:
+            for name, param in parameters.items():
+                param.data = originals[name]
+
+    @abc.abstractmethod
     def sample(self, num_sequences: int, seed: int) -> Rollout:
         """Returns this rank's share of so many fresh responses, one each to random prompts of the training set.
 
         The same seed gives the same prompts and the same random numbers, whatever the parameters.
         """
-        ...
 
-    def shifted(self, shift: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Returns a context in which the named parameters are moved by so much; then they are back, bit for bit."""
-        ...
-
-    def as_measured(self) -> AbstractContextManager[None]:
-        """Returns a context in which `score` leaves out autocast and dropout; the backward belongs into it too."""
-        ...
-
+    @abc.abstractmethod
     def decode(self, ids: Tensor) -> str:
         """Returns the text of one sequence of tokens, special tokens left out."""
-        ...

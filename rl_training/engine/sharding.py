@@ -1,6 +1,6 @@
 """How a launch lays weights, gradients and optimizer states out over processes, and what is asked of every such way.
 
-One process and DDP keep all of them whole. DeepSpeed's ways are in zero.py and zero3.py, FSDP2 is in fsdp.py.
+One process and DDP keep all of them whole. FSDP2 is in fsdp2.py; a host may know others.
 """
 
 from __future__ import annotations
@@ -12,9 +12,7 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
-from accelerate.optimizer import AcceleratedOptimizer
 from torch import Tensor, nn
-from trl import GRPOTrainer
 
 from rl_training.mathematics.adamw import clipping_threshold
 
@@ -36,6 +34,10 @@ class Sharding(Protocol):
     def keeps_fp32_copies(self) -> bool:
         """Whether what is updated is fp32, whatever the forward pass computes with."""
 
+    @property
+    def readable_optimizers(self) -> tuple[type[torch.optim.Optimizer], ...]:
+        """Those whose states can be read here."""
+
     def trained(self) -> dict[str, nn.Parameter]:
         """Returns the trainable parameters by name: the leaves of the forward pass, whole while it runs."""
 
@@ -53,26 +55,21 @@ class Sharding(Protocol):
 
 
 class Replicated:
-    """Everything whole on every process: a single one, or DDP."""
+    """Everything whole on every process: a single one, or DDP.
 
-    def __init__(self, trainer: GRPOTrainer) -> None:
-        self._trainer = trainer
+    model          unwrapped            optimizer  torch's own
+    max_grad_norm  None, 0 and below: gradients are not clipped
+    """
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        optimizer = self._trainer.optimizer
-        return optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
+    keeps_fp32_copies = False
+    readable_optimizers = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
 
-    @property
-    def max_grad_norm(self) -> float:
-        return clipping_threshold(self._trainer.args.max_grad_norm)
-
-    @property
-    def keeps_fp32_copies(self) -> bool:
-        return False
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.max_grad_norm = clipping_threshold(max_grad_norm)
 
     def trained(self) -> dict[str, nn.Parameter]:
-        return trainable(self._trainer.model)
+        return trainable(self.model)
 
     def whole_weights(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -1,111 +1,154 @@
-"""The parameter change of this optimizer step, and what it would have been without each fold.
+"""The parameter change of an optimizer step, piece by piece: the real one, and what it would have been without a fold.
 
-The updates are kept as flat vectors, in the rows
+    WHOLE       δθ of the step, from the mean gradient g
+    without k   δθ_(−k), the step that the other folds alone would have made, from g_(−k) = (N g − n_k g_k) / (N − n_k)
 
-    PREVIOUS         δθ of the step before: the change that brought the parameters where they are
-    WHOLE            δθ of this step
-    FIRST_FOLD + k   δθ_(−k), the step that the other folds alone would have made
-
-each the optimizer's own step from its present state, clipped by its own gradient's norm.
+each the optimizer's own step from its present state, clipped by its own gradient's norm. The steps without a fold are
+made where their products with an entropy gradient are taken, a slice of a parameter at a time, and are never kept.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.adamw import AdamWState, clip_coefficient
+from rl_training.mathematics.adamw import AdamWState, UpdateParts, clip_coefficient
 from rl_training.mathematics.folds import leave_fold_out
 from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.vectors import JOINED, FlatVectors, join
-from rl_training.step.types import StepContext
+from rl_training.mathematics.vectors import SLICE, Layout, Vector, join, num_bytes
 
-PREVIOUS, WHOLE, FIRST_FOLD = 0, 1, 2
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in their order
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Neighbouring parameters that the optimizer treats alike, as one vector."""
+    """Neighbouring entries of one bucket that the optimizer treats alike, as one vector."""
 
-    columns: slice  # of a flat vector over all parameters
+    bucket: int
+    columns: slice  # of the bucket
+    flat: slice  # of all parameters, one after another
     param: Tensor  # (n,), before the step
     state: AdamWState | SGDState  # of (n,) tensors
+    spans: tuple[tuple[int, slice], ...]  # the number of each parameter in it, and its entries
+
+    @property
+    def numbers(self) -> list[int]:
+        return [number for number, _ in self.spans]
+
+    def of(self, vector: Vector) -> Tensor:
+        """Returns these entries of a vector, (n,), or of several, (rows, n)."""
+        return vector[self.bucket][..., self.columns]
 
 
 def optimizer_pieces(
-    parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState] | None
+    layout: Layout,
+    parameters: Mapping[str, Tensor],
+    states: Mapping[str, AdamWState | SGDState] | None,
+    longest: int = SLICE,
 ) -> list[Piece]:
     """Returns the parameters and their optimizer's states in pieces that follow one another; none without a formula.
 
-    There may be hundreds of small parameters, and a step calculated for each fold: joined up to JOINED entries, as
-    copies, they take few operations. A larger parameter is a piece of its own, and not copied.
+    Small neighbours that are alike are joined, as copies; large parameters are cut, and not copied.
     """
+    pieces: list[Piece] = []
     if states is None:
-        return []
-    together: list[list[str]] = []
-    size, before = 0, None
-    for name, state in states.items():
-        param = parameters[name]
-        settings = {key: value for key, value in vars(state).items() if not isinstance(value, Tensor)}
-        alike = (type(state), param.dtype, settings)
-        if alike != before or size + param.numel() > JOINED:
-            together.append([])
-            size = 0
-        together[-1].append(name)
-        size, before = size + param.numel(), alike
-    pieces, start = [], 0
-    for names in together:
-        of_piece = [states[name] for name in names]
-        tensors = [key for key, value in vars(of_piece[0]).items() if isinstance(value, Tensor)]
-        flat: dict[str, Any] = {key: join(getattr(state, key).reshape(-1) for state in of_piece) for key in tensors}
-        vector = join(parameters[name].detach().reshape(-1) for name in names)
-        pieces.append(Piece(slice(start, start + len(vector)), vector, dataclasses.replace(of_piece[0], **flat)))
-        start += len(vector)
+        return pieces
+    of_name = {name: number for number, name in enumerate(layout.names)}
+    for number, bucket in enumerate(layout.buckets):
+        bounds = list(bucket.bounds())
+        for first, last in _alike(bucket.names, parameters, states):
+            names = bucket.names[first:last]
+            start = bounds[first][1].start
+            of_piece = [states[name] for name in names]
+            tensors = [key for key, value in vars(of_piece[0]).items() if isinstance(value, Tensor)]
+            flat = {key: join([getattr(state, key).reshape(-1) for state in of_piece]) for key in tensors}
+            param = join([parameters[name].detach().reshape(-1) for name in names])
+            for begin in range(0, len(param), longest):
+                cut = slice(begin, min(begin + longest, len(param)))
+                state: Any = dataclasses.replace(of_piece[0], **{key: value[cut] for key, value in flat.items()})
+                columns = slice(start + cut.start, start + cut.stop)
+                whole = slice(bucket.start + columns.start, bucket.start + columns.stop)
+                spans = [(of_name[name], slice(0, len(param[cut]))) for name in names]
+                if len(names) > 1:
+                    spans = [(of_name[n], slice(c.start - start, c.stop - start)) for n, c in bounds[first:last]]
+                pieces.append(Piece(number, columns, whole, param[cut], state, tuple(spans)))
     return pieces
 
 
-def fill_updates(
-    ctx: StepContext,
-    pieces: Sequence[Piece],
-    gradient: Tensor,
-    fold_sizes: Tensor,
-    total_size: float,
-    out: FlatVectors,
-    without: Callable[[slice, Piece], Piece] | None = None,
-) -> Tensor:
-    """Fills all rows of `out` but PREVIOUS and returns their clip coefficients, (1 + K,), WHOLE first.
+def _alike(
+    names: Sequence[str], parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState]
+) -> Iterator[tuple[int, int]]:
+    """Yields the bounds of the longest runs of parameters with the same settings."""
 
-    gradient  (P,): the mean over all folds, flat, not clipped
-    without   the piece with the moments that never saw these folds, where the optimizer's own have: fold_moments.py
+    def settings(name: str) -> tuple[Any, ...]:
+        state = states[name]
+        numbers = {key: value for key, value in vars(state).items() if not isinstance(value, Tensor)}
+        return type(state), parameters[name].dtype, numbers
 
-    What cannot be had is nan: all of it where the optimizer's step has no formula, the folds' rows where folds do not
-    hold whole prompts or the only fold is the whole batch.
-    """
-    if ctx.optimizer.states is None:
-        out.matrix[WHOLE:] = torch.nan
-        return torch.full((out.num_rows - 1,), torch.nan)
-    out.matrix[WHOLE] = gradient
-    if ctx.fold_gradients is not None and total_size > float(fold_sizes.max()):
-        folds = ctx.fold_gradients.matrix
-        out.matrix[FIRST_FOLD:] = leave_fold_out(gradient, folds, fold_sizes.to(folds.device), total_size)
-    else:
-        out.matrix[FIRST_FOLD:] = torch.nan
-    clip = clip_coefficient(out.sq_norms()[WHOLE:].sqrt(), ctx.optimizer.max_grad_norm)
-    out.matrix[WHOLE:] *= clip.to(out.matrix).unsqueeze(1)
+    first = 0
+    for last in range(1, len(names) + 1):
+        if last == len(names) or settings(names[last]) != settings(names[first]):
+            yield first, last
+            first = last
+
+
+def clipping(square_norm: Tensor, max_grad_norm: float) -> Tensor:
+    """Returns the factors by which gradients of these square norms are clipped."""
+    return clip_coefficient(square_norm.double().sqrt(), max_grad_norm)
+
+
+def whole_update(layout: Layout, pieces: Sequence[Piece], gradient: Vector, clip: float) -> Vector:
+    """Returns δθ of the step with this mean gradient."""
+    update = layout.zeros()
     for piece in pieces:
-        parts = [(slice(WHOLE, None), piece)]
-        if without is not None:
-            parts = [(slice(WHOLE, FIRST_FOLD), piece), (slice(FIRST_FOLD, None), without(slice(None), piece))]
-        for which, moved in parts:
-            rows = out.matrix[which, piece.columns]
-            rows.copy_(moved.state.delta(moved.param, rows.to(moved.param.device)).total)
-    return clip
+        piece.of(update).copy_(piece.state.delta(piece.param, clip * piece.of(gradient)).total)
+    return update
+
+
+@dataclass(frozen=True)
+class StepsWithoutFolds:
+    """The steps that the optimizer would make without each fold of this rank.
+
+    gradient      g, the mean over all folds of all ranks, not clipped
+    rows          (K, n) of each bucket, g_k, perhaps in host memory; their products are taken where the parameters are
+    sizes         (K,), n_k          total_size  N, over all ranks
+    moments       the piece with the moments that never saw these folds, where the optimizer's own have: fold_moments.py
+    """
+
+    pieces: Sequence[Piece]
+    gradient: Vector
+    rows: Vector
+    sizes: Tensor
+    total_size: float
+    max_grad_norm: float
+    moments: Callable[[slice, Piece], Piece] | None = None
+
+    def gradients(self, folds: slice, piece: Piece) -> Tensor:
+        """Returns g_(−k) of some folds, (folds, n), not clipped."""
+        mean = piece.of(self.gradient)
+        rows = piece.of(self.rows)[folds].to(mean.device, non_blocking=True)
+        return leave_fold_out(mean, rows, self.sizes[folds].to(mean.device), self.total_size)
+
+    def clips(self, gradients: Callable[[slice, Piece], Tensor], folds: slice) -> Tensor:
+        """Returns the clip coefficient of each of these gradients, (folds,) fp64: one pass over all parameters."""
+        count = len(range(*folds.indices(len(self.sizes))))
+        norms = torch.zeros(count, dtype=torch.float64, device=self.gradient[0].device)
+        if self.max_grad_norm != float("inf"):
+            for piece in self.pieces:
+                norms += torch.linalg.vector_norm(gradients(folds, piece), dim=-1, dtype=torch.float64).square()
+        return clipping(norms, self.max_grad_norm)
+
+    def parts(self, folds: slice, clips: Tensor) -> Iterator[tuple[Piece, UpdateParts]]:
+        """Yields each piece and the parts of these folds' steps in it, (folds, n); with `clips` 1, not clipped."""
+        for piece in self.pieces:
+            moved = piece if self.moments is None else self.moments(folds, piece)
+            gradient = self.gradients(folds, piece)
+            yield piece, moved.state.delta(moved.param, gradient.mul_(clips.to(gradient).unsqueeze(1)))
 
 
 def gradient_of_others(
@@ -116,55 +159,75 @@ def gradient_of_others(
     g + share · (g_others − g_k), with g_k = chosen_share · g_chosen + (1 − chosen_share) · g_others. Every prompt keeps
     its weight, and the chosen responses have none.
 
-    gradient      (P,), g                                      fold_gradient  (P,), g_k
-    share         of the batch that is in the fold             chosen  (P,), mean gradient of the chosen responses
+    gradient      (n,), g                                      fold_gradient  (n,), g_k
+    share         of the batch that is in the fold             chosen  (n,), mean gradient of the chosen responses
     chosen_share  of the fold's responses that are chosen
     """
     return gradient + (share * chosen_share / (1.0 - chosen_share)) * (fold_gradient - chosen)
 
 
-def products_with_step(pieces: Sequence[Piece], gradient: Tensor, directions: Tensor) -> Tensor:
-    """Returns directions · δθ, (q,) fp64, for the step that this clipped flat gradient would make.
+class UpdateHistory:
+    """δθ of the step before, for `backward`: it goes into the checkpoint.
 
-    directions  (q, P)
+    Where a step has no formula, the parameters before it are kept until those after it are there.
     """
-    products = []
-    for piece in pieces:
-        x, param = directions[:, piece.columns], piece.param
-        step = piece.state.delta(param, gradient[piece.columns].to(param.device)).total
-        products.append(x @ step.to(x))
-    return torch.stack(products).double().sum(dim=0)
+
+    def __init__(self) -> None:
+        self._update: Vector | None = None
+        self._saved: Tensor | None = None  # flat, as a checkpoint has it
+        self._step: int | None = None
+        self._before: Vector | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        return num_bytes(self._update) + num_bytes(self._before)
+
+    def before(self, layout: Layout, step: int) -> Vector | None:
+        """Returns δθ of step − 1, None if it is not known."""
+        if self._saved is not None:
+            if len(self._saved) != layout.num_entries:
+                raise ValueError(
+                    f"the update in the checkpoint has {len(self._saved)} numbers, and {layout.num_entries} are "
+                    "trained: it is of another model. Delete its probes.safetensors, and the probes start afresh"
+                )
+            self._update = [part.to(layout.device, layout.dtype) for part in layout.split(self._saved)]
+            self._saved = None
+        return self._update if self._step == step - 1 else None
+
+    def why_none(self, step: int) -> str:
+        """Returns why δθ of step − 1 is not known, "" if it is."""
+        if self._step is None:
+            return "the first measured step: there is no update before it to look back on"
+        if self._step != step - 1:
+            return f"step {step - 1} was not measured, so its update is not known; backward needs every=1"
+        return ""
+
+    def keep(self, step: int, update: Vector | None, parameters: Vector) -> None:
+        """Keeps this step's δθ; where there is none, a copy of the parameters that it starts from."""
+        self._step, self._update = step, update
+        self._before = None if update is not None else [part.clone() for part in parameters]
+
+    def finish(self, step: int, parameters: Vector) -> None:
+        """Takes the difference of the parameters behind a step without a formula."""
+        if self._before is not None and self._step == step:
+            self._update = [new - old for new, old in zip(parameters, self._before, strict=True)]
+            self._before = None
+
+    def is_open(self, step: int) -> bool:
+        """Returns whether `finish` waits for the parameters behind this step."""
+        return self._before is not None and self._step == step
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns δθ, flat and in host memory, and its step; nothing before the first."""
+        if self._step is None:
+            return {}
+        flat = self._saved if self._saved is not None else torch.cat([part.cpu() for part in self._update or ()])
+        return {"update": flat, "update_step": torch.tensor(self._step)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back what `state_dict` returned; of nothing, it begins anew."""
+        self._update = self._before = None
+        self._saved = state.get("update")
+        self._step = int(state["update_step"]) if "update_step" in state else None
 
 
-def products_by_cause(
-    pieces: Sequence[Piece], layout: FlatVectors, gradient: Tensor, update: Tensor, directions: Tensor
-) -> Tensor:
-    """Returns directions · δθ, (parameters, q, 3) fp64, by parameter, direction and cause, for one step.
-
-    gradient  (P,), clipped: what the optimizer would be given          update  (P,), the step that it would make of it
-
-    Momentum is what gradient and decay leave of the update.
-    """
-    parts = update.new_zeros(3, len(update))  # of all causes, of the gradient, of decay
-    parts[0] = update
-    for piece in pieces:
-        param, columns = piece.param, piece.columns
-        grad = gradient[columns].to(param.device)
-        factor = piece.state.gradient_factor(param, grad)
-        parts[1, columns] = (factor * grad).to(parts)
-        decay = piece.state.decay_part(param, factor)
-        if decay is not None:
-            parts[2, columns] = decay.to(parts)
-    # Matrix times vector: a product of matrices would be rounded to TF32 where that is switched on.
-    products = [
-        torch.stack([part @ x for part, x in zip(layout.split(parts), layout.split(direction), strict=True)])
-        for direction in directions
-    ]
-    total, of_gradient, of_decay = torch.stack(products, dim=1).double().unbind(dim=-1)
-    return torch.stack([total - of_gradient - of_decay, of_gradient, of_decay], dim=-1)
-
-
-def clipped(gradient: Tensor, max_grad_norm: float) -> tuple[Tensor, float]:
-    """Returns the flat gradient as the trainer's clipping would leave it, and the clip coefficient."""
-    clip = clip_coefficient(torch.linalg.vector_norm(gradient, dtype=torch.float64), max_grad_norm)
-    return gradient * clip.to(gradient.dtype), float(clip)

@@ -39,7 +39,7 @@ class AdamWState:
     decoupled: bool = True  # AdamW; False is Adam
     moves: bool = True  # False where the parameter got no gradient at all: torch takes no step, not even of decay
 
-    def left_alone(self) -> AdamWState:
+    def not_updated(self) -> AdamWState:
         """Returns the state of a parameter that this step does not touch."""
         return dataclasses.replace(self, lr=0.0, moves=False)
 

@@ -30,7 +30,7 @@ class SGDState:
     nesterov: bool
     moves: bool = True  # False where the parameter got no gradient at all: torch takes no step, not even of decay
 
-    def left_alone(self) -> SGDState:
+    def not_updated(self) -> SGDState:
         """Returns the state of a parameter that this step does not touch."""
         return dataclasses.replace(self, lr=0.0, moves=False)
 

@@ -1,80 +1,117 @@
-"""Vectors over named parameters, and their inner products.
+"""Vectors over named parameters, in buckets, and their inner products.
 
-`FlatVectors` holds several of them as the rows of one matrix, so that an inner product with all of them is one
-matrix product per parameter.
+A vector is a list of tensors, one for each bucket of its layout. A bucket is one large parameter, or several small ones
+that follow one another, joined: there may be hundreds of these, and an operation costs more than its work. Several
+vectors are the same list with a leading dimension. No bucket is ever joined with another, so nothing is as large as all
+parameters together, and no row of a matrix is longer than one parameter.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-CHUNK = 2**20  # columns whose products are summed in fp32; beyond that, in fp64
+CHUNK = 2**20  # entries whose products are summed in fp32; beyond that, in fp64
 JOINED = 2**18  # entries of small parameters that are handled together
+SLICE = 2**22  # entries of a large parameter that are handled at once, where a step is calculated for several folds
+
+Vector = list[Tensor]  # by bucket: (n,), or (rows, n)
 
 
-class FlatVectors:
-    """`num_rows` vectors over the same named parameters: a (num_rows, P) matrix, at least fp32, all zero at first.
+@dataclass(frozen=True)
+class Bucket:
+    """Neighbouring parameters that lie in one tensor."""
 
-    device   where it lies, that of the parameters by default; on another one, "cpu", every product goes through there
+    names: tuple[str, ...]
+    sizes: tuple[int, ...]
+    start: int  # of its first entry, counted over all parameters
 
-    >>> FlatVectors({"w": torch.zeros(2, 3)}, num_rows=4).view("w").shape
-    torch.Size([4, 2, 3])
+    @property
+    def size(self) -> int:
+        return sum(self.sizes)
+
+    def bounds(self) -> Iterator[tuple[str, slice]]:
+        """Yields the name and the columns of each parameter in the bucket."""
+        for name, size, end in zip(self.names, self.sizes, itertools.accumulate(self.sizes), strict=True):
+            yield name, slice(end - size, end)
+
+
+class Layout:
+    """How vectors over these parameters lie in buckets. ValueError when there is no parameter.
+
+    >>> layout = Layout({"w": torch.zeros(2, 3), "b": torch.zeros(2)})
+    >>> [tensor.shape for tensor in layout.zeros(4)]
+    [torch.Size([4, 8])]
     """
 
-    def __init__(
-        self, parameters: Mapping[str, Tensor], num_rows: int, device: torch.device | str | None = None
-    ) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         if not parameters:
             raise ValueError("there is no trainable parameter to keep gradients of")
+        self.names = tuple(parameters)
         first = next(iter(parameters.values()))
-        self._shapes = {name: p.shape for name, p in parameters.items()}
-        self._columns: dict[str, slice] = {}
-        start = 0
-        for name, p in parameters.items():
-            self._columns[name] = slice(start, start + p.numel())
-            start += p.numel()
-        dtype = torch.promote_types(first.dtype, torch.float32)
-        self.home = first.device  # of the parameters: where products are answered
-        self.matrix = torch.zeros(num_rows, start, dtype=dtype, device=device or first.device)
+        self.device = first.device
+        self.dtype = torch.promote_types(first.dtype, torch.float32)
+        groups: list[list[str]] = []
+        size = 0
+        for name, param in parameters.items():
+            if not groups or size + param.numel() > JOINED:
+                groups.append([])
+                size = 0
+            groups[-1].append(name)
+            size += param.numel()
+        sizes = [tuple(parameters[name].numel() for name in names) for names in groups]
+        starts = [0, *itertools.accumulate(map(sum, sizes))]
+        self.buckets = tuple(
+            Bucket(tuple(names), of, start) for names, of, start in zip(groups, sizes, starts, strict=False)
+        )
+        self.num_entries = starts[-1]
 
-    @property
-    def num_rows(self) -> int:
-        return self.matrix.shape[0]
+    def vector(self, tensors: Iterable[Tensor]) -> Vector:
+        """Returns one vector, given by its tensors in the order of the parameters; a large one is not copied."""
+        parts = iter(tensors)
+        return [
+            join([next(parts).detach().reshape(-1).to(self.dtype) for _ in bucket.names]) for bucket in self.buckets
+        ]
 
-    @property
-    def num_bytes(self) -> int:
-        return self.matrix.numel() * self.matrix.element_size()
+    def zeros(self, *leading: int, device: torch.device | str | None = None, pinned: bool = False) -> Vector:
+        """Returns a vector of zeros, or several: (*leading, n) of each bucket."""
+        where = device or self.device
+        return [
+            torch.zeros(*leading, bucket.size, dtype=self.dtype, device=where, pin_memory=pinned)
+            for bucket in self.buckets
+        ]
 
-    def view(self, name: str) -> Tensor:
-        """Returns the (num_rows, *shape) view of one parameter's entries; writing to it writes to the matrix."""
-        return self.matrix[:, self._columns[name]].view(self.num_rows, *self._shapes[name])
+    def by_name(self, vector: Vector) -> dict[str, Tensor]:
+        """Returns the parameters' entries of a vector, or of several: (…, n) views, by name."""
+        return {
+            name: part[..., columns]
+            for bucket, part in zip(self.buckets, vector, strict=True)
+            for name, columns in bucket.bounds()
+        }
 
-    def flatten(self, vector: Iterable[Tensor]) -> Tensor:
-        """Returns one vector, given by its tensors in the order of the parameters, as a row of the matrix: (P,)."""
-        return torch.cat([tensor.reshape(-1).to(self.matrix.dtype) for tensor in vector]).to(self.matrix.device)
+    def split(self, flat: Tensor) -> Vector:
+        """Returns the buckets of flat vectors, (…, P), whose parameters follow one another: views."""
+        return list(flat.split([bucket.size for bucket in self.buckets], dim=-1))
 
-    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Returns the parameters' pieces of flat vectors, (..., P): views, in the order of the parameters."""
-        return flat.split([columns.stop - columns.start for columns in self._columns.values()], dim=-1)
 
-    def sq_norms(self) -> Tensor:
-        """Returns the square norm of each row, (num_rows,) fp64; within CHUNK columns the sum is in fp32."""
-        squares = [part.square().sum(dim=1).double() for part in self.matrix.split(CHUNK, dim=1)]
-        return torch.stack(squares).sum(dim=0).to(self.home)
+def num_bytes(vector: Vector | None) -> int:
+    """Returns the bytes of a vector, 0 of none."""
+    return sum(part.numel() * part.element_size() for part in vector or ())
 
-    def dot(self, vectors: Tensor) -> Tensor:
-        """Returns the inner products of the rows with several flat vectors, (q, P), as (num_rows, q) fp64.
 
-        Within CHUNK columns the sum is in the precision of the matrix.
-        """
-        vectors = vectors.to(self.matrix.device)
-        pairs = zip(self.matrix.split(CHUNK, dim=1), vectors.split(CHUNK, dim=1), strict=True)
-        # Matrix times vector, one at a time: a product of matrices would be rounded to TF32 where that is switched on.
-        products = [torch.stack([rows @ vector for vector in part], dim=1).double() for rows, part in pairs]
-        return torch.stack(products).sum(dim=0).to(self.home)
+def dot(one: Vector, other: Vector) -> Tensor:
+    """Returns the inner product of two vectors, a scalar fp64, on the device of the second."""
+    return torch.stack([flat_dot(a.to(b.device), b).double() for a, b in zip(one, other, strict=True)]).sum()
+
+
+def add(target: Vector, vector: Vector, factor: float = 1.0) -> None:
+    """Adds a multiple of a vector to another one, in place."""
+    for part, other in zip(target, vector, strict=True):
+        part.add_(other.to(part.device), alpha=factor)
 
 
 def as_flat(tensor: Tensor) -> Tensor:
@@ -93,7 +130,15 @@ def flat_dot(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([torch.dot(*parts) for parts in zip(a.split(CHUNK), b.split(CHUNK), strict=True)]).double().sum()
 
 
-def join(vectors: Iterable[Tensor]) -> Tensor:
+def rows_dot(rows: Tensor, vector: Tensor) -> Tensor:
+    """Returns the inner products of rows, (…, n), with a vector, (n,), as (…) fp64; within CHUNK columns in theirs.
+
+    Matrix times vector: a product of matrices would be rounded to TF32 where that is switched on.
+    """
+    pairs = zip(rows.split(CHUNK, dim=-1), vector.split(CHUNK), strict=True)
+    return torch.stack([(part @ of).double() for part, of in pairs]).sum(dim=0)
+
+
+def join(vectors: Sequence[Tensor]) -> Tensor:
     """Returns the vectors as one, (n,); a single one is not copied."""
-    parts = list(vectors)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors))

@@ -11,11 +11,11 @@ from __future__ import annotations
 
 import math
 
+from rl_training.engine.probe import Probe
+from rl_training.engine.step import Step
 from rl_training.mathematics.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.jackknife import jackknife_stderr
-from rl_training.probes.base import Probe
-from rl_training.step.types import StepContext
 
 FEW_FOLDS = f"fewer than {MIN_FOLDS_FOR_STDERR} folds of whole prompts: no error bar"
 NOT_FINITE = "a log-probability or an advantage of the step is not a finite number"
@@ -29,19 +29,23 @@ class CovariancePredictorProbe(Probe):
 
     name = "covariance"
 
-    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
-        terms = covariance_terms(ctx.scores, ctx.rollout.advantages).flatten(1)
-        folds = terms.new_zeros(int(ctx.fold.max()) + 1, terms.shape[1]).index_add_(0, ctx.fold, terms)
-        total = ctx.reduce(folds.sum(dim=0))
-        num_folds = int(ctx.reduce(total.new_tensor(float(len(folds)))))
+    def prepare(self, step: Step) -> None:
+        batch, reduce = step.batch, step.ranks.reduce
+        terms = covariance_terms(batch.scores, batch.rollout.advantages).flatten(1)
+        folds = terms.new_zeros(batch.num_folds, terms.shape[1]).index_add_(0, batch.fold, terms)
+        total = reduce(folds.sum(dim=0))
+        num_folds = int(reduce(total.new_tensor(float(len(folds)))))
         stderr = jackknife_stderr(
-            lambda sums: minus_covariance(sums.unflatten(-1, (2, 4))), total, total - folds, ctx.reduce
+            lambda sums: minus_covariance(sums.unflatten(-1, (2, 4))), total, total - folds, reduce
         ).tolist()
         values = minus_covariance(total.view(2, 4)).tolist()
         names = ("covariance/token", "covariance/sequence")
-        return {
+        self._answers = {
             name: _answer(value, error, num_folds) for name, value, error in zip(names, values, stderr, strict=True)
         }
+
+    def results(self) -> dict[str, Estimate]:
+        return self._answers
 
 
 def _answer(value: float, stderr: float, num_folds: int) -> Estimate:

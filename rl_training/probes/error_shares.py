@@ -1,9 +1,10 @@
-"""What of forward's variance comes from the entropy gradient X, and what from the update δθ, averaged over steps.
+"""The error shares probe: what of forward's variance comes from the entropy gradient X, and what from the update δθ.
 
-Without fold l forward loses X_l, and the steps of all other folds lose g_l. With the steps left as they are it loses
+Without fold l forward loses X_l, and the steps of all other folds lose g_l. With the steps kept as they are it loses
 X_l alone: that is the jackknife of the mean of X_k · δθ. Its deviation and what is left of forward's are the two parts,
-and forward's variance is the one's, the other's and twice their covariance: three shares that add up to 1. The
-covariance is there because X_l and g_l come from the same prompts; its share may be negative.
+and forward's variance is the one's, the other's and twice their covariance: three shares that add up to 1. More
+responses per prompt make the first smaller, only a larger batch the second. The covariance is there because X_l and g_l
+come from the same prompts; its share may be negative. Each share is a ratio of averages over steps.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rl_training.engine.entropy_change import FORWARD, REUSE, FoldSums, statistic
+from rl_training.engine.probe import Need, Probe
+from rl_training.engine.quantities import NOT_FINITE
+from rl_training.engine.step import Step
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.running_variance import RunningVariance
-from rl_training.step.fold_sums import FORWARD, REUSE, FoldSums, statistic
-from rl_training.step.quantities import NOT_FINITE
 
-SHARES = ("error_share/entropy_gradient", "error_share/update", "error_share/covariance")
+SHARES = ("entropy_gradient", "update", "covariance")
 SEVERAL_PROCESSES = "what a fold of one process does to the steps of another's is not known: it takes one process"
 FEW_FOLDS = f"forward has no error bar: it needs {MIN_FOLDS_FOR_STDERR} folds of whole prompts"
 NO_ERROR = "no error bar: a share of an error"
@@ -36,33 +39,51 @@ def error_terms(sums: FoldSums) -> Tensor:
     return (len(whole) - 1) / len(whole) * covariances
 
 
-class ErrorShares:
-    """The shares, each a ratio of averages over steps.
+class ErrorSharesProbe(Probe):
+    """Measures the shares of forward's variance, `delta_h/error_share/…`. One process only.
 
-    decay  weight of a step relative to the next, as of the errors themselves
+    error_decay  weight of a step relative to the next, as of the errors themselves
+    every        measure each `every`-th step
     """
 
-    def __init__(self, decay: float) -> None:
-        self._terms = RunningVariance(decay)
+    name = "error_shares"
+    needs = Need.ENTROPY_CHANGE
 
-    def estimates(self, sums: FoldSums, num_ranks: int, reason: str) -> dict[str, list[Estimate]]:
-        """Returns each share, per token and per sequence; with a reason why there is no forward, nan with that."""
-        reason = reason or (SEVERAL_PROCESSES if num_ranks > 1 else "")
-        reason = reason or (FEW_FOLDS if sums.num_folds < MIN_FOLDS_FOR_STDERR else "")
+    def __init__(self, error_decay: float = 0.5, every: int = 1) -> None:
+        super().__init__(every)
+        if not 0.0 <= error_decay < 1.0:
+            raise ValueError(f"error_shares: error_decay={error_decay} must lie in [0, 1); 0.5 averages over three")
+        self._terms = RunningVariance(error_decay)
+        self._answers: dict[str, Estimate] = {}
+
+    def prepare(self, step: Step) -> None:
+        suffixes = ("", "_sequence")[: 1 + step.entropy_change.settings.per_sequence]
+        metrics = [[f"delta_h/error_share/{share}{suffix}" for suffix in suffixes] for share in SHARES]
+        reason = _why_none(step)
         if reason:
-            return {name: [Estimate.missing(reason)] * 2 for name in SHARES}
+            self._answers = {name: Estimate.missing(reason) for names in metrics for name in names}
+            return
+        sums = step.entropy_change.sums
         terms, _ = self._terms.add(error_terms(sums).cpu())
         shares = terms / terms.sum(dim=0)
-        return {
-            name: [
-                Estimate(value, num_samples=sums.num_folds, reason=NO_ERROR if value == value else NOT_FINITE)
-                for value in of_name
-            ]
-            for name, of_name in zip(SHARES, shares.tolist(), strict=True)
+        self._answers = {
+            name: Estimate(value, num_samples=sums.num_folds, reason=NO_ERROR if value == value else NOT_FINITE)
+            for names, values in zip(metrics, shares.tolist(), strict=True)
+            for name, value in zip(names, values, strict=False)
         }
+
+    def results(self) -> dict[str, Estimate]:
+        return self._answers
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._terms.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self._terms.load_state_dict(state)
+
+
+def _why_none(step: Step) -> str:
+    if step.ranks.count > 1:
+        return SEVERAL_PROCESSES
+    reason = step.entropy_change.why_none or step.entropy_change.why_no_forward
+    return reason or (FEW_FOLDS if step.capabilities.num_folds < MIN_FOLDS_FOR_STDERR else "")

@@ -10,7 +10,7 @@ is the number of equally weighted sequences whose mean is as noisy as the weight
     importance       π_now(i) / π_sampling(i), which is 1 for every sequence of an on-policy step
 
 A truncated response that the loss leaves out (mask_truncated_completions) has no weight: A_i = 0 here.
-A prompt whose responses are all right, or all wrong, has advantages of zero and teaches nothing. `zero_advantage` is
+A prompt whose responses are all right, or all wrong, has zero advantage: nothing is learned from it. `zero_advantage` is
 the share of such sequences, `zero_advantage_prompts` of such prompts.
 
 Everything is a ratio of sums over sequences, so a few scalars go over the network, once. No forward pass, no backward,
@@ -26,12 +26,12 @@ import math
 import torch
 from torch import Tensor
 
+from rl_training.engine.capabilities import NO_SAMPLING_LOGPS, SPLIT_PROMPTS
+from rl_training.engine.entropy_gradients import importance_ratios
+from rl_training.engine.probe import Probe
+from rl_training.engine.step import Step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.kish import kish_size_of_sums, kish_sums, without_rounding
-from rl_training.probes.base import Probe
-from rl_training.step.entropy_gradients import importance_ratios
-from rl_training.step.reasons import NO_SAMPLING_LOGPS, SPLIT_PROMPTS
-from rl_training.step.types import StepContext
 
 NO_ERROR_BAR = "no error bar: it describes this batch and estimates nothing beyond it"
 NO_WEIGHT = "every advantage of the step is zero, so no sequence has any weight"
@@ -46,10 +46,10 @@ class EffectiveSampleSizeProbe(Probe):
 
     name = "ess"
 
-    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
-        ratios = importance_ratios(ctx)
-        ratio_sums = kish_sums(ratios) if ratios is not None else ctx.scores.logps.new_full((2,), torch.nan)
-        sums = ctx.reduce(torch.cat([ratio_sums.double(), _sums(ctx)])).tolist()
+    def prepare(self, step: Step) -> None:
+        ratios = importance_ratios(step.batch)
+        ratio_sums = kish_sums(ratios) if ratios is not None else step.batch.scores.logps.new_full((2,), torch.nan)
+        sums = step.ranks.reduce(torch.cat([ratio_sums.double(), _sums(step)])).tolist()
         *size_sums, num_sequences, num_zero, num_prompts, num_zero_prompts = sums
         count = int(num_sequences)
 
@@ -62,33 +62,37 @@ class EffectiveSampleSizeProbe(Probe):
         answers = {
             "ess/zero_advantage": known(num_zero / num_sequences),
             "ess/zero_advantage_prompts": (
-                known(num_zero_prompts / num_prompts) if ctx.complete_prompts else missing(SPLIT_PROMPTS)
+                known(num_zero_prompts / num_prompts) if step.capabilities.complete_prompts else missing(SPLIT_PROMPTS)
             ),
         }
         importance = kish_size_of_sums(*size_sums[:2])
-        no_importance = ctx.sampled_otherwise or (NO_SAMPLING_LOGPS if math.isnan(importance) else "")
+        no_importance = step.capabilities.sampling_mismatch or (NO_SAMPLING_LOGPS if math.isnan(importance) else "")
         answers["ess/importance"] = missing(no_importance) if no_importance else known(importance)
         for name, sums in (("ess/advantage", size_sums[2:4]), ("ess/token_weight", size_sums[4:])):
             size = kish_size_of_sums(*sums)
             reason = NO_WEIGHT if sums[1] == 0 else NOT_FINITE
             for metric, value in ((name, size), (f"{name}_fraction", size / num_sequences)):
                 answers[metric] = missing(reason) if math.isnan(value) else known(value)
-        return answers
+        self._answers = answers
+
+    def results(self) -> dict[str, Estimate]:
+        return self._answers
 
 
-def _sums(ctx: StepContext) -> Tensor:
+def _sums(step: Step) -> Tensor:
     """Returns this rank's (8,) sums: of |A| and A², of |A|T and (AT)²; sequences, zero ones; prompts, zero ones.
 
     Zero is exactly 0: where prompts are not complete, `without_rounding` cannot tell rounding from a small advantage.
     """
-    order = ctx.rollout.prompt_index.argsort()  # a prompt's responses side by side
-    advantages = ctx.rollout.advantages[order]
+    batch = step.batch
+    order = batch.rollout.prompt_index.argsort()  # a prompt's responses side by side
+    advantages = batch.rollout.advantages[order]
     num_prompts, num_zero_prompts = 0, advantages.new_zeros(())
-    if ctx.complete_prompts:
-        by_prompt = without_rounding(advantages.view(-1, ctx.responses_per_prompt))
+    if step.capabilities.complete_prompts:
+        by_prompt = without_rounding(advantages.view(-1, batch.responses_per_prompt))
         num_prompts, num_zero_prompts = len(by_prompt), (by_prompt == 0).all(dim=1).sum()
         advantages = by_prompt.flatten()
-    lengths = ctx.rollout.completion_mask[order].sum(dim=1)
+    lengths = batch.rollout.completion_mask[order].sum(dim=1)
     num_zero = (advantages == 0).sum()
     sizes = [kish_sums(advantages), kish_sums(advantages.double() * lengths)]
     counts = [num_zero.new_tensor(len(advantages)), num_zero, num_zero.new_tensor(num_prompts), num_zero_prompts]

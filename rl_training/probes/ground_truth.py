@@ -1,11 +1,11 @@
-"""The entropy change across a real optimizer step, measured on sequences that training never sees.
+"""The ground truth probe: the entropy change across a real optimizer step, on sequences that training never sees.
 
 The training batch is no ground truth: it shares its noise with the update that it made. So, around a step from θ to θ',
 
-    draw      an evaluation buffer E of N fresh responses to random prompts, sampled and scored at θ
-    predict   X_E · δθ: the first order from E itself (evaluation_gradient.py), where the step's δθ is known before it
-    measure   E scored at θ', and ΔH by per-decision importance sampling (per_decision.py); by the weights of whole
-              sequences (importance.py), which is noisier, beside it
+    before    an evaluation buffer E of N fresh responses to random prompts is sampled and scored at θ, and the first
+              order predicted from E itself, X_E · δθ (evaluation_gradient.py), where δθ has a formula
+    after     E is scored at θ', and ΔH by per-decision importance sampling (per_decision.py); by the weights of whole
+              sequences (importance.py), which is noisier, beside it; `forward` is held against it (calibration.py)
 
 Prediction and truth of one E share their noise: `delta_h/evaluation_error`, their difference block by block, has little
 of it left. It is the curvature of the step.
@@ -23,12 +23,19 @@ and a backward more for the prediction. Ranks exchange sums for each position, n
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.entropy import Estimator, Target
+from rl_training.engine.batch import Rollout, in_one_width, take_rows
+from rl_training.engine.evaluation_gradient import blocks_of, evaluation_change
+from rl_training.engine.policy import Policy
+from rl_training.engine.probe import Need, Probe
+from rl_training.engine.step import Step
+from rl_training.mathematics.calibration import Calibration
+from rl_training.mathematics.entropy import Target
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.importance import (
     MIN_SEQUENCES,
@@ -43,10 +50,6 @@ from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.per_decision import per_decision_change
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.units import Units
-from rl_training.mathematics.vectors import FlatVectors
-from rl_training.step.evaluation_gradient import blocks_of, evaluation_change
-from rl_training.step.rollout import Rollout, in_one_width, take_rows
-from rl_training.step.types import StepContext
 
 MIN_ESS_FRACTION = 0.5  # below, a sequence more or less decides
 NO_ERROR_BAR = "no error bar: it describes the evaluation buffer and estimates nothing beyond it"
@@ -72,76 +75,87 @@ class EvaluationBuffer:
     again: Scores  # the same from other batches
 
 
-class GroundTruth:
+class GroundTruthProbe(Probe):
     """Measures the true change of entropy over each `every`-th optimizer step. See the module's docstring.
 
-    every          measure each `every`-th step, the first one included, as probes do
-    num_sequences  N, over all ranks; the error falls as 1/√N
-    seed           of the evaluation buffers. Step s of a run has its own, whether the run was resumed or not
-
-    Call `draw` before the optimizer step and `measure` after it, on every rank.
+    every      measure each `every`-th step, the first one included
+    sequences  N, over all ranks; the error falls as 1/√N
+    seed       of the evaluation buffers. Step s of a run has its own, whether the run was resumed or not
     """
 
-    def __init__(self, every: int = 1, num_sequences: int = 512, seed: int = 0) -> None:
-        if every < 1:
-            raise ValueError(f"ground truth: every={every} must be at least 1 (measure each `every`-th step)")
-        if num_sequences < MIN_SEQUENCES:
-            raise ValueError(f"ground truth: num_sequences={num_sequences} must be at least {MIN_SEQUENCES}")
+    name = "ground_truth"
+    needs = Need.ENTROPY_CHANGE
+
+    def __init__(self, every: int = 10, sequences: int = 512, seed: int = 0) -> None:
+        super().__init__(every)
+        if sequences < MIN_SEQUENCES:
+            raise ValueError(f"ground_truth: sequences={sequences} must be at least {MIN_SEQUENCES}")
         if seed < 0:
-            raise ValueError(f"ground truth: seed={seed} must not be negative")
-        self.every = every
-        self.num_sequences = num_sequences
-        self.seed = seed
+            raise ValueError(f"ground_truth: seed={seed} must not be negative")
+        self.sequences, self.seed = sequences, seed
         self._buffer: EvaluationBuffer | None = None
         self._predicted: tuple[Replicates, Units] | None = None
-        self._no_prediction: dict[str, Estimate] = {}
+        self._answers: dict[str, Estimate] = {}
+        self._calibration = Calibration()
 
-    def measures_at(self, step: int) -> bool:
-        """Returns whether the truth is measured at this optimizer step, counted from 1."""
-        return (step - 1) % self.every == 0
+    def prepare(self, step: Step) -> None:
+        self._buffer = self._predicted = None
+        no_truth, change = step.capabilities.no_fresh_responses, step.entropy_change
+        targets = TARGETS[: 1 + change.settings.per_sequence]
+        why_no_prediction = no_truth or change.why_none or step.optimizer.reason
+        self._answers = dict.fromkeys(
+            (f"{name}{suffix}" for name in PREDICTED for suffix in SUFFIXES[: len(targets)]),
+            Estimate.missing(why_no_prediction or "not measured yet"),
+        )
+        if not no_truth:
+            self._buffer = self._draw(step)
+        if self._buffer is not None and not why_no_prediction:
+            blocks = blocks_of(step, self._buffer.rollout, self.sequences)
+            self._predicted = evaluation_change(step, self._buffer.rollout, self._buffer.scores, blocks, targets), blocks
 
-    def draw(self, ctx: StepContext) -> None:
-        """Samples and scores the evaluation buffer at the present parameters, if this step is measured."""
-        if not self.measures_at(ctx.step):
-            return
-        rollout = ctx.policy.sample(self.num_sequences, self._seed_of(ctx.step))
-        sequences = Units(rollout.prompt_index, self.num_sequences, ctx.reduce)
-        scores = ctx.policy.score_rollout(rollout)
+    def after_step(self, step: Step) -> None:
+        if self._buffer is None:
+            self._answers |= dict.fromkeys(MEASURED, Estimate.missing(step.capabilities.no_fresh_responses))
+        else:
+            self._answers |= self._measured(step, self._buffer)
+        self._buffer = self._predicted = None
+        if not step.entropy_change.why_none:
+            forward = step.entropy_change.quantities["forward"]
+            prediction = forward.estimates(step.capabilities.num_folds)[0]
+            self._calibration.add(prediction, self._answers["delta_h/true"])
+        self._answers |= {f"calibration/{name}": e for name, e in self._calibration.estimates().items()}
+
+    def reads_new_weights(self) -> bool:
+        return self._buffer is not None
+
+    def results(self) -> dict[str, Estimate]:
+        return self._answers
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self._calibration.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        if state:
+            self._calibration.load_state_dict(state)
+
+    def _draw(self, step: Step) -> EvaluationBuffer:
+        """Returns the evaluation buffer, sampled and scored at the present parameters."""
+        rollout = step.policy.sample(self.sequences, self._seed_of(step))
+        sequences = Units(rollout.prompt_index, self.sequences, step.ranks.reduce)
+        scores = step.policy.score_rollout(rollout)
         totals = sequences.gather(sequence_totals(scores))
         width = int(sequences.gather(rollout.token_mask.sum(dim=1).double()).max())
-        again = _widened(_scored_by_length(ctx, rollout), width)
-        self._buffer = EvaluationBuffer(rollout, sequences, totals, _widened(scores, width), again)
-        self._predicted, self._no_prediction = None, {}
+        again = _widened(_scored_by_length(step.policy, rollout), width)
+        return EvaluationBuffer(rollout, sequences, totals, _widened(scores, width), again)
 
-    def predict(
-        self, ctx: StepContext, update: Tensor, layout: FlatVectors, estimator: Estimator, per_sequence: bool
-    ) -> None:
-        """Predicts what this δθ, (P,), flat as `layout` has it, does to E's entropy, if this step is measured."""
-        if not self.measures_at(ctx.step):
-            return
-        targets = TARGETS[: 1 + per_sequence]
-        if ctx.optimizer.states is None:
-            missing = Estimate.missing(ctx.optimizer.reason)
-            self._no_prediction = {
-                f"{name}{suffix}": missing for name in PREDICTED for suffix in SUFFIXES[: len(targets)]
-            }
-            return
-        buffer = self._drawn()
-        blocks = blocks_of(ctx, buffer.rollout, self.num_sequences)
-        change = evaluation_change(ctx, buffer.rollout, buffer.scores, blocks, update, layout, estimator, targets)
-        self._predicted = change, blocks
-
-    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
-        """Returns the change of entropy since `draw`, and how it is known; nothing if this step is not measured."""
-        if not self.measures_at(ctx.step):
-            return {}
-        buffer = self._drawn()
-        after = ctx.policy.score_rollout(buffer.rollout)
+    def _measured(self, step: Step, buffer: EvaluationBuffer) -> dict[str, Estimate]:
+        """Returns the change of entropy since the buffer was drawn, and how it is known."""
+        after = step.policy.score_rollout(buffer.rollout)
         totals = buffer.sequences.gather(sequence_totals(after))
         after = _widened(after, buffer.scores.mask.shape[1])
         weights = importance_weights(buffer.totals, totals)
-        resampled = weights.ess < MIN_ESS_FRACTION * self.num_sequences  # the same on every rank; not where it is nan
-        fresh = self._fresh_totals(ctx) if resampled else None
+        resampled = weights.ess < MIN_ESS_FRACTION * self.sequences  # the same on every rank; not where it is nan
+        fresh = self._fresh_totals(step) if resampled else None
 
         def true_change(units: Units) -> Replicates:
             if fresh is None:
@@ -162,32 +176,27 @@ class GroundTruth:
             self._known(weights.largest),
             self._known(weights.smallest),
         )
-        answers = self._no_prediction | dict(zip(MEASURED, measured, strict=True))
+        answers = dict(zip(MEASURED, measured, strict=True))
         if self._predicted is not None:
             predicted, blocks = self._predicted
             answers |= _compared(predicted, true_change(blocks))
-        self._buffer = self._predicted = None
         return answers
 
-    def _drawn(self) -> EvaluationBuffer:
-        assert self._buffer is not None, "draw(ctx) comes before the optimizer step"
-        return self._buffer
+    def _fresh_totals(self, step: Step) -> Tensor:
+        """Returns (N, 3) totals of responses drawn and scored at the new parameters, with common random numbers."""
+        fresh = step.policy.sample(self.sequences, self._seed_of(step))
+        sequences = Units(fresh.prompt_index, self.sequences, step.ranks.reduce)
+        return sequences.gather(sequence_totals(step.policy.score_rollout(fresh)))
 
-    def _fresh_totals(self, ctx: StepContext) -> Tensor:
-        """Returns (N, 3) totals of responses drawn and scored at the present parameters, with the same dice."""
-        fresh = ctx.policy.sample(self.num_sequences, self._seed_of(ctx.step))
-        sequences = Units(fresh.prompt_index, self.num_sequences, ctx.reduce)
-        return sequences.gather(sequence_totals(ctx.policy.score_rollout(fresh)))
-
-    def _seed_of(self, step: int) -> int:
-        return (self.seed << 32) + step
+    def _seed_of(self, step: Step) -> int:
+        return (self.seed << 32) + step.number
 
     def _known(self, value: float, stderr: float = math.nan) -> Estimate:
         """Returns the estimate over all N sequences, nan with its reason when it is not a finite number."""
         if not math.isfinite(value):
             reason = OVERFLOW if math.isinf(value) else NOT_FINITE
-            return Estimate(math.nan, num_samples=self.num_sequences, reason=reason)
-        return Estimate(value, stderr, self.num_sequences, NO_ERROR_BAR if math.isnan(stderr) else "")
+            return Estimate(math.nan, num_samples=self.sequences, reason=reason)
+        return Estimate(value, stderr, self.sequences, NO_ERROR_BAR if math.isnan(stderr) else "")
 
 
 def _compared(predicted: Replicates, true: Replicates) -> dict[str, Estimate]:
@@ -209,10 +218,10 @@ def _of_blocks(value: float, stderr: float, num_blocks: int) -> Estimate:
     return Estimate(value, stderr, num_blocks)
 
 
-def _scored_by_length(ctx: StepContext, rollout: Rollout) -> Scores:
+def _scored_by_length(policy: Policy, rollout: Rollout) -> Scores:
     """Returns the scores of all rows once more, each in a batch with others of about its length."""
     order = rollout.completion_mask.sum(dim=1).argsort(stable=True)
-    parts = [ctx.policy.score_rollout(take_rows(rollout, rows)) for rows in order.chunk(2)]
+    parts = [policy.score_rollout(take_rows(rollout, rows)) for rows in order.chunk(2)]
     back = order.argsort()
 
     def join(values: list[Tensor]) -> Tensor:

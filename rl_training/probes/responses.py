@@ -1,4 +1,4 @@
-"""How much each training response moves the entropy: its share of the part of δH forward that is this step's gradient.
+"""The responses probe: how much each training response moves the entropy, its share of the part of δH forward that is this step's gradient.
 
 The gradient part of δH is linear in the gradient, and the gradient is a sum over responses, g = Σ_j r_j / ranks with
 r_j = Σ_k c_jk ∂log π(t_jk) + d_jk ∂h_jk, c and d the loss's derivatives (loss_weights.py). So response j contributes
@@ -21,11 +21,13 @@ import math
 import torch
 from torch import Tensor
 
+from rl_training.engine.batch import Rollout, take_rows
+from rl_training.engine.entropy_change import EntropyChange
+from rl_training.engine.policy import Policy
+from rl_training.engine.probe import Need, Probe
+from rl_training.engine.step import Step
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.vectors import FlatVectors
-from rl_training.step.rollout import take_rows
-from rl_training.step.types import StepContext
-from rl_training.step.updates import clipped, optimizer_pieces
+from rl_training.mathematics.vectors import Vector, dot
 
 NO_ERROR_BAR = "no error bar: one response's share of the part of forward that is this step's gradient"
 # What half of the central difference is to change log-probabilities by, root mean square. Of the shipped model's three
@@ -34,83 +36,108 @@ CHANGE = 3e-3
 LARGEST = 1e-2  # norm of the step that this is extrapolated from, and of any, relative to that of the parameters
 
 
-def top_responses(
-    ctx: StepContext, layout: FlatVectors, entropy_gradients: Tensor, count: int, why_not: str
-) -> dict[str, Estimate]:
-    """Returns the responses that push entropy down most, delta_h/response/1 first, with their texts as detail."""
-    if why_not:
-        return {f"delta_h/response/{rank}": Estimate.missing(why_not) for rank in range(1, count + 1)}
-    of_response = contributions(ctx, layout, entropy_gradients)
-    lowest = of_response.argsort()[:count].tolist()
-    return {
-        f"delta_h/response/{rank}": Estimate(float(of_response[row]), reason=NO_ERROR_BAR, detail=_describe(ctx, row))
-        for rank, row in enumerate(lowest, start=1)
-    }
+class ResponsesProbe(Probe):
+    """Names the responses of the main process that push entropy down most in each step, `delta_h/response/1`, …
 
+    Prompt, response, reward and advantage are in probes.jsonl.
 
-def _describe(ctx: StepContext, row: int) -> dict[str, str | float]:
-    rollout = ctx.rollout
-    prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
-    response = rollout.completion_ids[row][rollout.token_mask[row].bool()]
-    return {
-        "prompt": ctx.policy.decode(prompt),
-        "response": ctx.policy.decode(response),
-        "reward": float(rollout.rewards[row]) if rollout.rewards is not None else math.nan,
-        "advantage": float(rollout.advantages[row]),
-    }
-
-
-def contributions(ctx: StepContext, layout: FlatVectors, entropy_gradients: Tensor) -> Tensor:
-    """Returns each response's contribution to the change of token entropy, (B,) fp64, nats per token.
-
-    entropy_gradients  (2, P): ∂H_tok of this rank's even and odd folds
+    count  how many
+    every  measure each `every`-th step
     """
-    loss = ctx.loss_weights
-    total = torch.zeros(ctx.rollout.num_sequences, dtype=torch.float64, device=loss.logps.device)
+
+    name = "responses"
+    needs = Need.HALVES
+
+    def __init__(self, count: int = 3, every: int = 1) -> None:
+        super().__init__(every)
+        if count < 1:
+            raise ValueError(f"responses: count={count} must be at least 1")
+        self.count = count
+        self._answers: dict[str, Estimate] = {}
+
+    def prepare(self, step: Step) -> None:
+        names = [f"delta_h/response/{rank}" for rank in range(1, self.count + 1)]
+        reason = step.entropy_change.why_none or step.capabilities.why_no_responses(step.batch.num_folds)
+        if reason:
+            self._answers = dict.fromkeys(names, Estimate.missing(reason))
+            return
+        of_response = contributions(step)
+        lowest = of_response.argsort()[: self.count].tolist()
+        few = f"the step has {len(lowest)} responses on this process"
+        self._answers = dict.fromkeys(names, Estimate.missing(few)) | {
+            name: Estimate(float(of_response[row]), reason=NO_ERROR_BAR, detail=_describe(step, row))
+            for name, row in zip(names, lowest, strict=False)
+        }
+
+    def results(self) -> dict[str, Estimate]:
+        return self._answers
+
+
+def contributions(step: Step) -> Tensor:
+    """Returns each response's contribution to the change of token entropy, (B,) fp64, nats per token."""
+    batch, loss, change = step.batch, step.batch.loss_weights, step.entropy_change
+    total = torch.zeros(batch.rollout.num_sequences, dtype=torch.float64, device=loss.logps.device)
+    differences = _Differences(step)
     for parity in (0, 1):
-        direction = _times_optimizer_factor(ctx, layout, entropy_gradients[1 - parity])
-        folds = [(ctx.fold == fold).nonzero().squeeze(1) for fold in range(parity, int(ctx.fold.max()) + 1, 2)]
-        size = _step_size(ctx, layout, direction, folds[0]) if folds else 0.0
+        direction = _times_optimizer_factor(change, change.halves[1 - parity])
+        folds = [(batch.fold == fold).nonzero().squeeze(1) for fold in range(parity, batch.num_folds, 2)]
+        size = differences.step_size(direction, folds[0]) if folds else 0.0
         for rows in folds:
-            of_logps, of_entropies = _half_changes(ctx, layout, size * direction, rows) / size
-            total[rows] = (loss.logps[rows].double() * of_logps).sum(dim=1) / ctx.num_ranks
+            of_logps, of_entropies = differences.half_changes(direction, size, rows) / size
+            total[rows] = (loss.logps[rows].double() * of_logps).sum(dim=1) / step.ranks.count
             if loss.entropies is not None:
-                total[rows] += (loss.entropies[rows].double() * of_entropies).sum(dim=1) / ctx.num_ranks
+                total[rows] += (loss.entropies[rows].double() * of_entropies).sum(dim=1) / step.ranks.count
     return total
 
 
-def _times_optimizer_factor(ctx: StepContext, layout: FlatVectors, direction: Tensor) -> Tensor:
-    """Returns a ⊙ direction, flat: what this step, with its own P and clipping, makes of a small gradient."""
-    gradient, clip = clipped(layout.flatten(ctx.gradients.values()), ctx.optimizer.max_grad_norm)
-    scaled = []
-    for piece in optimizer_pieces(ctx.parameters, ctx.optimizer.states):
-        factor = piece.state.gradient_factor(piece.param, gradient[piece.columns].to(piece.param.device))
-        scaled.append(factor.to(direction) * direction[piece.columns])
-    return clip * torch.cat(scaled)
+def _times_optimizer_factor(change: EntropyChange, direction: Vector) -> Vector:
+    """Returns a ⊙ direction: what this step, with its own P and clipping, makes of a small gradient."""
+    scaled = change.layout.zeros()
+    for piece in change.pieces:
+        factor = piece.state.gradient_factor(piece.param, change.clip * piece.of(change.gradient))
+        piece.of(scaled).copy_(change.clip * factor * piece.of(direction))
+    return scaled
 
 
-def _step_size(ctx: StepContext, layout: FlatVectors, direction: Tensor, rows: Tensor) -> float:
-    """Returns the factor of `direction` that changes these rows' log-probabilities by CHANGE, or a smaller one."""
-    size = LARGEST * float(
-        torch.linalg.vector_norm(layout.flatten(p.detach() for p in ctx.parameters.values()))
-        / torch.linalg.vector_norm(direction).clamp(min=torch.finfo(direction.dtype).tiny)
-    )
-    of_logps, _ = _half_changes(ctx, layout, size * direction, rows)
-    change = float((of_logps.square().sum() / ctx.rollout.completion_mask[rows].sum()).sqrt())
-    return size * min(1.0, CHANGE / change) if change > 0 else size
+class _Differences:
+    """Central differences of the scores of a step's responses along a direction of the parameters."""
+
+    def __init__(self, step: Step) -> None:
+        self._policy: Policy = step.policy
+        self._rollout: Rollout = step.batch.rollout
+        self._parameters, self._layout = step.gradients.parameters, step.entropy_change.layout
+
+    def step_size(self, direction: Vector, rows: Tensor) -> float:
+        """Returns the factor of `direction` that changes these rows' log-probabilities by CHANGE, or a smaller one."""
+        parameters = self._layout.vector(p.detach() for p in self._parameters.values())
+        length = float(dot(direction, direction).sqrt()) or torch.finfo(direction[0].dtype).tiny
+        size = LARGEST * float(dot(parameters, parameters).sqrt()) / length
+        of_logps, _ = self.half_changes(direction, size, rows)
+        change = float((of_logps.square().sum() / self._rollout.completion_mask[rows].sum()).sqrt())
+        return size * min(1.0, CHANGE / change) if change > 0 else size
+
+    def half_changes(self, direction: Vector, size: float, rows: Tensor) -> Tensor:
+        """Returns half of what log-probabilities and entropies change from θ − step to θ + step, (2, rows, T) fp64.
+
+        The step is `size` times the direction. Zero at padding.
+        """
+        along, ends = self._layout.by_name(direction), []
+        for sign in (size, -size):
+            shift = {name: (sign * along[name]).view(p.shape).to(p) for name, p in self._parameters.items()}
+            with self._policy.shifted(shift):
+                scores = self._policy.score_rollout(take_rows(self._rollout, rows))
+            both = torch.stack([scores.logps, scores.entropies]).double()
+            ends.append(both.masked_fill(scores.mask == 0, 0.0))
+        return (ends[0] - ends[1]) / 2.0
 
 
-def _half_changes(ctx: StepContext, layout: FlatVectors, step: Tensor, rows: Tensor) -> Tensor:
-    """Returns half of what log-probabilities and entropies change from θ − step to θ + step, (2, rows, T) fp64.
-
-    Zero at padding.
-    """
-    ends = []
-    for sign in (1.0, -1.0):
-        pieces = layout.split(sign * step)
-        shift = {name: d.view(p.shape).to(p) for (name, p), d in zip(ctx.parameters.items(), pieces, strict=True)}
-        with ctx.policy.shifted(shift):
-            scores = ctx.policy.score_rollout(take_rows(ctx.rollout, rows))
-        both = torch.stack([scores.logps, scores.entropies]).double()
-        ends.append(both.masked_fill(scores.mask == 0, 0.0))
-    return (ends[0] - ends[1]) / 2.0
+def _describe(step: Step, row: int) -> dict[str, str | float]:
+    rollout = step.batch.rollout
+    prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
+    response = rollout.completion_ids[row][rollout.token_mask[row].bool()]
+    return {
+        "prompt": step.policy.decode(prompt),
+        "response": step.policy.decode(response),
+        "reward": float(rollout.rewards[row]) if rollout.rewards is not None else math.nan,
+        "advantage": float(rollout.advantages[row]),
+    }

@@ -1,0 +1,107 @@
+"""The step that is being measured: begun before its first microbatch, filled by each of them, dropped at its end."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rl_training.engine.batch import Batch, Rollout, in_one_width, join_rollouts
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.policy import Policy
+from rl_training.engine.probe import Probe
+from rl_training.engine.sharding import Sharding
+from rl_training.engine.step import OptimizerView, Ranks, Step
+from rl_training.mathematics.folds import fold_numbers, ranges_of, split_prompts
+from rl_training.mathematics.scores import Scores
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What the driver must know of a training loop, once that has laid out what it trains."""
+
+    sharding: Sharding
+    policy: Policy
+    ranks: Ranks
+    responses_per_prompt: int
+    microbatch_size: int  # sequences of one forward and backward
+    microbatches: int  # of an optimizer step on this rank; the last step of an epoch may have fewer
+    multi_epoch: bool = False  # several optimizer steps learn from each sequence
+    autocast: bool = False  # training's gradients are computed in bf16
+    dr_grpo: bool = True  # the loss is Dr-GRPO's and nothing else's
+    sampling_mismatch: str = ""  # why responses are not samples of the policy that is scored
+    no_fresh_responses: str = ""  # why `policy.sample` may not be asked
+
+
+@dataclass
+class OpenStep:
+    """The step that is being measured: filled by each microbatch, dropped at its end."""
+
+    number: int
+    probes: Sequence[Probe]  # that measure it; there may be none
+    folds: tuple[range, ...] = ()  # the rows of this rank's folds
+    optimizer: OptimizerView | None = None  # as it is before the step; None where no probe measures
+    rollouts: list[Rollout] = field(default_factory=list)  # by microbatch
+    scores: list[Scores] = field(default_factory=list)
+    loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # by microbatch: of logps, of entropies
+    other_terms: bool = False  # the loss has terms beside these
+    view: Step | None = None  # once all gradients are in, if it is measured
+
+    @property
+    def microbatch_rows(self) -> tuple[range, ...]:
+        """The rows of the step that each microbatch holds."""
+        return ranges_of([rollout.num_sequences for rollout in self.rollouts])
+
+    def watch_loss(self, scores: Scores) -> None:
+        """Keeps what the loop's own backward will hand back to these scores."""
+        weights: dict[str, Tensor] = {}
+        self.loss_weights.append(weights)
+
+        def keep(name: str, weight: Tensor | None) -> None:
+            if weight is not None:  # a score that the loss does not know
+                weights[name] = weight
+
+        scores.logps.register_hook(functools.partial(keep, "logps"))
+        if scores.entropies.requires_grad:
+            scores.entropies.register_hook(functools.partial(keep, "entropies"))
+
+
+    def join(self, loop: Loop, rollout_number: int, whole_prompts: bool) -> Batch:
+        """Returns sequences, scores and loss weights of the whole step, padded to one width: of several rollouts, too."""
+        rollout = join_rollouts(self.rollouts)
+        scores = Scores(
+            logps=in_one_width([scores.logps for scores in self.scores]),
+            entropies=in_one_width([scores.entropies for scores in self.scores]),
+            mask=rollout.completion_mask,
+        )
+        entropies = None
+        if any("entropies" in weights for weights in self.loss_weights):
+            parts = [weights.get("entropies", torch.zeros_like(weights["logps"])) for weights in self.loss_weights]
+            entropies = in_one_width(parts)
+        index = rollout.prompt_index
+        fold = fold_numbers(self.folds).to(index.device) if whole_prompts else split_prompts(index, len(self.folds))
+        return Batch(
+            rollout=rollout,
+            scores=scores,
+            loss_weights=LossWeights(in_one_width([weights["logps"] for weights in self.loss_weights]), entropies),
+            microbatch_rows=self.microbatch_rows,
+            fold=fold,
+            responses_per_prompt=loop.responses_per_prompt,
+            rollout_number=rollout_number,
+        )
+
+    def prompts(self, loop: Loop) -> tuple[bool, bool]:
+        """Returns whether every prompt has all its responses in this step, and lies in one microbatch too, on all ranks.
+
+        A collective.
+        """
+        index = torch.cat([rollout.prompt_index for rollout in self.rollouts])
+        prompts, counts = index.unique(return_counts=True)
+        parts = (self.microbatch_rows, self.folds)
+        num_in_parts = [sum(len(index[rows.start : rows.stop].unique()) for rows in part) for part in parts]
+        violations = [bool((counts != loop.responses_per_prompt).any()), max(num_in_parts) > len(prompts)]
+        incomplete, split = loop.ranks.reduce(torch.tensor(violations, device=index.device).double()).tolist()
+        return incomplete == 0, incomplete == 0 and split == 0

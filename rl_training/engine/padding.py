@@ -1,0 +1,47 @@
+"""Whether a response has one log-probability, whatever padding lies on the left of its prompt."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rl_training.engine.batch import Batch
+from rl_training.engine.policy import Policy
+
+ROWS = 4  # of each rank, those with the most padding
+LIMIT, LIMIT_ROUNDED = 0.01, 0.1  # of the mean difference per token; the second for weights below fp32
+PADDING_MATTERS = (
+    "a response's log-probabilities change with the padding on the left of its prompt (absolute position embeddings?), "
+    "so what is sampled, trained on and measured are three policies: use a model with rotary positions"
+)
+
+
+class PaddingCheck:
+    """Scores a few responses with and without their padding, at measured steps 1, 10, 100, …: it may come with training.
+
+    A mean over tokens, not the largest difference: in bf16 one of thousands of tokens is always far off.
+    """
+
+    def __init__(self) -> None:
+        self._count, self._next = 0, 1
+        self._reason = ""
+
+    def why_it_matters(self, batch: Batch, policy: Policy, reduce: Callable[[Tensor], Tensor]) -> str:
+        """Returns why a response has no one log-probability, "" if it has. A collective: the ranks answer alike."""
+        self._count += 1
+        if self._reason or self._count < self._next:
+            return self._reason
+        self._next *= 10
+        rollout = batch.rollout
+        rows = rollout.prompt_mask.sum(dim=1).argsort(stable=True)[:ROWS]
+        with policy.measuring(), torch.no_grad():
+            alone = policy.score(rollout, rows)
+            padded = policy.score_padded(rollout, rows)
+        there = alone.mask.bool()
+        difference = (alone.logps - padded.logps[:, : there.shape[1]])[there].double().abs()
+        total, count = reduce(torch.stack([difference.sum(), there.sum().double()])).tolist()
+        limit = LIMIT_ROUNDED if policy.scorer.why_not_fp32 else LIMIT
+        self._reason = PADDING_MATTERS if count and not total / count <= limit else ""
+        return self._reason

@@ -1,0 +1,89 @@
+"""The base class of every probe: when it is asked, what it must answer, and what it may ask to be kept for it.
+
+A probe is told of an optimizer step that it measures at two moments, on every rank, and then asked for its estimates:
+
+    prepare(step)       all gradients are in, averaged over ranks, not clipped; the parameters are still old
+    after_step(step)    parameters and optimizer states have moved
+    results()           name → Estimate
+
+It must change nothing of training: no `.backward()`, no write to parameters, gradients or states. What it cannot
+measure it answers with `Estimate.missing(reason)`, never by leaving the name out. A new probe is one such class in
+one file, a three-line YAML in conf/probe and a test.
+"""
+
+from __future__ import annotations
+
+import abc
+import enum
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from rl_training.engine.entropy_gradients import EntropySettings
+from rl_training.engine.step import Step
+from rl_training.mathematics.estimate import Estimate
+
+
+class Need(enum.Flag):
+    """What costs memory or time and is therefore kept only if a probe asks for it."""
+
+    NOTHING = 0
+    FOLD_GRADIENTS = 1  # one parameter-size fp32 row per fold: step.gradients.rows
+    MICROBATCH_SQ_NORMS = 2  # a few numbers per parameter and microbatch: step.gradients.microbatch_sq_norms
+    ENTROPY_CHANGE = 4 | FOLD_GRADIENTS  # step.entropy_change, for which δθ of the step before is kept
+    HALVES = 8 | ENTROPY_CHANGE  # one parameter-size row more: step.entropy_change.halves
+
+
+class Probe(abc.ABC):
+    """A measurement that runs inside a training loop. Subclasses override `results`, and the moments that they need.
+
+    name       names it in probes.jsonl and in probe_cost/<name>_seconds
+    needs      what must be kept for it
+    every      measure each `every`-th step, the first one included
+    num_folds  with FOLD_GRADIENTS: folds of whole prompts on each rank; None for the default, one per microbatch
+    offload    with FOLD_GRADIENTS: keep them in the CPU's memory
+    entropy    with ENTROPY_CHANGE: how the entropy gradient is estimated; None for what another probe says, or default
+    """
+
+    name: str
+    needs: Need = Need.NOTHING
+    num_folds: int | None = None
+    offload: bool = False
+    entropy: EntropySettings | None = None
+
+    def __init__(self, every: int = 1) -> None:
+        if every < 1:
+            raise ValueError(f"{self.name}: every={every} must be at least 1 (measure each `every`-th step)")
+        self.every = every
+
+    def measures_at(self, number: int) -> bool:
+        """Returns whether this probe measures at this optimizer step, counted from 1."""
+        return (number - 1) % self.every == 0
+
+    def prepare(self, step: Step) -> None:  # noqa: B027, not every probe has something to do here
+        """Measures what takes the old parameters."""
+
+    def after_step(self, step: Step) -> None:  # noqa: B027, nor here
+        """Measures what takes the new parameters: whole only for a probe that `reads_new_weights`."""
+
+    def reads_new_weights(self) -> bool:
+        """Returns whether `after_step` asks the policy something: sharded weights are then gathered for it."""
+        return False
+
+    @abc.abstractmethod
+    def results(self) -> dict[str, Estimate]:
+        """Returns the step's estimates by metric name."""
+
+    @property
+    def num_buffer_bytes(self) -> int:
+        """Bytes of the parameter-size buffers that this probe holds at present."""
+        return 0
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns what a resumed run needs to go on as if never stopped, the same on every rank."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back what `state_dict` returned."""
+        if state:
+            raise ValueError(f"{self.name}: the checkpoint holds state {sorted(state)} that this probe does not have")
