@@ -1,8 +1,10 @@
-"""The alert of a run: at the step at which the records make it certain, in the log, in dashboards, and as an end."""
+"""The alert of a run: at the step at which the records' straight line says so, in log and dashboards, and as an end."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hydra import compose, initialize_config_dir
@@ -10,6 +12,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rl_training.job.build import Run, build_run
 from rl_training.live import alert
+from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.present_rate import down_to, is_certain_within, present_rate
 from rl_training.records.report.series import read_run
 
@@ -52,6 +55,29 @@ def test_it_comes_when_the_records_make_it_certain_and_ends_the_run_if_asked_to(
     events = EventAccumulator(str(run.run_dir / "logs" / "tensorboard"))
     events.Reload()
     assert "alert: entropy is collapsing/text_summary" in events.Tags()["tensors"]
+
+
+def told_at(within_steps: int, measured: dict[int, int], **settings: Any) -> list[int]:
+    """Returns the steps at which it speaks of a run whose entropy, 1 nat, falls by 0.1 in each step.
+
+    measured  step → the step that the probe's last answer is about, which it then still holds
+    """
+    attachment, told = SimpleNamespace(probes=[SimpleNamespace(name="simple")], latest={}), []
+    listener = alert.EntropyAlert(attachment, within_steps, tell=lambda *_: told.append(step), **settings)
+    for step, about in measured.items():
+        forward = Estimate(-0.1, 0.001, 8, about_step=about)
+        attachment.latest = {"delta_h/forward": forward, "entropy/token": Estimate(1.0, 0.001, 8)}
+        listener.on_step_end(None, SimpleNamespace(global_step=step, is_world_process_zero=True), None)
+    return told
+
+
+def test_a_prediction_counts_once_however_long_it_is_the_last() -> None:
+    """Every second step is measured: ten predictions are there at step 20, and not when ten steps have passed."""
+    assert told_at(100, {step: step - step % 2 for step in range(2, 25)}) == [20]
+
+
+def test_after_an_alert_as_many_steps_are_quiet_as_it_looks_ahead() -> None:
+    assert told_at(7, {step: step for step in range(1, 30)}) == [10, 17, 24]
 
 
 @pytest.mark.parametrize(

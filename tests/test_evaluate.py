@@ -10,6 +10,7 @@ import math
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,9 @@ from rl_training.evaluation.metrics import by_row, measure, measure_custom
 from rl_training.evaluation.responses import GREEDY, Response, Sampling, choose_rows, respond
 from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.evaluate import evaluate
-from rl_training.job.evaluation_plan import read_plan
+from rl_training.job.evaluation_plan import fingerprint, read_plan
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.next_token import PositionScores
 from rl_training.records import evaluated
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
@@ -195,6 +198,18 @@ def test_another_setting_under_the_same_name_is_refused(run: Path, tmp_path: Pat
     read_plan(configured("evaluate", *asked, "evaluation.jobs=3", "evaluation.batch_size=1")).start()
 
 
+def test_a_checkpoint_that_was_trained_anew_is_evaluated_anew(run: Path, tmp_path: Path) -> None:
+    """Its weights have the same names and sizes as before: its trainer's log tells them apart."""
+    checkpoint = tmp_path / "training_state" / "checkpoint-1"
+    shutil.copytree(run / "training_state" / "checkpoint-1", checkpoint)
+    (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    plan = read_plan(configured("evaluate", f"run={tmp_path}"))
+    evaluated.write_step(plan.folder, 1, {"fingerprint": fingerprint(checkpoint), "errors": []}, {}, [])
+    assert plan.pending() == {}
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 1, "log_history": [{"step_time": 0.3}]}')
+    assert plan.pending() == {1: checkpoint}
+
+
 def test_another_task_than_the_runs_has_a_table_of_its_own_and_must_be_readable(run: Path, tmp_path: Path) -> None:
     rows = [{"question": f"Say {n} €", "answer": f"#### {n}"} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -272,6 +287,27 @@ def test_two_evaluations_at_once_the_second_says_so_and_a_dead_one_locks_nothing
 
 
 # --- responses --------------------------------------------------------------------------------------------------------
+
+
+class Answering(policy.Policy):
+    """A policy whose responses are given, and said with certainty."""
+
+    answers: list[list[int]] = []
+
+    def generate(self, prompt_ids: Any, uniforms: Any) -> list[torch.Tensor]:
+        return [torch.tensor(ids) for ids in self.answers]
+
+    def score(self, prompt_ids: Any, completion_ids: Any) -> list[PositionScores]:
+        return [PositionScores(torch.zeros(len(ids)), torch.zeros(len(ids)), None) for ids in completion_ids]
+
+
+def test_truncated_is_what_has_no_end_not_what_is_as_long_as_can_be() -> None:
+    model, tokenizer = load_tiny()
+    end = tokenizer.eos_token_id
+    answering = Answering(model, tokenizer, None, 1.0, max_completion_length=3)
+    answering.__class__.answers = [[5, 6, end], [5, 6, 7], [5, end]]
+    (answered,) = respond(answering, arithmetic(), [[(0, GREEDY), (1, GREEDY), (2, GREEDY)]], 0, {})
+    assert [(r.length, r.truncated) for r in answered] == [(3, False), (3, True), (2, False)]
 
 
 def test_two_processes_say_exactly_what_one_does(run: Path) -> None:
@@ -448,6 +484,23 @@ def test_on_a_full_disk_a_step_is_left_out_whole_and_what_was_there_stays(tmp_pa
         evaluated.consolidate(tmp_path)
     assert evaluated.consolidate(tmp_path).read_bytes() == table
     assert sorted(path.name for path in tmp_path.iterdir()) == [evaluated.TABLE_FILE, "step_1"]
+
+
+def test_an_infinite_number_stays_infinite_and_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
+    """A divergence is infinite where the first model rules out what the policy says."""
+    metrics = {
+        "kl/token": Estimate(math.inf, math.nan, 8, "infinite"),
+        "low": Estimate(-math.inf, math.inf, 8),
+        "format": Estimate.missing("no answers"),
+    }
+    evaluated.write_step(tmp_path, 1, {}, metrics, [])
+    read = evaluated.read_step(tmp_path, 1)
+    assert read is not None
+    assert read["metrics"]["kl/token"]["value"] == math.inf
+    assert (read["metrics"]["low"]["value"], read["metrics"]["low"]["stderr"]) == (-math.inf, math.inf)
+    assert math.isnan(read["metrics"]["format"]["value"])
+    evaluated.consolidate(tmp_path)
+    assert [row.value for row in evaluated.read_table(tmp_path)[:2]] == [math.inf, -math.inf]
 
 
 def test_the_table_reads_back_what_was_measured(tmp_path: Path) -> None:
