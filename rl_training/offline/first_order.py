@@ -26,7 +26,7 @@ from rl_training.offline.buffers import EvaluationBuffer
 from rl_training.offline.phases import Progress
 from rl_training.offline.standing import Standing
 from rl_training.offline.update import Update
-from rl_training.step.causes import Splits
+from rl_training.step.attribution import Attribution
 from rl_training.step.entropy_gradients import entropy_gradient
 
 MOST_BLOCKS = 32
@@ -65,7 +65,7 @@ def predict(
 ) -> FirstOrder:
     """Returns δH₁ of the step `update`, with its splits and errors. Two backwards through each forward over E."""
     layout = FlatVectors(dict(standing.parameters), 0)
-    splits = Splits(list(standing.parameters))
+    splits = Attribution(list(standing.parameters))
     scores, number, count = evaluation.scores, evaluation.number, evaluation.num_sequences
     known = (scores.logps, scores.entropies, scores.mask, torch.arange(count, device=number.device))
     weights = [surrogate_weights(*known, estimator, target, "buffer") for target in ("token", "sequence")]
@@ -122,7 +122,7 @@ def without_blocks(sums: Tensor, mask: Tensor, size: int) -> Replicates:
 
 
 def _without_folds(
-    standing: Standing, update: Update, direction: Tensor, layout: FlatVectors, splits: Splits
+    standing: Standing, update: Update, direction: Tensor, layout: FlatVectors, splits: Attribution
 ) -> Replicates:
     """Returns X̄·δθ by label, and with the step that U without each of its folds makes."""
 

@@ -54,7 +54,7 @@ from rl_training.mathematics.noise_scale import (
 from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
 from rl_training.mathematics.vectors import as_flat, flat_dot
 from rl_training.probes.base import Need, Probe
-from rl_training.step.module_kinds import KINDS, module_kind
+from rl_training.step.attribution import KINDS, module_kind
 from rl_training.step.types import StepContext
 
 SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below

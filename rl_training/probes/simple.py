@@ -41,7 +41,7 @@ from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.mathematics.running_variance import RunningVariance
 from rl_training.mathematics.trapezoid import BatchTerms, TrapezoidSum
 from rl_training.probes.base import Need, Probe
-from rl_training.step.causes import Splits
+from rl_training.step.attribution import Attribution
 from rl_training.step.entropy_gradients import Choice, importance_ratios
 from rl_training.step.error_shares import SHARES, ErrorShares
 from rl_training.step.fold_moments import FoldMoments
@@ -147,7 +147,7 @@ class SimpleEntropyProbe(Probe):
         self._errors = RunningVariance(error_decay)
         self._error_shares = ErrorShares(error_decay)
         self._sum = TrapezoidSum()
-        self._known_splits: Splits | None = None
+        self._known_splits: Attribution | None = None
         self._answers: dict[str, Estimate] = {}
 
     def on_pre_optimizer_step(self, ctx: StepContext) -> None:
@@ -245,9 +245,9 @@ class SimpleEntropyProbe(Probe):
             answers |= visited_entropy(ctx)
         return answers
 
-    def _splits(self, ctx: StepContext) -> Splits:
+    def _splits(self, ctx: StepContext) -> Attribution:
         if self._known_splits is None:
-            self._known_splits = Splits(list(ctx.parameters))
+            self._known_splits = Attribution(list(ctx.parameters))
         return self._known_splits
 
     def _quantities(self, ctx: StepContext, values: Tensor, stderrs: Tensor, sums: FoldSums) -> list[Quantity]:

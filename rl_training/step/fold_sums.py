@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from rl_training.mathematics.entropy import Estimator
 from rl_training.mathematics.folds import leave_fold_out
 from rl_training.mathematics.vectors import FlatVectors
-from rl_training.step.causes import Splits
+from rl_training.step.attribution import Attribution
 from rl_training.step.entropy_gradients import Choice, FoldGradients, fold_gradients
 from rl_training.step.fold_moments import Block, FoldMoments
 from rl_training.step.types import StepContext
@@ -76,7 +76,7 @@ def sum_over_folds(
     ctx: StepContext,
     ratios: Tensor,
     updates: FlatVectors,
-    splits: Splits,
+    splits: Attribution,
     moments: FoldMoments,
     *,
     estimator: Estimator,
@@ -139,7 +139,7 @@ class _Steps:
         self,
         ctx: StepContext,
         updates: FlatVectors,
-        splits: Splits,
+        splits: Attribution,
         learned: Block | None,
         sizes: Tensor,
         total_size: float,

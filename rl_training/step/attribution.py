@@ -1,0 +1,66 @@
+"""Which part of a sum over parameters comes from where: by cause of the update, by layer and by kind of module.
+
+Each of the three splits adds up to the whole. Layers and kinds are read from the parameters' names, which are those of
+Hugging Face models; a LoRA parameter counts to the module that it adapts.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rl_training.step.updates import CAUSES
+
+KINDS = ("attention", "mlp", "embedding", "norm", "other")
+_WORDS = (
+    ("norm", ("norm", "ln_", "layernorm")),  # first: input_layernorm lies in no attention, q_norm is a norm
+    ("embedding", ("embed", "wte", "wpe", "lm_head")),
+    ("attention", ("attn", "attention", "q_proj", "k_proj", "v_proj", "o_proj")),
+    ("mlp", ("mlp", "feed_forward", "ffn", "fc1", "fc2", "gate_proj", "up_proj", "down_proj")),
+)
+
+
+class Attribution:
+    """The splits of numbers that belong to these parameters, given by name, which `sum` makes.
+
+    labels  part/momentum, part/gradient, part/decay, layer/0, …, layer/<kind outside of layers>, kind/attention, …
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        of_parameter = [[f"layer/{layer(name)}" for name in names], [f"kind/{module_kind(name)}" for name in names]]
+        groups = [label for labels in of_parameter for label in dict.fromkeys(labels)]
+        self.labels = (*(f"part/{cause}" for cause in CAUSES), *groups)
+        self._member = torch.tensor(  # (groups, parameters)
+            [[float(group == label) for label in labels] for labels in of_parameter for group in dict.fromkeys(labels)],
+            dtype=torch.float64,
+        )
+
+    def sum(self, products: Tensor) -> Tensor:
+        """Returns the sums by label, (labels, q), of numbers by parameter, direction and cause, (parameters, q, 3)."""
+        by_group = self._member.to(products.device) @ products.sum(dim=2)
+        return torch.cat([products.sum(dim=0).T, by_group])
+
+
+def module_kind(name: str) -> str:
+    """Returns the kind of the module that the parameter of this name belongs to, one of KINDS.
+
+    >>> module_kind("model.layers.0.self_attn.q_proj.weight")
+    'attention'
+    """
+    for kind, words in _WORDS:
+        if any(word in name for word in words):
+            return kind
+    return "other"
+
+
+def layer(name: str) -> str:
+    """Returns the number of the layer that the parameter of this name belongs to; outside of layers, its kind.
+
+    >>> layer("model.layers.11.mlp.up_proj.lora_A.default.weight"), layer("model.norm.weight")
+    ('11', 'norm')
+    """
+    number = re.search(r"\.(?:layers|layer|h|blocks)\.(\d+)\.", name)
+    return number.group(1) if number else module_kind(name)
