@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gzip
 import json
@@ -172,6 +173,7 @@ def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call
         (["checkpoints=[{run}/elsewhere]", "output=out"], "choose it, data=arithmetic or data=gsm8k"),
         (["run={run}", "evaluation.k=9"], "use evaluation.responses_per_prompt=9"),
         (["run={run}", "+metrics.entropy._target_=math.sqrt"], "there is a built-in metric entropy"),
+        (["run={run}", "+metrics.mine._target_=nofile.f"], "metrics.mine: .*nofile.f"),
         (["run={run}", "+data.num_evil=3"], "data: .*num_evil"),
         (["run={run}", "evaluation.temperature=0"], "evaluation.greedy decodes greedily"),
         (["checkpoints=[{run}/training_state/checkpoint-1,/tmp/training_state/checkpoint-2]"], "of several runs"),
@@ -180,7 +182,7 @@ def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call
 def test_bad_input_is_refused_before_anything_is_written(run: Path, overrides: list[str], message: str) -> None:
     before = sorted(run.rglob("*"))
     with pytest.raises(ValueError, match=message):
-        read_plan(configured("evaluate", *(o.format(run=run) for o in overrides)))
+        evaluate(configured("evaluate", *(o.format(run=run) for o in overrides)))
     assert sorted(run.rglob("*")) == before
 
 
@@ -192,10 +194,22 @@ def test_a_run_without_checkpoints_says_so(run: Path, tmp_path: Path) -> None:
 
 def test_another_setting_under_the_same_name_is_refused(run: Path, tmp_path: Path) -> None:
     asked = [f"run={run}", f"output={tmp_path}", *QUICK]
-    read_plan(configured("evaluate", *asked)).start()
+    plan = read_plan(configured("evaluate", *asked))
+    plan.start()
+    evaluated.write_step(plan.folder, 1, {}, {}, [])
     with pytest.raises(ValueError, match=r"temperature=0.5 \(was 1.0\).*evaluation.name=NAME"):
         read_plan(configured("evaluate", *asked, "evaluation.temperature=0.5")).start()
     read_plan(configured("evaluate", *asked, "evaluation.jobs=3", "evaluation.batch_size=1")).start()
+
+
+def test_an_evaluation_that_came_to_nothing_does_not_stand_in_the_way_of_the_right_command(
+    run: Path, tmp_path: Path
+) -> None:
+    asked = [f"run={run}", f"output={tmp_path}", *QUICK]
+    read_plan(configured("evaluate", *asked, "evaluation.temperature=9")).start()  # every checkpoint then fails
+    plan = read_plan(configured("evaluate", *asked))
+    plan.start()
+    assert json.loads((plan.folder / evaluated.SETTINGS).read_text(encoding="utf-8"))["temperature"] == 1.0
 
 
 def test_a_checkpoint_that_was_trained_anew_is_evaluated_anew(run: Path, tmp_path: Path) -> None:
@@ -289,10 +303,11 @@ def test_two_evaluations_at_once_the_second_says_so_and_a_dead_one_locks_nothing
 # --- responses --------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
 class Answering(policy.Policy):
     """A policy whose responses are given, and said with certainty."""
 
-    answers: list[list[int]] = []
+    answers: tuple[list[int], ...]
 
     def generate(self, prompt_ids: Any, uniforms: Any) -> list[torch.Tensor]:
         return [torch.tensor(ids) for ids in self.answers]
@@ -304,8 +319,7 @@ class Answering(policy.Policy):
 def test_truncated_is_what_has_no_end_not_what_is_as_long_as_can_be() -> None:
     model, tokenizer = load_tiny()
     end = tokenizer.eos_token_id
-    answering = Answering(model, tokenizer, None, 1.0, max_completion_length=3)
-    answering.__class__.answers = [[5, 6, end], [5, 6, 7], [5, end]]
+    answering = Answering(model, tokenizer, None, 1.0, 3, answers=([5, 6, end], [5, 6, 7], [5, end]))
     (answered,) = respond(answering, arithmetic(), [[(0, GREEDY), (1, GREEDY), (2, GREEDY)]], 0, {})
     assert [(r.length, r.truncated) for r in answered] == [(3, False), (3, True), (2, False)]
 

@@ -35,7 +35,7 @@ def ends_after(stop: StopAtStepEnd, step: int) -> bool:
 
 
 def test_it_ends_at_the_first_step_end_at_which_a_rollout_is_used_up() -> None:
-    """Three steps learn from a rollout: of steps 4, 5, 6 the last uses it up, and training goes on exactly from there."""
+    """Three steps learn from a rollout: of steps 4, 5, 6 the last uses it up, and there training can go on exactly."""
     stop = StopAtStepEnd(trainer_of(steps_per_rollout=3))
     assert not ends_after(stop, 3)
     stop._take(SIGTERM, None)
