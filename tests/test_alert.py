@@ -13,7 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rl_training.job.build import Run, build_run
 from rl_training.live import alert
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.present_rate import down_to, is_certain_within, present_rate
+from rl_training.mathematics.present_rate import down_to, is_below_within, present_rate
 from rl_training.records.report.series import read_run
 
 WITHIN, LEVEL = 5, 9.0  # entropy is far below this level from the beginning
@@ -28,7 +28,7 @@ def run_of(folder: Path, *overrides: str) -> Run:
         return build_run(compose("train", overrides=[*SMALL, f"run_dir={folder}", *overrides]))
 
 
-def test_it_comes_when_the_records_make_it_certain_and_ends_the_run_if_asked_to(
+def test_it_comes_when_the_records_straight_line_says_so_and_ends_the_run_if_asked_to(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alert, "MEASURED_STEPS", 3)
@@ -39,22 +39,26 @@ def test_it_comes_when_the_records_make_it_certain_and_ends_the_run_if_asked_to(
     run.end()  # as one that is done, not as one that a signal ended
     records = read_run(run.run_dir)
     forward, entropy = records.measured("delta_h/forward"), records.measured("entropy/token")
-    certain = [
+    below = [
         step
         for step in list(forward)[2:]
-        if is_certain_within(
+        if is_below_within(
             WITHIN, down_to(LEVEL, entropy[step]), present_rate([forward[s] for s in range(step - 2, step + 1)])
         )
     ]
     last = run.trainer.state.global_step
-    assert certain == [last] == [3]
+    assert below == [last] == [3]
     assert (run.run_dir / "training_state" / f"checkpoint-{last}").is_dir()
-    told = [line for line in caplog.messages if "entropy is collapsing" in line]
+    told = [line for line in caplog.messages if "entropy is falling" in line]
     assert len(told) == 1
     assert f"step {last}: token entropy is {entropy[last].value:.3g} nats" in told[0]
+    assert "in a straight line" in told[0]
+    assert "No forecast" in told[0]
+    assert "alert.stop ends the run by this line" in told[0]
+    assert "95 %" not in told[0]
     events = EventAccumulator(str(run.run_dir / "logs" / "tensorboard"))
     events.Reload()
-    assert "alert: entropy is collapsing/text_summary" in events.Tags()["tensors"]
+    assert "alert: entropy is falling/text_summary" in events.Tags()["tensors"]
 
 
 def told_at(within_steps: int, measured: dict[int, int], **settings: Any) -> list[int]:
