@@ -15,6 +15,7 @@ import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -386,6 +387,34 @@ def test_scores_are_those_of_a_plain_forward_without_padding(run: Path) -> None:
             assert score.logps[k].item() == pytest.approx(p[token].item(), abs=1e-4)
             assert score.entropies[k].item() == pytest.approx(-(p.exp() * p).sum().item(), abs=1e-4)
             assert score.kl[k].item() == pytest.approx((p.exp() * (p - q)).sum().item(), abs=1e-4)
+
+
+def test_prompts_do_not_count_where_it_is_measured_how_many_sequences_are_scored_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Responses of 4 tokens to prompts of 30: 5 columns of logits each, hence four sequences in 4 · 5 · 103 entries."""
+    model, tokenizer = load_tiny()
+    loaded = policy.Policy(model.eval(), tokenizer, None, 1.0, 4)
+    tokens = torch.randint(4, 100, (9, 34), generator=torch.Generator().manual_seed(0))
+    prompts, answers = list(tokens[:, :30]), list(tokens[:, 30:])
+    rows: list[int] = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    together = loaded.score(prompts, answers)
+    monkeypatch.setattr(policy, "LOGITS", 4 * 5 * len(tokenizer))
+    apart = loaded.score(prompts, answers)
+    assert rows == [9, 4, 4, 1]
+    for a, b in zip(together, apart, strict=True):
+        assert a.logps.tolist() == pytest.approx(b.logps.tolist(), abs=1e-5)
+
+
+def test_on_a_gpu_of_80_gb_eight_responses_of_512_tokens_are_scored_at_once_at_a_vocabulary_of_152_thousand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An eighth of it, 10 GB, at 16 bytes an entry is 625 million entries; a sequence has 513 × 151 936, 78 million."""
+    memory = SimpleNamespace(total_memory=80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    assert policy.logits_at_once(torch.device("cuda", 0)) // (513 * 151_936) == 8
+    assert policy.logits_at_once(torch.device("cpu")) == 2**26
 
 
 def test_an_adapters_first_model_is_the_one_below_it(run: Path, tmp_path: Path) -> None:
