@@ -1,10 +1,10 @@
-"""Which batch learns most from the same sequences, and did the noise scales say so?
+"""Which batch learns most from the same sequences, and did the noise scale say so?
 
     OMP_NUM_THREADS=1 python benchmarks/batch_size.py FOLDER [--factors 0.5 1 2 4] [--rates 1.5e-4 3e-4] [--seeds 0 1]
 
 Trains the default task on so many sequences, in steps of 32 prompts x 8 responses times a factor, at several learning
 rates; then asks for the mean reward of fresh responses to held-out prompts, halfway and at the end. The probe `gns`
-goes along, with lags. Each run is kept in FOLDER as it ends, and the table is of all that is there.
+goes along. Each run is kept in FOLDER as it ends, and the table is of all that is there.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from rl_training.probes import GradientNoiseScaleProbe
 from rl_training.tasks.arithmetic import arithmetic
 
 PROMPTS, RESPONSES = 32, 8
-SCALES = ("gns/noise_scale_prompts", "gns/persistent_noise_scale_prompts")
+SCALE = "gns/noise_scale_prompts"
 
 
 class NoiseScale(GradientNoiseScaleProbe):
     """The probe, with its answers at each step kept."""
 
-    def __init__(self, lags: int) -> None:
-        super().__init__(lags=lags)
+    def __init__(self) -> None:
+        super().__init__()
         self.all: list[dict[str, tuple[float, float]]] = []
 
     def measure(self, ctx: Any) -> dict[str, Estimate]:
@@ -60,11 +60,11 @@ class Rewards(TrainerCallback):
         return control
 
 
-def train(factor: float, rate: float, seed: int, sequences: int, lags: int) -> dict[str, Any]:
+def train(factor: float, rate: float, seed: int, sequences: int) -> dict[str, Any]:
     """Returns the rewards of a run, and what `gns` said at each of its steps."""
     accumulation = int(8 * factor)
     steps = sequences // (accumulation * 32)
-    probe, watch = NoiseScale(lags), Rewards(steps)
+    probe, watch = NoiseScale(), Rewards(steps)
     with tempfile.TemporaryDirectory() as folder:
         trainer = default_trainer(
             folder,
@@ -90,14 +90,13 @@ def rows(runs: list[dict[str, Any]]) -> list[str]:
     for factor, rate in sorted({(run["factor"], run["rate"]) for run in runs}):
         group = [run for run in runs if (run["factor"], run["rate"]) == (factor, rate)]
         half, end = (statistics.fmean(run["held_out"][which] for run in group) for which in (0, 1))
-        scales = [_last(group[0], name) for name in SCALES]
         cells = [f"{factor:g} × {PROMPTS}", f"{rate:g}", str(len(group)), str(group[0]["steps"])]
-        lines.append(f"| {' | '.join([*cells, f'{half:.3f}', f'{end:.3f}', *scales])} |")
+        lines.append(f"| {' | '.join([*cells, f'{half:.3f}', f'{end:.3f}', _noise_scale(group[0])])} |")
     return lines
 
 
-def _last(run: dict[str, Any], name: str) -> str:
-    value, low, high = (run["gns"][-1][f"{name}{end}"][0] for end in ("", "_low", "_high"))
+def _noise_scale(run: dict[str, Any]) -> str:
+    value, low, high = (run["gns"][-1][f"{SCALE}{end}"][0] for end in ("", "_low", "_high"))
     return f"{value:.0f} ({low:.0f} – {high:.0f})"
 
 
@@ -108,17 +107,16 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="*", default=[1.5e-4, 3e-4, 6e-4], help="none: only the table")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--sequences", type=int, default=5120)
-    parser.add_argument("--lags", type=int, default=12)
     options = parser.parse_args()
     options.folder.mkdir(parents=True, exist_ok=True)
     todo = [(f, rate, seed) for seed in options.seeds for rate in options.rates for f in options.factors]
     for factor, rate, seed in tqdm(todo, unit="run"):
         path = options.folder / f"{factor:g}-{rate:g}-{seed}-{options.sequences}.json"
         if not path.exists():
-            path.write_text(json.dumps(train(factor, rate, seed, options.sequences, options.lags)))
+            path.write_text(json.dumps(train(factor, rate, seed, options.sequences)))
     runs = [json.loads(path.read_text()) for path in sorted(options.folder.glob("*.json"))]
     titles = ("prompts a step", "learning rate", "seeds", "steps", "reward halfway", "at the end", "noise scale")
-    print(f"| {' | '.join(titles)} | of what persists |\n|{'---|' * 8}")
+    print(f"| {' | '.join(titles)} |\n|{'---|' * 7}")
     print("\n".join(rows(runs)))
 
 

@@ -32,6 +32,7 @@ from rl_training.mathematics.importance import reweighted_replicates, sequence_t
 from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.per_decision import first_order_change, per_decision_change
 from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.units import Units
 from rl_training.offline.buffers import sample_evaluation, sample_update
 from rl_training.offline.first_order import MOST_BLOCKS, without_blocks
 from rl_training.offline.probe import Evaluation, Settings, TruthSettings, Updating, look
@@ -57,14 +58,14 @@ def take(scores: Scores, rows: Tensor) -> Scores:
 def in_blocks(scores: Scores, slopes: Sequence[Tensor]) -> Replicates:
     """Returns δH₁ with the error bar that a look gives it: without each block of sequences."""
     count = len(scores.mask)
-    size = max(1, count // MOST_BLOCKS)
+    blocks = Units.of_rows(scores.mask).in_blocks(max(1, count // MOST_BLOCKS))
     columns = []
     for target in ("token", "sequence"):
         known = (scores.logps, scores.entropies, scores.mask, torch.arange(count))
         w, u = surrogate_weights(*known, target=target, baseline="buffer")  # type: ignore[arg-type]
         columns.append((w * slopes[0] + u * slopes[1]).sum(dim=1) / count)
     of_sequence = torch.stack(columns, dim=1).unsqueeze(1)  # (N, 1 label, 2)
-    return without_blocks(torch.stack([part.sum(dim=0) for part in of_sequence.split(size)]), scores.mask, size)
+    return without_blocks(blocks.gather(of_sequence), scores.mask, blocks)
 
 
 def estimates(before: Scores, truth: Truth, behind: Scores, rows: Tensor) -> dict[str, Replicates]:

@@ -156,6 +156,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
         (["probes.simple.estimator=naive"], "'rb' or 'score'"),
         (["probes.simple.num_folds=1.5"], "num_folds=1.5 must be a whole number, or null"),
         (["probe=gns", "probes.gns.decay=abc"], "decay=abc must be a number"),
+        (["probe=gns", "++probes.gns.lags=2"], "probes.gns.lags: this setting is gone"),
         (["probes=null"], "give probe=none"),
         (["probes.simple=null"], "leave it out of the list"),
         (["data=gsm8k", "data.path=5"], """is no path: in quotes it is one, 'data.path="5"'"""),
@@ -173,6 +174,7 @@ def test_a_mistake_is_named_with_the_way_out(tmp_path: Path, overrides: list[str
         ("model=tyni", "Choose from hub, qwen2_5_1_5b, tiny; did you mean tiny?"),
         ("bathc.microbatch_size=3", "there is no such setting, see python train.py --help; did you mean batch?"),
         ("probes.simple.evry=5", "did you mean every?"),
+        ("probes.gns.lags=16", "probes.gns.lags: this setting is gone"),
         ("probes.gns.every=5", "this run has no probe gns; choose it by probe=gns"),
     ],
 )
@@ -196,6 +198,15 @@ def test_a_run_whose_config_names_the_places_of_an_earlier_layout_goes_on(tmp_pa
     (tmp_path / "config.yaml").write_text(text)
     assert text.count("_target_: rl_training.models.load_tiny") == 1
     assert text.count("_target_: rl_training.buffer.FilteredBuffer") == 1
+    refuse_other_settings(cfg, tmp_path)
+    assert load_settings(tmp_path / "config.yaml") == cfg
+
+
+def test_a_run_whose_config_has_a_setting_that_is_gone_goes_on_without_it(tmp_path: Path) -> None:
+    cfg = composed("probe=gns")
+    text = OmegaConf.to_yaml(cfg).replace("    split_prompts: 0\n", "    split_prompts: 0\n    lags: 16\n")
+    (tmp_path / "config.yaml").write_text(text)
+    assert text.count("lags: 16") == 1
     refuse_other_settings(cfg, tmp_path)
     assert load_settings(tmp_path / "config.yaml") == cfg
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import gzip
 import json
@@ -10,9 +11,11 @@ import math
 import multiprocessing
 import os
 import resource
+import shutil
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -28,7 +31,9 @@ from rl_training.evaluation.metrics import by_row, measure, measure_custom
 from rl_training.evaluation.responses import GREEDY, Response, Sampling, choose_rows, respond
 from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.evaluate import evaluate
-from rl_training.job.evaluation_plan import read_plan
+from rl_training.job.evaluation_plan import fingerprint, read_plan
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.next_token import PositionScores
 from rl_training.records import evaluated
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
@@ -169,6 +174,7 @@ def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call
         (["checkpoints=[{run}/elsewhere]", "output=out"], "choose it, data=arithmetic or data=gsm8k"),
         (["run={run}", "evaluation.k=9"], "use evaluation.responses_per_prompt=9"),
         (["run={run}", "+metrics.entropy._target_=math.sqrt"], "there is a built-in metric entropy"),
+        (["run={run}", "+metrics.mine._target_=nofile.f"], "metrics.mine: .*nofile.f"),
         (["run={run}", "+data.num_evil=3"], "data: .*num_evil"),
         (["run={run}", "evaluation.temperature=0"], "evaluation.greedy decodes greedily"),
         (["checkpoints=[{run}/training_state/checkpoint-1,/tmp/training_state/checkpoint-2]"], "of several runs"),
@@ -177,7 +183,7 @@ def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call
 def test_bad_input_is_refused_before_anything_is_written(run: Path, overrides: list[str], message: str) -> None:
     before = sorted(run.rglob("*"))
     with pytest.raises(ValueError, match=message):
-        read_plan(configured("evaluate", *(o.format(run=run) for o in overrides)))
+        evaluate(configured("evaluate", *(o.format(run=run) for o in overrides)))
     assert sorted(run.rglob("*")) == before
 
 
@@ -189,10 +195,34 @@ def test_a_run_without_checkpoints_says_so(run: Path, tmp_path: Path) -> None:
 
 def test_another_setting_under_the_same_name_is_refused(run: Path, tmp_path: Path) -> None:
     asked = [f"run={run}", f"output={tmp_path}", *QUICK]
-    read_plan(configured("evaluate", *asked)).start()
+    plan = read_plan(configured("evaluate", *asked))
+    plan.start()
+    evaluated.write_step(plan.folder, 1, {}, {}, [])
     with pytest.raises(ValueError, match=r"temperature=0.5 \(was 1.0\).*evaluation.name=NAME"):
         read_plan(configured("evaluate", *asked, "evaluation.temperature=0.5")).start()
     read_plan(configured("evaluate", *asked, "evaluation.jobs=3", "evaluation.batch_size=1")).start()
+
+
+def test_an_evaluation_that_came_to_nothing_does_not_stand_in_the_way_of_the_right_command(
+    run: Path, tmp_path: Path
+) -> None:
+    asked = [f"run={run}", f"output={tmp_path}", *QUICK]
+    read_plan(configured("evaluate", *asked, "evaluation.temperature=9")).start()  # every checkpoint then fails
+    plan = read_plan(configured("evaluate", *asked))
+    plan.start()
+    assert json.loads((plan.folder / evaluated.SETTINGS).read_text(encoding="utf-8"))["temperature"] == 1.0
+
+
+def test_a_checkpoint_that_was_trained_anew_is_evaluated_anew(run: Path, tmp_path: Path) -> None:
+    """Its weights have the same names and sizes as before: its trainer's log tells them apart."""
+    checkpoint = tmp_path / "training_state" / "checkpoint-1"
+    shutil.copytree(run / "training_state" / "checkpoint-1", checkpoint)
+    (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    plan = read_plan(configured("evaluate", f"run={tmp_path}"))
+    evaluated.write_step(plan.folder, 1, {"fingerprint": fingerprint(checkpoint), "errors": []}, {}, [])
+    assert plan.pending() == {}
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 1, "log_history": [{"step_time": 0.3}]}')
+    assert plan.pending() == {1: checkpoint}
 
 
 def test_another_task_than_the_runs_has_a_table_of_its_own_and_must_be_readable(run: Path, tmp_path: Path) -> None:
@@ -274,6 +304,27 @@ def test_two_evaluations_at_once_the_second_says_so_and_a_dead_one_locks_nothing
 # --- responses --------------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True)
+class Answering(policy.Policy):
+    """A policy whose responses are given, and said with certainty."""
+
+    answers: tuple[list[int], ...]
+
+    def generate(self, prompt_ids: Any, uniforms: Any) -> list[torch.Tensor]:
+        return [torch.tensor(ids) for ids in self.answers]
+
+    def score(self, prompt_ids: Any, completion_ids: Any) -> list[PositionScores]:
+        return [PositionScores(torch.zeros(len(ids)), torch.zeros(len(ids)), None) for ids in completion_ids]
+
+
+def test_truncated_is_what_has_no_end_not_what_is_as_long_as_can_be() -> None:
+    model, tokenizer = load_tiny()
+    end = tokenizer.eos_token_id
+    answering = Answering(model, tokenizer, None, 1.0, 3, answers=([5, 6, end], [5, 6, 7], [5, end]))
+    (answered,) = respond(answering, arithmetic(), [[(0, GREEDY), (1, GREEDY), (2, GREEDY)]], 0, {})
+    assert [(r.length, r.truncated) for r in answered] == [(3, False), (3, True), (2, False)]
+
+
 def test_two_processes_say_exactly_what_one_does(run: Path) -> None:
     sampling = Sampling(rows=(0, 3, 5, 11), responses_per_prompt=3, greedy=True, batch_size=5, seed=0)
     checkpoint = run / "training_state" / "checkpoint-1"
@@ -336,6 +387,34 @@ def test_scores_are_those_of_a_plain_forward_without_padding(run: Path) -> None:
             assert score.logps[k].item() == pytest.approx(p[token].item(), abs=1e-4)
             assert score.entropies[k].item() == pytest.approx(-(p.exp() * p).sum().item(), abs=1e-4)
             assert score.kl[k].item() == pytest.approx((p.exp() * (p - q)).sum().item(), abs=1e-4)
+
+
+def test_prompts_do_not_count_where_it_is_measured_how_many_sequences_are_scored_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Responses of 4 tokens to prompts of 30: 5 columns of logits each, hence four sequences in 4 · 5 · 103 entries."""
+    model, tokenizer = load_tiny()
+    loaded = policy.Policy(model.eval(), tokenizer, None, 1.0, 4)
+    tokens = torch.randint(4, 100, (9, 34), generator=torch.Generator().manual_seed(0))
+    prompts, answers = list(tokens[:, :30]), list(tokens[:, 30:])
+    rows: list[int] = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    together = loaded.score(prompts, answers)
+    monkeypatch.setattr(policy, "LOGITS", 4 * 5 * len(tokenizer))
+    apart = loaded.score(prompts, answers)
+    assert rows == [9, 4, 4, 1]
+    for a, b in zip(together, apart, strict=True):
+        assert a.logps.tolist() == pytest.approx(b.logps.tolist(), abs=1e-5)
+
+
+def test_on_a_gpu_of_80_gb_eight_responses_of_512_tokens_are_scored_at_once_at_a_vocabulary_of_152_thousand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An eighth of it, 10 GB, at 16 bytes an entry is 625 million entries; a sequence has 513 × 151 936, 78 million."""
+    memory = SimpleNamespace(total_memory=80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    assert policy.logits_at_once(torch.device("cuda", 0)) // (513 * 151_936) == 8
+    assert policy.logits_at_once(torch.device("cpu")) == 2**26
 
 
 def test_an_adapters_first_model_is_the_one_below_it(run: Path, tmp_path: Path) -> None:
@@ -448,6 +527,23 @@ def test_on_a_full_disk_a_step_is_left_out_whole_and_what_was_there_stays(tmp_pa
         evaluated.consolidate(tmp_path)
     assert evaluated.consolidate(tmp_path).read_bytes() == table
     assert sorted(path.name for path in tmp_path.iterdir()) == [evaluated.TABLE_FILE, "step_1"]
+
+
+def test_an_infinite_number_stays_infinite_and_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
+    """A divergence is infinite where the first model rules out what the policy says."""
+    metrics = {
+        "kl/token": Estimate(math.inf, math.nan, 8, "infinite"),
+        "low": Estimate(-math.inf, math.inf, 8),
+        "format": Estimate.missing("no answers"),
+    }
+    evaluated.write_step(tmp_path, 1, {}, metrics, [])
+    read = evaluated.read_step(tmp_path, 1)
+    assert read is not None
+    assert read["metrics"]["kl/token"]["value"] == math.inf
+    assert (read["metrics"]["low"]["value"], read["metrics"]["low"]["stderr"]) == (-math.inf, math.inf)
+    assert math.isnan(read["metrics"]["format"]["value"])
+    evaluated.consolidate(tmp_path)
+    assert [row.value for row in evaluated.read_table(tmp_path)[:2]] == [math.inf, -math.inf]
 
 
 def test_the_table_reads_back_what_was_measured(tmp_path: Path) -> None:

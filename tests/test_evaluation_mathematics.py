@@ -112,7 +112,7 @@ def test_responses_of_one_prompt_do_not_count_as_independent() -> None:
 
 def test_scores_are_those_of_the_definition() -> None:
     generator = torch.Generator().manual_seed(0)
-    logits, other = (3 * torch.randn(20, 7, generator=generator) for _ in range(2))
+    logits, other = (3 * torch.randn(20, 7, generator=generator, dtype=torch.float64) for _ in range(2))
     tokens = torch.randint(7, (20,), generator=generator)
     scores = score_positions(logits, tokens, other)
     for row in range(20):
@@ -121,6 +121,23 @@ def test_scores_are_those_of_the_definition() -> None:
         assert scores.entropies[row].item() == pytest.approx(-sum(math.exp(x) * x for x in p), abs=1e-12)
         kl = sum(math.exp(x) * (x - y) for x, y in zip(p, q, strict=True))
         assert scores.kl[row].item() == pytest.approx(kl, abs=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1.0, 5.0, 20.0])
+def test_scores_of_fp32_logits_over_a_whole_vocabulary_are_those_in_fp64_to_1e_7_nats(scale: float) -> None:
+    """From a near-uniform distribution to one that is all but certain; the twin has every term in fp64."""
+    generator = torch.Generator().manual_seed(0)
+    logits = scale * torch.randn(8, 151_936, generator=generator)
+    other = logits + 0.05 * torch.randn(logits.shape, generator=generator)
+    tokens = torch.cat([logits[:4].argmax(dim=-1), torch.randint(151_936, (4,), generator=generator)])
+    scores = score_positions(logits, tokens, other)
+    p, q = (table.double().log_softmax(dim=-1) for table in (logits, other))
+    twin = {
+        "logps": p[torch.arange(8), tokens], "entropies": -(p.exp() * p).sum(dim=-1),
+        "kl": (p.exp() * (p - q)).sum(dim=-1),
+    }  # fmt: skip
+    for name, exact in twin.items():
+        torch.testing.assert_close(getattr(scores, name), exact, rtol=0, atol=1e-7, msg=name)
 
 
 def test_by_the_chain_rule_the_sum_of_position_divergences_is_that_of_whole_responses() -> None:

@@ -240,6 +240,25 @@ def test_numbers_do_not_depend_on_the_microbatch(standing: Standing, looked: Loo
             assert other.results[key] == pytest.approx(value, rel=1e-3, abs=1e-4 * abs(looked.results["deltaH1"])), key
 
 
+def test_the_error_of_a_prediction_leaves_out_whole_prompts_of_e(standing: Standing) -> None:
+    """Though microbatches cut them. Twin: weights of every token times its slope along the step."""
+    found = look(standing, dataclasses.replace(SMALL, evaluation=Evaluation(10, 3), memory=Memory(microbatch_size=4)))
+    assert found.first_order is not None
+    assert found.truth is not None
+    scores, slopes = found.evaluation.scores, found.truth.slopes
+    for column, target in enumerate(("token", "sequence")):
+        known = (scores.logps, scores.entropies, scores.mask, torch.arange(30))
+        w, u = surrogate_weights(*known, target=target, baseline="buffer")
+        of_prompt = (w * slopes[0] + u * slopes[1]).sum(dim=1).view(10, 3).sum(dim=1) / 30
+        lengths = scores.mask.sum(dim=1).view(10, 3).sum(dim=1)
+        share = lengths / lengths.sum() if target == "token" else 0.1
+        left_out = (of_prompt.sum() - of_prompt) / (1 - share)
+        stderr = math.sqrt(9) * float(left_out.std(correction=0))
+        assert float(found.first_order.of_evaluation.stderr[0, column]) == pytest.approx(stderr, rel=0.02)
+    assert found.results["deltaH_true_se"] == pytest.approx(float(found.truth.at[0].true.stderr[0]))
+    assert found.truth.at[0].true.without.shape == (10, 2)
+
+
 def test_what_is_not_asked_for_is_nan_with_the_reason(standing: Standing) -> None:
     only = dataclasses.replace(SMALL, truth=TruthSettings(enabled=False))
     predicted = look(standing, only)

@@ -23,7 +23,7 @@ from rl_training.job.offline_probe import READY, main
 from rl_training.job.probe_config import KEYS, read_probe_config
 from rl_training.offline.results import read_result
 from rl_training.records import probe_logs, read_probe_log
-from rl_training.records.whole import write_whole
+from rl_training.records.atomic_write import write_atomically
 
 KEYS_OF_ANSWER = {
     "deltaH1", "bars_dot", "learning_rate", "deltaH_true", "H_orig", "H_upd", "B_E", "B_U", "G",
@@ -196,13 +196,13 @@ def test_files_are_written_all_or_none(tmp_path: Path, monkeypatch: pytest.Monke
     paths = [tmp_path / "day" / name for name in ("a.json.gz", "a_config.yaml", "a_summary.json")]
     (tmp_path / "day" / "a_summary.json.tmp").mkdir(parents=True)  # what cannot be written to
     with pytest.raises(OSError, match="make room"):
-        write_whole(dict.fromkeys(paths, b"x"))
+        write_atomically(dict.fromkeys(paths, b"x"))
     assert [path.name for path in (tmp_path / "day").iterdir()] == ["a_summary.json.tmp"]
     moved: list[str] = []
     replace = Path.replace
     monkeypatch.setattr(Path, "replace", lambda self, to: (moved.append(to.name), replace(self, to))[1])
     os.rmdir(tmp_path / "day" / "a_summary.json.tmp")
-    write_whole(dict.fromkeys(paths, b"x"))
+    write_atomically(dict.fromkeys(paths, b"x"))
     assert moved[-1] == "a_summary.json"  # where it is, all of them are
     with pytest.raises(ValueError, match="is no log of a look"):
         read_probe_log(paths[2])

@@ -17,7 +17,8 @@ from test_offline import checkpoint, run  # noqa: F401
 from rl_training.job.explain import CONF
 from rl_training.job.look import look_at_checkpoints
 from rl_training.job.look_plan import read_plan
-from rl_training.offline.probe import Settings, TruthSettings
+from rl_training.offline.probe import Evaluation, Settings, TruthSettings
+from rl_training.offline.results import read_result
 from rl_training.offline.sweep import SweepSettings, refuse_sweep
 from rl_training.records import looks
 from rl_training.records.looks import COLUMNS
@@ -44,7 +45,7 @@ def only(table: pd.DataFrame, **where: Any) -> pd.Series[Any]:
     return table.iloc[0]
 
 
-def test_all_of_e_and_the_same_u_are_the_look_itself(swept: pd.DataFrame) -> None:
+def test_all_of_e_and_the_same_u_are_the_look_itself(run: Path, swept: pd.DataFrame) -> None:  # noqa: F811
     for step in (1, 2):
         at = swept[swept["step"] == step]
         whole = only(at, kind="whole")
@@ -57,6 +58,10 @@ def test_all_of_e_and_the_same_u_are_the_look_itself(swept: pd.DataFrame) -> Non
             scale = abs(whole["deltaH1_sequence" if "sequence" in column else "deltaH1"])
             assert same_u[column] == pytest.approx(whole[column], rel=1e-5)
             assert all_of_e[column] == pytest.approx(whole[column], abs=0.02 * scale)  # slopes by differences
+        found = read_result(run / "offline" / "sweep" / f"checkpoint-{step}" / "result.json")["results"]
+        of_update = found["deltaH1_se"] ** 2 - found["deltaH1_se_evaluation"] ** 2
+        assert of_update > 0.1 * found["deltaH1_se"] ** 2
+        assert same_u["deltaH1_se"] ** 2 == pytest.approx(all_of_e["deltaH1_se"] ** 2 + of_update, rel=1e-4)
         other = only(at, kind="update", update_seed=5)
         assert other["deltaH1"] != whole["deltaH1"]
 
@@ -115,6 +120,8 @@ def test_dashboards_have_the_core_numbers_at_the_checkpoints_step(run: Path, swe
 def test_a_sweep_that_cannot_be_is_refused_before_anything_is_sampled(sweep: dict[str, Any], says: str) -> None:
     with pytest.raises(ValueError, match=says):
         refuse_sweep(SweepSettings(**sweep), Settings(truth=TruthSettings(enabled="evaluation_sizes" in sweep)))
+    with pytest.raises(ValueError, match=r"12 sequences are not two prompts .* multiples of evaluation.responses=8"):
+        refuse_sweep(SweepSettings([16, 12]), Settings(Evaluation(32, 8)))
     with pytest.raises(ValueError, match=r"sweep.evaluation_sizes: 1 must be a whole number, at least 2"):
         SweepSettings(evaluation_sizes=[1])
 

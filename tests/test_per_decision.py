@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from rl_training.mathematics.entropy import surrogate_weights
-from rl_training.mathematics.importance import reweighted_replicates, sequence_totals
+from rl_training.mathematics.importance import paired_replicates, reweighted_replicates, sequence_totals
 from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.per_decision import (
     first_order_change,
@@ -22,8 +22,10 @@ from rl_training.mathematics.per_decision import (
     slopes,
 )
 from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.units import Units
 
 Table = list[list[float]]
+Response = tuple[int, ...]
 EIGHTHS = [[6, 1, 1], [1, 3, 4], [2, 4, 2], [1, 1, 6], [5, 2, 1], [3, 3, 2], [1, 5, 2]]  # chances of 3 tokens, in 1/8
 OLD = [[math.log(e / 8) for e in row] for row in EIGHTHS]
 DIRECTION = [[random.Random(7 + 3 * r + c).gauss(0, 1) for c in range(3)] for r in range(7)]
@@ -134,13 +136,40 @@ def test_two_sequences_by_hand() -> None:
     assert got.without.tolist() == [pytest.approx([1.0, 1.0]), pytest.approx([2.0, 4.0])]  # of "." alone, of "x." alone
 
 
+def each_left_out(responses: list[Response], size: int) -> list[list[Response]]:
+    """Returns the responses without each prompt; `size` neighbours answer one."""
+    return [responses[:i] + responses[i + size :] for i in range(0, len(responses), size)]
+
+
+@pytest.mark.parametrize("size", [1, 3], ids=["one to a prompt", "three to a prompt"])
 @pytest.mark.parametrize("seed", range(3))
-def test_value_and_left_out_values_are_those_of_the_plain_definition(seed: int) -> None:
+def test_value_and_left_out_values_are_those_of_the_plain_definition(seed: int, size: int) -> None:
     new, responses = moved(OLD, 0.5), draws(12, seed)
-    got = per_decision_change(as_scores(OLD, responses), as_scores(new, responses))
+    before, after = as_scores(OLD, responses), as_scores(new, responses)
+    units = Units.of_rows(before.mask).in_blocks(size)
+    got = per_decision_change(before, after, units)
     assert got.value.tolist() == pytest.approx(plain_per_decision(new, responses), abs=1e-12)
-    for i, row in enumerate(got.without.tolist()):
-        assert row == pytest.approx(plain_per_decision(new, responses[:i] + responses[i + 1 :]), abs=1e-12)
+    whole_sequences = reweighted_replicates(sequence_totals(before), sequence_totals(after), units)
+    for i, rest in enumerate(each_left_out(responses, size)):
+        assert got.without[i].tolist() == pytest.approx(plain_per_decision(new, rest), abs=1e-12)
+        of_rest = reweighted_replicates(*(sequence_totals(as_scores(table, rest)) for table in (OLD, new)))
+        assert whole_sequences.without[i].tolist() == pytest.approx(of_rest.value.tolist(), abs=1e-12)
+    assert len(got.without) == len(whole_sequences.without) == 12 / size
+
+
+def test_copies_of_a_response_tell_nothing_new_where_prompts_are_left_out() -> None:
+    new, responses = moved(OLD, 0.5), draws(12, 4)
+    copies = [response for response in responses for _ in range(8)]
+    once = per_decision_change(as_scores(OLD, responses), as_scores(new, responses))
+    before, after = as_scores(OLD, copies), as_scores(new, copies)
+    often = per_decision_change(before, after, Units.of_rows(before.mask).in_blocks(8))
+    assert often.value.tolist() == pytest.approx(once.value.tolist(), abs=1e-12)
+    assert often.stderr.tolist() == pytest.approx(once.stderr.tolist(), rel=1e-9)
+    paired, pairs = (paired_replicates(*map(sequence_totals, both), units).stderr.tolist() for *both, units in (
+        (as_scores(OLD, responses), as_scores(new, responses), None),
+        (before, after, Units.of_rows(before.mask).in_blocks(8)),
+    ))  # fmt: skip
+    assert pairs == pytest.approx(paired, rel=1e-9)
 
 
 def test_one_sequence_longer_than_all_others_leaves_itself_out_everywhere() -> None:
@@ -178,8 +207,9 @@ def test_over_the_whole_population_the_first_order_is_the_exact_derivative() -> 
     assert got.value.tolist() == pytest.approx(exact_derivative(), rel=3e-3)
 
 
+@pytest.mark.parametrize("size", [1, 3], ids=["one to a prompt", "three to a prompt"])
 @pytest.mark.parametrize("seed", range(3))
-def test_the_first_order_is_that_of_the_surrogate_weights_with_the_baseline_of_the_buffer(seed: int) -> None:
+def test_the_first_order_is_that_of_the_surrogate_weights_with_the_baseline_of_the_buffer(seed: int, size: int) -> None:
     responses = draws(12, seed)
 
     def by_weights(rows: list[tuple[int, ...]]) -> list[float]:
@@ -190,10 +220,32 @@ def test_the_first_order_is_that_of_the_surrogate_weights_with_the_baseline_of_t
             change.append(float((w * of_logp.nan_to_num() + u * of_entropy.nan_to_num()).sum() / len(rows)))
         return change
 
-    got = first_order_change(as_scores(OLD, responses), *finite_slopes(responses))
+    scores = as_scores(OLD, responses)
+    got = first_order_change(scores, *finite_slopes(responses), Units.of_rows(scores.mask).in_blocks(size))
     assert got.value.tolist() == pytest.approx(by_weights(responses), abs=1e-12)
+    for row, rest in zip(got.without.tolist(), each_left_out(responses, size), strict=True):
+        assert row == pytest.approx(by_weights(rest), abs=1e-12)
+
+
+def test_a_sequence_that_outlives_all_others_has_no_baseline_there() -> None:
+    """In the value, at its positions 3 to 5; in what is left without it, at those of the next one."""
+    lengths = torch.tensor([6, 3, 2, 2])
+    table = torch.rand(4, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask = torch.arange(6) < lengths.unsqueeze(1)
+
+    def by_weights(rows: list[int]) -> list[float]:
+        logps, entropies, of_logp, of_entropy = table[:, rows]
+        change = []
+        for target in ("token", "sequence"):
+            known = (logps, entropies, mask[rows], torch.arange(len(rows)))
+            w, u = surrogate_weights(*known, target=target, baseline="buffer")
+            change.append(float((w * of_logp + u * of_entropy).sum() / len(rows)))
+        return change
+
+    got = first_order_change(Scores(table[0], table[1], mask), table[2], table[3])
+    assert got.value.tolist() == pytest.approx(by_weights([0, 1, 2, 3]), rel=1e-12)
     for i, row in enumerate(got.without.tolist()):
-        assert row == pytest.approx(by_weights(responses[:i] + responses[i + 1 :]), abs=1e-12)
+        assert row == pytest.approx(by_weights([j for j in range(4) if j != i]), rel=1e-12)
 
 
 def test_the_change_of_a_small_step_shares_its_noise_with_the_first_order_on_the_same_sequences() -> None:

@@ -379,8 +379,8 @@ def test_the_report_opens_with_level_rate_and_trust_in_plain_words(tmp_path: Pat
     record_run(tmp_path, range(1, 5))
     assert opening(read_run(tmp_path)) == [
         "Token entropy has fallen from 4.500 to 2.500 nats, by 44%.",
-        "It is predicted to fall on: -0.900 ± 0.059 nats a step over the last 4 steps, at which half of what is left "
-        "would be gone in 2 steps.",
+        "It is falling now: -0.900 ± 0.059 nats a step over the last 4 steps. In a straight line half of what is left "
+        "would be gone in 2 steps; entropy mostly flattens, and then it takes longer.",
         "The predictions hold so far: they add up to -3.00 ± 0.24 nats, and -3.00 ± 0.47 was measured.",
     ]
 

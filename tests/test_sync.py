@@ -20,6 +20,7 @@ from pathlib import Path
 import asyncssh
 import boto3
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from moto.server import ThreadedMotoServer
 
 from rl_training.records.sync.command import main
@@ -255,6 +256,30 @@ def test_a_connection_that_breaks_is_tried_again_and_the_rest_is_left_to_the_nex
     assert all(RUN[name] == data for name, data in arrived.items())  # whole ones, and nothing of the large one
     assert sync_once(connect(f"{address}/breaks"), tmp_path / "left").unchanged == len(arrived)
     assert brought(tmp_path / "left") == RUN | {"run_a/logs/large": large}
+
+
+def test_a_download_that_ends_too_soon_is_tried_again_and_never_left_there(
+    run_there: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that closes in good order after half of a file: no error of its own says so."""
+    whole, halves = LocalFileSystem.get_file, 1
+
+    def get_file(self: LocalFileSystem, path: str, target: str) -> None:
+        nonlocal halves
+        whole(self, path, target)
+        if path.endswith("metrics.jsonl") and halves:
+            halves -= 1
+            os.truncate(target, 6)
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", get_file)
+    told: list[str] = []
+    sync_once(connect(str(run_there), 1, told), tmp_path / "tried")
+    assert told == ["ConnectionError: logs/metrics.jsonl ended after 6 of 12 bytes; trying again"]
+    assert brought(tmp_path / "tried") == {name.removeprefix("run_a/"): data for name, data in RUN.items()}
+    halves = 1
+    with pytest.raises(ConnectionError, match="ended after 6 of 12 bytes"):
+        sync_once(connect(str(run_there)), tmp_path / "left")
+    assert not [name for name in brought(tmp_path / "left") if "metrics.jsonl" in name]
 
 
 @pytest.mark.parametrize(

@@ -30,7 +30,9 @@ from rl_training.tasks.models import load_causal_lm
 
 ADAPTER_CONFIG = "adapter_config.json"
 NOT_WEIGHTS = ("probes.safetensors", "buffer.safetensors")
-LOGITS = 2**26  # entries of a forward's logits at most, unless one sequence alone has more
+LOGITS = 2**26  # entries of a forward's logits on a CPU at most, where more at once is not faster
+BYTES = 16  # of memory to an entry at the peak: the model's, those that are kept, in fp32, and the reference's
+SHARE = 1 / 8  # of a GPU's memory, for logits
 
 LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
@@ -85,8 +87,9 @@ class Policy:
     @torch.inference_mode()
     def score(self, prompt_ids: Sequence[Tensor], completion_ids: Sequence[Tensor]) -> list[PositionScores]:
         """Returns what the policy, and the reference if there is one, say at each token of the responses."""
-        width = max(len(p) + len(c) for p, c in zip(prompt_ids, completion_ids, strict=True))
-        rows = max(1, LOGITS // (width * len(self.tokenizer)))
+        longest = max(len(p) + len(c) for p, c in zip(prompt_ids, completion_ids, strict=True))
+        columns = longest - min(map(len, prompt_ids)) + 1  # those that responses are predicted in
+        rows = max(1, logits_at_once(self.model.device) // (columns * len(self.tokenizer)))
         scores = []
         for start in range(0, len(prompt_ids), rows):
             scores += self._score(prompt_ids[start : start + rows], completion_ids[start : start + rows])
@@ -120,7 +123,17 @@ class Policy:
         Each sequence starts in the first column; what stands to its right no causal model looks at.
         """
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=kept.shape[1]).logits
-        return logits[kept].float() / self.temperature
+        return logits[kept].float().div_(self.temperature)
+
+
+def logits_at_once(device: torch.device) -> int:
+    """Returns how many entries of logits there may be at once, unless one sequence alone has more.
+
+    By all memory of the device, not by what is free of it: the same command makes the same batches, hence numbers.
+    """
+    if device.type != "cuda":
+        return LOGITS
+    return int(torch.cuda.get_device_properties(device).total_memory * SHARE) // BYTES
 
 
 class _Choose(LogitsProcessor):

@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.evaluation.metrics import BUILT_IN, Metric
 from rl_training.evaluation.responses import Sampling, choose_rows
 from rl_training.job.stored_settings import load_settings
-from rl_training.records.evaluated import EVALUATIONS, read_step, write_settings
+from rl_training.records.evaluated import EVALUATIONS, SETTINGS, read_step, write_settings
 from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
 from rl_training.tasks.task import Task
 
@@ -65,9 +65,11 @@ class Plan:
         return found is not None and not found["errors"] and found["fingerprint"] == fingerprint(checkpoint)
 
     def start(self) -> None:
-        """Makes the evaluation's folder. ValueError when one of this name was made with other settings."""
+        """Makes the evaluation's folder. ValueError when one of this name holds results of other settings."""
         if self.overwrite:
             shutil.rmtree(self.folder, ignore_errors=True)
+        elif not any(self.folder.glob("step_*")):
+            (self.folder / SETTINGS).unlink(missing_ok=True)  # an evaluation that came to nothing binds nobody
         before = write_settings(self.folder, self.settings)
         changed = [
             f"{key}={self.settings.get(key)!r} (was {before.get(key)!r})"
@@ -108,7 +110,7 @@ def read_plan(cfg: DictConfig) -> Plan:
     settings = {key: value for key, value in e.items() if key not in FREE}
     settings |= {"temperature": temperature, "max_completion_length": max_length, "metrics": asked["metrics"]}
     settings |= {group: config.get(group) for group in GROUPS}
-    return Plan(
+    plan = Plan(
         run=run,
         config=config,
         folder=home / EVALUATIONS / name,
@@ -126,6 +128,8 @@ def read_plan(cfg: DictConfig) -> Plan:
         overwrite=e["overwrite"],
         settings=settings,
     )
+    plan.custom_metrics()  # one that cannot be found is refused before anything is written
+    return plan
 
 
 def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:

@@ -13,6 +13,8 @@ from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from rl_training.job.stored_settings import GONE
+
 CONF = Path(__file__).parents[2] / "conf"
 
 
@@ -59,6 +61,8 @@ def quoted(key: str, value: str) -> str:
 
 
 def _no_such_setting(key: str) -> str:
+    if key in GONE:
+        return f"this setting is gone: {GONE[key]}"
     first, last = key.split(".")[0], key.split(".")[-1]
     probe = key.split(".")[1] if first == "probes" and key.count(".") == 2 else ""
     if probe and (CONF / "probe" / f"{probe}.yaml").is_file():

@@ -13,7 +13,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.job.explain import quoted
-from rl_training.job.stored_settings import load_settings
+from rl_training.job.stored_settings import GONE, load_settings
 from rl_training.live.trainer import DrGRPOConfig
 from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
 from rl_training.records.masking import without_secrets
@@ -33,8 +33,7 @@ WHOLE_NUMBERS = {
 # Settings of the trainer below which it would train nothing, or something else; -1 steps: as many as the epochs have.
 LEAST = {"num_iterations": 1, "max_completion_length": 1, "learning_rate": 0, "max_grad_norm": 0, "weight_decay": 0,
          "adam_epsilon": 0, "warmup_steps": 0}  # fmt: skip
-COUNTS = ("every", "responses_per_prompt", "validate_every", "validate_sequences", "top_responses", "split_prompts",
-          "lags")  # fmt: skip
+COUNTS = ("every", "responses_per_prompt", "validate_every", "validate_sequences", "top_responses", "split_prompts")
 SHARES = ("decay", "error_decay", "prompt_share")
 MOST_SEQUENCES = 2**16  # of a buffer that a probe validates on: hours on any machine
 SAME_AS = {
@@ -187,6 +186,8 @@ def _check_probes(probes: Any) -> None:
 
 
 def _check_probe_option(key: str, value: Any) -> None:
+    if key in GONE:
+        raise ValueError(f"{key}: this setting is gone: {GONE[key]}")
     name = key.rsplit(".", 1)[-1]
     if name in SHARES and type(value) not in (int, float):
         raise ValueError(f"{key}={value} must be a number")

@@ -1,4 +1,7 @@
-"""The config.yaml of a run as it would be written today: what has moved since is named by its present place."""
+"""The config.yaml of a run as it would be written today.
+
+What has moved since is named by its present place, and what is gone is left out.
+"""
 
 from __future__ import annotations
 
@@ -11,11 +14,18 @@ MOVED = {
     "rl_training.models.": "rl_training.tasks.models.",
     "rl_training.buffer.": "rl_training.live.buffer.",
 }
+GONE = {"probes.gns.lags": "what persists of the gradient is no longer measured, leave it out"}  # settings, and why
 
 
 def load_settings(path: Path) -> DictConfig | ListConfig:
-    """Returns what a config.yaml holds, also one that an earlier layout of the package has written."""
-    return OmegaConf.create(_named_as_today(OmegaConf.to_container(OmegaConf.load(path))))
+    """Returns what a config.yaml holds, also one that an earlier version of the package has written."""
+    settings = OmegaConf.load(path)
+    for key in GONE:
+        above, _, name = key.rpartition(".")
+        node = OmegaConf.select(settings, above) if isinstance(settings, DictConfig) else None
+        if isinstance(node, DictConfig):
+            node.pop(name, None)
+    return OmegaConf.create(_named_as_today(OmegaConf.to_container(settings)))
 
 
 def _named_as_today(node: Any) -> Any:

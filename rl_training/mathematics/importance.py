@@ -14,7 +14,8 @@ none overflows and not all underflow.) Where the ESS is small, sample afresh und
 difference of the two samples; common random numbers make it a difference of pairs, one pair per prompt. Where scores
 are known token by token, per_decision.py makes less noise of the same sequences.
 
-Sequences (pairs) are independent units, so the standard errors are the delete-one jackknife over them, jackknife.py.
+Standard errors are the delete-one jackknife, jackknife.py, over independent units: sequences (pairs) where each answers
+a prompt of its own, else prompts with all their responses.
 
 Source: Owen 2013, "Monte Carlo theory, methods and examples", ch. 9.2 (SNIS) and 8.6 (common random numbers).
 """
@@ -29,6 +30,7 @@ from torch import Tensor
 from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.kish import kish_size
 from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.units import Units
 
 LOGP, ENTROPY, LENGTH = 0, 1, 2  # columns of `sequence_totals`
 NUM_TOTALS = 3
@@ -85,20 +87,23 @@ def reweighted_change(before: Tensor, after: Tensor) -> EntropyChange:
     return EntropyChange.of(reweighted_replicates(before, after))
 
 
-def reweighted_replicates(before: Tensor, after: Tensor) -> Replicates:
-    """Returns the same estimate, (2,) per token and per sequence, also without each sequence."""
-    return replicates_of_terms(change_terms(before, after, _relative_weights(before, after)))
+def reweighted_replicates(before: Tensor, after: Tensor, units: Units | None = None) -> Replicates:
+    """Returns the same estimate, (2,) per token and per sequence, also without each sequence, or each unit of them."""
+    units = units or Units.of_rows(before)
+    return replicates_of_terms(units.gather(change_terms(before, after, _relative_weights(before, after))))
 
 
-def paired_replicates(before: Tensor, after: Tensor) -> Replicates:
+def paired_replicates(before: Tensor, after: Tensor, units: Units | None = None) -> Replicates:
     """Returns the difference of two samples, (2,) per token and per sequence, and without each pair, (N, 2).
 
     Row i of both answers the same prompt with the same dice.
 
     before  (N, 3), `sequence_totals` of sequences sampled and scored under the first policy
     after   (N, 3), of others, sampled and scored under the second
+    units   what is left out at a time instead of one pair
     """
-    return replicates_of_terms(change_terms(before, after, torch.ones_like(before[:, 0])))
+    units = units or Units.of_rows(before)
+    return replicates_of_terms(units.gather(change_terms(before, after, torch.ones_like(before[:, 0]))))
 
 
 def change_terms(before: Tensor, after: Tensor, weights: Tensor) -> Tensor:
@@ -117,7 +122,7 @@ def change_of_sums(sums: Tensor) -> Tensor:
 def replicates_of_terms(terms: Tensor) -> Replicates:
     """Returns the change, (2,), of (N, 6) `change_terms` of independent units, and without each of them, (N, 2)."""
     if len(terms) < MIN_SEQUENCES:
-        raise ValueError(f"{len(terms)} sequences: a change with an error needs at least {MIN_SEQUENCES}")
+        raise ValueError(f"{len(terms)} independent sequences: a change with an error needs at least {MIN_SEQUENCES}")
     sums = terms.sum(dim=0)
     return Replicates(change_of_sums(sums), change_of_sums(sums - terms))
 

@@ -17,7 +17,8 @@ ended sequences as 0), as SNIS is one with the whole sequence's weight, which is
 sequences share their noise, and their difference is the curvature of the step. `first_order_change` is `rb` from the
 slopes of every token along the step.
 
-Errors are delete-one jackknife over sequences, each left-out value exact, baseline and normalisers included.
+Errors are delete-one jackknife over sequences, or over units of them that are independent, such as prompts with several
+responses: each left-out value is exact, baseline and normalisers included.
 
 Source: Precup, Sutton & Singh 2000, "Eligibility traces for off-policy policy evaluation" (per-decision weights).
 """
@@ -81,23 +82,28 @@ def prefix_ess(before: Scores, after: Scores) -> Tensor:
     return ratios.sum(dim=0).square() / ratios.square().sum(dim=0)
 
 
-def first_order_change(scores: Scores, logp_slopes: Tensor, entropy_slopes: Tensor) -> Replicates:
+def first_order_change(
+    scores: Scores, logp_slopes: Tensor, entropy_slopes: Tensor, units: Units | None = None
+) -> Replicates:
     """Returns X·δθ, (2,) nats per token and per sequence, and without each sequence, (N, 2): `rb`, baseline "buffer".
 
     logp_slopes, entropy_slopes  (N, T): ∂log π(t_ik)·δθ and ∂h_ik·δθ; see `slopes`
+    units                        what is left out at a time instead of one sequence
 
     It is what weights by `surrogate_weights(baseline="buffer")` give, without a backward; a left-out sequence is left
     out of the baseline, of the level H_tok and of the mean length too.
     """
-    mask = _alive(scores, Units.of_rows(scores.mask))
+    units = units or Units.of_rows(scores.mask)
+    mask = _alive(scores, units)
     entropy, of_logp, of_entropy = (
         mask * values.double().masked_fill(mask == 0, 0.0) for values in (scores.entropies, logp_slopes, entropy_slopes)
     )
-    lengths = _mean(mask.sum(dim=1, keepdim=True))
-    entropies, direct = _mean(entropy.sum(dim=1, keepdim=True)), _mean(of_entropy.sum(dim=1, keepdim=True))
-    count = len(mask)
+    count = _sums(torch.ones_like(mask[:, :1]), units)
+    lengths, entropies, direct = (
+        _ratio(_sums(values.sum(dim=1, keepdim=True), units), count) for values in (mask, entropy, of_entropy)
+    )
     through_prefixes, of_length = (
-        _over_count(_centred_products(_still_to_come(cost), of_logp, mask), count) for cost in (entropy, mask)
+        _ratio(_centred_products(_still_to_come(cost), of_logp, mask, units), count) for cost in (entropy, mask)
     )
     change = direct + through_prefixes
 
@@ -118,7 +124,7 @@ def slopes(ahead: Scores, behind: Scores, size: float) -> tuple[Tensor, Tensor]:
 
 def _alive(scores: Scores, units: Units) -> Tensor:
     if units.count < MIN_SEQUENCES:
-        raise ValueError(f"{units.count} sequences: a change with an error needs at least {MIN_SEQUENCES}")
+        raise ValueError(f"{units.count} independent sequences: a change with an error needs at least {MIN_SEQUENCES}")
     return scores.mask.double()
 
 
@@ -138,12 +144,15 @@ def _per_token_and_sequence(entropy_and_length: Replicates) -> Replicates:
     return Replicates(ratio(entropy_and_length.value), ratio(entropy_and_length.without))
 
 
-def _mean(values: Tensor) -> Replicates:
-    return Replicates(values.mean(dim=0), (values.sum(dim=0) - values) / (len(values) - 1))
+def _sums(values: Tensor, units: Units) -> Replicates:
+    """Returns the sum of (N, …) over all sequences, and without each unit."""
+    of_unit = units.gather(values)
+    total = of_unit.sum(dim=0)
+    return Replicates(total, total - of_unit)
 
 
-def _over_count(sums: Replicates, count: int) -> Replicates:
-    return Replicates(sums.value.view(1) / count, sums.without.view(-1, 1) / (count - 1))
+def _ratio(sums: Replicates, counts: Replicates) -> Replicates:
+    return Replicates(sums.value / counts.value, sums.without / counts.without)
 
 
 def _still_to_come(costs: Tensor) -> Tensor:
@@ -151,8 +160,8 @@ def _still_to_come(costs: Tensor) -> Tensor:
     return costs.flip(1).cumsum(1).flip(1) - costs
 
 
-def _centred_products(values: Tensor, slopes: Tensor, alive: Tensor) -> Replicates:
-    """Returns Σ_ik (v_ik − loo_k) d_ik, and the same without each sequence; loo the mean over the others alive at k.
+def _centred_products(values: Tensor, slopes: Tensor, alive: Tensor, units: Units) -> Replicates:
+    """Returns Σ_ik (v_ik − loo_k) d_ik, (1,), and the same without each unit; loo the mean over the others alive at k.
 
     Of n alive sequences it is (n Σ v d − Σ v Σ d) / (n − 1) at each position, and where there is one, v d.
     """
@@ -160,9 +169,7 @@ def _centred_products(values: Tensor, slopes: Tensor, alive: Tensor) -> Replicat
 
     def centred(product: Tensor, value: Tensor, slope: Tensor, count: Tensor) -> Tensor:
         others = (count - 1.0).clamp(min=1.0)
-        return torch.where(count > 1, (count * product - value * slope) / others, product).sum(dim=-1)
+        return torch.where(count > 1, (count * product - value * slope) / others, product).sum(dim=-1, keepdim=True)
 
-    columns = (values * slopes, values, slopes, alive)
-    sums = [column.sum(dim=0) for column in columns]
-    left_out = [total - column for total, column in zip(sums, columns, strict=True)]
-    return Replicates(centred(*sums), centred(*left_out))
+    sums = [_sums(column, units) for column in (values * slopes, values, slopes, alive)]
+    return Replicates(centred(*(s.value for s in sums)), centred(*(s.without for s in sums)))

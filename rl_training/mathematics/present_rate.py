@@ -1,12 +1,14 @@
-"""Where entropy goes at its present rate: when a level is reached, and whether that is certain.
+"""Where entropy would go at its present rate: when a straight line reaches a level, and whether by more than noise.
 
 With H the token entropy and r its change per step, a level ℓ is reached within n steps when
 
     D(n) = (H − ℓ) + n r < 0
 
-It is certain where the 95 % interval of D(n) leaves out 0: Var D = Var(H − ℓ) + n² Var r, degrees of freedom by Welch,
-H and r taken as independent. r is a mean over steps, and its error the larger of two: from how much the values differ
-from step to step, which holds what each batch happened to be, and from the values' own errors.
+It is so by more than noise where the 95 % interval of D(n) leaves out 0: Var D = Var(H − ℓ) + n² Var r, degrees of
+freedom by Welch, H and r taken as independent. That is no probability of its coming true: r itself changes, towards 0
+where the curve of entropy flattens, and nothing here knows of that. r is a mean over steps, and its error the larger of
+two: from how much the values differ from step to step, which holds what each batch happened to be, and from the
+values' own errors.
 """
 
 from __future__ import annotations
@@ -44,23 +46,17 @@ def down_to(level: float, entropy: Estimate) -> Estimate:
     return Estimate(entropy.value - level, entropy.stderr, entropy.num_samples, entropy.reason)
 
 
-def is_certain_within(steps: int, distance: Estimate, rate: Estimate) -> bool:
-    """Returns whether `distance` is gone within so many steps at this rate, at 95 %; False without an error bar."""
+def is_below_within(steps: int, distance: Estimate, rate: Estimate) -> bool:
+    """Returns whether the straight line has gone `distance` within so many steps, by more than the noise of both.
+
+    False without an error bar.
+    """
     after = difference(distance, Estimate(-steps * rate.value, steps * rate.stderr, rate.num_samples, rate.reason))
     return after.value < 0 and is_significant(after)
 
 
-def steps_left(distance: Estimate, rate: Estimate) -> tuple[float, float, float]:
-    """Returns in how many steps `distance` is gone, and the ends of that for the 95 % interval of the rate.
-
-    0 where it is gone already, infinite at a rate that does not fall.
-    """
-    half = rate.half_width()
-    at, fast, slow = (_steps(distance.value, r) for r in (rate.value, rate.value - half, rate.value + half))
-    return at, fast, slow
-
-
-def _steps(distance: float, rate: float) -> float:
-    if distance <= 0:
+def steps_left(distance: Estimate, rate: Estimate) -> float:
+    """Returns in how many steps a straight line goes `distance`: 0 if it has, infinite at a rate that does not fall."""
+    if distance.value <= 0:
         return 0.0
-    return distance / -rate if rate < 0 else math.inf
+    return distance.value / -rate.value if rate.value < 0 else math.inf

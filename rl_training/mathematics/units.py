@@ -1,7 +1,8 @@
 """Sums over sequences that several processes hold, and the same sums by the independent units that they belong to.
 
-A unit is what the jackknife leaves out: a sequence, or a block of them that lies on one process. Over the network go
-sums of tables, never the sequences themselves.
+A unit is what the jackknife leaves out, and independent of all others: a sequence where each answers a prompt of its
+own, a prompt with all its responses, or a block of such that lies on one process. Over the network go sums of tables,
+never the sequences themselves.
 """
 
 from __future__ import annotations
@@ -30,6 +31,10 @@ class Units:
     def of_rows(cls, rows: Tensor) -> Units:
         """Returns one unit for each row of a table that this process alone holds."""
         return cls(torch.arange(len(rows), device=rows.device), len(rows))
+
+    def in_blocks(self, size: int) -> Units:
+        """Returns blocks of so many consecutive units, of which the last may have fewer."""
+        return Units(self.number // size, -(-self.count // size), self.reduce)
 
     def total(self, values: Tensor) -> Tensor:
         """Returns the sum of (B, …) over all rows of all processes, (…)."""

@@ -1,7 +1,7 @@
 """The two buffers of sequences that a prediction is made of, sampled apart.
 
-    E  evaluation: B_E prompts, drawn uniformly and independently, with a response each. Unfiltered, unrewarded: the
-       population whose entropy is spoken of.
+    E  evaluation: B_E prompts, drawn uniformly and independently, with a response each, or several. Unfiltered,
+       unrewarded: the population whose entropy is spoken of.
     U  update: B_U prompts with G responses each, by the training's own generation and rewards: what the next optimizer
        step would learn from. With the filter, if asked for.
 
@@ -24,6 +24,7 @@ from rl_training.live import host, sampling
 from rl_training.live.buffer import FilteredBuffer
 from rl_training.live.refill import start_buffer
 from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.units import Units
 from rl_training.offline.phases import Progress
 from rl_training.offline.standing import Standing
 from rl_training.step.rollout import Rollout, join_rollouts
@@ -40,10 +41,17 @@ class EvaluationBuffer:
     number: Tensor  # (B,), which of the N sequences each row is
     scores: Scores  # (N, L), of all, at the checkpoint
     prompts: tuple[Any, ...]  # (N,), as the data set has them
+    responses: int = 1  # to each prompt, one after another
 
     @property
     def num_sequences(self) -> int:
         return len(self.scores.mask)
+
+    @property
+    def units(self) -> Units:
+        """What is independent in the N sequences, and left out at a time: prompts. Of one prompt alone, responses."""
+        sequences = Units.of_rows(self.scores.mask)
+        return sequences if self.num_sequences == self.responses else sequences.in_blocks(self.responses)
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,8 @@ def sample_evaluation(
     prompts = _prompts_of_evaluation(standing, num_prompts, seed, source, overlap, update)
     asked = [prompt for prompt in prompts for _ in range(responses)]
     rollout, number = _respond(standing, asked, seed, chunk_size, progress)
-    return EvaluationBuffer(rollout, number, gather_scores(standing, rollout, number, len(asked)), tuple(asked))
+    scores = gather_scores(standing, rollout, number, len(asked))
+    return EvaluationBuffer(rollout, number, scores, tuple(asked), responses)
 
 
 def sample_again(standing: Standing, like: EvaluationBuffer, seed: int, chunk_size: int, progress: Progress) -> Scores:

@@ -1,7 +1,7 @@
 """The change of entropy that the step makes, to first order: δH₁ = X̄·δθ, X̄ = ∂H from E, δθ from U.
 
 E and U are independent, so nothing has to be left out: the product of the two means is unbiased. Its error has two
-sources, and the jackknife leaves out one block of E's sequences, or one fold of U's prompts, at a time:
+sources, and the jackknife leaves out one block of E's prompts, or one fold of U's, at a time:
 
     se² = se²_E + se²_U         two samples
 
@@ -21,12 +21,13 @@ from torch import Tensor
 from rl_training.mathematics.entropy import Estimator, surrogate_weights
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.units import Units
 from rl_training.mathematics.vectors import FlatVectors
 from rl_training.offline.buffers import EvaluationBuffer
 from rl_training.offline.phases import Progress
 from rl_training.offline.standing import Standing
 from rl_training.offline.update import Update
-from rl_training.step.causes import Splits
+from rl_training.step.attribution import Attribution
 from rl_training.step.entropy_gradients import entropy_gradient
 
 MOST_BLOCKS = 32
@@ -65,13 +66,13 @@ def predict(
 ) -> FirstOrder:
     """Returns δH₁ of the step `update`, with its splits and errors. Two backwards through each forward over E."""
     layout = FlatVectors(dict(standing.parameters), 0)
-    splits = Splits(list(standing.parameters))
+    splits = Attribution(list(standing.parameters))
     scores, number, count = evaluation.scores, evaluation.number, evaluation.num_sequences
     known = (scores.logps, scores.entropies, scores.mask, torch.arange(count, device=number.device))
     weights = [surrogate_weights(*known, estimator, target, "buffer") for target in ("token", "sequence")]
-    size = max(1, min(microbatch_size, count // MOST_BLOCKS))
-    block = number // size
-    sums = torch.zeros(-(-count // size), 1 + len(splits.labels), 2, dtype=torch.float64, device=number.device)
+    blocks = blocks_of(evaluation, microbatch_size)
+    block = blocks.number[number]
+    sums = torch.zeros(blocks.count, 1 + len(splits.labels), 2, dtype=torch.float64, device=number.device)
     direction = update.delta.new_zeros(2, len(update.delta))
     for b in block.unique().tolist():
         own = (block == b).nonzero().squeeze(1)
@@ -84,7 +85,7 @@ def predict(
     sums, direction = standing.reduce(sums), standing.reduce(direction)
     labels = (WHOLE, *splits.labels)
     return FirstOrder(
-        labels, without_blocks(sums, scores.mask, size), _without_folds(standing, update, direction, layout, splits),
+        labels, without_blocks(sums, scores.mask, blocks), _without_folds(standing, update, direction, layout, splits),
         direction,
     )  # fmt: skip
 
@@ -112,17 +113,24 @@ def _products(layout: FlatVectors, directions: Tensor, parts: Sequence[Tensor]) 
     ]).double()  # fmt: skip
 
 
-def without_blocks(sums: Tensor, mask: Tensor, size: int) -> Replicates:
+def blocks_of(evaluation: EvaluationBuffer, microbatch_size: int) -> Units:
+    """Returns the block of each of E's sequences: whole prompts, of a microbatch or fewer, but at least one."""
+    units = evaluation.units
+    of_microbatch = microbatch_size * units.count // evaluation.num_sequences
+    return units.in_blocks(max(1, min(of_microbatch, units.count // MOST_BLOCKS)))
+
+
+def without_blocks(sums: Tensor, mask: Tensor, blocks: Units) -> Replicates:
     """Returns the totals over blocks (blocks, labels, 2), and without each block: ratios to what is left of E."""
-    lengths = torch.stack([part.sum().double() for part in mask.split(size)])
-    sizes = lengths.new_tensor([len(part) for part in mask.split(size)])
+    lengths = mask.double().sum(dim=1)
+    sizes = blocks.gather(torch.stack([lengths, torch.ones_like(lengths)], dim=1))  # (blocks, 2): tokens, sequences
+    left = 1.0 - sizes / sizes.sum(dim=0)  # of E, as a share
     total = sums.sum(dim=0)
-    left = torch.stack([1.0 - lengths / lengths.sum(), 1.0 - sizes / sizes.sum()], dim=1)  # (blocks, 2), as a share
     return Replicates(total, (total - sums) / left.unsqueeze(1))
 
 
 def _without_folds(
-    standing: Standing, update: Update, direction: Tensor, layout: FlatVectors, splits: Splits
+    standing: Standing, update: Update, direction: Tensor, layout: FlatVectors, splits: Attribution
 ) -> Replicates:
     """Returns X̄·δθ by label, and with the step that U without each of its folds makes."""
 

@@ -12,6 +12,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rl_training.records.atomic_write import write_atomically
+
 KERNEL_FILE, UPDATE_FILE, PLAN_FILE = "kernel.safetensors", "update.safetensors", "plan.json"
 
 
@@ -43,9 +45,7 @@ def claim(folder: Path, identity: dict[str, Any]) -> None:
                 f"{folder} holds a kernel with other {', '.join(different)}: name another folder, or remove this one"
             )
         return
-    scratch = plan.with_suffix(".tmp")
-    scratch.write_text(json.dumps(identity), encoding="utf-8")
-    scratch.replace(plan)
+    write_atomically({plan: json.dumps(identity).encode()})
 
 
 @dataclass(frozen=True)

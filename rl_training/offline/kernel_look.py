@@ -26,7 +26,7 @@ from rl_training.offline.probe import Look
 from rl_training.offline.sequences import tokens_of, write_sequences
 from rl_training.offline.standing import Standing
 from rl_training.offline.update import Update
-from rl_training.records.whole import write_whole
+from rl_training.records.atomic_write import write_atomically
 from rl_training.step.rollout import Rollout, join_rollouts, take_rows
 
 TEXTS_FILE = "kernel_texts.json"
@@ -82,7 +82,7 @@ def _fixed(
             "step": standing.step, "prompts": list(prompts),
             "tokens": [tokens_of(of_e, row) for row in range(of_e.num_sequences)],
         }  # fmt: skip
-        write_whole({path: json.dumps(content).encode()})
+        write_atomically({path: json.dumps(content).encode()})
     standing.trainer.accelerator.wait_for_everyone()
     content = json.loads(path.read_text(encoding="utf-8"))
     prompt_ids, completion_ids = (

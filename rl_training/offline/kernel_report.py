@@ -32,6 +32,7 @@ from rl_training.offline.structure import (
     single_predictions,
     top_pairs,
 )
+from rl_training.records.json_numbers import to_json
 
 PAGE = "kernel.html"
 NUM_CLUSTERS = 8
@@ -193,5 +194,5 @@ def _json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _json(part) for key, part in value.items()}
     if isinstance(value, float):
-        return float(f"{value:.4g}") if math.isfinite(value) else None
+        return to_json(float(f"{value:.4g}"))
     return value

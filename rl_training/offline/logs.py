@@ -31,7 +31,8 @@ from torch import Tensor
 from rl_training.mathematics.importance import LOGP, sequence_totals
 from rl_training.offline.probe import Look
 from rl_training.offline.standing import Standing
-from rl_training.records.whole import to_json, write_whole
+from rl_training.records.atomic_write import write_atomically
+from rl_training.records.json_numbers import to_json
 from rl_training.step.rollout import Rollout
 from rl_training.version import VERSION
 
@@ -86,7 +87,7 @@ def write_log(
         files[place / f"{stem}.json{'.gz' * asked.compress}"] = gzip.compress(text, mtime=0) if asked.compress else text
         files[place / f"{stem}_config.yaml"] = yaml.safe_dump(dict(settings), sort_keys=False).encode()
         files[place / f"{stem}_summary.json"] = json.dumps(to_json(_summary(standing, look, asked)), indent=1).encode()
-        write_whole(files)
+        write_atomically(files)
     (stem,) = _of_main_process(standing, [stem])
     return place / f"{stem}.json{'.gz' * asked.compress}"
 

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from rl_training.offline.probe import Look
 from rl_training.offline.standing import Standing
-from rl_training.records.whole import from_json, to_json, write_whole
+from rl_training.records.atomic_write import write_atomically
+from rl_training.records.json_numbers import from_json, to_json
 from rl_training.version import VERSION
 
 MILLI = 1e3  # changes of entropy are shown in thousandths of a nat
@@ -47,7 +48,7 @@ def write_result(
         "settings": settings,
     }
     text = json.dumps(to_json(content), indent=1, ensure_ascii=False)
-    write_whole({path: text.encode()})
+    write_atomically({path: text.encode()})
 
 
 def read_result(path: str | Path) -> dict[str, Any]:

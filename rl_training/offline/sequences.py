@@ -16,6 +16,8 @@ from rl_training.mathematics.importance import LOGP, sequence_totals
 from rl_training.offline.standing import Standing
 from rl_training.offline.truth import by_name
 from rl_training.offline.update import Update
+from rl_training.records.atomic_write import write_atomically
+from rl_training.records.json_numbers import from_json, to_json
 from rl_training.step.rollout import Rollout
 
 SEQUENCES_FILE = "sequences.jsonl"
@@ -41,15 +43,13 @@ def write_sequences(
         *_lines(standing, EVALUATION, of_e, rewards, shift),
         *_lines(standing, UPDATE, of_u, of_u.rewards, shift),
     ]
-    scratch = (folder / SEQUENCES_FILE).with_suffix(".tmp")
-    scratch.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    scratch.replace(folder / SEQUENCES_FILE)
+    write_atomically({folder / SEQUENCES_FILE: "".join(json.dumps(row) + "\n" for row in rows).encode()})
 
 
 def read_sequences(folder: Path) -> list[dict[str, Any]]:
     """Returns the lines of sequences.jsonl, null as nan."""
     lines = (folder / SEQUENCES_FILE).read_text(encoding="utf-8").splitlines()
-    return [{key: math.nan if value is None else value for key, value in json.loads(line).items()} for line in lines]
+    return [from_json(json.loads(line)) for line in lines]
 
 
 def token_hash(*parts: Sequence[int]) -> str:
@@ -79,7 +79,7 @@ def _lines(
         lines.append({
             "buffer": buffer, "row": row, "prompt_hash": token_hash(prompt), "hash": token_hash(prompt, response),
             "tokens": int(length), "ids": response,
-            **{key: float(value) if math.isfinite(value) else None for key, value in values.items()},
+            **to_json({key: float(value) for key, value in values.items()}),
             "prompt": standing.policy.decode(torch.tensor(prompt)),
             "response": standing.policy.decode(torch.tensor(response)),
         })  # fmt: skip

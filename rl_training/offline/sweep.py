@@ -1,6 +1,6 @@
 """What a look depends on, with as few forwards as it takes: rows for tables, each one a prediction and its truth.
 
-    over_sizes     of E: its first n sequences, which are n independent draws too. No forward at all
+    over_sizes     of E: its first n sequences, whole prompts, which are independent draws too. No forward at all
     over_updates   other seeds of U, other numbers of its prompts, filtered or not, on the same E: a scoring of E each,
                    and no backward through it
     multiples η    are measured by truth.py itself
@@ -24,7 +24,8 @@ from rl_training.mathematics.importance import MIN_SEQUENCES, reweighted_replica
 from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.per_decision import first_order_change, per_decision_change
 from rl_training.mathematics.scores import Scores
-from rl_training.offline.buffers import sample_update
+from rl_training.mathematics.units import Units
+from rl_training.offline.buffers import EvaluationBuffer, sample_update
 from rl_training.offline.covariance import covariance_of
 from rl_training.offline.probe import Look, Settings
 from rl_training.offline.standing import Standing
@@ -63,6 +64,12 @@ def refuse_sweep(sweep: SweepSettings, settings: Settings) -> None:
         raise ValueError(
             f"sweep.evaluation_sizes goes up to {max(sweep.evaluation_sizes)}, and E has {total} sequences"
         )
+    cut = [size for size in sweep.evaluation_sizes if size % e.responses or size < MIN_SEQUENCES * e.responses]
+    if cut and total > e.responses:  # of one prompt alone, responses are the units
+        raise ValueError(
+            f"sweep.evaluation_sizes: {cut[0]} sequences are not two prompts or more with all their responses: give "
+            f"multiples of evaluation.responses={e.responses}, from {MIN_SEQUENCES * e.responses} on"
+        )
     if (sweep.evaluation_sizes or sweep.updates) and not (settings.truth.enabled and settings.first_order.enabled):
         raise ValueError("a sweep holds prediction against truth: set first_order.enabled and truth.enabled to true")
 
@@ -74,24 +81,25 @@ def sweep_tables(
     tables = {}
     if sweep.evaluation_sizes:
         assert look.truth is not None
-        tables["sizes"] = over_sizes(look.evaluation.scores, look.truth, sorted(sweep.evaluation_sizes))
+        tables["sizes"] = over_sizes(look.evaluation, look.truth, sorted(sweep.evaluation_sizes))
     if sweep.updates:
         tables["updates"] = over_updates(standing, look, settings, sweep)
     return tables
 
 
-def over_sizes(scores: Scores, truth: Truth, sizes: Sequence[int]) -> list[dict[str, Any]]:
+def over_sizes(evaluation: EvaluationBuffer, truth: Truth, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Returns a row for the first n sequences of E, for each n: prediction, truth, and the difference of both."""
-    at = _whole_step(truth)
+    at, whole = _whole_step(truth), evaluation.units
     rows = []
     for size in sizes:
-        before, ahead = _first(scores, size), _first(at.ahead, size)
-        predicted = first_order_change(before, *(slope[:size] for slope in truth.slopes))
-        true = None if at.resampled else per_decision_change(before, ahead)
-        snis = reweighted_replicates(sequence_totals(before), sequence_totals(ahead))
+        before, ahead = _first(evaluation.scores, size), _first(at.ahead, size)
+        units = Units(whole.number[:size], int(whole.number[size - 1]) + 1)
+        predicted = first_order_change(before, truth.slopes[0][:size], truth.slopes[1][:size], units)
+        true = None if at.resampled else per_decision_change(before, ahead, units)
+        snis = reweighted_replicates(sequence_totals(before), sequence_totals(ahead), units)
         odd = None
         if true is not None and at.behind is not None:
-            odd = (true - per_decision_change(before, _first(at.behind, size))) * 0.5
+            odd = (true - per_decision_change(before, _first(at.behind, size), units)) * 0.5
         rows.append({"evaluation_size": size, **_columns(predicted, true, snis, odd)})
     return rows
 

@@ -12,7 +12,7 @@ E is scored at θ + η δθ for each η asked for, and
 Below an effective sample size of half of E the weights are worth nothing: fresh responses are drawn at the moved
 parameters with the same dice, and the change is the difference of pairs.
 
-The error of a difference needs the prediction without each sequence, baseline and all. That comes from the slopes of
+The error of a difference needs the prediction without each prompt, baseline and all. That comes from the slopes of
 all tokens along δθ (central differences over ±SLOPE_STEP·δθ, two scorings), and not from the backward.
 """
 
@@ -51,7 +51,7 @@ SLOPE_STEP = 0.125
 
 @dataclass(frozen=True)
 class AtStep:
-    """What is measured at θ + η δθ; replicates are (2,) per token and per sequence, over E's sequences."""
+    """What is measured at θ + η δθ; replicates are (2,) per token and per sequence, over E's prompts."""
 
     eta: float
     true: Replicates
@@ -71,7 +71,7 @@ class Truth:
     at: tuple[AtStep, ...]
     before: Replicates  # H at the checkpoint
     floor: Replicates
-    first_order: Replicates  # δH₁ of the full step from the slopes, without each sequence
+    first_order: Replicates  # δH₁ of the full step from the slopes, without each prompt
     slopes: tuple[Tensor, Tensor]  # (N, L) each: ∂log π·δθ, ∂h·δθ
 
 
@@ -91,13 +91,13 @@ def measure(
     """
     line = _Line(standing, evaluation, delta, seed, chunk_size, progress)
     along = slopes(line.score_at(SLOPE_STEP), line.score_at(-SLOPE_STEP), SLOPE_STEP)
-    again = _in_other_batches(standing, evaluation)
+    again, units = _in_other_batches(standing, evaluation), evaluation.units
     progress(evaluation.num_sequences)
     return Truth(
         at=tuple(line.at(eta, odd) for eta in etas),
-        before=mean_entropy(evaluation.scores),
-        floor=per_decision_change(evaluation.scores, again),
-        first_order=first_order_change(evaluation.scores, *along),
+        before=mean_entropy(evaluation.scores, units),
+        floor=per_decision_change(evaluation.scores, again, units),
+        first_order=first_order_change(evaluation.scores, *along, units),
         slopes=along,
     )
 
@@ -128,7 +128,7 @@ class _Line:
         return AtStep(
             eta=eta,
             true=true,
-            snis=reweighted_replicates(before, after),
+            snis=reweighted_replicates(before, after, self.evaluation.units),
             odd=None if behind is None else (true - self._change(-eta, behind)[0]) * 0.5,
             weights=importance_weights(before, after),
             ess_last_position=float(prefix_ess(self.evaluation.scores, ahead)[-1]),
@@ -141,10 +141,10 @@ class _Line:
         """Returns the change of entropy to θ + η δθ, and whether E was sampled again there: weights say too little."""
         before, after = sequence_totals(self.evaluation.scores), sequence_totals(ahead)
         if not importance_weights(before, after).ess < MIN_ESS_FRACTION * len(before):
-            return per_decision_change(self.evaluation.scores, ahead), False
+            return per_decision_change(self.evaluation.scores, ahead, self.evaluation.units), False
         with self._shifted(eta):
             fresh = sample_again(self.standing, self.evaluation, self.seed, self.chunk_size, progress=lambda _: None)
-        return paired_replicates(before, sequence_totals(fresh)), True
+        return paired_replicates(before, sequence_totals(fresh), self.evaluation.units), True
 
     def _shifted(self, eta: float) -> AbstractContextManager[None]:
         return self.standing.policy.shifted(by_name(self.standing, eta * self.delta))

@@ -26,9 +26,6 @@ is Dr-GRPO's; for another loss there is no split. It is what the group's mean as
 that R_j is in r_i and R_i in r_j, and E[r_i·r_j] = ((1 − 1/G)² + 1/G²) |∂J|² while μ = (1 − 1/G) ∂J, J being the
 prompt's expected reward.
 
-And on request (`lags`) the products of this step's mean gradient with those of the steps before, G_s · G_{s−n}, and the
-square of the mean of lags + 1 gradients in a row, without its noise: what of the gradient persists (lag_products.py).
-
 Source: McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1.
 """
 
@@ -41,28 +38,23 @@ import torch
 from torch import Tensor
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.lag_products import FIRST_LAG, GRAD_SQ_NORM, lag_averages
 from rl_training.mathematics.noise_scale import (
-    average,
-    noise_moments,
-    signal_to_noise_interval,
-    split_of_trace,
-)
-from rl_training.mathematics.noise_scale_answers import (
     BOUNDS,
-    NOT_WARM,
+    average,
     bound,
     means,
+    noise_moments,
     noise_scale,
     signal_to_noise,
+    signal_to_noise_interval,
+    split_of_trace,
     times,
     with_bounds,
 )
 from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
 from rl_training.mathematics.vectors import as_flat, flat_dot
 from rl_training.probes.base import Need, Probe
-from rl_training.step.module_kinds import KINDS, module_kind
-from rl_training.step.past_gradients import PastGradients
+from rl_training.step.attribution import KINDS, module_kind
 from rl_training.step.types import StepContext
 
 SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below
@@ -71,15 +63,12 @@ NOT_DR_GRPO = (
     "the split of the trace is Dr-GRPO's only: set loss_type='dr_grpo', scale_rewards='none', beta=0 and "
     "mask_truncated_completions=False, or use DrGRPOTrainer"
 )
-NO_LAG = "no two steps so far apart were measured yet, each on responses that no step had learned from"
 NO_RAW_ERROR = "no error bar: norms alone do not give one step's error; the averages over steps have one"
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
 AVERAGED = ("gns/trace", "gns/grad_sq_norm")
 RATIOS = tuple(
     f"gns/{name}{bound}" for name in ("noise_scale_prompts", "noise_scale_sequences", "batch_ratio") for bound in BOUNDS
 )
-METRICS = ("", "adam_")
-PERSISTENT = "gns/{}persistent_grad_sq_norm", "gns/{}persistent_noise_scale_prompts"
 ADAM = ("gns/adam_signal_to_noise", *(f"gns/adam_noise_scale_prompts{bound}" for bound in BOUNDS))
 SPLIT = ("gns/trace_between", "gns/trace_within")
 NAMES = (*RAW, *AVERAGED, "gns/signal_to_noise", *RATIOS, *ADAM)
@@ -91,18 +80,14 @@ class GradientNoiseScaleProbe(Probe):
     decay          weight of a step relative to the next in the running average; .95 remembers about 40 steps
     split_prompts  so many prompts of each step and rank are used to split tr Σ into between and within prompts; each
                    costs a forward pass and two backwards over its G responses, and two gradients for that moment
-    lags           products of this step's mean gradient with those of so many steps before, `gns/lag/…`, and what of
-                   the gradient persists over these steps; keeps as many parameter-size fp32 rows. It needs every=1
     every          measure each `every`-th step
     """
 
     name = "gns"
     needs = Need.MICROBATCH_SQ_NORMS
 
-    def __init__(self, decay: float = 0.95, split_prompts: int = 0, lags: int = 0, every: int = 1) -> None:
+    def __init__(self, decay: float = 0.95, split_prompts: int = 0, every: int = 1) -> None:
         super().__init__(every)
-        if lags < 0 or (lags and every > 1):
-            raise ValueError(f"gns: lags={lags} must be 0 (none) or more, and 0 unless every=1: a lag is in steps")
         if split_prompts < 0:
             raise ValueError(f"gns: split_prompts={split_prompts} must be 0 (no split of the trace) or more")
         if not 0.0 < decay < 1.0:
@@ -110,8 +95,6 @@ class GradientNoiseScaleProbe(Probe):
         self.decay = decay
         self.split_prompts = split_prompts
         self._history = torch.zeros(0, len(CHANNELS), 2, dtype=torch.float64)  # (steps, channels, tr Σ and |G|²)
-        self._past = PastGradients(lags)
-        self._lag_history = torch.zeros(0, len(METRICS), FIRST_LAG + lags, dtype=torch.float64)
         self._answers: dict[str, Estimate] = {}
 
     def on_pre_optimizer_step(self, ctx: StepContext) -> None:
@@ -120,13 +103,12 @@ class GradientNoiseScaleProbe(Probe):
         blocks, batch_size = ctx.reduce(mine.double()).tolist()
         reason = _why_not(ctx, blocks)
         if reason:
-            names = NAMES + SPLIT * bool(self.split_prompts) + self._lag_names()
+            names = NAMES + SPLIT * bool(self.split_prompts)
             self._answers = {name: Estimate.missing(reason) for name in names}
             return
         assert ctx.microbatch_sq_norms is not None
         block = ctx.reduce(ctx.microbatch_sq_norms.sum(dim=0)) / blocks
-        metric = AdamMetric(ctx.optimizer.states)
-        meter = SqNormMeter(metric)
+        meter = SqNormMeter(AdamMetric(ctx.optimizer.states))
         for name, gradient in ctx.gradients.items():
             meter.add(name, gradient)
         batch = meter.result(ctx.gradients)
@@ -140,53 +122,19 @@ class GradientNoiseScaleProbe(Probe):
         remembered = math.ceil(math.log(SMALLEST_WEIGHT) / math.log(self.decay))
         self._history = torch.cat([self._history, moments.unsqueeze(0)])[-remembered:]
         self._answers = self._estimates(ctx, int(blocks), batch_size)
-        if self._past.lags:
-            step = torch.full((len(METRICS), 1), float(ctx.step), dtype=torch.float64)
-            of_step = torch.cat([step, moments[: len(METRICS)], self._past.products(ctx, metric)], dim=1)
-            self._lag_history = torch.cat([self._lag_history, of_step.unsqueeze(0)])[-remembered:]
-            self._answers |= self._lag_estimates()
 
     def measure(self, ctx: StepContext) -> dict[str, Estimate]:
         return self._answers
 
-    @property
-    def num_buffer_bytes(self) -> int:
-        return self._past.num_bytes
-
     def state_dict(self) -> dict[str, Tensor]:
-        state = {"history": self._history}
-        if self._past.lags:
-            state |= {"lags": self._lag_history, **{f"past.{k}": v for k, v in self._past.state_dict().items()}}
-        return state
+        return {"history": self._history}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         if state:
             if state["history"].shape[1:] != self._history.shape[1:]:
                 raise ValueError(f"history has shape {tuple(state['history'].shape)}, not (steps, {len(CHANNELS)}, 2)")
             self._history = state["history"]
-        if "lags" in state and state["lags"].shape[1:] == self._lag_history.shape[1:]:
-            self._lag_history = state["lags"]
-            self._past.load_state_dict({k.removeprefix("past."): v for k, v in state.items() if k.startswith("past.")})
-
-    def _lag_names(self) -> tuple[str, ...]:
-        if not self._past.lags:
-            return ()
-        of_lags = [f"gns/{metric}lag/{n + 1}" for metric in METRICS for n in range(self._past.lags)]
-        norms, scales = ([name.format(metric) for metric in METRICS] for name in PERSISTENT)
-        return (*of_lags, *norms, *(f"{scale}{end}" for scale in scales for end in BOUNDS))
-
-    def _lag_estimates(self) -> dict[str, Estimate]:
-        answers: dict[str, Estimate] = {}
-        for number, metric in enumerate(METRICS):
-            persistent, of_lags = lag_averages(self._lag_history[:, number], self.decay)
-            warm = bool(self._lag_history[:, number, GRAD_SQ_NORM].isfinite().any())
-            why_none = NO_LAG if warm else NOT_WARM
-            for n, averages in enumerate(of_lags, start=1):
-                answers[f"gns/{metric}lag/{n}"] = means(averages, why_none)[1]
-            norm, scale = (name.format(metric) for name in PERSISTENT)
-            answers[norm] = means(persistent, why_none)[1]
-            answers |= with_bounds(scale, noise_scale(persistent, why_none))
-        return answers
+        # Checkpoints of earlier versions may hold `lags` and `past.…` too, products over steps: no longer used.
 
     def _estimates(self, ctx: StepContext, blocks: int, batch_size: float) -> dict[str, Estimate]:
         raw = self._history[-1, 0]

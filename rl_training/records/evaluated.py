@@ -24,6 +24,8 @@ from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
 from rl_training.mathematics.estimate import Estimate
+from rl_training.records.atomic_write import cannot_write, write_atomically
+from rl_training.records.json_numbers import to_json
 
 EVALUATIONS = "evaluations"  # folder of a run
 TABLE_FILE = "consolidated_metrics.csv"
@@ -31,6 +33,7 @@ METRICS = "metrics.json"
 RESPONSES = "responses.jsonl"
 SETTINGS = "settings.json"
 LOCK = ".lock"
+MAKE_ROOM = "nothing that was finished is lost: make room, and run the same command again"
 
 
 class EvaluatedMetric(NamedTuple):
@@ -47,13 +50,7 @@ def write_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the settings that this evaluation was begun with: these ones, written down, if it is a new one."""
     path = folder / SETTINGS
     if not path.is_file():
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            scratch = path.with_suffix(".tmp")
-            scratch.write_text(json.dumps(settings, indent=2), encoding="utf-8")
-            scratch.replace(path)
-        except OSError as error:
-            raise _cannot_write(path, error) from error
+        write_atomically({path: json.dumps(settings, indent=2).encode()}, MAKE_ROOM)
     return json.loads(path.read_text(encoding="utf-8"))
 
 
@@ -76,18 +73,18 @@ def write_step(
         name = scratch / (RESPONSES + ".gz" if compress else RESPONSES)
         with _open_text(name, compress) as file:
             for response in responses:
-                file.write(json.dumps(_plain(response), ensure_ascii=False) + "\n")
+                file.write(json.dumps(to_json(response, infinite_as_text=True), ensure_ascii=False) + "\n")
         numbers = {
             name: {"value": e.value, "stderr": e.stderr, "num_prompts": e.num_samples, "reason": e.reason}
             for name, e in metrics.items()
         }
-        text = json.dumps(_plain({"step": step, **about, "metrics": numbers}), indent=2)
+        text = json.dumps(to_json({"step": step, **about, "metrics": numbers}, infinite_as_text=True), indent=2)
         (scratch / METRICS).write_text(text, encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         scratch.rename(final)
     except OSError as error:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise _cannot_write(final, error) from error
+        raise cannot_write(final, error, MAKE_ROOM) from error
 
 
 def read_step(folder: Path, step: int) -> dict[str, Any] | None:
@@ -100,20 +97,15 @@ def consolidate(folder: Path) -> Path:
     """Returns the path of the table that it made anew of all evaluated steps, in their order."""
     path = folder / TABLE_FILE
     steps = sorted(int(step.name.removeprefix("step_")) for step in folder.glob("step_*") if (step / METRICS).is_file())
-    scratch = path.with_suffix(".tmp")
-    try:
-        with open(scratch, "w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerow(EvaluatedMetric._fields)
-            for step in steps:
-                content = read_step(folder, step)
-                assert content is not None
-                for name, row in content["metrics"].items():
-                    writer.writerow([step, name, repr(row["value"]), repr(row["stderr"]), row["num_prompts"]])
-        os.replace(scratch, path)
-    except OSError as error:
-        scratch.unlink(missing_ok=True)
-        raise _cannot_write(path, error) from error
+    table = io.StringIO()
+    writer = csv.writer(table, lineterminator="\n")
+    writer.writerow(EvaluatedMetric._fields)
+    for step in steps:
+        content = read_step(folder, step)
+        assert content is not None
+        for name, row in content["metrics"].items():
+            writer.writerow([step, name, repr(row["value"]), repr(row["stderr"]), row["num_prompts"]])
+    write_atomically({path: table.getvalue().encode()}, MAKE_ROOM)
     return path
 
 
@@ -147,7 +139,7 @@ def locked(folder: Path) -> Iterator[None]:
         folder.mkdir(parents=True, exist_ok=True)
         file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115, closed below
     except OSError as error:
-        raise _cannot_write(folder / LOCK, error) from error
+        raise cannot_write(folder / LOCK, error, MAKE_ROOM) from error
     with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -168,22 +160,6 @@ def _open_text(path: Path, compress: bool) -> IO[str]:
         return open(path, "w", encoding="utf-8")
     # Without a time in the header, the same responses make the same bytes.
     return io.TextIOWrapper(cast(IO[bytes], gzip.GzipFile(path, "wb", mtime=0)), encoding="utf-8")
-
-
-def _cannot_write(path: Path, error: OSError) -> OSError:
-    way_out = "nothing that was finished is lost: make room, and run the same command again"
-    return OSError(error.errno, f"{error.strerror}; {way_out}", str(path))
-
-
-def _plain(value: Any) -> Any:
-    """Returns the value as JSON knows it: nan as null, an infinite number as a string."""
-    if isinstance(value, Mapping):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value
 
 
 def _with_nan(content: dict[str, Any]) -> dict[str, Any]:

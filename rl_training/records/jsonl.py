@@ -13,13 +13,14 @@ JSON knows; a number that is infinite is written as a string.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.records.rollouts import ROLLOUTS_FILE, append_rollouts, drop_rollouts_after
+from rl_training.records.atomic_write import cannot_write, write_atomically
+from rl_training.records.json_numbers import from_json, to_json
+from rl_training.records.rollouts import MAKE_ROOM, ROLLOUTS_FILE, append_rollouts, drop_rollouts_after
 
 METRICS_FILE = "metrics.jsonl"
 PROBES_FILE = "probes.jsonl"
@@ -43,16 +44,8 @@ class Records:
             path = self.folder / name
             if path.exists():
                 kept = [line for line, row in _parsed(path) if row["step"] <= after_step]
-                scratch = path.with_suffix(".tmp")
-                try:
-                    scratch.write_text("".join(kept), encoding="utf-8")
-                except OSError as error:
-                    raise _cannot_write(scratch, error) from error
-                scratch.replace(path)  # in one move: a kill or a full disk loses nothing
-        try:
-            drop_rollouts_after(self.folder, after_step)
-        except OSError as error:
-            raise _cannot_write(self.folder / ROLLOUTS_FILE, error) from error
+                write_atomically({path: "".join(kept).encode()}, MAKE_ROOM)  # a kill or a full disk loses nothing
+        drop_rollouts_after(self.folder, after_step)
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._append(METRICS_FILE, [{"step": step, **metrics}])
@@ -86,26 +79,15 @@ class Records:
         try:
             append_rollouts(self.folder, step, sequences)
         except OSError as error:
-            raise _cannot_write(self.folder / ROLLOUTS_FILE, error) from error
+            raise cannot_write(self.folder / ROLLOUTS_FILE, error, MAKE_ROOM) from error
 
     def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        lines = (json.dumps({key: _to_json(value) for key, value in row.items()}) + "\n" for row in rows)
+        lines = (json.dumps(to_json(row, infinite_as_text=True)) + "\n" for row in rows)
         try:
             with open(self.folder / name, "a", encoding="utf-8") as file:  # closed, hence flushed, at each step
                 file.write("".join(lines))
         except OSError as error:  # a full disk: the half of a line that may be there is dropped by the next `start`
-            raise _cannot_write(self.folder / name, error) from error
-
-
-def _cannot_write(path: Path, error: OSError) -> OSError:
-    way_out = "the run's records cannot be written: make room, then go on with resume=latest"
-    return OSError(error.errno, f"{error.strerror}; {way_out}", str(path))
-
-
-def _to_json(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None if math.isnan(value) else str(value)
-    return value
+            raise cannot_write(self.folder / name, error, MAKE_ROOM) from error
 
 
 def _complete_lines(path: Path) -> list[str]:
@@ -143,4 +125,4 @@ def read_evaluations(folder: str | Path) -> list[dict[str, Any]]:
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
-    return [{k: math.nan if value is None else value for k, value in row.items()} for _, row in _parsed(path)]
+    return [from_json(row) for _, row in _parsed(path)]

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import gzip
 import json
-import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
+from rl_training.records.atomic_write import write_atomically
+from rl_training.records.json_numbers import from_json, to_json
+
 ROLLOUTS_FILE = "rollouts.jsonl.gz"
+MAKE_ROOM = "the run's records cannot be written: make room, then go on with resume=latest"
 
 
 def append_rollouts(folder: Path, step: int, sequences: Iterable[Mapping[str, Any]]) -> None:
@@ -29,9 +32,7 @@ def drop_rollouts_after(folder: Path, step: int) -> None:
     path = folder / ROLLOUTS_FILE
     if path.is_file():
         kept = "".join(_line(row) for row in iterate_rollouts(folder) if row["step"] <= step)
-        scratch = path.with_suffix(".tmp")
-        scratch.write_bytes(gzip.compress(kept.encode()))
-        scratch.replace(path)  # in one move
+        write_atomically({path: gzip.compress(kept.encode())}, MAKE_ROOM)
 
 
 def read_rollouts(folder: str | Path) -> list[dict[str, Any]]:
@@ -52,7 +53,7 @@ def iterate_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
             raise ValueError(
                 f"{path}, line {number} is damaged ({error}): mend or delete that line, or the file"
             ) from error
-        yield {key: math.nan if value is None else value for key, value in row.items()}
+        yield from_json(row)
 
 
 def _complete_lines(path: Path) -> Iterator[str]:
@@ -68,5 +69,4 @@ def _complete_lines(path: Path) -> Iterator[str]:
 
 
 def _line(row: Mapping[str, Any]) -> str:
-    finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in row.items()}
-    return json.dumps(finite, ensure_ascii=False) + "\n"
+    return json.dumps(to_json(row), ensure_ascii=False) + "\n"

@@ -1,8 +1,7 @@
-"""An alert while a run trains: at its present rate, entropy is about to be gone."""
+"""An alert while a run trains: a straight line through the last steps ends below a level soon. No forecast."""
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -12,16 +11,20 @@ from transformers.utils import logging
 
 from rl_training.live.attach import Attachment
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.present_rate import down_to, half_of, is_certain_within, present_rate, steps_left
+from rl_training.mathematics.present_rate import down_to, half_of, is_below_within, present_rate, steps_left
 
 logger = logging.get_logger(__name__)
 
-TITLE = "entropy is collapsing"
+TITLE = "entropy is falling"
 MEASURED_STEPS = 10  # over which the present rate is taken; with fewer there is no alert
 
 
 class EntropyAlert(TrainerCallback):
-    """Says so when token entropy, at its present rate, is below a level within so many steps, at 95 %.
+    """Says so when token entropy, going on at its present rate, would be below a level within so many steps.
+
+    That is a straight line, and the curve of entropy mostly flattens: the line is below it, and early. On two plain
+    runs of the default task it was so at 36 of 52 steps, and at none of the 20 that could be checked did it come true.
+    What it waits for is the noise of the rate only.
 
     trainer.add_callback(EntropyAlert(trainer.attachment, within_steps=100))
 
@@ -29,7 +32,7 @@ class EntropyAlert(TrainerCallback):
     within_steps  so far it looks ahead; after an alert, as many steps pass until the next
     below         the level, in nats per token; None: half of what is left
     tell          called with a title and a text on the main process, beside the line in the log
-    stop          called on every process, at the same step; `None`: training goes on
+    stop          called on every process, at the same step; `None`: training goes on. It would end runs that go well
     """
 
     def __init__(
@@ -60,17 +63,16 @@ class EntropyAlert(TrainerCallback):
             return
         rate = present_rate(self._changes)
         distance = half_of(entropy) if self.below is None else down_to(self.below, entropy)
-        if is_certain_within(self.within_steps, distance, rate):
+        if is_below_within(self.within_steps, distance, rate):
             self._quiet_until = state.global_step + self.within_steps
             self._alert(state, entropy, rate, steps_left(distance, rate))
 
-    def _alert(self, state: Any, entropy: Estimate, rate: Estimate, left: tuple[float, float, float]) -> None:
+    def _alert(self, state: Any, entropy: Estimate, rate: Estimate, left: float) -> None:
         what = "half of it is gone" if self.below is None else f"it is below {self.below:g}"
-        latest = f"{math.ceil(left[2])}" if math.isfinite(left[2]) else "∞"
         text = (
             f"step {state.global_step}: token entropy is {entropy.value:.3g} nats and changes by {rate.value:+.2g} ± "
-            f"{rate.half_width():.1g} a step: at this rate {what} in {left[0]:.0f} steps "
-            f"(95 %: {left[1]:.0f} to {latest})"
+            f"{rate.half_width():.1g} a step: in a straight line {what} in {left:.0f} steps. No forecast: entropy "
+            f"mostly flattens{'; alert.stop ends the run by this line' if self.stop else ''}"
         )
         if state.is_world_process_zero:
             logger.warning(f"{TITLE}: {text}")

@@ -6,10 +6,10 @@ python -m rl_training.report RUN RUN … --out PATH    the same from the command
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
+from rl_training.records.atomic_write import write_atomically
 from rl_training.records.compare.groups import read_groups
 from rl_training.records.compare.page import render_comparison
 
@@ -26,8 +26,5 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path) -> Path:
     if sum(len(group.members) + len(group.repeats) for group in groups) < 2:
         raise ValueError(f"{groups[0].members[0].run.folder} is one run: a comparison needs at least two")
     page = Path(out) / COMPARISON_FILE if Path(out).is_dir() else Path(out)
-    page.parent.mkdir(parents=True, exist_ok=True)
-    scratch = page.with_name(f".{page.name}.tmp")
-    scratch.write_text(render_comparison(groups), encoding="utf-8")
-    os.replace(scratch, page)  # whoever has the page open never reads half of one
+    write_atomically({page: render_comparison(groups).encode()})
     return page

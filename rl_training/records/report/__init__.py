@@ -16,12 +16,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from rl_training.records.atomic_write import write_atomically
 from rl_training.records.report.figures import draw_figures
 from rl_training.records.report.looks import LooksSection, looks_of
 from rl_training.records.report.page import render_page
 from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
-from rl_training.records.whole import write_whole
 
 REPORT_FOLDER = "report"
 PAGE_FILE = "report.html"
@@ -37,7 +37,7 @@ def write_report(run_dir: str | Path, looks: Mapping[Path, LooksSection] | None 
     run = read_run(Path(run_dir))
     figures, page = draw_figures(run), run.folder / REPORT_FOLDER / PAGE_FILE
     files = {page.with_name(figure.file): figure.png for figure in figures}
-    write_whole({**files, page: render_page(run, summarize(run), figures, looks_of(run, looks or {})).encode()})
+    write_atomically({**files, page: render_page(run, summarize(run), figures, looks_of(run, looks or {})).encode()})
     return page
 
 

@@ -34,7 +34,7 @@ def _level(run: Run) -> str:
 
 
 def _rate(run: Run) -> str:
-    """Returns how fast entropy changes now, the mean of the last forward predictions, and when it would be halved."""
+    """Returns how fast entropy changes now, the mean of the last forward predictions, and when a line halves it."""
     forward = [e for e in run.measured("delta_h/forward").values() if math.isfinite(e.value + e.stderr)][-LAST_STEPS:]
     entropy = list(_entropy(run).values())[-MAX_WINDOW:]
     if not forward or not entropy:
@@ -48,7 +48,10 @@ def _rate(run: Run) -> str:
     if rate.value > 0:
         return f"It is predicted to rise now: {told}."
     halved = statistics.fmean(entropy) / 2 / -rate.value
-    return f"It is predicted to fall on: {told}, at which half of what is left would be gone in {halved:.0f} steps."
+    return (
+        f"It is falling now: {told}. In a straight line half of what is left would be gone in {halved:.0f} steps; "
+        "entropy mostly flattens, and then it takes longer."
+    )
 
 
 def _trust(run: Run) -> str:

@@ -1,0 +1,174 @@
+"""What a look measures, on numbers worked by hand: a policy that is a table, moved by one number."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.units import Units
+from rl_training.offline import truth
+from rl_training.offline.buffers import EvaluationBuffer
+from rl_training.offline.first_order import FirstOrder, blocks_of, without_blocks
+from rl_training.offline.sweep import over_sizes
+from rl_training.step.rollout import Rollout
+
+LENGTHS = torch.tensor([4, 1, 3, 2, 2, 1, 4, 3])
+ALONG = torch.linspace(-0.3, 0.4, 32, dtype=torch.float64).view(8, 4).sin()  # slopes of log-probabilities
+
+
+class Line:
+    """A standing trainer whose one parameter is x. E's tokens have log-probability −1 + x·ALONG and entropy 1 + x².
+
+    Fresh responses to E's prompts have entropy 1 + 2x + 3x² at every token. Scored in row r of a batch, an entropy is
+    off by r/1000.
+    """
+
+    def __init__(self, far: float = 1.0) -> None:
+        self.x = 0.0
+        self.far = far  # how much log-probabilities move
+        self.policy = self
+        self.parameters = {"x": torch.zeros(1)}
+        self.drawn_at: list[float] = []
+
+    @contextlib.contextmanager
+    def shifted(self, shift: dict[str, Tensor]) -> Iterator[None]:
+        self.x = float(shift["x"])
+        yield
+        self.x = 0.0
+
+    def score(self, rollout: Rollout, number: Tensor) -> Scores:
+        off = torch.empty(len(number), 1, dtype=torch.float64)
+        off[number, 0] = torch.arange(len(number), dtype=torch.float64) / 1000
+        mask = (torch.arange(4) < LENGTHS.unsqueeze(1)).double()
+        return Scores((-1 + self.far * self.x * ALONG) * mask, (1 + self.x**2 + off) * mask, mask.bool())
+
+    def draw(self) -> Scores:
+        self.drawn_at.append(self.x)
+        mask = torch.ones(8, 4, dtype=torch.float64)
+        return Scores(-mask, (1 + 2 * self.x + 3 * self.x**2) * mask, mask.bool())
+
+
+@pytest.fixture(autouse=True)
+def by_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(truth, "gather_scores", lambda line, rollout, number, total: line.score(rollout, number))
+    monkeypatch.setattr(truth, "sample_again", lambda line, *_, **__: line.draw())
+
+
+def evaluation(line: Line, responses: int = 1) -> EvaluationBuffer:
+    mask = torch.arange(4) < LENGTHS.unsqueeze(1)
+    ids = torch.zeros(8, 4, dtype=torch.long)
+    rollout = Rollout(ids, ids, ids, mask.long(), torch.zeros(8), None, torch.arange(8), None, True)
+    return EvaluationBuffer(rollout, torch.arange(8), line.score(rollout, torch.arange(8)), ("",) * 8, responses)
+
+
+def measured(line: Line, e: EvaluationBuffer, eta: float = 1.0) -> truth.Truth:
+    return truth.measure(line, e, torch.ones(1), [eta], True, 0, 8, lambda _: None)  # type: ignore[arg-type]
+
+
+def rest(e: EvaluationBuffer, unit: int) -> EvaluationBuffer:
+    """Returns E without a prompt."""
+    kept = torch.tensor([i for i in range(8) if i // e.responses != unit])
+    scores = Scores(e.scores.logps[kept], e.scores.entropies[kept], e.scores.mask[kept])
+    return dataclasses.replace(e, scores=scores)
+
+
+# --- the unit is the prompt -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("far", [1.0, 20.0], ids=["weights", "afresh"])
+def test_whatever_is_measured_on_several_responses_is_left_out_prompt_by_prompt(far: float) -> None:
+    line = Line(far)
+    found = measured(line, evaluation(line, responses=2))
+    at = found.at[0]
+    assert at.resampled == (far > 1)
+    assert at.odd is not None
+    for replicates in (at.true, at.snis, at.odd, found.before, found.floor, found.first_order):
+        assert replicates.without.shape == (4, 2)
+    lengths, tokens = LENGTHS.view(4, 2).sum(dim=1).double(), found.before.without[:, 0]
+    off = (torch.arange(8) * LENGTHS).view(4, 2).sum(dim=1).double() / 1000
+    assert tokens.tolist() == pytest.approx((1 + (off.sum() - off) / (lengths.sum() - lengths)).tolist(), rel=1e-12)
+
+
+def test_of_one_prompt_alone_its_responses_are_left_out() -> None:
+    line = Line()
+    assert measured(line, evaluation(line, responses=8)).before.without.shape == (8, 2)
+
+
+def test_blocks_are_whole_prompts_as_many_as_a_microbatch_holds_but_32_if_there_are_so_many() -> None:
+    def blocks(prompts: int, responses: int, microbatch: int) -> list[int]:
+        n = prompts * responses
+        scores = Scores(*(torch.zeros(n, 1),) * 3)
+        e = EvaluationBuffer(None, torch.arange(n), scores, ("",) * n, responses)  # type: ignore[arg-type]
+        return blocks_of(e, microbatch).number.unique(return_counts=True)[1].tolist()
+
+    assert blocks(32, 8, 32) == [8] * 32
+    assert blocks(128, 8, 32) == [32] * 32
+    assert blocks(70, 3, 4) == [3] * 70
+    assert blocks(5, 3, 4) == [3] * 5
+    assert blocks(1, 64, 32) == [2] * 32
+    assert blocks(65, 1, 32) == [2] * 32 + [1]
+
+
+def test_a_first_part_of_e_is_measured_as_the_whole_of_a_smaller_e_with_the_same_prompts() -> None:
+    line = Line()
+    e = evaluation(line, responses=2)
+    row, whole = over_sizes(e, measured(line, e), [6, 8])
+    found = measured(line, e)
+    for key, replicates in (("deltaH_true", found.at[0].true), ("deltaH_snis", found.at[0].snis)):
+        assert row[key] == pytest.approx(float(replicates.without[3, 0]), rel=1e-12)  # all but the last prompt
+        assert whole[f"{key}_se"] == pytest.approx(float(replicates.stderr[0]), rel=1e-12)
+    assert row["paired_error_odd"] == pytest.approx(
+        float((found.first_order - found.at[0].odd).without[3, 0]), rel=1e-12, abs=1e-15
+    )
+
+
+# --- sums over blocks, by hand ----------------------------------------------------------------------------------------
+
+
+def test_without_a_block_a_token_mean_is_over_the_tokens_left_and_a_sequence_mean_over_the_sequences_left() -> None:
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]])
+    sums = torch.tensor([[[1.0, 10.0]], [[2.0, 20.0]]])  # (2 blocks, 1 label, per token and per sequence)
+    found = without_blocks(sums, mask, Units.of_rows(mask).in_blocks(2))
+    assert found.value.tolist() == [[3.0, 30.0]]
+    assert found.without.tolist() == [
+        [pytest.approx([2 / (1 / 6), 20 / (1 / 3)])],
+        [pytest.approx([1 / (5 / 6), 10 / (2 / 3)])],
+    ]
+
+
+def test_the_error_of_a_prediction_adds_the_squares_of_both_buffers_errors() -> None:
+    left_out = torch.tensor([1.0, -1.0] * 4).view(8, 1, 1).expand(8, 1, 2)  # stderr √(7/8 · 8)
+    both = [Replicates(torch.zeros(1, 2), size * left_out) for size in (3.0, 4.0)]
+    found = FirstOrder(("whole",), *both, direction=torch.zeros(2, 1))
+    assert found.stderr.tolist() == [pytest.approx([5 * 7**0.5] * 2)]
+
+
+# --- afresh, and the floor --------------------------------------------------------------------------------------------
+
+
+def test_a_step_back_is_drawn_afresh_where_it_leads() -> None:
+    line = Line(far=20.0)
+    found = measured(line, evaluation(line), eta=2.0)
+    assert line.drawn_at == [2.0, -2.0]
+    at, off = found.at[0], float((torch.arange(8) * LENGTHS).sum() / LENGTHS.sum()) / 1000
+    assert at.odd is not None
+    assert float(at.true.value[0]) == pytest.approx(2 * 2 + 3 * 4 - off)
+    assert float(at.odd.value[0]) == pytest.approx(2 * 2)
+
+
+def test_the_floor_is_between_scorings_whose_batches_hold_other_sequences() -> None:
+    line = Line()
+    places = torch.empty(8)
+    places[LENGTHS.argsort(stable=True)] = torch.arange(8.0)
+    assert places.tolist() == [6, 0, 4, 2, 3, 1, 7, 5]
+    off = float(((places - torch.arange(8)) * LENGTHS).sum()) / 1000
+    found = measured(line, evaluation(line))
+    assert found.floor.value.tolist() == pytest.approx([off / float(LENGTHS.sum()), off / 8])
+    assert off != 0
