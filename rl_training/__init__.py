@@ -6,21 +6,21 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_training.engine.probe import Probe
     from rl_training.job.offline_probe import OfflineEntropyProbe
-    from rl_training.live.attach import attach
-    from rl_training.live.trainer import DrGRPOConfig, DrGRPOTrainer
+    from rl_training.hosts.trl.attach import attach
+    from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
     from rl_training.mathematics.estimate import Estimate
-    from rl_training.probes.base import Probe
 
 __all__ = ["DrGRPOConfig", "DrGRPOTrainer", "Estimate", "OfflineEntropyProbe", "Probe", "attach"]
 
 _HOME = {
-    "DrGRPOConfig": "live.trainer",
-    "DrGRPOTrainer": "live.trainer",
+    "DrGRPOConfig": "hosts.trl.trainer",
+    "DrGRPOTrainer": "hosts.trl.trainer",
     "Estimate": "mathematics.estimate",
     "OfflineEntropyProbe": "job.offline_probe",
-    "Probe": "probes.base",
-    "attach": "live.attach",
+    "Probe": "engine.probe",
+    "attach": "hosts.trl.attach",
 }
 
 

@@ -28,7 +28,7 @@ from rl_training.engine.clock import Clock
 from rl_training.engine.entropy_change import EntropyChange, StepMemory
 from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.gradient_rows import GradientRows
-from rl_training.engine.open_step import Loop, OpenStep
+from rl_training.engine.open_step import Loop, OpenStep, Shape
 from rl_training.engine.optimizer import mean_gradients, view_optimizer
 from rl_training.engine.padding import PaddingCheck
 from rl_training.engine.probe import Need, Probe
@@ -49,6 +49,8 @@ class StepDriver:
     ValueError when two probes have the same name, or ask for different folds or entropy gradients.
     """
 
+    name = "engine"  # of its own state in a checkpoint
+
     def __init__(self, probes: Sequence[Probe]) -> None:
         self.probes = tuple(probes)
         _refuse_the_same_name(probes)
@@ -68,7 +70,6 @@ class StepDriver:
         """Looks at the parameters that are trained; to be called when training begins."""
         self.close()
         self._loop = loop
-        self._plan_folds(loop.microbatches)  # raises if it cannot
         loop.sharding.refuse_what_does_not_fit(self._num_vectors())
         self._parameters: Mapping[str, nn.Parameter] = loop.sharding.trained()
         self._padding = PaddingCheck()
@@ -95,11 +96,11 @@ class StepDriver:
         if not probes:
             self._open = OpenStep(number, probes)
             return
-        folds = self._plan_folds(microbatches or self._loop.microbatches)
+        folds = self.plan_folds(self._loop.shape, microbatches)
         with self._loop.sharding.whole_weights():
             optimizer = view_optimizer(self._loop.sharding, self._parameters)
         if self._rows is not None:
-            starts = range(0, folds[-1].stop, self._loop.microbatch_size)
+            starts = range(0, folds[-1].stop, self._loop.shape.microbatch_size)
             row_of = [next(k for k, rows in enumerate(folds) if start in rows) for start in starts]
             self._rows.start_step(row_of, len(folds), optimizer.states)
         self._open = OpenStep(number, probes, folds, optimizer)
@@ -115,7 +116,7 @@ class StepDriver:
         """
         step = self._open
         assert step is not None, "begin(number) comes first"
-        self._disarm()
+        self.disarm()
         seen = seen or Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask)
         step.rollouts.append(rollout)
         step.scores.append(seen)
@@ -132,7 +133,7 @@ class StepDriver:
         """
         step = self._open
         assert step is not None
-        self._disarm()
+        self.disarm()
         if step.probes:
             with self._loop.sharding.whole_weights():
                 step.view = self._view(step, rollout_number)
@@ -190,7 +191,7 @@ class StepDriver:
     def close(self) -> None:
         """Takes every hook away and lets go of all vectors: training has ended, perhaps in the middle of a step."""
         self._memory_state, self._memory = self.state_dict(), None
-        self._disarm()
+        self.disarm()
         self._open = self._rows = None
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -251,25 +252,29 @@ class StepDriver:
             self._rows.fill_slices(step.folds, batch.microbatch_rows, batch.loss_weights, score)
         return self._rows.rows
 
-    def _plan_folds(self, microbatches: int) -> tuple[range, ...]:
-        """Returns the rows of this rank's folds: by default one per microbatch, on many ranks one each."""
-        loop, number = self._loop, self._num_folds
-        default = 1 if loop.ranks.count >= RANKS_THAT_ARE_FOLDS else microbatches
-        if number is None or microbatches != loop.microbatches:
+    def plan_folds(self, shape: Shape, microbatches: int | None = None) -> tuple[range, ...]:
+        """Returns the rows of this rank's folds: by default one per microbatch, on many ranks one each.
+
+        ValueError, naming a number that would do, where as many folds as the probes ask for are impossible.
+        """
+        microbatches, number = microbatches or shape.microbatches, self._num_folds
+        default = 1 if shape.num_ranks >= RANKS_THAT_ARE_FOLDS else microbatches
+        if number is None or microbatches != shape.microbatches:
             number = default  # the last step of an epoch may be short
-        return fold_ranges([loop.microbatch_size] * microbatches, number, loop.responses_per_prompt)
+        return fold_ranges([shape.microbatch_size] * microbatches, number, shape.responses_per_prompt)
 
     def _num_vectors(self) -> int:
         """Returns how many fp32 vectors of all trained parameters a measured step holds on the device."""
         count = GATHERED_VECTORS
         if Need.FOLD_GRADIENTS in self._needs and not self._offload:
-            count += len(self._plan_folds(self._loop.microbatches))
+            count += len(self.plan_folds(self._loop.shape))
         return count + VECTORS_BESIDE_FOLDS * (Need.ENTROPY_CHANGE in self._needs)
 
     def _follows_entropy(self, step: OpenStep) -> bool:
         return any(Need.ENTROPY_CHANGE in probe.needs for probe in step.probes)
 
-    def _disarm(self) -> None:
+    def disarm(self) -> None:
+        """Takes the hooks away before the next call: the loop's backward is over."""
         if self._rows is not None:
             self._rows.disarm()
 

@@ -20,15 +20,23 @@ from rl_training.mathematics.scores import Scores
 
 
 @dataclass(frozen=True)
-class Loop:
-    """What the driver must know of a training loop, once that has laid out what it trains."""
+class Shape:
+    """How an optimizer step of a loop is cut into microbatches."""
 
-    sharding: Sharding
-    policy: Policy
-    ranks: Ranks
     responses_per_prompt: int
     microbatch_size: int  # sequences of one forward and backward
     microbatches: int  # of an optimizer step on this rank; the last step of an epoch may have fewer
+    num_ranks: int
+
+
+@dataclass(frozen=True)
+class Loop:
+    """What the driver must know of a training loop, once that has laid out what it trains."""
+
+    shape: Shape
+    sharding: Sharding
+    policy: Policy
+    ranks: Ranks
     multi_epoch: bool = False  # several optimizer steps learn from each sequence
     autocast: bool = False  # training's gradients are computed in bf16
     dr_grpo: bool = True  # the loss is Dr-GRPO's and nothing else's
@@ -89,7 +97,7 @@ class OpenStep:
             loss_weights=LossWeights(in_one_width([weights["logps"] for weights in self.loss_weights]), entropies),
             microbatch_rows=self.microbatch_rows,
             fold=fold,
-            responses_per_prompt=loop.responses_per_prompt,
+            responses_per_prompt=loop.shape.responses_per_prompt,
             rollout_number=rollout_number,
         )
 
@@ -102,6 +110,6 @@ class OpenStep:
         prompts, counts = index.unique(return_counts=True)
         parts = (self.microbatch_rows, self.folds)
         num_in_parts = [sum(len(index[rows.start : rows.stop].unique()) for rows in part) for part in parts]
-        violations = [bool((counts != loop.responses_per_prompt).any()), max(num_in_parts) > len(prompts)]
+        violations = [bool((counts != loop.shape.responses_per_prompt).any()), max(num_in_parts) > len(prompts)]
         incomplete, split = loop.ranks.reduce(torch.tensor(violations, device=index.device).double()).tolist()
         return incomplete == 0, incomplete == 0 and split == 0

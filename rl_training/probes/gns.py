@@ -37,6 +37,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from rl_training.engine.attribution import KINDS, module_kind
+from rl_training.engine.probe import Need, Probe
+from rl_training.engine.step import Step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.noise_scale import (
     BOUNDS,
@@ -53,16 +56,9 @@ from rl_training.mathematics.noise_scale import (
 )
 from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
 from rl_training.mathematics.vectors import as_flat, flat_dot
-from rl_training.probes.base import Need, Probe
-from rl_training.step.attribution import KINDS, module_kind
-from rl_training.step.types import StepContext
 
 SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below
 CHANNELS = ("all", "adam", *KINDS, "split")  # each a pair: tr Σ and |G|²; of "split": tr Σ between and within
-NOT_DR_GRPO = (
-    "the split of the trace is Dr-GRPO's only: set loss_type='dr_grpo', scale_rewards='none', beta=0 and "
-    "mask_truncated_completions=False, or use DrGRPOTrainer"
-)
 NO_RAW_ERROR = "no error bar: norms alone do not give one step's error; the averages over steps have one"
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
 AVERAGED = ("gns/trace", "gns/grad_sq_norm")
@@ -97,33 +93,33 @@ class GradientNoiseScaleProbe(Probe):
         self._history = torch.zeros(0, len(CHANNELS), 2, dtype=torch.float64)  # (steps, channels, tr Σ and |G|²)
         self._answers: dict[str, Estimate] = {}
 
-    def on_pre_optimizer_step(self, ctx: StepContext) -> None:
-        prompts = len(ctx.rollout.prompt_index.unique())
-        mine = torch.tensor([len(ctx.microbatch_rows), prompts], device=ctx.rollout.prompt_index.device)
-        blocks, batch_size = ctx.reduce(mine.double()).tolist()
-        reason = _why_not(ctx, blocks)
+    def prepare(self, step: Step) -> None:
+        prompts = len(step.batch.rollout.prompt_index.unique())
+        mine = torch.tensor([len(step.batch.microbatch_rows), prompts], device=step.batch.rollout.prompt_index.device)
+        blocks, batch_size = step.ranks.reduce(mine.double()).tolist()
+        reason = step.capabilities.why_no_blocks(blocks)
         if reason:
             names = NAMES + SPLIT * bool(self.split_prompts)
             self._answers = {name: Estimate.missing(reason) for name in names}
             return
-        assert ctx.microbatch_sq_norms is not None
-        block = ctx.reduce(ctx.microbatch_sq_norms.sum(dim=0)) / blocks
-        meter = SqNormMeter(AdamMetric(ctx.optimizer.states))
-        for name, gradient in ctx.gradients.items():
+        assert step.gradients.microbatch_sq_norms is not None
+        block = step.ranks.reduce(step.gradients.microbatch_sq_norms.sum(dim=0)) / blocks
+        meter = SqNormMeter(AdamMetric(step.optimizer.states))
+        for name, gradient in step.gradients.mean.items():
             meter.add(name, gradient)
-        batch = meter.result(ctx.gradients)
-        kinds = [module_kind(name) for name in ctx.gradients]
+        batch = meter.result(step.gradients.mean)
+        kinds = [module_kind(name) for name in step.gradients.mean]
         moments = noise_moments(
             _channels(block.cpu(), kinds), _channels(batch.cpu(), kinds), batch_size / blocks, batch_size
         )
-        if self.split_prompts and not _why_no_split(ctx):
-            same_prompt = _mean_product_within_prompts(ctx, self.split_prompts).cpu()
-            moments[-1] = split_of_trace(same_prompt, moments[0], ctx.responses_per_prompt)
+        if self.split_prompts and not step.capabilities.why_no_split_of_trace():
+            same_prompt = _mean_product_within_prompts(step, self.split_prompts).cpu()
+            moments[-1] = split_of_trace(same_prompt, moments[0], step.batch.responses_per_prompt)
         remembered = math.ceil(math.log(SMALLEST_WEIGHT) / math.log(self.decay))
         self._history = torch.cat([self._history, moments.unsqueeze(0)])[-remembered:]
-        self._answers = self._estimates(ctx, int(blocks), batch_size)
+        self._answers = self._estimates(step, int(blocks), batch_size)
 
-    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+    def results(self) -> dict[str, Estimate]:
         return self._answers
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -136,7 +132,7 @@ class GradientNoiseScaleProbe(Probe):
             self._history = state["history"]
         # Checkpoints of earlier versions may hold `lags` and `past.…` too, products over steps: no longer used.
 
-    def _estimates(self, ctx: StepContext, blocks: int, batch_size: float) -> dict[str, Estimate]:
+    def _estimates(self, step: Step, blocks: int, batch_size: float) -> dict[str, Estimate]:
         raw = self._history[-1, 0]
         why = NO_RAW_ERROR if raw.isfinite().all() else "the step's gradient is not a finite number"
         answers = {n: Estimate(value, math.nan, blocks, why) for n, value in zip(RAW, raw.tolist(), strict=True)}
@@ -145,14 +141,14 @@ class GradientNoiseScaleProbe(Probe):
             if kind == "split":
                 if self.split_prompts:
                     known = dict(zip(SPLIT, means(averages), strict=True))
-                    why_not = _why_no_split(ctx)
+                    why_not = step.capabilities.why_no_split_of_trace()
                     answers |= dict.fromkeys(SPLIT, Estimate.missing(why_not)) if why_not else known
             elif kind == "all":
                 answers |= dict(zip(AVERAGED, means(averages), strict=True))
                 answers["gns/signal_to_noise"] = signal = signal_to_noise(averages)
                 scale = noise_scale(averages)
                 answers |= with_bounds("gns/noise_scale_prompts", scale)
-                in_sequences = [times(estimate, ctx.responses_per_prompt) for estimate in scale]
+                in_sequences = [times(estimate, step.batch.responses_per_prompt) for estimate in scale]
                 answers |= with_bounds("gns/noise_scale_sequences", in_sequences)
                 ends = [bound(averages, end) for end in signal_to_noise_interval(averages)]
                 answers |= with_bounds("gns/batch_ratio", [times(e, batch_size) for e in (signal, *ends)])
@@ -172,36 +168,19 @@ def _channels(sq_norms: Tensor, kinds: list[str]) -> Tensor:
     return torch.stack([*sq_norms.sum(dim=0), *by_kind, none])
 
 
-def _mean_product_within_prompts(ctx: StepContext, num_prompts: int) -> Tensor:
+def _mean_product_within_prompts(step: Step, num_prompts: int) -> Tensor:
     """Returns the mean of r_i·r_j over pairs of responses of one prompt, i from its first half, j from the second."""
-    index = ctx.rollout.prompt_index
-    parameters = list(ctx.parameters.values())
+    index = step.batch.rollout.prompt_index
+    parameters = list(step.gradients.parameters.values())
     products, count = [], 0
     for prompt in index.unique()[:num_prompts]:
         rows = (index == prompt).nonzero().squeeze(1)
-        fresh = ctx.policy.score(ctx.rollout, rows)
+        fresh = step.policy.score(step.batch.rollout, rows)
         half = torch.arange(len(rows), device=rows.device).unsqueeze(1) < len(rows) // 2
-        one = ctx.loss_weights.gradient(fresh, rows, parameters, half / half.sum(), keep_graph=True)
-        other = ctx.loss_weights.gradient(fresh, rows, parameters, ~half / (~half).sum())
+        one = step.batch.loss_weights.gradient(fresh, rows, parameters, half / half.sum(), keep_graph=True)
+        other = step.batch.loss_weights.gradient(fresh, rows, parameters, ~half / (~half).sum())
         products += [flat_dot(as_flat(a), as_flat(b)).double() for a, b in zip(one, other, strict=True)]
         count += 1
     total = torch.stack(products).sum()
-    total, num_products = ctx.reduce(torch.stack([total, total.new_tensor(count)]))
+    total, num_products = step.ranks.reduce(torch.stack([total, total.new_tensor(count)]))
     return total / num_products
-
-
-def _why_no_split(ctx: StepContext) -> str:
-    return ctx.sampled_otherwise or ("" if ctx.dr_grpo else NOT_DR_GRPO)
-
-
-def _why_not(ctx: StepContext, blocks: float) -> str:
-    if not ctx.whole_prompts:
-        return (
-            "the microbatches mix prompts, and responses of one prompt are no independent units: "
-            "use DrGRPOTrainer, or attach(..., whole_prompts=True)"
-        )
-    if ctx.reused:
-        return "an earlier step has learned from these responses (num_iterations > 1): they are no new sample"
-    if blocks < 2:
-        return "one block in all: use smaller microbatches, or more processes, so that a step has at least two"
-    return ""

@@ -9,7 +9,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from rl_training.live.attach import Attachment
+from rl_training.hosts.trl.attach import Attachment
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.present_rate import down_to, half_of, is_below_within, present_rate, steps_left
 

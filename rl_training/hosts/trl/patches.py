@@ -1,25 +1,34 @@
-"""The members of TRL, transformers and accelerate that this package stands on and that their makers do not promise.
+"""The members of TRL and transformers that this package relies on and that their makers do not promise; how they are
+wrapped.
 
-One table, checked once in `attach`: a version that has lost one is refused by its name, before training begins, and
-not by an AttributeError in the middle of it. DeepSpeed's are in zero.py and zero3.py, FSDP2's in fsdp.py.
+One table, checked once in `attach`, with one forward pass over four tokens: a version that has lost a member, or returns
+something else, is refused by its name before training begins. DeepSpeed's are in zero.py and zero3.py, FSDP2's in
+engine/fsdp2.py.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import inspect
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from typing import Any
 
-from accelerate import Accelerator
+import torch
 from transformers import Trainer
+from transformers.utils import logging
 from trl import GRPOTrainer
+
+logger = logging.get_logger(__name__)
 
 WRITTEN_FOR = {"trl": "1.16", "transformers": "5.23", "accelerate": "1.15"}
 
 
 @dataclass(frozen=True)
 class Method:
-    """A method that we call or stand in front of, with the names of the parameters that we rely on."""
+    """A method that we call or wrap, with the names of the parameters that we rely on."""
 
     owner: type
     name: str
@@ -40,7 +49,7 @@ class Method:
 
 
 METHODS = (
-    # inputs: a list of rows; returns the batch dictionary, keys as in host.read_rollout
+    # inputs: a list of rows; returns the batch dictionary, keys as in batches.read_rollout
     Method(GRPOTrainer, "_generate_and_score_completions", ("inputs",)),
     # returns a tuple whose third entry is the mask of tools: a list for each sequence, or None
     Method(GRPOTrainer, "_generate", ("prompts",)),
@@ -70,18 +79,53 @@ TRAINER_ATTRIBUTES = (
     "_tokenizer",
     "_is_vlm",
 )
-# Set on the model where training begins, under autocast: its forward without accelerate's wrapper.
-ORIGINAL_FORWARD = "_original_forward"
 
 
-def refuse_unknown_versions(trainer: GRPOTrainer) -> None:
-    """Raises ValueError, naming what is gone or takes other arguments, where a library is not the one we know."""
+def refuse_missing_members(trainer: GRPOTrainer) -> None:
+    """Raises ValueError, naming what is gone or takes other arguments; warns once of a version nobody has tried."""
     for method in METHODS:
         _refuse(method.why_not(), "transformers" if method.owner is Trainer else "trl")
     for name in TRAINER_ATTRIBUTES:
         _refuse("" if hasattr(trainer, name) else f"GRPOTrainer.{name} is gone", "trl")
-    sets_it = ORIGINAL_FORWARD in inspect.getsource(Accelerator.prepare_model)
-    _refuse("" if sets_it else f"Accelerator.prepare_model no longer sets {ORIGINAL_FORWARD}", "accelerate")
+    untried = {
+        library: found
+        for library, tried in WRITTEN_FOR.items()
+        if not (found := importlib.metadata.version(library)).startswith(f"{tried}.")
+    }
+    if untried:
+        found = ", ".join(f"{library} {version} (tried: {WRITTEN_FOR[library]})" for library, version in untried.items())
+        logger.warning_once(f"probes have not been tried with {found}: what they rely on is there")
+
+
+def check_behaviour(trainer: GRPOTrainer) -> None:
+    """Raises ValueError where a forward pass over four tokens does not return what is read: shapes, a graph.
+
+    Random streams stay as they were. Not where weights are sharded, or images are asked for.
+    """
+    sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    if sharded or trainer._is_vlm or not any(p.requires_grad for p in trainer.model.parameters()):
+        return
+    device = next(trainer.model.parameters()).device
+    ids = torch.tensor([[0, 1, 2, 3]], device=device)
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
+        found = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, torch.ones_like(ids), logits_to_keep=2, compute_entropy=True
+        )
+    scores = "GRPOTrainer._get_per_token_logps_and_entropies"
+    _refuse("" if isinstance(found, tuple) and len(found) == 3 else f"{scores} does not return three things", "trl")
+    for name, values in zip(("log-probabilities", "entropies"), found, strict=False):
+        _refuse("" if values.shape == (1, 2) else f"the {name} of {scores} are of shape {tuple(values.shape)}", "trl")
+    _refuse("" if found[0].grad_fn is not None else f"the log-probabilities of {scores} have no graph", "trl")
+
+
+def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) -> None:
+    """Makes owner.<name>(...) call method(original, ...), until `undo` is closed."""
+    before = vars(owner).get(name)  # somebody else may have wrapped it
+    setattr(owner, name, functools.partial(method, getattr(owner, name)))
+    if before is None:
+        undo.callback(delattr, owner, name)
+    else:
+        undo.callback(setattr, owner, name, before)
 
 
 def _refuse(what: str, library: str) -> None:

@@ -3,7 +3,7 @@
 Every process knows the rewards of all, so all take the same decisions without asking one another, and each attempt is
 as large on one process as on the other. What is missing on the process that misses most, all of them generate.
 
-Like host.py this file knows how TRL's batch dictionaries and metrics look.
+Like batches.py this file knows how TRL's batch dictionaries and metrics look.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from rl_training.live import host
-from rl_training.live.buffer import FilteredBuffer, are_mixed
-from rl_training.step.rollout import in_one_width
+from rl_training.engine.batch import in_one_width
+from rl_training.hosts.trl import batches
+from rl_training.hosts.trl.buffer import FilteredBuffer, are_mixed
 
 Generate = Callable[[list[dict[str, Any]]], tuple[dict[str, Any], Tensor]]  # rows → TRL's output, rewards of all ranks
 Metrics = Mapping[str, Sequence[float]]
@@ -87,7 +87,7 @@ class Places:
 
 
 def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generate, num_rows: int) -> dict[str, Any]:
-    """Returns a rollout of `num_rows` sequences of this process, with host.REWARD, as full of mixed prompts as can be.
+    """Returns a rollout of `num_rows` sequences of this process, with batches.REWARD, as full of mixed prompts as can be.
 
     Places that stay empty keep the prompt of the first attempt, whose advantages are 0.
     """
@@ -106,7 +106,7 @@ def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generat
         with _metrics_of_its_own(trainer) as logged:
             output, rewards = generate([dict(trainer.train_dataset[i]) for i in own for _ in range(size)])
         rewards = rewards.view(world, each, size)
-        output[host.REWARD] = rewards[rank].flatten().to(output["completion_ids"].device)
+        output[batches.REWARD] = rewards[rank].flatten().to(output["completion_ids"].device)
         mixed = are_mixed(rewards)
         places.put(mixed)
         buffer.learn(prompts, rewards.flatten(0, 1))

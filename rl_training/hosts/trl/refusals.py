@@ -1,24 +1,14 @@
 """Settings under which probes would corrupt training, or nothing could be measured: refused, with what to do instead.
 
-What only one estimate cannot do with is no reason to refuse: that one is nan, see sampled_policy.py and reasons.py.
+What only one estimate cannot handle is no reason to refuse: that one is nan, see engine/capabilities.py.
 """
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-
 from trl import GRPOTrainer
 
-from rl_training.live import fsdp, zero
-from rl_training.probes.base import Probe
-
-
-def refuse_the_same_name(probes: Sequence[Probe]) -> None:
-    """Raises ValueError when two probes would write under one name."""
-    twice = [name for name, count in Counter(probe.name for probe in probes).items() if count > 1]
-    if twice:
-        raise ValueError(f"two probes have the same name: {twice}")
+from rl_training.hosts.trl import zero
+from rl_training.hosts.trl.sharding import refuse_fsdp_that_cannot_be_read
 
 
 def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
@@ -49,7 +39,7 @@ def _refuse_backwards_that_are_corrupted(trainer: GRPOTrainer) -> None:
 def _refuse_sharded_states(trainer: GRPOTrainer) -> None:
     cuts_weights = ""
     if trainer.is_fsdp_enabled:
-        fsdp.refuse_what_cannot_be_read(trainer.accelerator.state.fsdp_plugin)
+        refuse_fsdp_that_cannot_be_read(trainer.accelerator.state.fsdp_plugin)
         cuts_weights = "FSDP2"
     if trainer.is_deepspeed_enabled:
         plugin = trainer.accelerator.state.deepspeed_plugin

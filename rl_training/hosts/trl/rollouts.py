@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-from rl_training.live import host
-from rl_training.live.policy import TrainerPolicy
+from rl_training.engine.batch import Rollout, in_one_width
+from rl_training.hosts.trl import batches
+from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.mathematics.scores import Scores
-from rl_training.step.rollout import Rollout, in_one_width
 
 
 @dataclass
@@ -22,7 +22,6 @@ class Generation:
 
     number: int = 0
     sampled_at: int = -1  # global_step
-    learned: set[int] = field(default_factory=set)  # prompts that a step has learned from
 
 
 class Rollouts:
@@ -52,20 +51,20 @@ class Rollouts:
         trainer, ids = self._trainer, output["completion_ids"]
         if self._tool_mask is not None and trainer.mask_truncated_completions:
             rows = [torch.tensor([mask], device=ids.device) for mask in self._tool_mask]
-            output[host.POLICY_MASK] = in_one_width(rows, at_least=ids.shape[1])
-        output[host.ROLLOUT_ROW] = torch.arange(len(ids), device=ids.device)
-        if self._rewards is not None and host.REWARD not in output:  # a buffer has put its own there
+            output[batches.POLICY_MASK] = in_one_width(rows, at_least=ids.shape[1])
+        output[batches.ROLLOUT_ROW] = torch.arange(len(ids), device=ids.device)
+        if self._rewards is not None and batches.REWARD not in output:  # a buffer has put its own there
             first = trainer.accelerator.process_index * len(ids)  # rewards are of all ranks
-            output[host.REWARD] = self._rewards[first : first + len(ids)].to(ids.device)
+            output[batches.REWARD] = self._rewards[first : first + len(ids)].to(ids.device)
         self.generation = Generation(self.generation.number + 1, trainer.state.global_step)
-        if keep_logps and trainer.mask_truncated_completions and host.steps_per_rollout(trainer) > 1:
-            output[host.SAMPLED_LOGPS] = self._logps_at_sampling(output)
+        if keep_logps and trainer.mask_truncated_completions and batches.steps_per_rollout(trainer) > 1:
+            output[batches.SAMPLED_LOGPS] = self._logps_at_sampling(output)
 
     def _logps_at_sampling(self, output: dict) -> Tensor:
         """Returns TRL's log-probabilities at sampling, (B, T), with those of hidden responses in their place."""
-        rollout, logps = self.read(output), output[host.SAMPLING_LOGPS]
+        rollout, logps = self.read(output), output[batches.SAMPLING_LOGPS]
         scores = Scores(logps, torch.zeros_like(logps), rollout.completion_mask)
-        return self._policy.with_hidden(scores, rollout, host.are_hidden(output)).logps
+        return self._policy.with_hidden(scores, rollout, batches.are_hidden(output)).logps
 
     def on_prepare_inputs(self, original: Callable[..., dict], generation_batch: Any) -> dict:
         before = self.generation
@@ -73,7 +72,7 @@ class Rollouts:
         if self._whole_prompts and self.generation is not before:
             buffered = self._trainer._buffered_inputs
             position = next(i for i, batch in enumerate(buffered) if batch is inputs)
-            self._trainer._buffered_inputs = host.in_whole_prompt_order(buffered)
+            self._trainer._buffered_inputs = batches.in_whole_prompt_order(buffered)
             inputs = self._trainer._buffered_inputs[position]
         return inputs
 
@@ -81,7 +80,7 @@ class Rollouts:
         """Returns the sequences of one of TRL's batch dictionaries, a microbatch or the whole rollout of this rank."""
         trainer = self._trainer
         size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
-        return host.read_rollout(
+        return batches.read_rollout(
             inputs,
             first_prompt=self.generation.number * size,
             responses_per_prompt=trainer.num_generations,

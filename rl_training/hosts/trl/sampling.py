@@ -1,7 +1,6 @@
-"""Fresh responses from the policy as it stands in a running trainer; training never notices.
+"""Fresh responses from the policy of a running trainer; training does not notice.
 
-For measurements that need sequences of their own, not those that training learns from. With `host`, `policy` and
-`attach` this file names internals of TRL, transformers and accelerate.
+For measurements that need sequences of their own, not those that training learns from.
 
 What is sampled and scored is one and the same policy: the unwrapped model in the precision of its weights (autocast
 off), without dropout, at the trainer's temperature. Where TRL generates with vLLM it is the same policy up to vLLM's
@@ -18,16 +17,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from accelerate.utils import AutocastKwargs
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import GenerationConfig
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
-from rl_training.live.private_members import ORIGINAL_FORWARD
-from rl_training.live.zero3 import is_gathered
-from rl_training.step.rollout import Rollout
+from rl_training.engine.batch import Rollout
+from rl_training.engine.precision import measuring
+from rl_training.hosts.trl.zero3 import is_gathered
 
 
 def sample(trainer: GRPOTrainer, num_sequences: int, seed: int) -> Rollout:
@@ -62,7 +60,7 @@ def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[l
     The response to a prompt depends on the seed, and on the prompts that are in the batch with it.
     """
     device = trainer.accelerator.device
-    with measuring(trainer):
+    with generating(trainer):
         prompt_ids = [torch.tensor(ids, device=device) for ids in trainer._tokenize_prompts(list(prompts))[0]]
         seed_torch(*seed, device=device)
         return prompt_ids, _generate(trainer, prompt_ids)
@@ -107,7 +105,7 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
             "bos_token_id": trainer._tokenizer.bos_token_id,
             "eos_token_id": trainer.eos_token_ids,
             "temperature": trainer.temperature,
-            "top_p": trainer.top_p,  # neutral, like the next three, or nobody asks: sampled_policy.py
+            "top_p": trainer.top_p,  # neutral, like the next three, or this is not asked: sampling_mismatch.py
             "top_k": trainer.top_k,
             "min_p": trainer.min_p,
             "repetition_penalty": trainer.repetition_penalty,
@@ -133,32 +131,18 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
 
 
 @contextlib.contextmanager
-def measuring(trainer: GRPOTrainer, with_graph: bool = False) -> Iterator[None]:
-    """Evaluation mode, no graph, no autocast, and random streams that are put back, as everything else is.
-
-    with_graph  for a backward pass, which belongs into it: layers that are checkpointed stay so, by their `training`,
-                and have no dropout but in modules of their own
+def generating(trainer: GRPOTrainer) -> Iterator[None]:
+    """A context to sample in: a measurement's precision, no graph, and random streams that are put back.
 
     Not inference mode: what a model caches under it (rotary tables) would break the next forward pass of training.
     """
-    model, accelerator = trainer.model, trainer.accelerator
-    in_training = [module for module in model.modules() if module.training]
-    forward, autocast = vars(model).get("forward"), accelerator.autocast_handler
-    wrapped = ORIGINAL_FORWARD in vars(model)  # by accelerate, in an autocast of its own; FSDP2's is not
-    with torch.set_grad_enabled(with_graph), streams_put_back(accelerator.device):
-        try:
-            for module in in_training:
-                module.training = with_graph and getattr(module, "gradient_checkpointing", False)
-            accelerator.autocast_handler = AutocastKwargs(enabled=False)  # of TRL's forward
-            if wrapped:
-                model.forward = model._original_forward
+    own = vars(trainer.model).pop("forward", None)  # accelerate's, in an autocast of its own
+    try:
+        with torch.no_grad(), streams_put_back(trainer.accelerator.device), measuring(trainer.model):
             yield
-        finally:
-            if wrapped:
-                model.forward = forward
-            accelerator.autocast_handler = autocast
-            for module in in_training:
-                module.training = True
+    finally:
+        if own is not None:
+            trainer.model.forward = own
 
 
 @contextlib.contextmanager

@@ -6,16 +6,9 @@ depend on padding, no entropy gradient can be estimated from the samples; norms 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-import torch
-from torch import Tensor
 from trl import GRPOTrainer
-from trl.trainer.utils import unsplit_pixel_values_by_grid
-
-from rl_training.live.policy import TrainerPolicy
-from rl_training.step.rollout import Rollout, images_of
 
 # What generate may do beside the temperature, and with which value it does nothing; None always does nothing.
 NEUTRAL_SAMPLING: dict[str, Any] = {
@@ -49,8 +42,8 @@ NEUTRAL_SAMPLING: dict[str, Any] = {
 }
 
 
-def why_sampled_otherwise(trainer: GRPOTrainer) -> str:
-    """Returns why responses are not sampled from the policy that is scored, with the way out; "" if they are."""
+def why_sampling_mismatch(trainer: GRPOTrainer) -> str:
+    """Returns why responses are not sampled from the policy that is scored, with the fix; "" if they are."""
     args = trainer.args
     asked = {key: getattr(args, key) for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     asked |= {"do_sample": True, **(args.generation_kwargs or {})}
@@ -77,33 +70,3 @@ def why_no_fresh_responses(trainer: GRPOTrainer) -> str:
     if trainer._is_vlm:
         return "fresh responses are sampled to prompts of text: validate on another run without images"
     return ""
-
-
-def why_padding_matters(
-    trainer: GRPOTrainer, policy: TrainerPolicy, rollout: Rollout, reduce: Callable[[Tensor], Tensor]
-) -> str:
-    """Returns why a response has no one log-probability, "" if it has: padding left of its prompt changes it.
-
-    A collective: the ranks answer alike.
-    """
-    row = rollout.prompt_mask.sum(dim=1).argmin().view(1)  # the one with the most padding
-    ids = torch.cat([rollout.prompt_ids[row], rollout.completion_ids[row]], dim=1)
-    mask = torch.cat([rollout.prompt_mask[row], rollout.token_mask[row]], dim=1)
-    modes = [(module, module.training) for module in trainer.model.modules()]
-    trainer.model.eval()  # dropout would be a difference too
-    with torch.no_grad():
-        alone = policy.score(rollout, row)
-        width = rollout.completion_ids.shape[1]
-        images = unsplit_pixel_values_by_grid(images_of(rollout, row) or {})
-        padded, _, _ = policy.logps_and_entropies(trainer.model, ids, mask, logits_to_keep=width, **images)
-    for module, mode in modes:
-        module.training = mode
-    difference = (alone.logps - padded[:, : alone.logps.shape[1]])[alone.mask.bool()].abs().max()
-    rounded = trainer.args.bf16 or any(p.dtype.itemsize < 4 for p in trainer.model.parameters())
-    if float(reduce((difference > (0.5 if rounded else 0.01)).double())) == 0.0:
-        return ""
-    return (
-        "a response's log-probabilities change with the padding on the left of its prompt (absolute position "
-        "embeddings?), so what is sampled, trained on and measured are three policies: use a model with rotary "
-        "positions"
-    )

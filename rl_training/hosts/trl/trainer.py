@@ -22,11 +22,11 @@ from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
-from rl_training.live.attach import attach
-from rl_training.live.buffer import FilteredBuffer
-from rl_training.live.host import DR_GRPO, steps_per_rollout
-from rl_training.live.refill import fill_rollout, start_buffer
-from rl_training.probes.base import Probe
+from rl_training.engine.probe import Probe
+from rl_training.hosts.trl.attach import attach
+from rl_training.hosts.trl.batches import DR_GRPO, steps_per_rollout
+from rl_training.hosts.trl.buffer import FilteredBuffer
+from rl_training.hosts.trl.refill import fill_rollout, start_buffer
 from rl_training.records.checkpoint_states import load_buffer_state, save_buffer_state, writing
 from rl_training.records.jsonl import Records
 from rl_training.records.masking import MASK, without_secrets

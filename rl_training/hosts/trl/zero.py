@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from rl_training.live.sharding import ByParameter, trainable
+from rl_training.engine.sharding import ByParameter, trainable
 from rl_training.mathematics.adamw import clipping_threshold
 
 READABLE_STAGES = (1, 2, 3)
@@ -48,6 +48,7 @@ class Zero:
 
     KIND = "DeepSpeedZeroOptimizer"  # that is read here
     keeps_fp32_copies = True
+    readable_optimizers = (torch.optim.AdamW, torch.optim.Adam)
 
     def __init__(self, engine: Any) -> None:
         kind = type(engine.optimizer).__name__

@@ -17,8 +17,8 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from trl.models.utils import add_hooks, remove_hooks
 
-from rl_training.live.sharding import ByParameter, refuse_what_does_not_fit
-from rl_training.live.zero import Zero
+from rl_training.engine.sharding import ByParameter, refuse_what_does_not_fit
+from rl_training.hosts.trl.zero import Zero
 
 WHOLE: WeakSet[nn.Module] = WeakSet()  # models whose weights are whole just now
 

@@ -8,21 +8,22 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_training.step.types import Microbatch
+from rl_training.engine.batch import Rollout
+from rl_training.mathematics.scores import Scores
 
 
-def sequences_of_step(microbatches: Sequence[Microbatch], decode: Callable[[Tensor], str]) -> Iterator[dict[str, Any]]:
+def sequences_of_step(
+    rollouts: Sequence[Rollout], scores: Sequence[Scores], decode: Callable[[Tensor], str]
+) -> Iterator[dict[str, Any]]:
     """Yields a row per sequence of this rank: texts, reward, advantage, length in tokens, log-probability and ratio.
 
     logp              Σ_t log π(t), in nats, at the parameters that the step starts from
     importance_ratio  π(sequence) / π_sampled(sequence); 1 where it was sampled at these very parameters, nan where TRL
                       has not kept the log-probabilities of older ones
     """
-    for microbatch in microbatches:
-        rollout, scores = microbatch.rollout, microbatch.scores
-        assert scores is not None
+    for rollout, said in zip(rollouts, scores, strict=True):
         mask = rollout.completion_mask.bool()
-        logps = scores.logps.double().masked_fill(~mask, 0.0).sum(dim=1)
+        logps = said.logps.double().masked_fill(~mask, 0.0).sum(dim=1)
         ratios = None
         if rollout.sampling_logps is not None:
             sampled = rollout.sampling_logps.double().masked_fill(~mask, 0.0).sum(dim=1)

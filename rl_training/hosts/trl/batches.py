@@ -1,27 +1,17 @@
-"""What the host does: facts of TRL, Transformers and accelerate, read and written in one place.
-
-Together with attach.py, policy.py and sampling.py the only file that names their internals. Written against trl 1.16
-and transformers 5.23. What DeepSpeed and FSDP2 keep elsewhere than torch is read in zero.py, zero3.py and fsdp.py.
-"""
+"""TRL's batch dictionaries: read as rollouts, put in order, and given what TRL leaves out. Written against trl 1.16."""
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import TrainerCallback
 from trl import GRPOTrainer
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from rl_training.mathematics.scores import Scores
-from rl_training.step.loss_weights import LossWeights
-from rl_training.step.rollout import Rollout, in_one_width, join_rollouts
-from rl_training.step.types import Microbatch
+from rl_training.engine.batch import Rollout
 
 # Keys that ride along in TRL's batch dictionaries.
 ROLLOUT_ROW = "rollout_row"  # the row before TRL's shuffle
@@ -152,39 +142,8 @@ def _up_to_last_token(ids: Tensor, pad_token_id: int) -> Tensor:
     return (real.flip(1).cumsum(dim=1).flip(1) > 0).to(real)
 
 
-def join_microbatches(
-    microbatches: Sequence[Microbatch], loss_weights: Sequence[Mapping[str, Tensor]]
-) -> tuple[Rollout, Scores, LossWeights]:
-    """Returns sequences, scores and loss weights of a whole step, padded to one width: it may hold several rollouts."""
-    scores = [m.scores for m in microbatches if m.scores is not None]
-    assert len(scores) == len(microbatches)
-    rollout = join_rollouts([m.rollout for m in microbatches])
-    joined = Scores(
-        logps=in_one_width([s.logps for s in scores]),
-        entropies=in_one_width([s.entropies for s in scores]),
-        mask=rollout.completion_mask,
-    )
-    entropies = None
-    if any("entropies" in weights for weights in loss_weights):
-        parts = [weights.get("entropies", torch.zeros_like(weights["logps"])) for weights in loss_weights]
-        entropies = in_one_width(parts)
-    return rollout, joined, LossWeights(in_one_width([weights["logps"] for weights in loss_weights]), entropies)
-
-
 def sum_over_ranks(trainer: GRPOTrainer, tensor: Tensor) -> Tensor:
     """Returns the sum of a small tensor over the ranks. A collective."""
     if trainer.accelerator.num_processes == 1:
         return tensor
     return trainer.accelerator.reduce(tensor, reduction="sum")
-
-
-def stand_in_front_of(
-    owner: GRPOTrainer | TrainerCallback, name: str, method: Callable[..., Any], undo: ExitStack
-) -> None:
-    """Makes owner.<name>(...) call method(original, ...), until `undo` is closed."""
-    before = vars(owner).get(name)  # somebody else may already stand there
-    setattr(owner, name, functools.partial(method, getattr(owner, name)))
-    if before is None:
-        undo.callback(delattr, owner, name)
-    else:
-        undo.callback(setattr, owner, name, before)

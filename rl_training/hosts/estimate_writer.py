@@ -1,0 +1,50 @@
+"""Where the estimates of a run go: to its records and to its loop's log, and a word about those that are missing."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from transformers.utils import logging
+
+from rl_training.mathematics.estimate import Estimate
+from rl_training.records.jsonl import Records
+
+logger = logging.get_logger(__name__)
+
+
+class EstimateWriter:
+    """Writes the estimates of each measured step.
+
+    records  probes.jsonl among them; None on ranks that write none
+    log      called with a name and a value, nan where the loop's log must not keep an older one
+    speaks   whether this rank says why something is missing
+    """
+
+    def __init__(self, records: Records | None, log: Callable[[str, float], None], speaks: bool) -> None:
+        self._records, self._log, self._speaks = records, log, speaks
+        self.latest: dict[str, Estimate] = {}  # by name, of the last step that each was measured at
+        self._times_missing: Counter[str] = Counter()  # by reason
+
+    def write(self, number: int, world_size: int, estimates: Mapping[str, Mapping[str, Estimate]]) -> None:
+        """Takes the estimates of one step, by probe and name."""
+        for probe, by_name in estimates.items():
+            if self._records is not None:
+                self._records.write_estimates(number, world_size, probe, by_name)
+            self.latest.update(by_name)
+            for name, estimate in by_name.items():
+                self._log(name, estimate.value)
+                self._log(f"{name}_se", estimate.stderr)
+            self._warn_of_missing(by_name)
+
+    def _warn_of_missing(self, estimates: Mapping[str, Estimate]) -> None:
+        """Says once why numbers are missing, when that reason holds at a second step: at a first step, some must be."""
+        missing: dict[str, list[str]] = {}
+        for name, estimate in estimates.items():
+            if math.isnan(estimate.value):
+                missing.setdefault(estimate.reason, []).append(name)
+        for reason, names in missing.items():
+            self._times_missing[reason] += 1
+            if self._times_missing[reason] == 2 and self._speaks:
+                logger.warning(f"not measured: {', '.join(names)}: {reason}")
