@@ -43,11 +43,11 @@ from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.importance import sequence_totals
 from rl_training.mathematics.vectors import FlatVectors
 from rl_training.probes import SimpleEntropyProbe
-from rl_training.probes.base import Need
-from rl_training.step.entropy_gradients import entropy_gradient
-from rl_training.step.rollout import Rollout, in_one_width
-from rl_training.step.types import StepContext
-from rl_training.step.updates import FIRST_FOLD, WHOLE, clipped, optimizer_pieces
+from rl_training.engine.probe import Need
+from rl_training.engine.entropy_gradients import entropy_gradient
+from rl_training.engine.batch import Rollout, in_one_width
+from rl_training.engine.step import Step
+from rl_training.engine.updates import FIRST_FOLD, WHOLE, clipped, optimizer_pieces
 
 CHOICES: dict[str, dict[str, Any]] = {
     "first, 1/8": {},

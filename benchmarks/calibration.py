@@ -41,8 +41,8 @@ from rl_training.mathematics.importance import importance_weights, reweighted_ch
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import Records, read_estimates
-from rl_training.step.ground_truth import GroundTruth
-from rl_training.step.types import StepContext
+from rl_training.probes.ground_truth import GroundTruth
+from rl_training.engine.step import Step
 
 TRUE, SAME_BATCH = "delta_h/true", "delta_h/same_batch_snis"
 PREDICTIONS = ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid", "delta_h/reuse", SAME_BATCH)

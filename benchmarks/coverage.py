@@ -40,10 +40,10 @@ from rl_training import Estimate, Probe
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.mathematics.vectors import FlatVectors
 from rl_training.probes import SimpleEntropyProbe
-from rl_training.probes.base import Need
-from rl_training.step.entropy_gradients import Choice, fold_gradients, importance_ratios
-from rl_training.step.fold_sums import LEVELS
-from rl_training.step.types import StepContext
+from rl_training.engine.probe import Need
+from rl_training.engine.entropy_gradients import Choice, fold_gradients, importance_ratios
+from rl_training.engine.entropy_change import LEVELS
+from rl_training.engine.step import Step
 
 UNITS = {"": "token", "_sequence": "sequence"}
 

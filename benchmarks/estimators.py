@@ -30,9 +30,9 @@ from tqdm import tqdm
 from rl_training import Estimate, Probe
 from rl_training.mathematics.entropy import Estimator
 from rl_training.mathematics.vectors import FlatVectors
-from rl_training.probes.base import Need
-from rl_training.step.entropy_gradients import Choice, fold_gradients, importance_ratios
-from rl_training.step.types import StepContext
+from rl_training.engine.probe import Need
+from rl_training.engine.entropy_gradients import Choice, fold_gradients, importance_ratios
+from rl_training.engine.step import Step
 
 CHOICES: dict[str, tuple[Estimator, Choice]] = {
     "rb, 8 of 8": ("rb", Choice(8)),

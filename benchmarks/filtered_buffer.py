@@ -24,7 +24,7 @@ import rl_training.job.silence  # noqa: F401
 from default_task import default_trainer
 from transformers import TrainerCallback
 
-from rl_training.live.buffer import FilteredBuffer
+from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.tasks.arithmetic import arithmetic
 
 NUM_POINTS = 8

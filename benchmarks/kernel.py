@@ -29,8 +29,8 @@ import torch
 from torch import Tensor
 from workload import SHAPES, Workload, make_trainer
 
-from rl_training.live.optimizer import view_optimizer
-from rl_training.live.sharding import Replicated
+from rl_training.engine.optimizer import view_optimizer
+from rl_training.hosts.trl.sharding import replicated
 from rl_training.mathematics.kernels import plan_blocks, row_products
 from rl_training.mathematics.sketches import CountSketches
 from rl_training.offline.gradient_rows import GradientRows
@@ -38,8 +38,8 @@ from rl_training.offline.kernel import calculate_kernel
 from rl_training.offline.kernel_files import load_kernel
 from rl_training.offline.kernel_rows import Keeper
 from rl_training.offline.kernel_types import KernelSettings, Question, Step
-from rl_training.step.rollout import Rollout
-from rl_training.step.updates import optimizer_pieces
+from rl_training.engine.batch import Rollout
+from rl_training.engine.updates import optimizer_pieces
 
 PAIRS = 7
 
@@ -77,7 +77,7 @@ def random_rollout(count: int, prompt: int, completion: int, vocabulary: int, de
 
 def step_of(rows: GradientRows, trainer: object, question: Question) -> Step:
     """Returns a first step's, whose moments are zero: its numbers mean nothing, its costs do."""
-    view = view_optimizer(Replicated(trainer), dict(rows.parameters))  # type: ignore[arg-type]
+    view = view_optimizer(replicated(trainer), dict(rows.parameters))  # type: ignore[arg-type]
     u, e = question.update, question.evaluation
     weights = -(u.advantages / (u.num_sequences * question.max_length)).unsqueeze(1) * u.completion_mask
     gradient = sum(rows.sum(u, batch, weights) for batch in rows.batches(range(u.num_sequences)))

@@ -48,8 +48,8 @@ from rl_training.offline.standing import Standing
 from rl_training.offline.structure import Structure
 from rl_training.offline.truth import by_name
 from rl_training.offline.update import Update, make_update
-from rl_training.step.rollout import take_rows
-from rl_training.step.updates import CAUSES
+from rl_training.engine.batch import take_rows
+from rl_training.engine.updates import CAUSES
 
 CONF = Path(__file__).parents[1] / "conf"
 CLASSES = ("wrong", "right", "longest:64", "lowest:16")

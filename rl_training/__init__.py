@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rl_training.engine.probe import Probe
-    from rl_training.job.offline_probe import OfflineEntropyProbe
     from rl_training.hosts.trl.attach import attach
     from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
+    from rl_training.job.offline_probe import OfflineEntropyProbe
     from rl_training.mathematics.estimate import Estimate
 
 __all__ = ["DrGRPOConfig", "DrGRPOTrainer", "Estimate", "OfflineEntropyProbe", "Probe", "attach"]

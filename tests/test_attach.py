@@ -16,7 +16,7 @@ from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
-from rl_training.probes.base import Need
+from rl_training.engine.probe import Need
 from rl_training.records.jsonl import Records, read_estimates, read_metrics
 
 

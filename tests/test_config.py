@@ -194,7 +194,7 @@ def test_a_model_without_name_is_asked_for() -> None:
 def test_a_run_whose_config_names_the_places_of_an_earlier_layout_goes_on(tmp_path: Path) -> None:
     cfg = composed("buffer=filtered")
     text = OmegaConf.to_yaml(cfg).replace("rl_training.tasks.models.", "rl_training.models.")
-    text = text.replace("rl_training.live.buffer.", "rl_training.buffer.")
+    text = text.replace("rl_training.hosts.trl.buffer.", "rl_training.buffer.")
     (tmp_path / "config.yaml").write_text(text)
     assert text.count("_target_: rl_training.models.load_tiny") == 1
     assert text.count("_target_: rl_training.buffer.FilteredBuffer") == 1

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from rl_training.mathematics.jackknife import jackknife_stderr
-from rl_training.step.error_shares import ErrorShares, error_terms
-from rl_training.step.fold_sums import FORWARD, LEVELS, PRODUCTS, REUSE, FoldSums, statistic
+from rl_training.probes.error_shares import ErrorShares, error_terms
+from rl_training.engine.entropy_change import FORWARD, LEVELS, PRODUCTS, REUSE, FoldSums, statistic
 
 K, DIM, RATE = 80, 6, 0.1
 NOISE_OF_X, NOISE_OF_G = 0.3, 2.0

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rl_training.live.private_members import METHODS, ORIGINAL_FORWARD, TRAINER_ATTRIBUTES
+from rl_training.hosts.trl.patches import METHODS, ORIGINAL_FORWARD, TRAINER_ATTRIBUTES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rl_training"

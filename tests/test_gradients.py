@@ -13,10 +13,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from rl_training.live.tap import GradientTap
+from rl_training.engine.gradient_rows import GradientRows
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import CHUNK, FlatVectors
-from rl_training.step.loss_weights import LossWeights
+from rl_training.engine.loss_weights import LossWeights
 from rl_training.step.slices import fill_slices
 
 VOCABULARY, WIDTH = 11, 4

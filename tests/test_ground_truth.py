@@ -26,15 +26,15 @@ from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe
-from rl_training.live.policy import TrainerPolicy
-from rl_training.live.sampling import sample
+from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.hosts.trl.sampling import sample
 from rl_training.mathematics.scores import Scores
 from rl_training.probes import SimpleEntropyProbe
-from rl_training.step.ground_truth import GroundTruth
-from rl_training.step.policy import Policy
-from rl_training.step.rollout import Rollout
-from rl_training.step.types import StepContext
-from rl_training.step.updates import WHOLE
+from rl_training.probes.ground_truth import GroundTruth
+from rl_training.engine.policy import Policy
+from rl_training.engine.batch import Rollout
+from rl_training.engine.step import Step
+from rl_training.engine.updates import WHOLE
 from rl_training.tasks.models import load_tiny
 
 L_MAX = 24

@@ -17,9 +17,9 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import unsplit_pixel_values_by_grid
 
 from rl_training import Estimate, Probe, attach
-from rl_training.live import host
+from rl_training.hosts.trl import batches
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
-from rl_training.step.rollout import Rollout, images_of, join_rollouts
+from rl_training.engine.batch import Rollout, images_of, join_rollouts
 from rl_training.tasks.models import load_tiny
 
 TEMPLATE = (
@@ -175,8 +175,8 @@ LAYOUTS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def rollout_of(batch: dict[str, Any], rows: int = 3) -> Rollout:
     ids = torch.ones(rows, 2, dtype=torch.long)
     whole = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": ids}
-    whole |= {"advantages": torch.zeros(rows), host.ROLLOUT_ROW: torch.arange(rows), **batch}
-    return host.read_rollout(whole, 0, rows, True)
+    whole |= {"advantages": torch.zeros(rows), batches.ROLLOUT_ROW: torch.arange(rows), **batch}
+    return batches.read_rollout(whole, 0, rows, True)
 
 
 def assert_same(got: dict[str, Any], expected: dict[str, Any]) -> None:
@@ -192,7 +192,7 @@ def test_rows_are_picked_from_every_layout_of_trls(layout: str) -> None:
     assert_same(unsplit_pixel_values_by_grid(images_of(rollout, torch.tensor([2, 0]))), expected)
     twice = join_rollouts([rollout, rollout])
     assert_same(unsplit_pixel_values_by_grid(images_of(twice, torch.tensor([5, 0]))), expected)
-    in_order = host.in_whole_prompt_order([{**batch, host.ROLLOUT_ROW: torch.tensor([1, 0, 2])}])[0]
+    in_order = batches.in_whole_prompt_order([{**batch, batches.ROLLOUT_ROW: torch.tensor([1, 0, 2])}])[0]
     again = rollout_of({name: in_order[name] for name in batch})
     assert_same(unsplit_pixel_values_by_grid(images_of(again, torch.tensor([2, 1]))), expected)
 

@@ -43,7 +43,7 @@ from rl_training.offline.standing import Standing, refuse_without_gradients, sta
 from rl_training.offline.update import make_update
 from rl_training.records import read_probe_log
 from rl_training.records.checkpoints import checkpoints_named
-from rl_training.step.types import StepContext
+from rl_training.engine.step import Step
 
 ROOT = Path(__file__).parents[1]
 RUN = [

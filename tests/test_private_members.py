@@ -10,8 +10,8 @@ from accelerate import Accelerator
 from trl import GRPOTrainer
 
 from rl_training import attach
-from rl_training.live import private_members
-from rl_training.live.private_members import METHODS, TRAINER_ATTRIBUTES, WRITTEN_FOR, Method
+from rl_training.hosts.trl import patches
+from rl_training.hosts.trl.patches import METHODS, TRAINER_ATTRIBUTES, WRITTEN_FOR, Method
 from rl_training.probes import EffectiveSampleSizeProbe
 
 

@@ -27,7 +27,7 @@ from rl_training.job.build import Run, accumulation_steps, build_run
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
-from rl_training.step.types import StepContext
+from rl_training.engine.step import Step
 from rl_training.tasks import models
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.gsm8k import gsm8k

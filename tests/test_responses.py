@@ -14,8 +14,8 @@ from trainers import FEW, bare_ending, differing, ending
 from rl_training import Estimate, Probe
 from rl_training.mathematics.vectors import FlatVectors
 from rl_training.probes import SimpleEntropyProbe
-from rl_training.probes.base import Need
-from rl_training.step.responses import contributions
+from rl_training.engine.probe import Need
+from rl_training.probes.responses import contributions
 
 FOUR_FOLDS = {**FEW, "gradient_accumulation_steps": 4}
 

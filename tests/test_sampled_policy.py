@@ -13,12 +13,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
-from rl_training.live import host
-from rl_training.live.sampled_policy import why_sampled_otherwise
+from rl_training.hosts.trl import batches
+from rl_training.hosts.trl.sampling_mismatch import why_sampling_mismatch
 from rl_training.offline.standing import stand
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
-from rl_training.step.ground_truth import MEASURED
-from rl_training.step.visited_entropy import NAMES as VISITED
+from rl_training.probes.ground_truth import MEASURED
+from rl_training.probes.visited_entropy import NAMES as VISITED
 from rl_training.tasks.models import load_tiny
 
 
@@ -83,14 +83,14 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
 def test_every_way_of_sampling_by_more_than_the_temperature_is_named(plain, settings, way_out) -> None:
     args = {**vars(plain.args), **settings}
     trainer = SimpleNamespace(args=SimpleNamespace(**args), model=plain.model)
-    assert why_sampled_otherwise(trainer).endswith(way_out)
-    assert bool(why_sampled_otherwise(trainer)) == bool(settings)
+    assert why_sampling_mismatch(trainer).endswith(way_out)
+    assert bool(why_sampling_mismatch(trainer)) == bool(settings)
 
 
 def test_a_model_that_brings_its_own_way_of_sampling_is_named(plain) -> None:
     policy = load_tiny()[0]
     policy.generation_config.min_p = 0.2
-    why = why_sampled_otherwise(SimpleNamespace(args=plain.args, model=policy))
+    why = why_sampling_mismatch(SimpleNamespace(args=plain.args, model=policy))
     assert why.startswith("min_p=0.2 in the model's generation_config.json makes")
 
 
@@ -170,9 +170,9 @@ def test_where_every_response_is_left_out_the_step_is_decay_and_the_entropy_that
 def test_a_prompts_responses_on_two_processes_are_one_prompts() -> None:
     ids = torch.ones(6, 1, dtype=torch.long)
     batch = {"prompt_ids": ids, "prompt_mask": ids, "completion_ids": ids, "completion_mask": ids}
-    batch |= {"advantages": torch.zeros(6), host.ROLLOUT_ROW: torch.arange(6)}
+    batch |= {"advantages": torch.zeros(6), batches.ROLLOUT_ROW: torch.arange(6)}
     indices = [
-        host.read_rollout(batch, 12, 4, True, begun=process * 6 % 4).prompt_index.tolist() for process in range(3)
+        batches.read_rollout(batch, 12, 4, True, begun=process * 6 % 4).prompt_index.tolist() for process in range(3)
     ]
     assert indices == [[12] * 4 + [13] * 2, [12] * 2 + [13] * 4, [12] * 4 + [13] * 2]
 

@@ -25,7 +25,7 @@ from transformers import (
 from trl.trainer.utils import add_fused_lm_head
 
 from rl_training.mathematics.vectors import FlatVectors
-from rl_training.step.sequence_gradients import Recording, SequenceGradients
+from rl_training.offline.sequence_gradients import Recording, SequenceGradients
 
 BATCH, LENGTH, VOCABULARY, PADDING = 4, 9, 23, 0
 SMALL: dict[str, Any] = {

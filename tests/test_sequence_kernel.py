@@ -24,9 +24,9 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer
-from rl_training.live.optimizer import view_optimizer
-from rl_training.live.policy import TrainerPolicy
-from rl_training.live.sharding import Replicated
+from rl_training.engine.optimizer import view_optimizer
+from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.hosts.trl.sharding import replicated
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.sketches import cosines
@@ -43,7 +43,7 @@ from rl_training.offline.probe import Evaluation, Settings, TruthSettings, Updat
 from rl_training.offline.standing import Standing
 from rl_training.offline.structure import Structure, headline
 from rl_training.offline.update import make_update
-from rl_training.step.types import OptimizerView
+from rl_training.engine.step import OptimizerView
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 
@@ -96,7 +96,7 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
     trainer.optimizer.zero_grad()
     parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     policy = TrainerPolicy(trainer)
-    standing = Standing(trainer, Path(), 2, parameters, view_optimizer(Replicated(trainer), parameters), policy)
+    standing = Standing(trainer, Path(), 2, parameters, view_optimizer(replicated(trainer), parameters), policy)
     of_e, of_u = policy.sample(NUM_E, 0), policy.sample(NUM_U, 1)
     of_u.advantages.copy_(torch.linspace(-0.5, 0.7, NUM_U))
     of_u.advantages[3] = 0.0

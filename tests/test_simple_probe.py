@@ -17,7 +17,7 @@ from trainers import FEW, graded, trainer_maker
 
 from rl_training import Estimate, Probe
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
-from rl_training.step.error_shares import SHARES
+from rl_training.probes.error_shares import SHARES
 from rl_training.tasks.models import load_tiny
 
 K, G = 8, 4

@@ -11,8 +11,8 @@ from torch import Tensor
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.sgd import SGDState
 from rl_training.mathematics.vectors import FlatVectors
-from rl_training.step import updates
-from rl_training.step.updates import CAUSES, optimizer_pieces, products_by_cause, products_with_step
+from rl_training.engine import updates
+from rl_training.engine.updates import CAUSES, optimizer_pieces, products_by_cause, products_with_step
 
 SHAPES = {"a": (3, 2), "b": (4,), "c": (5,), "large": (7, 3), "d": (2, 2), "e": (1,)}
 LARGE = 20  # entries that are joined at most, here

@@ -36,7 +36,7 @@ from transformers import AutoTokenizer, PrinterCallback, Qwen2Config, Qwen2ForCa
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, attach
-from rl_training.live.buffer import FilteredBuffer
+from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,

@@ -36,6 +36,7 @@ from rl_training.engine.entropy_gradients import EntropySettings, fold_gradients
 from rl_training.engine.fold_moments import Block, FoldMoments
 from rl_training.engine.fold_products import FoldProducts, as_pairs
 from rl_training.engine.policy import Policy
+from rl_training.engine.quantities import Quantity
 from rl_training.engine.step import Gradients, OptimizerView, Ranks
 from rl_training.engine.updates import (
     Piece,
@@ -45,7 +46,6 @@ from rl_training.engine.updates import (
     optimizer_pieces,
     whole_update,
 )
-from rl_training.engine.quantities import Quantity
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.mathematics.running_variance import RunningVariance
@@ -81,7 +81,6 @@ class FoldSums:
     total: Tensor  # (LEVELS + 2 products,)
     without: Tensor  # (K, LEVELS + 2 products), row l the sums without fold l
     num_folds: int  # of all ranks
-
 
 
 def levels_of_folds(batch: Batch, ratios: Tensor) -> Tensor:
@@ -209,7 +208,9 @@ class EntropyChange:
         num_folds, total_size, sequences, entropy, length = reduce(of_fold.sum(dim=0)).tolist()
         products = self._products(sizes, total_size)
         parameters = list(self._gradients.parameters.values())
-        gradients = fold_gradients(batch, self._policy, parameters, self.layout, self.ratios, entropy / length, settings)
+        gradients = fold_gradients(
+            batch, self._policy, parameters, self.layout, self.ratios, entropy / length, settings
+        )
         by_fold = torch.stack([
             torch.cat([levels[k], sizes[k] * as_pairs(products.add(k, fold)).flatten()])
             for k, fold in enumerate(gradients)

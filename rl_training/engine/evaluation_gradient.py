@@ -12,7 +12,6 @@ block being what one backward takes: the level H_tok inside of the weights and t
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
 from rl_training.engine.batch import Rollout
 from rl_training.engine.entropy_gradients import entropy_gradient

@@ -14,7 +14,7 @@ from rl_training.engine.attribution import Attribution
 from rl_training.engine.batch import Batch
 from rl_training.engine.entropy_gradients import FoldGradients
 from rl_training.engine.fold_moments import Block, FoldMoments
-from rl_training.engine.updates import CAUSES, Piece, StepsWithoutFolds, clipping, gradient_of_others
+from rl_training.engine.updates import CAUSES, Piece, StepsWithoutFolds, gradient_of_others
 from rl_training.mathematics.vectors import Layout, Vector, add, dot, rows_dot
 
 
@@ -162,5 +162,3 @@ class FoldProducts:
             step = piece.state.delta(piece.param, float(clip) * gradient(one, piece)[0]).total
             products += torch.stack([rows_dot(step, piece.of(x)) for x in fold.entropy])
         return products
-
-

@@ -76,9 +76,8 @@ class OpenStep:
         if scores.entropies.requires_grad:
             scores.entropies.register_hook(functools.partial(keep, "entropies"))
 
-
     def join(self, loop: Loop, rollout_number: int, whole_prompts: bool) -> Batch:
-        """Returns sequences, scores and loss weights of the whole step, padded to one width: of several rollouts, too."""
+        """Returns sequences, scores and loss weights of the whole step, padded to one width."""
         rollout = join_rollouts(self.rollouts)
         scores = Scores(
             logps=in_one_width([scores.logps for scores in self.scores]),
@@ -102,7 +101,7 @@ class OpenStep:
         )
 
     def prompts(self, loop: Loop) -> tuple[bool, bool]:
-        """Returns whether every prompt has all its responses in this step, and lies in one microbatch too, on all ranks.
+        """Returns whether every prompt has all its responses in this step, and also lies in one microbatch, on all ranks.
 
         A collective.
         """

@@ -19,7 +19,7 @@ PADDING_MATTERS = (
 
 
 class PaddingCheck:
-    """Scores a few responses with and without their padding, at measured steps 1, 10, 100, …: it may come with training.
+    """Scores a few responses with and without their padding, at measured steps 1, 10, 100, …
 
     A mean over tokens, not the largest difference: in bf16 one of thousands of tokens is always far off.
     """

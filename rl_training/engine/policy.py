@@ -52,7 +52,7 @@ class Policy(abc.ABC):
         return self.scorer.score_padded(rollout, rows)
 
     def measuring(self) -> AbstractContextManager[None]:
-        """Returns a context in which `score` leaves out autocast, TF32 and dropout; the backward belongs into it too."""
+        """Returns a context in which `score` leaves out autocast, TF32 and dropout; the backward belongs in it too."""
         return self.scorer.measuring()
 
     @contextlib.contextmanager

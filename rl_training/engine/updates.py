@@ -66,11 +66,14 @@ def optimizer_pieces(
             start = bounds[first][1].start
             of_piece = [states[name] for name in names]
             tensors = [key for key, value in vars(of_piece[0]).items() if isinstance(value, Tensor)]
-            flat = {key: join([getattr(state, key).reshape(-1) for state in of_piece]) for key in tensors}
+            flat: dict[str, Tensor] = {
+                key: join([getattr(state, key).reshape(-1) for state in of_piece]) for key in tensors
+            }
             param = join([parameters[name].detach().reshape(-1) for name in names])
             for begin in range(0, len(param), longest):
                 cut = slice(begin, min(begin + longest, len(param)))
-                state: Any = dataclasses.replace(of_piece[0], **{key: value[cut] for key, value in flat.items()})
+                moments: dict[str, Any] = {key: value[cut] for key, value in flat.items()}
+                state = dataclasses.replace(of_piece[0], **moments)
                 columns = slice(start + cut.start, start + cut.stop)
                 whole = slice(bucket.start + columns.start, bucket.start + columns.stop)
                 spans = [(of_name[name], slice(0, len(param[cut]))) for name in names]
@@ -229,5 +232,3 @@ class UpdateHistory:
         self._update = self._before = None
         self._saved = state.get("update")
         self._step = int(state["update_step"]) if "update_step" in state else None
-
-

@@ -14,6 +14,9 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from transformers import PrinterCallback, ProgressCallback, set_seed
 
+from rl_training.engine.probe import Probe
+from rl_training.hosts.trl.alert import EntropyAlert
+from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.job.command_line import libraries_refuse
 from rl_training.job.run import Run
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
@@ -25,11 +28,8 @@ from rl_training.job.settings import (
     read_numbers,
 )
 from rl_training.job.stopping import StopAtStepEnd
-from rl_training.live.alert import EntropyAlert
-from rl_training.live.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.standing import Standing, stand
-from rl_training.probes.base import Probe
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import Records

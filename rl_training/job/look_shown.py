@@ -9,8 +9,8 @@ from typing import Any
 
 from transformers.utils import logging
 
+from rl_training.hosts.trl.trainer import DrGRPOConfig
 from rl_training.job.look_plan import run_of
-from rl_training.live.trainer import DrGRPOConfig
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.loggers import LOGGERS

@@ -11,10 +11,10 @@ from pathlib import Path
 
 from transformers.utils import logging
 
+from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.job.command_line import Interrupted, libraries_refuse
 from rl_training.job.explain import quoted
 from rl_training.job.stopping import StopAtStepEnd
-from rl_training.live.trainer import DrGRPOTrainer
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE

@@ -12,9 +12,9 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from rl_training.hosts.trl.trainer import DrGRPOConfig
 from rl_training.job.explain import quoted
 from rl_training.job.stored_settings import GONE, load_settings
-from rl_training.live.trainer import DrGRPOConfig
 from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
 from rl_training.records.masking import without_secrets
 

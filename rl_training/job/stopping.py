@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
+from rl_training.hosts.trl.batches import steps_per_rollout
+from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.job.command_line import SIGNALS
-from rl_training.live.host import steps_per_rollout
-from rl_training.live.trainer import DrGRPOTrainer
 
 # What accelerate launch and torchrun set for the processes that they start.
 LAUNCHED = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")

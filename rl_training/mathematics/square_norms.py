@@ -28,10 +28,12 @@ class AdamMetric:
         root = self._roots.get(names)
         if root is None:
             states = [self._states.get(name) for name in names]
-            root = join([
-                state.preconditioner().sqrt_() if state is not None else flat.new_full((size,), torch.nan)
-                for state, size in zip(states, sizes, strict=True)
-            ])
+            root = join(
+                [
+                    state.preconditioner().sqrt_() if state is not None else flat.new_full((size,), torch.nan)
+                    for state, size in zip(states, sizes, strict=True)
+                ]
+            )
             if len(names) > 1:
                 self._roots[names] = root
         return root * flat
@@ -78,7 +80,10 @@ class SqNormMeter:
         return torch.stack([rows.get(name, unused) for name in names])
 
     def _measure(self, gradients: Mapping[str, Tensor]) -> None:
-        names, flat = tuple(gradients), as_flat(join([gradient.detach().reshape(-1) for gradient in gradients.values()]))
+        names, flat = (
+            tuple(gradients),
+            as_flat(join([gradient.detach().reshape(-1) for gradient in gradients.values()])),
+        )
         sizes = [gradient.numel() for gradient in gradients.values()]
         weighted = self._metric.weigh(names, flat, sizes)
         sq_norms = [_sq_norms(vector, sizes).double() for vector in (flat, weighted)]

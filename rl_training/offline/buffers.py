@@ -20,14 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.live import host, sampling
-from rl_training.live.buffer import FilteredBuffer
-from rl_training.live.refill import start_buffer
+from rl_training.engine.batch import Rollout, join_rollouts
+from rl_training.hosts.trl import batches, sampling
+from rl_training.hosts.trl.buffer import FilteredBuffer
+from rl_training.hosts.trl.refill import start_buffer
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.units import Units
 from rl_training.offline.phases import Progress
 from rl_training.offline.standing import Standing
-from rl_training.step.rollout import Rollout, join_rollouts
 
 Overlap = Literal["forbidden", "allowed", "wanted"]
 PROMPTS, RESPONSES = 0, 1  # streams of random numbers of a seed
@@ -93,7 +93,7 @@ def sample_update(
             sampling.seed_torch(seed, RESPONSES, first // chunk, device=standing.device)
             rows = [dict(trainer.train_dataset[int(i)]) for i in order[first : first + chunk] for _ in range(group)]
             batch = _generate_rewarded(standing, rows, seed, filtered)
-            parts.append(host.read_rollout(batch, first, group, on_policy=True))
+            parts.append(batches.read_rollout(batch, first, group, on_policy=True))
             progress(len(rows) * standing.num_ranks)
     return UpdateBuffer(join_rollouts(parts), num_prompts, group, chunk)
 

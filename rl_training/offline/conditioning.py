@@ -89,7 +89,7 @@ def _directions(standing: Standing, update: Update, gradient: Tensor) -> Iterato
 
 def _of_pieces(update: Update, gradient: Tensor, form: Callable[[AdamWState, Tensor], Tensor]) -> Tensor:
     """Returns a flat vector, (P,), from what each piece's state makes of its gradient."""
-    return torch.cat([form(piece.state, gradient[piece.columns]) for piece in update.pieces])  # type: ignore[arg-type]
+    return torch.cat([form(piece.state, gradient[piece.flat]) for piece in update.pieces])  # type: ignore[arg-type]
 
 
 def _root(state: AdamWState, gradient: Tensor) -> Tensor:

@@ -18,17 +18,17 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl_training.engine.attribution import Attribution
+from rl_training.engine.entropy_gradients import entropy_gradient
 from rl_training.mathematics.entropy import Estimator, surrogate_weights
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.units import Units
-from rl_training.mathematics.vectors import FlatVectors
+from rl_training.mathematics.vectors import Layout, rows_dot
 from rl_training.offline.buffers import EvaluationBuffer
 from rl_training.offline.phases import Progress
 from rl_training.offline.standing import Standing
 from rl_training.offline.update import Update
-from rl_training.step.attribution import Attribution
-from rl_training.step.entropy_gradients import entropy_gradient
 
 MOST_BLOCKS = 32
 WHOLE = "whole"
@@ -65,7 +65,7 @@ def predict(
     progress: Progress,
 ) -> FirstOrder:
     """Returns δH₁ of the step `update`, with its splits and errors. Two backwards through each forward over E."""
-    layout = FlatVectors(dict(standing.parameters), 0)
+    layout = Layout(standing.parameters)
     splits = Attribution(list(standing.parameters))
     scores, number, count = evaluation.scores, evaluation.number, evaluation.num_sequences
     known = (scores.logps, scores.entropies, scores.mask, torch.arange(count, device=number.device))
@@ -95,22 +95,23 @@ def _gradients(
     evaluation: EvaluationBuffer,
     rows: Tensor,
     weights: Sequence[tuple[Tensor, Tensor]],
-    layout: FlatVectors,
+    layout: Layout,
 ) -> Tensor:
     """Returns Σ over these rows of Σ_k w_k ∂log π(t_k) + u_k ∂h_k, (2, P), for each pair of weights (N, L)."""
-    with standing.policy.as_measured():
+    with standing.policy.measuring():
         fresh = standing.policy.score(evaluation.rollout, rows)
         places, width = evaluation.number[rows], fresh.logps.shape[1]
         pairs = [(w[places, :width].to(fresh.logps), u[places, :width].to(fresh.entropies)) for w, u in weights]
-        return entropy_gradient(fresh, pairs, list(standing.parameters.values()), layout)
+        gradients = entropy_gradient(fresh, pairs, list(standing.parameters.values()), layout)
+        return torch.stack([torch.cat(gradient) for gradient in gradients])
 
 
-def _products(layout: FlatVectors, directions: Tensor, parts: Sequence[Tensor]) -> Tensor:
+def _products(layout: Layout, directions: Tensor, parts: Sequence[Tensor]) -> Tensor:
     """Returns directions·parts by parameter, (parameters, q, 3) fp64, of three parts."""
-    pieces = zip(layout.split(directions), *map(layout.split, parts), strict=True)
+    pieces = zip(*(layout.by_name(layout.split(flat)).values() for flat in (directions, *parts)), strict=True)
     return torch.stack([
-        torch.stack([torch.stack([part @ x for part in of_step]) for x in direction]) for direction, *of_step in pieces
-    ]).double()  # fmt: skip
+        torch.stack([torch.stack([rows_dot(part, x) for part in of_step]) for x in direction]) for direction, *of_step in pieces
+    ])  # fmt: skip
 
 
 def blocks_of(evaluation: EvaluationBuffer, microbatch_size: int) -> Units:
@@ -130,7 +131,7 @@ def without_blocks(sums: Tensor, mask: Tensor, blocks: Units) -> Replicates:
 
 
 def _without_folds(
-    standing: Standing, update: Update, direction: Tensor, layout: FlatVectors, splits: Attribution
+    standing: Standing, update: Update, direction: Tensor, layout: Layout, splits: Attribution
 ) -> Replicates:
     """Returns X̄·δθ by label, and with the step that U without each of its folds makes."""
 

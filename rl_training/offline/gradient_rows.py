@@ -1,7 +1,6 @@
 """The rows that the kernel multiplies: gradients of single sequences at a checkpoint, and the batch gradients beside.
 
-Everything is measured without dropout. TRL's fused head never calls the model's head, so where the head is trained the
-scores come from the model's own logits: (B, T, vocabulary) numbers, a reason for small microbatches.
+Everything is measured without dropout. Where the head is trained it is called, so that hooks see it.
 """
 
 from __future__ import annotations
@@ -12,28 +11,12 @@ from collections.abc import Iterator, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from rl_training.live.policy import LogpsAndEntropies, TrainerPolicy
-from rl_training.live.trainer import DrGRPOTrainer
+from rl_training.engine.batch import Rollout
+from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import FlatVectors
-from rl_training.step.rollout import Rollout
-from rl_training.step.sequence_gradients import SequenceGradients
-
-
-def logps_by_own_logits(trainer: DrGRPOTrainer) -> LogpsAndEntropies:
-    """Returns a function that does what TRL's forward does, through the model's own head."""
-
-    def forward(
-        model: nn.Module, ids: Tensor, mask: Tensor, logits_to_keep: int, compute_entropy: bool = True
-    ) -> tuple[Tensor, Tensor, None]:
-        with trainer.accelerator.autocast():
-            outputs = model(input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=logits_to_keep + 1)
-        logits = outputs.logits[:, :-1].float() if outputs.logits.dtype.itemsize < 4 else outputs.logits[:, :-1]
-        logps = torch.log_softmax(logits / trainer.temperature, dim=-1)
-        entropies = -(logps.exp() * logps).sum(dim=-1)
-        return logps.gather(2, ids[:, -logits_to_keep:].unsqueeze(2)).squeeze(2), entropies, None
-
-    return forward
+from rl_training.offline.flat_vectors import FlatVectors
+from rl_training.offline.sequence_gradients import SequenceGradients
 
 
 class GradientRows:
@@ -42,10 +25,10 @@ class GradientRows:
     def __init__(self, trainer: DrGRPOTrainer, parameters: Mapping[str, nn.Parameter], microbatch: int) -> None:
         self.parameters, self.microbatch = parameters, microbatch
         self._model = trainer.model
-        self._policy = TrainerPolicy(trainer)
         head = self._model.get_output_embeddings()
-        if any(p is own for own in head.parameters() for p in parameters.values()):
-            self._policy.logps_and_entropies = logps_by_own_logits(trainer)
+        trained = any(p is own for own in head.parameters() for p in parameters.values())
+        self._policy = TrainerPolicy(trainer, call_head=trained)
+        self._policy.scorer.verify()  # before hooks are set
         self._rounded = trainer.accelerator.mixed_precision != "no"
         self._recorder = SequenceGradients(self._model, parameters)
         self._layout = self._room = FlatVectors(parameters, 0)

@@ -31,6 +31,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
+from rl_training.engine.batch import Rollout
+from rl_training.engine.updates import CAUSES
 from rl_training.mathematics.kernels import Blocks, plan_blocks, row_products, weighted_sum
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel_files import KERNEL_FILE, UPDATE_FILE, block_file, claim, save_tensors
@@ -38,8 +40,6 @@ from rl_training.offline.kernel_proofs import MAX_IDENTITY_ERROR, gradient_part,
 from rl_training.offline.kernel_rows import Keeper, expectation
 from rl_training.offline.kernel_types import ALONE, DTYPES, KernelSettings, Question, Ranks, Step
 from rl_training.offline.sequences import token_hash, tokens_of
-from rl_training.step.rollout import Rollout
-from rl_training.step.updates import CAUSES
 
 GRADIENT_PART = "gradient_part"  # in UPDATE_FILE
 

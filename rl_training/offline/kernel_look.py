@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.live.sampling import as_rollout
+from rl_training.engine.batch import Rollout, join_rollouts, take_rows
+from rl_training.hosts.trl.sampling import as_rollout
 from rl_training.mathematics.entropy import Estimator, surrogate_weights
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.gradient_rows import GradientRows
@@ -27,7 +28,6 @@ from rl_training.offline.sequences import tokens_of, write_sequences
 from rl_training.offline.standing import Standing
 from rl_training.offline.update import Update
 from rl_training.records.atomic_write import write_atomically
-from rl_training.step.rollout import Rollout, join_rollouts, take_rows
 
 TEXTS_FILE = "kernel_texts.json"
 
@@ -107,8 +107,8 @@ def step_of(update: Update, entropy_gradient: Tensor) -> Step:
     """
     root = torch.empty_like(update.gradient)
     for piece in update.pieces:
-        factor = piece.state.gradient_factor(piece.param, update.clip * update.gradient[piece.columns])
-        root[piece.columns] = (-factor).sqrt()
+        factor = piece.state.gradient_factor(piece.param, update.clip * update.gradient[piece.flat])
+        root[piece.flat] = (-factor).sqrt()
     return Step(update.gradient, entropy_gradient, update.clip, root, torch.stack(list(update.parts)))
 
 

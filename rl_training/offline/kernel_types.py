@@ -9,7 +9,7 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from rl_training.step.rollout import Rollout
+from rl_training.engine.batch import Rollout
 
 Source = Literal["look", "fixed"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}

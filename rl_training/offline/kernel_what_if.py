@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from rl_training.engine.updates import CAUSES
 from rl_training.offline.structure import Row, Structure, log_probability_moves
-from rl_training.step.updates import CAUSES
 
 GRADIENT = CAUSES.index("gradient")
 Chooser = Callable[[Structure], Tensor]

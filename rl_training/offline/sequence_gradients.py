@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rl_training.mathematics.vectors import FlatVectors
+from rl_training.offline.flat_vectors import FlatVectors
 
 Scored = TypeVar("Scored")
 ADVICE = "freeze it (requires_grad_(False)), or train a LoRA adapter on linear layers"

@@ -28,16 +28,16 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
-from rl_training.live.optimizer import view_optimizer
-from rl_training.live.policy import TrainerPolicy
-from rl_training.live.sampled_policy import why_sampled_otherwise
-from rl_training.live.sharding import Replicated
-from rl_training.live.trainer import DrGRPOTrainer
+from rl_training.engine.batch import Rollout
+from rl_training.engine.optimizer import view_optimizer
+from rl_training.engine.step import OptimizerView
+from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.hosts.trl.sampling_mismatch import why_sampling_mismatch
+from rl_training.hosts.trl.sharding import replicated
+from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.offline.shards import load_shards
 from rl_training.records.checkpoints import state_folder, steps_taken, what_is_wrong_with_weights
-from rl_training.step.rollout import Rollout
-from rl_training.step.types import OptimizerView
 
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
@@ -91,7 +91,7 @@ def stand(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None 
         )
     if trainer.state.global_step:
         raise ValueError(f"this trainer has trained {trainer.state.global_step} steps: make a fresh one to stand still")
-    otherwise = why_sampled_otherwise(trainer)
+    otherwise = why_sampling_mismatch(trainer)
     if otherwise:
         raise ValueError(otherwise)
     if trainer.mask_truncated_completions:
@@ -126,7 +126,7 @@ def stand(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None 
     policy = TrainerPolicy(trainer)
     model.train()
     refuse_without_gradients(policy, parameters, trainer.accelerator.device)  # G3 to G6
-    optimizer = view_optimizer(Replicated(trainer), parameters)
+    optimizer = view_optimizer(replicated(trainer), parameters)
     _refuse_other_moments(parameters, optimizer, checkpoint)
     return Standing(trainer, checkpoint, steps_taken(checkpoint), parameters, optimizer, policy)
 

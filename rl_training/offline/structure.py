@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_training.engine.updates import CAUSES
 from rl_training.mathematics.clusters import average_linkage, participation_ratio
 from rl_training.mathematics.sketches import cosines
 from rl_training.offline.kernel_files import Kernel, load_kernel
 from rl_training.offline.sequences import EVALUATION, read_sequences
-from rl_training.step.updates import CAUSES
 
 SAME_TEXT, SAME_PROMPT, OTHER_PROMPT = "same text", "same prompt, other text", "other prompt"
 CLASSES = (SAME_TEXT, SAME_PROMPT, OTHER_PROMPT)

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from rl_training.engine.batch import take_rows
 from rl_training.mathematics.importance import (
     Weights,
     importance_weights,
@@ -43,7 +44,6 @@ from rl_training.mathematics.scores import Scores
 from rl_training.offline.buffers import EvaluationBuffer, gather_scores, sample_again
 from rl_training.offline.phases import Progress
 from rl_training.offline.standing import Standing
-from rl_training.step.rollout import take_rows
 
 MIN_ESS_FRACTION = 0.5
 SLOPE_STEP = 0.125

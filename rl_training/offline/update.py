@@ -15,13 +15,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl_training.engine.updates import Piece, optimizer_pieces
 from rl_training.mathematics.adamw import UpdateParts, clip_coefficient
 from rl_training.mathematics.folds import leave_fold_out
-from rl_training.mathematics.vectors import FlatVectors
+from rl_training.mathematics.vectors import Layout
 from rl_training.offline.buffers import UpdateBuffer
+from rl_training.offline.flat_vectors import FlatVectors
 from rl_training.offline.phases import Progress
 from rl_training.offline.standing import Standing
-from rl_training.step.updates import Piece, optimizer_pieces
 
 MOST_FOLDS = 16  # a vector over the trainable parameters each
 NEUTRAL_LOSS = {
@@ -78,7 +79,8 @@ def make_update(
         progress(len(rows) * standing.num_ranks)
     num_folds = update.num_prompts // fold_prompts
     mean = standing.reduce(folds.matrix.sum(dim=0).to(standing.device)) / num_folds
-    pieces, max_norm = optimizer_pieces(parameters, standing.optimizer.states), standing.optimizer.max_grad_norm
+    pieces = optimizer_pieces(Layout(parameters), parameters, standing.optimizer.states)
+    max_norm = standing.optimizer.max_grad_norm
     parts, clip = _in_parts(pieces, mean, max_norm)
     return Update(mean, clip, parts, parts.total, pieces, folds, numbers, num_folds, max_norm)
 
@@ -87,7 +89,7 @@ def _in_parts(pieces: list[Piece], gradient: Tensor, max_grad_norm: float) -> tu
     """Returns the parts of the step that this flat gradient makes once it is clipped, and its clip coefficient."""
     clip = float(clip_coefficient(torch.linalg.vector_norm(gradient, dtype=torch.float64), max_grad_norm))
     gradient = clip * gradient
-    parts = [piece.state.delta(piece.param, gradient[piece.columns]) for piece in pieces]
+    parts = [piece.state.delta(piece.param, gradient[piece.flat]) for piece in pieces]
     return UpdateParts(*(torch.cat(part) for part in zip(*parts, strict=True))), clip
 
 

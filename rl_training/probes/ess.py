@@ -10,8 +10,8 @@ is the number of equally weighted sequences whose mean is as noisy as the weight
     importance       π_now(i) / π_sampling(i), which is 1 for every sequence of an on-policy step
 
 A truncated response that the loss leaves out (mask_truncated_completions) has no weight: A_i = 0 here.
-A prompt whose responses are all right, or all wrong, has zero advantage: nothing is learned from it. `zero_advantage` is
-the share of such sequences, `zero_advantage_prompts` of such prompts.
+The responses of a prompt that are all right, or all wrong, have zero advantage. `zero_advantage` is the share of such
+sequences, `zero_advantage_prompts` of such prompts.
 
 Everything is a ratio of sums over sequences, so a few scalars go over the network, once. No forward pass, no backward,
 no vector. These are properties of the batch at hand, not estimates of something beyond it: they have no error bar.

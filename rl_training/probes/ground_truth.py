@@ -111,7 +111,10 @@ class GroundTruthProbe(Probe):
             self._buffer = self._draw(step)
         if self._buffer is not None and not why_no_prediction:
             blocks = blocks_of(step, self._buffer.rollout, self.sequences)
-            self._predicted = evaluation_change(step, self._buffer.rollout, self._buffer.scores, blocks, targets), blocks
+            self._predicted = (
+                evaluation_change(step, self._buffer.rollout, self._buffer.scores, blocks, targets),
+                blocks,
+            )
 
     def after_step(self, step: Step) -> None:
         if self._buffer is None:

@@ -1,4 +1,6 @@
-"""The responses probe: how much each training response moves the entropy, its share of the part of δH forward that is this step's gradient.
+"""The responses probe: how much each training response moves the entropy.
+
+That is its share of the part of δH forward that is this step's gradient.
 
 The gradient part of δH is linear in the gradient, and the gradient is a sum over responses, g = Σ_j r_j / ranks with
 r_j = Σ_k c_jk ∂log π(t_jk) + d_jk ∂h_jk, c and d the loss's derivatives (loss_weights.py). So response j contributes

@@ -154,4 +154,3 @@ class SimpleEntropyProbe(Probe):
             return "entropy/token", "entropy/sequence"
         pair = f"delta_h/{quantity}", f"delta_h/{quantity}_sequence"
         return pair if self.per_sequence or quantity == "cumulative_measured" else pair[:1]
-

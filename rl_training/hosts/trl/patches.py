@@ -1,8 +1,7 @@
-"""The members of TRL and transformers that this package relies on and that their makers do not promise; how they are
-wrapped.
+"""The members of TRL and transformers that this package relies on and that their makers do not promise, and `wrap`.
 
-One table, checked once in `attach`, with one forward pass over four tokens: a version that has lost a member, or returns
-something else, is refused by its name before training begins. DeepSpeed's are in zero.py and zero3.py, FSDP2's in
+One table, checked once in `attach`, with one forward pass over four tokens: a version that has lost a member, or
+returns something else, is refused by its name before training begins. DeepSpeed's are in zero.py and zero3.py, FSDP2's in
 engine/fsdp2.py.
 """
 
@@ -93,7 +92,9 @@ def refuse_missing_members(trainer: GRPOTrainer) -> None:
         if not (found := importlib.metadata.version(library)).startswith(f"{tried}.")
     }
     if untried:
-        found = ", ".join(f"{library} {version} (tried: {WRITTEN_FOR[library]})" for library, version in untried.items())
+        found = ", ".join(
+            f"{library} {version} (tried: {WRITTEN_FOR[library]})" for library, version in untried.items()
+        )
         logger.warning_once(f"probes have not been tried with {found}: what they rely on is there")
 
 

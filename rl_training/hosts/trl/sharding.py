@@ -45,5 +45,3 @@ def refuse_fsdp_that_cannot_be_read(plugin: Any) -> None:
             "probes do not read what FSDP has offloaded: set fsdp_offload_params: false, or train without probes "
             "(probe=none)"
         )
-
-
