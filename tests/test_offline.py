@@ -43,6 +43,7 @@ from rl_training.offline.standing import Standing, refuse_without_gradients, sta
 from rl_training.offline.update import make_update
 from rl_training.records import read_probe_log
 from rl_training.records.checkpoints import checkpoints_named
+from rl_training.step.rollout import Rollout, take_rows
 from rl_training.step.types import StepContext
 
 ROOT = Path(__file__).parents[1]
@@ -112,7 +113,7 @@ def looked(standing: Standing) -> Look:
 def as_update_buffer(rollout: Any) -> UpdateBuffer:
     _, number = rollout.prompt_index.unique(return_inverse=True)
     prompts = int(number.max()) + 1
-    return UpdateBuffer(dataclasses.replace(rollout, prompt_index=number), prompts, 4, prompts)
+    return UpdateBuffer(dataclasses.replace(rollout, prompt_index=number), prompts, 4)
 
 
 def close(a: Tensor, b: Tensor) -> float:
@@ -173,6 +174,38 @@ def test_the_step_without_a_fold_is_the_step_of_the_others(standing: Standing, l
     rest = {key: v[others] if isinstance(v, Tensor) else v for key, v in vars(whole.rollout).items()}
     of_others = make_update(standing, as_update_buffer(type(whole.rollout)(**rest)), 32, False, lambda _: None)
     assert close(update.without_fold(3).total, of_others.delta) < 1e-4
+
+
+def with_prompts(rollout: Rollout, count: int) -> UpdateBuffer:
+    """Returns so many prompts with a response each: these sequences again and again."""
+    rows = take_rows(rollout, torch.arange(count) % rollout.num_sequences)
+    return UpdateBuffer(dataclasses.replace(rows, prompt_index=torch.arange(count)), count, 1)
+
+
+@pytest.mark.parametrize("prompts", [1, 16, 17, 48, 100])
+def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(
+    standing: Standing, looked: Look, prompts: int
+) -> None:
+    rollout = looked.update_buffer.rollout
+    idle = dataclasses.replace(rollout, advantages=torch.zeros_like(rollout.advantages))  # which costs nothing
+    sizes = make_update(standing, with_prompts(idle, prompts), 32, False, lambda _: None).fold_prompts.tolist()
+    assert len(sizes) == min(prompts, 16)
+    assert sum(sizes) == prompts
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_folds_of_other_sizes_are_left_out_by_their_share(standing: Standing, looked: Look) -> None:
+    """18 prompts in 16 folds: the first and the ninth have two. Without one of these, and without one of the others."""
+    rollout = with_prompts(looked.update_buffer.rollout, 18).rollout
+    advantages = torch.linspace(-1, 1, 18)
+    rollout = dataclasses.replace(rollout, advantages=advantages)
+    update = make_update(standing, UpdateBuffer(rollout, 18, 1), 32, False, lambda _: None)
+    assert update.fold_prompts.tolist() == [2, 1, 1, 1, 1, 1, 1, 1] * 2
+    for fold, prompts in ((8, {9, 10}), (9, {11})):
+        others = torch.tensor([i for i in range(18) if i not in prompts])
+        rest = dataclasses.replace(take_rows(rollout, others), prompt_index=torch.arange(len(others)))
+        of_others = make_update(standing, UpdateBuffer(rest, len(others), 1), 32, False, lambda _: None)
+        assert close(update.without_fold(fold).total, of_others.delta) < 1e-4
 
 
 # --- prediction and truth ---------------------------------------------------------------------------------------------

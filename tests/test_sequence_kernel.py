@@ -100,7 +100,7 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
     of_e, of_u = policy.sample(NUM_E, 0), policy.sample(NUM_U, 1)
     of_u.advantages.copy_(torch.linspace(-0.5, 0.7, NUM_U))
     of_u.advantages[3] = 0.0
-    update = make_update(standing, UpdateBuffer(of_u, NUM_U, 1, NUM_U), 4, False, lambda _: None)
+    update = make_update(standing, UpdateBuffer(of_u, NUM_U, 1), 4, False, lambda _: None)
     scores = policy.score_rollout(of_e)
     evaluation = EvaluationBuffer(of_e, of_e.prompt_index, scores, ())
     direction = predict(standing, evaluation, update, "rb", 4, lambda _: None).direction[TOKEN]
@@ -283,7 +283,7 @@ def test_what_if_is_the_step_taken_anew_without_these_sequences(cases: Any, fini
         without = chooser(text)(s)
         told = what_if(s, without)
         left = dataclasses.replace(q.update, advantages=q.update.advantages.masked_fill(without, 0.0))
-        delta = make_update(case.standing, UpdateBuffer(left, NUM_U, 1, NUM_U), 4, False, lambda _: None).delta.double()
+        delta = make_update(case.standing, UpdateBuffer(left, NUM_U, 1), 4, False, lambda _: None).delta.double()
         true_entropy, true_logp = float(case.step.entropy_gradient.double() @ delta), float((w @ delta)[right].mean())
         for key, true in (("deltaH1", true_entropy), ("log_probability_of_right", true_logp)):
             changed = abs(true - told[f"{key}_before"])
