@@ -537,6 +537,8 @@ def test_two_processes_say_what_one_says_in_sweeps_and_logs_too(
         texts = [log[name][["prompt", "response", "length"]] for log in logs]
         assert len(texts[0]) == {"evaluation": 24, "update": 32}[name]
         pd.testing.assert_frame_equal(*texts)
+    one_has, two_have = (log["statistics"].astype(float) for log in logs)
+    pd.testing.assert_frame_equal(one_has, two_have, rtol=1e-3, atol=1e-5)
     for column in ("logp", "entropy_after", "logp_slope"):
         np.testing.assert_allclose(*(log["tokens"][column].to_numpy() for log in logs), rtol=1e-3, atol=1e-5)
 
@@ -592,27 +594,37 @@ def write_shards(folder: Path, standing: Standing, ranks: int, swap: bool) -> di
     return exp_avg
 
 
-def test_moments_are_put_together_from_the_shards_of_ranks(run: Path, tmp_path: Path, standing: Standing) -> None:
-    pytest.importorskip("deepspeed")
+@pytest.fixture
+def deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were installed: these shards hold none of its classes, and can be read without."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+
+
+@pytest.mark.usefixtures("deepspeed")
+def test_moments_and_settings_are_put_together_from_the_shards_of_ranks(
+    run: Path, tmp_path: Path, standing: Standing
+) -> None:
     given: dict[str, Tensor] = {}
     copy = altered(run, tmp_path, lambda folder: given.update(write_shards(folder, standing, 12, swap=False)))
     states = standing_at(copy, 1).optimizer.states
     assert states is not None
     assert all(torch.equal(state.exp_avg, given[name]) for name, state in states.items())  # type: ignore[union-attr]
     assert {(state.lr, state.step) for state in states.values()} == {(5e-4, 7)}  # type: ignore[union-attr]
+    for name, state in states.items():  # each group of parameters has its own
+        assert state.weight_decay == (0.0 if "bias" in name or "norm" in name else 0.1), name
 
 
+@pytest.mark.usefixtures("deepspeed")
 def test_shards_in_another_order_are_refused_since_the_weights_are_not_the_models(
     run: Path, tmp_path: Path, standing: Standing
 ) -> None:
-    pytest.importorskip("deepspeed")
     copy = altered(run, tmp_path, lambda folder: write_shards(folder, standing, 2, swap=True))
     with pytest.raises(ValueError, match=r"put together from the ranks' shards, is not the model's, bit for bit"):
         standing_at(copy, 1)
 
 
+@pytest.mark.usefixtures("deepspeed")
 def test_shards_of_which_some_are_missing_are_refused(run: Path, tmp_path: Path, standing: Standing) -> None:
-    pytest.importorskip("deepspeed")
 
     def lose_one(folder: Path) -> None:
         write_shards(folder, standing, 3, swap=False)

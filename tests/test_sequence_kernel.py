@@ -329,9 +329,14 @@ def test_a_killed_run_goes_on_after_its_last_block(cases: Any, tmp_path: Path, c
 
 def test_the_folder_of_another_kernel_is_refused(cases: Any, finished: Any) -> None:
     case = cases("adapter")
-    other = dataclasses.replace(case.question, max_length=25)
-    with pytest.raises(ValueError, match="holds a kernel with other max_length"):
-        calculate_kernel(case.rows(), case.step, other, SETTINGS, finished("adapter"))
+    longer = dataclasses.replace(case.question, max_length=25)
+    of_u = case.question.update
+    otherwise_taught = dataclasses.replace(
+        case.question, update=dataclasses.replace(of_u, advantages=2 * of_u.advantages)
+    )
+    for other, named in ((longer, "max_length"), (otherwise_taught, "advantages")):
+        with pytest.raises(ValueError, match=f"holds a kernel with other {named}:"):
+            calculate_kernel(case.rows(), case.step, other, SETTINGS, finished("adapter"))
 
 
 def share(rank: int, port: int, case: Case, folder: Path) -> None:
