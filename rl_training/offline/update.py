@@ -91,9 +91,7 @@ def make_update(
     return Update(mean, clip, parts, parts.total, pieces, folds, kept, fold_prompts, max_norm)
 
 
-def _gradient_sum(
-    standing: Standing, update: UpdateBuffer, rows: Tensor, microbatch_size: int, out: Tensor
-) -> Tensor:
+def _gradient_sum(standing: Standing, update: UpdateBuffer, rows: Tensor, microbatch_size: int, out: Tensor) -> Tensor:
     """Returns `out`, (P,), with the gradients of the loss of these sequences of this process added to it."""
     parameters, advantages = list(standing.parameters.values()), update.rollout.advantages
     learned = rows[advantages[rows] != 0]
