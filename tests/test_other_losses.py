@@ -74,7 +74,7 @@ def test_slices_of_a_microbatch_hold_the_bonus_for_entropy(make_trainer) -> None
 
 
 def test_a_share_of_the_loss_is_a_share_of_its_bonus_for_entropy_too() -> None:
-    """∂log π = 2 and ∂h = 5 at every token, three sequences of one token: 3 · (½ (1 · 2 + 10 · 5) + ¼ (2 · 2 + 20 · 5))."""
+    """∂log π = 2, ∂h = 5 at every token, three sequences of a token: 3 · (½ (1 · 2 + 10 · 5) + ¼ (2 · 2 + 20 · 5))."""
     theta = torch.ones((), requires_grad=True)
     ones = torch.ones(2, 1)
     fresh = Scores(2 * theta * ones, 5 * theta * ones, ones)

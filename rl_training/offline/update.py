@@ -6,7 +6,7 @@ The loss is Dr-GRPO's at its first step on fresh responses, where every ratio is
 
 over all sequences of U. Those with A_i = 0 count in the mean and cost nothing.
 
-Folds are consecutive prompts, at most MOST_FOLDS of them whatever the number of prompts and processes: which prompts lie
+Folds are consecutive prompts, at most MOST_FOLDS of them whatever U and the processes: which prompts lie
 in a fold does not depend on where they were generated. So a fold may lie on several processes; each keeps the gradients
 of some of the folds.
 """
