@@ -28,7 +28,7 @@ FREE = ("name", "batch_size", "jobs", "gzip", "overwrite")
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """An evaluation, ready to start; it travels to the processes that work at it."""
 
     run: Path | None
@@ -83,7 +83,7 @@ class Plan:
             )
 
 
-def read_plan(cfg: DictConfig) -> Plan:
+def read_plan(cfg: DictConfig) -> EvaluationPlan:
     """Returns the evaluation that the configuration asks for. ValueError for whatever the user got wrong."""
     asked: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     run, checkpoints = _find_checkpoints(asked["run"], asked["checkpoints"])
@@ -110,7 +110,7 @@ def read_plan(cfg: DictConfig) -> Plan:
     settings = {key: value for key, value in e.items() if key not in FREE}
     settings |= {"temperature": temperature, "max_completion_length": max_length, "metrics": asked["metrics"]}
     settings |= {group: config.get(group) for group in GROUPS}
-    plan = Plan(
+    plan = EvaluationPlan(
         run=run,
         config=config,
         folder=home / EVALUATIONS / name,
