@@ -35,9 +35,9 @@ from rl_training.offline.first_order import TOKEN, predict
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
 from rl_training.offline.kernel_files import load_kernel
-from rl_training.offline.kernel_look import kernel_of_look, step_of
+from rl_training.offline.kernel_look import kernel_of_look, kernel_step
 from rl_training.offline.kernel_proofs import prove_identity
-from rl_training.offline.kernel_types import KernelSettings, Question, Ranks, Step
+from rl_training.offline.kernel_types import KernelSettings, KernelStep, Question, Ranks
 from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.probe import Evaluation, Settings, TruthSettings, Updating, look
 from rl_training.offline.standing import Standing
@@ -60,7 +60,7 @@ class Case:
     trainer: GRPOTrainer
     standing: Standing
     question: Question
-    step: Step
+    step: KernelStep
 
     @property
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
@@ -105,7 +105,7 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
     evaluation = EvaluationBuffer(of_e, of_e.prompt_index, scores, ())
     direction = predict(standing, evaluation, update, "rb", 4, lambda _: None).direction[TOKEN]
     weights = surrogate_weights(scores.logps, scores.entropies, scores.mask, of_e.prompt_index, "rb", "token", "buffer")
-    return Case(trainer, standing, Question(of_e, *weights, of_u, max_length=24), step_of(update, direction))
+    return Case(trainer, standing, Question(of_e, *weights, of_u, max_length=24), kernel_step(update, direction))
 
 
 SETTINGS_OF: dict[str, dict[str, Any]] = {

@@ -14,7 +14,7 @@ from rich.table import Table
 from rl_training.offline.probe import Look
 from rl_training.offline.standing import Standing
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.json_numbers import from_json, to_json
+from rl_training.records.json_values import from_json, to_json
 from rl_training.version import VERSION
 
 MILLI = 1e3  # changes of entropy are shown in thousandths of a nat
