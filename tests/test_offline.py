@@ -19,6 +19,7 @@ import torch
 import warm
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
+from test_verdict import found as found_to_be
 from torch import Tensor
 
 from rl_training import Estimate, Probe
@@ -38,7 +39,7 @@ from rl_training.offline.probe import (
     Updating,
     look,
 )
-from rl_training.offline.results import read_result, write_result
+from rl_training.offline.results import print_table, read_result, write_result
 from rl_training.offline.standing import Standing, refuse_without_gradients, stand
 from rl_training.offline.update import make_update
 from rl_training.records import read_probe_log
@@ -263,6 +264,15 @@ def test_prediction_and_truth_agree_within_the_error_of_their_difference(looked:
     assert abs(found["floor"]) < 1e-6
     assert 0.9 < found["ESS"] / 24 <= 1
     assert found["w_min"] < 1 < found["w_max"]
+
+
+def test_the_terminal_says_where_first_order_fails_and_nothing_where_it_does_not(
+    standing: Standing, looked: Look, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for measured, says in ((-0.9, False), (0.25, True)):
+        results = {**looked.results, **found_to_be(-1.0, measured, 0.1)}
+        print_table(dataclasses.replace(looked, results=results), standing, Path("result.json"))
+        assert ("Step 2: higher orders cancel the first" in capsys.readouterr().out) == says
 
 
 @pytest.mark.parametrize("size", [3, 32])
