@@ -394,7 +394,7 @@ def test_prompts_do_not_count_where_it_is_measured_how_many_sequences_are_scored
 ) -> None:
     """Responses of 4 tokens to prompts of 30: 5 columns of logits each, hence four sequences in 4 · 5 · 103 entries."""
     model, tokenizer = load_tiny()
-    loaded = policy.Policy(model.eval(), tokenizer, None, 1.0, 4)
+    loaded = policy.CheckpointPolicy(model.eval(), tokenizer, None, 1.0, 4)
     tokens = torch.randint(4, 100, (9, 34), generator=torch.Generator().manual_seed(0))
     prompts, answers = list(tokens[:, :30]), list(tokens[:, 30:])
     rows: list[int] = []
