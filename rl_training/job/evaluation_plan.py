@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.evaluation.metrics import BUILT_IN, Metric
 from rl_training.evaluation.responses import Sampling, choose_rows
 from rl_training.job.stored_settings import load_settings
+from rl_training.records.checkpoints import checkpoints_of
 from rl_training.records.evaluated import EVALUATIONS, SETTINGS, read_step, write_settings
 from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
 from rl_training.tasks.task import Task
@@ -172,7 +173,7 @@ def _find_checkpoints(run: str | None, checkpoints: list[str] | str | None) -> t
         if not (folder / CONFIG_FILE).is_file():
             raise ValueError(f"run={run} is no run's folder: it holds no {CONFIG_FILE}. For bare checkpoints: "
                              "'checkpoints=[PATH,...]'")  # fmt: skip
-        paths = [path for path in (folder / TRAINING_STATE).glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
+        paths = checkpoints_of(folder)
         if not paths:
             raise ValueError(f"run={run} has no checkpoints ({TRAINING_STATE}/checkpoint-N): a run writes them every "
                              "trainer.save_steps")  # fmt: skip
