@@ -37,7 +37,7 @@ from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
 from rl_training.offline.kernel_files import load_kernel
 from rl_training.offline.kernel_rows import Keeper
-from rl_training.offline.kernel_types import KernelSettings, Question, Step
+from rl_training.offline.kernel_types import KernelSettings, KernelStep, Question
 from rl_training.engine.batch import Rollout
 from rl_training.engine.updates import optimizer_pieces
 
@@ -75,7 +75,7 @@ def random_rollout(count: int, prompt: int, completion: int, vocabulary: int, de
     )
 
 
-def step_of(rows: GradientRows, trainer: object, question: Question) -> Step:
+def step_of(rows: GradientRows, trainer: object, question: Question) -> KernelStep:
     """Returns a first step's, whose moments are zero: its numbers mean nothing, its costs do."""
     view = view_optimizer(replicated(trainer), dict(rows.parameters))  # type: ignore[arg-type]
     u, e = question.update, question.evaluation
@@ -87,7 +87,7 @@ def step_of(rows: GradientRows, trainer: object, question: Question) -> Step:
     assert isinstance(x, Tensor)
     pieces = optimizer_pieces(dict(rows.parameters), view.states)
     factor = torch.cat([p.state.gradient_factor(p.param, gradient[p.columns]) for p in pieces])
-    return Step(gradient, x, 1.0, (-factor).sqrt(), torch.stack([0 * factor, factor * gradient, 0 * factor]))
+    return KernelStep(gradient, x, 1.0, (-factor).sqrt(), torch.stack([0 * factor, factor * gradient, 0 * factor]))
 
 
 def main() -> None:

@@ -40,7 +40,7 @@ from rl_training.mathematics.kernels import row_products, square_norms
 from rl_training.mathematics.sketches import CountSketches, cosines, inner_products, t_quantile
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.gradient_rows import GradientRows
-from rl_training.offline.kernel_look import kernel_of_look, step_of
+from rl_training.offline.kernel_look import kernel_of_look, kernel_step
 from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.probe import Evaluation, Look, Settings, TruthSettings, Updating, look
@@ -98,7 +98,7 @@ def sketches_table(checkpoint: Path, prompts: int, seeds: int = 3) -> None:
     found = looked(standing, Evaluation(prompts=prompts), Updating())
     kernel_of_look(standing, found, KernelSettings(store_gradients=True, sketch_buckets=64, sketch_repeats=2), folder)
     assert found.first_order is not None
-    root = step_of(found.update, found.first_order.direction[TOKEN]).root
+    root = kernel_step(found.update, found.first_order.direction[TOKEN]).root
     of_e, of_u = (
         torch.cat([load_file(path)["W"] for path in sorted(folder.glob(f"gradients-{name}-*"))]) * root
         for name in ("evaluation", "update")
@@ -182,7 +182,7 @@ def token_diagonal(standing: Standing, found: Look, s: Structure) -> float:
         scores.logps, scores.entropies, scores.mask, e.prompt_index, "rb", "token", "buffer"
     )  # of E's sequences in this order
     assert found.first_order is not None
-    metric = step_of(found.update, found.first_order.direction[TOKEN]).root.double().square()
+    metric = kernel_step(found.update, found.first_order.direction[TOKEN]).root.double().square()
     rows, total = GradientRows(standing.trainer, standing.parameters, 32), 0.0
     hashes = [row["hash"] for row in s.evaluation]
     for text in sorted(set(hashes)):

@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rl_training.job.build import Run, build_run
+from rl_training.job.build import TrainingRun, build_run
 from rl_training.hosts.trl import alert
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.present_rate import down_to, is_below_within, present_rate
@@ -23,7 +23,7 @@ SMALL = [
 ]  # fmt: skip
 
 
-def run_of(folder: Path, *overrides: str) -> Run:
+def run_of(folder: Path, *overrides: str) -> TrainingRun:
     with initialize_config_dir(str(Path(__file__).parents[1] / "conf"), version_base="1.3"):
         return build_run(compose("train", overrides=[*SMALL, f"run_dir={folder}", *overrides]))
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
-from rl_training.job.build import Run, build_run
+from rl_training.job.build import TrainingRun, build_run
 from rl_training.hosts.trl import sampling
 from rl_training.hosts.trl.buffer import FilteredBuffer, are_mixed, prompt_weights
 from rl_training.hosts.trl.refill import Places, merge_metrics
@@ -367,7 +367,7 @@ def test_advantages_that_depend_on_rejected_prompts_are_refused(make_trainer: Ma
 
 
 def test_a_filtered_run_is_configured_reported_and_resumed_with_the_same_options_only(tmp_path: Path) -> None:
-    def built(*overrides: str) -> Run:
+    def built(*overrides: str) -> TrainingRun:
         with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
             return build_run(compose("train", overrides=[*SMALL, f"run_dir={tmp_path / 'run'}", *overrides]))
 

@@ -14,7 +14,7 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from rl_training.job.build import Run, accumulation_steps, build_run
+from rl_training.job.build import TrainingRun, accumulation_steps, build_run
 from rl_training.job.explain import explain
 from rl_training.job.settings import check_settings, read_numbers, refuse_other_settings
 from rl_training.job.stored_settings import load_settings
@@ -46,7 +46,7 @@ def composed(*overrides: str) -> DictConfig:
     return cfg
 
 
-def built(tmp_path: Path, *overrides: str) -> Run:
+def built(tmp_path: Path, *overrides: str) -> TrainingRun:
     return build_run(composed(f"run_dir={tmp_path / 'run'}", *SHRUNK, *overrides))
 
 

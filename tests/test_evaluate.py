@@ -27,8 +27,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from rl_training.evaluation import examples, policy
 from rl_training.evaluation.display import Progress
-from rl_training.evaluation.metrics import by_row, measure, measure_custom
-from rl_training.evaluation.responses import GREEDY, Response, Sampling, choose_rows, respond
+from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
+from rl_training.evaluation.responses import GREEDY, Response, Sampling, choose_rows, generate_responses
 from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.evaluate import evaluate
 from rl_training.job.evaluation_plan import fingerprint, read_plan
@@ -73,7 +73,7 @@ def sampled_at(checkpoint: Path, batches: list[list[tuple[int, int]]], temperatu
     loaded = policy.load_policy(
         checkpoint, load_tiny, with_reference=True, temperature=temperature, max_completion_length=36
     )
-    return [response for part in respond(loaded, arithmetic(), batches, 0, {}) for response in part]
+    return [response for part in generate_responses(loaded, arithmetic(), batches, 0, {}) for response in part]
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
@@ -234,7 +234,7 @@ def test_another_task_than_the_runs_has_a_table_of_its_own_and_must_be_readable(
         plan.checkpoints[1], None, with_reference=False, temperature=1.0, max_completion_length=4
     )
     with pytest.raises(ValueError, match="another task than the one it was made for"):
-        list(respond(loaded, plan.task(), [[(0, 0)]], 0, {}))
+        list(generate_responses(loaded, plan.task(), [[(0, 0)]], 0, {}))
 
 
 def test_a_bare_checkpoint_is_evaluated_on_the_task_that_is_given(run: Path, tmp_path: Path) -> None:
@@ -305,7 +305,7 @@ def test_two_evaluations_at_once_the_second_says_so_and_a_dead_one_locks_nothing
 
 
 @dataclasses.dataclass(frozen=True)
-class Answering(policy.Policy):
+class Answering(policy.CheckpointPolicy):
     """A policy whose responses are given, and said with certainty."""
 
     answers: tuple[list[int], ...]
@@ -321,7 +321,7 @@ def test_truncated_is_what_has_no_end_not_what_is_as_long_as_can_be() -> None:
     model, tokenizer = load_tiny()
     end = tokenizer.eos_token_id
     answering = Answering(model, tokenizer, None, 1.0, 3, answers=([5, 6, end], [5, 6, 7], [5, end]))
-    (answered,) = respond(answering, arithmetic(), [[(0, GREEDY), (1, GREEDY), (2, GREEDY)]], 0, {})
+    (answered,) = generate_responses(answering, arithmetic(), [[(0, GREEDY), (1, GREEDY), (2, GREEDY)]], 0, {})
     assert [(r.length, r.truncated) for r in answered] == [(3, False), (3, True), (2, False)]
 
 
@@ -394,7 +394,7 @@ def test_prompts_do_not_count_where_it_is_measured_how_many_sequences_are_scored
 ) -> None:
     """Responses of 4 tokens to prompts of 30: 5 columns of logits each, hence four sequences in 4 · 5 · 103 entries."""
     model, tokenizer = load_tiny()
-    loaded = policy.Policy(model.eval(), tokenizer, None, 1.0, 4)
+    loaded = policy.CheckpointPolicy(model.eval(), tokenizer, None, 1.0, 4)
     tokens = torch.randint(4, 100, (9, 34), generator=torch.Generator().manual_seed(0))
     prompts, answers = list(tokens[:, :30]), list(tokens[:, 30:])
     rows: list[int] = []
@@ -457,7 +457,7 @@ def given() -> list[Response]:
 
 
 def test_the_built_in_metrics_of_two_prompts_by_hand() -> None:
-    metrics = measure(given(), max_k=2, right_reward=1.0, answers=True)
+    metrics = response_metrics(given(), max_k=2, right_reward=1.0, answers=True)
     expected = {
         "reward": 0.25, "greedy_accuracy": 0.5, "pass_at_1": 0.25, "pass_at_2": 0.5, "majority": 0.5,
         "entropy/token": 3.2 / 8, "entropy/sequence": 3.2 / 4, "kl/token": 6.4 / 8, "kl/sequence": 6.4 / 4,
@@ -470,7 +470,7 @@ def test_the_built_in_metrics_of_two_prompts_by_hand() -> None:
 
 def test_what_was_not_asked_for_is_nan_with_its_reason() -> None:
     sampled = [r for r in given() if r.number != GREEDY]
-    metrics = measure(sampled, max_k=1, right_reward=1.0, answers=False)
+    metrics = response_metrics(sampled, max_k=1, right_reward=1.0, answers=False)
     for name, reason in (("greedy_accuracy", "evaluation.greedy"), ("majority", "given_answer"), ("format", "answer")):
         assert math.isnan(metrics[name].value)
         assert reason in metrics[name].reason
@@ -479,12 +479,12 @@ def test_what_was_not_asked_for_is_nan_with_its_reason() -> None:
 def test_the_shipped_metrics_by_hand() -> None:
     sampled, _ = by_row(given())
     dataset = {0: {"prompt": "a"}, 4: {"prompt": "b"}}
-    metrics = measure_custom("c", examples.entropy_by_correctness, sampled, dataset)
+    metrics = custom_metrics("c", examples.entropy_by_correctness, sampled, dataset)
     assert metrics["c/right"].value == pytest.approx(0.3)
     assert metrics["c/wrong"].value == pytest.approx((0.6 + 0.8 / 3) / 2)
     assert metrics["c/wrong_minus_right"].value == pytest.approx(0.3)
     assert metrics["c/wrong_minus_right"].num_samples == 1
-    metrics = measure_custom("p", functools.partial(examples.entropy_by_position, edges=(1, 2)), sampled, dataset)
+    metrics = custom_metrics("p", functools.partial(examples.entropy_by_position, edges=(1, 2)), sampled, dataset)
     assert metrics["p/from_001"].value == pytest.approx((0.7 + 0.3) / 2)
     assert metrics["p/from_002"].value == pytest.approx((0.2 + 0.2) / 2)
     assert (metrics["p/from_003"].value, metrics["p/from_003"].num_samples) == (pytest.approx(0.6), 1)
@@ -516,7 +516,7 @@ def full_disk(limit: int) -> Iterator[None]:
 
 
 def test_on_a_full_disk_a_step_is_left_out_whole_and_what_was_there_stays(tmp_path: Path) -> None:
-    metrics = measure(given(), max_k=1, right_reward=1.0, answers=True)
+    metrics = response_metrics(given(), max_k=1, right_reward=1.0, answers=True)
     evaluated.write_step(tmp_path, 1, {}, metrics, [{"response": "a"}])
     table = evaluated.consolidate(tmp_path).read_bytes()
     with full_disk(10_000):
@@ -547,7 +547,7 @@ def test_an_infinite_number_stays_infinite_and_is_not_taken_for_a_missing_one(tm
 
 
 def test_the_table_reads_back_what_was_measured(tmp_path: Path) -> None:
-    metrics = measure([r for r in given() if r.number != GREEDY], max_k=2, right_reward=1.0, answers=True)
+    metrics = response_metrics([r for r in given() if r.number != GREEDY], max_k=2, right_reward=1.0, answers=True)
     for step in (10, 9):
         evaluated.write_step(tmp_path, step, {}, metrics, [])
     evaluated.consolidate(tmp_path)

@@ -20,7 +20,8 @@ from torch import Tensor
 from rl_training.mathematics.clusters import average_linkage, participation_ratio
 from rl_training.mathematics.sketches import CountSketches
 from rl_training.offline.kernel_command import run
-from rl_training.offline.kernel_files import KERNEL_FILE
+from rl_training.offline.kernel_evolution import write_evolution
+from rl_training.offline.kernel_files import KERNEL_FILE, Kernel
 from rl_training.offline.kernel_report import PAGE
 from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.sequences import SEQUENCES_FILE
@@ -209,6 +210,21 @@ def test_the_command_asks_what_if_and_follows_kernels_over_training(asked: tuple
     assert float(row["participation_ratio_E"]) == pytest.approx(NUM_E, rel=0.01)
     for picture in ("", "_cosines", "_spectrum"):
         assert (out / f"evolution{picture}.png").stat().st_size > 1000
+
+
+def test_the_evolution_is_in_the_order_of_steps_and_begins_with_the_first(structure: Structure, tmp_path: Path) -> None:
+    """Given last first. The later kernel's gradients within E are others: its cosines are held against the first's."""
+    tensors = dict(structure.kernel.tensors)
+    tensors["sketches"] = tensors["sketches"].flip(2)
+    tensors["sketches"][0] *= -1
+    later = Structure(Kernel(tensors, structure.kernel.about), structure.evaluation, structure.update)
+    columns = [{"step": step, **headline(structure)} for step in (9, 5)]
+    write_evolution([later, structure], columns, tmp_path)
+    with open(tmp_path / "evolution.csv", encoding="utf-8", newline="") as file:
+        first, second = csv.DictReader(file)
+    assert (first["step"], second["step"]) == ("5", "9")
+    assert float(first["cosine_correlation"]) == pytest.approx(1.0)
+    assert float(second["cosine_correlation"]) < 0.9
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")

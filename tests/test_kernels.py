@@ -174,6 +174,13 @@ def test_side_by_side_they_are_a_sparse_johnson_lindenstrauss_transform() -> Non
     assert torch.allclose(joined @ joined.T, products)
 
 
+def test_the_error_of_an_inner_product_from_two_sketches_is_half_their_difference() -> None:
+    """Products 3 and 8: mean 5.5, standard deviation 5/√2, that of the mean of two 5/2."""
+    a, b = torch.tensor([[[1.0], [2.0]]]), torch.tensor([[[3.0], [4.0]]])
+    value, stderr = inner_products(a, b)
+    assert (float(value), float(stderr)) == pytest.approx((5.5, 2.5))
+
+
 def test_sketches_that_could_not_answer_are_refused() -> None:
     with pytest.raises(ValueError, match=r"buckets=500 must be a power of two: use 512"):
         CountSketches(SIZES, buckets=500)

@@ -19,6 +19,7 @@ import torch
 import warm
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig
+from test_verdict import found as found_to_be
 from torch import Tensor
 
 from rl_training import Estimate, Probe
@@ -38,11 +39,12 @@ from rl_training.offline.probe import (
     Updating,
     look,
 )
-from rl_training.offline.results import read_result, write_result
+from rl_training.offline.results import print_table, read_result, write_result
 from rl_training.offline.standing import Standing, refuse_without_gradients, stand
 from rl_training.offline.update import make_update
 from rl_training.records import read_probe_log
 from rl_training.records.checkpoints import checkpoints_named
+from rl_training.engine.batch import Rollout, take_rows
 from rl_training.engine.step import Step
 
 ROOT = Path(__file__).parents[1]
@@ -112,7 +114,7 @@ def looked(standing: Standing) -> Look:
 def as_update_buffer(rollout: Any) -> UpdateBuffer:
     _, number = rollout.prompt_index.unique(return_inverse=True)
     prompts = int(number.max()) + 1
-    return UpdateBuffer(dataclasses.replace(rollout, prompt_index=number), prompts, 4, prompts)
+    return UpdateBuffer(dataclasses.replace(rollout, prompt_index=number), prompts, 4)
 
 
 def close(a: Tensor, b: Tensor) -> float:
@@ -175,6 +177,38 @@ def test_the_step_without_a_fold_is_the_step_of_the_others(standing: Standing, l
     assert close(update.without_fold(3).total, of_others.delta) < 1e-4
 
 
+def with_prompts(rollout: Rollout, count: int) -> UpdateBuffer:
+    """Returns so many prompts with a response each: these sequences again and again."""
+    rows = take_rows(rollout, torch.arange(count) % rollout.num_sequences)
+    return UpdateBuffer(dataclasses.replace(rows, prompt_index=torch.arange(count)), count, 1)
+
+
+@pytest.mark.parametrize("prompts", [1, 16, 17, 48, 100])
+def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(
+    standing: Standing, looked: Look, prompts: int
+) -> None:
+    rollout = looked.update_buffer.rollout
+    idle = dataclasses.replace(rollout, advantages=torch.zeros_like(rollout.advantages))  # which costs nothing
+    sizes = make_update(standing, with_prompts(idle, prompts), 32, False, lambda _: None).fold_prompts.tolist()
+    assert len(sizes) == min(prompts, 16)
+    assert sum(sizes) == prompts
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_folds_of_other_sizes_are_left_out_by_their_share(standing: Standing, looked: Look) -> None:
+    """18 prompts in 16 folds: the first and the ninth have two. Without one of these, and without one of the others."""
+    rollout = with_prompts(looked.update_buffer.rollout, 18).rollout
+    advantages = torch.linspace(-1, 1, 18)
+    rollout = dataclasses.replace(rollout, advantages=advantages)
+    update = make_update(standing, UpdateBuffer(rollout, 18, 1), 32, False, lambda _: None)
+    assert update.fold_prompts.tolist() == [2, 1, 1, 1, 1, 1, 1, 1] * 2
+    for fold, prompts in ((8, {9, 10}), (9, {11})):
+        others = torch.tensor([i for i in range(18) if i not in prompts])
+        rest = dataclasses.replace(take_rows(rollout, others), prompt_index=torch.arange(len(others)))
+        of_others = make_update(standing, UpdateBuffer(rest, len(others), 1), 32, False, lambda _: None)
+        assert close(update.without_fold(fold).total, of_others.delta) < 1e-4
+
+
 # --- prediction and truth ---------------------------------------------------------------------------------------------
 
 
@@ -230,6 +264,15 @@ def test_prediction_and_truth_agree_within_the_error_of_their_difference(looked:
     assert abs(found["floor"]) < 1e-6
     assert 0.9 < found["ESS"] / 24 <= 1
     assert found["w_min"] < 1 < found["w_max"]
+
+
+def test_the_terminal_says_where_first_order_fails_and_nothing_where_it_does_not(
+    standing: Standing, looked: Look, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for measured, says in ((-0.9, False), (0.25, True)):
+        results = {**looked.results, **found_to_be(-1.0, measured, 0.1)}
+        print_table(dataclasses.replace(looked, results=results), standing, Path("result.json"))
+        assert ("Step 2: higher orders cancel the first" in capsys.readouterr().out) == says
 
 
 @pytest.mark.parametrize("size", [3, 32])
@@ -504,6 +547,8 @@ def test_two_processes_say_what_one_says_in_sweeps_and_logs_too(
         texts = [log[name][["prompt", "response", "length"]] for log in logs]
         assert len(texts[0]) == {"evaluation": 24, "update": 32}[name]
         pd.testing.assert_frame_equal(*texts)
+    one_has, two_have = (log["statistics"].astype(float) for log in logs)
+    pd.testing.assert_frame_equal(one_has, two_have, rtol=1e-3, atol=1e-5)
     for column in ("logp", "entropy_after", "logp_slope"):
         np.testing.assert_allclose(*(log["tokens"][column].to_numpy() for log in logs), rtol=1e-3, atol=1e-5)
 
@@ -559,27 +604,37 @@ def write_shards(folder: Path, standing: Standing, ranks: int, swap: bool) -> di
     return exp_avg
 
 
-def test_moments_are_put_together_from_the_shards_of_ranks(run: Path, tmp_path: Path, standing: Standing) -> None:
-    pytest.importorskip("deepspeed")
+@pytest.fixture
+def deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if it were installed: these shards hold none of its classes, and can be read without."""
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+
+
+@pytest.mark.usefixtures("deepspeed")
+def test_moments_and_settings_are_put_together_from_the_shards_of_ranks(
+    run: Path, tmp_path: Path, standing: Standing
+) -> None:
     given: dict[str, Tensor] = {}
     copy = altered(run, tmp_path, lambda folder: given.update(write_shards(folder, standing, 12, swap=False)))
     states = standing_at(copy, 1).optimizer.states
     assert states is not None
     assert all(torch.equal(state.exp_avg, given[name]) for name, state in states.items())  # type: ignore[union-attr]
     assert {(state.lr, state.step) for state in states.values()} == {(5e-4, 7)}  # type: ignore[union-attr]
+    for name, state in states.items():  # each group of parameters has its own
+        assert state.weight_decay == (0.0 if "bias" in name or "norm" in name else 0.1), name
 
 
+@pytest.mark.usefixtures("deepspeed")
 def test_shards_in_another_order_are_refused_since_the_weights_are_not_the_models(
     run: Path, tmp_path: Path, standing: Standing
 ) -> None:
-    pytest.importorskip("deepspeed")
     copy = altered(run, tmp_path, lambda folder: write_shards(folder, standing, 2, swap=True))
     with pytest.raises(ValueError, match=r"put together from the ranks' shards, is not the model's, bit for bit"):
         standing_at(copy, 1)
 
 
+@pytest.mark.usefixtures("deepspeed")
 def test_shards_of_which_some_are_missing_are_refused(run: Path, tmp_path: Path, standing: Standing) -> None:
-    pytest.importorskip("deepspeed")
 
     def lose_one(folder: Path) -> None:
         write_shards(folder, standing, 3, swap=False)

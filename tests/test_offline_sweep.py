@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -13,6 +14,8 @@ import pytest
 import warm
 from hydra import compose, initialize_config_dir
 from test_offline import checkpoint, run  # noqa: F401
+from test_report import record_run
+from test_verdict import found
 
 from rl_training.job.explain import CONF
 from rl_training.job.look import look_at_checkpoints
@@ -22,7 +25,10 @@ from rl_training.offline.results import read_result
 from rl_training.offline.sweep import SweepSettings, refuse_sweep
 from rl_training.records import looks
 from rl_training.records.looks import COLUMNS
-from rl_training.records.report.looks import log_slope
+from rl_training.records.report.looks import describe_looks, log_slope, write_looks_page
+from rl_training.records.report.page import render_page
+from rl_training.records.report.series import read_run
+from rl_training.records.verdict import verdict
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", "log.level=none"]
@@ -82,6 +88,27 @@ def test_a_slope_is_that_of_a_power_law_and_noise_lowers_its_fit() -> None:
     etas = np.array([0.125, 0.25, 0.5, 1.0])
     assert log_slope(etas, -3.0 * etas**1.5) == pytest.approx((1.5, 1.0))
     assert log_slope(etas, etas * np.array([1.0, 2.0, 0.5, 1.0]))[1] < 0.9
+
+
+def test_a_step_where_first_order_fails_is_said_on_its_page_and_first_in_the_report(
+    run: Path,  # noqa: F811
+    swept: pd.DataFrame,
+    tmp_path: Path,
+) -> None:
+    content = json.loads((run / "offline" / "sweep" / "checkpoint-2" / "result.json").read_text())
+    content["results"] |= found(-1.0, 0.25, 0.1)
+    folder = tmp_path / "name"
+    (folder / "checkpoint-2").mkdir(parents=True)
+    (folder / "checkpoint-2" / "result.json").write_text(json.dumps(content))
+    section = describe_looks(folder, None)
+    told = verdict(3, content["results"])
+    assert told.startswith("Step 3: higher orders cancel the first")
+    assert section.verdicts == [told]
+    assert told in write_looks_page(folder, section).read_text()
+    recorded = read_run(record_run(tmp_path / "run", range(1, 4)))
+    report = render_page(recorded, [], [], [section])
+    assert report.count(told) == 2
+    assert report.index("The predictions hold so far") < report.index(told) < report.index("<table")
 
 
 def test_a_page_stands_alone_and_in_the_runs_report_with_the_table(run: Path, swept: pd.DataFrame) -> None:  # noqa: F811

@@ -12,8 +12,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOConfig, Estimate, Probe, attach
 from rl_training.hosts.trl.batches import DR_GRPO, is_dr_grpo
+from rl_training.mathematics.scores import Scores
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.engine.probe import Need
+from rl_training.engine.loss_weights import LossWeights
 from rl_training.tasks.models import load_tiny
 
 PLAIN = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "bf16": False, "use_cpu": True}
@@ -69,6 +71,16 @@ def test_slices_of_a_microbatch_hold_the_bonus_for_entropy(make_trainer) -> None
     for kept, twin in zip(probe.kept, probe.twins, strict=True):
         assert float(twin.norm()) > 1e-3
         assert float((kept - twin).norm() / twin.norm()) < 1e-3  # the last slice is a difference
+
+
+def test_a_share_of_the_loss_is_a_share_of_its_bonus_for_entropy_too() -> None:
+    """∂log π = 2, ∂h = 5 at every token, three sequences of a token: 3 · (½ (1 · 2 + 10 · 5) + ¼ (2 · 2 + 20 · 5))."""
+    theta = torch.ones((), requires_grad=True)
+    ones = torch.ones(2, 1)
+    fresh = Scores(2 * theta * ones, 5 * theta * ones, ones)
+    loss = LossWeights(torch.tensor([[1.0], [7.0], [2.0]]), torch.tensor([[10.0], [70.0], [20.0]]))
+    (gradient,) = loss.gradient(fresh, torch.tensor([0, 2]), [theta], torch.tensor([[0.5], [0.25]]))
+    assert float(gradient) == pytest.approx(3 * (0.5 * 52 + 0.25 * 104))
 
 
 @pytest.mark.parametrize(("name", "value"), OTHER.items())

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
-from rl_training.job.build import Run, accumulation_steps, build_run
+from rl_training.job.build import TrainingRun, accumulation_steps, build_run
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
@@ -123,7 +123,7 @@ def teach_the_form(model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts
 # --- the experiment ---------------------------------------------------------------------------------------------------
 
 
-def experiment(folder: Path, run_dir: Path, *overrides: str) -> Run:
+def experiment(folder: Path, run_dir: Path, *overrides: str) -> TrainingRun:
     return build_run(
         composed(
             "experiment=qwen_gsm8k", f"model.name={folder / 'model'}", f"data.path={folder / 'rows.jsonl'}",

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from rl_training import DrGRPOTrainer, Estimate, Probe
 from rl_training.job import run_folder
-from rl_training.job.build import Run, build_run
+from rl_training.job.build import TrainingRun, build_run
 from rl_training.job.settings import check_resume
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
@@ -113,7 +113,7 @@ def composed(folder: Path, *overrides: str) -> DictConfig:
         return compose("train", overrides=[*SMALL, f"run_dir={folder}", *overrides])
 
 
-def run_of(folder: Path, *overrides: str) -> Run:
+def run_of(folder: Path, *overrides: str) -> TrainingRun:
     """A run of three steps with a checkpoint at each, in this process."""
     return build_run(composed(folder, *overrides))
 

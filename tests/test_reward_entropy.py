@@ -34,6 +34,16 @@ def test_the_fit_and_its_errors_are_those_of_a_linear_regression_on_the_exponent
     assert law.a.half_width() == pytest.approx(2.776445 * line.stderr)  # 97.5 % of Student's t, 4 degrees of freedom
 
 
+def test_the_error_of_the_mean_miss_is_the_fits_and_that_of_the_new_points() -> None:
+    """Rewards 1, 0, 0, 1 at e^H = 1, 2, 3, 4: a level line at ½, s² = ½, Sxx = 5. New ones, 1 and 2, at e^H = 5 and 7:
+    their mean is 1 above, with s² (1/2 + 1/4 + (6 − 2.5)²/5) = 1.6.
+    """
+    law = fit_reward_law([math.log(x) for x in (1, 2, 3, 4)], [1, 0, 0, 1])
+    miss = law.mean_miss([math.log(5), math.log(7)], [1, 2])
+    assert miss.value == pytest.approx(1.0)
+    assert miss.stderr == pytest.approx(math.sqrt(1.6))
+
+
 def test_the_ceilings_and_the_misss_intervals_hold_the_truth_in_95_of_100_cases() -> None:
     """2000 drawn samples: 95 % ± 1 %."""
     draw = random.Random(0)

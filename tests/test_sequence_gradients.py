@@ -160,6 +160,8 @@ def test_norms_of_every_kind_are_right(kind: str, ids: Tensor) -> None:
     embed, norm = nn.Embedding(VOCABULARY, 4).double(), SquaredNorm() if kind == "squared" else nn.LayerNorm(4).double()
     with torch.no_grad():
         norm.weight.copy_(torch.tensor([0.5, -1.5, 2.0, 0.0 if kind == "zero" else 1.0]))
+        if isinstance(norm, nn.LayerNorm):  # whose bias begins at 0, where nobody would miss it
+            norm.bias.copy_(torch.tensor([1.0, -2.0, 0.5, 3.0]))
     model = nn.Sequential(embed, norm)
     model.get_input_embeddings = lambda: embed  # type: ignore[assignment]
     parameters = dict(norm.named_parameters())

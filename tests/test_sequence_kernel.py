@@ -35,9 +35,9 @@ from rl_training.offline.first_order import TOKEN, predict
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
 from rl_training.offline.kernel_files import load_kernel
-from rl_training.offline.kernel_look import kernel_of_look, step_of
+from rl_training.offline.kernel_look import kernel_of_look, kernel_step
 from rl_training.offline.kernel_proofs import prove_identity
-from rl_training.offline.kernel_types import KernelSettings, Question, Ranks, Step
+from rl_training.offline.kernel_types import KernelSettings, KernelStep, Question, Ranks
 from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.probe import Evaluation, Settings, TruthSettings, Updating, look
 from rl_training.offline.standing import Standing
@@ -60,7 +60,7 @@ class Case:
     trainer: GRPOTrainer
     standing: Standing
     question: Question
-    step: Step
+    step: KernelStep
 
     @property
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
@@ -100,12 +100,12 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
     of_e, of_u = policy.sample(NUM_E, 0), policy.sample(NUM_U, 1)
     of_u.advantages.copy_(torch.linspace(-0.5, 0.7, NUM_U))
     of_u.advantages[3] = 0.0
-    update = make_update(standing, UpdateBuffer(of_u, NUM_U, 1, NUM_U), 4, False, lambda _: None)
+    update = make_update(standing, UpdateBuffer(of_u, NUM_U, 1), 4, False, lambda _: None)
     scores = policy.score_rollout(of_e)
     evaluation = EvaluationBuffer(of_e, of_e.prompt_index, scores, ())
     direction = predict(standing, evaluation, update, "rb", 4, lambda _: None).direction[TOKEN]
     weights = surrogate_weights(scores.logps, scores.entropies, scores.mask, of_e.prompt_index, "rb", "token", "buffer")
-    return Case(trainer, standing, Question(of_e, *weights, of_u, max_length=24), step_of(update, direction))
+    return Case(trainer, standing, Question(of_e, *weights, of_u, max_length=24), kernel_step(update, direction))
 
 
 SETTINGS_OF: dict[str, dict[str, Any]] = {
@@ -283,7 +283,7 @@ def test_what_if_is_the_step_taken_anew_without_these_sequences(cases: Any, fini
         without = chooser(text)(s)
         told = what_if(s, without)
         left = dataclasses.replace(q.update, advantages=q.update.advantages.masked_fill(without, 0.0))
-        delta = make_update(case.standing, UpdateBuffer(left, NUM_U, 1, NUM_U), 4, False, lambda _: None).delta.double()
+        delta = make_update(case.standing, UpdateBuffer(left, NUM_U, 1), 4, False, lambda _: None).delta.double()
         true_entropy, true_logp = float(case.step.entropy_gradient.double() @ delta), float((w @ delta)[right].mean())
         for key, true in (("deltaH1", true_entropy), ("log_probability_of_right", true_logp)):
             changed = abs(true - told[f"{key}_before"])
@@ -329,9 +329,14 @@ def test_a_killed_run_goes_on_after_its_last_block(cases: Any, tmp_path: Path, c
 
 def test_the_folder_of_another_kernel_is_refused(cases: Any, finished: Any) -> None:
     case = cases("adapter")
-    other = dataclasses.replace(case.question, max_length=25)
-    with pytest.raises(ValueError, match="holds a kernel with other max_length"):
-        calculate_kernel(case.rows(), case.step, other, SETTINGS, finished("adapter"))
+    longer = dataclasses.replace(case.question, max_length=25)
+    of_u = case.question.update
+    otherwise_taught = dataclasses.replace(
+        case.question, update=dataclasses.replace(of_u, advantages=2 * of_u.advantages)
+    )
+    for other, named in ((longer, "max_length"), (otherwise_taught, "advantages")):
+        with pytest.raises(ValueError, match=f"holds a kernel with other {named}:"):
+            calculate_kernel(case.rows(), case.step, other, SETTINGS, finished("adapter"))
 
 
 def share(rank: int, port: int, case: Case, folder: Path) -> None:

@@ -133,6 +133,16 @@ def test_the_error_of_a_trapezoid_is_known_at_least_as_well_as_the_worse_known_o
             assert (terms.trapezoid_batches >= tensor([min(pair) for pair in pairs])).all()
 
 
+def test_the_error_of_the_sum_is_known_as_well_as_unequal_variances_of_batches_allow() -> None:
+    """½F, half steps and ½B have the variances 1, then 2, then 3, and 1: (Σv)²/Σv² of the batches so far."""
+    one, total, known = torch.ones((), dtype=torch.float64), TrapezoidSum(), []
+    for step, half_step_variance in enumerate((9.0, 2.0, 3.0, 9.0)):  # that of an end is not asked for
+        stderr, half_step = 2 * one, one * math.sqrt(half_step_variance)
+        batch = BatchTerms(one, one, one, stderr, one, one, stderr, one, half_step)
+        known.append(float(total.add(step, batch).predicted_batches))
+    assert known[1:] == pytest.approx([(1 + 1) ** 2 / 2, (1 + 2 + 1) ** 2 / 6, (1 + 2 + 3 + 1) ** 2 / 15])
+
+
 def test_step_left_out_makes_the_predicted_sum_nan_for_good_and_not_the_measured_one() -> None:
     plain = batches(seed=3)
     answers = feed(TrapezoidSum(), plain, [1, 2, 3, 5, 6, 7])

@@ -101,9 +101,9 @@ class OpenStep:
         )
 
     def prompts(self, loop: Loop) -> tuple[bool, bool]:
-        """Returns whether every prompt has all its responses in this step, and also lies in one microbatch, on all ranks.
+        """Returns whether every prompt has all its responses in this step, and also lies in one microbatch.
 
-        A collective.
+        On all ranks: a collective.
         """
         index = torch.cat([rollout.prompt_index for rollout in self.rollouts])
         prompts, counts = index.unique(return_counts=True)

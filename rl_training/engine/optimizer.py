@@ -20,8 +20,8 @@ def mean_gradients(
 ) -> tuple[dict[str, Tensor], OptimizerView]:
     """Returns the gradients of the step by name, mean over microbatches and ranks, not clipped; and what steps on them.
 
-    A parameter that the loss does not reach has zeros, and torch's optimizers do not update it. (ZeRO's do: its zeros are
-    gradients like others.) Raises ValueError when none has a gradient.
+    A parameter that the loss does not reach has zeros, and torch's optimizers do not update it. (ZeRO's do: its zeros
+    are gradients like others.) Raises ValueError when none has a gradient.
     """
     of_param = sharding.mean_gradients(parameters.values())
     gradients = {name: of_param[param] for name, param in parameters.items()}

@@ -44,7 +44,9 @@ BUILT_IN = ("reward", "greedy_accuracy", "pass_at", "majority", "entropy", "kl",
 NO_ANSWER = "the task does not say how an answer is read (Task.given_answer)"
 
 
-def measure(responses: Sequence[Response], max_k: int, right_reward: float, answers: bool) -> dict[str, Estimate]:
+def response_metrics(
+    responses: Sequence[Response], max_k: int, right_reward: float, answers: bool
+) -> dict[str, Estimate]:
     """Returns the built-in metrics of a checkpoint's responses; all rows have equally many.
 
     max_k    largest k of pass@k; ValueError above the number of responses per prompt
@@ -96,7 +98,7 @@ def by_row(responses: Sequence[Response]) -> tuple[dict[int, list[Response]], di
     return sampled, {r.row: r for r in ordered if r.number == GREEDY}
 
 
-def measure_custom(name: str, metric: Metric, sampled: ByRow, dataset: Any) -> dict[str, Estimate]:
+def custom_metrics(name: str, metric: Metric, sampled: ByRow, dataset: Any) -> dict[str, Estimate]:
     """Returns `name/…` for all that a metric of the user's says of the prompts.
 
     ValueError, naming the metric and the row, when it raises or returns something else than numbers by name.

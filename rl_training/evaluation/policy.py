@@ -38,7 +38,7 @@ LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
 
 
 @dataclass(frozen=True)
-class Policy:
+class CheckpointPolicy:
     """A model that answers prompts at a temperature.
 
     reference  the run's first model; "adapter off" where it is this one without its adapter; None for none
@@ -164,7 +164,7 @@ def load_policy(
     device: str = "cpu",
     dtype: str = "float32",
     quantization: str | None = None,
-) -> Policy:
+) -> CheckpointPolicy:
     """Returns the policy of a checkpoint folder: a whole model, or an adapter on the run's first model.
 
     load_first  makes the model that the run started from; None where no run is known
@@ -188,7 +188,7 @@ def load_policy(
             raise ValueError(f"its model cannot be loaded: {error.__cause__ or error}") from error
         if with_reference and load_first is not None:
             reference = load_first()[0].to(device).eval()
-    return Policy(model.to(device).eval(), tokenizer, reference, temperature, max_completion_length)
+    return CheckpointPolicy(model.to(device).eval(), tokenizer, reference, temperature, max_completion_length)
 
 
 def require_weights(checkpoint: Path) -> None:

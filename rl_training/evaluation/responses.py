@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.evaluation.policy import Policy, uniforms_of
+from rl_training.evaluation.policy import CheckpointPolicy, uniforms_of
 from rl_training.tasks.task import Task
 
 GREEDY = -1  # stands for the number of a response that was decoded greedily
@@ -70,8 +70,12 @@ def choose_rows(num_rows: int, fraction: float, seed: int) -> tuple[int, ...]:
     return tuple(sorted(int(row) for row in chosen))
 
 
-def respond(
-    policy: Policy, task: Task, batches: Sequence[Sequence[tuple[int, int]]], seed: int, seconds: dict[str, float]
+def generate_responses(
+    policy: CheckpointPolicy,
+    task: Task,
+    batches: Sequence[Sequence[tuple[int, int]]],
+    seed: int,
+    seconds: dict[str, float],
 ) -> Iterator[list[Response]]:
     """Yields the responses of each batch; adds to `seconds` what generating, scoring and judging took."""
     for batch in batches:
@@ -107,7 +111,7 @@ def respond(
         yield responses
 
 
-def tokenize(policy: Policy, prompt: Any) -> Tensor:
+def tokenize(policy: CheckpointPolicy, prompt: Any) -> Tensor:
     """Returns the tokens of a prompt: plain text, or messages put into the tokenizer's chat template.
 
     ValueError when the tokenizer cannot spell it: a policy is not asked what it cannot read.

@@ -56,10 +56,10 @@ def _run(work: Callable[[Send], None], connection: Connection) -> None:
     except BrokenPipeError:  # the parent is gone
         return
     except BaseException as error:  # whatever it is, the parent is told
-        connection.send(("ended", explain(error)))
+        connection.send(("ended", reason_of(error)))
 
 
-def explain(error: BaseException) -> str:
+def reason_of(error: BaseException) -> str:
     """Returns an error as one line: our own in its words, others with their type and where they were raised."""
     message = " ".join(str(error).split())
     if isinstance(error, MemoryError) or "out of memory" in message.lower():

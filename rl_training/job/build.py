@@ -18,7 +18,7 @@ from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.alert import EntropyAlert
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.job.command_line import libraries_refuse
-from rl_training.job.run import Run
+from rl_training.job.run import TrainingRun
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
 from rl_training.job.settings import (
     check_additional_steps,
@@ -41,13 +41,13 @@ from rl_training.records.provenance import provenance
 EVAL_BATCH = 4  # microbatches at once in evaluation, which keeps nothing for a backward
 
 
-def build_run(cfg: DictConfig) -> Run:
+def build_run(cfg: DictConfig) -> TrainingRun:
     """Returns the run that the configuration describes. Raises ValueError for whatever the user got wrong."""
     with libraries_refuse():
         return _build(cfg)
 
 
-def _build(cfg: DictConfig) -> Run:
+def _build(cfg: DictConfig) -> TrainingRun:
     check_resume(cfg)
     expand_home(cfg)
     read_numbers(cfg)
@@ -79,7 +79,7 @@ def _build(cfg: DictConfig) -> Run:
     loggers = _put_loggers(trainer, run_dir, config, CORE if cfg.logger.metrics == "core" else None)
     if cfg.alert.within_steps is not None:
         _put_alert(cfg, trainer, loggers, stop)
-    return Run(trainer, run_dir, checkpoint, loggers, stop)
+    return TrainingRun(trainer, run_dir, checkpoint, loggers, stop)
 
 
 def build_standing(cfg: DictConfig, checkpoint: Path, learning_rate: float | None = None) -> Standing:

@@ -22,11 +22,11 @@ from omegaconf import DictConfig
 from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from rl_training.evaluation.display import Progress, print_table
-from rl_training.evaluation.metrics import by_row, measure, measure_custom
+from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response
-from rl_training.evaluation.workers import explain
-from rl_training.job.evaluation_plan import Plan, fingerprint, read_plan
-from rl_training.job.evaluation_worker import Answers, ask, join
+from rl_training.evaluation.workers import reason_of
+from rl_training.job.evaluation_plan import EvaluationPlan, fingerprint, read_plan
+from rl_training.job.evaluation_worker import CheckpointResponses, ask, join
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import consolidate, locked, read_table, write_step
 from rl_training.records.folder import LOGS_FOLDER
@@ -52,7 +52,7 @@ def evaluate(cfg: DictConfig) -> int:
 class _Evaluation:
     """The main process's part: progress, files, dashboards, table."""
 
-    def __init__(self, plan: Plan, num_shares: int = 1) -> None:
+    def __init__(self, plan: EvaluationPlan, num_shares: int = 1) -> None:
         self.plan, self.num_shares = plan, num_shares
         self.task = plan.task()
         self.custom = plan.custom_metrics()
@@ -75,7 +75,7 @@ class _Evaluation:
                 raise RuntimeError("stopped")
             self.progress.add(num_responses)
 
-        def work(step: int) -> tuple[int, Answers]:
+        def work(step: int) -> tuple[int, CheckpointResponses]:
             device = devices.get()
             try:
                 return step, ask(self.plan, self.pending[step], device, on_responses=received)
@@ -96,28 +96,28 @@ class _Evaluation:
         pool.shutdown()
         return self.close()
 
-    def finish(self, step: int, answers: Answers) -> None:
+    def finish(self, step: int, answers: CheckpointResponses) -> None:
         """Measures and writes what came back of a checkpoint; what fails here fails this checkpoint alone."""
         reason = answers.reason
         if not reason:
             try:
                 self._write(step, answers)
             except (OSError, ValueError) as error:
-                reason = explain(error)
+                reason = reason_of(error)
         if reason:
             self.failures[step] = reason
             self.progress.say(f"step {step}: {reason} ({self.plan.checkpoints[step]})")
         self.progress.finish_one()
 
-    def _write(self, step: int, answers: Answers) -> None:
+    def _write(self, step: int, answers: CheckpointResponses) -> None:
         plan, checkpoint = self.plan, self.plan.checkpoints[step]
         can_read = self.task.given_answer is not None
-        metrics = measure(answers.responses, plan.max_k, plan.right_reward, can_read)
+        metrics = response_metrics(answers.responses, plan.max_k, plan.right_reward, can_read)
         sampled, _ = by_row(answers.responses)
         errors = []
         for name, metric in self.custom.items():
             try:
-                metrics |= measure_custom(name, metric, sampled, self.task.eval_dataset)
+                metrics |= custom_metrics(name, metric, sampled, self.task.eval_dataset)
             except ValueError as error:
                 errors.append(str(error))
                 self.progress.say(f"step {step}: {error}")
@@ -158,7 +158,7 @@ class _Evaluation:
         return 1 if self.failures or self.errors else 0
 
 
-def _evaluate_together(plan: Plan) -> int:
+def _evaluate_together(plan: EvaluationPlan) -> int:
     """Evaluates with all processes of a launch, and returns the exit code."""
     if plan.jobs > 1:
         raise ValueError("evaluation.jobs is for one process: several processes share the rows of each checkpoint")
@@ -179,7 +179,7 @@ def _evaluate_together(plan: Plan) -> int:
     for step, checkpoint in pending.items():
         progress = evaluation.progress.add if evaluation else None
         answers = ask(plan, checkpoint, _device(state.local_process_index), rank, num_ranks, progress)
-        parts: list[Answers] = gather_object([answers])
+        parts: list[CheckpointResponses] = gather_object([answers])
         if evaluation:
             evaluation.finish(step, join(parts))
     code = evaluation.close() if evaluation else 0
@@ -191,7 +191,7 @@ def _device(number: int) -> str:
     return f"cuda:{number % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
 
 
-def _loggers(plan: Plan) -> list[MetricsLogger]:
+def _loggers(plan: EvaluationPlan) -> list[MetricsLogger]:
     """Returns the run's own loggers, which go on in its dashboards."""
     if plan.run is None:
         return []

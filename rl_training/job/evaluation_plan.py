@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.evaluation.metrics import BUILT_IN, Metric
 from rl_training.evaluation.responses import Sampling, choose_rows
 from rl_training.job.stored_settings import load_settings
+from rl_training.records.checkpoints import checkpoints_of
 from rl_training.records.evaluated import EVALUATIONS, SETTINGS, read_step, write_settings
 from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
 from rl_training.tasks.task import Task
@@ -28,7 +29,7 @@ FREE = ("name", "batch_size", "jobs", "gzip", "overwrite")
 
 
 @dataclass(frozen=True)
-class Plan:
+class EvaluationPlan:
     """An evaluation, ready to start; it travels to the processes that work at it."""
 
     run: Path | None
@@ -83,7 +84,7 @@ class Plan:
             )
 
 
-def read_plan(cfg: DictConfig) -> Plan:
+def read_plan(cfg: DictConfig) -> EvaluationPlan:
     """Returns the evaluation that the configuration asks for. ValueError for whatever the user got wrong."""
     asked: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     run, checkpoints = _find_checkpoints(asked["run"], asked["checkpoints"])
@@ -110,7 +111,7 @@ def read_plan(cfg: DictConfig) -> Plan:
     settings = {key: value for key, value in e.items() if key not in FREE}
     settings |= {"temperature": temperature, "max_completion_length": max_length, "metrics": asked["metrics"]}
     settings |= {group: config.get(group) for group in GROUPS}
-    plan = Plan(
+    plan = EvaluationPlan(
         run=run,
         config=config,
         folder=home / EVALUATIONS / name,
@@ -172,7 +173,7 @@ def _find_checkpoints(run: str | None, checkpoints: list[str] | str | None) -> t
         if not (folder / CONFIG_FILE).is_file():
             raise ValueError(f"run={run} is no run's folder: it holds no {CONFIG_FILE}. For bare checkpoints: "
                              "'checkpoints=[PATH,...]'")  # fmt: skip
-        paths = [path for path in (folder / TRAINING_STATE).glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
+        paths = checkpoints_of(folder)
         if not paths:
             raise ValueError(f"run={run} has no checkpoints ({TRAINING_STATE}/checkpoint-N): a run writes them every "
                              "trainer.save_steps")  # fmt: skip

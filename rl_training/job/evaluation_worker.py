@@ -16,13 +16,13 @@ import rl_training.job.silence  # noqa: F401
 from transformers.utils import logging
 
 from rl_training.evaluation.policy import load_policy
-from rl_training.evaluation.responses import Response, respond
+from rl_training.evaluation.responses import Response, generate_responses
 from rl_training.evaluation.workers import Send, run_in_process
-from rl_training.job.evaluation_plan import Plan, make
+from rl_training.job.evaluation_plan import EvaluationPlan, make
 
 
 @dataclass
-class Answers:
+class CheckpointResponses:
     """What came back of one checkpoint: its responses, the time they took, or why there are none."""
 
     responses: list[Response] = field(default_factory=list)
@@ -31,15 +31,15 @@ class Answers:
 
 
 def ask(
-    plan: Plan,
+    plan: EvaluationPlan,
     checkpoint: Path,
     device: str,
     share: int = 0,
     num_shares: int = 1,
     on_responses: Callable[[int], None] | None = None,
-) -> Answers:
+) -> CheckpointResponses:
     """Returns what a process of its own has got from the checkpoint."""
-    answers = Answers()
+    answers = CheckpointResponses()
 
     def receive(content: list[Response] | dict[str, float]) -> None:
         if isinstance(content, dict):
@@ -56,7 +56,7 @@ def ask(
     return answers
 
 
-def _answer(plan: Plan, checkpoint: Path, device: str, share: int, num_shares: int, send: Send) -> None:
+def _answer(plan: EvaluationPlan, checkpoint: Path, device: str, share: int, num_shares: int, send: Send) -> None:
     """Sends the responses of this checkpoint, batch by batch, and then the seconds that it all took."""
     logging.disable_progress_bar()
     seconds: dict[str, float] = {}
@@ -74,14 +74,16 @@ def _answer(plan: Plan, checkpoint: Path, device: str, share: int, num_shares: i
     )
     task = plan.task()
     seconds["load"] = time.perf_counter() - start
-    for responses in respond(policy, task, plan.sampling.batches(share, num_shares), plan.sampling.seed, seconds):
+    for responses in generate_responses(
+        policy, task, plan.sampling.batches(share, num_shares), plan.sampling.seed, seconds
+    ):
         send(responses)
     send(seconds)
 
 
-def join(parts: list[Answers]) -> Answers:
+def join(parts: list[CheckpointResponses]) -> CheckpointResponses:
     """Returns what all processes have of a checkpoint; times are those of the slowest."""
     reasons = [f"process {rank}: {part.reason}" for rank, part in enumerate(parts) if part.reason]
     names = {name for part in parts for name in part.seconds}
     seconds = {name: max(part.seconds.get(name, 0.0) for part in parts) for name in sorted(names)}
-    return Answers([r for part in parts for r in part.responses], seconds, "; ".join(reasons))
+    return CheckpointResponses([r for part in parts for r in part.responses], seconds, "; ".join(reasons))

@@ -6,6 +6,7 @@ import difflib
 import re
 import shlex
 import sys
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ def explain(error: BaseException) -> str:
     if choice:
         group, name = choice.groups()
         options = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
-        return f"{group}={name}: there is no such {group}. Choose from {', '.join(options)}{_meant(name, options)}"
+        return (
+            f"{group}={name}: there is no such {group}. Choose from {', '.join(options)}{did_you_mean(name, options)}"
+        )
     if isinstance(error, OmegaConfBaseException) and "is not in struct" in message:
         return f"{error.full_key} is not there: a run needs it, so it cannot be taken away"
     if message.startswith("Config group override must be a string"):
@@ -69,20 +72,20 @@ def _no_such_setting(key: str) -> str:
         options = [name for name in _load(CONF / "probe" / f"{probe}.yaml")[probe] if name != "_target_"]
         if last in options:
             return f"this run has no probe {probe}; choose it by probe={probe}, or in a list by probe=[…,{probe}]"
-        return f"the probe has the options {', '.join(options)}{_meant(last, options)}"
+        return f"the probe has the options {', '.join(options)}{did_you_mean(last, options)}"
     if key.count(".") == 1 and (CONF / first).is_dir():
         by_file = {path.stem: _options(path, first) for path in sorted((CONF / first).glob("*.yaml"))}
         having = [f"{first}={name}" for name, options in by_file.items() if last in options]
         if having:
             return f"what this run has chosen for {first} has no such setting; {' and '.join(having)} would have it"
         known = sorted({option for options in by_file.values() for option in options})
-        return f"{first} has the settings {', '.join(known)}{_meant(last, known)}"
+        return f"{first} has the settings {', '.join(known)}{did_you_mean(last, known)}"
     groups = [path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra"]
     command = Path(sys.argv[0]).stem
     if not (CONF / f"{command}.yaml").is_file():
         command = "train"
     known = [name for name in (*_load(CONF / f"{command}.yaml"), *groups) if name not in ("defaults", "hydra")]
-    return f"there is no such setting, see python {command}.py --help{_meant(first, known)}"
+    return f"there is no such setting, see python {command}.py --help{did_you_mean(first, known)}"
 
 
 def _options(path: Path, group: str) -> list[str]:
@@ -95,6 +98,11 @@ def _load(path: Path) -> dict[str, Any]:
     return OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[return-value]
 
 
-def _meant(name: str, options: list[str]) -> str:
+def did_you_mean(name: str, options: Collection[str] | Mapping[str, str]) -> str:
+    """Returns a hint at the option that is close to `name`; "" where none is.
+
+    options  names; or what is said of each, by its name
+    """
     close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    said = options if isinstance(options, Mapping) else {}
+    return f"; did you mean {said.get(close[0], close[0])}?" if close else ""

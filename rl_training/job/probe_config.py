@@ -15,14 +15,13 @@ Everything is optional but the checkpoint; what is left out is as conf/offline.y
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_training.job.explain import CONF
+from rl_training.job.explain import CONF, did_you_mean
 
 KEYS: dict[str, dict[str, type | tuple[str, ...]]] = {
     "checkpoint": {"checkpoint_path": str, "backbone": str, "dtype": ("float32", "bfloat16", "auto")},
@@ -114,7 +113,7 @@ def _file_of(group: str, at: tuple[str, str], name: str) -> str:
     if file not in known:
         also = [old for old, new in OLD_NAMES.items() if new in known]
         choices = [*known, *also]
-        raise ValueError(f"{'.'.join(at)}: {name}: choose from {', '.join(choices)}{_meant(name, choices)}")
+        raise ValueError(f"{'.'.join(at)}: {name}: choose from {', '.join(choices)}{did_you_mean(name, choices)}")
     return file
 
 
@@ -154,7 +153,7 @@ def _refuse_value(key: str, value: Any, kind: type | tuple[str, ...]) -> None:
         return
     if isinstance(kind, tuple):
         if value not in kind:
-            raise ValueError(f"{key}={value}: choose from {', '.join(kind)}{_meant(str(value), kind)}")
+            raise ValueError(f"{key}={value}: choose from {', '.join(kind)}{did_you_mean(str(value), kind)}")
     elif type(value) is not kind:
         wanted = {bool: "true or false", int: "a whole number", str: "text"}[kind]
         raise ValueError(f"{key}={value}: {wanted} is needed")
@@ -164,10 +163,4 @@ def _home(key: str) -> str:
     """Returns a hint at the setting that is close to `key`, with its section."""
     places = {name.lower(): f"{section}.{name}" for section, keys in KEYS.items() for name in keys}
     places |= {section: section for section in KEYS}
-    close = difflib.get_close_matches(str(key).lower(), places, n=1, cutoff=0.5)
-    return f"; did you mean {places[close[0]]}?" if close else ""
-
-
-def _meant(name: str, options: list[str] | tuple[str, ...]) -> str:
-    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
-    return f"; did you mean {close[0]}?" if close else ""
+    return did_you_mean(str(key).lower(), places)

@@ -25,7 +25,7 @@ logger = logging.get_logger(__name__)
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingRun:
     """A run, ready to start."""
 
     trainer: DrGRPOTrainer

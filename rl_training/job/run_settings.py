@@ -6,7 +6,6 @@ Hydra hands on, and `run_settings` applies that list.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -17,7 +16,7 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.job.explain import CONF
+from rl_training.job.explain import CONF, did_you_mean
 from rl_training.job.stored_settings import load_settings
 from rl_training.records.folder import CONFIG_FILE
 
@@ -100,9 +99,8 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
             cfg[key] = compose("train", overrides=[change.input_line or ""])[key]
         elif not key.startswith("trainer.") and OmegaConf.select(cfg, key, default=None) is None:
             known = _keys(cfg)
-            close = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
-            meant = f"; did you mean {close[0]}?" if close else ""
-            raise ValueError(f"{key}: neither offline.py nor the run in {stored.parent} has this setting{meant}")
+            hint = did_you_mean(key, known)
+            raise ValueError(f"{key}: neither offline.py nor the run in {stored.parent} has this setting{hint}")
         else:
             OmegaConf.update(cfg, key, value, force_add=True)
     return cfg

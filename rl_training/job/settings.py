@@ -33,8 +33,8 @@ WHOLE_NUMBERS = {
 # Settings of the trainer below which it would train nothing, or something else; -1 steps: as many as the epochs have.
 LEAST = {"num_iterations": 1, "max_completion_length": 1, "learning_rate": 0, "max_grad_norm": 0, "weight_decay": 0,
          "adam_epsilon": 0, "warmup_steps": 0}  # fmt: skip
-COUNTS = ("every", "responses_per_prompt", "validate_every", "validate_sequences", "top_responses", "split_prompts")
-SHARES = ("decay", "error_decay", "prompt_share")
+COUNTS = ("every", "responses_per_prompt", "sequences", "count", "seed", "split_prompts")
+SHARES = ("decay", "error_decay")
 MOST_SEQUENCES = 2**16  # of a buffer that a probe validates on: hours on any machine
 SAME_AS = {
     "per_device_train_batch_size": "batch.microbatch_size",
@@ -195,7 +195,7 @@ def _check_probe_option(key: str, value: Any) -> None:
         raise ValueError(f"{key}={value} must be a whole number, or null for one per microbatch")
     if name in COUNTS and (type(value) is not int or value < 0):
         raise ValueError(f"{key}={value} must be a whole number, at least {int(name == 'every')}")
-    if name == "validate_sequences" and value > MOST_SEQUENCES:
+    if name == "sequences" and value > MOST_SEQUENCES:
         raise ValueError(f"{key}={value} would take hours at each validation: at most {MOST_SEQUENCES}")
 
 

@@ -14,7 +14,16 @@ MOVED = {
     "rl_training.models.": "rl_training.tasks.models.",
     "rl_training.buffer.": "rl_training.hosts.trl.buffer.",
 }
-GONE = {"probes.gns.lags": "what persists of the gradient is no longer measured, leave it out"}  # settings, and why
+GONE = {  # settings, and what to do instead
+    "probes.gns.lags": "what persists of the gradient is no longer measured, leave it out",
+    "probes.simple.draw": "it was not better than the first responses of each prompt, leave it out",
+    "probes.simple.prompt_share": "fewer prompts were not better, leave it out",
+    "probes.simple.split_error": "give probe=[simple,error_shares]",
+    "probes.simple.top_responses": "give probe=[simple,responses] probes.responses.count=3",
+    "probes.simple.validate_every": "give probe=[simple,ground_truth] probes.ground_truth.every=10",
+    "probes.simple.validate_sequences": "give probe=[simple,ground_truth] probes.ground_truth.sequences=512",
+    "probes.simple.seed": "give probe=[simple,ground_truth] probes.ground_truth.seed=0",
+}
 
 
 def load_settings(path: Path) -> DictConfig | ListConfig:

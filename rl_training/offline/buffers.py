@@ -61,7 +61,6 @@ class UpdateBuffer:
     rollout: Rollout  # prompt_index counts the prompts of all processes
     num_prompts: int  # of all processes
     responses_per_prompt: int
-    chunk_prompts: int  # consecutive prompts that lie on one process
 
     @property
     def num_sequences(self) -> int:
@@ -95,7 +94,7 @@ def sample_update(
             batch = _generate_rewarded(standing, rows, seed, filtered)
             parts.append(batches.read_rollout(batch, first, group, on_policy=True))
             progress(len(rows) * standing.num_ranks)
-    return UpdateBuffer(join_rollouts(parts), num_prompts, group, chunk)
+    return UpdateBuffer(join_rollouts(parts), num_prompts, group)
 
 
 def _generate_rewarded(standing: Standing, rows: list[dict[str, Any]], seed: int, filtered: bool) -> dict[str, Any]:

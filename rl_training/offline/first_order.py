@@ -110,7 +110,8 @@ def _products(layout: Layout, directions: Tensor, parts: Sequence[Tensor]) -> Te
     """Returns directions·parts by parameter, (parameters, q, 3) fp64, of three parts."""
     pieces = zip(*(layout.by_name(layout.split(flat)).values() for flat in (directions, *parts)), strict=True)
     return torch.stack([
-        torch.stack([torch.stack([rows_dot(part, x) for part in of_step]) for x in direction]) for direction, *of_step in pieces
+        torch.stack([torch.stack([rows_dot(part, x) for part in of_step]) for x in direction])
+        for direction, *of_step in pieces
     ])  # fmt: skip
 
 

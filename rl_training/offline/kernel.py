@@ -38,14 +38,14 @@ from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel_files import KERNEL_FILE, UPDATE_FILE, block_file, claim, save_tensors
 from rl_training.offline.kernel_proofs import MAX_IDENTITY_ERROR, gradient_part, prove_identity, prove_row, prove_sum
 from rl_training.offline.kernel_rows import Keeper, expectation
-from rl_training.offline.kernel_types import ALONE, DTYPES, KernelSettings, Question, Ranks, Step
+from rl_training.offline.kernel_types import ALONE, DTYPES, KernelSettings, KernelStep, Question, Ranks
 from rl_training.offline.sequences import token_hash, tokens_of
 
 GRADIENT_PART = "gradient_part"  # in UPDATE_FILE
 
 
 def calculate_kernel(
-    rows: GradientRows, step: Step, question: Question, settings: KernelSettings, folder: Path,
+    rows: GradientRows, step: KernelStep, question: Question, settings: KernelSettings, folder: Path,
     ranks: Ranks = ALONE, about: Mapping[str, str] | None = None,
 ) -> Path:  # fmt: skip
     """Returns the file with the kernel of these sequences, calculated or, where a killed run left off, finished.
@@ -84,7 +84,7 @@ def calculate_kernel(
 
 
 def _calculate_blocks(
-    rows: GradientRows, question: Question, settings: KernelSettings, folder: Path, ranks: Ranks, step: Step,
+    rows: GradientRows, question: Question, settings: KernelSettings, folder: Path, ranks: Ranks, step: KernelStep,
     blocks: Blocks,
 ) -> None:  # fmt: skip
     """Calculates the blocks of this process that are not there yet; the first of process 0 also sees to U's side."""
@@ -166,7 +166,7 @@ def text_hashes(rollout: Rollout) -> list[str]:
 
 
 def _identity(
-    question: Question, step: Step, settings: KernelSettings, blocks: Blocks, rows: GradientRows
+    question: Question, step: KernelStep, settings: KernelSettings, blocks: Blocks, rows: GradientRows
 ) -> dict[str, Any]:
     """Returns what must be the same for two runs to be parts of one kernel."""
     return {
@@ -182,7 +182,7 @@ def _identity(
 
 
 def _join_blocks(
-    question: Question, settings: KernelSettings, folder: Path, step: Step, blocks: Blocks, rows: GradientRows,
+    question: Question, settings: KernelSettings, folder: Path, step: KernelStep, blocks: Blocks, rows: GradientRows,
     about: Mapping[str, str],
 ) -> None:  # fmt: skip
     """Writes the blocks as one file, with the identity checked, and removes them."""

@@ -22,7 +22,7 @@ from rl_training.mathematics.entropy import Estimator, surrogate_weights
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
-from rl_training.offline.kernel_types import KernelSettings, Question, Ranks, Step
+from rl_training.offline.kernel_types import KernelSettings, KernelStep, Question, Ranks
 from rl_training.offline.probe import Look
 from rl_training.offline.sequences import tokens_of, write_sequences
 from rl_training.offline.standing import Standing
@@ -65,7 +65,7 @@ def kernel_of_look(
         "checkpoint": str(standing.checkpoint), "step": str(standing.step + 1), "baseline": "buffer",
         "texts_of_step": str(written_by + 1),
     }  # fmt: skip
-    path = calculate_kernel(rows, step_of(look.update, direction), question, settings, folder, ranks, about)
+    path = calculate_kernel(rows, kernel_step(look.update, direction), question, settings, folder, ranks, about)
     write_sequences(standing, prompts, look.update, of_e, of_u, folder)
     return path
 
@@ -100,7 +100,7 @@ def _mean_row(rows: GradientRows, question: Question) -> Tensor:
     return torch.stack(parts).sum(dim=0).float()
 
 
-def step_of(update: Update, entropy_gradient: Tensor) -> Step:
+def kernel_step(update: Update, entropy_gradient: Tensor) -> KernelStep:
     """Returns the step that U makes, with the metric M in which it takes this step's gradient.
 
     entropy_gradient  (P,), x̄
@@ -109,7 +109,7 @@ def step_of(update: Update, entropy_gradient: Tensor) -> Step:
     for piece in update.pieces:
         factor = piece.state.gradient_factor(piece.param, update.clip * update.gradient[piece.flat])
         root[piece.flat] = (-factor).sqrt()
-    return Step(update.gradient, entropy_gradient, update.clip, root, torch.stack(list(update.parts)))
+    return KernelStep(update.gradient, entropy_gradient, update.clip, root, torch.stack(list(update.parts)))
 
 
 def _of_all_processes(rollout: Rollout, standing: Standing) -> Rollout:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_training.offline.gradient_rows import GradientRows
-from rl_training.offline.kernel_types import Question, Step
+from rl_training.offline.kernel_types import KernelStep, Question
 
 MAX_SUM_ERROR = 1e-4  # of Σ A_j W_j against the batch gradient, in fp32
 MAX_ROW_ERROR = 1e-4  # of a row against that sequence's own backward
@@ -17,7 +17,7 @@ MAX_IDENTITY_ERROR = {"float32": 1e-4, "bfloat16": 1e-2}  # of the sum over all 
 ROUNDED = 300.0  # how much wider these limits are where the forward runs under bf16 autocast
 
 
-def prove_sum(rows: GradientRows, question: Question, step: Step, total: Tensor) -> None:
+def prove_sum(rows: GradientRows, question: Question, step: KernelStep, total: Tensor) -> None:
     """Raises ValueError when the rows of U do not add up to the batch gradient."""
     expected = -question.update.num_sequences * question.max_length * step.gradient.double()
     if not expected.any():
@@ -43,7 +43,7 @@ def prove_row(rows: GradientRows, question: Question, row: int, own: Tensor) -> 
         )
 
 
-def gradient_part(question: Question, step: Step, total: Tensor) -> Tensor:
+def gradient_part(question: Question, step: KernelStep, total: Tensor) -> Tensor:
     """Returns (x̄·δθ, |x̄| |δθ|), (2,) fp64, of δθ = c M total /(N_U L): this step's gradient as U's rows have it.
 
     total  (P,) fp64, Σ_j A_j W_j.  The norms are those of the metric, the second number what the first can be at most.
@@ -54,7 +54,7 @@ def gradient_part(question: Question, step: Step, total: Tensor) -> Tensor:
 
 
 def prove_identity(
-    kernel: Mapping[str, Tensor], question: Question, step: Step, by_rows: Tensor, by_batch: float, limit: float
+    kernel: Mapping[str, Tensor], question: Question, step: KernelStep, by_rows: Tensor, by_batch: float, limit: float
 ) -> dict[str, str]:
     """Returns what the sum over all pairs and its errors are, for the file; raises ValueError where it is wrong.
 

@@ -32,7 +32,8 @@ from rl_training.offline.structure import (
     single_predictions,
     top_pairs,
 )
-from rl_training.records.json_numbers import to_json
+from rl_training.records.atomic_write import write_atomically
+from rl_training.records.json_values import to_json
 
 PAGE = "kernel.html"
 NUM_CLUSTERS = 8
@@ -81,7 +82,7 @@ def write_report(folder: Path) -> Path:
     template = files("rl_training.offline").joinpath(PAGE).read_text(encoding="utf-8")
     # A text of the model may hold "</script>": escaped, it stays a text.
     filled = template.replace("/*DATA*/null", json.dumps(data, ensure_ascii=True).replace("<", "\\u003c"))
-    (folder / PAGE).write_text(filled, encoding="utf-8")
+    write_atomically({folder / PAGE: filled.encode()})
     return folder / PAGE
 
 

@@ -11,13 +11,13 @@ from torch import Tensor
 from rl_training.mathematics.kernels import Blocks, row_products, square_norms, weighted_sum
 from rl_training.mathematics.sketches import CountSketches
 from rl_training.offline.gradient_rows import GradientRows
-from rl_training.offline.kernel_types import KernelSettings, Question, Ranks, Step
+from rl_training.offline.kernel_types import KernelSettings, KernelStep, Question, Ranks
 
 
 class Keeper:
     """Keeps of every sequence's gradient its sketches, its norm, and what the step does to it."""
 
-    def __init__(self, rows: GradientRows, step: Step, settings: KernelSettings) -> None:
+    def __init__(self, rows: GradientRows, step: KernelStep, settings: KernelSettings) -> None:
         sizes = {name: p.numel() for name, p in rows.parameters.items()}
         self._step = step
         self._sketch = CountSketches(sizes, settings.sketch_buckets, settings.sketch_repeats, settings.sketch_seed)

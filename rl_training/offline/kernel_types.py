@@ -61,7 +61,7 @@ ALONE = Ranks()
 
 
 @dataclass(frozen=True)
-class Step:
+class KernelStep:
     """The checkpoint's next step, known from U's batch gradient."""
 
     gradient: Tensor  # (P,), g, before clipping

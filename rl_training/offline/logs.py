@@ -33,7 +33,7 @@ from rl_training.mathematics.importance import LOGP, sequence_totals
 from rl_training.offline.probe import Look
 from rl_training.offline.standing import Standing
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.json_numbers import to_json
+from rl_training.records.json_values import to_json
 from rl_training.version import VERSION
 
 Level = Literal["none", "minimal", "standard", "detailed", "debug"]

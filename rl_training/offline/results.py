@@ -14,7 +14,8 @@ from rich.table import Table
 from rl_training.offline.probe import Look
 from rl_training.offline.standing import Standing
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.json_numbers import from_json, to_json
+from rl_training.records.json_values import from_json, to_json
+from rl_training.records.verdict import verdict
 from rl_training.version import VERSION
 
 MILLI = 1e3  # changes of entropy are shown in thousandths of a nat
@@ -77,6 +78,9 @@ def print_table(look: Look, standing: Standing, path: Path) -> None:
     if look.tables.get("conditioning"):
         shares = ", ".join(f"{row['name']} {MILLI * row['delta_h1']:+.2f}" for row in look.tables["conditioning"])
         console.print(f" predicted per token under other preconditioners, same ‖δθ‖: {shares}")
+    failed = verdict(standing.step + 1, found)
+    if failed:
+        console.print(f" {failed}", style="bold")
     console.print(" " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in look.seconds.items()))
     console.print(f" {path}")
 

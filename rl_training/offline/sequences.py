@@ -18,7 +18,7 @@ from rl_training.offline.standing import Standing
 from rl_training.offline.truth import by_name
 from rl_training.offline.update import Update
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.json_numbers import from_json, to_json
+from rl_training.records.json_values import from_json, to_json
 
 SEQUENCES_FILE = "sequences.jsonl"
 EVALUATION, UPDATE = "evaluation", "update"

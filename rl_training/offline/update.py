@@ -4,12 +4,15 @@ The loss is Dr-GRPO's at its first step on fresh responses, where every ratio is
 
     −(A_i / L) ∂S_i        A_i the advantage, S_i the log-probability of sequence i, L the longest completion allowed
 
-over all sequences of U. Those with A_i = 0 count in the mean and cost nothing. Folds are consecutive prompts.
+over all sequences of U. Those with A_i = 0 count in the mean and cost nothing.
+
+Folds are consecutive prompts, at most MOST_FOLDS of them whatever U and the processes: which prompts lie
+in a fold does not depend on where they were generated. So a fold may lie on several processes; each keeps the gradients
+of some of the folds.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
@@ -17,7 +20,7 @@ from torch import Tensor
 
 from rl_training.engine.updates import Piece, optimizer_pieces
 from rl_training.mathematics.adamw import UpdateParts, clip_coefficient
-from rl_training.mathematics.folds import leave_fold_out
+from rl_training.mathematics.folds import leave_fold_out, split_prompts
 from rl_training.mathematics.vectors import Layout
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.flat_vectors import FlatVectors
@@ -42,15 +45,21 @@ class Update:
     parts: UpdateParts  # of (P,): momentum, gradient, decay
     delta: Tensor  # (P,), their sum
     pieces: list[Piece]
-    folds: FlatVectors  # row k is the mean gradient of this process's fold k
+    folds: FlatVectors  # row k is the mean gradient of a fold that this process keeps
     fold_number: tuple[int, ...]  # which of all folds that is
-    num_folds: int  # of all processes
+    fold_prompts: Tensor  # (num_folds,), how many prompts each fold has
     max_grad_norm: float
+
+    @property
+    def num_folds(self) -> int:
+        """Of all processes."""
+        return len(self.fold_prompts)
 
     def without_fold(self, k: int) -> UpdateParts:
         """Returns the parts, (P,) each, of the step that the other folds alone would make."""
         row = self.folds.matrix[k : k + 1].to(self.gradient.device)
-        gradient = leave_fold_out(self.gradient, row, torch.ones(1, device=row.device), float(self.num_folds))[0]
+        size = self.fold_prompts[self.fold_number[k]].view(1)
+        gradient = leave_fold_out(self.gradient, row, size, float(self.fold_prompts.sum()))[0]
         return _in_parts(self.pieces, gradient, self.max_grad_norm)[0]
 
 
@@ -62,27 +71,38 @@ def make_update(
     offload  keep the folds' gradients in host memory
     """
     _refuse_other_losses(standing)
-    fold_prompts = math.gcd(update.chunk_prompts, -(-update.num_prompts // MOST_FOLDS))
-    fold = update.rollout.prompt_index // fold_prompts
-    numbers = tuple(fold.unique().tolist())
+    prompts = torch.arange(update.num_prompts, device=standing.device)
+    fold_of_prompt = split_prompts(prompts, MOST_FOLDS)
+    fold_prompts = torch.bincount(fold_of_prompt)
+    fold = fold_of_prompt[update.rollout.prompt_index]
+    kept = tuple(range(standing.rank, len(fold_prompts), standing.num_ranks))
     parameters = dict(standing.parameters)
-    folds = FlatVectors(parameters, len(numbers), "cpu" if offload else None)
-    scale = -1.0 / (standing.trainer.max_completion_length * fold_prompts * update.responses_per_prompt)
-    for k, number in enumerate(numbers):
+    folds = FlatVectors(parameters, len(kept), "cpu" if offload else None)
+    mean = torch.zeros(folds.matrix.shape[1], dtype=folds.matrix.dtype, device=standing.device)
+    for number, size in enumerate(fold_prompts.tolist()):
         rows = (fold == number).nonzero().squeeze(1)
-        learned = rows[update.rollout.advantages[rows] != 0]
-        for batch in learned.split(microbatch_size) if len(learned) else ():
-            scores = standing.policy.score(update.rollout, batch)
-            weights = scale * update.rollout.advantages[batch].unsqueeze(1) * scores.mask
-            gradient = torch.autograd.grad(scores.logps, list(parameters.values()), weights.to(scores.logps))
-            folds.matrix[k] += folds.flatten(gradient)
-        progress(len(rows) * standing.num_ranks)
-    num_folds = update.num_prompts // fold_prompts
-    mean = standing.reduce(folds.matrix.sum(dim=0).to(standing.device)) / num_folds
+        of_fold = standing.reduce(_gradient_sum(standing, update, rows, microbatch_size, torch.zeros_like(mean)))
+        of_fold /= size * update.responses_per_prompt
+        mean += (size / update.num_prompts) * of_fold
+        if number in kept:
+            folds.matrix[kept.index(number)] = of_fold
+        progress(size * update.responses_per_prompt)
     pieces = optimizer_pieces(Layout(parameters), parameters, standing.optimizer.states)
     max_norm = standing.optimizer.max_grad_norm
     parts, clip = _in_parts(pieces, mean, max_norm)
-    return Update(mean, clip, parts, parts.total, pieces, folds, numbers, num_folds, max_norm)
+    return Update(mean, clip, parts, parts.total, pieces, folds, kept, fold_prompts, max_norm)
+
+
+def _gradient_sum(standing: Standing, update: UpdateBuffer, rows: Tensor, microbatch_size: int, out: Tensor) -> Tensor:
+    """Returns `out`, (P,), with the gradients of the loss of these sequences of this process added to it."""
+    parameters, advantages = list(standing.parameters.values()), update.rollout.advantages
+    learned = rows[advantages[rows] != 0]
+    for batch in learned.split(microbatch_size) if len(learned) else ():
+        scores = standing.policy.score(update.rollout, batch)
+        weights = -advantages[batch].unsqueeze(1) / standing.trainer.max_completion_length * scores.mask
+        gradients = torch.autograd.grad(scores.logps, parameters, weights.to(scores.logps))
+        out += torch.cat([gradient.reshape(-1).to(out.dtype) for gradient in gradients])
+    return out
 
 
 def _in_parts(pieces: list[Piece], gradient: Tensor, max_grad_norm: float) -> tuple[UpdateParts, float]:

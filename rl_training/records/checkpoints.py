@@ -53,7 +53,7 @@ def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "") -> Path:
 
 def newest_checkpoint(run: Path, sharded_by: str = "") -> Path | None:
     """Returns the newest complete checkpoint of a run, None when there is none; others are skipped with a warning."""
-    for checkpoint in sorted(_checkpoints(run), key=_step, reverse=True):
+    for checkpoint in sorted(checkpoints_of(run), key=_step, reverse=True):
         flaw = what_is_wrong_with(checkpoint, sharded_by)
         if not flaw:
             return checkpoint
@@ -63,7 +63,7 @@ def newest_checkpoint(run: Path, sharded_by: str = "") -> Path | None:
 
 def _last_step_at(run: Path) -> float:
     """Returns when a run took its last step, by the clock of the file system; 0 when it took none."""
-    written = [run / LOGS_FOLDER / METRICS_FILE, *(path / "trainer_state.json" for path in _checkpoints(run))]
+    written = [run / LOGS_FOLDER / METRICS_FILE, *(path / "trainer_state.json" for path in checkpoints_of(run))]
     return max((path.stat().st_mtime for path in written if path.is_file()), default=0.0)
 
 
@@ -75,7 +75,8 @@ def _newest(runs: list[Path], asked: str, sharded_by: str) -> Path:
     raise ValueError(f"{asked}: no complete checkpoint there; give resume=PATH, or start a new run without resume")
 
 
-def _checkpoints(run: Path) -> list[Path]:
+def checkpoints_of(run: Path) -> list[Path]:
+    """Returns the checkpoint-N folders of a run, whole or not, in no order."""
     return _checkpoints_in(run / TRAINING_STATE)
 
 
@@ -157,7 +158,7 @@ def set_aside_later(run: Path, after_step: int) -> None:
     overwritten by half.
     """
     aside = run / TRAINING_STATE / SET_ASIDE
-    for later in _checkpoints(run):
+    for later in checkpoints_of(run):
         if _step(later) > after_step:
             aside.mkdir(exist_ok=True)
             shutil.rmtree(aside / later.name, ignore_errors=True)  # of a kill before this one

@@ -25,7 +25,7 @@ from typing import IO, Any, NamedTuple, cast
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import cannot_write, write_atomically
-from rl_training.records.json_numbers import to_json
+from rl_training.records.json_values import to_json
 
 EVALUATIONS = "evaluations"  # folder of a run
 TABLE_FILE = "consolidated_metrics.csv"

@@ -19,7 +19,7 @@ from typing import Any
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import cannot_write, write_atomically
-from rl_training.records.json_numbers import from_json, to_json
+from rl_training.records.json_values import from_json, parsed_lines, to_json
 from rl_training.records.rollouts import MAKE_ROOM, ROLLOUTS_FILE, append_rollouts, drop_rollouts_after
 
 METRICS_FILE = "metrics.jsonl"
@@ -97,11 +97,8 @@ def _complete_lines(path: Path) -> list[str]:
 
 def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields each line with what it says. ValueError with the number of a line that cannot be read."""
-    for number, line in enumerate(_complete_lines(path), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is damaged ({error}): mend or delete that line") from error
+    lines = _complete_lines(path)
+    for number, (line, row) in enumerate(zip(lines, parsed_lines(path, lines), strict=True), start=1):
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise ValueError(f"{path}, line {number} has no `step`: mend or delete that line")
         yield line, row

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.json_numbers import from_json, to_json
+from rl_training.records.json_values import from_json, parsed_lines, to_json
 
 ROLLOUTS_FILE = "rollouts.jsonl.gz"
 MAKE_ROOM = "the run's records cannot be written: make room, then go on with resume=latest"
@@ -46,14 +46,7 @@ def read_rollouts(folder: str | Path) -> list[dict[str, Any]]:
 def iterate_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
     """Yields what `read_rollouts` returns, line by line."""
     path = Path(folder) / ROLLOUTS_FILE
-    for number, line in enumerate(_complete_lines(path), start=1):
-        try:
-            row = json.loads(line)
-        except ValueError as error:
-            raise ValueError(
-                f"{path}, line {number} is damaged ({error}): mend or delete that line, or the file"
-            ) from error
-        yield from_json(row)
+    yield from map(from_json, parsed_lines(path, _complete_lines(path)))
 
 
 def _complete_lines(path: Path) -> Iterator[str]:

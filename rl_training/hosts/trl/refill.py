@@ -87,7 +87,7 @@ class Places:
 
 
 def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generate, num_rows: int) -> dict[str, Any]:
-    """Returns a rollout of `num_rows` sequences of this process, with their rewards, as full of mixed prompts as can be.
+    """Returns a rollout of `num_rows` sequences of this process, rewards too, as full of mixed prompts as can be.
 
     Places that stay empty keep the prompt of the first attempt, whose advantages are 0.
     """

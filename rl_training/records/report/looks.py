@@ -18,6 +18,7 @@ from rl_training.records.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE,
 from rl_training.records.report.one_look import one_look
 from rl_training.records.report.page import template
 from rl_training.records.report.series import Run, curve
+from rl_training.records.verdict import verdict
 from rl_training.version import VERSION
 
 TABLE_FILE, PAGE_FILE = "sweep.csv", "looks.html"
@@ -34,6 +35,7 @@ class LooksSection:
     """What a page shows of the looks of one name."""
 
     name: str
+    verdicts: list[str]  # sentences on steps where the first order fails
     pictures: list[Picture]
     headings: list[str]
     rows: list[list[str]]  # of cells, in thousandths of a nat per token
@@ -73,7 +75,8 @@ def describe_looks(folder: Path, run: Run | None) -> LooksSection:
     if conditioning is not None:
         drawn.append(conditioning)
     headings = ["step", "U", *HEADINGS.values(), "ESS / N", "H"]
-    return LooksSection(folder.name, drawn, headings, [_cells(row) for row in _whole_and_updates(table)])
+    verdicts = [told for look in contents if (told := verdict(look["step"] + 1, look["results"]))]
+    return LooksSection(folder.name, verdicts, drawn, headings, [_cells(row) for row in _whole_and_updates(table)])
 
 
 def _whole_and_updates(table: pd.DataFrame) -> list[Mapping[str, Any]]:

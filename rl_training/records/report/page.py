@@ -35,7 +35,7 @@ def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture], look
     """Returns the page's HTML, with looks at its checkpoints. Everything that comes from the run is escaped."""
     return template("run.html").render(
         run=run,
-        opening=opening(run),
+        opening=[*opening(run), *(told for section in looks for told in section.verdicts[-1:])],
         provenance=_provenance(run),
         rows=rows,
         pictures=pictures,

@@ -1,9 +1,11 @@
-"""Numbers that JSON does not know: nan is null there, and an infinite one null too, or a text."""
+"""What JSON does not know: nan is null there, and an infinite number null too, or a text; and its lines, read."""
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 
@@ -28,3 +30,13 @@ def from_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: inner if key == "settings" else from_json(inner) for key, inner in value.items()}
     return [from_json(inner) for inner in value] if isinstance(value, list) else value
+
+
+def parsed_lines(path: Path, lines: Iterable[str]) -> Iterator[Any]:
+    """Yields what each line of a file says. ValueError with the number of a line that cannot be read."""
+    for number, line in enumerate(lines, start=1):
+        try:
+            content = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{path}, line {number} is damaged ({error}): mend or delete that line") from error
+        yield content

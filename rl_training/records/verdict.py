@@ -1,0 +1,42 @@
+"""Whether the first order can be trusted at a step that was looked at: the tested difference, in one sentence.
+
+The first order fails where its difference from what was measured on the same sequences
+
+    is beyond its own error (95 %), and
+    at least half of the prediction; of the prediction's standard error, where that is larger: less would not show.
+
+A difference of second order goes with the square of the step, and with η of the step is η times as large a part of the
+prediction. So η = 1/2, 1/4, … of the step is enough for it to be less than half.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+MILLI = 1e3
+HALF, Z_95 = 0.5, 1.96
+KEYS = ("deltaH1", "deltaH_true", "paired_error")
+
+
+def verdict(step: int, results: Mapping[str, float | None]) -> str:
+    """Returns the sentence for a step (counted from 1) at which the first order fails; "" where none fails or is known.
+
+    results  of a look at a checkpoint: numbers by key, with `…_se`; None or nan where there is none
+    """
+
+    def known(key: str) -> float:
+        value = results.get(key)
+        return math.nan if value is None else value
+
+    predicted, _, apart = (known(key) for key in KEYS)
+    size = max(abs(predicted), known("deltaH1_se"))  # the first where the second is nan
+    if not (abs(apart) > Z_95 * known("paired_error_se") and abs(apart) >= HALF * size):
+        return ""
+    halvings = math.floor(math.log2(abs(apart) / (HALF * size))) + 1
+    told = (f"{MILLI * known(key):+.3f} ± {MILLI * known(f'{key}_se'):.3f}" for key in KEYS)
+    return (
+        f"Step {step}: higher orders {'cancel' if apart * predicted > 0 else 'add to'} the first: do not trust forward "
+        "alone at this learning rate. Predicted {}, measured {}, difference {} (1e-3 nats per token). ".format(*told)
+        + f"As a second order it would be less than half of the prediction at 1/{2**halvings} of the step."
+    )

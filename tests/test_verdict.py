@@ -1,0 +1,67 @@
+"""The verdict on a look fires where the first order is off by more than noise and by enough to mislead."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from rl_training.offline.results import ROWS
+from rl_training.records.verdict import KEYS, verdict
+
+
+def found(predicted: float, measured: float, stderr: float, of_predicted: float = 0.1) -> dict[str, float | None]:
+    """Returns results in nats from thousandths: the difference follows."""
+    numbers = {"deltaH1": (predicted, of_predicted), "deltaH_true": (measured, of_predicted)}
+    numbers["paired_error"] = (predicted - measured, stderr)
+    return {f"{key}{se}": 1e-3 * pair[bool(se)] for key, pair in numbers.items() for se in ("", "_se")}
+
+
+def test_second_order_that_cancels_first_is_said_with_the_numbers_and_the_step_that_would_do() -> None:
+    """A difference of .97 of the prediction, at half of the step .48 of it."""
+    assert verdict(41, found(-0.807, -0.026, 0.209, 0.46)) == (
+        "Step 41: higher orders cancel the first: do not trust forward alone at this learning rate. Predicted "
+        "-0.807 ± 0.460, measured -0.026 ± 0.460, difference -0.781 ± 0.209 (1e-3 nats per token). As a second order "
+        "it would be less than half of the prediction at 1/2 of the step."
+    )
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "fraction"),
+    [(-1.0, -0.5, "1/2"), (-1.0, -0.01, "1/2"), (-1.0, 0.0, "1/4"), (1.0, -0.9, "1/4"), (-1.0, 1.5, "1/8")],
+)
+def test_so_many_halvings_bring_the_difference_below_half_of_the_prediction(
+    predicted: float, measured: float, fraction: str
+) -> None:
+    """Its share of the prediction, .5, .99, 1, 1.9 and 2.5, is halved with the step."""
+    told = verdict(1, found(predicted, measured, 0.1))
+    assert f" at {fraction} of the step" in told
+    assert "cancel the first" in told
+
+
+def test_a_step_that_does_more_than_predicted_is_another_failure() -> None:
+    assert "higher orders add to the first" in verdict(1, found(-1.0, -2.0, 0.1))
+
+
+@pytest.mark.parametrize(
+    ("predicted", "measured", "stderr", "of_predicted"),
+    [
+        (-0.754, -0.588, 0.027, 0.18),  # beyond its error, but a fifth of the prediction
+        (-1.0, 0.0, 0.52, 0.1),  # all of it, but noise
+        (0.01, -0.05, 0.001, 0.4),  # six times a prediction that is nothing but noise, and small beside that
+    ],
+)
+def test_what_is_small_or_noise_is_no_failure(
+    predicted: float, measured: float, stderr: float, of_predicted: float
+) -> None:
+    assert verdict(1, found(predicted, measured, stderr, of_predicted)) == ""
+
+
+def test_what_is_not_known_is_no_failure_and_a_prediction_may_lack_its_error() -> None:
+    without_bar = {**found(-1.0, 0.0, 0.1), "deltaH1_se": None}
+    assert "cancel the first" in verdict(1, without_bar)
+    assert "cancel the first" in verdict(1, {**without_bar, "deltaH1_se": math.nan})
+    for lost in ("paired_error", "paired_error_se", "deltaH1"):
+        assert verdict(1, {**found(-1.0, 0.0, 0.1), lost: None}) == ""
+    assert verdict(1, {}) == ""
+    assert set(KEYS) <= set(ROWS)
