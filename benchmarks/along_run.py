@@ -100,17 +100,17 @@ class AlongRun(Probe):
     def seen(self) -> list[Any]:
         return list(self._seen.values())
 
-    def on_pre_optimizer_step(self, ctx: StepContext) -> None:
+    def prepare(self, step: Any) -> None:
         assert self.trainer is not None
         if self._last is None:
             rows = list(self.trainer.train_dataset)
             prompts = self.trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
             self._unseen = {tuple(ids): row for ids, row in zip(prompts, rows, strict=True)}
-            self.policy, self.start = ctx.policy, {name: p.detach().clone() for name, p in ctx.parameters.items()}
+            self.policy, self.start = step.policy, {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
         for probe in self._probes.values():
             probe.on_pre_optimizer_step(ctx)
         own: dict[tuple[int, ...], Any] = {}  # the rows of this step's prompts
-        for ids, mask in zip(ctx.rollout.prompt_ids, ctx.rollout.prompt_mask.bool(), strict=True):
+        for ids, mask in zip(step.batch.rollout.prompt_ids, step.batch.rollout.prompt_mask.bool(), strict=True):
             key = tuple(ids[mask].tolist())
             if key in self._unseen:
                 self._seen[key] = self._unseen.pop(key)
@@ -118,20 +118,20 @@ class AlongRun(Probe):
         updates = next(iter(self._probes.values()))._updates.rows
         assert updates is not None
         step, without = updates.matrix[WHOLE].clone(), updates.matrix[FIRST_FOLD:].mean(dim=0)
-        directions = FlatVectors(ctx.parameters, len(DIRECTIONS))
+        directions = FlatVectors(step.gradients.parameters, len(DIRECTIONS))
         last = torch.full_like(step, torch.nan) if self._last is None else self._last
         directions.matrix.copy_(torch.stack([last, step, without, *_parts(ctx, step)]))
         self._last = step
-        seed = (self._seed << 32) + ctx.step
+        seed = (self._seed << 32) + step.number
         fresh, again = (self.sample(rows, self._num_fresh, seed) for rows in (self.unseen, list(own.values())))
         of_own = self._products(ctx, again, directions)[:, [DIRECTIONS.index("forward")]]
         self.truth.append(torch.cat([self._products(ctx, fresh, directions), of_own], dim=1))
 
-    def on_optimizer_step(self, ctx: StepContext) -> None:
+    def after_step(self, step: Any) -> None:
         for probe in self._probes.values():
             probe.on_optimizer_step(ctx)
 
-    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+    def results(self) -> dict[str, Estimate]:
         for name, probe in self._probes.items():
             said = probe.measure(ctx)
             rows = [[_as_row(said[f"delta_h/{q}{suffix}"]) for suffix in UNITS.values()] for q in QUANTITIES]
@@ -148,9 +148,9 @@ class AlongRun(Probe):
         finally:
             self.trainer.train_dataset = whole
 
-    def _products(self, ctx: StepContext, fresh: Rollout, directions: FlatVectors) -> Tensor:
+    def _products(self, ctx: Step, fresh: Rollout, directions: FlatVectors) -> Tensor:
         blocks = torch.arange(self._num_fresh).split(BLOCK)
-        parts = [ctx.policy.score(fresh, rows) for rows in blocks]
+        parts = [step.policy.score(fresh, rows) for rows in blocks]
         width = fresh.completion_mask.shape[1]
         logps, entropies = (
             in_one_width([getattr(part, name).detach().double() for part in parts], at_least=width)
@@ -158,7 +158,7 @@ class AlongRun(Probe):
         )
         known = (logps, entropies, fresh.completion_mask, fresh.prompt_index)
         weights = [surrogate_weights(*known, target=target, baseline="buffer") for target in ("token", "sequence")]
-        parameters, products = list(ctx.parameters.values()), []
+        parameters, products = list(step.gradients.parameters.values()), []
         for rows, part in zip(blocks, parts, strict=True):
             columns = slice(part.logps.shape[1])
             pairs = [(w[rows, columns].to(part.logps), u[rows, columns].to(part.logps)) for w, u in weights]
@@ -182,13 +182,13 @@ class AlongRun(Probe):
         return changes
 
 
-def _parts(ctx: StepContext, step: Tensor) -> Tensor:
+def _parts(ctx: Step, step: Tensor) -> Tensor:
     """Returns what momentum, gradient and decay have in this step, (3, P)."""
-    assert ctx.optimizer.states is not None
-    flat = torch.cat([ctx.gradients[name].flatten() for name in ctx.parameters])
-    gradient, _ = clipped(flat, ctx.optimizer.max_grad_norm)
+    assert step.optimizer.states is not None
+    flat = torch.cat([step.gradients.mean[name].flatten() for name in step.gradients.parameters])
+    gradient, _ = clipped(flat, step.optimizer.max_grad_norm)
     parts = step.new_zeros(3, len(step))
-    for piece in optimizer_pieces(ctx.parameters, ctx.optimizer.states):
+    for piece in optimizer_pieces(step.gradients.parameters, step.optimizer.states):
         factor = piece.state.gradient_factor(piece.param, gradient[piece.columns])
         parts[1, piece.columns] = factor * gradient[piece.columns]
         decay = piece.state.decay_part(piece.param, factor)

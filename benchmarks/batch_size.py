@@ -37,8 +37,8 @@ class NoiseScale(GradientNoiseScaleProbe):
         super().__init__()
         self.all: list[dict[str, tuple[float, float]]] = []
 
-    def measure(self, ctx: Any) -> dict[str, Estimate]:
-        answers = super().measure(ctx)
+    def results(self) -> dict[str, Estimate]:
+        answers = super().results()
         self.all.append({name: (e.value, e.stderr) for name, e in answers.items()})
         return answers
 

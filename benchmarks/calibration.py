@@ -62,34 +62,34 @@ class TruthOfEachStep(Probe):
         self.linearity_step = linearity_step
         self._truth = GroundTruth(num_sequences=num_sequences, seed=seed)
 
-    def on_pre_optimizer_step(self, ctx: StepContext) -> None:
+    def prepare(self, step: Any) -> None:
         self._truth.draw(ctx)
-        self._batch = sequence_totals(ctx.scores)
-        if ctx.step == self.linearity_step:
-            self._evaluation = ctx.policy.sample(self._truth.num_sequences, 10_000 + self._truth.seed)
-            self._before = sequence_totals(ctx.policy.score_rollout(self._evaluation))
-            self._old = {name: p.detach().clone() for name, p in ctx.parameters.items()}
+        self._batch = sequence_totals(step.batch.scores)
+        if step.number == self.linearity_step:
+            self._evaluation = step.policy.sample(self._truth.num_sequences, 10_000 + self._truth.seed)
+            self._before = sequence_totals(step.policy.score_rollout(self._evaluation))
+            self._old = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
 
-    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+    def results(self) -> dict[str, Estimate]:
         answers = self._truth.measure(ctx)
-        same_batch = reweighted_change(self._batch, sequence_totals(ctx.policy.score_rollout(ctx.rollout)))
+        same_batch = reweighted_change(self._batch, sequence_totals(step.policy.score_rollout(step.batch.rollout)))
         answers[SAME_BATCH] = Estimate(same_batch.token, reason="no error bar: its error is a bias")
-        if ctx.step == self.linearity_step:
+        if step.number == self.linearity_step:
             answers |= dict(self._along_the_step(ctx))
         return answers
 
     @torch.no_grad()
-    def _along_the_step(self, ctx: StepContext) -> Iterator[tuple[str, Estimate]]:
-        new = {name: p.detach().clone() for name, p in ctx.parameters.items()}
+    def _along_the_step(self, ctx: Step) -> Iterator[tuple[str, Estimate]]:
+        new = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
         for exponent in EXPONENTS:
-            for name, param in ctx.parameters.items():
+            for name, param in step.gradients.parameters.items():
                 param.copy_(self._old[name] + 2.0**exponent * (new[name] - self._old[name]))
-            after = sequence_totals(ctx.policy.score_rollout(self._evaluation))
+            after = sequence_totals(step.policy.score_rollout(self._evaluation))
             change = reweighted_change(self._before, after)
             ess = importance_weights(self._before, after).ess / len(after)
             yield f"linearity/{exponent}", Estimate(change.token, change.token_stderr, len(after))
             yield f"linearity_ess/{exponent}", Estimate(ess)
-        for name, param in ctx.parameters.items():
+        for name, param in step.gradients.parameters.items():
             param.copy_(new[name])
 
 

@@ -94,9 +94,9 @@ class Batches(Probe):
     def measures_at(self, step: int) -> bool:
         return step > self._warm_steps
 
-    def on_pre_optimizer_step(self, ctx: StepContext) -> None:
-        self._flat = self._flat or FlatVectors(ctx.parameters, num_rows=1)
-        self._old = self._flat.flatten(p.detach() for p in ctx.parameters.values()).clone()
+    def prepare(self, step: Any) -> None:
+        self._flat = self._flat or FlatVectors(step.gradients.parameters, num_rows=1)
+        self._old = self._flat.flatten(p.detach() for p in step.gradients.parameters.values()).clone()
         if len(self.gradients) < self._truth_batches:
             self._take_gradient(ctx)
             return
@@ -105,35 +105,35 @@ class Batches(Probe):
             probe.on_pre_optimizer_step(joined)
             self.said[folds].append(probe.measure(joined))
 
-    def on_optimizer_step(self, ctx: StepContext) -> None:
+    def after_step(self, step: Any) -> None:
         assert self._flat is not None
         if any(self.said.values()):
-            self.updates.append(self._flat.flatten(p.detach() for p in ctx.parameters.values()) - self._old)
+            self.updates.append(self._flat.flatten(p.detach() for p in step.gradients.parameters.values()) - self._old)
 
-    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+    def results(self) -> dict[str, Estimate]:
         return {"batches/measured": Estimate(float(len(self.updates)))}
 
-    def _take_gradient(self, ctx: StepContext) -> None:
+    def _take_gradient(self, ctx: Step) -> None:
         assert self._flat is not None
         ratios = importance_ratios(ctx)
         assert ratios is not None
-        whole = dataclasses.replace(ctx, fold=torch.zeros_like(ctx.fold))
+        whole = dataclasses.replace(ctx, fold=torch.zeros_like(step.batch.fold))
         options = {"estimator": "rb", "per_sequence": True, "with_training": False}
-        (gradient,) = fold_gradients(whole, self._flat, ratios, 1.0, Choice(ctx.responses_per_prompt), **options)
-        mask = ctx.scores.mask.bool()
-        total = ctx.scores.entropies.double().masked_fill(~mask, 0).sum()
+        (gradient,) = fold_gradients(whole, self._flat, ratios, 1.0, Choice(step.batch.responses_per_prompt), **options)
+        mask = step.batch.scores.mask.bool()
+        total = step.batch.scores.entropies.double().masked_fill(~mask, 0).sum()
         self.levels.append(torch.stack([ratios.sum(), total, mask.sum().double()]))
         less_length, entropy = gradient.entropy  # ∂H_seq − 1 ∂E[T] and ∂H_seq
         self.gradients.append(torch.stack([entropy, entropy - less_length]))
 
 
-def with_folds(ctx: StepContext, num_folds: int) -> StepContext:
+def with_folds(ctx: Step, num_folds: int) -> Step:
     """Returns the step with every few folds joined to one."""
-    assert ctx.fold_gradients is not None
-    joined = ctx.fold_gradients.num_rows // num_folds
-    buffer = FlatVectors(ctx.parameters, num_folds)
-    buffer.matrix.copy_(ctx.fold_gradients.matrix.view(num_folds, joined, -1).mean(dim=1))
-    return dataclasses.replace(ctx, fold=ctx.fold // joined, fold_gradients=buffer)
+    assert step.gradients.rows is not None
+    joined = step.gradients.rows.num_rows // num_folds
+    buffer = FlatVectors(step.gradients.parameters, num_folds)
+    buffer.matrix.copy_(step.gradients.rows.matrix.view(num_folds, joined, -1).mean(dim=1))
+    return dataclasses.replace(ctx, fold=step.batch.fold // joined, fold_gradients=buffer)
 
 
 def measure(

@@ -65,10 +65,10 @@ class Estimators(Probe):
     def measures_at(self, step: int) -> bool:
         return step > self._warm_steps
 
-    def on_pre_optimizer_step(self, ctx: StepContext) -> None:
-        layout = FlatVectors(ctx.parameters, num_rows=1)
+    def prepare(self, step: Any) -> None:
+        layout = FlatVectors(step.gradients.parameters, num_rows=1)
         if self.update is None:
-            self._old = layout.flatten(p.detach() for p in ctx.parameters.values()).clone()
+            self._old = layout.flatten(p.detach() for p in step.gradients.parameters.values()).clone()
             return
         ratios = importance_ratios(ctx)
         assert ratios is not None
@@ -76,18 +76,18 @@ class Estimators(Probe):
             # At level 0 what is left of ∂H_seq − H_tok ∂E[T] is the gradient of the sequence entropy.
             folds = fold_gradients(ctx, layout, ratios, 0.0, choice, estimator, per_sequence=False, with_training=False)
             self.gradients[name] += [fold.entropy[0] for fold in folds]
-        for fold in range(int(ctx.fold.max()) + 1):
-            rows = (ctx.fold == fold).nonzero().squeeze(1)
-            scores = ctx.policy.score(ctx.rollout, rows)
+        for fold in range(step.batch.num_folds):
+            rows = (step.batch.fold == fold).nonzero().squeeze(1)
+            scores = step.policy.score(step.batch.rollout, rows)
             mean = (scores.entropies * scores.mask).sum() / len(rows)
-            self.gradients[NAIVE].append(layout.flatten(torch.autograd.grad(mean, list(ctx.parameters.values()))))
+            self.gradients[NAIVE].append(layout.flatten(torch.autograd.grad(mean, list(step.gradients.parameters.values()))))
 
-    def on_optimizer_step(self, ctx: StepContext) -> None:
+    def after_step(self, step: Any) -> None:
         if self.update is None:
-            layout = FlatVectors(ctx.parameters, num_rows=1)
-            self.update = layout.flatten(p.detach() for p in ctx.parameters.values()) - self._old
+            layout = FlatVectors(step.gradients.parameters, num_rows=1)
+            self.update = layout.flatten(p.detach() for p in step.gradients.parameters.values()) - self._old
 
-    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+    def results(self) -> dict[str, Estimate]:
         self._bar.update()
         return {"estimators/microbatches": Estimate(float(len(self.gradients[NAIVE])))}
 

@@ -45,8 +45,8 @@ ROWS = {
 class NoiseScale(GradientNoiseScaleProbe):
     """The probe, with its last answers kept."""
 
-    def measure(self, ctx: Any) -> dict[str, Estimate]:
-        self.last = super().measure(ctx)
+    def results(self) -> dict[str, Estimate]:
+        self.last = super().results()
         return self.last
 
 
@@ -59,16 +59,16 @@ class PromptGradients(Probe):
         super().__init__()
         self.rows: list[Tensor] = []
 
-    def on_pre_optimizer_step(self, ctx: Any) -> None:
-        index = ctx.rollout.prompt_index
+    def prepare(self, step: Any) -> None:
+        index = step.batch.rollout.prompt_index
         for prompt in tqdm(index.unique(), desc="prompts", leave=False):
             rows = (index == prompt).nonzero().squeeze(1)
-            scores = ctx.policy.score(ctx.rollout, rows)
-            loss = -(ctx.rollout.advantages[rows] @ (scores.logps * scores.mask).sum(dim=1)) / (len(rows) * MAX_LENGTH)
-            gradient = torch.autograd.grad(loss, list(ctx.parameters.values()))
+            scores = step.policy.score(step.batch.rollout, rows)
+            loss = -(step.batch.rollout.advantages[rows] @ (scores.logps * scores.mask).sum(dim=1)) / (len(rows) * MAX_LENGTH)
+            gradient = torch.autograd.grad(loss, list(step.gradients.parameters.values()))
             self.rows.append(torch.cat([g.flatten() for g in gradient]))
 
-    def measure(self, ctx: Any) -> dict[str, Estimate]:
+    def results(self) -> dict[str, Estimate]:
         return {"prompt_gradients/count": Estimate(float(len(self.rows)))}
 
 

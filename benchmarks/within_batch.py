@@ -50,20 +50,20 @@ class Shares(Probe):
     def measures_at(self, step: int) -> bool:
         return step in self._at
 
-    def on_pre_optimizer_step(self, ctx: StepContext) -> None:
-        self._old = {name: p.detach().clone() for name, p in ctx.parameters.items()}
+    def prepare(self, step: Any) -> None:
+        self._old = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
 
-    def on_optimizer_step(self, ctx: StepContext) -> None:
-        step = {name: DIFFERENCE * (p.detach() - self._old[name]) for name, p in ctx.parameters.items()}
+    def after_step(self, step: Any) -> None:
+        step = {name: DIFFERENCE * (p.detach() - self._old[name]) for name, p in step.gradients.parameters.items()}
         index = torch.arange(self._num_prompts).repeat_interleave(RESPONSES)
         prompts = [self.trainer.train_dataset[int(i)]["prompt"] for i in index]
-        parts = [respond(self.trainer, prompts[i : i + 256], ctx.step, i) for i in range(0, len(prompts), 256)]
+        parts = [respond(self.trainer, prompts[i : i + 256], step.number, i) for i in range(0, len(prompts), 256)]
         asked, given = ([ids for part in parts for ids in part[which]] for which in (0, 1))
         rollout = as_rollout(self.trainer, asked, given, index.tolist())
-        scores, ends = ctx.policy.score_rollout(rollout), []
+        scores, ends = step.policy.score_rollout(rollout), []
         for sign in (1.0, -1.0):
-            with ctx.policy.shifted({name: sign * d for name, d in step.items()}):
-                ends.append(ctx.policy.score_rollout(rollout))
+            with step.policy.shifted({name: sign * d for name, d in step.items()}):
+                ends.append(step.policy.score_rollout(rollout))
         padding = scores.mask == 0
         known = (scores.logps.double(), scores.entropies.double(), scores.mask, index)
         (w, u), (w_length, _) = (surrogate_weights(*known, target=target) for target in ("sequence", "length"))
@@ -73,9 +73,9 @@ class Shares(Probe):
         )
         columns = [w * d_logps + u * d_entropies, w_length * d_logps, known[1].masked_fill(padding, 0.0), known[2]]
         shares = torch.stack([column.sum(dim=1) for column in columns], dim=1)
-        self.shares[ctx.step] = shares.view(self._num_prompts, RESPONSES, 4).double()
+        self.shares[step.number] = shares.view(self._num_prompts, RESPONSES, 4).double()
 
-    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+    def results(self) -> dict[str, Estimate]:
         return {"shares/kept": Estimate(float(len(self.shares)))}
 
 

@@ -41,8 +41,8 @@ class Rollouts(Probe):
     def on_rollout(self, rollout: Rollout) -> None:
         self.seen.append(rollout)
 
-    def measure(self, ctx: Any) -> dict[str, Estimate]:
-        return {"rollouts/sequences": Estimate(float(ctx.rollout.num_sequences))}
+    def results(self) -> dict[str, Estimate]:
+        return {"rollouts/sequences": Estimate(float(step.batch.rollout.num_sequences))}
 
 
 def train(folder: Path, run: str, rank: int) -> None:

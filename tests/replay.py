@@ -113,17 +113,17 @@ class Recorder(Probe):
         super().__init__()
         self.steps: list[dict[str, torch.Tensor]] = []
 
-    def on_pre_optimizer_step(self, ctx: Any) -> None:
+    def prepare(self, step: Any) -> None:
         kinds = {
-            "gradient": ctx.gradients,
-            "own": {name: ctx.fold_gradients.view(name).mean(dim=0) for name in ctx.parameters},
-            "exp_avg": {name: state.exp_avg for name, state in ctx.optimizer.states.items()},
-            "exp_avg_sq": {name: state.exp_avg_sq for name, state in ctx.optimizer.states.items()},
+            "gradient": step.gradients.mean,
+            "own": {name: step.gradients.rows.view(name).mean(dim=0) for name in step.gradients.parameters},
+            "exp_avg": {name: state.exp_avg for name, state in step.optimizer.states.items()},
+            "exp_avg_sq": {name: state.exp_avg_sq for name, state in step.optimizer.states.items()},
         }
         self.steps.append({f"{kind}/{name}": t.clone() for kind, named in kinds.items() for name, t in named.items()})
 
-    def measure(self, ctx: Any) -> dict[str, Estimate]:
-        return {"recorder/clipping": Estimate(ctx.optimizer.max_grad_norm)}
+    def results(self) -> dict[str, Estimate]:
+        return {"recorder/clipping": Estimate(step.optimizer.max_grad_norm)}
 
 
 def log_collectives() -> list[int]:

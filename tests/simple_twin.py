@@ -60,29 +60,29 @@ class Recorder(Probe):
         super().__init__()
         self.steps: list[Snapshot] = []
 
-    def on_pre_optimizer_step(self, ctx: Any) -> None:
-        states = [ctx.optimizer.states[name] for name in ctx.parameters]
+    def prepare(self, step: Any) -> None:
+        states = [step.optimizer.states[name] for name in step.gradients.parameters]
         self.steps.append(
             Snapshot(
-                step=ctx.step,
-                sizes={name: p.numel() for name, p in ctx.parameters.items()},
-                parameters=flat(ctx.parameters.values()),
+                step=step.number,
+                sizes={name: p.numel() for name, p in step.gradients.parameters.items()},
+                parameters=flat(step.gradients.parameters.values()),
                 moments=Moments(
                     flat(s.exp_avg for s in states), flat(s.exp_avg_sq for s in states), int(states[0].step)
                 ),
                 weight_decay=[s.weight_decay for s in states],
                 hyperparameters={name: getattr(states[0], name) for name in ("lr", "betas", "eps")},
-                max_grad_norm=ctx.optimizer.max_grad_norm,
-                rollout=copy.deepcopy(ctx.rollout),
-                fold=ctx.fold.clone(),
+                max_grad_norm=step.optimizer.max_grad_norm,
+                rollout=copy.deepcopy(step.batch.rollout),
+                fold=step.batch.fold.clone(),
             )
         )
 
-    def on_optimizer_step(self, ctx: Any) -> None:
-        self.steps[-1].update = flat(ctx.parameters.values()) - self.steps[-1].parameters
+    def after_step(self, step: Any) -> None:
+        self.steps[-1].update = flat(step.gradients.parameters.values()) - self.steps[-1].parameters
 
-    def measure(self, ctx: Any) -> dict[str, Estimate]:
-        return {"recorder/step": Estimate(float(ctx.step))}
+    def results(self) -> dict[str, Estimate]:
+        return {"recorder/step": Estimate(float(step.number))}
 
 
 class Answers(SimpleEntropyProbe):
@@ -92,8 +92,8 @@ class Answers(SimpleEntropyProbe):
         super().__init__(error_decay=error_decay, draw=draw, **options)
         self.all: list[dict[str, Estimate]] = []
 
-    def measure(self, ctx: Any) -> dict[str, Estimate]:
-        self.all.append(super().measure(ctx))
+    def results(self) -> dict[str, Estimate]:
+        self.all.append(super().results())
         return self.all[-1]
 
 

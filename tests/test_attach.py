@@ -41,16 +41,16 @@ class Witness(Probe):
     def on_backward(self, microbatch: Any) -> None:
         self.heard.append(("backward", microbatch.index))
 
-    def on_pre_optimizer_step(self, ctx: Any) -> None:
-        self.heard.append(("pre", ctx.step))
+    def prepare(self, step: Any) -> None:
+        self.heard.append(("pre", step.number))
         self.contexts.append(ctx)
-        self.before = {name: p.detach().clone() for name, p in ctx.parameters.items()}
+        self.before = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
 
-    def on_optimizer_step(self, ctx: Any) -> None:
-        moved = any(not torch.equal(p, self.before[name]) for name, p in ctx.parameters.items())
+    def after_step(self, step: Any) -> None:
+        moved = any(not torch.equal(p, self.before[name]) for name, p in step.gradients.parameters.items())
         self.heard.append(("post", moved))
 
-    def measure(self, ctx: Any) -> dict[str, Estimate]:
+    def results(self) -> dict[str, Estimate]:
         self.heard.append("measure")
         return {f"{self.name}/one": Estimate(1.0)}
 
@@ -60,13 +60,13 @@ class Checker(Witness):
 
     needs = Need.FOLD_GRADIENTS
 
-    def on_pre_optimizer_step(self, ctx: Any) -> None:
-        for name, grad in ctx.gradients.items():
-            mean = ctx.fold_gradients.view(name).mean(dim=0)
+    def prepare(self, step: Any) -> None:
+        for name, grad in step.gradients.mean.items():
+            mean = step.gradients.rows.view(name).mean(dim=0)
             torch.testing.assert_close(mean, grad, rtol=1e-4, atol=1e-7)
         self.contexts.append(ctx)
 
-    def on_optimizer_step(self, ctx: Any) -> None: ...
+    def after_step(self, step: Any) -> None: ...
 
 
 class Measured(NamedTuple):
@@ -167,9 +167,9 @@ def test_whole_prompts_give_a_plain_trainer_the_forward_estimate(make_trainer) -
         trainer.train()
     assert any("delta_h/forward" in row for row in trainer.state.log_history)
     for ctx in witness.contexts:
-        assert ctx.whole_prompts
-        for rows in ctx.microbatch_rows:
-            assert sorted(ctx.rollout.prompt_index[rows.start : rows.stop].unique(return_counts=True)[1]) == [4, 4]
+        assert step.capabilities.whole_prompts
+        for rows in step.batch.microbatch_rows:
+            assert sorted(step.batch.rollout.prompt_index[rows.start : rows.stop].unique(return_counts=True)[1]) == [4, 4]
 
 
 def test_whole_prompt_order_trains_on_the_same_sequences(make_trainer) -> None:
@@ -250,8 +250,8 @@ def test_training_goes_on_after_an_interrupt_in_the_middle_of_a_step(make_traine
 
 def test_a_log_line_of_several_steps_holds_the_latest_estimate_and_no_average(make_trainer) -> None:
     class Counting(Witness):
-        def measure(self, ctx: Any) -> dict[str, Estimate]:
-            return {"counting/step": Estimate(float(ctx.step))}
+        def results(self) -> dict[str, Estimate]:
+            return {"counting/step": Estimate(float(step.number))}
 
     trainer = make_trainer(probes=[Counting()], logging_steps=2)
     trainer.train()
@@ -290,7 +290,7 @@ def test_a_second_training_with_probes_is_refused_and_keeps_the_records_of_the_f
 @pytest.mark.parametrize("answer", [0.5, {"witness/one": 0.5}], ids=["a float", "a float by name"])
 def test_a_probe_that_answers_a_float_is_told_what_to_return(make_trainer, answer) -> None:
     class Plain(Witness):
-        def measure(self, ctx: Any) -> Any:
+        def results(self) -> Any:
             return answer
 
     with pytest.raises(ValueError, match=r"probe 'witness': measure must return Estimates by name, and gave .*0\.5"):
@@ -299,7 +299,7 @@ def test_a_probe_that_answers_a_float_is_told_what_to_return(make_trainer, answe
 
 def test_a_probe_that_answers_nothing_is_an_error(make_trainer) -> None:
     class Silent(Witness):
-        def measure(self, ctx: Any) -> dict[str, Estimate]:
+        def results(self) -> dict[str, Estimate]:
             return {}
 
     with pytest.raises(ValueError, match="measured nothing at step 1"):

@@ -26,11 +26,11 @@ class Answers(CovariancePredictorProbe):
         self.all: list[dict[str, Estimate]] = []
         self.contexts: list[Any] = []
 
-    def measure(self, ctx: Any) -> dict[str, Estimate]:
-        padded = ctx.scores.logps.masked_fill(ctx.scores.mask == 0, torch.nan)
-        ctx = dataclasses.replace(ctx, scores=dataclasses.replace(ctx.scores, logps=padded))
+    def results(self) -> dict[str, Estimate]:
+        padded = step.batch.scores.logps.masked_fill(step.batch.scores.mask == 0, torch.nan)
+        ctx = dataclasses.replace(ctx, scores=dataclasses.replace(step.batch.scores, logps=padded))
         self.contexts.append(ctx)
-        self.all.append(super().measure(ctx))
+        self.all.append(super().results())
         return self.all[-1]
 
 
@@ -38,8 +38,8 @@ def plain(ctx: Any, rows: list[int]) -> list[float]:
     """−Cov over these sequences, per token and per sequence, a value at a time."""
     tokens, sequences = [], []
     for i in rows:
-        own = ctx.scores.logps[i][ctx.scores.mask[i].bool()].double().tolist()
-        advantage = float(ctx.rollout.advantages[i])
+        own = step.batch.scores.logps[i][step.batch.scores.mask[i].bool()].double().tolist()
+        advantage = float(step.batch.rollout.advantages[i])
         tokens += [(x, advantage) for x in own]
         sequences.append((sum(own), advantage))
     return [-float(torch.tensor(pairs, dtype=torch.float64).T.cov(correction=0)[0, 1]) for pairs in (tokens, sequences)]
@@ -72,14 +72,14 @@ def test_a_step_is_centred_over_its_whole_batch(answers: Answers) -> None:
     for ctx, found in zip(answers.contexts, answers.all, strict=True):
         values = [found[name].value for name in NAMES]
         assert values == pytest.approx(plain(ctx, list(range(32))), rel=1e-6)
-        per_microbatch = [plain(ctx, list(rows)) for rows in ctx.microbatch_rows]
+        per_microbatch = [plain(ctx, list(rows)) for rows in step.batch.microbatch_rows]
         centred_within = sum(of_tokens for of_tokens, _ in per_microbatch) / len(per_microbatch)
         assert centred_within != pytest.approx(values[0], rel=1e-2)
 
 
 def test_its_error_is_that_of_leaving_out_each_fold(answers: Answers) -> None:
     ctx, found = answers.contexts[-1], answers.all[-1]
-    folds = ctx.fold.tolist()
+    folds = step.batch.fold.tolist()
     assert len(set(folds)) == 8
     without = torch.tensor([plain(ctx, [i for i in range(32) if folds[i] != k]) for k in range(8)])
     expected = (7 / 8 * (without - without.mean(dim=0)).square().sum(dim=0)).sqrt()

@@ -29,9 +29,9 @@ class Answers(EffectiveSampleSizeProbe):
         self.all: list[dict[str, Estimate]] = []
         self.contexts: list[Any] = []
 
-    def measure(self, ctx: Any) -> dict[str, Estimate]:
+    def results(self) -> dict[str, Estimate]:
         self.contexts.append(ctx)
-        self.all.append(super().measure(ctx))
+        self.all.append(super().results())
         return self.all[-1]
 
 
@@ -129,7 +129,7 @@ def test_every_answer_equals_the_plain_definition_on_the_recorded_rollout(make_t
     trainer.train()
     assert len(probe.all) == 2
     for ctx, answer in zip(probe.contexts, probe.all, strict=True):
-        plain = plain_answers(ctx.rollout)
+        plain = plain_answers(step.batch.rollout)
         assert answer.keys() == plain.keys() == METRICS
         assert values(answer) == pytest.approx(plain, rel=1e-12)
         assert 0 < plain["ess/zero_advantage_prompts"] < 1  # the reward makes both kinds of prompts
@@ -171,8 +171,8 @@ def test_two_ranks_both_answer_what_one_rank_with_all_prompts_would(make_trainer
     probe = Answers()
     make_trainer(probes=[probe], reward=half_of_the_prompts, max_steps=1).train()
     (ctx,) = probe.contexts
-    first = ctx.rollout.prompt_index < ctx.rollout.prompt_index.unique()[3]  # 3 prompts here, 5 there
-    ranks = [dataclasses.replace(ctx, rollout=only(ctx.rollout, rows), num_ranks=2) for rows in (first, ~first)]
+    first = step.batch.rollout.prompt_index < step.batch.rollout.prompt_index.unique()[3]  # 3 prompts here, 5 there
+    ranks = [dataclasses.replace(ctx, rollout=only(step.batch.rollout, rows), num_ranks=2) for rows in (first, ~first)]
     sent: list[Tensor] = []
     for rank in ranks:
         probe.measure(dataclasses.replace(rank, reduce=lambda tensor: sent.append(tensor) or tensor))
@@ -194,7 +194,7 @@ def test_importance_size_of_an_off_policy_step_is_kishs_of_the_policy_ratios(mak
     make_trainer(probes=[probe], reward=half_of_the_prompts, num_iterations=2).train()
     on_policy, off_policy = probe.all
     assert on_policy["ess/importance"].value == 32
-    before, now = (ctx.scores for ctx in probe.contexts)  # of the same sequences, in the same order
+    before, now = (step.batch.scores for ctx in probe.contexts)  # of the same sequences, in the same order
     ratios = [
         math.exp(sum(float(b - a) for a, b, m in zip(*rows, strict=True) if m))
         for rows in zip(before.logps, now.logps, now.mask, strict=True)
@@ -209,9 +209,9 @@ def test_prompts_spread_over_steps_have_no_share_and_say_the_way_out(make_traine
     with attach(trainer, [probe]):
         trainer.train()
     for answer, ctx in zip(probe.all, probe.contexts, strict=True):
-        assert not ctx.complete_prompts
+        assert not step.capabilities.complete_prompts
         assert math.isnan(answer["ess/zero_advantage_prompts"].value)
         assert "whole_prompts=True" in answer["ess/zero_advantage_prompts"].reason
-        advantages = ctx.rollout.advantages.tolist()
+        advantages = step.batch.rollout.advantages.tolist()
         assert answer["ess/advantage"].value == pytest.approx(plain_size(advantages), rel=1e-12)
         assert answer["ess/zero_advantage"].value == advantages.count(0.0) / 32

@@ -123,11 +123,11 @@ class Loop:
             p.grad = None
         return self.probe.measure(ctx)
 
-    def context(self, num_microbatches: int, block: int) -> StepContext:
+    def context(self, num_microbatches: int, block: int) -> Step:
         size = num_microbatches * block * G
         ones, zeros = torch.ones(size, 1, dtype=torch.long), torch.zeros(size, 1, dtype=torch.float64)
         prompts = torch.arange(size) // G
-        return StepContext(
+        return Step(
             step=self.steps,
             parameters=self.parameters,
             gradients={name: p.grad for name, p in self.parameters.items()},

@@ -33,14 +33,14 @@ class Answers(GradientNoiseScaleProbe):
         super().__init__(**options)
         self.all: list[dict[str, Estimate]] = []
 
-    def on_pre_optimizer_step(self, ctx: Any) -> None:
-        if ctx.step == 1:
-            self.parameters = {name: p.detach().double().clone() for name, p in ctx.parameters.items()}
-            self.rollout = copy.deepcopy(ctx.rollout)
-        super().on_pre_optimizer_step(ctx)
+    def prepare(self, step: Any) -> None:
+        if step.number == 1:
+            self.parameters = {name: p.detach().double().clone() for name, p in step.gradients.parameters.items()}
+            self.rollout = copy.deepcopy(step.batch.rollout)
+        super().prepare(step)
 
-    def measure(self, ctx: Any) -> dict[str, Estimate]:
-        self.all.append(super().measure(ctx))
+    def results(self) -> dict[str, Estimate]:
+        self.all.append(super().results())
         return self.all[-1]
 
 
@@ -111,18 +111,18 @@ class Rebuilder(Probe):
 
     name = "rebuilder"
 
-    def on_pre_optimizer_step(self, ctx: Any) -> None:
-        scores = ctx.policy.score(ctx.rollout, torch.arange(ctx.rollout.num_sequences))
-        outputs, weights = [scores.logps], [ctx.loss_weights.logps[:, : scores.logps.shape[1]]]
-        self.knows_entropies = ctx.loss_weights.entropies is not None
+    def prepare(self, step: Any) -> None:
+        scores = step.policy.score(step.batch.rollout, torch.arange(step.batch.rollout.num_sequences))
+        outputs, weights = [scores.logps], [step.batch.loss_weights.logps[:, : scores.logps.shape[1]]]
+        self.knows_entropies = step.batch.loss_weights.entropies is not None
         if self.knows_entropies:
             outputs.append(scores.entropies)
-            weights.append(ctx.loss_weights.entropies[:, : scores.logps.shape[1]])
-        rebuilt = torch.autograd.grad(outputs, list(ctx.parameters.values()), weights)
-        whole = torch.cat([g.flatten() for g in ctx.gradients.values()])
+            weights.append(step.batch.loss_weights.entropies[:, : scores.logps.shape[1]])
+        rebuilt = torch.autograd.grad(outputs, list(step.gradients.parameters.values()), weights)
+        whole = torch.cat([g.flatten() for g in step.gradients.mean.values()])
         self.error = float((torch.cat([g.flatten() for g in rebuilt]) - whole).norm() / whole.norm())
 
-    def measure(self, ctx: Any) -> dict[str, Estimate]:
+    def results(self) -> dict[str, Estimate]:
         return {"rebuilder/error": Estimate(self.error)}
 
 

@@ -55,10 +55,10 @@ class TruthProbe(Probe):
         self.truth = GroundTruth(**options)
         self.answers: list[dict[str, Estimate]] = []
 
-    def on_pre_optimizer_step(self, ctx: StepContext) -> None:
+    def prepare(self, step: Any) -> None:
         self.truth.draw(ctx)
 
-    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+    def results(self) -> dict[str, Estimate]:
         self.answers.append(self.truth.measure(ctx))
         return self.answers[-1] or {"truth/nothing": Estimate(0.0)}
 
@@ -68,15 +68,15 @@ class AtEveryStep(Probe):
 
     name = "before"
 
-    def __init__(self, what: Callable[[StepContext], Any]) -> None:
+    def __init__(self, what: Callable[[Step], Any]) -> None:
         super().__init__()
         self.what = what
         self.given: list[Any] = []
 
-    def on_pre_optimizer_step(self, ctx: StepContext) -> None:
+    def prepare(self, step: Any) -> None:
         self.given.append(self.what(ctx))
 
-    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+    def results(self) -> dict[str, Estimate]:
         return {"before/one": Estimate(1.0)}
 
 
@@ -87,27 +87,27 @@ class Validated(SimpleEntropyProbe):
         super().__init__(validate_every=1, validate_sequences=num_sequences, per_sequence=True)
         self.kept: list[dict[str, Any]] = []  # by step
 
-    def on_pre_optimizer_step(self, ctx: StepContext) -> None:
-        super().on_pre_optimizer_step(ctx)
+    def prepare(self, step: Any) -> None:
+        super().prepare(step)
         assert self._truth is not None
         assert self._updates.rows is not None
-        self.rollout = ctx.policy.sample(self._truth.num_sequences, self._truth._seed_of(ctx.step))
-        self.before = ctx.policy.score_rollout(self.rollout)
+        self.rollout = step.policy.sample(self._truth.num_sequences, self._truth._seed_of(step.number))
+        self.before = step.policy.score_rollout(self.rollout)
         size, sides = 1 / 16, []
         for shift in (-2, -1, 1, 2):
-            with ctx.policy.shifted({n: shift * size * self._updates.rows.view(n)[WHOLE] for n in ctx.parameters}):
-                sides.append(ctx.policy.score_rollout(self.rollout))
+            with step.policy.shifted({n: shift * size * self._updates.rows.view(n)[WHOLE] for n in step.gradients.parameters}):
+                sides.append(step.policy.score_rollout(self.rollout))
         tables = [[getattr(side, name) for side in sides] for name in ("logps", "entropies")]
         self.slopes = [(a - 8 * b + 8 * c - d) / (12 * size) for a, b, c, d in tables]  # error O(size⁴)
 
-    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
-        after, lengths = ctx.policy.score_rollout(self.rollout), self.before.mask.sum(dim=1).tolist()
+    def results(self) -> dict[str, Estimate]:
+        after, lengths = step.policy.score_rollout(self.rollout), self.before.mask.sum(dim=1).tolist()
         tables = [self.before.logps, self.before.entropies, after.logps, after.entropies, *self.slopes]
         tokens = [[table[i, :length].tolist() for table in tables] for i, length in enumerate(lengths)]
         sequences = dict(zip(self.rollout.prompt_index.tolist(), tokens, strict=True))
-        answers = {name: (e.value, e.stderr, e.reason) for name, e in super().measure(ctx).items()}
+        answers = {name: (e.value, e.stderr, e.reason) for name, e in super().results().items()}
         self.kept.append({"sequences": sequences, "answers": answers})
-        return super().measure(ctx)
+        return super().results()
 
 
 def plain_truth(sequences: list[Any]) -> tuple[float, float]:
@@ -216,8 +216,8 @@ def train_twice(rank: int, out: Path) -> None:
     """Trains with and without the ground truth on this rank, and writes down what came out."""
     make = trainer_maker(out / str(rank))
 
-    def share(ctx: StepContext) -> list[int]:
-        return ctx.policy.sample(13, ctx.step).prompt_index.tolist()
+    def share(ctx: Step) -> list[int]:
+        return step.policy.sample(13, step.number).prompt_index.tolist()
 
     truth, shares, validated = TruthProbe(num_sequences=13), AtEveryStep(share), Validated(13)
     plain = ending(make(**FEW))
@@ -338,14 +338,14 @@ def test_fewer_than_eight_blocks_give_a_prediction_without_an_error(make_trainer
 
 def test_ess_and_weights_are_those_of_the_two_scorings(make_trainer) -> None:
     class Keeps(TruthProbe):
-        def on_pre_optimizer_step(self, ctx: StepContext) -> None:
-            super().on_pre_optimizer_step(ctx)
-            self.rollout = ctx.policy.sample(16, self.truth._seed_of(ctx.step))
-            self.before = ctx.policy.score_rollout(self.rollout)
+        def prepare(self, step: Any) -> None:
+            super().prepare(step)
+            self.rollout = step.policy.sample(16, self.truth._seed_of(step.number))
+            self.before = step.policy.score_rollout(self.rollout)
 
-        def measure(self, ctx: StepContext) -> dict[str, Estimate]:
-            self.after = ctx.policy.score_rollout(self.rollout)
-            return super().measure(ctx)
+        def results(self) -> dict[str, Estimate]:
+            self.after = step.policy.score_rollout(self.rollout)
+            return super().results()
 
     probe = Keeps(num_sequences=16)
     make_trainer(probes=[probe], max_steps=1, **FEW).train()
@@ -373,13 +373,13 @@ def test_floor_is_rounding_and_higher_in_bf16(make_trainer) -> None:
 
 def test_floor_scores_the_same_sequences_in_smaller_batches_also_where_one_batch_holds_all(make_trainer) -> None:
     class Listens(TruthProbe):
-        def on_pre_optimizer_step(self, ctx: StepContext) -> None:
+        def prepare(self, step: Any) -> None:
             def listening(rollout: Rollout) -> Scores:
                 self.scored.append(rollout.prompt_index.tolist())
-                return ctx.policy.score_rollout(rollout)
+                return step.policy.score_rollout(rollout)
 
             self.scored: list[list[int]] = []
-            super().on_pre_optimizer_step(dataclasses.replace(ctx, policy=ScoredBy(ctx.policy, listening)))
+            super().on_pre_optimizer_step(dataclasses.replace(ctx, policy=ScoredBy(step.policy, listening)))
 
     probe = Listens(num_sequences=8)
     make_trainer(probes=[probe], max_completion_length=8, max_steps=1).train()
@@ -397,13 +397,13 @@ def test_every_third_step_is_measured_and_no_other(make_trainer) -> None:
 
 def test_every_measured_step_draws_prompts_of_its_own(make_trainer) -> None:
     class Listens(TruthProbe):
-        def on_pre_optimizer_step(self, ctx: StepContext) -> None:
+        def prepare(self, step: Any) -> None:
             def listening(rollout: Rollout) -> Scores:
-                self.prompts[-1].extend(ctx.policy.decode(ids) for ids in rollout.prompt_ids)
-                return ctx.policy.score_rollout(rollout)
+                self.prompts[-1].extend(step.policy.decode(ids) for ids in rollout.prompt_ids)
+                return step.policy.score_rollout(rollout)
 
             self.prompts.append([])
-            super().on_pre_optimizer_step(dataclasses.replace(ctx, policy=ScoredBy(ctx.policy, listening)))
+            super().on_pre_optimizer_step(dataclasses.replace(ctx, policy=ScoredBy(step.policy, listening)))
 
     probe = Listens(num_sequences=8)
     probe.prompts = []
@@ -414,12 +414,12 @@ def test_every_measured_step_draws_prompts_of_its_own(make_trainer) -> None:
 
 def test_a_score_that_is_not_finite_is_nan_with_its_reason(make_trainer) -> None:
     class Broken(TruthProbe):
-        def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+        def results(self) -> dict[str, Estimate]:
             def broken(rollout: Rollout) -> Scores:
-                scores = ctx.policy.score_rollout(rollout)
+                scores = step.policy.score_rollout(rollout)
                 return dataclasses.replace(scores, logps=scores.logps * math.nan)
 
-            return super().measure(dataclasses.replace(ctx, policy=ScoredBy(ctx.policy, broken)))
+            return super().measure(dataclasses.replace(ctx, policy=ScoredBy(step.policy, broken)))
 
     probe = Broken(num_sequences=8)
     make_trainer(probes=[probe], max_steps=1, **FEW).train()
@@ -527,12 +527,12 @@ def test_scores_have_no_dropout_and_no_graph_and_do_not_depend_on_the_batch(make
 
 
 def test_under_bf16_autocast_scores_are_still_those_of_fp32(make_trainer) -> None:
-    def logps(ctx: StepContext) -> tuple[Rollout, Tensor, Tensor]:
-        rollout = ctx.policy.sample(8, 0)
+    def logps(ctx: Step) -> tuple[Rollout, Tensor, Tensor]:
+        rollout = step.policy.sample(8, 0)
         return (
             rollout,
-            ctx.policy.score_rollout(rollout).logps,
-            ctx.policy.score(ctx.rollout, torch.arange(8)).logps.detach(),
+            step.policy.score_rollout(rollout).logps,
+            step.policy.score(step.batch.rollout, torch.arange(8)).logps.detach(),
         )
 
     given = {}

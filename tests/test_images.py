@@ -65,22 +65,22 @@ class Contexts(Probe):
         super().__init__()
         self.steps: list[tuple[Any, dict[int, Any], Any]] = []
 
-    def on_pre_optimizer_step(self, ctx: Any) -> None:
-        rows = torch.arange(ctx.rollout.num_sequences).view(2, -1).T  # pairs of different prompts
-        asked = {int(row): (scores, i) for pair in rows for scores in [score(ctx, ctx.rollout, pair)]
+    def prepare(self, step: Any) -> None:
+        rows = torch.arange(step.batch.rollout.num_sequences).view(2, -1).T  # pairs of different prompts
+        asked = {int(row): (scores, i) for pair in rows for scores in [score(ctx, step.batch.rollout, pair)]
                  for i, row in enumerate(pair)}  # fmt: skip
         others = {name: values[8:] + values[:8] if isinstance(values, list) else values.roll(-8, 0)
-                  for name, values in ctx.rollout.images.items()}  # fmt: skip
-        swapped = score(ctx, dataclasses.replace(ctx.rollout, images=others), torch.arange(2))
+                  for name, values in step.batch.rollout.images.items()}  # fmt: skip
+        swapped = score(ctx, dataclasses.replace(step.batch.rollout, images=others), torch.arange(2))
         self.steps.append((ctx, asked, swapped))
 
-    def measure(self, ctx: Any) -> dict[str, Estimate]:
-        return {"contexts/step": Estimate(float(ctx.step))}
+    def results(self) -> dict[str, Estimate]:
+        return {"contexts/step": Estimate(float(step.number))}
 
 
 def score(ctx: Any, rollout: Rollout, rows: torch.Tensor) -> Any:
     with torch.no_grad():
-        return ctx.policy.score(rollout, rows)
+        return step.policy.score(rollout, rows)
 
 
 def train(folder: Any, probes: list[Any], whole_prompts: bool) -> tuple[GRPOTrainer, Any]:
@@ -123,15 +123,15 @@ def test_each_response_is_scored_with_its_own_image_and_training_is_what_it_was(
         assert math.isfinite(attachment.latest[name].value)
     assert "text" in attachment.latest["delta_h/true"].reason
     for ctx, asked, swapped in contexts.steps:
-        assert ctx.whole_prompts
-        mask = ctx.rollout.completion_mask.bool()
+        assert step.capabilities.whole_prompts
+        mask = step.batch.rollout.completion_mask.bool()
         for row, (scores, i) in asked.items():
             length = int(mask[row].sum())
             for name in ("logps", "entropies"):
-                trained_on = getattr(ctx.scores, name)[row, :length]
+                trained_on = getattr(step.batch.scores, name)[row, :length]
                 torch.testing.assert_close(getattr(scores, name)[i, :length], trained_on, rtol=1e-3, atol=1e-4)
         width = swapped.logps.shape[1]
-        difference = (swapped.logps - ctx.scores.logps[:2, :width])[mask[:2, :width]].abs().max()
+        difference = (swapped.logps - step.batch.scores.logps[:2, :width])[mask[:2, :width]].abs().max()
         assert float(difference) > 0.05  # images are seen
 
 

@@ -63,15 +63,15 @@ class Recorder(Probe):
 
     name = "recorder"
 
-    def on_pre_optimizer_step(self, ctx: StepContext) -> None:
-        self._before = {name: p.detach().clone() for name, p in ctx.parameters.items()}
-        gradient = torch.cat([g.flatten() for g in ctx.gradients.values()]).clone()
-        SEEN[ctx.step] = {"rollout": ctx.rollout, "gradient": gradient}
+    def prepare(self, step: Any) -> None:
+        self._before = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
+        gradient = torch.cat([g.flatten() for g in step.gradients.mean.values()]).clone()
+        SEEN[step.number] = {"rollout": step.batch.rollout, "gradient": gradient}
 
-    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
-        change = [(p.detach() - self._before[name]).flatten() for name, p in ctx.parameters.items()]
-        SEEN[ctx.step]["delta"] = torch.cat(change)
-        return {"recorder/step": Estimate(float(ctx.step))}
+    def results(self) -> dict[str, Estimate]:
+        change = [(p.detach() - self._before[name]).flatten() for name, p in step.gradients.parameters.items()]
+        SEEN[step.number]["delta"] = torch.cat(change)
+        return {"recorder/step": Estimate(float(step.number))}
 
 
 def composed(name: str, *overrides: str) -> DictConfig:

@@ -42,18 +42,18 @@ class FoldsAndTwins(Probe):
         super().__init__()
         self.num_folds = num_folds
 
-    def on_pre_optimizer_step(self, ctx: Any) -> None:
-        loss, parameters = ctx.loss_weights, list(ctx.parameters.values())
-        self.kept, self.twins = ctx.fold_gradients.matrix.clone(), []
+    def prepare(self, step: Any) -> None:
+        loss, parameters = step.batch.loss_weights, list(step.gradients.parameters.values())
+        self.kept, self.twins = step.gradients.rows.matrix.clone(), []
         for fold in range(self.num_folds):
-            rows = (ctx.fold == fold).nonzero().squeeze(1)
-            fresh = ctx.policy.score(ctx.rollout, rows)
+            rows = (step.batch.fold == fold).nonzero().squeeze(1)
+            fresh = step.policy.score(step.batch.rollout, rows)
             total = (loss.logps[rows, : fresh.logps.shape[1]] * fresh.logps).sum()
             total = total + (loss.entropies[rows, : fresh.logps.shape[1]] * fresh.entropies).sum()
-            gradient = torch.autograd.grad(total * len(ctx.fold) / len(rows), parameters)
+            gradient = torch.autograd.grad(total * len(step.batch.fold) / len(rows), parameters)
             self.twins.append(torch.cat([g.flatten() for g in gradient]))
 
-    def measure(self, ctx: Any) -> dict[str, Estimate]:
+    def results(self) -> dict[str, Estimate]:
         return {"folds/number": Estimate(float(self.num_folds))}
 
 

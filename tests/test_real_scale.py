@@ -208,21 +208,21 @@ class StepAndFormula(Probe):
         super().__init__()
         self.pairs: list[tuple[Tensor, Tensor]] = []
 
-    def on_pre_optimizer_step(self, ctx: StepContext) -> None:
-        assert ctx.optimizer.states is not None
-        norm = torch.stack([gradient.norm() for gradient in ctx.gradients.values()]).norm()
-        scale = min(1.0, ctx.optimizer.max_grad_norm / (float(norm) + 1e-6))
-        self._before = {name: p.detach().clone() for name, p in ctx.parameters.items()}
+    def prepare(self, step: Any) -> None:
+        assert step.optimizer.states is not None
+        norm = torch.stack([gradient.norm() for gradient in step.gradients.mean.values()]).norm()
+        scale = min(1.0, step.optimizer.max_grad_norm / (float(norm) + 1e-6))
+        self._before = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
         self._said = {
-            name: ctx.optimizer.states[name].delta(p.detach(), scale * ctx.gradients[name]).total
-            for name, p in ctx.parameters.items()
+            name: step.optimizer.states[name].delta(p.detach(), scale * step.gradients.mean[name]).total
+            for name, p in step.gradients.parameters.items()
         }
 
-    def on_optimizer_step(self, ctx: StepContext) -> None:
-        done = torch.cat([(p.detach() - self._before[name]).flatten() for name, p in ctx.parameters.items()])
+    def after_step(self, step: Any) -> None:
+        done = torch.cat([(p.detach() - self._before[name]).flatten() for name, p in step.gradients.parameters.items()])
         self.pairs.append((done, torch.cat([said.flatten() for said in self._said.values()])))
 
-    def measure(self, ctx: StepContext) -> dict[str, Estimate]:
+    def results(self) -> dict[str, Estimate]:
         return {"step_and_formula/one": Estimate(1.0)}
 
 

@@ -29,41 +29,41 @@ class Differences(Probe):
     name = "differences"
     needs = Need.FOLD_GRADIENTS
 
-    def on_pre_optimizer_step(self, ctx: Any) -> None:
-        if ctx.step != 2:
+    def prepare(self, step: Any) -> None:
+        if step.number != 2:
             return
-        layout = FlatVectors(ctx.parameters, 0)
+        layout = FlatVectors(step.gradients.parameters, 0)
         generator = torch.Generator().manual_seed(0)
         directions = torch.randn(2, layout.matrix.shape[1], generator=generator, dtype=layout.matrix.dtype)
-        before = {name: (p.data_ptr(), p.detach().clone()) for name, p in ctx.parameters.items()}
+        before = {name: (p.data_ptr(), p.detach().clone()) for name, p in step.gradients.parameters.items()}
         self.by_difference = contributions(ctx, layout, directions)
         # One of two ranks with as many sequences: its loss is a mean over its own, the step's gradient that of both.
-        loss = dataclasses.replace(ctx.loss_weights, logps=2 * ctx.loss_weights.logps)
+        loss = dataclasses.replace(step.batch.loss_weights, logps=2 * step.batch.loss_weights.logps)
         of_two = dataclasses.replace(ctx, loss_weights=loss, num_ranks=2)
         self.as_one_of_two_ranks = contributions(of_two, layout, directions)
-        assert all(p.data_ptr() == before[n][0] and torch.equal(p, before[n][1]) for n, p in ctx.parameters.items())
+        assert all(p.data_ptr() == before[n][0] and torch.equal(p, before[n][1]) for n, p in step.gradients.parameters.items())
 
-        gradient = {name: g.double() for name, g in ctx.gradients.items()}
+        gradient = {name: g.double() for name, g in step.gradients.mean.items()}
         norm = torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt()
-        clip = min(1.0, ctx.optimizer.max_grad_norm / (float(norm) + 1e-6))
-        pieces = [dict(zip(ctx.parameters, layout.split(d), strict=True)) for d in directions]
+        clip = min(1.0, step.optimizer.max_grad_norm / (float(norm) + 1e-6))
+        pieces = [dict(zip(step.gradients.parameters, layout.split(d), strict=True)) for d in directions]
         self.by_backward = []
-        for row in range(len(ctx.fold)):
-            logps = ctx.policy.score(ctx.rollout, torch.tensor([row])).logps
-            weights = ctx.loss_weights.logps[row : row + 1, : logps.shape[1]]
-            own = torch.autograd.grad(logps, list(ctx.parameters.values()), weights)
+        for row in range(len(step.batch.fold)):
+            logps = step.policy.score(step.batch.rollout, torch.tensor([row])).logps
+            weights = step.batch.loss_weights.logps[row : row + 1, : logps.shape[1]]
+            own = torch.autograd.grad(logps, list(step.gradients.parameters.values()), weights)
             total = 0.0
-            for (name, state), g in zip(ctx.optimizer.states.items(), own, strict=True):
+            for (name, state), g in zip(step.optimizer.states.items(), own, strict=True):
                 v = state.betas[1] * state.exp_avg_sq + (1 - state.betas[1]) * (clip * gradient[name]) ** 2
                 v = v / (1 - state.betas[1] ** (state.step + 1))
                 factor = -state.lr * (1 - state.betas[0]) / (1 - state.betas[0] ** (state.step + 1))
                 change = factor * clip * g / (v.sqrt() + state.eps)
-                other = pieces[1 - int(ctx.fold[row]) % 2][name]
+                other = pieces[1 - int(step.batch.fold[row]) % 2][name]
                 total += float((other * change.flatten()).sum())
             self.by_backward.append(total)
 
-    def measure(self, ctx: Any) -> dict[str, Estimate]:
-        return {"differences/step": Estimate(float(ctx.step))}
+    def results(self) -> dict[str, Estimate]:
+        return {"differences/step": Estimate(float(step.number))}
 
 
 def test_contributions_equal_the_products_of_each_responses_own_gradient(make_trainer) -> None:
@@ -79,8 +79,8 @@ def test_named_responses_come_with_their_texts_lowest_first_and_change_nothing(m
     answers: list[dict[str, Estimate]] = []
 
     class Keeping(SimpleEntropyProbe):
-        def measure(self, ctx: Any) -> dict[str, Estimate]:
-            answers.append(super().measure(ctx))
+        def results(self) -> dict[str, Estimate]:
+            answers.append(super().results())
             return answers[-1]
 
     short = {"max_completion_length": 8}
@@ -98,8 +98,8 @@ def test_one_fold_names_no_response_and_says_why(make_trainer) -> None:
     answers: list[dict[str, Estimate]] = []
 
     class Keeping(SimpleEntropyProbe):
-        def measure(self, ctx: Any) -> dict[str, Estimate]:
-            answers.append(super().measure(ctx))
+        def results(self) -> dict[str, Estimate]:
+            answers.append(super().results())
             return answers[-1]
 
     make_trainer(probes=[Keeping(top_responses=1)], max_steps=1, **{**FEW, "gradient_accumulation_steps": 1}).train()

@@ -31,11 +31,11 @@ class Contexts(Probe):
         super().__init__()
         self.all: list[Any] = []
 
-    def on_pre_optimizer_step(self, ctx: Any) -> None:
+    def prepare(self, step: Any) -> None:
         self.all.append(ctx)
 
-    def measure(self, ctx: Any) -> dict[str, Estimate]:
-        return {"contexts/step": Estimate(float(ctx.step))}
+    def results(self) -> dict[str, Estimate]:
+        return {"contexts/step": Estimate(float(step.number))}
 
 
 def answers_of(trainer: GRPOTrainer, *, split_prompts: int = 0, validate_every: int = 0) -> tuple[dict, Contexts]:
@@ -108,11 +108,11 @@ def test_under_top_p_only_the_entropy_change_is_missing_and_training_is_bitwise_
         assert "set top_p=1.0" in answers[name].reason
     # The entropy of the visited prefixes, and its jackknife error over 8 folds of one prompt, from their definitions.
     ctx = contexts.all[-1]
-    mask, entropies = ctx.scores.mask.tolist(), ctx.scores.entropies.tolist()
-    prompts = [ctx.rollout.prompt_index.tolist().index(p) for p in sorted(set(ctx.rollout.prompt_index.tolist()))]
+    mask, entropies = step.batch.scores.mask.tolist(), step.batch.scores.entropies.tolist()
+    prompts = [step.batch.rollout.prompt_index.tolist().index(p) for p in sorted(set(step.batch.rollout.prompt_index.tolist()))]
     sums = []
     for first in prompts:
-        rows = [i for i, p in enumerate(ctx.rollout.prompt_index.tolist()) if p == ctx.rollout.prompt_index[first]]
+        rows = [i for i, p in enumerate(step.batch.rollout.prompt_index.tolist()) if p == step.batch.rollout.prompt_index[first]]
         visited = [h for i in rows for h, real in zip(entropies[i], mask[i], strict=True) if real]
         sums.append((math.fsum(visited), len(visited), len(rows)))
 
@@ -154,11 +154,11 @@ def test_where_every_response_is_left_out_the_step_is_decay_and_the_entropy_that
     for a, b in zip(bare.model.parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(a, b)
     ctx = contexts.all[-1]
-    assert (ctx.rollout.completion_mask.sum(dim=1) == 3).all()
-    assert all(not gradient.any() for gradient in ctx.gradients.values())
-    assert answers["entropy/token"].value == pytest.approx(float(ctx.scores.entropies.mean()), rel=1e-6)
-    fresh = ctx.policy.score_rollout(ctx.rollout)  # of the model after the step, which is small
-    torch.testing.assert_close(ctx.scores.entropies, fresh.entropies, rtol=0, atol=0.02)
+    assert (step.batch.rollout.completion_mask.sum(dim=1) == 3).all()
+    assert all(not gradient.any() for gradient in step.gradients.mean.values())
+    assert answers["entropy/token"].value == pytest.approx(float(step.batch.scores.entropies.mean()), rel=1e-6)
+    fresh = step.policy.score_rollout(step.batch.rollout)  # of the model after the step, which is small
+    torch.testing.assert_close(step.batch.scores.entropies, fresh.entropies, rtol=0, atol=0.02)
     assert answers["delta_h/forward"].value == pytest.approx(answers["delta_h/part/decay"].value, rel=1e-9)
     assert answers["delta_h/forward"].value != 0.0
     assert answers["ess/zero_advantage"].value == 1.0

@@ -228,14 +228,14 @@ def test_the_step_of_each_known_optimizer_is_the_change_of_the_parameters(make_t
     class Watch(Probe):
         name = "watch"
 
-        def on_pre_optimizer_step(self, ctx: Any) -> None:
-            self.before = {n: p.detach().clone() for n, p in ctx.parameters.items()}
+        def prepare(self, step: Any) -> None:
+            self.before = {n: p.detach().clone() for n, p in step.gradients.parameters.items()}
 
-        def on_optimizer_step(self, ctx: Any) -> None:
-            self.change = torch.cat([(p.detach() - self.before[n]).flatten() for n, p in ctx.parameters.items()])
+        def after_step(self, step: Any) -> None:
+            self.change = torch.cat([(p.detach() - self.before[n]).flatten() for n, p in step.gradients.parameters.items()])
 
-        def measure(self, ctx: Any) -> dict[str, Estimate]:
-            return {"watch/step": Estimate(float(ctx.step))}
+        def results(self) -> dict[str, Estimate]:
+            return {"watch/step": Estimate(float(step.number))}
 
     policy, probe, watch = load_tiny()[0].double(), SimpleEntropyProbe(), Watch()
     optimizer = make_optimizer(list(policy.parameters()))
@@ -288,10 +288,10 @@ def test_importance_weights_are_used_down_to_an_effective_sample_size_of_half_th
     make_trainer, known, measured
 ) -> None:
     class Reweighted(Answers):
-        def on_pre_optimizer_step(self, ctx: Any) -> None:
-            sampling_logps = ctx.scores.logps.double().clone()
+        def prepare(self, step: Any) -> None:
+            sampling_logps = step.batch.scores.logps.double().clone()
             sampling_logps[known:, 0] += 80.0  # of 32 sequences, so many keep a weight
-            rollout = dataclasses.replace(ctx.rollout, sampling_logps=sampling_logps, on_policy=False)
+            rollout = dataclasses.replace(step.batch.rollout, sampling_logps=sampling_logps, on_policy=False)
             super().on_pre_optimizer_step(dataclasses.replace(ctx, rollout=rollout))
 
     probe = Reweighted()
@@ -325,26 +325,26 @@ def test_what_stands_in_padded_positions_does_not_matter(make_trainer) -> None:
     """Two of each probe in one training, one of them shown nan there: all that they say is the same."""
 
     def shown(ctx: Any) -> Any:
-        return dataclasses.replace(ctx, scores=nan_in_padding(ctx.scores), policy=NanInPadding(ctx.policy))
+        return dataclasses.replace(ctx, scores=nan_in_padding(step.batch.scores), policy=NanInPadding(step.policy))
 
     said: dict[str, list[Any]] = {}
 
     def pair(probe_class: Any, **options: Any) -> list[Probe]:
         class Keeping(probe_class):
-            def measure(self, ctx: Any) -> dict[str, Estimate]:
-                said.setdefault(self.name, []).append(answers := super().measure(ctx))
+            def results(self) -> dict[str, Estimate]:
+                said.setdefault(self.name, []).append(answers := super().results())
                 return answers
 
         class Shown(Keeping):
             name = f"{probe_class.name}_shown"
 
-            def on_pre_optimizer_step(self, ctx: Any) -> None:
+            def prepare(self, step: Any) -> None:
                 super().on_pre_optimizer_step(shown(ctx))
 
-            def on_optimizer_step(self, ctx: Any) -> None:
+            def after_step(self, step: Any) -> None:
                 super().on_optimizer_step(shown(ctx))
 
-            def measure(self, ctx: Any) -> dict[str, Estimate]:
+            def results(self) -> dict[str, Estimate]:
                 return super().measure(shown(ctx))
 
         return [Keeping(**options), Shown(**options)]

@@ -105,7 +105,7 @@ def policy_logp(outcome: Outcome) -> float:
 REWARDS = torch.tensor([float(CALL in o.tokens[:1]) + (o.columns == (0, 3) and o.tokens[1] == GO) for o in OUTCOMES])
 
 
-def context(logits: torch.nn.Parameter, drawn: Tensor, states: dict[str, AdamWState]) -> StepContext:
+def context(logits: torch.nn.Parameter, drawn: Tensor, states: dict[str, AdamWState]) -> Step:
     """Returns the step that Dr-GRPO makes of these outcomes, (prompts · G,)."""
     prompts = torch.arange(len(drawn)) // G
     rewards = REWARDS[drawn].double().view(-1, G)
@@ -123,7 +123,7 @@ def context(logits: torch.nn.Parameter, drawn: Tensor, states: dict[str, AdamWSt
     folds = FlatVectors({"logits": logits}, FOLDS)
     for k in range(FOLDS):
         folds.matrix[k] = torch.autograd.grad(of_row[k], logits, retain_graph=True)[0].flatten()
-    return StepContext(
+    return Step(
         step=1,
         parameters={"logits": logits},
         gradients={"logits": folds.matrix.mean(dim=0).view_as(logits)},

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from rl_training.engine.batch import Batch, Rollout
 from rl_training.engine.capabilities import Capabilities, is_first_of_adam
 from rl_training.engine.clock import Clock
-from rl_training.engine.entropy_change import EntropyChange, StepMemory
+from rl_training.engine.entropy_change import StepMemory
 from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.gradient_rows import GradientRows
 from rl_training.engine.open_step import Loop, OpenStep, Shape
@@ -80,7 +80,7 @@ class StepDriver:
         keep = Need.FOLD_GRADIENTS in self._needs, Need.MICROBATCH_SQ_NORMS in self._needs
         self._rows = GradientRows(self._parameters, layout, *keep, offload=self._offload)
         if Need.ENTROPY_CHANGE in self._needs:
-            self._memory = StepMemory(layout, self._offload, self._entropy.error_decay)
+            self._memory = StepMemory(layout, self._entropy, self._offload, Need.HALVES in self._needs)
             self._memory.load_state_dict(self._memory_state)
 
     @property
@@ -236,9 +236,7 @@ class StepDriver:
             first_of_adam=is_first_of_adam(optimizer.states),
         )
         known = (batch, gradients, optimizer, loop.policy, loop.ranks, capabilities)
-        memory = self._memory or StepMemory(Layout(self._parameters), self._offload, self._entropy.error_decay)
-        change = EntropyChange(step.number, *known, memory, self._entropy, Need.HALVES in self._needs)
-        return Step(step.number, *known, change)
+        return Step(step.number, *known, self._memory)
 
     def _rows_by_fold(self, step: OpenStep, batch: Batch, whole_prompts: bool) -> Vector | None:
         """Returns the gradients of this rank's folds, None where they are not kept or not of whole prompts."""

@@ -25,19 +25,18 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rl_training.engine.attribution import Attribution
 from rl_training.engine.batch import Batch
-from rl_training.engine.capabilities import REUSED, Capabilities, why_too_far_off_policy
+from rl_training.engine.capabilities import REUSED, why_too_far_off_policy
 from rl_training.engine.entropy_gradients import EntropySettings, fold_gradients, importance_ratios
 from rl_training.engine.fold_moments import Block, FoldMoments
 from rl_training.engine.fold_products import FoldProducts, as_pairs
-from rl_training.engine.policy import Policy
 from rl_training.engine.quantities import Quantity
-from rl_training.engine.step import Gradients, OptimizerView, Ranks
 from rl_training.engine.updates import (
     Piece,
     StepsWithoutFolds,
@@ -50,6 +49,9 @@ from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.mathematics.running_variance import RunningVariance
 from rl_training.mathematics.vectors import Layout, Vector, dot
+
+if TYPE_CHECKING:
+    from rl_training.engine.step import Step
 
 LEVELS = 3  # columns of a row before the products
 # The products X·δθ in the order of their columns, a pair each; the splits of `forward` come after them.
@@ -98,9 +100,11 @@ class StepMemory:
     The last live as long as a rollout, where responses are used again; the others go into the checkpoint.
     """
 
-    def __init__(self, layout: Layout, offload: bool, error_decay: float) -> None:
-        self.layout = layout
-        self.errors = RunningVariance(error_decay)
+    def __init__(
+        self, layout: Layout, settings: EntropySettings, offload: bool = False, keep_halves: bool = False
+    ) -> None:
+        self.layout, self.settings, self.keep_halves = layout, settings, keep_halves
+        self.errors = RunningVariance(settings.error_decay)
         self.history = UpdateHistory()
         self.moments = FoldMoments(layout, "cpu" if offload else None)
         self.attribution = Attribution(layout.names)
@@ -124,24 +128,12 @@ class EntropyChange:
     Whoever asks first, on all ranks: `why_none`, `sums` and `update` are collectives the first time.
     """
 
-    def __init__(
-        self,
-        number: int,
-        batch: Batch,
-        gradients: Gradients,
-        optimizer: OptimizerView,
-        policy: Policy,
-        ranks: Ranks,
-        capabilities: Capabilities,
-        memory: StepMemory,
-        settings: EntropySettings,
-        keep_halves: bool = False,
-    ) -> None:
-        self.number, self.settings, self.attribution = number, settings, memory.attribution
-        self.layout = memory.layout
-        self._batch, self._gradients, self._optimizer = batch, gradients, optimizer
-        self._policy, self._ranks, self._capabilities, self._memory = policy, ranks, capabilities, memory
-        self._keep_halves = keep_halves
+    def __init__(self, step: Step, memory: StepMemory) -> None:
+        self.number, self.settings = step.number, memory.settings
+        self.attribution, self.layout = memory.attribution, memory.layout
+        self._batch, self._gradients, self._optimizer = step.batch, step.gradients, step.optimizer
+        self._policy, self._ranks, self._capabilities = step.policy, step.ranks, step.capabilities
+        self._memory = memory
 
     # --- whether there is one ---------------------------------------------------------------------------------------
 
@@ -221,7 +213,7 @@ class EntropyChange:
         of_step, of_last = products.lost_with_a_fold()
         pairs[:, [FORWARD, OWN_PROMPTS, UNCLIPPED]] += as_pairs(of_step).unsqueeze(1)
         pairs[:, BACKWARD] += as_pairs(of_last)
-        if self._keep_halves:
+        if self._memory.keep_halves:
             self._halves = products.mean_of_halves(sequences / length)
         products.follow(self._memory.moments, self.number, batch, self._capabilities.reused)
         return FoldSums(total, without, int(num_folds))
@@ -287,7 +279,7 @@ class EntropyChange:
             clip=self.clip,
             chosen_share=settings.responses_per_prompt / self._batch.responses_per_prompt,
             num_targets=1 + settings.per_sequence,
-            num_sums=1 + self._keep_halves,
+            num_sums=1 + self._memory.keep_halves,
         )
 
     # --- what outlives the step -------------------------------------------------------------------------------------

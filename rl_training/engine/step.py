@@ -7,19 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from functools import cached_property
 
 from torch import Tensor, nn
 
 from rl_training.engine.batch import Batch
 from rl_training.engine.capabilities import Capabilities
+from rl_training.engine.entropy_change import EntropyChange, StepMemory
 from rl_training.engine.policy import Policy
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.sgd import SGDState
 from rl_training.mathematics.vectors import Vector
-
-if TYPE_CHECKING:
-    from rl_training.engine.entropy_change import EntropyChange
 
 
 @dataclass(frozen=True)
@@ -56,8 +54,7 @@ class Ranks:
 class Step:
     """One optimizer step on this rank: all gradients are in, the parameters are still old.
 
-    What a probe wants to know beyond these fields it asks of `policy`; what several probes need of the entropy's change
-    is calculated once, when it is first asked for: `entropy_change`.
+    What a probe wants to know beyond these fields it asks of `policy`.
     """
 
     number: int  # counted from 1: the `step` of the log line that this optimizer step will have
@@ -67,4 +64,11 @@ class Step:
     policy: Policy
     ranks: Ranks
     capabilities: Capabilities
-    entropy_change: EntropyChange
+    memory: StepMemory | None = None  # where a probe needs Need.ENTROPY_CHANGE
+
+    @cached_property
+    def entropy_change(self) -> EntropyChange:
+        """What the step does to entropy to first order: calculated once for all probes, when it is first asked for."""
+        if self.memory is None:
+            raise ValueError("step.entropy_change is kept only for a probe that says so: needs = Need.ENTROPY_CHANGE")
+        return EntropyChange(self, self.memory)
