@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from rl_training import Estimate, Probe
-from rl_training.mathematics.draws import keys_of, uniforms_of
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.tasks.models import load_tiny
 
@@ -61,6 +60,7 @@ class Recorder(Probe):
         self.steps: list[Snapshot] = []
 
     def prepare(self, step: Any) -> None:
+        self.number = step.number
         states = [step.optimizer.states[name] for name in step.gradients.parameters]
         self.steps.append(
             Snapshot(
@@ -82,14 +82,14 @@ class Recorder(Probe):
         self.steps[-1].update = flat(step.gradients.parameters.values()) - self.steps[-1].parameters
 
     def results(self) -> dict[str, Estimate]:
-        return {"recorder/step": Estimate(float(step.number))}
+        return {"recorder/step": Estimate(float(self.number))}
 
 
 class Answers(SimpleEntropyProbe):
     """The probe, with its answers kept."""
 
-    def __init__(self, error_decay: float = 0.0, draw: str = "norm", **options: Any) -> None:
-        super().__init__(error_decay=error_decay, draw=draw, **options)
+    def __init__(self, error_decay: float = 0.0, **options: Any) -> None:
+        super().__init__(error_decay=error_decay, **options)
         self.all: list[dict[str, Estimate]] = []
 
     def results(self) -> dict[str, Estimate]:
@@ -110,8 +110,6 @@ class Twin:
         estimator: str,
         temperature: float = 1.0,
         max_length: int = L_MAX,
-        prompt_share: float = 1.0,
-        draw: str = "norm",
         weighted: bool = False,
     ) -> None:
         self.step, self.max_length, rollout = step, max_length, step.rollout
@@ -131,56 +129,17 @@ class Twin:
             for target in ("sequence", "length")
         }
         self.folds = [(step.fold == k).nonzero().flatten().tolist() for k in range(int(step.fold.max()) + 1)]
-        self.choose(responses, prompt_share, draw)
+        self.choose(responses)
         self.x, self.gradients, self.d_loss = self.gradients_of_folds()
         self.update = self.adamw(self.mean(self.gradients))[0]
         self.without = self.means_without(self.gradients)
         self.update_without = self.adamw(self.without)[0]
 
-    def choose(self, responses: int, prompt_share: float = 1.0, draw: str = "norm") -> None:
+    def choose(self, responses: int) -> None:
         """Sets which responses X is computed from, and for how many each of them stands."""
         prompts = self.step.rollout.prompt_index.tolist()
-        strata = prompts if prompt_share == 1.0 else self.step.fold.tolist()
-        self.multiplicity: dict[int, float] = {}  # of the responses that are drawn
-        for stratum in sorted(set(strata)):
-            members = [i for i, s in enumerate(strata) if s == stratum]
-            wanted = len(members) / prompts.count(prompts[0]) * responses * prompt_share
-            self.multiplicity |= self.draw(members, min(max(round(wanted), 1), len(members)))
-        if draw == "first":
-            first = [i for i, p in enumerate(prompts) if prompts[:i].count(p) < responses]
-            self.multiplicity = dict.fromkeys(first, prompts.count(prompts[0]) / responses)
-        self.chosen = sorted(self.multiplicity)
-
-    def draw(self, members: list[int], count: int) -> dict[int, float]:
-        """Returns for how many each drawn response stands: probabilities by the norms, and a walk along them."""
-        w_entropy, w_length = self.weights["sequence"][0], self.weights["length"][0]
-        level = dot_product(self.ratios, self.entropy_of) / dot_product(self.ratios, self.lengths)
-        norm = {}
-        for i in members:
-            w = [a - level * b for a, b in zip(w_entropy[i], w_length[i], strict=True)]
-            norm[i] = self.ratios[i] * math.sqrt(sum(a * a for a in [*w, *self.weights["sequence"][1][i]]))
-        certain: list[int] = []
-        while True:  # whose share is above 1 is drawn for certain
-            others = [i for i in members if i not in certain]
-            total = sum(norm[i] for i in others)
-            share = {
-                i: (count - len(certain)) * (0.8 * (norm[i] / total if total else 1 / len(others)) + 0.2 / len(others))
-                for i in others
-            }
-            above = [i for i in others if share[i] > 1]
-            certain += above
-            if not above:
-                break
-        probability = [1.0 if i in certain else share[i] for i in members]
-        rollout = self.step.rollout
-        key = keys_of(rollout.prompt_ids[members], rollout.prompt_mask[members]).sum(dim=0, keepdim=True)
-        point = float(uniforms_of(key, seed=0, step=self.step.step))
-        drawn, start = {}, 0.0
-        for i, length in zip(members, probability, strict=True):
-            if any(start <= point + j < start + length for j in range(count)):
-                drawn[i] = 1 / length
-            start += length
-        return drawn
+        self.chosen = [i for i, p in enumerate(prompts) if prompts[:i].count(p) < responses]
+        self.multiplicity = dict.fromkeys(self.chosen, prompts.count(prompts[0]) / responses)
 
     def score(self, rollout: Any, i: int, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probability and entropy of the policy's tokens in one response: unpadded, in a graph of its own."""

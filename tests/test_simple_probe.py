@@ -16,7 +16,16 @@ from torch import Tensor
 from trainers import FEW, graded, trainer_maker
 
 from rl_training import Estimate, Probe
-from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
+from rl_training.engine.driver import StepDriver
+from rl_training.probes import (
+    EffectiveSampleSizeProbe,
+    ErrorSharesProbe,
+    GradientNoiseScaleProbe,
+    GroundTruthProbe,
+    ResponsesProbe,
+    SimpleEntropyProbe,
+)
+from rl_training.engine.policy import Policy
 from rl_training.probes.error_shares import SHARES
 from rl_training.tasks.models import load_tiny
 
@@ -28,28 +37,43 @@ UNEQUAL_FOLDS = {"per_device_train_batch_size": 3 * G, "gradient_accumulation_st
 SMOOTH = {"adam_epsilon": 1e-5, "max_grad_norm": 0.05}
 
 
+class Shares(ErrorSharesProbe):
+    """The probe of error shares, of each batch alone, with its answers kept."""
+
+    def __init__(self) -> None:
+        super().__init__(error_decay=0.0)
+        self.all: list[dict[str, Estimate]] = []
+
+    def results(self) -> dict[str, Estimate]:
+        self.all.append(super().results())
+        return self.all[-1]
+
+
+def last_update(trainer: Any) -> Tensor:
+    """What a checkpoint would keep of the last step: its update, flat."""
+    return trainer.attachment.driver.state_dict()["update"]
+
+
 @pytest.mark.parametrize(
-    ("estimator", "responses", "prompt_share", "temperature", "max_length", "folds", "masked"),
+    ("estimator", "responses", "temperature", "max_length", "folds", "masked"),
     [
-        ("rb", 1, 1.0, 1.0, L_MAX, UNEQUAL_FOLDS, True),  # a part of the responses is truncated, and not learned from
-        ("rb", 4, 1.0, 0.7, 5, EIGHT_FOLDS, False),  # within 5 tokens hardly a response ends
-        ("score", 2, 0.5, 1.3, L_MAX, EIGHT_FOLDS, False),
+        ("rb", 1, 1.0, L_MAX, UNEQUAL_FOLDS, True),  # a part of the responses is truncated, and not learned from
+        ("rb", 4, 0.7, 5, EIGHT_FOLDS, False),  # within 5 tokens hardly a response ends
+        ("score", 2, 1.3, L_MAX, EIGHT_FOLDS, False),
     ],
 )
 def test_every_estimate_equals_the_plain_twin(
-    make_trainer, estimator, responses, prompt_share, temperature, max_length, folds, masked
+    make_trainer, estimator, responses, temperature, max_length, folds, masked
 ) -> None:
     recorder = Recorder()
     probe = Answers(
         estimator=estimator,
         responses_per_prompt=responses,
-        prompt_share=prompt_share,
         per_sequence=True,
-        split_error=True,
         num_folds=K,
     )
     make_trainer(
-        probes=[probe, recorder],
+        probes=[probe, shares := Shares(), recorder],
         dtype=torch.float64,
         temperature=temperature,
         max_completion_length=max_length,
@@ -59,7 +83,7 @@ def test_every_estimate_equals_the_plain_twin(
         **folds,
         **SMOOTH,
     ).train()
-    twins = [Twin(step, responses, estimator, temperature, max_length, prompt_share) for step in recorder.steps[:2]]
+    twins = [Twin(step, responses, estimator, temperature, max_length) for step in recorder.steps[:2]]
     for step in recorder.steps[:2] if masked else ():
         of_full_length = step.rollout.completion_mask.sum(dim=1) == max_length
         left_out = of_full_length & (step.rollout.completion_ids[:, -1] != load_tiny()[1].eos_token_id)
@@ -67,7 +91,7 @@ def test_every_estimate_equals_the_plain_twin(
         assert (step.rollout.advantages[left_out] == 0).all()
     # TRL's fused head computes in fp32; with few responses to learn from, much cancels.
     same = {"rel": 1e-3, "abs": 2e-6 if masked else 1e-9}
-    for twin, answer in zip(twins, probe.all[:2], strict=True):
+    for twin, answer, of_error in zip(twins, probe.all[:2], shares.all[:2], strict=True):
         for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
             forward, reuse = (twin.change(updates, statistic) for updates in (twin.update_without, twin.update))
             assert answer[f"delta_h/forward{suffix}"].value == pytest.approx(forward, **same)
@@ -76,9 +100,9 @@ def test_every_estimate_equals_the_plain_twin(
             assert answer[f"delta_h/forward{suffix}"].stderr == pytest.approx(stderr, **same)
             level = functools.partial(statistic, **({} if suffix else {"level": answer["entropy/token"].value}))
             of_x = reference.jackknife_stderr(level, twin.rows(twin.products(twin.update)))  # the step as it is
-            shares = [answer[f"delta_h/{share}{suffix}"].value for share in SHARES]
-            assert shares[0] == pytest.approx((of_x / stderr) ** 2, **same)
-            assert sum(shares) == pytest.approx(1.0, rel=1e-12)
+            parts = [of_error[f"delta_h/error_share/{share}{suffix}"].value for share in SHARES]
+            assert parts[0] == pytest.approx((of_x / stderr) ** 2, **same)
+            assert sum(parts) == pytest.approx(1.0, rel=1e-12)
         assert answer["entropy/token"].value == pytest.approx(sum(twin.entropy_of) / sum(twin.lengths), **same)
         assert answer["entropy/sequence"].value == pytest.approx(sum(twin.entropy_of) / len(twin.lengths), **same)
     first, second, third = probe.all
@@ -99,18 +123,19 @@ def test_every_estimate_equals_the_plain_twin(
 
 
 @pytest.fixture(scope="module")
-def causes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorder, Answers]:
+def causes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorder, Answers, dict[str, Estimate]]:
     """Two steps of a training, the second of them from warm moments."""
     recorder = Recorder()
-    probe = Answers(own_prompts=True, per_sequence=True, top_responses=3, num_folds=K, draw="first")
+    probe, responses = Answers(own_prompts=True, per_sequence=True, num_folds=K), ResponsesProbe(3)
     make = trainer_maker(tmp_path_factory.mktemp("causes"))
-    make(probes=[probe, recorder], dtype=torch.float64, **UNEQUAL_FOLDS, **SMOOTH).train()
-    return recorder, probe
+    trainer = make(probes=[probe, responses, recorder], dtype=torch.float64, **UNEQUAL_FOLDS, **SMOOTH)
+    trainer.train()
+    return recorder, probe, dict(trainer.attachment.latest)
 
 
 def test_causes_and_own_prompts_equal_the_plain_twin(causes) -> None:
     (step, answer), same = (kept[1] for kept in (causes[0].steps, causes[1].all)), {"rel": 2e-4, "abs": 1e-9}
-    twin = Twin(step, responses=1, estimator="rb", draw="first")
+    twin = Twin(step, responses=1, estimator="rb")
     without_chosen, unclipped = twin.update_without_chosen(), twin.adamw(twin.without, max_grad_norm=math.inf)[0]
     updates = {
         "own_prompts": without_chosen,
@@ -128,7 +153,7 @@ def test_causes_and_own_prompts_equal_the_plain_twin(causes) -> None:
             stderr = twin.stderr(without, statistic)
             assert answer[f"delta_h/{name}{suffix}"].stderr == pytest.approx(stderr, rel=1e-3), name
     lowest = sorted(twin.contributions())[:3]
-    got = [answer[f"delta_h/response/{rank}"].value for rank in (1, 2, 3)]
+    got = [causes[2][f"delta_h/response/{rank}"].value for rank in (1, 2, 3)]
     assert got == pytest.approx(lowest, rel=0.02)  # a central difference
 
 
@@ -146,13 +171,13 @@ def test_each_split_of_forward_adds_up_to_forward(causes) -> None:
 def test_measuring_per_sequence_adds_a_twin_to_each_change_and_leaves_the_change_per_token_as_it_is(
     make_trainer,
 ) -> None:
-    class Both(Answers):
-        name = "both"
-
-    options = {"own_prompts": True, "split_error": True}
-    probes = [Answers(**options), Both(**options, per_sequence=True)]
-    make_trainer(probes=probes, max_completion_length=12, **EIGHT_FOLDS, **SMOOTH).train()
-    alone, both = (probe.all[1] for probe in probes)
+    said = []
+    for per_sequence in (False, True):
+        probes = [SimpleEntropyProbe(own_prompts=True, per_sequence=per_sequence, error_decay=0.0), ErrorSharesProbe()]
+        trainer = make_trainer(probes=probes, max_completion_length=12, **EIGHT_FOLDS, **SMOOTH)
+        trainer.train()
+        said.append(dict(trainer.attachment.latest))
+    alone, both = said
     added = {f"{name}_sequence" for name in alone if name.startswith("delta_h/")} - alone.keys()
     assert both.keys() - alone.keys() == {name for name in added if "cumulative_measured" not in name}
     for name, estimate in alone.items():
@@ -195,9 +220,10 @@ def test_folds_of_several_microbatches_and_slices_of_one_measure_the_same_step(m
 def test_a_lora_update_is_the_change_of_its_matrices_and_splits_by_layer(make_trainer) -> None:
     recorder, probe = Recorder(), Answers(per_sequence=True)
     adapter = LoraConfig(r=2, lora_dropout=0.0, target_modules="all-linear", init_lora_weights=False)
-    make_trainer(probes=[probe, recorder], peft_config=adapter, dtype=torch.float64, **FEW).train()
+    trainer = make_trainer(probes=[probe, recorder], peft_config=adapter, dtype=torch.float64, **FEW)
+    trainer.train()
     real = recorder.steps[-1].update
-    torch.testing.assert_close(probe.state_dict()["update"].double(), real, rtol=1e-4, atol=1e-9)
+    torch.testing.assert_close(last_update(trainer).double(), real, rtol=1e-4, atol=1e-9)
     forward = probe.all[1]["delta_h/forward"].value
     assert forward != 0
     assert sum(probe.all[1][f"delta_h/layer/{n}"].value for n in (0, 1)) == pytest.approx(forward, rel=1e-6)
@@ -235,13 +261,15 @@ def test_the_step_of_each_known_optimizer_is_the_change_of_the_parameters(make_t
             self.change = torch.cat([(p.detach() - self.before[n]).flatten() for n, p in step.gradients.parameters.items()])
 
         def results(self) -> dict[str, Estimate]:
-            return {"watch/step": Estimate(float(step.number))}
+            return {"watch/one": Estimate(1.0)}
 
-    policy, probe, watch = load_tiny()[0].double(), SimpleEntropyProbe(), Watch()
+    policy, watch = load_tiny()[0].double(), Watch()
     optimizer = make_optimizer(list(policy.parameters()))
     settings = {"dtype": torch.float64, "max_grad_norm": 0.05}  # which clips
-    make_trainer(probes=[probe, watch], model=policy, optimizers=(optimizer, None), **settings, **FEW).train()
-    torch.testing.assert_close(probe.state_dict()["update"], watch.change, rtol=1e-6, atol=1e-12)
+    probes = [SimpleEntropyProbe(), watch]
+    trainer = make_trainer(probes=probes, model=policy, optimizers=(optimizer, None), **settings, **FEW)
+    trainer.train()
+    torch.testing.assert_close(last_update(trainer), watch.change, rtol=1e-6, atol=1e-12)
 
 
 def test_without_an_adamw_formula_forward_is_nan_and_backward_uses_the_parameter_difference(make_trainer) -> None:
@@ -292,7 +320,7 @@ def test_importance_weights_are_used_down_to_an_effective_sample_size_of_half_th
             sampling_logps = step.batch.scores.logps.double().clone()
             sampling_logps[known:, 0] += 80.0  # of 32 sequences, so many keep a weight
             rollout = dataclasses.replace(step.batch.rollout, sampling_logps=sampling_logps, on_policy=False)
-            super().on_pre_optimizer_step(dataclasses.replace(ctx, rollout=rollout))
+            super().prepare(dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout)))
 
     probe = Reweighted()
     make_trainer(probes=[probe], max_completion_length=8, max_steps=1).train()
@@ -305,14 +333,12 @@ def nan_in_padding(scores: Any) -> Any:
     return dataclasses.replace(scores, logps=scores.logps + nan, entropies=scores.entropies + nan)
 
 
-class NanInPadding:
+class NanInPadding(Policy):
     """A policy whose scores are nan in padded positions."""
 
-    def __init__(self, policy: Any) -> None:
+    def __init__(self, policy: Policy) -> None:
+        super().__init__(policy.model, policy.scorer, batch_size=4)
         self._policy = policy
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._policy, name)
 
     def score(self, rollout: Any, rows: Tensor) -> Any:
         return nan_in_padding(self._policy.score(rollout, rows))
@@ -320,46 +346,39 @@ class NanInPadding:
     def score_rollout(self, rollout: Any) -> Any:
         return nan_in_padding(self._policy.score_rollout(rollout))
 
+    def sample(self, num_sequences: int, seed: int) -> Any:
+        return self._policy.sample(num_sequences, seed)
 
-def test_what_stands_in_padded_positions_does_not_matter(make_trainer) -> None:
-    """Two of each probe in one training, one of them shown nan there: all that they say is the same."""
+    def decode(self, ids: Tensor) -> str:
+        return self._policy.decode(ids)
 
-    def shown(ctx: Any) -> Any:
-        return dataclasses.replace(ctx, scores=nan_in_padding(step.batch.scores), policy=NanInPadding(step.policy))
 
-    said: dict[str, list[Any]] = {}
+def test_values_in_padded_positions_do_not_matter(make_trainer, monkeypatch) -> None:
+    """Two trainings; in one of them probes are shown nan there: all that they say is the same."""
+    view = StepDriver._view
 
-    def pair(probe_class: Any, **options: Any) -> list[Probe]:
-        class Keeping(probe_class):
-            def results(self) -> dict[str, Estimate]:
-                said.setdefault(self.name, []).append(answers := super().results())
-                return answers
+    def shown(driver: StepDriver, *args: Any) -> Any:
+        step = view(driver, *args)
+        batch = dataclasses.replace(step.batch, scores=nan_in_padding(step.batch.scores))
+        return dataclasses.replace(step, batch=batch, policy=NanInPadding(step.policy))
 
-        class Shown(Keeping):
-            name = f"{probe_class.name}_shown"
-
-            def prepare(self, step: Any) -> None:
-                super().on_pre_optimizer_step(shown(ctx))
-
-            def after_step(self, step: Any) -> None:
-                super().on_optimizer_step(shown(ctx))
-
-            def results(self) -> dict[str, Estimate]:
-                return super().measure(shown(ctx))
-
-        return [Keeping(**options), Shown(**options)]
-
-    every_option = {"own_prompts": True, "per_sequence": True, "top_responses": 2, "validate_every": 1}
-    probes = [
-        *pair(SimpleEntropyProbe, **every_option, validate_sequences=12),
-        *pair(GradientNoiseScaleProbe, split_prompts=1),
-        *pair(EffectiveSampleSizeProbe),
-    ]
-    settings = {"per_device_train_batch_size": 4, "reward": graded}
-    make_trainer(probes=probes, steps_per_generation=8, **settings).train()  # the second step is off-policy
-    assert said["simple"][0]["delta_h/true"].value != 0
-    for name in ("simple", "gns", "ess"):
-        assert repr(said[name]) == repr(said[f"{name}_shown"])
+    said = []
+    for hidden in (False, True):
+        if hidden:
+            monkeypatch.setattr(StepDriver, "_view", shown)
+        probes = [
+            SimpleEntropyProbe(own_prompts=True, per_sequence=True),
+            GroundTruthProbe(every=1, sequences=12),
+            ResponsesProbe(2),
+            GradientNoiseScaleProbe(split_prompts=1),
+            EffectiveSampleSizeProbe(),
+        ]
+        settings = {"per_device_train_batch_size": 4, "reward": graded}
+        trainer = make_trainer(probes=probes, steps_per_generation=8, **settings)
+        trainer.train()  # the second step is off-policy
+        said.append(dict(trainer.attachment.latest))
+    assert said[0]["delta_h/true"].value != 0
+    assert repr(said[0]) == repr(said[1])
 
 
 def test_one_microbatch_has_no_forward_and_says_how_to_get_one(make_trainer) -> None:
@@ -371,17 +390,15 @@ def test_one_microbatch_has_no_forward_and_says_how_to_get_one(make_trainer) -> 
 
 def test_fewer_than_eight_folds_give_a_value_without_error_bar_and_cost_as_many_bytes(make_trainer) -> None:
     probe = Answers(num_folds=2)
-    trainer = make_trainer(probes=[probe], max_completion_length=8, max_steps=1)
+    trainer = make_trainer(probes=[probe], max_completion_length=8, max_steps=2)
     trainer.train()
     forward = probe.all[0]["delta_h/forward"]
     assert math.isfinite(forward.value)
     assert math.isnan(forward.stderr)
     assert "needs 8 folds" in forward.reason
     parameters = sum(p.numel() for p in trainer.model.parameters())
-    (peak, *_) = [
-        line["probe_cost/peak_bytes"] for line in trainer.state.log_history if "probe_cost/peak_bytes" in line
-    ]
-    assert peak == 4 * parameters * (2 * 2 + 2)  # 2 folds
+    held = [line["probe_cost/buffer_bytes"] for line in trainer.state.log_history if "loss" in line]
+    assert held == [4 * parameters * (2 + 1)] * 2  # 2 folds, and the update that the next step looks back on
 
 
 def test_measuring_every_second_step_leaves_out_what_needs_neighbours(make_trainer) -> None:
@@ -413,8 +430,6 @@ def test_an_estimate_does_not_depend_on_the_padding_of_the_batch(make_trainer) -
 
 @pytest.mark.parametrize(("options", "message"), [({"estimator": "naive"}, "'rb' or 'score'"),
                                                   ({"responses_per_prompt": 0}, "at least 1"),
-                                                  ({"draw": "last"}, "'norm' or 'first'"),
-                                                  ({"prompt_share": 0.0}, "must lie in"),
                                                   ({"error_decay": 1.0}, "must lie in"),
                                                   ({"every": 0}, "at least 1")])  # fmt: skip
 def test_options_that_mean_nothing_are_refused(options, message) -> None:

@@ -215,7 +215,8 @@ class EntropyChange:
         pairs[:, BACKWARD] += as_pairs(of_last)
         if self._memory.keep_halves:
             self._halves = products.mean_of_halves(sequences / length)
-        products.follow(self._memory.moments, self.number, batch, self._capabilities.reused)
+        if self._capabilities.multi_epoch:
+            products.follow(self._memory.moments, self.number, batch, self._capabilities.reused)
         return FoldSums(total, without, int(num_folds))
 
     @cached_property

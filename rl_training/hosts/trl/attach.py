@@ -71,9 +71,9 @@ class Attachment(TrainerCallback):
             refuse_what_cannot_be_measured(trainer)
             check_behaviour(trainer)
         self._trainer = trainer
-        self._driver = StepDriver(probes)
-        self._driver.plan_folds(self._shape())  # raises if it cannot
-        self.probes = self._driver.probes
+        self.driver = StepDriver(probes)
+        self.driver.plan_folds(self._shape())  # raises if it cannot
+        self.probes = self.driver.probes
         self._records = records if trainer.accelerator.is_main_process else None
         self._writer = EstimateWriter(self._records, self._log, trainer.accelerator.is_main_process)
         self._policy = TrainerPolicy(trainer)
@@ -119,7 +119,7 @@ class Attachment(TrainerCallback):
         for batch in self._trainer._buffered_inputs or []:
             for key in batches.RIDING_ALONG:
                 batch.pop(key, None)
-        self._driver.close()
+        self.driver.close()
         self._undo_engine.close()
         self._undo.close()
 
@@ -133,13 +133,13 @@ class Attachment(TrainerCallback):
 
     def _on_training_step(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         trainer = self._trainer
-        if self._driver.open_step is None:
+        if self.driver.open_step is None:
             self._complete = False
-            self._driver.begin(trainer.state.global_step + 1, trainer.current_gradient_accumulation_steps)
+            self.driver.begin(trainer.state.global_step + 1, trainer.current_gradient_accumulation_steps)
         try:
             loss = original(*args, **kwargs)
         finally:
-            self._driver.disarm()
+            self.driver.disarm()
         if trainer.accelerator.sync_gradients and not self._complete:  # DeepSpeed's engine has stepped already
             self._gradients_ready()
         return loss
@@ -151,7 +151,7 @@ class Attachment(TrainerCallback):
 
     def _gradients_ready(self) -> None:
         self._complete = True
-        self._driver.gradients_ready(self._rollouts.generation.number)
+        self.driver.gradients_ready(self._rollouts.generation.number)
 
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)
@@ -168,7 +168,7 @@ class Attachment(TrainerCallback):
         return logps, entropies, aux_loss
 
     def _on_loss(self, original: Callable[..., Tensor], model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Tensor:
-        trainer, step = self._trainer, self._driver.open_step
+        trainer, step = self._trainer, self.driver.open_step
         if not trainer.model.training or step is None:
             return original(model, inputs, *args, **kwargs)
         self._in_loss = True
@@ -182,7 +182,7 @@ class Attachment(TrainerCallback):
         scores, seen = Scores(logps, entropies, rollout.completion_mask), None
         if trainer.mask_truncated_completions and (step.probes or self._records is not None):
             seen = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
-        self._driver.microbatch(rollout, scores, other_terms, seen)
+        self.driver.microbatch(rollout, scores, other_terms, seen)
         return loss
 
     # --- the callbacks ------------------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ class Attachment(TrainerCallback):
                 "after them with train(resume_from_checkpoint=...), or remove() these probes and attach new ones"
             )
         self._undo_engine.close()  # of a training that ended by an exception, in the middle of a step
-        self._driver.close()
+        self.driver.close()
         if self.probes:
             self._begin_training()
         if self._records is not None:
@@ -205,7 +205,7 @@ class Attachment(TrainerCallback):
     def _begin_training(self) -> None:
         """Tells the driver where training has put parameters and optimizer: under some launches done by now only."""
         trainer = self._trainer
-        self._driver.start(
+        self.driver.start(
             Loop(
                 shape=self._shape(),
                 sharding=sharding_of(trainer),
@@ -239,18 +239,18 @@ class Attachment(TrainerCallback):
         self._step_started = time.perf_counter()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._driver.stepped()
+        self.driver.stepped()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trained = True
-        step = self._driver.open_step
+        step = self.driver.open_step
         if step is not None and self._records is not None and self._records.wants_rollouts_of(state.global_step):
             sequences = sequences_of_step(step.rollouts, step.scores, self._policy.decode)
             self._records.write_rollouts(state.global_step, sequences)
-        estimates = self._driver.finish()
+        estimates = self.driver.finish()
         if estimates:
             self._writer.write(state.global_step, self._trainer.accelerator.num_processes, estimates)
-            costs = self._driver.costs()
+            costs = self.driver.costs()
             seconds = sum(value for name, value in costs.items() if name.endswith("_seconds"))
             costs["fraction_of_step"] = seconds / (time.perf_counter() - self._step_started)
             for name, value in costs.items():
@@ -279,7 +279,7 @@ class Attachment(TrainerCallback):
         original(output_dir)
         if self._trainer.args.should_save:
             processes = self._trainer.accelerator.num_processes
-            save_probe_states([*self.probes, self._driver], Path(output_dir), processes)
+            save_probe_states([*self.probes, self.driver], Path(output_dir), processes)
 
     def _on_save_rng_state(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)
@@ -288,4 +288,4 @@ class Attachment(TrainerCallback):
     def _on_load(self, original: Callable[[str | None], None], checkpoint: str | None) -> None:
         original(checkpoint)
         if checkpoint is not None:
-            load_probe_states([*self.probes, self._driver], Path(checkpoint))
+            load_probe_states([*self.probes, self.driver], Path(checkpoint))
