@@ -1,0 +1,292 @@
+"""What a causal language model says of sequences that it has written: log-probabilities and exact entropies.
+
+Any of Hugging Face's: bare or with adapters, quantised, with a softcap or a scale of its logits, with images. The body
+runs as the model runs it; the head is applied in chunks, at the sampled tokens only, so that the logits of a batch,
+(B, T, V), never exist. Whether body and head make the model is tried once, on two tokens. Where they do not, its own
+logits are used, whole, and one warning says so.
+
+Every sequence starts in the first column, and a batch is as wide as the longest of its rows. What stands to the right
+of a sequence no causal model looks at, so there is no attention mask to build and to apply.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Literal, NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from rl_training.engine.precision import measuring, why_not_fp32
+from rl_training.mathematics.linear_head import LogitMap, scores_of_hidden, scores_of_logits
+from rl_training.mathematics.scores import Scores
+
+CHUNK_LOGITS = 2**25  # 128 MB in fp32
+Precision = Literal["training", "measurement"]
+
+
+class Sequences(Protocol):
+    """Prompts (B, P), left-padded, and completions (B, T), right-padded."""
+
+    @property
+    def prompt_ids(self) -> Tensor: ...
+    @property
+    def prompt_mask(self) -> Tensor: ...
+    @property
+    def completion_ids(self) -> Tensor: ...
+    @property
+    def completion_mask(self) -> Tensor:
+        """1 on sampled tokens."""
+
+    @property
+    def token_mask(self) -> Tensor:
+        """1 on all tokens of the completion, those included that an environment wrote."""
+
+    @property
+    def images(self) -> Mapping[str, Any] | None:
+        """What the model takes beside tokens: by name, B rows of a tensor, or a list of B tensors."""
+
+
+class _Batch(NamedTuple):
+    ids: Tensor  # (B, W), each sequence from the first column on
+    beside: dict[str, Any]  # images and the like, by the names of the model's arguments
+    columns: Tensor  # (B, T), where a completion's tokens are predicted
+    targets: Tensor  # (B, T), these tokens
+    mask: Tensor  # (B, T), 1 on sampled ones
+
+
+class Scorer:
+    """Scores sequences by a model at its parameters at the moment of the call. Training never notices.
+
+    model         the causal language model itself, not as DDP or an engine wraps it; or PEFT's around it
+    temperature   logits are divided by it, as where the responses were sampled
+    autocast      returns the autocast context that training's forward pass runs in
+    fp32_head     training's head multiplies in fp32, outside of autocast
+    call_head     the head's module is called, for hooks on it; otherwise its weight is read where that is the same
+    chunk_logits  so many logits exist at once, unless one position alone has more
+
+    Raises ValueError for adapters that are tokens before the prompt (PEFT's prompt learning).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        temperature: float = 1.0,
+        *,
+        autocast: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+        fp32_head: bool = False,
+        call_head: bool = False,
+        chunk_logits: int = CHUNK_LOGITS,
+    ) -> None:
+        wrapped: Any = model
+        if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+            raise ValueError("prompt learning puts tokens of its own before every prompt: train a LoRA adapter instead")
+        self._model = model
+        self._lm: Any = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
+        self._logit_map = _logit_map(self._lm.config, temperature)
+        self._autocast, self._fp32_head, self._call_head = autocast, fp32_head, call_head
+        self._chunk = chunk_logits
+        self._measuring = 0
+        self._why_whole: str | None = None
+
+    @property
+    def why_not_fp32(self) -> str:
+        """Why a measurement is no fp32 one, "" if it is."""
+        return why_not_fp32(self._model)
+
+    def score(
+        self, sequences: Sequences, rows: Tensor, *, graph: bool = True, precision: Precision = "training"
+    ) -> Scores:
+        """Returns log-probabilities and entropies of the completions of some rows, (B, T); T of the longest of these.
+
+        precision  "training": autocast and dropout as training has them. "measurement": neither, and IEEE fp32; a graph
+                   belongs into `measuring()`, with the backward pass
+
+        Random streams stay as they were. A graph may be used as often as wanted, by first derivatives.
+        """
+        if precision not in ("training", "measurement"):
+            raise ValueError(f"precision={precision!r}: it is 'training' or 'measurement'")
+        if precision == "measurement" and graph and not self._measuring:
+            raise ValueError("a measurement with graph is scored and differentiated inside `with scorer.measuring():`")
+        with self._streams_put_back():
+            self.verify()
+            as_asked = self.measuring() if precision == "measurement" else self._autocast()
+            with as_asked, torch.set_grad_enabled(graph):
+                batch = _first_columns(sequences, rows)
+                logps, entropies = self._by_own_logits(batch) if self._why_whole else self._by_body_and_head(batch)
+        return Scores(logps, entropies, batch.mask)
+
+    @contextlib.contextmanager
+    def measuring(self) -> Iterator[None]:
+        """A context in which a measurement with graph is scored and differentiated; then the model is as it was."""
+        self._measuring += 1
+        try:
+            with measuring(self._model):
+                yield
+        finally:
+            self._measuring -= 1
+
+    def verify(self) -> str:
+        """Returns why the model's own logits are used, "" if its body and head are. Tried once, then known.
+
+        The first score does it, if nobody has. Whoever hooks modules does it before: two small forward passes.
+        """
+        if self._why_whole is None:
+            with self._streams_put_back(), self.measuring(), torch.no_grad():
+                self._why_whole = self._why_not_apart()
+            if self._why_whole:
+                warnings.warn(
+                    f"{self._why_whole}: all logits of a batch are held at once, score few rows at a time",
+                    stacklevel=2,
+                )
+        return self._why_whole
+
+    def _why_not_apart(self) -> str:
+        """Returns why head(body(ids)), scaled as the config says, would not be the model's logits; "" if it would."""
+        head = self._lm.get_output_embeddings()
+        if head is None:
+            return "the model does not name its head (get_output_embeddings)"
+        if self._lm.base_model is self._lm:
+            return "the model does not name its body (base_model_prefix)"
+        ids = torch.arange(2, device=self._device).unsqueeze(0)
+        # Known logits in place of the head's: what the model does to them shows, however small its own would be.
+        ramp = torch.linspace(-50.0, 50.0, self._vocabulary, device=self._device)
+        given: list[Tensor] = []
+
+        def known_logits(x: Tensor) -> Tensor:
+            given.append(x)
+            return ramp.expand(*x.shape[:-1], -1)
+
+        own = vars(head).get("forward")
+        head.forward = known_logits
+        try:
+            logits = self._own_logits(ids, {})
+        finally:
+            del head.forward
+            if own is not None:
+                head.forward = own
+        if not given:
+            return "the model's forward pass does not call its head"
+        tolerance = 1e-2 if self.why_not_fp32 else 1e-4
+        if not _close(self._hidden(ids, {}), given[0], tolerance):
+            return "the head is given something else than what the body returns"
+        expected = self._logit_map(ramp) * self._logit_map.temperature
+        return "" if _close(expected.expand(1, 2, -1), logits, tolerance) else "logits are not what the config says"
+
+    def _by_body_and_head(self, batch: _Batch) -> tuple[Tensor, Tensor]:
+        head = self._lm.get_output_embeddings()
+        hidden = self._hidden(batch.ids, batch.beside)
+        patched = "forward" in vars(head) and not self._fp32_head  # or patched to do that
+        if self._call_head or type(head) is not nn.Linear or patched:
+            columns = batch.columns.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
+            return self._by_called_head(head, hidden.gather(1, columns), batch)
+        row, place = batch.mask.nonzero(as_tuple=True)
+        at_tokens = row * batch.ids.shape[1] + batch.columns[row, place]
+        x = hidden.flatten(0, 1).index_select(0, at_tokens).to(head.weight.device)
+        targets = batch.targets[row, place].to(x.device)
+        values = scores_of_hidden(
+            x, head.weight, head.bias, targets, self._logit_map, self._dtype_of_product(x, head), self._chunk
+        )
+        there = batch.mask.bool()
+        placed = (torch.zeros_like(there, dtype=v.dtype).masked_scatter(there, v.to(there.device)) for v in values)
+        logps, entropies = placed
+        return logps, entropies
+
+    def _by_called_head(self, head: Any, hidden: Tensor, batch: _Batch) -> tuple[Tensor, Tensor]:
+        """Calls it on chunks of columns, (B, t, H): hooks on it can tell the sequences apart."""
+
+        def apply(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            with torch.autocast(x.device.type, enabled=False) if self._fp32_head else contextlib.nullcontext():
+                logits = head(x)
+            return scores_of_logits(self._logit_map(_at_least_fp32(logits)), targets.to(logits.device))
+
+        rounded = torch.is_autocast_enabled(hidden.device.type) and not self._fp32_head
+        if not rounded and head.weight.is_floating_point():
+            hidden = hidden.to(head.weight.dtype)
+        width = max(1, self._chunk // (len(hidden) * self._vocabulary))
+        chunks = zip(hidden.split(width, dim=1), batch.targets.split(width, dim=1), strict=True)
+        if torch.is_grad_enabled():
+            parts = [checkpoint(apply, x, targets, use_reentrant=False) for x, targets in chunks]
+        else:
+            parts = [apply(x, targets) for x, targets in chunks]
+        logps, entropies = (torch.cat(values, dim=1) for values in zip(*parts, strict=True))
+        return logps, entropies
+
+    def _by_own_logits(self, batch: _Batch) -> tuple[Tensor, Tensor]:
+        logits = self._own_logits(batch.ids, batch.beside)
+        logits = logits.gather(1, batch.columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
+        return scores_of_logits(_at_least_fp32(logits) / self._logit_map.temperature, batch.targets)
+
+    def _hidden(self, ids: Tensor, beside: Mapping[str, Any]) -> Tensor:
+        return self._lm.base_model(input_ids=ids, use_cache=False, **beside).last_hidden_state
+
+    def _own_logits(self, ids: Tensor, beside: Mapping[str, Any]) -> Tensor:
+        """Returns (B, W, V) by the forward pass of the model's class: a trainer may have put its own in front of it."""
+        return type(self._lm).forward(self._lm, input_ids=ids, use_cache=False, **beside).logits
+
+    def _dtype_of_product(self, x: Tensor, head: nn.Linear) -> torch.dtype:
+        if torch.is_autocast_enabled(x.device.type) and not self._fp32_head:
+            return torch.get_autocast_dtype(x.device.type)
+        dtype = torch.promote_types(x.dtype, head.weight.dtype)
+        return torch.promote_types(dtype, torch.float32) if self._fp32_head else dtype
+
+    def _streams_put_back(self) -> AbstractContextManager[None]:
+        return torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else [])
+
+    @property
+    def _device(self) -> torch.device:
+        return self._lm.get_input_embeddings().weight.device
+
+    @property
+    def _vocabulary(self) -> int:
+        size = getattr(self._lm.get_output_embeddings(), "out_features", None)
+        return size or self._lm.config.get_text_config().vocab_size
+
+
+def _logit_map(config: Any, temperature: float) -> LogitMap:
+    """Returns what the model does to logits, by its config, in which the factor goes by many names."""
+    text = config.get_text_config()
+    factors = [getattr(text, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier")]
+    scaling = getattr(text, "logits_scaling", None)
+    if scaling is not None:  # most divide by it
+        factors.append(scaling if text.model_type == "hyperclovax" else 1 / scaling)
+    scale = next((factor for factor in factors if factor is not None), 1.0)
+    return LogitMap(scale, getattr(text, "final_logit_softcapping", None), temperature)
+
+
+def _first_columns(sequences: Sequences, rows: Tensor) -> _Batch:
+    """Returns these rows with the padding on their right."""
+    prompt_mask, mask = sequences.prompt_mask[rows], sequences.completion_mask[rows]
+    prompt_length, length = prompt_mask.sum(dim=1), sequences.token_mask[rows].sum(dim=1)
+    padded = torch.cat([sequences.prompt_ids[rows], sequences.completion_ids[rows]], dim=1)
+    width, longest = int((prompt_length + length).max()), int(length.max())
+    columns = (prompt_mask.shape[1] - prompt_length).unsqueeze(1) + torch.arange(width, device=padded.device)
+    columns = columns.clamp(max=padded.shape[1] - 1)
+    beside: dict[str, Any] = {}
+    for name, values in (sequences.images or {}).items():
+        if not isinstance(values, Tensor):
+            own = [values[row] for row in rows.tolist()]
+            if isinstance(own[0], Tensor):  # otherwise it counts what rows have, and is no input of the model
+                beside[name] = torch.cat(own)
+        else:  # types of tokens go with the tokens
+            beside[name] = values[rows].gather(1, columns) if name.endswith("token_type_ids") else values[rows]
+    before = (prompt_length - 1).unsqueeze(1) + torch.arange(longest, device=padded.device)
+    return _Batch(
+        ids=padded.gather(1, columns),
+        beside=beside,
+        columns=before.clamp(max=width - 1),
+        targets=sequences.completion_ids[rows][:, :longest],
+        mask=mask[:, :longest],
+    )
+
+
+def _at_least_fp32(logits: Tensor) -> Tensor:
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
+def _close(a: Tensor, b: Tensor, tolerance: float) -> bool:
+    return a.shape == b.shape and bool((a - b).abs().max() <= tolerance * b.abs().max())

@@ -1,0 +1,163 @@
+"""Log-probabilities and exact entropies behind a linear head, with gradients, and never all logits at once.
+
+    z = c tanh(s (W x + b) / c) / τ           without a softcap: z = s (W x + b) / τ
+    log p(t) = z_t − m − log S,     S = Σ_v e^(z_v − m),     m = max_v z_v
+    h = −Σ_v p_v log p_v = log S + Σ_v p_v (m − z_v)           two terms ≥ 0: nothing cancels where h is small
+    ∂(w log p(t) + u h) / ∂z = w (onehot_t − p) − u p ⊙ (log p + h)
+
+The forward keeps two numbers a position, the backward calculates each chunk's logits again. N positions, V tokens,
+H features. Products of half-precision factors are summed, and everything behind them is calculated, in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+@dataclass(frozen=True)
+class LogitMap:
+    """What a model does to the head's product before the softmax, z = c tanh(s y / c) / τ."""
+
+    scale: float = 1.0
+    softcap: float | None = None
+    temperature: float = 1.0
+
+    def __call__(self, product: Tensor) -> Tensor:
+        if self.softcap is None:
+            return product if self.scale == self.temperature else product * (self.scale / self.temperature)
+        return (product * (self.scale / self.softcap)).tanh() * (self.softcap / self.temperature)
+
+    def slope(self, z: Tensor) -> Tensor | float:
+        """Returns ∂z/∂y, where the map gives z."""
+        slope = self.scale / self.temperature
+        return slope if self.softcap is None else slope * (1 - (z * (self.temperature / self.softcap)).square())
+
+
+def scores_of_logits(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns log-probabilities of the targets, (...), and entropies, (...), of all logits (..., V), by autograd."""
+    logps = z.log_softmax(dim=-1)
+    p = logps.exp()
+    # A token that is ruled out adds nothing: not 0 · −inf.
+    entropies = -(p * logps.masked_fill(p == 0, 0.0)).sum(dim=-1)
+    return logps.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropies
+
+
+def scores_of_hidden(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    logit_map: LogitMap,
+    dtype: torch.dtype,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """Returns log-probabilities of the targets and entropies, (N,) each, in fp32, or fp64 where `dtype` is.
+
+    hidden, weight, bias  (N, H), (V, H), (V,): rounded to `dtype` before they are multiplied
+    targets               (N,) the tokens whose log-probabilities are asked for
+    chunk                 entries of the logits that are held at once, unless one position alone has more
+    """
+    rows = max(1, chunk // len(weight))
+    logps, entropies = _LinearHead.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, targets, logit_map, dtype, rows
+    )
+    return logps, entropies
+
+
+class _LinearHead(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        logit_map: LogitMap,
+        dtype: torch.dtype,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        ctx.set_materialize_grads(False)
+        ctx.logit_map, ctx.dtype, ctx.rows = logit_map, dtype, rows
+        exact = torch.promote_types(dtype, torch.float32)
+        logps, entropies, log_sums = (hidden.new_empty(len(hidden), dtype=exact) for _ in range(3))
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part, z, _, _ in _chunks(hidden, weight, bias, logit_map, dtype, rows):
+                top = z.amax(dim=-1, keepdim=True)
+                z -= top
+                at_target = z.gather(-1, targets[part].unsqueeze(-1)).squeeze(-1)
+                p = z.exp()
+                total = p.sum(dim=-1)
+                log_total = total.log()
+                logps[part] = at_target - log_total
+                entropies[part] = log_total - p.mul_(z).sum(dim=-1) / total
+                log_sums[part] = log_total + top.squeeze(-1)
+        ctx.save_for_backward(hidden, weight, bias, targets, log_sums, entropies)
+        return logps, entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, w: Tensor | None, u: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, log_sums, entropies = ctx.saved_tensors
+        gradients = [
+            torch.zeros_like(x, dtype=log_sums.dtype) if needed else None
+            for x, needed in zip((hidden, weight, bias), ctx.needs_input_grad[:3], strict=True)
+        ]
+        d_hidden, d_weight, d_bias = gradients
+        with torch.autocast(hidden.device.type, enabled=False):
+            for part, z, x, matrix in _chunks(hidden, weight, bias, ctx.logit_map, ctx.dtype, ctx.rows):
+                slope = ctx.logit_map.slope(z)
+                dz = _by_logits(z, targets[part], log_sums[part], entropies[part], *(
+                    None if g is None else g[part] for g in (w, u)
+                )).mul_(slope)  # fmt: skip
+                if d_bias is not None:
+                    d_bias += dz.sum(dim=0)
+                dz = dz.to(matrix.dtype)
+                if d_hidden is not None:
+                    _add_product(d_hidden[part], dz, matrix)
+                if d_weight is not None:
+                    _add_product(d_weight, dz.t(), x)
+        hidden_weight_bias = zip(gradients, (hidden, weight, bias), strict=True)
+        return *(None if g is None else g.to(x.dtype) for g, x in hidden_weight_bias), None, None, None, None
+
+
+def _by_logits(
+    z: Tensor, targets: Tensor, log_sums: Tensor, entropies: Tensor, w: Tensor | None, u: Tensor | None
+) -> Tensor:
+    """Returns dz, (n, V), of w log p(t) + u h; it writes over z."""
+    logp = z.sub_(log_sums.unsqueeze(-1))
+    p = logp.exp()
+    if u is None:
+        dz = p.mul_(torch.zeros_like(log_sums).unsqueeze(-1) if w is None else -w.unsqueeze(-1))
+    else:
+        dz = logp.add_(entropies.unsqueeze(-1)).mul_(-u.unsqueeze(-1))
+        dz = (dz if w is None else dz.sub_(w.unsqueeze(-1))).mul_(p)
+    return dz if w is None else dz.scatter_add_(-1, targets.unsqueeze(-1), w.unsqueeze(-1))
+
+
+def _chunks(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, logit_map: LogitMap, dtype: torch.dtype, rows: int
+) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
+    """Yields, chunk by chunk, which positions, their logits, and the two factors x and W as they are multiplied."""
+    exact = torch.promote_types(dtype, torch.float32)
+    # A GPU multiplies halves and sums them up in fp32; elsewhere it is the same numbers in fp32.
+    factor = dtype if hidden.device.type == "cuda" else exact
+    matrix = weight.to(dtype).to(factor)
+    for start in range(0, len(hidden), rows):
+        part = slice(start, start + rows)
+        x = hidden[part].to(dtype).to(factor)
+        y = torch.mm(x, matrix.t()) if factor == exact else torch.mm(x, matrix.t(), out_dtype=exact)
+        yield part, logit_map(y if bias is None else y.add_(bias.to(dtype))), x, matrix
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Adds a @ b to the total, which sums in its own precision."""
+    if a.dtype == total.dtype:
+        total.addmm_(a, b)
+    else:
+        torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
