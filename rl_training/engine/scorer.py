@@ -171,11 +171,10 @@ class Scorer:
                 head.forward = own
         if not given:
             return "the model's forward pass does not call its head"
-        tolerance = 1e-2 if self.why_not_fp32 else 1e-4
-        if not _close(self._hidden(ids, {}), given[0], tolerance):
+        if not _close(self._hidden(ids, {}), given[0], 1e-2 if self.why_not_fp32 else 1e-4):
             return "the head is given something else than what the body returns"
         expected = self._logit_map(ramp) * self._logit_map.temperature
-        return "" if _close(expected.expand(1, 2, -1), logits, tolerance) else "logits are not what the config says"
+        return "" if _close(expected.expand(1, 2, -1), logits, 1e-4) else "logits are not what the config says"
 
     def _by_body_and_head(self, batch: _Batch) -> tuple[Tensor, Tensor]:
         head = self._lm.get_output_embeddings()
@@ -222,7 +221,8 @@ class Scorer:
         return scores_of_logits(_at_least_fp32(logits) / self._logit_map.temperature, batch.targets)
 
     def _hidden(self, ids: Tensor, beside: Mapping[str, Any]) -> Tensor:
-        return self._lm.base_model(input_ids=ids, use_cache=False, **beside).last_hidden_state
+        hidden = self._lm.base_model(input_ids=ids, use_cache=False, **beside).last_hidden_state
+        return hidden.to(ids.device)  # the model may be spread over devices
 
     def _own_logits(self, ids: Tensor, beside: Mapping[str, Any]) -> Tensor:
         """Returns (B, W, V) by the forward pass of the model's class: a trainer may have put its own in front of it."""
