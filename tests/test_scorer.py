@@ -216,6 +216,22 @@ def test_images_of_rows_are_handed_through() -> None:
     torch.testing.assert_close(found[1], torch.cat([pair[1] for pair in twin]))
 
 
+def test_types_of_tokens_go_with_the_tokens_and_counts_stay_behind() -> None:
+    model = model_of("untied")
+    sequences = sampled()
+    tokens = torch.cat([sequences.prompt_ids, sequences.completion_ids], dim=1)
+    sizes = torch.arange(5)
+    images = {"mm_token_type_ids": tokens, "image_sizes": sizes, "num_images": [1] * 5}
+    scorer = Scorer(model)
+    scorer.verify()
+    given: dict[str, Any] = {}
+    model.model.register_forward_pre_hook(lambda module, args, kwargs: given.update(kwargs), with_kwargs=True)
+    scorer.score(dataclasses.replace(sequences, images=images), ROWS, graph=False)
+    assert given.keys() == {"input_ids", "use_cache", "mm_token_type_ids", "image_sizes"}
+    assert torch.equal(given["mm_token_type_ids"], given["input_ids"])
+    assert torch.equal(given["image_sizes"], ROWS)
+
+
 class Louder(transformers.LlamaForCausalLM):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         output = super().forward(*args, **kwargs)
