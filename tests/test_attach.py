@@ -169,7 +169,10 @@ def test_whole_prompts_give_a_plain_trainer_the_forward_estimate(make_trainer) -
     for ctx in witness.contexts:
         assert step.capabilities.whole_prompts
         for rows in step.batch.microbatch_rows:
-            assert sorted(step.batch.rollout.prompt_index[rows.start : rows.stop].unique(return_counts=True)[1]) == [4, 4]
+            assert sorted(step.batch.rollout.prompt_index[rows.start : rows.stop].unique(return_counts=True)[1]) == [
+                4,
+                4,
+            ]
 
 
 def test_whole_prompt_order_trains_on_the_same_sequences(make_trainer) -> None:

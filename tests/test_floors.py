@@ -21,6 +21,7 @@ BELOW = {
     "mathematics": set(),
     "tasks": set(),
     "step": {"mathematics"},
+    "engine": {"mathematics"},
     "probes": {"mathematics", "step"},
     "records": {"mathematics"},
     "evaluation": {"mathematics", "records", "tasks"},
@@ -31,6 +32,7 @@ BELOW = {
 LIBRARIES = {
     "mathematics": {"torch", "scipy"},
     "step": {"torch"},
+    "engine": {"torch"},
     "probes": {"torch"},
     "records": {
         "torch", "transformers", "safetensors", "tqdm", "rich", "matplotlib", "numpy", "jinja2", "wandb", "trackio",

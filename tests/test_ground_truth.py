@@ -95,7 +95,9 @@ class Validated(SimpleEntropyProbe):
         self.before = step.policy.score_rollout(self.rollout)
         size, sides = 1 / 16, []
         for shift in (-2, -1, 1, 2):
-            with step.policy.shifted({n: shift * size * self._updates.rows.view(n)[WHOLE] for n in step.gradients.parameters}):
+            with step.policy.shifted(
+                {n: shift * size * self._updates.rows.view(n)[WHOLE] for n in step.gradients.parameters}
+            ):
                 sides.append(step.policy.score_rollout(self.rollout))
         tables = [[getattr(side, name) for side in sides] for name in ("logps", "entropies")]
         self.slopes = [(a - 8 * b + 8 * c - d) / (12 * size) for a, b, c, d in tables]  # error O(size⁴)

@@ -41,7 +41,9 @@ class Differences(Probe):
         loss = dataclasses.replace(step.batch.loss_weights, logps=2 * step.batch.loss_weights.logps)
         of_two = dataclasses.replace(ctx, loss_weights=loss, num_ranks=2)
         self.as_one_of_two_ranks = contributions(of_two, layout, directions)
-        assert all(p.data_ptr() == before[n][0] and torch.equal(p, before[n][1]) for n, p in step.gradients.parameters.items())
+        assert all(
+            p.data_ptr() == before[n][0] and torch.equal(p, before[n][1]) for n, p in step.gradients.parameters.items()
+        )
 
         gradient = {name: g.double() for name, g in step.gradients.mean.items()}
         norm = torch.stack([g.square().sum() for g in gradient.values()]).sum().sqrt()

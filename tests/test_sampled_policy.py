@@ -109,10 +109,16 @@ def test_under_top_p_only_the_entropy_change_is_missing_and_training_is_bitwise_
     # The entropy of the visited prefixes, and its jackknife error over 8 folds of one prompt, from their definitions.
     ctx = contexts.all[-1]
     mask, entropies = step.batch.scores.mask.tolist(), step.batch.scores.entropies.tolist()
-    prompts = [step.batch.rollout.prompt_index.tolist().index(p) for p in sorted(set(step.batch.rollout.prompt_index.tolist()))]
+    prompts = [
+        step.batch.rollout.prompt_index.tolist().index(p) for p in sorted(set(step.batch.rollout.prompt_index.tolist()))
+    ]
     sums = []
     for first in prompts:
-        rows = [i for i, p in enumerate(step.batch.rollout.prompt_index.tolist()) if p == step.batch.rollout.prompt_index[first]]
+        rows = [
+            i
+            for i, p in enumerate(step.batch.rollout.prompt_index.tolist())
+            if p == step.batch.rollout.prompt_index[first]
+        ]
         visited = [h for i in rows for h, real in zip(entropies[i], mask[i], strict=True) if real]
         sums.append((math.fsum(visited), len(visited), len(rows)))
 

@@ -258,7 +258,9 @@ def test_the_step_of_each_known_optimizer_is_the_change_of_the_parameters(make_t
             self.before = {n: p.detach().clone() for n, p in step.gradients.parameters.items()}
 
         def after_step(self, step: Any) -> None:
-            self.change = torch.cat([(p.detach() - self.before[n]).flatten() for n, p in step.gradients.parameters.items()])
+            self.change = torch.cat(
+                [(p.detach() - self.before[n]).flatten() for n, p in step.gradients.parameters.items()]
+            )
 
         def results(self) -> dict[str, Estimate]:
             return {"watch/one": Estimate(1.0)}

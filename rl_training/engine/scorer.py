@@ -15,40 +15,19 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from rl_training.engine.batch import Rollout
 from rl_training.engine.precision import measuring, why_not_fp32
 from rl_training.mathematics.linear_head import LogitMap, scores_of_hidden, scores_of_logits
 from rl_training.mathematics.scores import Scores
 
 CHUNK_LOGITS = 2**25  # 128 MB in fp32
 Precision = Literal["training", "measurement"]
-
-
-class Sequences(Protocol):
-    """Prompts (B, P), left-padded, and completions (B, T), right-padded."""
-
-    @property
-    def prompt_ids(self) -> Tensor: ...
-    @property
-    def prompt_mask(self) -> Tensor: ...
-    @property
-    def completion_ids(self) -> Tensor: ...
-    @property
-    def completion_mask(self) -> Tensor:
-        """1 on sampled tokens."""
-
-    @property
-    def token_mask(self) -> Tensor:
-        """1 on all tokens of the completion, those included that an environment wrote."""
-
-    @property
-    def images(self) -> Mapping[str, Any] | None:
-        """What the model takes beside tokens: by name, B rows of a tensor, or a list of B tensors."""
 
 
 class _Batch(NamedTuple):
@@ -99,7 +78,7 @@ class Scorer:
         return why_not_fp32(self._model)
 
     def score(
-        self, sequences: Sequences, rows: Tensor, *, graph: bool = True, precision: Precision = "training"
+        self, sequences: Rollout, rows: Tensor, *, graph: bool = True, precision: Precision = "training"
     ) -> Scores:
         """Returns log-probabilities and entropies of the completions of some rows, (B, T); T of the longest of these.
 
@@ -120,7 +99,7 @@ class Scorer:
                 logps, entropies = self._by_own_logits(batch) if self._why_whole else self._by_body_and_head(batch)
         return Scores(logps, entropies, batch.mask)
 
-    def score_padded(self, sequences: Sequences, rows: Tensor) -> Scores:
+    def score_padded(self, sequences: Rollout, rows: Tensor) -> Scores:
         """Returns the scores of some rows that keep the padding on their left, (B, T), as wide as the completions.
 
         By an attention mask and without positions, as trainers pass rows on; by all logits, in a measurement's
@@ -186,16 +165,16 @@ class Scorer:
                 head.forward = own
         if not given:
             return "the model's forward pass does not call its head"
-        tolerance = 1e-2 if self.why_not_fp32 else 1e-4
-        if not _close(self._hidden(ids, {}), given[0], tolerance):
+        if not _close(self._hidden(ids, {}), given[0], 1e-2 if self.why_not_fp32 else 1e-4):
             return "the head is given something else than what the body returns"
         expected = self._logit_map(ramp) * self._logit_map.temperature
-        return "" if _close(expected.expand(1, 2, -1), logits, tolerance) else "logits are not what the config says"
+        return "" if _close(expected.expand(1, 2, -1), logits, 1e-4) else "logits are not what the config says"
 
     def _by_body_and_head(self, batch: _Batch) -> tuple[Tensor, Tensor]:
         head = self._lm.get_output_embeddings()
         hidden = self._hidden(batch.ids, batch.beside)
-        if self._call_head or type(head) is not nn.Linear or "forward" in vars(head):
+        patched = "forward" in vars(head) and not self._fp32_head  # or patched to do that
+        if self._call_head or type(head) is not nn.Linear or patched:
             columns = batch.columns.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
             return self._by_called_head(head, hidden.gather(1, columns), batch)
         row, place = batch.mask.nonzero(as_tuple=True)
@@ -214,10 +193,12 @@ class Scorer:
         """Calls it on chunks of columns, (B, t, H): hooks on it can tell the sequences apart."""
 
         def apply(x: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            logits = head(x)
+            with torch.autocast(x.device.type, enabled=False) if self._fp32_head else contextlib.nullcontext():
+                logits = head(x)
             return scores_of_logits(self._logit_map(_at_least_fp32(logits)), targets.to(logits.device))
 
-        if not torch.is_autocast_enabled(hidden.device.type) and head.weight.is_floating_point():
+        rounded = torch.is_autocast_enabled(hidden.device.type) and not self._fp32_head
+        if not rounded and head.weight.is_floating_point():
             hidden = hidden.to(head.weight.dtype)
         width = max(1, self._chunk // (len(hidden) * self._vocabulary))
         chunks = zip(hidden.split(width, dim=1), batch.targets.split(width, dim=1), strict=True)
@@ -234,7 +215,8 @@ class Scorer:
         return scores_of_logits(_at_least_fp32(logits) / self._logit_map.temperature, batch.targets)
 
     def _hidden(self, ids: Tensor, beside: Mapping[str, Any]) -> Tensor:
-        return self._lm.base_model(input_ids=ids, use_cache=False, **beside).last_hidden_state
+        hidden = self._lm.base_model(input_ids=ids, use_cache=False, **beside).last_hidden_state
+        return hidden.to(ids.device)  # the model may be spread over devices
 
     def _own_logits(self, ids: Tensor, beside: Mapping[str, Any]) -> Tensor:
         """Returns (B, W, V) by the forward pass of the model's class: a trainer may have put its own in front of it."""
@@ -270,7 +252,7 @@ def _logit_map(config: Any, temperature: float) -> LogitMap:
     return LogitMap(scale, getattr(text, "final_logit_softcapping", None), temperature)
 
 
-def _first_columns(sequences: Sequences, rows: Tensor) -> _Batch:
+def _first_columns(sequences: Rollout, rows: Tensor) -> _Batch:
     """Returns these rows with the padding on their right."""
     prompt_mask, mask = sequences.prompt_mask[rows], sequences.completion_mask[rows]
     prompt_length, length = prompt_mask.sum(dim=1), sequences.token_mask[rows].sum(dim=1)
@@ -288,7 +270,7 @@ def _first_columns(sequences: Sequences, rows: Tensor) -> _Batch:
     )
 
 
-def _beside(sequences: Sequences, rows: Tensor, columns: Tensor | None) -> dict[str, Any]:
+def _beside(sequences: Rollout, rows: Tensor, columns: Tensor | None) -> dict[str, Any]:
     """Returns what the model takes beside tokens, of these rows; types of tokens go with the tokens, to `columns`."""
     beside: dict[str, Any] = {}
     for name, values in (sequences.images or {}).items():
@@ -296,9 +278,10 @@ def _beside(sequences: Sequences, rows: Tensor, columns: Tensor | None) -> dict[
             own = [values[row] for row in rows.tolist()]
             if isinstance(own[0], Tensor):  # otherwise it counts what rows have, and is no input of the model
                 beside[name] = torch.cat(own)
+        elif columns is not None and name.endswith("token_type_ids"):
+            beside[name] = values[rows].gather(1, columns)
         else:
-            moves = columns is not None and name.endswith("token_type_ids")
-            beside[name] = values[rows].gather(1, columns) if moves and columns is not None else values[rows]
+            beside[name] = values[rows]
     return beside
 
 
