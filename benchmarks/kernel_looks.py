@@ -6,8 +6,9 @@
     python benchmarks/kernel_looks.py sketches RUN/training_state/checkpoint-20 --prompts 128
 
 `what_if` leaves sequences out of U and makes the step anew: its own clipping, its own P. Beside the prediction from the
-stored kernel stand W·δθ of that step, which says what keeping P and the clipping costs, and the measured change of
-log π, which differs from W·δθ by the second order of the step.
+stored kernel stand W·δθ of that step, which says what keeping P costs, the error as a share of what leaving them out
+changes, and the measured change of log π, which differs from W·δθ by the second order of the step. With
+++trainer.max_grad_norm=0.05 for the run, the clipping is at work.
 
 `shares` draws U again and again, and E from U's own prompts, and adds up who moved entropy: the same text, the same
 prompt, other prompts; with --tokens, what each token does to itself.
@@ -45,7 +46,7 @@ from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.probe import Evaluation, Look, Settings, TruthSettings, Updating, look
 from rl_training.offline.standing import Standing
-from rl_training.offline.structure import Structure
+from rl_training.offline.structure import Row, Structure
 from rl_training.offline.truth import by_name
 from rl_training.offline.update import Update, make_update
 from rl_training.engine.batch import take_rows
@@ -74,22 +75,28 @@ def what_if_table(checkpoint: Path, prompts: int) -> None:
     s = Structure.read(folder)
     w = torch.cat([load_file(path)["W"] for path in sorted(folder.glob("gradients-evaluation-*"))])
     right = s.right(s.evaluation)
-    line("left out", "n", "dH1", "step anew", "log pi right", "W dtheta anew", "measured", "second order",
-         "-half mean square", "clip", "clip anew")  # fmt: skip
+    line("left out", "n", "dH1", "step anew", "error / effect", "log pi right", "W dtheta anew", "error / effect",
+         "measured", "second order", "-half mean square", "clip", "clip anew")  # fmt: skip
     for name in (None, *CLASSES):
         without = chooser(name)(s) if name else torch.zeros(len(s.update), dtype=torch.bool)
         told, update = what_if(s, without), step_without(standing, found, without)
         linear = row_products(w, update.delta.unsqueeze(0))[:, 0]
         measured = change_of_log_probability(standing, found, update)
+        of_entropy = row_products(found.first_order.direction[TOKEN : TOKEN + 1], update.delta.unsqueeze(0))
         line(
-            name or "nobody", int(without.sum()), told["deltaH1"],
-            float(row_products(found.first_order.direction[TOKEN : TOKEN + 1], update.delta.unsqueeze(0))),
-            told["log_probability_of_right"], float(linear[right].mean()), float(measured[right].mean()),
+            name or "nobody", int(without.sum()), *against(told, "deltaH1", float(of_entropy)),
+            *against(told, "log_probability_of_right", float(linear[right].mean())), float(measured[right].mean()),
             float((measured - linear)[right].mean()), -0.5 * float(linear[right].square().mean()),
-            found.update.clip, update.clip,
+            told["clip_coefficient"], update.clip,
         )  # fmt: skip
-        line("  all of E", "", "", "", "", float(linear.mean()), float(measured.mean()),
+        line("  all of E", "", "", "", "", "", float(linear.mean()), "", float(measured.mean()),
              float((measured - linear).mean()), -0.5 * float(linear.square().mean()))  # fmt: skip
+
+
+def against(told: Row, key: str, anew: float) -> tuple[float, float, float]:
+    """Returns a number that was told, that of the step anew, and how far apart they are, as a share of the effect."""
+    effect = anew - told[f"{key}_before"]
+    return told[key], anew, (told[key] - anew) / effect if int(told["left_out"]) else math.nan
 
 
 def sketches_table(checkpoint: Path, prompts: int, seeds: int = 3) -> None:

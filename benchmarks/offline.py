@@ -70,7 +70,7 @@ def in_blocks(scores: Scores, slopes: Sequence[Tensor]) -> Replicates:
 
 def estimates(before: Scores, truth: Truth, behind: Scores, rows: Tensor) -> dict[str, Replicates]:
     """Returns every estimate from these rows of E alone, (2,) per token and per sequence."""
-    own, ahead = take(before, rows), take(truth.at[0].ahead, rows)
+    own, ahead = take(before, rows), take(truth.at[0].ahead.scores, rows)
     slopes = [slope[rows] for slope in truth.slopes]
     true = per_decision_change(own, ahead)
     odd = (true - per_decision_change(own, take(behind, rows))) * 0.5
@@ -104,7 +104,7 @@ def pool(checkpoint: Path, size: int, draws: int) -> None:
         slope, r2 = log_log([at.eta for at in truth.at], [float(getattr(at, name).value[0]) for at in truth.at])
         line(f"slope of deltaH_{name}", slope, f"1 - R2 = {1 - r2:.1e}")
     assert truth.at[0].behind is not None
-    everything = estimates(e.scores, truth, truth.at[0].behind, torch.arange(size))
+    everything = estimates(e.scores, truth, truth.at[0].behind.scores, torch.arange(size))
     true = everything["deltaH_true"].value
     line("of the pool", *(f"{name} {float(r.value[0]):+.6f}" for name, r in everything.items()))
     line("|E|", "estimate", *(f"{column}{unit}" for unit in ("", " seq") for column in COLUMNS))
@@ -113,7 +113,7 @@ def pool(checkpoint: Path, size: int, draws: int) -> None:
         found: dict[str, list[tuple[Tensor, Tensor, int]]] = {name: [] for name in everything}
         for _ in range(draws):
             rows = torch.randperm(size, generator=generator)[:count]
-            for name, r in estimates(e.scores, truth, truth.at[0].behind, rows).items():
+            for name, r in estimates(e.scores, truth, truth.at[0].behind.scores, rows).items():
                 found[name].append((r.value, r.stderr, len(r.without)))
         for name, given in found.items():
             values, errors = torch.stack([v for v, _, _ in given]), torch.stack([s for _, s, _ in given])

@@ -55,10 +55,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "sq_norms": w_e.double().square().sum(dim=1), "update_sq_norms": w_u.double().square().sum(dim=1),
         "sketches": sketch(w_e), "update_sketches": sketch(w_u),
         "products": torch.randn(NUM_E, 3, generator=generator, dtype=torch.float64),
+        "update_gram": (w_u @ w_u.T).double(),
     }  # fmt: skip
     gradient = CLIP * float((tensors["entropy_kernel"] @ advantages).sum()) / (NUM_E * NUM_U * LENGTH)
     about = {
-        "clip_coefficient": repr(CLIP), "max_length": str(LENGTH), "identity_error": "1e-7", "checkpoint": "C",
+        "clip_coefficient": repr(CLIP), "gradient_norm": "2.0", "max_grad_norm": "1.0", "max_length": str(LENGTH),
+        "identity_error": "1e-7", "checkpoint": "C",
         "delta_h/part/momentum": "0.25", "delta_h/part/gradient": repr(gradient), "delta_h/part/decay": "-0.125",
     }  # fmt: skip
     save_file(tensors, folder / KERNEL_FILE, about)
@@ -147,6 +149,40 @@ def test_leaving_all_of_u_out_leaves_momentum_and_decay(structure: Structure) ->
     assert everything["deltaH1"] == pytest.approx(0.125)
     products = structure.kernel.tensors["products"]
     assert everything["log_probability_of_right"] == pytest.approx(float(products[:3, [0, 2]].sum() / 3))
+
+
+@pytest.mark.parametrize(("without", "clip", "change"), [([], 0.6, 7), ([1], 1.0, 3), ([0], 0.75, 4), ([0, 1], 1.0, 0)])
+def test_what_is_left_of_the_gradient_is_clipped_by_its_own_norm(
+    without: list[int], clip: float, change: float
+) -> None:
+    """W of U is (3, 0), (0, 4), (1, 0), its advantages 1, 1, 0: the gradient has the norm 5/3 and is clipped to 1. x and
+    W of E are (1, 1): the entropy moves by clip · x · Σ A W / 3.
+    """
+    w = torch.tensor([[3.0, 0.0], [0.0, 4.0], [1.0, 0.0]], dtype=torch.float64)
+    moved = w.sum(dim=1).view(1, 3)
+    tensors = {
+        "kernel": moved, "entropy_kernel": moved, "advantages": torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64),
+        "update_gram": w @ w.T, "products": torch.tensor([[0.0, 0.6 * 7 / 3, 0.0]], dtype=torch.float64),
+    }  # fmt: skip
+    about = {
+        "clip_coefficient": "0.6", "gradient_norm": repr(5 / 3), "max_grad_norm": "1.0", "max_length": "1",
+        "delta_h/part/momentum": "0.0", "delta_h/part/gradient": repr(0.6 * 7 / 3), "delta_h/part/decay": "0.5",
+    }  # fmt: skip
+    s = Structure(Kernel(tensors, about), [line("evaluation", 0, "e", "a", True)], [line("update", 0, "u", "b", True),
+                  line("update", 1, "u", "c", False), line("update", 2, "u", "d", False)])  # fmt: skip
+    left_out = torch.tensor([j in without for j in range(3)])
+    told = what_if(s, left_out)
+    assert told["clip_coefficient"] == pytest.approx(clip, rel=1e-5)
+    assert told["clip_coefficient_before"] == 0.6
+    assert told["deltaH1"] == pytest.approx(clip * change / 3 + 0.5, rel=1e-5)
+    assert told["log_probability_of_right"] == pytest.approx(clip * change / 3, rel=1e-5)
+
+
+def test_a_kernel_without_norms_says_what_to_do(structure: Structure) -> None:
+    tensors = {key: value for key, value in structure.kernel.tensors.items() if key != "update_gram"}
+    old = Structure(Kernel(tensors, structure.kernel.about), structure.evaluation, structure.update)
+    with pytest.raises(ValueError, match=r"the kernel of C was calculated before .* remove its folder"):
+        what_if(old, torch.zeros(NUM_U, dtype=torch.bool))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -318,9 +319,15 @@ def test_what_is_not_asked_for_is_nan_with_the_reason(standing: Standing) -> Non
     assert "fewer than 8" in few.reasons["deltaH1_se"]
 
 
-def test_a_step_too_large_for_weights_is_measured_on_fresh_sequences(run: Path) -> None:
+def test_a_step_too_large_for_weights_is_measured_on_fresh_sequences_and_the_terminal_says_so(
+    run: Path, looked: Look, standing: Standing, capsys: pytest.CaptureFixture[str]
+) -> None:
     far = standing_at(run, 1, "trainer.max_completion_length=12", learning_rate=0.03)
-    found = look(far, dataclasses.replace(SMALL, conditioning=False)).results
+    afresh = look(far, dataclasses.replace(SMALL, conditioning=False))
+    for shown, at, how in ((afresh, far, "drawn afresh"), (looked, standing, "PDIS")):
+        print_table(shown, at, run)
+        assert re.findall(r"measured \((?!SNIS)(.*?)\)", capsys.readouterr().out) == [how]
+    found = afresh.results
     assert found["resampled"] == 1
     assert found["ESS"] < 12
     assert math.isfinite(found["deltaH_true"])

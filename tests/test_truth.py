@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 from collections.abc import Iterator
 
 import pytest
@@ -82,12 +83,12 @@ def rest(e: EvaluationBuffer, unit: int) -> EvaluationBuffer:
 # --- the unit is the prompt -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("far", [1.0, 20.0], ids=["weights", "afresh"])
+@pytest.mark.parametrize("far", [0.3, 3.0], ids=["weights", "afresh"])
 def test_whatever_is_measured_on_several_responses_is_left_out_prompt_by_prompt(far: float) -> None:
     line = Line(far)
     found = measured(line, evaluation(line, responses=2))
     at = found.at[0]
-    assert at.resampled == (far > 1)
+    assert at.resampled == (far == 3.0)
     assert at.odd is not None
     for replicates in (at.true, at.snis, at.odd, found.before, found.floor, found.first_order):
         assert replicates.without.shape == (4, 2)
@@ -116,8 +117,9 @@ def test_blocks_are_whole_prompts_as_many_as_a_microbatch_holds_but_32_if_there_
     assert blocks(65, 1, 32) == [2] * 32 + [1]
 
 
-def test_a_first_part_of_e_is_measured_as_the_whole_of_a_smaller_e_with_the_same_prompts() -> None:
-    line = Line()
+@pytest.mark.parametrize("far", [0.3, 3.0], ids=["weights", "afresh"])
+def test_a_first_part_of_e_is_measured_as_the_whole_of_a_smaller_e_with_the_same_prompts(far: float) -> None:
+    line = Line(far)
     e = evaluation(line, responses=2)
     row, whole = over_sizes(e, measured(line, e), [6, 8])
     found = measured(line, e)
@@ -153,8 +155,21 @@ def test_the_error_of_a_prediction_adds_the_squares_of_both_buffers_errors() -> 
 # --- afresh, and the floor --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(("far", "ess", "afresh"), [(0.3, 7.70, False), (0.4, 7.47, True)])
+def test_weights_are_trusted_down_to_an_effective_sample_size_of_95_percent(
+    far: float, ess: float, afresh: bool
+) -> None:
+    weights = [math.exp(far * sum(row[:length])) for row, length in zip(ALONG.tolist(), LENGTHS.tolist(), strict=True)]
+    assert sum(weights) ** 2 / sum(w * w for w in weights) == pytest.approx(ess, abs=0.01)
+    line = Line(far)
+    at = measured(line, evaluation(line)).at[0]
+    assert at.weights.ess == pytest.approx(ess, abs=0.01)
+    assert at.resampled == afresh
+    assert (1.0 in line.drawn_at) == afresh
+
+
 def test_a_step_back_is_drawn_afresh_where_it_leads() -> None:
-    line = Line(far=20.0)
+    line = Line(far=3.0)
     found = measured(line, evaluation(line), eta=2.0)
     assert line.drawn_at == [2.0, -2.0]
     at, off = found.at[0], float((torch.arange(8) * LENGTHS).sum() / LENGTHS.sum()) / 1000

@@ -10,9 +10,14 @@ self-normalised importance sampling (SNIS) gives
     ESS = (Σ w)² / Σ w²                        Kish: how many sequences of equal weight are as good
 
 Weights are not clipped: that would be a bias nobody sees. (They are computed relative to the largest, which cancels, so
-none overflows and not all underflow.) Where the ESS is small, sample afresh under π' and take the
+none overflows and not all underflow.) Where the ESS is below MIN_ESS_SHARE of N, sample afresh under π' and take the
 difference of the two samples; common random numbers make it a difference of pairs, one pair per prompt. Where scores
 are known token by token, per_decision.py makes less noise of the same sequences.
+
+MIN_ESS_SHARE is near 1 because the ESS cannot see what was not drawn: sequences that π' makes frequent and π rare. A
+sample without them has even weights, a change too small and an error too small, all at once. Nor does Pareto's k̂ of
+the weights tell (Vehtari et al. 2024): where π is peaked it is above 1 at every step, small ones too. Measured in
+benchmarks/README.md; a difference of pairs costs a second sample, and its error is no larger from about there on.
 
 Standard errors are the delete-one jackknife, jackknife.py, over independent units: sequences (pairs) where each answers
 a prompt of its own, else prompts with all their responses.
@@ -35,6 +40,7 @@ from rl_training.mathematics.units import Units
 LOGP, ENTROPY, LENGTH = 0, 1, 2  # columns of `sequence_totals`
 NUM_TOTALS = 3
 MIN_SEQUENCES = 2  # an error needs one to leave out and one to stay
+MIN_ESS_SHARE = 0.95  # of the sequences, below which fresh ones are drawn: see the module's docstring
 
 
 @dataclass(frozen=True)

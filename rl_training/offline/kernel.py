@@ -34,6 +34,7 @@ from tqdm import tqdm
 from rl_training.engine.batch import Rollout
 from rl_training.engine.updates import CAUSES
 from rl_training.mathematics.kernels import Blocks, plan_blocks, row_products, weighted_sum
+from rl_training.mathematics.sketches import inner_products
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel_files import KERNEL_FILE, UPDATE_FILE, block_file, claim, save_tensors
 from rl_training.offline.kernel_proofs import MAX_IDENTITY_ERROR, gradient_part, prove_identity, prove_row, prove_sum
@@ -108,7 +109,7 @@ def _calculate_blocks(
                 total += weighted_sum(question.update.advantages[batch], streamed)
                 if with_update:
                     _store_gradients(settings, folder, f"update-{int(batch[0]):06d}", W=streamed)
-                    side.append(keeper.scale(streamed))
+                    side.append({"plain": keeper.sketch_for_norms(streamed), **keeper.scale(streamed)})
                 else:
                     streamed *= step.root
                 for out, of_held in zip(kernel, (w, x), strict=True):
@@ -117,6 +118,8 @@ def _calculate_blocks(
             prove_sum(rows, question, step, total)
             if with_update:
                 kept = {key: torch.cat([part[key] for part in side]) for key in side[0]}
+                plain = kept.pop("plain")
+                kept["gram"] = inner_products(plain, plain)[0]  # W_j · W_k, for the norm of the gradient without some
                 save_tensors({**kept, GRADIENT_PART: gradient_part(question, step, total)}, folder / UPDATE_FILE)
             save_tensors({**found, "kernel": kernel[0], "entropy_kernel": kernel[1]}, block_file(folder, number))
 
@@ -203,6 +206,8 @@ def _join_blocks(
         "settings": json.dumps(dataclasses.asdict(settings)),
         "metric_sha256": hashlib.sha256(step.root.cpu().numpy().tobytes()).hexdigest(),
         "clip_coefficient": repr(step.clip),
+        "gradient_norm": repr(float(step.gradient.double().norm())),
+        "max_grad_norm": repr(step.max_grad_norm),
         "max_length": str(question.max_length),
         **proof,
         **{f"delta_h/part/{cause}": repr(float(value)) for cause, value in zip(CAUSES, by_cause, strict=True)},

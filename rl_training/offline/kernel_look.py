@@ -109,7 +109,8 @@ def kernel_step(update: Update, entropy_gradient: Tensor) -> KernelStep:
     for piece in update.pieces:
         factor = piece.state.gradient_factor(piece.param, update.clip * update.gradient[piece.flat])
         root[piece.flat] = (-factor).sqrt()
-    return KernelStep(update.gradient, entropy_gradient, update.clip, root, torch.stack(list(update.parts)))
+    parts = torch.stack(list(update.parts))
+    return KernelStep(update.gradient, entropy_gradient, update.clip, root, parts, update.max_grad_norm)
 
 
 def _of_all_processes(rollout: Rollout, standing: Standing) -> Rollout:

@@ -13,6 +13,8 @@ from rl_training.mathematics.sketches import CountSketches
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel_types import KernelSettings, KernelStep, Question, Ranks
 
+NORM_BUCKETS = 2**13  # of each of two sketches: the norm of a sum is right to 0.6 % (one standard error)
+
 
 class Keeper:
     """Keeps of every sequence's gradient its sketches, its norm, and what the step does to it."""
@@ -21,6 +23,11 @@ class Keeper:
         sizes = {name: p.numel() for name, p in rows.parameters.items()}
         self._step = step
         self._sketch = CountSketches(sizes, settings.sketch_buckets, settings.sketch_repeats, settings.sketch_seed)
+        self._sketch_of_norms = CountSketches(sizes, NORM_BUCKETS, repeats=2, seed=settings.sketch_seed)
+
+    def sketch_for_norms(self, own: Tensor) -> Tensor:
+        """Returns sketches of the rows W themselves, (n, 2, NORM_BUCKETS): what norms of their sums follow from."""
+        return self._sketch_of_norms(own)
 
     def scale(self, own: Tensor) -> dict[str, Tensor]:
         """Makes √M W of the rows W, (n, P), in place, and returns what is kept of them.

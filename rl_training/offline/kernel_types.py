@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -69,3 +70,4 @@ class KernelStep:
     clip: float
     root: Tensor  # (P,), √M
     update: Tensor  # (3, P), δθ by cause
+    max_grad_norm: float = math.inf

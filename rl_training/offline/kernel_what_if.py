@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.updates import CAUSES
+from rl_training.mathematics.adamw import clip_coefficient
 from rl_training.offline.structure import Row, Structure, log_probability_moves
 
 GRADIENT = CAUSES.index("gradient")
@@ -48,10 +49,14 @@ def what_if(s: Structure, without: Tensor) -> Row:
 
     Entropy is nan where E's texts are of another checkpoint.
 
-    without  (N_U,) bool. Their advantages count as 0, all others, N_U and the metric M stay, as does the clipping,
-             though both follow from the gradient: exact for SGD without clipping
+    without  (N_U,) bool. Their advantages count as 0, all others and N_U stay. The gradient that is left is clipped by
+             its own norm, from sketches (1 %); Adam's P stays, though it too follows from the gradient
+
+    Raises ValueError for a kernel that does not know these norms.
     """
     kept = (~without).double()
+    clip_before, clip = float(s.kernel.about["clip_coefficient"]), clip_of_kept(s, kept)
+    kept *= clip / clip_before
     by_cause = s.kernel.tensors["products"]
     others = by_cause.sum(dim=1) - by_cause[:, GRADIENT]
     moves = log_probability_moves(s)
@@ -61,6 +66,8 @@ def what_if(s: Structure, without: Tensor) -> Row:
     gradient = float((s.contributions * kept).sum()) if s.on_policy else math.nan
     return {
         "left_out": int(without.sum()),
+        "clip_coefficient": clip,
+        "clip_coefficient_before": clip_before,
         "deltaH1": sum(parts.values()) - parts["gradient"] + gradient,
         "deltaH1_before": sum(parts.values()) if s.on_policy else math.nan,
         "deltaH1/part/gradient": gradient,
@@ -68,6 +75,24 @@ def what_if(s: Structure, without: Tensor) -> Row:
         "log_probability_of_right_before": _mean(by_cause.sum(dim=1)[right]),
         "log_probability_of_right_before_measured": _mean(measured[right]),
     }
+
+
+def clip_of_kept(s: Structure, kept: Tensor) -> float:
+    """Returns the clip coefficient of −Σ kept_j A_j W_j /(N_U L). |Σ_j A_j W_j| is known exactly, and sketches say what
+    share of it the kept ones have.
+
+    kept  (N_U,), 1 or 0
+    """
+    gram, about = s.kernel.tensors.get("update_gram"), s.kernel.about
+    if gram is None:
+        raise ValueError(
+            f"the kernel of {about['checkpoint']} was calculated before norms of gradients were kept: remove its "
+            "folder, and run offline.py kernel.enabled=true again"
+        )
+    of_kept, of_all = (float(a @ gram @ a) for a in (kept * s.advantages, s.advantages))
+    share = math.sqrt(of_kept / of_all) if of_all else 0.0
+    norm = torch.tensor(share * float(about["gradient_norm"]), dtype=torch.float64)
+    return float(clip_coefficient(norm, float(about["max_grad_norm"])))
 
 
 def _mean(values: Tensor) -> float:

@@ -151,7 +151,7 @@ def _weights(look: Look) -> Tensor:
     """Returns π'(t)/π(t) of each sequence of E, (N,), at the whole step."""
     assert look.truth is not None
     at = next(at for at in look.truth.at if at.eta == 1.0)
-    return (sequence_totals(at.ahead)[:, LOGP] - sequence_totals(look.evaluation.scores)[:, LOGP]).exp()
+    return (sequence_totals(at.ahead.scores)[:, LOGP] - sequence_totals(look.evaluation.scores)[:, LOGP]).exp()
 
 
 def _evaluation_rows(standing: Standing, look: Look, asked: LogSettings) -> list[dict[str, Any]]:
@@ -160,7 +160,7 @@ def _evaluation_rows(standing: Standing, look: Look, asked: LogSettings) -> list
     columns: dict[str, list[float]] = {}
     if look.truth is not None:
         at = next(at for at in look.truth.at if at.eta == 1.0)
-        ahead = sequence_totals(at.ahead)
+        ahead = sequence_totals(at.ahead.scores)
         columns = {
             "logp_after": ahead[:, 0].tolist(), "entropy_after": ahead[:, 1].tolist(), "weight": _weights(look).tolist()
         }  # fmt: skip
@@ -206,7 +206,7 @@ def _token_rows(look: Look) -> list[dict[str, Any]]:
     tables = {"logp": scores.logps, "entropy": scores.entropies}
     if look.truth is not None:
         at = next(at for at in look.truth.at if at.eta == 1.0)
-        tables |= {"logp_after": at.ahead.logps, "entropy_after": at.ahead.entropies}
+        tables |= {"logp_after": at.ahead.scores.logps, "entropy_after": at.ahead.scores.entropies}
         tables |= dict(zip(("logp_slope", "entropy_slope"), look.truth.slopes, strict=True))
     return [
         {"sequence": i, **{name: table[i, : int(mask.sum())].tolist() for name, table in tables.items()}}

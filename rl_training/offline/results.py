@@ -64,7 +64,8 @@ def print_table(look: Look, standing: Standing, path: Path) -> None:
     table.add_column("change of entropy, 1e-3 nats")
     for unit in ("per token", "per sequence"):
         table.add_column(unit, justify="right")
-    for key, label in ROWS.items():
+    rows = ROWS | ({"deltaH_true": "measured (drawn afresh)"} if found.get("resampled") else {})
+    for key, label in rows.items():
         if not math.isnan(found.get(key, math.nan)):
             table.add_row(label, _with_error(found, key), _with_error(found, f"{key}_sequence"))
     console = Console(soft_wrap=True)

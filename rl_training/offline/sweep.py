@@ -22,14 +22,13 @@ from tqdm.auto import tqdm
 
 from rl_training.mathematics.importance import MIN_SEQUENCES, reweighted_replicates, sequence_totals
 from rl_training.mathematics.jackknife import Replicates
-from rl_training.mathematics.per_decision import first_order_change, per_decision_change
-from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.per_decision import first_order_change
 from rl_training.mathematics.units import Units
 from rl_training.offline.buffers import EvaluationBuffer, sample_update
 from rl_training.offline.covariance import covariance_of
 from rl_training.offline.probe import Look, Settings
 from rl_training.offline.standing import Standing
-from rl_training.offline.truth import AtStep, Truth, measure
+from rl_training.offline.truth import AtStep, Truth, first_rows, measure
 from rl_training.offline.update import Update, make_update
 
 COLUMNS_AT_ONCE = 2**16  # of a product in fp32, between sums in fp64
@@ -92,14 +91,14 @@ def over_sizes(evaluation: EvaluationBuffer, truth: Truth, sizes: Sequence[int])
     at, whole = _whole_step(truth), evaluation.units
     rows = []
     for size in sizes:
-        before, ahead = _first(evaluation.scores, size), _first(at.ahead, size)
+        before, ahead = first_rows(evaluation.scores, size), at.ahead.first(size)
         units = Units(whole.number[:size], int(whole.number[size - 1]) + 1)
         predicted = first_order_change(before, truth.slopes[0][:size], truth.slopes[1][:size], units)
-        true = None if at.resampled else per_decision_change(before, ahead, units)
-        snis = reweighted_replicates(sequence_totals(before), sequence_totals(ahead), units)
+        true = ahead.change_from(before, units)
+        snis = reweighted_replicates(sequence_totals(before), sequence_totals(ahead.scores), units)
         odd = None
-        if true is not None and at.behind is not None:
-            odd = (true - per_decision_change(before, _first(at.behind, size), units)) * 0.5
+        if at.behind is not None:
+            odd = (true - at.behind.first(size).change_from(before, units)) * 0.5
         rows.append({"evaluation_size": size, **_columns(predicted, true, snis, odd)})
     return rows
 
@@ -160,16 +159,10 @@ def _whole_step(truth: Truth) -> AtStep:
     return next(at for at in truth.at if at.eta == 1.0)
 
 
-def _first(scores: Scores, size: int) -> Scores:
-    return Scores(scores.logps[:size], scores.entropies[:size], scores.mask[:size])
-
-
-def _columns(
-    predicted: Replicates, true: Replicates | None, snis: Replicates, odd: Replicates | None
-) -> dict[str, float]:
+def _columns(predicted: Replicates, true: Replicates, snis: Replicates, odd: Replicates | None) -> dict[str, float]:
     columns = {
         "deltaH1": predicted, "deltaH_true": true, "deltaH_snis": snis, "deltaH_odd": odd,
-        "paired_error": None if true is None else predicted - true,
+        "paired_error": predicted - true,
         "paired_error_odd": None if odd is None else predicted - odd,
     }  # fmt: skip
     return {name: number for key, replicates in columns.items() for name, number in _of_both(key, replicates).items()}

@@ -9,8 +9,8 @@ E is scored at θ + η δθ for each η asked for, and
                  first order, and says nothing of training
     floor        the same computation with δθ = 0, between two scorings that put E's sequences into different batches
 
-Below an effective sample size of half of E the weights are worth nothing: fresh responses are drawn at the moved
-parameters with the same dice, and the change is the difference of pairs.
+Below an effective sample size of MIN_ESS_SHARE of E the weights are not trusted (importance.py says why): fresh
+responses are drawn at the moved parameters with the same dice, and the change is the difference of pairs.
 
 The error of a difference needs the prediction without each prompt, baseline and all. That comes from the slopes of
 all tokens along δθ (central differences over ±SLOPE_STEP·δθ, two scorings), and not from the backward.
@@ -26,6 +26,7 @@ from torch import Tensor
 
 from rl_training.engine.batch import take_rows
 from rl_training.mathematics.importance import (
+    MIN_ESS_SHARE,
     Weights,
     importance_weights,
     paired_replicates,
@@ -41,12 +42,34 @@ from rl_training.mathematics.per_decision import (
     slopes,
 )
 from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.units import Units
 from rl_training.offline.buffers import EvaluationBuffer, gather_scores, sample_again
 from rl_training.offline.phases import Progress
 from rl_training.offline.standing import Standing
 
-MIN_ESS_FRACTION = 0.5
 SLOPE_STEP = 0.125
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What the policy at moved parameters says of E's sequences, and what it says itself where that is not enough."""
+
+    scores: Scores  # (N, L)
+    fresh: Tensor | None  # (N, 3) totals of responses drawn afresh, where E's weights are not trusted
+
+    def first(self, size: int) -> Moved:
+        """Returns the same of the first sequences of E."""
+        return Moved(first_rows(self.scores, size), None if self.fresh is None else self.fresh[:size])
+
+    def change_from(self, before: Scores, units: Units) -> Replicates:
+        """Returns ΔH from the parameters at which E was drawn: by E's weights, or pair by pair."""
+        if self.fresh is None:
+            return per_decision_change(before, self.scores, units)
+        return paired_replicates(sequence_totals(before), self.fresh, units)
+
+
+def first_rows(scores: Scores, size: int) -> Scores:
+    return Scores(scores.logps[:size], scores.entropies[:size], scores.mask[:size])
 
 
 @dataclass(frozen=True)
@@ -59,9 +82,13 @@ class AtStep:
     odd: Replicates | None
     weights: Weights
     ess_last_position: float
-    resampled: bool
-    ahead: Scores  # (N, L), of E's sequences at θ + η δθ
-    behind: Scores | None  # at θ − η δθ, where odd is asked for
+    ahead: Moved
+    behind: Moved | None  # at θ − η δθ, where odd is asked for
+
+    @property
+    def resampled(self) -> bool:
+        """Whether `true` is of responses drawn afresh."""
+        return self.ahead.fresh is not None
 
 
 @dataclass(frozen=True)
@@ -121,30 +148,30 @@ class _Line:
         return scores
 
     def at(self, eta: float, odd: bool) -> AtStep:
-        ahead = self.score_at(eta)
-        before, after = sequence_totals(self.evaluation.scores), sequence_totals(ahead)
-        true, resampled = self._change(eta, ahead)
-        behind = self.score_at(-eta) if odd else None
+        scores, units = self.evaluation.scores, self.evaluation.units
+        ahead, behind = self._moved(eta), self._moved(-eta) if odd else None
+        before, after = sequence_totals(scores), sequence_totals(ahead.scores)
+        true = ahead.change_from(scores, units)
         return AtStep(
             eta=eta,
             true=true,
-            snis=reweighted_replicates(before, after, self.evaluation.units),
-            odd=None if behind is None else (true - self._change(-eta, behind)[0]) * 0.5,
+            snis=reweighted_replicates(before, after, units),
+            odd=None if behind is None else (true - behind.change_from(scores, units)) * 0.5,
             weights=importance_weights(before, after),
-            ess_last_position=float(prefix_ess(self.evaluation.scores, ahead)[-1]),
-            resampled=resampled,
+            ess_last_position=float(prefix_ess(scores, ahead.scores)[-1]),
             ahead=ahead,
             behind=behind,
         )
 
-    def _change(self, eta: float, ahead: Scores) -> tuple[Replicates, bool]:
-        """Returns the change of entropy to θ + η δθ, and whether E was sampled again there: weights say too little."""
-        before, after = sequence_totals(self.evaluation.scores), sequence_totals(ahead)
-        if not importance_weights(before, after).ess < MIN_ESS_FRACTION * len(before):
-            return per_decision_change(self.evaluation.scores, ahead, self.evaluation.units), False
+    def _moved(self, eta: float) -> Moved:
+        """Returns E scored at θ + η δθ, and responses drawn afresh there where the weights are not to be trusted."""
+        scores = self.score_at(eta)
+        before, after = sequence_totals(self.evaluation.scores), sequence_totals(scores)
+        if not importance_weights(before, after).ess < MIN_ESS_SHARE * len(before):  # nor where it is nan
+            return Moved(scores, None)
         with self._shifted(eta):
             fresh = sample_again(self.standing, self.evaluation, self.seed, self.chunk_size, progress=lambda _: None)
-        return paired_replicates(before, sequence_totals(fresh), self.evaluation.units), True
+        return Moved(scores, sequence_totals(fresh))
 
     def _shifted(self, eta: float) -> AbstractContextManager[None]:
         return self.standing.policy.shifted(by_name(self.standing, eta * self.delta))

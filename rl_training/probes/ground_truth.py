@@ -10,8 +10,8 @@ The training batch is no ground truth: it shares its noise with the update that 
 Prediction and truth of one E share their noise: `delta_h/evaluation_error`, their difference block by block, has little
 of it left. It is the curvature of the step.
 
-The weights are worth something while θ' is near: with ESS < N/2, E is drawn afresh at θ' with the same random numbers,
-and ΔH is the difference of the two samples, pair by pair. Which of the two it was says `delta_h/true_resampled`.
+The weights can be trusted while θ' is near: with ESS < MIN_ESS_SHARE·N, E is drawn afresh at θ' with the same random
+numbers, and ΔH is the difference of the two samples, pair by pair. Which it was says `delta_h/true_resampled`.
 
 What rounding alone makes of it is `delta_h/true_floor`: the same computation with δθ = 0, between two scorings of E at
 θ that put its sequences into different batches. A prediction below it cannot be held against the truth.
@@ -38,6 +38,7 @@ from rl_training.mathematics.calibration import Calibration
 from rl_training.mathematics.entropy import Target
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.importance import (
+    MIN_ESS_SHARE,
     MIN_SEQUENCES,
     EntropyChange,
     change_terms,
@@ -51,7 +52,6 @@ from rl_training.mathematics.per_decision import per_decision_change
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.units import Units
 
-MIN_ESS_FRACTION = 0.5  # below, a sequence more or less decides
 NO_ERROR_BAR = "no error bar: it describes the evaluation buffer and estimates nothing beyond it"
 NOT_FINITE = "a log-probability or an entropy of the evaluation buffer is not a finite number"
 OVERFLOW = "the step changed a sequence's probability by more than float64 can hold"
@@ -157,7 +157,7 @@ class GroundTruthProbe(Probe):
         totals = buffer.sequences.gather(sequence_totals(after))
         after = _widened(after, buffer.scores.mask.shape[1])
         weights = importance_weights(buffer.totals, totals)
-        resampled = weights.ess < MIN_ESS_FRACTION * self.sequences  # the same on every rank; not where it is nan
+        resampled = weights.ess < MIN_ESS_SHARE * self.sequences  # the same on every rank; not where it is nan
         fresh = self._fresh_totals(step) if resampled else None
 
         def true_change(units: Units) -> Replicates:
