@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
-from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.engine.batch import Rollout
+from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward
 from rl_training.tasks.models import load_tiny
 

@@ -33,10 +33,10 @@ from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
-from rl_training.hosts.trl.sharding import sharding_of
-from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.engine.probe import Need
+from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.hosts.trl.sharding import sharding_of
+from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import Records
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny

@@ -17,10 +17,10 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
-from rl_training.job.build import TrainingRun, build_run
 from rl_training.hosts.trl import sampling
 from rl_training.hosts.trl.buffer import FilteredBuffer, are_mixed, prompt_weights
 from rl_training.hosts.trl.refill import Places, merge_metrics
+from rl_training.job.build import TrainingRun, build_run
 from rl_training.probes import EffectiveSampleSizeProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import BUFFER_STATE, save_buffer_state
 from rl_training.records.checkpoints import what_is_wrong_with

@@ -20,7 +20,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rl_training import Estimate
+from rl_training.engine.batch import Rollout
 from rl_training.engine.gradient_rows import GradientRows
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.step import OptimizerView, Step
 from rl_training.mathematics.adamw import WARM_STEPS, AdamWState
 from rl_training.mathematics.noise_scale import (
     Averages,
@@ -35,9 +38,6 @@ from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
 from rl_training.mathematics.vectors import CHUNK, JOINED, flat_dot
 from rl_training.probes import GradientNoiseScaleProbe
 from rl_training.probes.gns import BOUNDS
-from rl_training.engine.loss_weights import LossWeights
-from rl_training.engine.batch import Rollout
-from rl_training.engine.step import OptimizerView, Step
 
 G = 2  # responses per prompt: here only a factor
 SHAPES = {"attn": (2, 3), "mlp": (5,), "norm": (3,)}

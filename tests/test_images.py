@@ -17,9 +17,9 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import unsplit_pixel_values_by_grid
 
 from rl_training import Estimate, Probe, attach
+from rl_training.engine.batch import Rollout, images_of, join_rollouts
 from rl_training.hosts.trl import batches
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
-from rl_training.engine.batch import Rollout, images_of, join_rollouts
 from rl_training.tasks.models import load_tiny
 
 TEMPLATE = (

@@ -11,11 +11,11 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOConfig, Estimate, Probe, attach
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.probe import Need
 from rl_training.hosts.trl.batches import DR_GRPO, is_dr_grpo
 from rl_training.mathematics.scores import Scores
 from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
-from rl_training.engine.probe import Need
-from rl_training.engine.loss_weights import LossWeights
 from rl_training.tasks.models import load_tiny
 
 PLAIN = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "bf16": False, "use_cpu": True}

@@ -27,10 +27,10 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
+from rl_training.engine.sharding import refuse_what_does_not_fit
 from rl_training.job.build import _check_sharding
 from rl_training.job.run_folder import check_number_of_processes
 from rl_training.live import fsdp, zero
-from rl_training.engine.sharding import refuse_what_does_not_fit
 from rl_training.offline.standing import stand
 from rl_training.records.checkpoints import what_is_wrong_with
 from rl_training.records.jsonl import read_estimates

@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
+from rl_training.engine.step import Step
 from rl_training.job.build import TrainingRun, accumulation_steps, build_run
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
-from rl_training.engine.step import Step
 from rl_training.tasks import models
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.gsm8k import gsm8k

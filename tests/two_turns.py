@@ -16,15 +16,15 @@ import reference
 import torch
 from torch import Tensor
 
+from rl_training.engine.batch import Rollout
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.step import OptimizerView, Step
+from rl_training.engine.updates import FIRST_FOLD
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import FlatVectors
 from rl_training.probes import SimpleEntropyProbe
-from rl_training.engine.loss_weights import LossWeights
-from rl_training.engine.batch import Rollout
-from rl_training.engine.step import OptimizerView, Step
-from rl_training.engine.updates import FIRST_FOLD
 
 STOP, GO, CALL = 0, 1, 2  # what the policy may say: the first two end its turn, after CALL the environment answers
 ANSWERS = [(0,), (1, 1)]  # what the environment says, of unlike lengths
