@@ -19,7 +19,7 @@ def measuring(model: nn.Module) -> Iterator[None]:
     Forward and backward belong into it. The graph is not its affair.
     """
     device = next(model.parameters()).device.type
-    with _ieee_fp32(), _without_dropout(model), _attention_in_fp32(model), torch.autocast(device, enabled=False):
+    with _ieee_fp32(), without_dropout(model), _attention_in_fp32(model), torch.autocast(device, enabled=False):
         yield
 
 
@@ -62,7 +62,7 @@ def _ieee_fp32() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
+def without_dropout(model: nn.Module) -> Iterator[None]:
     """A context in which no module drops out. The flag `training` says more than that, so some keep it.
 
     It switches a layer's checkpointing on: where a model knows of no dropout, layers that are checkpointed stay so. And
