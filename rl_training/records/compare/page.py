@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.compare.final import (
     Difference,
@@ -20,6 +19,7 @@ from rl_training.records.compare.groups import ABSENT, Group, Member, difference
 from rl_training.records.compare.law import FittedLaw, fit_law
 from rl_training.records.compare.overlays import draw_law, draw_overlays
 from rl_training.records.folder import LOGS_FOLDER
+from rl_training.records.frames import estimate_of
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.page import template
 from rl_training.records.report.summary import in_words
@@ -59,7 +59,7 @@ def render_comparison(groups: Sequence[Group]) -> str:
 def _sentences(groups: Sequence[Group], pairs: Sequence[Difference]) -> list[str]:
     if not pairs:
         seeds = ", ".join(member.seed for member in groups[0].members)
-        return [f"One group: the runs differ by nothing but their seeds ({seeds})."]
+        return [f"One group: nothing that touches training differs but the seeds ({seeds})."]
     sentences = []
     for pair in pairs:
         told = [_told(pair, label) for label in IN_WORDS if label in pair.figures]
@@ -72,7 +72,7 @@ def _sentences(groups: Sequence[Group], pairs: Sequence[Difference]) -> list[str
 
 def _told(pair: Difference, label: str) -> str:
     estimate = pair.figures[label]
-    if math.isnan(estimate.half_width()):
+    if math.isnan(estimate.ends()[0]):
         return f"{label} {in_words(estimate, signed=True)}, without an error: more steps or seeds would give one"
     if not is_significant(estimate):
         return f"{label} cannot be told apart ({in_words(estimate, signed=True)})"
@@ -117,7 +117,7 @@ def _best_rows(member: Member) -> list[dict[str, Any]]:
     rows = []
     rewards = member.evaluations[member.evaluations["metric"] == "reward"].dropna(subset=["value", "stderr"])
     for evaluation, table in rewards.groupby("evaluation"):
-        by_step = {int(r.step): Estimate(r.value, r.stderr, int(r.num_prompts)) for r in table.itertuples()}
+        by_step = {int(row.step): estimate_of(row) for row in table.itertuples()}
         best = max(by_step, key=lambda step: by_step[step].value)
         near = [s for s, e in by_step.items() if s != best and not is_significant(difference(by_step[best], e))]
         rows.append({
@@ -137,4 +137,7 @@ def _law_row(fitted: FittedLaw) -> dict[str, str]:
     if fitted.law is None:
         return {**row, "a": ABSENT, "b": ABSENT, "ceiling": f"{ABSENT} ({fitted.reason})"}
     law = fitted.law
-    return {**row, "a": in_words(law.a), "b": in_words(law.b), "ceiling": in_words(law.ceiling)}
+    ceiling = in_words(law.ceiling)
+    if fitted.leads_too_high:
+        ceiling += f": more than {fitted.most:g}, the most a response earns, so the curve does not hold down to H = 0"
+    return {**row, "a": in_words(law.a), "b": in_words(law.b), "ceiling": ceiling}
