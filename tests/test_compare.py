@@ -142,29 +142,31 @@ def test_a_ceiling_above_what_a_response_can_earn_is_told_and_not_one_below(tmp_
     high, low = (fit_law(group) for group in read_groups([tmp_path]))
     assert (high.most, high.leads_too_high, low.leads_too_high) == (1.0, True, False)
     text = write_comparison([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
-    assert text.count("more than 1, the most a response earns") == 1
+    assert text.count("the ceiling is above 1, the most a response earns, the curve does not hold") == 1
     trained = fit_law(read_groups([record(tmp_path / "trained")])[0])
     assert trained.most == 1.0
 
 
 @pytest.mark.parametrize(
-    ("means", "share", "frame"),
+    ("means", "share", "floor", "frame"),
     [
         # Two seeds, .6 and .9, with 12.7 standard errors on either side: to 1 and not to 2
-        ([Estimate(0.6, 0.1, 2), Estimate(0.9, 0.1, 2)], True, (0.3, 1.02)),
+        ([Estimate(0.6, 0.1, 2), Estimate(0.9, 0.1, 2)], True, 0.0, (0.3, 1.02)),
         # A reward beyond 1 is shown
-        ([Estimate(0.6, 0.1, 2), Estimate(1.9, 0.1, 2)], True, (-0.02, 1.92)),
-        # Lengths of 12 tokens ± .4 that differ by .01: the frame is two standard errors on either side
-        ([Estimate(12.0, 0.4, 100), Estimate(12.01, 0.4, 100)], False, (11.206, 12.804)),
-        # Lengths that differ by far more than that: a tenth of the range, or typical bands
-        ([Estimate(12.0, 0.1, 100), Estimate(20.0, 0.1, 100)], False, (11.2, 20.8)),
+        ([Estimate(0.6, 0.1, 2), Estimate(1.9, 0.1, 2)], True, 0.0, (-0.02, 1.92)),
+        # What differs by .01 with an error of .4: the frame is two standard errors on either side
+        ([Estimate(12.0, 0.4, 100), Estimate(12.01, 0.4, 100)], False, 0.0, (11.206, 12.804)),
+        # What differs by far more than its error: a tenth of the range
+        ([Estimate(12.0, 0.1, 100), Estimate(20.0, 0.1, 100)], False, 0.0, (11.2, 20.8)),
+        # Lengths that differ by less than a tenth: a tenth of their height on either side
+        ([Estimate(12.0, 0.01, 100), Estimate(12.1, 0.01, 100)], False, 0.1, (10.795, 13.305)),
     ],
 )
 def test_a_frame_holds_the_curves_and_neither_what_cannot_be_nor_noise_alone(
-    means: list[Estimate], share: bool, frame: tuple[float, float]
+    means: list[Estimate], share: bool, floor: float, frame: tuple[float, float]
 ) -> None:
     axes = Figure().add_subplot()
-    _frame_the_means(axes, means, share)
+    _frame_the_means(axes, means, share, floor)
     assert axes.get_ylim() == pytest.approx(frame, abs=0.01)
 
 

@@ -47,7 +47,15 @@ def draw_overlays(groups: Sequence[Group]) -> list[Picture]:
         title = f"Evaluation “{evaluation}”: {metric}"
         share = metric.startswith(SHARES)
         pictures.append(
-            _overlay(groups, f"{evaluation}_{metric}", title, metric, _evaluated(evaluation, metric), share=share)
+            _overlay(
+                groups,
+                f"{evaluation}_{metric}",
+                title,
+                metric,
+                _evaluated(evaluation, metric),
+                share=share,
+                floor=0.1 if metric == "length" else 0.0,
+            )
         )
     return [drawn for drawn in pictures if drawn is not None]
 
@@ -61,12 +69,14 @@ def _overlay(
     dotted: Series | None = None,
     mean: Mean = mean_over_runs,
     share: bool = False,
+    floor: float = 0.0,
 ) -> Picture | None:
     """Returns the picture of the curves of all groups; None when no run has any.
 
     dotted  drawn beside `series`
     mean    of several runs at a step
     share   the frame does not go beyond 0 and 1 where no curve does
+    floor   the frame goes beyond the curves by this part of their height at least: a token of 200 is no news
     """
     having = [group for group in groups if any(series(member) for member in group.members)]
     if not having:
@@ -79,7 +89,7 @@ def _overlay(
             if dotted:
                 _draw_group(axes, group, dotted, mean, color, (0, (1, 1)), None)
         drawn = [pool([series(member) for member in group.members if series(member)], mean) for group in having]
-        _frame_the_means(axes, [estimate for means in drawn for estimate in means.values()], share)
+        _frame_the_means(axes, [estimate for means in drawn for estimate in means.values()], share, floor)
         axes.set_ylabel(label)
         legend(axes)
 
@@ -103,7 +113,7 @@ def _draw_group(
     axes.fill_between(mean.steps, mean.lows, highs, color=color, alpha=0.14, lw=0)
 
 
-def _frame_the_means(axes: Axes, means: Sequence[Estimate], share: bool) -> None:
+def _frame_the_means(axes: Axes, means: Sequence[Estimate], share: bool, floor: float) -> None:
     """Sets the frame by the means and typical bands: a few wide bands would press all curves into one line.
 
     Differences that are small beside the errors stay small: nothing is magnified to its own noise.
@@ -111,8 +121,9 @@ def _frame_the_means(axes: Axes, means: Sequence[Estimate], share: bool) -> None
     if not means or not all(math.isfinite(mean.value) for mean in means):
         return
     values = [mean.value for mean in means]
-    below = _room(means, [mean.value - mean.ends()[0] for mean in means])
-    above = _room(means, [mean.ends()[1] - mean.value for mean in means])
+    least = floor * statistics.median(map(abs, values))
+    below = max(least, _room(means, [mean.value - mean.ends()[0] for mean in means]))
+    above = max(least, _room(means, [mean.ends()[1] - mean.value for mean in means]))
     axes.set_ylim(min(values) - below, max(values) + above)
     if share:
         frame_shares(axes, values)

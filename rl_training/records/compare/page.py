@@ -52,6 +52,7 @@ def render_comparison(groups: Sequence[Group]) -> str:
         best=[row for group in groups for member in group.members for row in _best_rows(member)],
         pictures=[*draw_overlays(groups), draw_law(groups, laws)],
         laws=[_law_row(law) for law in laws],
+        too_high=[_too_high(law) for law in laws if law.leads_too_high],
         version=VERSION,
     )
 
@@ -137,7 +138,12 @@ def _law_row(fitted: FittedLaw) -> dict[str, str]:
     if fitted.law is None:
         return {**row, "a": ABSENT, "b": ABSENT, "ceiling": f"{ABSENT} ({fitted.reason})"}
     law = fitted.law
-    ceiling = in_words(law.ceiling)
-    if fitted.leads_too_high:
-        ceiling += f": more than {fitted.most:g}, the most a response earns, so the curve does not hold down to H = 0"
-    return {**row, "a": in_words(law.a), "b": in_words(law.b), "ceiling": ceiling}
+    return {**row, "a": in_words(law.a), "b": in_words(law.b), "ceiling": in_words(law.ceiling)}
+
+
+def _too_high(fitted: FittedLaw) -> str:
+    assert fitted.law
+    why = "the curve does not hold down to H = 0" if fitted.law.ceiling.ends()[0] > fitted.most else "within its error"
+    return (
+        f"{fitted.group.letter}: the ceiling is above {fitted.most:g}, the most a response earns, {why}: no forecast."
+    )
