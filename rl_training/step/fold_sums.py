@@ -3,8 +3,8 @@
 Each fold k contributes a row: its levels Σρ, ΣρH, ΣρT (number of sequences, their entropies and lengths, weighted by
 the importance ratio ρ), and n_k X_k · δθ for every update δθ of interest, with X = ∂H_seq − H_tok ∂E[T] = E[T] ∂H_tok
 and, if asked for, X = ∂H_seq. All numbers that are reported are one smooth function, `statistic`, of the sums of these
-rows, so one jackknife serves all. It takes the H_tok inside of X as given: to let it vary with the folds would take a
-second backward, for bars up to a quarter wider at the first steps of a run and hardly so later (docs/theory.md).
+rows, so one jackknife serves all. Where the second is asked for, the sums without a fold have the H_tok of the other
+folds in them. Where it is not, H_tok is taken as given, and bars per token are some percent too small (docs/theory.md).
 """
 
 from __future__ import annotations
@@ -114,13 +114,29 @@ def sum_over_folds(
         steps.follow(moments)
     by_fold, shift = torch.stack(rows), torch.stack(shifts)  # (k, columns); (k, l, this step and the last, 2)
     total = ctx.reduce(by_fold.sum(dim=0))
+    level = entropy / length if per_sequence and entropy > 0 else None  # without any entropy none to vary
+    without = sums_without(total, by_fold, shift, level)
+    return FoldSums(total, without, int(num_folds), steps.left_out, halves)
+
+
+def sums_without(total: Tensor, by_fold: Tensor, shift: Tensor, level: float | None) -> Tensor:
+    """Returns (K, columns), row l the sums without fold l.
+
+    total    (columns,), over all folds of all ranks
+    by_fold  (K, columns), what each fold of this rank adds
+    shift    (k, l, this step and the last, 2): n_k X_k · (δθ_(−l) − δθ), for each fold k
+    level    the H_tok inside of X: row l is put to that of the other folds; None: it is taken as given
+    """
     without = total - by_fold
     # Without fold l the other folds' steps lose l too: δθ_(−k,−l) − δθ_(−k) ≈ δθ_(−l) − δθ.
     lost = shift.sum(dim=0) - torch.diagonal(shift, dim1=0, dim2=1).movedim(-1, 0)
     pairs = without[:, LEVELS:].unflatten(1, (-1, 2))
     pairs[:, [FORWARD, OWN_PROMPTS, UNCLIPPED]] += lost[:, :1]
     pairs[:, BACKWARD] += lost[:, 1]
-    return FoldSums(total, without, int(num_folds), steps.left_out, halves)
+    if level is not None:  # ∂E[T] is what ∂H_seq and ∂H_seq − H_tok ∂E[T] differ by, over H_tok
+        token, sequence = pairs.unbind(-1)
+        token += (1.0 - without[:, 1:2] / without[:, 2:3] / level) * (sequence - token)
+    return without
 
 
 def levels_of_folds(ctx: StepContext, ratios: Tensor) -> Tensor:
