@@ -79,7 +79,8 @@ class SimpleEntropyProbe(Probe):
     prompt_share          with draw="norm": below 1, so many times fewer, drawn from all of a fold; no own_prompts then
     num_folds             folds of whole prompts on each rank, K; None: one per microbatch, or one per rank when there
                           are 8 ranks or more. More than microbatches costs what another forward pass and backward do
-    per_sequence          predict in nats per sequence too, `…_sequence`: a second backward
+    per_sequence          predict in nats per sequence too, `…_sequence`: a second backward, from which error bars per
+                          token have the noise of the H_tok inside of X as well
     own_prompts           measure `delta_h/own_prompts` too: another backward, and half as many optimizer steps again
     split_error           say what of forward's variance comes from X, which more responses_per_prompt make less noisy,
                           and what from δθ, which only a larger batch does: `delta_h/error_share/…`; one process only
