@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from rl_training.engine.batch import Batch, Rollout
 from rl_training.engine.capabilities import Capabilities, is_first_of_adam
 from rl_training.engine.clock import Clock
-from rl_training.engine.entropy_change import StepMemory
 from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.gradient_rows import GradientRows
+from rl_training.engine.memory import StepMemory
 from rl_training.engine.open_step import Loop, OpenStep, Shape
 from rl_training.engine.optimizer import mean_gradients, view_optimizer
 from rl_training.engine.padding import PaddingCheck

@@ -37,6 +37,7 @@ from rl_training.records.loggers import CORE, LOGGERS, MetricsLogger
 from rl_training.records.masking import without_secrets
 from rl_training.records.progress import StepProgress
 from rl_training.records.provenance import provenance
+from rl_training.tasks.task import Task
 
 EVAL_BATCH = 4  # microbatches at once in evaluation, which keeps nothing for a backward
 
@@ -68,13 +69,15 @@ def _build(cfg: DictConfig) -> TrainingRun:
     args = _make(cfg.trainer, gradient_accumulation_steps=accumulation, per_device_eval_batch_size=evaluated_at_once)
     records = Records(run_dir / LOGS_FOLDER, cfg.rollouts.every) if args.process_index == 0 else None
     probes = [_make(probe) for probe in cfg.probes.values()]
-    trainer = _make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
+    trainer, task = _make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
     if not args.disable_tqdm:
         trainer.add_callback(StepProgress)
     stop = StopAtStepEnd(trainer)
     trainer.add_callback(stop)
     config = without_secrets(OmegaConf.to_container(cfg, resolve=True))
     config["provenance"] = {name: told.replace("${", r"\${") for name, told in provenance().items()}  # for OmegaConf
+    if task.reward_range:
+        config["provenance"]["most_reward"] = f"{task.reward_range[1]:g}"  # that a response can earn
     save_config(config, run_dir, is_its_own)
     loggers = _put_loggers(trainer, run_dir, config, CORE if cfg.logger.metrics == "core" else None)
     if cfg.alert.within_steps is not None:
@@ -97,13 +100,13 @@ def build_standing(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
         check_settings(cfg)
         args = _make(cfg.trainer, gradient_accumulation_steps=1)
         check_number_of_processes(args.world_size)
-        return stand(_make_trainer(cfg, args, [], None, with_evaluation=True), checkpoint, learning_rate)
+        return stand(_make_trainer(cfg, args, [], None, with_evaluation=True)[0], checkpoint, learning_rate)
 
 
 def _make_trainer(
     cfg: DictConfig, args: DrGRPOConfig, probes: list[Probe], records: Records | None, with_evaluation: bool
-) -> DrGRPOTrainer:
-    """Returns the trainer, with the evaluation split of its task if asked for."""
+) -> tuple[DrGRPOTrainer, Task]:
+    """Returns the trainer, with the evaluation split of its task if asked for, and the task."""
     set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
     task = _make(cfg.data)
     model, tokenizer = _make(cfg.model)
@@ -124,7 +127,7 @@ def _make_trainer(
     _check_number_of_prompts(trainer)
     for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full
         trainer.remove_callback(callback)
-    return trainer
+    return trainer, task
 
 
 def _put_loggers(

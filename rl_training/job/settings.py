@@ -15,14 +15,9 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.hosts.trl.trainer import DrGRPOConfig
 from rl_training.job.explain import quoted
 from rl_training.job.stored_settings import GONE, load_settings
-from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
+from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
 from rl_training.records.masking import without_secrets
 
-# What a resumed run may have otherwise than before: where it writes, how far it goes, what it measures.
-FREE_ON_RESUME = ("run_dir", "resume", "probes.", "trainer.output_dir", "trainer.max_steps", "trainer.save_",
-                  "trainer.logging_", "trainer.report_to", "trainer.disable_tqdm", "trainer.run_name",
-                  "trainer.project", "trainer.eval_", "trainer.dataloader_", "provenance.",
-                  "alert.", "rollouts.", "logger.", "additional_steps")  # fmt: skip
 PATHS = ("run_dir", "resume", "data.path", "model.name")
 WHOLE_NUMBERS = {
     "batch.sequences_per_step": (1, 2**20),
@@ -208,7 +203,7 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
     changed = [
         f"{key}={now.get(key)!r} (was {before.get(key)!r})"
         for key in sorted({*before, *now})
-        if before.get(key) != now.get(key) and not key.startswith(FREE_ON_RESUME)
+        if before.get(key) != now.get(key) and not key.startswith(NOT_OF_TRAINING)
     ]
     if changed:
         raise ValueError(
