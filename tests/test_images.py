@@ -19,6 +19,7 @@ from trl.trainer.utils import unsplit_pixel_values_by_grid
 from rl_training import Estimate, Probe, attach
 from rl_training.engine.batch import Rollout, images_of, join_rollouts
 from rl_training.hosts.trl import batches
+from rl_training.mathematics.scores import Scores
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
@@ -83,9 +84,9 @@ class Contexts(Probe):
         return {"contexts/step": Estimate(float(self.steps[-1][0].number))}
 
 
-def score(step: Any, rollout: Rollout, rows: torch.Tensor) -> Any:
-    with torch.no_grad():
-        return step.policy.score(rollout, rows)
+def score(step: Any, rollout: Rollout, rows: torch.Tensor) -> Scores:
+    scores = step.policy.score(rollout, rows)
+    return Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask)
 
 
 def train(folder: Any, probes: list[Any], whole_prompts: bool) -> tuple[GRPOTrainer, Any]:
