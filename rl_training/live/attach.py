@@ -35,6 +35,7 @@ from rl_training.live.refusals import (
     refuse_the_same_name,
     refuse_what_cannot_be_measured,
 )
+from rl_training.live.reward_functions import named_rewards
 from rl_training.live.rollouts import Rollouts
 from rl_training.live.sampled_policy import why_no_fresh_responses, why_padding_matters, why_sampled_otherwise
 from rl_training.live.sequences_of_step import sequences_of_step
@@ -100,6 +101,8 @@ class Attachment(TrainerCallback):
         self._undo_engine = contextlib.ExitStack()
         for name, method in self._seams().items():
             host.stand_in_front_of(trainer, name, method, self._undo)
+        self._undo.callback(setattr, trainer, "reward_funcs", trainer.reward_funcs)
+        trainer.reward_funcs = named_rewards(trainer)
         for callback in trainer.callback_handler.callbacks:
             if self.probes and isinstance(callback, PrinterCallback | ProgressCallback):
                 host.stand_in_front_of(callback, "on_log", self._on_print, self._undo)
