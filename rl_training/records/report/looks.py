@@ -189,8 +189,8 @@ def log_slope(etas: np.ndarray, changes: np.ndarray) -> tuple[float, float]:
 def _step_size(table: pd.DataFrame, name: str) -> Picture:
     shown = table[table["kind"].isin(["whole", "eta"])].sort_values("eta")
     styles = {
-        "deltaH1": (BLUE, "--", "predicted"), "deltaH_true": (BLACK, "o-", "measured"), "deltaH_snis": (GREY, "d-", "SNIS"),
-        "deltaH_odd": (GREEN, "s-", "odd"),
+        "deltaH1": (BLUE, "--", "predicted"), "deltaH_true": (BLACK, "o-", "measured"),
+        "deltaH_snis": (GREY, "d-", "SNIS"), "deltaH_odd": (GREEN, "s-", "odd"),
     }  # fmt: skip
 
     def draw(axes: Axes) -> None:
