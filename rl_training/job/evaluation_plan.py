@@ -210,10 +210,7 @@ def _run_of(checkpoints: list[Path]) -> Path | None:
 def _config_of(run: Path | None) -> dict[str, Any]:
     if run is None or not (run / CONFIG_FILE).is_file():
         return {}
-    try:
-        return OmegaConf.to_container(load_settings(run / CONFIG_FILE), resolve=True)  # type: ignore[return-value]
-    except Exception as error:  # of YAML's own kinds
-        raise ValueError(f"{run / CONFIG_FILE} is damaged: {' '.join(str(error).split())}") from error
+    return OmegaConf.to_container(load_settings(run / CONFIG_FILE), resolve=True)  # type: ignore[return-value]
 
 
 def _lay_over(config: dict[str, Any], asked: dict[str, Any]) -> tuple[dict[str, Any], bool]:
