@@ -44,7 +44,8 @@ from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel_look import kernel_of_look, kernel_step
 from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.kernel_what_if import chooser, what_if
-from rl_training.offline.probe import Evaluation, Look, Settings, TruthSettings, Updating, look
+from rl_training.offline.probe import Look, look
+from rl_training.offline.settings import Evaluation, Settings, TruthSettings, Updating
 from rl_training.offline.standing import Standing
 from rl_training.offline.structure import Row, Structure
 from rl_training.offline.truth import by_name

@@ -35,7 +35,8 @@ from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.units import Units
 from rl_training.offline.buffers import sample_evaluation, sample_update
 from rl_training.offline.first_order import MOST_BLOCKS, without_blocks
-from rl_training.offline.probe import Evaluation, Settings, TruthSettings, Updating, look
+from rl_training.offline.probe import look
+from rl_training.offline.settings import Evaluation, Settings, TruthSettings, Updating
 from rl_training.offline.truth import Truth, measure
 from rl_training.offline.update import make_update
 from rl_training.records.checkpoints import checkpoints_named, steps_taken

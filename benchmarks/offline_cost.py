@@ -22,7 +22,8 @@ import torch
 from workload import Workload, make_trainer
 
 from rl_training.offline.buffers import sample_evaluation
-from rl_training.offline.probe import Evaluation, Memory, Settings, Updating, look
+from rl_training.offline.probe import look
+from rl_training.offline.settings import Evaluation, Memory, Settings, Updating
 from rl_training.offline.standing import Standing, stand
 from rl_training.offline.truth import num_scorings
 

@@ -30,17 +30,9 @@ from rl_training.job.run_settings import gather_run_settings, name_each_job, run
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.offline.buffers import UpdateBuffer, sample_evaluation, sample_update
 from rl_training.offline.first_order import predict
-from rl_training.offline.probe import (
-    Evaluation,
-    FirstOrderSettings,
-    Look,
-    Memory,
-    Settings,
-    TruthSettings,
-    Updating,
-    look,
-)
+from rl_training.offline.probe import Look, look
 from rl_training.offline.results import print_table, read_result, write_result
+from rl_training.offline.settings import Evaluation, FirstOrderSettings, Memory, Settings, TruthSettings, Updating
 from rl_training.offline.standing import Standing, refuse_without_gradients, stand
 from rl_training.offline.update import make_update
 from rl_training.records import read_probe_log

@@ -39,7 +39,8 @@ from rl_training.offline.kernel_look import kernel_of_look, kernel_step
 from rl_training.offline.kernel_proofs import prove_identity
 from rl_training.offline.kernel_types import KernelSettings, KernelStep, Question, Ranks
 from rl_training.offline.kernel_what_if import chooser, what_if
-from rl_training.offline.probe import Evaluation, Settings, TruthSettings, Updating, look
+from rl_training.offline.probe import look
+from rl_training.offline.settings import Evaluation, Settings, TruthSettings, Updating
 from rl_training.offline.standing import Standing
 from rl_training.offline.structure import Structure, headline
 from rl_training.offline.update import make_update

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 from omegaconf import DictConfig, OmegaConf
+from transformers.utils import logging
 
 from rl_training.job.build import build_standing
 from rl_training.job.look_plan import Plan, read_plan
@@ -21,6 +22,10 @@ from rl_training.offline.results import print_table, write_result
 from rl_training.offline.sweep import sweep_tables
 from rl_training.records.folder import LOGS_FOLDER
 
+logger = logging.get_logger(__name__)
+
+OF_LATER_STEPS = ("trainer.epsilon", "trainer.epsilon_high", "trainer.delta")  # bounds of ratios, which are all 1
+
 
 def look_at_checkpoints(cfg: DictConfig) -> list[Path]:
     """Looks at each checkpoint that `cfg` names, prints a table of each, and returns the files with the results.
@@ -29,6 +34,9 @@ def look_at_checkpoints(cfg: DictConfig) -> list[Path]:
     where the checkpoints can tell, before anything is sampled.
     """
     plan = read_plan(cfg)
+    for word in plan.values["run"]:
+        if word.partition("=")[0] in OF_LATER_STEPS and PartialState().is_main_process:
+            logger.warning(f"{word} changes nothing here: a look's step is the first on its responses, none is clipped")
     for checkpoint in plan.results:
         _look_at(checkpoint, plan)
     if PartialState().is_main_process:

@@ -27,9 +27,9 @@ from rl_training.hosts.trl.refill import start_buffer
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.units import Units
 from rl_training.offline.phases import Progress
+from rl_training.offline.settings import Overlap
 from rl_training.offline.standing import Standing
 
-Overlap = Literal["forbidden", "allowed", "wanted"]
 PROMPTS, RESPONSES = 0, 1  # streams of random numbers of a seed
 
 

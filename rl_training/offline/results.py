@@ -73,7 +73,7 @@ def print_table(look: Look, standing: Standing, path: Path) -> None:
     for key, label in rows.items():
         if not math.isnan(found.get(key, math.nan)):
             table.add_row(label, _with_error(found, key), _with_error(found, f"{key}_sequence"))
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, markup=False, emoji=False)  # a path stays as it was typed
     console.print(table)
     sizes = f"E {found['B_E']:.0f} sequences, U {found['B_U']:.0f} × {found['G']:.0f}"
     teaching = f"{100 * found['zero_advantage']:.0f} % of U teaches nothing"

@@ -26,7 +26,8 @@ from rl_training.mathematics.per_decision import first_order_change
 from rl_training.mathematics.units import Units
 from rl_training.offline.buffers import EvaluationBuffer, sample_update
 from rl_training.offline.covariance import covariance_of
-from rl_training.offline.probe import Look, Settings
+from rl_training.offline.probe import Look
+from rl_training.offline.settings import Settings
 from rl_training.offline.standing import Standing
 from rl_training.offline.truth import AtStep, Truth, first_rows, measure
 from rl_training.offline.update import Update, make_update

@@ -31,6 +31,7 @@ from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.patches import check_behaviour, refuse_missing_members, wrap
 from rl_training.hosts.trl.policy import LogpsAndEntropies, TrainerPolicy
 from rl_training.hosts.trl.refusals import refuse_split_prompts, refuse_what_cannot_be_measured
+from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.hosts.trl.sampling_mismatch import why_no_fresh_responses, why_sampling_mismatch
 from rl_training.hosts.trl.sharding import sharding_of
@@ -86,6 +87,8 @@ class Attachment(TrainerCallback):
         self._undo_engine = contextlib.ExitStack()
         for name, method in self._wrappers().items():
             wrap(trainer, name, method, self._undo)
+        self._undo.callback(setattr, trainer, "reward_funcs", trainer.reward_funcs)
+        trainer.reward_funcs = named_rewards(trainer)
         for callback in trainer.callback_handler.callbacks:
             if self.probes and isinstance(callback, PrinterCallback | ProgressCallback):
                 wrap(callback, "on_log", self._on_print, self._undo)
