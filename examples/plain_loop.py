@@ -1,6 +1,6 @@
 """Dr-GRPO in plain PyTorch on the default task, measured: python examples/plain_loop.py --steps 40 --out runs/plain
 
-On several processes: torchrun --nproc_per_node 2 examples/plain_loop.py …; they share the prompts of a step (gloo, CPU).
+In two processes that share the prompts of a step (DDP, gloo, CPU): torchrun --nproc_per_node 2 examples/plain_loop.py …
 """
 
 from __future__ import annotations
@@ -28,29 +28,21 @@ PROMPTS, G, MICROBATCH, MAX_TOKENS = 32, 8, 32, 36  # of a step; responses to ea
 MAX_GRAD_NORM, LEARNING_RATE = 1.0, 3e-4
 
 
-def respond(model: Any, tokenizer: Any, rows: list[dict[str, Any]]) -> dict[str, Tensor]:
-    """Returns one sampled response to each prompt, with masks: prompts left-padded, responses right-padded."""
-    asked = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)
-    sequences = model.generate(
-        **asked, max_new_tokens=MAX_TOKENS, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-        pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
+def sample_rollout(model: Any, tokenizer: Any, task: Any, rows: list[dict[str, Any]]) -> Rollout:
+    """Returns G responses to each prompt with Dr-GRPO's advantages: reward less the mean of its group."""
+    rows = [row for row in rows for _ in range(G)]
+    asked = tokenizer([row["prompt"] for row in rows], return_tensors="pt", padding=True)  # on the left
+    sequences = model.generate(**asked, max_new_tokens=MAX_TOKENS, do_sample=True, temperature=1.0, top_k=0, top_p=1.0)
     completion_ids = sequences[:, asked.input_ids.shape[1] :]
     ended = (completion_ids == tokenizer.eos_token_id).long()
     mask = (ended.cumsum(dim=1) - ended == 0).long()  # up to the first end-of-sequence token, which counts
-    return {"prompt_ids": asked.input_ids, "prompt_mask": asked.attention_mask,
-            "completion_ids": completion_ids, "completion_mask": mask}  # fmt: skip
-
-
-def sample_rollout(model: Any, tokenizer: Any, task: Any, rows: list[dict[str, Any]]) -> Rollout:
-    """Returns G responses to each prompt with Dr-GRPO's advantages: reward less the mean of its group."""
-    with torch.no_grad():
-        responses = respond(model, tokenizer, [row for row in rows for _ in range(G)])
-    texts = tokenizer.batch_decode(responses["completion_ids"] * responses["completion_mask"], skip_special_tokens=True)
-    rewards = torch.tensor(task.reward(texts, answer=[row["answer"] for row in rows for _ in range(G)]))
-    advantages = rewards.view(-1, G) - rewards.view(-1, G).mean(dim=1, keepdim=True)
-    group = torch.arange(len(rows)).repeat_interleave(G)
-    return Rollout(**responses, advantages=advantages.flatten(), rewards=rewards, prompt_index=group)
+    texts = tokenizer.batch_decode(completion_ids, skip_special_tokens=True)
+    rewards = torch.tensor(task.reward(texts, answer=[row["answer"] for row in rows]))
+    advantages = rewards - rewards.view(-1, G).mean(dim=1).repeat_interleave(G)
+    return Rollout(
+        prompt_ids=asked.input_ids, prompt_mask=asked.attention_mask, completion_ids=completion_ids,
+        completion_mask=mask, advantages=advantages, rewards=rewards, prompt_index=torch.arange(len(rows)) // G,
+    )  # fmt: skip
 
 
 def scores(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:

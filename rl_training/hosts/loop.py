@@ -16,9 +16,9 @@
                 optimizer.step()
                 optimizer.zero_grad()
 
-At the end of a step `metrics` has what was measured, and logs/ a line of it. `examples/plain_loop.py` is a whole loop.
+At the end of a step `metrics` has what was measured, and logs/ has a line of it. A whole loop: examples/plain_loop.py.
 
-What the optimizer gets is the SUM over a step's microbatches, as `backward` adds it up: divide the loss by their number.
+`backward` adds up the gradients of a step's microbatches: divide the loss by their number, as for one large batch.
 Every microbatch is as large as any other. A GradScaler is not known of: train in bf16 or fp32.
 """
 
@@ -34,7 +34,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rl_training.engine.batch import Rollout, in_one_width
+from rl_training.engine.batch import Rollout
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import Loop, OpenStep, Shape
 from rl_training.engine.probe import Probe
@@ -53,6 +53,7 @@ from rl_training.hosts.sequences_of_step import sequences_of_step
 from rl_training.hosts.step_averages import step_averages
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
+from rl_training.records.checkpoint_states import NamedStateful
 from rl_training.records.jsonl import Records
 
 # Where the loop is. What is called elsewhere is refused.
@@ -84,12 +85,12 @@ def measured_loop(
     max_grad_norm         where the loop clips the gradient with clip_grad_norm_; None where it does not
     records               where metrics.jsonl and probes.jsonl are written, by rank 0
     temperature           of sampling, by which the loop divides logits
-    dr_grpo               the loss is Dr-GRPO's and nothing else's: −A log π summed over all tokens, divided by a constant
+    dr_grpo               the loss is Dr-GRPO's alone: −A log π summed over all tokens, divided by a constant
     autocast              the autocast context of the loop's forward pass, made anew by each call
-    sample                sample(n) returns n fresh responses to random prompts, drawn with torch's random numbers alone,
-                          which are seeded and put back around it; without it, what needs them is nan
+    sample                sample(n) returns n fresh responses, one each to random prompts, by torch's random numbers, which
+                          are seeded before and put back after; None: what needs fresh responses is nan
     decode                the text of a sequence of token ids; by default their numbers
-    sampling_mismatch     why the responses are no samples of the policy (top-p, say); most of what is measured is then nan
+    sampling_mismatch     why the responses are no samples of the policy (top-p, say): most estimates are then nan
 
     Raises ValueError, saying what to change, where probes would corrupt the training or cannot measure it.
     """
@@ -97,24 +98,25 @@ def measured_loop(
     refuse_what_cannot_be_measured(model, module)
     ranks = all_ranks()
     scorer = Scorer(module, temperature, autocast=autocast or contextlib.nullcontext)
+    policy = LoopPolicy(module, scorer, microbatch_size, sample, decode)
     loop = Loop(
         shape=Shape(responses_per_prompt, microbatch_size, microbatches, ranks.count),
         sharding=Replicated(module, optimizer, max_grad_norm),
-        policy=LoopPolicy(module, scorer, microbatch_size, sample, decode),
+        policy=policy,
         ranks=ranks,
         autocast=autocast is not None,
         dr_grpo=dr_grpo,
         sampling_mismatch=sampling_mismatch,
         no_fresh_responses="" if sample is not None else NO_SAMPLE,
     )
-    return MeasuredLoop(probes, loop, records)
+    return MeasuredLoop(probes, loop, policy, records)
 
 
 class MeasuredLoop:
     """Probes on a plain loop, until the end of its context. Made by `measured_loop`."""
 
-    def __init__(self, probes: Sequence[Probe], loop: Loop, records: Records | None) -> None:
-        self._driver, self._loop = StepDriver(probes), loop
+    def __init__(self, probes: Sequence[Probe], loop: Loop, policy: LoopPolicy, records: Records | None) -> None:
+        self._driver, self._loop, self._policy = StepDriver(probes), loop, policy
         self._driver.plan_folds(loop.shape)  # raises if it cannot
         self._records = records if rank() == 0 else None
         self._writer = EstimateWriter(self._records, self._log, speaks=rank() == 0)
@@ -128,7 +130,7 @@ class MeasuredLoop:
     @property
     def scorer(self) -> Scorer:
         """What the probes score by. A loop's forward pass may too, on one process: DDP's own must go through DDP."""
-        return self._loop.policy.scorer
+        return self._policy.scorer
 
     @property
     def latest(self) -> Mapping[str, Estimate]:
@@ -145,7 +147,7 @@ class MeasuredLoop:
             optimizer.register_step_post_hook(self._after_optimizer),
         ):
             self._undo.callback(handle.remove)
-        self._place = BETWEEN
+        self._place, self._started = BETWEEN, time.perf_counter()
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -158,26 +160,27 @@ class MeasuredLoop:
     def step(self, number: int, rollout_number: int | None = None) -> Iterator[dict[str, Any]]:
         """A context of optimizer step `number`, counted from 1: from before its microbatches to after optimizer.step().
 
-        Yields the line of metrics.jsonl, for what the loop knows itself (loss, grad_norm); the rest is there at the end.
+        Yields the line of metrics.jsonl, for what the loop itself knows (loss, grad_norm); the rest comes at its end.
 
-        rollout_number  which rollout the step learns from, where several steps learn from one; each from its own if None
+        rollout_number  which rollout the step learns from, where several steps learn from one; None: from its own
         """
         self._expect(BETWEEN, "step(...) begins inside of `with measured_loop(...)`, when the last step has ended")
         if self._number is None and self._records is not None:
             self._records.start(after_step=number - 1)
         if number != (self._number or number - 1) + 1:
             raise ValueError(f"step {number} comes after step {self._number}: number the optimizer steps one by one")
-        self._reused = rollout_number is not None and rollout_number == self._rollout_number
-        self._number, self._rollout_number = number, number if rollout_number is None else rollout_number
-        self._started, self._metrics, self._place = time.perf_counter(), {}, BATCHES
+        learned, self._rollout_number = self._rollout_number, number if rollout_number is None else rollout_number
+        self._reused = learned == self._rollout_number
+        self._metrics, self._place = {}, BATCHES
         try:
             self._driver.begin(number)
             yield self._metrics
             self._expect(STEPPED, f"optimizer.step() was not called in step {number}")
             self._finish(number)
+            self._number = number
         finally:
             self._driver.disarm()
-            self._place = BETWEEN if self._place != OUTSIDE else OUTSIDE
+            self._place = BETWEEN
 
     def microbatch(
         self, rollout: Rollout, logps: Tensor, entropies: Tensor | None = None, *, other_terms: bool = False
@@ -185,8 +188,8 @@ class MeasuredLoop:
         """Takes a microbatch whose forward pass is done; call its backward next, and then the next microbatch.
 
         logps        (B, T) with graph: the very tensor that the loss is made of
-        entropies    (B, T) of the next-token distributions, with graph if the loss has a term of them. Without them, the
-                     scorer takes one more forward pass for them, without graph, at measured steps
+        entropies    (B, T) of the next-token distributions, with graph if the loss has a term of them. None: the scorer
+                     takes one more forward pass for them, without graph, at measured steps
         other_terms  the loss has terms that are made of neither (a KL penalty by logits, a load balancing loss)
         """
         self._expect(BATCHES, "microbatch(...) comes inside of `with measured.step(number):`, before gradients_ready()")
@@ -196,16 +199,12 @@ class MeasuredLoop:
         if len(step.rollouts) == self._loop.shape.microbatches:
             raise ValueError(f"measured_loop(microbatches={len(step.rollouts)}) was told of fewer than there are")
         if rollout.on_policy and self._reused:
-            raise ValueError(
-                "a step before this one has learned from this rollout: on_policy=False, sampling_logps=..."
-            )
+            raise ValueError("an earlier step has learned from this rollout: on_policy=False, sampling_logps=...")
         if step.probes and not self._scores_checked:
-            refuse_other_scores(rollout, logps, self._loop.policy, self.scorer.temperature)
+            refuse_other_scores(rollout, logps, self._policy)
             self._scores_checked = True
         if entropies is None:
-            entropies = (
-                self._entropies(rollout) if step.probes else torch.full_like(logps, torch.nan, requires_grad=False)
-            )
+            entropies = self._policy.entropies(rollout) if step.probes else torch.full_like(logps, torch.nan)
         self._driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask), other_terms)
 
     def gradients_ready(self) -> None:
@@ -233,18 +232,19 @@ class MeasuredLoop:
         """Writes what was measured. A collective."""
         step = self._step()
         if self._records is not None and self._records.wants_rollouts_of(number):
-            sequences = sequences_of_step(step.rollouts, step.scores, self._loop.policy.decode)
+            sequences = sequences_of_step(step.rollouts, step.scores, self._policy.decode)
             self._records.write_rollouts(number, sequences)
         for name, value in step_averages(step, self._loop.ranks).items():
             self._log(name, value)
-        estimates = self._driver.finish()
+        estimates, now = self._driver.finish(), time.perf_counter()
         if estimates:
             self._writer.write(number, self._loop.ranks.count, estimates)
             costs = self._driver.costs()
             seconds = sum(value for name, value in costs.items() if name.endswith("_seconds"))
-            costs["fraction_of_step"] = seconds / (time.perf_counter() - self._started)
+            costs["fraction_of_step"] = seconds / (now - self._started)
             self._metrics |= {f"probe_cost/{name}": value for name, value in costs.items()}
-        self._metrics["step_time"] = time.perf_counter() - self._started
+        self._metrics["step_time"] = now - self._started
+        self._started = now
         if self._records is not None:
             row = {name: v.item() if isinstance(v, Tensor) else v for name, v in self._metrics.items()}
             self._records.write_metrics(number, row)
@@ -257,15 +257,19 @@ class MeasuredLoop:
 
     def state_dict(self) -> dict[str, dict[str, Tensor]]:
         """Returns what a resumed run needs, by the name of the probe, beside model and optimizer: for torch.save."""
-        return {part.name: dict(part.state_dict()) for part in (*self._driver.probes, self._driver)}
+        return {part.name: dict(part.state_dict()) for part in self._stateful}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
         """Takes back what `state_dict` returned. ValueError when it is of other probes."""
-        parts = {part.name: part for part in (*self._driver.probes, self._driver)}
+        parts = {part.name: part for part in self._stateful}
         if state.keys() != parts.keys():
             raise ValueError(f"this is the state of {sorted(state)}, not of {sorted(parts)}: give the same probes")
         for name, part in parts.items():
             part.load_state_dict(state[name])
+
+    @property
+    def _stateful(self) -> Sequence[NamedStateful]:
+        return [*self._driver.probes, self._driver]
 
     def _step(self) -> OpenStep:
         assert self._driver.open_step is not None
@@ -274,8 +278,3 @@ class MeasuredLoop:
     def _expect(self, place: str, what: str) -> None:
         if self._place != place:
             raise ValueError(f"{what}: the loop is {self._place}")
-
-    def _entropies(self, rollout: Rollout) -> Tensor:
-        rows = torch.arange(rollout.num_sequences, device=rollout.completion_ids.device)
-        scores = self.scorer.score(rollout, rows, graph=False)
-        return in_one_width([scores.entropies], at_least=rollout.completion_ids.shape[1])

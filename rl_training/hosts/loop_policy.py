@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from rl_training.engine.batch import Rollout, join_rollouts
+from rl_training.engine.batch import Rollout, in_one_width, join_rollouts
 from rl_training.engine.policy import Policy
 from rl_training.engine.scorer import Scorer
 from rl_training.hosts.processes import all_ranks, rank
@@ -33,6 +33,12 @@ class LoopPolicy(Policy):
     ) -> None:
         super().__init__(model, scorer, batch_size)
         self._sample, self._decode = sample, decode
+
+    def entropies(self, rollout: Rollout) -> Tensor:
+        """Returns the entropies of all rows, (B, T), without graph, as training would score them."""
+        rows = torch.arange(rollout.num_sequences, device=rollout.completion_ids.device)
+        scores = self.scorer.score(rollout, rows, graph=False)
+        return in_one_width([scores.entropies], at_least=rollout.completion_ids.shape[1])
 
     def sample(self, num_sequences: int, seed: int) -> Rollout:
         if self._sample is None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -48,7 +46,7 @@ def refuse_other_shapes(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
         raise ValueError("logps have no graph: hand over those that the loss is made of, not detached")
 
 
-def refuse_other_scores(rollout: Rollout, logps: Tensor, policy: Policy, temperature: float) -> None:
+def refuse_other_scores(rollout: Rollout, logps: Tensor, policy: Policy) -> None:
     """Raises ValueError where a loop's own log-probabilities are not the scorer's: a shift by a token costs nats."""
     there = rollout.completion_mask.bool()
     if not there.any():
@@ -60,8 +58,8 @@ def refuse_other_scores(rollout: Rollout, logps: Tensor, policy: Policy, tempera
     off, noise = (float((other - exact)[there].abs().mean()) for other in (logps.detach(), rounded))
     if not off <= FARTHEST + 2 * noise:
         raise ValueError(
-            f"logps are {off:.2g} nats per token off the model's at temperature={temperature:g}: look at the shift by one "
-            "token, the temperature, the attention mask"
+            f"logps are {off:.2g} nats per token off the model's at temperature={policy.scorer.temperature:g}: look at "
+            "the shift by one token, the temperature, the attention mask"
         )
 
 
