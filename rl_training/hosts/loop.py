@@ -40,14 +40,9 @@ from rl_training.engine.open_step import Loop, OpenStep, Shape
 from rl_training.engine.probe import Probe
 from rl_training.engine.scorer import Scorer
 from rl_training.engine.sharding import Replicated
+from rl_training.hosts import loop_refusals
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy
-from rl_training.hosts.loop_refusals import (
-    refuse_missing_backward,
-    refuse_other_scores,
-    refuse_other_shapes,
-    refuse_what_cannot_be_measured,
-)
 from rl_training.hosts.processes import all_ranks, rank
 from rl_training.hosts.sequences_of_step import sequences_of_step
 from rl_training.hosts.step_averages import step_averages
@@ -87,15 +82,15 @@ def measured_loop(
     temperature           of sampling, by which the loop divides logits
     dr_grpo               the loss is Dr-GRPO's alone: −A log π summed over all tokens, divided by a constant
     autocast              the autocast context of the loop's forward pass, made anew by each call
-    sample                sample(n) returns n fresh responses, one each to random prompts, by torch's random numbers, which
-                          are seeded before and put back after; None: what needs fresh responses is nan
+    sample                sample(n) returns n fresh responses, one each to random prompts, after torch was seeded for it; its
+                          random numbers are put back. None: what needs fresh responses is nan
     decode                the text of a sequence of token ids; by default their numbers
     sampling_mismatch     why the responses are no samples of the policy (top-p, say): most estimates are then nan
 
     Raises ValueError, saying what to change, where probes would corrupt the training or cannot measure it.
     """
     module = model.module if isinstance(model, DistributedDataParallel) else model
-    refuse_what_cannot_be_measured(model, module)
+    loop_refusals.refuse_what_cannot_be_measured(model, module)
     ranks = all_ranks()
     scorer = Scorer(module, temperature, autocast=autocast or contextlib.nullcontext)
     policy = LoopPolicy(module, scorer, microbatch_size, sample, decode)
@@ -142,11 +137,8 @@ class MeasuredLoop:
         self._driver.start(self._loop)
         self._undo.callback(self._driver.close)
         optimizer = self._loop.sharding.optimizer
-        for handle in (
-            optimizer.register_step_pre_hook(self._before_optimizer),
-            optimizer.register_step_post_hook(self._after_optimizer),
-        ):
-            self._undo.callback(handle.remove)
+        self._undo.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
+        self._undo.callback(optimizer.register_step_post_hook(self._after_optimizer).remove)
         self._place, self._started = BETWEEN, time.perf_counter()
         return self
 
@@ -194,14 +186,14 @@ class MeasuredLoop:
         """
         self._expect(BATCHES, "microbatch(...) comes inside of `with measured.step(number):`, before gradients_ready()")
         step = self._step()
-        refuse_missing_backward(step)
-        refuse_other_shapes(rollout, logps, entropies, self._loop.shape.microbatch_size)
+        loop_refusals.refuse_missing_backward(step)
+        loop_refusals.refuse_other_shapes(rollout, logps, entropies, self._loop.shape.microbatch_size)
         if len(step.rollouts) == self._loop.shape.microbatches:
             raise ValueError(f"measured_loop(microbatches={len(step.rollouts)}) was told of fewer than there are")
         if rollout.on_policy and self._reused:
             raise ValueError("an earlier step has learned from this rollout: on_policy=False, sampling_logps=...")
         if step.probes and not self._scores_checked:
-            refuse_other_scores(rollout, logps, self._policy)
+            loop_refusals.refuse_other_scores(rollout, logps, self._policy)
             self._scores_checked = True
         if entropies is None:
             entropies = self._policy.entropies(rollout) if step.probes else torch.full_like(logps, torch.nan)
@@ -213,7 +205,7 @@ class MeasuredLoop:
         step, expected = self._step(), self._loop.shape.microbatches
         if len(step.rollouts) != expected:
             raise ValueError(f"{len(step.rollouts)} microbatches came, and measured_loop(microbatches={expected})")
-        refuse_missing_backward(step)
+        loop_refusals.refuse_missing_backward(step)
         assert self._rollout_number is not None
         self._driver.gradients_ready(self._rollout_number)
         self._metrics["learning_rate"] = float(self._loop.sharding.optimizer.param_groups[0]["lr"])
