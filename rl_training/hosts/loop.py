@@ -82,8 +82,8 @@ def measured_loop(
     temperature           of sampling, by which the loop divides logits
     dr_grpo               the loss is Dr-GRPO's alone: −A log π summed over all tokens, divided by a constant
     autocast              the autocast context of the loop's forward pass, made anew by each call
-    sample                sample(n) returns n fresh responses, one each to random prompts, after torch was seeded for it; its
-                          random numbers are put back. None: what needs fresh responses is nan
+    sample                sample(n) returns n fresh responses, one each to random prompts: torch is seeded before it and
+                          put back after it. None: what needs fresh responses is nan
     decode                the text of a sequence of token ids; by default their numbers
     sampling_mismatch     why the responses are no samples of the policy (top-p, say): most estimates are then nan
 
