@@ -414,13 +414,22 @@ def test_a_mistake_is_one_line_that_says_what_to_do(mistake: Callable[..., None]
     assert "\n" not in str(caught.value)
 
 
-def test_a_step_that_never_steps_or_skips_a_number_is_refused() -> None:
-    _, optimizer, measured = new_loop([], microbatches=1)
+def test_a_step_that_never_steps_or_skips_a_number_is_refused_and_may_be_made_again() -> None:
+    model, optimizer, measured = new_loop([], microbatches=1)
     with measured:
         with pytest.raises(ValueError, match=r"optimizer.step\(\) was not called in step 5"), measured.step(5):
             pass
         with pytest.raises(ValueError, match="once in a step, after gradients_ready"), measured.step(5):
             optimizer.step()
+        with measured.step(5):
+            part = next(microbatches(1))
+            logps, _ = scores_of(model, part)
+            measured.microbatch(part, logps)
+            loss_of(logps, part, 1).backward()
+            measured.gradients_ready()
+            optimizer.step()
+        with pytest.raises(ValueError, match="step 7 comes after step 5: number"), measured.step(7):
+            pass
 
 
 def test_what_the_loop_cannot_sample_is_nan_and_says_so(tmp_path: Path) -> None:

@@ -117,8 +117,9 @@ class MeasuredLoop:
         self._writer = EstimateWriter(self._records, self._log, speaks=rank() == 0)
         self._undo = contextlib.ExitStack()
         self._place = OUTSIDE
-        self._number: int | None = None  # of the latest step
-        self._rollout_number: int | None = None
+        self._number: int | None = None  # of the latest step that was made
+        self._learned: int | None = None  # the rollout that it learned from
+        self._rollout_number = 0  # of the step that is open
         self._scores_checked = False
         self._metrics: dict[str, Any] = {}
 
@@ -161,15 +162,14 @@ class MeasuredLoop:
             self._records.start(after_step=number - 1)
         if number != (self._number or number - 1) + 1:
             raise ValueError(f"step {number} comes after step {self._number}: number the optimizer steps one by one")
-        learned, self._rollout_number = self._rollout_number, number if rollout_number is None else rollout_number
-        self._reused = learned == self._rollout_number
+        self._rollout_number = number if rollout_number is None else rollout_number
         self._metrics, self._place = {}, BATCHES
         try:
             self._driver.begin(number)
             yield self._metrics
             self._expect(STEPPED, f"optimizer.step() was not called in step {number}")
             self._finish(number)
-            self._number = number
+            self._number, self._learned = number, self._rollout_number
         finally:
             self._driver.disarm()
             self._place = BETWEEN
@@ -190,7 +190,7 @@ class MeasuredLoop:
         loop_refusals.refuse_other_shapes(rollout, logps, entropies, self._loop.shape.microbatch_size)
         if len(step.rollouts) == self._loop.shape.microbatches:
             raise ValueError(f"measured_loop(microbatches={len(step.rollouts)}) was told of fewer than there are")
-        if rollout.on_policy and self._reused:
+        if rollout.on_policy and self._learned == self._rollout_number:
             raise ValueError("an earlier step has learned from this rollout: on_policy=False, sampling_logps=...")
         if step.probes and not self._scores_checked:
             loop_refusals.refuse_other_scores(rollout, logps, self._policy)
@@ -206,7 +206,6 @@ class MeasuredLoop:
         if len(step.rollouts) != expected:
             raise ValueError(f"{len(step.rollouts)} microbatches came, and measured_loop(microbatches={expected})")
         loop_refusals.refuse_missing_backward(step)
-        assert self._rollout_number is not None
         self._driver.gradients_ready(self._rollout_number)
         self._metrics["learning_rate"] = float(self._loop.sharding.optimizer.param_groups[0]["lr"])
         self._place = READY
