@@ -41,7 +41,7 @@ ADAMW: dict[str, Any] = {"lr": 3e-4, "eps": 1e-5}  # a first step that is no sig
 def probes() -> list[Any]:
     return [
         SimpleEntropyProbe(per_sequence=True, own_prompts=True),
-        GradientNoiseScaleProbe(),
+        GradientNoiseScaleProbe(split_prompts=4),
         EffectiveSampleSizeProbe(),
         CovariancePredictorProbe(),
     ]
