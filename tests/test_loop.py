@@ -191,21 +191,21 @@ def test_training_is_bitwise_the_same_with_and_without_probes(tmp_path: Path) ->
     assert torch.equal(untouched, torch.random.get_rng_state())
 
 
-def test_nothing_is_left_after_the_context_even_if_the_loop_fails() -> None:
+def test_nothing_is_left_after_a_failed_step_and_after_the_context() -> None:
     model, optimizer, measured = new_loop(probes())
     before = {id(owner): set(vars(owner)) for owner in (model, optimizer)}
-    armed = []
 
     def fail() -> None:
-        with measured, measured.step(1):
+        with measured.step(1):
             a_microbatch(measured, model)
-            armed.append(any(p._backward_hooks for p in model.parameters()))
+            assert any(p._backward_hooks for p in model.parameters())
             raise RuntimeError("of the loop's own")
 
-    with pytest.raises(RuntimeError, match="of the loop's own"):
-        fail()
-    assert armed == [True]
-    assert not any(p._backward_hooks for p in model.parameters())
+    with measured:
+        with pytest.raises(RuntimeError, match="of the loop's own"):
+            fail()
+        assert not any(p._backward_hooks for p in model.parameters())
+    assert measured._driver._rows is None  # parameter-size memory
     assert not optimizer._optimizer_step_pre_hooks
     assert not optimizer._optimizer_step_post_hooks
     assert {id(owner): set(vars(owner)) for owner in (model, optimizer)} == before
@@ -231,6 +231,7 @@ def test_two_processes_give_the_estimates_of_one(tmp_path: Path) -> None:
     found = farthest(tmp_path / "two", tmp_path / "one", fields=["value"])  # errors take units of a rank for granted
     assert found.pop("reuse") < 1e-4  # rounding, divided by Adam's young v
     assert max(found.values()) < 1e-5
+    assert {row["world_size"] for row in read_estimates(tmp_path / "two")} == {2}
     one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
     for name in ("entropy", "completions/mean_length", "grad_norm"):
         assert [row[name] for row in two] == pytest.approx([row[name] for row in one], rel=1e-5)
@@ -412,6 +413,24 @@ def test_a_mistake_is_one_line_that_says_what_to_do(mistake: Callable[..., None]
     with pytest.raises(ValueError, match=said) as caught:
         mistake(measured, model, optimizer)
     assert "\n" not in str(caught.value)
+
+
+def reentrant(model: Any) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+
+
+def static_graph(model: Any) -> None:
+    model.static_graph = True  # as DDP has it
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"), [(reentrant, 'enable\\(\\{"use_reentrant": False'), (static_graph, "DDP's static_graph")]
+)
+def test_what_a_second_backward_would_corrupt_is_refused_at_once(harm: Callable[[Any], None], said: str) -> None:
+    model = load_tiny()[0]
+    harm(model)
+    with pytest.raises(ValueError, match=said):
+        new_loop([], model=model)
 
 
 def test_a_step_that_never_steps_or_skips_a_number_is_refused_and_may_be_made_again() -> None:
