@@ -23,10 +23,9 @@ def refuse_what_cannot_be_measured(model: nn.Module, module: nn.Module) -> None:
     if any(isinstance(param, DTensor) for param in module.parameters()):
         raise ValueError("measured_loop reads whole parameters, and these are sharded: use DDP, or attach to a trainer")
     checkpointing = [getattr(part, "_gradient_checkpointing_func", None) for part in module.modules()]
-    if any(function is not None and function.keywords.get("use_reentrant") for function in checkpointing):
+    if any(getattr(function, "keywords", {}).get("use_reentrant") for function in checkpointing):
         raise ValueError(
-            "reentrant gradient checkpointing gives a second backward no gradients: "
-            'model.gradient_checkpointing_enable({"use_reentrant": False})'
+            "reentrant checkpointing gives a second backward no gradients: enable it with use_reentrant=False"
         )
 
 

@@ -13,7 +13,7 @@ def step_averages(step: OpenStep, ranks: Ranks) -> dict[str, float]:
     """Returns the means of a step over all ranks, nan for what is not known. A collective."""
     rollout = join_rollouts(step.rollouts)
     lengths = rollout.completion_mask.sum(dim=1).double()
-    rewards = torch.full_like(lengths, torch.nan) if rollout.rewards is None else rollout.rewards.double()
+    rewards = torch.full_like(lengths, torch.nan) if rollout.rewards is None else rollout.rewards.to(lengths)
     group = rollout.prompt_index.unique(return_inverse=True)[1]
     spreads = torch.stack([rewards[group == g].std() for g in range(int(group.max()) + 1)])
     parts = {
