@@ -17,11 +17,11 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
-from rl_training.job.build import TrainingRun, build_run
 from rl_training.hosts.trl import sampling
 from rl_training.hosts.trl.buffer import FilteredBuffer, are_mixed, prompt_weights
 from rl_training.hosts.trl.refill import Places, merge_metrics, start_buffer
-from rl_training.probes import EffectiveSampleSizeProbe, SimpleEntropyProbe
+from rl_training.job.build import TrainingRun, build_run
+from rl_training.probes import EffectiveSampleSizeProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import BUFFER_STATE, save_buffer_state
 from rl_training.records.checkpoints import what_is_wrong_with
 from rl_training.records.report.series import read_run
@@ -282,7 +282,7 @@ def test_the_filter_acts_once_a_rollout(make_trainer: Make, reuse: dict[str, int
 
 
 def test_probes_change_nothing_of_filtered_training(make_trainer: Make) -> None:
-    probes = [SimpleEntropyProbe(validate_every=2, validate_sequences=16), EffectiveSampleSizeProbe()]
+    probes = [SimpleEntropyProbe(), GroundTruthProbe(every=2, sequences=16), EffectiveSampleSizeProbe()]
     bare = make_trainer(buffer=FilteredBuffer(), gradient_accumulation_steps=2)
     ended = parameters_after(bare)
     probed = make_trainer(buffer=FilteredBuffer(), gradient_accumulation_steps=2, probes=probes)

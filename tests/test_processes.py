@@ -29,10 +29,11 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
+from rl_training.engine.sharding import refuse_what_does_not_fit
+from rl_training.hosts.trl import zero
+from rl_training.hosts.trl.sharding import refuse_fsdp_that_cannot_be_read
 from rl_training.job.build import _check_sharding
 from rl_training.job.run_folder import check_number_of_processes
-from rl_training.live import fsdp, zero
-from rl_training.engine.sharding import refuse_what_does_not_fit
 from rl_training.offline.standing import stand
 from rl_training.records.checkpoints import what_is_wrong_with
 from rl_training.records.jsonl import read_estimates
@@ -261,8 +262,8 @@ def test_deepspeed_that_cannot_be_read_is_refused_with_the_way_out(config: dict,
 )
 def test_fsdp_that_cannot_be_read_is_refused_with_the_way_out(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fsdp.refuse_what_cannot_be_read(FullyShardedDataParallelPlugin(**settings))
-    fsdp.refuse_what_cannot_be_read(FullyShardedDataParallelPlugin(fsdp_version=2))
+        refuse_fsdp_that_cannot_be_read(FullyShardedDataParallelPlugin(**settings))
+    refuse_fsdp_that_cannot_be_read(FullyShardedDataParallelPlugin(fsdp_version=2))
 
 
 def test_a_model_whose_weights_do_not_fit_on_a_process_is_refused_with_the_memory_it_would_take() -> None:

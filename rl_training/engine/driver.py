@@ -76,7 +76,8 @@ class StepDriver:
         self._clock = Clock(next(iter(self._parameters.values())).device)
         if not self._needs:
             return
-        layout = Layout(self._parameters)
+        with loop.sharding.whole_weights():  # elsewhere they may be empty
+            layout = Layout(self._parameters)
         keep = Need.FOLD_GRADIENTS in self._needs, Need.MICROBATCH_SQ_NORMS in self._needs
         self._rows = GradientRows(self._parameters, layout, *keep, offload=self._offload)
         if Need.ENTROPY_CHANGE in self._needs:
