@@ -230,9 +230,7 @@ class MeasuredLoop:
         estimates, now = self._driver.finish(), time.perf_counter()
         if estimates:
             self._writer.write(number, self._loop.ranks.count, estimates)
-            costs = self._driver.costs()
-            seconds = sum(value for name, value in costs.items() if name.endswith("_seconds"))
-            costs["fraction_of_step"] = seconds / (now - self._started)
+            costs = self._driver.costs(now - self._started)
             self._metrics |= {f"probe_cost/{name}": value for name, value in costs.items()}
         self._metrics["step_time"] = now - self._started
         self._started = now
