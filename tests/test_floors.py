@@ -39,7 +39,7 @@ LIBRARIES = {
         "wandb_workspaces", "pandas", "scipy", "fsspec", "yaml", "tensorboard",
     },
     "evaluation": {"torch", "transformers", "peft", "numpy", "rich", "tqdm"},
-    "hosts": {"torch", "transformers"},
+    "hosts": {"torch", "transformers", "numpy"},
     "hosts/trl": {"torch", "transformers", "numpy", *LOOPS},  # deepspeed only while it trains
     "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich", "matplotlib", "yaml"},
     "tasks": {

@@ -176,18 +176,20 @@ class StepDriver:
 
     # --- costs, state, end --------------------------------------------------------------------------------------------
 
-    def costs(self) -> dict[str, float]:
-        """Returns the seconds of each probe at the last measured step, as <probe>_seconds, and buffer_bytes.
+    def costs(self, step_seconds: float) -> dict[str, float]:
+        """Returns each probe's seconds at the last measured step, fraction_of_step, all of them, and buffer_bytes.
 
         To be asked after `finish`; lets go of the rows of the step.
         """
+        seconds = self._clock.read()
         buffers = sum(probe.num_buffer_bytes for probe in self.probes)
         if self._memory is not None:
             buffers += self._memory.num_bytes
         if self._rows is not None:
             buffers += self._rows.num_bytes
             self._rows.release()
-        return {f"{name}_seconds": s for name, s in self._clock.read().items()} | {"buffer_bytes": float(buffers)}
+        of_step = {"fraction_of_step": sum(seconds.values()) / step_seconds, "buffer_bytes": float(buffers)}
+        return {f"{name}_seconds": spent for name, spent in seconds.items()} | of_step
 
     def close(self) -> None:
         """Takes every hook away and lets go of all vectors: training has ended, perhaps in the middle of a step."""

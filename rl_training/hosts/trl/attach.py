@@ -253,9 +253,7 @@ class Attachment(TrainerCallback):
         estimates = self.driver.finish()
         if estimates:
             self._writer.write(state.global_step, self._trainer.accelerator.num_processes, estimates)
-            costs = self.driver.costs()
-            seconds = sum(value for name, value in costs.items() if name.endswith("_seconds"))
-            costs["fraction_of_step"] = seconds / (time.perf_counter() - self._step_started)
+            costs = self.driver.costs(time.perf_counter() - self._step_started)
             for name, value in costs.items():
                 self._trainer._metrics["train"][f"probe_cost/{name}"].append(value)
 
