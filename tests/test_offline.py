@@ -24,6 +24,8 @@ from test_verdict import found as found_to_be
 from torch import Tensor
 
 from rl_training import Estimate, Probe
+from rl_training.engine.batch import Rollout, take_rows
+from rl_training.engine.step import Step
 from rl_training.job.build import build_run, build_standing
 from rl_training.job.look import look_at_checkpoints
 from rl_training.job.run_settings import gather_run_settings, name_each_job, run_settings
@@ -37,8 +39,6 @@ from rl_training.offline.standing import Standing, refuse_without_gradients, sta
 from rl_training.offline.update import make_update
 from rl_training.records import read_probe_log
 from rl_training.records.checkpoints import checkpoints_named
-from rl_training.engine.batch import Rollout, take_rows
-from rl_training.engine.step import Step
 
 ROOT = Path(__file__).parents[1]
 RUN = [
@@ -56,15 +56,17 @@ class Recorder(Probe):
 
     name = "recorder"
 
-    def prepare(self, step: Any) -> None:
+    def prepare(self, step: Step) -> None:
         self._before = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
         gradient = torch.cat([g.flatten() for g in step.gradients.mean.values()]).clone()
         SEEN[step.number] = {"rollout": step.batch.rollout, "gradient": gradient}
 
-    def results(self) -> dict[str, Estimate]:
+    def after_step(self, step: Step) -> None:
         change = [(p.detach() - self._before[name]).flatten() for name, p in step.gradients.parameters.items()]
         SEEN[step.number]["delta"] = torch.cat(change)
-        return {"recorder/step": Estimate(float(step.number))}
+
+    def results(self) -> dict[str, Estimate]:
+        return {"recorder/step": Estimate(float(len(SEEN)))}
 
 
 def composed(name: str, *overrides: str) -> DictConfig:

@@ -25,6 +25,7 @@ from trl import GRPOTrainer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer
 from rl_training.engine.optimizer import view_optimizer
+from rl_training.engine.step import OptimizerView
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.sharding import replicated
 from rl_training.mathematics.adamw import AdamWState
@@ -44,7 +45,6 @@ from rl_training.offline.settings import Evaluation, Settings, TruthSettings, Up
 from rl_training.offline.standing import Standing
 from rl_training.offline.structure import Structure, headline
 from rl_training.offline.update import make_update
-from rl_training.engine.step import OptimizerView
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 

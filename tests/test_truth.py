@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_training.engine.batch import Rollout
 from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.units import Units
@@ -18,7 +19,6 @@ from rl_training.offline import truth
 from rl_training.offline.buffers import EvaluationBuffer
 from rl_training.offline.first_order import FirstOrder, blocks_of, without_blocks
 from rl_training.offline.sweep import over_sizes
-from rl_training.engine.batch import Rollout
 
 LENGTHS = torch.tensor([4, 1, 3, 2, 2, 1, 4, 3])
 ALONG = torch.linspace(-0.3, 0.4, 32, dtype=torch.float64).view(8, 4).sin()  # slopes of log-probabilities
