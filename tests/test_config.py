@@ -82,7 +82,7 @@ def test_an_option_of_a_probe_reaches_it(tmp_path: Path) -> None:
     run = built(tmp_path, "probes.simple.every=5", "probes.simple.estimator=score")
     (probe,) = run.trainer.attachment.probes
     assert isinstance(probe, SimpleEntropyProbe)
-    assert (probe.every, probe.estimator) == (5, "score")
+    assert (probe.every, probe.entropy.estimator) == (5, "score")
 
 
 def test_an_array_tasks_number_from_the_environment_is_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,7 +172,7 @@ def test_a_mistake_is_named_with_the_way_out(tmp_path: Path, overrides: list[str
 @pytest.mark.parametrize(
     ("override", "explanation"),
     [
-        ("probe=simpel", "Choose from all, covariance, ess, gns, none, simple; did you mean simple?"),
+        ("probe=simpel", "gns, ground_truth, none, responses, simple; did you mean simple?"),
         ("model=tyni", "Choose from hub, qwen2_5_1_5b, tiny; did you mean tiny?"),
         ("bathc.microbatch_size=3", "there is no such setting, see python train.py --help; did you mean batch?"),
         ("probes.simple.evry=5", "did you mean every?"),

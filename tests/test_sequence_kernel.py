@@ -182,10 +182,11 @@ def test_what_training_checkpoints_is_checkpointed_here_and_nothing_drops_out(ca
     case = cases("adapter, checkpointing")
     layers = [m for m in case.trainer.model.modules() if getattr(m, "gradient_checkpointing", False)]
     calls: list[bool] = []
+    rows = case.rows()  # which tries the scorer
     attention = next(m for m in layers if hasattr(m, "self_attn")).self_attn
     handle = attention.register_forward_pre_hook(lambda module, _: calls.append(module.training))
     flags = [m.training for m in case.trainer.model.modules()]
-    for _ in case.rows().both(
+    for _ in rows.both(
         case.question.evaluation, torch.arange(2), case.question.logp_weights, case.question.entropy_weights
     ):
         pass
