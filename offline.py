@@ -17,9 +17,9 @@ from rl_training.job.run_settings import gather_run_settings, name_each_job
 @past_hydra
 def main(cfg: DictConfig) -> None:
     with importing():
-        from rl_training.job.look import look_at_checkpoints
+        from rl_training.job.analysis import analyse_checkpoints
 
-    look_at_checkpoints(cfg)
+    analyse_checkpoints(cfg)
 
 
 if __name__ == "__main__":

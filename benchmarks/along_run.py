@@ -39,15 +39,15 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe
+from rl_training.engine.batch import Rollout, in_one_width
+from rl_training.engine.entropy_gradients import entropy_gradient
+from rl_training.engine.probe import Need
+from rl_training.engine.step import Step
+from rl_training.engine.updates import FIRST_FOLD, WHOLE, clipped, optimizer_pieces
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.importance import sequence_totals
 from rl_training.mathematics.vectors import FlatVectors
 from rl_training.probes import SimpleEntropyProbe
-from rl_training.engine.probe import Need
-from rl_training.engine.entropy_gradients import entropy_gradient
-from rl_training.engine.batch import Rollout, in_one_width
-from rl_training.engine.step import Step
-from rl_training.engine.updates import FIRST_FOLD, WHOLE, clipped, optimizer_pieces
 
 CHOICES: dict[str, dict[str, Any]] = {
     "first, 1/8": {},
@@ -106,7 +106,10 @@ class AlongRun(Probe):
             rows = list(self.trainer.train_dataset)
             prompts = self.trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
             self._unseen = {tuple(ids): row for ids, row in zip(prompts, rows, strict=True)}
-            self.policy, self.start = step.policy, {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
+            self.policy, self.start = (
+                step.policy,
+                {name: p.detach().clone() for name, p in step.gradients.parameters.items()},
+            )
         for probe in self._probes.values():
             probe.on_pre_optimizer_step(ctx)
         own: dict[tuple[int, ...], Any] = {}  # the rows of this step's prompts

@@ -36,13 +36,13 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 
 from rl_training import Estimate, Probe
+from rl_training.engine.step import Step
 from rl_training.mathematics.calibration import Calibration
 from rl_training.mathematics.importance import importance_weights, reweighted_change, sequence_totals
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.probes import SimpleEntropyProbe
-from rl_training.records.jsonl import Records, read_estimates
 from rl_training.probes.ground_truth import GroundTruth
-from rl_training.engine.step import Step
+from rl_training.records.jsonl import Records, read_estimates
 
 TRUE, SAME_BATCH = "delta_h/true", "delta_h/same_batch_snis"
 PREDICTIONS = ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid", "delta_h/reuse", SAME_BATCH)

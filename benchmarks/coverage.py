@@ -37,13 +37,13 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 
 from rl_training import Estimate, Probe
+from rl_training.engine.entropy_change import LEVELS
+from rl_training.engine.entropy_gradients import Choice, fold_gradients, importance_ratios
+from rl_training.engine.probe import Need
+from rl_training.engine.step import Step
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.mathematics.vectors import FlatVectors
 from rl_training.probes import SimpleEntropyProbe
-from rl_training.engine.probe import Need
-from rl_training.engine.entropy_gradients import Choice, fold_gradients, importance_ratios
-from rl_training.engine.entropy_change import LEVELS
-from rl_training.engine.step import Step
 
 UNITS = {"": "token", "_sequence": "sequence"}
 

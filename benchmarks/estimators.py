@@ -28,11 +28,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rl_training import Estimate, Probe
+from rl_training.engine.entropy_gradients import Choice, fold_gradients, importance_ratios
+from rl_training.engine.probe import Need
 from rl_training.mathematics.entropy import Estimator
 from rl_training.mathematics.vectors import FlatVectors
-from rl_training.engine.probe import Need
-from rl_training.engine.entropy_gradients import Choice, fold_gradients, importance_ratios
-from rl_training.engine.step import Step
 
 CHOICES: dict[str, tuple[Estimator, Choice]] = {
     "rb, 8 of 8": ("rb", Choice(8)),
@@ -80,7 +79,9 @@ class Estimators(Probe):
             rows = (step.batch.fold == fold).nonzero().squeeze(1)
             scores = step.policy.score(step.batch.rollout, rows)
             mean = (scores.entropies * scores.mask).sum() / len(rows)
-            self.gradients[NAIVE].append(layout.flatten(torch.autograd.grad(mean, list(step.gradients.parameters.values()))))
+            self.gradients[NAIVE].append(
+                layout.flatten(torch.autograd.grad(mean, list(step.gradients.parameters.values())))
+            )
 
     def after_step(self, step: Any) -> None:
         if self.update is None:

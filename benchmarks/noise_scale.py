@@ -64,7 +64,9 @@ class PromptGradients(Probe):
         for prompt in tqdm(index.unique(), desc="prompts", leave=False):
             rows = (index == prompt).nonzero().squeeze(1)
             scores = step.policy.score(step.batch.rollout, rows)
-            loss = -(step.batch.rollout.advantages[rows] @ (scores.logps * scores.mask).sum(dim=1)) / (len(rows) * MAX_LENGTH)
+            loss = -(step.batch.rollout.advantages[rows] @ (scores.logps * scores.mask).sum(dim=1)) / (
+                len(rows) * MAX_LENGTH
+            )
             gradient = torch.autograd.grad(loss, list(step.gradients.parameters.values()))
             self.rows.append(torch.cat([g.flatten() for g in gradient]))
 

@@ -29,7 +29,6 @@ from torch import Tensor
 from rl_training import Estimate, Probe
 from rl_training.hosts.trl.sampling import as_rollout, respond
 from rl_training.mathematics.entropy import surrogate_weights
-from rl_training.engine.step import Step
 
 RESPONSES, PROMPTS, FOLDS = 8, 32, 8  # of a prompt; of a batch
 DIFFERENCE = 0.25  # of the step: the central difference moves this far both ways

@@ -39,7 +39,7 @@ def gather_run_settings(arguments: Sequence[str]) -> list[str]:
 
 
 def name_each_job(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments of a multirun with a name for each of its looks, which would else share a folder.
+    """Returns the arguments of a multirun with a name for each of its analyses, which would else share a folder.
 
     Example: ["-m", "update.seed=1,2"] gets 'name="default,update.seed=${update.seed}"'. A name that is given stays.
     """

@@ -1,4 +1,4 @@
-"""The picture of one look at a checkpoint: what was predicted and measured, and what the prediction is made of."""
+"""The picture of one checkpoint analysis: what was predicted and measured, and what the prediction is made of."""
 
 from __future__ import annotations
 
