@@ -10,13 +10,23 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from peft import LoraConfig
-from trainers import LORA, Ending, bare_ending, differing, ending, trainer_maker
+from trainers import FEW, LORA, Ending, bare_ending, differing, ending, trainer_maker
 from transformers import PrinterCallback
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
-from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
+from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Need
+from rl_training.mathematics.vectors import Layout
+from rl_training.probes import (
+    CovariancePredictorProbe,
+    EffectiveSampleSizeProbe,
+    ErrorSharesProbe,
+    GradientNoiseScaleProbe,
+    GroundTruthProbe,
+    ResponsesProbe,
+    SimpleEntropyProbe,
+)
 from rl_training.records.jsonl import Records, read_estimates, read_metrics
 
 
@@ -29,44 +39,37 @@ class Witness(Probe):
         self.name = name
         super().__init__(every)
         self.heard: list[Any] = []
-        self.contexts: list[Any] = []
-
-    def on_rollout(self, rollout: Any) -> None:
-        self.heard.append("rollout")
-
-    def on_forward(self, microbatch: Any) -> None:
-        assert microbatch.scores.logps.shape == microbatch.rollout.completion_ids.shape
-        self.heard.append(("forward", microbatch.index))
-
-    def on_backward(self, microbatch: Any) -> None:
-        self.heard.append(("backward", microbatch.index))
+        self.steps: list[Any] = []
 
     def prepare(self, step: Any) -> None:
-        self.heard.append(("pre", step.number))
-        self.contexts.append(ctx)
+        self.heard.append(("prepare", step.number))
+        self.steps.append(step)
         self.before = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
 
     def after_step(self, step: Any) -> None:
         moved = any(not torch.equal(p, self.before[name]) for name, p in step.gradients.parameters.items())
-        self.heard.append(("post", moved))
+        self.heard.append(("after", moved))
 
     def results(self) -> dict[str, Estimate]:
-        self.heard.append("measure")
+        self.heard.append("results")
         return {f"{self.name}/one": Estimate(1.0)}
 
 
-class Checker(Witness):
+class Checker(Probe):
     """Compares the mean of the folds' gradients with the step's."""
 
+    name = "checker"
     needs = Need.FOLD_GRADIENTS
+    compared = 0
 
     def prepare(self, step: Any) -> None:
+        rows = Layout(step.gradients.parameters).by_name(step.gradients.rows)
         for name, grad in step.gradients.mean.items():
-            mean = step.gradients.rows.view(name).mean(dim=0)
-            torch.testing.assert_close(mean, grad, rtol=1e-4, atol=1e-7)
-        self.contexts.append(ctx)
+            torch.testing.assert_close(rows[name].mean(dim=0), grad.flatten(), rtol=1e-4, atol=1e-7)
+            self.compared += 1
 
-    def after_step(self, step: Any) -> None: ...
+    def results(self) -> dict[str, Estimate]:
+        return {"checker/one": Estimate(1.0)}
 
 
 class Measured(NamedTuple):
@@ -80,25 +83,23 @@ class Measured(NamedTuple):
 def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     """A training of two steps with probes and records."""
     folder = tmp_path_factory.mktemp("measured")
-    witness, checker = Witness(), Checker("checker")
+    witness, checker = Witness(), Checker()
     probes = [witness, checker, SimpleEntropyProbe(responses_per_prompt=2)]
     trainer = trainer_maker(folder)(probes=probes, records=Records(folder / "logs"))
     return Measured(witness, checker, folder / "logs", ending(trainer))
 
 
 def test_moments_come_in_order_and_once(measured) -> None:
-    microbatches = [(moment, k) for k in range(4) for moment in ("forward", "backward")]
-    one_step = ["rollout", *microbatches]
     assert measured.witness.heard == [
-        *one_step, ("pre", 1), ("post", True), "measure",
-        *one_step, ("pre", 2), ("post", True), "measure",
+        ("prepare", 1), ("after", True), "results",
+        ("prepare", 2), ("after", True), "results",
     ]  # fmt: skip
 
 
 def test_every_second_step_means_steps_1_3_5(make_trainer) -> None:
     witness = Witness(every=2)
     make_trainer(probes=[witness], max_steps=5, gradient_accumulation_steps=1).train()
-    assert [what[1] for what in witness.heard if what[0] == "pre"] == [1, 3, 5]
+    assert [what[1] for what in witness.heard if what[0] == "prepare"] == [1, 3, 5]
 
 
 def test_training_with_probes_is_bitwise_the_training_without(measured) -> None:
@@ -112,16 +113,15 @@ def test_so_it_is_when_responses_are_used_twice_and_when_forward_passes_are_run_
 
 
 def test_training_with_everything_that_probes_can_do_is_bitwise_the_training_without(make_trainer) -> None:
-    simple = SimpleEntropyProbe(
-        num_folds=8,
-        per_sequence=True,
-        own_prompts=True,
-        top_responses=2,
-        offload=True,
-        validate_every=1,
-        validate_sequences=16,
-    )
-    probes = [simple, GradientNoiseScaleProbe(split_prompts=1), EffectiveSampleSizeProbe()]
+    probes = [
+        SimpleEntropyProbe(num_folds=8, per_sequence=True, own_prompts=True, offload=True),
+        GroundTruthProbe(every=1, sequences=16),
+        ResponsesProbe(2),
+        ErrorSharesProbe(),
+        GradientNoiseScaleProbe(split_prompts=1),
+        EffectiveSampleSizeProbe(),
+        CovariancePredictorProbe(),
+    ]
     assert differing(ending(make_trainer(probes=probes)), bare_ending()) == []
 
 
@@ -166,7 +166,7 @@ def test_whole_prompts_give_a_plain_trainer_the_forward_estimate(make_trainer) -
     with attach(trainer, [SimpleEntropyProbe(), witness], whole_prompts=True):
         trainer.train()
     assert any("delta_h/forward" in row for row in trainer.state.log_history)
-    for ctx in witness.contexts:
+    for step in witness.steps:
         assert step.capabilities.whole_prompts
         for rows in step.batch.microbatch_rows:
             assert sorted(step.batch.rollout.prompt_index[rows.start : rows.stop].unique(return_counts=True)[1]) == [
@@ -181,7 +181,7 @@ def test_whole_prompt_order_trains_on_the_same_sequences(make_trainer) -> None:
         witness, trainer = Witness(), make_trainer(GRPOTrainer)
         with attach(trainer, [witness], whole_prompts=whole):
             trainer.train()
-        rollout = witness.contexts[0].rollout
+        rollout = witness.steps[0].batch.rollout
         rows = zip(
             rollout.completion_ids.tolist(), rollout.advantages.tolist(), rollout.prompt_ids.tolist(), strict=True
         )
@@ -239,10 +239,11 @@ def test_training_goes_on_after_an_interrupt_in_the_middle_of_a_step(make_traine
     class Interrupted(Witness):
         times = 0
 
-        def on_backward(self, microbatch: Any) -> None:
+        def prepare(self, step: Any) -> None:
             self.times += 1
-            if self.times == 2:
+            if self.times == 1:
                 raise KeyboardInterrupt
+            super().prepare(step)
 
     trainer = make_trainer(probes=[Interrupted(), SimpleEntropyProbe()], max_steps=1)
     with pytest.raises(KeyboardInterrupt):
@@ -254,7 +255,7 @@ def test_training_goes_on_after_an_interrupt_in_the_middle_of_a_step(make_traine
 def test_a_log_line_of_several_steps_holds_the_latest_estimate_and_no_average(make_trainer) -> None:
     class Counting(Witness):
         def results(self) -> dict[str, Estimate]:
-            return {"counting/step": Estimate(float(step.number))}
+            return {"counting/step": Estimate(float(len(self.steps)))}
 
     trainer = make_trainer(probes=[Counting()], logging_steps=2)
     trainer.train()
@@ -296,7 +297,7 @@ def test_a_probe_that_answers_a_float_is_told_what_to_return(make_trainer, answe
         def results(self) -> Any:
             return answer
 
-    with pytest.raises(ValueError, match=r"probe 'witness': measure must return Estimates by name, and gave .*0\.5"):
+    with pytest.raises(ValueError, match=r"probe 'witness': results must return Estimates by name, and gave .*0\.5"):
         make_trainer(probes=[Plain()]).train()
 
 
@@ -311,24 +312,60 @@ def test_a_probe_that_answers_nothing_is_an_error(make_trainer) -> None:
 
 def test_an_exception_in_a_probe_is_not_swallowed(make_trainer) -> None:
     class Broken(Witness):
-        def on_backward(self, microbatch: Any) -> None:
+        def prepare(self, step: Any) -> None:
             raise RuntimeError("from the probe")
 
     with pytest.raises(RuntimeError, match="from the probe"):
         make_trainer(probes=[Broken()]).train()
 
 
-def test_gradients_are_kept_only_for_a_probe_that_needs_them(make_trainer) -> None:
+def test_gradients_are_kept_only_for_a_probe_that_needs_them_and_only_until_the_step_ends(make_trainer) -> None:
     frugal, greedy = Witness("frugal"), Witness("greedy")
     greedy.needs = Need.FOLD_GRADIENTS
     make_trainer(probes=[frugal], max_steps=1).train()
-    assert frugal.contexts[0].fold_gradients is None
-    make_trainer(probes=[frugal, greedy], max_steps=1).train()
-    assert greedy.contexts[0].fold_gradients.num_rows == 4
+    assert frugal.steps[0].gradients.rows is None
+    trainer = make_trainer(probes=[frugal, greedy], max_steps=2, **{**FEW, "per_device_train_batch_size": 8})
+    trainer.train()
+    assert {len(part) for part in greedy.steps[0].gradients.rows} == {2}
+    assert trainer.attachment.driver._rows.num_bytes == 0
 
 
 def test_the_mean_of_the_fold_gradients_is_the_gradient_of_the_step(measured) -> None:
-    assert len(measured.checker.contexts) == 2  # it has compared them
+    assert measured.checker.compared == 2 * 26  # parameters of two steps
+
+
+def test_a_probe_that_reads_the_entropy_change_says_so(make_trainer) -> None:
+    class Undeclared(Witness):
+        def prepare(self, step: Any) -> None:
+            assert step.entropy_change
+
+    with pytest.raises(ValueError, match=r"needs = Need\.ENTROPY_CHANGE"):
+        make_trainer(probes=[Undeclared()], max_steps=1).train()
+
+
+def test_probes_that_want_other_entropy_gradients_are_told_that_one_serves_all(make_trainer) -> None:
+    other = SimpleEntropyProbe(responses_per_prompt=2)
+    other.name = "other"
+    with pytest.raises(ValueError, match=r"one entropy gradient serves all probes.*'simple', 'other'"):
+        make_trainer(probes=[SimpleEntropyProbe(), other])
+
+
+def test_what_several_probes_ask_of_the_entropys_change_is_calculated_once(make_trainer, monkeypatch) -> None:
+    """As many passes with ground truth's calibration, shares and responses beside `simple` as with it alone."""
+    asked = []
+    score = Policy.score
+
+    def counted(policy: Policy, rollout: Any, rows: Any) -> Any:
+        asked.append(len(rows))
+        return score(policy, rollout, rows)
+
+    monkeypatch.setattr(Policy, "score", counted)
+    make_trainer(probes=[SimpleEntropyProbe(num_folds=4)], max_steps=1).train()
+    alone, asked[:] = list(asked), []
+    make_trainer(
+        probes=[SimpleEntropyProbe(num_folds=4), ErrorSharesProbe(), CovariancePredictorProbe()], max_steps=1
+    ).train()
+    assert asked == alone
 
 
 def test_records_hold_one_line_a_step_and_every_estimate(measured) -> None:
@@ -341,10 +378,10 @@ def test_records_hold_one_line_a_step_and_every_estimate(measured) -> None:
     assert next(row for row in estimates if row["step"] == 2 and row["name"] == "delta_h/backward")["about_step"] == 1
 
 
-def test_a_trainable_parameter_that_the_loss_does_not_reach_is_left_alone_and_measured_as_a_frozen_one(
+def test_a_trainable_parameter_that_the_loss_does_not_reach_is_not_updated_and_measured_as_a_frozen_one(
     make_trainer,
 ) -> None:
-    """As torch's optimizer leaves it, weight decay and all."""
+    """As by torch's optimizer: no step, not even of weight decay."""
     latest, parameters = [], []
     for trained, probes in ((True, [SimpleEntropyProbe(), GradientNoiseScaleProbe()]), (False, None), (True, [])):
         witness = Witness()
@@ -356,8 +393,8 @@ def test_a_trainable_parameter_that_the_loss_does_not_reach_is_left_alone_and_me
             parameters.append(ending(trainer).weights)
             latest.append(dict(attachment.latest))
         if trained and attached:
-            step = witness.contexts[-1]
-            assert not step.gradients["unused"].any()
+            step = witness.steps[-1]
+            assert not step.gradients.mean["unused"].any()
             assert not step.optimizer.states["unused"].delta(torch.ones(3), torch.zeros(3)).total.any()
     measured, frozen, bare = parameters
     assert all(torch.equal(measured[name], other[name]) for other in (frozen, bare) for name in measured)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.jackknife import jackknife_stderr
-from rl_training.probes.error_shares import ErrorShares, error_terms
+from rl_training import Estimate
 from rl_training.engine.entropy_change import FORWARD, LEVELS, PRODUCTS, REUSE, FoldSums, statistic
+from rl_training.engine.entropy_gradients import EntropySettings
+from rl_training.mathematics.jackknife import jackknife_stderr
+from rl_training.probes.error_shares import ErrorSharesProbe, error_terms
 
 K, DIM, RATE = 80, 6, 0.1
 NOISE_OF_X, NOISE_OF_G = 0.3, 2.0
@@ -35,7 +40,7 @@ def drawn(generator: torch.Generator, together: float) -> FoldSums:
     lost = (shift.sum(dim=0) - shift.diagonal()).unsqueeze(1).expand(K, 2)
     without = rows.sum(dim=0) - rows
     without[:, LEVELS:].view(K, -1, 2)[:, FORWARD] += lost
-    return FoldSums(rows.sum(dim=0), without, K, left_out=True, halves=None)
+    return FoldSums(rows.sum(dim=0), without, K)
 
 
 def known(together: float) -> Tensor:
@@ -62,20 +67,32 @@ def test_they_add_up_to_the_variance_that_forward_reports() -> None:
     torch.testing.assert_close(error_terms(sums).sum(dim=0), stderr.square(), rtol=1e-12, atol=0)
 
 
+def step_with(sums: FoldSums | None, ranks: int = 1, why_no_forward: str = "") -> Any:
+    """Returns what the probe reads of a step."""
+    change = SimpleNamespace(
+        sums=sums, settings=EntropySettings(per_sequence=True), why_none="", why_no_forward=why_no_forward
+    )
+    known = {"ranks": SimpleNamespace(count=ranks), "capabilities": SimpleNamespace(num_folds=K)}
+    return SimpleNamespace(entropy_change=change, **known)
+
+
+def said(probe: ErrorSharesProbe, step: Any) -> list[Estimate]:
+    probe.prepare(step)
+    return list(probe.results().values())
+
+
 def test_shares_are_ratios_of_averages_over_steps_and_go_on_after_a_stop() -> None:
-    generator, shares, resumed = torch.Generator().manual_seed(2), ErrorShares(0.5), ErrorShares(0.5)
+    generator, shares, resumed = torch.Generator().manual_seed(2), ErrorSharesProbe(0.5), ErrorSharesProbe(0.5)
     first, second = (drawn(generator, 0.3) for _ in range(2))
-    shares.estimates(first, 1, "")
+    shares.prepare(step_with(first))
     resumed.load_state_dict(shares.state_dict())
     expected = (0.5 * error_terms(first) + error_terms(second)) / 1.5
     expected = expected / expected.sum(dim=0)
     for probe in (shares, resumed):
-        found = [[e.value for e in pair] for pair in probe.estimates(second, 1, "").values()]
-        assert torch.tensor(found, dtype=torch.float64).flatten().tolist() == pytest.approx(expected.flatten().tolist())
+        found = [estimate.value for estimate in said(probe, step_with(second))]
+        assert found == pytest.approx(expected.flatten().tolist())
 
 
 def test_several_processes_and_no_forward_are_nan_with_the_reason() -> None:
-    sums = drawn(torch.Generator().manual_seed(3), 0.0)
-    for ranks, reason, word in ((2, "", "one process"), (1, "no such step", "no such step")):
-        for pair in ErrorShares(0.5).estimates(sums, ranks, reason).values():
-            assert all(word in estimate.reason for estimate in pair)
+    for step, word in ((step_with(None, ranks=2), "one process"), (step_with(None, 1, "no such step"), "no such step")):
+        assert all(word in estimate.reason for estimate in said(ErrorSharesProbe(0.5), step))

@@ -18,6 +18,7 @@ from trainers import FEW, graded, trainer_maker
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.folds import leave_fold_out
 from rl_training.mathematics.sgd import SGDState
+from rl_training.probes import ResponsesProbe
 
 # --- the optimizers' own rule for their moments -----------------------------------------------------------------------
 
@@ -184,9 +185,9 @@ SMALL = {  # eight folds, each of one prompt with two short responses
 
 def train_again(make: Callable[..., Any], **settings: Any) -> tuple[list[Snapshot], list[dict[str, Any]]]:
     """Returns the steps of a training that learns from every response twice, and what the probe said of them."""
-    recorder, probe = Recorder(), Answers(per_sequence=True, own_prompts=True, top_responses=1)
+    recorder, probe, responses = Recorder(), Answers(per_sequence=True, own_prompts=True), ResponsesProbe(1)
     settings = {"dtype": torch.float64, "num_iterations": 2, "max_steps": 3, "learning_rate": 2e-4, **settings}
-    make(probes=[probe, recorder], **settings, **SMALL, **SMOOTH).train()
+    make(probes=[probe, responses, recorder], **settings, **SMALL, **SMOOTH).train()
     return recorder.steps, probe.all
 
 
@@ -211,8 +212,7 @@ def assert_equals_the_twin_that_never_saw_the_fold(steps: list[Snapshot], blocks
     parts = [answer[f"delta_h/part/{cause}"].value for cause in ("momentum", "gradient", "decay")]
     assert sum(parts) == pytest.approx(answer["delta_h/forward"].value, rel=1e-9)
     assert math.isfinite(answer["delta_h/cumulative_predicted"].value)
-    for name in ("own_prompts", "response/1"):
-        assert "moments without single responses" in answer[f"delta_h/{name}"].reason
+    assert "moments without single responses" in answer["delta_h/own_prompts"].reason
 
 
 def test_a_step_that_reuses_responses_equals_the_plain_twin_that_never_saw_the_fold(one_step_a_rollout) -> None:

@@ -155,8 +155,8 @@ def test_leaving_all_of_u_out_leaves_momentum_and_decay(structure: Structure) ->
 def test_what_is_left_of_the_gradient_is_clipped_by_its_own_norm(
     without: list[int], clip: float, change: float
 ) -> None:
-    """W of U is (3, 0), (0, 4), (1, 0), its advantages 1, 1, 0: the gradient has the norm 5/3 and is clipped to 1. x and
-    W of E are (1, 1): the entropy moves by clip · x · Σ A W / 3.
+    """W of U is (3, 0), (0, 4), (1, 0), its advantages 1, 1, 0: the gradient has the norm 5/3 and is clipped to 1. x
+    and W of E are (1, 1): the entropy moves by clip · x · Σ A W / 3.
     """
     w = torch.tensor([[3.0, 0.0], [0.0, 4.0], [1.0, 0.0]], dtype=torch.float64)
     moved = w.sum(dim=1).view(1, 3)

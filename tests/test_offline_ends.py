@@ -1,4 +1,4 @@
-"""What ends an analysis before its time: short memory is said with what to lower, and a kill leaves nothing half-written."""
+"""What ends an analysis early: short memory is said with what to lower, and a kill leaves nothing half-written."""
 
 from __future__ import annotations
 

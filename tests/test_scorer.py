@@ -188,7 +188,7 @@ def test_four_bit_weights_are_scored_as_the_model_scores() -> None:
     model = with_adapter(model.to("cpu"), target_modules=["q_proj", "v_proj"]).train()
     scorer = Scorer(model, TEMPERATURE, chunk_logits=2 * 3 * 64)
     assert scorer.verify() == "" == scorer.why_not_fp32
-    scorer.score(sampled(), ROWS, graph=False, precision="measurement")  # no layer may repack its weights
+    measurement(scorer, sampled())  # no layer may repack its weights
     assert_like_plain(model, scorer, sampled(), tolerance=1e-5)
     next(m for m in model.modules() if isinstance(m, bitsandbytes.nn.Linear4bit)).compute_dtype = torch.bfloat16
     assert "computes in bfloat16" in scorer.why_not_fp32
@@ -362,6 +362,11 @@ def test_hooks_on_a_called_head_see_each_sequence_by_itself() -> None:
 # Precision, and what stays as it was.
 
 
+def measurement(scorer: Scorer, sequences: Any) -> Scores:
+    with scorer.measuring():
+        return scorer.score(sequences, ROWS, graph=False)
+
+
 def state_of(model: nn.Module) -> tuple[Any, ...]:
     return torch.get_rng_state().tolist(), [module.training for module in model.modules()]
 
@@ -371,10 +376,8 @@ def test_training_s_dropout_is_in_training_s_scores_alone_and_nothing_is_left_be
     model.transformer.h[0].eval()  # a state of its own
     scorer, sequences = Scorer(model), sampled()
     before = state_of(model)
-    first, second, measured = (
-        of_tokens(scorer.score(sequences, ROWS, graph=False, precision=precision))[0]
-        for precision in ("training", "training", "measurement")
-    )
+    first, second = (of_tokens(scorer.score(sequences, ROWS, graph=False))[0] for _ in range(2))
+    measured = of_tokens(measurement(scorer, sequences))[0]
     assert state_of(model) == before
     assert torch.equal(first, second)  # the same random numbers, which nobody has used up
     expected = of_tokens(Scorer(copy.deepcopy(model).eval()).score(sampled(), ROWS, graph=False))[0]
@@ -393,19 +396,15 @@ def test_autocast_is_in_training_s_scores_alone() -> None:
     rounded = of_tokens(scorer.score(sampled(), ROWS, graph=False))[0]
     assert 1e-3 < float((rounded - plainly).abs().max()) < 0.3
     with bf16():
-        measured = of_tokens(scorer.score(sampled(), ROWS, graph=False, precision="measurement"))[0]
+        measured = of_tokens(measurement(scorer, sampled()))[0]
     assert torch.equal(measured, plainly)
 
 
-def test_a_measurement_with_graph_belongs_into_measuring() -> None:
+def test_a_measurement_has_the_gradients_of_a_model_without_autocast() -> None:
     model = model_of("untied").train()
     scorer = Scorer(model, autocast=bf16)
-    with pytest.raises(ValueError, match="measuring"):
-        scorer.score(sampled(), ROWS, precision="measurement")
-    with pytest.raises(ValueError, match="training"):
-        scorer.score(sampled(), ROWS, precision="exact")
     with scorer.measuring():
-        found = gradients(model, of_tokens(scorer.score(sampled(), ROWS, precision="measurement")))
+        found = gradients(model, of_tokens(scorer.score(sampled(), ROWS)))
     assert_close(found, gradients(model, of_tokens(Scorer(model).score(sampled(), ROWS))), 1e-6)
 
 
@@ -419,7 +418,7 @@ def test_checkpointed_layers_stay_so_in_a_measurement_unless_they_could_drop_out
     calls = []
     handle = model.model.layers[0].mlp.register_forward_pre_hook(lambda *of: calls.append(of))
     with scorer.measuring():
-        found = gradients(model, of_tokens(scorer.score(sampled(), ROWS, precision="measurement")))
+        found = gradients(model, of_tokens(scorer.score(sampled(), ROWS)))
     handle.remove()
     assert len(calls) == (2 if dropout == 0 else 1)
     assert_close(found, expected, 1e-6)
@@ -456,7 +455,7 @@ def test_a_measurement_is_ieee_fp32_and_settings_are_put_back(tf32: None, fails:
 
     model.model.layers[0].register_forward_hook(on_forward)
     with pytest.raises(RuntimeError, match="planted") if fails else contextlib.nullcontext():
-        scorer.score(sampled(), ROWS, graph=False, precision="measurement")
+        measurement(scorer, sampled())
     assert seen == [dict.fromkeys(SETTINGS, "ieee")]
     assert {name: setting.fp32_precision for name, setting in SETTINGS.items()} == before
     assert torch.get_float32_matmul_precision() == "high"  # it raises where old and new settings disagree
@@ -480,7 +479,7 @@ def test_an_attention_that_refuses_fp32_is_not_asked_in_a_measurement(adapter: b
     with pytest.raises(RuntimeError, match="no fp32 here"):
         model(input_ids=torch.ones(1, 2, dtype=torch.long))
     scorer = Scorer(model, autocast=bf16)
-    assert torch.equal(of_tokens(scorer.score(sampled(), ROWS, graph=False, precision="measurement"))[0], expected[0])
+    assert torch.equal(of_tokens(measurement(scorer, sampled()))[0], expected[0])
     assert model.config._attn_implementation == "flash_stand_in"
     rounded = of_tokens(scorer.score(sampled(), ROWS, graph=False))[0]
     torch.testing.assert_close(rounded, expected[0], rtol=0.1, atol=0.1)

@@ -17,6 +17,7 @@ from trainers import FEW, graded, trainer_maker
 
 from rl_training import Estimate, Probe
 from rl_training.engine.driver import StepDriver
+from rl_training.engine.policy import Policy
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
     ErrorSharesProbe,
@@ -25,7 +26,6 @@ from rl_training.probes import (
     ResponsesProbe,
     SimpleEntropyProbe,
 )
-from rl_training.engine.policy import Policy
 from rl_training.probes.error_shares import SHARES
 from rl_training.tasks.models import load_tiny
 
@@ -172,8 +172,8 @@ def test_measuring_per_sequence_adds_a_twin_to_each_change_and_leaves_the_change
     make_trainer,
 ) -> None:
     said = []
-    for per_sequence in (False, True):
-        probes = [SimpleEntropyProbe(own_prompts=True, per_sequence=per_sequence, error_decay=0.0), ErrorSharesProbe()]
+    for both in (False, True):
+        probes = [SimpleEntropyProbe(own_prompts=True, per_sequence=both, error_decay=0.0), ErrorSharesProbe()]
         trainer = make_trainer(probes=probes, max_completion_length=12, **EIGHT_FOLDS, **SMOOTH)
         trainer.train()
         said.append(dict(trainer.attachment.latest))

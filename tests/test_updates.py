@@ -1,18 +1,19 @@
-"""Joining small parameters for the optimizer's arithmetic changes nothing of steps, products and parts."""
+"""The optimizer's steps in pieces, with and without each fold, and the one that outlives its step."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
 from torch import Tensor
 
+from rl_training.engine.updates import StepsWithoutFolds, UpdateHistory, optimizer_pieces, whole_update
+from rl_training.mathematics import vectors
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.vectors import FlatVectors
-from rl_training.engine import updates
-from rl_training.engine.updates import CAUSES, optimizer_pieces, products_by_cause, products_with_step
+from rl_training.mathematics.vectors import Layout
 
 SHAPES = {"a": (3, 2), "b": (4,), "c": (5,), "large": (7, 3), "d": (2, 2), "e": (1,)}
 LARGE = 20  # entries that are joined at most, here
@@ -39,38 +40,92 @@ def states_of(optimizer: str) -> dict[str, AdamWState | SGDState]:
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "adam", "sgd"])
-def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(optimizer: str, monkeypatch) -> None:
+@pytest.mark.parametrize("longest", [21, 8])
+def test_steps_in_pieces_are_the_steps_of_the_parameters_one_by_one(optimizer: str, longest: int, monkeypatch) -> None:
+    """Small neighbours that are alike are one piece, and what is longer than `longest` is cut."""
     torch.manual_seed(0)
-    monkeypatch.setattr(updates, "JOINED", LARGE)
+    monkeypatch.setattr(vectors, "JOINED", LARGE)
     parameters = {name: draw(*shape) for name, shape in SHAPES.items()}
     states = states_of(optimizer)
-    layout = FlatVectors(parameters, num_rows=1)
+    layout = Layout(parameters)
     gradients = {name: draw(*shape) for name, shape in SHAPES.items()}
     alone = {name: states[name].delta(parameters[name], gradients[name]) for name in SHAPES}
-    step = layout.flatten(parts.total for parts in alone.values())
-    gradient, directions = layout.flatten(gradients.values()), draw(2, len(step))
+    step = torch.cat(layout.vector(parts.total for parts in alone.values()))
+    gradient = layout.vector(gradients.values())
 
-    pieces = optimizer_pieces(parameters, states)
-    assert [piece.columns.stop - piece.columns.start for piece in pieces] == [
-        10,
-        5,
-        21,
-        *([4, 1] if optimizer != "sgd" else [5]),
-    ]
-    torch.testing.assert_close(
-        torch.cat([piece.state.delta(piece.param, gradient[piece.columns]).total for piece in pieces]), step
-    )
-    torch.testing.assert_close(products_with_step(pieces, gradient, directions), directions @ step)
-    by_cause = products_by_cause(pieces, layout, gradient, step, directions)
-    for i, name in enumerate(SHAPES):
-        pieces_of_x = layout.split(directions)[i]
-        for j, cause in enumerate(CAUSES):
-            expected = pieces_of_x @ getattr(alone[name], cause).flatten()
-            torch.testing.assert_close(by_cause[i, :, j], expected, msg=f"{name}, {cause}")
+    pieces = optimizer_pieces(layout, parameters, states, longest)
+    if longest == 21:
+        assert [len(piece.param) for piece in pieces] == [10, 5, 21, *([4, 1] if optimizer != "sgd" else [5])]
+    else:
+        assert max(len(piece.param) for piece in pieces) == longest
+    found = torch.cat([piece.state.delta(piece.param, piece.of(gradient)).total for piece in pieces])
+    torch.testing.assert_close(found, step)
+    torch.testing.assert_close(torch.cat(whole_update(layout, pieces, gradient, clip=1.0)), step)
+    flat = torch.cat(gradient)
+    assert all(torch.equal(flat[piece.flat], piece.of(gradient)) for piece in pieces)
+    names = list(SHAPES)
+    for piece in pieces:
+        for number, span in piece.spans:
+            own = gradients[names[number]].flatten().tolist()
+            assert all(value in own for value in piece.of(gradient)[span].tolist())
+    assert sum(span.stop - span.start for piece in pieces for _, span in piece.spans) == len(step)
+
+
+@pytest.mark.parametrize("max_grad_norm", [math.inf, 0.5])
+def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(max_grad_norm: float, monkeypatch) -> None:
+    """Three folds of unlike sizes: gradient, clipping by its own norm and step of the other two."""
+    torch.manual_seed(1)
+    monkeypatch.setattr(vectors, "JOINED", LARGE)
+    parameters = {name: draw(*shape) for name, shape in SHAPES.items()}
+    states, sizes = states_of("adamw"), torch.tensor([1.0, 2.0, 5.0], dtype=torch.float64)
+    layout = Layout(parameters)
+    rows = [draw(3, bucket.size) for bucket in layout.buckets]
+    mean = [(sizes.unsqueeze(1) * part).sum(dim=0) / 8 for part in rows]
+    steps = StepsWithoutFolds(optimizer_pieces(layout, parameters, states, 8), mean, rows, sizes, 8.0, max_grad_norm)
+    clips = steps.clips(steps.gradients, slice(None))
+    found = torch.cat([parts.total for _, parts in steps.parts(slice(None), clips)], dim=1)
+    for k in range(3):
+        others = [i for i in range(3) if i != k]
+        own = sum(sizes[i] * torch.cat([part[i] for part in rows]) for i in others) / sizes[others].sum()
+        clip = min(1.0, max_grad_norm / (float(own.norm()) + 1e-6))
+        assert float(clips[k]) == pytest.approx(clip, rel=1e-12)
+        named = layout.by_name(layout.split(clip * own))
+        expected = [s.delta(parameters[n], named[n].view(SHAPES[n])).total.flatten() for n, s in states.items()]
+        torch.testing.assert_close(found[k], torch.cat(expected))
+        one = torch.cat([parts.total[0] for _, parts in steps.parts(slice(k, k + 1), clips[k : k + 1])])
+        torch.testing.assert_close(one, torch.cat(expected))
 
 
 def test_a_large_parameter_is_not_copied(monkeypatch) -> None:
-    monkeypatch.setattr(updates, "JOINED", LARGE)
+    monkeypatch.setattr(vectors, "JOINED", LARGE)
     parameters = {name: draw(*shape) for name, shape in SHAPES.items()}
-    (large,) = (p for p in optimizer_pieces(parameters, states_of("adamw")) if len(p.param) > LARGE)
+    (large,) = (p for p in optimizer_pieces(Layout(parameters), parameters, states_of("adamw")) if len(p.param) > LARGE)
     assert large.param.data_ptr() == parameters["large"].data_ptr()
+
+
+def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() -> None:
+    layout = Layout({"w": torch.zeros(3)})
+    history, update, nowhere = UpdateHistory(), [torch.tensor([1.0, -2.0, 0.5])], [torch.zeros(3)]
+    assert "first measured step" in history.why_none(1)
+    history.keep(4, update, nowhere)
+    resumed = UpdateHistory()
+    resumed.load_state_dict(history.state_dict())
+    for kept in (history, resumed):
+        assert kept.before(layout, 5)[0].tolist() == [1.0, -2.0, 0.5]
+        assert kept.why_none(5) == ""
+        assert kept.before(layout, 6) is None
+        assert "step 5 was not measured" in kept.why_none(6)
+    resumed.load_state_dict(history.state_dict())
+    with pytest.raises(ValueError, match="3 numbers, and 2 are trained"):
+        resumed.before(Layout({"w": torch.zeros(2)}), 5)
+
+
+def test_a_step_without_a_formula_is_known_by_the_parameters_after_it() -> None:
+    history, layout = UpdateHistory(), Layout({"w": torch.zeros(2)})
+    parameters = [torch.tensor([1.0, 2.0])]
+    history.keep(1, None, parameters)
+    assert history.is_open(1)
+    parameters[0] += torch.tensor([0.25, -1.0])
+    history.finish(1, parameters)
+    assert not history.is_open(1)
+    assert history.before(layout, 2)[0].tolist() == [0.25, -1.0]

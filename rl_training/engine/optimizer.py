@@ -53,8 +53,18 @@ def view_optimizer(sharding: Sharding, parameters: Mapping[str, nn.Parameter]) -
     if reason:
         return OptimizerView(None, max_grad_norm, reason)
     read = readers[type(optimizer)]
-    states = {name: read(param, state_of.get(param, {}), group_of[param]) for name, param in parameters.items()}
+    known = _with_steps_as_numbers({name: state_of.get(param, {}) for name, param in parameters.items()})
+    states = {name: read(param, known[name], group_of[param]) for name, param in parameters.items()}
     return OptimizerView(states, max_grad_norm)
+
+
+def _with_steps_as_numbers(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
+    """Returns the states with their numbers of steps read from the device at once: fused optimizers keep them there."""
+    steps = {name: state["step"] for name, state in states.items() if isinstance(state.get("step"), Tensor)}
+    if not steps:
+        return dict(states)
+    numbers = torch.stack([step.reshape(()) for step in steps.values()]).tolist()
+    return {**states, **{name: {**states[name], "step": n} for name, n in zip(steps, numbers, strict=True)}}
 
 
 def _why_no_formula(optimizer: torch.optim.Optimizer, known: Sequence[type]) -> str:

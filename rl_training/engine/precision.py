@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from rl_training.mathematics.ieee import ieee_fp32
+
 FP32_ATTENTION = ("eager", "sdpa", "flex_attention")  # what transformers has beside them refuses fp32, or may
 
 
@@ -19,7 +21,7 @@ def measuring(model: nn.Module) -> Iterator[None]:
     Forward and backward belong into it. The graph is not its affair.
     """
     device = next(model.parameters()).device.type
-    with _ieee_fp32(), _without_dropout(model), _attention_in_fp32(model), torch.autocast(device, enabled=False):
+    with ieee_fp32(), without_dropout(model), _attention_in_fp32(model), torch.autocast(device, enabled=False):
         yield
 
 
@@ -44,25 +46,7 @@ def _is_quantised(module: nn.Module) -> bool:
 
 
 @contextlib.contextmanager
-def _ieee_fp32() -> Iterator[None]:
-    """A context without TF32. By torch's new settings only: the old ones cannot be read once these were written."""
-    backends: Any = torch.backends
-    settings = [
-        *(backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn),
-        *(backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn),
-    ]
-    before = [setting.fp32_precision for setting in settings]
-    try:
-        for setting in settings:
-            setting.fp32_precision = "ieee"
-        yield
-    finally:
-        for setting, value in zip(settings, before, strict=True):
-            setting.fp32_precision = value
-
-
-@contextlib.contextmanager
-def _without_dropout(model: nn.Module) -> Iterator[None]:
+def without_dropout(model: nn.Module) -> Iterator[None]:
     """A context in which no module drops out. The flag `training` says more than that, so some keep it.
 
     It switches a layer's checkpointing on: where a model knows of no dropout, layers that are checkpointed stay so. And

@@ -15,7 +15,7 @@ import contextlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from rl_training.mathematics.linear_head import LogitMap, scores_of_hidden, scor
 from rl_training.mathematics.scores import Scores
 
 CHUNK_LOGITS = 2**25  # 128 MB in fp32
-Precision = Literal["training", "measurement"]
 
 
 class _Batch(NamedTuple):
@@ -77,24 +76,16 @@ class Scorer:
         """Why a measurement is no fp32 one, "" if it is."""
         return why_not_fp32(self._model)
 
-    def score(
-        self, sequences: Rollout, rows: Tensor, *, graph: bool = True, precision: Precision = "training"
-    ) -> Scores:
+    def score(self, sequences: Rollout, rows: Tensor, *, graph: bool = True) -> Scores:
         """Returns log-probabilities and entropies of the completions of some rows, (B, T); T of the longest of these.
 
-        precision  "training": autocast and dropout as training has them. "measurement": neither, and IEEE fp32; a graph
-                   belongs into `measuring()`, with the backward pass
-
-        Random streams stay as they were. A graph may be used as often as wanted, by first derivatives.
+        With autocast and dropout as training has them; inside `measuring()` with neither, and in IEEE fp32. Random
+        streams stay as they were. A graph may be used as often as wanted, by first derivatives.
         """
-        if precision not in ("training", "measurement"):
-            raise ValueError(f"precision={precision!r}: it is 'training' or 'measurement'")
-        if precision == "measurement" and graph and not self._measuring:
-            raise ValueError("a measurement with graph is scored and differentiated inside `with scorer.measuring():`")
         with self._streams_put_back():
             self.verify()
-            as_asked = self.measuring() if precision == "measurement" else self._autocast()
-            with as_asked, torch.set_grad_enabled(graph):
+            as_training = contextlib.nullcontext() if self._measuring else self._autocast()
+            with as_training, torch.set_grad_enabled(graph):
                 batch = _first_columns(sequences, rows)
                 logps, entropies = self._by_own_logits(batch) if self._why_whole else self._by_body_and_head(batch)
         return Scores(logps, entropies, batch.mask)
@@ -109,14 +100,16 @@ class Scorer:
         there = torch.cat([sequences.prompt_mask[rows], sequences.token_mask[rows]], dim=1)
         beside = {"attention_mask": there, **_beside(sequences, rows, None)}
         targets = sequences.completion_ids[rows]
-        with self.measuring(), torch.no_grad():
+        # Half-precision layers take no fp32 but from autocast.
+        rounded = self._autocast() if self.why_not_fp32 else contextlib.nullcontext()
+        with self.measuring(), rounded, torch.no_grad():
             logits = self._own_logits(ids, beside)[:, -targets.shape[1] - 1 : -1]
             logps, entropies = scores_of_logits(_at_least_fp32(logits) / self._logit_map.temperature, targets)
         return Scores(logps, entropies, sequences.completion_mask[rows])
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        """A context in which a measurement with graph is scored and differentiated; then the model is as it was."""
+        """A context in which scores are a measurement's, forward and backward; then the model is as it was."""
         self._measuring += 1
         try:
             with measuring(self._model):

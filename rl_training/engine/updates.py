@@ -76,11 +76,16 @@ def optimizer_pieces(
                 state = dataclasses.replace(of_piece[0], **moments)
                 columns = slice(start + cut.start, start + cut.stop)
                 whole = slice(bucket.start + columns.start, bucket.start + columns.stop)
-                spans = [(of_name[name], slice(0, len(param[cut]))) for name in names]
-                if len(names) > 1:
-                    spans = [(of_name[n], slice(c.start - start, c.stop - start)) for n, c in bounds[first:last]]
-                pieces.append(Piece(number, columns, whole, param[cut], state, tuple(spans)))
+                own = ((of_name[name], _within(columns, of)) for name, of in bounds[first:last])
+                spans = tuple((parameter, span) for parameter, span in own if span.start < span.stop)
+                pieces.append(Piece(number, columns, whole, param[cut], state, spans))
     return pieces
+
+
+def _within(columns: slice, part: slice) -> slice:
+    """Returns which of these columns lie in the part, counted from the first of them; empty where none does."""
+    start = max(part.start, columns.start)
+    return slice(start - columns.start, max(min(part.stop, columns.stop), start) - columns.start)
 
 
 def _alike(

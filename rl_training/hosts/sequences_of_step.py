@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout
@@ -24,22 +25,21 @@ def sequences_of_step(
     for rollout, said in zip(rollouts, scores, strict=True):
         mask = rollout.completion_mask.bool()
         logps = said.logps.double().masked_fill(~mask, 0.0).sum(dim=1)
-        ratios = None
+        ratios = torch.full_like(logps, 1.0 if rollout.on_policy else math.nan)
         if rollout.sampling_logps is not None:
             sampled = rollout.sampling_logps.double().masked_fill(~mask, 0.0).sum(dim=1)
             ratios = (logps - sampled).exp()
-        for row in range(rollout.num_sequences):
-            yield {
-                "prompt": decode(rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]),
-                "response": decode(rollout.completion_ids[row][rollout.token_mask[row].bool()]),
-                "prompt_index": int(rollout.prompt_index[row]),
-                "reward": float(rollout.rewards[row]) if rollout.rewards is not None else math.nan,
-                "advantage": float(rollout.advantages[row]),
-                "length": int(mask[row].sum()),
-                "logp": float(logps[row]),
-                "importance_ratio": float(ratios[row]) if ratios is not None else _unkept_ratio(rollout.on_policy),
-            }
-
-
-def _unkept_ratio(on_policy: bool) -> float:
-    return 1.0 if on_policy else math.nan
+        rewards = torch.full_like(logps, math.nan) if rollout.rewards is None else rollout.rewards
+        columns = {  # each read from the device at once
+            "prompt_index": rollout.prompt_index.tolist(),
+            "reward": rewards.tolist(),
+            "advantage": rollout.advantages.tolist(),
+            "length": mask.sum(dim=1).tolist(),
+            "logp": logps.tolist(),
+            "importance_ratio": ratios.tolist(),
+        }
+        prompts = zip(rollout.prompt_ids.cpu(), rollout.prompt_mask.cpu().bool(), strict=True)
+        responses = zip(rollout.completion_ids.cpu(), rollout.token_mask.cpu().bool(), strict=True)
+        for row, (asked, given) in enumerate(zip(prompts, responses, strict=True)):
+            texts = {"prompt": decode(asked[0][asked[1]]), "response": decode(given[0][given[1]])}
+            yield texts | {name: values[row] for name, values in columns.items()}

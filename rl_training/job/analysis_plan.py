@@ -1,4 +1,4 @@
-"""Which checkpoints offline.py analyses, and where the results go: its configuration, checked before anything is loaded."""
+"""Which checkpoints offline.py analyses, and where the results go: checked before anything is loaded."""
 
 from __future__ import annotations
 

@@ -19,27 +19,16 @@ are wanted.
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from rl_training.mathematics.ieee import ieee_fp32
+
 COLUMNS = 2**14  # whose products are summed in fp32; beyond that, in fp64
 SECOND_BACKWARD = 0.6  # of a forward and backward
-
-
-@contextlib.contextmanager
-def full_fp32() -> Iterator[None]:
-    """A context in which fp32 matrix products are not rounded to TF32 or bf16, whatever was asked for before."""
-    before = torch.get_float32_matmul_precision()
-    torch.set_float32_matmul_precision("highest")
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before)
 
 
 def row_products(rows: Tensor, others: Tensor) -> Tensor:
@@ -50,7 +39,7 @@ def row_products(rows: Tensor, others: Tensor) -> Tensor:
     """
     dtype = torch.promote_types(torch.promote_types(rows.dtype, others.dtype), torch.float32)
     total = torch.zeros(len(rows), len(others), dtype=torch.float64, device=rows.device)
-    with full_fp32():
+    with ieee_fp32():
         for a, b in zip(rows.split(COLUMNS, dim=1), others.split(COLUMNS, dim=1), strict=True):
             total += a.to(dtype) @ b.to(dtype).T
     return total

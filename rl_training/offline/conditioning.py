@@ -102,4 +102,4 @@ def _root(state: AdamWState, gradient: Tensor) -> Tensor:
 def _dot(a: Tensor, b: Tensor) -> float:
     """Returns the inner product in fp64, of which there is only a chunk at a time."""
     pairs = zip(a.split(CHUNK), b.split(CHUNK), strict=True)
-    return sum(float(x.double() @ y.double()) for x, y in pairs)
+    return float(sum((x.double() @ y.double() for x, y in pairs), start=a.new_zeros((), dtype=torch.float64)))

@@ -5,13 +5,13 @@ Everything is measured without dropout. Where the head is trained it is called, 
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from rl_training.engine.batch import Rollout
+from rl_training.engine.precision import without_dropout
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.mathematics.scores import Scores
@@ -88,21 +88,3 @@ class GradientRows:
 def _of_rows(weights: Tensor, rows: Tensor, scores: Scores) -> Tensor:
     width = scores.logps.shape[1]
     return weights[rows, :width].to(scores.logps) * scores.mask.to(scores.logps)
-
-
-@contextlib.contextmanager
-def without_dropout(model: nn.Module) -> Iterator[None]:
-    """A context in which no module drops out; afterwards each is as it was.
-
-    A layer's own flag is what switches its checkpointing on, so where it is checkpointed in training it stays so here,
-    unless it drops out by itself.
-    """
-    in_training = [module for module in model.modules() if module.training]
-    model.eval()
-    for module in in_training:
-        module.training = getattr(module, "gradient_checkpointing", False) and getattr(module, "dropout", 0.0) == 0.0
-    try:
-        yield
-    finally:
-        for module in in_training:
-            module.training = True

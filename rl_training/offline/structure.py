@@ -232,7 +232,7 @@ def distinct_texts(s: Structure) -> Distinct:
     return Distinct([{**rows[n], "times": times[key]} for key, n in first.items()], values, stderr, ratio)
 
 
-# --- the numbers of an analysis ----------------------------------------------------------------------------------------
+# --- the numbers of an analysis --------------------------------------------------------------------------------------
 
 
 def headline(s: Structure) -> dict[str, float]:

@@ -64,7 +64,7 @@ MEASURED = (
 
 
 @dataclass(frozen=True)
-class EvaluationBuffer:
+class FreshSequences:
     """E: this rank's sequences, and what the policy says of them at θ."""
 
     rollout: Rollout
@@ -92,14 +92,16 @@ class GroundTruthProbe(Probe):
         if seed < 0:
             raise ValueError(f"ground_truth: seed={seed} must not be negative")
         self.sequences, self.seed = sequences, seed
-        self._buffer: EvaluationBuffer | None = None
+        self._buffer: FreshSequences | None = None
         self._predicted: tuple[Replicates, JackknifeUnits] | None = None
+        self._forward: Estimate | None = None  # what is held against the truth
         self._answers: dict[str, Estimate] = {}
         self._calibration = Calibration()
 
     def prepare(self, step: Step) -> None:
         self._buffer = self._predicted = None
         no_truth, change = step.capabilities.no_fresh_responses, step.entropy_change
+        self._forward = None if change.why_none else change.quantities["forward"].estimates(change.sums.num_folds)[0]
         targets = TARGETS[: 1 + change.settings.per_sequence]
         why_no_prediction = no_truth or change.why_none or step.optimizer.reason
         self._answers = dict.fromkeys(
@@ -121,10 +123,8 @@ class GroundTruthProbe(Probe):
         else:
             self._answers |= self._measured(step, self._buffer)
         self._buffer = self._predicted = None
-        if not step.entropy_change.why_none:
-            forward = step.entropy_change.quantities["forward"]
-            prediction = forward.estimates(step.capabilities.num_folds)[0]
-            self._calibration.add(prediction, self._answers["delta_h/true"])
+        if self._forward is not None:
+            self._calibration.add(self._forward, self._answers["delta_h/true"])
         self._answers |= {f"calibration/{name}": e for name, e in self._calibration.estimates().items()}
 
     def reads_new_weights(self) -> bool:
@@ -140,7 +140,7 @@ class GroundTruthProbe(Probe):
         if state:
             self._calibration.load_state_dict(state)
 
-    def _draw(self, step: Step) -> EvaluationBuffer:
+    def _draw(self, step: Step) -> FreshSequences:
         """Returns the evaluation buffer, sampled and scored at the present parameters."""
         rollout = step.policy.sample(self.sequences, self._seed_of(step))
         sequences = JackknifeUnits(rollout.prompt_index, self.sequences, step.ranks.reduce)
@@ -148,9 +148,9 @@ class GroundTruthProbe(Probe):
         totals = sequences.gather(sequence_totals(scores))
         width = int(sequences.gather(rollout.token_mask.sum(dim=1).double()).max())
         again = _widened(_scored_by_length(step.policy, rollout), width)
-        return EvaluationBuffer(rollout, sequences, totals, _widened(scores, width), again)
+        return FreshSequences(rollout, sequences, totals, _widened(scores, width), again)
 
-    def _measured(self, step: Step, buffer: EvaluationBuffer) -> dict[str, Estimate]:
+    def _measured(self, step: Step, buffer: FreshSequences) -> dict[str, Estimate]:
         """Returns the change of entropy since the buffer was drawn, and how it is known."""
         after = step.policy.score_rollout(buffer.rollout)
         totals = buffer.sequences.gather(sequence_totals(after))

@@ -22,7 +22,7 @@ COLUMNS = [
 
 
 def looks(folder: str | Path) -> pd.DataFrame:
-    """Returns a row per prediction and its truth, of all analyses in a folder (a run, or RUN/offline/NAME); see COLUMNS.
+    """Returns a row per prediction and its truth, of all analyses in a folder (run or RUN/offline/NAME); see COLUMNS.
 
     kind   "whole": the analysis itself. Of sweeps: "eta", another multiple of the step; "size", fewer sequences of E;
            "update", another U

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -18,21 +19,25 @@ from rl_training.tasks.tiny import TINY_PATH
 
 
 def load_causal_lm(
-    name: str | Path, dtype: str = "float32", quantization: str | None = None
+    name: str | Path, dtype: str = "float32", quantization: str | None = None, attn_implementation: str | None = None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """Returns (model, tokenizer) of a folder or of a name on the Hugging Face Hub.
 
     dtype         of the weights, "float32", "bfloat16" or "auto". Weights that are trained want fp32, with bf16
                   autocast; those that an adapter leaves frozen may be what the checkpoint is
     quantization  "nf4": the linear layers in 4 bits, for an adapter on top of them; products are taken in `dtype`
+    attn_implementation  "sdpa", "eager", "flash_attention_2", …; None for the model's own choice. Measurements in fp32
+                  use sdpa where it takes 16 bits only
 
     Raises ValueError when the checkpoint is missing, incomplete or corrupt, or has no end-of-sequence token.
     """
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"model.dtype={dtype} is not a dtype of torch: use float32, bfloat16 or auto")
-    quantized = {} if quantization is None else {"quantization_config": _four_bits(quantization, dtype)}
+    options: dict[str, Any] = {} if attn_implementation is None else {"attn_implementation": attn_implementation}
+    if quantization is not None:
+        options["quantization_config"] = _four_bits(quantization, dtype)
     try:
-        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **quantized)
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     except Exception as error:  # each missing or damaged file raises an error of its own library's
         where = "folder" if Path(name).is_dir() else "folder of that name, and on the Hugging Face Hub none was loaded"
