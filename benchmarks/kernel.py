@@ -35,6 +35,7 @@ from rl_training.engine.updates import optimizer_pieces
 from rl_training.hosts.trl.sharding import replicated
 from rl_training.mathematics.kernels import plan_blocks, row_products
 from rl_training.mathematics.sketches import CountSketches
+from rl_training.mathematics.vectors import Layout
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
 from rl_training.offline.kernel_files import load_kernel
@@ -85,8 +86,8 @@ def step_of(rows: GradientRows, trainer: object, inputs: KernelInputs) -> Kernel
     x = sum(rows.sum(e, batch, of_e, of_h) for batch in rows.batches(range(e.num_sequences)))
     assert isinstance(gradient, Tensor)
     assert isinstance(x, Tensor)
-    pieces = optimizer_pieces(dict(rows.parameters), view.states)
-    factor = torch.cat([p.state.gradient_factor(p.param, gradient[p.columns]) for p in pieces])
+    pieces = optimizer_pieces(Layout(rows.parameters), rows.parameters, view.states)
+    factor = torch.cat([p.state.gradient_factor(p.param, gradient[p.flat]) for p in pieces])
     return KernelStep(gradient, x, 1.0, (-factor).sqrt(), torch.stack([0 * factor, factor * gradient, 0 * factor]))
 
 

@@ -3,7 +3,7 @@
     python benchmarks/offline.py pool RUN/training_state/checkpoint-20 --pool 4096 --draws 200
     python train.py probe=simple run_dir=RUN trainer.max_steps=24 trainer.save_steps=1 trainer.save_total_limit=99
     python benchmarks/offline.py loop RUN
-    python train.py probe=simple probes.simple.validate_every=1 run_dir=RUN
+    python train.py probe=[simple,ground_truth] probes.ground_truth.every=1 run_dir=RUN
     python benchmarks/offline.py variances RUN
 
 `pool` scores one large E at θ ± η δθ once; every smaller E is a draw without replacement of its rows, so that 200 of

@@ -1,4 +1,4 @@
-"""How commands end: well, or with one line that names the mistake and the way out, and the exit code that says which.
+"""How commands end: well, or with one line that names the mistake and the fix, and the exit code that says which.
 
 Each command line is train.py in a fork of this process, which has imported everything already.
 """

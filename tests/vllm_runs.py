@@ -69,7 +69,7 @@ def share_of_digits(completions: list[str], **columns: Any) -> list[float]:
 
 
 def is_even(completions: list[str], **columns: Any) -> list[float]:
-    """Returns a reward of 0 or 1 that depends on the text, so that some prompts teach nothing."""
+    """Returns a reward of 0 or 1 that depends on the text, so that some prompts have zero advantage."""
     return [float(sum(map(ord, text)) % 2) for text in completions]
 
 

@@ -1,4 +1,4 @@
-"""Checks of the composed configuration, before anything is written: each mistake an error that names the way out."""
+"""Checks of the composed configuration, before anything is written: each mistake an error that names the fix."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ SAME_AS = {
 
 
 def expand_home(cfg: DictConfig) -> None:
-    """Puts the user's home folder for a `~` at the beginning of a path, which a shell leaves alone after a `=`."""
+    """Puts the user's home folder for a `~` at the beginning of a path, which a shell does not expand after a `=`."""
     for key in PATHS:
         value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.startswith("~"):

@@ -101,7 +101,7 @@ def reweighted_replicates(before: Tensor, after: Tensor, units: JackknifeUnits |
 def paired_replicates(before: Tensor, after: Tensor, units: JackknifeUnits | None = None) -> Replicates:
     """Returns the difference of two samples, (2,) per token and per sequence, and without each pair, (N, 2).
 
-    Row i of both answers the same prompt with the same dice.
+    Row i of both answers the same prompt with common random numbers.
 
     before  (N, 3), `sequence_totals` of sequences sampled and scored under the first policy
     after   (N, 3), of others, sampled and scored under the second

@@ -148,7 +148,7 @@ def sample_evaluation(
 def sample_again(
     restored: RestoredTrainer, like: EvaluationBuffer, seed: int, chunk_size: int, progress: Progress
 ) -> Scores:
-    """Returns scores of fresh responses to the prompts of E at the present parameters, drawn with the same dice."""
+    """Returns scores of fresh responses to E's prompts at the present parameters, with common random numbers."""
     rollout, number = _respond(restored, like.prompts, seed, chunk_size, progress)
     return gather_scores(restored, rollout, number, like.num_sequences)
 

@@ -9,7 +9,7 @@
     second_order         deltaH_true − deltaH_odd
 
 `…_se` is one standard error. That of deltaH1 holds E's and U's noise, the others E's alone: they speak of this very
-step. What cannot be had is nan, with the reason in `reasons`.
+step. What is not available is nan, with the reason in `reasons`.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | Non
     trainer        of the same model, adapter and optimizer; it must not have trained
     learning_rate  of the step to be analysed, instead of what the checkpoint's scheduler says
 
-    Raises ValueError, saying what is wrong and the way out, when checkpoint and trainer do not fit: see the guards.
+    Raises ValueError, saying what is wrong and the fix, when checkpoint and trainer do not fit: see the guards.
     """
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise ValueError(

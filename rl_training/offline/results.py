@@ -71,7 +71,7 @@ def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> No
     console = Console(soft_wrap=True)
     console.print(table)
     sizes = f"E {found['B_E']:.0f} sequences, U {found['B_U']:.0f} × {found['G']:.0f}"
-    teaching = f"{100 * found['zero_advantage']:.0f} % of U teaches nothing"
+    teaching = f"{100 * found['zero_advantage']:.0f} % of U has zero advantage"
     console.print(f" {sizes}; reward {found['avg_reward']:.3f}, {teaching}; learning rate {found['learning_rate']:.3g}")
     if analysis.truth is not None:
         how = "drawn afresh at the moved weights: the effective sample size was" if found["resampled"] else "ESS"

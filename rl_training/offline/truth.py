@@ -10,7 +10,7 @@ E is scored at θ + η δθ for each η asked for, and
     floor        the same computation with δθ = 0, between two scorings that put E's sequences into different batches
 
 Below an effective sample size of MIN_ESS_SHARE of E the weights are not trusted (importance.py says why): fresh
-responses are drawn at the moved parameters with the same dice, and the change is the difference of pairs.
+responses are drawn at the moved parameters with common random numbers, and the change is the difference of pairs.
 
 The error of a difference needs the prediction without each prompt, baseline and all. That comes from the slopes of
 all tokens along δθ (central differences over ±SLOPE_STEP·δθ, two scorings), and not from the backward.

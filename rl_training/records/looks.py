@@ -39,7 +39,7 @@ def looks(folder: str | Path) -> pd.DataFrame:
 
 
 def read_analysis(path: str | Path) -> dict[str, Any]:
-    """Returns what a result.json holds; null where a number could not be had, with the reason in `reasons`."""
+    """Returns what a result.json holds; null where a number is not available, with the reason in `reasons`."""
     try:
         content: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
         content["results"], content["step"], content["settings"]["offline"]

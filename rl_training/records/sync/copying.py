@@ -22,7 +22,7 @@ from rl_training.records.sync.listing import Checkpoints, SourceFile, list_files
 
 Result = TypeVar("Result")
 SAME_TIME = 1.0  # seconds: SFTP knows no fractions
-NO_USE = {  # errors of asyncssh and botocore that another try would meet again, with the way out
+NO_USE = {  # errors of asyncssh and botocore that another try would meet again, with the fix
     "HostKeyNotVerifiable": "its key is not in ~/.ssh/known_hosts: connect once with ssh, and look at the key",
     "PermissionDenied": "no key of the ssh agent or of ~/.ssh was accepted: it must work with ssh first",
     "NoCredentialsError": "no AWS credentials were found: set AWS_PROFILE, or run aws configure",
