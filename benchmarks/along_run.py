@@ -186,6 +186,14 @@ class AlongRun(Probe):
         return changes
 
 
+def settings_of(condition: str) -> dict[str, Any]:
+    """Returns what this condition changes of the default task, as `default_trainer` takes it."""
+    settings = dict(CONDITIONS[condition])
+    if "peft_config" in settings:
+        settings["peft_config"] = LoraConfig(**settings["peft_config"])
+    return settings
+
+
 def _steps(step: Step, change: EntropyChange) -> tuple[Vector, Vector, list[Vector]]:
     """Returns δθ, the mean of the steps without a fold, and what momentum, gradient and decay have in δθ."""
     assert step.gradients.rows is not None
@@ -236,9 +244,6 @@ def run(
     quantities, units, 4: value, error, num_samples, error of the batch alone), and the change between the ends,
     (units, 2) each."""
     probe = AlongRun(choices, num_fresh, seed)
-    settings = dict(settings)
-    if "peft_config" in settings:
-        settings["peft_config"] = LoraConfig(**settings["peft_config"])
     with tempfile.TemporaryDirectory() as scratch:
         probe.trainer = trainer = default_trainer(scratch, [probe], steps, seed=seed, **settings)
         trainer.add_callback(Progress(bar))
@@ -267,7 +272,7 @@ def main() -> None:
     ]
     with tqdm(total=len(todo) * options.steps, unit="step") as bar:
         for condition, seed, path in todo:
-            settings = CONDITIONS[condition]
+            settings = settings_of(condition)
             record = run(options.choices, seed, options.steps, options.fresh, options.ends, bar, settings)
             torch.save({"condition": condition, "seed": seed} | record, path)
     print_tables([torch.load(path) for path in sorted(options.folder.glob("*.pt"))])

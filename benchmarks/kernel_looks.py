@@ -46,8 +46,9 @@ from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel_at_checkpoint import kernel_of_analysis, kernel_step
 from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.kernel_what_if import chooser, what_if
-from rl_training.offline.probe import Analysis, Evaluation, Settings, TruthSettings, UpdateConfig, analyse
+from rl_training.offline.probe import Analysis, analyse
 from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import Evaluation, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.structure import Row, Structure
 from rl_training.offline.truth import by_name
 from rl_training.offline.update import Update, make_update

@@ -34,7 +34,8 @@ from rl_training.mathematics.per_decision import first_order_change, per_decisio
 from rl_training.mathematics.scores import Scores
 from rl_training.offline.buffers import sample_evaluation, sample_update
 from rl_training.offline.first_order import MOST_BLOCKS, without_blocks
-from rl_training.offline.probe import Evaluation, Settings, TruthSettings, UpdateConfig, analyse
+from rl_training.offline.probe import analyse
+from rl_training.offline.settings import Evaluation, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.truth import Truth, measure
 from rl_training.offline.update import make_update
 from rl_training.records.checkpoints import checkpoints_named, steps_taken

@@ -22,8 +22,9 @@ import torch
 from workload import Workload, make_trainer
 
 from rl_training.offline.buffers import sample_evaluation
-from rl_training.offline.probe import Evaluation, Memory, Settings, UpdateConfig, analyse
+from rl_training.offline.probe import analyse
 from rl_training.offline.restored import RestoredTrainer, restore
+from rl_training.offline.settings import Evaluation, Memory, Settings, UpdateConfig
 from rl_training.offline.truth import num_scorings
 
 PROMPTS, RESPONSES = 8, 2  # of U

@@ -1,6 +1,7 @@
 """What the noise of X along a real step is made of, and how far ratios within one batch are off, along a run.
 
     OMP_NUM_THREADS=1 python benchmarks/within_batch.py [--at 2 10 20 30 40] [--prompts 96] [--seed 11]
+        [--condition lora]
 
 After each of these steps 8 fresh responses to each of so many prompts give, response by response, its share a of
 ∂H_seq · δθ and b of ∂E[T] · δθ (a central difference along the step), with H and T. Batches of 32 prompts are drawn
@@ -9,6 +10,9 @@ from these with replacement:
     noise    of the change per token along the step, from k random responses of each prompt; of all 8 it is 1
     bias     of the ratio (mean a − H_tok mean b) / E[T] of one batch, all from the same prompts: its mean over batches
              less its value over all prompts, and the same where H_tok is that of the other seven folds
+    sums     over these steps, a batch at each, from one response of each prompt: the root mean square of error over
+             bar, and how many 95 % intervals hold the sum over all prompts, where the jackknife takes H_tok as given
+             and where it has that of the other folds. `--at $(seq 40)`: a run whose batches are drawn DRAWS times
 
 Nothing is known here of how well 96 prompts stand for all.
 """
@@ -23,6 +27,8 @@ from typing import Any
 import rl_training.job.silence  # noqa: F401
 
 import torch
+from along_run import CONDITIONS, settings_of
+from along_run_tables import quantile
 from default_task import default_trainer
 from torch import Tensor
 
@@ -110,15 +116,42 @@ def biases(shares: Tensor, generator: torch.Generator) -> list[float]:
     return [everything, *found, float(own.std()) / DRAWS**0.5 / abs(everything)]
 
 
+def sums_rows(shares: Sequence[Tensor], generator: torch.Generator) -> list[str]:
+    """Returns rows on sums over steps, from the shares of each step: error over bar, and what intervals hold."""
+    names = ("token, H_tok as given", "token, H_tok of the other folds", "sequence")
+    errors, variances, squares = (torch.zeros(len(names), DRAWS, dtype=torch.float64) for _ in range(3))
+    for of_step in shares:
+        prompts = torch.randint(len(of_step), (DRAWS, PROMPTS), generator=generator)
+        one = torch.randint(RESPONSES, (DRAWS, PROMPTS), generator=generator)
+        terms = torch.cat([of_step[prompts, one, :2], of_step[..., 2:].mean(dim=1)[prompts]], dim=-1)
+        folds = terms.view(DRAWS, FOLDS, -1, 4).mean(dim=2)
+        whole, everything = folds.mean(dim=1), of_step.mean(dim=(0, 1))
+        a, b, entropy, length = ((FOLDS * whole.unsqueeze(1) - folds) / (FOLDS - 1)).unbind(-1)
+        given = (a - (whole[:, 2] / whole[:, 3]).unsqueeze(1) * b) / length
+        without = torch.stack([given, change(a, b, entropy, length), a])  # of each fold, (bars, DRAWS, FOLDS)
+        variance = (FOLDS - 1) ** 2 / FOLDS * without.var(dim=2)
+        per_token = change(*whole.unbind(-1)) - change(*everything)
+        errors += torch.stack([per_token, per_token, whole[:, 0] - everything[0]])
+        variances += variance
+        squares += variance.square()
+    ratios = errors / variances.sqrt()
+    held = ratios.abs() < quantile(1 + (FOLDS - 1) * variances.square() / squares)
+    numbers = zip(names, ratios.square().mean(dim=1).sqrt(), held.double().mean(dim=1), strict=True)
+    return [f"| {name} | {float(ratio):.3f} | {float(share):.3f} |" for name, ratio, share in numbers]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--at", type=int, nargs="+", default=[2, 10, 20, 30, 40])
     parser.add_argument("--prompts", type=int, default=96)
     parser.add_argument("--seed", type=int, default=11)
+    parser.add_argument("--condition", choices=CONDITIONS, default="default")
     options = parser.parse_args()
     probe = Shares(options.at, options.prompts)
     with tempfile.TemporaryDirectory() as folder:
-        probe.trainer = default_trainer(folder, [probe], max(options.at), seed=options.seed)
+        probe.trainer = default_trainer(
+            folder, [probe], max(options.at), seed=options.seed, **settings_of(options.condition)
+        )
         probe.trainer.train()
     print(
         "| step | 1 of 8 | 2 of 8 | 4 of 8 | ΔH per token | bias | with H_tok of the others | ± |\n" + "|---" * 8 + "|"
@@ -128,6 +161,8 @@ def main() -> None:
         noise = [f"{value:.2f}" for value in noise_rows(shares, generator)[:3]]
         everything, *found = biases(shares, generator)
         print(f"| {' | '.join([str(step), *noise, f'{everything:+.5f}', *(f'{100 * x:.1f} %' for x in found)])} |")
+    print(f"\n| sums over {len(probe.shares)} steps, per | error over bar | intervals that hold |\n|---|---|---|")
+    print("\n".join(sums_rows(list(probe.shares.values()), generator)))
 
 
 if __name__ == "__main__":

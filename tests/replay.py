@@ -33,10 +33,11 @@ from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
-from rl_training.hosts.trl.sharding import sharding_of
-from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.engine.probe import Need
+from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.hosts.trl.sharding import sharding_of
+from rl_training.mathematics.vectors import Layout
+from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import Records
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
@@ -103,7 +104,7 @@ class ReplayTrainer(DrGRPOTrainer):
 class Recorder(Probe):
     """Keeps the gradient and the Adam state that each step starts from, and the mean of this rank's folds.
 
-    It is told last: a tap that a probe's own backward had reached would show in that mean.
+    It is told last: hooks that a probe's own backward had reached would show in that mean.
     """
 
     name = "recorder"
@@ -114,16 +115,18 @@ class Recorder(Probe):
         self.steps: list[dict[str, torch.Tensor]] = []
 
     def prepare(self, step: Any) -> None:
+        self.max_grad_norm = step.optimizer.max_grad_norm
+        rows = Layout(step.gradients.parameters).by_name(step.gradients.rows)
         kinds = {
             "gradient": step.gradients.mean,
-            "own": {name: step.gradients.rows.view(name).mean(dim=0) for name in step.gradients.parameters},
+            "own": {name: rows[name].mean(dim=0).view(p.shape) for name, p in step.gradients.parameters.items()},
             "exp_avg": {name: state.exp_avg for name, state in step.optimizer.states.items()},
             "exp_avg_sq": {name: state.exp_avg_sq for name, state in step.optimizer.states.items()},
         }
         self.steps.append({f"{kind}/{name}": t.clone() for kind, named in kinds.items() for name, t in named.items()})
 
     def results(self) -> dict[str, Estimate]:
-        return {"recorder/clipping": Estimate(step.optimizer.max_grad_norm)}
+        return {"recorder/clipping": Estimate(self.max_grad_norm)}
 
 
 def log_collectives() -> list[int]:
@@ -161,7 +164,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         # Its shared-memory all-reduce would be compiled here, a minute of g++ behind a lock file. Without it: gloo.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     probes = [] if run.endswith("bare") else [Recorder()] if run.endswith("lora") else [
-        SimpleEntropyProbe(per_sequence=True, own_prompts=True, draw="norm"), GradientNoiseScaleProbe(),
+        SimpleEntropyProbe(per_sequence=True, own_prompts=True), GradientNoiseScaleProbe(),
         EffectiveSampleSizeProbe(),
         Recorder(),
     ]  # fmt: skip

@@ -259,6 +259,11 @@ class Twin:
         """1 in the parameters with this word in their names and 0 in all others, (P,)."""
         return self.of_each(word in name for name in self.step.sizes)
 
+    @property
+    def level(self) -> float:
+        """The entropy per token of all folds."""
+        return dot_product(self.ratios, self.entropy_of) / dot_product(self.ratios, self.lengths)
+
     def products(self, updates: Tensor) -> Tensor:
         """X_seq·δ and X_len·δ of each fold, (2, K), for one δ, (P,), or for each fold its own, (K, P)."""
         return torch.linalg.vecdot(self.x, updates)
@@ -279,19 +284,19 @@ class Twin:
         return statistic([sum(column) for column in zip(*self.rows(self.products(updates)), strict=True)])
 
     def stderr(self, without: Tensor, statistic: Any, previous: Tensor | None = None) -> float:
-        """Delete-one-fold jackknife, δθ_(−k,−l) ≈ δθ_(−k) + δθ_(−l) − δθ, at the entropy per token of all folds.
+        """Delete-one-fold jackknife, δθ_(−k,−l) ≈ δθ_(−k) + δθ_(−l) − δθ.
 
         without   by fold k: the step δθ_(−k) that X_k is multiplied with
         previous  the update of the step before: then it is that of ½(forward + backward)
         """
-        values, level = [], dot_product(self.ratios, self.entropy_of) / dot_product(self.ratios, self.lengths)
+        values = []
         base = self.products(without) - self.products(self.update)
         for out, update in enumerate(self.update_without):
             products = base + self.products(update)
             if previous is not None:
                 products = 0.5 * (products + self.products(previous))
             kept = [row for k, row in enumerate(self.rows(products)) if k != out]
-            values.append(statistic([sum(column) for column in zip(*kept, strict=True)], level))
+            values.append(statistic([sum(column) for column in zip(*kept, strict=True)]))
         mean = sum(values) / len(values)
         return math.sqrt((len(values) - 1) / len(values) * sum((v - mean) ** 2 for v in values))
 

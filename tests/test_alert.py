@@ -10,8 +10,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from rl_training.job.build import TrainingRun, build_run
 from rl_training.hosts.trl import alert
+from rl_training.job.build import TrainingRun, build_run
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.present_rate import down_to, is_below_within, present_rate
 from rl_training.records.report.series import read_run

@@ -1,4 +1,4 @@
-"""Checkpoints of earlier versions, in which the probe `simple` kept what the engine and other probes keep now, resume."""
+"""Checkpoints in which the probe `simple` kept what the engine and other probes keep now are read as today's."""
 
 from __future__ import annotations
 

@@ -204,8 +204,8 @@ def test_a_signal_in_training_finishes_the_step_and_says_how_to_go_on(tmp_path: 
     assert "Traceback" not in "\n".join(command.lines)
     ended, typed = command.lines[-1].split("; go on with: ")
     assert ended == f"ended by {signal.Signals(signum).name} after step {taken} of 500"
-    program, *arguments = shlex.split(typed)
-    assert program == "train.py"
+    python, program, *arguments = shlex.split(typed)
+    assert (python, program) == ("python", "train.py")
     resumed = start(tmp_path / "again", *arguments, f"trainer.max_steps={taken + 1}")
     assert resumed.end() == 0, resumed.lines
     assert not [line for line in resumed.lines if "missing keys" in line]  # of a head that is tied

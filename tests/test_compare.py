@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import yaml
+from matplotlib.figure import Figure
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
@@ -24,8 +25,9 @@ from rl_training.records.compare.final import (
 )
 from rl_training.records.compare.groups import differences, read_groups
 from rl_training.records.compare.law import fit_law
-from rl_training.records.compare.overlays import draw_overlays, pool
+from rl_training.records.compare.overlays import _frame_the_means, draw_overlays, pool
 from rl_training.records.jsonl import METRICS_FILE, Records
+from rl_training.records.report.summary import in_words
 
 HOSTILE = "<script>alert('$\\frac{')</script> {{ 7 * 7 }}"
 T_2 = 4.302653  # 97.5 % quantile of Student's t with 2 degrees of freedom, from a printed table
@@ -41,10 +43,13 @@ def record(folder: Path, seed: int = 0, rate: float = 0.1, reward: float = 0.5, 
     config = {
         "seed": seed,
         "run_dir": str(folder),
-        "trainer": {"seed": seed, "learning_rate": rate, "max_steps": 12, "output_dir": str(folder / "state")},
-        "provenance": {"host": folder.name},
+        "trainer": {
+            "seed": seed, "learning_rate": rate, "max_steps": 12, "lr_scheduler_type": "constant",
+            "output_dir": str(folder / "state"),
+        },
+        "provenance": {"host": folder.name, "most_reward": "1"},
         **more,
-    }
+    }  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     return folder
 
@@ -72,6 +77,97 @@ def test_a_run_named_twice_is_one_and_a_second_run_of_a_seed_is_no_second_sample
     (group,) = read_groups([short, long, tmp_path, short])
     assert [m.run.name for m in group.members] == ["b"]
     assert [m.run.name for m in group.repeats] == ["a"]
+
+
+def test_what_does_not_touch_training_does_not_separate_runs(tmp_path: Path) -> None:
+    record(tmp_path / "plain")
+    watched = {"probes": {"simple": {"every": 5}}, "alert": {"within_steps": 9}, "rollouts": {"every": 2}}
+    record(tmp_path / "watched", seed=1, **watched, logger={"metrics": "core"})
+    longer = record(tmp_path / "longer", seed=2)
+    (longer / "config.yaml").write_text((longer / "config.yaml").read_text().replace("max_steps: 12", "max_steps: 80"))
+    record(tmp_path / "filtered", seed=3, buffer={"_target_": "Filtered"})
+    groups = read_groups([tmp_path])
+    assert [{m.run.name for m in g.members} for g in groups] == [{"filtered"}, {"plain", "watched", "longer"}]
+    assert {m.run.name: m.planned_steps for m in groups[1].members}["longer"] == "80"
+
+
+def test_a_length_that_the_learning_rate_depends_on_separates_runs(tmp_path: Path) -> None:
+    for name, steps in (("short", 12), ("long", 80)):
+        config = record(tmp_path / name, seed=steps) / "config.yaml"
+        text = config.read_text().replace("constant", "cosine").replace("max_steps: 12", f"max_steps: {steps}")
+        config.write_text(text)
+    assert differences(read_groups([tmp_path])) == {"trainer.max_steps": ["80", "12"]}
+
+
+def noise_scale_of(folder: Path, value: float, low: float, high: float) -> None:
+    said = {"": value, "_low": low, "_high": high}
+    told = {f"gns/noise_scale_prompts{end}": Estimate(number, 79.0, 19) for end, number in said.items()}
+    Records(folder / "logs").write_estimates(12, 1, "gns", told)
+
+
+def test_a_noise_scale_has_the_interval_of_its_own_report_and_that_of_two_seeds_is_never_below_zero(
+    tmp_path: Path,
+) -> None:
+    """Of 100 and 300: 1/B is 0.01 and 0.00333, mean 0.00667, se 0.00333, t of one degree 12.7062."""
+    for seed, value in enumerate((100.0, 300.0)):
+        noise_scale_of(record(tmp_path / str(seed), seed), value, 69.0, 1345.0)
+    (one,), (both,) = read_groups([tmp_path / "0"]), read_groups([tmp_path])
+    alone = final_figures(one, 12)["noise scale (prompts)"]
+    assert (alone.value, alone.interval) == (100.0, (69.0, 1345.0))
+    assert in_words(alone) == "100 (69 … 1345)"
+    pooled = final_figures(both, 12)["noise scale (prompts)"]
+    assert pooled.value == pytest.approx(150)
+    assert pooled.interval == (pytest.approx(1 / (1 / 150 + 12.7062 / 300), rel=1e-5), math.inf)
+    assert in_words(pooled) == "150 (20 … ∞)"
+
+
+def test_the_difference_of_intervals_that_are_not_symmetric_is_newcombes() -> None:
+    """Shares of Newcombe 1998, 56 of 70 and 48 of 80: difference .2, Wilson's .6918 … .8769 and .4902 … .6999."""
+    one = Estimate(56 / 70, 0.048, 70, interval=(0.6918, 0.8769))
+    other = Estimate(48 / 80, 0.055, 80, interval=(0.4902, 0.6999))
+    found = difference(one, other)
+    assert found.interval == (pytest.approx(0.0529, abs=5e-4), pytest.approx(0.3339, abs=5e-4))
+    assert is_significant(found)
+    assert not is_significant(difference(Estimate(1.0, 0.0, 20, interval=(0.839, 1.0)), Estimate(0.97, 0.02, 20)))
+
+
+def test_a_ceiling_above_what_a_response_can_earn_is_told_and_not_one_below(tmp_path: Path) -> None:
+    """R = 1.322 − 0.3 e^H leads to 1.022 at H = 0, and R = 1.2 − 0.3 e^H to 0.9; 1 is the most."""
+    for name, b in (("high", 1.322), ("low", 1.2)):
+        curve = {10 * i: (h, b - 0.3 * math.exp(h)) for i, h in enumerate([0.9, 0.7, 0.5, 0.4, 0.3, 0.2], 1)}
+        evaluate(record(tmp_path / name, note=name), curve)
+        step = tmp_path / name / "evaluations" / "sums" / "step_10"
+        step.mkdir()
+        (step / "metrics.json").write_text('{"metrics": {}, "reward_range": [0.0, 1.0]}')
+    high, low = (fit_law(group) for group in read_groups([tmp_path]))
+    assert (high.most, high.leads_too_high, low.leads_too_high) == (1.0, True, False)
+    text = write_comparison([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
+    assert text.count("the ceiling is above 1, the most a response earns, the curve does not hold") == 1
+    trained = fit_law(read_groups([record(tmp_path / "trained")])[0])
+    assert trained.most == 1.0
+
+
+@pytest.mark.parametrize(
+    ("means", "share", "floor", "frame"),
+    [
+        # Two seeds, .6 and .9, with 12.7 standard errors on either side: to 1 and not to 2
+        ([Estimate(0.6, 0.1, 2), Estimate(0.9, 0.1, 2)], True, 0.0, (0.3, 1.02)),
+        # A reward beyond 1 is shown
+        ([Estimate(0.6, 0.1, 2), Estimate(1.9, 0.1, 2)], True, 0.0, (-0.02, 1.92)),
+        # What differs by .01 with an error of .4: the frame is two standard errors on either side
+        ([Estimate(12.0, 0.4, 100), Estimate(12.01, 0.4, 100)], False, 0.0, (11.206, 12.804)),
+        # What differs by far more than its error: a tenth of the range
+        ([Estimate(12.0, 0.1, 100), Estimate(20.0, 0.1, 100)], False, 0.0, (11.2, 20.8)),
+        # Lengths that differ by less than a tenth: a tenth of their height on either side
+        ([Estimate(12.0, 0.01, 100), Estimate(12.1, 0.01, 100)], False, 0.1, (10.795, 13.305)),
+    ],
+)
+def test_a_frame_holds_the_curves_and_neither_what_cannot_be_nor_noise_alone(
+    means: list[Estimate], share: bool, floor: float, frame: tuple[float, float]
+) -> None:
+    axes = Figure().add_subplot()
+    _frame_the_means(axes, means, share, floor)
+    assert axes.get_ylim() == pytest.approx(frame, abs=0.01)
 
 
 def test_without_a_config_a_run_is_a_group_of_its_own(tmp_path: Path) -> None:
@@ -121,6 +217,11 @@ def test_finished_running_and_killed_runs_are_compared_at_a_step_that_all_have_r
     text = write_comparison([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
     for claim in ("left out of the final figures", "4 of 12", "7 of 12", "at step 7", "One seed is not many"):
         assert claim in text
+
+
+def test_two_seeds_that_are_right_everywhere_leave_open_what_one_of_them_does() -> None:
+    right, other = Estimate(1.0, 0.0, 20, interval=(0.839, 1.0)), Estimate(0.9, 0.07, 20, interval=(0.7, 0.97))
+    assert pool([{1: right, 2: right}, {1: right, 2: other}]) == {1: right, 2: Estimate(0.95, pytest.approx(0.05), 2)}
 
 
 def test_curves_are_pooled_at_the_steps_that_all_runs_have() -> None:
@@ -191,7 +292,9 @@ def test_command_line_compares_several_runs_or_a_folder_of_them(
         out = tmp_path / f"{len(arguments)}.html"
         main([*arguments, "--out", str(out)])
         assert f"Comparison: {out}" in capsys.readouterr().out
-        assert "One group: the runs differ by nothing but their seeds (0, 1)." in out.read_text(encoding="utf-8")
+        assert "One group: nothing that touches training differs but the seeds (0, 1)." in out.read_text(
+            encoding="utf-8"
+        )
 
 
 @pytest.mark.parametrize(

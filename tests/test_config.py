@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from rl_training.job.build import TrainingRun, accumulation_steps, build_run
+from rl_training.job.build import TrainingRun, build_run
 from rl_training.job.explain import explain
-from rl_training.job.settings import check_settings, read_numbers, refuse_other_settings
+from rl_training.job.settings import accumulation_steps, check_settings, read_numbers, refuse_other_settings
 from rl_training.job.stored_settings import GONE, load_settings
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
-from rl_training.tasks.models import load_tiny
+from rl_training.tasks.models import load_causal_lm, load_tiny
+from rl_training.tasks.tiny import TINY_PATH
 
 CONF = Path(__file__).parents[1] / "conf"
 # What an option needs beside its name.
@@ -151,7 +153,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
         (["model=hub", "model.name=/nowhere/at/all"], "model.name=/nowhere/at/all"),
         (["data=gsm8k", "data.path=/nowhere.jsonl"], "/nowhere.jsonl"),
         (["resume=/nowhere/checkpoint-3"], "there is no such folder"),
-        (["resume=latest"], "no complete checkpoint"),
+        (["resume=latest"], "holds no run to go on with"),
         (["run_dir=/dev/null/run"], "choose another with run_dir=PATH"),
         (["probes.simple.estimator=naive"], "'rb' or 'score'"),
         (["probes.simple.num_folds=1.5"], "num_folds=1.5 must be a whole number, or null"),
@@ -170,7 +172,7 @@ def test_a_mistake_is_named_with_the_way_out(tmp_path: Path, overrides: list[str
 @pytest.mark.parametrize(
     ("override", "explanation"),
     [
-        ("probe=simpel", "Choose from all, covariance, error_shares, ess, gns, ground_truth, none, responses, simple; did you mean simple?"),
+        ("probe=simpel", "Choose from all, covariance, error_shares, ess, gns, ground_truth, none, responses, simple; did"),
         ("model=tyni", "Choose from hub, qwen2_5_1_5b, tiny; did you mean tiny?"),
         ("bathc.microbatch_size=3", "there is no such setting, see python train.py --help; did you mean batch?"),
         ("probes.simple.evry=5", "did you mean every?"),
@@ -241,6 +243,13 @@ def test_a_run_folder_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="already holds a run"):
         built(tmp_path)
     assert len(read_metrics(tmp_path / "run" / "logs")) == 1
+
+
+def test_a_model_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(TINY_PATH / name, tmp_path)
+    with pytest.raises(ValueError, match=f"model.name={tmp_path} has no tokenizer: put its files there"):
+        load_causal_lm(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["weights", "config", "tokenizer"])

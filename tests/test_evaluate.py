@@ -13,12 +13,15 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
@@ -26,9 +29,9 @@ from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rl_training.evaluation import examples, policy
-from rl_training.evaluation.display import Progress
+from rl_training.evaluation.display import Progress, print_table
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
-from rl_training.evaluation.responses import GREEDY, Response, Sampling, choose_rows, generate_responses
+from rl_training.evaluation.responses import GREEDY, Response, Sampling, choose_rows, generate_responses, judge
 from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.evaluate import evaluate
 from rl_training.job.evaluation_plan import fingerprint, read_plan
@@ -168,7 +171,7 @@ def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call
         (["run={run}/training_state"], "is no run's folder"),
         (["run={run}", "evaluation.fraction=0"], "must be above 0 and at most 1"),
         (["run={run}", "evaluation.fraction=1.5"], "must be above 0 and at most 1"),
-        (["run={run}", "evaluation.fraction=all"], "must be a number above 0"),
+        (["run={run}", "evaluation.fraction=all"], "evaluation.fraction=all must be a number"),
         (["run={run}", "evaluation.name=a/b"], "names a folder"),
         (["checkpoints=[{run}/elsewhere]", "data=arithmetic"], "output=PATH"),
         (["checkpoints=[{run}/elsewhere]", "output=out"], "choose it, data=arithmetic or data=gsm8k"),
@@ -284,6 +287,37 @@ def test_whatever_ends_a_process_has_a_reason(work: Any, reason: str) -> None:
     received: list[Any] = []
     assert reason in run_in_process(work, received.append)
     assert received == (["begun"] if work is kill_itself else [])
+
+
+INTERRUPTED = """
+import signal, sys
+from rl_training.evaluation.workers import run_in_process
+def work(send):
+    import slow
+    send("worked")
+if __name__ == "__main__":
+    print(repr(run_in_process(work, print, imports=["slow"])))
+    print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set()))
+"""
+
+
+def test_ctrl_c_while_a_process_imports_is_for_the_parent_alone(tmp_path: Path) -> None:
+    """The module that takes long is interrupted while it is imported, once by the server of forks and once more."""
+    (tmp_path / "slow.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[1]}:{tmp_path}"}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.stdout.splitlines(), ended.stderr) == (["worked", "''", "False"], "")
+
+
+@pytest.mark.parametrize("returned", ["much", None, 0.5])
+def test_a_metric_that_returns_no_numbers_by_name_is_told_what_is_needed(returned: Any) -> None:
+    response: Any = SimpleNamespace(text="a", reward=1.0, logps=None, entropies=None)
+    with pytest.raises(
+        ValueError, match=r"metric mine raised at row 0 .* and not numbers by name, as \{'mine': 0\.5\}"
+    ):
+        custom_metrics("mine", lambda **_: returned, {0: [response]}, [{"prompt": "p"}])
 
 
 def hold(folder: Path, send: Send) -> None:
@@ -466,6 +500,39 @@ def test_the_built_in_metrics_of_two_prompts_by_hand() -> None:
     assert {name: e.value for name, e in metrics.items()} == pytest.approx(expected)
     assert {e.num_samples for e in metrics.values()} == {2}
     assert metrics["reward"].stderr == pytest.approx(0.25)  # prompts say 0.5 and 0
+
+
+def test_a_reward_whose_least_and_most_are_known_has_an_interval_between_them() -> None:
+    """Three prompts, all right: Wilson's of 3 of 3 is 3/6.8415 to 1."""
+    right = [response(row, 0, 1.0, [0.5], "3") for row in range(3)]
+    metrics = response_metrics(right, max_k=1, right_reward=1.0, answers=True, reward_range=(0.0, 1.0))
+    for name in ("reward", "pass_at_1", "majority", "format"):
+        assert metrics[name].interval == (pytest.approx(3 / 6.8415, rel=1e-4), 1.0)
+    assert response_metrics(right, max_k=1, right_reward=1.0, answers=True)["reward"].interval is None
+
+
+def test_the_table_in_the_terminal_says_how_many_prompts_and_what_is_possible_where_all_say_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = [response(row, 0, 1.0, [0.5 + 0.1 * (row % 2)], "3") for row in range(4)]
+    metrics = response_metrics(right, max_k=1, right_reward=1.0, answers=True, reward_range=(0.0, 1.0))
+    evaluated.write_step(tmp_path, 4, {}, metrics, [])
+    evaluated.consolidate(tmp_path)
+    print_table(tmp_path, evaluated.read_table(tmp_path), {}, {})
+    shown = capsys.readouterr().out
+    assert "mean ± standard error over 4 prompts" in shown
+    assert "1.000-0.490" in shown  # of 4 of 4: 4/7.8415 to 1
+    assert "±0.000" not in shown
+    assert "0.550±0.029" in shown  # the entropy, which has an error
+    frame = pd.read_csv(tmp_path / evaluated.TABLE_FILE).set_index("metric")
+    assert (frame.loc["reward", "low"], frame.loc["reward", "high"]) == (pytest.approx(0.5101, abs=1e-4), 1.0)
+    assert math.isnan(frame.loc["length", "low"])
+
+
+def test_a_reward_beyond_what_its_task_says_is_an_error() -> None:
+    task = dataclasses.replace(arithmetic(), reward=lambda completions, **_: [2.0 for _ in completions])
+    with pytest.raises(ValueError, match=r"reward is 2\.0 .* between 0 and 1, as its Task says"):
+        judge(task, [task.eval_dataset[0]], ["6"], [torch.tensor([5])])
 
 
 def test_what_was_not_asked_for_is_nan_with_its_reason() -> None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from rl_training.mathematics.adamw import adamw_delta
 from rl_training.mathematics.folds import leave_fold_out, response_number, split_prompts
 from rl_training.mathematics.jackknife import jackknife_stderr
+from rl_training.engine.entropy_change import FORWARD, LEVELS, PRODUCTS, REUSE, sums_without
 
 
 def alone(tensor: Tensor) -> Tensor:
@@ -157,6 +158,30 @@ def test_nan_in_a_fold_makes_the_error_nan() -> None:
     sums = by_fold.sum(dim=0)
     got = jackknife_stderr(ratio_and_product, sums, sums - by_fold, alone)
     assert got.isnan().tolist() == [False, True]
+
+
+def test_sums_without_a_fold_have_the_level_of_the_other_folds_where_lengths_have_products_of_their_own() -> None:
+    # Of two folds: (sequences, ΣH, ΣT), and X_seq · δθ, X_len · δθ with and without the other fold in the step.
+    levels = torch.tensor([[1.0, 2.0, 4.0], [1.0, 1.0, 6.0]], dtype=torch.float64)  # H_tok = 0.3; 0.5 and 1/6 alone
+    of_sequence, of_length = (torch.tensor(x, dtype=torch.float64) for x in ([3.0, 5.0], [2.0, 1.0]))
+    lost_sequence, lost_length = (torch.tensor(x, dtype=torch.float64) for x in ([0.5, -1.0], [0.2, 0.4]))
+
+    def pairs(sequence: Tensor, length: Tensor) -> Tensor:  # per token at the level of both, per sequence
+        return torch.stack([sequence - 0.3 * length, sequence], dim=-1)
+
+    by_fold = torch.cat([levels, pairs(of_sequence, of_length).repeat(1, len(PRODUCTS))], dim=1)
+    lost = pairs(lost_sequence, lost_length).flip(0)  # of the other fold, where this one is left out
+    without = sums_without(by_fold.sum(dim=0), by_fold, lost, torch.zeros_like(lost), level=0.3)
+    # Fold 1 is left at its own level, with a step that has lost fold 0: 5 − 1 − (1 + 0.4)/6; and the reverse.
+    expected = torch.tensor([[4.0 - 1.4 / 6, 4.0], [3.5 - 0.5 * 2.2, 3.5]], dtype=torch.float64)
+    forward = slice(LEVELS + 2 * FORWARD, LEVELS + 2 * FORWARD + 2)
+    torch.testing.assert_close(without[:, forward], expected)
+    reuse = slice(LEVELS + 2 * REUSE, LEVELS + 2 * REUSE + 2)  # whose step loses nothing
+    torch.testing.assert_close(without[:, reuse], expected.new_tensor([[5 - 1 / 6, 5.0], [3 - 0.5 * 2, 3.0]]))
+    as_given = sums_without(by_fold.sum(dim=0), by_fold, lost, torch.zeros_like(lost), level=None)
+    torch.testing.assert_close(
+        as_given[:, forward], expected.new_tensor([[4 - 0.3 * 1.4, 4.0], [3.5 - 0.3 * 2.2, 3.5]])
+    )
 
 
 # --- prompts and folds ------------------------------------------------------------------------------------------------

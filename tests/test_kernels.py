@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.kernels import full_fp32, plan_blocks, row_products, square_norms, weighted_sum
+from rl_training.mathematics.kernels import plan_blocks, row_products, square_norms, weighted_sum
 from rl_training.mathematics.sketches import COLUMNS, CountSketches, cosines, inner_products, t_quantile
 
 
@@ -54,16 +54,6 @@ def test_weighted_sums_are_in_fp64_and_norms_keep_their_digits() -> None:
 def test_products_of_fp64_rows_stay_fp64() -> None:
     a, b = rows(3, 1000, 0).double(), rows(4, 1000, 1).double()
     assert frobenius_error(row_products(a, b), a, b) < 1e-15
-
-
-def test_the_precision_of_products_is_put_back() -> None:
-    torch.set_float32_matmul_precision("high")
-    try:
-        with full_fp32():
-            assert torch.get_float32_matmul_precision() == "highest"
-        assert torch.get_float32_matmul_precision() == "high"
-    finally:
-        torch.set_float32_matmul_precision("highest")
 
 
 # --- blocks -----------------------------------------------------------------------------------------------------------

@@ -32,18 +32,10 @@ from rl_training.job.run_settings import gather_run_settings, name_each_job, run
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.offline.buffers import UpdateBuffer, sample_evaluation, sample_update
 from rl_training.offline.first_order import predict
-from rl_training.offline.probe import (
-    Analysis,
-    Evaluation,
-    FirstOrderSettings,
-    Memory,
-    Settings,
-    TruthSettings,
-    UpdateConfig,
-    analyse,
-)
+from rl_training.offline.probe import Analysis, analyse
 from rl_training.offline.restored import RestoredTrainer, refuse_without_gradients, restore
 from rl_training.offline.results import print_table, read_result, write_result
+from rl_training.offline.settings import Evaluation, FirstOrderSettings, Memory, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.update import make_update
 from rl_training.records import read_probe_log
 from rl_training.records.checkpoints import checkpoints_named

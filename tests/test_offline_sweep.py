@@ -20,8 +20,8 @@ from test_verdict import found
 from rl_training.job.analysis import analyse_checkpoints
 from rl_training.job.analysis_plan import read_plan
 from rl_training.job.explain import CONF
-from rl_training.offline.probe import Evaluation, Settings, TruthSettings
 from rl_training.offline.results import read_result
+from rl_training.offline.settings import Evaluation, Settings, TruthSettings
 from rl_training.offline.sweep import SweepSettings, refuse_sweep
 from rl_training.records import looks
 from rl_training.records.looks import COLUMNS

@@ -6,9 +6,11 @@ The runs of tests/replay.py train on the same given rollouts. The first half of 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
+import re
 import socket
 import sys
 import time
@@ -27,10 +29,11 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
+from rl_training.engine.sharding import refuse_what_does_not_fit
+from rl_training.hosts.trl import zero
+from rl_training.hosts.trl.sharding import refuse_fsdp_that_cannot_be_read
 from rl_training.job.build import _check_sharding
 from rl_training.job.run_folder import check_number_of_processes
-from rl_training.live import fsdp, zero
-from rl_training.engine.sharding import refuse_what_does_not_fit
 from rl_training.offline.restored import restore
 from rl_training.records.checkpoints import what_is_wrong_with
 from rl_training.records.jsonl import read_estimates
@@ -259,8 +262,8 @@ def test_deepspeed_that_cannot_be_read_is_refused_with_the_way_out(config: dict,
 )
 def test_fsdp_that_cannot_be_read_is_refused_with_the_way_out(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fsdp.refuse_what_cannot_be_read(FullyShardedDataParallelPlugin(**settings))
-    fsdp.refuse_what_cannot_be_read(FullyShardedDataParallelPlugin(fsdp_version=2))
+        refuse_fsdp_that_cannot_be_read(FullyShardedDataParallelPlugin(**settings))
+    refuse_fsdp_that_cannot_be_read(FullyShardedDataParallelPlugin(fsdp_version=2))
 
 
 def test_a_model_whose_weights_do_not_fit_on_a_process_is_refused_with_the_memory_it_would_take() -> None:
@@ -273,6 +276,19 @@ def test_a_model_whose_weights_do_not_fit_on_a_process_is_refused_with_the_memor
     with pytest.raises(ValueError, match=message):
         refuse_what_does_not_fit("FSDP2", model, vectors=21)
     refuse_what_does_not_fit("FSDP2", model[1], vectors=21)
+
+
+@pytest.mark.parametrize(("processes", "fits"), [("1", True), ("4", False)])
+def test_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch, processes: str, fits: bool) -> None:
+    """4.096 GB in all; the weights are 2 GB, of which nothing is trained."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10**6}.__getitem__)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    with torch.device("meta"):
+        model = torch.nn.Linear(10**6, 500, bias=False).requires_grad_(False)
+    refused = contextlib.nullcontext() if fits else pytest.raises(ValueError, match=r"every process, which has 1\.0 GB")
+    with refused:
+        refuse_what_does_not_fit("ZeRO-3", model, vectors=3)
 
 
 def test_the_shipped_deepspeed_configurations_are_readable() -> None:
@@ -357,7 +373,8 @@ def test_when_a_rank_dies_the_other_one_ends_too(tmp_path: Path) -> None:
         second.kill()
         first.join(timeout=60)
         assert first.exitcode == 1
-        assert "Connection closed by peer" in (tmp_path / "0.txt").read_text(encoding="utf-8")
+        said = (tmp_path / "0.txt").read_text(encoding="utf-8")
+        assert re.search("Connection (closed|reset) by peer", said)  # as the kernel's timing has it
     finally:
         first.kill()
     assert logs.exists()

@@ -83,7 +83,11 @@ def test_naive_curve_with_a_hole_is_nan_from_there_on_and_says_which_step(tmp_pa
 
 def test_band_is_the_student_t_half_width_of_the_recorded_error(tmp_path: Path) -> None:
     run = read_run(record_run(tmp_path, range(1, 4)))
-    assert curve(run.measured("delta_h/cumulative_predicted")).half_widths == pytest.approx([0, 0.1 * T_7, 0.1 * T_7])
+    predicted = curve(run.measured("delta_h/cumulative_predicted"))
+    for ends, sign in ((predicted.lows, -1), (predicted.highs, 1)):
+        assert [sign * (end - value) for end, value in zip(ends, predicted.values, strict=True)] == pytest.approx(
+            [0, 0.1 * T_7, 0.1 * T_7]
+        )
     assert summary(tmp_path)["measured ΔH"][0] == "-2.00 ± 0.47"  # 0.2 · T_7 = 0.473
     assert summary(tmp_path)["predicted ΔH"][0] == "-2.00 ± 0.24"
     assert summary(tmp_path)["predicted / measured"][0] == "1.00"

@@ -40,8 +40,9 @@ from rl_training.offline.kernel_files import load_kernel
 from rl_training.offline.kernel_proofs import prove_identity
 from rl_training.offline.kernel_types import KernelInputs, KernelSettings, KernelStep, Ranks
 from rl_training.offline.kernel_what_if import chooser, what_if
-from rl_training.offline.probe import Evaluation, Settings, TruthSettings, UpdateConfig, analyse
+from rl_training.offline.probe import analyse
 from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import Evaluation, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.structure import Structure, headline
 from rl_training.offline.update import make_update
 from rl_training.tasks.arithmetic import arithmetic

@@ -55,21 +55,22 @@ def last_update(trainer: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "responses", "temperature", "max_length", "folds", "masked"),
+    ("estimator", "responses", "temperature", "max_length", "folds", "masked", "both"),
     [
-        ("rb", 1, 1.0, L_MAX, UNEQUAL_FOLDS, True),  # a part of the responses is truncated, and not learned from
-        ("rb", 4, 0.7, 5, EIGHT_FOLDS, False),  # within 5 tokens hardly a response ends
-        ("score", 2, 1.3, L_MAX, EIGHT_FOLDS, False),
+        # A part of the responses is truncated, and not learned from.
+        ("rb", 1, 1.0, L_MAX, UNEQUAL_FOLDS, True, True),
+        ("rb", 4, 0.7, 5, EIGHT_FOLDS, False, True),  # within 5 tokens hardly a response ends
+        ("score", 2, 1.3, L_MAX, EIGHT_FOLDS, False, False),
     ],
 )
 def test_every_estimate_equals_the_plain_twin(
-    make_trainer, estimator, responses, temperature, max_length, folds, masked
+    make_trainer, estimator, responses, temperature, max_length, folds, masked, both
 ) -> None:
     recorder = Recorder()
     probe = Answers(
         estimator=estimator,
         responses_per_prompt=responses,
-        per_sequence=True,
+        per_sequence=both,
         num_folds=K,
     )
     make_trainer(
@@ -91,15 +92,20 @@ def test_every_estimate_equals_the_plain_twin(
         assert (step.rollout.advantages[left_out] == 0).all()
     # TRL's fused head computes in fp32; with few responses to learn from, much cancels.
     same = {"rel": 1e-3, "abs": 2e-6 if masked else 1e-9}
+
+    def seen(twin: Twin, suffix: str) -> Any:
+        """What bars take from sums without a fold: their own H_tok, where lengths have products of their own."""
+        return per_sequence if suffix else functools.partial(per_token, level=None if both else twin.level)
+
     for twin, answer, of_error in zip(twins, probe.all[:2], shares.all[:2], strict=True):
-        for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
+        for suffix, statistic in (("", per_token), ("_sequence", per_sequence))[: 1 + both]:
             forward, reuse = (twin.change(updates, statistic) for updates in (twin.update_without, twin.update))
             assert answer[f"delta_h/forward{suffix}"].value == pytest.approx(forward, **same)
             assert answer[f"delta_h/reuse{suffix}"].value == pytest.approx(reuse, **same)
-            stderr = twin.stderr(twin.update_without, statistic)
+            stderr = twin.stderr(twin.update_without, seen(twin, suffix))
             assert answer[f"delta_h/forward{suffix}"].stderr == pytest.approx(stderr, **same)
-            level = functools.partial(statistic, **({} if suffix else {"level": answer["entropy/token"].value}))
-            of_x = reference.jackknife_stderr(level, twin.rows(twin.products(twin.update)))  # the step as it is
+            rows = twin.rows(twin.products(twin.update))  # the step as it is
+            of_x = reference.jackknife_stderr(seen(twin, suffix), rows)
             parts = [of_error[f"delta_h/error_share/{share}{suffix}"].value for share in SHARES]
             assert parts[0] == pytest.approx((of_x / stderr) ** 2, **same)
             assert sum(parts) == pytest.approx(1.0, rel=1e-12)
@@ -109,15 +115,15 @@ def test_every_estimate_equals_the_plain_twin(
     rows = twins[1].rows(twins[1].products(twins[0].update))
     backward = twins[1].change(twins[0].update, per_token)
     assert second["delta_h/backward"].value == pytest.approx(backward, **same)
-    at_level = functools.partial(per_token, level=second["entropy/token"].value)
-    assert second["delta_h/backward"].stderr == pytest.approx(reference.jackknife_stderr(at_level, rows), **same)
+    stderr = reference.jackknife_stderr(seen(twins[1], ""), rows)
+    assert second["delta_h/backward"].stderr == pytest.approx(stderr, **same)
     trapezoid = 0.5 * (first["delta_h/forward"].value + backward)
     assert second["delta_h/trapezoid"].value == pytest.approx(trapezoid, **same)
     assert second["delta_h/cumulative_predicted"].value == pytest.approx(trapezoid, **same)
     measured = second["entropy/token"].value - first["entropy/token"].value
     assert second["delta_h/cumulative_measured"].value == pytest.approx(measured, rel=1e-12)
     # Up to the third batch: ½F from the first, ½(F + B) from the second and ½B from the third, each with its own noise.
-    half_step = twins[1].stderr(twins[1].update_without, per_token, previous=twins[0].update)
+    half_step = twins[1].stderr(twins[1].update_without, seen(twins[1], ""), previous=twins[0].update)
     ends = 0.5 * first["delta_h/forward"].stderr, 0.5 * third["delta_h/backward"].stderr
     assert third["delta_h/cumulative_predicted"].stderr == pytest.approx(math.hypot(half_step, *ends), **same)
 
@@ -168,7 +174,7 @@ def test_each_split_of_forward_adds_up_to_forward(causes) -> None:
                 assert total == pytest.approx(answer[f"delta_h/forward{suffix}"].value, rel=1e-6), split
 
 
-def test_measuring_per_sequence_adds_a_twin_to_each_change_and_leaves_the_change_per_token_as_it_is(
+def test_measuring_per_sequence_adds_a_twin_to_each_change_and_to_bars_per_token_the_noise_of_the_level_alone(
     make_trainer,
 ) -> None:
     said = []
@@ -181,8 +187,11 @@ def test_measuring_per_sequence_adds_a_twin_to_each_change_and_leaves_the_change
     added = {f"{name}_sequence" for name in alone if name.startswith("delta_h/")} - alone.keys()
     assert both.keys() - alone.keys() == {name for name in added if "cumulative_measured" not in name}
     for name, estimate in alone.items():
-        assert both[name].value == pytest.approx(estimate.value, rel=1e-5, abs=1e-9, nan_ok=True), name
-        assert both[name].stderr == pytest.approx(estimate.stderr, rel=1e-5, abs=1e-9, nan_ok=True), name
+        bars_differ = name.startswith("delta_h/") and "measured" not in name and estimate.stderr > 0
+        if "error_share" not in name:
+            assert both[name].value == pytest.approx(estimate.value, rel=1e-5, abs=1e-9, nan_ok=True), name
+        same = both[name].stderr == pytest.approx(estimate.stderr, rel=1e-6, abs=1e-15, nan_ok=True)
+        assert same != bars_differ, name
 
 
 def test_clipping_is_what_separates_forward_from_forward_unclipped(make_trainer) -> None:

@@ -8,8 +8,8 @@
 Each fold k contributes a row: its levels Σρ, ΣρH, ΣρT (number of sequences, their entropies and lengths, weighted by
 the importance ratio ρ), and n_k X_k · δθ for every update δθ of interest, with X = ∂H_seq − H_tok ∂E[T] = E[T] ∂H_tok
 and, if asked for, X = ∂H_seq. All numbers that are reported are one smooth function, `statistic`, of the sums of these
-rows, so one jackknife serves all. It takes the H_tok inside of X as given: to let it vary with the folds would take a
-second backward, for bars up to a quarter wider at the first steps of a run and hardly so later (docs/theory.md).
+rows, so one jackknife serves all. Where the second is asked for, the sums without a fold have the H_tok of the other
+folds in them. Where it is not, H_tok is taken as given, and bars per token are some percent too small (docs/theory.md).
 
 Without fold l the steps of the other folds lose l too, δθ_(−k,−l) − δθ_(−k) ≈ δθ_(−l) − δθ, and with S = Σ_k n_k X_k
 
@@ -22,7 +22,6 @@ before it, S and one X.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -30,25 +29,23 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from rl_training.engine.attribution import Attribution
 from rl_training.engine.batch import Batch
 from rl_training.engine.capabilities import REUSED, why_too_far_off_policy
-from rl_training.engine.entropy_gradients import EntropySettings, fold_gradients, importance_ratios
-from rl_training.engine.fold_moments import Block, FoldMoments
+from rl_training.engine.entropy_gradients import fold_gradients, importance_ratios
+from rl_training.engine.fold_moments import Block
 from rl_training.engine.fold_products import FoldProducts, as_pairs
+from rl_training.engine.memory import StepMemory
 from rl_training.engine.quantities import Quantity
 from rl_training.engine.updates import (
     Piece,
     StepsWithoutFolds,
-    UpdateHistory,
     clipping,
     optimizer_pieces,
     whole_update,
 )
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import jackknife_stderr
-from rl_training.mathematics.running_variance import RunningVariance
-from rl_training.mathematics.vectors import Layout, Vector, dot
+from rl_training.mathematics.vectors import Vector, dot
 
 if TYPE_CHECKING:
     from rl_training.engine.step import Step
@@ -85,6 +82,24 @@ class FoldSums:
     num_folds: int  # of all ranks
 
 
+def sums_without(total: Tensor, by_fold: Tensor, of_step: Tensor, of_last: Tensor, level: float | None) -> Tensor:
+    """Returns (K, columns), row l the sums without fold l.
+
+    total            (columns,), over all folds of all ranks
+    by_fold          (K, columns), what each fold of this rank adds
+    of_step, of_last (K, 2), Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ), of this step and of the last one
+    level            the H_tok inside of X: row l is put to that of the other folds; None: it is taken as given
+    """
+    without = total - by_fold
+    pairs = without[:, LEVELS:].unflatten(1, (-1, 2))
+    pairs[:, [FORWARD, OWN_PROMPTS, UNCLIPPED]] += of_step.unsqueeze(1)
+    pairs[:, BACKWARD] += of_last
+    if level is not None:  # ∂E[T] is what ∂H_seq and ∂H_seq − H_tok ∂E[T] differ by, over H_tok
+        token, sequence = pairs.unbind(-1)
+        token += (1.0 - without[:, 1:2] / without[:, 2:3] / level) * (sequence - token)
+    return without
+
+
 def levels_of_folds(batch: Batch, ratios: Tensor) -> Tensor:
     """Returns (K, LEVELS): Σρ, ΣρH and ΣρT of each fold of this rank."""
     mask = batch.scores.mask.double()
@@ -92,34 +107,6 @@ def levels_of_folds(batch: Batch, ratios: Tensor) -> Tensor:
     of_sequence = torch.stack([torch.ones_like(ratios), entropies.sum(dim=1), mask.sum(dim=1)], dim=1)
     levels = ratios.new_zeros(batch.num_folds, LEVELS)
     return levels.index_add_(0, batch.fold, ratios.unsqueeze(1) * of_sequence)
-
-
-class StepMemory:
-    """What outlives a step: δθ of the one before, variances of the last few, and moments without each fold.
-
-    The last live as long as a rollout, where responses are used again; the others go into the checkpoint.
-    """
-
-    def __init__(
-        self, layout: Layout, settings: EntropySettings, offload: bool = False, keep_halves: bool = False
-    ) -> None:
-        self.layout, self.settings, self.keep_halves = layout, settings, keep_halves
-        self.errors = RunningVariance(settings.error_decay)
-        self.history = UpdateHistory()
-        self.moments = FoldMoments(layout, "cpu" if offload else None)
-        self.attribution = Attribution(layout.names)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.history.num_bytes + self.moments.num_bytes
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self.history.state_dict() | {f"error.{k}": value for k, value in self.errors.state_dict().items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self.history.load_state_dict(state)
-        prefix = "error."
-        self.errors.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
 
 
 class EntropyChange:
@@ -208,11 +195,9 @@ class EntropyChange:
             for k, fold in enumerate(gradients)
         ])  # fmt: skip
         total = reduce(by_fold.sum(dim=0))
-        without = total - by_fold
-        pairs = without[:, LEVELS:].unflatten(1, (-1, 2))
-        of_step, of_last = products.lost_with_a_fold()
-        pairs[:, [FORWARD, OWN_PROMPTS, UNCLIPPED]] += as_pairs(of_step).unsqueeze(1)
-        pairs[:, BACKWARD] += as_pairs(of_last)
+        of_step, of_last = map(as_pairs, products.lost_with_a_fold())
+        level = entropy / length if settings.per_sequence and entropy > 0 else None  # without any entropy none to vary
+        without = sums_without(total, by_fold, of_step, of_last, level)
         if self._memory.keep_halves:
             self._halves = products.mean_of_halves(sequences / length)
         if self._capabilities.multi_epoch:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from rl_training.engine.batch import Batch
 from rl_training.engine.capabilities import Capabilities
-from rl_training.engine.entropy_change import EntropyChange, StepMemory
+from rl_training.engine.entropy_change import EntropyChange
+from rl_training.engine.memory import StepMemory
 from rl_training.engine.policy import Policy
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.sgd import SGDState

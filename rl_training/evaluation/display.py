@@ -59,7 +59,8 @@ def print_table(
         by_step.setdefault(row.step, {})[row.metric] = row
     shown = [name for name in columns if any(math.isfinite(step[name].value) for step in by_step.values())]
     best = max(by_step, key=lambda step: by_step[step]["reward"].value, default=None)
-    title = Text(f"{folder.name}: mean ± standard error over prompts", style="bold")
+    prompts = max((row.num_prompts for row in rows if row.metric == "reward"), default=0)
+    title = Text(f"{folder.name}: mean ± standard error over {prompts} prompts", style="bold")
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("step", justify="right")
     for name in shown:
@@ -68,6 +69,9 @@ def print_table(
         cells = [_cell(metrics[name]) for name in shown]
         table.add_row(str(step), *cells, style="bold" if step == best and len(by_step) > 1 else "")
     console = Console(highlight=False)
+    if any(row.stderr == 0 and not math.isnan(row.low) for row in rows if row.metric in shown):
+        table.caption = Text("- or + alone: all prompts say the same, and the 95 % interval reaches so far")
+        table.caption_justify = "left"
     if by_step:
         Console(highlight=False, width=max(console.width, WIDTH)).print(table)
         console.print(Text(f"All numbers: {folder / TABLE_FILE}"), soft_wrap=True)
@@ -82,4 +86,8 @@ def _cell(row: EvaluatedMetric) -> str:
     if math.isnan(row.value):
         return "–"
     decimals = 1 if abs(row.value) >= 10 else 3
-    return f"{row.value:.{decimals}f}" + ("" if math.isnan(row.stderr) else f"±{row.stderr:.{decimals}f}")
+    if row.stderr > 0:
+        return f"{row.value:.{decimals}f}±{row.stderr:.{decimals}f}"
+    # A standard error of 0 is none: all prompts have said the same.
+    reaches = (("-", row.value - row.low), ("+", row.high - row.value))
+    return f"{row.value:.{decimals}f}" + "".join(f"{sign}{reach:.{decimals}f}" for sign, reach in reaches if reach > 0)

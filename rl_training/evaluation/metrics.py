@@ -8,7 +8,8 @@
     kl/token, /sequence         the same of the divergence from the policy to the run's first model
     length, truncated, format   tokens per response; shares that reach the length limit, and that have an answer at all
 
-Right is what earns at least `right_reward`.
+Right is what earns at least `right_reward`. Shares, and rewards whose least and most the task names, have intervals
+that lie between these.
 
 A metric of one's own is a function that is called once per prompt, by keyword, and returns numbers by name:
 
@@ -35,7 +36,7 @@ from torch import Tensor
 from rl_training.evaluation.responses import GREEDY, Response
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.pass_at_k import majority_vote, pass_at_k
-from rl_training.mathematics.prompt_means import mean_over_prompts, ratio_over_prompts
+from rl_training.mathematics.prompt_means import mean_over_prompts, ratio_over_prompts, share_over_prompts
 
 Metric = Callable[..., Mapping[str, float]]
 ByRow = Mapping[int, Sequence[Response]]
@@ -45,36 +46,42 @@ NO_ANSWER = "the task does not say how an answer is read (Task.given_answer)"
 
 
 def response_metrics(
-    responses: Sequence[Response], max_k: int, right_reward: float, answers: bool
+    responses: Sequence[Response],
+    max_k: int,
+    right_reward: float,
+    answers: bool,
+    reward_range: tuple[float, float] | None = None,
 ) -> dict[str, Estimate]:
     """Returns the built-in metrics of a checkpoint's responses; all rows have equally many.
 
-    max_k    largest k of pass@k; ValueError above the number of responses per prompt
-    answers  whether the task can read an answer from a response; without, majority and format are nan
+    max_k         largest k of pass@k; ValueError above the number of responses per prompt
+    answers       whether the task can read an answer from a response; without, majority and format are nan
+    reward_range  the least and the most that a response can earn; None: not known
     """
     sampled, greedy = by_row(responses)
     rewards = _table(sampled, lambda r: r.reward)
     is_right = rewards >= right_reward
     lengths = _table(sampled, lambda r: r.length)
     num_right, num_responses = is_right.sum(dim=1), rewards.shape[1]
+    mean_rewards = rewards.mean(dim=1)
     metrics = {
-        "reward": mean_over_prompts(rewards.mean(dim=1)),
+        "reward": share_over_prompts(mean_rewards, *reward_range) if reward_range else mean_over_prompts(mean_rewards),
         "greedy_accuracy": Estimate.missing("no greedy decoding was asked for (evaluation.greedy)"),
     }
     if greedy:
-        metrics["greedy_accuracy"] = mean_over_prompts(
+        metrics["greedy_accuracy"] = share_over_prompts(
             torch.tensor([float(r.reward >= right_reward) for r in greedy.values()])
         )
     for k in range(1, max_k + 1):
-        metrics[f"pass_at_{k}"] = mean_over_prompts(pass_at_k(num_right, num_responses, k))
+        metrics[f"pass_at_{k}"] = share_over_prompts(pass_at_k(num_right, num_responses, k))
     metrics["majority"] = metrics_format = Estimate.missing(NO_ANSWER)
     if answers:
         votes = [
             majority_vote([r.answer for r in group], right.tolist())
             for group, right in zip(sampled.values(), is_right, strict=True)
         ]
-        metrics["majority"] = mean_over_prompts(torch.tensor(votes, dtype=torch.float64))
-        metrics_format = mean_over_prompts(_table(sampled, lambda r: float(r.answer is not None)).mean(dim=1))
+        metrics["majority"] = share_over_prompts(torch.tensor(votes, dtype=torch.float64))
+        metrics_format = share_over_prompts(_table(sampled, lambda r: float(r.answer is not None)).mean(dim=1))
     metrics |= _per_token_and_sequence("entropy", _table(sampled, lambda r: r.entropies.sum()), lengths)
     if next(iter(sampled.values()))[0].kl is None:
         reason = "no first model to compare with (evaluation.kl, or a checkpoint without a run)"
@@ -83,7 +90,7 @@ def response_metrics(
         metrics |= _per_token_and_sequence("kl", _table(sampled, lambda r: r.kl.sum()), lengths)  # type: ignore[union-attr]
     return metrics | {
         "length": mean_over_prompts(lengths.mean(dim=1)),
-        "truncated": mean_over_prompts(_table(sampled, lambda r: float(r.truncated)).mean(dim=1)),
+        "truncated": share_over_prompts(_table(sampled, lambda r: float(r.truncated)).mean(dim=1)),
         "format": metrics_format,
     }
 
@@ -114,6 +121,8 @@ def custom_metrics(name: str, metric: Metric, sampled: ByRow, dataset: Any) -> d
                 logps=[r.logps for r in group],
                 entropies=[r.entropies for r in group],
             )
+            if not isinstance(returned, Mapping):
+                raise TypeError(f"it returned {returned!r:.60}, and not numbers by name, as {{'mine': 0.5}}")
             values = {str(key): float(value) for key, value in returned.items()}
         except Exception as error:  # of code that is not ours
             raise ValueError(

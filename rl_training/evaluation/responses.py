@@ -132,7 +132,7 @@ def tokenize(policy: CheckpointPolicy, prompt: Any) -> Tensor:
 
 
 def judge(task: Task, rows: Sequence[dict[str, Any]], texts: list[str], completions: Sequence[Tensor]) -> list[float]:
-    """Returns the task's reward of each response. ValueError when one is no finite number."""
+    """Returns the task's reward of each response. ValueError when one is no finite number, or none that can be."""
     prompts = [row["prompt"] for row in rows]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
     answers: list[Any] = list(texts)
@@ -140,10 +140,12 @@ def judge(task: Task, rows: Sequence[dict[str, Any]], texts: list[str], completi
         answers = [[{"role": "assistant", "content": text}] for text in texts]
     ids = [tokens.tolist() for tokens in completions]
     rewards = task.reward(prompts=prompts, completions=answers, completion_ids=ids, **columns)
+    least, most = task.reward_range or (-np.inf, np.inf)
     for text, reward in zip(texts, rewards, strict=True):
-        if reward is None or not np.isfinite(reward):
+        if reward is None or not np.isfinite(reward) or not least <= reward <= most:
+            bounds = f" between {least:g} and {most:g}, as its Task says" if task.reward_range else ""
             raise ValueError(
-                f"the task's reward is {reward} for the response {text[:80]!r}: it must be a finite number"
+                f"the task's reward is {reward} for the response {text[:80]!r}: it must be a finite number{bounds}"
             )
     return [float(reward) for reward in rewards]
 

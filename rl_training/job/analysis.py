@@ -8,6 +8,7 @@ from pathlib import Path
 
 from accelerate import PartialState
 from omegaconf import DictConfig, OmegaConf
+from transformers.utils import logging
 
 from rl_training.job.analysis_plan import Plan, read_plan
 from rl_training.job.analysis_shown import tell_dashboards, write_pages
@@ -21,6 +22,10 @@ from rl_training.offline.results import print_table, write_result
 from rl_training.offline.sweep import sweep_tables
 from rl_training.records.folder import LOGS_FOLDER
 
+logger = logging.get_logger(__name__)
+
+OF_LATER_STEPS = ("trainer.epsilon", "trainer.epsilon_high", "trainer.delta")  # bounds of ratios, which are all 1
+
 
 def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
     """Analyses each checkpoint that `cfg` names, prints a table of each, and returns the files with the results.
@@ -29,8 +34,11 @@ def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
     where the checkpoints can tell, before anything is sampled.
     """
     plan = read_plan(cfg)
+    for word in plan.values["run"]:
+        if word.partition("=")[0] in OF_LATER_STEPS and PartialState().is_main_process:
+            logger.warning(f"{word} changes nothing here: its step is the first on its responses, none is clipped")
     for checkpoint in plan.results:
-        _look_at(checkpoint, plan)
+        _analyse(checkpoint, plan)
     if PartialState().is_main_process:
         for page in write_pages(plan.results) if plan.values["report"] else ():
             print(f" {page}")
@@ -40,7 +48,7 @@ def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
     return list(plan.results.values())
 
 
-def _look_at(checkpoint: Path, plan: Plan) -> None:
+def _analyse(checkpoint: Path, plan: Plan) -> None:
     """Analyses one checkpoint; the log is written first, then the results, so that these stand for all of it."""
     start = time.perf_counter()
     run = run_settings(checkpoint, plan.values["run"])

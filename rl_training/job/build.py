@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -20,14 +19,9 @@ from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.job.command_line import libraries_refuse
 from rl_training.job.run import TrainingRun
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
-from rl_training.job.settings import (
-    check_additional_steps,
-    check_resume,
-    check_settings,
-    expand_home,
-    read_numbers,
-)
+from rl_training.job.settings import check_run, check_settings
 from rl_training.job.stopping import StopAtStepEnd
+from rl_training.job.trainer_fields import check_fields
 from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.restored import RestoredTrainer, restore
 from rl_training.records.checkpoints import steps_taken
@@ -37,6 +31,7 @@ from rl_training.records.loggers import CORE, LOGGERS, MetricsLogger
 from rl_training.records.masking import without_secrets
 from rl_training.records.progress import StepProgress
 from rl_training.records.provenance import provenance
+from rl_training.tasks.task import Task
 
 EVAL_BATCH = 4  # microbatches at once in evaluation, which keeps nothing for a backward
 
@@ -48,17 +43,8 @@ def build_run(cfg: DictConfig) -> TrainingRun:
 
 
 def _build(cfg: DictConfig) -> TrainingRun:
-    check_resume(cfg)
-    expand_home(cfg)
-    read_numbers(cfg)
-    check_settings(cfg)
-    check_additional_steps(cfg)
-    accumulation = accumulation_steps(
-        cfg.batch.sequences_per_step,
-        cfg.batch.microbatch_size,
-        num_processes=int(os.environ.get("WORLD_SIZE", "1")),
-        responses_per_prompt=cfg.trainer.num_generations,
-    )
+    accumulation = check_run(cfg)
+    check_fields(cfg.trainer)
     run_dir, checkpoint, is_its_own = find_run_folder(cfg)
     cfg.run_dir = str(run_dir)
     if checkpoint is not None and cfg.additional_steps is not None:
@@ -68,13 +54,15 @@ def _build(cfg: DictConfig) -> TrainingRun:
     args = _make(cfg.trainer, gradient_accumulation_steps=accumulation, per_device_eval_batch_size=evaluated_at_once)
     records = Records(run_dir / LOGS_FOLDER, cfg.rollouts.every) if args.process_index == 0 else None
     probes = [_make(probe) for probe in cfg.probes.values()]
-    trainer = _make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
+    trainer, task = _make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
     if not args.disable_tqdm:
         trainer.add_callback(StepProgress)
     stop = StopAtStepEnd(trainer)
     trainer.add_callback(stop)
     config = without_secrets(OmegaConf.to_container(cfg, resolve=True))
     config["provenance"] = {name: told.replace("${", r"\${") for name, told in provenance().items()}  # for OmegaConf
+    if task.reward_range:
+        config["provenance"]["most_reward"] = f"{task.reward_range[1]:g}"  # that a response can earn
     save_config(config, run_dir, is_its_own)
     loggers = _put_loggers(trainer, run_dir, config, CORE if cfg.logger.metrics == "core" else None)
     if cfg.alert.within_steps is not None:
@@ -95,15 +83,16 @@ def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
         for key, value in {"output_dir": f"{scratch}/{TRAINING_STATE}", **changes}.items():
             OmegaConf.update(cfg, f"trainer.{key}", value, force_add=True)
         check_settings(cfg)
+        check_fields(cfg.trainer)
         args = _make(cfg.trainer, gradient_accumulation_steps=1)
         check_number_of_processes(args.world_size)
-        return restore(_make_trainer(cfg, args, [], None, with_evaluation=True), checkpoint, learning_rate)
+        return restore(_make_trainer(cfg, args, [], None, with_evaluation=True)[0], checkpoint, learning_rate)
 
 
 def _make_trainer(
     cfg: DictConfig, args: DrGRPOConfig, probes: list[Probe], records: Records | None, with_evaluation: bool
-) -> DrGRPOTrainer:
-    """Returns the trainer, with the evaluation split of its task if asked for."""
+) -> tuple[DrGRPOTrainer, Task]:
+    """Returns the trainer, with the evaluation split of its task if asked for, and the task."""
     set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
     task = _make(cfg.data)
     model, tokenizer = _make(cfg.model)
@@ -124,7 +113,7 @@ def _make_trainer(
     _check_number_of_prompts(trainer)
     for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full
         trainer.remove_callback(callback)
-    return trainer
+    return trainer, task
 
 
 def _put_loggers(
@@ -165,26 +154,6 @@ def _make(node: DictConfig, **values: Any) -> Any:
         if error.__cause__ is None:
             raise
         raise error.__cause__ from None
-
-
-def accumulation_steps(
-    sequences_per_step: int, microbatch_size: int, num_processes: int, responses_per_prompt: int
-) -> int:
-    """Returns how many microbatches of each process make a step. ValueError, naming numbers that would divide."""
-    if microbatch_size % responses_per_prompt:
-        fitting = max(microbatch_size // responses_per_prompt, 1) * responses_per_prompt
-        raise ValueError(
-            f"batch.microbatch_size={microbatch_size} must hold whole prompts of "
-            f"trainer.num_generations={responses_per_prompt} responses: use batch.microbatch_size={fitting}"
-        )
-    at_once = microbatch_size * num_processes
-    if sequences_per_step % at_once or sequences_per_step < 1:
-        fitting = max(round(sequences_per_step / at_once), 1) * at_once
-        raise ValueError(
-            f"batch.sequences_per_step={sequences_per_step} is not a multiple of batch.microbatch_size="
-            f"{microbatch_size} x {num_processes} process(es) = {at_once}: use batch.sequences_per_step={fitting}"
-        )
-    return sequences_per_step // at_once
 
 
 def _check_sharding(trainer: DrGRPOTrainer) -> None:

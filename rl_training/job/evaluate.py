@@ -112,7 +112,7 @@ class _Evaluation:
     def _write(self, step: int, answers: CheckpointResponses) -> None:
         plan, checkpoint = self.plan, self.plan.checkpoints[step]
         can_read = self.task.given_answer is not None
-        metrics = response_metrics(answers.responses, plan.max_k, plan.right_reward, can_read)
+        metrics = response_metrics(answers.responses, plan.max_k, plan.right_reward, can_read, self.task.reward_range)
         sampled, _ = by_row(answers.responses)
         errors = []
         for name, metric in self.custom.items():
@@ -124,6 +124,7 @@ class _Evaluation:
         about = {
             "checkpoint": str(checkpoint),
             "fingerprint": fingerprint(checkpoint),
+            "reward_range": self.task.reward_range,
             "errors": errors,
             "seconds": {name: round(value, 3) for name, value in answers.seconds.items()},
         }

@@ -22,6 +22,7 @@ class Estimate:
     reason       why `value` or `stderr` is nan; else empty, or a remark
     about_step   the optimizer step it speaks of, when that is not the step at which it was measured
     detail       what else is to be known of it; goes into probes.jsonl
+    interval     ends of its 95 % interval, where value ± half_width() is none: of a share near 1, of a ratio
     """
 
     value: float
@@ -30,6 +31,7 @@ class Estimate:
     reason: str = ""
     about_step: int | None = None
     detail: Mapping[str, str | float] = field(default_factory=dict)
+    interval: tuple[float, float] | None = None
 
     def __post_init__(self) -> None:
         if math.isnan(self.value) and not self.reason:
@@ -51,3 +53,7 @@ class Estimate:
         if math.isnan(self.stderr):
             return math.nan
         return float(stdtrit(self.num_samples - 1, 0.5 + 0.5 * coverage)) * self.stderr
+
+    def ends(self) -> tuple[float, float]:
+        """Returns the ends of the 95 % interval, whichever it has; nan where it has none."""
+        return self.interval or (self.value - self.half_width(), self.value + self.half_width())

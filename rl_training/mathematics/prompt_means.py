@@ -7,13 +7,26 @@ standard error is that over P prompts, of a mean
 
 and of a ratio of sums (entropy per token: nats of all prompts over tokens of all prompts) by the delete-one-prompt
 jackknife. It speaks of prompts like these, not of these alone: the spread between prompts is part of it.
+
+A mean of values that lie in [0, 1], a share, has an interval that does. Where x̄ ± t se leaves it, or is empty because
+all prompts say the same, it is Wilson's: the π for which
+
+    (x̄ − π)² ≤ q² π (1 − π) / n,
+
+with n = x̄ (1 − x̄) / se², the draws of 0 or 1 that have this error, and q = t of P − 1 degrees of freedom; where se = 0,
+n = P and q that of the normal distribution. So 20 prompts that are all right leave .84 to 1 possible.
+
+Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference"; with the effective number
+of draws Korn and Graubard 1998, "Confidence intervals for proportions with small expected number of positive counts".
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import torch
+from scipy.special import ndtri, stdtrit
 from torch import Tensor
 
 from rl_training.mathematics.estimate import Estimate
@@ -31,6 +44,27 @@ def mean_over_prompts(values: Tensor) -> Estimate:
     if len(values) == 1:
         return Estimate(float(values), num_samples=1, reason=ONE_PROMPT)
     return Estimate(float(values.mean()), float(values.std() / math.sqrt(len(values))), len(values))
+
+
+def share_over_prompts(values: Tensor, least: float = 0.0, most: float = 1.0) -> Estimate:
+    """Returns the mean of (P,) values that all lie between `least` and `most`, with an interval that lies there too."""
+    mean = mean_over_prompts(values)
+    low, high = mean.ends()
+    if math.isnan(low) or (least <= low < high <= most):
+        return mean
+    span = most - least
+    low, high = _wilson((mean.value - least) / span, mean.stderr / span, mean.num_samples)
+    return replace(mean, interval=(least + span * low, least + span * high))
+
+
+def _wilson(share: float, stderr: float, num_prompts: int) -> tuple[float, float]:
+    """Returns Wilson's interval of a share with this standard error over so many prompts."""
+    draws = share * (1 - share) / stderr**2 if stderr else num_prompts
+    quantile = float(stdtrit(num_prompts - 1, 0.975) if stderr else ndtri(0.975))
+    shrink = quantile**2 / draws
+    middle = (share + shrink / 2) / (1 + shrink)
+    half = math.sqrt(shrink * share * (1 - share) + shrink**2 / 4) / (1 + shrink)
+    return max(middle - half, 0.0), min(middle + half, 1.0)  # by rounding only
 
 
 def ratio_over_prompts(numerators: Tensor, denominators: Tensor) -> Estimate:

@@ -2,6 +2,12 @@
 
 mean         se = sd/√n, n − 1 degrees of freedom
 difference   se² = se₁² + se₂², with ν = se⁴ / (se₁⁴/ν₁ + se₂⁴/ν₂) degrees of freedom, rounded down (Welch 1947)
+
+Where one of two has an interval (l, u) of its own about its value x, as a share near 1 has, so has their difference,
+
+    x₁ − x₂ − √((x₁ − l₁)² + (u₂ − x₂)²)   to   x₁ − x₂ + √((u₁ − x₁)² + (x₂ − l₂)²)
+
+(Newcombe 1998 for shares; Zou and Donner 2008 for others).
 """
 
 from __future__ import annotations
@@ -26,6 +32,13 @@ def mean_of(values: Sequence[float]) -> Estimate:
 def difference(one: Estimate, other: Estimate) -> Estimate:
     """Returns one − other of independent estimates; without an error where one of them has none."""
     value = one.value - other.value
+    if one.interval or other.interval:
+        (low, high), (other_low, other_high) = one.ends(), other.ends()
+        ends = (
+            value - math.hypot(one.value - low, other_high - other.value),
+            value + math.hypot(high - one.value, other.value - other_low),
+        )
+        return Estimate(value, reason="its interval is not symmetric", interval=ends)
     variances = [(e.stderr**2, e.num_samples - 1) for e in (one, other)]
     total = sum(variance for variance, _ in variances)
     if math.isnan(total):
@@ -38,4 +51,5 @@ def difference(one: Estimate, other: Estimate) -> Estimate:
 
 def is_significant(estimate: Estimate) -> bool:
     """Returns whether the 95 % interval leaves out 0; False without an error."""
-    return abs(estimate.value) > estimate.half_width()
+    low, high = estimate.ends()
+    return low > 0 or high < 0

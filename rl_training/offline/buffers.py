@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout, join_rollouts
+from rl_training.hosts.random_streams import seed_torch, streams_put_back
 from rl_training.hosts.trl import batches, sampling
 from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.hosts.trl.refill import start_buffer
@@ -28,8 +29,8 @@ from rl_training.mathematics.jackknife import JackknifeUnits
 from rl_training.mathematics.scores import Scores
 from rl_training.offline.phases import Progress
 from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import Overlap
 
-Overlap = Literal["forbidden", "allowed", "wanted"]
 PROMPTS, RESPONSES = 0, 1  # streams of random numbers of a seed
 
 
@@ -87,9 +88,9 @@ def sample_update(
     chunk = share if filtered else math.gcd(share, max(chunk_size // group, 1))
     order = np.random.default_rng([seed, PROMPTS]).permutation(total)[:num_prompts]
     parts = []
-    with sampling.streams_put_back(restored.device):
+    with streams_put_back(restored.device):
         for first in range(restored.rank * chunk, num_prompts, chunk * restored.num_ranks):
-            sampling.seed_torch(seed, RESPONSES, first // chunk, device=restored.device)
+            seed_torch(seed, RESPONSES, first // chunk, device=restored.device)
             rows = [dict(trainer.train_dataset[int(i)]) for i in order[first : first + chunk] for _ in range(group)]
             batch = _generate_rewarded(restored, rows, seed, filtered)
             parts.append(batches.read_rollout(batch, first, group, on_policy=True))

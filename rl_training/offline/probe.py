@@ -15,85 +15,26 @@ step. What is not available is nan, with the reason in `reasons`.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
-from rl_training.mathematics.entropy import Estimator
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import Replicates
-from rl_training.offline.buffers import EvaluationBuffer, Overlap, UpdateBuffer, sample_evaluation, sample_update
+from rl_training.offline.buffers import EvaluationBuffer, UpdateBuffer, sample_evaluation, sample_update
 from rl_training.offline.conditioning import condition
 from rl_training.offline.covariance import covariance_of
 from rl_training.offline.first_order import SEQUENCE, TOKEN, FirstOrder, predict
 from rl_training.offline.phases import Phases, short_memory_says_what_to_lower
 from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import Settings
 from rl_training.offline.truth import AtStep, Truth, measure, num_scorings
 from rl_training.offline.update import Update, make_update
 
 FEW_UNITS = f"fewer than {MIN_FOLDS_FOR_STDERR} blocks of E or folds of U: no error bar"
 NOT_ASKED = "not asked for: {}"
 SEVERAL_RATES = "groups of parameters have several learning rates: there is no one to divide by"
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Of E: its prompts (drawn uniformly from `source`, or these rows of the training set), and responses to each."""
-
-    prompts: int = 256
-    responses: int = 1
-    source: Literal["train", "eval"] | Sequence[int] = "train"
-    overlap: Overlap = "allowed"
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class UpdateConfig:
-    """Of U: its prompts, as many responses to each as the run has, filtered or not."""
-
-    prompts: int = 32
-    filtered: bool = False
-    seed: int = 1
-
-
-@dataclass(frozen=True)
-class FirstOrderSettings:
-    enabled: bool = True
-    estimator: Estimator = "rb"
-    covariance: bool = True  # −Cov(log π, A) of U beside it
-
-
-@dataclass(frozen=True)
-class TruthSettings:
-    enabled: bool = True
-    odd: bool = True
-    etas: Sequence[float] = (1.0,)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Of one process: sequences in a forward and backward, sequences generated at once, folds in host memory."""
-
-    microbatch_size: int = 32
-    generation_size: int = 128
-    offload: bool = False
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything that a checkpoint analysis is asked for."""
-
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    update: UpdateConfig = field(default_factory=UpdateConfig)
-    first_order: FirstOrderSettings = field(default_factory=FirstOrderSettings)
-    truth: TruthSettings = field(default_factory=TruthSettings)
-    conditioning: bool = True
-    memory: Memory = field(default_factory=Memory)
-
-    def __post_init__(self) -> None:
-        _refuse_nonsense(self)
 
 
 @dataclass(frozen=True)
@@ -251,25 +192,3 @@ def _row_of(at: AtStep) -> dict[str, Any]:
             row[f"{key}{suffix}"] = float(replicates.value[column]) if replicates else math.nan
             row[f"{key}{suffix}_se"] = float(replicates.stderr[column]) if replicates else math.nan
     return row
-
-
-def _refuse_nonsense(settings: Settings) -> None:
-    """Raises ValueError for numbers that mean nothing, naming them."""
-    e, u, memory = settings.evaluation, settings.update, settings.memory
-    for name, value, least in (
-        ("evaluation.prompts", e.prompts, 2), ("evaluation.responses", e.responses, 1), ("evaluation.seed", e.seed, 0),
-        ("update.prompts", u.prompts, 1), ("update.seed", u.seed, 0),
-        ("memory.microbatch_size", memory.microbatch_size, 1), ("memory.generation_size", memory.generation_size, 1),
-    ):  # fmt: skip
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name}={value} must be a whole number, at least {least}")
-    if e.overlap not in get_args(Overlap):
-        raise ValueError(f"evaluation.overlap={e.overlap}: choose from {', '.join(get_args(Overlap))}")
-    if settings.first_order.estimator not in get_args(Estimator):
-        raise ValueError(f"first_order.estimator={settings.first_order.estimator}: choose rb or score")
-    if isinstance(e.source, str) and e.source not in ("train", "eval"):
-        raise ValueError(f"evaluation.source={e.source}: choose train, eval, or a list of rows of the training set")
-    if any(not eta > 0 for eta in settings.truth.etas):
-        raise ValueError(f"truth.etas={list(settings.truth.etas)}: give multiples of the step above 0; -1 is truth.odd")
-    if not settings.first_order.enabled and not settings.truth.enabled:
-        raise ValueError("neither prediction nor truth is asked for: set first_order.enabled or truth.enabled to true")

@@ -30,6 +30,11 @@ ROWS = {
     "deltaH1/part/gradient": "predicted: this gradient",
     "deltaH1/part/decay": "predicted: weight decay",
 }
+DRAWN_AFRESH = {
+    "deltaH_true": "measured (drawn afresh)",
+    "paired_error": "predicted − measured, same prompts",
+    "paired_error_odd": "predicted − that, same prompts",
+}
 
 
 def write_result(
@@ -64,11 +69,11 @@ def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> No
     table.add_column("change of entropy, 1e-3 nats")
     for unit in ("per token", "per sequence"):
         table.add_column(unit, justify="right")
-    rows = ROWS | ({"deltaH_true": "measured (drawn afresh)"} if found.get("resampled") else {})
+    rows = ROWS | (DRAWN_AFRESH if found.get("resampled") else {})
     for key, label in rows.items():
         if not math.isnan(found.get(key, math.nan)):
             table.add_row(label, _with_error(found, key), _with_error(found, f"{key}_sequence"))
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, markup=False, emoji=False)  # a path stays as it was typed
     console.print(table)
     sizes = f"E {found['B_E']:.0f} sequences, U {found['B_U']:.0f} × {found['G']:.0f}"
     teaching = f"{100 * found['zero_advantage']:.0f} % of U has zero advantage"

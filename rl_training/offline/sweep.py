@@ -25,8 +25,9 @@ from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.per_decision import first_order_change
 from rl_training.offline.buffers import EvaluationBuffer, sample_update
 from rl_training.offline.covariance import covariance_of
-from rl_training.offline.probe import Analysis, Settings
+from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import Settings
 from rl_training.offline.truth import AtStep, Truth, first_rows, measure
 from rl_training.offline.update import Update, make_update
 

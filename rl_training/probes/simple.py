@@ -49,7 +49,8 @@ class SimpleEntropyProbe(Probe):
     responses_per_prompt  responses of every prompt that X is computed from; more (up to G) cost more, with less noise
     num_folds             folds of whole prompts on each rank, K; None: one per microbatch, or one per rank when there
                           are 8 ranks or more. More than microbatches costs what another forward pass and backward do
-    per_sequence          predict in nats per sequence too, `…_sequence`: a second backward
+    per_sequence          predict in nats per sequence too, `…_sequence`: a second backward, from which error bars per
+                          token have the noise of the H_tok inside of X as well
     own_prompts           measure `delta_h/own_prompts` too: another backward, and half as many optimizer steps again
     offload               keep the gradients of the folds in the CPU's memory
     error_decay           weight of a step relative to the next in the average of the variances of single steps; 0 for

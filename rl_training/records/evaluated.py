@@ -33,17 +33,25 @@ METRICS = "metrics.json"
 RESPONSES = "responses.jsonl"
 SETTINGS = "settings.json"
 LOCK = ".lock"
+WHY = "its metrics.json says why"
 MAKE_ROOM = "nothing that was finished is lost: make room, and run the same command again"
 
 
 class EvaluatedMetric(NamedTuple):
-    """A row of the consolidated table."""
+    """A row of the consolidated table; `low` and `high` are Estimate.interval, nan where there is none."""
 
     step: int
     metric: str
     value: float
     stderr: float
     num_prompts: int
+    low: float = math.nan
+    high: float = math.nan
+
+    def estimate(self) -> Estimate:
+        interval = None if math.isnan(self.low) else (self.low, self.high)
+        why = "" if math.isfinite(self.stderr) else "no error bar" if math.isfinite(self.value) else WHY
+        return Estimate(self.value, self.stderr, self.num_prompts, why, interval=interval)
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -75,9 +83,12 @@ def write_step(
             for response in responses:
                 file.write(json.dumps(to_json(response, infinite_as_text=True), ensure_ascii=False) + "\n")
         numbers = {
-            name: {"value": e.value, "stderr": e.stderr, "num_prompts": e.num_samples, "reason": e.reason}
+            name: {
+                "value": e.value, "stderr": e.stderr, "num_prompts": e.num_samples, "reason": e.reason,
+                "interval": e.interval,
+            }
             for name, e in metrics.items()
-        }
+        }  # fmt: skip
         text = json.dumps(to_json({"step": step, **about, "metrics": numbers}, infinite_as_text=True), indent=2)
         (scratch / METRICS).write_text(text, encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
@@ -104,7 +115,8 @@ def consolidate(folder: Path) -> Path:
         content = read_step(folder, step)
         assert content is not None
         for name, row in content["metrics"].items():
-            writer.writerow([step, name, repr(row["value"]), repr(row["stderr"]), row["num_prompts"]])
+            ends = map(repr, row.get("interval") or (math.nan, math.nan))
+            writer.writerow([step, name, repr(row["value"]), repr(row["stderr"]), row["num_prompts"], *ends])
     write_atomically({path: table.getvalue().encode()}, MAKE_ROOM)
     return path
 
@@ -116,9 +128,12 @@ def read_table(folder: Path) -> list[EvaluatedMetric]:
         return []
     with open(path, encoding="utf-8", newline="") as file:
         return [
-            EvaluatedMetric(int(r["step"]), r["metric"], float(r["value"]), float(r["stderr"]), int(r["num_prompts"]))
+            EvaluatedMetric(
+                int(r["step"]), r["metric"], float(r["value"]), float(r["stderr"]), int(r["num_prompts"]),
+                *(float(r.get(end) or "nan") for end in ("low", "high")),
+            )
             for r in csv.DictReader(file)
-        ]
+        ]  # fmt: skip
 
 
 def read_tables(run_dir: Path) -> dict[str, list[EvaluatedMetric]]:

@@ -12,12 +12,15 @@ Of several runs: `pd.concat({run.name: metrics(run) for run in find_runs("runs")
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 from scipy.special import stdtrit
 
-from rl_training.records.evaluated import EVALUATIONS, TABLE_FILE
+from rl_training.mathematics.estimate import Estimate
+from rl_training.records.evaluated import EVALUATIONS, TABLE_FILE, EvaluatedMetric
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, read_estimates, read_evaluations, read_metrics
 from rl_training.records.rollouts import read_rollouts
@@ -31,6 +34,7 @@ ROLLOUT_COLUMNS = [
 ]  # fmt: skip
 TEXTS = ("prompt", "response", "probe", "name", "reason", "evaluation", "metric")
 EVALUATION_COLUMNS = ["evaluation", "step", "metric", "value", "stderr", "num_prompts"]
+ENDS = ["low", "high"]  # of its 95 % interval, where that is not symmetric; tables may be older than these
 
 
 def metrics(run: str | Path) -> pd.DataFrame:
@@ -68,7 +72,7 @@ def rollouts(run: str | Path) -> pd.DataFrame:
 
 
 def evaluations(run: str | Path) -> pd.DataFrame:
-    """Returns all evaluations of a run's checkpoints: a row per evaluation, step and metric; EVALUATION_COLUMNS.
+    """Returns all evaluations of a run's checkpoints: a row per evaluation, step and metric; EVALUATION_COLUMNS, ENDS.
 
     `evaluation` is the folder's name in RUN/evaluations, or "in training" for those that the trainer made itself
     (logs/evaluations.jsonl: their metrics without the leading eval_, and without errors). No rows when there are none.
@@ -77,7 +81,8 @@ def evaluations(run: str | Path) -> pd.DataFrame:
     tables = [_in_training(_logs(run))]
     for file in sorted(Path(run).glob(f"{EVALUATIONS}/*/{TABLE_FILE}")):
         try:
-            table = pd.read_csv(file)[EVALUATION_COLUMNS[1:]]
+            table = pd.read_csv(file)
+            table = table[EVALUATION_COLUMNS[1:]].join(table.reindex(columns=ENDS, fill_value=float("nan")))
         except (KeyError, ValueError) as error:
             raise ValueError(
                 f"{file} is not a table of {', '.join(EVALUATION_COLUMNS[1:])} ({error}): delete it, and evaluate the "
@@ -86,7 +91,14 @@ def evaluations(run: str | Path) -> pd.DataFrame:
         table.insert(0, "evaluation", file.parent.name)
         tables.append(table)
     filled = [table for table in tables if len(table)]
-    return pd.concat(filled, ignore_index=True) if filled else _no_rows(EVALUATION_COLUMNS)
+    return pd.concat(filled, ignore_index=True) if filled else _no_rows([*EVALUATION_COLUMNS, *ENDS])
+
+
+def estimate_of(row: Any) -> Estimate:
+    """Returns a row of `evaluations` as the estimate that it was."""
+    num_prompts = 0 if math.isnan(row.num_prompts) else int(row.num_prompts)
+    ends = float(row.low), float(row.high)
+    return EvaluatedMetric(row.step, row.metric, float(row.value), float(row.stderr), num_prompts, *ends).estimate()
 
 
 def find_runs(folder: str | Path) -> list[Path]:
@@ -125,7 +137,7 @@ def _in_training(logs: Path) -> pd.DataFrame:
         for name, value in row.items()
         if name.startswith("eval_") and isinstance(value, int | float)  # infinite ones are recorded as strings
     ]
-    return pd.DataFrame(rows, columns=EVALUATION_COLUMNS)
+    return pd.DataFrame(rows, columns=[*EVALUATION_COLUMNS, *ENDS])
 
 
 def _no_rows(columns: list[str]) -> pd.DataFrame:

@@ -33,10 +33,11 @@ def verdict(step: int, results: Mapping[str, float | None]) -> str:
     size = max(abs(predicted), known("deltaH1_se"))  # the first where the second is nan
     if not (abs(apart) > Z_95 * known("paired_error_se") and abs(apart) >= HALF * size):
         return ""
+    does = "add to" if apart * predicted <= 0 else "outweigh" if abs(apart) > 1.5 * abs(predicted) else "cancel"
     halvings = math.floor(math.log2(abs(apart) / (HALF * size))) + 1
     told = (f"{MILLI * known(key):+.3f} ± {MILLI * known(f'{key}_se'):.3f}" for key in KEYS)
     return (
-        f"Step {step}: higher orders {'cancel' if apart * predicted > 0 else 'add to'} the first: do not trust forward "
-        "alone at this learning rate. Predicted {}, measured {}, difference {} (1e-3 nats per token). ".format(*told)
+        f"Step {step}: higher orders {does} the first: do not trust forward alone at this learning rate. "
+        "Predicted {}, measured {}, difference {} (1e-3 nats per token). ".format(*told)
         + f"As a second order it would be less than half of the prediction at 1/{2**halvings} of the step."
     )

@@ -73,6 +73,7 @@ def arithmetic(num_train: int = 4096, num_eval: int = 512, seed: int = 0) -> Tas
         eval_dataset=_dataset(num_eval, held_out=True, seed=seed),
         reward=arithmetic_reward,
         given_answer=given_answer,
+        reward_range=(0.0, 1.0),
     )
 
 

@@ -82,7 +82,7 @@ def gsm8k(path: str | None = None, name: str = "openai/gsm8k", config: str = "ma
         raise ValueError("No training row is left: every prompt of the training rows is also held out.")
     if len(unseen) < len(train):
         logger.warning("%d training rows are left out: their prompts are held out.", len(train) - len(unseen))
-    return Task(Dataset.from_list(unseen), Dataset.from_list(held_out), gsm8k_reward, _vote)
+    return Task(Dataset.from_list(unseen), Dataset.from_list(held_out), gsm8k_reward, _vote, (0.0, 1.0))
 
 
 def gsm8k_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:

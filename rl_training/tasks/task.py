@@ -18,3 +18,4 @@ class Task:
     reward: Callable[..., list[float]]  # reward(completions, **columns); its __name__ is the metric's name
     # what evaluation counts as one vote: the answer that the reward reads from a text, None where it reads none
     given_answer: Callable[[str], str | None] | None = None
+    reward_range: tuple[float, float] | None = None  # the least and the most that a response can earn; None: not known

@@ -116,7 +116,8 @@ def check_behaviour(trainer: GRPOTrainer) -> None:
     scores = "GRPOTrainer._get_per_token_logps_and_entropies"
     _refuse("" if isinstance(found, tuple) and len(found) == 3 else f"{scores} does not return three things", "trl")
     for name, values in zip(("log-probabilities", "entropies"), found, strict=False):
-        _refuse("" if values.shape == (1, 2) else f"the {name} of {scores} are of shape {tuple(values.shape)}", "trl")
+        shape = f"of shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else "no tensor"
+        _refuse("" if shape == "of shape (1, 2)" else f"the {name} of {scores} are {shape}", "trl")
     _refuse("" if found[0].grad_fn is not None else f"the log-probabilities of {scores} have no graph", "trl")
 
 

@@ -38,6 +38,8 @@ def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
             f"multi_objective_aggregation={trainer.multi_objective_aggregation!r} makes a prompt's advantages depend "
             "on the other prompts generated with it, rejected ones included: use 'sum_then_normalize' or buffer=plain"
         )
+    if {"image", "images"} & set(trainer.train_dataset.column_names or ()):
+        raise ValueError("buffer=filtered joins rollouts of text, and these prompts have images: use buffer=plain")
     if not isinstance(trainer.train_dataset, Sized):
         raise ValueError(
             "buffer=filtered draws prompts from the whole training set, which needs a length: load it without "

@@ -7,6 +7,9 @@ prompts of an evaluation), which says nothing of what another seed would have do
 At which step. A group is taken at the furthest step that two of its runs have reached (of a single one: its last);
 seeds that were ended before are left out of its figures. Two groups are compared at the earlier of their steps.
 
+Several seeds' noise scale is 1 / the mean of 1/B, the signal-to-noise ratio, with the ends of that mean's interval
+turned over; one seed's has Fieller's interval, as its run's own report.
+
 A difference has se² = se₁² + se₂², and Student's t with Welch's degrees of freedom. That the same seeds in two groups
 share data and initial weights is not used: it makes the interval too wide, if anything.
 """
@@ -19,16 +22,18 @@ from dataclasses import dataclass
 from itertools import combinations
 
 from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.noise_scale import noise_scale_interval
 from rl_training.mathematics.welch import difference, mean_of
 from rl_training.records.compare.groups import Group, Member
-from rl_training.records.frames import IN_TRAINING
+from rl_training.records.frames import IN_TRAINING, estimate_of
+from rl_training.records.report.series import Measurements
 from rl_training.records.report.summary import MAX_WINDOW
 
 PROBED = {
     "measured ΔH": "delta_h/cumulative_measured",
     "predicted ΔH": "delta_h/cumulative_predicted",
-    "noise scale (prompts)": "gns/noise_scale_prompts",
 }
+NOISE_SCALE = "noise scale (prompts)"
 # Of the trainer's own evaluations: what it logs beside these is of its clipping and its clock.
 OF_TRAINING = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "completions/mean_length")
 MANY_GROUPS = 4  # with so many, each is held against the first only
@@ -63,7 +68,7 @@ def final_figures(group: Group, step: int) -> dict[str, Estimate]:
     """Returns the group's figures at `step` by their labels: those that all of its runs there have."""
     of_runs = [figures_of(member, step) for member in members_at(group, step)]
     labels = [label for label in of_runs[0] if all(label in figures for figures in of_runs)]
-    return {label: _over_seeds([figures[label] for figures in of_runs]) for label in labels}
+    return {label: _over_seeds(label, [figures[label] for figures in of_runs]) for label in labels}
 
 
 def figures_of(member: Member, step: int) -> dict[str, Estimate]:
@@ -77,13 +82,15 @@ def figures_of(member: Member, step: int) -> dict[str, Estimate]:
         known = {s: e for s, e in member.run.measured(name).items() if s <= step and math.isfinite(e.value)}
         if known:
             figures[label] = known[max(known)]
+    scales = {s: e for s, e in noise_scales(member).items() if s <= step}
+    if scales:
+        figures[NOISE_SCALE] = scales[max(scales)]
     table = member.evaluations
     told = (table["evaluation"] != IN_TRAINING) | table["metric"].isin(OF_TRAINING)
     for (evaluation, metric), rows in table[told & (table["step"] <= step)].groupby(["evaluation", "metric"]):
         row = rows.loc[rows["step"].idxmax()]
         if math.isfinite(row["value"]):
-            prompts = 0 if math.isnan(row["num_prompts"]) else int(row["num_prompts"])
-            figures[f"{metric} · {evaluation}"] = Estimate(float(row["value"]), float(row["stderr"]), prompts)
+            figures[f"{metric} · {evaluation}"] = estimate_of(row)
     return {label: estimate for label, estimate in figures.items() if math.isfinite(estimate.value)}
 
 
@@ -106,5 +113,30 @@ def _mean_until(values: dict[int, float], step: int) -> Estimate:
     return mean_of(last)
 
 
-def _over_seeds(estimates: Sequence[Estimate]) -> Estimate:
-    return estimates[0] if len(estimates) == 1 else mean_of([estimate.value for estimate in estimates])
+def _over_seeds(label: str, estimates: Sequence[Estimate]) -> Estimate:
+    if len(estimates) == 1:
+        return estimates[0]
+    return (mean_noise_scale if label == NOISE_SCALE else mean_over_runs)(estimates)
+
+
+def mean_over_runs(estimates: Sequence[Estimate]) -> Estimate:
+    """Returns the mean of several runs with the error between them; of shares that are all 0 or 1, one's interval."""
+    if len({estimate.value for estimate in estimates}) == 1 and all(estimate.interval for estimate in estimates):
+        return estimates[0]
+    return mean_of([estimate.value for estimate in estimates])
+
+
+def noise_scales(member: Member) -> Measurements:
+    """Returns one run's noise scale by step, in prompts, with Fieller's interval; where |G|² was not lost in noise."""
+    measured = member.run.with_interval("gns/noise_scale_prompts")
+    return {step: estimate for step, estimate in measured.items() if 0 < estimate.value < math.inf}
+
+
+def mean_noise_scale(scales: Sequence[Estimate]) -> Estimate:
+    """Returns 1 / the mean of 1/B over runs, with the interval of that mean turned over: to ∞ where it holds 0.
+
+    Example: of 100 and 300 it is 150.
+    """
+    ratio = mean_of([1 / scale.value for scale in scales])
+    ends = None if math.isnan(ratio.stderr) else noise_scale_interval(ratio.ends())
+    return Estimate(1 / ratio.value, num_samples=ratio.num_samples, reason=ratio.reason, interval=ends)

@@ -1,12 +1,14 @@
-"""Runs → groups: runs whose configurations differ by nothing but the seed are one group.
+"""Runs → groups: runs that were trained alike but for the seed are one group.
 
-Left out of what is compared, beside seeds: where a run was written, what it was resumed from, and the provenance.
+Left out of what is compared, beside seeds: what does not touch training, as where a run was written, the provenance,
+and the probes, the alert and the dashboards that watch it. And its length, where the learning rate does not follow it.
 """
 
 from __future__ import annotations
 
+import math
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,20 +16,12 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from rl_training.records.folder import CONFIG_FILE
+from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING
 from rl_training.records.frames import evaluations, find_runs
 from rl_training.records.report.series import Run, read_run
 
 SEEDS = ("seed", "data_seed")  # last segments of a setting's name
-OF_NO_MATTER = (
-    "run_dir",
-    "resume",
-    "additional_steps",
-    "trainer.output_dir",
-    "trainer.run_name",
-    "trainer.logging_dir",
-)
-PROVENANCE = "provenance"
+LENGTHS = ("trainer.max_steps", "trainer.num_train_epochs")
 ABSENT = "–"
 LABEL_LENGTH = 42  # of a group: longer ones do not fit above a picture
 
@@ -40,19 +34,17 @@ class Member:
     settings: dict[str, str] | None  # dotted name → value, without what does not count; None without a config.yaml
     seed: str
     evaluations: pd.DataFrame
+    planned_steps: str = ""
+    most_reward: float = math.nan  # that a response can earn, where the run has said so
 
     @property
     def last_step(self) -> int:
         return int(self.run.metrics[-1]["step"])
 
-    @property
-    def planned_steps(self) -> str:
-        return (self.settings or {}).get("trainer.max_steps", "")
-
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that differ by their seed only.
+    """Runs that were trained alike but for their seed.
 
     members  one per seed
     repeats  further runs of a seed that is among the members: they are the same run, and no second sample
@@ -101,8 +93,9 @@ def _read_member(path: Path) -> Member:
         where = " ".join(str(error).split())
         raise ValueError(f"{path / CONFIG_FILE} cannot be read ({where}): mend it, or take it away") from error
     flat = dict(_flatten(config if isinstance(config, dict) else {}))
-    counts = {name: value for name, value in flat.items() if _counts(name)}
-    return Member(run, counts, flat.get("seed", flat.get("trainer.seed", ABSENT)), evaluations(path))
+    counts = {name: value for name, value in flat.items() if _counts(name, flat)}
+    seed, steps = flat.get("seed", flat.get("trainer.seed", ABSENT)), flat.get("trainer.max_steps", "")
+    return Member(run, counts, seed, evaluations(path), steps, float(flat.get("provenance.most_reward", "nan")))
 
 
 def _flatten(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -114,9 +107,11 @@ def _flatten(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
         yield name, str(node)
 
 
-def _counts(name: str) -> bool:
-    first, last = name.split(".")[0], name.rpartition(".")[2]
-    return last not in SEEDS and name not in OF_NO_MATTER and first != PROVENANCE
+def _counts(name: str, settings: Mapping[str, str]) -> bool:
+    """Returns whether this setting has a say in how a run is trained."""
+    if name in LENGTHS:
+        return settings.get("trainer.lr_scheduler_type") != "constant"
+    return name.rpartition(".")[2] not in SEEDS and not name.startswith(NOT_OF_TRAINING)
 
 
 def _make_group(letter: str, members: list[Member]) -> Group:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.reward_entropy import MIN_POINTS, RewardLaw, fit_reward_law
 from rl_training.records.compare.groups import Group, Member
+from rl_training.records.evaluated import EVALUATIONS, read_step
 from rl_training.records.frames import IN_TRAINING
 
 BLOCKS = 10  # of consecutive steps: one step's batch is too noisy to be a point
@@ -30,6 +31,7 @@ class FittedLaw:
 
     law, first   None where there is no fit; `reason` and `miss` then say why
     miss         mean of the rewards of the second half minus what the first half's curve gives for their entropies
+    most         that a response can earn; nan where no record says so
     """
 
     group: Group
@@ -39,11 +41,17 @@ class FittedLaw:
     reason: str
     first: RewardLaw | None
     miss: Estimate
+    most: float = math.nan
+
+    @property
+    def leads_too_high(self) -> bool:
+        """Whether the curve's ceiling is more than there is: then it does not hold down to H = 0."""
+        return self.law is not None and self.law.ceiling.value > self.most
 
 
 def fit_law(group: Group) -> FittedLaw:
     """Returns the fit to the points of all runs of the group."""
-    points, source = _evaluated(group) or _trained(group)
+    points, source, most = _evaluated(group) or _trained(group)
     law, reason = _fit(points)
     steps = sorted({point.step for point in points})
     early = set(steps[: (len(steps) + 1) // 2])
@@ -52,7 +60,7 @@ def fit_law(group: Group) -> FittedLaw:
     miss = Estimate.missing(why or "there is no second half")
     if first and late:
         miss = first.mean_miss([p.entropy for p in late], [p.reward for p in late])
-    return FittedLaw(group, source, points, law, reason, first, miss)
+    return FittedLaw(group, source, points, law, reason, first, miss, most)
 
 
 def _fit(points: Sequence[Point]) -> tuple[RewardLaw | None, str]:
@@ -62,8 +70,11 @@ def _fit(points: Sequence[Point]) -> tuple[RewardLaw | None, str]:
         return None, str(error)
 
 
-def _evaluated(group: Group) -> tuple[list[Point], str] | None:
-    """Returns the evaluated checkpoints, of the evaluation that has most of them; None where there are too few."""
+def _evaluated(group: Group) -> tuple[list[Point], str, float] | None:
+    """Returns the evaluated checkpoints, of the evaluation that has most of them, and the most that is earned there.
+
+    None where there are too few.
+    """
     by_evaluation: dict[str, list[Point]] = {}
     for member in group.members:
         table = member.evaluations[member.evaluations["metric"].isin(["entropy/token", "reward"])]
@@ -76,10 +87,14 @@ def _evaluated(group: Group) -> tuple[list[Point], str] | None:
     name = max(by_evaluation, key=lambda evaluation: len(by_evaluation[evaluation]), default="")
     if len(by_evaluation.get(name, [])) < MIN_POINTS:
         return None
-    return by_evaluation[name], f"checkpoints, evaluation “{name}”"
+    folders = [member.run.folder / EVALUATIONS / name for member in group.members]
+    found = (read_step(folder, point.step) for folder in folders for point in by_evaluation[name])
+    ranges = (content.get("reward_range") for content in found if content)
+    most = next((float(known[1]) for known in ranges if known), math.nan)
+    return by_evaluation[name], f"checkpoints, evaluation “{name}”", most
 
 
-def _trained(group: Group) -> tuple[list[Point], str]:
+def _trained(group: Group) -> tuple[list[Point], str, float]:
     """Returns means over blocks of logged steps."""
     points, sizes = [], set()
     for member in group.members:
@@ -88,7 +103,7 @@ def _trained(group: Group) -> tuple[list[Point], str]:
         sizes.add(size)
         for start in range(0, len(steps) - size + 1, size):
             points.append(_mean(steps[start : start + size]))
-    return points, f"training, means over {' or '.join(map(str, sorted(sizes)))} steps"
+    return points, f"training, means over {' or '.join(map(str, sorted(sizes)))} steps", group.members[0].most_reward
 
 
 def _steps_with_both(member: Member) -> list[Point]:

@@ -10,11 +10,11 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.welch import mean_of
+from rl_training.records.compare.final import mean_noise_scale, mean_over_runs, noise_scales
 from rl_training.records.compare.groups import Group, Member
 from rl_training.records.compare.law import FittedLaw
-from rl_training.records.frames import IN_TRAINING
-from rl_training.records.report.drawing import GREY, Picture, legend, picture, running_window
+from rl_training.records.frames import IN_TRAINING, estimate_of
+from rl_training.records.report.drawing import GREY, Picture, frame_shares, legend, picture, running_window
 from rl_training.records.report.series import Measurements, curve
 
 # Okabe and Ito's colours, which everyone can tell apart, and then the same in other strokes.
@@ -26,29 +26,58 @@ BAND = (
     "The frame is set by the curves; wide bands are cut off by it."
 )
 
+SHARES = ("reward", "greedy_accuracy", "pass_at_", "majority", "truncated", "format")  # a reward mostly is one
+FAR = 1e3
+
 Series = Callable[[Member], Measurements]
+Mean = Callable[[Sequence[Estimate]], Estimate]
 
 
 def draw_overlays(groups: Sequence[Group]) -> list[Picture]:
     """Returns the pictures of what any of the groups has."""
     pictures = [
-        _overlay(groups, "reward", "Reward", "mean reward, running mean", _reward),
+        _overlay(groups, "reward", "Reward", "mean reward, running mean", _reward, share=True),
         _overlay(groups, "entropy", "Entropy", "token entropy (nats)", _entropy),
         _overlay(groups, "change", "Change of entropy: measured, and predicted (dotted)",
                  "change since the first step\n(nats per token)", _probed("delta_h/cumulative_measured"),
                  _probed("delta_h/cumulative_predicted")),
-        _overlay(groups, "noise_scale", "Gradient noise scale", "prompts", _probed("gns/noise_scale_prompts")),
+        _overlay(groups, "noise_scale", "Gradient noise scale", "prompts", noise_scales, mean=mean_noise_scale),
     ]  # fmt: skip
     for evaluation, metric in _evaluated_metrics(groups):
         title = f"Evaluation “{evaluation}”: {metric}"
-        pictures.append(_overlay(groups, f"{evaluation}_{metric}", title, metric, _evaluated(evaluation, metric)))
+        share = metric.startswith(SHARES)
+        pictures.append(
+            _overlay(
+                groups,
+                f"{evaluation}_{metric}",
+                title,
+                metric,
+                _evaluated(evaluation, metric),
+                share=share,
+                floor=0.1 if metric == "length" else 0.0,
+            )
+        )
     return [drawn for drawn in pictures if drawn is not None]
 
 
 def _overlay(
-    groups: Sequence[Group], file: str, title: str, label: str, series: Series, dotted: Series | None = None
+    groups: Sequence[Group],
+    file: str,
+    title: str,
+    label: str,
+    series: Series,
+    dotted: Series | None = None,
+    mean: Mean = mean_over_runs,
+    share: bool = False,
+    floor: float = 0.0,
 ) -> Picture | None:
-    """Returns the picture of the curves of all groups; None when no run has any."""
+    """Returns the picture of the curves of all groups; None when no run has any.
+
+    dotted  drawn beside `series`
+    mean    of several runs at a step
+    share   the frame does not go beyond 0 and 1 where no curve does
+    floor   the frame goes beyond the curves by this part of their height at least: a token of 200 is no news
+    """
     having = [group for group in groups if any(series(member) for member in group.members)]
     if not having:
         return None
@@ -56,11 +85,11 @@ def _overlay(
     def draw(axes: Axes) -> None:
         for group in having:
             color, stroke = _look(groups.index(group))
-            _draw_group(axes, group, series, color, stroke, group.name)
+            _draw_group(axes, group, series, mean, color, stroke, group.name)
             if dotted:
-                _draw_group(axes, group, dotted, color, (0, (1, 1)), None)
-        drawn = [pool([series(member) for member in group.members if series(member)]) for group in having]
-        _frame_the_means(axes, [estimate for means in drawn for estimate in means.values()])
+                _draw_group(axes, group, dotted, mean, color, (0, (1, 1)), None)
+        drawn = [pool([series(member) for member in group.members if series(member)], mean) for group in having]
+        _frame_the_means(axes, [estimate for means in drawn for estimate in means.values()], share, floor)
         axes.set_ylabel(label)
         legend(axes)
 
@@ -68,39 +97,55 @@ def _overlay(
     return picture(f"{file}.png", title, BAND, missing, draw, height=4 + 0.13 * len(having))
 
 
-def _draw_group(axes: Axes, group: Group, series: Series, color: str, stroke: object, label: str | None) -> None:
+def _draw_group(
+    axes: Axes, group: Group, series: Series, mean_of_runs: Mean, color: str, stroke: object, label: str | None
+) -> None:
     of_runs = [measured for measured in map(series, group.members) if measured]
     if len(of_runs) > 1:
         for measured in of_runs:
             drawn = curve(measured)
             axes.plot(drawn.steps, drawn.values, "-", color=color, lw=0.8, alpha=0.35)
-    mean = curve(pool(of_runs))
+    mean = curve(pool(of_runs, mean_of_runs))
     axes.plot(
         mean.steps, mean.values, ls=stroke, color=color, lw=2, label=label, marker="o" if len(mean.steps) < 2 else ""
     )
-    values, halves = np.array(mean.values), np.array(mean.half_widths)
-    axes.fill_between(mean.steps, values - halves, values + halves, color=color, alpha=0.14, lw=0)
+    highs = np.minimum(mean.highs, FAR * max(map(abs, mean.values), default=0.0))  # the frame cuts an infinite end
+    axes.fill_between(mean.steps, mean.lows, highs, color=color, alpha=0.14, lw=0)
 
 
-def _frame_the_means(axes: Axes, means: Sequence[Estimate]) -> None:
-    """Sets the frame by the means and typical bands: a few wide bands would press all curves into one line."""
-    if not means:
+def _frame_the_means(axes: Axes, means: Sequence[Estimate], share: bool, floor: float) -> None:
+    """Sets the frame by the means and typical bands: a few wide bands would press all curves into one line.
+
+    Differences that are small beside the errors stay small: nothing is magnified to its own noise.
+    """
+    if not means or not all(math.isfinite(mean.value) for mean in means):
         return
     values = [mean.value for mean in means]
-    halves = [half for half in (mean.half_width() for mean in means) if math.isfinite(half)]
+    least = floor * statistics.median(map(abs, values))
+    below = max(least, _room(means, [mean.value - mean.ends()[0] for mean in means]))
+    above = max(least, _room(means, [mean.ends()[1] - mean.value for mean in means]))
+    axes.set_ylim(min(values) - below, max(values) + above)
+    if share:
+        frame_shares(axes, values)
+
+
+def _room(means: Sequence[Estimate], reaches: Sequence[float]) -> float:
+    """Returns how much there is to be beyond the curves on one side, by how far their bands reach there."""
+    values = [mean.value for mean in means]
     span = max(values) - min(values)
-    room = min(max(statistics.median(halves or [0.0]) * 1.5, 0.1 * span), span or math.inf) or abs(values[0]) or 1.0
-    if math.isfinite(room):
-        axes.set_ylim(min(values) - room, max(values) + room)
+    reach = statistics.median([known for known in reaches if math.isfinite(known)] or [0.0])
+    stderr = statistics.median([mean.stderr for mean in means if math.isfinite(mean.stderr)] or [0.0])
+    room = min(max(1.5 * reach, 0.1 * span), span or math.inf)
+    return max(room, min(2 * stderr, reach)) or abs(values[0]) or 1.0
 
 
-def pool(of_runs: Sequence[Measurements]) -> dict[int, Estimate]:
+def pool(of_runs: Sequence[Measurements], mean: Mean = mean_over_runs) -> dict[int, Estimate]:
     """Returns the mean over runs at each step that all of them have, its error between them; of one run, that run."""
     if len(of_runs) < 2:
         return dict(of_runs[0]) if of_runs else {}
-    finite = [{s: e.value for s, e in run.items() if math.isfinite(e.value)} for run in of_runs]
+    finite = [{s: e for s, e in run.items() if math.isfinite(e.value)} for run in of_runs]
     common = sorted(set.intersection(*map(set, finite)))
-    return {step: mean_of([run[step] for run in finite]) for step in common}
+    return {step: mean([run[step] for run in finite]) for step in common}
 
 
 def _reward(member: Member) -> Measurements:
@@ -130,10 +175,7 @@ def _evaluated(evaluation: str, metric: str) -> Series:
     def series(member: Member) -> Measurements:
         table = member.evaluations
         rows = table[(table["evaluation"] == evaluation) & (table["metric"] == metric)].dropna(subset="value")
-        return {
-            int(row.step): Estimate(row.value, row.stderr, 0 if math.isnan(row.num_prompts) else int(row.num_prompts))
-            for row in rows.sort_values("step").itertuples()
-        }
+        return {int(row.step): estimate_of(row) for row in rows.sort_values("step").itertuples()}
 
     return series
 
@@ -170,6 +212,9 @@ def draw_law(groups: Sequence[Group], laws: Sequence[FittedLaw]) -> Picture:
             if fitted.first:
                 axes.plot(grid, [fitted.first.reward(h).value for h in grid], ls=(0, (1, 1)), color=color, lw=1.5)
         axes.axvline(0, color=GREY, lw=1)
+        too_high = [law.most for law in drawn if law.leads_too_high]
+        if too_high:
+            axes.axhline(max(too_high), color=GREY, lw=1.5, ls="--", label="the most a response earns")
         axes.set_xlabel("token entropy (nats)")
         axes.set_ylabel("mean reward")
         legend(axes)

@@ -7,7 +7,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.compare.final import (
     Difference,
@@ -20,6 +19,7 @@ from rl_training.records.compare.groups import ABSENT, Group, Member, difference
 from rl_training.records.compare.law import FittedLaw, fit_law
 from rl_training.records.compare.overlays import draw_law, draw_overlays
 from rl_training.records.folder import LOGS_FOLDER
+from rl_training.records.frames import estimate_of
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.page import template
 from rl_training.records.report.summary import in_words
@@ -52,6 +52,7 @@ def render_comparison(groups: Sequence[Group]) -> str:
         best=[row for group in groups for member in group.members for row in _best_rows(member)],
         pictures=[*draw_overlays(groups), draw_law(groups, laws)],
         laws=[_law_row(law) for law in laws],
+        too_high=[_too_high(law) for law in laws if law.leads_too_high],
         version=VERSION,
     )
 
@@ -59,7 +60,7 @@ def render_comparison(groups: Sequence[Group]) -> str:
 def _sentences(groups: Sequence[Group], pairs: Sequence[Difference]) -> list[str]:
     if not pairs:
         seeds = ", ".join(member.seed for member in groups[0].members)
-        return [f"One group: the runs differ by nothing but their seeds ({seeds})."]
+        return [f"One group: nothing that touches training differs but the seeds ({seeds})."]
     sentences = []
     for pair in pairs:
         told = [_told(pair, label) for label in IN_WORDS if label in pair.figures]
@@ -72,7 +73,7 @@ def _sentences(groups: Sequence[Group], pairs: Sequence[Difference]) -> list[str
 
 def _told(pair: Difference, label: str) -> str:
     estimate = pair.figures[label]
-    if math.isnan(estimate.half_width()):
+    if math.isnan(estimate.ends()[0]):
         return f"{label} {in_words(estimate, signed=True)}, without an error: more steps or seeds would give one"
     if not is_significant(estimate):
         return f"{label} cannot be told apart ({in_words(estimate, signed=True)})"
@@ -117,7 +118,7 @@ def _best_rows(member: Member) -> list[dict[str, Any]]:
     rows = []
     rewards = member.evaluations[member.evaluations["metric"] == "reward"].dropna(subset=["value", "stderr"])
     for evaluation, table in rewards.groupby("evaluation"):
-        by_step = {int(r.step): Estimate(r.value, r.stderr, int(r.num_prompts)) for r in table.itertuples()}
+        by_step = {int(row.step): estimate_of(row) for row in table.itertuples()}
         best = max(by_step, key=lambda step: by_step[step].value)
         near = [s for s, e in by_step.items() if s != best and not is_significant(difference(by_step[best], e))]
         rows.append({
@@ -138,3 +139,11 @@ def _law_row(fitted: FittedLaw) -> dict[str, str]:
         return {**row, "a": ABSENT, "b": ABSENT, "ceiling": f"{ABSENT} ({fitted.reason})"}
     law = fitted.law
     return {**row, "a": in_words(law.a), "b": in_words(law.b), "ceiling": in_words(law.ceiling)}
+
+
+def _too_high(fitted: FittedLaw) -> str:
+    assert fitted.law
+    why = "the curve does not hold down to H = 0" if fitted.law.ceiling.ends()[0] > fitted.most else "within its error"
+    return (
+        f"{fitted.group.letter}: the ceiling is above {fitted.most:g}, the most a response earns, {why}: no forecast."
+    )

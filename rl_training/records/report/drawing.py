@@ -36,6 +36,7 @@ WIDTH = 7  # inches, at which 12 points are still read when the page is as narro
 CHARACTERS = 72  # of the legend's, in a line of this width
 MAX_MARKERS = 20  # with more points than this a line needs no markers
 MAX_BARS = 80  # with more points than this, error bars would hide them
+MARGIN = 0.02  # of a frame beyond 0 and 1, for the line's own width
 OFFSET = 0.14  # of a step: keeps the two error bars of a step apart
 
 
@@ -77,8 +78,7 @@ def line(axes: Axes, drawn: Curve, color: str, style: str, label: str) -> None:
     """Draws values as a line with a shaded band, where they have an error."""
     markers = 4 if len(drawn.steps) <= MAX_MARKERS else 0
     axes.plot(drawn.steps, drawn.values, style, color=color, lw=2, ms=markers, label=label)
-    values, halves = np.array(drawn.values), np.array(drawn.half_widths)
-    axes.fill_between(drawn.steps, values - halves, values + halves, color=color, alpha=0.16, lw=0)
+    axes.fill_between(drawn.steps, drawn.lows, drawn.highs, color=color, alpha=0.16, lw=0)
 
 
 def points(axes: Axes, drawn: Curve, color: str, marker: str, offset: float, label: str) -> None:
@@ -87,7 +87,8 @@ def points(axes: Axes, drawn: Curve, color: str, marker: str, offset: float, lab
         dots(axes, drawn.steps, drawn.values, color, marker, None, label)
     elif drawn.steps:
         x = np.array(drawn.steps) + offset
-        axes.errorbar(x, drawn.values, drawn.half_widths, fmt=marker, color=color, ms=4, lw=1.2, label=label)
+        bars = np.abs(np.array([drawn.lows, drawn.highs]) - drawn.values)
+        axes.errorbar(x, drawn.values, bars, fmt=marker, color=color, ms=4, lw=1.2, label=label)
 
 
 def dots(
@@ -101,6 +102,12 @@ def dots(
     if smooth:
         means, half = np.convolve(values, np.full(window, 1 / window), mode="valid"), window // 2
         axes.plot(steps[half:-half], means, color=color, lw=2, label=mean, zorder=3)
+
+
+def frame_shares(axes: Axes, values: Sequence[float]) -> None:
+    """Cuts the frame at 0 and 1, but for values that lie beyond: there, nothing but wide bands can be."""
+    least, most = axes.get_ylim()
+    axes.set_ylim(max(least, min(0.0, *values) - MARGIN), min(most, max(1.0, *values) + MARGIN))
 
 
 def running_window(num_values: int) -> int:

@@ -22,6 +22,7 @@ from rl_training.records.report.drawing import (
     Picture,
     bands_that_are_missing,
     dots,
+    frame_shares,
     legend,
     line,
     picture,
@@ -258,7 +259,9 @@ def _solved(run: Run, name: str) -> Picture:
         "whose responses one is, and whose most frequent answer is. Shaded: 95 % intervals over prompts."
     )
     title = f"Evaluation {name}: what is solved"
-    return _evaluated(run, name, f"evaluation_{name}_solved.png", title, labels, "share of prompts; reward", caption)
+    return _evaluated(
+        run, name, f"evaluation_{name}_solved.png", title, labels, "share of prompts; reward", caption, True
+    )
 
 
 def _certainty(run: Run, name: str) -> Picture:
@@ -272,7 +275,14 @@ def _certainty(run: Run, name: str) -> Picture:
 
 
 def _evaluated(
-    run: Run, name: str, file: str, title: str, labels: Mapping[str, str], unit: str, caption: str
+    run: Run,
+    name: str,
+    file: str,
+    title: str,
+    labels: Mapping[str, str],
+    unit: str,
+    caption: str,
+    shares: bool = False,
 ) -> Picture:
     measured = run.evaluations[name]
     lines = {label: curve(measured.get(metric, {})) for metric, label in labels.items()}
@@ -282,6 +292,8 @@ def _evaluated(
         for (label, drawn), style in zip(lines.items(), styles, strict=False):
             if drawn.steps:
                 line(axes, drawn, *style, label)
+        if shares:
+            frame_shares(axes, [value for drawn in lines.values() for value in drawn.values])
         axes.set_ylabel(unit)
         legend(axes)
 

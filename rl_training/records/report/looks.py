@@ -145,8 +145,8 @@ def _agreement(table: pd.DataFrame, name: str) -> Picture:
 def _relative_error(table: pd.DataFrame, name: str) -> Picture:
     sizes = table[table["kind"] == "size"]
     styles = {
-        "deltaH1": (BLUE, "o-", "predicted"), "deltaH_true": (BLACK, "s-", "measured (PDIS)"),
-        "deltaH_snis": (GREY, "d-", "measured (SNIS)"), "paired_error": (ORANGE, "^-", "predicted − PDIS"),
+        "deltaH1": (BLUE, "o-", "predicted"), "deltaH_true": (BLACK, "s-", "measured"),
+        "deltaH_snis": (GREY, "d-", "measured (SNIS)"), "paired_error": (ORANGE, "^-", "predicted − measured"),
         "paired_error_odd": (GREEN, "v-", "predicted − odd"),
     }  # fmt: skip
 
@@ -191,8 +191,8 @@ def log_slope(etas: np.ndarray, changes: np.ndarray) -> tuple[float, float]:
 def _step_size(table: pd.DataFrame, name: str) -> Picture:
     shown = table[table["kind"].isin(["whole", "eta"])].sort_values("eta")
     styles = {
-        "deltaH1": (BLUE, "--", "predicted"), "deltaH_true": (BLACK, "o-", "PDIS"), "deltaH_snis": (GREY, "d-", "SNIS"),
-        "deltaH_odd": (GREEN, "s-", "odd"),
+        "deltaH1": (BLUE, "--", "predicted"), "deltaH_true": (BLACK, "o-", "measured"),
+        "deltaH_snis": (GREY, "d-", "SNIS"), "deltaH_odd": (GREEN, "s-", "odd"),
     }  # fmt: skip
 
     def draw(axes: Axes) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,16 @@ class Run:
         """Returns this metric's estimates by step; empty when no probe measured it."""
         return self.estimates.get(name, {})
 
+    def with_interval(self, name: str) -> Measurements:
+        """Returns this metric's estimates with the intervals that are recorded beside them, NAME_low and NAME_high."""
+        ends = [self.measured(f"{name}_{end}") for end in ("low", "high")]
+        return {
+            step: replace(e, interval=(ends[0][step].value, ends[1][step].value))
+            if all(step in end and not math.isnan(end[step].value) for end in ends)
+            else e
+            for step, e in self.measured(name).items()
+        }
+
     def logged(self, name: str) -> dict[int, float]:
         """Returns this metric of metrics.jsonl by step, where it is a finite number."""
         by_step = {int(line["step"]): number(line.get(name)) for line in self.metrics}
@@ -57,11 +67,12 @@ class Run:
 
 @dataclass(frozen=True)
 class Curve:
-    """What can be drawn of a quantity: its finite values, with 95 % half widths (nan: no error bar)."""
+    """What can be drawn of a quantity: its finite values, with the ends of 95 % intervals (nan: no error bar)."""
 
     steps: list[int]
     values: list[float]
-    half_widths: list[float]
+    lows: list[float]
+    highs: list[float]
 
 
 @dataclass(frozen=True)
@@ -113,9 +124,7 @@ def evaluations_of(folder: Path) -> dict[str, dict[str, dict[int, Estimate]]]:
     found: dict[str, dict[str, dict[int, Estimate]]] = {}
     for name, rows in read_tables(folder).items():
         for row in rows:
-            reason = "no error bar" if math.isfinite(row.value) else "its metrics.json says why"
-            estimate = Estimate(row.value, row.stderr, row.num_prompts, "" if math.isfinite(row.stderr) else reason)
-            found.setdefault(name, {}).setdefault(row.metric, {})[row.step] = estimate
+            found.setdefault(name, {}).setdefault(row.metric, {})[row.step] = row.estimate()
     return found
 
 
@@ -179,13 +188,14 @@ def naive_of(run: Run) -> dict[int, Estimate]:
 
 
 def curve(measurements: Measurements, at_about_step: bool = False) -> Curve:
-    """Returns the finite values, at the step they were measured at or at the one they speak about, with half widths."""
+    """Returns the finite values with intervals, at the step they were measured at or at the one they speak about."""
     drawn = {
         estimate.about_step if at_about_step and estimate.about_step is not None else step: estimate
         for step, estimate in measurements.items()
         if math.isfinite(estimate.value)
     }
-    return Curve(list(drawn), [e.value for e in drawn.values()], [e.half_width() for e in drawn.values()])
+    lows, highs = ([e.ends()[end] for e in drawn.values()] for end in (0, 1))
+    return Curve(list(drawn), [e.value for e in drawn.values()], lows, highs)
 
 
 def why_it_ends(measurements: Measurements) -> str:

@@ -98,13 +98,20 @@ def _change_row(label: str, estimate: Estimate, note: str) -> Row:
 
 
 def in_words(estimate: Estimate | None, signed: bool = False) -> str:
-    """Returns value ± half width of the 95 % interval, with two digits of the latter; MISSING of what there is not."""
+    """Returns value ± half width of the 95 % interval, with two digits of the latter; MISSING of what there is not.
+
+    Of an interval that is not symmetric: value (low … high).
+    """
     if estimate is None or math.isnan(estimate.value):
         return MISSING
-    sign, half = "+" if signed else "", estimate.half_width()
-    if not (math.isfinite(half) and half > 0):
+    sign, (low, high) = "+" if signed else "", estimate.ends()
+    half = max((abs(end - estimate.value) for end in (low, high) if math.isfinite(end)), default=math.nan)
+    if not half > 0:
         return f"{estimate.value:{sign}.3g}"
     decimals = max(0, 1 - math.floor(math.log10(half)))  # the rest of the value is noise
+    if estimate.interval:
+        low_told, high_told = (f"{end:{sign}.{decimals}f}".replace("inf", "∞") for end in (low, high))
+        return f"{estimate.value:{sign}.{decimals}f} ({low_told} … {high_told})"
     return f"{estimate.value:{sign}.{decimals}f} ± {half:.{decimals}f}"
 
 
@@ -138,10 +145,8 @@ def _batch_rows(run: Run) -> list[Row]:
 
 def _with_interval(run: Run, name: str) -> tuple[Estimate, float, float]:
     """Returns the last estimate, and the ends of its interval; nan where they are not known."""
-    step, estimate = list(run.measured(name).items())[-1]
-    unknown = Estimate.missing("no such line")
-    low, high = (run.measured(f"{name}_{end}").get(step, unknown).value for end in ("low", "high"))
-    return estimate, low, high
+    *_, estimate = run.with_interval(name).values()
+    return estimate, *(estimate.interval or (math.nan, math.nan))
 
 
 def _scale_row(scale: tuple[Estimate, float, float], ratio: tuple[Estimate, float, float]) -> Row:
@@ -184,7 +189,10 @@ class EvaluationTable:
 
 
 def evaluation_tables(run: Run) -> list[EvaluationTable]:
-    """Returns all numbers of the run's evaluations as value ± standard error, MISSING where there is none."""
+    """Returns all numbers of the run's evaluations as value ± standard error, MISSING where there is none.
+
+    Where all prompts say the same, which leaves no error, the 95 % interval of a share: 1 (0.839 … 1).
+    """
     tables = []
     for name, metrics in run.evaluations.items():
         steps = sorted({step for by_step in metrics.values() for step in by_step})
@@ -196,5 +204,7 @@ def evaluation_tables(run: Run) -> list[EvaluationTable]:
 def _with_error(estimate: Estimate | None) -> str:
     if estimate is None or math.isnan(estimate.value):
         return MISSING
-    error = "" if math.isnan(estimate.stderr) else f" ± {estimate.stderr:.2g}"
-    return f"{estimate.value:.4g}{error}"
+    if estimate.stderr > 0:
+        return f"{estimate.value:.4g} ± {estimate.stderr:.2g}"
+    interval = " ({:.3g} … {:.3g})".format(*estimate.interval) if estimate.interval else ""
+    return f"{estimate.value:.4g}{interval}"

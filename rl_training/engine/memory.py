@@ -1,0 +1,42 @@
+"""What outlives a step and is shared by its probes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from rl_training.engine.attribution import Attribution
+from rl_training.engine.entropy_gradients import EntropySettings
+from rl_training.engine.fold_moments import FoldMoments
+from rl_training.engine.updates import UpdateHistory
+from rl_training.mathematics.running_variance import RunningVariance
+from rl_training.mathematics.vectors import Layout
+
+
+class StepMemory:
+    """What outlives a step: δθ of the one before, variances of the last few, and moments without each fold.
+
+    The last live as long as a rollout, where responses are used again; the others go into the checkpoint.
+    """
+
+    def __init__(
+        self, layout: Layout, settings: EntropySettings, offload: bool = False, keep_halves: bool = False
+    ) -> None:
+        self.layout, self.settings, self.keep_halves = layout, settings, keep_halves
+        self.errors = RunningVariance(settings.error_decay)
+        self.history = UpdateHistory()
+        self.moments = FoldMoments(layout, "cpu" if offload else None)
+        self.attribution = Attribution(layout.names)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.history.num_bytes + self.moments.num_bytes
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return self.history.state_dict() | {f"error.{k}": value for k, value in self.errors.state_dict().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self.history.load_state_dict(state)
+        prefix = "error."
+        self.errors.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
