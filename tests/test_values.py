@@ -24,7 +24,7 @@ def composed(name: str, *overrides: str) -> DictConfig:
 
 
 def test_what_judges_values_imports_neither_torch_nor_trl() -> None:
-    modules = ("settings", "look_settings", "evaluation_settings", "command_line")
+    modules = ("settings", "analysis_settings", "evaluation_settings", "command_line")
     lines = ["import sys", *(f"import rl_training.job.{name}" for name in modules)]
     lines.append("sys.exit(', '.join({'torch', 'trl', 'transformers'} & sys.modules.keys()))")
     ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
