@@ -179,7 +179,7 @@ def test_levels_hold_ever_more_and_leave_out_what_is_not_wanted(run: Path, tmp_p
     for level in ("minimal", "detailed"):
         logging = {"level": level, "log_sequences": False, "compress": False}
         log = OfflineEntropyProbe(small(tmp_path, detailed_logging=logging)).run_mixed_probe(checkpoint(run, 1))["log"]
-        assert log.endswith("checkpoint-1.json")
+        assert log.endswith(("checkpoint-1.json", "checkpoint-1_2.json"))  # perhaps in the same second
         content = json.loads(Path(log).read_text())
         assert "response" not in json.dumps(content)
         sizes.append(len(Path(log).read_bytes()))
