@@ -30,7 +30,7 @@ def restored_at(checkpoint: Path, *changes: str) -> RestoredTrainer:
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
-def test_a_look_at_an_adapter_on_gsm8k_in_bf16(folder: Path, tmp_path: Path, adapter: str) -> None:  # noqa: F811
+def test_the_analysis_of_an_adapter_on_gsm8k_in_bf16(folder: Path, tmp_path: Path, adapter: str) -> None:  # noqa: F811
     run = tmp_path / "run"
     trained = experiment(folder, run, f"adapter={adapter}", *SAVED, "trainer.learning_rate=1e-3")
     trained.train()
