@@ -18,7 +18,7 @@ from omegaconf.errors import MissingMandatoryValue
 from rl_training.job.build import TrainingRun, build_run
 from rl_training.job.explain import explain
 from rl_training.job.settings import accumulation_steps, check_settings, read_numbers, refuse_other_settings
-from rl_training.job.stored_settings import load_settings
+from rl_training.job.stored_settings import GONE, load_settings
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
 from rl_training.tasks.models import load_causal_lm, load_tiny
@@ -172,11 +172,15 @@ def test_a_mistake_is_named_with_the_way_out(tmp_path: Path, overrides: list[str
 @pytest.mark.parametrize(
     ("override", "explanation"),
     [
-        ("probe=simpel", "gns, ground_truth, none, responses, simple; did you mean simple?"),
+        (
+            "probe=simpel",
+            "Choose from all, covariance, error_shares, ess, gns, ground_truth, none, responses, simple; did",
+        ),
         ("model=tyni", "Choose from hub, qwen2_5_1_5b, tiny; did you mean tiny?"),
         ("bathc.microbatch_size=3", "there is no such setting, see python train.py --help; did you mean batch?"),
         ("probes.simple.evry=5", "did you mean every?"),
         ("probes.gns.lags=16", "probes.gns.lags: this setting is gone"),
+        ("probes.simple.validate_every=10", "give probe=[simple,ground_truth] probes.ground_truth.every=10"),
         ("probes.gns.every=5", "this run has no probe gns; choose it by probe=gns"),
     ],
 )
@@ -193,22 +197,32 @@ def test_a_model_without_name_is_asked_for() -> None:
     assert explain(raised.value) == "model.name is not set: give model.name=VALUE"
 
 
-def test_a_run_whose_config_names_the_places_of_an_earlier_layout_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", [key for key, instead in GONE.items() if "give " in instead])
+def test_what_is_said_to_give_for_a_setting_that_is_gone_can_be_given(setting: str) -> None:
+    cfg = composed(*GONE[setting].partition("give ")[2].split())
+    check_settings(cfg)
+    assert len(cfg.probes) == 2
+
+
+@pytest.mark.parametrize("place", ["rl_training.buffer.", "rl_training.hosts.trl.buffer."])
+def test_a_run_whose_config_names_the_places_of_an_earlier_layout_goes_on(tmp_path: Path, place: str) -> None:
     cfg = composed("buffer=filtered")
     text = OmegaConf.to_yaml(cfg).replace("rl_training.tasks.models.", "rl_training.models.")
-    text = text.replace("rl_training.hosts.trl.buffer.", "rl_training.buffer.")
+    text = text.replace("rl_training.hosts.trl.buffer.", place)
     (tmp_path / "config.yaml").write_text(text)
     assert text.count("_target_: rl_training.models.load_tiny") == 1
-    assert text.count("_target_: rl_training.buffer.FilteredBuffer") == 1
+    assert text.count(f"_target_: {place}FilteredBuffer") == 1
     refuse_other_settings(cfg, tmp_path)
     assert load_settings(tmp_path / "config.yaml") == cfg
 
 
 def test_a_run_whose_config_has_a_setting_that_is_gone_goes_on_without_it(tmp_path: Path) -> None:
-    cfg = composed("probe=gns")
-    text = OmegaConf.to_yaml(cfg).replace("    split_prompts: 0\n", "    split_prompts: 0\n    lags: 16\n")
-    (tmp_path / "config.yaml").write_text(text)
-    assert text.count("lags: 16") == 1
+    cfg = composed("probe=[simple,gns]")
+    stored = OmegaConf.to_container(cfg)
+    for number, setting in enumerate(GONE):
+        _, probe, option = setting.split(".")
+        stored["probes"][probe][option] = number
+    OmegaConf.save(OmegaConf.create(stored), tmp_path / "config.yaml")
     refuse_other_settings(cfg, tmp_path)
     assert load_settings(tmp_path / "config.yaml") == cfg
 

@@ -20,9 +20,9 @@ def test_a_prompt_is_in_u_where_any_process_has_it() -> None:
     def on_rank(rank: int, reduce: Any) -> torch.Tensor:
         ids = torch.tensor(prompts[rank])
         trainer = SimpleNamespace(_tokenize_prompts=lambda texts: ([[int(i) for i in text.split()] for text in texts],))
-        standing: Any = SimpleNamespace(device=torch.device("cpu"), reduce=reduce, trainer=trainer)
+        restored: Any = SimpleNamespace(device=torch.device("cpu"), reduce=reduce, trainer=trainer)
         update: Any = SimpleNamespace(rollout=SimpleNamespace(prompt_ids=ids, prompt_mask=(ids > 0).long()))
-        return torch.tensor(_learned(standing, update, ["5", "7", "7 7", "9"]))
+        return torch.tensor(_learned(restored, update, ["5", "7", "7 7", "9"]))
 
     for learned in on_two_ranks(on_rank):
         assert learned.tolist() == [True, False, True, True]

@@ -34,7 +34,7 @@ from rl_training.hosts.trl import zero
 from rl_training.hosts.trl.sharding import refuse_fsdp_that_cannot_be_read
 from rl_training.job.build import _check_sharding
 from rl_training.job.run_folder import check_number_of_processes
-from rl_training.offline.standing import stand
+from rl_training.offline.restored import restore
 from rl_training.records.checkpoints import what_is_wrong_with
 from rl_training.records.jsonl import read_estimates
 
@@ -153,20 +153,20 @@ def test_a_checkpoint_of_zero_is_stood_at_with_the_moments_that_its_next_step_ha
     adapter = LoraConfig.from_pretrained(checkpoint) if run.endswith("lora") else None
     if adapter:
         adapter.inference_mode = False  # as it is saved, always, it would be frozen
-    standing = stand(make_trainer(peft_config=adapter, lr_scheduler_type="linear", max_steps=3), checkpoint)
-    assert standing.optimizer.states is not None
-    assert set(standing.optimizer.states) == {name.partition("/")[2] for name in of_kind(third, "exp_avg")}
-    assert standing.learning_rate == pytest.approx(1e-4)
+    restored = restore(make_trainer(peft_config=adapter, lr_scheduler_type="linear", max_steps=3), checkpoint)
+    assert restored.optimizer.states is not None
+    assert set(restored.optimizer.states) == {name.partition("/")[2] for name in of_kind(third, "exp_avg")}
+    assert restored.learning_rate == pytest.approx(1e-4)
     weights = load_file(checkpoint / ("adapter_model.safetensors" if adapter else "model.safetensors"))
-    for name, state in standing.optimizer.states.items():
+    for name, state in restored.optimizer.states.items():
         for moment in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(getattr(state, moment), third[f"{moment}/{name}"])
-        assert torch.equal(standing.parameters[name], weights[name.replace(".default.", ".")])
+        assert torch.equal(restored.parameters[name], weights[name.replace(".default.", ".")])
 
 
 def test_a_checkpoint_of_fsdp_is_not_stood_at(runs: Path, make_trainer) -> None:
     with pytest.raises(ValueError, match="was written under FSDP, whose optimizer is not read here"):
-        stand(make_trainer(), runs / "fsdp2_2" / "state" / "checkpoint-2")
+        restore(make_trainer(), runs / "fsdp2_2" / "state" / "checkpoint-2")
 
 
 @pytest.mark.parametrize("run", ["plain_2", *SHARDED])

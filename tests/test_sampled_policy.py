@@ -15,7 +15,7 @@ from trl import GRPOTrainer
 from rl_training import Estimate, Probe, attach
 from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.sampling_mismatch import why_sampling_mismatch
-from rl_training.offline.standing import stand
+from rl_training.offline.restored import restore
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
@@ -191,4 +191,4 @@ def test_a_checkpoint_is_not_looked_at_with_samples_of_another_policy(
     make_trainer, tmp_path, settings, way_out
 ) -> None:
     with pytest.raises(ValueError, match=way_out):
-        stand(make_trainer(**settings), tmp_path)
+        restore(make_trainer(**settings), tmp_path)

@@ -10,9 +10,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
+from rl_training.job.analysis_settings import check_analysis, name_of
 from rl_training.job.evaluation_settings import check_evaluation
 from rl_training.job.explain import CONF
-from rl_training.job.look_settings import check_look, name_of
 from rl_training.job.run_settings import run_settings
 from rl_training.job.settings import check_run
 from rl_training.job.stored_settings import load_settings
@@ -24,7 +24,7 @@ def composed(name: str, *overrides: str) -> DictConfig:
 
 
 def test_what_judges_values_imports_neither_torch_nor_trl() -> None:
-    modules = ("settings", "look_settings", "evaluation_settings", "command_line")
+    modules = ("settings", "analysis_settings", "evaluation_settings", "command_line")
     lines = ["import sys", *(f"import rl_training.job.{name}" for name in modules)]
     lines.append("sys.exit(', '.join({'torch', 'trl', 'transformers'} & sys.modules.keys()))")
     ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
@@ -87,11 +87,11 @@ def test_a_typo_in_the_folder_of_a_run_that_goes_on_does_not_lead_to_another_run
 )
 def test_a_look_that_makes_no_sense_is_refused(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_look(composed("offline", "checkpoint=somewhere", override))
+        check_analysis(composed("offline", "checkpoint=somewhere", override))
 
 
 def test_the_name_of_a_job_of_a_sweep_is_made_fit_behind_what_was_typed() -> None:
-    assert check_look(composed("offline", "checkpoint=somewhere", "evaluation.source=[3,4]")).evaluation.source == [
+    assert check_analysis(composed("offline", "checkpoint=somewhere", "evaluation.source=[3,4]")).evaluation.source == [
         3,
         4,
     ]

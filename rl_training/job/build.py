@@ -23,7 +23,7 @@ from rl_training.job.settings import check_run, check_settings
 from rl_training.job.stopping import StopAtStepEnd
 from rl_training.job.trainer_fields import check_fields
 from rl_training.offline.phases import short_memory_says_what_to_lower
-from rl_training.offline.standing import Standing, stand
+from rl_training.offline.restored import RestoredTrainer, restore
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import Records
@@ -70,10 +70,10 @@ def _build(cfg: DictConfig) -> TrainingRun:
     return TrainingRun(trainer, run_dir, checkpoint, loggers, stop)
 
 
-def build_standing(cfg: DictConfig, checkpoint: Path, learning_rate: float | None = None) -> Standing:
+def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
     """Returns a trainer of this run's configuration that stands at one of its checkpoints; it writes nothing.
 
-    ValueError, saying what to do, where the checkpoint is not of this configuration: see standing.py.
+    ValueError, saying what to do, where the checkpoint is not of this configuration: see restored.py.
     """
     with libraries_refuse(), short_memory_says_what_to_lower("load"), tempfile.TemporaryDirectory() as scratch:
         # One microbatch: how many the training would make of U does not matter to its mean gradient.
@@ -86,7 +86,7 @@ def build_standing(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
         check_fields(cfg.trainer)
         args = _make(cfg.trainer, gradient_accumulation_steps=1)
         check_number_of_processes(args.world_size)
-        return stand(_make_trainer(cfg, args, [], None, with_evaluation=True)[0], checkpoint, learning_rate)
+        return restore(_make_trainer(cfg, args, [], None, with_evaluation=True)[0], checkpoint, learning_rate)
 
 
 def _make_trainer(

@@ -20,7 +20,7 @@ CONF = Path(__file__).parents[2] / "conf"
 
 
 def explain(error: BaseException) -> str:
-    """Returns what is wrong with the command line, and the way out; the message of an error of any other kind."""
+    """Returns what is wrong with the command line, and the fix; the message of an error of any other kind."""
     message = str(error)
     if isinstance(error, OverrideParseException):
         return _how_to_quote(error.override.removeprefix("++"))

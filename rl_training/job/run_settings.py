@@ -21,7 +21,7 @@ from rl_training.job.stored_settings import load_settings
 from rl_training.records.folder import CONFIG_FILE
 
 UNLISTED = ("trainer.", "model.dtype")  # any field of DrGRPOConfig; every loader of a model takes a dtype
-NEEDED = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "probes")  # of build_standing
+NEEDED = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "probes")  # of build_restored
 
 
 def gather_run_settings(arguments: Sequence[str]) -> list[str]:
@@ -42,7 +42,7 @@ def gather_run_settings(arguments: Sequence[str]) -> list[str]:
 
 
 def name_each_job(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments of a multirun with a name for each of its looks, which would else share a folder.
+    """Returns the arguments of a multirun with a name for each of its analyses, which would else share a folder.
 
     Example: ["-m", "update.seed=1,2"] gets 'name="default,update.seed=${update.seed}"'. A name that is given stays.
     """

@@ -1,4 +1,4 @@
-"""Checks of train.py's configuration, before anything is written: each mistake an error that names the way out.
+"""Checks of train.py's configuration, before anything is written: each mistake an error that names the fix.
 
 Nothing here imports torch: a mistyped value is said at once. What only TRL knows of its fields is in trainer_fields.py.
 """
@@ -46,7 +46,7 @@ SAME_AS = {
 
 
 def expand_home(cfg: DictConfig) -> None:
-    """Puts the user's home folder for a `~` at the beginning of a path, which a shell leaves alone after a `=`."""
+    """Puts the user's home folder for a `~` at the beginning of a path, which a shell does not expand after a `=`."""
     for key in PATHS:
         value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.startswith("~"):

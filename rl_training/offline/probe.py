@@ -1,4 +1,4 @@
-"""One look at a checkpoint: sample E and U, predict, measure, compare. The results are one flat dictionary.
+"""One checkpoint analysis: sample E and U, predict, measure, compare. The results are one flat dictionary.
 
     deltaH1              predicted change of entropy, nats per token; deltaH1_sequence, nats per sequence
     deltaH1/part/…       the same split by cause, deltaH1/layer/… and deltaH1/kind/… by place
@@ -9,7 +9,7 @@
     second_order         deltaH_true − deltaH_odd
 
 `…_se` is one standard error. That of deltaH1 holds E's and U's noise, the others E's alone: they speak of this very
-step. What cannot be had is nan, with the reason in `reasons`.
+step. What is not available is nan, with the reason in `reasons`.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from rl_training.offline.conditioning import condition
 from rl_training.offline.covariance import covariance_of
 from rl_training.offline.first_order import SEQUENCE, TOKEN, FirstOrder, predict
 from rl_training.offline.phases import Phases, short_memory_says_what_to_lower
+from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings
-from rl_training.offline.standing import Standing
 from rl_training.offline.truth import AtStep, Truth, measure, num_scorings
 from rl_training.offline.update import Update, make_update
 
@@ -38,8 +38,8 @@ SEVERAL_RATES = "groups of parameters have several learning rates: there is no o
 
 
 @dataclass(frozen=True)
-class Look:
-    """What a look at a checkpoint gave: numbers to be written, and the tensors that they follow from."""
+class Analysis:
+    """What a checkpoint analysis gave: numbers to be written, and the tensors that they follow from."""
 
     results: dict[str, float]
     reasons: dict[str, str]  # by key of a result that is nan
@@ -52,34 +52,34 @@ class Look:
     truth: Truth | None
 
 
-def look(standing: Standing, settings: Settings) -> Look:
+def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
     """Returns what the next step from this checkpoint does to entropy. Nothing of the trainer is moved by it."""
-    phases = Phases(shown=standing.rank == 0 and not standing.trainer.args.disable_tqdm)
+    phases = Phases(shown=restored.rank == 0 and not restored.trainer.args.disable_tqdm)
     memory, own, e = settings.memory, settings.update, settings.evaluation
     chunk = memory.generation_size
-    with phases("sample U", own.prompts * standing.trainer.num_generations) as progress:
-        update_buffer = sample_update(standing, own.prompts, own.seed, own.filtered, chunk, progress)
+    with phases("sample U", own.prompts * restored.trainer.num_generations) as progress:
+        update_buffer = sample_update(restored, own.prompts, own.seed, own.filtered, chunk, progress)
     total = (e.prompts if isinstance(e.source, str) else len(e.source)) * e.responses
     with phases("sample E", total) as progress:
         evaluation = sample_evaluation(
-            standing, e.prompts, e.responses, e.seed, e.source, e.overlap, update_buffer, chunk, progress
+            restored, e.prompts, e.responses, e.seed, e.source, e.overlap, update_buffer, chunk, progress
         )
     with phases("gradient of U", update_buffer.num_sequences) as progress:
-        update = make_update(standing, update_buffer, memory.microbatch_size, memory.offload, progress)
+        update = make_update(restored, update_buffer, memory.microbatch_size, memory.offload, progress)
         by_covariance = settings.first_order.enabled and settings.first_order.covariance
-        covariance = covariance_of(standing, update_buffer) if by_covariance else None
+        covariance = covariance_of(restored, update_buffer) if by_covariance else None
     first_order = truth = None
     if settings.first_order.enabled:
         with phases("gradient of E", total) as progress:
             estimator = settings.first_order.estimator
-            first_order = predict(standing, evaluation, update, estimator, memory.microbatch_size, progress)
+            first_order = predict(restored, evaluation, update, estimator, memory.microbatch_size, progress)
     if settings.truth.enabled:
         etas = sorted({1.0, *settings.truth.etas}, reverse=True)
         with phases("truth", total * num_scorings(etas, settings.truth.odd)) as progress:
-            truth = measure(standing, evaluation, update.delta, etas, settings.truth.odd, e.seed, chunk, progress)
+            truth = measure(restored, evaluation, update.delta, etas, settings.truth.odd, e.seed, chunk, progress)
     found = _Results()
-    found.add_buffers(evaluation, update_buffer, update, standing)
-    found.add_first_order(first_order, standing.learning_rate)
+    found.add_buffers(evaluation, update_buffer, update, restored)
+    found.add_first_order(first_order, restored.learning_rate)
     found.add_replicates("covariance", covariance, NOT_ASKED.format("first_order.covariance=true predicts so"))
     found.add_truth(truth, first_order)
     tables = {}
@@ -87,8 +87,8 @@ def look(standing: Standing, settings: Settings) -> Look:
         tables["eta"] = [_row_of(at) for at in truth.at]
     if settings.conditioning and first_order is not None:
         with short_memory_says_what_to_lower("conditioning"):
-            tables["conditioning"] = [vars(row) for row in condition(standing, update, first_order.direction)]
-    return Look(
+            tables["conditioning"] = [vars(row) for row in condition(restored, update, first_order.direction)]
+    return Analysis(
         found.values, found.reasons, tables, phases.seconds, evaluation, update_buffer, update, first_order, truth
     )  # fmt: skip
 
@@ -119,12 +119,12 @@ class _Results:
         else:
             self.add_pair(key, replicates.value, replicates.stderr)
 
-    def add_buffers(self, e: EvaluationBuffer, u: UpdateBuffer, update: Update, standing: Standing) -> None:
+    def add_buffers(self, e: EvaluationBuffer, u: UpdateBuffer, update: Update, restored: RestoredTrainer) -> None:
         rollout = u.rollout
         assert rollout.rewards is not None
         rewards, mask = rollout.rewards.double(), rollout.completion_mask.double()
         sums = [rewards.sum(), mask.sum(), (rollout.advantages == 0).double().sum()]
-        reward, length, idle = (float(standing.reduce(x)) / u.num_sequences for x in sums)
+        reward, length, idle = (float(restored.reduce(x)) / u.num_sequences for x in sums)
         self.values |= {
             "B_E": float(len(e.prompts)),
             "B_U": float(u.num_prompts),

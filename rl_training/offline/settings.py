@@ -1,4 +1,4 @@
-"""What a look at a checkpoint is asked for, and what of it means nothing: known before torch is imported."""
+"""What a checkpoint analysis is asked for, and what of it means nothing: known before torch is imported."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Updating:
+class UpdateConfig:
     """Of U: its prompts, as many responses to each as the run has, filtered or not."""
 
     prompts: int = 32
@@ -57,10 +57,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a look at a checkpoint is asked for."""
+    """Everything that a checkpoint analysis is asked for."""
 
     evaluation: Evaluation = field(default_factory=Evaluation)
-    update: Updating = field(default_factory=Updating)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
     first_order: FirstOrderSettings = field(default_factory=FirstOrderSettings)
     truth: TruthSettings = field(default_factory=TruthSettings)
     conditioning: bool = True

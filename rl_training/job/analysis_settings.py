@@ -15,13 +15,13 @@ from rl_training.offline.settings import (
     Memory,
     Settings,
     TruthSettings,
-    Updating,
+    UpdateConfig,
 )
 
 UNFIT = re.compile(r"[^\w.,=+-]+")  # for the name of a folder
 
 
-def check_look(cfg: DictConfig) -> Settings:
+def check_analysis(cfg: DictConfig) -> Settings:
     """Returns what is asked of a checkpoint. Raises ValueError for values that are not set, or mean nothing."""
     refuse_unset(cfg)
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
@@ -29,7 +29,7 @@ def check_look(cfg: DictConfig) -> Settings:
     name_of(str(values["name"]))
     return Settings(
         evaluation=Evaluation(**values["evaluation"]),
-        update=Updating(**values["update"]),
+        update=UpdateConfig(**values["update"]),
         first_order=FirstOrderSettings(**values["first_order"]),
         truth=TruthSettings(**values["truth"]),
         conditioning=values["conditioning"],
@@ -38,7 +38,7 @@ def check_look(cfg: DictConfig) -> Settings:
 
 
 def name_of(name: str) -> str:
-    """Returns the folder for a look of this name. Raises ValueError for a name that is none of a folder.
+    """Returns the folder for an analysis of this name. Raises ValueError for a name that is none of a folder.
 
     What follows a comma names a job of a sweep by its settings, and is made fit.
     """

@@ -1,4 +1,4 @@
-"""What offline.py is to look at, and where the results go: its configuration, checked before anything is loaded."""
+"""Which checkpoints offline.py analyses, and where the results go: checked before anything is loaded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.job.look_settings import check_look, name_of
+from rl_training.job.analysis_settings import check_analysis, name_of
 from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.logs import LogSettings
 from rl_training.offline.settings import Settings
@@ -26,7 +26,7 @@ class Plan:
 
     values: Mapping[str, Any]  # of conf/offline.yaml, as given
     results: Mapping[Path, Path]  # by checkpoint, the file that its numbers go to
-    look: Settings
+    analysis: Settings
     kernel: KernelSettings | None
     sweep: SweepSettings
     log: LogSettings
@@ -34,19 +34,19 @@ class Plan:
 
 def read_plan(cfg: DictConfig) -> Plan:
     """Returns the plan that the configuration describes. Raises ValueError for whatever the user got wrong in it."""
-    look = check_look(cfg)
+    analysis = check_analysis(cfg)
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     sweep, log = SweepSettings(**values["sweep"]), LogSettings(**values["log"])
-    refuse_sweep(sweep, look)
+    refuse_sweep(sweep, analysis)
     named = values["checkpoint"]
     found = checkpoints_named(named if isinstance(named, str) else list(named), Path(values["runs_dir"]))
     name = name_of(str(values["name"]))
     results = {checkpoint: _folder(checkpoint, values["output"]) / name / checkpoint.name for checkpoint in found}
     folder, times = Counter(results.values()).most_common(1)[0]
     if times > 1:
-        raise ValueError(f"{times} checkpoints would leave their results in {folder}: look at each run by itself")
+        raise ValueError(f"{times} checkpoints would leave their results in {folder}: analyse each run by itself")
     files = {checkpoint: folder / RESULT_FILE for checkpoint, folder in results.items()}
-    return Plan(values, files, look, _kernel_settings(values), sweep, log)
+    return Plan(values, files, analysis, _kernel_settings(values), sweep, log)
 
 
 def run_of(checkpoint: Path) -> Path | None:
@@ -56,7 +56,7 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def _folder(checkpoint: Path, output: str | None) -> Path:
-    """Returns where looks go: RUN/offline, or `offline` beside a checkpoint that lies in no run."""
+    """Returns where results go: RUN/offline, or `offline` beside a checkpoint that lies in no run."""
     return Path(output or (run_of(checkpoint) or checkpoint.resolve().parent) / OFFLINE)
 
 

@@ -1,4 +1,4 @@
-"""offline.py: from its configuration to looks at checkpoints, one after another, and what they leave behind."""
+"""offline.py: from its configuration to checkpoint analyses, one after another, and what they leave behind."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from accelerate import PartialState
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging
 
-from rl_training.job.build import build_standing
-from rl_training.job.look_plan import Plan, read_plan
-from rl_training.job.look_shown import tell_dashboards, write_pages
+from rl_training.job.analysis_plan import Plan, read_plan
+from rl_training.job.analysis_shown import tell_dashboards, write_pages
+from rl_training.job.build import build_restored
 from rl_training.job.run_settings import run_settings
 from rl_training.offline import probe
 from rl_training.offline.kernel_report import add_kernel
@@ -27,8 +27,8 @@ logger = logging.get_logger(__name__)
 OF_LATER_STEPS = ("trainer.epsilon", "trainer.epsilon_high", "trainer.delta")  # bounds of ratios, which are all 1
 
 
-def look_at_checkpoints(cfg: DictConfig) -> list[Path]:
-    """Looks at each checkpoint that `cfg` names, prints a table of each, and returns the files with the results.
+def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
+    """Analyses each checkpoint that `cfg` names, prints a table of each, and returns the files with the results.
 
     Their page, and the report of a run, are made anew if asked for. Raises ValueError for whatever the user got wrong;
     where the checkpoints can tell, before anything is sampled.
@@ -36,9 +36,9 @@ def look_at_checkpoints(cfg: DictConfig) -> list[Path]:
     plan = read_plan(cfg)
     for word in plan.values["run"]:
         if word.partition("=")[0] in OF_LATER_STEPS and PartialState().is_main_process:
-            logger.warning(f"{word} changes nothing here: a look's step is the first on its responses, none is clipped")
+            logger.warning(f"{word} changes nothing here: its step is the first on its responses, none is clipped")
     for checkpoint in plan.results:
-        _look_at(checkpoint, plan)
+        _analyse(checkpoint, plan)
     if PartialState().is_main_process:
         for page in write_pages(plan.results) if plan.values["report"] else ():
             print(f" {page}")
@@ -48,25 +48,25 @@ def look_at_checkpoints(cfg: DictConfig) -> list[Path]:
     return list(plan.results.values())
 
 
-def _look_at(checkpoint: Path, plan: Plan) -> None:
-    """Looks at one checkpoint; the log is written first, then the results, so that these stand for all of it."""
+def _analyse(checkpoint: Path, plan: Plan) -> None:
+    """Analyses one checkpoint; the log is written first, then the results, so that these stand for all of it."""
     start = time.perf_counter()
     run = run_settings(checkpoint, plan.values["run"])
-    standing = build_standing(run, checkpoint, plan.values["learning_rate"])
+    restored = build_restored(run, checkpoint, plan.values["learning_rate"])
     seconds = {"load": time.perf_counter() - start}
-    look = probe.look(standing, plan.look)
+    analysis = probe.analyse(restored, plan.analysis)
     path = plan.results[checkpoint]
     if plan.kernel is not None:
         with short_memory_says_what_to_lower("kernel"):
-            estimator = plan.look.first_order.estimator
-            look.results.update(add_kernel(standing, look, plan.kernel, path.parent / "kernel", estimator))
+            estimator = plan.analysis.first_order.estimator
+            analysis.results.update(add_kernel(restored, analysis, plan.kernel, path.parent / "kernel", estimator))
     with short_memory_says_what_to_lower("sweep"):
-        look.tables.update(sweep_tables(standing, look, plan.look, plan.sweep))
-    look.seconds.update(seconds | {"all": time.perf_counter() - start})
+        analysis.tables.update(sweep_tables(restored, analysis, plan.analysis, plan.sweep))
+    analysis.seconds.update(seconds | {"all": time.perf_counter() - start})
     settings = {"offline": plan.values, "run": OmegaConf.to_container(run, resolve=True)}
-    log = write_log(path.parents[1] / LOGS_FOLDER, standing, look, plan.log, settings)
-    if standing.rank == 0:
-        write_result(path, standing, look, settings, log)
-        print_table(look, standing, path)
-    del standing, look
+    log = write_log(path.parents[1] / LOGS_FOLDER, restored, analysis, plan.log, settings)
+    if restored.rank == 0:
+        write_result(path, restored, analysis, settings, log)
+        print_table(analysis, restored, path)
+    del restored, analysis
     gc.collect()  # a model that is in a circle would stay beside the next checkpoint's
