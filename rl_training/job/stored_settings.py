@@ -14,7 +14,7 @@ from omegaconf import DictConfig, OmegaConf
 MOVED = {
     "rl_training.models.": "rl_training.tasks.models.",
     "rl_training.buffer.": "rl_training.hosts.trl.buffer.",
-    "rl_training.hosts.trl.buffer.": "rl_training.hosts.trl.buffer.",
+    "rl_training.live.buffer.": "rl_training.hosts.trl.buffer.",
 }
 GONE = {  # settings, and what to do instead
     "probes.gns.lags": "what persists of the gradient is no longer measured, leave it out",
