@@ -21,18 +21,30 @@ BELOW = {
     "mathematics": set(),
     "tasks": set(),
     "engine": {"mathematics"},
-    "probes": {"mathematics", "engine"},
+    "interventions": {"mathematics", "engine"},
+    "probes": {"mathematics", "engine", "interventions"},
     "records": {"mathematics"},
     "evaluation": {"mathematics", "records", "tasks"},
-    "hosts": {"mathematics", "engine", "probes", "records"},
-    "offline": {"mathematics", "engine", "probes", "records", "hosts"},
-    "job": {"mathematics", "engine", "probes", "records", "hosts", "offline", "tasks", "evaluation"},
+    "hosts": {"mathematics", "engine", "interventions", "probes", "records"},
+    "offline": {"mathematics", "engine", "interventions", "probes", "records", "hosts"},
+    "job": {
+        "mathematics",
+        "engine",
+        "interventions",
+        "probes",
+        "records",
+        "hosts",
+        "offline",
+        "tasks",
+        "evaluation",
+    },
 }
 # A loop's own libraries: what stands in hosts itself serves any loop.
 LOOPS = {"trl", "accelerate", "deepspeed"}
 LIBRARIES = {
     "mathematics": {"torch", "scipy"},
     "engine": {"torch"},
+    "interventions": {"torch"},
     "probes": {"torch"},
     "records": {
         "torch", "transformers", "safetensors", "tqdm", "rich", "matplotlib", "numpy", "jinja2", "wandb", "trackio",
