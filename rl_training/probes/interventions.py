@@ -12,8 +12,8 @@ one another: the plain step needs none. K rows of them are held at a time, and K
 
 One step is not many. `…/delta_h` is this step; a warm Adam step has 1 − β1 of its gradient in it, and `…_kept` is what
 a step does when the intervention has long been there, ×1/(1 − β1). What only scales the gradient Adam takes back within
-1/(1 − β2) steps. From one batch sizes are known to a factor of two: the means over steps, `…/mean_…`, are for comparing.
-Δreward is on the prompts that training draws.
+1/(1 − β2) steps. From one batch sizes are known to a factor of two: the means over steps, `…/mean_…`, are to be
+compared. Δreward is on the prompts that training draws.
 """
 
 from __future__ import annotations
