@@ -49,9 +49,8 @@ class InterventionsTwin(Twin):
             size = len(self.lengths) // MICROBATCHES
             tokens = [sum(self.lengths[size * (i // size) :][:size]) for i in range(len(self.lengths))]
             of = [self.gradient(self.entropies[i].sum()) / tokens[i] * size for i in range(len(tokens))]
-            return self.gradients - 0.5 * torch.stack(
-                [torch.stack([of[i] for i in fold]).mean(0) for fold in self.folds]
-            )
+            means = [torch.stack([of[i] for i in fold]).mean(dim=0) for fold in self.folds]
+            return self.gradients - float(name[6:]) * torch.stack(means)
         if name.startswith("clip_cov"):
             return torch.stack([self.clipped_covariance(fold) for fold in self.folds])
         factor = {"psr": (1, 0), "nsr": (0, 1), "w_reinforce:0.5": (0.5, 1)}.get(name, (1, 1))
