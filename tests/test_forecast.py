@@ -1,4 +1,4 @@
-"""The forecast of entropy: against its model as one large Gaussian, closed forms, and how often it is right on itself."""
+"""The forecast of entropy: against its model as one large Gaussian, closed forms, and its coverage on itself."""
 
 from __future__ import annotations
 
@@ -167,7 +167,7 @@ def test_a_run_learns_constants_that_are_four_times_off() -> None:
             misses += missed
         true = np.log([times[0] * 3e-4, times[1] * 1e-4])
         assert np.abs(np.mean(learned, 0) - true).max() < math.log(1.6), times
-        assert 0.9 < np.var(misses) < 1.1, times
+        assert 0.9 < np.var(misses) < 1.15, times  # with the usual constants 1.86, .85, 1.79
 
 
 def test_before_anything_is_learned_the_constants_are_those_chosen(usual: list) -> None:

@@ -28,6 +28,7 @@ from rl_training.records.workspace import SECTIONS
 SETTINGS = [
     "buffer=filtered",
     "probe=all",
+    "alert.below=0.05",
     "trainer.num_generations=4",
     "batch.sequences_per_step=32",
     "batch.microbatch_size=4",

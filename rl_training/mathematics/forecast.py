@@ -8,10 +8,10 @@
     in n steps: x + v (1 − φⁿ)/(1 − φ), its variance carried along; H itself is lognormal and never below 0
 
 Q1 and Q2 were chosen on other runs (105k parameters). So a filter runs for each pair of multiples of them, and a run
-weighs these by how well they have foretold its next values: p(constants | values so far), with a prior around the chosen
-ones. At the scale that weighs most, one-step misses over their standard deviations have variance 1. A forecast is the
-mean and the variance of that mixture. A miss counts as three standard deviations at most, in the filter and, by Huber's
-loss, in the weights: one odd batch says little.
+weighs these by how well they have foretold its next values: p(constants | values so far), with a prior around those
+chosen. At the scale that weighs most, one-step misses over their standard deviations have variance 1. A forecast has
+the mean and the variance of that mixture. A miss counts as three standard deviations at most in the filter, and by
+Huber's loss in the weights: one odd batch says little.
 
 Sources: Kalman 1960; the damped rate, Gardner & McKenzie 1985; several models at once, Magill 1965; Huber 1964.
 """

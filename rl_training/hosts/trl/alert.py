@@ -26,12 +26,12 @@ BENCHMARK = (
 
 
 class EntropyAlert(TrainerCallback):
-    """Says so when token entropy is below a level in 20 steps at a chance of one half or more: a forecast's, forecast.py.
+    """Says so when token entropy is likely below a level in 20 steps: at a chance of one half or more, by forecast.py.
 
     trainer = trl.GRPOTrainer(..., callbacks=[EntropyAlert(below=0.05)])
 
-    It reads what the trainer logs: `entropy/token` and `delta_h/forward` of the SimpleEntropyProbe with their errors, or
-    without it TRL's own `entropy`. To the log it adds `forecast/…`, which those callbacks see that come after it. All of
+    It reads what the trainer logs: `entropy/token` and `delta_h/forward` of the SimpleEntropyProbe with their errors,
+    or without it TRL's own `entropy`. To the log it adds `forecast/…`, which callbacks see that come after it. All of
     its state follows from the trainer's log, so that a resumed run goes on as one that was never interrupted.
 
     below   the level, in nats per token

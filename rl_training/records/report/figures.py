@@ -39,7 +39,7 @@ HELD_OUT_STYLES = ((ORANGE, "s-"), (GREEN, "D-"), (BLACK, "^-"))
 
 def draw_figures(run: Run) -> list[Picture]:
     """Returns the pictures of this run. What cannot be drawn leaves an empty frame that says why."""
-    pictures = [_reward(run), _entropy(run), draw_forecast(run), _delta_h(run), *draw_calibration(run)]
+    pictures = [_reward(run), _entropy(run), *draw_forecast(run), _delta_h(run), *draw_calibration(run)]
     if run.measured("delta_h/part/momentum"):
         pictures += [_causes(run), _layers(run)]
     if run.measured("gns/noise_scale_prompts"):

@@ -42,7 +42,7 @@ def in_twenty_steps(run: Run) -> str:
 
 
 def alerts(run: Run) -> tuple[list[int], int, int] | None:
-    """Returns the steps of the alerts, how many were held against what came, and how many were right; None: no alert."""
+    """Returns the steps of the alerts, how many could be checked, and how many were right; None: nobody asked."""
     counts = {name: run.logged(f"forecast/alerts{name}") for name in ("", "_checked", "_right")}
     if not counts[""]:
         return None
@@ -50,27 +50,26 @@ def alerts(run: Run) -> tuple[list[int], int, int] | None:
     for step, count in counts[""].items():
         steps += [step] * (count > before)
         before = count
-    return steps, *(int([*counts[name].values()][-1]) for name in ("_checked", "_right"))
+    checked, right = (int([*counts[name].values()][-1]) for name in ("_checked", "_right"))
+    return steps, checked, right
 
 
-def draw_forecast(run: Run) -> Picture:
-    """Returns the picture of entropy so far and of its ranges 10, 20 and 50 steps ahead."""
-    entropy = {step: value for step, value in token_entropy(run).items() if value > 0}
+def draw_forecast(run: Run) -> list[Picture]:
+    """Returns the picture of entropy so far and of its ranges 10, 20 and 50 steps ahead; none of few steps."""
     forecast = forecast_of(run)
+    if forecast is None:
+        return []
+    entropy = {step: value for step, value in token_entropy(run).items() if value > 0}
+    ahead = {forecast.step + steps: forecast.ahead(steps) for steps in range(1, HORIZONS[-1] + 1)}
+    medians = [a.median for a in ahead.values()]
+    lows, highs = ([a.range[end] for a in ahead.values()] for end in (0, 1))
+    marked = [steps - 1 for steps in HORIZONS]
 
     def draw(axes: Axes) -> None:
-        assert forecast is not None
         dots(axes, list(entropy), list(entropy.values()), BLACK, "o", "one step", "running mean")
-        every = [forecast.ahead(steps) for steps in range(1, HORIZONS[-1] + 1)]
-        steps = [forecast.step + steps for steps in range(1, HORIZONS[-1] + 1)]
-        axes.fill_between(steps, *zip(*(a.range for a in every), strict=True), color=BLUE, alpha=0.2, lw=0,
-                          label="95 % range ahead")  # fmt: skip
-        axes.plot(steps, [a.median for a in every], color=BLUE, lw=2, label="median ahead")
-        for horizon in HORIZONS:
-            ahead, at = every[horizon - 1], forecast.step + horizon
-            low, high = ahead.range
-            axes.errorbar([at], [ahead.median], [[ahead.median - low], [high - ahead.median]], fmt="o", color=BLUE,
-                          ms=5, lw=1.2, capsize=3)  # fmt: skip
+        axes.fill_between([*ahead], lows, highs, color=BLUE, alpha=0.2, lw=0, label="95 % range ahead")
+        axes.plot([*ahead], medians, color=BLUE, lw=2, label="median ahead", marker="o", markevery=marked)
+        axes.vlines([[*ahead][i] for i in marked], [lows[i] for i in marked], [highs[i] for i in marked], color=BLUE)
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
@@ -78,25 +77,18 @@ def draw_forecast(run: Run) -> Picture:
         axes.set_ylabel("token entropy (nats), log scale")
         legend(axes)
 
-    why = f"the forecast – it needs {FEWEST_TO_DRAW} measured steps, of {len(entropy)} so far"
-    missing = [] if forecast else [why]
-    return picture("forecast.png", "Entropy, and where it may go", _caption(forecast), missing, forecast and draw)
+    return [picture("forecast.png", "Entropy, and where it may go", _caption(forecast), [], draw)]
 
 
-def _caption(forecast: EntropyForecast | None) -> str:
-    if forecast is None:
-        return ""
-    told = []
-    for steps in HORIZONS:
-        ahead = forecast.ahead(steps)
-        factor = ahead.range[1] / ahead.median
-        told.append(f"{ahead.median:.2g} in {steps} steps, × or ÷ {factor:.2g}")
+def _caption(forecast: EntropyForecast) -> str:
+    every = ((steps, forecast.ahead(steps)) for steps in HORIZONS)
+    told = "; ".join(f"{a.median:.2g} in {steps} steps, × or ÷ {a.range[1] / a.median:.2g}" for steps, a in every)
     known = (
         "its noise is learned from how this run's values differed from what was foretold one step before"
         if forecast.misses >= FEWEST
         else f"its noise is still mostly that of other runs: {forecast.misses} of {FEWEST} steps are seen"
     )
     return (
-        f"If training goes on as it is: {'; '.join(told)} (median, 95 % range). The ranges are as wide as entropy is "
-        f"hard to foretell: a rate lasts about eight steps. The forecast follows log entropy and its rate; {known}."
+        f"If training goes on as it is: {told} (median, 95 % range). The ranges are as wide as entropy is hard to "
+        f"foretell: a rate is half forgotten after eight steps. The forecast follows log entropy and its rate; {known}."
     )
