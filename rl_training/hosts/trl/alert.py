@@ -52,6 +52,7 @@ class EntropyAlert(TrainerCallback):
         self._probed = False  # then TRL's number, which is averaged otherwise, no longer counts
         self._last: deque[float] = deque(maxlen=WINDOW)
         self._quiet_until = 0
+        self._news = True  # that it is below: it has been above since it was said, or since it came true
         self._due = 0  # the step by which the last alert has to come true; 0: none is open
         self.alerts = self.checked = self.right = 0  # in this run; checked: come true, or their 20 steps have passed
 
@@ -90,8 +91,10 @@ class EntropyAlert(TrainerCallback):
         self._check(step)
         ahead = self._forecast.ahead(AHEAD)
         likely = ahead.chance_below(self.below) >= FIRES and self._forecast.misses >= FIRST_MISSES
-        if likely and step >= self._quiet_until:
+        self._news = self._news or not self._is_below()
+        if likely and step >= self._quiet_until and self._news:
             self.alerts += 1
+            self._news = False
             self._quiet_until = step + AHEAD
             self._due = 0 if self._is_below() else step + AHEAD  # what is there already was not foretold
         return ahead
@@ -102,9 +105,11 @@ class EntropyAlert(TrainerCallback):
     def _check(self, step: int) -> None:
         """Counts the open alert when it has come true, or can no longer."""
         if self._due and (self._is_below() or step >= self._due):
-            self.right += self._is_below() and step <= self._due
+            came_true = self._is_below() and step <= self._due
+            self.right += came_true
             self.checked += 1
             self._due = 0
+            self._news = self._news and not came_true
 
     def _speak(self, state: Any, ahead: Ahead, ends: bool) -> None:
         low, high = ahead.range
