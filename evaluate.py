@@ -15,6 +15,9 @@ from rl_training.job.command_line import importing, past_hydra, run_command
 @hydra.main(version_base="1.3", config_path="conf", config_name="evaluate")
 @past_hydra
 def main(cfg: DictConfig) -> None:
+    from rl_training.job.evaluation_settings import check_evaluation
+
+    check_evaluation(cfg)  # again by its plan; here it waits for no import
     with importing():
         from rl_training.job.evaluate import evaluate
 

@@ -16,10 +16,13 @@ from rl_training.job.run_settings import gather_run_settings, name_each_job
 @hydra.main(version_base="1.3", config_path="conf", config_name="offline")
 @past_hydra
 def main(cfg: DictConfig) -> None:
-    with importing():
-        from rl_training.job.look import look_at_checkpoints
+    from rl_training.job.analysis_settings import check_analysis
 
-    look_at_checkpoints(cfg)
+    check_analysis(cfg)  # again by its plan; here it waits for no import
+    with importing():
+        from rl_training.job.analysis import analyse_checkpoints
+
+    analyse_checkpoints(cfg)
 
 
 if __name__ == "__main__":

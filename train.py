@@ -15,6 +15,9 @@ from rl_training.job.command_line import importing, past_hydra, run_command
 @hydra.main(version_base="1.3", config_path="conf", config_name="train")
 @past_hydra
 def main(cfg: DictConfig) -> None:
+    from rl_training.job.settings import check_run
+
+    check_run(cfg)  # again in build_run; here it waits for no import
     with importing():
         from rl_training.job.build import build_run
 

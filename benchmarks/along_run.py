@@ -21,6 +21,7 @@ parameters, to prompts that the run has never seen, and to those that it has; th
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -39,22 +40,20 @@ from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe
+from rl_training.engine.batch import Rollout, in_one_width
+from rl_training.engine.entropy_change import EntropyChange, StepMemory
+from rl_training.engine.entropy_gradients import entropy_gradient
+from rl_training.engine.probe import Need
+from rl_training.engine.step import Step
+from rl_training.engine.updates import CAUSES, StepsWithoutFolds
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.importance import sequence_totals
-from rl_training.mathematics.vectors import FlatVectors
+from rl_training.mathematics.vectors import Layout, Vector, dot
 from rl_training.probes import SimpleEntropyProbe
-from rl_training.engine.probe import Need
-from rl_training.engine.entropy_gradients import entropy_gradient
-from rl_training.engine.batch import Rollout, in_one_width
-from rl_training.engine.step import Step
-from rl_training.engine.updates import FIRST_FOLD, WHOLE, clipped, optimizer_pieces
 
 CHOICES: dict[str, dict[str, Any]] = {
     "first, 1/8": {},
-    "norm, 1/32": {"draw": "norm", "prompt_share": 0.25},
-    "norm, 1/16": {"draw": "norm", "prompt_share": 0.5},
-    "norm, 1/8": {"draw": "norm"},
-    "norm, 2/8": {"draw": "norm", "responses_per_prompt": 2},
+    "first, 2/8": {"responses_per_prompt": 2},
     "all, 8/8": {"responses_per_prompt": 8},
 }
 CONDITIONS: dict[str, dict[str, Any]] = {
@@ -82,9 +81,10 @@ class AlongRun(Probe):
     def __init__(self, choices: Sequence[str], num_fresh: int, seed: int) -> None:
         super().__init__()
         self._num_fresh, self._seed = num_fresh, seed
-        always = {"seed": seed, "per_sequence": True, "own_prompts": True}
+        always = {"per_sequence": True, "own_prompts": True}
         self._probes = {name: SimpleEntropyProbe(**always, **CHOICES[name]) for name in choices}
-        self._last: Tensor | None = None  # δθ of the step before
+        self._memories: dict[str, StepMemory] = {}  # by choice
+        self._last: Vector | None = None  # δθ of the step before
         self.trainer: GRPOTrainer | None = None
         self._unseen: dict[tuple[int, ...], Any] = {}  # rows of the training set by the tokens of their prompt
         self._seen: dict[tuple[int, ...], Any] = {}
@@ -100,43 +100,47 @@ class AlongRun(Probe):
     def seen(self) -> list[Any]:
         return list(self._seen.values())
 
-    def prepare(self, step: Any) -> None:
+    def prepare(self, step: Step) -> None:
         assert self.trainer is not None
         if self._last is None:
-            rows = list(self.trainer.train_dataset)
-            prompts = self.trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
-            self._unseen = {tuple(ids): row for ids, row in zip(prompts, rows, strict=True)}
-            self.policy, self.start = step.policy, {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
-        for probe in self._probes.values():
-            probe.on_pre_optimizer_step(ctx)
+            self._begin(step)
         own: dict[tuple[int, ...], Any] = {}  # the rows of this step's prompts
         for ids, mask in zip(step.batch.rollout.prompt_ids, step.batch.rollout.prompt_mask.bool(), strict=True):
             key = tuple(ids[mask].tolist())
             if key in self._unseen:
                 self._seen[key] = self._unseen.pop(key)
             own[key] = self._seen[key]
-        updates = next(iter(self._probes.values()))._updates.rows
-        assert updates is not None
-        step, without = updates.matrix[WHOLE].clone(), updates.matrix[FIRST_FOLD:].mean(dim=0)
-        directions = FlatVectors(step.gradients.parameters, len(DIRECTIONS))
-        last = torch.full_like(step, torch.nan) if self._last is None else self._last
-        directions.matrix.copy_(torch.stack([last, step, without, *_parts(ctx, step)]))
-        self._last = step
+        for name, probe in self._probes.items():
+            view = dataclasses.replace(step, memory=self._memories[name])
+            probe.prepare(view)
+            view.entropy_change.keep_update()
+        update, without, parts = _steps(step, view.entropy_change)
+        nan = [torch.full_like(part, torch.nan) for part in update]
+        directions = [self._last or nan, update, without, *parts]
+        self._last = update
         seed = (self._seed << 32) + step.number
         fresh, again = (self.sample(rows, self._num_fresh, seed) for rows in (self.unseen, list(own.values())))
-        of_own = self._products(ctx, again, directions)[:, [DIRECTIONS.index("forward")]]
-        self.truth.append(torch.cat([self._products(ctx, fresh, directions), of_own], dim=1))
-
-    def after_step(self, step: Any) -> None:
-        for probe in self._probes.values():
-            probe.on_optimizer_step(ctx)
+        of_own = self._products(step, again, directions)[:, [DIRECTIONS.index("forward")]]
+        self.truth.append(torch.cat([self._products(step, fresh, directions), of_own], dim=1))
 
     def results(self) -> dict[str, Estimate]:
         for name, probe in self._probes.items():
-            said = probe.measure(ctx)
+            said = probe.results()
             rows = [[_as_row(said[f"delta_h/{q}{suffix}"]) for suffix in UNITS.values()] for q in QUANTITIES]
             self.said[name].append(torch.tensor(rows, dtype=torch.float64))
         return {"along_run/steps": Estimate(float(len(self.truth)))}
+
+    def _begin(self, step: Step) -> None:
+        assert self.trainer is not None
+        rows = list(self.trainer.train_dataset)
+        prompts = self.trainer._tokenize_prompts([row["prompt"] for row in rows])[0]
+        self._unseen = {tuple(ids): row for ids, row in zip(prompts, rows, strict=True)}
+        parameters = step.gradients.parameters
+        self._layout, self.policy = Layout(parameters), step.policy
+        self.start = {name: p.detach().clone() for name, p in parameters.items()}
+        for name, probe in self._probes.items():
+            assert probe.entropy is not None
+            self._memories[name] = StepMemory(self._layout, probe.entropy)
 
     def sample(self, rows: list[Any], number: int, seed: int) -> Rollout:
         """Returns fresh responses, one each to random prompts of these rows."""
@@ -148,7 +152,7 @@ class AlongRun(Probe):
         finally:
             self.trainer.train_dataset = whole
 
-    def _products(self, ctx: Step, fresh: Rollout, directions: FlatVectors) -> Tensor:
+    def _products(self, step: Step, fresh: Rollout, directions: Sequence[Vector]) -> Tensor:
         blocks = torch.arange(self._num_fresh).split(BLOCK)
         parts = [step.policy.score(fresh, rows) for rows in blocks]
         width = fresh.completion_mask.shape[1]
@@ -162,9 +166,9 @@ class AlongRun(Probe):
         for rows, part in zip(blocks, parts, strict=True):
             columns = slice(part.logps.shape[1])
             pairs = [(w[rows, columns].to(part.logps), u[rows, columns].to(part.logps)) for w, u in weights]
-            gradients = entropy_gradient(part, pairs, parameters, directions)
-            products.append(directions.dot(gradients) / self._num_fresh)
-        return torch.stack(products)
+            gradients = entropy_gradient(part, pairs, parameters, self._layout)
+            products.append(torch.stack([torch.stack([dot(x, d) for x in gradients]) for d in directions]))
+        return torch.stack(products) / self._num_fresh
 
     def ends(self, number: int) -> dict[str, Tensor]:
         """Returns the change of entropy over the run and its error, (units, 2), on unseen prompts, and on seen ones."""
@@ -190,20 +194,20 @@ def settings_of(condition: str) -> dict[str, Any]:
     return settings
 
 
-def _parts(ctx: Step, step: Tensor) -> Tensor:
-    """Returns what momentum, gradient and decay have in this step, (3, P)."""
-    assert step.optimizer.states is not None
-    flat = torch.cat([step.gradients.mean[name].flatten() for name in step.gradients.parameters])
-    gradient, _ = clipped(flat, step.optimizer.max_grad_norm)
-    parts = step.new_zeros(3, len(step))
-    for piece in optimizer_pieces(step.gradients.parameters, step.optimizer.states):
-        factor = piece.state.gradient_factor(piece.param, gradient[piece.columns])
-        parts[1, piece.columns] = factor * gradient[piece.columns]
-        decay = piece.state.decay_part(piece.param, factor)
-        if decay is not None:
-            parts[2, piece.columns] = decay
-    parts[0] = step - parts[1] - parts[2]
-    return parts
+def _steps(step: Step, change: EntropyChange) -> tuple[Vector, Vector, list[Vector]]:
+    """Returns δθ, the mean of the steps without a fold, and what momentum, gradient and decay have in δθ."""
+    assert step.gradients.rows is not None
+    assert change.update is not None
+    sizes, norm = torch.bincount(step.batch.fold).double(), step.optimizer.max_grad_norm
+    steps = StepsWithoutFolds(change.pieces, change.gradient, step.gradients.rows, sizes, float(sizes.sum()), norm)
+    clips = steps.clips(steps.gradients, slice(None))
+    without, *parts = (change.layout.zeros() for _ in range(1 + len(CAUSES)))
+    for piece, of_folds in steps.parts(slice(None), clips):
+        piece.of(without).copy_(of_folds.total.mean(dim=0))
+        whole = piece.state.delta(piece.param, change.clip * piece.of(change.gradient))
+        for part, cause in zip(parts, CAUSES, strict=True):
+            piece.of(part).copy_(getattr(whole, cause))
+    return change.update, without, parts
 
 
 def _as_row(estimate: Estimate) -> list[float]:

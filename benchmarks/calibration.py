@@ -3,7 +3,7 @@
     OMP_NUM_THREADS=1 python benchmarks/calibration.py [--learning-rates 1e-4 3e-4 1e-3] [--seeds 0 1 2] [--steps 40]
 
 Trains the default task once for each learning rate and seed, with the probe `simple`, and measures around every
-optimizer step the true ΔH on an evaluation set of fresh responses to random prompts (rl_training/step/ground_truth.py:
+optimizer step the true ΔH on an evaluation set of fresh responses to random prompts (probes/ground_truth.py:
 importance weights while they are worth something, else a new sample with the same random numbers). Beside it, what one
 would get from importance weights on the training batch itself, which is no ground truth.
 
@@ -35,14 +35,13 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import TrainerCallback
 
-from rl_training import Estimate, Probe
+from rl_training import Estimate
+from rl_training.engine.step import Step
 from rl_training.mathematics.calibration import Calibration
 from rl_training.mathematics.importance import importance_weights, reweighted_change, sequence_totals
 from rl_training.mathematics.jackknife import jackknife_stderr
-from rl_training.probes import SimpleEntropyProbe
+from rl_training.probes import GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import Records, read_estimates
-from rl_training.probes.ground_truth import GroundTruth
-from rl_training.engine.step import Step
 
 TRUE, SAME_BATCH = "delta_h/true", "delta_h/same_batch_snis"
 PREDICTIONS = ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid", "delta_h/reuse", SAME_BATCH)
@@ -52,34 +51,34 @@ SMALL = -2  # exponents up to this one are small steps
 MIN_ESS_FRACTION = 0.5  # below, importance weights are worthless
 
 
-class TruthOfEachStep(Probe):
+class TruthOfEachStep(GroundTruthProbe):
     """The measured change of entropy at each step, and at one step along a scaled step."""
 
-    name = "truth"
-
     def __init__(self, num_sequences: int, seed: int, linearity_step: int) -> None:
-        super().__init__()
+        super().__init__(1, num_sequences, seed)
         self.linearity_step = linearity_step
-        self._truth = GroundTruth(num_sequences=num_sequences, seed=seed)
+        self._beside: dict[str, Estimate] = {}
 
-    def prepare(self, step: Any) -> None:
-        self._truth.draw(ctx)
+    def prepare(self, step: Step) -> None:
+        super().prepare(step)
         self._batch = sequence_totals(step.batch.scores)
         if step.number == self.linearity_step:
-            self._evaluation = step.policy.sample(self._truth.num_sequences, 10_000 + self._truth.seed)
+            self._evaluation = step.policy.sample(self.sequences, 10_000 + self.seed)
             self._before = sequence_totals(step.policy.score_rollout(self._evaluation))
             self._old = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
 
-    def results(self) -> dict[str, Estimate]:
-        answers = self._truth.measure(ctx)
+    def after_step(self, step: Step) -> None:
+        super().after_step(step)
         same_batch = reweighted_change(self._batch, sequence_totals(step.policy.score_rollout(step.batch.rollout)))
-        answers[SAME_BATCH] = Estimate(same_batch.token, reason="no error bar: its error is a bias")
+        self._beside = {SAME_BATCH: Estimate(same_batch.token, reason="no error bar: its error is a bias")}
         if step.number == self.linearity_step:
-            answers |= dict(self._along_the_step(ctx))
-        return answers
+            self._beside |= dict(self._along_the_step(step))
+
+    def results(self) -> dict[str, Estimate]:
+        return super().results() | self._beside
 
     @torch.no_grad()
-    def _along_the_step(self, ctx: Step) -> Iterator[tuple[str, Estimate]]:
+    def _along_the_step(self, step: Step) -> Iterator[tuple[str, Estimate]]:
         new = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
         for exponent in EXPONENTS:
             for name, param in step.gradients.parameters.items():

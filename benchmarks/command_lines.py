@@ -94,8 +94,8 @@ OTHERS = [
     "probe=gns probes.gns.decay=2", "probe=gns probes.gns.decay=abc", "probe=none", "probe=ess",
     "probe=gns probes.gns.split_prompts=99", "probes.gns.every=5", "probes.simple.evry=5", "probes.simple=null",
     "probes=null", "probes.simple.estimator=foo", "probes.simple.responses_per_prompt=9",
-    "probes.simple.validate_every=1", "probes.simple.validate_sequences=1e8",
-    "probes.simple.validate_sequences=100000000 probes.simple.validate_every=1", "probes.simple.top_responses=-1",
+    "probe=ground_truth", "probe=ground_truth probes.ground_truth.sequences=1e8",
+    "probe=ground_truth probes.ground_truth.sequences=100000000", "probe=responses probes.responses.count=-1",
     "probes.simple._target_=foo.Bar", "probes.simple._target_=os.getcwd", "experiment=foo",
     "experiment=qwen_gsm8k", "hydra.run.dir=/tmp/x", "batch=null", "trainer=null", "model=null",
 ]  # fmt: skip

@@ -37,13 +37,13 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 
 from rl_training import Estimate, Probe
-from rl_training.mathematics.jackknife import jackknife_stderr
-from rl_training.mathematics.vectors import FlatVectors
-from rl_training.probes import SimpleEntropyProbe
+from rl_training.engine.entropy_change import LEVELS, StepMemory
+from rl_training.engine.entropy_gradients import EntropySettings, fold_gradients, importance_ratios
 from rl_training.engine.probe import Need
-from rl_training.engine.entropy_gradients import Choice, fold_gradients, importance_ratios
-from rl_training.engine.entropy_change import LEVELS
 from rl_training.engine.step import Step
+from rl_training.mathematics.jackknife import jackknife_stderr
+from rl_training.mathematics.vectors import Layout
+from rl_training.probes import SimpleEntropyProbe
 
 UNITS = {"": "token", "_sequence": "sequence"}
 
@@ -89,51 +89,65 @@ class Batches(Probe):
         self.levels: list[Tensor] = []  # of each truth batch, (LEVELS,): sequences, ΣH, ΣT
         self.gradients: list[Tensor] = []  # of each truth batch, (2, P): ∂H_seq and ∂E[T]
         self.updates: list[Tensor] = []  # of each other batch, (P,): the real δθ
-        self._flat: FlatVectors | None = None
+        self._memories: dict[int, StepMemory] = {}  # by number of folds
 
     def measures_at(self, step: int) -> bool:
         return step > self._warm_steps
 
-    def prepare(self, step: Any) -> None:
-        self._flat = self._flat or FlatVectors(step.gradients.parameters, num_rows=1)
-        self._old = self._flat.flatten(p.detach() for p in step.gradients.parameters.values()).clone()
+    def prepare(self, step: Step) -> None:
+        if not self._memories:
+            layout = Layout(step.gradients.parameters)
+            self._memories = {
+                n: StepMemory(layout, probe.entropy) for n, probe in self._simple.items() if probe.entropy
+            }
+        self._old = _flat(step)
         if len(self.gradients) < self._truth_batches:
-            self._take_gradient(ctx)
+            self._take_gradient(step)
             return
         for folds, probe in self._simple.items():
-            joined = with_folds(ctx, folds)
-            probe.on_pre_optimizer_step(joined)
-            self.said[folds].append(probe.measure(joined))
+            joined = with_folds(step, folds, self._memories[folds])
+            probe.prepare(joined)
+            joined.entropy_change.keep_update()
+            self.said[folds].append(probe.results())
 
-    def after_step(self, step: Any) -> None:
-        assert self._flat is not None
+    def after_step(self, step: Step) -> None:
         if any(self.said.values()):
-            self.updates.append(self._flat.flatten(p.detach() for p in step.gradients.parameters.values()) - self._old)
+            self.updates.append(_flat(step) - self._old)
 
     def results(self) -> dict[str, Estimate]:
         return {"batches/measured": Estimate(float(len(self.updates)))}
 
-    def _take_gradient(self, ctx: Step) -> None:
-        assert self._flat is not None
-        ratios = importance_ratios(ctx)
+    def _take_gradient(self, step: Step) -> None:
+        ratios, parameters = importance_ratios(step.batch), list(step.gradients.parameters.values())
         assert ratios is not None
-        whole = dataclasses.replace(ctx, fold=torch.zeros_like(step.batch.fold))
-        options = {"estimator": "rb", "per_sequence": True, "with_training": False}
-        (gradient,) = fold_gradients(whole, self._flat, ratios, 1.0, Choice(step.batch.responses_per_prompt), **options)
+        whole = dataclasses.replace(step.batch, fold=torch.zeros_like(step.batch.fold))
+        settings = EntropySettings(responses_per_prompt=step.batch.responses_per_prompt, per_sequence=True)
+        layout = Layout(step.gradients.parameters)
+        (gradient,) = fold_gradients(whole, step.policy, parameters, layout, ratios, 1.0, settings)
         mask = step.batch.scores.mask.bool()
         total = step.batch.scores.entropies.double().masked_fill(~mask, 0).sum()
         self.levels.append(torch.stack([ratios.sum(), total, mask.sum().double()]))
-        less_length, entropy = gradient.entropy  # ∂H_seq − 1 ∂E[T] and ∂H_seq
+        less_length, entropy = map(torch.cat, gradient.entropy)  # ∂H_seq − 1 ∂E[T] and ∂H_seq
         self.gradients.append(torch.stack([entropy, entropy - less_length]))
 
 
-def with_folds(ctx: Step, num_folds: int) -> Step:
+def _flat(step: Step) -> Tensor:
+    """Returns a copy of the parameters, (P,)."""
+    return torch.cat([p.detach().reshape(-1) for p in step.gradients.parameters.values()])
+
+
+def with_folds(step: Step, num_folds: int, memory: StepMemory) -> Step:
     """Returns the step with every few folds joined to one."""
     assert step.gradients.rows is not None
-    joined = step.gradients.rows.num_rows // num_folds
-    buffer = FlatVectors(step.gradients.parameters, num_folds)
-    buffer.matrix.copy_(step.gradients.rows.matrix.view(num_folds, joined, -1).mean(dim=1))
-    return dataclasses.replace(ctx, fold=step.batch.fold // joined, fold_gradients=buffer)
+    joined = len(step.gradients.rows[0]) // num_folds
+    rows = [part.view(num_folds, joined, -1).mean(dim=1) for part in step.gradients.rows]
+    return dataclasses.replace(
+        step,
+        batch=dataclasses.replace(step.batch, fold=step.batch.fold // joined),
+        gradients=dataclasses.replace(step.gradients, rows=rows),
+        capabilities=dataclasses.replace(step.capabilities, num_folds=num_folds),
+        memory=memory,
+    )
 
 
 def measure(

@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import math
 import tempfile
+from collections.abc import Sequence
 
 import rl_training.job.silence  # noqa: F401
 
@@ -28,23 +29,17 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rl_training import Estimate, Probe
-from rl_training.mathematics.entropy import Estimator
-from rl_training.mathematics.vectors import FlatVectors
+from rl_training.engine.entropy_gradients import EntropySettings, fold_gradients, importance_ratios
 from rl_training.engine.probe import Need
-from rl_training.engine.entropy_gradients import Choice, fold_gradients, importance_ratios
 from rl_training.engine.step import Step
+from rl_training.mathematics.vectors import Layout
 
-CHOICES: dict[str, tuple[Estimator, Choice]] = {
-    "rb, 8 of 8": ("rb", Choice(8)),
-    "rb, 4 of 8, first": ("rb", Choice(4)),
-    "rb, 4 of 8, by norm": ("rb", Choice(4, by_norm=True)),
-    "rb, 2 of 8, first": ("rb", Choice(2)),
-    "rb, 2 of 8, by norm": ("rb", Choice(2, by_norm=True)),
-    "rb, 1 of 8, first": ("rb", Choice(1)),
-    "rb, 1 of 8, by norm": ("rb", Choice(1, by_norm=True)),
-    "rb, 1 of 16, by norm": ("rb", Choice(1, by_norm=True, prompt_share=0.5)),
-    "rb, 1 of 32, by norm": ("rb", Choice(1, by_norm=True, prompt_share=0.25)),
-    "score, 8 of 8": ("score", Choice(8)),
+CHOICES = {
+    "rb, 8 of 8": EntropySettings("rb", 8),
+    "rb, 4 of 8": EntropySettings("rb", 4),
+    "rb, 2 of 8": EntropySettings("rb", 2),
+    "rb, 1 of 8": EntropySettings("rb", 1),
+    "score, 8 of 8": EntropySettings("score", 8),
 }
 NAIVE = "naive, 8 of 8"
 REFERENCE = "rb, 8 of 8"
@@ -65,31 +60,35 @@ class Estimators(Probe):
     def measures_at(self, step: int) -> bool:
         return step > self._warm_steps
 
-    def prepare(self, step: Any) -> None:
-        layout = FlatVectors(step.gradients.parameters, num_rows=1)
+    def prepare(self, step: Step) -> None:
+        parameters = list(step.gradients.parameters.values())
         if self.update is None:
-            self._old = layout.flatten(p.detach() for p in step.gradients.parameters.values()).clone()
+            self._old = [p.detach().clone() for p in parameters]
             return
-        ratios = importance_ratios(ctx)
+        layout, ratios = Layout(step.gradients.parameters), importance_ratios(step.batch)
         assert ratios is not None
-        for name, (estimator, choice) in CHOICES.items():
+        for name, settings in CHOICES.items():
             # At level 0 what is left of ∂H_seq − H_tok ∂E[T] is the gradient of the sequence entropy.
-            folds = fold_gradients(ctx, layout, ratios, 0.0, choice, estimator, per_sequence=False, with_training=False)
-            self.gradients[name] += [fold.entropy[0] for fold in folds]
+            folds = fold_gradients(step.batch, step.policy, parameters, layout, ratios, 0.0, settings)
+            self.gradients[name] += [torch.cat(fold.entropy[0]) for fold in folds]
         for fold in range(step.batch.num_folds):
             rows = (step.batch.fold == fold).nonzero().squeeze(1)
             scores = step.policy.score(step.batch.rollout, rows)
             mean = (scores.entropies * scores.mask).sum() / len(rows)
-            self.gradients[NAIVE].append(layout.flatten(torch.autograd.grad(mean, list(step.gradients.parameters.values()))))
+            self.gradients[NAIVE].append(_flat(torch.autograd.grad(mean, parameters)))
 
-    def after_step(self, step: Any) -> None:
+    def after_step(self, step: Step) -> None:
         if self.update is None:
-            layout = FlatVectors(step.gradients.parameters, num_rows=1)
-            self.update = layout.flatten(p.detach() for p in step.gradients.parameters.values()) - self._old
+            parameters = step.gradients.parameters.values()
+            self.update = _flat([new.detach() - old for new, old in zip(parameters, self._old, strict=True)])
 
     def results(self) -> dict[str, Estimate]:
         self._bar.update()
         return {"estimators/microbatches": Estimate(float(len(self.gradients[NAIVE])))}
+
+
+def _flat(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.reshape(-1) for tensor in tensors])
 
 
 def main() -> None:

@@ -29,17 +29,18 @@ import torch
 from torch import Tensor
 from workload import SHAPES, Workload, make_trainer
 
+from rl_training.engine.batch import Rollout
 from rl_training.engine.optimizer import view_optimizer
+from rl_training.engine.updates import optimizer_pieces
 from rl_training.hosts.trl.sharding import replicated
 from rl_training.mathematics.kernels import plan_blocks, row_products
 from rl_training.mathematics.sketches import CountSketches
+from rl_training.mathematics.vectors import Layout
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
 from rl_training.offline.kernel_files import load_kernel
-from rl_training.offline.kernel_rows import Keeper
-from rl_training.offline.kernel_types import KernelSettings, KernelStep, Question
-from rl_training.engine.batch import Rollout
-from rl_training.engine.updates import optimizer_pieces
+from rl_training.offline.kernel_rows import RowSummarizer
+from rl_training.offline.kernel_types import KernelInputs, KernelSettings, KernelStep
 
 PAIRS = 7
 
@@ -75,18 +76,18 @@ def random_rollout(count: int, prompt: int, completion: int, vocabulary: int, de
     )
 
 
-def step_of(rows: GradientRows, trainer: object, question: Question) -> KernelStep:
+def step_of(rows: GradientRows, trainer: object, inputs: KernelInputs) -> KernelStep:
     """Returns a first step's, whose moments are zero: its numbers mean nothing, its costs do."""
     view = view_optimizer(replicated(trainer), dict(rows.parameters))  # type: ignore[arg-type]
-    u, e = question.update, question.evaluation
-    weights = -(u.advantages / (u.num_sequences * question.max_length)).unsqueeze(1) * u.completion_mask
+    u, e = inputs.update, inputs.evaluation
+    weights = -(u.advantages / (u.num_sequences * inputs.max_length)).unsqueeze(1) * u.completion_mask
     gradient = sum(rows.sum(u, batch, weights) for batch in rows.batches(range(u.num_sequences)))
-    of_e, of_h = (w / e.num_sequences for w in (question.logp_weights, question.entropy_weights))
+    of_e, of_h = (w / e.num_sequences for w in (inputs.logp_weights, inputs.entropy_weights))
     x = sum(rows.sum(e, batch, of_e, of_h) for batch in rows.batches(range(e.num_sequences)))
     assert isinstance(gradient, Tensor)
     assert isinstance(x, Tensor)
-    pieces = optimizer_pieces(dict(rows.parameters), view.states)
-    factor = torch.cat([p.state.gradient_factor(p.param, gradient[p.columns]) for p in pieces])
+    pieces = optimizer_pieces(Layout(rows.parameters), rows.parameters, view.states)
+    factor = torch.cat([p.state.gradient_factor(p.param, gradient[p.flat]) for p in pieces])
     return KernelStep(gradient, x, 1.0, (-factor).sqrt(), torch.stack([0 * factor, factor * gradient, 0 * factor]))
 
 
@@ -111,7 +112,7 @@ def main() -> None:
     e, u = (random_rollout(n, args.prompt_tokens, args.completion_tokens, vocabulary, device)
             for n in (args.evaluation, args.update))  # fmt: skip
     weights = torch.randn(e.completion_mask.shape, device=device)
-    question = Question(e, weights, torch.ones_like(weights), u, args.completion_tokens)
+    inputs = KernelInputs(e, weights, torch.ones_like(weights), u, args.completion_tokens)
     batch = rows.batches(range(args.microbatch))[0]
 
     plain_seconds, gradients = interleaved(
@@ -120,7 +121,7 @@ def main() -> None:
     )
     _, both = interleaved(
         lambda: rows.sum(e, batch[: len(e.advantages)], weights),
-        lambda: list(rows.both(e, batch[: len(e.advantages)], question.logp_weights, question.entropy_weights)),
+        lambda: list(rows.both(e, batch[: len(e.advantages)], inputs.logp_weights, inputs.entropy_weights)),
     )
     held, streamed = (
         torch.randn(args.evaluation, size, device=device),
@@ -129,14 +130,14 @@ def main() -> None:
     product_seconds, product = interleaved(lambda: held @ streamed.T, lambda: row_products(held, streamed))
     sketch = CountSketches({name: p.numel() for name, p in parameters.items()})
     sketch_seconds = min(seconds(lambda: sketch(streamed)) for _ in range(3)) / streamed.numel()
-    step, settings = step_of(rows, trainer, question), KernelSettings(args.memory_gb, microbatch_size=args.microbatch)
-    keeper = Keeper(rows, step, settings)
+    step, settings = step_of(rows, trainer, inputs), KernelSettings(args.memory_gb, microbatch_size=args.microbatch)
+    summarizer = RowSummarizer(rows, step, settings)
 
     def rates() -> tuple[float, float, float]:
         """Returns t, s and F of the formula."""
         products = seconds(lambda: row_products(held, streamed)) / (2.0 * held.shape[0] * streamed.numel())
         own = seconds(lambda: rows.log_probability(u, batch))
-        return own / len(batch), seconds(lambda: keeper.scale(streamed)) / len(streamed), 1.0 / products
+        return own / len(batch), seconds(lambda: summarizer.scale(streamed)) / len(streamed), 1.0 / products
 
     before = [rates() for _ in range(3)]
     tokens = f"{args.prompt_tokens} + {args.completion_tokens} tokens"
@@ -155,10 +156,10 @@ def main() -> None:
         args.evaluation, args.update, size, memory_bytes=1e9 * args.memory_gb, microbatch=args.microbatch
     )
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        took = seconds(lambda: calculate_kernel(rows, step, question, settings, Path(folder)))
+        took = seconds(lambda: calculate_kernel(rows, step, inputs, settings, Path(folder)))
         error = float(load_kernel(Path(folder)).about["identity_error"])
     per_sequence, kept, rate = (statistics.median(x) for x in zip(*before, *(rates() for _ in range(3)), strict=True))
-    told = blocks.seconds(per_sequence, kept, rate) - args.update * per_sequence  # the first pass is the look's own
+    told = blocks.seconds(per_sequence, kept, rate) - args.update * per_sequence  # the first pass is the analysis's own
     told += args.microbatch * (2.6 * per_sequence + kept)  # timed beforehand, for what is said of the time left
     print(f"| kept of a sequence, ms (t: {1e3 * per_sequence:.1f}) | {1e3 * kept:.1f} |")
     print(f"| whole, {args.evaluation} × {args.update}, {blocks.num_blocks} block(s), s | {took:.1f} |")

@@ -33,7 +33,9 @@ from hydra import initialize_config_dir
 from safetensors.torch import load_file
 from torch import Tensor
 
-from rl_training.job.build import build_standing
+from rl_training.engine.batch import take_rows
+from rl_training.engine.updates import CAUSES
+from rl_training.job.build import build_restored
 from rl_training.job.run_settings import run_settings
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.importance import LOGP, sequence_totals
@@ -41,37 +43,36 @@ from rl_training.mathematics.kernels import row_products, square_norms
 from rl_training.mathematics.sketches import CountSketches, cosines, inner_products, t_quantile
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.gradient_rows import GradientRows
-from rl_training.offline.kernel_look import kernel_of_look, kernel_step
+from rl_training.offline.kernel_at_checkpoint import kernel_of_analysis, kernel_step
 from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.kernel_what_if import chooser, what_if
-from rl_training.offline.probe import Evaluation, Look, Settings, TruthSettings, Updating, look
-from rl_training.offline.standing import Standing
+from rl_training.offline.probe import Analysis, analyse
+from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import Evaluation, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.structure import Row, Structure
 from rl_training.offline.truth import by_name
 from rl_training.offline.update import Update, make_update
-from rl_training.engine.batch import take_rows
-from rl_training.engine.updates import CAUSES
 
 CONF = Path(__file__).parents[1] / "conf"
 CLASSES = ("wrong", "right", "longest:64", "lowest:16")
 
 
-def standing_at(checkpoint: Path) -> Standing:
+def restored_at(checkpoint: Path) -> RestoredTrainer:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return build_standing(run_settings(checkpoint, []), checkpoint)
+        return build_restored(run_settings(checkpoint, []), checkpoint)
 
 
-def looked(standing: Standing, evaluation: Evaluation, update: Updating) -> Look:
+def looked(restored: RestoredTrainer, evaluation: Evaluation, update: UpdateConfig) -> Analysis:
     settings = Settings(evaluation, update, truth=TruthSettings(enabled=False), conditioning=False)
-    return look(standing, settings)
+    return analyse(restored, settings)
 
 
 def what_if_table(checkpoint: Path, prompts: int) -> None:
-    standing = standing_at(checkpoint)
-    found = looked(standing, Evaluation(prompts=prompts), Updating())
+    restored = restored_at(checkpoint)
+    found = looked(restored, Evaluation(prompts=prompts), UpdateConfig())
     assert found.first_order is not None
     folder = Path(tempfile.mkdtemp())
-    kernel_of_look(standing, found, KernelSettings(store_gradients=True), folder)
+    kernel_of_analysis(restored, found, KernelSettings(store_gradients=True), folder)
     s = Structure.read(folder)
     w = torch.cat([load_file(path)["W"] for path in sorted(folder.glob("gradients-evaluation-*"))])
     right = s.right(s.evaluation)
@@ -79,9 +80,9 @@ def what_if_table(checkpoint: Path, prompts: int) -> None:
          "measured", "second order", "-half mean square", "clip", "clip anew")  # fmt: skip
     for name in (None, *CLASSES):
         without = chooser(name)(s) if name else torch.zeros(len(s.update), dtype=torch.bool)
-        told, update = what_if(s, without), step_without(standing, found, without)
+        told, update = what_if(s, without), step_without(restored, found, without)
         linear = row_products(w, update.delta.unsqueeze(0))[:, 0]
-        measured = change_of_log_probability(standing, found, update)
+        measured = change_of_log_probability(restored, found, update)
         of_entropy = row_products(found.first_order.direction[TOKEN : TOKEN + 1], update.delta.unsqueeze(0))
         line(
             name or "nobody", int(without.sum()), *against(told, "deltaH1", float(of_entropy)),
@@ -100,10 +101,12 @@ def against(told: Row, key: str, anew: float) -> tuple[float, float, float]:
 
 
 def sketches_table(checkpoint: Path, prompts: int, seeds: int = 3) -> None:
-    standing = standing_at(checkpoint)
+    restored = restored_at(checkpoint)
     folder = Path(tempfile.mkdtemp())
-    found = looked(standing, Evaluation(prompts=prompts), Updating())
-    kernel_of_look(standing, found, KernelSettings(store_gradients=True, sketch_buckets=64, sketch_repeats=2), folder)
+    found = looked(restored, Evaluation(prompts=prompts), UpdateConfig())
+    kernel_of_analysis(
+        restored, found, KernelSettings(store_gradients=True, sketch_buckets=64, sketch_repeats=2), folder
+    )
     assert found.first_order is not None
     root = kernel_step(found.update, found.first_order.direction[TOKEN]).root
     of_e, of_u = (
@@ -112,7 +115,7 @@ def sketches_table(checkpoint: Path, prompts: int, seeds: int = 3) -> None:
     )
     exact, sq_e, sq_u = row_products(of_e, of_u), square_norms(of_e), square_norms(of_u)
     cosine = exact / (sq_e.unsqueeze(1) * sq_u).sqrt()
-    sizes = {name: p.numel() for name, p in standing.parameters.items()}
+    sizes = {name: p.numel() for name, p in restored.parameters.items()}
     print(f"rms cosine {float(cosine.square().mean().sqrt()):.3f}, {len(root):,} coordinates, {seeds} seeds")
     line("m", "S x buckets", "cosine error", "x sqrt m", "over rms cosine", "entry error over rms", "coverage",
          "se/error", "ms per gradient")  # fmt: skip
@@ -135,22 +138,22 @@ def sketches_table(checkpoint: Path, prompts: int, seeds: int = 3) -> None:
             line(size, f"{repeats} x {size // repeats}", *torch.tensor(rows).mean(dim=0).tolist())
 
 
-def step_without(standing: Standing, found: Look, without: Tensor) -> Update:
+def step_without(restored: RestoredTrainer, found: Analysis, without: Tensor) -> Update:
     """Returns the step that U makes when these of its sequences, in the kernel's order, have no advantage."""
     rollout = found.update_buffer.rollout
     order = rollout.prompt_index.argsort(stable=True)
     advantages = rollout.advantages.clone()
     advantages[order[without]] = 0.0
     buffer = dataclasses.replace(found.update_buffer, rollout=dataclasses.replace(rollout, advantages=advantages))
-    return make_update(standing, buffer, 32, False, lambda _: None)
+    return make_update(restored, buffer, 32, False, lambda _: None)
 
 
-def change_of_log_probability(standing: Standing, found: Look, update: Update) -> Tensor:
+def change_of_log_probability(restored: RestoredTrainer, found: Analysis, update: Update) -> Tensor:
     """Returns S(θ + δθ) − S(θ) of E's sequences, (N_E,), in the kernel's order."""
     rollout = found.evaluation.rollout
-    before = sequence_totals(standing.policy.score_rollout(rollout))[:, LOGP]
-    with standing.policy.shifted(by_name(standing, update.delta)):
-        after = sequence_totals(standing.policy.score_rollout(rollout))[:, LOGP]
+    before = sequence_totals(restored.policy.score_rollout(rollout))[:, LOGP]
+    with restored.policy.shifted(by_name(restored, update.delta)):
+        after = sequence_totals(restored.policy.score_rollout(rollout))[:, LOGP]
     return (after - before)[rollout.prompt_index.argsort(stable=True)].double()
 
 
@@ -159,19 +162,19 @@ def shares_table(checkpoint: Path, draws: int, tokens: bool) -> None:
 
     tokens  the diagonal too: of pairs of the same text, what each token does to itself
     """
-    standing = standing_at(checkpoint)
+    restored = restored_at(checkpoint)
     rows = []
     for draw in range(draws):
         evaluation = Evaluation(prompts=32, responses=8, overlap="wanted", seed=2 * draw)
-        found = looked(standing, evaluation, Updating(seed=2 * draw + 1))
+        found = looked(restored, evaluation, UpdateConfig(seed=2 * draw + 1))
         folder = Path(tempfile.mkdtemp())
-        kernel_of_look(standing, found, KernelSettings(sketch_buckets=64, sketch_repeats=2), folder)
+        kernel_of_analysis(restored, found, KernelSettings(sketch_buckets=64, sketch_repeats=2), folder)
         s = Structure.read(folder)
         parts = [float(s.contributions[s.is_of_class(name)].sum()) for name in ("same text", "same prompt, other text")]
         parts += [float(s.contributions.sum()) - sum(parts), float(s.contributions.sum())]
         others = [float(s.kernel.about[f"delta_h/part/{cause}"]) for cause in CAUSES if cause != "gradient"]
         counts = [float(s.is_of_class(name).double().mean()) for name in ("same text", "same prompt, other text")]
-        diagonal = token_diagonal(standing, found, s) if tokens else math.nan
+        diagonal = token_diagonal(restored, found, s) if tokens else math.nan
         rows.append([1e3 * x for x in (*parts, *others, diagonal)] + counts)
         line(draw, *rows[-1])
     values = torch.tensor(rows).double()
@@ -181,7 +184,7 @@ def shares_table(checkpoint: Path, draws: int, tokens: bool) -> None:
     line("se", *(values.std(dim=0) / draws**0.5).tolist())
 
 
-def token_diagonal(standing: Standing, found: Look, s: Structure) -> float:
+def token_diagonal(restored: RestoredTrainer, found: Analysis, s: Structure) -> float:
     """Returns Σ c A_j /(N_E N_U L) Σ_k x_ik M ∂log π_k over pairs (i, j) of the same text and its tokens k."""
     e, scores = found.evaluation.rollout, found.evaluation.scores
     e = take_rows(e, e.prompt_index.argsort(stable=True))
@@ -190,7 +193,7 @@ def token_diagonal(standing: Standing, found: Look, s: Structure) -> float:
     )  # of E's sequences in this order
     assert found.first_order is not None
     metric = kernel_step(found.update, found.first_order.direction[TOKEN]).root.double().square()
-    rows, total = GradientRows(standing.trainer, standing.parameters, 32), 0.0
+    rows, total = GradientRows(restored.trainer, restored.parameters, 32), 0.0
     hashes = [row["hash"] for row in s.evaluation]
     for text in sorted(set(hashes)):
         taught = sum(float(a) for a, row in zip(s.advantages, s.update, strict=True) if row["hash"] == text)

@@ -1,10 +1,10 @@
-"""Does a look that is killed leave anything half-written, and does the next one work? SIGKILL in every phase of it.
+"""Does a killed analysis leave anything half-written, and does the next one work? SIGKILL in every phase of it.
 
     OMP_NUM_THREADS=1 python benchmarks/kill_offline.py RUN/training_state/checkpoint-20 [OVERRIDE ...]
 
-Looks into one folder, one after another, each killed later than the one before: while it loads, in each phase,
-between two of its files, while it writes pages; then one in peace, whose results must be those of a look that nothing
-disturbed. A look is offline.py in a fork of this process, which has imported everything already. Overrides are those of
+Analyses in one folder, one after another, each killed later than the one before: while it loads, in each phase,
+between two of its files, while it writes pages; then one in peace, whose results must be those of an undisturbed one.
+An analysis is offline.py in a fork of this process, which has imported everything already. Overrides are those of
 offline.py.
 """
 
@@ -22,7 +22,7 @@ from pathlib import Path
 
 import rl_training.job.silence
 
-import rl_training.job.look  # noqa: F401, for the forks
+import rl_training.job.analysis  # noqa: F401, for the forks
 from rl_training.records import looks, probe_logs, read_probe_log
 
 ROOT = Path(__file__).parents[1]
@@ -87,7 +87,7 @@ def main() -> None:
         assert [ended(command, log) for command in commands] == [0, 0], log.read_text()[-3000:]
         print(f"then, in peace{'':22} {check_whole(folders[0])}")
         said = [json.loads(next(folder.rglob("result.json")).read_text())["results"] for folder in folders]
-    print("results are bitwise those of an undisturbed look" if said[0] == said[1] else "DIFFERENT RESULTS")
+    print("results are bitwise those of an undisturbed analysis" if said[0] == said[1] else "DIFFERENT RESULTS")
     sys.exit(said[0] != said[1])
 
 

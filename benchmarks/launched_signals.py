@@ -139,7 +139,7 @@ def what_is_bad(case: Case, run: Path, took: float, last: str, lines: list[str])
     checkpoint = run / TRAINING_STATE / f"checkpoint-{taken}"
     # A launcher of one process dies of its signal and passes nothing on: which one it was the run cannot know.
     name = "SIGTERM" if case.to == "launcher" and case.processes == 1 else case.signum.name
-    if not last.startswith(f"ended by {name} after step {taken} of 5000; go on with: train.py"):
+    if not last.startswith(f"ended by {name} after step {taken} of 5000; go on with: accelerate launch --config_file"):
         return f"no line that goes on from step {taken}"
     if what_is_wrong_with(checkpoint):
         return f"{checkpoint.name}: {what_is_wrong_with(checkpoint)}"

@@ -28,6 +28,7 @@ from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
+from rl_training.engine.step import Step
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.probes import GradientNoiseScaleProbe
 from rl_training.records.progress import StepProgress
@@ -59,12 +60,14 @@ class PromptGradients(Probe):
         super().__init__()
         self.rows: list[Tensor] = []
 
-    def prepare(self, step: Any) -> None:
+    def prepare(self, step: Step) -> None:
         index = step.batch.rollout.prompt_index
         for prompt in tqdm(index.unique(), desc="prompts", leave=False):
             rows = (index == prompt).nonzero().squeeze(1)
             scores = step.policy.score(step.batch.rollout, rows)
-            loss = -(step.batch.rollout.advantages[rows] @ (scores.logps * scores.mask).sum(dim=1)) / (len(rows) * MAX_LENGTH)
+            loss = -(step.batch.rollout.advantages[rows] @ (scores.logps * scores.mask).sum(dim=1)) / (
+                len(rows) * MAX_LENGTH
+            )
             gradient = torch.autograd.grad(loss, list(step.gradients.parameters.values()))
             self.rows.append(torch.cat([g.flatten() for g in gradient]))
 

@@ -1,9 +1,9 @@
-"""What a look at a checkpoint is worth: errors by |E|, coverage of the error bars, linearity, agreement with the loop.
+"""What a checkpoint analysis is worth: errors by |E|, coverage of the error bars, linearity, agreement with the loop.
 
     python benchmarks/offline.py pool RUN/training_state/checkpoint-20 --pool 4096 --draws 200
     python train.py probe=simple run_dir=RUN trainer.max_steps=24 trainer.save_steps=1 trainer.save_total_limit=99
     python benchmarks/offline.py loop RUN
-    python train.py probe=simple probes.simple.validate_every=1 run_dir=RUN
+    python train.py probe=[simple,ground_truth] probes.ground_truth.every=1 run_dir=RUN
     python benchmarks/offline.py variances RUN
 
 `pool` scores one large E at θ ± η δθ once; every smaller E is a draw without replacement of its rows, so that 200 of
@@ -25,17 +25,17 @@ from hydra import initialize_config_dir
 from scipy.special import stdtrit
 from torch import Tensor
 
-from rl_training.job.build import build_standing
+from rl_training.job.build import build_restored
 from rl_training.job.run_settings import run_settings
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.importance import reweighted_replicates, sequence_totals
-from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.per_decision import first_order_change, per_decision_change
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.units import Units
 from rl_training.offline.buffers import sample_evaluation, sample_update
 from rl_training.offline.first_order import MOST_BLOCKS, without_blocks
-from rl_training.offline.probe import Evaluation, Settings, TruthSettings, Updating, look
+from rl_training.offline.probe import analyse
+from rl_training.offline.settings import Evaluation, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.truth import Truth, measure
 from rl_training.offline.update import make_update
 from rl_training.records.checkpoints import checkpoints_named, steps_taken
@@ -56,9 +56,9 @@ def take(scores: Scores, rows: Tensor) -> Scores:
 
 
 def in_blocks(scores: Scores, slopes: Sequence[Tensor]) -> Replicates:
-    """Returns δH₁ with the error bar that a look gives it: without each block of sequences."""
+    """Returns δH₁ with the error bar that an analysis gives it: without each block of sequences."""
     count = len(scores.mask)
-    blocks = Units.of_rows(scores.mask).in_blocks(max(1, count // MOST_BLOCKS))
+    blocks = JackknifeUnits.of_rows(scores.mask).in_blocks(max(1, count // MOST_BLOCKS))
     columns = []
     for target in ("token", "sequence"):
         known = (scores.logps, scores.entropies, scores.mask, torch.arange(count))
@@ -90,11 +90,11 @@ def estimates(before: Scores, truth: Truth, behind: Scores, rows: Tensor) -> dic
 
 def pool(checkpoint: Path, size: int, draws: int) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        standing = build_standing(run_settings(checkpoint, []), checkpoint)
-    update_buffer = sample_update(standing, 32, 1, False, 128, silent)
-    update = make_update(standing, update_buffer, 32, False, silent)
-    e = sample_evaluation(standing, size, 1, 0, "train", "allowed", None, 256, silent)
-    truth = measure(standing, e, update.delta, list(reversed(ETAS)), True, 0, 256, silent)
+        restored = build_restored(run_settings(checkpoint, []), checkpoint)
+    update_buffer = sample_update(restored, 32, 1, False, 128, silent)
+    update = make_update(restored, update_buffer, 32, False, silent)
+    e = sample_evaluation(restored, size, 1, 0, "train", "allowed", None, 256, silent)
+    truth = measure(restored, e, update.delta, list(reversed(ETAS)), True, 0, 256, silent)
     truth = Truth(tuple(reversed(truth.at)), truth.before, truth.floor, truth.first_order, truth.slopes)
     line("eta", "deltaH_true", "deltaH_odd")
     for at in truth.at:
@@ -130,15 +130,15 @@ def loop(run: Path) -> None:
     """Holds looks at every checkpoint of a run against what the loop itself said of the step after it."""
     said = {(row["step"], row["name"]): row for row in read_estimates(run / "logs")}
     line("step", "offline", "se", "loop", "se", "z")
-    settings = Settings(Evaluation(), Updating(), truth=TruthSettings(enabled=False), conditioning=False)
+    settings = Settings(Evaluation(), UpdateConfig(), truth=TruthSettings(enabled=False), conditioning=False)
     zs, predicted, live = [], [], []
     for checkpoint in checkpoints_named(str(run / "training_state"), run):
         forward = said.get((steps_taken(checkpoint) + 1, "delta_h/forward"))
         if forward is None:
             continue
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            standing = build_standing(run_settings(checkpoint, []), checkpoint)
-        found = look(standing, settings).results
+            restored = build_restored(run_settings(checkpoint, []), checkpoint)
+        found = analyse(restored, settings).results
         error = math.hypot(found["deltaH1_se"], forward["stderr"])
         zs.append((found["deltaH1"] - forward["value"]) / error)
         predicted.append(found["deltaH1"])

@@ -1,4 +1,4 @@
-"""What a look at a checkpoint costs in memory and in time, against the formulas of docs/offline.md.
+"""What a checkpoint analysis costs in memory and in time, against the formulas of docs/offline.md.
 
     OMP_NUM_THREADS=1 python benchmarks/offline_cost.py [--shape default_task hidden256 hidden512] [--rank 0]
 
@@ -22,15 +22,16 @@ import torch
 from workload import Workload, make_trainer
 
 from rl_training.offline.buffers import sample_evaluation
-from rl_training.offline.probe import Evaluation, Memory, Settings, Updating, look
-from rl_training.offline.standing import Standing, stand
+from rl_training.offline.probe import analyse
+from rl_training.offline.restored import RestoredTrainer, restore
+from rl_training.offline.settings import Evaluation, Memory, Settings, UpdateConfig
 from rl_training.offline.truth import num_scorings
 
 PROMPTS, RESPONSES = 8, 2  # of U
 MB = 2**20
 
 
-def standing_of(workload: Workload, folder: Path) -> Standing:
+def restored_of(workload: Workload, folder: Path) -> RestoredTrainer:
     """Returns a trainer that stands after the one step that another of its shape has taken."""
     trained = make_trainer(workload, [], max_steps=1)
     trained.args.save_strategy, trained.args.output_dir = "no", str(folder)
@@ -40,7 +41,7 @@ def standing_of(workload: Workload, folder: Path) -> Standing:
     trained.state.save_to_json(str(folder / "checkpoint-1" / "trainer_state.json"))
     del trained
     gc.collect()
-    return stand(make_trainer(workload, [], max_steps=1), folder / "checkpoint-1", learning_rate=1e-6)
+    return restore(make_trainer(workload, [], max_steps=1), folder / "checkpoint-1", learning_rate=1e-6)
 
 
 def resident(peak: bool = False) -> float:
@@ -64,38 +65,40 @@ def seconds_of(run: Callable[[], object], sequences: int) -> float:
     return min(times) / sequences
 
 
-def rates(standing: Standing, size: int) -> tuple[float, float, float]:
+def rates(restored: RestoredTrainer, size: int) -> tuple[float, float, float]:
     """Returns seconds of a sequence: to be generated, to be scored, and for a backward through its scores."""
     silent: Callable[[int], None] = lambda _: None  # noqa: E731
-    e = sample_evaluation(standing, size, 1, 9, "train", "allowed", None, size, silent)
+    e = sample_evaluation(restored, size, 1, 9, "train", "allowed", None, size, silent)
     rows = torch.arange(size)
 
     def backward() -> None:
-        scores = standing.policy.score(e.rollout, rows)
-        torch.autograd.grad(scores.logps.sum(), list(standing.parameters.values()))
+        scores = restored.policy.score(e.rollout, rows)
+        torch.autograd.grad(scores.logps.sum(), list(restored.parameters.values()))
 
-    scored = seconds_of(lambda: standing.policy.score_rollout(e.rollout), size)
+    scored = seconds_of(lambda: restored.policy.score_rollout(e.rollout), size)
     generated = seconds_of(
-        lambda: sample_evaluation(standing, size, 1, 9, "train", "allowed", None, size, silent), size
+        lambda: sample_evaluation(restored, size, 1, 9, "train", "allowed", None, size, silent), size
     )
     return generated - scored, scored, seconds_of(backward, size) - scored
 
 
 def measure(workload: Workload, evaluation: int, microbatch: int) -> None:
     with tempfile.TemporaryDirectory() as folder:
-        standing = standing_of(workload, Path(folder))
+        restored = restored_of(workload, Path(folder))
     settings = Settings(
-        Evaluation(prompts=evaluation), Updating(prompts=PROMPTS), memory=Memory(microbatch, generation_size=evaluation)
+        Evaluation(prompts=evaluation),
+        UpdateConfig(prompts=PROMPTS),
+        memory=Memory(microbatch, generation_size=evaluation),
     )
-    t_g, t_s, t_b = rates(standing, microbatch)
+    t_g, t_s, t_b = rates(restored, microbatch)
     gc.collect()
     before = resident()
     forget_peak()
     start = time.process_time()
-    found = look(standing, settings)
+    found = analyse(restored, settings)
     seconds = time.process_time() - start
     peak = resident(peak=True) - before
-    size = sum(param.numel() for param in standing.parameters.values())
+    size = sum(param.numel() for param in restored.parameters.values())
     vectors = 4 * size * (found.update.num_folds + 13) / MB
     teach = 1.0 - found.results["zero_advantage"]
     n_u, n_e = found.update_buffer.num_sequences, evaluation

@@ -21,7 +21,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import functools
 import os
 import socket
 import statistics
@@ -44,12 +43,10 @@ from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe
 
 PROBES: dict[str, Callable[..., Probe]] = {
     "simple": SimpleEntropyProbe,
-    "simple_half": functools.partial(SimpleEntropyProbe, draw="norm", prompt_share=0.5),  # 1 of 16 responses
-    "simple_quarter": functools.partial(SimpleEntropyProbe, draw="norm", prompt_share=0.25),  # 1 of 32
     "gns": GradientNoiseScaleProbe,
     "ess": EffectiveSampleSizeProbe,
 }
-SETS = ("simple", "simple_half", "simple_quarter", "gns+ess", "simple+gns+ess")
+SETS = ("simple", "gns+ess", "simple+gns+ess")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast")
 
 

@@ -22,13 +22,13 @@ import torch
 from hydra import initialize_config_dir
 from torch import Tensor
 
-from rl_training.job.build import build_standing
+from rl_training.job.build import build_restored
 from rl_training.job.run_settings import run_settings
 from rl_training.mathematics.importance import LOGP, importance_weights, paired_replicates, sequence_totals
 from rl_training.mathematics.per_decision import per_decision_change
 from rl_training.mathematics.scores import Scores
 from rl_training.offline.buffers import EvaluationBuffer, gather_scores, sample_again, sample_evaluation, sample_update
-from rl_training.offline.standing import Standing
+from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.truth import by_name
 from rl_training.offline.update import make_update
 from rl_training.records.checkpoints import checkpoints_named
@@ -69,19 +69,21 @@ def pareto_k(weights: Tensor) -> float:
     return (k * count + 0.5 * 10) / (count + 10)
 
 
-def measured(standing: Standing, pool: EvaluationBuffer, seed: int, delta: Tensor, eta: float, size: int) -> Tensor:
+def measured(
+    restored: RestoredTrainer, pool: EvaluationBuffer, seed: int, delta: Tensor, eta: float, size: int
+) -> Tensor:
     """Returns (pool / size, 8), a row of numbers for each E of the pool at θ + η δθ.
 
     seed  with which the pool was drawn
     """
 
     def at(eta: float) -> Scores:
-        with standing.policy.shifted(by_name(standing, eta * delta)):
-            return gather_scores(standing, pool.rollout, pool.number, pool.num_sequences)
+        with restored.policy.shifted(by_name(restored, eta * delta)):
+            return gather_scores(restored, pool.rollout, pool.number, pool.num_sequences)
 
     ahead, behind = at(eta), at(-eta)
-    with standing.policy.shifted(by_name(standing, eta * delta)):
-        fresh = sequence_totals(sample_again(standing, pool, seed, CHUNK, silent))
+    with restored.policy.shifted(by_name(restored, eta * delta)):
+        fresh = sequence_totals(sample_again(restored, pool, seed, CHUNK, silent))
     all_before = sequence_totals(pool.scores)
     truth = float(paired_replicates(all_before, fresh).value[1])
     rows = []
@@ -142,13 +144,13 @@ def main() -> None:
     line("checkpoint", "U", "eta", "ESS/N", "k", "fresh", "PDIS", "bias", "se", "bar of an E", "bar afresh")
     for checkpoint in checkpoints_named(str(arguments.run / "training_state"), arguments.run):
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            standing = build_standing(run_settings(checkpoint, []), checkpoint)
+            restored = build_restored(run_settings(checkpoint, []), checkpoint)
         of_pool = arguments.first - 1
-        pool = sample_evaluation(standing, arguments.pool, 1, of_pool, "train", "allowed", None, CHUNK, silent)
+        pool = sample_evaluation(restored, arguments.pool, 1, of_pool, "train", "allowed", None, CHUNK, silent)
         for seed in range(arguments.first, arguments.first + arguments.updates):
-            update = make_update(standing, sample_update(standing, 32, seed, False, 128, silent), 32, False, silent)
+            update = make_update(restored, sample_update(restored, 32, seed, False, 128, silent), 32, False, silent)
             for eta in arguments.etas:
-                rows = measured(standing, pool, of_pool, update.delta, eta, arguments.size)
+                rows = measured(restored, pool, of_pool, update.delta, eta, arguments.size)
                 show_step(checkpoint, seed, eta, rows)
                 found.append(rows)
     for name in CLASSES:

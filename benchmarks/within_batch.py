@@ -33,9 +33,9 @@ from default_task import default_trainer
 from torch import Tensor
 
 from rl_training import Estimate, Probe
+from rl_training.engine.step import Step
 from rl_training.hosts.trl.sampling import as_rollout, respond
 from rl_training.mathematics.entropy import surrogate_weights
-from rl_training.engine.step import Step
 
 RESPONSES, PROMPTS, FOLDS = 8, 32, 8  # of a prompt; of a batch
 DIFFERENCE = 0.25  # of the step: the central difference moves this far both ways
@@ -56,11 +56,11 @@ class Shares(Probe):
     def measures_at(self, step: int) -> bool:
         return step in self._at
 
-    def prepare(self, step: Any) -> None:
+    def prepare(self, step: Step) -> None:
         self._old = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
 
-    def after_step(self, step: Any) -> None:
-        step = {name: DIFFERENCE * (p.detach() - self._old[name]) for name, p in step.gradients.parameters.items()}
+    def after_step(self, step: Step) -> None:
+        shift = {name: DIFFERENCE * (p.detach() - self._old[name]) for name, p in step.gradients.parameters.items()}
         index = torch.arange(self._num_prompts).repeat_interleave(RESPONSES)
         prompts = [self.trainer.train_dataset[int(i)]["prompt"] for i in index]
         parts = [respond(self.trainer, prompts[i : i + 256], step.number, i) for i in range(0, len(prompts), 256)]
@@ -68,7 +68,7 @@ class Shares(Probe):
         rollout = as_rollout(self.trainer, asked, given, index.tolist())
         scores, ends = step.policy.score_rollout(rollout), []
         for sign in (1.0, -1.0):
-            with step.policy.shifted({name: sign * d for name, d in step.items()}):
+            with step.policy.shifted({name: sign * d for name, d in shift.items()}):
                 ends.append(step.policy.score_rollout(rollout))
         padding = scores.mask == 0
         known = (scores.logps.double(), scores.entropies.double(), scores.mask, index)

@@ -1,4 +1,4 @@
-"""Probes for reinforcement learning of language models: they run inside the training loop of TRL's GRPO trainer."""
+"""Probes for reinforcement learning of language models: in TRL's GRPO trainer, or in a loop in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -6,13 +6,24 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rl_training.engine.batch import Rollout
     from rl_training.engine.probe import Probe
+    from rl_training.hosts.loop import measured_loop
     from rl_training.hosts.trl.attach import attach
     from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
     from rl_training.job.offline_probe import OfflineEntropyProbe
     from rl_training.mathematics.estimate import Estimate
 
-__all__ = ["DrGRPOConfig", "DrGRPOTrainer", "Estimate", "OfflineEntropyProbe", "Probe", "attach"]
+__all__ = [
+    "DrGRPOConfig",
+    "DrGRPOTrainer",
+    "Estimate",
+    "OfflineEntropyProbe",
+    "Probe",
+    "Rollout",
+    "attach",
+    "measured_loop",
+]
 
 _HOME = {
     "DrGRPOConfig": "hosts.trl.trainer",
@@ -20,7 +31,9 @@ _HOME = {
     "Estimate": "mathematics.estimate",
     "OfflineEntropyProbe": "job.offline_probe",
     "Probe": "engine.probe",
+    "Rollout": "engine.batch",
     "attach": "hosts.trl.attach",
+    "measured_loop": "hosts.loop",
 }
 
 

@@ -21,8 +21,9 @@ import torch.distributed as dist
 import torch.multiprocessing
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
-from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.engine.batch import Rollout
+from rl_training.engine.step import Step
+from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.tasks.arithmetic import arithmetic, arithmetic_reward
 from rl_training.tasks.models import load_tiny
 
@@ -30,7 +31,7 @@ G = 4
 
 
 class Rollouts(Probe):
-    """Keeps every rollout of this process, as training gets it."""
+    """Keeps the rollout of every step of this process, as training gets it."""
 
     name = "rollouts"
 
@@ -38,11 +39,11 @@ class Rollouts(Probe):
         super().__init__()
         self.seen: list[Rollout] = []
 
-    def on_rollout(self, rollout: Rollout) -> None:
-        self.seen.append(rollout)
+    def prepare(self, step: Step) -> None:
+        self.seen.append(step.batch.rollout)
 
     def results(self) -> dict[str, Estimate]:
-        return {"rollouts/sequences": Estimate(float(step.batch.rollout.num_sequences))}
+        return {"rollouts/sequences": Estimate(float(self.seen[-1].num_sequences))}
 
 
 def train(folder: Path, run: str, rank: int) -> None:

@@ -139,7 +139,7 @@ def test_clip_coefficients_of_several_norms_are_each_ones_own() -> None:
 
 
 @pytest.mark.parametrize("steps_before", [0, 3])
-def test_a_parameter_without_any_gradient_is_left_alone_as_torch_leaves_it(steps_before: int) -> None:
+def test_a_parameter_without_any_gradient_is_not_updated_as_by_torch(steps_before: int) -> None:
     """Although it has momentum and a decay; its moments stay, and it adds nothing in Adam's metric, cold or warm."""
     common = {"lr": 0.1, "weight_decay": 0.3}
     states: list[AdamWState | SGDState] = []
@@ -164,8 +164,8 @@ def test_a_parameter_without_any_gradient_is_left_alone_as_torch_leaves_it(steps
         else:
             buffer = kept.get("momentum_buffer")
             states.append(SGDState(buffer, momentum=0.9, dampening=0.0, nesterov=False, **common))
-        state = states[-1].left_alone()
+        state = states[-1].not_updated()
         assert torch.equal(state.delta(before, zeros).total, zeros)
         assert state.after(before, zeros) is state
-    weighed = AdamMetric({"unused": states[0].left_alone()}).weigh(("unused",), zeros, [5])
+    weighed = AdamMetric({"unused": states[0].not_updated()}).weigh(("unused",), zeros, [5])
     assert torch.equal(weighed, zeros)

@@ -17,11 +17,11 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
-from rl_training.job.build import TrainingRun, build_run
 from rl_training.hosts.trl import sampling
 from rl_training.hosts.trl.buffer import FilteredBuffer, are_mixed, prompt_weights
-from rl_training.hosts.trl.refill import Places, merge_metrics
-from rl_training.probes import EffectiveSampleSizeProbe, SimpleEntropyProbe
+from rl_training.hosts.trl.refill import RolloutSlots, merge_metrics, start_buffer
+from rl_training.job.build import TrainingRun, build_run
+from rl_training.probes import EffectiveSampleSizeProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import BUFFER_STATE, save_buffer_state
 from rl_training.records.checkpoints import what_is_wrong_with
 from rl_training.records.report.series import read_run
@@ -94,6 +94,16 @@ def buffer_that_learned(rewards: Tensor, **options: Any) -> FilteredBuffer:
     return buffer
 
 
+def test_a_buffer_that_goes_on_knows_the_range_of_rewards_too() -> None:
+    """By hand: 2 successes of 4, so m = 1/2; Beta(1 + 1, 1 + 1), Beta(1 + 1, 1 + 1), and Beta(1, 1) never asked."""
+    before = buffer_that_learned(torch.tensor([[-1.0, 3.0], [3.0, -1.0]]), floor=0.1)
+    again = FilteredBuffer(floor=0.1)
+    again.start(3)
+    again.load_state_dict(before.state_dict())
+    known = 0.1 + 0.9 * 4 * 4 / 20
+    assert again.weights().tolist() == pytest.approx([known, known, 0.7])
+
+
 def test_a_prompt_without_hope_keeps_the_floor_and_is_still_drawn() -> None:
     buffer = buffer_that_learned(torch.tensor([[0.0, 1.0] * 500, [0.0] * 1000]), floor=0.2)
     weights = buffer.weights()
@@ -147,15 +157,15 @@ def test_options_that_make_no_sense_are_refused(option: dict[str, Any], message:
 
 
 def test_a_mixed_prompt_takes_the_place_of_a_rejected_one_and_no_other() -> None:
-    """By hand, two processes with three places. Group 4 of process 1 is a surplus."""
-    places = Places(2, 3)
-    places.put(torch.tensor([[False, True, False], [True, True, False]]))
-    assert (places.missing, places.filled) == (2, 0.5)
-    places.put(torch.tensor([[False, True], [True, True]]))
-    assert (places.missing, places.filled) == (1, 5 / 6)
-    assert places.groups == [[4, 1, 2], [0, 1, 3]]
-    places.put(torch.tensor([[True], [True]]))
-    assert (places.missing, places.groups) == (0, [[4, 1, 5], [0, 1, 3]])
+    """By hand, two processes with three slots. Group 4 of process 1 is a surplus."""
+    slots = RolloutSlots(2, 3)
+    slots.put(torch.tensor([[False, True, False], [True, True, False]]))
+    assert (slots.missing, slots.filled) == (2, 0.5)
+    slots.put(torch.tensor([[False, True], [True, True]]))
+    assert (slots.missing, slots.filled) == (1, 5 / 6)
+    assert slots.groups == [[4, 1, 2], [0, 1, 3]]
+    slots.put(torch.tensor([[True], [True]]))
+    assert (slots.missing, slots.groups) == (0, [[4, 1, 5], [0, 1, 3]])
 
 
 def test_metrics_of_several_attempts_are_those_of_all_their_sequences() -> None:
@@ -272,7 +282,7 @@ def test_the_filter_acts_once_a_rollout(make_trainer: Make, reuse: dict[str, int
 
 
 def test_probes_change_nothing_of_filtered_training(make_trainer: Make) -> None:
-    probes = [SimpleEntropyProbe(validate_every=2, validate_sequences=16), EffectiveSampleSizeProbe()]
+    probes = [SimpleEntropyProbe(), GroundTruthProbe(every=2, sequences=16), EffectiveSampleSizeProbe()]
     bare = make_trainer(buffer=FilteredBuffer(), gradient_accumulation_steps=2)
     ended = parameters_after(bare)
     probed = make_trainer(buffer=FilteredBuffer(), gradient_accumulation_steps=2, probes=probes)
@@ -359,6 +369,15 @@ def test_a_training_set_that_cannot_fill_a_rollout_is_refused(make_trainer: Make
     stream = Dataset.from_dict(task.train_dataset.to_dict()).to_iterable_dataset()
     with pytest.raises(ValueError, match="load it without streaming"):
         make_trainer(buffer=FilteredBuffer(), train_dataset=stream)
+
+
+@pytest.mark.parametrize("column", ["image", "images"])
+def test_prompts_with_images_are_refused(make_trainer: Make, column: str) -> None:
+    rows = arithmetic(num_train=64, num_eval=8).train_dataset
+    trainer = make_trainer()
+    trainer.train_dataset = rows.add_column(column, ["a picture"] * len(rows))
+    with pytest.raises(ValueError, match="these prompts have images: use buffer=plain"):
+        start_buffer(trainer, FilteredBuffer())
 
 
 def test_advantages_that_depend_on_rejected_prompts_are_refused(make_trainer: Make) -> None:

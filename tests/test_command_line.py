@@ -1,4 +1,4 @@
-"""How commands end: well, or with one line that names the mistake and the way out, and the exit code that says which.
+"""How commands end: well, or with one line that names the mistake and the fix, and the exit code that says which.
 
 Each command line is train.py in a fork of this process, which has imported everything already.
 """
@@ -99,8 +99,9 @@ def train(tmp_path: Path, *arguments: str, **env: str) -> Command:
         (["trainer.num_generations=1"], "trainer.num_generations=1 must be a whole number, at least 2"),
         (["trainer.max_steps=0"], "trainer.max_steps=0 trains nothing"),
         (["trainer.num_iterations=0"], "must be at least 1"),
-        (["probes.simple.validate_sequences=1e8"], "must be a whole number"),
-        (["probes.simple.validate_sequences=100000000"], "would take hours"),
+        (["probe=[simple,ground_truth]", "probes.ground_truth.sequences=1e8"], "must be a whole number"),
+        (["probe=[simple,ground_truth]", "probes.ground_truth.sequences=100000000"], "would take hours"),
+        (["probes.simple.validate_sequences=512"], "give probe=[simple,ground_truth] probes.ground_truth.seq"),
         (["data=arithmetic", "+data.num_train=3"], "has 3 prompts, and a rollout needs 8"),
         (["run_dir="], "run_dir= is no folder"),
         (["run_dir=null"], "run_dir=None is no folder"),
@@ -204,8 +205,8 @@ def test_a_signal_in_training_finishes_the_step_and_says_how_to_go_on(tmp_path: 
     assert "Traceback" not in "\n".join(command.lines)
     ended, typed = command.lines[-1].split("; go on with: ")
     assert ended == f"ended by {signal.Signals(signum).name} after step {taken} of 500"
-    program, *arguments = shlex.split(typed)
-    assert program == "train.py"
+    python, program, *arguments = shlex.split(typed)
+    assert (python, program) == ("python", "train.py")
     resumed = start(tmp_path / "again", *arguments, f"trainer.max_steps={taken + 1}")
     assert resumed.end() == 0, resumed.lines
     assert not [line for line in resumed.lines if "missing keys" in line]  # of a head that is tied

@@ -26,10 +26,10 @@ def asked() -> tuple[Any, Any, Tensor]:
     """Returns what `condition` is asked of: a trainer of two tensors, its step from the gradient G, and X̄."""
     state = AdamWState(vector(M), vector(V), STEPS, RATE, BETAS, EPS, DECAY)
     delta = state.delta(vector(THETA), CLIP * vector(G)).total
-    piece = SimpleNamespace(columns=slice(0, 3), state=state)
+    piece = SimpleNamespace(flat=slice(0, 3), state=state)
     update = SimpleNamespace(gradient=vector(G), clip=CLIP, delta=delta, pieces=[piece])
-    standing = SimpleNamespace(parameters={"first": torch.zeros(2), "second": torch.zeros(1)})
-    return standing, update, vector(X[0] + X[1]).view(2, 3)
+    restored = SimpleNamespace(parameters={"first": torch.zeros(2), "second": torch.zeros(1)})
+    return restored, update, vector(X[0] + X[1]).view(2, 3)
 
 
 def written_out() -> dict[str, list[float]]:
@@ -52,8 +52,8 @@ def dot(a: list[float], b: list[float]) -> float:
 
 @pytest.mark.parametrize("name", written_out())
 def test_each_direction_has_the_real_steps_length_or_its_gain(name: str) -> None:
-    standing, update, direction = asked()
-    row = {row.name: row for row in condition(standing, update, direction)}[name]
+    restored, update, direction = asked()
+    row = {row.name: row for row in condition(restored, update, direction)}[name]
     step, real, g = written_out()[name], update.delta.tolist(), [CLIP * value for value in G]
     length = math.sqrt(dot(real, real) / dot(step, step))
     assert row.delta_h1 == pytest.approx(length * dot(X[0], step), rel=1e-9)

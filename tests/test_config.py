@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,14 @@ from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
-from rl_training.job.build import TrainingRun, accumulation_steps, build_run
+from rl_training.job.build import TrainingRun, build_run
 from rl_training.job.explain import explain
-from rl_training.job.settings import check_settings, read_numbers, refuse_other_settings
-from rl_training.job.stored_settings import load_settings
+from rl_training.job.settings import accumulation_steps, check_settings, read_numbers, refuse_other_settings
+from rl_training.job.stored_settings import GONE, load_settings
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
-from rl_training.tasks.models import load_tiny
+from rl_training.tasks.models import load_causal_lm, load_tiny
+from rl_training.tasks.tiny import TINY_PATH
 
 CONF = Path(__file__).parents[1] / "conf"
 # What an option needs beside its name.
@@ -80,7 +82,7 @@ def test_an_option_of_a_probe_reaches_it(tmp_path: Path) -> None:
     run = built(tmp_path, "probes.simple.every=5", "probes.simple.estimator=score")
     (probe,) = run.trainer.attachment.probes
     assert isinstance(probe, SimpleEntropyProbe)
-    assert (probe.every, probe.estimator) == (5, "score")
+    assert (probe.every, probe.entropy.estimator) == (5, "score")
 
 
 def test_an_array_tasks_number_from_the_environment_is_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,7 +153,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
         (["model=hub", "model.name=/nowhere/at/all"], "model.name=/nowhere/at/all"),
         (["data=gsm8k", "data.path=/nowhere.jsonl"], "/nowhere.jsonl"),
         (["resume=/nowhere/checkpoint-3"], "there is no such folder"),
-        (["resume=latest"], "no complete checkpoint"),
+        (["resume=latest"], "holds no run to go on with"),
         (["run_dir=/dev/null/run"], "choose another with run_dir=PATH"),
         (["probes.simple.estimator=naive"], "'rb' or 'score'"),
         (["probes.simple.num_folds=1.5"], "num_folds=1.5 must be a whole number, or null"),
@@ -170,11 +172,15 @@ def test_a_mistake_is_named_with_the_way_out(tmp_path: Path, overrides: list[str
 @pytest.mark.parametrize(
     ("override", "explanation"),
     [
-        ("probe=simpel", "Choose from all, covariance, ess, gns, none, simple; did you mean simple?"),
+        (
+            "probe=simpel",
+            "Choose from all, covariance, error_shares, ess, gns, ground_truth, none, responses, simple; did",
+        ),
         ("model=tyni", "Choose from hub, qwen2_5_1_5b, tiny; did you mean tiny?"),
         ("bathc.microbatch_size=3", "there is no such setting, see python train.py --help; did you mean batch?"),
         ("probes.simple.evry=5", "did you mean every?"),
         ("probes.gns.lags=16", "probes.gns.lags: this setting is gone"),
+        ("probes.simple.validate_every=10", "give probe=[simple,ground_truth] probes.ground_truth.every=10"),
         ("probes.gns.every=5", "this run has no probe gns; choose it by probe=gns"),
     ],
 )
@@ -191,22 +197,32 @@ def test_a_model_without_name_is_asked_for() -> None:
     assert explain(raised.value) == "model.name is not set: give model.name=VALUE"
 
 
-def test_a_run_whose_config_names_the_places_of_an_earlier_layout_goes_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", [key for key, instead in GONE.items() if "give " in instead])
+def test_what_is_said_to_give_for_a_setting_that_is_gone_can_be_given(setting: str) -> None:
+    cfg = composed(*GONE[setting].partition("give ")[2].split())
+    check_settings(cfg)
+    assert len(cfg.probes) == 2
+
+
+@pytest.mark.parametrize("place", ["rl_training.buffer.", "rl_training.hosts.trl.buffer."])
+def test_a_run_whose_config_names_the_places_of_an_earlier_layout_goes_on(tmp_path: Path, place: str) -> None:
     cfg = composed("buffer=filtered")
     text = OmegaConf.to_yaml(cfg).replace("rl_training.tasks.models.", "rl_training.models.")
-    text = text.replace("rl_training.hosts.trl.buffer.", "rl_training.buffer.")
+    text = text.replace("rl_training.hosts.trl.buffer.", place)
     (tmp_path / "config.yaml").write_text(text)
     assert text.count("_target_: rl_training.models.load_tiny") == 1
-    assert text.count("_target_: rl_training.buffer.FilteredBuffer") == 1
+    assert text.count(f"_target_: {place}FilteredBuffer") == 1
     refuse_other_settings(cfg, tmp_path)
     assert load_settings(tmp_path / "config.yaml") == cfg
 
 
 def test_a_run_whose_config_has_a_setting_that_is_gone_goes_on_without_it(tmp_path: Path) -> None:
-    cfg = composed("probe=gns")
-    text = OmegaConf.to_yaml(cfg).replace("    split_prompts: 0\n", "    split_prompts: 0\n    lags: 16\n")
-    (tmp_path / "config.yaml").write_text(text)
-    assert text.count("lags: 16") == 1
+    cfg = composed("probe=[simple,gns]")
+    stored = OmegaConf.to_container(cfg)
+    for number, setting in enumerate(GONE):
+        _, probe, option = setting.split(".")
+        stored["probes"][probe][option] = number
+    OmegaConf.save(OmegaConf.create(stored), tmp_path / "config.yaml")
     refuse_other_settings(cfg, tmp_path)
     assert load_settings(tmp_path / "config.yaml") == cfg
 
@@ -230,6 +246,13 @@ def test_a_run_folder_is_not_written_over(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="already holds a run"):
         built(tmp_path)
     assert len(read_metrics(tmp_path / "run" / "logs")) == 1
+
+
+def test_a_model_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(TINY_PATH / name, tmp_path)
+    with pytest.raises(ValueError, match=f"model.name={tmp_path} has no tokenizer: put its files there"):
+        load_causal_lm(tmp_path)
 
 
 @pytest.mark.parametrize("damage", ["weights", "config", "tokenizer"])

@@ -11,6 +11,7 @@ import torch
 from trainers import FEW, trainer_maker
 
 from rl_training import Estimate
+from rl_training.engine.step import Step
 from rl_training.mathematics.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.mathematics.scores import Scores
 from rl_training.probes import CovariancePredictorProbe
@@ -24,17 +25,20 @@ class Answers(CovariancePredictorProbe):
     def __init__(self) -> None:
         super().__init__()
         self.all: list[dict[str, Estimate]] = []
-        self.contexts: list[Any] = []
+        self.steps: list[Step] = []
+
+    def prepare(self, step: Step) -> None:
+        scores = step.batch.scores
+        padded = dataclasses.replace(scores, logps=scores.logps.masked_fill(scores.mask == 0, torch.nan))
+        self.steps.append(dataclasses.replace(step, batch=dataclasses.replace(step.batch, scores=padded)))
+        super().prepare(self.steps[-1])
 
     def results(self) -> dict[str, Estimate]:
-        padded = step.batch.scores.logps.masked_fill(step.batch.scores.mask == 0, torch.nan)
-        ctx = dataclasses.replace(ctx, scores=dataclasses.replace(step.batch.scores, logps=padded))
-        self.contexts.append(ctx)
         self.all.append(super().results())
         return self.all[-1]
 
 
-def plain(ctx: Any, rows: list[int]) -> list[float]:
+def plain(step: Step, rows: list[int]) -> list[float]:
     """−Cov over these sequences, per token and per sequence, a value at a time."""
     tokens, sequences = [], []
     for i in rows:
@@ -69,19 +73,19 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 
 def test_a_step_is_centred_over_its_whole_batch(answers: Answers) -> None:
-    for ctx, found in zip(answers.contexts, answers.all, strict=True):
+    for step, found in zip(answers.steps, answers.all, strict=True):
         values = [found[name].value for name in NAMES]
-        assert values == pytest.approx(plain(ctx, list(range(32))), rel=1e-6)
-        per_microbatch = [plain(ctx, list(rows)) for rows in step.batch.microbatch_rows]
+        assert values == pytest.approx(plain(step, list(range(32))), rel=1e-6)
+        per_microbatch = [plain(step, list(rows)) for rows in step.batch.microbatch_rows]
         centred_within = sum(of_tokens for of_tokens, _ in per_microbatch) / len(per_microbatch)
         assert centred_within != pytest.approx(values[0], rel=1e-2)
 
 
 def test_its_error_is_that_of_leaving_out_each_fold(answers: Answers) -> None:
-    ctx, found = answers.contexts[-1], answers.all[-1]
+    step, found = answers.steps[-1], answers.all[-1]
     folds = step.batch.fold.tolist()
     assert len(set(folds)) == 8
-    without = torch.tensor([plain(ctx, [i for i in range(32) if folds[i] != k]) for k in range(8)])
+    without = torch.tensor([plain(step, [i for i in range(32) if folds[i] != k]) for k in range(8)])
     expected = (7 / 8 * (without - without.mean(dim=0)).square().sum(dim=0)).sqrt()
     assert [found[name].stderr for name in NAMES] == pytest.approx(expected.tolist(), rel=1e-5)
 

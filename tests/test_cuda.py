@@ -24,7 +24,10 @@ from rl_training import DrGRPOTrainer, Probe
 from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,
+    ErrorSharesProbe,
     GradientNoiseScaleProbe,
+    GroundTruthProbe,
+    ResponsesProbe,
     SimpleEntropyProbe,
 )
 from rl_training.records.jsonl import read_estimates
@@ -41,8 +44,9 @@ def deterministic() -> Iterator[None]:
 
 
 def all_probes(**of_simple: Any) -> list[Probe]:
-    simple = SimpleEntropyProbe(per_sequence=True, own_prompts=True, top_responses=2, **of_simple)
-    return [simple, GradientNoiseScaleProbe(split_prompts=1), EffectiveSampleSizeProbe(), CovariancePredictorProbe()]
+    simple = SimpleEntropyProbe(per_sequence=True, own_prompts=True, **of_simple)
+    others = [GradientNoiseScaleProbe(split_prompts=1), EffectiveSampleSizeProbe(), CovariancePredictorProbe()]
+    return [simple, ResponsesProbe(count=2), ErrorSharesProbe(), *others]
 
 
 def parameters(trainer: DrGRPOTrainer) -> dict[str, Tensor]:
@@ -58,7 +62,8 @@ def test_training_with_probes_is_bitwise_the_training_without(
     make_trainer: MakeTrainer, settings: dict[str, bool]
 ) -> None:
     settings = {"gradient_checkpointing_kwargs": {"use_reentrant": False}, **settings}
-    bare, probed = (make_trainer(probes=p, **settings) for p in ([], all_probes(validate_every=1)))
+    probes = [*all_probes(), GroundTruthProbe(every=1)]
+    bare, probed = (make_trainer(probes=p, **settings) for p in ([], probes))
     for trainer in (bare, probed):
         trainer.train()
     assert next(iter(bare.model.parameters())).device.type == "cuda"

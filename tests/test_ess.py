@@ -12,9 +12,10 @@ from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training import Estimate, attach
+from rl_training.engine.batch import Rollout, take_rows
+from rl_training.engine.step import Ranks, Step
 from rl_training.mathematics.kish import kish_size, kish_size_of_sums, kish_sums, without_rounding
 from rl_training.probes import EffectiveSampleSizeProbe
-from rl_training.engine.batch import Rollout
 
 SIZES = ("ess/advantage", "ess/token_weight")
 FRACTIONS = tuple(f"{name}_fraction" for name in SIZES)
@@ -27,10 +28,13 @@ class Answers(EffectiveSampleSizeProbe):
     def __init__(self, **options: Any) -> None:
         super().__init__(**options)
         self.all: list[dict[str, Estimate]] = []
-        self.contexts: list[Any] = []
+        self.steps: list[Step] = []
+
+    def prepare(self, step: Step) -> None:
+        self.steps.append(step)
+        super().prepare(step)
 
     def results(self) -> dict[str, Estimate]:
-        self.contexts.append(ctx)
         self.all.append(super().results())
         return self.all[-1]
 
@@ -128,7 +132,7 @@ def test_every_answer_equals_the_plain_definition_on_the_recorded_rollout(make_t
     trainer = make_trainer(probes=[probe], reward=half_of_the_prompts)
     trainer.train()
     assert len(probe.all) == 2
-    for ctx, answer in zip(probe.contexts, probe.all, strict=True):
+    for step, answer in zip(probe.steps, probe.all, strict=True):
         plain = plain_answers(step.batch.rollout)
         assert answer.keys() == plain.keys() == METRICS
         assert values(answer) == pytest.approx(plain, rel=1e-12)
@@ -144,9 +148,8 @@ def test_every_answer_equals_the_plain_definition_on_the_recorded_rollout(make_t
 def test_all_zero_advantages_have_no_size_and_say_why(make_trainer) -> None:
     probe = Answers()
     make_trainer(probes=[probe], reward=constant, num_generations=8, max_steps=1).train()
-    assert (
-        probe.contexts[0].rollout.advantages.abs().max() > 0
-    )  # eight rewards of 0.1 leave rounding, which is no weight
+    # Eight rewards of 0.1 leave rounding, which is no weight.
+    assert probe.steps[0].batch.rollout.advantages.abs().max() > 0
     (answer,) = probe.all
     for name in (*SIZES, *FRACTIONS):
         assert math.isnan(answer[name].value)
@@ -161,7 +164,7 @@ def test_an_answer_does_not_depend_on_the_microbatch_split(make_trainer) -> None
         probe = Answers()
         settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 32 // size, "max_steps": 1}
         make_trainer(probes=[probe], reward=half_of_the_prompts, **settings).train()
-        assert len(probe.contexts[0].microbatch_rows) == 32 // size
+        assert len(probe.steps[0].batch.microbatch_rows) == 32 // size
         answers.append(values(probe.all[0]))
     assert answers[1] == pytest.approx(answers[0], rel=1e-12)
     assert answers[2] == pytest.approx(answers[0], rel=1e-12)
@@ -170,23 +173,21 @@ def test_an_answer_does_not_depend_on_the_microbatch_split(make_trainer) -> None
 def test_two_ranks_both_answer_what_one_rank_with_all_prompts_would(make_trainer) -> None:
     probe = Answers()
     make_trainer(probes=[probe], reward=half_of_the_prompts, max_steps=1).train()
-    (ctx,) = probe.contexts
-    first = step.batch.rollout.prompt_index < step.batch.rollout.prompt_index.unique()[3]  # 3 prompts here, 5 there
-    ranks = [dataclasses.replace(ctx, rollout=only(step.batch.rollout, rows), num_ranks=2) for rows in (first, ~first)]
+    (step,) = probe.steps
+    rollout = step.batch.rollout
+    first = rollout.prompt_index < rollout.prompt_index.unique()[3]  # 3 prompts here, 5 there
+    batches = [dataclasses.replace(step.batch, rollout=take_rows(rollout, rows)) for rows in (first, ~first)]
     sent: list[Tensor] = []
-    for rank in ranks:
-        probe.measure(dataclasses.replace(rank, reduce=lambda tensor: sent.append(tensor) or tensor))
+    for batch in batches:
+        asked = Ranks(2, lambda tensor: sent.append(tensor) or tensor)
+        EffectiveSampleSizeProbe().prepare(dataclasses.replace(step, batch=batch, ranks=asked))
     assert len(sent) == 2  # one reduction a rank
-    for rank in ranks:
-        answer = probe.measure(dataclasses.replace(rank, reduce=lambda tensor: sum(sent)))
+    for batch in batches:
+        of_rank = EffectiveSampleSizeProbe()
+        of_rank.prepare(dataclasses.replace(step, batch=batch, ranks=Ranks(2, lambda tensor: sum(sent))))
+        answer = of_rank.results()
         assert values(answer) == pytest.approx(values(probe.all[0]), rel=1e-12)
         assert answer["ess/advantage"].num_samples == 32
-
-
-def only(rollout: Rollout, rows: Tensor) -> Rollout:
-    """Returns the rollout with these sequences only."""
-    tensors = {name: value[rows] for name, value in vars(rollout).items() if isinstance(value, Tensor)}
-    return dataclasses.replace(rollout, **tensors)
 
 
 def test_importance_size_of_an_off_policy_step_is_kishs_of_the_policy_ratios(make_trainer) -> None:
@@ -194,7 +195,7 @@ def test_importance_size_of_an_off_policy_step_is_kishs_of_the_policy_ratios(mak
     make_trainer(probes=[probe], reward=half_of_the_prompts, num_iterations=2).train()
     on_policy, off_policy = probe.all
     assert on_policy["ess/importance"].value == 32
-    before, now = (step.batch.scores for ctx in probe.contexts)  # of the same sequences, in the same order
+    before, now = (step.batch.scores for step in probe.steps)  # of the same sequences, in the same order
     ratios = [
         math.exp(sum(float(b - a) for a, b, m in zip(*rows, strict=True) if m))
         for rows in zip(before.logps, now.logps, now.mask, strict=True)
@@ -208,7 +209,7 @@ def test_prompts_spread_over_steps_have_no_share_and_say_the_way_out(make_traine
     probe, trainer = Answers(), make_trainer(GRPOTrainer, steps_per_generation=8, reward=half_of_the_prompts)
     with attach(trainer, [probe]):
         trainer.train()
-    for answer, ctx in zip(probe.all, probe.contexts, strict=True):
+    for answer, step in zip(probe.all, probe.steps, strict=True):
         assert not step.capabilities.complete_prompts
         assert math.isnan(answer["ess/zero_advantage_prompts"].value)
         assert "whole_prompts=True" in answer["ess/zero_advantage_prompts"].reason

@@ -13,6 +13,8 @@ import os
 import resource
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -169,7 +171,7 @@ def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call
         (["run={run}/training_state"], "is no run's folder"),
         (["run={run}", "evaluation.fraction=0"], "must be above 0 and at most 1"),
         (["run={run}", "evaluation.fraction=1.5"], "must be above 0 and at most 1"),
-        (["run={run}", "evaluation.fraction=all"], "must be a number above 0"),
+        (["run={run}", "evaluation.fraction=all"], "evaluation.fraction=all must be a number"),
         (["run={run}", "evaluation.name=a/b"], "names a folder"),
         (["checkpoints=[{run}/elsewhere]", "data=arithmetic"], "output=PATH"),
         (["checkpoints=[{run}/elsewhere]", "output=out"], "choose it, data=arithmetic or data=gsm8k"),
@@ -285,6 +287,37 @@ def test_whatever_ends_a_process_has_a_reason(work: Any, reason: str) -> None:
     received: list[Any] = []
     assert reason in run_in_process(work, received.append)
     assert received == (["begun"] if work is kill_itself else [])
+
+
+INTERRUPTED = """
+import signal, sys
+from rl_training.evaluation.workers import run_in_process
+def work(send):
+    import slow
+    send("worked")
+if __name__ == "__main__":
+    print(repr(run_in_process(work, print, imports=["slow"])))
+    print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set()))
+"""
+
+
+def test_ctrl_c_while_a_process_imports_is_for_the_parent_alone(tmp_path: Path) -> None:
+    """The module that takes long is interrupted while it is imported, once by the server of forks and once more."""
+    (tmp_path / "slow.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[1]}:{tmp_path}"}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.stdout.splitlines(), ended.stderr) == (["worked", "''", "False"], "")
+
+
+@pytest.mark.parametrize("returned", ["much", None, 0.5])
+def test_a_metric_that_returns_no_numbers_by_name_is_told_what_is_needed(returned: Any) -> None:
+    response: Any = SimpleNamespace(text="a", reward=1.0, logps=None, entropies=None)
+    with pytest.raises(
+        ValueError, match=r"metric mine raised at row 0 .* and not numbers by name, as \{'mine': 0\.5\}"
+    ):
+        custom_metrics("mine", lambda **_: returned, {0: [response]}, [{"prompt": "p"}])
 
 
 def hold(folder: Path, send: Send) -> None:

@@ -13,10 +13,10 @@ import reference
 import torch
 from torch import Tensor
 
+from rl_training.engine.entropy_change import FORWARD, LEVELS, PRODUCTS, REUSE, sums_without
 from rl_training.mathematics.adamw import adamw_delta
 from rl_training.mathematics.folds import leave_fold_out, response_number, split_prompts
 from rl_training.mathematics.jackknife import jackknife_stderr
-from rl_training.engine.entropy_change import FORWARD, LEVELS, PRODUCTS, REUSE, sums_without
 
 
 def alone(tensor: Tensor) -> Tensor:

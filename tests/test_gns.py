@@ -6,7 +6,6 @@ import math
 import os
 import random
 import statistics
-from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -16,11 +15,14 @@ import reference
 import torch
 import torch.distributed as dist
 import warm
+from steps import ALONE, step_of
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rl_training import Estimate
+from rl_training.engine.batch import Rollout
 from rl_training.engine.gradient_rows import GradientRows
+from rl_training.engine.step import Ranks, Step
 from rl_training.mathematics.adamw import WARM_STEPS, AdamWState
 from rl_training.mathematics.noise_scale import (
     Averages,
@@ -32,12 +34,9 @@ from rl_training.mathematics.noise_scale import (
 )
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
-from rl_training.mathematics.vectors import CHUNK, JOINED, flat_dot
+from rl_training.mathematics.vectors import CHUNK, JOINED, Layout, flat_dot
 from rl_training.probes import GradientNoiseScaleProbe
 from rl_training.probes.gns import BOUNDS
-from rl_training.engine.loss_weights import LossWeights
-from rl_training.engine.batch import Rollout
-from rl_training.engine.step import OptimizerView, Step
 
 G = 2  # responses per prompt: here only a factor
 SHAPES = {"attn": (2, 3), "mlp": (5,), "norm": (3,)}
@@ -88,71 +87,55 @@ class NotToBeAsked:
 
 
 class Loop:
-    """A trainer's loop around the probe: the loss over K, backwards under the tap, the step's context, the answers."""
+    """A trainer's loop around the probe: the loss over K, backwards under the hooks, the step, the answers."""
 
     def __init__(
         self,
         probe: GradientNoiseScaleProbe,
         model: nn.Module | None = None,
         states: dict[str, AdamWState] | None = None,
-        reduce: Callable[[Tensor], Tensor] = lambda tensor: tensor,
+        ranks: Ranks = ALONE,
     ) -> None:
         self.probe = probe
         self.model = model or LinearLoss()
         self.parameters = {name.removeprefix("module."): p for name, p in self.model.named_parameters()}
-        self.tap = GradientTap(self.parameters, keep_rows=False, keep_sq_norms=True)
+        self.rows = GradientRows(self.parameters, Layout(self.parameters), keep_rows=False, keep_sq_norms=True)
         self.states = states
-        self.reduce = reduce
+        self.ranks = ranks
         self.steps = 0
 
     def step(self, vectors: Tensor) -> dict[str, Estimate]:
         """Returns the probe's answers to one step on vectors (K, b, DIM): K microbatches of b prompts on this rank."""
         num_microbatches = len(vectors)
         self.steps += 1
-        self.tap.start_step(range(num_microbatches), num_microbatches, self.states)
+        self.rows.start_step(range(num_microbatches), num_microbatches, self.states)
         for k, block in enumerate(vectors):
             if isinstance(self.model, DistributedDataParallel):
                 self.model.require_backward_grad_sync = k == num_microbatches - 1  # as no_sync does on all but the last
             loss = self.model(block) / num_microbatches
-            self.tap.arm(k)
+            self.rows.arm(k)
             loss.backward()
-            self.tap.disarm()
-        ctx = self.context(*vectors.shape[:2])
-        self.probe.on_pre_optimizer_step(ctx)
+            self.rows.disarm()
+        self.probe.prepare(self.view(*vectors.shape[:2]))
         for p in self.parameters.values():
             p.grad = None
-        return self.probe.measure(ctx)
+        return self.probe.results()
 
-    def context(self, num_microbatches: int, block: int) -> Step:
+    def view(self, num_microbatches: int, block: int) -> Step:
         size = num_microbatches * block * G
         ones, zeros = torch.ones(size, 1, dtype=torch.long), torch.zeros(size, 1, dtype=torch.float64)
-        prompts = torch.arange(size) // G
-        return Step(
-            step=self.steps,
-            parameters=self.parameters,
-            gradients={name: p.grad for name, p in self.parameters.items()},
-            fold_gradients=None,
-            microbatch_sq_norms=self.tap.sq_norms,
-            optimizer=OptimizerView(self.states, math.inf),
-            rollout=Rollout(ones, ones, ones, ones, zeros[:, 0], None, prompts, None, on_policy=True),
-            scores=Scores(zeros, zeros, ones),
-            loss_weights=LossWeights(zeros, None),
-            other_terms=False,
-            microbatch_rows=tuple(range(k * block * G, (k + 1) * block * G) for k in range(num_microbatches)),
-            fold=torch.arange(size) // (block * G),
-            sampled_otherwise="",
-            no_fresh_responses="",
-            rollout_number=0,
-            learned_again=False,
-            reused=False,
-            autocast=False,
-            responses_per_prompt=G,
-            complete_prompts=True,
-            whole_prompts=True,
-            dr_grpo=True,
-            num_ranks=1,
-            reduce=self.reduce,
-            policy=NotToBeAsked(),
+        return step_of(
+            self.steps,
+            Rollout(ones, ones, ones, ones, zeros[:, 0], None, torch.arange(size) // G, None, on_policy=True),
+            Scores(zeros, zeros, ones),
+            zeros,
+            num_microbatches,
+            self.parameters,
+            {name: p.grad for name, p in self.parameters.items()},
+            NotToBeAsked(),
+            states=self.states,
+            sq_norms=self.rows.sq_norms,
+            ranks=self.ranks,
         )
 
 
@@ -314,7 +297,9 @@ def ddp_worker(rank: int, folder: str) -> None:
         return total
 
     truth, generator = Truth(), seeded(3)
-    loop = Loop(GradientNoiseScaleProbe(decay=EVEN), DistributedDataParallel(LinearLoss()), adamw_states(), reduce)
+    loop = Loop(
+        GradientNoiseScaleProbe(decay=EVEN), DistributedDataParallel(LinearLoss()), adamw_states(), Ranks(2, reduce)
+    )
     drawn = (truth.draw(NUM_RANKS, 3, 4, generator=generator) for _ in range(NUM_STEPS))
     answers = [{name: e.value for name, e in loop.step(vectors[rank]).items()} for vectors in drawn]
     torch.save(answers, f"{folder}/rank{rank}.pt")
@@ -547,13 +532,13 @@ def test_square_norms_do_not_depend_on_which_gradients_are_measured_together() -
 def test_a_parameter_that_a_microbatch_does_not_reach_has_a_square_norm_of_zero_there() -> None:
     """An expert without tokens: autograd calls no hook at all."""
     parameters = {name: nn.Parameter(torch.ones(2)) for name in ("expert0", "expert1")}
-    tap = GradientTap(parameters, keep_rows=False, keep_sq_norms=True)
-    tap.start_step(range(2), 2)
+    rows = GradientRows(parameters, Layout(parameters), keep_rows=False, keep_sq_norms=True)
+    rows.start_step(range(2), 2)
     for k, p in enumerate(parameters.values()):
-        tap.arm(k)
+        rows.arm(k)
         (3.0 * p.sum() / 2).backward()
-        tap.disarm()
-    assert tap.sq_norms[..., 0].tolist() == [[18.0, 0.0], [0.0, 18.0]]
+        rows.disarm()
+    assert rows.sq_norms[..., 0].tolist() == [[18.0, 0.0], [0.0, 18.0]]
 
 
 def test_inner_product_of_many_entries_is_exact_where_no_fp32_number_is() -> None:

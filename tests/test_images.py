@@ -17,9 +17,15 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import unsplit_pixel_values_by_grid
 
 from rl_training import Estimate, Probe, attach
-from rl_training.hosts.trl import batches
-from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.engine.batch import Rollout, images_of, join_rollouts
+from rl_training.hosts.trl import batches
+from rl_training.mathematics.scores import Scores
+from rl_training.probes import (
+    EffectiveSampleSizeProbe,
+    GradientNoiseScaleProbe,
+    GroundTruthProbe,
+    SimpleEntropyProbe,
+)
 from rl_training.tasks.models import load_tiny
 
 TEMPLATE = (
@@ -67,20 +73,20 @@ class Contexts(Probe):
 
     def prepare(self, step: Any) -> None:
         rows = torch.arange(step.batch.rollout.num_sequences).view(2, -1).T  # pairs of different prompts
-        asked = {int(row): (scores, i) for pair in rows for scores in [score(ctx, step.batch.rollout, pair)]
+        asked = {int(row): (scores, i) for pair in rows for scores in [score(step, step.batch.rollout, pair)]
                  for i, row in enumerate(pair)}  # fmt: skip
         others = {name: values[8:] + values[:8] if isinstance(values, list) else values.roll(-8, 0)
                   for name, values in step.batch.rollout.images.items()}  # fmt: skip
-        swapped = score(ctx, dataclasses.replace(step.batch.rollout, images=others), torch.arange(2))
-        self.steps.append((ctx, asked, swapped))
+        swapped = score(step, dataclasses.replace(step.batch.rollout, images=others), torch.arange(2))
+        self.steps.append((step, asked, swapped))
 
     def results(self) -> dict[str, Estimate]:
-        return {"contexts/step": Estimate(float(step.number))}
+        return {"contexts/step": Estimate(float(self.steps[-1][0].number))}
 
 
-def score(ctx: Any, rollout: Rollout, rows: torch.Tensor) -> Any:
-    with torch.no_grad():
-        return step.policy.score(rollout, rows)
+def score(step: Any, rollout: Rollout, rows: torch.Tensor) -> Scores:
+    scores = step.policy.score(rollout, rows)
+    return Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask)
 
 
 def train(folder: Any, probes: list[Any], whole_prompts: bool) -> tuple[GRPOTrainer, Any]:
@@ -113,8 +119,8 @@ def train(folder: Any, probes: list[Any], whole_prompts: bool) -> tuple[GRPOTrai
 
 def test_each_response_is_scored_with_its_own_image_and_training_is_what_it_was(tmp_path) -> None:
     contexts = Contexts()
-    simple = SimpleEntropyProbe(validate_every=1, validate_sequences=8)
-    probes = [simple, GradientNoiseScaleProbe(), EffectiveSampleSizeProbe(), contexts]
+    probes = [SimpleEntropyProbe(), GroundTruthProbe(every=1, sequences=8), GradientNoiseScaleProbe()]
+    probes += [EffectiveSampleSizeProbe(), contexts]
     probed, attachment = train(tmp_path, probes, whole_prompts=True)
     bare, _ = train(tmp_path, [], whole_prompts=True)
     for a, b in zip(probed.model.parameters(), bare.model.parameters(), strict=True):
@@ -122,14 +128,15 @@ def test_each_response_is_scored_with_its_own_image_and_training_is_what_it_was(
     for name in ("delta_h/forward", "delta_h/backward", "gns/trace_step", "ess/advantage"):
         assert math.isfinite(attachment.latest[name].value)
     assert "text" in attachment.latest["delta_h/true"].reason
-    for ctx, asked, swapped in contexts.steps:
+    for step, asked, swapped in contexts.steps:
         assert step.capabilities.whole_prompts
         mask = step.batch.rollout.completion_mask.bool()
         for row, (scores, i) in asked.items():
             length = int(mask[row].sum())
             for name in ("logps", "entropies"):
                 trained_on = getattr(step.batch.scores, name)[row, :length]
-                torch.testing.assert_close(getattr(scores, name)[i, :length], trained_on, rtol=1e-3, atol=1e-4)
+                again = getattr(scores, name)[i, :length].to(trained_on)  # TRL's fused head computes in fp32
+                torch.testing.assert_close(again, trained_on, rtol=1e-3, atol=1e-4)
         width = swapped.logps.shape[1]
         difference = (swapped.logps - step.batch.scores.logps[:2, :width])[mask[:2, :width]].abs().max()
         assert float(difference) > 0.05  # images are seen

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -21,7 +22,7 @@ from rl_training.mathematics.clusters import average_linkage, participation_rati
 from rl_training.mathematics.sketches import CountSketches
 from rl_training.offline.kernel_command import run
 from rl_training.offline.kernel_evolution import write_evolution
-from rl_training.offline.kernel_files import KERNEL_FILE, Kernel
+from rl_training.offline.kernel_files import KERNEL_FILE, Kernel, load_kernel
 from rl_training.offline.kernel_report import PAGE
 from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.sequences import SEQUENCES_FILE
@@ -200,6 +201,38 @@ def test_lowest_chooses_what_lowers_entropy_most(structure: Structure) -> None:
 def test_words_that_choose_nothing_are_refused() -> None:
     with pytest.raises(ValueError, match="use wrong, right, longest:K"):
         chooser("longest:many")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("prompt:zzz", "no sequence of U is meant"),
+        ("lowest:9999", "K is from 1 to the number of sequences in U, here 6"),
+        ("longest:0", "K is from 1 to"),
+    ],
+)
+def test_a_what_if_of_nothing_or_of_more_than_there_is_is_refused(folder: Path, text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=f"^--without {text}: {message}"):
+        run([folder], [text], None)
+
+
+def test_what_was_typed_is_shown_as_it_was_typed(
+    structure: Structure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """:zzz: is the name of an emoji, and [b] of a style."""
+    hashed = [{**row, "prompt_hash": "zzz[b]"} for row in structure.update]
+    monkeypatch.setattr(Structure, "read", lambda folder: dataclasses.replace(structure, update=hashed))
+    monkeypatch.setattr("rl_training.offline.kernel_command.write_report", lambda folder: folder)
+    run([Path("folder")], ["prompt:zzz", "prompt:zzz[b]"], None)
+    said = capsys.readouterr().out
+    assert "without prompt:zzz: deltaH1" in said
+    assert "without prompt:zzz[b]: deltaH1" in said
+
+
+def test_a_kernel_that_is_cut_short_is_named(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / KERNEL_FILE).write_bytes((folder / KERNEL_FILE).read_bytes()[:-9])
+    with pytest.raises(ValueError, match=f"{KERNEL_FILE} is damaged .* remove it"):
+        load_kernel(tmp_path)
 
 
 def test_participation_ratio_is_not_dragged_down_by_the_noise_of_sketches() -> None:

@@ -24,29 +24,21 @@ from test_verdict import found as found_to_be
 from torch import Tensor
 
 from rl_training import Estimate, Probe
-from rl_training.job.build import build_run, build_standing
-from rl_training.job.look import look_at_checkpoints
+from rl_training.engine.batch import Rollout, take_rows
+from rl_training.engine.step import Step
+from rl_training.job.analysis import analyse_checkpoints
+from rl_training.job.build import build_restored, build_run
 from rl_training.job.run_settings import gather_run_settings, name_each_job, run_settings
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.offline.buffers import UpdateBuffer, sample_evaluation, sample_update
 from rl_training.offline.first_order import predict
-from rl_training.offline.probe import (
-    Evaluation,
-    FirstOrderSettings,
-    Look,
-    Memory,
-    Settings,
-    TruthSettings,
-    Updating,
-    look,
-)
+from rl_training.offline.probe import Analysis, analyse
+from rl_training.offline.restored import RestoredTrainer, refuse_without_gradients, restore
 from rl_training.offline.results import print_table, read_result, write_result
-from rl_training.offline.standing import Standing, refuse_without_gradients, stand
+from rl_training.offline.settings import Evaluation, FirstOrderSettings, Memory, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.update import make_update
 from rl_training.records import read_probe_log
 from rl_training.records.checkpoints import checkpoints_named
-from rl_training.engine.batch import Rollout, take_rows
-from rl_training.engine.step import Step
 
 ROOT = Path(__file__).parents[1]
 RUN = [
@@ -55,7 +47,7 @@ RUN = [
     "++trainer.weight_decay=0.1", "++trainer.max_grad_norm=0.1", "trainer.lr_scheduler_type=linear",
     "trainer.max_completion_length=24", "+probes.recorder._target_=test_offline.Recorder",
 ]  # fmt: skip
-SMALL = Settings(Evaluation(prompts=24), Updating(prompts=8), memory=Memory(microbatch_size=8))
+SMALL = Settings(Evaluation(prompts=24), UpdateConfig(prompts=8), memory=Memory(microbatch_size=8))
 SEEN: dict[int, dict[str, Any]] = {}
 
 
@@ -64,15 +56,17 @@ class Recorder(Probe):
 
     name = "recorder"
 
-    def prepare(self, step: Any) -> None:
+    def prepare(self, step: Step) -> None:
         self._before = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
         gradient = torch.cat([g.flatten() for g in step.gradients.mean.values()]).clone()
         SEEN[step.number] = {"rollout": step.batch.rollout, "gradient": gradient}
 
-    def results(self) -> dict[str, Estimate]:
+    def after_step(self, step: Step) -> None:
         change = [(p.detach() - self._before[name]).flatten() for name, p in step.gradients.parameters.items()]
         SEEN[step.number]["delta"] = torch.cat(change)
-        return {"recorder/step": Estimate(float(step.number))}
+
+    def results(self) -> dict[str, Estimate]:
+        return {"recorder/steps": Estimate(float(len(SEEN)))}
 
 
 def composed(name: str, *overrides: str) -> DictConfig:
@@ -97,19 +91,19 @@ def checkpoint(run: Path, step: int) -> Path:
     return run / "training_state" / f"checkpoint-{step}"
 
 
-def standing_at(run: Path, step: int, *changes: str, learning_rate: float | None = None) -> Standing:
+def restored_at(run: Path, step: int, *changes: str, learning_rate: float | None = None) -> RestoredTrainer:
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        return build_standing(run_settings(checkpoint(run, step), changes), checkpoint(run, step), learning_rate)
+        return build_restored(run_settings(checkpoint(run, step), changes), checkpoint(run, step), learning_rate)
 
 
 @pytest.fixture(scope="module")
-def standing(run: Path) -> Standing:
-    return standing_at(run, 1)
+def restored(run: Path) -> RestoredTrainer:
+    return restored_at(run, 1)
 
 
 @pytest.fixture(scope="module")
-def looked(standing: Standing) -> Look:
-    return look(standing, SMALL)
+def looked(restored: RestoredTrainer) -> Analysis:
+    return analyse(restored, SMALL)
 
 
 def as_update_buffer(rollout: Any) -> UpdateBuffer:
@@ -123,15 +117,15 @@ def close(a: Tensor, b: Tensor) -> float:
     return float((a - b).double().norm() / b.double().norm())
 
 
-# --- standing ---------------------------------------------------------------------------------------------------------
+# --- restored ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_step_that_is_looked_at_is_the_step_that_training_took(standing: Standing) -> None:
+def test_the_step_that_is_looked_at_is_the_step_that_training_took(restored: RestoredTrainer) -> None:
     """From the same sequences: gradient, clipping, Adam's moments and order, the scheduler's learning rate."""
     real = SEEN[2]
-    update = make_update(standing, as_update_buffer(real["rollout"]), 8, False, lambda _: None)
-    assert standing.step == 1
-    assert standing.learning_rate == pytest.approx(3e-4 * 2 / 3)
+    update = make_update(restored, as_update_buffer(real["rollout"]), 8, False, lambda _: None)
+    assert restored.step == 1
+    assert restored.learning_rate == pytest.approx(3e-4 * 2 / 3)
     assert close(update.gradient, real["gradient"]) < 1e-5
     assert update.clip < 0.9
     assert close(update.delta, real["delta"]) < 1e-4  # what fp32 leaves of θ + δθ − θ
@@ -141,40 +135,40 @@ def test_a_step_of_sgd_too_is_the_one_that_training_took(tmp_path: Path) -> None
     folder = tmp_path / "run_sgd"
     sgd = ["++trainer.optim=sgd", "trainer.learning_rate=0.3", "trainer.max_steps=2"]
     build_run(composed("train", f"run_dir={folder}", *RUN, *sgd)).train()
-    real, standing = SEEN[2], standing_at(folder, 1)
-    update = make_update(standing, as_update_buffer(real["rollout"]), 8, False, lambda _: None)
-    assert standing.learning_rate == pytest.approx(0.15)
+    real, restored = SEEN[2], restored_at(folder, 1)
+    update = make_update(restored, as_update_buffer(real["rollout"]), 8, False, lambda _: None)
+    assert restored.learning_rate == pytest.approx(0.15)
     assert close(update.delta, real["delta"]) < 1e-4
     assert close(update.parts.gradient, -0.15 * update.clip * real["gradient"]) < 1e-5
-    found = look(standing, SMALL)
+    found = analyse(restored, SMALL)
     assert found.results["slope_check"] < 0.1
     assert found.tables["conditioning"] == []  # there is none of Adam's
 
 
-def test_a_look_moves_nothing(standing: Standing, looked: Look) -> None:
+def test_a_look_moves_nothing(restored: RestoredTrainer, looked: Analysis) -> None:
     def state() -> list[Tensor]:
-        moments = [v for s in standing.trainer.optimizer.state.values() for v in s.values()]
-        rates = torch.tensor([group["lr"] for group in standing.trainer.optimizer.param_groups])
+        moments = [v for s in restored.trainer.optimizer.state.values() for v in s.values()]
+        rates = torch.tensor([group["lr"] for group in restored.trainer.optimizer.param_groups])
         streams = [torch.random.get_rng_state(), torch.tensor(np.random.get_state()[1].astype(np.int64))]
         python = torch.tensor(random.getstate()[1])
-        modes = torch.tensor([module.training for module in standing.trainer.model.modules()])
-        parameters = [p.detach() for p in standing.trainer.model.parameters()]
+        modes = torch.tensor([module.training for module in restored.trainer.model.modules()])
+        parameters = [p.detach() for p in restored.trainer.model.parameters()]
         return [t.clone() for t in (*parameters, *moments, rates, *streams, python, modes)]
 
     before = state()
-    again = look(standing, SMALL)
+    again = analyse(restored, SMALL)
     assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
-    assert all(p.grad is None for p in standing.trainer.model.parameters())
+    assert all(p.grad is None for p in restored.trainer.model.parameters())
     assert json.dumps(again.results) == json.dumps(looked.results)  # the same seeds
 
 
-def test_the_step_without_a_fold_is_the_step_of_the_others(standing: Standing, looked: Look) -> None:
+def test_the_step_without_a_fold_is_the_step_of_the_others(restored: RestoredTrainer, looked: Analysis) -> None:
     whole = looked.update_buffer
-    update = make_update(standing, whole, 32, False, lambda _: None)
+    update = make_update(restored, whole, 32, False, lambda _: None)
     assert update.num_folds == 8
     others = (whole.rollout.prompt_index != 3).nonzero().squeeze(1)
     rest = {key: v[others] if isinstance(v, Tensor) else v for key, v in vars(whole.rollout).items()}
-    of_others = make_update(standing, as_update_buffer(type(whole.rollout)(**rest)), 32, False, lambda _: None)
+    of_others = make_update(restored, as_update_buffer(type(whole.rollout)(**rest)), 32, False, lambda _: None)
     assert close(update.without_fold(3).total, of_others.delta) < 1e-4
 
 
@@ -186,43 +180,45 @@ def with_prompts(rollout: Rollout, count: int) -> UpdateBuffer:
 
 @pytest.mark.parametrize("prompts", [1, 16, 17, 48, 100])
 def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(
-    standing: Standing, looked: Look, prompts: int
+    restored: RestoredTrainer, looked: Analysis, prompts: int
 ) -> None:
     rollout = looked.update_buffer.rollout
     idle = dataclasses.replace(rollout, advantages=torch.zeros_like(rollout.advantages))  # which costs nothing
-    sizes = make_update(standing, with_prompts(idle, prompts), 32, False, lambda _: None).fold_prompts.tolist()
+    sizes = make_update(restored, with_prompts(idle, prompts), 32, False, lambda _: None).fold_prompts.tolist()
     assert len(sizes) == min(prompts, 16)
     assert sum(sizes) == prompts
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_folds_of_other_sizes_are_left_out_by_their_share(standing: Standing, looked: Look) -> None:
+def test_folds_of_other_sizes_are_left_out_by_their_share(restored: RestoredTrainer, looked: Analysis) -> None:
     """18 prompts in 16 folds: the first and the ninth have two. Without one of these, and without one of the others."""
     rollout = with_prompts(looked.update_buffer.rollout, 18).rollout
     advantages = torch.linspace(-1, 1, 18)
     rollout = dataclasses.replace(rollout, advantages=advantages)
-    update = make_update(standing, UpdateBuffer(rollout, 18, 1), 32, False, lambda _: None)
+    update = make_update(restored, UpdateBuffer(rollout, 18, 1), 32, False, lambda _: None)
     assert update.fold_prompts.tolist() == [2, 1, 1, 1, 1, 1, 1, 1] * 2
     for fold, prompts in ((8, {9, 10}), (9, {11})):
         others = torch.tensor([i for i in range(18) if i not in prompts])
         rest = dataclasses.replace(take_rows(rollout, others), prompt_index=torch.arange(len(others)))
-        of_others = make_update(standing, UpdateBuffer(rest, len(others), 1), 32, False, lambda _: None)
+        of_others = make_update(restored, UpdateBuffer(rest, len(others), 1), 32, False, lambda _: None)
         assert close(update.without_fold(fold).total, of_others.delta) < 1e-4
 
 
 # --- prediction and truth ---------------------------------------------------------------------------------------------
 
 
-def test_the_prediction_is_the_weighted_sum_of_slopes_along_the_step(standing: Standing, looked: Look) -> None:
+def test_the_prediction_is_the_weighted_sum_of_slopes_along_the_step(
+    restored: RestoredTrainer, looked: Analysis
+) -> None:
     """Slopes of every token by finite differences at a hundredth of the step: another way than the backward's."""
     e, size = looked.evaluation, 1e-2
-    sizes = [p.numel() for p in standing.parameters.values()]
-    pieces = zip(standing.parameters.items(), looked.update.delta.split(sizes), strict=True)
+    sizes = [p.numel() for p in restored.parameters.values()]
+    pieces = zip(restored.parameters.items(), looked.update.delta.split(sizes), strict=True)
     shift = {name: size * piece.view(p.shape) for (name, p), piece in pieces}
     ends = []
     for sign in (1.0, -1.0):
-        with standing.policy.shifted({name: sign * s for name, s in shift.items()}):
-            ends.append(standing.policy.score_rollout(e.rollout))
+        with restored.policy.shifted({name: sign * s for name, s in shift.items()}):
+            ends.append(restored.policy.score_rollout(e.rollout))
     width, mask = ends[0].logps.shape[1], e.rollout.completion_mask.bool()
     known = (e.scores.logps[:, :width], e.scores.entropies[:, :width], mask, e.number)
     assert looked.first_order is not None
@@ -235,11 +231,12 @@ def test_the_prediction_is_the_weighted_sum_of_slopes_along_the_step(standing: S
 
 @pytest.mark.parametrize("settings", [[], ["++trainer.gradient_checkpointing=true", "++trainer.bf16=true"]])
 def test_the_prediction_is_that_of_the_policy_as_it_is_measured_without_dropout_and_autocast(
-    run: Path, standing: Standing, looked: Look, monkeypatch: pytest.MonkeyPatch, settings: list[str]
+    run: Path, restored: RestoredTrainer, looked: Analysis, monkeypatch: pytest.MonkeyPatch, settings: list[str]
 ) -> None:
-    other = standing_at(run, 1, *settings) if settings else standing
+    other = restored_at(run, 1, *settings) if settings else restored
     for layer in other.trainer.model.model.layers:
         monkeypatch.setattr(layer.self_attn, "attention_dropout", 0.3)
+    monkeypatch.setattr(other.trainer.model.config, "attention_dropout", 0.3)  # what says that there is one
     again = predict(other, looked.evaluation, looked.update, "rb", 8, lambda _: None)
     assert looked.first_order is not None
     assert again.value[0].tolist() == pytest.approx(looked.first_order.value[0].tolist(), rel=1e-5)
@@ -247,20 +244,24 @@ def test_the_prediction_is_that_of_the_policy_as_it_is_measured_without_dropout_
     assert other.trainer.accelerator.native_amp == bool(settings)
 
 
-def test_the_splits_add_up_and_the_product_of_means_is_the_prediction_over_the_rate(looked: Look) -> None:
+def test_the_splits_add_up_and_the_product_of_means_is_that_of_the_entropy_gradient_and_the_step(
+    looked: Analysis,
+) -> None:
     found = looked.results
     for split in ("part", "layer", "kind"):
         keys = [k for k in found if k.startswith(f"deltaH1/{split}/") and not k.endswith(("_se", "_sequence"))]
         assert sum(found[k] for k in keys) == pytest.approx(found["deltaH1"], rel=1e-4)
-    assert found["bars_dot"] * found["learning_rate"] == pytest.approx(found["deltaH1"], rel=1e-9)
+    assert looked.first_order is not None
+    product = float(looked.first_order.direction[0].double() @ looked.update.delta.double())
+    assert found["bars_dot"] == pytest.approx(product / 2e-4, rel=1e-4)  # 3e-4, linear decay over 3 steps, after 1
 
 
-def test_prediction_and_truth_agree_within_the_error_of_their_difference(looked: Look) -> None:
+def test_prediction_and_truth_agree_within_the_error_of_their_difference(looked: Analysis) -> None:
     found = looked.results
     assert abs(found["paired_error_odd"]) < 4 * found["paired_error_odd_se"] + 1e-3 * abs(found["deltaH_odd"])
     assert found["paired_error_odd_se"] < 0.2 * found["deltaH_true_se"]  # the noise that both share is gone
-    assert found["deltaH_true"] == pytest.approx(found["H_upd"] - found["H_orig"], abs=1e-12)
-    assert found["second_order"] == pytest.approx(found["deltaH_true"] - found["deltaH_odd"], abs=1e-12)
+    scores = looked.evaluation.scores
+    assert found["H_orig"] == pytest.approx(float((scores.entropies * scores.mask).sum() / scores.mask.sum()), rel=1e-5)
     assert found["slope_check"] < 0.1
     assert abs(found["floor"]) < 1e-6
     assert 0.9 < found["ESS"] / 24 <= 1
@@ -268,25 +269,27 @@ def test_prediction_and_truth_agree_within_the_error_of_their_difference(looked:
 
 
 def test_the_terminal_says_where_first_order_fails_and_nothing_where_it_does_not(
-    standing: Standing, looked: Look, capsys: pytest.CaptureFixture[str]
+    restored: RestoredTrainer, looked: Analysis, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for measured, says in ((-0.9, False), (0.25, True)):
         results = {**looked.results, **found_to_be(-1.0, measured, 0.1)}
-        print_table(dataclasses.replace(looked, results=results), standing, Path("result.json"))
+        print_table(dataclasses.replace(looked, results=results), restored, Path("result.json"))
         assert ("Step 2: higher orders cancel the first" in capsys.readouterr().out) == says
 
 
 @pytest.mark.parametrize("size", [3, 32])
-def test_numbers_do_not_depend_on_the_microbatch(standing: Standing, looked: Look, size: int) -> None:
-    other = look(standing, dataclasses.replace(SMALL, memory=Memory(microbatch_size=size, offload=True)))
+def test_numbers_do_not_depend_on_the_microbatch(restored: RestoredTrainer, looked: Analysis, size: int) -> None:
+    other = analyse(restored, dataclasses.replace(SMALL, memory=Memory(microbatch_size=size, offload=True)))
     for key, value in looked.results.items():
         if key.startswith("deltaH") and not key.endswith("_se"):
             assert other.results[key] == pytest.approx(value, rel=1e-3, abs=1e-4 * abs(looked.results["deltaH1"])), key
 
 
-def test_the_error_of_a_prediction_leaves_out_whole_prompts_of_e(standing: Standing) -> None:
+def test_the_error_of_a_prediction_leaves_out_whole_prompts_of_e(restored: RestoredTrainer) -> None:
     """Though microbatches cut them. Twin: weights of every token times its slope along the step."""
-    found = look(standing, dataclasses.replace(SMALL, evaluation=Evaluation(10, 3), memory=Memory(microbatch_size=4)))
+    found = analyse(
+        restored, dataclasses.replace(SMALL, evaluation=Evaluation(10, 3), memory=Memory(microbatch_size=4))
+    )
     assert found.first_order is not None
     assert found.truth is not None
     scores, slopes = found.evaluation.scores, found.truth.slopes
@@ -303,28 +306,28 @@ def test_the_error_of_a_prediction_leaves_out_whole_prompts_of_e(standing: Stand
     assert found.truth.at[0].true.without.shape == (10, 2)
 
 
-def test_what_is_not_asked_for_is_nan_with_the_reason(standing: Standing) -> None:
+def test_what_is_not_asked_for_is_nan_with_the_reason(restored: RestoredTrainer) -> None:
     only = dataclasses.replace(SMALL, truth=TruthSettings(enabled=False))
-    predicted = look(standing, only)
+    predicted = analyse(restored, only)
     assert math.isnan(predicted.results["deltaH_true"])
     assert "truth.enabled" in predicted.reasons["deltaH_true"]
     assert math.isfinite(predicted.results["deltaH1"])
-    measured = look(standing, dataclasses.replace(SMALL, first_order=FirstOrderSettings(enabled=False)))
+    measured = analyse(restored, dataclasses.replace(SMALL, first_order=FirstOrderSettings(enabled=False)))
     assert math.isnan(measured.results["deltaH1"])
     assert "first_order.enabled" in measured.reasons["deltaH1"]
     assert "paired_error" not in measured.results
     assert math.isfinite(measured.results["deltaH_true"])
-    few = look(standing, dataclasses.replace(only, update=Updating(prompts=4), evaluation=Evaluation(prompts=4)))
+    few = analyse(restored, dataclasses.replace(only, update=UpdateConfig(prompts=4), evaluation=Evaluation(prompts=4)))
     assert math.isnan(few.results["deltaH1_se"])
     assert "fewer than 8" in few.reasons["deltaH1_se"]
 
 
 def test_a_step_too_large_for_weights_is_measured_on_fresh_sequences_and_the_terminal_says_so(
-    run: Path, looked: Look, standing: Standing, capsys: pytest.CaptureFixture[str]
+    run: Path, looked: Analysis, restored: RestoredTrainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    far = standing_at(run, 1, "trainer.max_completion_length=12", learning_rate=0.03)
-    afresh = look(far, dataclasses.replace(SMALL, conditioning=False))
-    for shown, at, how in ((afresh, far, "drawn afresh"), (looked, standing, "PDIS")):
+    far = restored_at(run, 1, "trainer.max_completion_length=12", learning_rate=0.03)
+    afresh = analyse(far, dataclasses.replace(SMALL, conditioning=False))
+    for shown, at, how in ((afresh, far, "drawn afresh"), (looked, restored, "PDIS")):
         print_table(shown, at, run)
         assert re.findall(r"measured \((?!SNIS)(.*?)\)", capsys.readouterr().out) == [how]
     found = afresh.results
@@ -334,7 +337,7 @@ def test_a_step_too_large_for_weights_is_measured_on_fresh_sequences_and_the_ter
     assert found["deltaH_true_se"] > 0
 
 
-def test_the_same_buffers_under_other_preconditioners(looked: Look) -> None:
+def test_the_same_buffers_under_other_preconditioners(looked: Analysis) -> None:
     rows = {row["name"]: row for row in looked.tables["conditioning"]}
     assert rows["adam"]["delta_h1"] == pytest.approx(looked.results["deltaH1"], rel=1e-4)
     assert rows["adam"]["cosine"] == pytest.approx(1.0)
@@ -350,35 +353,39 @@ def test_the_same_buffers_under_other_preconditioners(looked: Look) -> None:
 
 
 @pytest.mark.parametrize("overlap", ["forbidden", "wanted"])
-def test_prompts_of_e_avoid_those_of_u_or_keep_to_them(standing: Standing, looked: Look, overlap: str) -> None:
-    update, total = looked.update_buffer, len(standing.trainer.train_dataset)
-    evaluation = sample_evaluation(standing, 64, 1, 0, "train", overlap, update, 64, lambda _: None)  # type: ignore[arg-type]
-    ids = standing.trainer._tokenize_prompts(list(evaluation.prompts))[0]
+def test_prompts_of_e_avoid_those_of_u_or_keep_to_them(
+    restored: RestoredTrainer, looked: Analysis, overlap: str
+) -> None:
+    update, total = looked.update_buffer, len(restored.trainer.train_dataset)
+    evaluation = sample_evaluation(restored, 64, 1, 0, "train", overlap, update, 64, lambda _: None)  # type: ignore[arg-type]
+    ids = restored.trainer._tokenize_prompts(list(evaluation.prompts))[0]
     rollout = update.rollout
     learned = {tuple(i[m.bool()].tolist()) for i, m in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)}
     assert {tuple(i) in learned for i in ids} == {overlap == "wanted"}
     assert len(learned) == 8 <= total
 
 
-def test_e_can_be_the_evaluation_split_or_given_rows_with_several_responses(standing: Standing) -> None:
-    data = standing.trainer.train_dataset
-    given = sample_evaluation(standing, 0, 2, 0, [5, 7], "allowed", None, 64, lambda _: None)
+def test_e_can_be_the_evaluation_split_or_given_rows_with_several_responses(restored: RestoredTrainer) -> None:
+    data = restored.trainer.train_dataset
+    given = sample_evaluation(restored, 0, 2, 0, [5, 7], "allowed", None, 64, lambda _: None)
     assert given.prompts == (data[5]["prompt"], data[5]["prompt"], data[7]["prompt"], data[7]["prompt"])
-    held_out = sample_evaluation(standing, 4, 1, 0, "eval", "allowed", None, 64, lambda _: None)
-    assert set(held_out.prompts) <= set(standing.trainer.eval_dataset["prompt"])
+    held_out = sample_evaluation(restored, 4, 1, 0, "eval", "allowed", None, 64, lambda _: None)
+    assert set(held_out.prompts) <= set(restored.trainer.eval_dataset["prompt"])
     with pytest.raises(ValueError, match="row 99999 is not in the training set"):
-        sample_evaluation(standing, 0, 1, 0, [99999], "allowed", None, 64, lambda _: None)
+        sample_evaluation(restored, 0, 1, 0, [99999], "allowed", None, 64, lambda _: None)
 
 
-def test_u_is_rewarded_as_training_rewards_and_filtered_as_it_filters(standing: Standing, looked: Look) -> None:
+def test_u_is_rewarded_as_training_rewards_and_filtered_as_it_filters(
+    restored: RestoredTrainer, looked: Analysis
+) -> None:
     rollout = looked.update_buffer.rollout
     assert rollout.rewards is not None
     rewards = rollout.rewards.view(8, 4)
     torch.testing.assert_close(rollout.advantages.view(8, 4), rewards - rewards.mean(dim=1, keepdim=True))
-    filtered = sample_update(standing, 8, 1, True, 64, lambda _: None).rollout
+    filtered = sample_update(restored, 8, 1, True, 64, lambda _: None).rollout
     idle = [float((r.advantages.view(8, 4) == 0).all(dim=1).double().mean()) for r in (rollout, filtered)]
     assert idle[1] < idle[0]
-    assert standing.trainer.buffer is None
+    assert restored.trainer.buffer is None
 
 
 # --- the guards -------------------------------------------------------------------------------------------------------
@@ -386,8 +393,8 @@ def test_u_is_rewarded_as_training_rewards_and_filtered_as_it_filters(standing: 
 
 def test_a_schedule_that_has_ended_is_said_and_a_learning_rate_is_the_way_out(run: Path) -> None:
     with pytest.raises(ValueError, match=r"learning rate at .* is 0.*learning_rate=1e-6"):
-        standing_at(run, 3)
-    assert standing_at(run, 3, learning_rate=1e-4).learning_rate == 1e-4
+        restored_at(run, 3)
+    assert restored_at(run, 3, learning_rate=1e-4).learning_rate == 1e-4
 
 
 def altered(run: Path, tmp_path: Path, alter: Callable[[Path], None]) -> Path:
@@ -417,16 +424,16 @@ def permute_moments(folder: Path) -> None:
 def test_a_checkpoint_that_is_not_whole_is_refused(run: Path, tmp_path: Path, alter: Any, says: str) -> None:
     copy = altered(run, tmp_path, alter)
     with pytest.raises(ValueError, match=says):
-        standing_at(copy, 1)
+        restored_at(copy, 1)
 
 
 def test_an_adapter_that_the_checkpoint_has_not_is_refused(run: Path) -> None:
     with pytest.raises(ValueError, match="holds all weights, and the model has an adapter: use adapter=none"):
-        standing_at(run, 1, "adapter=lora")
+        restored_at(run, 1, "adapter=lora")
 
 
-def test_each_guard_says_what_is_wrong(standing: Standing, make_trainer: Any, run: Path) -> None:
-    policy, parameters, device = standing.policy, standing.parameters, standing.device
+def test_each_guard_says_what_is_wrong(restored: RestoredTrainer, make_trainer: Any, run: Path) -> None:
+    policy, parameters, device = restored.policy, restored.parameters, restored.device
     with torch.no_grad(), pytest.raises(ValueError, match="G3: gradients are switched off"):
         refuse_without_gradients(policy, parameters, device)
     with torch.inference_mode():
@@ -438,17 +445,17 @@ def test_each_guard_says_what_is_wrong(standing: Standing, make_trainer: Any, ru
     frozen = make_trainer()
     frozen.model.requires_grad_(False)
     with pytest.raises(ValueError, match="G1: no parameter is trainable"):
-        stand(frozen, checkpoint(run, 1))
+        restore(frozen, checkpoint(run, 1))
     larger = make_trainer()
     larger.model.odd = torch.nn.Parameter(torch.zeros(2))
     with pytest.raises(ValueError, match=r"G2: 'odd' is trainable, and .* does not hold it"):
-        stand(larger, checkpoint(run, 1))
+        restore(larger, checkpoint(run, 1))
 
 
 def test_reentrant_checkpointing_is_refused_before_anything_is_sampled(run: Path) -> None:
     reentrant = ("trainer.gradient_checkpointing=true", "trainer.gradient_checkpointing_kwargs={use_reentrant: true}")
     with pytest.raises(ValueError, match=r"G[56]: .*checkpointing"):
-        standing_at(run, 1, *reentrant)
+        restored_at(run, 1, *reentrant)
 
 
 @pytest.mark.parametrize(
@@ -503,8 +510,8 @@ def test_a_checkpoint_in_no_run_says_what_it_needs_and_then_works(run: Path, tmp
         with pytest.raises(ValueError, match=r"lies in no run .* model=… data=…"):
             run_settings(alone, [])
         named = ["model=hub", f"model.name={alone}", "data=arithmetic", "trainer.num_generations=4", *RUN[1:3]]
-        standing = build_standing(run_settings(alone, named), alone)
-    assert standing.learning_rate == pytest.approx(2e-4)
+        restored = build_restored(run_settings(alone, named), alone)
+    assert restored.learning_rate == pytest.approx(2e-4)
 
 
 def test_checkpoints_are_found_by_run_folder_or_word(run: Path, tmp_path: Path) -> None:
@@ -520,16 +527,16 @@ def test_checkpoints_are_found_by_run_folder_or_word(run: Path, tmp_path: Path) 
         checkpoints_named("latest", tmp_path)
 
 
-def test_results_are_written_whole_or_not_at_all(standing: Standing, looked: Look, tmp_path: Path) -> None:
+def test_results_are_written_whole_or_not_at_all(restored: RestoredTrainer, looked: Analysis, tmp_path: Path) -> None:
     path = tmp_path / "here" / "result.json"
-    write_result(path, standing, looked, {"offline": {"learning_rate": None}})
+    write_result(path, restored, looked, {"offline": {"learning_rate": None}})
     read = read_result(path)
     assert read["results"]["deltaH1"] == looked.results["deltaH1"]
     assert read["settings"]["offline"]["learning_rate"] is None
     before = path.read_bytes()
     path.with_name("result.json.tmp").mkdir()  # what cannot be written to
     with pytest.raises(OSError, match="make room"):
-        write_result(path, standing, looked, {})
+        write_result(path, restored, looked, {})
     assert path.read_bytes() == before
 
 
@@ -539,7 +546,7 @@ def test_two_processes_say_what_one_says_in_sweeps_and_logs_too(
     own = [f"checkpoint={checkpoint(run, 1)}", "evaluation.prompts=24", "update.prompts=8", "memory.generation_size=24"]
     own += ["report=false", "log.level=debug", "sweep.evaluation_sizes=[8,16]", "sweep.update_seeds=[3]"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        (path,) = look_at_checkpoints(compose("offline", [*own, f"output={tmp_path / 'one'}"]))
+        (path,) = analyse_checkpoints(compose("offline", [*own, f"output={tmp_path / 'one'}"]))
     assert "predicted, first order" in capsys.readouterr().out
     warm.run_on_ranks(("offline.py", *own, f"output={tmp_path / 'two'}"), 2, ACCELERATE_USE_CPU="true")
     one, two = (read_result(tmp_path / p / path.relative_to(tmp_path / "one")) for p in ("one", "two"))
@@ -574,9 +581,9 @@ def compare(one: dict[str, Any], two: dict[str, Any], tolerance: float) -> int:
 # --- DeepSpeed's shards -----------------------------------------------------------------------------------------------
 
 
-def write_shards(folder: Path, standing: Standing, ranks: int, swap: bool) -> dict[str, Tensor]:
+def write_shards(folder: Path, restored: RestoredTrainer, ranks: int, swap: bool) -> dict[str, Tensor]:
     """Writes a checkpoint's optimizer as ZeRO does, two groups cut into a slice per rank; returns exp_avg by name."""
-    parameters, generator = standing.parameters, torch.Generator().manual_seed(0)
+    parameters, generator = restored.parameters, torch.Generator().manual_seed(0)
     groups = [[n for n in parameters if "bias" not in n and "norm" not in n]]
     groups.append([n for n in parameters if n not in groups[0]])
     exp_avg = {n: torch.randn(p.shape, generator=generator) for n, p in parameters.items()}
@@ -619,11 +626,11 @@ def deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("deepspeed")
 def test_moments_and_settings_are_put_together_from_the_shards_of_ranks(
-    run: Path, tmp_path: Path, standing: Standing
+    run: Path, tmp_path: Path, restored: RestoredTrainer
 ) -> None:
     given: dict[str, Tensor] = {}
-    copy = altered(run, tmp_path, lambda folder: given.update(write_shards(folder, standing, 12, swap=False)))
-    states = standing_at(copy, 1).optimizer.states
+    copy = altered(run, tmp_path, lambda folder: given.update(write_shards(folder, restored, 12, swap=False)))
+    states = restored_at(copy, 1).optimizer.states
     assert states is not None
     assert all(torch.equal(state.exp_avg, given[name]) for name, state in states.items())  # type: ignore[union-attr]
     assert {(state.lr, state.step) for state in states.values()} == {(5e-4, 7)}  # type: ignore[union-attr]
@@ -633,19 +640,19 @@ def test_moments_and_settings_are_put_together_from_the_shards_of_ranks(
 
 @pytest.mark.usefixtures("deepspeed")
 def test_shards_in_another_order_are_refused_since_the_weights_are_not_the_models(
-    run: Path, tmp_path: Path, standing: Standing
+    run: Path, tmp_path: Path, restored: RestoredTrainer
 ) -> None:
-    copy = altered(run, tmp_path, lambda folder: write_shards(folder, standing, 2, swap=True))
+    copy = altered(run, tmp_path, lambda folder: write_shards(folder, restored, 2, swap=True))
     with pytest.raises(ValueError, match=r"put together from the ranks' shards, is not the model's, bit for bit"):
-        standing_at(copy, 1)
+        restored_at(copy, 1)
 
 
 @pytest.mark.usefixtures("deepspeed")
-def test_shards_of_which_some_are_missing_are_refused(run: Path, tmp_path: Path, standing: Standing) -> None:
+def test_shards_of_which_some_are_missing_are_refused(run: Path, tmp_path: Path, restored: RestoredTrainer) -> None:
 
     def lose_one(folder: Path) -> None:
-        write_shards(folder, standing, 3, swap=False)
+        write_shards(folder, restored, 3, swap=False)
         next((folder / "global_step1").glob("*rank_1_*")).unlink()
 
     with pytest.raises(ValueError, match="shards of 2 ranks of"):
-        standing_at(altered(run, tmp_path, lose_one), 1)
+        restored_at(altered(run, tmp_path, lose_one), 1)

@@ -1,4 +1,4 @@
-"""What ends a look before its time: short memory is said with what to lower, and a kill leaves nothing half-written."""
+"""What ends an analysis early: short memory is said with what to lower, and a kill leaves nothing half-written."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 import warm
-from test_offline import SMALL, checkpoint, run, standing  # noqa: F401
+from test_offline import SMALL, checkpoint, restored, run  # noqa: F401
 
 from rl_training.offline.phases import LOWER, Phases
-from rl_training.offline.probe import look
-from rl_training.offline.standing import Standing
+from rl_training.offline.probe import analyse
+from rl_training.offline.restored import RestoredTrainer
 from rl_training.records import looks, probe_logs, read_probe_log
 
 MORE_THAN_THERE_IS = 1 << 60  # bytes
@@ -27,7 +27,7 @@ QUICK = [
 
 @pytest.mark.parametrize("phase", ["sample U", "sample E", "gradient of U", "gradient of E", "truth"])
 def test_a_phase_that_runs_out_of_memory_says_in_one_line_what_to_lower(
-    standing: Standing, phase: str, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    restored: RestoredTrainer, phase: str, monkeypatch: pytest.MonkeyPatch  # noqa: F811
 ) -> None:  # fmt: skip
     """The allocation that fails is torch's own, in the model, once the phase has begun."""
     begun: list[str] = []
@@ -42,10 +42,10 @@ def test_a_phase_that_runs_out_of_memory_says_in_one_line_what_to_lower(
             torch.empty(MORE_THAN_THERE_IS, dtype=torch.uint8)
 
     monkeypatch.setattr(Phases, "__call__", noted)
-    handle = standing.trainer.model.get_input_embeddings().register_forward_pre_hook(take_too_much)
+    handle = restored.trainer.model.get_input_embeddings().register_forward_pre_hook(take_too_much)
     try:
         with pytest.raises(ValueError, match=rf"^out of memory in phase '{phase}': ") as caught:
-            look(standing, SMALL)
+            analyse(restored, SMALL)
     finally:
         handle.remove()
     assert str(caught.value).endswith(LOWER[phase])
@@ -53,8 +53,8 @@ def test_a_phase_that_runs_out_of_memory_says_in_one_line_what_to_lower(
 
 def test_a_process_with_too_little_memory_ends_with_the_setting_to_lower(run: Path) -> None:  # noqa: F811
     ended = warm.run(
-        "tests/ended.py", "memory:150", "offline.py", f"checkpoint={checkpoint(run, 1)}", "name=short",
-        "update.prompts=256", "memory.microbatch_size=1024", "memory.generation_size=256",
+        "tests/ended.py", "memory:50", "offline.py", f"checkpoint={checkpoint(run, 1)}", "name=short",
+        "evaluation.prompts=1024", "memory.generation_size=1024",
     )  # fmt: skip
     assert ended.returncode == 2
     (line,) = [line for line in ended.stderr.splitlines() if "error: " in line]
@@ -62,8 +62,8 @@ def test_a_process_with_too_little_memory_ends_with_the_setting_to_lower(run: Pa
     assert not (run / "offline" / "short").exists()
 
 
-def test_killed_at_any_moment_it_leaves_only_what_is_whole_and_the_next_look_works(run: Path, tmp_path: Path) -> None:  # noqa: F811
-    """SIGKILL, and three looks into one folder: in the midst of measuring, and of writing pages."""
+def test_killed_at_any_moment_it_leaves_only_what_is_whole_and_the_next_one_works(run: Path, tmp_path: Path) -> None:  # noqa: F811
+    """SIGKILL, and three analyses into one folder: in the midst of measuring, and of writing pages."""
     command = ("offline.py", f"checkpoint={checkpoint(run, 1)}", f"output={tmp_path}", "log.level=minimal", *QUICK)
     for moment, num_logs, num_results in (
         ("said:truth", 0, 0),

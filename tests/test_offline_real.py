@@ -11,11 +11,11 @@ import torch
 from hydra import compose, initialize_config_dir
 from test_real_scale import experiment, folder  # noqa: F401, a fixture
 
-from rl_training.job.build import build_standing
-from rl_training.job.look import look_at_checkpoints
+from rl_training.job.analysis import analyse_checkpoints
+from rl_training.job.build import build_restored
 from rl_training.job.run_settings import run_settings
+from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.results import read_result
-from rl_training.offline.standing import Standing
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -24,29 +24,29 @@ SMALL = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8"
 NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "needs deepspeed: pip install -e '.[deepspeed]'"
 
 
-def standing_at(checkpoint: Path, *changes: str) -> Standing:
+def restored_at(checkpoint: Path, *changes: str) -> RestoredTrainer:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return build_standing(run_settings(checkpoint, changes), checkpoint)
+        return build_restored(run_settings(checkpoint, changes), checkpoint)
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
-def test_a_look_at_an_adapter_on_gsm8k_in_bf16(folder: Path, tmp_path: Path, adapter: str) -> None:  # noqa: F811
+def test_the_analysis_of_an_adapter_on_gsm8k_in_bf16(folder: Path, tmp_path: Path, adapter: str) -> None:  # noqa: F811
     run = tmp_path / "run"
     trained = experiment(folder, run, f"adapter={adapter}", *SAVED, "trainer.learning_rate=1e-3")
     trained.train()
     weights = {n: p.detach().clone() for n, p in trained.trainer.model.named_parameters() if p.requires_grad}
     checkpoint = run / "training_state" / "checkpoint-1"
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        standing = build_standing(run_settings(checkpoint, []), checkpoint)
-        (path,) = look_at_checkpoints(compose("offline", [f"checkpoint={run}", *SMALL]))
-    assert standing.parameters.keys() == weights.keys()
-    assert all(torch.equal(weights[name], param) for name, param in standing.parameters.items())
+        restored = build_restored(run_settings(checkpoint, []), checkpoint)
+        (path,) = analyse_checkpoints(compose("offline", [f"checkpoint={run}", *SMALL]))
+    assert restored.parameters.keys() == weights.keys()
+    assert all(torch.equal(weights[name], param) for name, param in restored.parameters.items())
     found = read_result(path)["results"]
     assert found["learning_rate"] == 1e-3
     assert math.isfinite(found["deltaH1"])
     if adapter == "lora":
         assert abs(found["paired_error_odd"]) < 0.1 * abs(found["deltaH_odd"]) + 4 * found["paired_error_odd_se"]
         with pytest.raises(ValueError, match=r"use adapter=lora \(or qlora\)"):
-            standing_at(checkpoint, "adapter=none")
+            restored_at(checkpoint, "adapter=none")
         with pytest.raises(ValueError, match=r"has the shape .* set adapter.r"):
-            standing_at(checkpoint, "adapter.r=4")
+            restored_at(checkpoint, "adapter.r=4")

@@ -1,4 +1,4 @@
-"""Sweeps agree with the look that they vary, and what they leave is read, drawn and told to the dashboards."""
+"""Sweeps agree with the analysis that they vary, and what they leave is read, drawn and told to the dashboards."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from test_offline import checkpoint, run  # noqa: F401
 from test_report import record_run
 from test_verdict import found
 
+from rl_training.job.analysis import analyse_checkpoints
+from rl_training.job.analysis_plan import read_plan
 from rl_training.job.explain import CONF
-from rl_training.job.look import look_at_checkpoints
-from rl_training.job.look_plan import read_plan
-from rl_training.offline.probe import Evaluation, Settings, TruthSettings
 from rl_training.offline.results import read_result
+from rl_training.offline.settings import Evaluation, Settings, TruthSettings
 from rl_training.offline.sweep import SweepSettings, refuse_sweep
 from rl_training.records import looks
 from rl_training.records.looks import COLUMNS
@@ -40,7 +40,7 @@ def swept(run: Path) -> pd.DataFrame:  # noqa: F811
     """Two checkpoints, each with everything varied; told to TensorBoard."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         asked = [f"checkpoint=[{checkpoint(run, 1)},{checkpoint(run, 2)}]", 'run=["trainer.report_to=[tensorboard]"]']
-        look_at_checkpoints(compose("offline", [*asked, *SMALL, *SWEEP]))
+        analyse_checkpoints(compose("offline", [*asked, *SMALL, *SWEEP]))
     return looks(run)
 
 

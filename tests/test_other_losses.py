@@ -11,11 +11,11 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import DrGRPOConfig, Estimate, Probe, attach
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.probe import Need
 from rl_training.hosts.trl.batches import DR_GRPO, is_dr_grpo
 from rl_training.mathematics.scores import Scores
-from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
-from rl_training.engine.probe import Need
-from rl_training.engine.loss_weights import LossWeights
+from rl_training.probes import GradientNoiseScaleProbe, ResponsesProbe, SimpleEntropyProbe
 from rl_training.tasks.models import load_tiny
 
 PLAIN = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "bf16": False, "use_cpu": True}
@@ -44,7 +44,7 @@ class FoldsAndTwins(Probe):
 
     def prepare(self, step: Any) -> None:
         loss, parameters = step.batch.loss_weights, list(step.gradients.parameters.values())
-        self.kept, self.twins = step.gradients.rows.matrix.clone(), []
+        self.kept, self.twins = torch.cat(step.gradients.rows, dim=1), []
         for fold in range(self.num_folds):
             rows = (step.batch.fold == fold).nonzero().squeeze(1)
             fresh = step.policy.score(step.batch.rollout, rows)
@@ -100,7 +100,7 @@ def test_the_split_of_the_trace_is_missing_where_the_loss_is_no_longer_dr_grpo(m
     assert not is_dr_grpo(trainer)
     with attach(trainer, [probe], whole_prompts=True):
         trainer.train()
-    answer = probe._answers["gns/trace_between"]
+    answer = probe.results()["gns/trace_between"]
     assert math.isnan(answer.value)
     assert "Dr-GRPO's only" in answer.reason
 
@@ -111,7 +111,7 @@ def test_a_threshold_of_zero_or_less_does_not_clip(make_trainer, threshold: floa
     for max_grad_norm in (threshold, 1e9):
         probe = SimpleEntropyProbe()
         make_trainer(probes=[probe], max_grad_norm=max_grad_norm, max_steps=1).train()
-        forwards.append(probe._answers["delta_h/forward"].value)
+        forwards.append(probe.results()["delta_h/forward"].value)
     assert forwards[0] == forwards[1]
 
 
@@ -133,9 +133,11 @@ def test_shares_of_a_loss_with_an_auxiliary_term_are_missing_and_say_why(make_tr
             router_aux_loss_coef=0.1,
         )
     )
-    probe = SimpleEntropyProbe(own_prompts=True, top_responses=1)
-    make_trainer(probes=[probe], model=experts, max_steps=1, learning_rate=1e-3).train()
+    probes = [SimpleEntropyProbe(own_prompts=True), ResponsesProbe(count=1)]
+    trainer = make_trainer(probes=probes, model=experts, max_steps=1, learning_rate=1e-3)
+    trainer.train()
+    answers = trainer.attachment.latest
     for name in ("delta_h/own_prompts", "delta_h/response/1"):
-        assert math.isnan(probe._answers[name].value)
-        assert "the auxiliary loss of a mixture of experts" in probe._answers[name].reason
-    assert math.isfinite(probe._answers["delta_h/forward"].value)
+        assert math.isnan(answers[name].value)
+        assert "the auxiliary loss of a mixture of experts" in answers[name].reason
+    assert math.isfinite(answers["delta_h/forward"].value)

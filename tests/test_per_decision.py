@@ -13,7 +13,7 @@ from torch import Tensor
 
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.importance import paired_replicates, reweighted_replicates, sequence_totals
-from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.per_decision import (
     first_order_change,
     mean_entropy,
@@ -22,7 +22,6 @@ from rl_training.mathematics.per_decision import (
     slopes,
 )
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.units import Units
 
 Table = list[list[float]]
 Response = tuple[int, ...]
@@ -146,7 +145,7 @@ def each_left_out(responses: list[Response], size: int) -> list[list[Response]]:
 def test_value_and_left_out_values_are_those_of_the_plain_definition(seed: int, size: int) -> None:
     new, responses = moved(OLD, 0.5), draws(12, seed)
     before, after = as_scores(OLD, responses), as_scores(new, responses)
-    units = Units.of_rows(before.mask).in_blocks(size)
+    units = JackknifeUnits.of_rows(before.mask).in_blocks(size)
     got = per_decision_change(before, after, units)
     assert got.value.tolist() == pytest.approx(plain_per_decision(new, responses), abs=1e-12)
     whole_sequences = reweighted_replicates(sequence_totals(before), sequence_totals(after), units)
@@ -162,12 +161,12 @@ def test_copies_of_a_response_tell_nothing_new_where_prompts_are_left_out() -> N
     copies = [response for response in responses for _ in range(8)]
     once = per_decision_change(as_scores(OLD, responses), as_scores(new, responses))
     before, after = as_scores(OLD, copies), as_scores(new, copies)
-    often = per_decision_change(before, after, Units.of_rows(before.mask).in_blocks(8))
+    often = per_decision_change(before, after, JackknifeUnits.of_rows(before.mask).in_blocks(8))
     assert often.value.tolist() == pytest.approx(once.value.tolist(), abs=1e-12)
     assert often.stderr.tolist() == pytest.approx(once.stderr.tolist(), rel=1e-9)
     paired, pairs = (paired_replicates(*map(sequence_totals, both), units).stderr.tolist() for *both, units in (
         (as_scores(OLD, responses), as_scores(new, responses), None),
-        (before, after, Units.of_rows(before.mask).in_blocks(8)),
+        (before, after, JackknifeUnits.of_rows(before.mask).in_blocks(8)),
     ))  # fmt: skip
     assert pairs == pytest.approx(paired, rel=1e-9)
 
@@ -221,7 +220,7 @@ def test_the_first_order_is_that_of_the_surrogate_weights_with_the_baseline_of_t
         return change
 
     scores = as_scores(OLD, responses)
-    got = first_order_change(scores, *finite_slopes(responses), Units.of_rows(scores.mask).in_blocks(size))
+    got = first_order_change(scores, *finite_slopes(responses), JackknifeUnits.of_rows(scores.mask).in_blocks(size))
     assert got.value.tolist() == pytest.approx(by_weights(responses), abs=1e-12)
     for row, rest in zip(got.without.tolist(), each_left_out(responses, size), strict=True):
         assert row == pytest.approx(by_weights(rest), abs=1e-12)

@@ -6,9 +6,11 @@ The runs of tests/replay.py train on the same given rollouts. The first half of 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import math
 import os
+import re
 import socket
 import sys
 import time
@@ -27,11 +29,12 @@ from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
+from rl_training.engine.sharding import refuse_what_does_not_fit
+from rl_training.hosts.trl import zero
+from rl_training.hosts.trl.sharding import refuse_fsdp_that_cannot_be_read
 from rl_training.job.build import _check_sharding
 from rl_training.job.run_folder import check_number_of_processes
-from rl_training.live import fsdp, zero
-from rl_training.engine.sharding import refuse_what_does_not_fit
-from rl_training.offline.standing import stand
+from rl_training.offline.restored import restore
 from rl_training.records.checkpoints import what_is_wrong_with
 from rl_training.records.jsonl import read_estimates
 
@@ -54,6 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(f"{run}_bare" for run in SHARDED[1:]),
         *(f"{run}_resumed" for run in SHARDED[2:]),
         "zero1_2_lora",
+        *(f"{run}_truth" for run in ("plain_2", "zero3_2", "fsdp2_2")),
         "fsdp2_2_bf16",
         "fsdp2_2_bf16_bare",
     ]
@@ -149,20 +153,20 @@ def test_a_checkpoint_of_zero_is_stood_at_with_the_moments_that_its_next_step_ha
     adapter = LoraConfig.from_pretrained(checkpoint) if run.endswith("lora") else None
     if adapter:
         adapter.inference_mode = False  # as it is saved, always, it would be frozen
-    standing = stand(make_trainer(peft_config=adapter, lr_scheduler_type="linear", max_steps=3), checkpoint)
-    assert standing.optimizer.states is not None
-    assert set(standing.optimizer.states) == {name.partition("/")[2] for name in of_kind(third, "exp_avg")}
-    assert standing.learning_rate == pytest.approx(1e-4)
+    restored = restore(make_trainer(peft_config=adapter, lr_scheduler_type="linear", max_steps=3), checkpoint)
+    assert restored.optimizer.states is not None
+    assert set(restored.optimizer.states) == {name.partition("/")[2] for name in of_kind(third, "exp_avg")}
+    assert restored.learning_rate == pytest.approx(1e-4)
     weights = load_file(checkpoint / ("adapter_model.safetensors" if adapter else "model.safetensors"))
-    for name, state in standing.optimizer.states.items():
+    for name, state in restored.optimizer.states.items():
         for moment in ("exp_avg", "exp_avg_sq"):
             assert torch.equal(getattr(state, moment), third[f"{moment}/{name}"])
-        assert torch.equal(standing.parameters[name], weights[name.replace(".default.", ".")])
+        assert torch.equal(restored.parameters[name], weights[name.replace(".default.", ".")])
 
 
 def test_a_checkpoint_of_fsdp_is_not_stood_at(runs: Path, make_trainer) -> None:
     with pytest.raises(ValueError, match="was written under FSDP, whose optimizer is not read here"):
-        stand(make_trainer(), runs / "fsdp2_2" / "state" / "checkpoint-2")
+        restore(make_trainer(), runs / "fsdp2_2" / "state" / "checkpoint-2")
 
 
 @pytest.mark.parametrize("run", ["plain_2", *SHARDED])
@@ -205,6 +209,18 @@ def test_training_with_cut_weights_goes_on_bitwise_from_its_checkpoint(runs: Pat
 def test_whole_weights_let_a_process_sample_one_batch_more_than_another(runs: Path, run: str) -> None:
     """transformers would have the processes wait for one another at each token, for ever."""
     assert [saved(runs, run, rank)["fresh"] for rank in (0, 1)] == [33, 32]
+
+
+@pytest.mark.parametrize("run", ["zero3_2", "fsdp2_2"])
+def test_what_a_step_with_cut_weights_did_is_measured_at_the_new_ones(runs: Path, run: str) -> None:
+    """As with whole ones: the same responses, and their scores before and after each step."""
+    saved(runs, f"{run}_truth")
+    whole, cut = estimates(runs, "plain_2_truth"), estimates(runs, f"{run}_truth")
+    for step in (1, 2, 3):
+        for name in ("delta_h/true", "delta_h/true_sequence", "delta_h/evaluation"):
+            a, b = whole[step, name], cut[step, name]
+            assert abs(a["value"]) > 0.01 * a["stderr"] > 0
+            assert b["value"] == pytest.approx(a["value"], abs=1e-3 * a["stderr"]), (step, name)
 
 
 def test_in_mixed_precision_fsdp2_shows_probes_the_weights_before_they_are_rounded(runs: Path) -> None:
@@ -259,8 +275,8 @@ def test_deepspeed_that_cannot_be_read_is_refused_with_the_way_out(config: dict,
 )
 def test_fsdp_that_cannot_be_read_is_refused_with_the_way_out(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        fsdp.refuse_what_cannot_be_read(FullyShardedDataParallelPlugin(**settings))
-    fsdp.refuse_what_cannot_be_read(FullyShardedDataParallelPlugin(fsdp_version=2))
+        refuse_fsdp_that_cannot_be_read(FullyShardedDataParallelPlugin(**settings))
+    refuse_fsdp_that_cannot_be_read(FullyShardedDataParallelPlugin(fsdp_version=2))
 
 
 def test_a_model_whose_weights_do_not_fit_on_a_process_is_refused_with_the_memory_it_would_take() -> None:
@@ -273,6 +289,19 @@ def test_a_model_whose_weights_do_not_fit_on_a_process_is_refused_with_the_memor
     with pytest.raises(ValueError, match=message):
         refuse_what_does_not_fit("FSDP2", model, vectors=21)
     refuse_what_does_not_fit("FSDP2", model[1], vectors=21)
+
+
+@pytest.mark.parametrize(("processes", "fits"), [("1", True), ("4", False)])
+def test_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch, processes: str, fits: bool) -> None:
+    """4.096 GB in all; the weights are 2 GB, of which nothing is trained."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10**6}.__getitem__)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    with torch.device("meta"):
+        model = torch.nn.Linear(10**6, 500, bias=False).requires_grad_(False)
+    refused = contextlib.nullcontext() if fits else pytest.raises(ValueError, match=r"every process, which has 1\.0 GB")
+    with refused:
+        refuse_what_does_not_fit("ZeRO-3", model, vectors=3)
 
 
 def test_the_shipped_deepspeed_configurations_are_readable() -> None:
@@ -357,7 +386,8 @@ def test_when_a_rank_dies_the_other_one_ends_too(tmp_path: Path) -> None:
         second.kill()
         first.join(timeout=60)
         assert first.exitcode == 1
-        assert "Connection closed by peer" in (tmp_path / "0.txt").read_text(encoding="utf-8")
+        said = (tmp_path / "0.txt").read_text(encoding="utf-8")
+        assert re.search("Connection (closed|reset) by peer", said)  # as the kernel's timing has it
     finally:
         first.kill()
     assert logs.exists()

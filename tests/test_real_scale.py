@@ -23,11 +23,11 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
-from rl_training.job.build import TrainingRun, accumulation_steps, build_run
+from rl_training.job.build import TrainingRun, build_run
+from rl_training.job.settings import accumulation_steps
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
-from rl_training.probes import SimpleEntropyProbe
+from rl_training.probes import GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
-from rl_training.engine.step import Step
 from rl_training.tasks import models
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.gsm8k import gsm8k
@@ -134,9 +134,9 @@ def experiment(folder: Path, run_dir: Path, *overrides: str) -> TrainingRun:
 
 @pytest.mark.parametrize(("dtype", "steps"), [("float32", 2), ("bfloat16", 1)])
 def test_the_experiment_trains_lora_in_bf16_with_checkpointing_and_measures(folder, tmp_path, dtype, steps) -> None:
-    validation = ("probes.simple.validate_every=1", "probes.simple.validate_sequences=16")
+    truth = ("probe=[simple,gns,ess,ground_truth]", "probes.ground_truth.every=1", "probes.ground_truth.sequences=16")
     other = [] if dtype == "float32" else [f"model.dtype={dtype}"]
-    run = experiment(folder, tmp_path / "run", f"trainer.max_steps={steps}", *validation, *other)
+    run = experiment(folder, tmp_path / "run", f"trainer.max_steps={steps}", *truth, *other)
     model = run.trainer.model
     adapted = {name.split(".")[-2] for name, module in model.named_modules() if name.endswith("lora_A")}
     assert adapted == LINEAR
@@ -190,7 +190,7 @@ def test_the_step_of_bf16_weights_has_no_formula_but_is_known_afterwards(make_tr
     probe = SimpleEntropyProbe()
     trainer = make_trainer(dtype=torch.bfloat16, probes=[probe])
     trainer.train()
-    answers = probe.measure(None)
+    answers = probe.results()
     assert math.isnan(answers["delta_h/forward"].value)
     assert "train weights in float32" in answers["delta_h/forward"].reason
     assert math.isfinite(answers["delta_h/backward"].value)
@@ -255,8 +255,8 @@ def four_bit_run(tmp_path: Path, *probes: Probe) -> dict[str, Tensor]:
 
 def test_a_4_bit_base_is_trained_by_fp32_adapters_that_probes_read_and_do_not_touch(tmp_path: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    simple, steps = SimpleEntropyProbe(validate_every=1, validate_sequences=8), StepAndFormula()
-    with_probes, without = four_bit_run(tmp_path, simple, steps), four_bit_run(tmp_path)
+    simple, truth, steps = SimpleEntropyProbe(), GroundTruthProbe(every=1, sequences=8), StepAndFormula()
+    with_probes, without = four_bit_run(tmp_path, simple, truth, steps), four_bit_run(tmp_path)
     assert [name for name in without if not torch.equal(with_probes[name], without[name])] == []
     trained = {name: p.dtype for name, p in without.items() if ".lora_" in name}
     assert {name.split(".")[-4] for name in trained} == LINEAR
@@ -265,7 +265,7 @@ def test_a_4_bit_base_is_trained_by_fp32_adapters_that_probes_read_and_do_not_to
     for done, said in steps.pairs:
         torch.testing.assert_close(done, said, rtol=0, atol=1e-8)  # of 1e-5
         assert done.abs().max() > 5e-6
-    answers = simple.measure(None)
+    answers = {**simple.results(), **truth.results()}
     assert all(math.isfinite(answers[name].stderr) for name in ("delta_h/forward", "delta_h/trapezoid"))
     assert math.isfinite(answers["delta_h/true"].value)
 

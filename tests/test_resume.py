@@ -23,10 +23,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rl_training import DrGRPOTrainer, Estimate, Probe
+from rl_training.engine.driver import StepDriver
 from rl_training.job import run_folder
 from rl_training.job.build import TrainingRun, build_run
 from rl_training.job.settings import check_resume
-from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
+from rl_training.probes import ErrorSharesProbe, GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
 from rl_training.records.checkpoints import find_checkpoint, set_aside_later, steps_taken, what_is_wrong_with
 from rl_training.records.folder import TRAINING_STATE
@@ -120,7 +121,11 @@ def run_of(folder: Path, *overrides: str) -> TrainingRun:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = run_of(tmp_path_factory.mktemp("trained") / "run", "probe=[simple,gns]")
+    run = run_of(
+        tmp_path_factory.mktemp("trained") / "run",
+        "probe=[simple,gns,ground_truth]",
+        "probes.ground_truth.sequences=16",
+    )
     run.train()
     return run.run_dir
 
@@ -182,7 +187,7 @@ def test_a_checkpoint_of_two_processes_is_said_not_to_go_on_bitwise_with_one(
 
 @pytest.mark.parametrize(
     ("probe", "part"),
-    [(SimpleEntropyProbe(), "sum."), (SimpleEntropyProbe(), "pairs"), (GradientNoiseScaleProbe(), "history")],
+    [(SimpleEntropyProbe(), "sum."), (GroundTruthProbe(), "pairs"), (GradientNoiseScaleProbe(), "history")],
 )
 def test_a_probes_state_of_another_shape_is_named_with_the_way_out(run_dir: Path, probe: Probe, part: str) -> None:
     checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
@@ -194,6 +199,26 @@ def test_a_probes_state_of_another_shape_is_named_with_the_way_out(run_dir: Path
         ValueError, match=rf"probes\.safetensors: the state of probe '{probe.name}' does not fit.*{part}.* has shape"
     ):
         load_probe_states([probe], checkpoint)
+
+
+def test_what_the_simple_probe_once_kept_goes_to_whom_it_belongs_to_now(run_dir: Path) -> None:
+    """A checkpoint of an earlier version: the update, errors, pairs and shares under its name."""
+    checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
+    with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
+        about, state = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    of_engine = {name.removeprefix("engine/"): t for name, t in state.items() if name.startswith("engine/")}
+    assert {"update", "update_step", "error.sum"} < set(of_engine)
+    others = {"pairs": torch.rand(9, 5).double(), "error_share.sum": torch.rand(3, 2)}
+    sums = {name: t for name, t in state.items() if name.startswith("simple/")}
+    once = {f"simple/{name}": t for name, t in (of_engine | others).items()} | sums
+    save_file(once, checkpoint / PROBE_STATES, {**about, "probes": "simple"})
+    simple, truth, shares = SimpleEntropyProbe(), GroundTruthProbe(), ErrorSharesProbe()
+    driver = StepDriver([simple, truth, shares])
+    load_probe_states([simple, truth, shares, driver], checkpoint)
+    found = [{f"simple/{name}": t for name, t in simple.state_dict().items()}, driver.state_dict()]
+    expected = [sums, of_engine, {"pairs": others["pairs"]}, {"sum": others["error_share.sum"]}]
+    for one, other in zip([*found, truth.state_dict(), shares.state_dict()], expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_checkpoint_is_complete_with_the_last_of_its_files_only(run_dir: Path, tmp_path: Path) -> None:

@@ -15,8 +15,13 @@ from trl import GRPOTrainer
 from rl_training import Estimate, Probe, attach
 from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.sampling_mismatch import why_sampling_mismatch
-from rl_training.offline.standing import stand
-from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
+from rl_training.offline.restored import restore
+from rl_training.probes import (
+    EffectiveSampleSizeProbe,
+    GradientNoiseScaleProbe,
+    GroundTruthProbe,
+    SimpleEntropyProbe,
+)
 from rl_training.probes.ground_truth import MEASURED
 from rl_training.probes.visited_entropy import NAMES as VISITED
 from rl_training.tasks.models import load_tiny
@@ -32,16 +37,17 @@ class Contexts(Probe):
         self.all: list[Any] = []
 
     def prepare(self, step: Any) -> None:
-        self.all.append(ctx)
+        self.all.append(step)
 
     def results(self) -> dict[str, Estimate]:
-        return {"contexts/step": Estimate(float(step.number))}
+        return {"contexts/step": Estimate(float(self.all[-1].number))}
 
 
-def answers_of(trainer: GRPOTrainer, *, split_prompts: int = 0, validate_every: int = 0) -> tuple[dict, Contexts]:
+def answers_of(trainer: GRPOTrainer, *more: Probe, split_prompts: int = 0) -> tuple[dict, Contexts]:
     contexts = Contexts()
     probes = [
-        SimpleEntropyProbe(validate_every=validate_every, validate_sequences=8),
+        SimpleEntropyProbe(),
+        *more,
         GradientNoiseScaleProbe(split_prompts=split_prompts),
         EffectiveSampleSizeProbe(),
         contexts,
@@ -100,25 +106,19 @@ def test_under_top_p_only_the_entropy_change_is_missing_and_training_is_bitwise_
     bare.train()
     trainer = make_trainer(**settings)
     trainer.attachment.remove()
-    answers, contexts = answers_of(trainer, split_prompts=1, validate_every=1)
+    answers, contexts = answers_of(trainer, GroundTruthProbe(every=1, sequences=8), split_prompts=1)
     for a, b in zip(bare.model.parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(a, b)
     assert_only_simple_is_missing(answers, "top_p=0.8 makes the sampled policy differ")
     for name in (*MEASURED, "delta_h/evaluation", "gns/trace_between"):
         assert "set top_p=1.0" in answers[name].reason
     # The entropy of the visited prefixes, and its jackknife error over 8 folds of one prompt, from their definitions.
-    ctx = contexts.all[-1]
-    mask, entropies = step.batch.scores.mask.tolist(), step.batch.scores.entropies.tolist()
-    prompts = [
-        step.batch.rollout.prompt_index.tolist().index(p) for p in sorted(set(step.batch.rollout.prompt_index.tolist()))
-    ]
+    batch = contexts.all[-1].batch
+    mask, entropies = batch.scores.mask.tolist(), batch.scores.entropies.tolist()
+    prompts = batch.rollout.prompt_index.tolist()
     sums = []
-    for first in prompts:
-        rows = [
-            i
-            for i, p in enumerate(step.batch.rollout.prompt_index.tolist())
-            if p == step.batch.rollout.prompt_index[first]
-        ]
+    for prompt in sorted(set(prompts)):
+        rows = [i for i, p in enumerate(prompts) if p == prompt]
         visited = [h for i in rows for h, real in zip(entropies[i], mask[i], strict=True) if real]
         sums.append((math.fsum(visited), len(visited), len(rows)))
 
@@ -159,7 +159,7 @@ def test_where_every_response_is_left_out_the_step_is_decay_and_the_entropy_that
     answers, contexts = answers_of(trainer, split_prompts=1)
     for a, b in zip(bare.model.parameters(), trainer.model.parameters(), strict=True):
         assert torch.equal(a, b)
-    ctx = contexts.all[-1]
+    step = contexts.all[-1]
     assert (step.batch.rollout.completion_mask.sum(dim=1) == 3).all()
     assert all(not gradient.any() for gradient in step.gradients.mean.values())
     assert answers["entropy/token"].value == pytest.approx(float(step.batch.scores.entropies.mean()), rel=1e-6)
@@ -191,4 +191,4 @@ def test_a_checkpoint_is_not_looked_at_with_samples_of_another_policy(
     make_trainer, tmp_path, settings, way_out
 ) -> None:
     with pytest.raises(ValueError, match=way_out):
-        stand(make_trainer(**settings), tmp_path)
+        restore(make_trainer(**settings), tmp_path)

@@ -24,7 +24,7 @@ from transformers import (
 )
 from trl.trainer.utils import add_fused_lm_head
 
-from rl_training.mathematics.vectors import FlatVectors
+from rl_training.offline.flat_vectors import FlatVectors
 from rl_training.offline.sequence_gradients import Recording, SequenceGradients
 
 BATCH, LENGTH, VOCABULARY, PADDING = 4, 9, 23, 0

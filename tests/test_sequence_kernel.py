@@ -19,12 +19,13 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 from safetensors.torch import load_file
-from test_offline import run, standing_at  # noqa: F401
+from test_offline import restored_at, run  # noqa: F401
 from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer
 from rl_training.engine.optimizer import view_optimizer
+from rl_training.engine.step import OptimizerView
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.sharding import replicated
 from rl_training.mathematics.adamw import AdamWState
@@ -34,16 +35,16 @@ from rl_training.offline.buffers import EvaluationBuffer, UpdateBuffer
 from rl_training.offline.first_order import TOKEN, predict
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
+from rl_training.offline.kernel_at_checkpoint import kernel_of_analysis, kernel_step
 from rl_training.offline.kernel_files import load_kernel
-from rl_training.offline.kernel_look import kernel_of_look, kernel_step
 from rl_training.offline.kernel_proofs import prove_identity
-from rl_training.offline.kernel_types import KernelSettings, KernelStep, Question, Ranks
+from rl_training.offline.kernel_types import KernelInputs, KernelSettings, KernelStep, Ranks
 from rl_training.offline.kernel_what_if import chooser, what_if
-from rl_training.offline.probe import Evaluation, Settings, TruthSettings, Updating, look
-from rl_training.offline.standing import Standing
+from rl_training.offline.probe import analyse
+from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import Evaluation, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.structure import Structure, headline
 from rl_training.offline.update import make_update
-from rl_training.engine.step import OptimizerView
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 
@@ -58,17 +59,17 @@ class Case:
     """A trainer that has taken two steps, and what is asked of its third."""
 
     trainer: GRPOTrainer
-    standing: Standing
-    question: Question
+    restored: RestoredTrainer
+    inputs: KernelInputs
     step: KernelStep
 
     @property
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
-        return self.standing.parameters
+        return self.restored.parameters
 
     @property
     def optimizer(self) -> OptimizerView:
-        return self.standing.optimizer
+        return self.restored.optimizer
 
     def rows(self, microbatch: int = 3) -> GradientRows:
         return GradientRows(self.trainer, self.parameters, microbatch)
@@ -96,16 +97,16 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
     trainer.optimizer.zero_grad()
     parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     policy = TrainerPolicy(trainer)
-    standing = Standing(trainer, Path(), 2, parameters, view_optimizer(replicated(trainer), parameters), policy)
+    restored = RestoredTrainer(trainer, Path(), 2, parameters, view_optimizer(replicated(trainer), parameters), policy)
     of_e, of_u = policy.sample(NUM_E, 0), policy.sample(NUM_U, 1)
     of_u.advantages.copy_(torch.linspace(-0.5, 0.7, NUM_U))
     of_u.advantages[3] = 0.0
-    update = make_update(standing, UpdateBuffer(of_u, NUM_U, 1), 4, False, lambda _: None)
+    update = make_update(restored, UpdateBuffer(of_u, NUM_U, 1), 4, False, lambda _: None)
     scores = policy.score_rollout(of_e)
     evaluation = EvaluationBuffer(of_e, of_e.prompt_index, scores, ())
-    direction = predict(standing, evaluation, update, "rb", 4, lambda _: None).direction[TOKEN]
+    direction = predict(restored, evaluation, update, "rb", 4, lambda _: None).direction[TOKEN]
     weights = surrogate_weights(scores.logps, scores.entropies, scores.mask, of_e.prompt_index, "rb", "token", "buffer")
-    return Case(trainer, standing, Question(of_e, *weights, of_u, max_length=24), kernel_step(update, direction))
+    return Case(trainer, restored, KernelInputs(of_e, *weights, of_u, max_length=24), kernel_step(update, direction))
 
 
 SETTINGS_OF: dict[str, dict[str, Any]] = {
@@ -135,7 +136,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 
 
 def calculated(case: Case, folder: Path, settings: KernelSettings = SETTINGS, **more: Any) -> dict[str, Tensor]:
-    calculate_kernel(case.rows(), case.step, case.question, settings, folder, **more)
+    calculate_kernel(case.rows(), case.step, case.inputs, settings, folder, **more)
     return dict(load_kernel(folder).tensors)
 
 
@@ -181,13 +182,14 @@ def test_what_training_checkpoints_is_checkpointed_here_and_nothing_drops_out(ca
     case = cases("adapter, checkpointing")
     layers = [m for m in case.trainer.model.modules() if getattr(m, "gradient_checkpointing", False)]
     calls: list[bool] = []
+    rows = case.rows()  # which tries the scorer
     attention = next(m for m in layers if hasattr(m, "self_attn")).self_attn
     handle = attention.register_forward_pre_hook(lambda module, _: calls.append(module.training))
     flags = [m.training for m in case.trainer.model.modules()]
-    for _ in case.rows().both(
-        case.question.evaluation, torch.arange(2), case.question.logp_weights, case.question.entropy_weights
-    ):
-        pass
+    rows, inputs = case.rows(), case.inputs
+    for _ in range(2):  # when it is first asked, the scorer holds itself against the model's own logits
+        calls.clear()
+        list(rows.both(inputs.evaluation, torch.arange(2), inputs.logp_weights, inputs.entropy_weights))
     handle.remove()
     assert calls == [False] * 3  # forward, and once more for each of two backwards
     assert [m.training for m in case.trainer.model.modules()] == flags
@@ -196,7 +198,7 @@ def test_what_training_checkpoints_is_checkpointed_here_and_nothing_drops_out(ca
 
 def plain_kernels(case: Case) -> tuple[Tensor, Tensor, Tensor]:
     """Returns K, X̃ (with M = κP) and W·δθ of E in fp64, from a backward per sequence and AdamW written out."""
-    rows, q = case.rows(), case.question
+    rows, q = case.rows(), case.inputs
     ones = torch.ones_like(q.update.completion_mask, dtype=torch.float32)
 
     def of(rollout: Any, weights: Tensor, entropies: Tensor | None = None) -> Tensor:
@@ -232,7 +234,7 @@ def test_entries_are_those_of_single_backwards_and_adamw_written_out(name: str, 
 def test_blocks_and_microbatches_do_not_matter(cases: Any, finished: Any, tmp_path: Path) -> None:
     case, whole = cases("adapter"), load_kernel(finished("adapter")).tensors
     parts = calculated(case, tmp_path / "parts", in_blocks_of(case, 2))
-    calculate_kernel(case.rows(4), case.step, case.question, SETTINGS, tmp_path / "fours")
+    calculate_kernel(case.rows(4), case.step, case.inputs, SETTINGS, tmp_path / "fours")
     for other in (parts, load_file(tmp_path / "fours" / "kernel.safetensors")):
         assert other.keys() == whole.keys()
         for key, value in whole.items():
@@ -258,7 +260,7 @@ def test_gradients_are_stored_on_request(cases: Any, tmp_path: Path) -> None:
     case = cases("adapter")
     found = calculated(case, tmp_path, dataclasses.replace(SETTINGS, store_gradients=True))
     w_u = torch.cat([load_file(path)["W"] for path in sorted(tmp_path.glob("gradients-update-*"))]).double()
-    g = -(case.question.update.advantages.double() @ w_u) / (NUM_U * 24)
+    g = -(case.inputs.update.advantages.double() @ w_u) / (NUM_U * 24)
     assert len(w_u) == NUM_U
     assert float(g.norm()) > 0
     assert len(list(tmp_path.glob("gradients-e*"))) == 6  # W and x of E, three microbatches each
@@ -278,7 +280,7 @@ def test_what_if_is_the_step_taken_anew_without_these_sequences(
     clipping included, whose norms are sketches'. SGD's metric does not move with the gradient, as Adam's does
     (benchmarks/kernel_looks.py).
     """
-    case, q = cases(name), cases(name).question
+    case, q = cases(name), cases(name).inputs
     of_e, of_u = ([line_of(key, i, int(n)) for i, n in enumerate(rollout.completion_mask.sum(dim=1))]
                   for key, rollout in (("evaluation", q.evaluation), ("update", q.update)))  # fmt: skip
     s = Structure(load_kernel(finished(name)), of_e, of_u)
@@ -289,7 +291,7 @@ def test_what_if_is_the_step_taken_anew_without_these_sequences(
         without = chooser(text)(s)
         told = what_if(s, without)
         left = dataclasses.replace(q.update, advantages=q.update.advantages.masked_fill(without, 0.0))
-        delta = make_update(case.standing, UpdateBuffer(left, NUM_U, 1), 4, False, lambda _: None).delta.double()
+        delta = make_update(case.restored, UpdateBuffer(left, NUM_U, 1), 4, False, lambda _: None).delta.double()
         true_entropy, true_logp = float(case.step.entropy_gradient.double() @ delta), float((w @ delta)[right].mean())
         for key, true in (("deltaH1", true_entropy), ("log_probability_of_right", true_logp)):
             changed = abs(true - told[f"{key}_before"])
@@ -319,7 +321,7 @@ def test_a_killed_run_goes_on_after_its_last_block(cases: Any, tmp_path: Path, c
     whole = calculated(case, tmp_path / "whole", settings)
     folder = tmp_path / "killed"
     dying = Killed(case.trainer, case.parameters, 3)
-    child = FORK.Process(target=calculate_kernel, args=(dying, case.step, case.question, settings, folder))
+    child = FORK.Process(target=calculate_kernel, args=(dying, case.step, case.inputs, settings, folder))
     child.start()
     child.join(timeout=100)
     assert child.exitcode == -signal.SIGKILL
@@ -335,10 +337,10 @@ def test_a_killed_run_goes_on_after_its_last_block(cases: Any, tmp_path: Path, c
 
 def test_the_folder_of_another_kernel_is_refused(cases: Any, finished: Any) -> None:
     case = cases("adapter")
-    longer = dataclasses.replace(case.question, max_length=25)
-    of_u = case.question.update
+    longer = dataclasses.replace(case.inputs, max_length=25)
+    of_u = case.inputs.update
     otherwise_taught = dataclasses.replace(
-        case.question, update=dataclasses.replace(of_u, advantages=2 * of_u.advantages)
+        case.inputs, update=dataclasses.replace(of_u, advantages=2 * of_u.advantages)
     )
     for other, named in ((longer, "max_length"), (otherwise_taught, "advantages")):
         with pytest.raises(ValueError, match=f"holds a kernel with other {named}:"):
@@ -350,7 +352,7 @@ def share(rank: int, port: int, case: Case, folder: Path) -> None:
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
 
     ranks = Ranks(rank, 2, dist.barrier)
-    calculate_kernel(case.rows(), case.step, case.question, SETTINGS, folder, ranks)
+    calculate_kernel(case.rows(), case.step, case.inputs, SETTINGS, folder, ranks)
     dist.destroy_process_group()
 
 
@@ -379,11 +381,13 @@ def test_fixed_texts_stay_over_checkpoints_and_say_nothing_of_another_policys_en
     run: Path,  # noqa: F811
     tmp_path: Path,
 ) -> None:
-    asked = Settings(Evaluation(prompts=6), Updating(prompts=2), truth=TruthSettings(enabled=False), conditioning=False)
+    asked = Settings(
+        Evaluation(prompts=6), UpdateConfig(prompts=2), truth=TruthSettings(enabled=False), conditioning=False
+    )
     fixed, folders = dataclasses.replace(SETTINGS, source="fixed"), [tmp_path / "1", tmp_path / "2"]
     for step, folder in enumerate(folders, start=1):
-        standing = standing_at(run, step)
-        kernel_of_look(standing, look(standing, asked), fixed, folder, texts=tmp_path / "texts.json")
+        restored = restored_at(run, step)
+        kernel_of_analysis(restored, analyse(restored, asked), fixed, folder, texts=tmp_path / "texts.json")
     first, second = (Structure.read(folder) for folder in folders)
     assert [row["hash"] for row in first.evaluation] == [row["hash"] for row in second.evaluation]
     assert [row["reward"] for row in first.evaluation] == [row["reward"] for row in second.evaluation]
@@ -421,7 +425,7 @@ class Mixing(GradientRows):
 def test_rows_that_are_wrong_end_the_run(broken: type[GradientRows], message: str, cases: Any, tmp_path: Path) -> None:
     case = cases("full")
     with pytest.raises(ValueError, match=message):
-        calculate_kernel(broken(case.trainer, case.parameters, 4), case.step, case.question, SETTINGS, tmp_path)
+        calculate_kernel(broken(case.trainer, case.parameters, 4), case.step, case.inputs, SETTINGS, tmp_path)
     assert not (tmp_path / "kernel.safetensors").exists()
 
 
@@ -429,15 +433,15 @@ def test_a_kernel_that_lost_a_row_is_refused(cases: Any, finished: Any) -> None:
     case, found = cases("full"), dict(load_kernel(finished("full")).tensors)
     value = float(load_kernel(finished("full")).about["pairs_sum"])
     by_rows = torch.tensor([value, 50 * abs(value)], dtype=torch.float64)
-    proof = prove_identity(found, case.question, case.step, by_rows, value, 1e-4)
+    proof = prove_identity(found, case.inputs, case.step, by_rows, value, 1e-4)
     assert float(proof["identity_error"]) == 0.0
     found["entropy_kernel"][2] = 0.0
     with pytest.raises(ValueError, match="rows of the kernel are missing or wrong"):
-        prove_identity(found, case.question, case.step, by_rows, value, 1e-4)
+        prove_identity(found, case.inputs, case.step, by_rows, value, 1e-4)
 
 
 def test_a_budget_for_no_row_says_what_would_do(cases: Any, tmp_path: Path) -> None:
     case = cases("full")
     tight = dataclasses.replace(SETTINGS, memory_gb=1e-4)
     with pytest.raises(ValueError, match=r"give at least kernel.memory_gb=0\.00\d"):
-        calculate_kernel(case.rows(), case.step, case.question, tight, tmp_path)
+        calculate_kernel(case.rows(), case.step, case.inputs, tight, tmp_path)

@@ -21,8 +21,9 @@ from trl import GRPOConfig, GRPOTrainer
 from two_turns import LOGITS, OUTCOMES, coverage, exact, policy_logp, tables
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, attach
+from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.mathematics.entropy import surrogate_weights
-from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe
+from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, GroundTruthProbe
 from rl_training.tasks.models import load_tiny
 
 # --- a policy of two turns, by enumeration ------------------------------------------------------------------------
@@ -219,11 +220,13 @@ def train(folder: Any, kind: str, probes: list[Any], **settings: Any) -> tuple[G
 
 @pytest.mark.parametrize(("kind", "masked"), [("tool", True), ("environment", False), ("rollout_func", False)])
 def test_over_several_turns_the_probe_is_the_plain_twin_and_training_is_what_it_was(
-    tmp_path, kind: str, masked: bool
+    tmp_path, monkeypatch: pytest.MonkeyPatch, kind: str, masked: bool
 ) -> None:
     settings = {"mask_truncated_completions": masked, "max_completion_length": 14 if masked else 32}
-    probe, recorder = Answers(draw="first", per_sequence=True, validate_every=1, validate_sequences=8), Recorder()
-    probes = [probe, recorder, GradientNoiseScaleProbe(), EffectiveSampleSizeProbe()]
+    monkeypatch.setattr(TrainerPolicy, "sample", lambda *_: pytest.fail("fresh responses were asked for"))
+    probe, recorder = Answers(per_sequence=True), Recorder()
+    truth = GroundTruthProbe(every=1, sequences=8)
+    probes = [probe, truth, recorder, GradientNoiseScaleProbe(), EffectiveSampleSizeProbe()]
     probed, attachment = train(tmp_path, kind, probes, **settings)
     bare, _ = train(tmp_path, kind, [], **settings)
     for a, b in zip(probed.model.parameters(), bare.model.parameters(), strict=True):
@@ -231,30 +234,31 @@ def test_over_several_turns_the_probe_is_the_plain_twin_and_training_is_what_it_
     assert kind == "rollout_func" or probed.state.log_history[0]["tools/call_frequency"] > 0.2
     same = {"rel": 1e-3, "abs": 2e-6}  # TRL's fused head computes in fp32
     cut_in_second_turn = 0
-    for step, answer in zip(recorder.steps, probe.all, strict=True):
+    assert len(probe.all) == len(recorder.steps) == 2
+    for step in recorder.steps:
         rollout = step.rollout
         written = rollout.token_mask.sum(dim=1) - rollout.completion_mask.sum(dim=1)
         assert 0.1 < float((written > 0).float().mean()) < 0.9
         assert rollout.completion_mask[:, 0].all()  # the policy begins, and is heard where it is cut off later
         cut_in_second_turn += int(((rollout.completion_mask[:, -1] == 1) & (written > 0)).sum())
-        assert "may remember it" in answer["delta_h/true"].reason
-        assert "may remember it" in answer["delta_h/evaluation"].reason
     # The last step, from moments that the first one has fed.
-    twin = Twin(step, responses=1, estimator="rb", max_length=settings["max_completion_length"], draw="first")
+    answer = probe.all[-1]
+    twin = Twin(step, responses=1, estimator="rb", max_length=settings["max_completion_length"])
     for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
         forward, stderr = twin.change(twin.update_without, statistic), twin.stderr(twin.update_without, statistic)
         assert answer[f"delta_h/forward{suffix}"].value == pytest.approx(forward, **same)
         assert answer[f"delta_h/forward{suffix}"].stderr == pytest.approx(stderr, **same)
     assert answer["entropy/token"].value == pytest.approx(sum(twin.entropy_of) / sum(twin.lengths), **same)
     assert not masked or cut_in_second_turn > 2
-    assert probe._truth._buffer is None  # nothing was sampled
+    for name in ("delta_h/true", "delta_h/evaluation"):
+        assert "may remember it" in attachment.latest[name].reason
     weights = (rollout.advantages.abs() * rollout.completion_mask.sum(dim=1)).double()
     kish = float(weights.sum() ** 2 / weights.square().sum())
     assert attachment.latest["ess/token_weight"].value == pytest.approx(kish, rel=1e-6)
 
 
 def test_a_second_step_on_truncated_turns_knows_what_was_sampled(tmp_path) -> None:
-    probe, recorder = Answers(draw="first"), Recorder()
+    probe, recorder = Answers(), Recorder()
     train(tmp_path, "tool", [probe, recorder], num_iterations=2, mask_truncated_completions=True,
           max_completion_length=14)  # fmt: skip
     first, second = recorder.steps
@@ -262,7 +266,7 @@ def test_a_second_step_on_truncated_turns_knows_what_was_sampled(tmp_path) -> No
     assert torch.equal(first.rollout.completion_ids, second.rollout.completion_ids)
     left_out = (second.rollout.advantages == 0) & mask[:, -1]
     assert int(left_out.sum()) > 2
-    twin = Twin(first, responses=1, estimator="rb", max_length=14, draw="first")  # at the parameters of the sampling
+    twin = Twin(first, responses=1, estimator="rb", max_length=14)  # at the parameters of the sampling
     for row, expected in enumerate(twin.logps):
         sampled = second.rollout.sampling_logps[row][mask[row]].double()
         torch.testing.assert_close(sampled, expected.detach(), rtol=1e-4, atol=1e-4)

@@ -7,6 +7,7 @@ this machine only, and end with the tests.
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import shutil
 import signal
@@ -355,11 +356,18 @@ def test_a_run_without_a_report_of_its_last_step_has_not_ended() -> None:
 def test_a_full_disk_here_is_named_and_not_tried_again(
     run_there: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "home").write_bytes(b"a file where the folder should be")
+    tried: list[str] = []
+
+    def full(self: LocalFileSystem, source: str, target: str) -> None:
+        tried.append(source)
+        raise OSError(errno.ENOSPC, "No space left on device", target)
+
+    monkeypatch.setattr(LocalFileSystem, "get_file", full)
     with pytest.raises(SystemExit) as ended:
         main([str(run_there), str(tmp_path / "home")])
     assert ended.value.code == 2
-    assert str(tmp_path / "home") in capsys.readouterr().err
+    assert capsys.readouterr().err.endswith("the disk here is full; make room, and the same command brings the rest\n")
+    assert len(tried) == 1
 
 
 @pytest.mark.parametrize(
@@ -369,6 +377,8 @@ def test_a_full_disk_here_is_named_and_not_tried_again(
         (["empty", "here"], 2, "holds no run: give the folder that has logs/metrics.jsonl"),
         (["empty", "s3://bucket"], 2, "DESTINATION is a folder on this machine"),
         (["gopher://host/x", "here"], 2, "gopher"),
+        (["s3://", "here"], 2, "s3:// names no place: give BUCKET/path"),
+        (["empty", "a_file"], 2, "DESTINATION is a folder, and a_file is a file"),
         (["empty", "here", "--watch", "0"], 2, "--watch takes seconds above 0"),
         (["sftp://me:secret@127.0.0.1:1/x", "here", "--retries", "0"], 1, "me:***@127.0.0.1:1/x failed 1 times"),
     ],
@@ -379,6 +389,7 @@ def test_mistakes_end_with_one_line_that_names_them(
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
+    (tmp_path / "a_file").touch()
     with pytest.raises(SystemExit) as ended:
         main(arguments)
     error = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""What a look measures, on numbers worked by hand: a policy that is a table, moved by one number."""
+"""What an analysis measures, on numbers worked by hand: a policy that is a table, moved by one number."""
 
 from __future__ import annotations
 
@@ -11,21 +11,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.jackknife import Replicates
+from rl_training.engine.batch import Rollout
+from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.units import Units
 from rl_training.offline import truth
 from rl_training.offline.buffers import EvaluationBuffer
 from rl_training.offline.first_order import FirstOrder, blocks_of, without_blocks
 from rl_training.offline.sweep import over_sizes
-from rl_training.engine.batch import Rollout
 
 LENGTHS = torch.tensor([4, 1, 3, 2, 2, 1, 4, 3])
 ALONG = torch.linspace(-0.3, 0.4, 32, dtype=torch.float64).view(8, 4).sin()  # slopes of log-probabilities
 
 
 class Line:
-    """A standing trainer whose one parameter is x. E's tokens have log-probability −1 + x·ALONG and entropy 1 + x².
+    """A restored trainer whose one parameter is x. E's tokens have log-probability −1 + x·ALONG and entropy 1 + x².
 
     Fresh responses to E's prompts have entropy 1 + 2x + 3x² at every token. Scored in row r of a batch, an entropy is
     off by r/1000.
@@ -137,7 +136,7 @@ def test_a_first_part_of_e_is_measured_as_the_whole_of_a_smaller_e_with_the_same
 def test_without_a_block_a_token_mean_is_over_the_tokens_left_and_a_sequence_mean_over_the_sequences_left() -> None:
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0]])
     sums = torch.tensor([[[1.0, 10.0]], [[2.0, 20.0]]])  # (2 blocks, 1 label, per token and per sequence)
-    found = without_blocks(sums, mask, Units.of_rows(mask).in_blocks(2))
+    found = without_blocks(sums, mask, JackknifeUnits.of_rows(mask).in_blocks(2))
     assert found.value.tolist() == [[3.0, 30.0]]
     assert found.without.tolist() == [
         [pytest.approx([2 / (1 / 6), 20 / (1 / 3)])],

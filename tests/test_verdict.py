@@ -1,4 +1,4 @@
-"""The verdict on a look fires where the first order is off by more than noise and by enough to mislead."""
+"""The verdict on an analysis fires where the first order is off by more than noise and by enough to mislead."""
 
 from __future__ import annotations
 

@@ -9,22 +9,23 @@ from __future__ import annotations
 
 import argparse
 import math
-from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import reference
 import torch
+from steps import step_of
 from torch import Tensor
 
+from rl_training.engine.batch import Rollout
+from rl_training.engine.entropy_change import StepMemory
+from rl_training.engine.entropy_gradients import EntropySettings
+from rl_training.engine.policy import Policy
+from rl_training.engine.step import Step
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import FlatVectors
+from rl_training.mathematics.vectors import Layout
 from rl_training.probes import SimpleEntropyProbe
-from rl_training.engine.loss_weights import LossWeights
-from rl_training.engine.batch import Rollout
-from rl_training.engine.step import OptimizerView, Step
-from rl_training.engine.updates import FIRST_FOLD
 
 STOP, GO, CALL = 0, 1, 2  # what the policy may say: the first two end its turn, after CALL the environment answers
 ANSWERS = [(0,), (1, 1)]  # what the environment says, of unlike lengths
@@ -105,50 +106,47 @@ def policy_logp(outcome: Outcome) -> float:
 REWARDS = torch.tensor([float(CALL in o.tokens[:1]) + (o.columns == (0, 3) and o.tokens[1] == GO) for o in OUTCOMES])
 
 
-def context(logits: torch.nn.Parameter, drawn: Tensor, states: dict[str, AdamWState]) -> Step:
+class Tabular(Policy):
+    """The policy as a probe questions it."""
+
+    def __init__(self, logits: torch.nn.Parameter) -> None:
+        self.logits = logits
+
+    def score(self, rollout: Rollout, rows: Tensor) -> Scores:
+        return Scores(*tables(rollout.completion_ids[rows, 0], self.logits))
+
+    def sample(self, num_sequences: int, seed: int) -> Rollout:
+        raise NotImplementedError
+
+    def decode(self, ids: Tensor) -> str:
+        raise NotImplementedError
+
+
+def step_on(logits: torch.nn.Parameter, drawn: Tensor, states: dict[str, AdamWState]) -> Step:
     """Returns the step that Dr-GRPO makes of these outcomes, (prompts · G,)."""
-    prompts = torch.arange(len(drawn)) // G
     rewards = REWARDS[drawn].double().view(-1, G)
     advantages = (rewards - rewards.mean(dim=1, keepdim=True)).flatten()
     logps, entropies, mask = tables(drawn, logits)
     there = mask.flip(1).cumsum(dim=1).flip(1).clamp(max=1)
     numbers = drawn.unsqueeze(1).expand(-1, WIDTH)
     ones = torch.ones(len(drawn), 1, dtype=torch.long)
-
-    def score(rollout: Rollout, rows: Tensor) -> Scores:
-        return Scores(*tables(rollout.completion_ids[rows, 0], logits))
-
     weights = -advantages.unsqueeze(1) * mask / (len(drawn) * WIDTH)
     of_row = (weights * logps.masked_fill(mask == 0, 0.0)).sum(dim=1).view(FOLDS, -1).sum(dim=1) * FOLDS
-    folds = FlatVectors({"logits": logits}, FOLDS)
-    for k in range(FOLDS):
-        folds.matrix[k] = torch.autograd.grad(of_row[k], logits, retain_graph=True)[0].flatten()
-    return Step(
-        step=1,
-        parameters={"logits": logits},
-        gradients={"logits": folds.matrix.mean(dim=0).view_as(logits)},
-        fold_gradients=folds,
-        microbatch_sq_norms=None,
-        optimizer=OptimizerView(states, math.inf),
-        rollout=Rollout(ones, ones, numbers, mask, advantages, None, prompts, None, True, there - mask),
-        scores=Scores(logps.detach(), entropies.detach(), mask),
-        loss_weights=LossWeights(weights, None),
-        other_terms=False,
-        microbatch_rows=tuple(range(k * G, (k + 1) * G) for k in range(FOLDS)),
-        fold=prompts,
-        sampled_otherwise="",
-        no_fresh_responses="",
-        rollout_number=0,
-        autocast=False,
-        reused=False,
-        learned_again=False,
-        responses_per_prompt=G,
-        complete_prompts=True,
-        whole_prompts=True,
-        dr_grpo=True,
-        num_ranks=1,
-        reduce=lambda tensor: tensor,
-        policy=SimpleNamespace(score=score),
+    rows = torch.stack([torch.autograd.grad(of_fold, logits, retain_graph=True)[0].flatten() for of_fold in of_row])
+    parameters = {"logits": logits}
+    prompts = torch.arange(len(drawn)) // G
+    return step_of(
+        1,
+        Rollout(ones, ones, numbers, mask, advantages, None, prompts, None, True, there - mask),
+        Scores(logps.detach(), entropies.detach(), mask),
+        weights,
+        FOLDS,
+        parameters,
+        {"logits": rows.mean(dim=0).view_as(logits)},
+        Tabular(logits),
+        states=states,
+        rows=[rows],
+        memory=StepMemory(Layout(parameters), EntropySettings(per_sequence=True, error_decay=0.0)),
     )
 
 
@@ -159,6 +157,26 @@ class Coverage(NamedTuple):
     mean: tuple[float, ...]
     error_of_mean: tuple[float, ...]
     covered: tuple[float, ...]  # share of the 95 % intervals that hold the truth
+
+
+def mean_step_without_a_fold(rows: Tensor, state: AdamWState, logits: Tensor) -> Tensor:
+    """Returns the mean over k of the steps that the folds other than k make, (9,): torch's own AdamW, a fold at a time.
+
+    rows  (K, 9), the gradients of the folds
+    """
+    steps = []
+    for k in range(len(rows)):
+        param = torch.nn.Parameter(logits.detach().clone())
+        param.grad = torch.cat([rows[:k], rows[k + 1 :]]).mean(dim=0).view_as(param)
+        optimizer = torch.optim.AdamW([param], state.lr, state.betas, state.eps, state.weight_decay)
+        optimizer.state[param] = {
+            "step": torch.tensor(float(state.step)),
+            "exp_avg": state.exp_avg.clone(),
+            "exp_avg_sq": state.exp_avg_sq.clone(),
+        }
+        optimizer.step()
+        steps.append((param.detach() - logits.detach()).flatten())
+    return torch.stack(steps).mean(dim=0)
 
 
 def coverage(batches: int, seed: int = 0) -> Coverage:
@@ -173,13 +191,12 @@ def coverage(batches: int, seed: int = 0) -> Coverage:
     steps = []
     for _ in range(batches):
         drawn = torch.multinomial(chances, FOLDS * G, replacement=True, generator=generator)
-        probe = SimpleEntropyProbe(per_sequence=True, error_decay=0.0)
-        ctx = context(logits, drawn, states)
-        probe.on_pre_optimizer_step(ctx)
-        said = probe.measure(ctx)
+        step, probe = step_on(logits, drawn, states), SimpleEntropyProbe(per_sequence=True, error_decay=0.0)
+        probe.prepare(step)
+        said = probe.results()
         answers.append([said["delta_h/forward"], said["delta_h/forward_sequence"]])
-        rows: Any = probe._updates.rows
-        steps.append(rows.matrix[FIRST_FOLD:].mean(dim=0))
+        assert step.gradients.rows is not None
+        steps.append(mean_step_without_a_fold(step.gradients.rows[0], states["logits"], logits))
     (entropy, d_entropy), (length, d_length) = (exact(LOGITS, of_length=of_length) for of_length in (False, True))
     by_sequence, by_length = (torch.tensor(d, dtype=torch.float64).flatten() for d in (d_entropy, d_length))
     by_token = (by_sequence - entropy / length * by_length) / length

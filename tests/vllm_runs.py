@@ -41,6 +41,7 @@ from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
+    GroundTruthProbe,
     SimpleEntropyProbe,
 )
 from rl_training.tasks.arithmetic import arithmetic
@@ -69,14 +70,15 @@ def share_of_digits(completions: list[str], **columns: Any) -> list[float]:
 
 
 def is_even(completions: list[str], **columns: Any) -> list[float]:
-    """Returns a reward of 0 or 1 that depends on the text, so that some prompts teach nothing."""
+    """Returns a reward of 0 or 1 that depends on the text, so that some prompts have zero advantage."""
     return [float(sum(map(ord, text)) % 2) for text in completions]
 
 
 def make_trainer(folder: Path, model: Path, kind: str, probed: bool) -> GRPOTrainer:
     set_seed(0)
-    simple = SimpleEntropyProbe(own_prompts=True, per_sequence=True, validate_every=2, validate_sequences=16)
-    probes = [simple, GradientNoiseScaleProbe(), EffectiveSampleSizeProbe(), CovariancePredictorProbe()] * probed
+    simple = SimpleEntropyProbe(own_prompts=True, per_sequence=True)
+    others = [GradientNoiseScaleProbe(), EffectiveSampleSizeProbe(), CovariancePredictorProbe()]
+    probes = [simple, GroundTruthProbe(every=2, sequences=16), *others] * probed
     ours = kind in ("lora", "filtered")
     args = (DrGRPOConfig if ours else GRPOConfig)(
         output_dir=str(folder), use_vllm=True, vllm_mode="colocate", vllm_max_model_length=64, use_cpu=True, bf16=False,

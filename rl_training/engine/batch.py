@@ -34,8 +34,8 @@ class Rollout:
     advantages: Tensor  # (B,), as the loss weighs them: 0 for a truncated response that it leaves out
     rewards: Tensor | None  # (B,), weighted sum over the reward functions; None for sequences that were not rewarded
     prompt_index: Tensor  # (B,), equal for responses of the same prompt, different for different prompts
-    sampling_logps: Tensor | None  # (B, T) when it was sampled; None where TRL does not keep them
-    on_policy: bool  # sampled at the very parameters that this optimizer step starts from
+    sampling_logps: Tensor | None = None  # (B, T) when it was sampled; None where the loop does not keep them
+    on_policy: bool = True  # sampled at the very parameters that this optimizer step starts from
     environment_mask: Tensor | None = None  # (B, T), 1 on tokens between these that an environment wrote; None: nowhere
     images: Mapping[str, Any] | None = None  # what the model takes beside tokens: by name, B rows of a tensor or a list
 

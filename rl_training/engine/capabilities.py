@@ -46,7 +46,7 @@ OTHER_TERMS = (
 )
 NOT_DR_GRPO = (
     "the split of the trace is Dr-GRPO's only: set loss_type='dr_grpo', scale_rewards='none', beta=0 and "
-    "mask_truncated_completions=False, or use DrGRPOTrainer"
+    "mask_truncated_completions=False, or use DrGRPOTrainer; in a loop of your own that has this loss, say dr_grpo=True"
 )
 ONE_FOLD = "one fold in all: nothing is left when it is left out; use smaller microbatches, or a larger num_folds"
 ONE_BLOCK = "one block in all: use smaller microbatches, or more processes, so that a step has at least two"

@@ -76,7 +76,8 @@ class StepDriver:
         self._clock = Clock(next(iter(self._parameters.values())).device)
         if not self._needs:
             return
-        layout = Layout(self._parameters)
+        with loop.sharding.whole_weights():  # elsewhere they may be empty
+            layout = Layout(self._parameters)
         keep = Need.FOLD_GRADIENTS in self._needs, Need.MICROBATCH_SQ_NORMS in self._needs
         self._rows = GradientRows(self._parameters, layout, *keep, offload=self._offload)
         if Need.ENTROPY_CHANGE in self._needs:
@@ -175,18 +176,20 @@ class StepDriver:
 
     # --- costs, state, end --------------------------------------------------------------------------------------------
 
-    def costs(self) -> dict[str, float]:
-        """Returns the seconds of each probe at the last measured step, as <probe>_seconds, and buffer_bytes.
+    def costs(self, step_seconds: float) -> dict[str, float]:
+        """Returns each probe's seconds at the last measured step, fraction_of_step, all of them, and buffer_bytes.
 
         To be asked after `finish`; lets go of the rows of the step.
         """
+        seconds = self._clock.read()
         buffers = sum(probe.num_buffer_bytes for probe in self.probes)
         if self._memory is not None:
             buffers += self._memory.num_bytes
         if self._rows is not None:
             buffers += self._rows.num_bytes
             self._rows.release()
-        return {f"{name}_seconds": s for name, s in self._clock.read().items()} | {"buffer_bytes": float(buffers)}
+        of_step = {"fraction_of_step": sum(seconds.values()) / step_seconds, "buffer_bytes": float(buffers)}
+        return {f"{name}_seconds": spent for name, spent in seconds.items()} | of_step
 
     def close(self) -> None:
         """Takes every hook away and lets go of all vectors: training has ended, perhaps in the middle of a step."""

@@ -17,26 +17,25 @@ from rl_training.engine.batch import Rollout
 from rl_training.engine.entropy_gradients import entropy_gradient
 from rl_training.engine.step import Step
 from rl_training.mathematics.entropy import Target, surrogate_weights
-from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.units import Units
 from rl_training.mathematics.vectors import dot
 
 MOST_BLOCKS = 32  # as many are enough for an error; small microbatches make more
 
 
-def blocks_of(step: Step, buffer: Rollout, num_sequences: int) -> Units:
+def blocks_of(step: Step, buffer: Rollout, num_sequences: int) -> JackknifeUnits:
     """Returns which block each of this rank's sequences is in: as many neighbours as a microbatch, or fewer."""
     size = max(1, min(len(step.batch.microbatch_rows[0]), num_sequences // MOST_BLOCKS))
     is_first = torch.zeros(num_sequences, dtype=torch.float64, device=buffer.prompt_index.device)
     is_first[buffer.prompt_index[::size]] = 1.0
     is_first = step.ranks.reduce(is_first)
     first = buffer.prompt_index[::size].repeat_interleave(size)[: buffer.num_sequences]
-    return Units((is_first.cumsum(dim=0) - 1.0).long()[first], int(is_first.sum()), step.ranks.reduce)
+    return JackknifeUnits((is_first.cumsum(dim=0) - 1.0).long()[first], int(is_first.sum()), step.ranks.reduce)
 
 
 def evaluation_change(
-    step: Step, buffer: Rollout, scores: Scores, blocks: Units, targets: tuple[Target, ...]
+    step: Step, buffer: Rollout, scores: Scores, blocks: JackknifeUnits, targets: tuple[Target, ...]
 ) -> Replicates:
     """Returns X_E · δθ, (q,) nats for each target, and without each block, (blocks, q). A collective.
 

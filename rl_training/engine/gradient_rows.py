@@ -90,8 +90,7 @@ class GradientRows:
         target = self.layout.by_name(self._target(row)) if self._keep_rows else {}
         for name, param in self._parameters.items():
             if self._keep_rows:
-                param_row = target[name]
-                self._handles.append(param.register_hook(self._adder(param_row.view(param.shape), share)))
+                self._handles.append(param.register_hook(self._adder(target[name], share)))
             if self._keep_sq_norms:
                 self._handles.append(param.register_hook(functools.partial(self._meters[microbatch].add, name)))
 
@@ -137,8 +136,8 @@ class GradientRows:
                     source.record_stream(self._copies)
 
     def _adder(self, row: Tensor, share: float) -> Callable[[Tensor], None]:
-        def add_gradient(gradient: Tensor) -> None:
-            row.add_(gradient.to(row.device), alpha=share)
+        def add_gradient(gradient: Tensor) -> None:  # the parameter itself may be empty by now
+            row.view(gradient.shape).add_(gradient.to(row.device), alpha=share)
 
         return add_gradient
 

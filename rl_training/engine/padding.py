@@ -36,8 +36,8 @@ class PaddingCheck:
         self._next *= 10
         rollout = batch.rollout
         rows = rollout.prompt_mask.sum(dim=1).argsort(stable=True)[:ROWS]
-        with policy.measuring(), torch.no_grad():
-            alone = policy.score(rollout, rows)
+        with policy.measuring():
+            alone = policy.scorer.score(rollout, rows, graph=False)
             padded = policy.score_padded(rollout, rows)
         there = alone.mask.bool()
         difference = (alone.logps - padded.logps[:, : there.shape[1]])[there].double().abs()

@@ -72,6 +72,11 @@ class Scorer:
         self._why_whole: str | None = None
 
     @property
+    def temperature(self) -> float:
+        """By which logits are divided."""
+        return self._logit_map.temperature
+
+    @property
     def why_not_fp32(self) -> str:
         """Why a measurement is no fp32 one, "" if it is."""
         return why_not_fp32(self._model)

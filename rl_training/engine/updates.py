@@ -198,7 +198,9 @@ class UpdateHistory:
                     f"the update in the checkpoint has {len(self._saved)} numbers, and {layout.num_entries} are "
                     "trained: it is of another model. Delete its probes.safetensors, and the probes start afresh"
                 )
-            self._update = [part.to(layout.device, layout.dtype) for part in layout.split(self._saved)]
+            # Copies: sums over a part depend, in the last bits, on where in memory it begins.
+            parts = layout.split(self._saved)
+            self._update = [part.to(layout.device, layout.dtype, copy=True) for part in parts]
             self._saved = None
         return self._update if self._step == step - 1 else None
 

@@ -121,6 +121,8 @@ def custom_metrics(name: str, metric: Metric, sampled: ByRow, dataset: Any) -> d
                 logps=[r.logps for r in group],
                 entropies=[r.entropies for r in group],
             )
+            if not isinstance(returned, Mapping):
+                raise TypeError(f"it returned {returned!r:.60}, and not numbers by name, as {{'mine': 0.5}}")
             values = {str(key): float(value) for key, value in returned.items()}
         except Exception as error:  # of code that is not ours
             raise ValueError(

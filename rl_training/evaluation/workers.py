@@ -7,6 +7,7 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
@@ -28,7 +29,13 @@ def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None],
     context.set_forkserver_preload(list(imports))
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(work, there))
-    process.start()
+    resource_tracker.ensure_running()  # it unblocks the signals of whoever starts it
+    # Ctrl-C is for the parent to decide: the server, and its forks, are born deaf, hence while they import too.
+    heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, heard)
     there.close()  # so that its end of the pipe closes with the process
     try:
         while True:
@@ -49,7 +56,7 @@ def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None],
 
 
 def _run(work: Callable[[Send], None], connection: Connection) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent to decide
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # of a server that somebody else has started
     try:
         work(lambda content: connection.send(("sent", content)))
         connection.send(("ended", ""))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Collection, Sequence
 from pathlib import Path
@@ -20,16 +19,11 @@ from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.job.command_line import libraries_refuse
 from rl_training.job.run import TrainingRun
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
-from rl_training.job.settings import (
-    check_additional_steps,
-    check_resume,
-    check_settings,
-    expand_home,
-    read_numbers,
-)
+from rl_training.job.settings import check_run, check_settings
 from rl_training.job.stopping import StopAtStepEnd
+from rl_training.job.trainer_fields import check_fields
 from rl_training.offline.phases import short_memory_says_what_to_lower
-from rl_training.offline.standing import Standing, stand
+from rl_training.offline.restored import RestoredTrainer, restore
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import Records
@@ -49,17 +43,8 @@ def build_run(cfg: DictConfig) -> TrainingRun:
 
 
 def _build(cfg: DictConfig) -> TrainingRun:
-    check_resume(cfg)
-    expand_home(cfg)
-    read_numbers(cfg)
-    check_settings(cfg)
-    check_additional_steps(cfg)
-    accumulation = accumulation_steps(
-        cfg.batch.sequences_per_step,
-        cfg.batch.microbatch_size,
-        num_processes=int(os.environ.get("WORLD_SIZE", "1")),
-        responses_per_prompt=cfg.trainer.num_generations,
-    )
+    accumulation = check_run(cfg)
+    check_fields(cfg.trainer)
     run_dir, checkpoint, is_its_own = find_run_folder(cfg)
     cfg.run_dir = str(run_dir)
     if checkpoint is not None and cfg.additional_steps is not None:
@@ -85,10 +70,10 @@ def _build(cfg: DictConfig) -> TrainingRun:
     return TrainingRun(trainer, run_dir, checkpoint, loggers, stop)
 
 
-def build_standing(cfg: DictConfig, checkpoint: Path, learning_rate: float | None = None) -> Standing:
+def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
     """Returns a trainer of this run's configuration that stands at one of its checkpoints; it writes nothing.
 
-    ValueError, saying what to do, where the checkpoint is not of this configuration: see standing.py.
+    ValueError, saying what to do, where the checkpoint is not of this configuration: see restored.py.
     """
     with libraries_refuse(), short_memory_says_what_to_lower("load"), tempfile.TemporaryDirectory() as scratch:
         # One microbatch: how many the training would make of U does not matter to its mean gradient.
@@ -98,9 +83,10 @@ def build_standing(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
         for key, value in {"output_dir": f"{scratch}/{TRAINING_STATE}", **changes}.items():
             OmegaConf.update(cfg, f"trainer.{key}", value, force_add=True)
         check_settings(cfg)
+        check_fields(cfg.trainer)
         args = _make(cfg.trainer, gradient_accumulation_steps=1)
         check_number_of_processes(args.world_size)
-        return stand(_make_trainer(cfg, args, [], None, with_evaluation=True)[0], checkpoint, learning_rate)
+        return restore(_make_trainer(cfg, args, [], None, with_evaluation=True)[0], checkpoint, learning_rate)
 
 
 def _make_trainer(
@@ -166,26 +152,6 @@ def _make(node: DictConfig, **values: Any) -> Any:
         if error.__cause__ is None:
             raise
         raise error.__cause__ from None
-
-
-def accumulation_steps(
-    sequences_per_step: int, microbatch_size: int, num_processes: int, responses_per_prompt: int
-) -> int:
-    """Returns how many microbatches of each process make a step. ValueError, naming numbers that would divide."""
-    if microbatch_size % responses_per_prompt:
-        fitting = max(microbatch_size // responses_per_prompt, 1) * responses_per_prompt
-        raise ValueError(
-            f"batch.microbatch_size={microbatch_size} must hold whole prompts of "
-            f"trainer.num_generations={responses_per_prompt} responses: use batch.microbatch_size={fitting}"
-        )
-    at_once = microbatch_size * num_processes
-    if sequences_per_step % at_once or sequences_per_step < 1:
-        fitting = max(round(sequences_per_step / at_once), 1) * at_once
-        raise ValueError(
-            f"batch.sequences_per_step={sequences_per_step} is not a multiple of batch.microbatch_size="
-            f"{microbatch_size} x {num_processes} process(es) = {at_once}: use batch.sequences_per_step={fitting}"
-        )
-    return sequences_per_step // at_once
 
 
 def _check_sharding(trainer: DrGRPOTrainer) -> None:

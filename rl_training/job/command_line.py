@@ -39,6 +39,7 @@ from omegaconf import DictConfig
 from omegaconf.errors import OmegaConfBaseException
 
 from rl_training.job.explain import explain
+from rl_training.job.launch import Launch
 
 PACKAGE = Path(__file__).parents[1]
 HYDRA = Path(hydra.__file__).parent  # some of its errors are plain ValueErrors
@@ -86,18 +87,19 @@ def run_command(main: Callable[[], object]) -> None:
     debug = "--debug" in sys.argv[1:] or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != "--debug"]
     os.environ["HYDRA_FULL_ERROR"] = "1"  # Hydra hands its errors on, instead of printing them
+    launch = Launch.of_this_process()
     for signum in SIGNALS:
         signal.signal(signum, _interrupt)
     try:
         main()
     except Interrupted as stop:
-        _end(128 + stop.signum, "" if _rank() else str(stop))
+        _end(launch, 128 + stop.signum, "" if _rank() else str(stop))
     except KeyboardInterrupt:  # a library's own handler
-        _end(128 + signal.SIGINT, "" if _rank() else "ended by SIGINT")
+        _end(launch, 128 + signal.SIGINT, "" if _rank() else "ended by SIGINT")
     except _Carried as carried:
-        _fail(carried.error, debug)
+        _fail(launch, carried.error, debug)
     except Exception as error:
-        _fail(error, debug)
+        _fail(launch, error, debug)
 
 
 def is_foreseen(error: BaseException) -> bool:
@@ -147,14 +149,14 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
     raise Interrupted(signum)
 
 
-def _fail(error: Exception, debug: bool) -> NoReturn:
+def _fail(launch: Launch, error: Exception, debug: bool) -> NoReturn:
     foreseen = is_foreseen(error)
     shown = "" if foreseen and not debug else "".join(traceback.format_exception(error))
     hint = "" if foreseen else " (not foreseen: the traceback is above)"
-    _end(2 if foreseen else 1, f"error: {in_one_line(error)}{hint}", shown)
+    _end(launch, 2 if foreseen else 1, f"error: {in_one_line(error)}{hint}", shown)
 
 
-def _end(code: int, line: str, shown: str = "") -> NoReturn:
+def _end(launch: Launch, code: int, line: str, shown: str = "") -> NoReturn:
     """Ends the process; of several processes that end together, only the first says why, unless it does not end."""
     for signum in SIGNALS:
         signal.signal(signum, signal.SIG_DFL)  # a second one ends it at once
@@ -162,7 +164,8 @@ def _end(code: int, line: str, shown: str = "") -> NoReturn:
         time.sleep(SECONDS_TO_BE_ENDED * ((_rank() > 0) + (int(os.environ.get("LOCAL_RANK", "0")) > 0)))
         _tell_torchrun(line)
         sys.stdout.flush()
-        print(f"{shown}{line}", file=sys.stderr, flush=True)
+        print(shown, end="", file=sys.stderr, flush=True)
+        launch.say_last(line)
     sys.exit(code)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_training.evaluation.metrics import BUILT_IN, Metric
 from rl_training.evaluation.responses import Sampling, choose_rows
+from rl_training.job.evaluation_settings import check_evaluation
 from rl_training.job.stored_settings import load_settings
 from rl_training.records.checkpoints import checkpoints_of
 from rl_training.records.evaluated import EVALUATIONS, SETTINGS, read_step, write_settings
@@ -86,11 +86,11 @@ class EvaluationPlan:
 
 def read_plan(cfg: DictConfig) -> EvaluationPlan:
     """Returns the evaluation that the configuration asks for. ValueError for whatever the user got wrong."""
+    check_evaluation(cfg)
     asked: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     run, checkpoints = _find_checkpoints(asked["run"], asked["checkpoints"])
     config, own_task = _lay_over(_config_of(run), asked)
     e = asked["evaluation"]
-    _check_numbers(e)
     trainer = config.get("trainer", {})
     max_length = e["max_completion_length"] or trainer.get("max_completion_length") or 256
     temperature = e["temperature"] or trainer.get("temperature") or 1.0
@@ -210,10 +210,7 @@ def _run_of(checkpoints: list[Path]) -> Path | None:
 def _config_of(run: Path | None) -> dict[str, Any]:
     if run is None or not (run / CONFIG_FILE).is_file():
         return {}
-    try:
-        return OmegaConf.to_container(load_settings(run / CONFIG_FILE), resolve=True)  # type: ignore[return-value]
-    except Exception as error:  # of YAML's own kinds
-        raise ValueError(f"{run / CONFIG_FILE} is damaged: {' '.join(str(error).split())}") from error
+    return OmegaConf.to_container(load_settings(run / CONFIG_FILE), resolve=True)  # type: ignore[return-value]
 
 
 def _lay_over(config: dict[str, Any], asked: dict[str, Any]) -> tuple[dict[str, Any], bool]:
@@ -231,25 +228,3 @@ def _lay_over(config: dict[str, Any], asked: dict[str, Any]) -> tuple[dict[str, 
     if not own_task:  # its lengths go with it
         laid["trainer"] = {**config.get("trainer", {}), **asked.get("trainer", {})}
     return laid, own_task
-
-
-def _check_numbers(e: Mapping[str, Any]) -> None:
-    if isinstance(e["fraction"], bool) or not isinstance(e["fraction"], int | float):
-        raise ValueError(f"evaluation.fraction={e['fraction']} must be a number above 0 and at most 1")
-    choose_rows(1, e["fraction"], 0)  # refuses what is no share
-    for key in ("responses_per_prompt", "batch_size", "jobs"):
-        if type(e[key]) is not int or e[key] < 1:
-            raise ValueError(f"evaluation.{key}={e[key]} must be a whole number, at least 1")
-    for key in ("k", "max_completion_length"):
-        if e[key] is not None and (type(e[key]) is not int or e[key] < 1):
-            raise ValueError(f"evaluation.{key}={e[key]} must be a whole number, at least 1")
-    if e["k"] is not None and e["k"] > e["responses_per_prompt"]:
-        raise ValueError(
-            f"evaluation.k={e['k']} is above evaluation.responses_per_prompt={e['responses_per_prompt']}: pass@k needs "
-            f"at least k responses; use evaluation.responses_per_prompt={e['k']}"
-        )
-    temperature = e["temperature"]
-    if temperature is not None and not (isinstance(temperature, int | float) and 0 < temperature < math.inf):
-        raise ValueError(f"evaluation.temperature={temperature} must be above 0; evaluation.greedy decodes greedily")
-    if type(e["seed"]) is not int or e["seed"] < 0:
-        raise ValueError(f"evaluation.seed={e['seed']} must be a whole number, at least 0")

@@ -20,7 +20,7 @@ CONF = Path(__file__).parents[2] / "conf"
 
 
 def explain(error: BaseException) -> str:
-    """Returns what is wrong with the command line, and the way out; the message of an error of any other kind."""
+    """Returns what is wrong with the command line, and the fix; the message of an error of any other kind."""
     message = str(error)
     if isinstance(error, OverrideParseException):
         return _how_to_quote(error.override.removeprefix("++"))
@@ -69,7 +69,7 @@ def _no_such_setting(key: str) -> str:
     first, last = key.split(".")[0], key.split(".")[-1]
     probe = key.split(".")[1] if first == "probes" and key.count(".") == 2 else ""
     if probe and (CONF / "probe" / f"{probe}.yaml").is_file():
-        options = [name for name in _load(CONF / "probe" / f"{probe}.yaml")[probe] if name != "_target_"]
+        options = [name for name in load_plain(CONF / "probe" / f"{probe}.yaml")[probe] if name != "_target_"]
         if last in options:
             return f"this run has no probe {probe}; choose it by probe={probe}, or in a list by probe=[…,{probe}]"
         return f"the probe has the options {', '.join(options)}{did_you_mean(last, options)}"
@@ -84,17 +84,18 @@ def _no_such_setting(key: str) -> str:
     command = Path(sys.argv[0]).stem
     if not (CONF / f"{command}.yaml").is_file():
         command = "train"
-    known = [name for name in (*_load(CONF / f"{command}.yaml"), *groups) if name not in ("defaults", "hydra")]
+    known = [name for name in (*load_plain(CONF / f"{command}.yaml"), *groups) if name not in ("defaults", "hydra")]
     return f"there is no such setting, see python {command}.py --help{did_you_mean(first, known)}"
 
 
 def _options(path: Path, group: str) -> list[str]:
     """Returns the settings in a file of a group, which stand there under the group's name or without it."""
-    content = _load(path)
+    content = load_plain(path)
     return [name for name in content.get(group, content) if name not in ("_target_", "defaults")]
 
 
-def _load(path: Path) -> dict[str, Any]:
+def load_plain(path: Path) -> dict[str, Any]:
+    """Returns what a file of conf/ says, with nothing resolved."""
     return OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[return-value]
 
 

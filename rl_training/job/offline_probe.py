@@ -65,13 +65,13 @@ class OfflineEntropyProbe:
 
         Raises ValueError, before anything is sampled, where checkpoint and configuration do not fit.
         """
-        from rl_training.job.look import look_at_checkpoints  # seconds of imports
+        from rl_training.job.analysis import analyse_checkpoints  # seconds of imports
         from rl_training.offline.results import read_result
 
         asked = read_probe_config(self.config, str(checkpoint_path) if checkpoint_path else None)
         with initialize_config_dir(str(CONF), version_base="1.3"):
             cfg = compose("offline", overrides=gather_run_settings(asked.words))
-            paths = look_at_checkpoints(cfg)
+            paths = analyse_checkpoints(cfg)
         if len(paths) > 1:
             raise ValueError(f"{cfg.checkpoint} holds {len(paths)} checkpoints: name one, or use offline.py")
         return _in_old_words(read_result(paths[0]), asked)

@@ -73,11 +73,13 @@ class TrainingRun:
         raise Interrupted(self.stop.signum, line)
 
     def _resuming(self) -> str:
-        """Returns the command that goes on with this run, less what launched it."""
+        """Returns the command that goes on with this run, as it was typed where it need not be otherwise."""
         given = [arg.removeprefix("++") for arg in sys.argv[1:] if not re.match(r"\+*(run_dir|resume)=", arg)]
         if any(arg.startswith("additional_steps=") for arg in given):  # would be added once more
             given = [arg for arg in given if not arg.startswith(("additional_steps=", "trainer.max_steps="))]
             given.append(f"trainer.max_steps={self.trainer.state.max_steps}")
         run_dir = str(self.run_dir)
         folder = f"run_dir={run_dir}" if re.fullmatch(r"[\w./-]+", run_dir, re.ASCII) else quoted("run_dir", run_dir)
-        return " ".join(["train.py", *map(shlex.quote, given), folder, "resume=latest"])
+        return " ".join(
+            [self.stop.launch.typed, shlex.quote(sys.argv[0]), *map(shlex.quote, given), folder, "resume=latest"]
+        )

@@ -20,6 +20,9 @@ from rl_training.job.explain import CONF, did_you_mean
 from rl_training.job.stored_settings import load_settings
 from rl_training.records.folder import CONFIG_FILE
 
+UNLISTED = ("trainer.", "model.dtype")  # any field of DrGRPOConfig; every loader of a model takes a dtype
+NEEDED = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "probes")  # of build_restored
+
 
 def gather_run_settings(arguments: Sequence[str]) -> list[str]:
     """Returns command line arguments in which settings that are not of conf/offline.yaml stand in one list, `run`.
@@ -39,7 +42,7 @@ def gather_run_settings(arguments: Sequence[str]) -> list[str]:
 
 
 def name_each_job(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments of a multirun with a name for each of its looks, which would else share a folder.
+    """Returns the arguments of a multirun with a name for each of its analyses, which would else share a folder.
 
     Example: ["-m", "update.seed=1,2"] gets 'name="default,update.seed=${update.seed}"'. A name that is given stays.
     """
@@ -92,23 +95,32 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
             )
         return compose("train", overrides=[_unlisted(change) for change in changes])
     cfg = load_settings(stored)
-    assert isinstance(cfg, DictConfig)
     for change in _parsed(changes):
         key, value = change.key_or_group, change.value()
         if (CONF / key).is_dir():
             cfg[key] = compose("train", overrides=[change.input_line or ""])[key]
-        elif not key.startswith("trainer.") and OmegaConf.select(cfg, key, default=None) is None:
+        elif not key.startswith(UNLISTED) and OmegaConf.select(cfg, key, default=None) is None:
             known = _keys(cfg)
             hint = did_you_mean(key, known)
             raise ValueError(f"{key}: neither offline.py nor the run in {stored.parent} has this setting{hint}")
         else:
             OmegaConf.update(cfg, key, value, force_add=True)
+    _refuse_missing(cfg, stored)
     return cfg
 
 
+def _refuse_missing(cfg: DictConfig, stored: Path) -> None:
+    """Raises ValueError where the run's config.yaml lacks what a trainer is made of."""
+    missing = [key for key in NEEDED if key not in cfg]
+    if missing:
+        groups = [f"{key}=…" for key in missing if (CONF / key).is_dir()]
+        give = f", or give {' '.join(groups)}" if groups == [f"{key}=…" for key in missing] else ""
+        raise ValueError(f"{stored} says nothing of {', '.join(missing)}, and a run needs it: mend the file{give}")
+
+
 def _unlisted(change: str) -> str:
-    """Returns the change as Hydra wants it: any field of DrGRPOConfig can be set, listed in conf/trainer or not."""
-    return f"++{change}" if change.startswith("trainer.") else change
+    """Returns the change as Hydra wants it: of some groups more can be set than their files list."""
+    return f"++{change}" if change.startswith(UNLISTED) else change
 
 
 def _keys(cfg: DictConfig, prefix: str = "") -> list[str]:

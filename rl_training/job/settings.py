@@ -1,19 +1,20 @@
-"""Checks of the composed configuration, before anything is written: each mistake an error that names the way out."""
+"""Checks of train.py's configuration, before anything is written: each mistake an error that names the fix.
+
+Nothing here imports torch: a mistyped value is said at once. What only TRL knows of its fields is in trainer_fields.py.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import yaml
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.hosts.trl.trainer import DrGRPOConfig
-from rl_training.job.explain import quoted
+from rl_training.job.explain import CONF, did_you_mean, load_plain, quoted
+from rl_training.job.kinds import Range, refuse_other_kinds, refuse_unset
 from rl_training.job.stored_settings import GONE, load_settings
 from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
 from rl_training.records.masking import without_secrets
@@ -25,11 +26,17 @@ WHOLE_NUMBERS = {
     "trainer.num_generations": (2, 2**20),  # one response has nothing to be compared with
     "seed": (0, 2**32 - 1),  # numpy's bound
 }
-# Settings of the trainer below which it would train nothing, or something else; -1 steps: as many as the epochs have.
-LEAST = {"num_iterations": 1, "max_completion_length": 1, "learning_rate": 0, "max_grad_norm": 0, "weight_decay": 0,
-         "adam_epsilon": 0, "warmup_steps": 0}  # fmt: skip
+# Settings of the trainer beyond which it would train nothing, or something else, without a word.
+RANGES = {
+    "num_train_epochs": Range(float, 0), "num_iterations": Range(int, 1), "max_completion_length": Range(int, 1),
+    "learning_rate": Range(float, 0), "max_grad_norm": Range(float, 0), "weight_decay": Range(float, 0),
+    "adam_beta1": Range(float, 0, 1), "adam_beta2": Range(float, 0, 1), "adam_epsilon": Range(float, 0),
+    "warmup_steps": Range(float, 0), "temperature": Range(float, 0, open=True), "top_p": Range(float, 0, 1, open=True),
+    "top_k": Range(int, 0, or_none=True), "min_p": Range(float, 0, 1, or_none=True),
+    "repetition_penalty": Range(float, 0, open=True), "epsilon": Range(float, 0),
+    "epsilon_high": Range(float, 0, or_none=True), "max_steps": Range(int, -1),
+}  # fmt: skip
 COUNTS = ("every", "responses_per_prompt", "sequences", "count", "seed", "split_prompts")
-SHARES = ("decay", "error_decay")
 MOST_SEQUENCES = 2**16  # of a buffer that a probe validates on: hours on any machine
 SAME_AS = {
     "per_device_train_batch_size": "batch.microbatch_size",
@@ -39,7 +46,7 @@ SAME_AS = {
 
 
 def expand_home(cfg: DictConfig) -> None:
-    """Puts the user's home folder for a `~` at the beginning of a path, which a shell leaves alone after a `=`."""
+    """Puts the user's home folder for a `~` at the beginning of a path, which a shell does not expand after a `=`."""
     for key in PATHS:
         value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.startswith("~"):
@@ -52,6 +59,22 @@ def read_numbers(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.isdecimal():
             OmegaConf.update(cfg, key, int(value))
+
+
+def check_run(cfg: DictConfig) -> int:
+    """Returns how many microbatches of each process make a step, after all checks of what can be known by now."""
+    refuse_unset(cfg)
+    check_resume(cfg)
+    expand_home(cfg)
+    read_numbers(cfg)
+    check_settings(cfg)
+    check_additional_steps(cfg)
+    return accumulation_steps(
+        cfg.batch.sequences_per_step,
+        cfg.batch.microbatch_size,
+        num_processes=int(os.environ.get("WORLD_SIZE", "1")),
+        responses_per_prompt=cfg.trainer.num_generations,
+    )
 
 
 def check_settings(cfg: DictConfig) -> None:
@@ -81,13 +104,7 @@ def check_settings(cfg: DictConfig) -> None:
 
 
 def _check_trainer(cfg: DictConfig) -> None:
-    """Raises ValueError for what in cfg.trainer TRL does not know, comes too late, or has its place elsewhere."""
-    fields = {field.name: field for field in dataclasses.fields(DrGRPOConfig) if field.init}
-    for name in cfg.trainer:
-        if name != "_target_" and name not in fields:
-            close = difflib.get_close_matches(name, fields, n=3)
-            hint = f"did you mean {' or '.join(f'trainer.{c}' for c in close)}?" if close else "see trl.GRPOConfig"
-            raise ValueError(f"trainer.{name} is not a field of DrGRPOConfig: {hint}")
+    """Raises ValueError for what in cfg.trainer comes too late, is out of range, or has its place elsewhere."""
     if cfg.trainer.get("deepspeed"):
         raise ValueError(  # the processes have met before this is read, and would train by DDP
             "trainer.deepspeed comes too late: use accelerate launch --config_file launch/zero2.yaml, which names the "
@@ -105,7 +122,11 @@ def _check_trainer(cfg: DictConfig) -> None:
             "trainer.use_vllm=false"
         )
     for name, value in cfg.trainer.items():
-        _check_number(str(name), fields[name].type if name in fields else None, value)
+        if name in RANGES:
+            hint = "; 0 switches clipping off" if name == "max_grad_norm" else ""
+            RANGES[str(name)].check(f"trainer.{name}", value, hint)
+    if cfg.trainer.get("max_steps") == 0:
+        raise ValueError("trainer.max_steps=0 trains nothing: give at least 1, or -1 for trainer.num_train_epochs")
     for name, source in SAME_AS.items():
         expected = f"{cfg.run_dir}/{TRAINING_STATE}" if name == "output_dir" else OmegaConf.select(cfg, source)
         if cfg.trainer[name] != expected:
@@ -113,12 +134,20 @@ def _check_trainer(cfg: DictConfig) -> None:
 
 
 def check_resume(cfg: DictConfig) -> None:
-    """Raises ValueError where resume=auto would never find its run again: its folder is named by the time."""
-    as_written = OmegaConf.to_container(cfg, resolve=False)
-    if cfg.resume == "auto" and isinstance(as_written, dict) and "${now:" in str(as_written["run_dir"]):
+    """Raises ValueError where resume would never find its run again, or another one than the folder that is named."""
+    as_written: Any = OmegaConf.to_container(cfg, resolve=False)
+    is_given = "${now:" not in str(as_written["run_dir"])
+    if cfg.resume == "auto" and not is_given:
         raise ValueError(
             "resume=auto goes on with the run in run_dir, or starts it there, and run_dir is named by the time: give "
             "run_dir=PATH"
+        )
+    run = Path(str(cfg.run_dir)).expanduser()
+    if cfg.resume == "latest" and is_given and not (run / TRAINING_STATE).is_dir():
+        runs = {path.parent.name: f"run_dir={path.parent}" for path in run.parent.glob(f"*/{TRAINING_STATE}")}
+        raise ValueError(
+            f"resume=latest: run_dir={cfg.run_dir} holds no run to go on with, resume=auto would start it there"
+            f"{did_you_mean(run.name, runs)}"
         )
 
 
@@ -147,29 +176,15 @@ def _check_alert(cfg: DictConfig) -> None:
         raise ValueError("alert.stop is of an alert that is off: give alert.below=0.05")
 
 
-def _check_number(name: str, kind: Any, value: Any) -> None:
-    numbers: tuple[type, ...] = {"int": (int,), "float": (int, float)}.get(getattr(kind, "__name__", kind), ())
-    if getattr(kind, "__name__", kind) == "bool" and type(value) is not bool:
-        raise ValueError(f"trainer.{name}={value} must be true or false")
-    hint = "; 0 switches clipping off" if name == "max_grad_norm" else ""
-    if numbers and type(value) not in numbers:
-        raise ValueError(f"trainer.{name}={value} must be a {'whole ' * (float not in numbers)}number{hint}")
-    if numbers and not math.isfinite(value):
-        raise ValueError(f"trainer.{name}={value} must be finite{hint}")
-    if name in LEAST and numbers and value < LEAST[name]:
-        raise ValueError(f"trainer.{name}={value} must be at least {LEAST[name]}{hint}")
-    if name == "max_steps" and value != -1 and value < 1:
-        raise ValueError(
-            f"trainer.max_steps={value} trains nothing: give at least 1, or -1 for trainer.num_train_epochs"
-        )
-
-
 def _check_probes(probes: Any) -> None:
     if not isinstance(probes, DictConfig):
         raise ValueError("there is nothing in `probes`: for a run without probes give probe=none")
     for probe in map(str, probes):
         if not isinstance(probes[probe], DictConfig):
             raise ValueError(f"probes.{probe}={probes[probe]}: for a run without it leave it out of the list probe=[…]")
+        file = CONF / "probe" / f"{probe}.yaml"
+        if file.is_file():
+            refuse_other_kinds(probes[probe], load_plain(file)[probe], f"probes.{probe}.")
         for option, value in probes[probe].items():
             _check_probe_option(f"probes.{probe}.{option}", value)
 
@@ -178,8 +193,6 @@ def _check_probe_option(key: str, value: Any) -> None:
     if key in GONE:
         raise ValueError(f"{key}: this setting is gone: {GONE[key]}")
     name = key.rsplit(".", 1)[-1]
-    if name in SHARES and type(value) not in (int, float):
-        raise ValueError(f"{key}={value} must be a number")
     if name == "num_folds" and value is not None and type(value) is not int:
         raise ValueError(f"{key}={value} must be a whole number, or null for one per microbatch")
     if name in COUNTS and (type(value) is not int or value < 0):
@@ -188,12 +201,36 @@ def _check_probe_option(key: str, value: Any) -> None:
         raise ValueError(f"{key}={value} would take hours at each validation: at most {MOST_SEQUENCES}")
 
 
+def accumulation_steps(
+    sequences_per_step: int, microbatch_size: int, num_processes: int, responses_per_prompt: int
+) -> int:
+    """Returns how many microbatches of each process make a step. ValueError, naming numbers that would divide."""
+    if microbatch_size % responses_per_prompt:
+        fitting = max(microbatch_size // responses_per_prompt, 1) * responses_per_prompt
+        raise ValueError(
+            f"batch.microbatch_size={microbatch_size} must hold whole prompts of "
+            f"trainer.num_generations={responses_per_prompt} responses: use batch.microbatch_size={fitting}"
+        )
+    at_once = microbatch_size * num_processes
+    if sequences_per_step % at_once or sequences_per_step < 1:
+        fitting = max(round(sequences_per_step / at_once), 1) * at_once
+        raise ValueError(
+            f"batch.sequences_per_step={sequences_per_step} is not a multiple of batch.microbatch_size="
+            f"{microbatch_size} x {num_processes} process(es) = {at_once}: use batch.sequences_per_step={fitting}"
+        )
+    return sequences_per_step // at_once
+
+
 def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
     """Raises ValueError when a run would be resumed with other settings than it has: half of them would not count."""
     stored = run_dir / CONFIG_FILE
     if not stored.is_file():
         return
-    before, now = (_flat(without_secrets(OmegaConf.to_container(c, resolve=True))) for c in (_load(stored), cfg))
+    try:
+        started = load_settings(stored)
+    except ValueError as error:
+        raise ValueError(f"{error}; without it the settings are not compared") from error
+    before, now = (_flat(without_secrets(OmegaConf.to_container(c, resolve=True))) for c in (started, cfg))
     changed = [
         f"{key}={now.get(key)!r} (was {before.get(key)!r})"
         for key in sorted({*before, *now})
@@ -204,18 +241,6 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
             f"resume: {run_dir} was started with other settings: {', '.join(changed)}. Give the same ones (its "
             f"{CONFIG_FILE} has them all), or start a new run from its weights: model=hub model.name=CHECKPOINT"
         )
-
-
-def _load(config: Path) -> DictConfig:
-    try:
-        loaded = load_settings(config)
-    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{config} cannot be read ({error}): mend or delete it; without it the settings are not compared"
-        ) from error
-    if not isinstance(loaded, DictConfig):
-        raise ValueError(f"{config} holds no settings: mend or delete it; without it the settings are not compared")
-    return loaded
 
 
 def _flat(node: Any, prefix: str = "") -> dict[str, Any]:

@@ -21,9 +21,8 @@ from transformers import TrainerCallback
 from rl_training.hosts.trl.batches import steps_per_rollout
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.job.command_line import SIGNALS
+from rl_training.job.launch import Launch
 
-# What accelerate launch and torchrun set for the processes that they start.
-LAUNCHED = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
 ALERT = 1024  # asks in the place of a signal: no signal has this number
 SECONDS_OF_ECHO = 2.0  # a launcher passes on what the terminal has sent to all: not a second signal
 
@@ -36,8 +35,7 @@ class StopAtStepEnd(TrainerCallback):
         self._asked = 0  # of this process
         self._asked_at = 0.0
         self._trainer = trainer
-        launched = any(name in os.environ for name in LAUNCHED)  # else the parent is a shell, which may well go
-        self._launcher = os.getppid() if launched else None
+        self.launch = Launch.of_this_process()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -72,7 +70,7 @@ class StopAtStepEnd(TrainerCallback):
             os.write(2, f"\n{line}\n".encode())  # print may be in the middle of something
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self._launcher not in (None, os.getppid()) and not self._asked:
+        if self.launch.launcher not in (None, os.getppid()) and not self._asked:
             self._asked = signal.SIGTERM
             self._say("the launcher is gone: a checkpoint and the report, then this run ends")
         asked = self._asked_anywhere()

@@ -8,12 +8,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+import yaml
+from omegaconf import DictConfig, OmegaConf
 
 MOVED = {
     "rl_training.models.": "rl_training.tasks.models.",
     "rl_training.buffer.": "rl_training.hosts.trl.buffer.",
-    "rl_training.hosts.trl.buffer.": "rl_training.hosts.trl.buffer.",
+    "rl_training.live.buffer.": "rl_training.hosts.trl.buffer.",
 }
 GONE = {  # settings, and what to do instead
     "alert.within_steps": "it looks 20 steps ahead for a level in nats, give alert.below=0.05",
@@ -28,12 +29,20 @@ GONE = {  # settings, and what to do instead
 }
 
 
-def load_settings(path: Path) -> DictConfig | ListConfig:
-    """Returns what a config.yaml holds, also one that an earlier version of the package has written."""
-    settings = OmegaConf.load(path)
+def load_settings(path: Path) -> DictConfig:
+    """Returns what a config.yaml holds, also one that an earlier version of the package has written.
+
+    Raises ValueError where it cannot be read, or holds no settings.
+    """
+    try:
+        settings = OmegaConf.load(path)
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())}): mend or delete it") from error
+    if not isinstance(settings, DictConfig):
+        raise ValueError(f"{path} holds no settings: mend or delete it")
     for key in GONE:
         above, _, name = key.rpartition(".")
-        node = OmegaConf.select(settings, above) if isinstance(settings, DictConfig) else None
+        node = OmegaConf.select(settings, above)
         if isinstance(node, DictConfig):
             node.pop(name, None)
     return OmegaConf.create(_named_as_today(OmegaConf.to_container(settings)))

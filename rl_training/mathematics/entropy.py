@@ -35,8 +35,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from rl_training.mathematics.jackknife import unchanged
 from rl_training.mathematics.scores import policy_tokens_first
-from rl_training.mathematics.units import unchanged
 
 Estimator = Literal["rb", "score"]
 Target = Literal["sequence", "token", "length"]

@@ -1,4 +1,4 @@
-"""An estimate: a value with its standard error, or nan with the reason why it cannot be had."""
+"""An estimate: a value with its standard error, or nan with the reason why it is not available."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_FOLDS_FOR_STDERR = 8  # with fewer, a jackknife error is itself too noisy to
 class Estimate:
     """A measured number.
 
-    value        the estimate; nan when it cannot be had here, never clamped
+    value        the estimate; nan when it is not available here, never clamped
     stderr       its standard error (one sigma); nan when unknown
     num_samples  independent units behind the error: folds of prompts for a jackknife; where errors of several steps are
                  averaged, as many as give their degrees of freedom. Student-t has num_samples − 1

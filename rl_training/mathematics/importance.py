@@ -32,10 +32,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.kish import kish_size
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.units import Units
 
 LOGP, ENTROPY, LENGTH = 0, 1, 2  # columns of `sequence_totals`
 NUM_TOTALS = 3
@@ -93,22 +92,22 @@ def reweighted_change(before: Tensor, after: Tensor) -> EntropyChange:
     return EntropyChange.of(reweighted_replicates(before, after))
 
 
-def reweighted_replicates(before: Tensor, after: Tensor, units: Units | None = None) -> Replicates:
+def reweighted_replicates(before: Tensor, after: Tensor, units: JackknifeUnits | None = None) -> Replicates:
     """Returns the same estimate, (2,) per token and per sequence, also without each sequence, or each unit of them."""
-    units = units or Units.of_rows(before)
+    units = units or JackknifeUnits.of_rows(before)
     return replicates_of_terms(units.gather(change_terms(before, after, _relative_weights(before, after))))
 
 
-def paired_replicates(before: Tensor, after: Tensor, units: Units | None = None) -> Replicates:
+def paired_replicates(before: Tensor, after: Tensor, units: JackknifeUnits | None = None) -> Replicates:
     """Returns the difference of two samples, (2,) per token and per sequence, and without each pair, (N, 2).
 
-    Row i of both answers the same prompt with the same dice.
+    Row i of both answers the same prompt with common random numbers.
 
     before  (N, 3), `sequence_totals` of sequences sampled and scored under the first policy
     after   (N, 3), of others, sampled and scored under the second
     units   what is left out at a time instead of one pair
     """
-    units = units or Units.of_rows(before)
+    units = units or JackknifeUnits.of_rows(before)
     return replicates_of_terms(units.gather(change_terms(before, after, torch.ones_like(before[:, 0]))))
 
 

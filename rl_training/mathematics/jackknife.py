@@ -8,6 +8,10 @@ products), so one jackknife serves all: with s_(−l) the sums without fold l,
 `Replicates` keeps the f(s_(−l)), so that what follows from several numbers of the same units has the right error: in a
 difference of two that share their noise, the noise is gone.
 
+`JackknifeUnits` are what it leaves out, independent of each other: a sequence where each answers a prompt of its own,
+a prompt with all its responses, or a block of such that lies on one process. Over the network go sums of tables, never
+the sequences themselves.
+
 Source: Efron & Stein 1981, "The jackknife estimate of variance".
 """
 
@@ -75,3 +79,49 @@ class Replicates:
 
     def __mul__(self, factor: float) -> Replicates:
         return Replicates(factor * self.value, factor * self.without)
+
+
+def unchanged(tensor: Tensor) -> Tensor:
+    """Returns what one process alone has: the sum over all of them."""
+    return tensor
+
+
+@dataclass(frozen=True)
+class JackknifeUnits:
+    """To which of `count` units each of this process's rows belongs. What is asked of it is asked by all processes."""
+
+    number: Tensor  # (B,), 0 .. count - 1 over all processes; no unit lies on two
+    count: int
+    reduce: Callable[[Tensor], Tensor] = unchanged  # sums a tensor over the processes
+
+    @classmethod
+    def of_rows(cls, rows: Tensor) -> JackknifeUnits:
+        """Returns one unit for each row of a table that this process alone holds."""
+        return cls(torch.arange(len(rows), device=rows.device), len(rows))
+
+    def in_blocks(self, size: int) -> JackknifeUnits:
+        """Returns blocks of so many consecutive units, of which the last may have fewer."""
+        return JackknifeUnits(self.number // size, -(-self.count // size), self.reduce)
+
+    def total(self, values: Tensor) -> Tensor:
+        """Returns the sum of (B, …) over all rows of all processes, (…)."""
+        return self.reduce(values.sum(dim=0))
+
+    def gather(self, values: Tensor) -> Tensor:
+        """Returns the sums of (B, …) over the rows of each unit, (count, …), on every process."""
+        table = values.new_zeros(self.count, *values.shape[1:])
+        return self.reduce(table.index_add_(0, self.number, values))
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Returns the maximum of (B, …) over all rows of all processes, (…)."""
+        first = torch.zeros(self.count, dtype=torch.float64, device=values.device)
+        first[self.number.min()] = 1.0  # each process is known by its first unit
+        first = self.reduce(first)
+        table = values.new_zeros(int(first.sum()), *values.shape[1:])
+        table[int(first[: int(self.number.min())].sum())] = values.amax(dim=0)
+        return self.reduce(table).amax(dim=0)
+
+    def local(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns this process's units, (u,), and the sums of (B, …) over the rows of each, (u, …)."""
+        numbers, place = self.number.unique(return_inverse=True)
+        return numbers, values.new_zeros(len(numbers), *values.shape[1:]).index_add_(0, place, values)

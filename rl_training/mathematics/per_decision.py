@@ -29,12 +29,11 @@ import torch
 from torch import Tensor
 
 from rl_training.mathematics.importance import MIN_SEQUENCES
-from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.units import Units
 
 
-def per_decision_change(before: Scores, after: Scores, units: Units | None = None) -> Replicates:
+def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | None = None) -> Replicates:
     """Returns ΔH, (2,) nats per token and per sequence, and without each sequence, (N, 2), from N sequences.
 
     before  scores under the policy that they were sampled from
@@ -46,7 +45,7 @@ def per_decision_change(before: Scores, after: Scores, units: Units | None = Non
     step makes "x" 1.5 times as likely and "." at the start half as likely, so that at k = 1 ρ_a = 1.5, and b has ended
     with ρ_b = 0.5. H' = 2 + 1.5·4/(1.5 + 0.5) = 5 and T' = 1 + 1.5/2 = 1.75: ΔH_seq = 5 − 1.5, ΔH_tok = 5/1.75 − 1.
     """
-    units = units or Units.of_rows(before.mask)
+    units = units or JackknifeUnits.of_rows(before.mask)
     mask = _alive(before, units)
     ratios = _relative_ratios(before, after, units)
     entropy = mask * after.entropies.double().masked_fill(mask == 0, 0.0)
@@ -62,9 +61,9 @@ def per_decision_change(before: Scores, after: Scores, units: Units | None = Non
     return _per_token_and_sequence(changed) - mean_entropy(before, units)
 
 
-def mean_entropy(scores: Scores, units: Units | None = None) -> Replicates:
+def mean_entropy(scores: Scores, units: JackknifeUnits | None = None) -> Replicates:
     """Returns H, (2,) nats per token and per sequence, of sequences under the policy that they were sampled from."""
-    units = units or Units.of_rows(scores.mask)
+    units = units or JackknifeUnits.of_rows(scores.mask)
     mask = _alive(scores, units)
     entropy = (mask * scores.entropies.double().masked_fill(mask == 0, 0.0)).sum(dim=1)
     terms = units.gather(torch.stack([entropy, mask.sum(dim=1), torch.ones_like(entropy)], dim=1))
@@ -78,12 +77,12 @@ def mean_entropy(scores: Scores, units: Units | None = None) -> Replicates:
 
 def prefix_ess(before: Scores, after: Scores) -> Tensor:
     """Returns the effective number of sequences at each position, (T,): Kish's (Σ_i ρ_ik)² / Σ_i ρ_ik²."""
-    ratios = _relative_ratios(before, after, Units.of_rows(before.mask))
+    ratios = _relative_ratios(before, after, JackknifeUnits.of_rows(before.mask))
     return ratios.sum(dim=0).square() / ratios.square().sum(dim=0)
 
 
 def first_order_change(
-    scores: Scores, logp_slopes: Tensor, entropy_slopes: Tensor, units: Units | None = None
+    scores: Scores, logp_slopes: Tensor, entropy_slopes: Tensor, units: JackknifeUnits | None = None
 ) -> Replicates:
     """Returns X·δθ, (2,) nats per token and per sequence, and without each sequence, (N, 2): `rb`, baseline "buffer".
 
@@ -93,7 +92,7 @@ def first_order_change(
     It is what weights by `surrogate_weights(baseline="buffer")` give, without a backward; a left-out sequence is left
     out of the baseline, of the level H_tok and of the mean length too.
     """
-    units = units or Units.of_rows(scores.mask)
+    units = units or JackknifeUnits.of_rows(scores.mask)
     mask = _alive(scores, units)
     entropy, of_logp, of_entropy = (
         mask * values.double().masked_fill(mask == 0, 0.0) for values in (scores.entropies, logp_slopes, entropy_slopes)
@@ -122,13 +121,13 @@ def slopes(ahead: Scores, behind: Scores, size: float) -> tuple[Tensor, Tensor]:
     )
 
 
-def _alive(scores: Scores, units: Units) -> Tensor:
+def _alive(scores: Scores, units: JackknifeUnits) -> Tensor:
     if units.count < MIN_SEQUENCES:
         raise ValueError(f"{units.count} independent sequences: a change with an error needs at least {MIN_SEQUENCES}")
     return scores.mask.double()
 
 
-def _relative_ratios(before: Scores, after: Scores, units: Units) -> Tensor:
+def _relative_ratios(before: Scores, after: Scores, units: JackknifeUnits) -> Tensor:
     """Returns ρ, (B, T), relative to the largest of each position, which cancels: none overflows, not all underflow."""
     steps = (after.logps.double() - before.logps.double()).masked_fill(before.mask == 0, 0.0)
     log_ratios = torch.nn.functional.pad(steps.cumsum(dim=1), (1, -1))  # of what comes before, and not of the token
@@ -144,7 +143,7 @@ def _per_token_and_sequence(entropy_and_length: Replicates) -> Replicates:
     return Replicates(ratio(entropy_and_length.value), ratio(entropy_and_length.without))
 
 
-def _sums(values: Tensor, units: Units) -> Replicates:
+def _sums(values: Tensor, units: JackknifeUnits) -> Replicates:
     """Returns the sum of (N, …) over all sequences, and without each unit."""
     of_unit = units.gather(values)
     total = of_unit.sum(dim=0)
@@ -160,7 +159,7 @@ def _still_to_come(costs: Tensor) -> Tensor:
     return costs.flip(1).cumsum(1).flip(1) - costs
 
 
-def _centred_products(values: Tensor, slopes: Tensor, alive: Tensor, units: Units) -> Replicates:
+def _centred_products(values: Tensor, slopes: Tensor, alive: Tensor, units: JackknifeUnits) -> Replicates:
     """Returns Σ_ik (v_ik − loo_k) d_ik, (1,), and the same without each unit; loo the mean over the others alive at k.
 
     Of n alive sequences it is (n Σ v d − Σ v Σ d) / (n − 1) at each position, and where there is one, v d.

@@ -10,7 +10,7 @@ The law is a line in x = e^H, fitted by least squares over n points:
     variance of a new point at x       s² + that
 
 with Student's t of n − 2 degrees of freedom. The errors are those of scatter about the curve: it must hold for them to
-mean something, and points that stray together (neighbouring checkpoints of one run) make them too small. Noise in H,
+mean something, and points with correlated errors (neighbouring checkpoints of one run) make them too small. Noise in H,
 which is not taken out, pulls a towards 0, by the share of it in the variance of e^H.
 """
 

@@ -21,15 +21,16 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout, join_rollouts
+from rl_training.hosts.random_streams import seed_torch, streams_put_back
 from rl_training.hosts.trl import batches, sampling
 from rl_training.hosts.trl.buffer import FilteredBuffer
 from rl_training.hosts.trl.refill import start_buffer
+from rl_training.mathematics.jackknife import JackknifeUnits
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.units import Units
 from rl_training.offline.phases import Progress
-from rl_training.offline.standing import Standing
+from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import Overlap
 
-Overlap = Literal["forbidden", "allowed", "wanted"]
 PROMPTS, RESPONSES = 0, 1  # streams of random numbers of a seed
 
 
@@ -48,9 +49,9 @@ class EvaluationBuffer:
         return len(self.scores.mask)
 
     @property
-    def units(self) -> Units:
+    def units(self) -> JackknifeUnits:
         """What is independent in the N sequences, and left out at a time: prompts. Of one prompt alone, responses."""
-        sequences = Units.of_rows(self.scores.mask)
+        sequences = JackknifeUnits.of_rows(self.scores.mask)
         return sequences if self.num_sequences == self.responses else sequences.in_blocks(self.responses)
 
 
@@ -68,7 +69,7 @@ class UpdateBuffer:
 
 
 def sample_update(
-    standing: Standing, num_prompts: int, seed: int, filtered: bool, chunk_size: int, progress: Progress
+    restored: RestoredTrainer, num_prompts: int, seed: int, filtered: bool, chunk_size: int, progress: Progress
 ) -> UpdateBuffer:
     """Returns U, drawn and rewarded as the training would.
 
@@ -77,51 +78,53 @@ def sample_update(
 
     Prompts are different ones, as within an epoch.
     """
-    trainer, group = standing.trainer, standing.trainer.num_generations
+    trainer, group = restored.trainer, restored.trainer.num_generations
     total = len(trainer.train_dataset)
     if num_prompts > total:
         raise ValueError(f"update.prompts={num_prompts}: the training set has {total} prompts; ask for at most these")
-    if num_prompts % standing.num_ranks:
-        raise ValueError(f"update.prompts={num_prompts} cannot be shared among {standing.num_ranks} processes evenly")
-    share = num_prompts // standing.num_ranks
+    if num_prompts % restored.num_ranks:
+        raise ValueError(f"update.prompts={num_prompts} cannot be shared among {restored.num_ranks} processes evenly")
+    share = num_prompts // restored.num_ranks
     chunk = share if filtered else math.gcd(share, max(chunk_size // group, 1))
     order = np.random.default_rng([seed, PROMPTS]).permutation(total)[:num_prompts]
     parts = []
-    with sampling.streams_put_back(standing.device):
-        for first in range(standing.rank * chunk, num_prompts, chunk * standing.num_ranks):
-            sampling.seed_torch(seed, RESPONSES, first // chunk, device=standing.device)
+    with streams_put_back(restored.device):
+        for first in range(restored.rank * chunk, num_prompts, chunk * restored.num_ranks):
+            seed_torch(seed, RESPONSES, first // chunk, device=restored.device)
             rows = [dict(trainer.train_dataset[int(i)]) for i in order[first : first + chunk] for _ in range(group)]
-            batch = _generate_rewarded(standing, rows, seed, filtered)
+            batch = _generate_rewarded(restored, rows, seed, filtered)
             parts.append(batches.read_rollout(batch, first, group, on_policy=True))
-            progress(len(rows) * standing.num_ranks)
+            progress(len(rows) * restored.num_ranks)
     return UpdateBuffer(join_rollouts(parts), num_prompts, group)
 
 
-def _generate_rewarded(standing: Standing, rows: list[dict[str, Any]], seed: int, filtered: bool) -> dict[str, Any]:
+def _generate_rewarded(
+    restored: RestoredTrainer, rows: list[dict[str, Any]], seed: int, filtered: bool
+) -> dict[str, Any]:
     """Returns TRL's rollout of these rows, or as many through the filter; the trainer's buffer stays as it was."""
-    trainer = standing.trainer
+    trainer = restored.trainer
     buffer, metrics = trainer.buffer, trainer._metrics["train"]
     trainer._metrics["train"] = type(metrics)(list)
-    trainer.buffer = _filter_of(standing, seed) if filtered else None
+    trainer.buffer = _filter_of(restored, seed) if filtered else None
     try:
         return trainer._generate_and_score_completions(rows)
     finally:
         trainer.buffer, trainer._metrics["train"] = buffer, metrics
 
 
-def _filter_of(standing: Standing, seed: int) -> FilteredBuffer:
+def _filter_of(restored: RestoredTrainer, seed: int) -> FilteredBuffer:
     """Returns a filter that knows what the trainer's buffer knows, if it has one, and draws with dice of its own."""
-    known = standing.trainer.buffer
+    known = restored.trainer.buffer
     settings = {} if known is None else {key: getattr(known, key) for key in ("max_attempts", "floor", "half_life")}
     own = FilteredBuffer(**settings, seed=seed)
-    start_buffer(standing.trainer, own)
+    start_buffer(restored.trainer, own)
     if known is not None:
         own.load_state_dict({**known.state_dict(), "generator": own.state_dict()["generator"]})
     return own
 
 
 def sample_evaluation(
-    standing: Standing,
+    restored: RestoredTrainer,
     num_prompts: int,
     responses: int,
     seed: int,
@@ -136,43 +139,45 @@ def sample_evaluation(
     source   of prompts: the training set, the evaluation split, or these rows of the training set, all of them
     overlap  of its prompts with U's: as it comes, none, or U's prompts only
     """
-    prompts = _prompts_of_evaluation(standing, num_prompts, seed, source, overlap, update)
+    prompts = _prompts_of_evaluation(restored, num_prompts, seed, source, overlap, update)
     asked = [prompt for prompt in prompts for _ in range(responses)]
-    rollout, number = _respond(standing, asked, seed, chunk_size, progress)
-    scores = gather_scores(standing, rollout, number, len(asked))
+    rollout, number = _respond(restored, asked, seed, chunk_size, progress)
+    scores = gather_scores(restored, rollout, number, len(asked))
     return EvaluationBuffer(rollout, number, scores, tuple(asked), responses)
 
 
-def sample_again(standing: Standing, like: EvaluationBuffer, seed: int, chunk_size: int, progress: Progress) -> Scores:
-    """Returns scores of fresh responses to the prompts of E at the present parameters, drawn with the same dice."""
-    rollout, number = _respond(standing, like.prompts, seed, chunk_size, progress)
-    return gather_scores(standing, rollout, number, like.num_sequences)
+def sample_again(
+    restored: RestoredTrainer, like: EvaluationBuffer, seed: int, chunk_size: int, progress: Progress
+) -> Scores:
+    """Returns scores of fresh responses to E's prompts at the present parameters, with common random numbers."""
+    rollout, number = _respond(restored, like.prompts, seed, chunk_size, progress)
+    return gather_scores(restored, rollout, number, like.num_sequences)
 
 
-def gather_scores(standing: Standing, rollout: Rollout, number: Tensor, total: int) -> Scores:
+def gather_scores(restored: RestoredTrainer, rollout: Rollout, number: Tensor, total: int) -> Scores:
     """Returns the scores of all processes' sequences at the present parameters, (N, L), on each of them."""
-    scores = standing.policy.score_rollout(rollout)
-    width = standing.trainer.max_completion_length
+    scores = restored.policy.score_rollout(rollout)
+    width = restored.trainer.max_completion_length
 
     def gather(values: Tensor) -> Tensor:
         known = values.double().masked_fill(scores.mask == 0, 0.0)
         everything = known.new_zeros(total, width)
         everything[number, : known.shape[1]] = known
-        return standing.reduce(everything)  # each row is one process's, so their sum is all of them
+        return restored.reduce(everything)  # each row is one process's, so their sum is all of them
 
     logps, entropies, mask = (gather(v) for v in (scores.logps, scores.entropies, scores.mask))
     return Scores(logps, entropies, mask.bool())
 
 
 def _prompts_of_evaluation(
-    standing: Standing,
+    restored: RestoredTrainer,
     num_prompts: int,
     seed: int,
     source: Literal["train", "eval"] | Sequence[int],
     overlap: Overlap,
     update: UpdateBuffer | None,
 ) -> list[Any]:
-    trainer = standing.trainer
+    trainer = restored.trainer
     data = trainer.eval_dataset if source == "eval" else trainer.train_dataset
     if data is None:
         raise ValueError("evaluation.source=eval: this run's task has no evaluation split; use evaluation.source=train")
@@ -185,43 +190,43 @@ def _prompts_of_evaluation(
     if overlap == "allowed" or update is None:
         return [data[int(row)]["prompt"] for row in draw.integers(len(data), size=num_prompts)]
     prompts = data["prompt"][:]
-    learned = _learned(standing, update, prompts)
+    learned = _learned(restored, update, prompts)
     rows = [row for row, is_learned in enumerate(learned) if is_learned == (overlap == "wanted")]
     if not rows:
         raise ValueError(f"evaluation.overlap={overlap}: no prompt of {source} is left to draw; use overlap=allowed")
     return [prompts[rows[int(i)]] for i in draw.integers(len(rows), size=num_prompts)]
 
 
-def _learned(standing: Standing, update: UpdateBuffer, prompts: Sequence[Any]) -> list[bool]:
+def _learned(restored: RestoredTrainer, update: UpdateBuffer, prompts: Sequence[Any]) -> list[bool]:
     """Returns which of these prompts are in U, by their tokens: rows of a data set may repeat a text."""
     rollout = update.rollout
     own = {tuple(ids[mask.bool()].tolist()) for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)}
-    of_prompt = [tuple(ids) for ids in standing.trainer._tokenize_prompts(list(prompts))[0]]
-    here = torch.tensor([ids in own for ids in of_prompt], device=standing.device, dtype=torch.float64)
-    return (standing.reduce(here) > 0).tolist()
+    of_prompt = [tuple(ids) for ids in restored.trainer._tokenize_prompts(list(prompts))[0]]
+    here = torch.tensor([ids in own for ids in of_prompt], device=restored.device, dtype=torch.float64)
+    return (restored.reduce(here) > 0).tolist()
 
 
 def _respond(
-    standing: Standing, prompts: Sequence[Any], seed: int, chunk_size: int, progress: Progress
+    restored: RestoredTrainer, prompts: Sequence[Any], seed: int, chunk_size: int, progress: Progress
 ) -> tuple[Rollout, Tensor]:
     """Returns this process's share of a response to each prompt, and which of them its rows are."""
     total = len(prompts)
     # Dice belong to a chunk, so one process and two must cut alike; more do where there are chunks enough for them.
     chunk = max(1, min(chunk_size, -(-total // 2)))
-    if -(-total // chunk) < standing.num_ranks:
-        chunk = max(1, -(-total // standing.num_ranks))
+    if -(-total // chunk) < restored.num_ranks:
+        chunk = max(1, -(-total // restored.num_ranks))
     prompt_ids: list[Tensor] = []
     completion_ids: list[Tensor] = []
     number: list[int] = []
-    for first in range(standing.rank * chunk, total, chunk * standing.num_ranks):
+    for first in range(restored.rank * chunk, total, chunk * restored.num_ranks):
         rows = range(first, min(first + chunk, total))
-        asked, given = sampling.respond(standing.trainer, [prompts[i] for i in rows], seed, RESPONSES, first // chunk)
+        asked, given = sampling.respond(restored.trainer, [prompts[i] for i in rows], seed, RESPONSES, first // chunk)
         prompt_ids, completion_ids, number = prompt_ids + asked, completion_ids + given, [*number, *rows]
-        progress(min(len(rows) * standing.num_ranks, total))
+        progress(min(len(rows) * restored.num_ranks, total))
     if not number:
         raise ValueError(
-            f"evaluation: {total} sequences leave process {standing.rank} of {standing.num_ranks} without one: ask for "
-            f"at least {2 * standing.num_ranks}"
+            f"evaluation: {total} sequences leave process {restored.rank} of {restored.num_ranks} without one: ask for "
+            f"at least {2 * restored.num_ranks}"
         )
-    rollout = sampling.as_rollout(standing.trainer, prompt_ids, completion_ids, number)
-    return rollout, torch.tensor(number, device=standing.device)
+    rollout = sampling.as_rollout(restored.trainer, prompt_ids, completion_ids, number)
+    return rollout, torch.tensor(number, device=restored.device)

@@ -24,7 +24,7 @@ from torch import Tensor
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.vectors import CHUNK
 from rl_training.offline.first_order import SEQUENCE, TOKEN
-from rl_training.offline.standing import Standing
+from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.update import Update
 
 NAMES = ("adam", "momentum-free adam", "rms-only", "identity", "sgd")
@@ -41,7 +41,7 @@ class Conditioned:
     cosine: float  # of the direction with the real step
 
 
-def condition(standing: Standing, update: Update, direction: Tensor) -> list[Conditioned]:
+def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> list[Conditioned]:
     """Returns δH₁ under each preconditioner. Empty where the optimizer is not Adam: it has none.
 
     direction  (2, P), X̄ per token and per sequence
@@ -50,7 +50,7 @@ def condition(standing: Standing, update: Update, direction: Tensor) -> list[Con
         return []
     gradient = update.clip * update.gradient
     gain = -_dot(gradient, update.delta)
-    steps = _directions(standing, update, gradient)
+    steps = _directions(restored, update, gradient)
     return [_compare(name, next(steps), update.delta, gradient, gain, direction) for name in NAMES]
 
 
@@ -68,7 +68,7 @@ def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, gain: floa
     )
 
 
-def _directions(standing: Standing, update: Update, gradient: Tensor) -> Iterator[Tensor]:
+def _directions(restored: RestoredTrainer, update: Update, gradient: Tensor) -> Iterator[Tensor]:
     """Yields the five directions, (P,) each, in the order of NAMES, with no scale that means anything.
 
     One at a time: they are as large as all trainable parameters.
@@ -79,7 +79,7 @@ def _directions(standing: Standing, update: Update, gradient: Tensor) -> Iterato
     yield gradient / -eps.add_(root)
     del eps
     momentum = _of_pieces(update, gradient, lambda state, own: torch.lerp(own, state.exp_avg, state.betas[0]))
-    sizes = [param.numel() for param in standing.parameters.values()]
+    sizes = [param.numel() for param in restored.parameters.values()]
     of_tensors = zip(momentum.split(sizes), root.split(sizes), strict=True)
     yield torch.cat([-m / rms.square().mean().sqrt() for m, rms in of_tensors])
     del root

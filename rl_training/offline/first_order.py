@@ -22,12 +22,11 @@ from rl_training.engine.attribution import Attribution
 from rl_training.engine.entropy_gradients import entropy_gradient
 from rl_training.mathematics.entropy import Estimator, surrogate_weights
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
-from rl_training.mathematics.jackknife import Replicates
-from rl_training.mathematics.units import Units
+from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.vectors import Layout, rows_dot
 from rl_training.offline.buffers import EvaluationBuffer
 from rl_training.offline.phases import Progress
-from rl_training.offline.standing import Standing
+from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.update import Update
 
 MOST_BLOCKS = 32
@@ -57,7 +56,7 @@ class FirstOrder:
 
 
 def predict(
-    standing: Standing,
+    restored: RestoredTrainer,
     evaluation: EvaluationBuffer,
     update: Update,
     estimator: Estimator,
@@ -65,8 +64,8 @@ def predict(
     progress: Progress,
 ) -> FirstOrder:
     """Returns δH₁ of the step `update`, with its splits and errors. Two backwards through each forward over E."""
-    layout = Layout(standing.parameters)
-    splits = Attribution(list(standing.parameters))
+    layout = Layout(restored.parameters)
+    splits = Attribution(list(restored.parameters))
     scores, number, count = evaluation.scores, evaluation.number, evaluation.num_sequences
     known = (scores.logps, scores.entropies, scores.mask, torch.arange(count, device=number.device))
     weights = [surrogate_weights(*known, estimator, target, "buffer") for target in ("token", "sequence")]
@@ -77,32 +76,32 @@ def predict(
     for b in block.unique().tolist():
         own = (block == b).nonzero().squeeze(1)
         for rows in own.split(microbatch_size):
-            gradient = _gradients(standing, evaluation, rows, weights, layout).div_(count)
+            gradient = _gradients(restored, evaluation, rows, weights, layout).div_(count)
             direction += gradient
             products = _products(layout, gradient, update.parts)
             sums[b] += torch.cat([products.sum(dim=(0, 2)).unsqueeze(0), splits.sum(products)])
-        progress(len(own) * standing.num_ranks)
-    sums, direction = standing.reduce(sums), standing.reduce(direction)
+        progress(len(own) * restored.num_ranks)
+    sums, direction = restored.reduce(sums), restored.reduce(direction)
     labels = (WHOLE, *splits.labels)
     return FirstOrder(
-        labels, without_blocks(sums, scores.mask, blocks), _without_folds(standing, update, direction, layout, splits),
+        labels, without_blocks(sums, scores.mask, blocks), _without_folds(restored, update, direction, layout, splits),
         direction,
     )  # fmt: skip
 
 
 def _gradients(
-    standing: Standing,
+    restored: RestoredTrainer,
     evaluation: EvaluationBuffer,
     rows: Tensor,
     weights: Sequence[tuple[Tensor, Tensor]],
     layout: Layout,
 ) -> Tensor:
     """Returns Σ over these rows of Σ_k w_k ∂log π(t_k) + u_k ∂h_k, (2, P), for each pair of weights (N, L)."""
-    with standing.policy.measuring():
-        fresh = standing.policy.score(evaluation.rollout, rows)
+    with restored.policy.measuring():
+        fresh = restored.policy.score(evaluation.rollout, rows)
         places, width = evaluation.number[rows], fresh.logps.shape[1]
         pairs = [(w[places, :width].to(fresh.logps), u[places, :width].to(fresh.entropies)) for w, u in weights]
-        gradients = entropy_gradient(fresh, pairs, list(standing.parameters.values()), layout)
+        gradients = entropy_gradient(fresh, pairs, list(restored.parameters.values()), layout)
         return torch.stack([torch.cat(gradient) for gradient in gradients])
 
 
@@ -115,14 +114,14 @@ def _products(layout: Layout, directions: Tensor, parts: Sequence[Tensor]) -> Te
     ])  # fmt: skip
 
 
-def blocks_of(evaluation: EvaluationBuffer, microbatch_size: int) -> Units:
+def blocks_of(evaluation: EvaluationBuffer, microbatch_size: int) -> JackknifeUnits:
     """Returns the block of each of E's sequences: whole prompts, of a microbatch or fewer, but at least one."""
     units = evaluation.units
     of_microbatch = microbatch_size * units.count // evaluation.num_sequences
     return units.in_blocks(max(1, min(of_microbatch, units.count // MOST_BLOCKS)))
 
 
-def without_blocks(sums: Tensor, mask: Tensor, blocks: Units) -> Replicates:
+def without_blocks(sums: Tensor, mask: Tensor, blocks: JackknifeUnits) -> Replicates:
     """Returns the totals over blocks (blocks, labels, 2), and without each block: ratios to what is left of E."""
     lengths = mask.double().sum(dim=1)
     sizes = blocks.gather(torch.stack([lengths, torch.ones_like(lengths)], dim=1))  # (blocks, 2): tokens, sequences
@@ -132,7 +131,7 @@ def without_blocks(sums: Tensor, mask: Tensor, blocks: Units) -> Replicates:
 
 
 def _without_folds(
-    standing: Standing, update: Update, direction: Tensor, layout: Layout, splits: Attribution
+    restored: RestoredTrainer, update: Update, direction: Tensor, layout: Layout, splits: Attribution
 ) -> Replicates:
     """Returns X̄·δθ by label, and with the step that U without each of its folds makes."""
 
@@ -145,4 +144,4 @@ def _without_folds(
     if update.num_folds > 1:
         for k, number in enumerate(update.fold_number):
             without[number] = by_label(update.without_fold(k))
-    return Replicates(value, standing.reduce(without))
+    return Replicates(value, restored.reduce(without))

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from torch import Tensor
 
 from rl_training.offline.kernel_evolution import write_evolution
 from rl_training.offline.kernel_report import write_report
@@ -42,6 +43,8 @@ def run(folders: list[Path], without: list[str], out: Path | None) -> None:
     """Prints a column of numbers for each kernel, what if, and writes reports and, for several, the evolution."""
     chosen = {text: chooser(text) for text in without}
     structures = [Structure.read(folder) for folder in folders]
+    for text, choose in chosen.items():
+        _refuse_another_number(text, [choose(structure) for structure in structures])
     columns: list[Row] = []
     for folder, structure in zip(folders, structures, strict=True):
         column: Row = {"step": int(structure.kernel.about.get("step", 0)), **headline(structure)}
@@ -54,6 +57,21 @@ def run(folders: list[Path], without: list[str], out: Path | None) -> None:
         table.add_column(title, no_wrap=True)
     for key in list(columns[0])[1:]:
         table.add_row(key, *(f"{column[key]:.3g}" for column in columns))
-    Console(soft_wrap=True).print(table)
+    Console(soft_wrap=True, markup=False, emoji=False).print(table)  # what was typed stays as it was
     if out is not None:
         write_evolution(structures, columns, out)
+
+
+def _refuse_another_number(text: str, without: list[Tensor]) -> None:
+    """Raises ValueError where fewer sequences were chosen than asked for, or none in any kernel: a what if of nothing.
+
+    without  of each kernel, (N_U,) bool
+    """
+    kind, _, value = text.partition(":")
+    if kind in ("longest", "lowest"):
+        least = min(map(len, without))
+        if not 0 < int(value) <= least:
+            raise ValueError(f"--without {text}: K is from 1 to the number of sequences in U, here {least}")
+    if not any(chosen.any() for chosen in without):
+        where = "sequences.jsonl has each one's prompt_hash and reward"
+        raise ValueError(f"--without {text}: no sequence of U is meant ({where})")

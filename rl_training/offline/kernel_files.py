@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -66,6 +66,9 @@ def load_kernel(folder: Path) -> Kernel:
     path = folder / KERNEL_FILE
     if not path.is_file():
         raise ValueError(f"{folder} holds no finished kernel ({KERNEL_FILE}): run offline.py kernel.enabled=true")
-    with safe_open(path, framework="pt") as file:
-        about = dict(file.metadata())
-    return Kernel(load_file(path), about)
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = dict(file.metadata())
+        return Kernel(load_file(path), about)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}): remove it, and calculate it again by offline.py") from error

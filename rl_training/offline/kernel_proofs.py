@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from rl_training.offline.gradient_rows import GradientRows
-from rl_training.offline.kernel_types import KernelStep, Question
+from rl_training.offline.kernel_types import KernelInputs, KernelStep
 
 MAX_SUM_ERROR = 1e-4  # of Σ A_j W_j against the batch gradient, in fp32
 MAX_ROW_ERROR = 1e-4  # of a row against that sequence's own backward
@@ -17,9 +17,9 @@ MAX_IDENTITY_ERROR = {"float32": 1e-4, "bfloat16": 1e-2}  # of the sum over all 
 ROUNDED = 300.0  # how much wider these limits are where the forward runs under bf16 autocast
 
 
-def prove_sum(rows: GradientRows, question: Question, step: KernelStep, total: Tensor) -> None:
+def prove_sum(rows: GradientRows, inputs: KernelInputs, step: KernelStep, total: Tensor) -> None:
     """Raises ValueError when the rows of U do not add up to the batch gradient."""
-    expected = -question.update.num_sequences * question.max_length * step.gradient.double()
+    expected = -inputs.update.num_sequences * inputs.max_length * step.gradient.double()
     if not expected.any():
         return  # no sequence has an advantage
     error = float((total - expected).norm() / expected.norm())
@@ -32,9 +32,9 @@ def prove_sum(rows: GradientRows, question: Question, step: KernelStep, total: T
         )
 
 
-def prove_row(rows: GradientRows, question: Question, row: int, own: Tensor) -> None:
+def prove_row(rows: GradientRows, inputs: KernelInputs, row: int, own: Tensor) -> None:
     """Raises ValueError when a row is not the gradient that an ordinary backward of its sequence alone gives."""
-    alone = rows.sum(question.evaluation, rows.batches([row])[0], torch.ones_like(question.logp_weights))
+    alone = rows.sum(inputs.evaluation, rows.batches([row])[0], torch.ones_like(inputs.logp_weights))
     error, limit = float((own - alone).norm() / alone.norm()), MAX_ROW_ERROR * rows.rounding(ROUNDED)
     if not error <= limit:
         raise ValueError(
@@ -43,18 +43,18 @@ def prove_row(rows: GradientRows, question: Question, row: int, own: Tensor) -> 
         )
 
 
-def gradient_part(question: Question, step: KernelStep, total: Tensor) -> Tensor:
+def gradient_part(inputs: KernelInputs, step: KernelStep, total: Tensor) -> Tensor:
     """Returns (x̄·δθ, |x̄| |δθ|), (2,) fp64, of δθ = c M total /(N_U L): this step's gradient as U's rows have it.
 
     total  (P,) fp64, Σ_j A_j W_j.  The norms are those of the metric, the second number what the first can be at most.
     """
-    scale = step.clip / (question.update.num_sequences * question.max_length)
+    scale = step.clip / (inputs.update.num_sequences * inputs.max_length)
     x, moved = (v.double() * step.root.double() for v in (step.entropy_gradient, total))
     return scale * torch.stack([x @ moved, x.norm() * moved.norm()]).cpu()
 
 
 def prove_identity(
-    kernel: Mapping[str, Tensor], question: Question, step: KernelStep, by_rows: Tensor, by_batch: float, limit: float
+    kernel: Mapping[str, Tensor], inputs: KernelInputs, step: KernelStep, by_rows: Tensor, by_batch: float, limit: float
 ) -> dict[str, str]:
     """Returns what the sum over all pairs and its errors are, for the file; raises ValueError where it is wrong.
 
@@ -68,7 +68,7 @@ def prove_identity(
                         Adam divides by single entries that are nearly 0, it says so: P has no more digits than they
     """
     contributions = kernel["entropy_kernel"] @ kernel["advantages"].double()
-    scale = step.clip / (question.evaluation.num_sequences * question.update.num_sequences * question.max_length)
+    scale = step.clip / (inputs.evaluation.num_sequences * inputs.update.num_sequences * inputs.max_length)
     total, (value, most) = scale * float(contributions.sum()), by_rows.tolist()
     if not abs(total - value) <= limit * most:
         raise ValueError(

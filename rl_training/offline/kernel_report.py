@@ -15,10 +15,10 @@ from matplotlib.figure import Figure
 from torch import Tensor
 
 from rl_training.mathematics.entropy import Estimator
-from rl_training.offline.kernel_look import TEXTS_FILE, kernel_of_look
+from rl_training.offline.kernel_at_checkpoint import TEXTS_FILE, kernel_of_analysis
 from rl_training.offline.kernel_types import KernelSettings
-from rl_training.offline.probe import Look
-from rl_training.offline.standing import Standing
+from rl_training.offline.probe import Analysis
+from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.structure import (
     CLASSES,
     Distinct,
@@ -41,14 +41,14 @@ BINS = 40
 
 
 def add_kernel(
-    standing: Standing, look: Look, settings: KernelSettings, folder: Path, estimator: Estimator
+    restored: RestoredTrainer, analysis: Analysis, settings: KernelSettings, folder: Path, estimator: Estimator
 ) -> dict[str, float]:
-    """Returns the headline numbers of a look's kernel, which this calculates, stores and draws in `folder`."""
-    kernel_of_look(standing, look, settings, folder, estimator, texts=folder.parents[1] / TEXTS_FILE)
-    if standing.rank == 0:
+    """Returns the headline numbers of an analysis's kernel, which this calculates, stores and draws in `folder`."""
+    kernel_of_analysis(restored, analysis, settings, folder, estimator, texts=folder.parents[1] / TEXTS_FILE)
+    if restored.rank == 0:
         write_report(folder)
         print(f"kernel: {folder / PAGE}")
-    standing.trainer.accelerator.wait_for_everyone()
+    restored.trainer.accelerator.wait_for_everyone()
     return headline(Structure.read(folder))
 
 

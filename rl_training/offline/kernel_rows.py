@@ -11,12 +11,12 @@ from torch import Tensor
 from rl_training.mathematics.kernels import Blocks, row_products, square_norms, weighted_sum
 from rl_training.mathematics.sketches import CountSketches
 from rl_training.offline.gradient_rows import GradientRows
-from rl_training.offline.kernel_types import KernelSettings, KernelStep, Question, Ranks
+from rl_training.offline.kernel_types import KernelInputs, KernelSettings, KernelStep, Ranks
 
 NORM_BUCKETS = 2**13  # of each of two sketches: the norm of a sum is right to 0.6 % (one standard error)
 
 
-class Keeper:
+class RowSummarizer:
     """Keeps of every sequence's gradient its sketches, its norm, and what the step does to it."""
 
     def __init__(self, rows: GradientRows, step: KernelStep, settings: KernelSettings) -> None:
@@ -45,17 +45,19 @@ class Keeper:
         return {"entropy_products": products, "entropy_sq_norms": square_norms(own)}
 
 
-def expectation(rows: GradientRows, question: Question, keeper: Keeper, blocks: Blocks, ranks: Ranks) -> str:
+def expectation(
+    rows: GradientRows, inputs: KernelInputs, summarizer: RowSummarizer, blocks: Blocks, ranks: Ranks
+) -> str:
     """Returns what is about to be calculated, and how long: the cost formula of kernels.py, each of its terms timed on
     one microbatch.
     """
-    of_u, of_e = (rows.batches(range(r.num_sequences))[0] for r in (question.update, question.evaluation))
-    both = rows.both(question.evaluation, of_e, question.logp_weights, question.entropy_weights)
-    holding = _seconds(lambda: [keeper.scale_entropy(part) for part in both])
+    of_u, of_e = (rows.batches(range(r.num_sequences))[0] for r in (inputs.update, inputs.evaluation))
+    both = rows.both(inputs.evaluation, of_e, inputs.logp_weights, inputs.entropy_weights)
+    holding = _seconds(lambda: [summarizer.scale_entropy(part) for part in both])
     own: list[Tensor] = []
-    streaming = _seconds(lambda: own.append(rows.log_probability(question.update, of_u)))
-    streaming += _seconds(lambda: weighted_sum(question.update.advantages[of_u], own[0]))
-    keeping = _seconds(lambda: keeper.scale(own[0]))
+    streaming = _seconds(lambda: own.append(rows.log_probability(inputs.update, of_u)))
+    streaming += _seconds(lambda: weighted_sum(inputs.update.advantages[of_u], own[0]))
+    keeping = _seconds(lambda: summarizer.scale(own[0]))
     held = blocks.num_held / ranks.count
     passes = blocks.num_streamed * -(-blocks.num_blocks // ranks.count)
     seconds = passes * streaming / len(of_u) + held * holding / len(of_e)

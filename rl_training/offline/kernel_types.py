@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rl_training.engine.batch import Rollout
 
-Source = Literal["look", "fixed"]
+Source = Literal["own", "fixed"]
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -23,7 +23,7 @@ class KernelSettings:
     memory_gb: float = 8.0  # for rows that are held and rows that stream by
     dtype: str = "float32"  # of the held rows; bfloat16 halves them, and costs 2e-4 of the kernel's norm
     microbatch_size: int = 32  # sequences in a forward; hooks keep as many fp32 gradients
-    source: Source = "look"  # of the kernel's E: the look's own, or texts that stay over checkpoints
+    source: Source = "own"  # of the kernel's E: the analysis's own, or texts that stay over checkpoints
     store_gradients: bool = False
     sketch_buckets: int = 512
     sketch_repeats: int = 8
@@ -33,13 +33,13 @@ class KernelSettings:
         if self.dtype not in DTYPES:
             raise ValueError(f"kernel.dtype={self.dtype}: choose float32 or bfloat16")
         if self.source not in get_args(Source):
-            raise ValueError(f"kernel.source={self.source}: choose look or fixed")
+            raise ValueError(f"kernel.source={self.source}: choose own or fixed")
         if self.memory_gb <= 0:
             raise ValueError(f"kernel.memory_gb={self.memory_gb} must be positive")
 
 
 @dataclass(frozen=True)
-class Question:
+class KernelInputs:
     """What is asked of a checkpoint: all sequences of all processes, on each of them."""
 
     evaluation: Rollout  # E, N_E sequences

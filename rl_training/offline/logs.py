@@ -1,7 +1,7 @@
-"""The log of one look at a checkpoint: three files in DIRECTORY/YYYY-MM-DD/, whole or not at all.
+"""The log of one checkpoint analysis: three files in DIRECTORY/YYYY-MM-DD/, whole or not at all.
 
     entropy_probe_HH-MM-SS_CHECKPOINT.json.gz            everything that the level asks for
-    entropy_probe_HH-MM-SS_CHECKPOINT_config.yaml        the settings of the look and of the run
+    entropy_probe_HH-MM-SS_CHECKPOINT_config.yaml        the settings of the analysis and of the run
     entropy_probe_HH-MM-SS_CHECKPOINT_summary.json       the core numbers; moved last: where it is, all of them are
     entropy_probe_HH-MM-SS_CHECKPOINT_tensors.safetensors    at level debug: δθ, the gradient of U, X̄, slopes of tokens
 
@@ -30,8 +30,8 @@ from torch import Tensor
 
 from rl_training.engine.batch import Rollout
 from rl_training.mathematics.importance import LOGP, sequence_totals
-from rl_training.offline.probe import Look
-from rl_training.offline.standing import Standing
+from rl_training.offline.probe import Analysis
+from rl_training.offline.restored import RestoredTrainer
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.json_values import to_json
 from rl_training.version import VERSION
@@ -47,7 +47,7 @@ QUANTILES = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}
 
 @dataclass(frozen=True)
 class LogSettings:
-    """What a look writes down beside its results. See the module's docstring."""
+    """What an analysis writes down beside its results. See the module's docstring."""
 
     level: Level = "standard"
     sequences: bool = True  # texts, from detailed on
@@ -65,7 +65,7 @@ class LogSettings:
 
 
 def write_log(
-    folder: Path, standing: Standing, look: Look, asked: LogSettings, settings: Mapping[str, Any]
+    folder: Path, restored: RestoredTrainer, analysis: Analysis, asked: LogSettings, settings: Mapping[str, Any]
 ) -> Path | None:
     """Returns the path of the log that the main process wrote, the same on every process; None at level none.
 
@@ -73,72 +73,74 @@ def write_log(
     """
     if asked.level == "none":
         return None
-    content = log_content(standing, look, asked)  # all processes: each has a part of the sequences
+    content = log_content(restored, analysis, asked)  # all processes: each has a part of the sequences
     day, now = time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S")
-    own = standing.checkpoint.resolve()
+    own = restored.checkpoint.resolve()
     stem = f"entropy_probe_{now}_{own.parent.name if own.name == 'model' else own.name}"
     place = Path(asked.directory or folder) / day
-    if standing.rank == 0:
+    if restored.rank == 0:
         stem = _not_taken(place, stem)
         files: dict[Path, bytes] = {}
         if asked.reaches("debug") and asked.raw_tensors:
-            files[place / f"{stem}_tensors.safetensors"] = save(_tensors(look))
+            files[place / f"{stem}_tensors.safetensors"] = save(_tensors(analysis))
         text = json.dumps(to_json(content), ensure_ascii=False).encode()
         files[place / f"{stem}.json{'.gz' * asked.compress}"] = gzip.compress(text, mtime=0) if asked.compress else text
         files[place / f"{stem}_config.yaml"] = yaml.safe_dump(dict(settings), sort_keys=False).encode()
-        files[place / f"{stem}_summary.json"] = json.dumps(to_json(_summary(standing, look, asked)), indent=1).encode()
+        files[place / f"{stem}_summary.json"] = json.dumps(
+            to_json(_summary(restored, analysis, asked)), indent=1
+        ).encode()
         write_atomically(files)
-    (stem,) = _of_main_process(standing, [stem])
+    (stem,) = _of_main_process(restored, [stem])
     return place / f"{stem}.json{'.gz' * asked.compress}"
 
 
-def log_content(standing: Standing, look: Look, asked: LogSettings) -> dict[str, Any]:
+def log_content(restored: RestoredTrainer, analysis: Analysis, asked: LogSettings) -> dict[str, Any]:
     """Returns what stands in a log of this level. Call it on all processes."""
-    content = _summary(standing, look, asked)
+    content = _summary(restored, analysis, asked)
     if asked.reaches("standard"):
-        content["results"] = look.results
-        content["reasons"] = look.reasons
-        content["tables"] = look.tables
-        content["statistics"] = _statistics(standing, look)
+        content["results"] = analysis.results
+        content["reasons"] = analysis.reasons
+        content["tables"] = analysis.tables
+        content["statistics"] = _statistics(restored, analysis)
     if asked.reaches("detailed"):
-        content["evaluation"] = _evaluation_rows(standing, look, asked)
-        content["update"] = _update_rows(standing, look, asked)
+        content["evaluation"] = _evaluation_rows(restored, analysis, asked)
+        content["update"] = _update_rows(restored, analysis, asked)
     if asked.reaches("debug") and asked.tokens:
-        content["tokens"] = _token_rows(look)
+        content["tokens"] = _token_rows(analysis)
     return content
 
 
-def _summary(standing: Standing, look: Look, asked: LogSettings) -> dict[str, Any]:
-    core = {key: value for key, value in look.results.items() if key.split("_se")[0] in CORE}
+def _summary(restored: RestoredTrainer, analysis: Analysis, asked: LogSettings) -> dict[str, Any]:
+    core = {key: value for key, value in analysis.results.items() if key.split("_se")[0] in CORE}
     return {
         "version": VERSION,
         "level": asked.level,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "checkpoint": str(standing.checkpoint),
-        "step": standing.step,
-        "world_size": standing.num_ranks,
+        "checkpoint": str(restored.checkpoint),
+        "step": restored.step,
+        "world_size": restored.num_ranks,
         "core": core,
-        "reasons": {key: reason for key, reason in look.reasons.items() if key in core},
-        "timing": {name: round(seconds, 3) for name, seconds in look.seconds.items()},
+        "reasons": {key: reason for key, reason in analysis.reasons.items() if key in core},
+        "timing": {name: round(seconds, 3) for name, seconds in analysis.seconds.items()},
     }
 
 
-def _statistics(standing: Standing, look: Look) -> dict[str, dict[str, float]]:
+def _statistics(restored: RestoredTrainer, analysis: Analysis) -> dict[str, dict[str, float]]:
     """Returns mean, standard deviation and quantiles over the sequences of all processes."""
-    rollout = look.update_buffer.rollout
+    rollout = analysis.update_buffer.rollout
     assert rollout.rewards is not None
     lengths = rollout.completion_mask.sum(dim=1)
     own = torch.stack([rollout.rewards.double(), rollout.advantages.double(), lengths.double()], dim=1).cpu()
-    of_update = torch.cat([torch.as_tensor(part) for part in _of_all(standing, own)])
+    of_update = torch.cat([torch.as_tensor(part) for part in _of_all(restored, own)])
     columns = {
-        "generation_length": look.evaluation.scores.mask.sum(dim=1),
-        "sequence_entropy": sequence_totals(look.evaluation.scores)[:, 1],
+        "generation_length": analysis.evaluation.scores.mask.sum(dim=1),
+        "sequence_entropy": sequence_totals(analysis.evaluation.scores)[:, 1],
         "reward": of_update[:, 0],
         "advantage": of_update[:, 1],
         "update_length": of_update[:, 2],
     }
-    if look.truth is not None:
-        columns["importance_weight"] = _weights(look)
+    if analysis.truth is not None:
+        columns["importance_weight"] = _weights(analysis)
     return {name: _describe(values.double().cpu()) for name, values in columns.items()}
 
 
@@ -147,26 +149,28 @@ def _describe(values: Tensor) -> dict[str, float]:
     return {"mean": float(values.mean()), "sd": float(values.std()), **spread}
 
 
-def _weights(look: Look) -> Tensor:
+def _weights(analysis: Analysis) -> Tensor:
     """Returns π'(t)/π(t) of each sequence of E, (N,), at the whole step."""
-    assert look.truth is not None
-    at = next(at for at in look.truth.at if at.eta == 1.0)
-    return (sequence_totals(at.ahead.scores)[:, LOGP] - sequence_totals(look.evaluation.scores)[:, LOGP]).exp()
+    assert analysis.truth is not None
+    at = next(at for at in analysis.truth.at if at.eta == 1.0)
+    return (sequence_totals(at.ahead.scores)[:, LOGP] - sequence_totals(analysis.evaluation.scores)[:, LOGP]).exp()
 
 
-def _evaluation_rows(standing: Standing, look: Look, asked: LogSettings) -> list[dict[str, Any]]:
-    e = look.evaluation
+def _evaluation_rows(restored: RestoredTrainer, analysis: Analysis, asked: LogSettings) -> list[dict[str, Any]]:
+    e = analysis.evaluation
     totals = sequence_totals(e.scores).tolist()
     columns: dict[str, list[float]] = {}
-    if look.truth is not None:
-        at = next(at for at in look.truth.at if at.eta == 1.0)
+    if analysis.truth is not None:
+        at = next(at for at in analysis.truth.at if at.eta == 1.0)
         ahead = sequence_totals(at.ahead.scores)
         columns = {
-            "logp_after": ahead[:, 0].tolist(), "entropy_after": ahead[:, 1].tolist(), "weight": _weights(look).tolist()
-        }  # fmt: skip
-    texts = _texts(standing, e.rollout, asked)
+            "logp_after": ahead[:, 0].tolist(),
+            "entropy_after": ahead[:, 1].tolist(),
+            "weight": _weights(analysis).tolist(),
+        }
+    texts = _texts(restored, e.rollout, asked)
     own = dict(zip(e.number.tolist(), texts, strict=True))
-    by_number = {number: text for part in _of_all(standing, own) for number, text in part.items()}
+    by_number = {number: text for part in _of_all(restored, own) for number, text in part.items()}
     return [
         {"sequence": i, **by_number[i], "length": int(length), "logp": logp, "entropy": entropy}
         | {name: values[i] for name, values in columns.items()}
@@ -174,24 +178,24 @@ def _evaluation_rows(standing: Standing, look: Look, asked: LogSettings) -> list
     ]
 
 
-def _update_rows(standing: Standing, look: Look, asked: LogSettings) -> list[dict[str, Any]]:
-    rollout = look.update_buffer.rollout
+def _update_rows(restored: RestoredTrainer, analysis: Analysis, asked: LogSettings) -> list[dict[str, Any]]:
+    rollout = analysis.update_buffer.rollout
     assert rollout.rewards is not None
     columns = zip(
-        rollout.prompt_index.tolist(), _texts(standing, rollout, asked), rollout.completion_mask.sum(dim=1).tolist(),
+        rollout.prompt_index.tolist(), _texts(restored, rollout, asked), rollout.completion_mask.sum(dim=1).tolist(),
         rollout.rewards.tolist(), rollout.advantages.tolist(), strict=True,
     )  # fmt: skip
     own = [
         {"prompt_index": index, **text, "length": length, "reward": reward, "advantage": advantage}
         for index, text, length, reward, advantage in columns
     ]
-    return sorted((row for part in _of_all(standing, own) for row in part), key=lambda row: row["prompt_index"])
+    return sorted((row for part in _of_all(restored, own) for row in part), key=lambda row: row["prompt_index"])
 
 
-def _texts(standing: Standing, rollout: Rollout, asked: LogSettings) -> list[dict[str, str]]:
+def _texts(restored: RestoredTrainer, rollout: Rollout, asked: LogSettings) -> list[dict[str, str]]:
     if not asked.sequences:
         return [{} for _ in range(rollout.num_sequences)]
-    decode = standing.policy.decode
+    decode = restored.policy.decode
     return [
         {"prompt": decode(asked_ids[asked_mask.bool()]), "response": decode(ids[mask.bool()])}
         for asked_ids, asked_mask, ids, mask in zip(
@@ -200,45 +204,49 @@ def _texts(standing: Standing, rollout: Rollout, asked: LogSettings) -> list[dic
     ]
 
 
-def _token_rows(look: Look) -> list[dict[str, Any]]:
+def _token_rows(analysis: Analysis) -> list[dict[str, Any]]:
     """Returns the numbers of each token of E: a row per sequence, a list per quantity."""
-    scores = look.evaluation.scores
+    scores = analysis.evaluation.scores
     tables = {"logp": scores.logps, "entropy": scores.entropies}
-    if look.truth is not None:
-        at = next(at for at in look.truth.at if at.eta == 1.0)
+    if analysis.truth is not None:
+        at = next(at for at in analysis.truth.at if at.eta == 1.0)
         tables |= {"logp_after": at.ahead.scores.logps, "entropy_after": at.ahead.scores.entropies}
-        tables |= dict(zip(("logp_slope", "entropy_slope"), look.truth.slopes, strict=True))
+        tables |= dict(zip(("logp_slope", "entropy_slope"), analysis.truth.slopes, strict=True))
     return [
         {"sequence": i, **{name: table[i, : int(mask.sum())].tolist() for name, table in tables.items()}}
         for i, mask in enumerate(scores.mask)
     ]
 
 
-def _tensors(look: Look) -> dict[str, Tensor]:
-    tensors = {"delta": look.update.delta, "gradient": look.update.gradient, "mask": look.evaluation.scores.mask}
-    if look.first_order is not None:
-        tensors["direction"] = look.first_order.direction
-    if look.truth is not None:
-        tensors |= dict(zip(("logp_slopes", "entropy_slopes"), look.truth.slopes, strict=True))
+def _tensors(analysis: Analysis) -> dict[str, Tensor]:
+    tensors = {
+        "delta": analysis.update.delta,
+        "gradient": analysis.update.gradient,
+        "mask": analysis.evaluation.scores.mask,
+    }
+    if analysis.first_order is not None:
+        tensors["direction"] = analysis.first_order.direction
+    if analysis.truth is not None:
+        tensors |= dict(zip(("logp_slopes", "entropy_slopes"), analysis.truth.slopes, strict=True))
     return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
 
 
 def _not_taken(folder: Path, stem: str) -> str:
-    """Returns the name, with a number where another look of this second has it."""
+    """Returns the name, with a number where another analysis of this second has it."""
     names = [stem, *(f"{stem}_{number}" for number in range(2, 1000))]
     return next(name for name in names if not (folder / f"{name}_summary.json").exists())
 
 
-def _of_all(standing: Standing, own: Any) -> list[Any]:
+def _of_all(restored: RestoredTrainer, own: Any) -> list[Any]:
     """Returns what each process has, on each of them."""
-    if standing.num_ranks == 1:
+    if restored.num_ranks == 1:
         return [own]
-    parts: list[Any] = [None] * standing.num_ranks
+    parts: list[Any] = [None] * restored.num_ranks
     torch.distributed.all_gather_object(parts, own)
     return parts
 
 
-def _of_main_process(standing: Standing, own: list[str]) -> list[str]:
-    if standing.num_ranks > 1:
+def _of_main_process(restored: RestoredTrainer, own: list[str]) -> list[str]:
+    if restored.num_ranks > 1:
         torch.distributed.broadcast_object_list(own, src=0)
     return own

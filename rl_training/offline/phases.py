@@ -1,4 +1,4 @@
-"""The phases of a look: a progress bar each, the seconds that it took, and what to lower where its memory is short."""
+"""The phases of an analysis: a progress bar each, the seconds that it took, and what to lower where memory is short."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ FULL = ("allocate memory", "not enough memory", "out of memory")  # torch's word
 
 
 class Phases:
-    """The phases of a look: a progress bar each, and the seconds that each took."""
+    """The phases of an analysis: a progress bar each, and the seconds that each took."""
 
     def __init__(self, shown: bool) -> None:
         self.seconds: dict[str, float] = {}

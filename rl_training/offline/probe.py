@@ -1,4 +1,4 @@
-"""One look at a checkpoint: sample E and U, predict, measure, compare. The results are one flat dictionary.
+"""One checkpoint analysis: sample E and U, predict, measure, compare. The results are one flat dictionary.
 
     deltaH1              predicted change of entropy, nats per token; deltaH1_sequence, nats per sequence
     deltaH1/part/…       the same split by cause, deltaH1/layer/… and deltaH1/kind/… by place
@@ -9,27 +9,26 @@
     second_order         deltaH_true − deltaH_odd
 
 `…_se` is one standard error. That of deltaH1 holds E's and U's noise, the others E's alone: they speak of this very
-step. What cannot be had is nan, with the reason in `reasons`.
+step. What is not available is nan, with the reason in `reasons`.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, get_args
+from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
-from rl_training.mathematics.entropy import Estimator
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import Replicates
-from rl_training.offline.buffers import EvaluationBuffer, Overlap, UpdateBuffer, sample_evaluation, sample_update
+from rl_training.offline.buffers import EvaluationBuffer, UpdateBuffer, sample_evaluation, sample_update
 from rl_training.offline.conditioning import condition
 from rl_training.offline.covariance import covariance_of
 from rl_training.offline.first_order import SEQUENCE, TOKEN, FirstOrder, predict
 from rl_training.offline.phases import Phases, short_memory_says_what_to_lower
-from rl_training.offline.standing import Standing
+from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import Settings
 from rl_training.offline.truth import AtStep, Truth, measure, num_scorings
 from rl_training.offline.update import Update, make_update
 
@@ -39,66 +38,8 @@ SEVERAL_RATES = "groups of parameters have several learning rates: there is no o
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """Of E: its prompts (drawn uniformly from `source`, or these rows of the training set), and responses to each."""
-
-    prompts: int = 256
-    responses: int = 1
-    source: Literal["train", "eval"] | Sequence[int] = "train"
-    overlap: Overlap = "allowed"
-    seed: int = 0
-
-
-@dataclass(frozen=True)
-class Updating:
-    """Of U: its prompts, as many responses to each as the run has, filtered or not."""
-
-    prompts: int = 32
-    filtered: bool = False
-    seed: int = 1
-
-
-@dataclass(frozen=True)
-class FirstOrderSettings:
-    enabled: bool = True
-    estimator: Estimator = "rb"
-    covariance: bool = True  # −Cov(log π, A) of U beside it
-
-
-@dataclass(frozen=True)
-class TruthSettings:
-    enabled: bool = True
-    odd: bool = True
-    etas: Sequence[float] = (1.0,)
-
-
-@dataclass(frozen=True)
-class Memory:
-    """Of one process: sequences in a forward and backward, sequences generated at once, folds in host memory."""
-
-    microbatch_size: int = 32
-    generation_size: int = 128
-    offload: bool = False
-
-
-@dataclass(frozen=True)
-class Settings:
-    """Everything that a look at a checkpoint is asked for."""
-
-    evaluation: Evaluation = field(default_factory=Evaluation)
-    update: Updating = field(default_factory=Updating)
-    first_order: FirstOrderSettings = field(default_factory=FirstOrderSettings)
-    truth: TruthSettings = field(default_factory=TruthSettings)
-    conditioning: bool = True
-    memory: Memory = field(default_factory=Memory)
-
-    def __post_init__(self) -> None:
-        _refuse_nonsense(self)
-
-
-@dataclass(frozen=True)
-class Look:
-    """What a look at a checkpoint gave: numbers to be written, and the tensors that they follow from."""
+class Analysis:
+    """What a checkpoint analysis gave: numbers to be written, and the tensors that they follow from."""
 
     results: dict[str, float]
     reasons: dict[str, str]  # by key of a result that is nan
@@ -111,34 +52,34 @@ class Look:
     truth: Truth | None
 
 
-def look(standing: Standing, settings: Settings) -> Look:
+def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
     """Returns what the next step from this checkpoint does to entropy. Nothing of the trainer is moved by it."""
-    phases = Phases(shown=standing.rank == 0 and not standing.trainer.args.disable_tqdm)
+    phases = Phases(shown=restored.rank == 0 and not restored.trainer.args.disable_tqdm)
     memory, own, e = settings.memory, settings.update, settings.evaluation
     chunk = memory.generation_size
-    with phases("sample U", own.prompts * standing.trainer.num_generations) as progress:
-        update_buffer = sample_update(standing, own.prompts, own.seed, own.filtered, chunk, progress)
+    with phases("sample U", own.prompts * restored.trainer.num_generations) as progress:
+        update_buffer = sample_update(restored, own.prompts, own.seed, own.filtered, chunk, progress)
     total = (e.prompts if isinstance(e.source, str) else len(e.source)) * e.responses
     with phases("sample E", total) as progress:
         evaluation = sample_evaluation(
-            standing, e.prompts, e.responses, e.seed, e.source, e.overlap, update_buffer, chunk, progress
+            restored, e.prompts, e.responses, e.seed, e.source, e.overlap, update_buffer, chunk, progress
         )
     with phases("gradient of U", update_buffer.num_sequences) as progress:
-        update = make_update(standing, update_buffer, memory.microbatch_size, memory.offload, progress)
+        update = make_update(restored, update_buffer, memory.microbatch_size, memory.offload, progress)
         by_covariance = settings.first_order.enabled and settings.first_order.covariance
-        covariance = covariance_of(standing, update_buffer) if by_covariance else None
+        covariance = covariance_of(restored, update_buffer) if by_covariance else None
     first_order = truth = None
     if settings.first_order.enabled:
         with phases("gradient of E", total) as progress:
             estimator = settings.first_order.estimator
-            first_order = predict(standing, evaluation, update, estimator, memory.microbatch_size, progress)
+            first_order = predict(restored, evaluation, update, estimator, memory.microbatch_size, progress)
     if settings.truth.enabled:
         etas = sorted({1.0, *settings.truth.etas}, reverse=True)
         with phases("truth", total * num_scorings(etas, settings.truth.odd)) as progress:
-            truth = measure(standing, evaluation, update.delta, etas, settings.truth.odd, e.seed, chunk, progress)
+            truth = measure(restored, evaluation, update.delta, etas, settings.truth.odd, e.seed, chunk, progress)
     found = _Results()
-    found.add_buffers(evaluation, update_buffer, update, standing)
-    found.add_first_order(first_order, standing.learning_rate)
+    found.add_buffers(evaluation, update_buffer, update, restored)
+    found.add_first_order(first_order, restored.learning_rate)
     found.add_replicates("covariance", covariance, NOT_ASKED.format("first_order.covariance=true predicts so"))
     found.add_truth(truth, first_order)
     tables = {}
@@ -146,8 +87,8 @@ def look(standing: Standing, settings: Settings) -> Look:
         tables["eta"] = [_row_of(at) for at in truth.at]
     if settings.conditioning and first_order is not None:
         with short_memory_says_what_to_lower("conditioning"):
-            tables["conditioning"] = [vars(row) for row in condition(standing, update, first_order.direction)]
-    return Look(
+            tables["conditioning"] = [vars(row) for row in condition(restored, update, first_order.direction)]
+    return Analysis(
         found.values, found.reasons, tables, phases.seconds, evaluation, update_buffer, update, first_order, truth
     )  # fmt: skip
 
@@ -178,12 +119,12 @@ class _Results:
         else:
             self.add_pair(key, replicates.value, replicates.stderr)
 
-    def add_buffers(self, e: EvaluationBuffer, u: UpdateBuffer, update: Update, standing: Standing) -> None:
+    def add_buffers(self, e: EvaluationBuffer, u: UpdateBuffer, update: Update, restored: RestoredTrainer) -> None:
         rollout = u.rollout
         assert rollout.rewards is not None
         rewards, mask = rollout.rewards.double(), rollout.completion_mask.double()
         sums = [rewards.sum(), mask.sum(), (rollout.advantages == 0).double().sum()]
-        reward, length, idle = (float(standing.reduce(x)) / u.num_sequences for x in sums)
+        reward, length, idle = (float(restored.reduce(x)) / u.num_sequences for x in sums)
         self.values |= {
             "B_E": float(len(e.prompts)),
             "B_U": float(u.num_prompts),
@@ -251,25 +192,3 @@ def _row_of(at: AtStep) -> dict[str, Any]:
             row[f"{key}{suffix}"] = float(replicates.value[column]) if replicates else math.nan
             row[f"{key}{suffix}_se"] = float(replicates.stderr[column]) if replicates else math.nan
     return row
-
-
-def _refuse_nonsense(settings: Settings) -> None:
-    """Raises ValueError for numbers that mean nothing, naming them."""
-    e, u, memory = settings.evaluation, settings.update, settings.memory
-    for name, value, least in (
-        ("evaluation.prompts", e.prompts, 2), ("evaluation.responses", e.responses, 1), ("evaluation.seed", e.seed, 0),
-        ("update.prompts", u.prompts, 1), ("update.seed", u.seed, 0),
-        ("memory.microbatch_size", memory.microbatch_size, 1), ("memory.generation_size", memory.generation_size, 1),
-    ):  # fmt: skip
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name}={value} must be a whole number, at least {least}")
-    if e.overlap not in get_args(Overlap):
-        raise ValueError(f"evaluation.overlap={e.overlap}: choose from {', '.join(get_args(Overlap))}")
-    if settings.first_order.estimator not in get_args(Estimator):
-        raise ValueError(f"first_order.estimator={settings.first_order.estimator}: choose rb or score")
-    if isinstance(e.source, str) and e.source not in ("train", "eval"):
-        raise ValueError(f"evaluation.source={e.source}: choose train, eval, or a list of rows of the training set")
-    if any(not eta > 0 for eta in settings.truth.etas):
-        raise ValueError(f"truth.etas={list(settings.truth.etas)}: give multiples of the step above 0; -1 is truth.odd")
-    if not settings.first_order.enabled and not settings.truth.enabled:
-        raise ValueError("neither prediction nor truth is asked for: set first_order.enabled or truth.enabled to true")

@@ -1,4 +1,4 @@
-"""What a look at a checkpoint leaves: result.json, whole or not at all, its reader, and a table in the terminal."""
+"""What a checkpoint analysis leaves: result.json, whole or not at all, its reader, and a table in the terminal."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from rl_training.offline.probe import Look
-from rl_training.offline.standing import Standing
+from rl_training.offline.probe import Analysis
+from rl_training.offline.restored import RestoredTrainer
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.json_values import from_json, to_json
 from rl_training.records.verdict import verdict
@@ -38,18 +38,18 @@ DRAWN_AFRESH = {
 
 
 def write_result(
-    path: Path, standing: Standing, look: Look, settings: Mapping[str, Any], log: Path | None = None
+    path: Path, restored: RestoredTrainer, analysis: Analysis, settings: Mapping[str, Any], log: Path | None = None
 ) -> None:
-    """Writes the results of a look as JSON: in one move, so that a kill leaves the file as it was or whole."""
+    """Writes the results of an analysis as JSON: in one move, so that a kill leaves the file as it was or whole."""
     content = {
         "version": VERSION,
-        "checkpoint": str(standing.checkpoint),
-        "step": standing.step,
-        "world_size": standing.num_ranks,
-        "results": look.results,
-        "reasons": look.reasons,
-        "tables": look.tables,
-        "timing": look.seconds,
+        "checkpoint": str(restored.checkpoint),
+        "step": restored.step,
+        "world_size": restored.num_ranks,
+        "results": analysis.results,
+        "reasons": analysis.reasons,
+        "tables": analysis.tables,
+        "timing": analysis.seconds,
         "log": str(log or ""),
         "settings": settings,
     }
@@ -62,10 +62,10 @@ def read_result(path: str | Path) -> dict[str, Any]:
     return from_json(json.loads(Path(path).read_text(encoding="utf-8")))
 
 
-def print_table(look: Look, standing: Standing, path: Path) -> None:
+def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> None:
     """Prints the core numbers, in thousandths of a nat with one standard error."""
-    found = look.results
-    table = Table(title=f"step {standing.step + 1}, from {standing.checkpoint}", title_justify="left")
+    found = analysis.results
+    table = Table(title=f"step {restored.step + 1}, from {restored.checkpoint}", title_justify="left")
     table.add_column("change of entropy, 1e-3 nats")
     for unit in ("per token", "per sequence"):
         table.add_column(unit, justify="right")
@@ -73,21 +73,21 @@ def print_table(look: Look, standing: Standing, path: Path) -> None:
     for key, label in rows.items():
         if not math.isnan(found.get(key, math.nan)):
             table.add_row(label, _with_error(found, key), _with_error(found, f"{key}_sequence"))
-    console = Console(soft_wrap=True)
+    console = Console(soft_wrap=True, markup=False, emoji=False)  # a path stays as it was typed
     console.print(table)
     sizes = f"E {found['B_E']:.0f} sequences, U {found['B_U']:.0f} × {found['G']:.0f}"
-    teaching = f"{100 * found['zero_advantage']:.0f} % of U teaches nothing"
+    teaching = f"{100 * found['zero_advantage']:.0f} % of U has zero advantage"
     console.print(f" {sizes}; reward {found['avg_reward']:.3f}, {teaching}; learning rate {found['learning_rate']:.3g}")
-    if look.truth is not None:
+    if analysis.truth is not None:
         how = "drawn afresh at the moved weights: the effective sample size was" if found["resampled"] else "ESS"
         console.print(f" {how} {found['ESS']:.1f} of {found['B_E']:.0f}; H {found['H_orig']:.4f} nats per token")
-    if look.tables.get("conditioning"):
-        shares = ", ".join(f"{row['name']} {MILLI * row['delta_h1']:+.2f}" for row in look.tables["conditioning"])
+    if analysis.tables.get("conditioning"):
+        shares = ", ".join(f"{row['name']} {MILLI * row['delta_h1']:+.2f}" for row in analysis.tables["conditioning"])
         console.print(f" predicted per token under other preconditioners, same ‖δθ‖: {shares}")
-    failed = verdict(standing.step + 1, found)
+    failed = verdict(restored.step + 1, found)
     if failed:
         console.print(f" {failed}", style="bold")
-    console.print(" " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in look.seconds.items()))
+    console.print(" " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in analysis.seconds.items()))
     console.print(f" {path}")
 
 

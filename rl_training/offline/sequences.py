@@ -14,7 +14,7 @@ from torch import Tensor
 
 from rl_training.engine.batch import Rollout
 from rl_training.mathematics.importance import LOGP, sequence_totals
-from rl_training.offline.standing import Standing
+from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.truth import by_name
 from rl_training.offline.update import Update
 from rl_training.records.atomic_write import write_atomically
@@ -25,7 +25,7 @@ EVALUATION, UPDATE = "evaluation", "update"
 
 
 def write_sequences(
-    standing: Standing, prompts: Sequence[Any], update: Update, of_e: Rollout, of_u: Rollout, folder: Path
+    restored: RestoredTrainer, prompts: Sequence[Any], update: Update, of_e: Rollout, of_u: Rollout, folder: Path
 ) -> None:
     """Writes a line for each sequence, E's first: texts, tokens, log-probability, entropy, reward and advantage, and
     the change of its log-probability that the step really makes.
@@ -34,14 +34,14 @@ def write_sequences(
 
     prompts  (N_E,) of E, as the data set has them
     """
-    rewards = _rewards(standing, prompts, of_e)
-    if standing.rank != 0:
+    rewards = _rewards(restored, prompts, of_e)
+    if restored.rank != 0:
         return
     assert of_u.rewards is not None
-    shift = by_name(standing, update.delta)
+    shift = by_name(restored, update.delta)
     rows = [
-        *_lines(standing, EVALUATION, of_e, rewards, shift),
-        *_lines(standing, UPDATE, of_u, of_u.rewards, shift),
+        *_lines(restored, EVALUATION, of_e, rewards, shift),
+        *_lines(restored, UPDATE, of_u, of_u.rewards, shift),
     ]
     write_atomically({folder / SEQUENCES_FILE: "".join(json.dumps(row) + "\n" for row in rows).encode()})
 
@@ -65,11 +65,11 @@ def tokens_of(rollout: Rollout, row: int) -> tuple[list[int], list[int]]:
 
 
 def _lines(
-    standing: Standing, buffer: str, rollout: Rollout, rewards: Tensor, shift: Mapping[str, Tensor]
+    restored: RestoredTrainer, buffer: str, rollout: Rollout, rewards: Tensor, shift: Mapping[str, Tensor]
 ) -> list[dict[str, Any]]:
-    totals = sequence_totals(standing.policy.score_rollout(rollout))
-    with standing.policy.shifted(shift):
-        changes = sequence_totals(standing.policy.score_rollout(rollout))[:, LOGP] - totals[:, LOGP]
+    totals = sequence_totals(restored.policy.score_rollout(rollout))
+    with restored.policy.shifted(shift):
+        changes = sequence_totals(restored.policy.score_rollout(rollout))[:, LOGP] - totals[:, LOGP]
     lines = []
     for row in range(rollout.num_sequences):
         prompt, response = tokens_of(rollout, row)
@@ -80,15 +80,15 @@ def _lines(
             "buffer": buffer, "row": row, "prompt_hash": token_hash(prompt), "hash": token_hash(prompt, response),
             "tokens": int(length), "ids": response,
             **to_json({key: float(value) for key, value in values.items()}),
-            "prompt": standing.policy.decode(torch.tensor(prompt)),
-            "response": standing.policy.decode(torch.tensor(response)),
+            "prompt": restored.policy.decode(torch.tensor(prompt)),
+            "response": restored.policy.decode(torch.tensor(response)),
         })  # fmt: skip
     return lines
 
 
-def _rewards(standing: Standing, prompts: Sequence[Any], rollout: Rollout) -> Tensor:
+def _rewards(restored: RestoredTrainer, prompts: Sequence[Any], rollout: Rollout) -> Tensor:
     """Returns the rewards of E, (N_E,); nan for a prompt that no row of the training or evaluation set has."""
-    trainer, rewards = standing.trainer, torch.full((rollout.num_sequences,), math.nan)
+    trainer, rewards = restored.trainer, torch.full((rollout.num_sequences,), math.nan)
     wanted = {json.dumps(prompt) for prompt in prompts}
     row_of: dict[str, dict[str, Any]] = {}
     for data in (trainer.train_dataset, trainer.eval_dataset):

@@ -232,11 +232,11 @@ def distinct_texts(s: Structure) -> Distinct:
     return Distinct([{**rows[n], "times": times[key]} for key, n in first.items()], values, stderr, ratio)
 
 
-# --- the numbers of a look --------------------------------------------------------------------------------------------
+# --- the numbers of an analysis --------------------------------------------------------------------------------------
 
 
 def headline(s: Structure) -> dict[str, float]:
-    """Returns the numbers of a kernel that stand in a look's results."""
+    """Returns the numbers of a kernel in an analysis's results."""
     by_class: Mapping[str, Row] = {row["pairs"]: row for row in pair_table(s)}
     share = {name: row["share"] if s.on_policy else math.nan for name, row in by_class.items()}
     slope, correlation = single_predictions(s)

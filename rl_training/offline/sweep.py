@@ -1,4 +1,4 @@
-"""What a look depends on, with as few forwards as it takes: rows for tables, each one a prediction and its truth.
+"""What an analysis depends on, with as few forwards as it takes: rows for tables, each one a prediction and its truth.
 
     over_sizes     of E: its first n sequences, whole prompts, which are independent draws too. No forward at all
     over_updates   other seeds of U, other numbers of its prompts, filtered or not, on the same E: a scoring of E each,
@@ -21,13 +21,13 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from rl_training.mathematics.importance import MIN_SEQUENCES, reweighted_replicates, sequence_totals
-from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.per_decision import first_order_change
-from rl_training.mathematics.units import Units
 from rl_training.offline.buffers import EvaluationBuffer, sample_update
 from rl_training.offline.covariance import covariance_of
-from rl_training.offline.probe import Look, Settings
-from rl_training.offline.standing import Standing
+from rl_training.offline.probe import Analysis
+from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import Settings
 from rl_training.offline.truth import AtStep, Truth, first_rows, measure
 from rl_training.offline.update import Update, make_update
 
@@ -74,15 +74,15 @@ def refuse_sweep(sweep: SweepSettings, settings: Settings) -> None:
 
 
 def sweep_tables(
-    standing: Standing, look: Look, settings: Settings, sweep: SweepSettings
+    restored: RestoredTrainer, analysis: Analysis, settings: Settings, sweep: SweepSettings
 ) -> dict[str, list[dict[str, Any]]]:
     """Returns the tables "sizes" and "updates", those that are asked for."""
     tables = {}
     if sweep.evaluation_sizes:
-        assert look.truth is not None
-        tables["sizes"] = over_sizes(look.evaluation, look.truth, sorted(sweep.evaluation_sizes))
+        assert analysis.truth is not None
+        tables["sizes"] = over_sizes(analysis.evaluation, analysis.truth, sorted(sweep.evaluation_sizes))
     if sweep.updates:
-        tables["updates"] = over_updates(standing, look, settings, sweep)
+        tables["updates"] = over_updates(restored, analysis, settings, sweep)
     return tables
 
 
@@ -92,7 +92,7 @@ def over_sizes(evaluation: EvaluationBuffer, truth: Truth, sizes: Sequence[int])
     rows = []
     for size in sizes:
         before, ahead = first_rows(evaluation.scores, size), at.ahead.first(size)
-        units = Units(whole.number[:size], int(whole.number[size - 1]) + 1)
+        units = JackknifeUnits(whole.number[:size], int(whole.number[size - 1]) + 1)
         predicted = first_order_change(before, truth.slopes[0][:size], truth.slopes[1][:size], units)
         true = ahead.change_from(before, units)
         snis = reweighted_replicates(sequence_totals(before), sequence_totals(ahead.scores), units)
@@ -103,11 +103,13 @@ def over_sizes(evaluation: EvaluationBuffer, truth: Truth, sizes: Sequence[int])
     return rows
 
 
-def over_updates(standing: Standing, look: Look, settings: Settings, sweep: SweepSettings) -> list[dict[str, Any]]:
+def over_updates(
+    restored: RestoredTrainer, analysis: Analysis, settings: Settings, sweep: SweepSettings
+) -> list[dict[str, Any]]:
     """Returns a row for each update: as many prompts, filtered or not, from this seed."""
-    assert look.first_order is not None
+    assert analysis.first_order is not None
     own, memory = settings.update, settings.memory
-    direction = look.first_order.direction
+    direction = analysis.first_order.direction
     variants = list(
         combinations(
             sweep.update_prompts or [own.prompts],
@@ -116,20 +118,20 @@ def over_updates(standing: Standing, look: Look, settings: Settings, sweep: Swee
         )
     )
     rows = []
-    shown = standing.rank == 0 and not standing.trainer.args.disable_tqdm
+    shown = restored.rank == 0 and not restored.trainer.args.disable_tqdm
     for prompts, filtered, seed in tqdm(variants, desc=f"{'other updates':13}", unit="update", disable=not shown):
-        buffer = sample_update(standing, prompts, seed, filtered, memory.generation_size, _silent)
-        update = make_update(standing, buffer, memory.microbatch_size, memory.offload, _silent)
+        buffer = sample_update(restored, prompts, seed, filtered, memory.generation_size, _silent)
+        update = make_update(restored, buffer, memory.microbatch_size, memory.offload, _silent)
         truth = measure(
-            standing, look.evaluation, update.delta, [1.0], settings.truth.odd, settings.evaluation.seed,
+            restored, analysis.evaluation, update.delta, [1.0], settings.truth.odd, settings.evaluation.seed,
             memory.generation_size, _silent,
         )  # fmt: skip
         at = _whole_step(truth)
-        value, of_update = _along(standing, direction, update)
+        value, of_update = _along(restored, direction, update)
         predicted = Replicates(value, truth.first_order.without - truth.first_order.value + value)
         columns = _columns(predicted, at.true, at.snis, at.odd)
         if settings.first_order.covariance:
-            columns |= _of_both("covariance", covariance_of(standing, buffer))
+            columns |= _of_both("covariance", covariance_of(restored, buffer))
         for suffix, column in (("", 0), ("_sequence", 1)):  # of E alone so far
             columns[f"deltaH1{suffix}_se"] = math.hypot(columns[f"deltaH1{suffix}_se"], float(of_update[column]))
         rows.append({
@@ -139,7 +141,7 @@ def over_updates(standing: Standing, look: Look, settings: Settings, sweep: Swee
     return rows
 
 
-def _along(standing: Standing, direction: Tensor, update: Update) -> tuple[Tensor, Tensor]:
+def _along(restored: RestoredTrainer, direction: Tensor, update: Update) -> tuple[Tensor, Tensor]:
     """Returns X̄·δθ, (2,), and the part of its standard error that is U's; nan from a single fold."""
 
     def product(step: Tensor) -> Tensor:
@@ -151,7 +153,7 @@ def _along(standing: Standing, direction: Tensor, update: Update) -> tuple[Tenso
     if update.num_folds > 1:
         for k, number in enumerate(update.fold_number):
             without[number] = product(update.without_fold(k).total)
-    stderr = Replicates(value, standing.reduce(without)).stderr
+    stderr = Replicates(value, restored.reduce(without)).stderr
     return value, stderr if update.num_folds > 1 else torch.full_like(value, math.nan)
 
 

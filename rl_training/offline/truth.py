@@ -10,7 +10,7 @@ E is scored at θ + η δθ for each η asked for, and
     floor        the same computation with δθ = 0, between two scorings that put E's sequences into different batches
 
 Below an effective sample size of MIN_ESS_SHARE of E the weights are not trusted (importance.py says why): fresh
-responses are drawn at the moved parameters with the same dice, and the change is the difference of pairs.
+responses are drawn at the moved parameters with common random numbers, and the change is the difference of pairs.
 
 The error of a difference needs the prediction without each prompt, baseline and all. That comes from the slopes of
 all tokens along δθ (central differences over ±SLOPE_STEP·δθ, two scorings), and not from the backward.
@@ -33,7 +33,7 @@ from rl_training.mathematics.importance import (
     reweighted_replicates,
     sequence_totals,
 )
-from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.per_decision import (
     first_order_change,
     mean_entropy,
@@ -42,10 +42,9 @@ from rl_training.mathematics.per_decision import (
     slopes,
 )
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.units import Units
 from rl_training.offline.buffers import EvaluationBuffer, gather_scores, sample_again
 from rl_training.offline.phases import Progress
-from rl_training.offline.standing import Standing
+from rl_training.offline.restored import RestoredTrainer
 
 SLOPE_STEP = 0.125
 
@@ -61,7 +60,7 @@ class Moved:
         """Returns the same of the first sequences of E."""
         return Moved(first_rows(self.scores, size), None if self.fresh is None else self.fresh[:size])
 
-    def change_from(self, before: Scores, units: Units) -> Replicates:
+    def change_from(self, before: Scores, units: JackknifeUnits) -> Replicates:
         """Returns ΔH from the parameters at which E was drawn: by E's weights, or pair by pair."""
         if self.fresh is None:
             return per_decision_change(before, self.scores, units)
@@ -103,7 +102,7 @@ class Truth:
 
 
 def measure(
-    standing: Standing,
+    restored: RestoredTrainer,
     evaluation: EvaluationBuffer,
     delta: Tensor,
     etas: Sequence[float],
@@ -116,9 +115,9 @@ def measure(
 
     seed, chunk_size  with which E was sampled, for where it has to be sampled again
     """
-    line = _Line(standing, evaluation, delta, seed, chunk_size, progress)
+    line = _Line(restored, evaluation, delta, seed, chunk_size, progress)
     along = slopes(line.score_at(SLOPE_STEP), line.score_at(-SLOPE_STEP), SLOPE_STEP)
-    again, units = _in_other_batches(standing, evaluation), evaluation.units
+    again, units = _in_other_batches(restored, evaluation), evaluation.units
     progress(evaluation.num_sequences)
     return Truth(
         at=tuple(line.at(eta, odd) for eta in etas),
@@ -133,7 +132,7 @@ def measure(
 class _Line:
     """The parameters θ + η δθ, as E sees them."""
 
-    standing: Standing
+    restored: RestoredTrainer
     evaluation: EvaluationBuffer
     delta: Tensor
     seed: int
@@ -143,7 +142,7 @@ class _Line:
     def score_at(self, eta: float) -> Scores:
         evaluation = self.evaluation
         with self._shifted(eta):
-            scores = gather_scores(self.standing, evaluation.rollout, evaluation.number, evaluation.num_sequences)
+            scores = gather_scores(self.restored, evaluation.rollout, evaluation.number, evaluation.num_sequences)
         self.progress(evaluation.num_sequences)
         return scores
 
@@ -170,11 +169,11 @@ class _Line:
         if not importance_weights(before, after).ess < MIN_ESS_SHARE * len(before):  # nor where it is nan
             return Moved(scores, None)
         with self._shifted(eta):
-            fresh = sample_again(self.standing, self.evaluation, self.seed, self.chunk_size, progress=lambda _: None)
+            fresh = sample_again(self.restored, self.evaluation, self.seed, self.chunk_size, progress=lambda _: None)
         return Moved(scores, sequence_totals(fresh))
 
     def _shifted(self, eta: float) -> AbstractContextManager[None]:
-        return self.standing.policy.shifted(by_name(self.standing, eta * self.delta))
+        return self.restored.policy.shifted(by_name(self.restored, eta * self.delta))
 
 
 def num_scorings(etas: Sequence[float], odd: bool) -> int:
@@ -182,14 +181,14 @@ def num_scorings(etas: Sequence[float], odd: bool) -> int:
     return 3 + len(etas) * (1 + odd)
 
 
-def _in_other_batches(standing: Standing, evaluation: EvaluationBuffer) -> Scores:
+def _in_other_batches(restored: RestoredTrainer, evaluation: EvaluationBuffer) -> Scores:
     """Returns the scores of E at the checkpoint once more, with neighbours of about the same length."""
     order = evaluation.rollout.completion_mask.sum(dim=1).argsort(stable=True)
     rollout = take_rows(evaluation.rollout, order)
-    return gather_scores(standing, rollout, evaluation.number[order], evaluation.num_sequences)
+    return gather_scores(restored, rollout, evaluation.number[order], evaluation.num_sequences)
 
 
-def by_name(standing: Standing, flat: Tensor) -> Mapping[str, Tensor]:
-    sizes = [param.numel() for param in standing.parameters.values()]
-    pieces = zip(standing.parameters.items(), flat.split(sizes), strict=True)
+def by_name(restored: RestoredTrainer, flat: Tensor) -> Mapping[str, Tensor]:
+    sizes = [param.numel() for param in restored.parameters.values()]
+    pieces = zip(restored.parameters.items(), flat.split(sizes), strict=True)
     return {name: piece.view(param.shape).to(param.dtype) for (name, param), piece in pieces}

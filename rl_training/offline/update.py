@@ -25,7 +25,7 @@ from rl_training.mathematics.vectors import Layout
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.flat_vectors import FlatVectors
 from rl_training.offline.phases import Progress
-from rl_training.offline.standing import Standing
+from rl_training.offline.restored import RestoredTrainer
 
 MOST_FOLDS = 16  # a vector over the trainable parameters each
 NEUTRAL_LOSS = {
@@ -64,42 +64,44 @@ class Update:
 
 
 def make_update(
-    standing: Standing, update: UpdateBuffer, microbatch_size: int, offload: bool, progress: Progress
+    restored: RestoredTrainer, update: UpdateBuffer, microbatch_size: int, offload: bool, progress: Progress
 ) -> Update:
     """Returns the step that U makes.
 
     offload  keep the folds' gradients in host memory
     """
-    _refuse_other_losses(standing)
-    prompts = torch.arange(update.num_prompts, device=standing.device)
+    _refuse_other_losses(restored)
+    prompts = torch.arange(update.num_prompts, device=restored.device)
     fold_of_prompt = split_prompts(prompts, MOST_FOLDS)
     fold_prompts = torch.bincount(fold_of_prompt)
     fold = fold_of_prompt[update.rollout.prompt_index]
-    kept = tuple(range(standing.rank, len(fold_prompts), standing.num_ranks))
-    parameters = dict(standing.parameters)
+    kept = tuple(range(restored.rank, len(fold_prompts), restored.num_ranks))
+    parameters = dict(restored.parameters)
     folds = FlatVectors(parameters, len(kept), "cpu" if offload else None)
-    mean = torch.zeros(folds.matrix.shape[1], dtype=folds.matrix.dtype, device=standing.device)
+    mean = torch.zeros(folds.matrix.shape[1], dtype=folds.matrix.dtype, device=restored.device)
     for number, size in enumerate(fold_prompts.tolist()):
         rows = (fold == number).nonzero().squeeze(1)
-        of_fold = standing.reduce(_gradient_sum(standing, update, rows, microbatch_size, torch.zeros_like(mean)))
+        of_fold = restored.reduce(_gradient_sum(restored, update, rows, microbatch_size, torch.zeros_like(mean)))
         of_fold /= size * update.responses_per_prompt
         mean += (size / update.num_prompts) * of_fold
         if number in kept:
             folds.matrix[kept.index(number)] = of_fold
         progress(size * update.responses_per_prompt)
-    pieces = optimizer_pieces(Layout(parameters), parameters, standing.optimizer.states)
-    max_norm = standing.optimizer.max_grad_norm
+    pieces = optimizer_pieces(Layout(parameters), parameters, restored.optimizer.states)
+    max_norm = restored.optimizer.max_grad_norm
     parts, clip = _in_parts(pieces, mean, max_norm)
     return Update(mean, clip, parts, parts.total, pieces, folds, kept, fold_prompts, max_norm)
 
 
-def _gradient_sum(standing: Standing, update: UpdateBuffer, rows: Tensor, microbatch_size: int, out: Tensor) -> Tensor:
+def _gradient_sum(
+    restored: RestoredTrainer, update: UpdateBuffer, rows: Tensor, microbatch_size: int, out: Tensor
+) -> Tensor:
     """Returns `out`, (P,), with the gradients of the loss of these sequences of this process added to it."""
-    parameters, advantages = list(standing.parameters.values()), update.rollout.advantages
+    parameters, advantages = list(restored.parameters.values()), update.rollout.advantages
     learned = rows[advantages[rows] != 0]
     for batch in learned.split(microbatch_size) if len(learned) else ():
-        scores = standing.policy.score(update.rollout, batch)
-        weights = -advantages[batch].unsqueeze(1) / standing.trainer.max_completion_length * scores.mask
+        scores = restored.policy.score(update.rollout, batch)
+        weights = -advantages[batch].unsqueeze(1) / restored.trainer.max_completion_length * scores.mask
         gradients = torch.autograd.grad(scores.logps, parameters, weights.to(scores.logps))
         out += torch.cat([gradient.reshape(-1).to(out.dtype) for gradient in gradients])
     return out
@@ -113,8 +115,8 @@ def _in_parts(pieces: list[Piece], gradient: Tensor, max_grad_norm: float) -> tu
     return UpdateParts(*(torch.cat(part) for part in zip(*parts, strict=True))), clip
 
 
-def _refuse_other_losses(standing: Standing) -> None:
-    args = standing.trainer.args
+def _refuse_other_losses(restored: RestoredTrainer) -> None:
+    args = restored.trainer.args
     for name, neutral in NEUTRAL_LOSS.items():
         value = getattr(args, name, neutral)
         if value != neutral:

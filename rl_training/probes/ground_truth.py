@@ -47,10 +47,9 @@ from rl_training.mathematics.importance import (
     reweighted_change,
     sequence_totals,
 )
-from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.per_decision import per_decision_change
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.units import Units
 
 NO_ERROR_BAR = "no error bar: it describes the evaluation buffer and estimates nothing beyond it"
 NOT_FINITE = "a log-probability or an entropy of the evaluation buffer is not a finite number"
@@ -69,7 +68,7 @@ class FreshSequences:
     """E: this rank's sequences, and what the policy says of them at θ."""
 
     rollout: Rollout
-    sequences: Units  # each a unit of its own, over all ranks
+    sequences: JackknifeUnits  # each a unit of its own, over all ranks
     totals: Tensor  # (N, 3), `sequence_totals` of all ranks
     scores: Scores  # (B, T), as wide on every rank
     again: Scores  # the same from other batches
@@ -94,7 +93,7 @@ class GroundTruthProbe(Probe):
             raise ValueError(f"ground_truth: seed={seed} must not be negative")
         self.sequences, self.seed = sequences, seed
         self._buffer: FreshSequences | None = None
-        self._predicted: tuple[Replicates, Units] | None = None
+        self._predicted: tuple[Replicates, JackknifeUnits] | None = None
         self._forward: Estimate | None = None  # what is held against the truth
         self._answers: dict[str, Estimate] = {}
         self._calibration = Calibration()
@@ -144,7 +143,7 @@ class GroundTruthProbe(Probe):
     def _draw(self, step: Step) -> FreshSequences:
         """Returns the evaluation buffer, sampled and scored at the present parameters."""
         rollout = step.policy.sample(self.sequences, self._seed_of(step))
-        sequences = Units(rollout.prompt_index, self.sequences, step.ranks.reduce)
+        sequences = JackknifeUnits(rollout.prompt_index, self.sequences, step.ranks.reduce)
         scores = step.policy.score_rollout(rollout)
         totals = sequences.gather(sequence_totals(scores))
         width = int(sequences.gather(rollout.token_mask.sum(dim=1).double()).max())
@@ -160,7 +159,7 @@ class GroundTruthProbe(Probe):
         resampled = weights.ess < MIN_ESS_SHARE * self.sequences  # the same on every rank; not where it is nan
         fresh = self._fresh_totals(step) if resampled else None
 
-        def true_change(units: Units) -> Replicates:
+        def true_change(units: JackknifeUnits) -> Replicates:
             if fresh is None:
                 return per_decision_change(buffer.scores, after, units)
             pairs = change_terms(buffer.totals, fresh, torch.ones_like(fresh[:, 0]))
@@ -188,7 +187,7 @@ class GroundTruthProbe(Probe):
     def _fresh_totals(self, step: Step) -> Tensor:
         """Returns (N, 3) totals of responses drawn and scored at the new parameters, with common random numbers."""
         fresh = step.policy.sample(self.sequences, self._seed_of(step))
-        sequences = Units(fresh.prompt_index, self.sequences, step.ranks.reduce)
+        sequences = JackknifeUnits(fresh.prompt_index, self.sequences, step.ranks.reduce)
         return sequences.gather(sequence_totals(step.policy.score_rollout(fresh)))
 
     def _seed_of(self, step: Step) -> int:

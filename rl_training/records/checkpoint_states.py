@@ -46,7 +46,7 @@ class NamedStateful(Stateful, Protocol):
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[None]:
-    """A context in which a checkpoint is written: what fails is an OSError that names the folder and the way out.
+    """A context in which a checkpoint is written: what fails is an OSError that names the folder and the fix.
 
     torch and safetensors call a full disk "basic_ios::clear: iostream error", or worse.
     """

@@ -1,4 +1,4 @@
-"""Looks at checkpoints (RUN/offline/NAME/checkpoint-N/result.json) as one pandas DataFrame."""
+"""Checkpoint analyses (RUN/offline/NAME/checkpoint-N/result.json) as one pandas DataFrame."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pandas as pd
 
-OFFLINE = "offline"  # folder of a run that holds looks at its checkpoints
+OFFLINE = "offline"  # folder of a run that holds analyses of its checkpoints
 RESULT_FILE = "result.json"
 ABOUT = ["look", "checkpoint", "step", "kind"]
 VARIED = ["evaluation_size", "eta", "update_prompts", "update_filtered", "update_seed"]
@@ -22,13 +22,13 @@ COLUMNS = [
 
 
 def looks(folder: str | Path) -> pd.DataFrame:
-    """Returns a row per prediction with its truth, of all looks in a folder (a run, or RUN/offline/NAME); see COLUMNS.
+    """Returns a row per prediction and its truth, of all analyses in a folder (run or RUN/offline/NAME); see COLUMNS.
 
-    kind   "whole": the look itself. Of sweeps: "eta", another multiple of the step; "size", fewer sequences of E;
+    kind   "whole": the analysis itself. Of sweeps: "eta", another multiple of the step; "size", fewer sequences of E;
            "update", another U
-    step   optimizer steps behind the checkpoint: the step that is looked at is the next one
+    step   optimizer steps behind the checkpoint: the step that is analysed is the next one
 
-    Numbers are in nats, `…_se` one standard error; what was not asked for is nan. No rows where there is no look.
+    Numbers are in nats, `…_se` one standard error; what was not asked for is nan. No rows where there is no analysis.
     Raises ValueError for a damaged file, naming it.
     """
     folder = Path(folder)
@@ -38,18 +38,18 @@ def looks(folder: str | Path) -> pd.DataFrame:
     return table.astype({name: float for name in COLUMNS if name not in ABOUT and name != "update_filtered"})
 
 
-def read_look(path: str | Path) -> dict[str, Any]:
-    """Returns what a result.json holds; null where a number could not be had, with the reason in `reasons`."""
+def read_analysis(path: str | Path) -> dict[str, Any]:
+    """Returns what a result.json holds; null where a number is not available, with the reason in `reasons`."""
     try:
         content: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
         content["results"], content["step"], content["settings"]["offline"]
     except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is no result of a look at a checkpoint ({error}): delete it") from error
+        raise ValueError(f"{path} is no result of a checkpoint analysis ({error}): delete it") from error
     return content
 
 
 def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
-    content = read_look(path)
+    content = read_analysis(path)
     results, own, tables = content["results"], content["settings"]["offline"], content["tables"]
     whole = {
         "look": path.parents[1].name, "checkpoint": content["checkpoint"], "step": content["step"], "kind": "whole",

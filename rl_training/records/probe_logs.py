@@ -1,4 +1,4 @@
-"""The logs of looks at checkpoints, as pandas DataFrames. What stands in them is said in docs/probe_logs.md."""
+"""The logs of checkpoint analyses, as pandas DataFrames. What stands in them is said in docs/probe_logs.md."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ ROWS = ("evaluation", "update", "tokens")
 def probe_logs(folder: str | Path) -> pd.DataFrame:
     """Returns a row per log in a folder, at any depth: its path, checkpoint, step, time, level, and its core numbers.
 
-    Sorted by step and time. Half of a log that was never finished is not listed. Numbers that could not be had are nan.
+    Sorted by step and time. Half of a log that was never finished is not listed. What is not available is nan.
     """
     rows = []
     for summary in sorted(Path(folder).rglob(f"entropy_probe_*{SUMMARY}")):
@@ -45,7 +45,7 @@ def read_probe_log(path: str | Path) -> dict[str, pd.DataFrame]:
         content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
         tables = {"results": _results(content), "timing": _timing(content)}
     except (KeyError, ValueError, OSError) as error:
-        raise ValueError(f"{path} is no log of a look at a checkpoint ({error})") from error
+        raise ValueError(f"{path} is no log of a checkpoint analysis ({error})") from error
     if "statistics" in content:
         tables["statistics"] = pd.DataFrame(content["statistics"]).T
     tables |= {name: pd.DataFrame(rows) for name, rows in content.get("tables", {}).items()}

@@ -1,4 +1,4 @@
-"""Whether the first order can be trusted at a step that was looked at: the tested difference, in one sentence.
+"""Whether the first order can be trusted at a step that was analysed: the tested difference, in one sentence.
 
 The first order fails where its difference from what was measured on the same sequences
 
@@ -22,7 +22,7 @@ KEYS = ("deltaH1", "deltaH_true", "paired_error")
 def verdict(step: int, results: Mapping[str, float | None]) -> str:
     """Returns the sentence for a step (counted from 1) at which the first order fails; "" where none fails or is known.
 
-    results  of a look at a checkpoint: numbers by key, with `…_se`; None or nan where there is none
+    results  of a checkpoint analysis: numbers by key, with `…_se`; None or nan where there is none
     """
 
     def known(key: str) -> float:

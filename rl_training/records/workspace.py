@@ -63,6 +63,14 @@ SECTIONS = {
         ),
         Panel("Layers", pattern=r"^delta_h/layer/\d+$", unit=NATS),
     ],
+    "prediction against truth": [
+        Panel("Change by one step, measured", ("delta_h/true", "delta_h/forward"), unit=NATS, bands=True),
+        Panel("Slope and coverage", ("calibration/slope_corrected", "calibration/coverage")),
+        Panel(
+            "Shares of forward's variance",
+            ("delta_h/error_share/entropy_gradient", "delta_h/error_share/update", "delta_h/error_share/covariance"),
+        ),
+    ],
     "noise scale": [
         Panel(
             "Noise scale",
@@ -76,7 +84,7 @@ SECTIONS = {
     "effective sample size": [
         Panel("Share of sequences that count", ("ess/advantage_fraction", "ess/token_weight_fraction")),
         Panel("Effective sequences", ("ess/advantage", "ess/token_weight", "ess/importance"), unit="sequences"),
-        Panel("Share that teaches nothing", ("ess/zero_advantage", "ess/zero_advantage_prompts")),
+        Panel("Share with zero advantage", ("ess/zero_advantage", "ess/zero_advantage_prompts")),
     ],
     "buffer": [
         Panel("Prompts accepted, of those generated; places filled", ("buffer/acceptance", "buffer/filled")),

@@ -51,6 +51,8 @@ def load_causal_lm(
     for module in model.modules():  # on the CPU, bitsandbytes' layout for evaluation stays, and has no backward
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
+    if not tokenizer("a 1").input_ids:  # transformers makes one up where the folder has no file of a tokenizer's
+        raise ValueError(f"model.name={name} has no tokenizer: put its files there (tokenizer.json, as it was trained)")
     if tokenizer.eos_token_id is None:
         raise ValueError(f"the tokenizer of model.name={name} has no end-of-sequence token: set its eos_token")
     if tokenizer.pad_token_id is None:

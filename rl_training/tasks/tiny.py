@@ -6,7 +6,7 @@ up on worked examples in two styles, with and without the running result, and an
 the time; only the first is mostly right. So there is something for reinforcement learning to find, and
 entropy for it to spend.
 
-Remake the checkpoint with `python -m rl_training.tiny`. The same seed gives bitwise the same weights on the
+Remake the checkpoint with `python -m rl_training.tasks.tiny`. The same seed gives bitwise the same weights on the
 same kind of machine. Another seed's checkpoint starts and ends elsewhere, which is why one is shipped.
 """
 
@@ -127,7 +127,7 @@ def _collate(tokenizer: PreTrainedTokenizerFast, examples: list[WorkedExample]) 
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m rl_training.tiny",
+        prog="python -m rl_training.tasks.tiny",
         description="Make the tiny default model: build it, warm it up on worked arithmetic (about 15 "
         "seconds on one core) and save it with its tokenizer.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,

@@ -31,6 +31,7 @@ from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.patches import check_behaviour, refuse_missing_members, wrap
 from rl_training.hosts.trl.policy import LogpsAndEntropies, TrainerPolicy
 from rl_training.hosts.trl.refusals import refuse_split_prompts, refuse_what_cannot_be_measured
+from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.hosts.trl.sampling_mismatch import why_no_fresh_responses, why_sampling_mismatch
 from rl_training.hosts.trl.sharding import sharding_of
@@ -86,6 +87,8 @@ class Attachment(TrainerCallback):
         self._undo_engine = contextlib.ExitStack()
         for name, method in self._wrappers().items():
             wrap(trainer, name, method, self._undo)
+        self._undo.callback(setattr, trainer, "reward_funcs", trainer.reward_funcs)
+        trainer.reward_funcs = named_rewards(trainer)
         for callback in trainer.callback_handler.callbacks:
             if self.probes and isinstance(callback, PrinterCallback | ProgressCallback):
                 wrap(callback, "on_log", self._on_print, self._undo)
@@ -250,9 +253,7 @@ class Attachment(TrainerCallback):
         estimates = self.driver.finish()
         if estimates:
             self._writer.write(state.global_step, self._trainer.accelerator.num_processes, estimates)
-            costs = self.driver.costs()
-            seconds = sum(value for name, value in costs.items() if name.endswith("_seconds"))
-            costs["fraction_of_step"] = seconds / (time.perf_counter() - self._step_started)
+            costs = self.driver.costs(time.perf_counter() - self._step_started)
             for name, value in costs.items():
                 self._trainer._metrics["train"][f"probe_cost/{name}"].append(value)
 

@@ -1,6 +1,6 @@
 """FilteredBuffer: which prompts a rollout asks, by what their responses have earned so far.
 
-A prompt whose responses all get the same reward teaches nothing: every advantage is 0. Two remedies:
+A prompt whose responses all get the same reward has zero advantage: nothing is learned from it. Two remedies:
 
     rejection   such a prompt gives its place to another one, until the rollout is full or `max_attempts` generations
                 were made (refill.py)

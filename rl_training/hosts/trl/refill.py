@@ -3,7 +3,7 @@
 Every process knows the rewards of all, so all take the same decisions without asking one another, and each attempt is
 as large on one process as on the other. What is missing on the process that misses most, all of them generate.
 
-Like batches.py this file knows how TRL's batch dictionaries and metrics look.
+Like batches.py this file knows how TRL's batch dictionaries and metrics analysis.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
             f"multi_objective_aggregation={trainer.multi_objective_aggregation!r} makes a prompt's advantages depend "
             "on the other prompts generated with it, rejected ones included: use 'sum_then_normalize' or buffer=plain"
         )
+    if {"image", "images"} & set(trainer.train_dataset.column_names or ()):
+        raise ValueError("buffer=filtered joins rollouts of text, and these prompts have images: use buffer=plain")
     if not isinstance(trainer.train_dataset, Sized):
         raise ValueError(
             "buffer=filtered draws prompts from the whole training set, which needs a length: load it without "
@@ -53,7 +55,7 @@ def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
     buffer.start(num_prompts)
 
 
-class Places:
+class RolloutSlots:
     """The places of a rollout, a prompt each, on every process: which of the groups generated there stands in each.
 
     Groups are counted through all attempts. In the first one every group has a place of its own; a mixed group of a
@@ -89,16 +91,16 @@ class Places:
 def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generate, num_rows: int) -> dict[str, Any]:
     """Returns a rollout of `num_rows` sequences of this process, rewards too, as full of mixed prompts as can be.
 
-    Places that stay empty keep the prompt of the first attempt, whose advantages are 0.
+    Slots that stay empty keep the prompt of the first attempt, whose advantages are 0.
     """
     size, world, rank = trainer.num_generations, trainer.accelerator.num_processes, trainer.accelerator.process_index
-    places = Places(world, num_rows // size)
+    slots = RolloutSlots(world, num_rows // size)
     outputs: list[dict[str, Any]] = []
     metrics: list[Metrics] = []
     tried: list[int] = []
     num_mixed = 0
     buffer.forget()
-    while (each := places.missing) and len(outputs) < buffer.max_attempts:
+    while (each := slots.missing) and len(outputs) < buffer.max_attempts:
         if each * world > buffer.num_prompts - len(tried):
             break  # no prompts are left to try
         prompts = buffer.draw(each * world, tried)
@@ -108,7 +110,7 @@ def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generat
         rewards = rewards.view(world, each, size)
         output[batches.REWARD] = rewards[rank].flatten().to(output["completion_ids"].device)
         mixed = are_mixed(rewards)
-        places.put(mixed)
+        slots.put(mixed)
         buffer.learn(prompts, rewards.flatten(0, 1))
         num_mixed += int(mixed.sum())
         tried += prompts
@@ -119,13 +121,13 @@ def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generat
     merged = merge_metrics(metrics, sequences) | {
         "buffer/attempts": float(len(outputs)),
         "buffer/acceptance": num_mixed / len(tried),
-        "buffer/filled": places.filled,
+        "buffer/filled": slots.filled,
         "buffer/generated_tokens": float(sum(round(t * n) for t, n in zip(lengths, sequences, strict=True))),
     }
     for name, value in merged.items():
         trainer._metrics["train"][name].append(value)
     trainer._metrics["train"]["num_tokens"] = list(metrics[-1]["num_tokens"])  # a count so far, and no average
-    return _joined(trainer, outputs, torch.tensor(places.groups[rank]))
+    return _joined(trainer, outputs, torch.tensor(slots.groups[rank]))
 
 
 def merge_metrics(attempts: Sequence[Metrics], num_sequences: Sequence[int]) -> dict[str, float]:

@@ -11,7 +11,6 @@ torch, the train / eval mode of every module, gradient checkpointing, autocast.
 from __future__ import annotations
 
 import contextlib
-import random
 from collections.abc import Iterator, Sequence, Sized
 from typing import Any
 
@@ -25,6 +24,7 @@ from trl.models import unwrap_model_for_generation
 
 from rl_training.engine.batch import Rollout
 from rl_training.engine.precision import measuring
+from rl_training.hosts.random_streams import seed_torch, streams_put_back
 from rl_training.hosts.trl.zero3 import is_gathered
 
 
@@ -143,24 +143,3 @@ def generating(trainer: GRPOTrainer) -> Iterator[None]:
     finally:
         if own is not None:
             trainer.model.forward = own
-
-
-@contextlib.contextmanager
-def streams_put_back(device: torch.device) -> Iterator[None]:
-    """A context after which the random streams of Python, NumPy and torch are what they were."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-def seed_torch(*seed: int, device: torch.device) -> None:
-    """Seeds the CPU's stream and this device's, and no other device's, as torch.manual_seed would."""
-    number = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
-    torch.default_generator.manual_seed(number)
-    if device.type == "cuda":
-        with torch.cuda.device(device):
-            torch.cuda.manual_seed(number)

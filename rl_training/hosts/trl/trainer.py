@@ -100,7 +100,7 @@ class DrGRPOTrainer(GRPOTrainer):
 
     probes   what to measure; training is bitwise the same with any of them and with none
     records  where metrics.jsonl and probes.jsonl go; optional
-    buffer   a FilteredBuffer, to draw the prompts instead of the data loader and to replace those that teach nothing
+    buffer   a FilteredBuffer, to draw the prompts instead of the data loader and to replace those with zero advantage
     Everything else as in trl.GRPOTrainer. `.attachment.remove()` takes the probes off again.
     """
 

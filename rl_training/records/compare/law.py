@@ -29,7 +29,7 @@ class Point:
 class FittedLaw:
     """The fit to a group's points, and what its first half says of the second.
 
-    law, first   None where a fit cannot be had; `reason` and `miss` then say why
+    law, first   None where there is no fit; `reason` and `miss` then say why
     miss         mean of the rewards of the second half minus what the first half's curve gives for their entropies
     most         that a response can earn; nan where no record says so
     """

@@ -30,7 +30,7 @@ PAGE_FILE = "report.html"
 def write_report(run_dir: str | Path, looks: Mapping[Path, LooksSection] | None = None) -> Path:
     """Returns the path of the HTML page it wrote; the pictures lie beside it.
 
-    looks  by folder, what is shown of looks at checkpoints that were drawn already
+    looks  by folder, what is shown of checkpoint analyses that were drawn already
 
     Raises FileNotFoundError or ValueError when the folder holds no readable records, naming the file.
     """

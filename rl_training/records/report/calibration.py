@@ -1,4 +1,4 @@
-"""The picture of predictions against the truth, where the truth was measured (probes.simple.validate_every)."""
+"""The picture of predictions against the truth, where the probe `ground_truth` measured it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Looks at a run's checkpoints: their pictures, one table, one page, for RUN/offline/NAME and for the run's report."""
+"""Analyses of a run's checkpoints: their pictures, one table, one page, for RUN/offline/NAME and the run's report."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.looks import OFFLINE, RESULT_FILE, looks, read_look
+from rl_training.records.looks import OFFLINE, RESULT_FILE, looks, read_analysis
 from rl_training.records.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, Picture, legend, line, picture
 from rl_training.records.report.one_look import one_look
 from rl_training.records.report.page import template
@@ -32,7 +32,7 @@ HEADINGS = {
 
 @dataclass(frozen=True)
 class LooksSection:
-    """What a page shows of the looks of one name."""
+    """What a page shows of the analyses of one name."""
 
     name: str
     verdicts: list[str]  # sentences on steps where the first order fails
@@ -42,7 +42,7 @@ class LooksSection:
 
 
 def write_looks_page(folder: Path, section: LooksSection) -> Path:
-    """Returns the page that it wrote of the looks in RUN/offline/NAME; pictures and the table as CSV lie beside it."""
+    """Returns the page that it wrote of the analyses in RUN/offline/NAME; pictures and a CSV table lie beside it."""
     page = folder / PAGE_FILE
     files = {folder / TABLE_FILE: looks(folder).to_csv(index=False).encode()}
     files |= {folder / drawn.file: drawn.png for drawn in section.pictures}
@@ -57,13 +57,15 @@ def looks_of(run: Run, known: Mapping[Path, LooksSection]) -> list[LooksSection]
 
 
 def describe_looks(folder: Path, run: Run | None) -> LooksSection:
-    """Returns what is to be shown of the looks in a folder: pictures of what was varied, and a row per checkpoint.
+    """Returns what is to be shown of the analyses in a folder: pictures of what was varied, and a row per checkpoint.
 
     run  whose in-loop predictions are drawn beside them
     """
     table = looks(folder)
     whole = table[table["kind"] == "whole"].sort_values("step")
-    contents = sorted((read_look(path) for path in folder.glob(f"*/{RESULT_FILE}")), key=lambda look: look["step"])
+    contents = sorted(
+        (read_analysis(path) for path in folder.glob(f"*/{RESULT_FILE}")), key=lambda analysis: analysis["step"]
+    )
     drawn = [one_look(contents[-1], folder.name), _agreement(table, folder.name)]
     if (table["kind"] == "size").any():
         drawn.append(_relative_error(table, folder.name))
@@ -75,7 +77,7 @@ def describe_looks(folder: Path, run: Run | None) -> LooksSection:
     if conditioning is not None:
         drawn.append(conditioning)
     headings = ["step", "U", *HEADINGS.values(), "ESS / N", "H"]
-    verdicts = [told for look in contents if (told := verdict(look["step"] + 1, look["results"]))]
+    verdicts = [told for analysis in contents if (told := verdict(analysis["step"] + 1, analysis["results"]))]
     return LooksSection(folder.name, verdicts, drawn, headings, [_cells(row) for row in _whole_and_updates(table)])
 
 
@@ -143,8 +145,8 @@ def _agreement(table: pd.DataFrame, name: str) -> Picture:
 def _relative_error(table: pd.DataFrame, name: str) -> Picture:
     sizes = table[table["kind"] == "size"]
     styles = {
-        "deltaH1": (BLUE, "o-", "predicted"), "deltaH_true": (BLACK, "s-", "measured (PDIS)"),
-        "deltaH_snis": (GREY, "d-", "measured (SNIS)"), "paired_error": (ORANGE, "^-", "predicted − PDIS"),
+        "deltaH1": (BLUE, "o-", "predicted"), "deltaH_true": (BLACK, "s-", "measured"),
+        "deltaH_snis": (GREY, "d-", "measured (SNIS)"), "paired_error": (ORANGE, "^-", "predicted − measured"),
         "paired_error_odd": (GREEN, "v-", "predicted − odd"),
     }  # fmt: skip
 
@@ -189,8 +191,8 @@ def log_slope(etas: np.ndarray, changes: np.ndarray) -> tuple[float, float]:
 def _step_size(table: pd.DataFrame, name: str) -> Picture:
     shown = table[table["kind"].isin(["whole", "eta"])].sort_values("eta")
     styles = {
-        "deltaH1": (BLUE, "--", "predicted"), "deltaH_true": (BLACK, "o-", "PDIS"), "deltaH_snis": (GREY, "d-", "SNIS"),
-        "deltaH_odd": (GREEN, "s-", "odd"),
+        "deltaH1": (BLUE, "--", "predicted"), "deltaH_true": (BLACK, "o-", "measured"),
+        "deltaH_snis": (GREY, "d-", "SNIS"), "deltaH_odd": (GREEN, "s-", "odd"),
     }  # fmt: skip
 
     def draw(axes: Axes) -> None:
@@ -276,8 +278,8 @@ def _conditioning(content: Mapping[str, Any], name: str) -> Picture | None:
     )  # fmt: skip
 
 
-def core_numbers(look: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the core numbers of a look for dashboards, under offline/…; those that could not be had are left out."""
+def core_numbers(analysis: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the core numbers of an analysis for dashboards, under offline/…, without those that are not available."""
     names = ("deltaH1", "deltaH_true", "deltaH_odd", "paired_error", "H_orig", "ESS", "avg_reward")
-    results = look["results"]
+    results = analysis["results"]
     return {f"offline/{name}": results[name] for name in names if results.get(name) is not None}

@@ -1,4 +1,4 @@
-"""The picture of one look at a checkpoint: what was predicted and measured, and what the prediction is made of."""
+"""The picture of one checkpoint analysis: what was predicted and measured, and what the prediction is made of."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def _caption(content: Mapping[str, Any]) -> str:
     return (
         f"The step after checkpoint {content['step']}, 95 % intervals, from {results['B_E']:.0f} evaluation sequences "
         f"and {results['B_U']:.0f} × {results['G']:.0f} update sequences sampled apart. The prediction's interval has "
-        "the noise of both; on one E prediction and truth stray together, so that their difference is known better. "
+        "the noise of both; on one E prediction and truth have correlated errors, so their difference is known better. "
         "Odd is half the difference of a step and a step back, which has no second order. Causes, kinds of module and "
         "layers each add up to the prediction."
     )

@@ -32,7 +32,7 @@ def template(name: str) -> Template:
 
 
 def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture], looks: Sequence[Any]) -> str:
-    """Returns the page's HTML, with looks at its checkpoints. Everything that comes from the run is escaped."""
+    """Returns the page's HTML, with analyses of its checkpoints. Everything that comes from the run is escaped."""
     return template("run.html").render(
         run=run,
         opening=[*opening(run), *(told for section in looks for told in section.verdicts[-1:])],

@@ -17,7 +17,7 @@ MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone 
 
 @dataclass(frozen=True)
 class Row:
-    """A line of the summary. `value` is MISSING when it cannot be had, and `note` then says why."""
+    """A line of the summary. `value` is MISSING when it is not available, and `note` then says why."""
 
     label: str
     value: str
@@ -150,7 +150,7 @@ def _batch_rows(run: Run) -> list[Row]:
         value = f"{statistics.fmean(shares):.0%}" if shares else MISSING
         note = "of the sequences carry the update (Kish size of |A|, mean over steps)"
         if idle:
-            note += f"; {statistics.fmean(idle):.0%} of the prompts teach nothing: all their rewards are equal"
+            note += f"; {statistics.fmean(idle):.0%} of the prompts have zero advantage: all their rewards are equal"
         rows.append(Row("effective sample", value, note))
     return rows
 

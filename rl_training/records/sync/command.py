@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from rl_training.records.sync.copying import Connection, Outcome, sync_once
+from rl_training.records.sync.copying import OURS, Connection, Outcome, sync_once
 from rl_training.records.sync.listing import METRICS, SourceFile, has_ended, shown
 
 EPILOG = """\
@@ -44,6 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"DESTINATION is a folder on this machine, not {chosen.destination}")
     if chosen.retries < 0 or (chosen.watch is not None and chosen.watch <= 0):
         parser.error("--watch takes seconds above 0, --retries a number that is not below 0")
+    if chosen.destination.exists() and not chosen.destination.is_dir():
+        parser.error(f"DESTINATION is a folder, and {chosen.destination} is a file: name another, or remove it")
     connection = Connection(chosen.source, chosen.retries, pause=1.0, tell=_tell)
     try:
         if chosen.watch is None:
@@ -53,7 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except ConnectionError as error:
         parser.exit(1, f"{parser.prog}: error: {error}\n")
     except (OSError, ValueError) as error:
-        parser.exit(2, f"{parser.prog}: error: {error}\n")
+        way_out = OURS.get(error.errno or 0, "") if isinstance(error, OSError) else ""
+        parser.exit(2, f"{parser.prog}: error: {error}{way_out}\n")
     except KeyboardInterrupt:
         parser.exit(130, "stopped: what has arrived stays\n")
 

@@ -22,12 +22,16 @@ from rl_training.records.sync.listing import Checkpoints, SourceFile, list_files
 
 Result = TypeVar("Result")
 SAME_TIME = 1.0  # seconds: SFTP knows no fractions
-NO_USE = {  # errors of asyncssh and botocore that another try would meet again, with the way out
+NO_USE = {  # errors of asyncssh and botocore that another try would meet again, with the fix
     "HostKeyNotVerifiable": "its key is not in ~/.ssh/known_hosts: connect once with ssh, and look at the key",
     "PermissionDenied": "no key of the ssh agent or of ~/.ssh was accepted: it must work with ssh first",
     "NoCredentialsError": "no AWS credentials were found: set AWS_PROFILE, or run aws configure",
 }
-OURS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)  # errors of the disk here: trying again does not help
+OURS = {  # errors of the disk here, which another try would meet again, with the fix
+    errno.ENOSPC: ": the disk here is full; make room, and the same command brings the rest",
+    errno.EDQUOT: ": the quota here is used up; make room, and the same command brings the rest",
+    errno.EROFS: ": nothing can be written there; name another DESTINATION",
+}
 
 
 @dataclass

@@ -48,6 +48,8 @@ def open_source(source: str) -> tuple[AbstractFileSystem, str]:
     Raises ValueError for a protocol that nothing installed can speak, with what to install.
     """
     options: dict[str, Any] = {}
+    if re.fullmatch(r"\w+:/*", source):
+        raise ValueError(f"{source} names no place: give BUCKET/path or HOST/path behind it, see --help")
     if source.startswith(("sftp://", "ssh://")):
         options["known_hosts"] = ()  # those of ~/.ssh/known_hosts; the default of sshfs is to trust whoever answers
     try:

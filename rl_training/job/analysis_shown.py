@@ -1,4 +1,4 @@
-"""How looks at checkpoints are shown: on a page of their own, in the run's report, in its dashboards."""
+"""How checkpoint analyses are shown: on a page of their own, in the run's report, in its dashboards."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Any
 from transformers.utils import logging
 
 from rl_training.hosts.trl.trainer import DrGRPOConfig
-from rl_training.job.look_plan import run_of
+from rl_training.job.analysis_plan import run_of
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.loggers import LOGGERS
-from rl_training.records.looks import read_look
+from rl_training.records.looks import read_analysis
 from rl_training.records.report import write_report
 from rl_training.records.report.looks import core_numbers, describe_looks, write_looks_page
 from rl_training.records.report.series import read_run
@@ -23,7 +23,7 @@ logger = logging.get_logger(__name__)
 
 
 def write_pages(results: Mapping[Path, Path]) -> list[Path]:
-    """Returns the pages that it wrote of all looks of each run under this name; the run's report is made anew.
+    """Returns the pages that it wrote of all analyses of each run under this name; the run's report is made anew.
 
     results  by checkpoint, the file with its numbers
     """
@@ -39,15 +39,15 @@ def write_pages(results: Mapping[Path, Path]) -> list[Path]:
 
 
 def tell_dashboards(results: Mapping[Path, Path]) -> None:
-    """Gives the dashboards of each run the core numbers of these looks, at the steps of their checkpoints."""
+    """Gives the dashboards of each run the core numbers of these analyses, at the steps of their checkpoints."""
     for checkpoint, result in results.items():
         run = run_of(checkpoint)
         if run is not None:
-            _tell_dashboards_of(run, read_look(result))
+            _tell_dashboards_of(run, read_analysis(result))
 
 
-def _tell_dashboards_of(run: Path, look: Mapping[str, Any]) -> None:
-    config = look["settings"]["run"]
+def _tell_dashboards_of(run: Path, analysis: Mapping[str, Any]) -> None:
+    config = analysis["settings"]["run"]
     trainer = config["trainer"]
     asked = trainer.get("report_to") or []
     for kind in LOGGERS:
@@ -55,10 +55,10 @@ def _tell_dashboards_of(run: Path, look: Mapping[str, Any]) -> None:
         if package not in asked:
             continue
         if find_spec(package) is None:
-            logger.warning(f"{package} is not installed here: its dashboard is not told of this look")
+            logger.warning(f"{package} is not installed here: its dashboard is not told of this analysis")
             continue
         name = trainer.get("run_name") or run.resolve().name
         dashboard = kind(run, trainer.get("project", DrGRPOConfig.project), name, config)
         dashboard.start(after_step=0)
-        dashboard.log(look["step"], core_numbers(look))
+        dashboard.log(analysis["step"], core_numbers(analysis))
         dashboard.finish(pictures=[])

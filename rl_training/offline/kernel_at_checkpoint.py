@@ -1,6 +1,6 @@
-"""The kernel of a look at a checkpoint: between its E and its U, of its very step.
+"""The kernel of a checkpoint analysis: between its E and its U, of its very step.
 
-With kernel.source=fixed E is the same texts at every checkpoint, those that the first look wrote. At another checkpoint
+With kernel.source=fixed E is the same texts at every checkpoint, those that the first analysis wrote. At another one
 they are no draw of the policy: gradients, cosines and what the step does to their log-probabilities mean what they say,
 but their x̄ is no gradient of the policy's entropy, and shares of its change mean nothing.
 """
@@ -22,80 +22,80 @@ from rl_training.mathematics.entropy import Estimator, surrogate_weights
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
-from rl_training.offline.kernel_types import KernelSettings, KernelStep, Question, Ranks
-from rl_training.offline.probe import Look
+from rl_training.offline.kernel_types import KernelInputs, KernelSettings, KernelStep, Ranks
+from rl_training.offline.probe import Analysis
+from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.sequences import tokens_of, write_sequences
-from rl_training.offline.standing import Standing
 from rl_training.offline.update import Update
 from rl_training.records.atomic_write import write_atomically
 
 TEXTS_FILE = "kernel_texts.json"
 
 
-def kernel_of_look(
-    standing: Standing, look: Look, settings: KernelSettings, folder: Path, estimator: Estimator = "rb",
+def kernel_of_analysis(
+    restored: RestoredTrainer, analysis: Analysis, settings: KernelSettings, folder: Path, estimator: Estimator = "rb",
     texts: Path | None = None,
 ) -> Path:  # fmt: skip
-    """Returns the file with the kernel between the E and the U of a look at a checkpoint, of its very step.
+    """Returns the file with the kernel between the E and the U of a checkpoint analysis, of its very step.
 
-    estimator  of the entropy gradient, that of the look's first order
-    texts      for kernel.source=fixed: the file of E's texts, written from this look's E where it is not there yet
+    estimator  of the entropy gradient, that of the analysis's first order
+    texts      for kernel.source=fixed: the file of E's texts, written from this analysis's E where it is not there yet
 
-    Raises ValueError as `calculate_kernel` does, and where the look has no first order.
+    Raises ValueError as `calculate_kernel` does, and where the analysis has no first order.
     """
-    if look.first_order is None:
+    if analysis.first_order is None:
         raise ValueError("kernel.enabled=true needs the entropy gradient: set first_order.enabled=true")
-    rows = GradientRows(standing.trainer, standing.parameters, settings.microbatch_size)
-    of_e, of_u = (_of_all_processes(b.rollout, standing) for b in (look.evaluation, look.update_buffer))
-    scores, prompts = look.evaluation.scores, look.evaluation.prompts
-    direction: Tensor | None = look.first_order.direction[TOKEN]
-    written_by = standing.step
+    rows = GradientRows(restored.trainer, restored.parameters, settings.microbatch_size)
+    of_e, of_u = (_of_all_processes(b.rollout, restored) for b in (analysis.evaluation, analysis.update_buffer))
+    scores, prompts = analysis.evaluation.scores, analysis.evaluation.prompts
+    direction: Tensor | None = analysis.first_order.direction[TOKEN]
+    written_by = restored.step
     if texts is not None and settings.source == "fixed":
-        written_by, of_e, prompts = _fixed(standing, texts, of_e, prompts)
-        if written_by != standing.step:
-            scores, direction = standing.policy.score_rollout(of_e), None
+        written_by, of_e, prompts = _fixed(restored, texts, of_e, prompts)
+        if written_by != restored.step:
+            scores, direction = restored.policy.score_rollout(of_e), None
     weights = surrogate_weights(
         scores.logps, scores.entropies, scores.mask, of_e.prompt_index, estimator, "token", "buffer"
     )
-    question = Question(of_e, *weights, of_u, standing.trainer.max_completion_length)
+    inputs = KernelInputs(of_e, *weights, of_u, restored.trainer.max_completion_length)
     if direction is None:
-        direction = _mean_row(rows, question)
-    ranks = Ranks(standing.rank, standing.num_ranks, standing.trainer.accelerator.wait_for_everyone)
+        direction = _mean_row(rows, inputs)
+    ranks = Ranks(restored.rank, restored.num_ranks, restored.trainer.accelerator.wait_for_everyone)
     about = {
-        "checkpoint": str(standing.checkpoint), "step": str(standing.step + 1), "baseline": "buffer",
+        "checkpoint": str(restored.checkpoint), "step": str(restored.step + 1), "baseline": "buffer",
         "texts_of_step": str(written_by + 1),
     }  # fmt: skip
-    path = calculate_kernel(rows, kernel_step(look.update, direction), question, settings, folder, ranks, about)
-    write_sequences(standing, prompts, look.update, of_e, of_u, folder)
+    path = calculate_kernel(rows, kernel_step(analysis.update, direction), inputs, settings, folder, ranks, about)
+    write_sequences(restored, prompts, analysis.update, of_e, of_u, folder)
     return path
 
 
 def _fixed(
-    standing: Standing, path: Path, of_e: Rollout, prompts: Sequence[Any]
+    restored: RestoredTrainer, path: Path, of_e: Rollout, prompts: Sequence[Any]
 ) -> tuple[int, Rollout, tuple[Any, ...]]:
     """Returns the step whose policy wrote the fixed texts, the texts, and their prompts as the data set has them.
 
     of_e, prompts  what is written where there are none yet
     """
-    if standing.rank == 0 and not path.is_file():
+    if restored.rank == 0 and not path.is_file():
         content = {
-            "step": standing.step, "prompts": list(prompts),
+            "step": restored.step, "prompts": list(prompts),
             "tokens": [tokens_of(of_e, row) for row in range(of_e.num_sequences)],
         }  # fmt: skip
         write_atomically({path: json.dumps(content).encode()})
-    standing.trainer.accelerator.wait_for_everyone()
+    restored.trainer.accelerator.wait_for_everyone()
     content = json.loads(path.read_text(encoding="utf-8"))
     prompt_ids, completion_ids = (
-        [torch.tensor(pair[side], device=standing.device) for pair in content["tokens"]] for side in (0, 1)
+        [torch.tensor(pair[side], device=restored.device) for pair in content["tokens"]] for side in (0, 1)
     )
-    rollout = as_rollout(standing.trainer, prompt_ids, completion_ids, range(len(prompt_ids)))
+    rollout = as_rollout(restored.trainer, prompt_ids, completion_ids, range(len(prompt_ids)))
     return content["step"], rollout, tuple(content["prompts"])
 
 
-def _mean_row(rows: GradientRows, question: Question) -> Tensor:
-    """Returns x̄ of the question's E, (P,), by ordinary backwards."""
-    e = question.evaluation
-    weights = [w / e.num_sequences for w in (question.logp_weights, question.entropy_weights)]
+def _mean_row(rows: GradientRows, inputs: KernelInputs) -> Tensor:
+    """Returns x̄ of the inputs' E, (P,), by ordinary backwards."""
+    e = inputs.evaluation
+    weights = [w / e.num_sequences for w in (inputs.logp_weights, inputs.entropy_weights)]
     parts = [rows.sum(e, batch, *weights).double() for batch in rows.batches(range(e.num_sequences))]
     return torch.stack(parts).sum(dim=0).float()
 
@@ -113,12 +113,12 @@ def kernel_step(update: Update, entropy_gradient: Tensor) -> KernelStep:
     return KernelStep(update.gradient, entropy_gradient, update.clip, root, parts, update.max_grad_norm)
 
 
-def _of_all_processes(rollout: Rollout, standing: Standing) -> Rollout:
+def _of_all_processes(rollout: Rollout, restored: RestoredTrainer) -> Rollout:
     """Returns the sequences of all processes, on each of them, in the order of `prompt_index`."""
-    if standing.num_ranks > 1:
-        parts: list[Any] = [None] * standing.num_ranks
+    if restored.num_ranks > 1:
+        parts: list[Any] = [None] * restored.num_ranks
         torch.distributed.all_gather_object(parts, _on(rollout, torch.device("cpu")))
-        rollout = _on(join_rollouts(parts), standing.device)
+        rollout = _on(join_rollouts(parts), restored.device)
     return take_rows(rollout, rollout.prompt_index.argsort(stable=True))
 
 

@@ -43,7 +43,7 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
-class Standing:
+class RestoredTrainer:
     """A trainer at a checkpoint, ready to be asked. Nothing here moves its parameters, optimizer or random streams."""
 
     trainer: DrGRPOTrainer
@@ -76,26 +76,26 @@ class Standing:
         return tensor if self.num_ranks == 1 else self.trainer.accelerator.reduce(tensor, reduction="sum")
 
 
-def stand(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None = None) -> Standing:
+def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
     """Returns the trainer, put where the checkpoint left off.
 
     trainer        of the same model, adapter and optimizer; it must not have trained
-    learning_rate  of the step to be looked at, instead of what the checkpoint's scheduler says
+    learning_rate  of the step to be analysed, instead of what the checkpoint's scheduler says
 
-    Raises ValueError, saying what is wrong and the way out, when checkpoint and trainer do not fit: see the guards.
+    Raises ValueError, saying what is wrong and the fix, when checkpoint and trainer do not fit: see the guards.
     """
     if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
         raise ValueError(
-            "a checkpoint is looked at in one process or under DDP: use launch/cpu.yaml, launch/ddp.yaml or no launch "
+            "a checkpoint is analysed in one process or under DDP: use launch/cpu.yaml, launch/ddp.yaml or no launch "
             "file; checkpoints that DeepSpeed wrote are read there too"
         )
     if trainer.state.global_step:
-        raise ValueError(f"this trainer has trained {trainer.state.global_step} steps: make a fresh one to stand still")
+        raise ValueError(f"this trainer has trained {trainer.state.global_step} steps: make a fresh one to restore")
     otherwise = why_sampling_mismatch(trainer)
     if otherwise:
         raise ValueError(otherwise)
     if trainer.mask_truncated_completions:
-        raise ValueError("the step is looked at with all its responses: set mask_truncated_completions=false")
+        raise ValueError("the step is analysed with all its responses: set mask_truncated_completions=false")
     flaw = what_is_wrong_with_weights(checkpoint)
     if flaw:
         raise ValueError(f"{checkpoint}: {flaw}")
@@ -128,7 +128,7 @@ def stand(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None 
     refuse_without_gradients(policy, parameters, trainer.accelerator.device)  # G3 to G6
     optimizer = view_optimizer(replicated(trainer), parameters)
     _refuse_other_moments(parameters, optimizer, checkpoint)
-    return Standing(trainer, checkpoint, steps_taken(checkpoint), parameters, optimizer, policy)
+    return RestoredTrainer(trainer, checkpoint, steps_taken(checkpoint), parameters, optimizer, policy)
 
 
 def _load_optimizer(trainer: DrGRPOTrainer, checkpoint: Path) -> None:

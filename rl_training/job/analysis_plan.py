@@ -1,8 +1,7 @@
-"""What offline.py is to look at, and where the results go: its configuration, checked before anything is loaded."""
+"""Which checkpoints offline.py analyses, and where the results go: checked before anything is loaded."""
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,15 +10,14 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.offline import probe
+from rl_training.job.analysis_settings import check_analysis, name_of
 from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.logs import LogSettings
+from rl_training.offline.settings import Settings
 from rl_training.offline.sweep import SweepSettings, refuse_sweep
 from rl_training.records.checkpoints import checkpoints_named
 from rl_training.records.folder import CONFIG_FILE
 from rl_training.records.looks import OFFLINE, RESULT_FILE
-
-UNFIT = re.compile(r"[^\w.,=+-]+")  # for the name of a folder
 
 
 @dataclass(frozen=True)
@@ -28,7 +26,7 @@ class Plan:
 
     values: Mapping[str, Any]  # of conf/offline.yaml, as given
     results: Mapping[Path, Path]  # by checkpoint, the file that its numbers go to
-    look: probe.Settings
+    analysis: Settings
     kernel: KernelSettings | None
     sweep: SweepSettings
     log: LogSettings
@@ -36,18 +34,19 @@ class Plan:
 
 def read_plan(cfg: DictConfig) -> Plan:
     """Returns the plan that the configuration describes. Raises ValueError for whatever the user got wrong in it."""
+    analysis = check_analysis(cfg)
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    look, sweep, log = _look_settings(values), SweepSettings(**values["sweep"]), LogSettings(**values["log"])
-    refuse_sweep(sweep, look)
+    sweep, log = SweepSettings(**values["sweep"]), LogSettings(**values["log"])
+    refuse_sweep(sweep, analysis)
     named = values["checkpoint"]
     found = checkpoints_named(named if isinstance(named, str) else list(named), Path(values["runs_dir"]))
-    name = UNFIT.sub("", str(values["name"])) or "default"
+    name = name_of(str(values["name"]))
     results = {checkpoint: _folder(checkpoint, values["output"]) / name / checkpoint.name for checkpoint in found}
     folder, times = Counter(results.values()).most_common(1)[0]
     if times > 1:
-        raise ValueError(f"{times} checkpoints would leave their results in {folder}: look at each run by itself")
+        raise ValueError(f"{times} checkpoints would leave their results in {folder}: analyse each run by itself")
     files = {checkpoint: folder / RESULT_FILE for checkpoint, folder in results.items()}
-    return Plan(values, files, look, _kernel_settings(values), sweep, log)
+    return Plan(values, files, analysis, _kernel_settings(values), sweep, log)
 
 
 def run_of(checkpoint: Path) -> Path | None:
@@ -57,19 +56,8 @@ def run_of(checkpoint: Path) -> Path | None:
 
 
 def _folder(checkpoint: Path, output: str | None) -> Path:
-    """Returns where looks go: RUN/offline, or `offline` beside a checkpoint that lies in no run."""
+    """Returns where results go: RUN/offline, or `offline` beside a checkpoint that lies in no run."""
     return Path(output or (run_of(checkpoint) or checkpoint.resolve().parent) / OFFLINE)
-
-
-def _look_settings(values: Mapping[str, Any]) -> probe.Settings:
-    return probe.Settings(
-        evaluation=probe.Evaluation(**values["evaluation"]),
-        update=probe.Updating(**values["update"]),
-        first_order=probe.FirstOrderSettings(**values["first_order"]),
-        truth=probe.TruthSettings(**values["truth"]),
-        conditioning=values["conditioning"],
-        memory=probe.Memory(**values["memory"]),
-    )
 
 
 def _kernel_settings(values: Mapping[str, Any]) -> KernelSettings | None:

@@ -1,0 +1,269 @@
+"""Probes on a training loop in plain PyTorch: one process, or DDP. Three calls in a step:
+
+    with measured_loop(model, optimizer, probes, responses_per_prompt=8, microbatch_size=32, microbatches=8,
+                       max_grad_norm=1.0, records=Records("runs/mine/logs")) as measured:
+        for number in range(1, steps + 1):
+            rollout = Rollout(...)                              # as you sample and reward, whole prompts in a row
+            with measured.step(number) as metrics:
+                for rows in torch.arange(256).split(32):
+                    part = take_rows(rollout, rows)
+                    logps, entropies = …                        # of your own forward pass
+                    measured.microbatch(part, logps, entropies)
+                    loss = …                                    # made of these very logps
+                    loss.backward()
+                measured.gradients_ready()                      # before the gradient is clipped
+                metrics["grad_norm"] = clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+
+At the end of a step `metrics` has what was measured, and logs/ has a line of it. A whole loop: examples/plain_loop.py.
+
+`backward` adds up the gradients of a step's microbatches: divide the loss by their number, as for one large batch.
+Every microbatch is as large as any other. A GradScaler is not known of: train in bf16 or fp32.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rl_training.engine.batch import Rollout
+from rl_training.engine.driver import StepDriver
+from rl_training.engine.open_step import Loop, OpenStep, Shape
+from rl_training.engine.probe import Probe
+from rl_training.engine.scorer import Scorer
+from rl_training.engine.sharding import Replicated
+from rl_training.hosts import loop_refusals
+from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy
+from rl_training.hosts.processes import all_ranks, rank
+from rl_training.hosts.sequences_of_step import sequences_of_step
+from rl_training.hosts.step_averages import step_averages
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.scores import Scores
+from rl_training.records.checkpoint_states import NamedStateful
+from rl_training.records.jsonl import Records
+
+# Where the loop is. What is called elsewhere is refused.
+OUTSIDE, BETWEEN = "outside of `with measured_loop(...)`", "between two steps"
+BATCHES, READY, STEPPED = "in the microbatches", "past gradients_ready()", "past optimizer.step()"
+
+
+def measured_loop(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    probes: Sequence[Probe],
+    *,
+    responses_per_prompt: int,
+    microbatch_size: int,
+    microbatches: int,
+    max_grad_norm: float | None = None,
+    records: Records | None = None,
+    temperature: float = 1.0,
+    dr_grpo: bool = False,
+    autocast: Callable[[], AbstractContextManager[Any]] | None = None,
+    sample: Callable[[int], Rollout] | None = None,
+    decode: Callable[[Tensor], str] = lambda ids: " ".join(map(str, ids.tolist())),
+    sampling_mismatch: str = "",
+) -> MeasuredLoop:
+    """Returns the context in which these probes measure a training loop. See the module's docstring.
+
+    model                 a causal language model of Hugging Face's, or DDP around one
+    microbatch_size       sequences of one forward and backward on this process, `microbatches` of them to a step
+    max_grad_norm         where the loop clips the gradient with clip_grad_norm_; None where it does not
+    records               where metrics.jsonl and probes.jsonl are written, by rank 0
+    temperature           of sampling, by which the loop divides logits
+    dr_grpo               the loss is Dr-GRPO's alone: −A log π summed over all tokens, divided by a constant
+    autocast              the autocast context of the loop's forward pass, made anew by each call
+    sample                sample(n) returns n fresh responses, one each to random prompts: torch is seeded before it and
+                          put back after it. None: what needs fresh responses is nan
+    decode                the text of a sequence of token ids; by default their numbers
+    sampling_mismatch     why the responses are no samples of the policy (top-p, say): most estimates are then nan
+
+    Raises ValueError, saying what to change, where probes would corrupt the training or cannot measure it.
+    """
+    module = model.module if isinstance(model, DistributedDataParallel) else model
+    loop_refusals.refuse_what_cannot_be_measured(model, module)
+    ranks = all_ranks()
+    scorer = Scorer(module, temperature, autocast=autocast or contextlib.nullcontext)
+    policy = LoopPolicy(module, scorer, microbatch_size, sample, decode)
+    loop = Loop(
+        shape=Shape(responses_per_prompt, microbatch_size, microbatches, ranks.count),
+        sharding=Replicated(module, optimizer, max_grad_norm),
+        policy=policy,
+        ranks=ranks,
+        autocast=autocast is not None,
+        dr_grpo=dr_grpo,
+        sampling_mismatch=sampling_mismatch,
+        no_fresh_responses="" if sample is not None else NO_SAMPLE,
+    )
+    return MeasuredLoop(probes, loop, policy, records)
+
+
+class MeasuredLoop:
+    """Probes on a plain loop, until the end of its context. Made by `measured_loop`."""
+
+    def __init__(self, probes: Sequence[Probe], loop: Loop, policy: LoopPolicy, records: Records | None) -> None:
+        self._driver, self._loop, self._policy = StepDriver(probes), loop, policy
+        self._driver.plan_folds(loop.shape)  # raises if it cannot
+        self._records = records if rank() == 0 else None
+        self._writer = EstimateWriter(self._records, self._log, speaks=rank() == 0)
+        self._undo = contextlib.ExitStack()
+        self._place = OUTSIDE
+        self._number: int | None = None  # of the latest step that was made
+        self._learned: int | None = None  # the rollout that it learned from
+        self._rollout_number = 0  # of the step that is open
+        self._scores_checked = False
+        self._metrics: dict[str, Any] = {}
+
+    @property
+    def scorer(self) -> Scorer:
+        """What the probes score by. A loop's forward pass may too, on one process: DDP's own must go through DDP."""
+        return self._policy.scorer
+
+    @property
+    def latest(self) -> Mapping[str, Estimate]:
+        """What the probes answered last, by name."""
+        return self._writer.latest
+
+    def __enter__(self) -> MeasuredLoop:
+        self._expect(OUTSIDE, "one training has one measured_loop, entered once")
+        self._driver.start(self._loop)
+        self._undo.callback(self._driver.close)
+        optimizer = self._loop.sharding.optimizer
+        self._undo.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
+        self._undo.callback(optimizer.register_step_post_hook(self._after_optimizer).remove)
+        self._place, self._started = BETWEEN, time.perf_counter()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._place = OUTSIDE
+        self._undo.close()
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def step(self, number: int, rollout_number: int | None = None) -> Iterator[dict[str, Any]]:
+        """A context of optimizer step `number`, counted from 1: from before its microbatches to after optimizer.step().
+
+        Yields the line of metrics.jsonl, for what the loop itself knows (loss, grad_norm); the rest comes at its end.
+
+        rollout_number  which rollout the step learns from, where several steps learn from one; None: from its own
+        """
+        self._expect(BETWEEN, "step(...) begins inside of `with measured_loop(...)`, when the last step has ended")
+        if self._number is None and self._records is not None:
+            self._records.start(after_step=number - 1)
+        if number != (self._number or number - 1) + 1:
+            raise ValueError(f"step {number} comes after step {self._number}: number the optimizer steps one by one")
+        self._rollout_number = number if rollout_number is None else rollout_number
+        self._metrics, self._place = {}, BATCHES
+        try:
+            self._driver.begin(number)
+            yield self._metrics
+            self._expect(STEPPED, f"optimizer.step() was not called in step {number}")
+            self._finish(number)
+            self._number, self._learned = number, self._rollout_number
+        finally:
+            self._driver.disarm()
+            self._place = BETWEEN
+
+    def microbatch(
+        self, rollout: Rollout, logps: Tensor, entropies: Tensor | None = None, *, other_terms: bool = False
+    ) -> None:
+        """Takes a microbatch whose forward pass is done; call its backward next, and then the next microbatch.
+
+        logps        (B, T) with graph: the very tensor that the loss is made of
+        entropies    (B, T) of the next-token distributions, with graph if the loss has a term of them. None: the scorer
+                     takes one more forward pass for them, without graph, at measured steps
+        other_terms  the loss has terms that are made of neither (a KL penalty by logits, a load balancing loss)
+        """
+        self._expect(BATCHES, "microbatch(...) comes inside of `with measured.step(number):`, before gradients_ready()")
+        step = self._step()
+        loop_refusals.refuse_missing_backward(step)
+        loop_refusals.refuse_other_shapes(rollout, logps, entropies, self._loop.shape.microbatch_size)
+        if len(step.rollouts) == self._loop.shape.microbatches:
+            raise ValueError(f"measured_loop(microbatches={len(step.rollouts)}) was told of fewer than there are")
+        if rollout.on_policy and self._learned == self._rollout_number:
+            raise ValueError("an earlier step has learned from this rollout: on_policy=False, sampling_logps=...")
+        if step.probes and not self._scores_checked:
+            loop_refusals.refuse_other_scores(rollout, logps, self._policy)
+            self._scores_checked = True
+        if entropies is None:
+            entropies = self._policy.entropies(rollout) if step.probes else torch.full_like(logps, torch.nan)
+        self._driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask), other_terms)
+
+    def gradients_ready(self) -> None:
+        """Says that the last backward is over, gradients are averaged over processes, and nothing is clipped yet."""
+        self._expect(BATCHES, "gradients_ready() comes once in a step, after its microbatches")
+        step, expected = self._step(), self._loop.shape.microbatches
+        if len(step.rollouts) != expected:
+            raise ValueError(f"{len(step.rollouts)} microbatches came, and measured_loop(microbatches={expected})")
+        loop_refusals.refuse_missing_backward(step)
+        self._driver.gradients_ready(self._rollout_number)
+        self._metrics["learning_rate"] = float(self._loop.sharding.optimizer.param_groups[0]["lr"])
+        self._place = READY
+
+    def _before_optimizer(self, *args: Any) -> None:
+        if self._place != BETWEEN:
+            self._expect(READY, "optimizer.step() comes once in a step, after gradients_ready()")
+
+    def _after_optimizer(self, *args: Any) -> None:
+        if self._place == READY:
+            self._driver.stepped()
+            self._place = STEPPED
+
+    def _finish(self, number: int) -> None:
+        """Writes what was measured. A collective."""
+        step = self._step()
+        if self._records is not None and self._records.wants_rollouts_of(number):
+            sequences = sequences_of_step(step.rollouts, step.scores, self._policy.decode)
+            self._records.write_rollouts(number, sequences)
+        for name, value in step_averages(step, self._loop.ranks).items():
+            self._log(name, value)
+        estimates, now = self._driver.finish(), time.perf_counter()
+        if estimates:
+            self._writer.write(number, self._loop.ranks.count, estimates)
+            costs = self._driver.costs(now - self._started)
+            self._metrics |= {f"probe_cost/{name}": value for name, value in costs.items()}
+        self._metrics["step_time"] = now - self._started
+        self._started = now
+        if self._records is not None:
+            row = {name: v.item() if isinstance(v, Tensor) else v for name, v in self._metrics.items()}
+            self._records.write_metrics(number, row)
+
+    def _log(self, name: str, value: float) -> None:
+        if value == value:
+            self._metrics[name] = value
+
+    # --- the state of a checkpoint ------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, dict[str, Tensor]]:
+        """Returns what a resumed run needs, by the name of the probe, beside model and optimizer: for torch.save."""
+        return {part.name: dict(part.state_dict()) for part in self._stateful}
+
+    def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
+        """Takes back what `state_dict` returned. ValueError when it is of other probes."""
+        parts = {part.name: part for part in self._stateful}
+        if state.keys() != parts.keys():
+            raise ValueError(f"this is the state of {sorted(state)}, not of {sorted(parts)}: give the same probes")
+        for name, part in parts.items():
+            part.load_state_dict(state[name])
+
+    @property
+    def _stateful(self) -> Sequence[NamedStateful]:
+        return [*self._driver.probes, self._driver]
+
+    def _step(self) -> OpenStep:
+        assert self._driver.open_step is not None
+        return self._driver.open_step
+
+    def _expect(self, place: str, what: str) -> None:
+        if self._place != place:
+            raise ValueError(f"{what}: the loop is {self._place}")

@@ -1,0 +1,31 @@
+"""Random streams: seeded for a measurement that draws, and put back, so that training does not notice."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+
+@contextlib.contextmanager
+def streams_put_back(device: torch.device) -> Iterator[None]:
+    """A context after which the random streams of Python, NumPy and torch are what they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def seed_torch(*seed: int, device: torch.device) -> None:
+    """Seeds the CPU's stream and this device's, and no other device's, as torch.manual_seed would."""
+    number = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(number)

@@ -1,0 +1,92 @@
+"""What a checkpoint analysis is asked for, and what of it means nothing: known before torch is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal, get_args
+
+if TYPE_CHECKING:
+    from rl_training.mathematics.entropy import Estimator
+
+Overlap = Literal["forbidden", "allowed", "wanted"]
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Of E: its prompts (drawn uniformly from `source`, or these rows of the training set), and responses to each."""
+
+    prompts: int = 256
+    responses: int = 1
+    source: Literal["train", "eval"] | Sequence[int] = "train"
+    overlap: Overlap = "allowed"
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class UpdateConfig:
+    """Of U: its prompts, as many responses to each as the run has, filtered or not."""
+
+    prompts: int = 32
+    filtered: bool = False
+    seed: int = 1
+
+
+@dataclass(frozen=True)
+class FirstOrderSettings:
+    enabled: bool = True
+    estimator: Estimator = "rb"
+    covariance: bool = True  # −Cov(log π, A) of U beside it
+
+
+@dataclass(frozen=True)
+class TruthSettings:
+    enabled: bool = True
+    odd: bool = True
+    etas: Sequence[float] = (1.0,)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Of one process: sequences in a forward and backward, sequences generated at once, folds in host memory."""
+
+    microbatch_size: int = 32
+    generation_size: int = 128
+    offload: bool = False
+
+
+@dataclass(frozen=True)
+class Settings:
+    """Everything that a checkpoint analysis is asked for."""
+
+    evaluation: Evaluation = field(default_factory=Evaluation)
+    update: UpdateConfig = field(default_factory=UpdateConfig)
+    first_order: FirstOrderSettings = field(default_factory=FirstOrderSettings)
+    truth: TruthSettings = field(default_factory=TruthSettings)
+    conditioning: bool = True
+    memory: Memory = field(default_factory=Memory)
+
+    def __post_init__(self) -> None:
+        _refuse_nonsense(self)
+
+
+def _refuse_nonsense(settings: Settings) -> None:
+    """Raises ValueError for numbers that mean nothing, naming them."""
+    e, u, memory = settings.evaluation, settings.update, settings.memory
+    for name, value, least in (
+        ("evaluation.prompts", e.prompts, 2), ("evaluation.responses", e.responses, 1), ("evaluation.seed", e.seed, 0),
+        ("update.prompts", u.prompts, 1), ("update.seed", u.seed, 0),
+        ("memory.microbatch_size", memory.microbatch_size, 1), ("memory.generation_size", memory.generation_size, 1),
+    ):  # fmt: skip
+        if type(value) is not int or value < least:
+            raise ValueError(f"{name}={value} must be a whole number, at least {least}")
+    if e.overlap not in get_args(Overlap):
+        raise ValueError(f"evaluation.overlap={e.overlap}: choose from {', '.join(get_args(Overlap))}")
+    if settings.first_order.estimator not in ("rb", "score"):
+        raise ValueError(f"first_order.estimator={settings.first_order.estimator}: choose rb or score")
+    if isinstance(e.source, str) and e.source not in ("train", "eval"):
+        raise ValueError(f"evaluation.source={e.source}: choose train, eval, or a list of rows of the training set")
+    if any(not eta > 0 for eta in settings.truth.etas):
+        raise ValueError(f"truth.etas={list(settings.truth.etas)}: give multiples of the step above 0; -1 is truth.odd")
+    if not settings.first_order.enabled and not settings.truth.enabled:
+        raise ValueError("neither prediction nor truth is asked for: set first_order.enabled or truth.enabled to true")

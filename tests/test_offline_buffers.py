@@ -1,0 +1,54 @@
+"""What processes tell each other of U, and what U's filter knows: by hand, without a model."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from datasets import Dataset
+from test_folds import on_two_ranks
+
+from rl_training.hosts.trl.buffer import FilteredBuffer
+from rl_training.offline.buffers import _filter_of, _learned
+
+
+def test_a_prompt_is_in_u_where_any_process_has_it() -> None:
+    """Rank 0 has the prompts 5 and 7 7, rank 1 has 9; nobody has 7. On the left stands padding."""
+    prompts = {0: [[0, 5], [7, 7]], 1: [[9]]}
+
+    def on_rank(rank: int, reduce: Any) -> torch.Tensor:
+        ids = torch.tensor(prompts[rank])
+        trainer = SimpleNamespace(_tokenize_prompts=lambda texts: ([[int(i) for i in text.split()] for text in texts],))
+        restored: Any = SimpleNamespace(device=torch.device("cpu"), reduce=reduce, trainer=trainer)
+        update: Any = SimpleNamespace(rollout=SimpleNamespace(prompt_ids=ids, prompt_mask=(ids > 0).long()))
+        return torch.tensor(_learned(restored, update, ["5", "7", "7 7", "9"]))
+
+    for learned in on_two_ranks(on_rank):
+        assert learned.tolist() == [True, False, True, True]
+
+
+def test_the_filter_of_u_knows_what_trainings_buffer_knows_and_draws_with_dice_of_its_own() -> None:
+    known = FilteredBuffer(max_attempts=5, floor=0.3, half_life=7.0, seed=1)
+    known.start(3)
+    known.learn([0, 1], torch.tensor([[0.0, 1.0], [1.0, 1.0]]))
+    trainer = SimpleNamespace(
+        buffer=known, tools=None, environment_factories=None, rollout_func=None,
+        multi_objective_aggregation="sum_then_normalize", train_dataset=Dataset.from_dict({"prompt": ["a", "b", "c"]}),
+        args=SimpleNamespace(generation_batch_size=8), num_generations=4,
+    )  # fmt: skip
+    before = known.state_dict()["generator"].clone()
+    own = _filter_of(SimpleNamespace(trainer=trainer), seed=9)  # type: ignore[arg-type]
+    assert (own.max_attempts, own.floor, own.half_life) == (5, 0.3, 7.0)
+    assert torch.equal(own.weights(), known.weights())
+    assert len(own.weights().unique()) == 3  # mixed, all right, never asked
+    own.draw(2, [])
+    assert torch.equal(known.state_dict()["generator"], before)
+    assert torch.equal(own.state_dict()["generator"], drawn_from(9, 3))
+
+
+def drawn_from(seed: int, num_prompts: int) -> torch.Tensor:
+    """Returns the state of a generator of this seed that has drawn two of so many prompts."""
+    generator = torch.Generator().manual_seed(seed)
+    torch.multinomial(torch.ones(num_prompts, dtype=torch.float64), 2, generator=generator)
+    return generator.get_state()

@@ -1,0 +1,104 @@
+"""Another version of a library is refused for what it has lost or returns, by name, before anything runs."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from rl_training import attach
+from rl_training.hosts.trl import patches
+from rl_training.hosts.trl.patches import METHODS, TRAINER_ATTRIBUTES, WRITTEN_FOR, Method
+from rl_training.probes import EffectiveSampleSizeProbe
+
+
+@pytest.fixture
+def trainer(make_trainer: Callable[..., GRPOTrainer]) -> GRPOTrainer:
+    trainer = make_trainer()
+    trainer.attachment.remove()
+    return trainer
+
+
+def test_the_installed_versions_are_those_that_the_table_was_written_for() -> None:
+    for library, version in WRITTEN_FOR.items():
+        assert importlib.metadata.version(library).startswith(f"{version}.")
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_method_that_is_gone_is_named(method: Method, trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    original = getattr(method.owner, method.name)
+    for owner in [c for c in type(trainer).__mro__ if method.name in vars(c)]:
+        monkeypatch.delattr(owner, method.name)
+    monkeypatch.setattr(method.owner, f"{method.name}_renamed", original, raising=False)
+    with pytest.raises(ValueError, match=rf"written for \w+ [\d.]+, found [\d.]+: {method} is gone; install"):
+        attach(trainer, [EffectiveSampleSizeProbe()])
+
+
+@pytest.mark.parametrize("method", METHODS, ids=str)
+def test_a_method_with_other_parameters_is_named(
+    method: Method, trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(method.owner, method.name, lambda self, something_else: None)
+    with pytest.raises(ValueError, match=rf"{method} takes \(something_else\), not \({method.parameters[0]}, "):
+        attach(trainer, [EffectiveSampleSizeProbe()])
+
+
+@pytest.mark.parametrize("name", TRAINER_ATTRIBUTES)
+def test_an_attribute_that_is_gone_is_named(name: str, trainer: GRPOTrainer) -> None:
+    delattr(trainer, name)
+    with pytest.raises(ValueError, match=f"GRPOTrainer.{name} is gone"):
+        attach(trainer, [EffectiveSampleSizeProbe()])
+
+
+def test_a_version_that_nobody_has_tried_is_said_once_and_not_refused(
+    trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(patches.WRITTEN_FOR, "trl", "0.3")
+    for _ in range(2):
+        attach(trainer, [EffectiveSampleSizeProbe()]).remove()
+    said = [record.getMessage() for record in caplog.records if "have not been tried" in record.getMessage()]
+    installed = importlib.metadata.version("trl")
+    assert said == [f"probes have not been tried with trl {installed} (tried: 0.3): what they rely on is there"]
+
+
+# --- what a method returns ----------------------------------------------------------------------------------------
+
+Scores = tuple[torch.Tensor, torch.Tensor, None]
+CHANGED: dict[str, tuple[Callable[[Scores], Any], str]] = {
+    "two things": (lambda scores: scores[:2], "does not return three things"),
+    "one tensor": (lambda scores: torch.stack(scores[:2]), "does not return three things"),
+    "four things": (lambda scores: (*scores, None), "does not return three things"),
+    "all columns": (
+        lambda scores: (scores[0].repeat(1, 2), *scores[1:]),
+        r"log-probabilities .* are of shape \(1, 4\)",
+    ),
+    "flat": (lambda scores: (scores[0], scores[1].flatten(), None), r"entropies .* are of shape \(2,\)"),
+    "no entropies": (lambda scores: (scores[0], None, None), "entropies .* are no tensor"),
+    "no graph": (lambda scores: (scores[0].detach(), *scores[1:]), "log-probabilities .* have no graph"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_method_that_returns_something_else_is_refused_before_training(trainer: GRPOTrainer, kind: str) -> None:
+    change, message = CHANGED[kind]
+    original = trainer._get_per_token_logps_and_entropies
+    trainer._get_per_token_logps_and_entropies = lambda *args, **kwargs: change(original(*args, **kwargs))
+    with pytest.raises(ValueError, match=rf"written for trl .*: .*{message}"):
+        attach(trainer, [EffectiveSampleSizeProbe()])
+
+
+def test_it_is_tried_in_one_forward_pass_that_no_random_number_knows_of(trainer: GRPOTrainer) -> None:
+    """And not at all without probes."""
+    passes: list[torch.Tensor] = []
+    trainer.model.register_forward_hook(lambda *_: passes.append(torch.rand(1)))  # drawn as dropout draws
+    before = torch.random.get_rng_state()
+    with attach(trainer, [EffectiveSampleSizeProbe()]):
+        assert len(passes) == 1
+    with attach(trainer, []):
+        assert len(passes) == 1
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(p.grad is None for p in trainer.model.parameters())

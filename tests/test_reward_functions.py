@@ -1,0 +1,102 @@
+"""A reward function that is wrong is named, with what is wrong: it raises, lacks a column, or returns no rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from trl import GRPOTrainer
+
+from rl_training import attach
+from rl_training.hosts.trl.reward_functions import named_rewards
+
+
+def raises(completions: list[str], **columns: Any) -> list[float]:
+    raise ZeroDivisionError("no tests ran")
+
+
+def asks(completions: list[str], solution: list[str], **columns: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def looks_up(completions: list[str], **columns: Any) -> list[float]:
+    return [float(target == "x") for target in columns["target"]]
+
+
+def one(completions: list[str], **columns: Any) -> list[float]:
+    return [1.0]
+
+
+def words(completions: list[str], **columns: Any) -> list[str]:
+    return ["good"] * len(completions)
+
+
+def nothing(completions: list[str], **columns: Any) -> None:
+    pass
+
+
+async def later(completions: list[str], **columns: Any) -> list[float]:
+    return [1.0, 2.0, 3.0]
+
+
+class Judge:
+    """An object that is called."""
+
+    __name__ = "judge"
+
+    def __call__(self, completions: list[str], **columns: Any) -> list[float]:
+        return [1.0]
+
+
+GIVEN = {"prompts": ["1", "2"], "completions": ["a", "b"], "completion_ids": [[1], [2]], "answer": ["3", "4"],
+         "trainer_state": None}  # fmt: skip
+
+
+def named(function: Any, name: str) -> Any:
+    """Returns the function as a trainer with probes has it."""
+    (changed,) = named_rewards(SimpleNamespace(reward_funcs=[function], reward_func_names=[name]))  # type: ignore[arg-type]
+    return changed
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (
+            raises,
+            r"raises raised ZeroDivisionError: no tests ran \(.*functions.py:\d+\); .*prompt, answer$",
+        ),
+        (asks, "asks needs solution, and the data set has the columns prompt, answer$"),
+        (looks_up, "looks_up raised KeyError: 'target' .* has the columns prompt, answer$"),
+        (one, "one returned 1 rewards for 2 completions"),
+        (words, r"words returned \['good', 'good'\], and not a list of numbers"),
+        (nothing, "nothing returned None, and not a list of numbers"),
+        (later, "later returned 3 rewards for 2 completions"),
+        (Judge(), "judge returned 1 rewards for 2 completions"),
+    ],
+)
+def test_whatever_is_wrong_with_a_reward_function_its_name_is_said(function: Any, message: str) -> None:
+    changed = named(function, getattr(function, "__name__", ""))
+    is_async = inspect.iscoroutinefunction(function)
+    assert inspect.iscoroutinefunction(changed) == is_async  # TRL runs these side by side
+    with pytest.raises(ValueError, match=f"^reward function {message}"):
+        asyncio.run(changed(**GIVEN)) if is_async else changed(**GIVEN)
+
+
+def test_rewards_and_what_is_no_opinion_come_as_they_are() -> None:
+    assert named(lambda completions, **_: [None, 2], "f")(**GIVEN) == [None, 2]
+    assert named(lambda completions, **_: torch.tensor([0.5, 2.0]), "f")(**GIVEN) == [0.5, 2.0]
+    model = torch.nn.Linear(1, 1)
+    assert named(model, "a reward model") is model
+
+
+def test_a_trainer_of_ones_own_with_probes_names_it_until_they_are_removed(make_trainer: Any) -> None:
+    trainer = make_trainer(GRPOTrainer, reward=asks)
+    arguments = [{"prompt": "1+1=", "answer": "2"}], ["1+1="], ["2"], [[3]]
+    with attach(trainer, []), pytest.raises(ValueError, match="reward function asks needs solution"):
+        trainer._calculate_rewards(*arguments)
+    with pytest.raises(TypeError):
+        trainer._calculate_rewards(*arguments)

@@ -1,0 +1,138 @@
+"""Values that are judged by themselves: at once, before any import that takes long, in one line with the way out."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+
+from rl_training.job.analysis_settings import check_analysis, name_of
+from rl_training.job.evaluation_settings import check_evaluation
+from rl_training.job.explain import CONF
+from rl_training.job.run_settings import run_settings
+from rl_training.job.settings import check_run
+from rl_training.job.stored_settings import load_settings
+
+
+def composed(name: str, *overrides: str) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose(name, overrides=list(overrides))
+
+
+def test_what_judges_values_imports_neither_torch_nor_trl() -> None:
+    modules = ("settings", "analysis_settings", "evaluation_settings", "command_line")
+    lines = ["import sys", *(f"import rl_training.job.{name}" for name in modules)]
+    lines.append("sys.exit(', '.join({'torch', 'trl', 'transformers'} & sys.modules.keys()))")
+    ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert ended.stderr.strip() == ""
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("++trainer.top_p=1.5", "trainer.top_p=1.5 must be above 0 and at most 1"),
+        ("++trainer.top_p=0", "trainer.top_p=0 must be above 0 and at most 1"),
+        ("trainer.max_completion_length=0", "trainer.max_completion_length=0 must be at least 1"),
+        ("trainer.max_steps=abc", "trainer.max_steps=abc must be a whole number"),
+        ("trainer.max_steps=0", "trains nothing: give at least 1"),
+        ("trainer.temperature=0", "trainer.temperature=0 must be above 0"),
+        ("trainer.learning_rate=nan", "trainer.learning_rate=nan must be finite"),
+        ("++trainer.epsilon_high=-1", "trainer.epsilon_high=-1 must be at least 0"),
+        ("probes.simple.per_sequence=maybe", "probes.simple.per_sequence=maybe must be true or false"),
+        ("probes.simple.responses_per_prompt=1.5", "must be a whole number"),
+        ("model=hub", "model.name is not set: give model.name=VALUE"),
+        ("batch.microbatch_size=12", "use batch.microbatch_size=8"),
+    ],
+)
+def test_a_training_that_makes_no_sense_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_run(composed("train", override, "run_dir=somewhere"))
+
+
+def test_settings_that_may_be_null_or_at_the_end_of_their_range_are_taken() -> None:
+    taken = ("++trainer.epsilon_high=null", "++trainer.top_p=1", "++trainer.min_p=0", "trainer.max_steps=-1")
+    assert check_run(composed("train", *taken, "run_dir=somewhere")) == 8
+
+
+def test_a_typo_in_the_folder_of_a_run_that_goes_on_does_not_lead_to_another_run(tmp_path: Path) -> None:
+    (tmp_path / "run_a" / "training_state").mkdir(parents=True)
+    check_run(composed("train", f"run_dir={tmp_path / 'run_a'}", "resume=latest"))
+    with pytest.raises(
+        ValueError, match=rf"run_aa holds no run to go on with, .*; did you mean run_dir={tmp_path}/run_a\?"
+    ):
+        check_run(composed("train", f"run_dir={tmp_path / 'run_aa'}", "resume=latest"))
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("truth.etas=abc", "truth.etas=abc must be a list"),
+        ("truth.etas=[abc]", "truth.etas=abc must be a number in the list"),
+        ("truth.etas=[inf]", "truth.etas=inf must be finite in the list"),
+        ("truth.odd=2", "truth.odd=2 must be true or false"),
+        ("evaluation.prompts=abc", "evaluation.prompts=abc must be a whole number"),
+        ("evaluation.prompts=1", "evaluation.prompts=1 must be a whole number, at least 2"),
+        ("evaluation=5", "evaluation=5: settings are needed there"),
+        ("kernel.memory_gb=lots", "kernel.memory_gb=lots must be a number"),
+        ("first_order.estimator=null", "first_order.estimator=null means nothing"),
+        ("name=../../x", r"name=\.\./\.\./x names a folder"),
+        ("name=a/b", "name=a/b names a folder"),
+        ("name=.x", r"name=\.x names a folder"),
+        ("checkpoint=???", "checkpoint is not set: give checkpoint=VALUE"),
+    ],
+)
+def test_a_look_that_makes_no_sense_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_analysis(composed("offline", "checkpoint=somewhere", override))
+
+
+def test_the_name_of_a_job_of_a_sweep_is_made_fit_behind_what_was_typed() -> None:
+    assert check_analysis(composed("offline", "checkpoint=somewhere", "evaluation.source=[3,4]")).evaluation.source == [
+        3,
+        4,
+    ]
+    assert name_of("default,run=['data.path=/x/y z']") == "default,run=data.path=xyz"
+    assert name_of("mine-2_a.b") == "mine-2_a.b"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("evaluation.k=0", "evaluation.k=0 must be at least 1"),
+        ("evaluation.k=9", "use evaluation.responses_per_prompt=9"),
+        ("evaluation.jobs=many", "evaluation.jobs=many must be a whole number"),
+        ("evaluation.greedy=1", "evaluation.greedy=1 must be true or false"),
+    ],
+)
+def test_an_evaluation_that_makes_no_sense_is_refused(override: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        check_evaluation(composed("evaluate", override))
+
+
+@pytest.mark.parametrize(
+    ("content", "message"), [("seed: [1\n", "config.yaml cannot be read"), ("- 1\n", "config.yaml holds no settings")]
+)
+def test_a_config_that_is_no_yaml_is_named(tmp_path: Path, content: str, message: str) -> None:
+    (tmp_path / "config.yaml").write_text(content)
+    with pytest.raises(ValueError, match=message) as raised:
+        load_settings(tmp_path / "config.yaml")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_run_that_does_not_say_its_data_is_looked_at_with_data_that_are_given(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "training_state" / "checkpoint-1"
+    checkpoint.mkdir(parents=True)
+    cfg = composed("train", "run_dir=somewhere")
+    OmegaConf.set_struct(cfg, False)
+    del cfg["data"]
+    OmegaConf.save(cfg, tmp_path / "config.yaml", resolve=True)
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        with pytest.raises(ValueError, match=r"config.yaml says nothing of data, and .* or give data=…$"):
+            run_settings(checkpoint, [])
+        changed = run_settings(checkpoint, ["data=arithmetic", "model=tiny", "model.dtype=bfloat16"])
+    assert changed.data._target_.endswith("arithmetic")
+    assert changed.model.dtype == "bfloat16"  # which conf/model/tiny.yaml does not list, and its loader takes
