@@ -18,7 +18,6 @@ from trl import GRPOConfig, GRPOTrainer
 from rl_training.hosts.trl import alert
 from rl_training.hosts.trl.alert import EntropyAlert
 from rl_training.job.build import TrainingRun, build_run
-from rl_training.job.stored_settings import load_settings
 from rl_training.mathematics.forecast import EntropyForecast
 from rl_training.records.jsonl import read_metrics
 from rl_training.records.report import write_report
@@ -212,6 +211,7 @@ def test_the_report_forecasts_from_records_what_the_alert_does_from_the_log(tmp_
     [
         (["alert.below=0"], "alert.below=0 must be a number above 0"),
         (["alert.below=low"], "alert.below=low must be a number above 0"),
+        (["++alert.within_steps=100"], "this setting is gone: it looks 20 steps ahead .* give alert.below=0.05"),
         (["alert.stop=true"], "give alert.below=0.05"),
         (["alert.below=0.1", "alert.stop=1"], "must be true or false"),
     ],
@@ -219,9 +219,3 @@ def test_the_report_forecasts_from_records_what_the_alert_does_from_the_log(tmp_
 def test_an_alert_that_cannot_be_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_of(tmp_path / "run", *overrides)
-
-
-def test_a_run_folder_with_the_settings_of_the_straight_line_goes_on_without_them(tmp_path: Path) -> None:
-    stored = tmp_path / "config.yaml"
-    stored.write_text("alert: {within_steps: 100, below: 0.1, stop: false}\n")
-    assert load_settings(stored).alert == {"below": 0.1, "stop": False}

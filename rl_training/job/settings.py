@@ -167,6 +167,8 @@ def check_additional_steps(cfg: DictConfig) -> None:
 def _check_alert(cfg: DictConfig) -> None:
     if "alert" not in cfg:  # the config.yaml of a run from before there was one
         return
+    if "within_steps" in cfg.alert:
+        raise ValueError(f"alert.within_steps: this setting is gone: {GONE['alert.within_steps']}")
     below, stop = cfg.alert.below, cfg.alert.stop
     if below is not None and (type(below) not in (int, float) or not 0 < below < math.inf):
         raise ValueError(f"alert.below={below} must be a number above 0, nats per token, or null for no alert")
