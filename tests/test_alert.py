@@ -193,8 +193,9 @@ def test_a_resumed_plain_trainer_foretells_as_one_that_was_never_interrupted(
     assert again.alerts == 1
 
 
-def test_the_report_forecasts_from_records_what_the_alert_does_from_the_log(tmp_path: Path) -> None:
-    run = run_of(tmp_path / "run", "probe=none", "alert.below=0.001", "trainer.max_steps=11", "logger=none")
+@pytest.mark.parametrize("probe", ["none", "simple"])
+def test_the_report_forecasts_from_records_what_the_alert_does_from_the_log(tmp_path: Path, probe: str) -> None:
+    run = run_of(tmp_path / "run", f"probe={probe}", "alert.below=0.001", "trainer.max_steps=11", "logger=none")
     run.train()
     run.end()
     last = read_metrics(run.run_dir / "logs")[-1]

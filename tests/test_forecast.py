@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 
 import numpy as np
@@ -16,8 +17,10 @@ STILL = Dynamics(level_noise=0.0, rate_noise=0.0)
 
 def joint_gaussian(
     dynamics: Dynamics, steps: list[int], log_entropy: list[float], noise: list[float], ahead: int
-) -> tuple[float, float]:
-    """Returns mean and standard deviation of log H, by conditioning the joint normal of all states on all measurements.
+) -> tuple[float, float, float]:
+    """Returns mean and variance of log H, by conditioning the joint normal of all states on all measurements.
+
+    And the logarithm of the measurements' density, without its constant.
 
     Unknown are v₁ and the noises of every step; x₁ is what was measured first, with its error.
     """
@@ -32,22 +35,62 @@ def joint_gaussian(
     sources = [noise[0], dynamics.first_rate**2] + [dynamics.level_noise, dynamics.rate_noise] * (last - steps[0])
     prior = np.diag(sources)
     seen = x[[step - steps[0] for step in steps[1:]]]
-    gain = prior @ seen.T @ np.linalg.inv(seen @ prior @ seen.T + np.diag(noise[1:]))
-    mean = gain @ (np.array(log_entropy[1:]) - log_entropy[0])
+    covariance = seen @ prior @ seen.T + np.diag(noise[1:])
+    misses = np.array(log_entropy[1:]) - log_entropy[0]
+    gain = prior @ seen.T @ np.linalg.inv(covariance)
     posterior = prior - gain @ seen @ prior
-    return log_entropy[0] + x[-1] @ mean, math.sqrt(x[-1] @ posterior @ x[-1])
+    density = -0.5 * (np.linalg.slogdet(covariance)[1] + misses @ np.linalg.solve(covariance, misses))
+    return log_entropy[0] + x[-1] @ gain @ misses, x[-1] @ posterior @ x[-1], density
+
+
+STEPS, LOGS = [3, 4, 5, 8, 9, 15], [-1.0, -1.05, -1.02, -1.2, -1.18, -1.35]
+
+
+def following(forecast: EntropyForecast) -> EntropyForecast:
+    for step, log in zip(STEPS, LOGS, strict=True):
+        forecast.see(step, math.exp(log), 0.05 * math.exp(log))  # a variance that is the same at each step: .05²
+    return forecast
 
 
 @pytest.mark.parametrize("ahead", [0, 1, 20])
 def test_it_is_the_joint_normal_of_all_states_given_all_measurements_also_where_steps_are_left_out(ahead: int) -> None:
-    steps, logs = [3, 4, 5, 8, 9, 15], [-1.0, -1.05, -1.02, -1.2, -1.18, -1.35]
-    forecast = EntropyForecast(Dynamics(), (1.0,))
-    for step, log in zip(steps, logs, strict=True):
-        forecast.see(step, math.exp(log), 0.05 * math.exp(log))  # a variance that is the same at each step: .05²
-    mean, sd = joint_gaussian(Dynamics(), steps, logs, [0.05**2] * 6, ahead)
-    said = forecast.ahead(ahead)
+    mean, variance, _ = joint_gaussian(Dynamics(), STEPS, LOGS, [0.05**2] * 6, ahead)
+    said = following(EntropyForecast(Dynamics(), (1.0,))).ahead(ahead)
     assert said.mean == pytest.approx(mean, rel=1e-10)
-    assert said.sd == pytest.approx(sd, rel=1e-10)
+    assert said.sd**2 == pytest.approx(variance, rel=1e-10)
+
+
+def test_constants_are_weighed_by_prior_and_density_and_a_forecast_has_the_moments_of_the_mixture() -> None:
+    """Four pairs: 4 is one standard deviation of the prior's logarithm, 1/2 is half of one. No miss is beyond three."""
+    weights, means, variances, logs = [], [], [], []
+    prior = {0.5: 0.5**2, 4.0: 1.0}
+    for level, rate in itertools.product(prior, repeat=2):
+        constants = Dynamics(level * 3e-4, rate * 1e-4)
+        mean, variance, density = joint_gaussian(constants, STEPS, LOGS, [0.05**2] * 6, 20)
+        weights.append(math.exp(density - 0.5 * (prior[level] + prior[rate])))
+        means.append(mean)
+        variances.append(variance)
+        logs.append(np.log([constants.level_noise, constants.rate_noise]))
+    weights = np.array(weights) / sum(weights)
+    forecast = following(EntropyForecast(factors=(0.5, 4.0)))
+    mean = weights @ means
+    assert np.ptp(means) > 0.01
+    assert forecast.ahead(20).mean == pytest.approx(mean, rel=1e-10)
+    assert forecast.ahead(20).sd ** 2 == pytest.approx(weights @ (variances + (means - mean) ** 2), rel=1e-10)
+    assert forecast.constants() == pytest.approx(tuple(np.exp(weights @ np.array(logs))), rel=1e-10)
+
+
+def test_a_miss_beyond_three_standard_deviations_weighs_by_hubers_loss() -> None:
+    """The second value is off by d: z² up to z = 3, then 6 |z| − 9; its variance 2 se² + .03² + Q1."""
+    forecast, d = EntropyForecast(factors=(0.25, 4.0)), 0.5
+    forecast.see(1, 1.0, 0.05)
+    forecast.see(2, math.exp(d), 0.05 * math.exp(d))
+    levels = np.array([0.25 * 3e-4, 4.0 * 3e-4])
+    variance = 2 * 0.05**2 + 0.03**2 + levels
+    z = d / np.sqrt(variance)
+    assert z.min() > 5
+    weights = np.exp(-0.5 * (np.log(variance) + 6 * z - 9))
+    assert forecast.constants()[0] == pytest.approx(np.exp(weights @ np.log(levels) / weights.sum()), rel=1e-10)
 
 
 def test_a_predicted_change_counts_by_its_variance_beside_what_is_known_of_the_rate() -> None:
