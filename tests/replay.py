@@ -1,9 +1,10 @@
 """Trains on given rollouts under several launches, for tests/test_processes.py: python tests/replay.py FOLDER RUN...
 
 A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2, fsdp2_2; behind it `_gpu` or `_bf16`. With
-`_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_resumed` it goes on from the second of
-the three steps. Every run gets the same prompts, completions and advantages, each process its contiguous share. Rank r
-writes FOLDER/RUN/r.pt; ZeRO and FSDP2 with probes leave a checkpoint of their second step.
+`_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_truth` the true change is measured; with
+`_resumed` it goes on from the second of the three steps. Every run gets the same prompts, completions and advantages,
+each process its contiguous share. Rank r writes FOLDER/RUN/r.pt; ZeRO and FSDP2 with probes leave a checkpoint of their
+second step.
 
 Everything is imported once, then the processes of each run are forked: nothing has used autograd or threads before.
 """
@@ -37,7 +38,12 @@ from rl_training.engine.probe import Need
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.sharding import sharding_of
 from rl_training.mathematics.vectors import Layout
-from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
+from rl_training.probes import (
+    EffectiveSampleSizeProbe,
+    GradientNoiseScaleProbe,
+    GroundTruthProbe,
+    SimpleEntropyProbe,
+)
 from rl_training.records.jsonl import Records
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
@@ -146,6 +152,17 @@ def log_collectives() -> list[int]:
     return sizes
 
 
+def probes_of(run: str) -> list[Probe]:
+    if run.endswith("bare"):
+        return []
+    if run.endswith("lora"):
+        return [Recorder()]
+    if run.endswith("truth"):
+        return [GroundTruthProbe(every=1, sequences=16), Recorder()]
+    simple = SimpleEntropyProbe(per_sequence=True, own_prompts=True)
+    return [simple, GradientNoiseScaleProbe(), EffectiveSampleSizeProbe(), Recorder()]
+
+
 def train(rank: int, folder: Path, run: str, port: int) -> None:
     """Trains as process `rank` of a run and writes what it saw."""
     kind, processes = run.split("_")[:2]
@@ -163,11 +180,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         os.environ["ACCELERATE_USE_DEEPSPEED"] = "true"  # as accelerate launch does; without it this would be DDP
         # Its shared-memory all-reduce would be compiled here, a minute of g++ behind a lock file. Without it: gloo.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    probes = [] if run.endswith("bare") else [Recorder()] if run.endswith("lora") else [
-        SimpleEntropyProbe(per_sequence=True, own_prompts=True), GradientNoiseScaleProbe(),
-        EffectiveSampleSizeProbe(),
-        Recorder(),
-    ]  # fmt: skip
+    probes = probes_of(run)
     policy, tokenizer = load_tiny()
     task = arithmetic(num_train=256, num_eval=8)
     args = DrGRPOConfig(
@@ -185,7 +198,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         adam_epsilon=1e-5,  # a first step that is no sign: rounding would decide the sign of a zero
         max_grad_norm=0.05,  # every step is clipped
         lr_scheduler_type="linear",
-        save_strategy="no" if kind == "plain" or run.endswith(("bare", "resumed", "bf16")) else "steps",
+        save_strategy="no" if kind == "plain" or run.endswith(("bare", "resumed", "bf16", "truth")) else "steps",
         save_steps=2,
         report_to=[],
         disable_tqdm=True,

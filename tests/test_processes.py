@@ -57,6 +57,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(f"{run}_bare" for run in SHARDED[1:]),
         *(f"{run}_resumed" for run in SHARDED[2:]),
         "zero1_2_lora",
+        *(f"{run}_truth" for run in ("plain_2", "zero3_2", "fsdp2_2")),
         "fsdp2_2_bf16",
         "fsdp2_2_bf16_bare",
     ]
@@ -208,6 +209,18 @@ def test_training_with_cut_weights_goes_on_bitwise_from_its_checkpoint(runs: Pat
 def test_whole_weights_let_a_process_sample_one_batch_more_than_another(runs: Path, run: str) -> None:
     """transformers would have the processes wait for one another at each token, for ever."""
     assert [saved(runs, run, rank)["fresh"] for rank in (0, 1)] == [33, 32]
+
+
+@pytest.mark.parametrize("run", ["zero3_2", "fsdp2_2"])
+def test_what_a_step_with_cut_weights_did_is_measured_at_the_new_ones(runs: Path, run: str) -> None:
+    """As with whole ones: the same responses, and their scores before and after each step."""
+    saved(runs, f"{run}_truth")
+    whole, cut = estimates(runs, "plain_2_truth"), estimates(runs, f"{run}_truth")
+    for step in (1, 2, 3):
+        for name in ("delta_h/true", "delta_h/true_sequence", "delta_h/evaluation"):
+            a, b = whole[step, name], cut[step, name]
+            assert abs(a["value"]) > 0.01 * a["stderr"] > 0
+            assert b["value"] == pytest.approx(a["value"], abs=1e-3 * a["stderr"]), (step, name)
 
 
 def test_in_mixed_precision_fsdp2_shows_probes_the_weights_before_they_are_rounded(runs: Path) -> None:

@@ -23,7 +23,8 @@ from torch import Tensor, nn
 from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
-from rl_training.job.build import TrainingRun, accumulation_steps, build_run
+from rl_training.job.build import TrainingRun, build_run
+from rl_training.job.settings import accumulation_steps
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.probes import GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
