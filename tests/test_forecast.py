@@ -175,17 +175,17 @@ def follow(seed: int, times: tuple[float, float]) -> tuple[EntropyForecast, list
     forecast, misses, held = EntropyForecast(), [], {horizon: [] for horizon in HORIZONS}
     rows = series(seed, times)
     for step, (_, log_entropy, rate) in enumerate(rows, start=1):
-        if step > 50:
+        entropy = level = math.exp(log_entropy)
+        if step > 1:
             ahead = forecast.ahead(1)
+            level = ahead.median  # δH = v H, its error in the same unit
             misses.append((log_entropy - ahead.mean) / math.hypot(ahead.sd, LEVEL_SE))
-        entropy = math.exp(log_entropy)
-        level = math.exp(forecast.ahead(1).mean) if step > 1 else entropy  # δH = v H, its error in the same unit
         forecast.see(step, entropy, LEVEL_SE * entropy, rate * level, RATE_SE * level)
         if step in (30, 60, 90, 120, 150):
             for horizon in HORIZONS:
                 low, high = forecast.ahead(horizon).range
                 held[horizon].append(bool(low < math.exp(rows[step - 1 + horizon, 0]) < high))
-    return forecast, misses, held
+    return forecast, misses[50:], held
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,8 @@ class EntropyAlert(TrainerCallback):
 
     It reads what the trainer logs: `entropy/token` and `delta_h/forward` of the SimpleEntropyProbe with their errors,
     or without it TRL's own `entropy`. To the log it adds `forecast/…`, which callbacks see that come after it. All of
-    its state follows from the trainer's log, so that a resumed run goes on as one that was never interrupted.
+    its state follows from the trainer's log, so that a resumed run goes on as one that was never interrupted. It
+    wants logging_steps=1: a mean over more steps is taken for the last one's.
 
     below   the level, in nats per token
     tell    called with a title and a text on the main process, beside the line in the log
