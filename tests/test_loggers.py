@@ -27,6 +27,7 @@ from rl_training.records.workspace import SECTIONS
 
 SETTINGS = [
     "buffer=filtered",
+    "alert.below=0.05",
     "probe=[simple,gns,ess,covariance,ground_truth,error_shares]",
     "probes.ground_truth.every=1",
     "probes.ground_truth.sequences=16",

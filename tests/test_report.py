@@ -7,6 +7,7 @@ The runs are written through Records. `record_run` makes one whose numbers can b
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
@@ -379,14 +380,45 @@ def test_evaluations_of_checkpoints_are_in_the_report_with_their_errors(tmp_path
 
 
 def test_the_report_opens_with_level_rate_and_trust_in_plain_words(tmp_path: Path) -> None:
-    """Entropy falls from 5 by 1 a step; forward is −0.9 at each: half of the last mean, 3.5 nats, takes 2 of them."""
+    """Entropy falls from 5 by 1 a step; forward is −0.9 at each."""
     record_run(tmp_path, range(1, 5))
     assert opening(read_run(tmp_path)) == [
         "Token entropy has fallen from 4.500 to 2.500 nats, by 44%.",
-        "It is falling now: -0.900 ± 0.059 nats a step over the last 4 steps. In a straight line half of what is left "
-        "would be gone in 2 steps; entropy mostly flattens, and then it takes longer.",
+        "It is falling now: -0.900 ± 0.059 nats a step over the last 4 steps.",
         "The predictions hold so far: they add up to -3.00 ± 0.24 nats, and -3.00 ± 0.47 was measured.",
     ]
+
+
+def test_from_ten_steps_on_the_report_says_and_draws_where_entropy_may_go(tmp_path: Path) -> None:
+    """Logged entropy alone, which stays .5 nats: so do the medians, and the ranges are wider the farther ahead."""
+    records = Records(tmp_path / "logs")
+    for step in range(1, 10):
+        records.write_metrics(step, {"reward": 0.5, "entropy": 0.5})
+    assert [figure for figure in draw_figures(read_run(tmp_path)) if figure.file == "forecast.png"] == []
+    assert not any(sentence.startswith("In 20") for sentence in opening(read_run(tmp_path)))
+    records.write_metrics(10, {"reward": 0.5, "entropy": 0.5})
+    run = read_run(tmp_path)
+    (fan,) = (figure for figure in draw_figures(run) if figure.file == "forecast.png")
+    told = re.findall(r"([\d.]+) in (\d+) steps, × or ÷ ([\d.]+)", fan.caption)
+    assert [(median, steps) for median, steps, _ in told] == [("0.5", "10"), ("0.5", "20"), ("0.5", "50")]
+    factors = [float(factor) for _, _, factor in told]
+    assert 1 < factors[0] < factors[1] < factors[2]
+    assert "still mostly that of other runs: 9 of 20 steps" in fan.caption
+    sentence = next(sentence for sentence in opening(run) if sentence.startswith("In 20"))
+    low, high = (float(end) for end in re.findall(r"range ([\d.]+) to ([\d.]+)\.", sentence)[0])
+    assert sentence.startswith("In 20 more steps it would be 0.5 nats, 95 % range ")
+    assert (0.5 / low, high / 0.5) == pytest.approx((factors[1], factors[1]), rel=0.05)
+
+
+def test_the_report_counts_alerts_with_their_steps_and_how_many_were_right(tmp_path: Path) -> None:
+    records = Records(tmp_path / "logs")
+    counts = {1: (0, 0, 0), 2: (1, 0, 0), 3: (1, 1, 1), 4: (2, 1, 1), 5: (2, 2, 1)}
+    for step, numbers in counts.items():
+        names = ("forecast/alerts", "forecast/alerts_checked", "forecast/alerts_right")
+        records.write_metrics(step, {"reward": 0.5, **dict(zip(names, numbers, strict=True))})
+    value, note = summary(tmp_path)["alerts"]
+    assert value == "at steps 2, 4"
+    assert note.endswith("; 1 of 2 that can be checked were right")
 
 
 def test_the_report_warns_where_prediction_and_measurement_are_further_apart_than_their_errors(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def _build(cfg: DictConfig) -> TrainingRun:
         config["provenance"]["most_reward"] = f"{task.reward_range[1]:g}"  # that a response can earn
     save_config(config, run_dir, is_its_own)
     loggers = _put_loggers(trainer, run_dir, config, CORE if cfg.logger.metrics == "core" else None)
-    if cfg.alert.within_steps is not None:
+    if cfg.alert.below is not None:
         _put_alert(cfg, trainer, loggers, stop)
     return TrainingRun(trainer, run_dir, checkpoint, loggers, stop)
 
@@ -134,16 +134,14 @@ def _put_loggers(
 
 
 def _put_alert(cfg: DictConfig, trainer: DrGRPOTrainer, loggers: Sequence[MetricsLogger], stop: StopAtStepEnd) -> None:
-    """Adds the alert, before the callback that stops, which then stops at the same step."""
+    """Adds the alert in front of the callbacks that record and show what is logged: it adds the forecast to that."""
 
     def tell(title: str, text: str) -> None:
         for dashboard in loggers:
             dashboard.alert(title, text)
 
     end = stop.after_alert if cfg.alert.stop else None
-    trainer.pop_callback(stop)
-    trainer.add_callback(EntropyAlert(trainer.attachment, cfg.alert.within_steps, cfg.alert.below, tell, end))
-    trainer.add_callback(stop)
+    trainer.callback_handler.callbacks.insert(0, EntropyAlert(cfg.alert.below, tell, end))
 
 
 def _make(node: DictConfig, **values: Any) -> Any:

@@ -167,19 +167,15 @@ def check_additional_steps(cfg: DictConfig) -> None:
 def _check_alert(cfg: DictConfig) -> None:
     if "alert" not in cfg:  # the config.yaml of a run from before there was one
         return
-    within, below, stop = cfg.alert.within_steps, cfg.alert.below, cfg.alert.stop
-    if within is None:
-        if below is not None or stop:
-            raise ValueError("alert.below and alert.stop are of an alert that is off: give alert.within_steps=100")
-        return
-    if type(within) is not int or within < 1:
-        raise ValueError(f"alert.within_steps={within} must be a whole number, at least 1, or null for no alert")
+    if "within_steps" in cfg.alert:
+        raise ValueError(f"alert.within_steps: this setting is gone: {GONE['alert.within_steps']}")
+    below, stop = cfg.alert.below, cfg.alert.stop
     if below is not None and (type(below) not in (int, float) or not 0 < below < math.inf):
-        raise ValueError(f"alert.below={below} must be a number above 0, nats per token, or null for half of it")
+        raise ValueError(f"alert.below={below} must be a number above 0, nats per token, or null for no alert")
     if type(stop) is not bool:
         raise ValueError(f"alert.stop={stop} must be true or false")
-    if "simple" not in cfg.probes:
-        raise ValueError("alert.within_steps needs the prediction of a probe: add probe=simple, or leave it out")
+    if stop and below is None:
+        raise ValueError("alert.stop is of an alert that is off: give alert.below=0.05")
 
 
 def _check_probes(probes: Any) -> None:

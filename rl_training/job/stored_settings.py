@@ -17,6 +17,7 @@ MOVED = {
     "rl_training.live.buffer.": "rl_training.hosts.trl.buffer.",
 }
 GONE = {  # settings, and what to do instead
+    "alert.within_steps": "it looks 20 steps ahead for a level in nats, give alert.below=0.05",
     "probes.gns.lags": "what persists of the gradient is no longer measured, leave it out",
     "probes.simple.draw": "it was not better than the first responses of each prompt, leave it out",
     "probes.simple.prompt_share": "fewer prompts were not better, leave it out",

@@ -36,7 +36,7 @@ CORE = (
     "loss", "reward", "reward_std", "frac_reward_zero_std", "grad_norm", "learning_rate", "completions/mean_length",
     "entropy", "entropy/token", "delta_h/forward", "delta_h/forward_se", "delta_h/cumulative_predicted",
     "delta_h/cumulative_measured", "gns/batch_ratio", "ess/advantage_fraction", "probe_cost/fraction_of_step",
-    "eval_reward",
+    "forecast/chance_below", "eval_reward",
 )  # fmt: skip
 
 

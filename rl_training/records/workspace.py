@@ -42,6 +42,8 @@ SECTIONS = {
             bands=True,
         ),
         Panel("Entropy, measured", ("entropy/token",), unit=NATS, bands=True),
+        Panel("Entropy in 20 steps, with an alert", ("forecast/median", "forecast/low", "forecast/high"), unit=NATS),
+        Panel("Chance that it is below alert.below then", ("forecast/chance_below",)),
         Panel(
             "Change by one step", ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid"), unit=NATS, bands=True
         ),

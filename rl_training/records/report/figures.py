@@ -30,6 +30,7 @@ from rl_training.records.report.drawing import (
     running_window,
     what_is_missing,
 )
+from rl_training.records.report.forecast import draw_forecast
 from rl_training.records.report.predictors import draw_predictors
 from rl_training.records.report.series import NO_LATER_BATCH, Run, curve, held_out_rewards, naive_of, origins
 
@@ -38,8 +39,7 @@ HELD_OUT_STYLES = ((ORANGE, "s-"), (GREEN, "D-"), (BLACK, "^-"))
 
 def draw_figures(run: Run) -> list[Picture]:
     """Returns the pictures of this run. What cannot be drawn leaves an empty frame that says why."""
-    pictures = [_reward(run), _entropy(run), _delta_h(run)]
-    pictures += draw_calibration(run)
+    pictures = [_reward(run), _entropy(run), *draw_forecast(run), _delta_h(run), *draw_calibration(run)]
     if run.measured("delta_h/part/momentum"):
         pictures += [_causes(run), _layers(run)]
     if run.measured("gns/noise_scale_prompts"):

@@ -7,6 +7,7 @@ import statistics
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
+from rl_training.records.report.forecast import in_twenty_steps, token_entropy
 from rl_training.records.report.series import Run
 from rl_training.records.report.summary import MAX_WINDOW, in_words
 
@@ -14,17 +15,12 @@ LAST_STEPS = 10  # over which the present rate is taken
 
 
 def opening(run: Run) -> list[str]:
-    """Returns up to three sentences, in plain words; those that the records say nothing about are left out."""
-    return [sentence for sentence in (_level(run), _rate(run), _trust(run)) if sentence]
-
-
-def _entropy(run: Run) -> dict[int, float]:
-    probed = {step: e.value for step, e in run.measured("entropy/token").items() if math.isfinite(e.value)}
-    return probed or run.logged("entropy")
+    """Returns up to four sentences, in plain words; those that the records say nothing about are left out."""
+    return [sentence for sentence in (_level(run), in_twenty_steps(run), _rate(run), _trust(run)) if sentence]
 
 
 def _level(run: Run) -> str:
-    values = list(_entropy(run).values())
+    values = list(token_entropy(run).values())
     window = min(MAX_WINDOW, len(values) // 2)
     if not window:
         return ""
@@ -34,10 +30,9 @@ def _level(run: Run) -> str:
 
 
 def _rate(run: Run) -> str:
-    """Returns how fast entropy changes now, the mean of the last forward predictions, and when a line halves it."""
+    """Returns how fast entropy changes now: the mean of the last forward predictions."""
     forward = [e for e in run.measured("delta_h/forward").values() if math.isfinite(e.value + e.stderr)][-LAST_STEPS:]
-    entropy = list(_entropy(run).values())[-MAX_WINDOW:]
-    if not forward or not entropy:
+    if not forward:
         return ""
     stderr = math.sqrt(sum(e.stderr**2 for e in forward)) / len(forward)
     rate = Estimate(statistics.fmean(e.value for e in forward), stderr, min(e.num_samples for e in forward))
@@ -47,11 +42,7 @@ def _rate(run: Run) -> str:
         return f"It is not predicted to move by more than noise now ({told})."
     if rate.value > 0:
         return f"It is predicted to rise now: {told}."
-    halved = statistics.fmean(entropy) / 2 / -rate.value
-    return (
-        f"It is falling now: {told}. In a straight line half of what is left would be gone in {halved:.0f} steps; "
-        "entropy mostly flattens, and then it takes longer."
-    )
+    return f"It is falling now: {told}."
 
 
 def _trust(run: Run) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rl_training.mathematics.estimate import Estimate
+from rl_training.records.report.forecast import AHEAD, alerts, token_entropy
 from rl_training.records.report.series import NO_LATER_BATCH, NO_PROBE, Run, held_out_rewards, naive_of, origins
 
 MISSING = "–"
@@ -26,8 +27,7 @@ class Row:
 def summarize(run: Run) -> list[Row]:
     """Returns the lines of the summary: where reward and entropy went, and predicted against measured change."""
     steps = [int(line["step"]) for line in run.metrics]
-    entropy = {step: e.value for step, e in run.measured("entropy/token").items() if math.isfinite(e.value)}
-    unit = "nats per token; " if entropy else "nats per token, as TRL logs it; "
+    unit = "nats per token; " if run.measured("entropy/token") else "nats per token, as TRL logs it; "
     acceptance = run.logged("buffer/acceptance")
     drawn = "of all that was generated, prompts drawn by difficulty; " if acceptance else ""
     kept = "share of the prompts generated; "
@@ -36,7 +36,8 @@ def summarize(run: Run) -> list[Row]:
         _first_to_last("reward", run.logged("reward"), drawn),
         *(_held_out_row(label, rewards) for label, rewards in held_out_rewards(run).items()),
         *([_first_to_last("accepted prompts", acceptance, kept)] if acceptance else []),
-        _first_to_last("token entropy", entropy or run.logged("entropy"), unit),
+        _first_to_last("token entropy", token_entropy(run), unit),
+        *_alert_rows(run),
         *_change_rows(run),
         *_batch_rows(run),
         _cost_row(run),
@@ -64,6 +65,17 @@ def _first_to_last(label: str, values: Mapping[int, float], unit: str = "") -> R
     if window == 1:
         return Row(label, value, f"{unit}steps {first[0]} and {last[0]}")
     return Row(label, value, f"{unit}means over steps {first[0]}–{first[-1]} and {last[0]}–{last[-1]}")
+
+
+def _alert_rows(run: Run) -> list[Row]:
+    """Returns the row of the alerts, where somebody asked for them."""
+    found = alerts(run)
+    if found is None:
+        return []
+    steps, checked, right = found
+    value = f"at step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}" if steps else "none"
+    note = f"entropy foretold below its level within {AHEAD} steps; {right} of {checked} that can be checked were right"
+    return [Row("alerts", value, note if steps else f"entropy was not likely below its level in {AHEAD} steps")]
 
 
 def _change_rows(run: Run) -> list[Row]:

@@ -1,0 +1,162 @@
+"""Where token entropy will be some steps ahead: log H and its rate as one state, which a Kalman filter follows.
+
+    x' = x + v + N(0, Q1)       x = log H, v = its change by one step
+    v' = φ v + N(0, Q2)         a rate is half forgotten after ln 2 / −ln φ steps, 8 at φ = .92
+    log H measured = x ± se/H,  its variance averaged over steps; without an error bar ± one of UNKNOWN_NOISE
+    forward / H    = v ± se/H
+
+    in n steps: x + v (1 − φⁿ)/(1 − φ), its variance carried along; H itself is lognormal and never below 0
+
+Q1 and Q2 were chosen on other runs (105k parameters). So a filter runs for each pair of multiples of them, and a run
+weighs these by how well they have foretold its next values: p(constants | values so far), with a prior around those
+chosen. At the scale that weighs most, one-step misses over their standard deviations have variance 1. A forecast has
+the mean and the variance of that mixture. A miss counts as three standard deviations at most in the filter, and by
+Huber's loss in the weights: one odd batch says little.
+
+Sources: Kalman 1960; the damped rate, Gardner & McKenzie 1985; several models at once, Magill 1965; Huber 1964.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+HORIZONS = (10, 20, 50)  # steps; beyond the last nothing was found that can be foretold
+FEWEST = 20  # misses with which a run begins to know its own constants
+FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
+PRIOR_SPREAD = math.log(4)  # one standard deviation of the logarithm of a factor
+UNKNOWN_NOISE = (0.02, 0.04, 0.08, 0.16)  # of a batch's entropy, relative, where nobody says how large it is
+CUT = 3.0  # standard deviations
+NORMAL_975 = 1.959964
+
+
+@dataclass(frozen=True)
+class Dynamics:
+    """The constants of the model, per optimizer step."""
+
+    level_noise: float = 3e-4  # Q1
+    rate_noise: float = 1e-4  # Q2
+    damping: float = 0.92  # φ
+    first_rate: float = 0.03  # standard deviation of v before anything is seen
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What is said of entropy at one step ahead: log H is normal."""
+
+    mean: float
+    sd: float
+
+    @property
+    def median(self) -> float:
+        return math.exp(self.mean)
+
+    @property
+    def range(self) -> tuple[float, float]:
+        """Returns the ends of the 95 % range, nats."""
+        reach = NORMAL_975 * self.sd
+        return math.exp(self.mean - reach), math.exp(self.mean + reach)
+
+    def chance_below(self, level: float) -> float:
+        """Returns the probability that entropy is below a level, nats, at that step."""
+        return 0.5 * math.erfc((self.mean - math.log(level)) / self.sd / math.sqrt(2))
+
+
+class EntropyForecast:
+    """Follows the entropy of a run: `see` each measured step, in their order, then ask `ahead`.
+
+    factors  multiples of both noise constants that are weighed; (1.0,) leaves them as they are
+    """
+
+    def __init__(self, dynamics: Dynamics | None = None, factors: tuple[float, ...] = FACTORS) -> None:
+        self._dynamics = dynamics or Dynamics()
+        logs = torch.tensor(factors, dtype=torch.float64).log()
+        noises = torch.tensor(UNKNOWN_NOISE, dtype=torch.float64).square()
+        level, rate, self._unknown = (axis.flatten() for axis in torch.meshgrid(logs, logs, noises, indexing="ij"))
+        self._noise = self._dynamics.level_noise * level.exp(), self._dynamics.rate_noise * rate.exp()
+        self._log_weight = -0.5 * (level.square() + rate.square()) / PRIOR_SPREAD**2
+        self._state: tuple[Tensor, ...] = ()  # by constants: x, v, their variances and, between, their covariance
+        self._seen_variance = [0.0, 0.0]  # relative, summed with weights; the sum of the weights
+        self._step = 0
+        self.misses = 0  # so many one-step forecasts of log H have been held against what came
+
+    @property
+    def step(self) -> int:
+        """The step seen last; 0 before the first."""
+        return self._step
+
+    def see(
+        self, step: int, entropy: float, stderr: float = math.nan, change: float = math.nan, change_se: float = math.nan
+    ) -> None:
+        """Takes the entropy measured at a step, nats, and its predicted change by that step; nan: not known.
+
+        What is no positive number has no logarithm and is passed over.
+        """
+        if not (math.isfinite(entropy) and entropy > 0):
+            return
+        log_entropy = torch.tensor(math.log(entropy), dtype=torch.float64)
+        noise = self._relative_variance(stderr / entropy)
+        if self._state:
+            for _ in range(step - self._step):
+                self._state = self._stepped(self._state)
+            self._observe(0, log_entropy, noise)
+            self.misses += 1
+        else:
+            zero = torch.zeros_like(self._log_weight)
+            self._state = zero + log_entropy, zero, zero + noise, zero, zero + self._dynamics.first_rate**2
+        self._step = step
+        if math.isfinite(change) and math.isfinite(change_se):
+            level = self._state[0].exp()
+            self._observe(1, change / level, (change_se / level).square())
+
+    def _relative_variance(self, relative_stderr: float) -> Tensor:
+        """Returns the variance of log H measured: averaged, for the error of one step's error bar is large."""
+        if math.isfinite(relative_stderr):
+            total, weight = self._seen_variance
+            self._seen_variance = [0.8 * total + relative_stderr**2, 0.8 * weight + 1]
+        total, weight = self._seen_variance
+        return torch.full_like(self._unknown, total / weight) if weight else self._unknown
+
+    def _stepped(self, state: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        x, v, xx, xv, vv = state
+        level_noise, rate_noise = self._noise
+        p = self._dynamics.damping
+        return x + v, p * v, xx + 2 * xv + vv + level_noise, p * (xv + vv), p * p * vv + rate_noise
+
+    def _observe(self, which: int, value: Tensor, noise: Tensor) -> None:
+        """Takes a measured x (0) or v (1) with the variance of its noise."""
+        x, v, xx, xv, vv = self._state
+        mine, with_x, with_v = (x, xx, xv) if which == 0 else (v, xv, vv)
+        variance = noise + (xx if which == 0 else vv)
+        miss = (value - mine) / variance.sqrt()
+        loss = torch.where(miss.abs() <= CUT, miss.square(), 2 * CUT * miss.abs() - CUT**2)
+        self._log_weight = self._log_weight - 0.5 * (variance.log() + loss)
+        gain = miss.clamp(-CUT, CUT) / variance.sqrt()
+        self._state = (
+            x + with_x * gain,
+            v + with_v * gain,
+            xx - with_x.square() / variance,
+            xv - with_x * with_v / variance,
+            vv - with_v.square() / variance,
+        )
+
+    def ahead(self, steps: int) -> Ahead:
+        """Returns what is to be expected so many steps after the one seen last. ValueError before the first."""
+        if not self._state:
+            raise ValueError("no entropy has been seen: there is nothing to go on from")
+        state = self._state
+        for _ in range(steps):
+            state = self._stepped(state)
+        weight = self._log_weight.softmax(0)
+        mean = weight @ state[0]
+        variance = weight @ (state[2] + (state[0] - mean).square())
+        return Ahead(float(mean), math.sqrt(float(variance)))
+
+    def constants(self) -> tuple[float, float]:
+        """Returns Q1 and Q2 as this run knows them so far: the means of their logarithms, back from those."""
+        weight = self._log_weight.softmax(0)
+        level, rate = (math.exp(float(weight @ noise.log())) for noise in self._noise)
+        return level, rate
