@@ -134,7 +134,7 @@ def test_two_processes_predict_of_interventions_what_one_does(runs: Path) -> Non
             continue
         for field in ("value", "stderr"):
             scale = max(abs(row["value"]), row["stderr"])
-            assert two[key][field] == pytest.approx(row[field], rel=1e-4, abs=1e-4 * scale, nan_ok=True), (key, field)
+            assert two[key][field] == pytest.approx(row[field], rel=1e-5, abs=1e-5 * scale, nan_ok=True), (key, field)
             compared += not math.isnan(row[field])
     assert compared > 60
 

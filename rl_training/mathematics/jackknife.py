@@ -67,8 +67,8 @@ def jackknife_covariance(
     >>> rows = torch.tensor([[1.0, -2.0], [2.0, -4.0], [6.0, -12.0]], dtype=torch.float64)
     >>> sums = rows.sum(dim=0)
     >>> jackknife_covariance(lambda s: s, sums, sums - rows, reduce=lambda y: y)
-    tensor([[ 9.3333, -18.6667],
-            [-18.6667, 37.3333]], dtype=torch.float64)
+    tensor([[  9.3333, -18.6667],
+            [-18.6667,  37.3333]], dtype=torch.float64)
     """
     deviations = statistic(sums_without) - statistic(sums)
     count = reduce(sums.new_tensor(float(len(sums_without))))
