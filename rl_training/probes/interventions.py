@@ -161,8 +161,7 @@ class _Measured:
         self._steps = self._plain_steps()
         self._directions = [self._entropy_gradient(), *([self._reward_gradient()] if self.has_reward else [])]
         self._number_and_length = step.ranks.reduce(torch.stack([self._sizes.sum(), self._lengths.sum()]))
-        plain = ChangedSteps(self._steps)
-        self.plain = self._pair(*plain.products(None, self._directions))
+        self.plain = self._pair(*ChangedSteps(self._steps).products([None], self._directions)[0])
         self.pairs: dict[str, Pair] = {}
         self.halves: dict[str, Estimate] = {}
         self._remedied = {of.name: [of(part) for part in loss] for of in which}
@@ -240,8 +239,9 @@ class _Measured:
         return Pair(values.cpu(), covariance.cpu(), self._step.capabilities.num_folds - 1)
 
     def _measure(self, steps: ChangedSteps, changes: Mapping[str, Change]) -> None:
-        for name, change in changes.items():
-            pair = self._pair(*steps.products(change, self._directions))
+        products = steps.products(list(changes.values()), self._directions)
+        for (name, change), of_change in zip(changes.items(), products, strict=True):
+            pair = self._pair(*of_change)
             self.pairs[name] = pair
             self.halves[name] = self._halving(self._which[name], steps, change, float(pair.values[0]))
 
