@@ -21,6 +21,8 @@ from rl_training.engine.policy import Policy
 from rl_training.engine.updates import Piece, StepsWithoutFolds, clipping
 from rl_training.mathematics.vectors import Layout, Vector, add, dot, pairs_dot, rows_dot
 
+AT_ONCE = 2**28  # bytes of bases' rows that are held together
+
 
 @dataclass(frozen=True)
 class Change:
@@ -54,33 +56,59 @@ class Direction:
     factor: float = 1.0
 
 
-def basis_of(
+def bases_of(
     batch: Batch,
     policy: Policy,
     parameters: Sequence[Tensor],
     layout: Layout,
-    weights: LossWeights,
+    weights: Sequence[LossWeights],
     reduce: Callable[[Tensor], Tensor],
-) -> Basis:
-    """Returns the gradient of these weights by fold: a forward pass and a backward over the sequences that have any.
+) -> Iterator[tuple[int, Basis]]:
+    """Yields the number and the gradient by fold of each of these weights, in an order that is the same on all ranks.
 
-    A collective: the mean over ranks is of parameter size, as training's own.
+    A forward pass over the sequences that have any, and a backward: weights on at least half of the sequences share
+    their forward passes, as many of them as fit AT_ONCE. A collective: means over ranks are of parameter size, as
+    training's own.
     """
-    weighed = (weights.logps != 0).any(dim=1)
-    if weights.entropies is not None:
-        weighed |= (weights.entropies != 0).any(dim=1)
+    if not weights:
+        return
+    counts = [float(_weighed([of]).sum()) for of in weights]
+    shares = reduce(torch.tensor([*counts, float(len(batch.fold))], dtype=torch.float64, device=batch.fold.device))
+    dense = [number for number in range(len(weights)) if 2.0 * shares[number] >= shares[-1]]
+    at_once = max(1, AT_ONCE // (layout.dtype.itemsize * batch.num_folds * layout.num_entries))
+    together = [dense[first : first + at_once] for first in range(0, len(dense), at_once)]
+    alone = [[number] for number in range(len(weights)) if number not in dense]
     sizes = torch.bincount(batch.fold).double()
-    rows, mean = layout.zeros(batch.num_folds), layout.zeros()
+    total = float(reduce(sizes.sum()))
+    for numbers in together + alone:
+        found = _rows_of(batch, policy, parameters, layout, [weights[number] for number in numbers])
+        for number, rows in zip(numbers, found, strict=True):
+            yield number, Basis([reduce(sizes.to(part) @ part) / total for part in rows], rows)
+
+
+def _rows_of(
+    batch: Batch, policy: Policy, parameters: Sequence[Tensor], layout: Layout, weights: Sequence[LossWeights]
+) -> list[Vector]:
+    """Returns the mean gradient of each fold, (K, n) of each bucket, for each of these weights."""
+    weighed, last = _weighed(weights), len(weights) - 1
+    found = [layout.zeros(batch.num_folds) for _ in weights]
     at_once = max(len(part) for part in batch.microbatch_rows)
     for k in range(batch.num_folds):
-        row = [part[k] for part in rows]
+        share = 1.0 / float((batch.fold == k).sum())
         for some in (weighed & (batch.fold == k)).nonzero().squeeze(1).split(at_once):
-            if len(some):
-                gradient = layout.vector(weights.gradient(policy.score(batch.rollout, some), some, parameters))
-                add(row, gradient, 1.0 / float(sizes[k]))
-        add(mean, row, float(sizes[k]))
-    number = float(reduce(sizes.sum()))
-    return Basis([reduce(part) / number for part in mean], rows)
+            if not len(some):
+                continue
+            fresh = policy.score(batch.rollout, some)
+            for number, (of, rows) in enumerate(zip(weights, found, strict=True)):
+                gradient = layout.vector(of.gradient(fresh, some, parameters, share, keep_graph=number < last))
+                add([part[k] for part in rows], gradient)
+    return found
+
+
+def _weighed(weights: Sequence[LossWeights]) -> Tensor:
+    """Returns the sequences that have any of these weights, (B,)."""
+    parts = [part for of in weights for part in (of.logps, of.entropies) if part is not None]
+    return torch.stack([(part != 0).any(dim=1) for part in parts]).any(dim=0)
 
 
 class ChangedSteps:
