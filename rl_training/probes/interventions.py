@@ -8,8 +8,7 @@
 leave-fold-out over whole-prompt folds, as `simple` has it, with AdamW and clipping calculated anew for the weights w.
 The error is the jackknife's of the DIFFERENCE to the plain step, in which the noise of X is shared. What it costs is a
 forward pass and a backward over the sequences whose weights change, once for all interventions that are multiples of
-one another: the plain step needs none. K rows of X are held, and K rows of as many of these as fit 256 MiB, of one at
-least.
+one another. K rows of X are held, and K rows of as many of these gradients as fit 256 MiB, of one at least.
 
 One step is not many. `…/delta_h` is this step; a warm Adam step has 1 − β1 of its gradient in it, and `…_kept` is what
 a step does when the intervention has long been there, ×1/(1 − β1). What only scales the gradient Adam takes back within
@@ -52,7 +51,8 @@ FEW_FOLDS = (
 NO_REWARD = "the gradient of the reward is known from Dr-GRPO's loss on all responses, and from no other"
 LOST = "the interval of its ΔH holds 0"
 TOO_SMALL = f"its ΔH is below {1e3 * SMALLEST:g} mnats"
-NOT_LINEAR = "the weights are no straight line in the strength: each strength would take a backward of its own"
+NOT_LINEAR = "the gradient is no straight line in the strength: each strength would take a backward of its own"
+NO_STRENGTH = "it has no strength"
 NO_FALL = "entropy does not surely fall at this step"
 NO_BAR = "no error bar"
 NEVER_HALF = "no strength halves the fall: the rest of it is momentum"
@@ -144,7 +144,7 @@ def _reference(which: Sequence[Intervention], step: Step) -> Tensor | None:
 
 
 def _means(mean: Pair, has_reward: bool, steps: int) -> dict[str, Estimate]:
-    remark = f"of {steps} measured steps"
+    remark = f"measured steps: {steps}"
     reward = mean.estimate(1, remark) if has_reward else Estimate.missing(NO_REWARD)
     price = mean.minus_ratio(LOST) if has_reward else Estimate.missing(NO_REWARD)
     return dict(zip(MEANS, (mean.estimate(0, remark), reward, price), strict=True))
@@ -253,7 +253,7 @@ class _Measured:
         """Returns the strength that halves the plain step's fall. On all ranks alike: a collective at each trial."""
         remedy, fall = of.remedy, float(self.plain.values[0])
         if not remedy.is_linear or remedy.nothing is None:
-            return Estimate.missing(NOT_LINEAR)
+            return Estimate.missing(NO_STRENGTH if math.isnan(of.strength) else NOT_LINEAR)
         if not self.plain.estimate(0).ends()[1] < 0.0:
             return Estimate.missing(NO_FALL)
         length = float(self._number_and_length[1])
