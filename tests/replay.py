@@ -2,9 +2,9 @@
 
 A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2, fsdp2_2; behind it `_gpu` or `_bf16`. With
 `_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_truth` the true change is measured; with
-`_resumed` it goes on from the second of the three steps. Every run gets the same prompts, completions and advantages,
-each process its contiguous share. Rank r writes FOLDER/RUN/r.pt; ZeRO and FSDP2 with probes leave a checkpoint of their
-second step.
+`_resumed` it goes on from the second of the three steps; with `_interventions` these are predicted.
+Every run gets the same prompts, completions and advantages, each process its contiguous share. Rank r writes
+FOLDER/RUN/r.pt; ZeRO and FSDP2 with probes leave a checkpoint of their second step.
 
 Everything is imported once, then the processes of each run are forked: nothing has used autograd or threads before.
 """
@@ -42,6 +42,7 @@ from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
     GroundTruthProbe,
+    InterventionsProbe,
     SimpleEntropyProbe,
 )
 from rl_training.records.jsonl import Records
@@ -159,6 +160,11 @@ def probes_of(run: str) -> list[Probe]:
         return [Recorder()]
     if run.endswith("truth"):
         return [GroundTruthProbe(every=1, sequences=16), Recorder()]
+    if run.endswith("interventions"):
+        return [
+            InterventionsProbe(["bonus:0.5", "nsr", "w_reinforce:0.5", "lr:0.5", "top_entropy"], every=1),
+            Recorder(),
+        ]
     simple = SimpleEntropyProbe(per_sequence=True, own_prompts=True)
     return [simple, GradientNoiseScaleProbe(), EffectiveSampleSizeProbe(), Recorder()]
 

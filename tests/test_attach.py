@@ -24,6 +24,7 @@ from rl_training.probes import (
     ErrorSharesProbe,
     GradientNoiseScaleProbe,
     GroundTruthProbe,
+    InterventionsProbe,
     ResponsesProbe,
     SimpleEntropyProbe,
 )
@@ -121,6 +122,7 @@ def test_training_with_everything_that_probes_can_do_is_bitwise_the_training_wit
         GradientNoiseScaleProbe(split_prompts=1),
         EffectiveSampleSizeProbe(),
         CovariancePredictorProbe(),
+        InterventionsProbe(every=1),
     ]
     assert differing(ending(make_trainer(probes=probes)), bare_ending()) == []
 

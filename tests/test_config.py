@@ -176,7 +176,7 @@ def test_a_mistake_is_named_with_the_way_out(tmp_path: Path, overrides: list[str
     [
         (
             "probe=simpel",
-            "Choose from all, covariance, error_shares, ess, gns, ground_truth, none, responses, simple; did",
+            "Choose from all, covariance, error_shares, ess, gns, ground_truth, interventions, none, responses, simple",
         ),
         ("model=tyni", "Choose from hub, qwen2_5_1_5b, tiny; did you mean tiny?"),
         ("bathc.microbatch_size=3", "there is no such setting, see python train.py --help; did you mean batch?"),

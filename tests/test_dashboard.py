@@ -38,8 +38,9 @@ def test_a_dry_run_prints_the_sections_of_the_readme_with_what_to_look_at_over_t
         drawn = [metric for config in panels for metric in config.get("metrics", [])]
         patterns = [config["metricRegex"] for config in panels if config.get("useMetricRegex")]
         for name in table[section["name"]]:
-            if name.startswith("delta_h/layer/"):
-                assert any(re.search(pattern, "delta_h/layer/0") for pattern in patterns)
+            if name.startswith(("delta_h/layer/", "intervention/")):
+                one = name.replace("…", "0").replace("NAME", "bonus:0.02")
+                assert any(re.search(pattern, one) for pattern in patterns), name
             elif "…" in name:  # the end, or the beginning, of several names
                 assert any(metric.startswith(name[:-1]) or metric.endswith(name[1:]) for metric in drawn), name
             elif "=" not in name:

@@ -21,18 +21,30 @@ BELOW = {
     "mathematics": set(),
     "tasks": set(),
     "engine": {"mathematics"},
-    "probes": {"mathematics", "engine"},
+    "interventions": {"mathematics", "engine"},
+    "probes": {"mathematics", "engine", "interventions"},
     "records": {"mathematics"},
     "evaluation": {"mathematics", "records", "tasks"},
-    "hosts": {"mathematics", "engine", "probes", "records"},
-    "offline": {"mathematics", "engine", "probes", "records", "hosts"},
-    "job": {"mathematics", "engine", "probes", "records", "hosts", "offline", "tasks", "evaluation"},
+    "hosts": {"mathematics", "engine", "interventions", "probes", "records"},
+    "offline": {"mathematics", "engine", "interventions", "probes", "records", "hosts"},
+    "job": {
+        "mathematics",
+        "engine",
+        "interventions",
+        "probes",
+        "records",
+        "hosts",
+        "offline",
+        "tasks",
+        "evaluation",
+    },
 }
 # A loop's own libraries: what stands in hosts itself serves any loop.
 LOOPS = {"trl", "accelerate", "deepspeed"}
 LIBRARIES = {
     "mathematics": {"torch", "scipy"},
     "engine": {"torch"},
+    "interventions": {"torch"},
     "probes": {"torch"},
     "records": {
         "torch", "transformers", "safetensors", "tqdm", "rich", "matplotlib", "numpy", "jinja2", "wandb", "trackio",
@@ -109,7 +121,7 @@ def test_the_rooms_have_an_order() -> None:
 def test_probes_do_not_import_one_another() -> None:
     files = {path.stem: path for path in (PACKAGE / "probes").glob("*.py") if path.stem != "__init__"}
     probes = {stem for stem, path in files.items() if "(Probe):" in path.read_text(encoding="utf-8")}
-    assert len(probes) == 7
+    assert len(probes) == 8
     for path in files.values():
         assert not {name for name in imports_of(path) if name.rsplit(".", 1)[-1] in probes}
 

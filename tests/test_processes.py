@@ -58,6 +58,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         *(f"{run}_resumed" for run in SHARDED[2:]),
         "zero1_2_lora",
         *(f"{run}_truth" for run in ("plain_2", "zero3_2", "fsdp2_2")),
+        *(f"{run}_interventions" for run in ("plain_1", "plain_2")),
         "fsdp2_2_bf16",
         "fsdp2_2_bf16_bare",
     ]
@@ -121,6 +122,21 @@ def of_kind(step: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]
 def test_two_processes_estimate_what_one_does_from_the_same_rollouts(runs: Path) -> None:
     """All values: δH, noise scale, sample sizes. The error bar of δH may differ: see the limits in README."""
     assert_same_estimates(estimates(runs, "plain_1"), estimates(runs, "plain_2"), with_stderr=False)
+
+
+def test_two_processes_predict_of_interventions_what_one_does(runs: Path) -> None:
+    """Values and error bars: a fold that is left out is missed in the steps of the other process's folds too."""
+    one, two = (estimates(runs, f"plain_{processes}_interventions") for processes in (1, 2))
+    assert one.keys() == two.keys()
+    compared = 0
+    for key, row in one.items():
+        if "halves_at" in row["name"] or not row["name"].startswith("intervention/"):
+            continue
+        for field in ("value", "stderr"):
+            scale = max(abs(row["value"]), row["stderr"])
+            assert two[key][field] == pytest.approx(row[field], rel=1e-5, abs=1e-5 * scale, nan_ok=True), (key, field)
+            compared += not math.isnan(row[field])
+    assert compared > 60
 
 
 def test_two_processes_train_as_one_does(runs: Path) -> None:

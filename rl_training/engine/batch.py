@@ -38,6 +38,7 @@ class Rollout:
     on_policy: bool = True  # sampled at the very parameters that this optimizer step starts from
     environment_mask: Tensor | None = None  # (B, T), 1 on tokens between these that an environment wrote; None: nowhere
     images: Mapping[str, Any] | None = None  # what the model takes beside tokens: by name, B rows of a tensor or a list
+    truncated: Tensor | None = None  # (B,), bool: cut off at the maximum length; None where that is not known
 
     @property
     def token_mask(self) -> Tensor:
@@ -56,6 +57,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     if any(part.environment_mask is not None for part in parts):
         written = in_one_width([part.token_mask - part.completion_mask for part in parts])
     sampled = [part.sampling_logps for part in parts if part.sampling_logps is not None]
+    truncated = [part.truncated for part in parts if part.truncated is not None]
     return Rollout(
         prompt_ids=in_one_width([part.prompt_ids for part in parts], on_the_left=True),
         prompt_mask=in_one_width([part.prompt_mask for part in parts], on_the_left=True),
@@ -68,6 +70,7 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
         on_policy=all(part.on_policy for part in parts),
         environment_mask=written,
         images=_join_images(parts),
+        truncated=torch.cat(truncated) if len(truncated) == len(parts) else None,
     )
 
 
@@ -97,6 +100,7 @@ def take_rows(rollout: Rollout, rows: Tensor) -> Rollout:
         sampling_logps=take(rollout.sampling_logps),
         environment_mask=take(rollout.environment_mask),
         images=images_of(rollout, rows),
+        truncated=take(rollout.truncated),
     )
 
 
@@ -139,6 +143,16 @@ def _join_images(parts: Sequence[Rollout]) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
+class LossSettings:
+    """What a Dr-GRPO loss is set to: −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A), summed over tokens, over b · L."""
+
+    max_length: int  # L
+    epsilon_low: float
+    epsilon_high: float
+    hides_truncated: bool  # it leaves truncated responses out
+
+
+@dataclass(frozen=True)
 class Batch:
     """All that one optimizer step learns from on this rank."""
 
@@ -149,6 +163,7 @@ class Batch:
     fold: Tensor  # (B,), the fold that each sequence is in, 0 .. num_folds - 1: folds hold whole prompts
     responses_per_prompt: int  # G
     rollout_number: int  # of this training's rollouts, the one that the step learns from
+    loss_settings: LossSettings | None = None  # None where the loss is not Dr-GRPO's
 
     @property
     def num_folds(self) -> int:

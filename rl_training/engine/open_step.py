@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Batch, Rollout, in_one_width, join_rollouts
+from rl_training.engine.batch import Batch, LossSettings, Rollout, in_one_width, join_rollouts
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
@@ -40,6 +40,7 @@ class Loop:
     multi_epoch: bool = False  # several optimizer steps learn from each sequence
     autocast: bool = False  # training's gradients are computed in bf16
     dr_grpo: bool = True  # the loss is Dr-GRPO's and nothing else's
+    loss_settings: LossSettings | None = None  # of Dr-GRPO's loss, which may hide truncated responses; None of another
     sampling_mismatch: str = ""  # why responses are not samples of the policy that is scored
     no_fresh_responses: str = ""  # why `policy.sample` may not be asked
 
@@ -98,6 +99,7 @@ class OpenStep:
             fold=fold,
             responses_per_prompt=loop.shape.responses_per_prompt,
             rollout_number=rollout_number,
+            loss_settings=loop.loss_settings,
         )
 
     def prompts(self, loop: Loop) -> tuple[bool, bool]:

@@ -54,6 +54,29 @@ def jackknife_stderr(
     return variance.clamp(min=0).sqrt()  # exact zero may come out as −1e-30: rounding, not an estimate
 
 
+def jackknife_covariance(
+    statistic: Callable[[Tensor], Tensor],
+    sums: Tensor,
+    sums_without: Tensor,
+    reduce: Callable[[Tensor], Tensor],
+) -> Tensor:
+    """Returns the jackknife covariances of the numbers in the last dimension of statistic(sums), (..., p, p).
+
+    Arguments as of `jackknife_stderr`, whose square is the diagonal. Of x and y = −2x, from three pairs:
+
+    >>> rows = torch.tensor([[1.0, -2.0], [2.0, -4.0], [6.0, -12.0]], dtype=torch.float64)
+    >>> sums = rows.sum(dim=0)
+    >>> jackknife_covariance(lambda s: s, sums, sums - rows, reduce=lambda y: y)
+    tensor([[  9.3333, -18.6667],
+            [-18.6667,  37.3333]], dtype=torch.float64)
+    """
+    deviations = statistic(sums_without) - statistic(sums)
+    count = reduce(sums.new_tensor(float(len(sums_without))))
+    means = reduce(deviations.sum(dim=0)) / count
+    products = reduce((deviations.unsqueeze(-1) * deviations.unsqueeze(-2)).sum(dim=0)) / count
+    return (count - 1) * (products - means.unsqueeze(-1) * means.unsqueeze(-2))
+
+
 @dataclass(frozen=True)
 class Replicates:
     """Numbers from N independent units, and what they would have been without each of these units.

@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from scipy.special import stdtrit
 from torch import Tensor
 
 from rl_training.mathematics.adamw import WARM_STEPS
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
+from rl_training.mathematics.fieller import fieller_interval
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.mathematics.kish import kish_size
 
@@ -116,25 +116,10 @@ def average(history: Tensor, decay: float) -> Averages:
 def signal_to_noise_interval(averages: Averages, coverage: float = 0.95) -> tuple[float, float]:
     """Returns Fieller's interval of |G|² / tr Σ; its ends may be negative, as the estimate may.
 
-    It holds the ρ that the data do not speak against: with T, S the averages of tr Σ and |G|² and q Student's quantile,
-
-        (S − ρT)² ≤ q² (V_SS − 2ρ V_TS + ρ² V_TT).
-
-    Unlike value ± q·stderr of the ratio, this asks only S and T to be normal. An interval of the noise scale 1/ρ is the
-    same set upside down, and has no upper end where ρ = 0 is in it. (−∞, ∞) where tr Σ itself is lost in its error.
-
-    Example, T = 1 without error, S = 3 ± 1 and infinitely many degrees: 3 ± 1.96.
-
-    Source: Fieller 1954, "Some problems in interval estimation".
+    An interval of the noise scale, the inverse, is the same set upside down, and has no upper end where 0 is in it.
+    (−∞, ∞) where tr Σ itself is lost in its error.
     """
-    quantile = float(stdtrit(averages.degrees, 0.5 + 0.5 * coverage))
-    trace, grad_sq_norm = averages.means.tolist()
-    (of_trace, mixed), (_, of_grad) = (quantile**2 * averages.covariance).tolist()
-    square, linear, constant = trace**2 - of_trace, trace * grad_sq_norm - mixed, grad_sq_norm**2 - of_grad
-    if not square > 0:
-        return -math.inf, math.inf
-    half = math.sqrt(max(linear**2 - square * constant, 0.0))  # below 0 by rounding only: S/T is always inside
-    return (linear - half) / square, (linear + half) / square
+    return fieller_interval(averages.means, averages.covariance, averages.degrees, coverage)
 
 
 def noise_scale_interval(signal_to_noise: tuple[float, float]) -> tuple[float, float]:

@@ -139,6 +139,12 @@ def rows_dot(rows: Tensor, vector: Tensor) -> Tensor:
     return torch.stack([(part @ of).double() for part, of in pairs]).sum(dim=0)
 
 
+def pairs_dot(rows: Tensor, others: Tensor) -> Tensor:
+    """Returns the inner product of each row with its own partner, (rows,) fp64; within CHUNK columns in theirs."""
+    pairs = zip(rows.split(CHUNK, dim=-1), others.split(CHUNK, dim=-1), strict=True)
+    return torch.stack([(one * other).sum(dim=-1).double() for one, other in pairs]).sum(dim=0)
+
+
 def join(vectors: Sequence[Tensor]) -> Tensor:
     """Returns the vectors as one, (n,); a single one is not copied."""
     return vectors[0] if len(vectors) == 1 else torch.cat(list(vectors))

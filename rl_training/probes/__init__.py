@@ -5,6 +5,7 @@ from rl_training.probes.error_shares import ErrorSharesProbe
 from rl_training.probes.ess import EffectiveSampleSizeProbe
 from rl_training.probes.gns import GradientNoiseScaleProbe
 from rl_training.probes.ground_truth import GroundTruthProbe
+from rl_training.probes.interventions import InterventionsProbe
 from rl_training.probes.responses import ResponsesProbe
 from rl_training.probes.simple import SimpleEntropyProbe
 
@@ -14,6 +15,7 @@ __all__ = [
     "ErrorSharesProbe",
     "GradientNoiseScaleProbe",
     "GroundTruthProbe",
+    "InterventionsProbe",
     "ResponsesProbe",
     "SimpleEntropyProbe",
 ]

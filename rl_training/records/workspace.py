@@ -71,6 +71,15 @@ SECTIONS = {
             ("delta_h/error_share/entropy_gradient", "delta_h/error_share/update", "delta_h/error_share/covariance"),
         ),
     ],
+    "interventions": [
+        Panel(
+            "Change of entropy by a step with it, less a plain one's",
+            pattern=r"^intervention/.*/mean_delta_h$",
+            unit=NATS,
+        ),
+        Panel("The same of the reward", pattern=r"^intervention/.*/mean_delta_reward$"),
+        Panel("Reward given up per nat kept", pattern=r"^intervention/.*/mean_price$"),
+    ],
     "noise scale": [
         Panel(
             "Noise scale",

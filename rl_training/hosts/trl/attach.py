@@ -217,6 +217,7 @@ class Attachment(TrainerCallback):
                 multi_epoch=trainer.num_iterations > 1,
                 autocast=trainer.args.bf16,
                 dr_grpo=batches.is_dr_grpo(trainer),
+                loss_settings=batches.loss_settings(trainer),
                 sampling_mismatch=why_sampling_mismatch(trainer),
                 no_fresh_responses=why_no_fresh_responses(trainer),
             )

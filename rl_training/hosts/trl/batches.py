@@ -11,7 +11,7 @@ from torch import Tensor
 from trl import GRPOTrainer
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from rl_training.engine.batch import Rollout
+from rl_training.engine.batch import LossSettings, Rollout
 
 # Keys that ride along in TRL's batch dictionaries.
 ROLLOUT_ROW = "rollout_row"  # the row before TRL's shuffle
@@ -43,8 +43,20 @@ DR_GRPO: dict[str, Any] = {
 
 def is_dr_grpo(trainer: GRPOTrainer) -> bool:
     """Returns whether the loss is Dr-GRPO's and nothing else's."""
-    is_loss = all(getattr(trainer.args, name) == value for name, value in DR_GRPO.items())
-    return is_loss and not trainer.mask_truncated_completions
+    settings = loss_settings(trainer)
+    return settings is not None and not settings.hides_truncated
+
+
+def loss_settings(trainer: GRPOTrainer) -> LossSettings | None:
+    """Returns what Dr-GRPO's loss is set to, which may hide truncated responses; None where the loss is another."""
+    if any(getattr(trainer.args, name) != value for name, value in DR_GRPO.items()):
+        return None
+    return LossSettings(
+        max_length=trainer.max_completion_length,
+        epsilon_low=trainer.epsilon_low,
+        epsilon_high=trainer.epsilon_high,
+        hides_truncated=trainer.mask_truncated_completions,
+    )
 
 
 def steps_per_rollout(trainer: GRPOTrainer) -> int:
@@ -102,11 +114,13 @@ def read_rollout(
     on_policy: bool,
     begun: int = 0,
     pad_token_id: int | None = None,
+    ends: Sequence[int] = (),
 ) -> Rollout:
     """Returns the sequences of one of TRL's batch dictionaries. Its prompts are numbered from `first_prompt`.
 
     begun         so many responses of the first prompt lie on the process before
     pad_token_id  where truncated responses may be hidden from the loss (mask_truncated_completions): they are read too
+    ends          tokens that end a response, and the padding token: one that ends by none of them is truncated
     """
     tokens, advantages, sampling_logps = inputs["completion_mask"], inputs["advantages"], inputs.get(SAMPLING_LOGPS)
     written_by_policy = inputs.get(POLICY_MASK, inputs.get("tool_mask"))
@@ -128,12 +142,19 @@ def read_rollout(
         on_policy=on_policy,
         environment_mask=None if written_by_policy is None else tokens - policy,
         images=image_inputs(inputs),
+        truncated=_are_truncated(inputs["completion_ids"], tokens, ends) if ends else None,
     )
 
 
 def are_hidden(inputs: Mapping[str, Any]) -> Tensor:
     """Returns which responses the loss does not see, (B,): TRL takes a truncated one's whole mask away."""
     return inputs["completion_mask"].sum(dim=1) == 0
+
+
+def _are_truncated(ids: Tensor, tokens: Tensor, ends: Sequence[int]) -> Tensor:
+    """Returns which responses end by none of these tokens, (B,): what TRL calls truncated."""
+    last = (tokens * torch.arange(1, ids.shape[1] + 1, device=ids.device)).argmax(dim=1, keepdim=True)
+    return ~torch.isin(ids.gather(1, last).squeeze(1), ids.new_tensor(ends))
 
 
 def _up_to_last_token(ids: Tensor, pad_token_id: int) -> Tensor:

@@ -87,4 +87,5 @@ class Rollouts:
             on_policy=self.generation.sampled_at == trainer.state.global_step,
             begun=trainer.accelerator.process_index * size % trainer.num_generations,
             pad_token_id=trainer._tokenizer.pad_token_id if trainer.mask_truncated_completions else None,
+            ends=[*trainer.eos_token_ids, trainer._tokenizer.pad_token_id],
         )

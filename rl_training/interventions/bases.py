@@ -1,0 +1,87 @@
+"""Which interventions share a basis: further weights on the same scores, of which each of them is a multiple.
+
+    w = (1 + a) plain + b basis
+
+PSR, NSR and W-REINFORCE with any λ are one basis, a bonus with any β another; the loss scaled as a whole needs none.
+That is found out from the weights, so that no intervention has to say it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from rl_training.engine.changed_steps import Change
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.interventions.loss import Remedied
+
+ROUNDING = 1e-11  # of a sum of squares of weights in fp32: what they may be off a multiple
+
+
+@dataclass(frozen=True)
+class Group:
+    """Interventions with one basis."""
+
+    basis: LossWeights | None  # (B, T); None where no further weights are needed
+    changes: dict[str, Change] = field(default_factory=dict)  # by name of the intervention
+
+
+def groups_of(
+    remedied: Mapping[str, Sequence[Remedied]],
+    plain: LossWeights,
+    microbatch_rows: Sequence[range],
+    reduce: Callable[[Tensor], Tensor],
+) -> list[Group]:
+    """Returns the interventions in groups, the one without a basis first. A collective: the same groups on all ranks.
+
+    remedied  of each intervention, what it returned for each microbatch        plain  of all of them, (B, T)
+    """
+    groups = [Group(None)]
+    of_plain = _stacked(plain)
+    for name, parts in remedied.items():
+        further = _difference(parts, microbatch_rows, of_plain)
+        settings = parts[0].lr_factor, parts[0].max_grad_norm
+        for group in groups:
+            basis = [] if group.basis is None else [_stacked(group.basis)]
+            shares = multiples(further, [of_plain, *basis], reduce)
+            if shares is not None:
+                group.changes[name] = Change(shares[0], shares[1] if basis else 0.0, *settings)
+                break
+        else:
+            logps, entropies = further
+            groups.append(Group(LossWeights(logps, entropies), {name: Change(0.0, 1.0, *settings)}))
+    return [group for group in groups if group.changes]
+
+
+def multiples(weights: Tensor, of: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]) -> list[float] | None:
+    """Returns the factors with which weights are a sum of multiples of others; None if they are not. A collective.
+
+    >>> one, two = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([0.0, 1.0, 0.0])
+    >>> [round(factor, 9) for factor in multiples(3 * one - two, [one, two], lambda x: x)]
+    [3.0, -1.0]
+    """
+    vectors = torch.stack([vector.double().flatten() for vector in (*of, weights)])
+    products = reduce(vectors @ vectors.T)
+    gram, with_weights, square = products[:-1, :-1], products[:-1, -1], products[-1, -1]
+    scale = gram.diagonal().sqrt().where(gram.diagonal() > 0, 1.0)
+    factors = torch.linalg.pinv(gram / scale / scale.unsqueeze(1), hermitian=True) @ (with_weights / scale) / scale
+    rest = square - factors @ with_weights
+    return factors.tolist() if float(rest) <= ROUNDING * float(square) else None
+
+
+def _stacked(weights: LossWeights) -> Tensor:
+    """Returns weights of log-probabilities and of entropies as one, (2, B, T)."""
+    entropies = torch.zeros_like(weights.logps) if weights.entropies is None else weights.entropies
+    return torch.stack([weights.logps, entropies])
+
+
+def _difference(parts: Sequence[Remedied], microbatch_rows: Sequence[range], plain: Tensor) -> Tensor:
+    """Returns the weights of all microbatches less the plain ones, (2, B, T); 0 where they are kept."""
+    further = torch.zeros_like(plain)
+    for part, rows in zip(parts, microbatch_rows, strict=True):
+        if part.weights is not None:
+            further[:, rows.start : rows.stop] = _stacked(part.weights) - plain[:, rows.start : rows.stop]
+    return further

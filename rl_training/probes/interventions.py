@@ -1,0 +1,295 @@
+"""The interventions probe: what other losses or optimizer settings would do to entropy and to reward at this step.
+
+    ΔH        Σ_k n_k X_k · [δθ_(−k)(w) − δθ_(−k)] / Σ T    nats per token, beside what the step itself does
+    Δreward   Σ_k n_k J_k · [δθ_(−k)(w) − δθ_(−k)] / N      J_k = −g_k L G/(G−1), the gradient of the reward
+    price     −Δreward / ΔH                                 reward given up per nat kept
+    halves    the strength at which the step's own ΔH is half of what it is
+
+leave-fold-out over whole-prompt folds, as `simple` has it, with AdamW and clipping calculated anew for the weights w.
+The error is the jackknife's of the DIFFERENCE to the plain step, in which the noise of X is shared. What it costs is a
+forward pass and a backward over the sequences whose weights change, once for all interventions that are multiples of
+one another: the plain step needs none. K rows of them are held at a time, and K of X.
+
+One step is not many. `…/delta_h` is this step; a warm Adam step has 1 − β1 of its gradient in it, and `…_kept` is what
+a step does when the intervention has long been there, ×1/(1 − β1). What only scales the gradient Adam takes back within
+1/(1 − β2) steps. From one batch sizes are known to a factor of two: the means over steps, `…/mean_…`, are to be
+compared. Δreward is on the prompts that training draws.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.engine.capabilities import REUSED
+from rl_training.engine.changed_steps import Change, ChangedSteps, Direction, basis_of
+from rl_training.engine.entropy_gradients import fold_gradients
+from rl_training.engine.probe import Need, Probe
+from rl_training.engine.step import Step
+from rl_training.engine.updates import StepsWithoutFolds
+from rl_training.interventions.bases import groups_of
+from rl_training.interventions.loss import LossInputs, Remedied, loss_inputs
+from rl_training.interventions.named import RATIOS_ARE_ONE, Intervention, intervention
+from rl_training.mathematics.adamw import AdamWState
+from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
+from rl_training.mathematics.false_position import crossing
+from rl_training.mathematics.jackknife import jackknife_covariance
+from rl_training.mathematics.running_pairs import Pair, RunningPair
+
+USUAL = ("bonus", "psr", "nsr", "lr", "clip_cov")
+QUANTITIES = ("delta_h", "delta_h_kept", "delta_reward", "price", "halves_at")
+MEANS = ("mean_delta_h", "mean_delta_reward", "mean_price")
+SMALLEST = 1e-4  # nats: effects below it have not come true
+OFF_POLICY = "off-policy: predictions of what ratios change came out 1.6 times too large; use one step per rollout"
+FEW_FOLDS = (
+    f"it needs {MIN_FOLDS_FOR_STDERR} folds of prompts: set num_folds={MIN_FOLDS_FOR_STDERR}, or more microbatches"
+)
+NO_REWARD = "the gradient of the reward is known from Dr-GRPO's loss on all responses, and from no other"
+LOST = "the interval of its ΔH holds 0"
+TOO_SMALL = f"its ΔH is below {1e3 * SMALLEST:g} mnats"
+NOT_LINEAR = "the weights are no straight line in the strength: each strength would take a backward of its own"
+NO_FALL = "entropy does not surely fall at this step"
+NO_BAR = "no error bar"
+NEVER_HALF = "no strength halves the fall: the rest of it is momentum"
+HALF = 0.02  # as near to a half, relative to it, as is looked for
+FIRST_OF_ADAM = "Adam's first step, whose size is not the gradient's"
+
+
+class InterventionsProbe(Probe):
+    """Predicts what interventions would do at this step. See the module's docstring.
+
+    which      interventions by name, see interventions/named.py: bonus, bonus:0.02, my.py:softer, …
+    every      measure each `every`-th step
+    num_folds  folds of whole prompts on each rank; None for what another probe says
+    decay      weight of a measured step relative to the next in the means: 0.9 is about ten of them
+    """
+
+    name = "interventions"
+    needs = Need.ENTROPY_CHANGE
+
+    def __init__(
+        self, which: Sequence[str] = USUAL, every: int = 10, num_folds: int | None = None, decay: float = 0.9
+    ) -> None:
+        super().__init__(every)
+        if not which:
+            raise ValueError(f"interventions: which=[] names none: give some, as which=[{','.join(USUAL)}]")
+        if not 0.0 < decay <= 1.0:
+            raise ValueError(f"interventions: decay={decay} must lie in (0, 1]; 0.9 averages over ten measured steps")
+        self.which = [intervention(text) for text in which]
+        names = [of.name for of in self.which]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"interventions: which has {', '.join(twice)} twice")
+        self.num_folds = num_folds
+        self._means = {name: RunningPair(decay) for name in names}
+        self._answers: dict[str, Estimate] = {}
+
+    def prepare(self, step: Step) -> None:
+        why = _why_none(step)
+        self._answers = {}
+        if why:
+            for of in self.which:
+                self._answer(of, {name: Estimate.missing(why) for name in (*QUANTITIES, *MEANS)})
+            return
+        loss = loss_inputs(step.batch, step.ranks.reduce, _reference(self.which, step))
+        missing = {of.name: of.why_none(loss[0]) for of in self.which}
+        there = [of for of in self.which if not missing[of.name]]
+        measured = _Measured(step, loss, there)
+        for of in self.which:
+            if missing[of.name]:
+                self._answer(of, {name: Estimate.missing(missing[of.name]) for name in (*QUANTITIES, *MEANS)})
+            else:
+                mean = self._means[of.name]
+                mean.add(measured.pairs[of.name])
+                self._answer(of, measured.estimates(of) | _means(mean.mean(), measured.has_reward, mean.steps))
+
+    def results(self) -> dict[str, Estimate]:
+        return self._answers
+
+    def _answer(self, of: Intervention, estimates: Mapping[str, Estimate]) -> None:
+        self._answers |= {f"intervention/{of.name}/{name}": estimate for name, estimate in estimates.items()}
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {name: mean.state for name, mean in self._means.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        for name, mean in self._means.items():  # those that were not asked for before begin anew
+            mean.state = state.get(name, torch.zeros_like(mean.state))
+
+
+def _why_none(step: Step) -> str:
+    """Returns why nothing can be predicted at this step, "" if it can. A collective."""
+    known = step.capabilities
+    if known.reused:
+        return REUSED
+    if not step.batch.rollout.on_policy:
+        return OFF_POLICY
+    reason = step.entropy_change.why_none or step.entropy_change.why_no_forward
+    return reason or (FEW_FOLDS if known.num_folds < MIN_FOLDS_FOR_STDERR else "")
+
+
+def _reference(which: Sequence[Intervention], step: Step) -> Tensor | None:
+    """Returns the log-probabilities of the model without its adapters, (B, T), where they are needed and there."""
+    without_adapters = getattr(step.policy.model, "disable_adapter", None)
+    if without_adapters is None or not any("reference" in of.remedy.needs for of in which):
+        return None
+    with without_adapters():
+        logps: Tensor = step.policy.score_rollout(step.batch.rollout).logps
+    return logps
+
+
+def _means(mean: Pair, has_reward: bool, steps: int) -> dict[str, Estimate]:
+    remark = f"of {steps} measured steps"
+    reward = mean.estimate(1, remark) if has_reward else Estimate.missing(NO_REWARD)
+    price = mean.minus_ratio(LOST) if has_reward else Estimate.missing(NO_REWARD)
+    return dict(zip(MEANS, (mean.estimate(0, remark), reward, price), strict=True))
+
+
+class _Measured:
+    """What is measured of one step: a pair (ΔH, Δreward) for each intervention, and what halves the step's ΔH."""
+
+    def __init__(self, step: Step, loss: Sequence[LossInputs], which: Sequence[Intervention]) -> None:
+        self._step, batch = step, step.batch
+        settings = batch.loss_settings
+        self.has_reward = settings is not None and not settings.hides_truncated
+        self._sizes = torch.bincount(batch.fold).double()
+        self._lengths = torch.zeros_like(self._sizes).index_add_(0, batch.fold, batch.scores.mask.sum(dim=1).double())
+        self._steps = self._plain_steps()
+        self._directions = [self._entropy_gradient(), *([self._reward_gradient()] if self.has_reward else [])]
+        self._number_and_length = step.ranks.reduce(torch.stack([self._sizes.sum(), self._lengths.sum()]))
+        plain = ChangedSteps(self._steps)
+        self.plain = self._pair(*plain.products(None, self._directions))
+        self.pairs: dict[str, Pair] = {}
+        self.halves: dict[str, Estimate] = {}
+        self._remedied = {of.name: [of(part) for part in loss] for of in which}
+        self._which = {of.name: of for of in which}
+        parameters = list(step.gradients.parameters.values())
+        known = (batch, step.policy, parameters, step.entropy_change.layout)
+        for group in groups_of(self._remedied, batch.loss_weights, batch.microbatch_rows, step.ranks.reduce):
+            basis = None if group.basis is None else basis_of(*known, group.basis, step.ranks.reduce)
+            self._measure(ChangedSteps(self._steps, basis), group.changes)
+
+    def estimates(self, of: Intervention) -> dict[str, Estimate]:
+        """Returns the estimates of this step."""
+        pair = self.pairs[of.name]
+        delta = pair.estimate(0, self._remark(of, pair))
+        kept = _kept(self._step, self._remedied[of.name][0])
+        of_kept = dataclasses.replace(delta, value=kept * delta.value, stderr=kept * delta.stderr)
+        if math.isnan(kept):
+            of_kept = Estimate.missing("parameters with unlike betas have no one factor")
+        reward, price = (Estimate.missing(NO_REWARD),) * 2
+        if self.has_reward:
+            reward = pair.estimate(1, delta.reason)
+            price = Estimate.missing(TOO_SMALL) if abs(delta.value) < SMALLEST else pair.minus_ratio(LOST)
+        return dict(zip(QUANTITIES, (delta, of_kept, reward, price, self.halves[of.name]), strict=True))
+
+    def _remark(self, of: Intervention, pair: Pair) -> str:
+        if of.remedy.nothing_on_policy:
+            return RATIOS_ARE_ONE
+        small = TOO_SMALL if abs(float(pair.values[0])) < SMALLEST else ""
+        first = FIRST_OF_ADAM if self._step.capabilities.first_of_adam else ""
+        return "; ".join(remark for remark in (of.remedy.remark, first, small) if remark)
+
+    # --- the step, the directions -----------------------------------------------------------------------------------
+
+    def _plain_steps(self) -> StepsWithoutFolds:
+        step, change = self._step, self._step.entropy_change
+        assert step.gradients.rows is not None
+        total = float(step.ranks.reduce(self._sizes.sum()))
+        threshold = step.optimizer.max_grad_norm
+        return StepsWithoutFolds(change.pieces, change.gradient, step.gradients.rows, self._sizes, total, threshold)
+
+    def _entropy_gradient(self) -> Direction:
+        """Returns E[T] ∂H_tok of each fold, with its sum. A collective, of parameter size."""
+        step, change = self._step, self._step.entropy_change
+        batch, reduce, layout = step.batch, step.ranks.reduce, change.layout
+        assert change.ratios is not None
+        entropies = batch.scores.entropies.double().masked_fill(batch.scores.mask == 0, 0.0).sum()
+        entropy, length = reduce(torch.stack([entropies, self._lengths.sum()])).tolist()
+        settings = dataclasses.replace(change.settings, per_sequence=False, own_prompts=False)
+        parameters = list(step.gradients.parameters.values())
+        rows, total = layout.zeros(batch.num_folds), layout.zeros()
+        gradients = fold_gradients(batch, step.policy, parameters, layout, change.ratios, entropy / length, settings)
+        for k, fold in enumerate(gradients):
+            for part, sum_of, x in zip(rows, total, fold.entropy[0], strict=True):
+                part[k] = x
+                sum_of.add_(x, alpha=float(self._sizes[k]))
+        return Direction(rows, [reduce(part) for part in total])
+
+    def _reward_gradient(self) -> Direction:
+        batch, steps = self._step.batch, self._steps
+        assert batch.loss_settings is not None
+        group = batch.responses_per_prompt
+        factor = -batch.loss_settings.max_length * group / (group - 1)
+        return Direction(steps.rows, [steps.total_size * part for part in steps.gradient], factor)
+
+    # --- sums over folds --------------------------------------------------------------------------------------------
+
+    def _pair(self, own: Tensor, lost: Tensor) -> Pair:
+        """Returns (ΔH, Δreward) of one change, from its products by fold."""
+        reduce, sizes = self._step.ranks.reduce, self._sizes.unsqueeze(1)
+        by_fold = torch.cat([sizes, self._lengths.unsqueeze(1), sizes * own], dim=1)
+        total = torch.cat([self._number_and_length, reduce((sizes * own).sum(dim=0))])
+        without = total - by_fold
+        without[:, 2:] += lost
+        values, covariance = _per_unit(total), jackknife_covariance(_per_unit, total, without, reduce)
+        return Pair(values.cpu(), covariance.cpu(), self._step.capabilities.num_folds - 1)
+
+    def _measure(self, steps: ChangedSteps, changes: Mapping[str, Change]) -> None:
+        for name, change in changes.items():
+            pair = self._pair(*steps.products(change, self._directions))
+            self.pairs[name] = pair
+            self.halves[name] = self._halving(self._which[name], steps, change, float(pair.values[0]))
+
+    def _halving(self, of: Intervention, steps: ChangedSteps, change: Change, effect: float) -> Estimate:
+        """Returns the strength that halves the plain step's fall. On all ranks alike: a collective at each trial."""
+        remedy, fall = of.remedy, float(self.plain.values[0])
+        if not remedy.is_linear or remedy.nothing is None:
+            return Estimate.missing(NOT_LINEAR)
+        if not self.plain.estimate(0).ends()[1] < 0.0:
+            return Estimate.missing(NO_FALL)
+        length = float(self._number_and_length[1])
+
+        def above(factor: float) -> float:
+            forward = self._step.ranks.reduce(steps.forward(change.times(factor), self._directions[0]))
+            return float(forward) / length - 0.5 * fall
+
+        span = of.strength - remedy.nothing
+        limit = ((remedy.high if span > 0 else remedy.low) - remedy.nothing) / span
+        factor = crossing(above, 0.5 * fall, 0.5 * fall + effect, limit, tolerance=-0.5 * HALF * fall)
+        if factor is None:
+            return Estimate.missing(NEVER_HALF)
+        return Estimate(remedy.nothing + factor * span, reason=NO_BAR)
+
+
+def _per_unit(sums: Tensor) -> Tensor:
+    """Returns (..., 2): ΔH per token and Δreward per response, nan where that has no gradient.
+
+    sums  (..., 2 + directions): responses, tokens, Σ n_k X_k · Δ_(−k), and perhaps Σ n_k J_k · Δ_(−k)
+    """
+    number, length = sums[..., 0:1], sums[..., 1:2]
+    values = sums[..., 2:] / torch.cat([length, number], dim=-1)[..., : sums.shape[-1] - 2]
+    return nn.functional.pad(values, (0, 2 - values.shape[-1]), value=torch.nan)
+
+
+def _kept(step: Step, remedied: Remedied) -> float:
+    """Returns how many times a step's effect an intervention has once all of the momentum has known it.
+
+    1/(1 − β1) in a warm Adam; 1 where only learning rates change, which act at once; nan where parameters differ.
+    """
+    if remedied.weights is None and remedied.max_grad_norm is None:
+        return 1.0
+    factors = set()
+    for state in (step.optimizer.states or {}).values():
+        if not state.moves:
+            continue
+        if isinstance(state, AdamWState):
+            beta = state.betas[0]
+            factors.add((1.0 - beta ** (state.step + 1)) / (1.0 - beta))
+        else:
+            factors.add(1.0 / (1.0 - state.momentum))
+    return factors.pop() if len(factors) == 1 else math.nan

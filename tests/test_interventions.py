@@ -1,0 +1,359 @@
+"""Interventions: each against a plain twin, and against TRL's own loss where TRL has it."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trainers import FEW
+from trl import GRPOConfig, GRPOTrainer
+
+from rl_training import Estimate, Probe, attach
+from rl_training.engine.batch import LossSettings, take_rows
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.interventions.loss import LossInputs, Remedied, loss_inputs, silent_share
+from rl_training.interventions.named import RATIOS_ARE_ONE, REMEDIES, intervention
+from rl_training.mathematics.scores import Scores
+
+L, MICROBATCHES, EPSILON = 5, 2, 0.2
+PROMPTS = [3, 3, 3, 4, 4, 4]
+REWARDS = [1.0, 0.0, 0.5, 0.0, 2.0, 0.0]
+LENGTHS = [5, 2, 3, 1, 5, 4]
+TRUNCATED = [True, False, False, False, True, False]
+PLAIN: dict[str, Any] = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "bf16": False, "use_cpu": True}
+
+
+def double(values: Any) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def table(seed: int, low: float, high: float) -> list[list[float]]:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.rand(len(PROMPTS), L, generator=generator, dtype=torch.float64) * (high - low) + low
+    return values.tolist()
+
+
+LOGPS, ENTROPIES, AT_SAMPLING, REFERENCE = table(0, -3, -0.1), table(1, 0, 2), table(2, -3, -0.1), table(3, -3, -0.1)
+ADVANTAGES = [r - sum(REWARDS[3 * (i // 3) :][:3]) / 3 for i, r in enumerate(REWARDS)]
+UNIT = 1 / (len(PROMPTS) * MICROBATCHES * L)
+
+
+def plain(off_policy: bool = False, hides: bool = False) -> list[list[float]]:
+    """What Dr-GRPO hands back to each token, from its formula."""
+    rows = []
+    for i, length in enumerate(LENGTHS):
+        row = [0.0] * L
+        for t in range(0 if hides and TRUNCATED[i] else length):
+            ratio = math.exp(LOGPS[i][t] - AT_SAMPLING[i][t]) if off_policy else 1.0
+            clipped = ratio > 1 + EPSILON if ADVANTAGES[i] > 0 else ratio < 1 - EPSILON
+            row[t] = 0.0 if clipped else -UNIT * ratio * ADVANTAGES[i]
+        rows.append(row)
+    return rows
+
+
+def known(off_policy: bool = False, hides: bool = False) -> LossInputs:
+    there = torch.tensor([[t < length for t in range(L)] for length in LENGTHS])
+    truncated, advantages = torch.tensor(TRUNCATED), double(ADVANTAGES)
+    seen = there & ~truncated.unsqueeze(1) if hides else there
+    return LossInputs(
+        weights=LossWeights(double(plain(off_policy, hides)), None),
+        scores=Scores(double(LOGPS), double(ENTROPIES), seen.long()),
+        advantages=advantages.masked_fill(truncated, 0.0) if hides else advantages,
+        prompt_index=torch.tensor(PROMPTS),
+        microbatches=MICROBATCHES,
+        silent_share=0.25,
+        settings=LossSettings(L, EPSILON, EPSILON, hides),
+        rewards=double(REWARDS),
+        truncated=truncated,
+        sampling_logps=double(AT_SAMPLING) if off_policy else None,
+        reference_logps=double(REFERENCE),
+        hidden=there & ~seen,
+    )
+
+
+def tokens() -> list[tuple[int, int]]:
+    return [(i, t) for i, length in enumerate(LENGTHS) for t in range(length)]
+
+
+def covariance_order() -> list[tuple[int, int]]:
+    """All tokens, those first whose log-probability goes most with the advantage."""
+    number = len(tokens())
+    mean_a = sum(ADVANTAGES[i] for i, _ in tokens()) / number
+    mean_l = sum(LOGPS[i][t] for i, t in tokens()) / number
+    return sorted(tokens(), key=lambda at: -(ADVANTAGES[at[0]] - mean_a) * (LOGPS[at[0]][at[1]] - mean_l))
+
+
+def deviation(i: int) -> float:
+    group = REWARDS[3 * (i // 3) :][:3]
+    mean = sum(group) / 3
+    return math.sqrt(sum((r - mean) ** 2 for r in group) / 2)
+
+
+def omega(i: int, t: int) -> float:
+    probability = math.exp(LOGPS[i][t])
+    return abs(ADVANTAGES[i] * (1 - probability) * (LOGPS[i][t] + ENTROPIES[i][t]))
+
+
+def kept_by_entropy(share: float) -> set[tuple[int, int]]:
+    """The tokens at or above the quantile, interpolated between the two entropies around it."""
+    ordered = sorted(ENTROPIES[i][t] for i, t in tokens())
+    position = (1 - share) * (len(ordered) - 1)
+    below = math.floor(position)
+    threshold = ordered[below] + (position - below) * (ordered[min(below + 1, len(ordered) - 1)] - ordered[below])
+    return {(i, t) for i, t in tokens() if ENTROPIES[i][t] >= threshold}
+
+
+LARGEST = max(omega(i, t) for i, t in tokens())
+# By name: the factor on c of the token t of response i.
+FACTORS: dict[str, Any] = {
+    "psr": lambda i, t: float(ADVANTAGES[i] > 0),
+    "nsr": lambda i, t: float(ADVANTAGES[i] < 0),
+    "w_reinforce:0.3": lambda i, t: 0.3 if ADVANTAGES[i] > 0 else 1.0,
+    "std_norm": lambda i, t: 1 / (deviation(i) + 1e-4),
+    "length_norm": lambda i, t: L / LENGTHS[i],
+    "dynamic_sampling": lambda i, t: 1 / 0.75,
+    "drop_truncated": lambda i, t: float(not TRUNCATED[i]),
+    "clip_cov:0.2": lambda i, t: float((i, t) not in covariance_order()[: int(0.2 * len(tokens()))]),
+    "clip_cov:0.001": lambda i, t: float((i, t) not in covariance_order()[:1]),
+    "top_entropy:0.3": lambda i, t: float((i, t) in kept_by_entropy(0.3)),
+    "steer:0.5": lambda i, t: 0.5 ** (omega(i, t) / max(LARGEST, 0.02)),
+}
+
+
+@pytest.mark.parametrize("name", FACTORS)
+def test_weights_of_log_probabilities_are_those_of_the_twin(name: str) -> None:
+    weights = intervention(name)(known()).weights
+    assert weights is not None
+    assert weights.entropies is None
+    expected = plain()
+    for i, t in tokens():
+        expected[i][t] *= FACTORS[name](i, t)
+    torch.testing.assert_close(weights.logps, double(expected), rtol=1e-12, atol=0)
+
+
+def test_the_bonus_is_the_mean_entropy_of_the_tokens_times_its_strength() -> None:
+    weights = intervention("bonus:0.03")(known()).weights
+    assert weights is not None
+    assert weights.entropies is not None
+    expected = [[-0.03 / (MICROBATCHES * sum(LENGTHS)) * (t < length) for t in range(L)] for length in LENGTHS]
+    torch.testing.assert_close(weights.entropies, double(expected), rtol=1e-12, atol=0)
+    assert torch.equal(weights.logps, known().weights.logps)
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_the_divergence_is_that_of_the_third_estimator_times_the_ratio(off_policy: bool) -> None:
+    """∂/∂log π of ρ (π_ref/π − log(π_ref/π) − 1), by autograd, added to the plain weights."""
+    logps = double(LOGPS).requires_grad_()
+    ratio = (logps - (double(AT_SAMPLING) if off_policy else logps.detach())).exp()
+    gap = double(REFERENCE) - logps
+    mask = known().scores.mask
+    (pull,) = torch.autograd.grad((0.7 * ratio * (gap.exp() - gap - 1) * mask).sum() * UNIT, logps)
+    weights = intervention("kl:0.7")(known(off_policy)).weights
+    assert weights is not None
+    torch.testing.assert_close(weights.logps, double(plain(off_policy)) + pull, rtol=1e-10, atol=1e-15)
+
+
+def test_truncated_responses_are_put_in_as_if_they_had_never_been_hidden() -> None:
+    weights = intervention("keep_truncated")(known(hides=True)).weights
+    assert weights is not None
+    torch.testing.assert_close(weights.logps, double(plain()), rtol=1e-12, atol=1e-18)
+    assert not torch.allclose(known(hides=True).weights.logps, weights.logps)
+
+
+def test_off_policy_a_higher_clip_is_the_loss_clipped_there() -> None:
+    high = 20.0
+    logps, mask = double(LOGPS).requires_grad_(), known().scores.mask
+    ratio = (logps - double(AT_SAMPLING)).exp()
+    advantages = double(ADVANTAGES).unsqueeze(1)
+    loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - EPSILON, 1 + high) * advantages)
+    (expected,) = torch.autograd.grad((loss * mask).sum() * UNIT, logps)
+    weights = intervention(f"clip_higher:{high}")(known(off_policy=True)).weights
+    assert weights is not None
+    assert not torch.allclose(weights.logps, known(off_policy=True).weights.logps)
+    torch.testing.assert_close(weights.logps, expected, rtol=1e-12, atol=1e-12)
+
+
+def test_off_policy_steer_s_estimate_has_the_ratio_in_it() -> None:
+    sizes = {(i, t): math.exp(LOGPS[i][t] - AT_SAMPLING[i][t]) * omega(i, t) for i, t in tokens()}
+    expected = plain(off_policy=True)
+    for (i, t), size in sizes.items():
+        expected[i][t] *= 0.5 ** (size / max(sizes.values()))
+    weights = intervention("steer:0.5")(known(off_policy=True)).weights
+    assert weights is not None
+    torch.testing.assert_close(weights.logps, double(expected), rtol=1e-12, atol=0)
+
+
+def test_off_policy_the_covariant_tokens_are_drawn_back_to_the_sampling_policy() -> None:
+    weights = intervention("kl_cov:0.2")(known(off_policy=True)).weights
+    assert weights is not None
+    expected = plain(off_policy=True)
+    for i, t in covariance_order()[: int(0.2 * len(tokens()))]:
+        expected[i][t] += math.copysign(UNIT, LOGPS[i][t] - AT_SAMPLING[i][t])
+    torch.testing.assert_close(weights.logps, double(expected), rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("name", [name for name, remedy in REMEDIES.items() if remedy.nothing_on_policy])
+def test_on_policy_what_works_on_ratios_changes_exactly_nothing(name: str) -> None:
+    assert intervention(name)(known()) == Remedied()
+    assert "every ratio is 1" in RATIOS_ARE_ONE
+
+
+def test_the_optimizer_s_settings_are_changed_and_no_weight() -> None:
+    assert intervention("lr:0.5")(known()) == Remedied(lr_factor=0.5)
+    assert intervention("max_grad_norm:0.2")(known()) == Remedied(max_grad_norm=0.2)
+
+
+def test_what_is_missing_is_said() -> None:
+    bare = LossInputs(known().weights, known().scores, known().advantages, known().prompt_index, MICROBATCHES, 1.0)
+    reasons = {name: intervention(name).why_none(bare) for name in REMEDIES}
+    assert [name for name, reason in reasons.items() if not reason] == ["bonus", "lr", "max_grad_norm"]
+    assert "loss is not Dr-GRPO's" in reasons["psr"]
+    said = {
+        "std_norm": "rewards",
+        "drop_truncated": "truncated",
+        "kl": "reference model",
+        "dynamic_sampling": "no gradient",
+    }
+    dr_grpo = dataclasses.replace(bare, settings=known().settings)
+    for name, words in said.items():
+        assert words in intervention(name).why_none(dr_grpo)
+
+
+def test_prompts_without_any_advantage_are_counted_over_all_processes() -> None:
+    """Two of three here, and one of seven on the other processes."""
+    advantages, prompts = torch.tensor([0.0, 0.0, 1.0, -1.0, 0.0, 0.0]), torch.tensor([5, 5, 2, 2, 9, 9])
+    assert silent_share(advantages, prompts, lambda mine: mine) == pytest.approx(2 / 3)
+    assert silent_share(advantages, prompts, lambda mine: mine + torch.tensor([1.0, 7.0])) == pytest.approx(3 / 10)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("bonnus", "unknown intervention 'bonnus': did you mean bonus?"),
+        ("what", "choose from bonus, psr"),
+        ("clip_cov:1.5", "must lie above 0, at most 1"),
+        ("bonus:0", "must lie above 0"),
+        ("lr:1", "and not 1, with which it is nothing"),
+        ("lr:nan", "must lie above 0"),
+        ("lr:fast", "must be a number, as in lr:0.5"),
+        ("psr:2", "psr has no strength"),
+        ("nowhere.py:softer", "there is no such file"),
+    ],
+)
+def test_a_mistake_is_said_in_one_line(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        intervention(text)
+    assert "\n" not in str(error.value)
+
+
+def test_one_s_own_function_in_a_file_is_an_intervention(tmp_path: Path) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from rl_training.interventions.remedies import scaled\n"
+        "import torch\n"
+        "def softer(loss, strength):\n    return scaled(loss, torch.full((6, 1), strength))\n"
+        "def wrong(loss, strength):\n    return scaled(loss, torch.full((6, 1), float('nan')))\n",
+        encoding="utf-8",
+    )
+    mine = intervention(f"{file}:softer:0.5")
+    assert mine.name == "softer:0.5"
+    weights = mine(known()).weights
+    assert weights is not None
+    assert torch.equal(weights.logps, 0.5 * known().weights.logps)
+    with pytest.raises(ValueError, match="wrong returned weights of shape"):
+        intervention(f"{file}:wrong")(known())
+    with pytest.raises(ValueError, match="has no function 'harder'"):
+        intervention(f"{file}:harder")
+
+
+class Gradients(Probe):
+    """The gradient of the step, and that of the weights of an intervention on it, from the trainer's own forward pass.
+
+    reference  with a reference model, a trainer that has it
+    """
+
+    name = "gradients"
+
+    def __init__(self, name: str = "", reference: GRPOTrainer | None = None) -> None:
+        super().__init__()
+        self.intervention, self.reference = intervention(name) if name else None, reference
+
+    def prepare(self, step: Any) -> None:
+        self.mean = flat(step.gradients.mean.values())
+        self.ids = step.batch.rollout.completion_ids
+        if self.intervention is None:
+            return
+        rollout, parameters = step.batch.rollout, list(step.gradients.parameters.values())
+        reference = None
+        if self.reference is not None and self.reference.ref_model is not None:
+            reference = self.score(self.reference.ref_model, rollout)[0].detach()
+        self.of_weights = torch.zeros_like(self.mean)
+        for loss, rows in zip(
+            loss_inputs(step.batch, step.ranks.reduce, reference), step.batch.microbatch_rows, strict=True
+        ):
+            assert not self.intervention.why_none(loss)
+            weights, own = self.intervention(loss).weights, torch.arange(rows.start, rows.stop)
+            assert weights is not None
+            microbatch = take_rows(rollout, own)
+            fresh = Scores(*self.score(self.trainer.model, microbatch, True), microbatch.completion_mask)
+            gradient = weights.gradient(fresh, own - rows.start, parameters)
+            self.of_weights += flat(gradient) / len(rows)  # from the scale of a mean over the microbatch
+
+    def score(self, model: Any, rollout: Any, entropies: bool = False) -> tuple[Tensor, Tensor]:
+        ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)
+        mask = torch.cat([rollout.prompt_mask, rollout.token_mask], dim=1)
+        width = rollout.completion_ids.shape[1]
+        return self.trainer._get_per_token_logps_and_entropies(model, ids, mask, width, compute_entropy=entropies)[:2]
+
+    def results(self) -> dict[str, Estimate]:
+        return {"gradients/norm": Estimate(float(self.mean.norm()))}
+
+
+# By name: what trl.GRPOConfig has instead, and what it has without.
+TRL_S_OWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "bonus:0.1": ({"entropy_coef": 0.1}, {}),
+    "std_norm": ({"scale_rewards": "group"}, {}),
+    "length_norm": ({"loss_type": "grpo"}, {}),
+    "top_entropy:0.05": ({"top_entropy_quantile": 0.05}, {}),
+    "drop_truncated": ({"mask_truncated_completions": True}, {}),
+    "keep_truncated": ({}, {"mask_truncated_completions": True}),
+    "kl:0.2": ({"beta": 0.2}, {}),
+}
+# Two microbatches of two prompts. Of the 16 responses three are truncated, and lengths are 5 to 24.
+SHAPE = {"max_completion_length": 24, "per_device_train_batch_size": 8, "max_steps": 1}  # two microbatches
+
+
+@pytest.mark.parametrize("name", TRL_S_OWN)
+def test_the_gradient_is_that_of_trl_s_own_loss(make_trainer: Any, name: str) -> None:
+    theirs, remedied = Gradients(), Gradients(name)
+    for probe, settings in zip((theirs, remedied), TRL_S_OWN[name], strict=True):
+        probe.trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **FEW | PLAIN | SHAPE | settings)
+        if probe.trainer.ref_model is not None:  # the first model itself: no distance, no force
+            move(probe.trainer.ref_model)
+        remedied.reference = theirs.trainer
+        with attach(probe.trainer, [probe], whole_prompts=True):
+            probe.trainer.train()
+    assert torch.equal(remedied.ids, theirs.ids)
+    assert relative(remedied.mean, theirs.mean) > 1e-3  # it changes something
+    assert relative(remedied.of_weights, theirs.mean) < 1e-6
+
+
+def relative(one: Tensor, other: Tensor) -> float:
+    return float((one - other).norm() / other.norm())
+
+
+def flat(tensors: Iterable[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def move(model: torch.nn.Module) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for param in model.parameters():
+        param.data += 0.02 * torch.randn(param.shape, generator=generator)

@@ -1,0 +1,306 @@
+"""The interventions probe: against a slow twin that makes every step with torch's own AdamW, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from simple_twin import L_MAX, Recorder, Twin
+from torch import Tensor
+from trainers import bare_ending, differing, ending, graded, trainer_maker
+from trl import GRPOConfig, GRPOTrainer
+
+from rl_training import Estimate, attach
+from rl_training.engine.changed_steps import Change
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.interventions.bases import groups_of
+from rl_training.interventions.loss import Remedied
+from rl_training.mathematics.running_pairs import Pair
+from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
+
+NUM_FOLDS, G, MICROBATCHES = 8, 4, 4
+WHICH = ["bonus:0.5", "psr", "nsr", "w_reinforce:0.5", "lr:0.5", "max_grad_norm:0.05", "clip_cov:0.1", "kl_cov"]
+
+
+class Answers(InterventionsProbe):
+    """The probe, with its answers kept."""
+
+    def __init__(self, which: Any = WHICH, num_folds: int | None = NUM_FOLDS, every: int = 1, **options: Any) -> None:
+        super().__init__(which, every=every, num_folds=num_folds, **options)
+        self.all: list[dict[str, Estimate]] = []
+
+    def results(self) -> dict[str, Estimate]:
+        self.all.append(super().results())
+        return self.all[-1]
+
+
+class InterventionsTwin(Twin):
+    """What the interventions would do at a step: each δθ_(−k) made again by torch's AdamW, all in float64."""
+
+    def gradients_with(self, name: str) -> Tensor:
+        """The gradient of each fold, (K, P)."""
+        advantages = self.step.rollout.advantages.tolist()
+        if name.startswith("bonus"):
+            size = len(self.lengths) // MICROBATCHES
+            tokens = [sum(self.lengths[size * (i // size) :][:size]) for i in range(len(self.lengths))]
+            of = [self.gradient(self.entropies[i].sum()) / tokens[i] * size for i in range(len(tokens))]
+            means = [torch.stack([of[i] for i in fold]).mean(dim=0) for fold in self.folds]
+            return self.gradients - float(name[6:]) * torch.stack(means)
+        if name.startswith("clip_cov"):
+            return torch.stack([self.clipped_covariance(fold) for fold in self.folds])
+        factor = {"psr": (1, 0), "nsr": (0, 1), "w_reinforce:0.5": (0.5, 1)}.get(name, (1, 1))
+        factors = torch.tensor([factor[a < 0] for a in advantages]).double().unsqueeze(1)
+        return torch.stack([(factors * self.d_loss)[fold].mean(dim=0) for fold in self.folds])
+
+    def clipped_covariance(self, fold: list[int]) -> Tensor:
+        """The gradient of a fold without the tenth of its microbatch's tokens that covary most."""
+        size = len(self.lengths) // MICROBATCHES
+        first = size * (fold[0] // size)
+        advantages = self.step.rollout.advantages.tolist()
+        tokens = [(i, t) for i in range(first, first + size) for t in range(self.lengths[i])]
+        mean_a = sum(advantages[i] for i, _ in tokens) / len(tokens)
+        mean_l = sum(float(self.logps[i][t]) for i, t in tokens) / len(tokens)
+        tokens.sort(key=lambda at: -(advantages[at[0]] - mean_a) * (float(self.logps[at[0]][at[1]]) - mean_l))
+        kept = tokens[int(0.1 * len(tokens)) :]
+        terms = [-advantages[i] * self.logps[i][t] for i, t in kept if i in fold]
+        return self.gradient(sum(terms) / L_MAX) / len(fold)
+
+    def steps_with(self, name: str, gradients: Tensor) -> tuple[Tensor, Tensor]:
+        """The whole step, (P,), and those without each fold, (K, P)."""
+        threshold = 0.05 if name.startswith("max_grad_norm") else None
+        factor = float(name[3:]) if name.startswith("lr") else 1.0
+        mean, without = self.mean(gradients), self.means_without(gradients)
+        return tuple(factor * self.adamw(g, max_grad_norm=threshold)[0] for g in (mean, without))
+
+    def answers(self, name: str) -> dict[str, float]:
+        """ΔH, Δreward and their errors, by delete-one-fold over all pairs of folds."""
+        whole, without = self.steps_with(name, self.gradients_with(name))
+        whole, without = whole - self.update, without - self.update_without
+        x = self.x[0] - self.level * self.x[1]
+        j = -self.gradients * L_MAX * G / (G - 1)
+        sizes = torch.tensor([len(fold) for fold in self.folds]).double()
+        tokens = torch.tensor([sum(self.lengths[i] for i in fold) for fold in self.folds]).double()
+        found = {}
+        for quantity, direction, units in (("delta_h", x, tokens), ("delta_reward", j, sizes)):
+            products = direction @ without.T  # [k, l]: X_k · Δ_(−l)
+            own = products.diagonal()
+            found[quantity] = float(sizes @ own / units.sum())
+            values = []
+            for out in range(len(sizes)):
+                kept = [k for k in range(len(sizes)) if k != out]
+                moved = own + products[:, out] - direction @ whole
+                values.append(float(sizes[kept] @ moved[kept] / units[kept].sum()))
+            mean = sum(values) / len(values)
+            variance = (len(values) - 1) / len(values) * sum((v - mean) ** 2 for v in values)
+            found[f"{quantity}_se"] = math.sqrt(variance)
+        return found
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Answers, Recorder]:
+    probe, recorder = Answers(), Recorder()
+    make = trainer_maker(tmp_path_factory.mktemp("interventions"))
+    make(probes=[probe, SimpleEntropyProbe(num_folds=NUM_FOLDS), recorder], reward=ones, max_steps=3).train()
+    return probe, recorder
+
+
+def ones(completions: list[str], **kwargs: Any) -> list[float]:
+    """A reward under which entropy falls surely at the third step."""
+    return [float(completion.count("1")) for completion in completions]
+
+
+@pytest.fixture(scope="module")
+def twin(run: tuple[Answers, Recorder]) -> InterventionsTwin:
+    return InterventionsTwin(run[1].steps[-1], responses=1, estimator="rb")
+
+
+@pytest.mark.parametrize("name", [name for name in WHICH if name != "kl_cov"])
+def test_it_is_the_difference_of_the_steps_of_the_twin(
+    run: tuple[Answers, Recorder], twin: InterventionsTwin, name: str
+) -> None:
+    answers, expected = run[0].all[-1], twin.answers(name)
+    for quantity in ("delta_h", "delta_reward"):
+        found = answers[f"intervention/{name}/{quantity}"]
+        assert found.value == pytest.approx(expected[quantity], rel=1e-3, abs=1e-3 * found.stderr), quantity
+        assert found.stderr == pytest.approx(expected[f"{quantity}_se"], rel=1e-3), quantity
+
+
+def test_the_strength_that_halves_the_fall_does_so_in_the_twin(
+    run: tuple[Answers, Recorder], twin: InterventionsTwin
+) -> None:
+    answers = run[0].all[-1]
+    x = twin.x[0] - twin.level * twin.x[1]
+    sizes = torch.tensor([len(fold) for fold in twin.folds]).double()
+
+    def forward(without: Tensor) -> float:
+        return float(sizes @ torch.linalg.vecdot(x, without) / sum(twin.lengths))
+
+    plain = forward(twin.update_without)
+    assert plain < -0.005
+    for name, family in (("bonus:0.5", "bonus"), ("lr:0.5", "lr")):
+        strength = answers[f"intervention/{name}/halves_at"].value
+        name = f"{family}:{strength}"
+        assert forward(twin.steps_with(name, twin.gradients_with(name))[1]) == pytest.approx(0.5 * plain, rel=0.03)
+    assert "momentum" in answers["intervention/w_reinforce:0.5/halves_at"].reason
+
+
+def test_what_changes_nothing_is_exactly_nothing(run: tuple[Answers, Recorder]) -> None:
+    for answers in run[0].all:
+        for quantity in ("delta_h", "delta_h_kept", "delta_reward", "mean_delta_h"):
+            estimate = answers[f"intervention/kl_cov/{quantity}"]
+            assert (estimate.value, estimate.stderr) == (0.0, 0.0)
+        assert "every ratio is 1" in answers["intervention/kl_cov/delta_h"].reason
+        assert "below 0.1 mnats" in answers["intervention/kl_cov/price"].reason
+
+
+def test_kept_is_what_the_whole_momentum_would_do_and_learning_rates_act_at_once(run: tuple[Answers, Recorder]) -> None:
+    """At the third step, with β1 = .9: 1 + .9 + .81."""
+    for name, factor in (("psr", 2.71), ("max_grad_norm:0.05", 2.71), ("lr:0.5", 1.0)):
+        once, kept = (run[0].all[-1][f"intervention/{name}/{quantity}"] for quantity in ("delta_h", "delta_h_kept"))
+        assert kept.value == pytest.approx(factor * once.value)
+        assert kept.stderr == pytest.approx(factor * once.stderr)
+
+
+def test_means_are_over_the_measured_steps_with_the_weight_of_each(run: tuple[Answers, Recorder]) -> None:
+    weights = [0.81, 0.9, 1.0]
+    for quantity in ("delta_h", "delta_reward"):
+        steps = [answers[f"intervention/psr/{quantity}"] for answers in run[0].all]
+        mean = run[0].all[-1][f"intervention/psr/mean_{quantity}"]
+        assert mean.value == pytest.approx(sum(w * e.value for w, e in zip(weights, steps, strict=True)) / 2.71)
+        square = sum((w * e.stderr) ** 2 for w, e in zip(weights, steps, strict=True))
+        assert mean.stderr == pytest.approx(math.sqrt(square) / 2.71)
+        assert mean.reason == "of 3 measured steps"
+
+
+def test_the_price_is_the_ratio_with_the_strengths_that_the_data_allow() -> None:
+    """Its interval by trial: the ratios ρ for which ΔJ + ρ ΔH is within its own error of 0."""
+    pair = Pair(torch.tensor([-2.0, 0.6]).double(), torch.tensor([[0.09, -0.02], [-0.02, 0.04]]).double(), 7)
+    price = pair.minus_ratio("lost")
+    assert price.value == pytest.approx(0.3)
+
+    def is_allowed(ratio: float) -> bool:
+        error = math.sqrt(0.04 - 2 * ratio * 0.02 + ratio**2 * 0.09)
+        return abs(0.6 - 2.0 * ratio) <= 2.3646243 * error  # Student's t, seven degrees, 95 %
+
+    allowed = [k / 10000 for k in range(-20000, 20000) if is_allowed(k / 10000)]
+    assert price.interval == pytest.approx((allowed[0], allowed[-1]), abs=2e-4)
+    assert price.stderr == pytest.approx(math.sqrt(0.04 - 0.6 * 0.02 + 0.09 * 0.09) / 2)
+    lost = Pair(torch.tensor([-0.6, 0.6]).double(), pair.covariance, 7).minus_ratio("the interval holds 0")
+    assert math.isnan(lost.value)
+    assert lost.reason == "the interval holds 0"
+
+
+def test_prices_of_a_step_are_those_of_its_two_changes(run: tuple[Answers, Recorder]) -> None:
+    known = 0
+    for answers in run[0].all:
+        for name in WHICH:
+            price = answers[f"intervention/{name}/price"]
+            change, reward = (answers[f"intervention/{name}/{q}"] for q in ("delta_h", "delta_reward"))
+            low, high = change.ends()
+            assert math.isnan(price.value) == (low <= 0 <= high)
+            if not math.isnan(price.value):
+                assert price.value == pytest.approx(-reward.value / change.value)
+                known += 1
+    assert known >= 2
+
+
+def test_training_with_it_is_bitwise_the_training_without(make_trainer: Callable[..., Any]) -> None:
+    assert differing(ending(make_trainer(probes=[Answers()])), bare_ending()) == []
+
+
+def test_it_goes_on_from_its_state_as_if_never_stopped(make_trainer: Callable[..., Any]) -> None:
+    stopped, resumed = Answers(["psr", "lr"]), Answers(["lr", "nsr"])
+    make_trainer(probes=[stopped], max_steps=1).train()
+    resumed.load_state_dict(stopped.state_dict())
+    assert torch.equal(resumed.state_dict()["lr"], stopped.state_dict()["lr"])
+    assert not resumed.state_dict()["nsr"].any()
+
+
+def reasons(answers: dict[str, Estimate], quantity: str) -> dict[str, str]:
+    """Why a quantity is missing, by name of the intervention; those that are there are left out."""
+    there = {name.split("/")[1]: e for name, e in answers.items() if name.endswith(f"/{quantity}")}
+    return {name: estimate.reason for name, estimate in there.items() if math.isnan(estimate.value)}
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_folds", "said"),
+    [
+        ({}, 4, "it needs 8 folds of prompts"),
+        ({"steps_per_generation": 8, "gradient_accumulation_steps": 4}, NUM_FOLDS, "use one step per rollout"),
+        ({"num_iterations": 2}, NUM_FOLDS, "num_iterations > 1"),
+    ],
+)
+def test_where_nothing_can_be_predicted_it_is_said(
+    make_trainer: Callable[..., Any], settings: dict[str, Any], num_folds: int, said: str
+) -> None:
+    probe = Answers(["bonus", "lr"], num_folds)
+    make_trainer(probes=[probe], **settings).train()
+    assert all(said in reason for reason in reasons(probe.all[-1], "delta_h").values())
+    assert len(probe.all[-1]) == 16
+    assert all(math.isnan(estimate.value) for estimate in probe.all[-1].values())
+
+
+def test_of_another_loss_only_what_does_not_change_its_weights_is_predicted(make_trainer: Callable[..., Any]) -> None:
+    probe = Answers(["bonus", "psr", "lr"])
+    plain = {"loss_type": "dr_grpo", "scale_rewards": "group", "beta": 0.0, "bf16": False, "use_cpu": True}
+    trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **plain)
+    with attach(trainer, [probe], whole_prompts=True):
+        trainer.train()
+    assert list(reasons(probe.all[-1], "delta_h")) == ["psr"]
+    assert "loss is not Dr-GRPO's" in reasons(probe.all[-1], "delta_h")["psr"]
+    assert list(reasons(probe.all[-1], "delta_reward")) == ["bonus", "psr", "lr"]
+
+
+def test_the_model_without_its_adapters_is_the_reference_of_kl(make_trainer: Callable[..., Any]) -> None:
+    """The first step starts from it: no distance, no force; without adapters there is no reference."""
+    probe, full = Answers(["kl:5"]), Answers(["kl:5"])
+    adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+    make_trainer(probes=[probe], peft_config=adapters, reward=graded, learning_rate=3e-3).train()
+    first, second = (answers["intervention/kl:5/delta_h"] for answers in probe.all)
+    assert abs(first.value) < 1e-6
+    assert abs(second.value) > 1e-5
+    assert "grows with the distance" in second.reason
+    make_trainer(probes=[full], max_steps=1).train()
+    assert "there is none" in reasons(full.all[0], "delta_h")["kl:5"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"which": ["bonus", "clipcov"]}, "did you mean clip_cov"),
+        ({"which": []}, "names none"),
+        ({"which": ["lr", "lr"]}, "has lr twice"),
+        ({"decay": 0.0}, "must lie in (0, 1]"),
+        ({"every": 0}, "must be at least 1"),
+    ],
+)
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        InterventionsProbe(**options)
+
+
+def test_only_what_is_no_multiple_takes_a_backward_of_its_own() -> None:
+    plain = LossWeights(torch.tensor([[1.0, -2.0], [0.5, 0.0]]), None)
+
+    def changed(*rows: list[float]) -> list[Remedied]:
+        return [Remedied(LossWeights(torch.tensor([row]), None)) for row in rows]
+
+    with_bonus = [Remedied(LossWeights(plain.logps[i : i + 1], torch.full((1, 2), 0.3))) for i in range(2)]
+    remedied = {
+        "lr": [Remedied(lr_factor=0.5)] * 2,
+        "twice": changed([2.0, -4.0], [1.0, 0.0]),
+        "first": changed([1.0, -2.0], [0.0, 0.0]),
+        "second": changed([0.0, 0.0], [0.5, 0.0]),
+        "bonus": with_bonus,
+    }
+    groups = groups_of(remedied, plain, [range(1), range(1, 2)], lambda x: x)
+    assert [list(group.changes) for group in groups] == [["lr", "twice"], ["first", "second"], ["bonus"]]
+    assert groups[0].changes["lr"] == Change(lr_factor=0.5)
+    assert groups[0].changes["twice"].own == pytest.approx(1.0)
+    second = groups[1].changes["second"]  # plain − first: the basis is first − plain
+    assert (second.own, second.of_basis) == pytest.approx((-1.0, -1.0))
