@@ -105,7 +105,9 @@ class InterventionsTwin(Twin):
 def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Answers, Recorder]:
     probe, recorder = Answers(), Recorder()
     make = trainer_maker(tmp_path_factory.mktemp("interventions"))
-    make(probes=[probe, SimpleEntropyProbe(num_folds=NUM_FOLDS), recorder], reward=ones, max_steps=3).train()
+    make(
+        probes=[probe, SimpleEntropyProbe(num_folds=NUM_FOLDS), recorder], reward=ones, max_steps=3, max_grad_norm=0.2
+    ).train()
     return probe, recorder
 
 
@@ -128,6 +130,7 @@ def test_it_is_the_difference_of_the_steps_of_the_twin(
         found = answers[f"intervention/{name}/{quantity}"]
         assert found.value == pytest.approx(expected[quantity], rel=1e-3, abs=1e-3 * found.stderr), quantity
         assert found.stderr == pytest.approx(expected[f"{quantity}_se"], rel=1e-3), quantity
+        assert found.num_samples == NUM_FOLDS
 
 
 def test_the_strength_that_halves_the_fall_does_so_in_the_twin(

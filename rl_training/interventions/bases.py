@@ -52,7 +52,8 @@ def groups_of(
                 break
         else:
             logps, entropies = further
-            groups.append(Group(LossWeights(logps, entropies), {name: Change(0.0, 1.0, *settings)}))
+            basis_weights = LossWeights(logps, entropies if entropies.any() else None)  # without: no backward for them
+            groups.append(Group(basis_weights, {name: Change(0.0, 1.0, *settings)}))
     return [group for group in groups if group.changes]
 
 

@@ -8,7 +8,8 @@
 leave-fold-out over whole-prompt folds, as `simple` has it, with AdamW and clipping calculated anew for the weights w.
 The error is the jackknife's of the DIFFERENCE to the plain step, in which the noise of X is shared. What it costs is a
 forward pass and a backward over the sequences whose weights change, once for all interventions that are multiples of
-one another: the plain step needs none. K rows of them are held at a time, and K of X.
+one another: the plain step needs none. K rows of X are held, and K rows of as many of these as fit 256 MiB, of one at
+least.
 
 One step is not many. `…/delta_h` is this step; a warm Adam step has 1 − β1 of its gradient in it, and `…_kept` is what
 a step does when the intervention has long been there, ×1/(1 − β1). What only scales the gradient Adam takes back within
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.engine.capabilities import REUSED
-from rl_training.engine.changed_steps import Change, ChangedSteps, Direction, basis_of
+from rl_training.engine.changed_steps import Change, ChangedSteps, Direction, bases_of
 from rl_training.engine.entropy_gradients import fold_gradients
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
@@ -161,17 +162,19 @@ class _Measured:
         self._steps = self._plain_steps()
         self._directions = [self._entropy_gradient(), *([self._reward_gradient()] if self.has_reward else [])]
         self._number_and_length = step.ranks.reduce(torch.stack([self._sizes.sum(), self._lengths.sum()]))
-        plain = ChangedSteps(self._steps)
-        self.plain = self._pair(*plain.products(None, self._directions))
+        self.plain = self._pair(*ChangedSteps(self._steps).products([None], self._directions)[0])
         self.pairs: dict[str, Pair] = {}
         self.halves: dict[str, Estimate] = {}
         self._remedied = {of.name: [of(part) for part in loss] for of in which}
         self._which = {of.name: of for of in which}
-        parameters = list(step.gradients.parameters.values())
-        known = (batch, step.policy, parameters, step.entropy_change.layout)
-        for group in groups_of(self._remedied, batch.loss_weights, batch.microbatch_rows, step.ranks.reduce):
-            basis = None if group.basis is None else basis_of(*known, group.basis, step.ranks.reduce)
-            self._measure(ChangedSteps(self._steps, basis), group.changes)
+        groups = groups_of(self._remedied, batch.loss_weights, batch.microbatch_rows, step.ranks.reduce)
+        for group in groups:
+            if group.basis is None:
+                self._measure(ChangedSteps(self._steps), group.changes)
+        further = [(group.basis, group.changes) for group in groups if group.basis is not None]
+        known = (batch, step.policy, list(step.gradients.parameters.values()), step.entropy_change.layout)
+        for number, basis in bases_of(*known, [weights for weights, _ in further], step.ranks.reduce):
+            self._measure(ChangedSteps(self._steps, basis), further[number][1])
 
     def estimates(self, of: Intervention) -> dict[str, Estimate]:
         """Returns the estimates of this step."""
@@ -240,8 +243,9 @@ class _Measured:
         return Pair(values.cpu(), covariance.cpu(), self._step.capabilities.num_folds - 1)
 
     def _measure(self, steps: ChangedSteps, changes: Mapping[str, Change]) -> None:
-        for name, change in changes.items():
-            pair = self._pair(*steps.products(change, self._directions))
+        products = steps.products(list(changes.values()), self._directions)
+        for (name, change), of_change in zip(changes.items(), products, strict=True):
+            pair = self._pair(*of_change)
             self.pairs[name] = pair
             self.halves[name] = self._halving(self._which[name], steps, change, float(pair.values[0]))
 
