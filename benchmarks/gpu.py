@@ -8,7 +8,7 @@ time and memory of `simple` for a model of Qwen2.5-1.5B's shape with random weig
 given, not sampled, so steps are without their generation. Ratios are of adjacent steps with and without.
 
 The page is written again after each section. A section that fails is there with its traceback, and the exit code is 1;
-one that time (`--minutes`) does not suffice for is named. The memory formula is (2K + 2) × 4 bytes for each trainable
+one that time (`--minutes`) does not suffice for is named. The memory formula is (K + 4) × 4 bytes for each trainable
 parameter, K folds.
 """
 
@@ -239,7 +239,7 @@ def costs(scale: Scale, deadline: float) -> Iterator[str]:
         trainer, meter = trained(workload, every_second(make_probes(names)), WARM_UP + 2 * scale.pairs)
         seconds, peaks = meter.training[WARM_UP:], meter.peaks
         ratio = statistics.median(a / b for a, b in zip(seconds[::2], seconds[1::2], strict=True))
-        vectors = 2 * scale.prompts + 2 if names == "simple" else 1
+        vectors = scale.prompts + 4 if names == "simple" else 1
         more, formula = (peaks[WARM_UP] - peaks[WARM_UP - 1]) / 1e9, vectors * 4 * num_trained(trainer) / 1e9
         yield (
             f"| {rank} | {tokens} | {'yes' if checkpointing else 'no'} | `{names}` | "

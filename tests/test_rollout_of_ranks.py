@@ -20,7 +20,8 @@ def rollouts_of(rank: int, per_device: int = 2, steps: int = 3) -> Rollouts:
     trainer: Any = SimpleNamespace(
         reward_weights=torch.tensor([2.0, 0.5]), accelerator=SimpleNamespace(process_index=rank), num_generations=4,
         args=SimpleNamespace(per_device_train_batch_size=per_device, steps_per_generation=steps),
-        mask_truncated_completions=False, state=SimpleNamespace(global_step=0),
+        mask_truncated_completions=False, state=SimpleNamespace(global_step=0), eos_token_ids=[2],
+        _tokenizer=SimpleNamespace(pad_token_id=0),
     )  # fmt: skip
     return Rollouts(trainer, NONE, whole_prompts=False)
 
