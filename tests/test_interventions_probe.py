@@ -24,7 +24,17 @@ from rl_training.mathematics.running_pairs import Pair
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
 
 NUM_FOLDS, G, MICROBATCHES = 8, 4, 4
-WHICH = ["bonus:0.5", "psr", "nsr", "w_reinforce:0.5", "lr:0.5", "max_grad_norm:0.05", "clip_cov:0.1", "kl_cov"]
+WHICH = [
+    "bonus:0.5",
+    "bonus:0.05",
+    "psr",
+    "nsr",
+    "w_reinforce:0.5",
+    "lr:0.5",
+    "max_grad_norm:0.05",
+    "clip_cov:0.1",
+    "kl_cov",
+]
 
 
 class Answers(InterventionsProbe):
@@ -145,7 +155,7 @@ def test_the_strength_that_halves_the_fall_does_so_in_the_twin(
 
     plain = forward(twin.update_without)
     assert plain < -0.005
-    for name, family in (("bonus:0.5", "bonus"), ("lr:0.5", "lr")):
+    for name, family in (("bonus:0.5", "bonus"), ("bonus:0.05", "bonus"), ("lr:0.5", "lr")):
         strength = answers[f"intervention/{name}/halves_at"].value
         name = f"{family}:{strength}"
         assert forward(twin.steps_with(name, twin.gradients_with(name))[1]) == pytest.approx(0.5 * plain, rel=0.03)
