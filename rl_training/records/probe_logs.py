@@ -19,7 +19,7 @@ def probe_logs(folder: str | Path) -> pd.DataFrame:
     Sorted by step and time. Half of a log that was never finished is not listed. What is not available is nan.
     """
     rows = []
-    for summary in sorted(Path(folder).rglob(f"entropy_probe_*{SUMMARY}")):
+    for summary in sorted(Path(folder).rglob(f"entropy_probe_*{SUMMARY}"), key=_stem):
         content = json.loads(summary.read_text(encoding="utf-8"))
         about = {key: content[key] for key in ("checkpoint", "step", "time", "level")}
         rows.append({"path": _log_of(summary), **about, **content["core"], "seconds": content["timing"].get("all")})
@@ -55,8 +55,13 @@ def read_probe_log(path: str | Path) -> dict[str, pd.DataFrame]:
     return tables
 
 
+def _stem(summary: Path) -> Path:
+    """Returns the path of a log without the end of its name: a second log of one second, …_2, comes after the first."""
+    return summary.with_name(summary.name.removesuffix(SUMMARY))
+
+
 def _log_of(summary: Path) -> str:
-    stem = summary.name.removesuffix(SUMMARY)
+    stem = _stem(summary).name
     packed = summary.with_name(f"{stem}.json.gz")
     return str(packed if packed.is_file() else summary.with_name(f"{stem}.json"))
 
