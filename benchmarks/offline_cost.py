@@ -2,8 +2,8 @@
 
     OMP_NUM_THREADS=1 python benchmarks/offline_cost.py [--shape default_task hidden256 hidden512] [--rank 0]
 
-Random weights, one optimizer step, a checkpoint, and a look at it. Memory is what this process has at most during a
-look beyond what it had before (the trainer with weights and moments), from Linux's own account of it. Seconds of a
+Random weights, one optimizer step, a checkpoint, and its analysis. Memory is what this process has at most during that,
+beyond what it had before (the trainer with weights and moments), from Linux's own account of it. Seconds of a
 sequence (generated, scored, a backward) are measured apart, in batches as large, and put into the formula.
 """
 

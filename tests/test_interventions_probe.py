@@ -170,7 +170,7 @@ def test_what_changes_nothing_is_exactly_nothing(run: tuple[Answers, Recorder]) 
             estimate = answers[f"intervention/kl_cov/{quantity}"]
             assert (estimate.value, estimate.stderr) == (0.0, 0.0)
         assert "every ratio is 1" in answers["intervention/kl_cov/delta_h"].reason
-        assert "below 0.1 mnats" in answers["intervention/kl_cov/price"].reason
+        assert "below 0.0001 nats" in answers["intervention/kl_cov/price"].reason
 
 
 def test_kept_is_what_the_whole_momentum_would_do_and_learning_rates_act_at_once(run: tuple[Answers, Recorder]) -> None:

@@ -1,4 +1,4 @@
-"""A trainer that stands at a checkpoint: its step is training's, nothing is moved, and the prediction comes true."""
+"""A trainer restored at a checkpoint: its step is training's, nothing is moved, and the prediction comes true."""
 
 from __future__ import annotations
 

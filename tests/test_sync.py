@@ -1,4 +1,4 @@
-"""Claims on bringing runs home, held against a folder, a real SFTP server and a real S3 interface.
+"""Claims on downloading runs, held against a folder, a real SFTP server and a real S3 interface.
 
 SFTP is asyncssh's server, with a key of its own and a client that has to know it; S3 is moto's server. Both listen on
 this machine only, and end with the tests.

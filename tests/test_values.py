@@ -1,4 +1,4 @@
-"""Values that are judged by themselves: at once, before any import that takes long, in one line with the way out."""
+"""Values that are judged by themselves: at once, before any import that takes long, in one line with the fix."""
 
 from __future__ import annotations
 

@@ -3,8 +3,8 @@
     ∂loss = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik          (engine/loss_weights.py)
 
 A loss is what it hands back to log-probabilities and to entropies. So an intervention on it is a function from what
-the loss knows to new c and d: the same one predicts what it would do, measures it offline, and trains with it. Its unit
-is a microbatch, as in a training: the tokens of highest entropy, for example, are those of this rank's microbatch.
+the loss knows to new c and d. Its unit is a microbatch, as in training: the tokens of highest entropy, for example, are
+those of this rank's microbatch. So far the functions serve predictions alone: no run trains with them.
 """
 
 from __future__ import annotations

@@ -139,7 +139,7 @@ class Intervention:
     strength: float = field(default=math.nan)
 
     def why_none(self, loss: LossInputs) -> str:
-        """Returns why it cannot be had on this loss, "" if it can."""
+        """Returns why it is not available with this loss, "" if it can."""
         return next((why for there, why in map(NEEDS.__getitem__, self.remedy.needs) if not there(loss)), "")
 
     def __call__(self, loss: LossInputs) -> Remedied:

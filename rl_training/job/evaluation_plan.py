@@ -98,8 +98,8 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
     name = str(e["name"] or task_name)
     if "/" in name or name.startswith("."):
         raise ValueError(f"evaluation.name={name} names a folder: letters, digits and dashes are safe")
-    home = Path(asked["output"]) if asked["output"] else run
-    if home is None:
+    root = Path(asked["output"]) if asked["output"] else run
+    if root is None:
         raise ValueError(f"{next(iter(checkpoints.values()))} is in no run's folder: say where to write, output=PATH")
     for metric in asked["metrics"]:
         if metric in BUILT_IN:
@@ -114,7 +114,7 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
     plan = EvaluationPlan(
         run=run,
         config=config,
-        folder=home / EVALUATIONS / name,
+        folder=root / EVALUATIONS / name,
         prefix="evaluation/" if own_task and name == task_name else f"evaluation/{name}/",
         checkpoints=checkpoints,
         sampling=Sampling(rows, e["responses_per_prompt"], e["greedy"], e["batch_size"], e["seed"]),

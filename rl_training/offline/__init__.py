@@ -1,1 +1,1 @@
-"""A trainer that stands at a checkpoint: what its next step does to entropy, predicted and measured."""
+"""A trainer restored at a checkpoint: what its next step does to entropy, predicted and measured."""

@@ -1,4 +1,4 @@
-"""A trainer that stands at a checkpoint: weights, optimizer and scheduler as the step after it would find them.
+"""A trainer restored at a checkpoint: weights, optimizer and scheduler as the step after it would find them.
 
 Weights and optimizer are loaded by transformers' own code, which knows in which order an optimizer numbers its
 parameters (those that decay first, then biases and norms: not the order of the model). What is left to go wrong is

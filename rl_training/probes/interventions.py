@@ -50,7 +50,7 @@ FEW_FOLDS = (
 )
 NO_REWARD = "the gradient of the reward is known from Dr-GRPO's loss on all responses, and from no other"
 LOST = "the interval of its ΔH holds 0"
-TOO_SMALL = f"its ΔH is below {1e3 * SMALLEST:g} mnats"
+TOO_SMALL = f"its ΔH is below {SMALLEST:g} nats"
 NOT_LINEAR = "the gradient is no straight line in the strength: each strength would take a backward of its own"
 NO_STRENGTH = "it has no strength"
 NO_FALL = "entropy does not surely fall at this step"

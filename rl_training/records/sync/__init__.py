@@ -1,4 +1,4 @@
-"""Bringing runs home: from a folder, another machine or a store, to a folder here; again and again while they run.
+"""Downloading runs: from a folder, another machine or a store, to a folder here; again and again while they run.
 
 listing.py    what the source holds, and which of it is wanted
 copying.py    one file, whole or not at all; one pass over all of them
