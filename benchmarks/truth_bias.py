@@ -5,8 +5,8 @@
 
 From each checkpoint of RUN, along the steps that several U make, 1, 2, 3, 5 and 10 times as long: PDIS on disjoint E's
 of one large pool, held against responses drawn afresh to its prompts, at the moved parameters with common random
-numbers. Of each E: ESS/N, Pareto's k̂ of its weights, the even part of the change over the odd one. The last tables are over
-all E's of all steps, in classes of such a sign: how often 95 % intervals hold, and by how many bars they are off.
+numbers. Of each E: ESS/N, Pareto's k̂ of its weights, the even part of the change over the odd one. The last tables are
+over all E's of all steps, in classes of such a sign: how often 95 % intervals hold, and by how many bars they are off.
 """
 
 from __future__ import annotations
