@@ -1,11 +1,12 @@
 """Modules import only downward, and each outside library only in the rooms that may know it.
 
-The folder says the floor: rooms that stand on the same line of FLOORS do not know each other.
+The folder says the floor. What any loop's host needs can be imported where TRL is not installed.
 """
 
 from __future__ import annotations
 
 import ast
+import functools
 import sys
 from pathlib import Path
 
@@ -47,11 +48,11 @@ LIBRARIES = {
     "interventions": {"torch"},
     "probes": {"torch"},
     "records": {
-        "torch", "transformers", "safetensors", "tqdm", "rich", "matplotlib", "numpy", "jinja2", "wandb", "trackio",
-        "wandb_workspaces", "pandas", "scipy", "fsspec", "yaml", "tensorboard",
+        "torch", "safetensors", "rich", "matplotlib", "numpy", "jinja2", "wandb", "wandb_workspaces", "pandas", "scipy",
+        "fsspec", "yaml", "tqdm",
     },
     "evaluation": {"torch", "transformers", "peft", "numpy", "rich", "tqdm"},
-    "hosts": {"torch", "transformers", "numpy"},
+    "hosts": {"torch", "numpy"},
     "hosts/trl": {"torch", "transformers", "numpy", *LOOPS},  # deepspeed only while it trains
     "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich", "matplotlib", "yaml"},
     "tasks": {
@@ -59,7 +60,10 @@ LIBRARIES = {
         "torch", "transformers", "tokenizers", "datasets", "numpy", "math_verify", "sympy", "latex2sympy2_extended",
         "safetensors",
     },
-    "job": {"torch", "transformers", "accelerate", "hydra", "omegaconf", "yaml"},
+    "job": {
+        "torch", "transformers", "accelerate", "hydra", "omegaconf", "yaml", "tqdm", "wandb", "trackio", "tensorboard",
+        "matplotlib",
+    },
 }  # fmt: skip
 COMMANDS = {
     "kernel",
@@ -131,6 +135,47 @@ def test_a_loops_libraries_are_imported_where_that_loop_is_told_of_only() -> Non
     importing = {path: {name.partition(".")[0] for name in imports_of(path)} & LOOPS for path in FILES}
     folders = {path.relative_to(ROOT).parent.as_posix() for path, names in importing.items() if names}
     assert folders == {"rl_training/hosts/trl", "rl_training/job"}
+
+
+@functools.cache
+def imported_at_once(path: Path) -> set[str]:
+    """Returns what a module imports while it is imported itself, not what its functions import, nor for types only."""
+    names: set[str] = set()
+    statements = list(ast.parse(path.read_text(encoding="utf-8")).body)
+    for node in statements:  # grows
+        if isinstance(node, ast.If) and ast.unparse(node.test) != "TYPE_CHECKING":
+            statements += node.body + node.orelse
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def imported_with(module: str) -> set[str]:
+    """Returns the libraries that come along when a module of this package is imported, by whatever way."""
+    libraries: set[str] = set()
+    modules = [module]
+    for name in modules:  # grows
+        parts = name.split(".")
+        above = [".".join(parts[:count]) for count in range(1, len(parts))]
+        file = ROOT.joinpath(*parts).with_suffix(".py")
+        file = file if file.exists() else ROOT.joinpath(*parts, "__init__.py")
+        found = imported_at_once(file) if file.exists() else set()  # else it is a name in the module above
+        libraries |= {other.partition(".")[0] for other in found if not other.startswith("rl_training")}
+        modules += {*above, *(other for other in found if other.startswith("rl_training"))} - {*modules}
+    return libraries
+
+
+def test_what_any_host_needs_is_imported_without_trl_and_transformers() -> None:
+    """The same for what writes and reads records; matplotlib comes with pages and pictures only."""
+    rooms = ("mathematics", "engine", "interventions", "probes", "records", "hosts")
+    files = [path for room in rooms for path in (PACKAGE / room).glob("*.py")]
+    assert "matplotlib" in imported_with("rl_training.records.report")
+    assert "trl" in imported_with("rl_training.job.build")
+    for path in files:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        assert not imported_with(module) & {*LOOPS, "transformers", "peft", "matplotlib"}, module
 
 
 def private_members_named_in(path: Path) -> set[str]:

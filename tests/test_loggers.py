@@ -20,10 +20,10 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from transformers import TrainerState
 from wandb.proto import wandb_internal_pb2
 
+from rl_training.job.loggers import TensorBoardLogger, TrackioLogger, WandbLogger
 from rl_training.probes.gns import ADAM, RATIOS
 from rl_training.records.jsonl import read_metrics
-from rl_training.records.loggers import CORE, TensorBoardLogger, TrackioLogger, WandbLogger
-from rl_training.records.workspace import SECTIONS
+from rl_training.records.workspace import CORE, SECTIONS
 
 SETTINGS = [
     "buffer=filtered",

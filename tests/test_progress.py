@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_training.records import progress
-from rl_training.records.progress import StepProgress
+from rl_training.job import progress
+from rl_training.job.progress import StepProgress
 
 
 def test_the_bar_fits_into_80_columns_with_the_entropy_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:

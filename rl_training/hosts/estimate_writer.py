@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping
 
-from transformers.utils import logging
-
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.jsonl import Records
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class EstimateWriter:

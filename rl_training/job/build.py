@@ -17,6 +17,8 @@ from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.alert import EntropyAlert
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.job.command_line import libraries_refuse
+from rl_training.job.loggers import LOGGERS, MetricsLogger
+from rl_training.job.progress import StepProgress
 from rl_training.job.run import TrainingRun
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
 from rl_training.job.settings import check_run, check_settings
@@ -27,10 +29,9 @@ from rl_training.offline.restored import RestoredTrainer, restore
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import Records
-from rl_training.records.loggers import CORE, LOGGERS, MetricsLogger
 from rl_training.records.masking import without_secrets
-from rl_training.records.progress import StepProgress
 from rl_training.records.provenance import provenance
+from rl_training.records.workspace import CORE
 from rl_training.tasks.task import Task
 
 EVAL_BATCH = 4  # microbatches at once in evaluation, which keeps nothing for a backward

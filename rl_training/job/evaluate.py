@@ -27,11 +27,11 @@ from rl_training.evaluation.responses import GREEDY, Response
 from rl_training.evaluation.workers import reason_of
 from rl_training.job.evaluation_plan import EvaluationPlan, fingerprint, read_plan
 from rl_training.job.evaluation_worker import CheckpointResponses, ask, join
+from rl_training.job.loggers import LOGGERS, MetricsLogger
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import consolidate, locked, read_table, write_step
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.loggers import LOGGERS, MetricsLogger
 from rl_training.records.report import write_report
 
 PATIENCE = timedelta(days=7)  # for which processes wait for the slowest one

@@ -14,11 +14,11 @@ from transformers.utils import logging
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.job.command_line import Interrupted, libraries_refuse
 from rl_training.job.explain import quoted
+from rl_training.job.loggers import MetricsLogger
 from rl_training.job.stopping import StopAtStepEnd
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.loggers import MetricsLogger
 from rl_training.records.report import print_summary, write_report
 
 logger = logging.get_logger(__name__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -12,11 +13,10 @@ from typing import Protocol
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.utils import logging
 
 from rl_training.records.checksums import checksum
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 PROBE_STATES = "probes.safetensors"
 BUFFER_STATE = "buffer.safetensors"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import re
 import shutil
 import zipfile
@@ -11,14 +12,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from transformers.utils import logging
 
 from rl_training.records.checkpoint_states import BUFFER_STATE, PROBE_STATES, about
 from rl_training.records.checksums import changed_files
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE
 
-logger = logging.get_logger(__name__)
+logger = logging.getLogger(__name__)
 
 SET_ASIDE = "set_aside"  # folder in it, with checkpoints of steps that are taken again
 WEIGHTS_ALONE = "model"  # folder of weights whose parent holds the optimizer

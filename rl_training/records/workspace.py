@@ -26,6 +26,14 @@ class Panel:
     bands: bool = False  # of two standard errors around each metric, where the dashboard can draw them
 
 
+# What one looks at first, of any run: logger.metrics=core shows these only, and stock TRL's printed lines keep them.
+CORE = (
+    "loss", "reward", "reward_std", "frac_reward_zero_std", "grad_norm", "learning_rate", "completions/mean_length",
+    "entropy", "entropy/token", "delta_h/forward", "delta_h/forward_se", "delta_h/cumulative_predicted",
+    "delta_h/cumulative_measured", "gns/batch_ratio", "ess/advantage_fraction", "probe_cost/fraction_of_step",
+    "forecast/chance_below", "eval_reward",
+)  # fmt: skip
+
 NATS = "nats per token"
 SECTIONS = {
     "reward": [

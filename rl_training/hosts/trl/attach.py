@@ -39,7 +39,7 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
-from rl_training.records.loggers import CORE
+from rl_training.records.workspace import CORE
 
 
 def attach(

@@ -31,14 +31,6 @@ WANDB_RUN_ID = "wandb_run_id"  # file in logs/: the run that a resumed training 
 STDERRS = 2  # in the half of a band: about a 95 % interval
 PANELS = [panel for panels in SECTIONS.values() for panel in panels]
 
-# What one looks at first, of any run: logger.metrics=core shows these only.
-CORE = (
-    "loss", "reward", "reward_std", "frac_reward_zero_std", "grad_norm", "learning_rate", "completions/mean_length",
-    "entropy", "entropy/token", "delta_h/forward", "delta_h/forward_se", "delta_h/cumulative_predicted",
-    "delta_h/cumulative_measured", "gns/batch_ratio", "ess/advantage_fraction", "probe_cost/fraction_of_step",
-    "forecast/chance_below", "eval_reward",
-)  # fmt: skip
-
 
 class MetricsLogger(TrainerCallback):
     """What the three have in common: `start` before training, `log` at each step, `finish` after the report."""
