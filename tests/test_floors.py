@@ -58,7 +58,7 @@ LIBRARIES = {
     "tasks": {
         "tqdm",
         "torch", "transformers", "tokenizers", "datasets", "numpy", "math_verify", "sympy", "latex2sympy2_extended",
-        "safetensors",
+        "safetensors", "reasoning_gym",
     },
     "job": {
         "torch", "transformers", "accelerate", "hydra", "omegaconf", "yaml", "tqdm", "wandb", "trackio", "tensorboard",

@@ -113,3 +113,12 @@ def test_what_stands_outside_the_tags_does_not_matter() -> None:
 
 def test_the_metric_of_the_reward_keeps_its_name(task: Task) -> None:
     assert task.reward.__name__ == "arithmetic_reward"
+
+
+def test_chains_have_as_many_operands_as_asked_for_and_no_fewer_than_three() -> None:
+    longer = arithmetic(num_train=100, num_eval=10, min_operands=8, max_operands=9)
+    for dataset in (longer.train_dataset, longer.eval_dataset):
+        assert {len(partial_results(prompt)) for prompt in dataset["prompt"]} == {8, 9}
+    for least, most in ((2, 7), (5, 4)):
+        with pytest.raises(ValueError, match=f"data.min_operands={least} and data.max_operands={most} are no range"):
+            arithmetic(min_operands=least, max_operands=most)

@@ -104,14 +104,14 @@ def test_warm_start_loss_is_the_mean_over_completion_tokens_and_eos_alone() -> N
             logps = model(ids[None]).logits[0].log_softmax(-1)
         nll -= sum(logps[place - 1, ids[place]].item() for place in range(num_prompt, len(ids)))
         num_tokens += len(ids) - num_prompt
-    assert warm_start(model, tokenizer, seed=5, num_steps=1) == [pytest.approx(nll / num_tokens, rel=1e-5)]
+    assert warm_start(model, tokenizer, worked_examples(5), num_steps=1) == [pytest.approx(nll / num_tokens, rel=1e-5)]
 
 
 def test_remaking_is_bitwise_reproducible_and_leaves_the_random_state_alone() -> None:
     def weights(seed: int) -> torch.Tensor:
         tokenizer = build_tokenizer()
         model = build_model(tokenizer, seed)
-        losses = warm_start(model, tokenizer, seed, num_steps=12)
+        losses = warm_start(model, tokenizer, worked_examples(seed), num_steps=12)
         assert losses[-1] < losses[0]
         return torch.nn.utils.parameters_to_vector(model.parameters())
 

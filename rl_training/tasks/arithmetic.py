@@ -1,9 +1,9 @@
 """The default task: chains of one-digit additions and subtractions, easy enough for 100k parameters.
 
-A chain has 3 to 7 operands, and every partial result is a digit: `7+2-3=?<think>` has the partial results
-7, 9, 6 and the answer 6. A chain is drawn by its partial results: a walk on 0..9 in which each step goes to
-one of the nine other digits with equal chance. So there are 10 * 9^(n-1) chains of n operands, and no operand
-after the first is 0.
+A chain has 3 to 7 operands, or as many as asked for, and every partial result is a digit: `7+2-3=?<think>`
+has the partial results 7, 9, 6 and the answer 6. A chain is drawn by its partial results: a walk on 0..9 in
+which each step goes to one of the nine other digits with equal chance. So there are 10 * 9^(n-1) chains of n
+operands, and no operand after the first is 0.
 
 A fixed eighth of all chains, picked by a checksum of the prompt, is held out: whatever the seeds, neither
 training nor the worked examples of the warm start ever show a prompt that evaluation asks.
@@ -11,7 +11,6 @@ training nor the worked examples of the warm start ever show a prompt that evalu
 
 import random
 import re
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -19,11 +18,10 @@ from typing import Any
 
 from datasets import Dataset
 
-from rl_training.tasks.task import Task
+from rl_training.tasks.task import Task, WorkedExample, is_held_out
 
 MIN_OPERANDS = 3
 MAX_OPERANDS = 7
-_HELD_OUT_ONE_IN = 8
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
@@ -51,26 +49,33 @@ class Chain:
     @property
     def held_out(self) -> bool:
         """Whether the chain belongs to evaluation; a property of the prompt alone, not of any seed."""
-        return zlib.crc32(self.prompt.encode()) % _HELD_OUT_ONE_IN == 0
+        return is_held_out(self.prompt)
 
 
-@dataclass(frozen=True)
-class WorkedExample:
-    """A prompt and a right completion of it, without the end-of-sequence token."""
-
-    prompt: str
-    completion: str
-
-
-def arithmetic(num_train: int = 4096, num_eval: int = 512, seed: int = 0) -> Task:
+def arithmetic(
+    num_train: int = 4096,
+    num_eval: int = 512,
+    seed: int = 0,
+    min_operands: int = MIN_OPERANDS,
+    max_operands: int = MAX_OPERANDS,
+) -> Task:
     """The arithmetic task: `num_train` training and `num_eval` held-out chains, no prompt twice.
 
     The number of operands is drawn uniformly, and a chain drawn before is drawn anew; as there are only 810
-    chains of three operands, they come out somewhat rarer than the others.
+    chains of three operands, they come out somewhat rarer than the others. The embedded model was warmed up on
+    3 to 7 operands; more are harder for it, and want a larger max_completion_length (4 tokens an operand and 6).
+
+    Raises ValueError when fewer than three operands are asked for, or no range.
     """
+    if not MIN_OPERANDS <= min_operands <= max_operands:
+        raise ValueError(
+            f"data.min_operands={min_operands} and data.max_operands={max_operands} are no range: use at least "
+            f"{MIN_OPERANDS} operands, and no maximum below the minimum"
+        )
+    operands = min_operands, max_operands
     return Task(
-        train_dataset=_dataset(num_train, held_out=False, seed=seed),
-        eval_dataset=_dataset(num_eval, held_out=True, seed=seed),
+        train_dataset=_dataset(num_train, operands, held_out=False, seed=seed),
+        eval_dataset=_dataset(num_eval, operands, held_out=True, seed=seed),
         reward=arithmetic_reward,
         given_answer=given_answer,
         reward_range=(0.0, 1.0),
@@ -95,26 +100,26 @@ def worked_examples(seed: int) -> Iterator[WorkedExample]:
     """
     rng = random.Random(seed)
     while True:
-        chain = _draw(rng)
+        chain = _draw(rng, (MIN_OPERANDS, MAX_OPERANDS))
         if chain.held_out:
             continue
         thought = _running_result(chain) if rng.random() < 0.5 else ""
         yield WorkedExample(chain.prompt, f"{thought}</think><answer>{chain.answer}</answer>")
 
 
-def _dataset(num_rows: int, *, held_out: bool, seed: int) -> Dataset:
+def _dataset(num_rows: int, operands: tuple[int, int], *, held_out: bool, seed: int) -> Dataset:
     rng = random.Random(f"{seed}, held out: {held_out}")
     chains: dict[Chain, None] = {}  # a set that keeps the order of drawing
     while len(chains) < num_rows:
-        chain = _draw(rng)
+        chain = _draw(rng, operands)
         if chain.held_out == held_out:
             chains[chain] = None
     return Dataset.from_dict({"prompt": [c.prompt for c in chains], "answer": [c.answer for c in chains]})
 
 
-def _draw(rng: random.Random) -> Chain:
+def _draw(rng: random.Random, operands: tuple[int, int]) -> Chain:
     results = [rng.randrange(10)]
-    for _ in range(rng.randint(MIN_OPERANDS, MAX_OPERANDS) - 1):
+    for _ in range(rng.randint(*operands) - 1):
         results.append((results[-1] + rng.randrange(1, 10)) % 10)
     return Chain(tuple(results))
 

@@ -1,9 +1,12 @@
 """The interface of a task: what is asked (two datasets) and what an answer is worth (a reward)."""
 
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from datasets import Dataset
+
+_HELD_OUT_ONE_IN = 8
 
 
 @dataclass(frozen=True)
@@ -19,3 +22,16 @@ class Task:
     # what evaluation counts as one vote: the answer that the reward reads from a text, None where it reads none
     given_answer: Callable[[str], str | None] | None = None
     reward_range: tuple[float, float] | None = None  # the least and the most that a response can earn; None: not known
+
+
+@dataclass(frozen=True)
+class WorkedExample:
+    """A prompt and a right completion of it, without the end-of-sequence token."""
+
+    prompt: str
+    completion: str
+
+
+def is_held_out(prompt: str) -> bool:
+    """Whether a made-up prompt belongs to evaluation: one in eight, by a checksum of the text and not by any seed."""
+    return zlib.crc32(prompt.encode()) % _HELD_OUT_ONE_IN == 0

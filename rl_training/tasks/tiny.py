@@ -6,12 +6,15 @@ up on worked examples in two styles, with and without the running result, and an
 the time; only the first is mostly right. So there is something for reinforcement learning to find, and
 entropy for it to spend.
 
-Remake the checkpoint with `python -m rl_training.tasks.tiny`. The same seed gives bitwise the same weights on the
-same kind of machine. Another seed's checkpoint starts and ends elsewhere, which is why one is shipped.
+Remake the checkpoint with `python -m rl_training.tasks.tiny`; `--task NAME` makes the same model for a task of
+reasoning-gym instead, warmed up on answers alone. The same seed gives bitwise the same weights on the same
+kind of machine. Another seed's checkpoint starts and ends elsewhere, which is why one is shipped.
 """
 
 import argparse
+import json
 import string
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -29,7 +32,9 @@ from transformers import (
     get_cosine_with_min_lr_schedule_with_warmup,
 )
 
-from rl_training.tasks.arithmetic import WorkedExample, worked_examples
+from rl_training.tasks.arithmetic import worked_examples
+from rl_training.tasks.reasoning_gym import answered_examples
+from rl_training.tasks.task import WorkedExample
 
 TINY_PATH = Path(__file__).parent / "assets" / "tiny"
 
@@ -83,13 +88,15 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen2ForCausal
 
 
 def warm_start(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, seed: int, num_steps: int = 450
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    examples: Iterator[WorkedExample],
+    num_steps: int = 450,
 ) -> list[float]:
     """The loss of each step of supervised training on worked examples, in nats per completion token.
 
     AdamW at 4e-3, 32 examples a step, 20 steps of linear warm-up, then a cosine down to a tenth.
     """
-    examples = worked_examples(seed)
     optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3, betas=(0.9, 0.98))
     schedule = get_cosine_with_min_lr_schedule_with_warmup(
         optimizer, num_warmup_steps=20, num_training_steps=num_steps, min_lr_rate=0.1
@@ -117,6 +124,10 @@ def _collate(tokenizer: PreTrainedTokenizerFast, examples: list[WorkedExample]) 
     for example in examples:
         prompt = tokenizer(example.prompt).input_ids
         completion = tokenizer(example.completion + _EOS).input_ids
+        if len(prompt) + len(completion) > _MAX_LENGTH:
+            raise ValueError(
+                f"{example.prompt!r} with its answer is longer than {_MAX_LENGTH} tokens: use another task"
+            )
         rows.append(torch.tensor(prompt + completion))
         labels.append(torch.tensor([_IGNORED] * len(prompt) + completion))
     return (
@@ -128,18 +139,27 @@ def _collate(tokenizer: PreTrainedTokenizerFast, examples: list[WorkedExample]) 
 def main() -> None:
     parser = argparse.ArgumentParser(
         prog="python -m rl_training.tasks.tiny",
-        description="Make the tiny default model: build it, warm it up on worked arithmetic (about 15 "
-        "seconds on one core) and save it with its tokenizer.",
+        description="Make the tiny default model: build it, warm it up on worked arithmetic, or on the answers of a "
+        "task of reasoning-gym (about 15 seconds on one core), and save it with its tokenizer.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--output", type=Path, default=TINY_PATH, metavar="DIR", help="folder to write")
     parser.add_argument("--seed", type=int, default=0, metavar="N", help="seed of weights and examples")
+    parser.add_argument("--task", metavar="NAME", help="of reasoning-gym; none: arithmetic")
+    parser.add_argument("--settings", type=json.loads, metavar="JSON", help='of that task: {"max_terms": 3}')
     arguments = parser.parse_args()
+    if arguments.task and arguments.output == TINY_PATH:
+        parser.error("--task needs --output FOLDER: the package's own model is that of arithmetic")
 
     torch.set_num_threads(1)  # sums over several threads have another order; and one is faster at this size
     tokenizer = build_tokenizer()
     model = build_model(tokenizer, arguments.seed)
-    losses = warm_start(model, tokenizer, arguments.seed)
+    examples = (
+        answered_examples(arguments.task, arguments.seed, arguments.settings)
+        if arguments.task
+        else worked_examples(arguments.seed)
+    )
+    losses = warm_start(model, tokenizer, examples)
     model.save_pretrained(arguments.output)
     tokenizer.save_pretrained(arguments.output)
     print(f"{arguments.output}: {model.num_parameters()} parameters, last loss {losses[-1]:.3f} nats a token")

@@ -1,0 +1,93 @@
+"""Procedural tasks of the package reasoning-gym (Stojanovski et al. 2025, arXiv:2505.24760), made on the spot.
+
+A row's prompt is the package's question and `<think>`; the reward is the package's own score, from 0 to 1, of what the
+one `<answer>…</answer>` of a completion holds. Many tasks score a near miss above 0.
+
+The questions of the package's item 0, 1, … under a seed become training rows or held-out rows by a checksum of their
+text (`is_held_out`), so that no seed ever trains on what evaluation asks. Questions drawn before are passed over.
+
+Tasks with short questions and answers suit a tiny model, which `python -m rl_training.tasks.tiny --task NAME` makes.
+"""
+
+import difflib
+import importlib.util
+import sys
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from datasets import Dataset
+
+from rl_training.tasks.arithmetic import given_answer
+from rl_training.tasks.task import Task, WorkedExample, is_held_out
+
+_ENDLESS = 1 << 40  # items; each is made when it is asked for
+_TRIES = 20  # draws for each row that is asked for, most of which find no new question where there are few
+
+
+def reasoning_gym(
+    task: str, num_train: int = 4096, num_eval: int = 512, seed: int = 0, settings: Mapping[str, Any] | None = None
+) -> Task:
+    """The task of that name in reasoning-gym: `num_train` training and `num_eval` held-out questions, none twice.
+
+    settings  of that task, as its configuration in the package names them: {"min_terms": 2, "max_digits": 1}
+
+    Raises ImportError without the package, and ValueError for a name or a setting that it does not know, and where the
+    task has fewer questions than rows are asked for.
+    """
+    rows: dict[bool, dict[str, Any]] = {False: {}, True: {}}  # by held out: the package's entry of each prompt
+    wanted = {False: num_train, True: num_eval}
+    gym = _gym(task, seed, settings)
+    for number in range(_TRIES * (num_train + num_eval)):
+        entry = gym[number]
+        prompt = _prompt(entry)
+        of_split = rows[is_held_out(prompt)]
+        if len(of_split) < wanted[is_held_out(prompt)]:
+            of_split.setdefault(prompt, entry)
+        elif all(len(rows[split]) == wanted[split] for split in rows):
+            break
+    if any(len(rows[split]) < wanted[split] for split in rows):
+        raise ValueError(
+            f"data.task={task} has only {len(rows[False])} training and {len(rows[True])} held-out questions under "
+            f"these settings: ask for fewer by data.num_train and data.num_eval, or widen data.settings"
+        )
+    entries = rows[False] | rows[True]
+
+    def reasoning_gym_reward(completions: list[str], prompts: list[str], **kwargs: Any) -> list[float]:
+        pairs = zip(completions, prompts, strict=True)
+        return [float(gym.score_answer(given_answer(text), entries[prompt])) for text, prompt in pairs]
+
+    train, held_out = (
+        Dataset.from_dict({"prompt": list(of_split), "answer": [str(entry["answer"]) for entry in of_split.values()]})
+        for of_split in rows.values()
+    )
+    return Task(train, held_out, reasoning_gym_reward, given_answer, (0.0, 1.0))
+
+
+def answered_examples(task: str, seed: int, settings: Mapping[str, Any] | None = None) -> Iterator[WorkedExample]:
+    """Training questions of a task with the package's answer, without end: for a warm start, see tiny.py."""
+    gym = _gym(task, seed, settings)
+    for number in range(_ENDLESS):
+        entry = gym[number]
+        if entry["answer"] is None:
+            raise ValueError(f"task={task} states no answers to learn from: use another task")
+        if not is_held_out(_prompt(entry)):
+            yield WorkedExample(_prompt(entry), f"</think><answer>{entry['answer']}</answer>")
+
+
+def _prompt(entry: Mapping[str, Any]) -> str:
+    return f"{entry['question']}<think>"
+
+
+def _gym(task: str, seed: int, settings: Mapping[str, Any] | None) -> Any:
+    """Returns the package's dataset without an end."""
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise ImportError(f"reasoning-gym is not installed: pip install reasoning-gym, for {sys.executable}")
+    from reasoning_gym.factory import DATASETS, create_dataset
+
+    if task not in DATASETS:
+        close = difflib.get_close_matches(task, DATASETS)
+        raise ValueError(f"data.task={task} is no task of reasoning-gym: use {' or '.join(close or sorted(DATASETS))}")
+    try:
+        return create_dataset(task, size=_ENDLESS, seed=seed, **(settings or {}))
+    except (TypeError, AssertionError) as error:  # an unknown setting, and a value that the task refuses
+        raise ValueError(f"data.settings={dict(settings or {})} do not suit data.task={task}: {error}") from error
