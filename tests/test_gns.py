@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 import os
 import random
 import statistics
+from collections.abc import Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -24,6 +27,7 @@ from rl_training.engine.batch import Rollout
 from rl_training.engine.gradient_rows import GradientRows
 from rl_training.engine.step import Ranks, Step
 from rl_training.mathematics.adamw import WARM_STEPS, AdamWState
+from rl_training.mathematics.folds import ranges_of
 from rl_training.mathematics.noise_scale import (
     Averages,
     average,
@@ -104,32 +108,32 @@ class Loop:
         self.ranks = ranks
         self.steps = 0
 
-    def step(self, vectors: Tensor) -> dict[str, Estimate]:
-        """Returns the probe's answers to one step on vectors (K, b, DIM): K microbatches of b prompts on this rank."""
-        num_microbatches = len(vectors)
+    def step(self, vectors: Sequence[Tensor] | Tensor) -> dict[str, Estimate]:
+        """Returns the probe's answers to one step on K vectors (b, DIM): microbatches of b prompts on this rank."""
+        num_microbatches, sizes = len(vectors), [len(block) for block in vectors]
         self.steps += 1
-        self.rows.start_step(range(num_microbatches), num_microbatches, self.states)
+        self.rows.start_step(range(num_microbatches), num_microbatches, self.states, sizes)
         for k, block in enumerate(vectors):
             if isinstance(self.model, DistributedDataParallel):
                 self.model.require_backward_grad_sync = k == num_microbatches - 1  # as no_sync does on all but the last
-            loss = self.model(block) / num_microbatches
+            loss = self.model(block) * len(block) / sum(sizes)
             self.rows.arm(k)
             loss.backward()
             self.rows.disarm()
-        self.probe.prepare(self.view(*vectors.shape[:2]))
+        self.probe.prepare(self.view(sizes))
         for p in self.parameters.values():
             p.grad = None
         return self.probe.results()
 
-    def view(self, num_microbatches: int, block: int) -> Step:
-        size = num_microbatches * block * G
+    def view(self, prompts: Sequence[int]) -> Step:
+        size = sum(prompts) * G
         ones, zeros = torch.ones(size, 1, dtype=torch.long), torch.zeros(size, 1, dtype=torch.float64)
-        return step_of(
+        step = step_of(
             self.steps,
             Rollout(ones, ones, ones, ones, zeros[:, 0], None, torch.arange(size) // G, None, on_policy=True),
             Scores(zeros, zeros, ones),
             zeros,
-            num_microbatches,
+            len(prompts),
             self.parameters,
             {name: p.grad for name, p in self.parameters.items()},
             NotToBeAsked(),
@@ -137,6 +141,8 @@ class Loop:
             sq_norms=self.rows.sq_norms,
             ranks=self.ranks,
         )
+        rows = ranges_of([number * G for number in prompts])
+        return dataclasses.replace(step, batch=dataclasses.replace(step.batch, microbatch_rows=rows))
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -182,6 +188,17 @@ def assert_near(estimate: Estimate, truth: float) -> None:
 
 
 # --- known truth ------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_unlike_sizes_leave_both_moments_unbiased() -> None:
+    """Over all signs of the four gradients ±1: their variance is 1 and their mean 0, however they are split."""
+    loop, answers = Loop(GradientNoiseScaleProbe()), []
+    for signs in itertools.product((-1.0, 1.0), repeat=4):
+        vectors = torch.zeros(4, DIM, dtype=torch.float64)
+        vectors[:, 0] = torch.tensor(signs)
+        answers.append(loop.step([vectors[:1], vectors[1:]]))
+    for name, truth in zip(RAW, (1.0, 0.0), strict=True):
+        assert statistics.mean(answer[name].value for answer in answers) == pytest.approx(truth, abs=1e-12)
 
 
 @pytest.mark.parametrize(("accumulation", "block"), [(2, 32), (4, 16), (8, 8), (16, 1)])

@@ -293,6 +293,25 @@ def test_disarmed_rows_leave_no_hook(model: TiedModel, rows: GradientRows) -> No
     assert not any(part.any() for part in rows.rows)
 
 
+def test_microbatches_of_unlike_sizes_have_rows_and_norms_of_their_own_mean(model: TiedModel) -> None:
+    """Of 1, 2 and 3 sequences, the first two in one row: the loss of all six is a mean over them."""
+    rows, sizes = rows_of(model, keep_sq_norms=True), [1, 2, 3]
+    batches = torch.cat(microbatches(2)).split(sizes)
+    rows.start_step([0, 0, 1], 2, sizes=sizes)
+    for k, tokens in enumerate(batches):
+        rows.arm(k)
+        (model(tokens) * len(tokens) / sum(sizes)).backward()
+        rows.disarm()
+    both = own_gradient(TiedModel(), torch.cat(batches[:2])), own_gradient(TiedModel(), batches[2])
+    norms = [own_gradient(TiedModel(), tokens) for tokens in batches]
+    assert rows.sq_norms is not None
+    for number, name in enumerate(both[0]):
+        torch.testing.assert_close(kept(rows)[name], torch.stack([own[name] for own in both]))
+        torch.testing.assert_close(
+            rows.sq_norms[:, number, 0], torch.stack([own[name].square().sum() for own in norms])
+        )
+
+
 @pytest.mark.parametrize("offload", [False, True])
 def test_offloaded_rows_are_the_rows_in_host_memory(model: TiedModel, offload: bool) -> None:
     """Two microbatches to a row: it is collected beside the parameters, and copied once it is complete."""

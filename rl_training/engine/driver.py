@@ -34,7 +34,7 @@ from rl_training.engine.padding import PaddingCheck
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Gradients, Step
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.folds import fold_ranges
+from rl_training.mathematics.folds import fold_ranges, ranges_of
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import Layout, Vector
 
@@ -91,19 +91,22 @@ class StepDriver:
 
     # --- the five calls, in the order of a step -----------------------------------------------------------------------
 
-    def begin(self, number: int, microbatches: int | None = None) -> None:
-        """Begins optimizer step `number`, counted from 1."""
+    def begin(self, number: int, sizes: Sequence[int] | None = None) -> None:
+        """Begins optimizer step `number`, counted from 1.
+
+        sizes  sequences of each of its microbatches on this rank; None: what the shape of the loop says
+        """
         probes = [probe for probe in self.probes if probe.measures_at(number)]
         if not probes:
             self._open = OpenStep(number, probes)
             return
-        folds = self.plan_folds(self._loop.shape, microbatches)
+        sizes = self._loop.shape.sizes if sizes is None else sizes
+        folds = self.plan_folds(self._loop.shape, sizes)
         with self._loop.sharding.whole_weights():
             optimizer = view_optimizer(self._loop.sharding, self._parameters)
         if self._rows is not None:
-            starts = range(0, folds[-1].stop, self._loop.shape.microbatch_size)
-            row_of = [next(k for k, rows in enumerate(folds) if start in rows) for start in starts]
-            self._rows.start_step(row_of, len(folds), optimizer.states)
+            row_of = [next(k for k, rows in enumerate(folds) if of.start in rows) for of in ranges_of(sizes)]
+            self._rows.start_step(row_of, len(folds), optimizer.states, sizes)
         self._open = OpenStep(number, probes, folds, optimizer)
 
     def microbatch(
@@ -253,16 +256,17 @@ class StepDriver:
             self._rows.fill_slices(step.folds, batch.microbatch_rows, batch.loss_weights, score)
         return self._rows.rows
 
-    def plan_folds(self, shape: Shape, microbatches: int | None = None) -> tuple[range, ...]:
+    def plan_folds(self, shape: Shape, sizes: Sequence[int] | None = None) -> tuple[range, ...]:
         """Returns the rows of this rank's folds: by default one per microbatch, on many ranks one each.
 
         ValueError, naming a number that would do, where as many folds as the probes ask for are impossible.
         """
-        microbatches, number = microbatches or shape.microbatches, self._num_folds
-        default = 1 if shape.num_ranks >= RANKS_THAT_ARE_FOLDS else microbatches
-        if number is None or microbatches != shape.microbatches:
-            number = default  # the last step of an epoch may be short
-        return fold_ranges([shape.microbatch_size] * microbatches, number, shape.responses_per_prompt)
+        sizes, number = shape.sizes if sizes is None else sizes, self._num_folds
+        default = 1 if shape.num_ranks >= RANKS_THAT_ARE_FOLDS else len(sizes)
+        # The last step of an epoch may be short, and where tokens are counted, no step is as another.
+        if number is None or (len(sizes) != shape.microbatches and number > len(sizes)):
+            number = default
+        return fold_ranges(sizes, number, shape.responses_per_prompt)
 
     def _num_vectors(self) -> int:
         """Returns how many fp32 vectors of all trained parameters a measured step holds on the device."""

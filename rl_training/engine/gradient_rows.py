@@ -3,13 +3,15 @@
 A hook on the leaf sees this rank's gradient of this microbatch alone — before DDP averages it and before it is added to
 `.grad` — which differences of `.grad` do not give on the last microbatch under DDP.
 
-A loop divides the loss by the number of microbatches K, so what a hook sees is 1/K of the microbatch's mean gradient;
-that is undone here, once. The optimizer's gradient is then the mean of the rows (over ranks too).
+A loop's loss is a mean over the B sequences of the step, so what a hook sees of a microbatch of b is b/B of its mean
+gradient; that is undone here, once. The optimizer's gradient is then the mean of the rows, weighted by their sequences
+(over ranks too).
 """
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -45,7 +47,8 @@ class GradientRows:
         self._keep_rows, self._keep_sq_norms = keep_rows, keep_sq_norms
         self._offload = offload
         self._copies = torch.cuda.Stream() if offload and layout.device.type == "cuda" else None
-        self._scale = 1.0  # from what a hook sees to the mean scale
+        self._scales: list[float] = []  # by microbatch: from what a hook sees to the mean over the microbatch
+        self._shares: list[float] = []  # and to its part of the mean over its row
         self._row_of: Sequence[int] = ()  # by microbatch
         self.rows: Vector | None = None  # (K, n) of each bucket
         self._collected: tuple[int, Vector] | None = None  # with offload: the row that is being filled
@@ -54,12 +57,17 @@ class GradientRows:
         self._handles: list[RemovableHandle] = []
 
     def start_step(
-        self, row_of_microbatch: Sequence[int], num_rows: int, states: Mapping[str, object] | None = None
+        self,
+        row_of_microbatch: Sequence[int],
+        num_rows: int,
+        states: Mapping[str, object] | None = None,
+        sizes: Sequence[int] | None = None,
     ) -> None:
         """Makes room for the step that begins.
 
         row_of_microbatch  the row that each microbatch's gradient goes into; rows that none goes into stay zero
         states             AdamW's, for square norms in its metric; those that are not warm yet are nan
+        sizes              sequences of each microbatch; None: of all alike
         """
         self.release()
         if self._keep_rows:
@@ -67,7 +75,12 @@ class GradientRows:
             self.rows = self.layout.zeros(num_rows, device=device, pinned=self._copies is not None)
         self._metric = AdamMetric(states)
         self._meters = [SqNormMeter(self._metric) for _ in row_of_microbatch]
-        self._scale = float(len(row_of_microbatch))
+        sizes = [1] * len(row_of_microbatch) if sizes is None else sizes
+        of_row = Counter[int]()
+        for row, size in zip(row_of_microbatch, sizes, strict=True):
+            of_row[row] += size
+        self._scales = [sum(sizes) / size for size in sizes]
+        self._shares = [sum(sizes) / of_row[row] for row in row_of_microbatch]
         self._row_of = row_of_microbatch
 
     @property
@@ -75,7 +88,8 @@ class GradientRows:
         """|g_k|² and Σ P g_k² by microbatch and parameter, (K, parameters, 2), on the mean scale; None if not kept."""
         if not self._keep_sq_norms:
             return None
-        return self._scale**2 * torch.stack([meter.result(self._parameters) for meter in self._meters])
+        norms = torch.stack([meter.result(self._parameters) for meter in self._meters])
+        return norms * norms.new_tensor(self._scales).square().view(-1, 1, 1)
 
     @property
     def num_bytes(self) -> int:
@@ -85,8 +99,7 @@ class GradientRows:
 
     def arm(self, microbatch: int) -> None:
         """Sets the hooks: gradients that reach the parameters from now on belong to this microbatch."""
-        row = self._row_of[microbatch]
-        share = self._scale / self._row_of.count(row)
+        row, share = self._row_of[microbatch], self._shares[microbatch]
         target = self.layout.by_name(self._target(row)) if self._keep_rows else {}
         for name, param in self._parameters.items():
             if self._keep_rows:

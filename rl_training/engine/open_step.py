@@ -28,6 +28,11 @@ class Shape:
     microbatches: int  # of an optimizer step on this rank; the last step of an epoch may have fewer
     num_ranks: int
 
+    @property
+    def sizes(self) -> list[int]:
+        """Sequences of each microbatch of a whole step."""
+        return [self.microbatch_size] * self.microbatches
+
 
 @dataclass(frozen=True)
 class Loop:

@@ -28,7 +28,7 @@ class LossInputs:
     scores: Scores  # (b, T), without graph; the mask is 1 on the tokens of the loss
     advantages: Tensor  # (b,), as the loss weighs them: 0 for a response that it hides
     prompt_index: Tensor  # (b,), equal for responses of the same prompt
-    microbatches: int  # of this optimizer step on this rank: gradients are averaged over them
+    microbatches: float  # sequences of this optimizer step on this rank, over b: the loss is a mean over all of them
     silent_share: float  # of the step's prompts, on all ranks: those whose advantages are all 0
     settings: LossSettings | None = None  # None where the loss is not Dr-GRPO's
     rewards: Tensor | None = None  # (b,)
@@ -90,7 +90,7 @@ def loss_inputs(
             scores=Scores(scores.logps[rows], scores.entropies[rows], mask[rows]),
             advantages=rollout.advantages[rows],
             prompt_index=rollout.prompt_index[rows],
-            microbatches=len(batch.microbatch_rows),
+            microbatches=rollout.num_sequences / (rows.stop - rows.start),
             silent_share=silent,
             settings=settings,
             rewards=cut(rollout.rewards),

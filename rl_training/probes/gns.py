@@ -7,11 +7,11 @@ g_b of M blocks (microbatches, over all ranks) of b prompts each, and g_B of the
 
     |G|²^ = (B |g_B|² − b mean|g_b|²) / (B − b)         tr Σ^ = (mean|g_b|² − |g_B|²) / (1/b − 1/B).
 
-Both are unbiased, and |G|²^ may come out negative. One step says little, so they are averaged over steps with weights
-decay^age, apart, and divided last, both ways: |G|² / tr Σ always has a value; its inverse, the noise scale, has none
-where the averaged |G|² is not above 0, and an interval (Fieller's) that has no upper end where |G|² may be 0. Errors
-are a delete-one-step jackknife's. In Adam's metric |x|² is Σ P x² with P of the step before, where v > 0, once v is
-warm.
+Both are unbiased, and |G|²^ may come out negative. Of blocks that are unlike, b is the harmonic mean: noise falls as
+1/b. One step says little, so they are averaged over steps with weights decay^age, apart, and divided last, both ways:
+|G|² / tr Σ always has a value; its inverse, the noise scale, has none where the averaged |G|² is not above 0, and an
+interval (Fieller's) that has no upper end where |G|² may be 0. Errors are a delete-one-step jackknife's. In Adam's
+metric |x|² is Σ P x² with P of the step before, where v > 0, once v is warm.
 
 No further pass, and only norms are kept; during a step also Adam's preconditioner of small parameters, one fp32 vector.
 Measured before clipping.
@@ -94,9 +94,10 @@ class GradientNoiseScaleProbe(Probe):
         self._answers: dict[str, Estimate] = {}
 
     def prepare(self, step: Step) -> None:
-        prompts = len(step.batch.rollout.prompt_index.unique())
-        mine = torch.tensor([len(step.batch.microbatch_rows), prompts], device=step.batch.rollout.prompt_index.device)
-        blocks, batch_size = step.ranks.reduce(mine.double()).tolist()
+        index, microbatches = step.batch.rollout.prompt_index, step.batch.microbatch_rows
+        of_block = torch.tensor([len(index[rows.start : rows.stop].unique()) for rows in microbatches]).double()
+        mine = torch.stack([torch.tensor(float(len(of_block))), of_block.sum(), of_block.reciprocal().sum()])
+        blocks, batch_size, inverse_sizes = step.ranks.reduce(mine.double().to(index.device)).tolist()
         reason = step.capabilities.why_no_blocks(blocks)
         if reason:
             names = NAMES + SPLIT * bool(self.split_prompts)
@@ -110,7 +111,7 @@ class GradientNoiseScaleProbe(Probe):
         batch = meter.result(step.gradients.mean)
         kinds = [module_kind(name) for name in step.gradients.mean]
         moments = noise_moments(
-            _channels(block.cpu(), kinds), _channels(batch.cpu(), kinds), batch_size / blocks, batch_size
+            _channels(block.cpu(), kinds), _channels(batch.cpu(), kinds), blocks / inverse_sizes, batch_size
         )
         if self.split_prompts and not step.capabilities.why_no_split_of_trace():
             same_prompt = _mean_product_within_prompts(step, self.split_prompts).cpu()

@@ -138,7 +138,8 @@ class Attachment(TrainerCallback):
         trainer = self._trainer
         if self.driver.open_step is None:
             self._complete = False
-            self.driver.begin(trainer.state.global_step + 1, trainer.current_gradient_accumulation_steps)
+            sizes = [trainer.args.per_device_train_batch_size] * trainer.current_gradient_accumulation_steps
+            self.driver.begin(trainer.state.global_step + 1, sizes)
         try:
             loss = original(*args, **kwargs)
         finally:
