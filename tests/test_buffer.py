@@ -18,8 +18,8 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
 from rl_training.hosts.trl import sampling
-from rl_training.hosts.trl.buffer import FilteredBuffer, are_mixed, prompt_weights
-from rl_training.hosts.trl.refill import RolloutSlots, merge_metrics, start_buffer
+from rl_training.hosts.trl.buffer import FilteredBuffer, are_mixed, prompt_weights, start_buffer
+from rl_training.hosts.trl.refill import RolloutSlots, merge_metrics
 from rl_training.job.build import TrainingRun, build_run
 from rl_training.probes import EffectiveSampleSizeProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import BUFFER_STATE, save_buffer_state

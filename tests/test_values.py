@@ -39,6 +39,7 @@ def test_what_judges_values_imports_neither_torch_nor_trl() -> None:
         ("trainer.max_completion_length=0", "trainer.max_completion_length=0 must be at least 1"),
         ("trainer.max_steps=abc", "trainer.max_steps=abc must be a whole number"),
         ("trainer.max_steps=0", "trains nothing: give at least 1"),
+        ("++trainer.max_grad_norm=null", "trainer.max_grad_norm=None must be a number; 0 switches clipping off"),
         ("trainer.temperature=0", "trainer.temperature=0 must be above 0"),
         ("trainer.learning_rate=nan", "trainer.learning_rate=nan must be finite"),
         ("++trainer.epsilon_high=-1", "trainer.epsilon_high=-1 must be at least 0"),

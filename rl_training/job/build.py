@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+import difflib
+import math
+import re
 import tempfile
-from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
@@ -17,16 +21,14 @@ from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.alert import EntropyAlert
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.job.command_line import libraries_refuse
-from rl_training.job.loggers import LOGGERS, MetricsLogger
+from rl_training.job.loggers import put_loggers
 from rl_training.job.progress import StepProgress
 from rl_training.job.run import TrainingRun
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
 from rl_training.job.settings import check_run, check_settings
 from rl_training.job.stopping import StopAtStepEnd
-from rl_training.job.trainer_fields import check_fields
 from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.restored import RestoredTrainer, restore
-from rl_training.records.checkpoints import steps_taken
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import Records
 from rl_training.records.masking import without_secrets
@@ -34,6 +36,7 @@ from rl_training.records.provenance import provenance
 from rl_training.records.workspace import CORE
 from rl_training.tasks.task import Task
 
+KINDS = {"int": (int,), "float": (int, float), "bool": (bool,), "None": (type(None),)}  # in annotations of fields
 EVAL_BATCH = 4  # microbatches at once in evaluation, which keeps nothing for a backward
 
 
@@ -44,30 +47,33 @@ def build_run(cfg: DictConfig) -> TrainingRun:
 
 
 def _build(cfg: DictConfig) -> TrainingRun:
+    _check_fields(cfg.trainer)
     accumulation = check_run(cfg)
-    check_fields(cfg.trainer)
     run_dir, checkpoint, is_its_own = find_run_folder(cfg)
     cfg.run_dir = str(run_dir)
-    if checkpoint is not None and cfg.additional_steps is not None:
-        cfg.trainer.max_steps = steps_taken(checkpoint) + cfg.additional_steps
-        cfg.additional_steps = None  # it is spent: config.yaml says how far the run goes
+    records = Records(run_dir / LOGS_FOLDER, cfg.rollouts.every) if PartialState().is_main_process else None
     evaluated_at_once = cfg.trainer.get("per_device_eval_batch_size", EVAL_BATCH * cfg.batch.microbatch_size)
     args = _make(cfg.trainer, gradient_accumulation_steps=accumulation, per_device_eval_batch_size=evaluated_at_once)
-    records = Records(run_dir / LOGS_FOLDER, cfg.rollouts.every) if args.process_index == 0 else None
     probes = [_make(probe) for probe in cfg.probes.values()]
     trainer, task = _make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
     if not args.disable_tqdm:
         trainer.add_callback(StepProgress)
-    stop = StopAtStepEnd(trainer)
+    stop = StopAtStepEnd()
     trainer.add_callback(stop)
     config = without_secrets(OmegaConf.to_container(cfg, resolve=True))
     config["provenance"] = {name: told.replace("${", r"\${") for name, told in provenance().items()}  # for OmegaConf
     if task.reward_range:
         config["provenance"]["most_reward"] = f"{task.reward_range[1]:g}"  # that a response can earn
     save_config(config, run_dir, is_its_own)
-    loggers = _put_loggers(trainer, run_dir, config, CORE if cfg.logger.metrics == "core" else None)
-    if cfg.alert.below is not None:
-        _put_alert(cfg, trainer, loggers, stop)
+    loggers = put_loggers(trainer, run_dir, config, CORE if cfg.logger.metrics == "core" else None)
+
+    def tell(title: str, text: str) -> None:
+        for dashboard in loggers:
+            dashboard.alert(title, text)
+
+    if cfg.alert.below is not None:  # in front of the callbacks that record and show what is logged: it adds to that
+        alert = EntropyAlert(cfg.alert.below, tell, stop.after_alert if cfg.alert.stop else None)
+        trainer.callback_handler.callbacks.insert(0, alert)
     return TrainingRun(trainer, run_dir, checkpoint, loggers, stop)
 
 
@@ -84,7 +90,7 @@ def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
         for key, value in {"output_dir": f"{scratch}/{TRAINING_STATE}", **changes}.items():
             OmegaConf.update(cfg, f"trainer.{key}", value, force_add=True)
         check_settings(cfg)
-        check_fields(cfg.trainer)
+        _check_fields(cfg.trainer)
         args = _make(cfg.trainer, gradient_accumulation_steps=1)
         check_number_of_processes(args.world_size)
         return restore(_make_trainer(cfg, args, [], None, with_evaluation=True)[0], checkpoint, learning_rate)
@@ -97,6 +103,7 @@ def _make_trainer(
     set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
     task = _make(cfg.data)
     model, tokenizer = _make(cfg.model)
+    adapter, buffer = _make(cfg.adapter), _make(cfg.buffer)
     trainer = DrGRPOTrainer(
         model=model,
         reward_funcs=task.reward,
@@ -104,10 +111,10 @@ def _make_trainer(
         train_dataset=task.train_dataset,
         eval_dataset=task.eval_dataset if with_evaluation else None,
         processing_class=tokenizer,
-        peft_config=_make(cfg.adapter) or None,
+        peft_config=adapter or None,
         probes=probes,
         records=records,
-        buffer=_make(cfg.buffer) or None,
+        buffer=buffer or None,
     )
     _check_sharding(trainer)
     _check_precision(trainer)
@@ -115,34 +122,6 @@ def _make_trainer(
     for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full
         trainer.remove_callback(callback)
     return trainer, task
-
-
-def _put_loggers(
-    trainer: DrGRPOTrainer, run_dir: Path, config: dict[str, Any], metrics: Collection[str] | None
-) -> list[MetricsLogger]:
-    """Returns this package's loggers, put in the places of those of transformers that `report_to` asked for.
-
-    None on other processes than the main one.
-    """
-    kinds = [kind for kind in LOGGERS if trainer.pop_callback(kind.replaces)]
-    if not trainer.accelerator.is_main_process:
-        return []
-    args = trainer.args
-    loggers = [kind(run_dir, args.project, args.run_name or run_dir.resolve().name, config, metrics) for kind in kinds]
-    for dashboard in loggers:
-        trainer.add_callback(dashboard)
-    return loggers
-
-
-def _put_alert(cfg: DictConfig, trainer: DrGRPOTrainer, loggers: Sequence[MetricsLogger], stop: StopAtStepEnd) -> None:
-    """Adds the alert in front of the callbacks that record and show what is logged: it adds the forecast to that."""
-
-    def tell(title: str, text: str) -> None:
-        for dashboard in loggers:
-            dashboard.alert(title, text)
-
-    end = stop.after_alert if cfg.alert.stop else None
-    trainer.callback_handler.callbacks.insert(0, EntropyAlert(cfg.alert.below, tell, end))
 
 
 def _make(node: DictConfig, **values: Any) -> Any:
@@ -153,6 +132,29 @@ def _make(node: DictConfig, **values: Any) -> Any:
         if error.__cause__ is None:
             raise
         raise error.__cause__ from None
+
+
+def _check_fields(trainer: DictConfig) -> None:
+    """Raises ValueError for a setting that DrGRPOConfig has not, and for one that is no number where it needs one."""
+    fields = {field.name: field for field in dataclasses.fields(DrGRPOConfig) if field.init}
+    for name, value in zip(map(str, trainer), trainer.values(), strict=True):
+        if name in fields:
+            _check_field(f"trainer.{name}", fields[name].type, value)
+        elif name != "_target_":
+            close = difflib.get_close_matches(name, fields, n=3)
+            hint = f"did you mean {' or '.join(f'trainer.{c}' for c in close)}?" if close else "see trl.GRPOConfig"
+            raise ValueError(f"trainer.{name} is not a field of DrGRPOConfig: {hint}")
+
+
+def _check_field(key: str, annotation: Any, value: Any) -> None:
+    names = re.findall(r"\w+", getattr(annotation, "__name__", str(annotation)))
+    if not names or not set(names) <= KINDS.keys():
+        return  # text, lists and what has a maker of its own
+    if type(value) not in [kind for name in names for kind in KINDS[name]]:
+        wanted = "true or false" if "bool" in names else f"a {'whole ' * ('float' not in names)}number"
+        raise ValueError(f"{key}={value} must be {wanted}{', or null' * ('None' in names)}")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"{key}={value} must be finite")
 
 
 def _check_sharding(trainer: DrGRPOTrainer) -> None:

@@ -24,6 +24,7 @@ from typing import Any
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
 
+from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.workspace import SECTIONS, Panel
 
@@ -212,3 +213,20 @@ def _ends(name: str) -> tuple[str, str]:
 
 
 LOGGERS: tuple[type[MetricsLogger], ...] = (WandbLogger, TensorBoardLogger, TrackioLogger)
+
+
+def put_loggers(
+    trainer: DrGRPOTrainer, run_dir: Path, config: dict[str, Any], metrics: Collection[str] | None
+) -> list[MetricsLogger]:
+    """Returns this package's loggers, put in the places of those of transformers that `report_to` asked for.
+
+    None on other processes than the main one.
+    """
+    kinds = [kind for kind in LOGGERS if trainer.pop_callback(kind.replaces)]
+    if not trainer.accelerator.is_main_process:
+        return []
+    args = trainer.args
+    loggers = [kind(run_dir, args.project, args.run_name or run_dir.resolve().name, config, metrics) for kind in kinds]
+    for dashboard in loggers:
+        trainer.add_callback(dashboard)
+    return loggers

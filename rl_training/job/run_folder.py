@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,7 +14,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging
 
-from rl_training.job.settings import refuse_other_settings
+from rl_training.job.stored_settings import load_settings
 from rl_training.records.checkpoints import (
     SHARDED_BY,
     find_checkpoint,
@@ -22,8 +23,9 @@ from rl_training.records.checkpoints import (
     steps_taken,
     written_by,
 )
-from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
+from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, NOT_OF_TRAINING, TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.masking import without_secrets
 
 logger = logging.get_logger(__name__)
 
@@ -52,8 +54,15 @@ def find_run_folder(cfg: DictConfig) -> RunFolder:
             return _go_on(cfg, run_dir, checkpoint, state)
     elif cfg.resume != "none":
         checkpoint = find_checkpoint(str(cfg.resume), run_dir, sharded_by)
-        run = _run_of(checkpoint)
-        if _is_given("run_dir") and run != run_dir.resolve():
+        folder = checkpoint.resolve().parent
+        run = folder.parent
+        if folder.name != TRAINING_STATE:
+            raise ValueError(
+                f"resume={checkpoint} is in no run folder, where it would be RUN/{TRAINING_STATE}/checkpoint-N: give "
+                "one that is, or start a new run from its weights with model=hub model.name=CHECKPOINT"
+            )
+        overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+        if any(word.startswith("run_dir=") for word in overrides) and run != run_dir.resolve():
             raise ValueError(f"run_dir={run_dir}, but {checkpoint} belongs to the run {run}: leave run_dir out")
         return _go_on(cfg, run, checkpoint, state)
     if (run_dir / LOGS_FOLDER / METRICS_FILE).exists() or (run_dir / CONFIG_FILE).exists():
@@ -84,7 +93,39 @@ def _go_on(cfg: DictConfig, run: Path, checkpoint: Path | None, state: PartialSt
     state.wait_for_everyone()  # nothing is moved before everybody has looked
     if state.is_main_process:
         set_aside_later(run, taken)
+    if checkpoint is not None and cfg.additional_steps is not None:
+        cfg.trainer.max_steps = taken + cfg.additional_steps
+        cfg.additional_steps = None  # it is spent: config.yaml says how far the run goes
     return RunFolder(run, checkpoint, is_its_own=True)
+
+
+def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
+    """Raises ValueError when a run would be resumed with other settings than it has: half of them would not count."""
+    stored = run_dir / CONFIG_FILE
+    if not stored.is_file():
+        return
+    try:
+        started = load_settings(stored)
+    except ValueError as error:
+        raise ValueError(f"{error}; without it the settings are not compared") from error
+    before, now = (_flat(without_secrets(OmegaConf.to_container(c, resolve=True))) for c in (started, cfg))
+    changed = [
+        f"{key}={now.get(key)!r} (was {before.get(key)!r})"
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key) and not key.startswith(NOT_OF_TRAINING)
+    ]
+    if changed:
+        raise ValueError(
+            f"resume: {run_dir} was started with other settings: {', '.join(changed)}. Give the same ones (its "
+            f"{CONFIG_FILE} has them all), or start a new run from its weights: model=hub model.name=CHECKPOINT"
+        )
+
+
+def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the values of a nested configuration by their dotted keys."""
+    if not isinstance(node, Mapping):
+        return {prefix.removesuffix("."): node}
+    return {key: value for name in node for key, value in _flat(node[name], f"{prefix}{name}.").items()}
 
 
 def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None:
@@ -125,19 +166,3 @@ def check_number_of_processes(num_processes: int) -> None:
             "launch/cpu_ddp.yaml for several processes on the CPU, launch/ddp.yaml for several GPUs. If one process is "
             "meant: --num_processes 1, and unset MASTER_PORT"
         )
-
-
-def _run_of(checkpoint: Path) -> Path:
-    """Returns the run folder that a checkpoint belongs to: <run>/training_state/checkpoint-N."""
-    folder = checkpoint.resolve().parent
-    if folder.name != TRAINING_STATE:
-        raise ValueError(
-            f"resume={checkpoint} is in no run folder, where it would be RUN/{TRAINING_STATE}/checkpoint-N: give one "
-            "that is, or start a new run from its weights with model=hub model.name=CHECKPOINT"
-        )
-    return folder.parent
-
-
-def _is_given(key: str) -> bool:
-    """Returns whether the user has set this key on the command line."""
-    return HydraConfig.initialized() and any(o.startswith(f"{key}=") for o in HydraConfig.get().overrides.task)

@@ -1,6 +1,6 @@
 """Checks of train.py's configuration, before anything is written: each mistake an error that names the fix.
 
-Nothing here imports torch: a mistyped value is said at once. What only TRL knows of its fields is in trainer_fields.py.
+Nothing here imports torch: a mistyped value is said at once. What only TRL knows of its fields is checked in build.py.
 """
 
 from __future__ import annotations
@@ -9,35 +9,64 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 
 from rl_training.job.explain import CONF, did_you_mean, load_plain, quoted
-from rl_training.job.kinds import Range, refuse_other_kinds, refuse_unset
-from rl_training.job.stored_settings import GONE, load_settings
-from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
-from rl_training.records.masking import without_secrets
+from rl_training.job.stored_settings import GONE
+from rl_training.records.folder import TRAINING_STATE
+
+
+class Range(NamedTuple):
+    """The numbers that mean something: from `least`, which is left out if `open`, to `most`."""
+
+    kind: type
+    least: float
+    most: float = math.inf
+    open: bool = False
+    or_none: bool = False
+
+    def check(self, key: str, value: Any, hint: str = "") -> None:
+        """Raises ValueError, with the hint, for another value."""
+        if value is None and self.or_none:
+            return
+        hint = f"{', or null' * self.or_none}{hint}"
+        _check_kind(key, value, self.kind(0), hint)
+        if not (self.least < value if self.open else self.least <= value) or value > self.most:
+            most = f" and at most {self.most:.10g}" if self.most < math.inf else ""
+            raise ValueError(f"{key}={value} must be {'above' if self.open else 'at least'} {self.least:g}{most}{hint}")
+
 
 PATHS = ("run_dir", "resume", "data.path", "model.name")
-WHOLE_NUMBERS = {
-    "batch.sequences_per_step": (1, 2**20),
-    "batch.microbatch_size": (1, 2**20),
-    "trainer.num_generations": (2, 2**20),  # one response has nothing to be compared with
-    "seed": (0, 2**32 - 1),  # numpy's bound
-}
-# Settings of the trainer beyond which it would train nothing, or something else, without a word.
+# Beyond these a run would train nothing, or something else, without a word. A config.yaml may be older than a setting.
 RANGES = {
-    "num_train_epochs": Range(float, 0), "num_iterations": Range(int, 1), "max_completion_length": Range(int, 1),
-    "learning_rate": Range(float, 0), "max_grad_norm": Range(float, 0), "weight_decay": Range(float, 0),
-    "adam_beta1": Range(float, 0, 1), "adam_beta2": Range(float, 0, 1), "adam_epsilon": Range(float, 0),
-    "warmup_steps": Range(float, 0), "temperature": Range(float, 0, open=True), "top_p": Range(float, 0, 1, open=True),
-    "top_k": Range(int, 0, or_none=True), "min_p": Range(float, 0, 1, or_none=True),
-    "repetition_penalty": Range(float, 0, open=True), "epsilon": Range(float, 0),
-    "epsilon_high": Range(float, 0, or_none=True), "max_steps": Range(int, -1),
+    "batch.sequences_per_step": Range(int, 1, 2**20), "batch.microbatch_size": Range(int, 1, 2**20),
+    "seed": Range(int, 0, 2**32 - 1),  # numpy's bound
+    "rollouts.every": Range(int, 0), "additional_steps": Range(int, 1, or_none=True),
+    "alert.below": Range(float, 0, open=True, or_none=True),
+    "trainer.num_generations": Range(int, 2, 2**20),  # one response has nothing to be compared with
+    "trainer.num_train_epochs": Range(float, 0), "trainer.num_iterations": Range(int, 1),
+    "trainer.max_completion_length": Range(int, 1), "trainer.learning_rate": Range(float, 0),
+    "trainer.max_grad_norm": Range(float, 0), "trainer.weight_decay": Range(float, 0),
+    "trainer.adam_beta1": Range(float, 0, 1), "trainer.adam_beta2": Range(float, 0, 1),
+    "trainer.adam_epsilon": Range(float, 0), "trainer.warmup_steps": Range(float, 0),
+    "trainer.temperature": Range(float, 0, open=True), "trainer.top_p": Range(float, 0, 1, open=True),
+    "trainer.top_k": Range(int, 0, or_none=True), "trainer.min_p": Range(float, 0, 1, or_none=True),
+    "trainer.repetition_penalty": Range(float, 0, open=True), "trainer.epsilon": Range(float, 0),
+    "trainer.epsilon_high": Range(float, 0, or_none=True), "trainer.max_steps": Range(int, -1),
 }  # fmt: skip
-COUNTS = ("every", "responses_per_prompt", "sequences", "count", "seed", "split_prompts")
-MOST_SEQUENCES = 2**16  # of a buffer that a probe validates on: hours on any machine
+# Options of probes, by their last word.
+COUNTS = {name: Range(int, 0) for name in ("every", "responses_per_prompt", "count", "seed", "split_prompts")} | {
+    "sequences": Range(int, 0, 2**16),  # of a buffer that a probe validates on
+    "num_folds": Range(int, 0, or_none=True),
+}
+HINTS = {
+    "trainer.max_grad_norm": "; 0 switches clipping off",
+    "sequences": ": more would take hours at each validation",
+    "num_folds": " for one per microbatch",
+    "alert.below": " for no alert",
+}
 SAME_AS = {
     "per_device_train_batch_size": "batch.microbatch_size",
     "seed": "seed",
@@ -45,30 +74,15 @@ SAME_AS = {
 }
 
 
-def expand_home(cfg: DictConfig) -> None:
-    """Puts the user's home folder for a `~` at the beginning of a path, which a shell does not expand after a `=`."""
-    for key in PATHS:
-        value = OmegaConf.select(cfg, key)
-        if isinstance(value, str) and value.startswith("~"):
-            OmegaConf.update(cfg, key, str(Path(value).expanduser()))
-
-
-def read_numbers(cfg: DictConfig) -> None:
-    """Puts numbers for the texts that environment variables give: seed=${oc.env:SLURM_ARRAY_TASK_ID}."""
-    for key in WHOLE_NUMBERS:
-        value = OmegaConf.select(cfg, key)
-        if isinstance(value, str) and value.isdecimal():
-            OmegaConf.update(cfg, key, int(value))
-
-
 def check_run(cfg: DictConfig) -> int:
     """Returns how many microbatches of each process make a step, after all checks of what can be known by now."""
     refuse_unset(cfg)
     check_resume(cfg)
-    expand_home(cfg)
-    read_numbers(cfg)
+    for key in PATHS:  # a shell does not expand a `~` after a `=`
+        value = OmegaConf.select(cfg, key)
+        if isinstance(value, str) and value.startswith("~"):
+            OmegaConf.update(cfg, key, str(Path(value).expanduser()))
     check_settings(cfg)
-    check_additional_steps(cfg)
     return accumulation_steps(
         cfg.batch.sequences_per_step,
         cfg.batch.microbatch_size,
@@ -78,14 +92,16 @@ def check_run(cfg: DictConfig) -> int:
 
 
 def check_settings(cfg: DictConfig) -> None:
-    """Raises ValueError for settings that are no number, do not exist, or say twice what has one place."""
+    """Raises ValueError for settings that are out of range, do not exist, or say twice what has one place."""
     if not isinstance(cfg.run_dir, str) or not cfg.run_dir.strip():
         raise ValueError(f"run_dir={cfg.run_dir} is no folder: give run_dir=PATH, or leave it out for one of its own")
-    for key, (least, most) in WHOLE_NUMBERS.items():
-        value = OmegaConf.select(cfg, key)
-        if type(value) is not int or not least <= value <= most:
-            bound = f", at most {most}" if type(value) is int and value > most else ""
-            raise ValueError(f"{key}={value} must be a whole number, at least {least}{bound}")
+    for key, numbers in RANGES.items():
+        value = OmegaConf.select(cfg, key, default=...)
+        if isinstance(value, str) and value.isdecimal():  # seed=${oc.env:SLURM_ARRAY_TASK_ID}
+            value = int(value)
+            OmegaConf.update(cfg, key, value)
+        if value is not ...:
+            numbers.check(key, value, HINTS.get(key, ""))
     _check_probes(cfg.get("probes"))
     for key in ("data.path", "model.name"):
         value = OmegaConf.select(cfg, key)
@@ -94,10 +110,8 @@ def check_settings(cfg: DictConfig) -> None:
     shown = OmegaConf.select(cfg, "logger.metrics", default="all")
     if shown not in ("core", "all"):
         raise ValueError(f"logger.metrics={shown}: choose core, about 15 numbers, or all")
-    every = OmegaConf.select(cfg, "rollouts.every", default=0)  # a config.yaml may be older than a setting
-    if type(every) is not int or every < 0:
-        raise ValueError(f"rollouts.every={every} must be a whole number, or 0 for none")
-    _check_alert(cfg)
+    if "alert" in cfg:
+        _check_alert(cfg.alert)
     if cfg.model.get("quantization") and not cfg.adapter:
         raise ValueError("4-bit weights cannot be trained: use adapter=qlora, or model.quantization=null")
     _check_trainer(cfg)
@@ -121,10 +135,6 @@ def _check_trainer(cfg: DictConfig) -> None:
             "rounding wears off weights of less than fp32: use adapter=lora model.dtype=float32, or "
             "trainer.use_vllm=false"
         )
-    for name, value in cfg.trainer.items():
-        if name in RANGES:
-            hint = "; 0 switches clipping off" if name == "max_grad_norm" else ""
-            RANGES[str(name)].check(f"trainer.{name}", value, hint)
     if cfg.trainer.get("max_steps") == 0:
         raise ValueError("trainer.max_steps=0 trains nothing: give at least 1, or -1 for trainer.num_train_epochs")
     for name, source in SAME_AS.items():
@@ -134,7 +144,7 @@ def _check_trainer(cfg: DictConfig) -> None:
 
 
 def check_resume(cfg: DictConfig) -> None:
-    """Raises ValueError where resume would never find its run again, or another one than the folder that is named."""
+    """Raises ValueError where there is nothing to resume, or nothing that `additional_steps` could be added to."""
     as_written: Any = OmegaConf.to_container(cfg, resolve=False)
     is_given = "${now:" not in str(as_written["run_dir"])
     if cfg.resume == "auto" and not is_given:
@@ -149,32 +159,18 @@ def check_resume(cfg: DictConfig) -> None:
             f"resume=latest: run_dir={cfg.run_dir} holds no run to go on with, resume=auto would start it there"
             f"{did_you_mean(run.name, runs)}"
         )
-
-
-def check_additional_steps(cfg: DictConfig) -> None:
-    """Raises ValueError where `additional_steps` is no number, or nothing goes on that it could be added to."""
-    more = cfg.additional_steps
-    if more is None:
-        return
-    if type(more) is not int or more < 1:
-        raise ValueError(f"additional_steps={more} must be a whole number, at least 1")
-    if cfg.resume == "auto":
+    if cfg.additional_steps is not None and cfg.resume == "auto":
         raise ValueError("additional_steps would be added again at each start by resume=auto: give trainer.max_steps")
-    if cfg.resume == "none":
+    if cfg.additional_steps is not None and cfg.resume == "none":
         raise ValueError("additional_steps is added to what a run has taken: give resume=latest, or trainer.max_steps")
 
 
-def _check_alert(cfg: DictConfig) -> None:
-    if "alert" not in cfg:  # the config.yaml of a run from before there was one
-        return
-    if "within_steps" in cfg.alert:
+def _check_alert(alert: DictConfig) -> None:
+    if "within_steps" in alert:
         raise ValueError(f"alert.within_steps: this setting is gone: {GONE['alert.within_steps']}")
-    below, stop = cfg.alert.below, cfg.alert.stop
-    if below is not None and (type(below) not in (int, float) or not 0 < below < math.inf):
-        raise ValueError(f"alert.below={below} must be a number above 0, nats per token, or null for no alert")
-    if type(stop) is not bool:
-        raise ValueError(f"alert.stop={stop} must be true or false")
-    if stop and below is None:
+    if type(alert.stop) is not bool:
+        raise ValueError(f"alert.stop={alert.stop} must be true or false")
+    if alert.stop and alert.below is None:
         raise ValueError("alert.stop is of an alert that is off: give alert.below=0.05")
 
 
@@ -188,19 +184,11 @@ def _check_probes(probes: Any) -> None:
         if file.is_file():
             refuse_other_kinds(probes[probe], load_plain(file)[probe], f"probes.{probe}.")
         for option, value in probes[probe].items():
-            _check_probe_option(f"probes.{probe}.{option}", value)
-
-
-def _check_probe_option(key: str, value: Any) -> None:
-    if key in GONE:
-        raise ValueError(f"{key}: this setting is gone: {GONE[key]}")
-    name = key.rsplit(".", 1)[-1]
-    if name == "num_folds" and value is not None and type(value) is not int:
-        raise ValueError(f"{key}={value} must be a whole number, or null for one per microbatch")
-    if name in COUNTS and (type(value) is not int or value < 0):
-        raise ValueError(f"{key}={value} must be a whole number, at least {int(name == 'every')}")
-    if name == "sequences" and value > MOST_SEQUENCES:
-        raise ValueError(f"{key}={value} would take hours at each validation: at most {MOST_SEQUENCES}")
+            key, name = f"probes.{probe}.{option}", str(option)
+            if key in GONE:
+                raise ValueError(f"{key}: this setting is gone: {GONE[key]}")
+            if name in COUNTS:
+                COUNTS[name].check(key, value, HINTS.get(name, ""))
 
 
 def accumulation_steps(
@@ -223,30 +211,41 @@ def accumulation_steps(
     return sequences_per_step // at_once
 
 
-def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
-    """Raises ValueError when a run would be resumed with other settings than it has: half of them would not count."""
-    stored = run_dir / CONFIG_FILE
-    if not stored.is_file():
-        return
-    try:
-        started = load_settings(stored)
-    except ValueError as error:
-        raise ValueError(f"{error}; without it the settings are not compared") from error
-    before, now = (_flat(without_secrets(OmegaConf.to_container(c, resolve=True))) for c in (started, cfg))
-    changed = [
-        f"{key}={now.get(key)!r} (was {before.get(key)!r})"
-        for key in sorted({*before, *now})
-        if before.get(key) != now.get(key) and not key.startswith(NOT_OF_TRAINING)
-    ]
-    if changed:
-        raise ValueError(
-            f"resume: {run_dir} was started with other settings: {', '.join(changed)}. Give the same ones (its "
-            f"{CONFIG_FILE} has them all), or start a new run from its weights: model=hub model.name=CHECKPOINT"
-        )
+def refuse_unset(cfg: DictConfig) -> None:
+    """Raises ValueError where a value has to be given and is not."""
+    unset = sorted(OmegaConf.missing_keys(cfg))
+    if unset:
+        raise ValueError(f"{unset[0]} is not set: give {unset[0]}=VALUE, see --help")
 
 
-def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the values of a nested configuration by their dotted keys."""
-    if not isinstance(node, Mapping):
-        return {prefix.removesuffix("."): node}
-    return {key: value for name in node for key, value in _flat(node[name], f"{prefix}{name}.").items()}
+def refuse_other_kinds(given: Mapping[Any, Any], standard: Mapping[Any, Any], prefix: str = "") -> None:
+    """Raises ValueError for a value of another kind than the standard one: text for a number, a number for a list.
+
+    What is null or not set in the standard, and what the standard does not have, may be anything. So may text be, which
+    its reader has to know, but not null.
+    """
+    for key, default in standard.items():
+        if key in given and default is not None:
+            _check_kind(f"{prefix}{key}", given[key], default)
+
+
+def _check_kind(key: str, value: Any, default: Any, hint: str = "") -> None:
+    if isinstance(default, Mapping):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{key}={value}: settings are needed there, {key}.NAME=VALUE")
+        refuse_other_kinds(value, default, f"{key}.")
+    elif isinstance(default, list | ListConfig):
+        if not isinstance(value, list | ListConfig):
+            raise ValueError(f"{key}={value} must be a list: '{key}=[…]'")
+        for element in value if default else ():
+            _check_kind(key, element, default[0], " in the list")
+    elif isinstance(default, str):
+        if value is None:
+            raise ValueError(f"{key}=null means nothing: leave it out")
+    elif isinstance(default, bool):
+        if type(value) is not bool:
+            raise ValueError(f"{key}={value} must be true or false{hint}")
+    elif type(value) is not int and (isinstance(default, int) or type(value) is not float):
+        raise ValueError(f"{key}={value} must be a {'whole ' * isinstance(default, int)}number{hint}")
+    elif not math.isfinite(value):
+        raise ValueError(f"{key}={value} must be finite{hint}")

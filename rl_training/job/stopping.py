@@ -16,10 +16,11 @@ from types import FrameType
 from typing import Any
 
 import torch
+from accelerate import PartialState
+from accelerate.utils import gather
 from transformers import TrainerCallback
 
 from rl_training.hosts.trl.batches import steps_per_rollout
-from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.job.command_line import SIGNALS
 from rl_training.job.launch import Launch
 
@@ -30,11 +31,10 @@ SECONDS_OF_ECHO = 2.0  # a launcher passes on what the terminal has sent to all:
 class StopAtStepEnd(TrainerCallback):
     """Ends training after the step in which a signal has come; `signum` then says which one, else it is 0."""
 
-    def __init__(self, trainer: DrGRPOTrainer) -> None:
+    def __init__(self) -> None:
         self.signum = 0
         self._asked = 0  # of this process
         self._asked_at = 0.0
-        self._trainer = trainer
         self.launch = Launch.of_this_process()
 
     @contextlib.contextmanager
@@ -66,22 +66,17 @@ class StopAtStepEnd(TrainerCallback):
         self._asked = self._asked or ALERT
 
     def _say(self, line: str) -> None:
-        if self._trainer.accelerator.is_main_process:
+        if PartialState().is_main_process:
             os.write(2, f"\n{line}\n".encode())  # print may be in the middle of something
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if self.launch.launcher not in (None, os.getppid()) and not self._asked:
             self._asked = signal.SIGTERM
             self._say("the launcher is gone: a checkpoint and the report, then this run ends")
-        asked = self._asked_anywhere()
+        own = torch.tensor([self._asked], device=PartialState().device)
+        asked = int(gather(own).max())
         # A rollout that later steps use is not saved: training goes on exactly only from where one ends.
-        if asked and state.global_step % steps_per_rollout(self._trainer) == 0:
+        if asked and state.global_step % steps_per_rollout(args) == 0:
             self.signum = 0 if asked == ALERT else asked
             control.should_training_stop = control.should_save = True
             control.should_evaluate = False
-
-    def _asked_anywhere(self) -> int:
-        accelerator = self._trainer.accelerator
-        if accelerator.num_processes == 1:
-            return self._asked
-        return int(accelerator.gather(torch.tensor([self._asked], device=accelerator.device)).max())

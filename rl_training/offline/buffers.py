@@ -23,8 +23,7 @@ from torch import Tensor
 from rl_training.engine.batch import Rollout, join_rollouts
 from rl_training.hosts.random_streams import seed_torch, streams_put_back
 from rl_training.hosts.trl import batches, sampling
-from rl_training.hosts.trl.buffer import FilteredBuffer
-from rl_training.hosts.trl.refill import start_buffer
+from rl_training.hosts.trl.buffer import FilteredBuffer, start_buffer
 from rl_training.mathematics.jackknife import JackknifeUnits
 from rl_training.mathematics.scores import Scores
 from rl_training.offline.phases import Progress

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
 from rl_training.engine.batch import LossSettings, Rollout
@@ -59,14 +59,13 @@ def loss_settings(trainer: GRPOTrainer) -> LossSettings | None:
     )
 
 
-def steps_per_rollout(trainer: GRPOTrainer) -> int:
+def steps_per_rollout(args: GRPOConfig) -> int:
     """Returns how many optimizer steps lie between two step ends at which a rollout is used up.
 
     Off these ends TRL holds sampled sequences that it does not save: training cannot be resumed exactly from there.
     """
-    microbatches = trainer.args.steps_per_generation * trainer.num_iterations
-    accumulation = trainer.args.gradient_accumulation_steps
-    return math.lcm(microbatches, accumulation) // accumulation
+    microbatches = args.steps_per_generation * args.num_iterations
+    return math.lcm(microbatches, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
 
 
 def in_whole_prompt_order(buffered: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -21,10 +21,11 @@ highest reward seen so far; while there are no two different ones, all prompts a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Sized
 
 import torch
 from torch import Tensor
+from trl import GRPOTrainer
 
 PRIOR_RESPONSES = 2.0  # how many responses the success rate of all prompts counts for: the spread of a uniform p
 
@@ -126,3 +127,32 @@ class FilteredBuffer:
         self._responses = state["responses"].clone()
         self._reward_sums = state["reward_sums"].clone()
         self._range = state["range"].clone()
+
+
+def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
+    """Starts the buffer on the trainer's prompts. ValueError, saying what to do, where it cannot filter them."""
+    if trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None:
+        raise ValueError(
+            "buffer=filtered is for text rollouts of one turn, without tools, environments or a rollout_func: use "
+            "buffer=plain"
+        )
+    if trainer.multi_objective_aggregation != "sum_then_normalize":
+        raise ValueError(
+            f"multi_objective_aggregation={trainer.multi_objective_aggregation!r} makes a prompt's advantages depend "
+            "on the other prompts generated with it, rejected ones included: use 'sum_then_normalize' or buffer=plain"
+        )
+    if {"image", "images"} & set(trainer.train_dataset.column_names or ()):
+        raise ValueError("buffer=filtered joins rollouts of text, and these prompts have images: use buffer=plain")
+    if not isinstance(trainer.train_dataset, Sized):
+        raise ValueError(
+            "buffer=filtered draws prompts from the whole training set, which needs a length: load it without "
+            "streaming, or use buffer=plain"
+        )
+    num_prompts = len(trainer.train_dataset)
+    needed = trainer.args.generation_batch_size // trainer.num_generations
+    if num_prompts < needed:
+        raise ValueError(
+            f"the training set has {num_prompts} prompts, and a rollout asks {needed} different ones: give more "
+            "prompts, a smaller batch.sequences_per_step, or buffer=plain"
+        )
+    buffer.start(num_prompts)

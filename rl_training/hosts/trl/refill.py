@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,35 +24,6 @@ from rl_training.hosts.trl.buffer import FilteredBuffer, are_mixed
 
 Generate = Callable[[list[dict[str, Any]]], tuple[dict[str, Any], Tensor]]  # rows → TRL's output, rewards of all ranks
 Metrics = Mapping[str, Sequence[float]]
-
-
-def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
-    """Starts the buffer on the trainer's prompts. ValueError, saying what to do, where it cannot filter them."""
-    if trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None:
-        raise ValueError(
-            "buffer=filtered is for text rollouts of one turn, without tools, environments or a rollout_func: use "
-            "buffer=plain"
-        )
-    if trainer.multi_objective_aggregation != "sum_then_normalize":
-        raise ValueError(
-            f"multi_objective_aggregation={trainer.multi_objective_aggregation!r} makes a prompt's advantages depend "
-            "on the other prompts generated with it, rejected ones included: use 'sum_then_normalize' or buffer=plain"
-        )
-    if {"image", "images"} & set(trainer.train_dataset.column_names or ()):
-        raise ValueError("buffer=filtered joins rollouts of text, and these prompts have images: use buffer=plain")
-    if not isinstance(trainer.train_dataset, Sized):
-        raise ValueError(
-            "buffer=filtered draws prompts from the whole training set, which needs a length: load it without "
-            "streaming, or use buffer=plain"
-        )
-    num_prompts = len(trainer.train_dataset)
-    needed = trainer.args.generation_batch_size // trainer.num_generations
-    if num_prompts < needed:
-        raise ValueError(
-            f"the training set has {num_prompts} prompts, and a rollout asks {needed} different ones: give more "
-            "prompts, a smaller batch.sequences_per_step, or buffer=plain"
-        )
-    buffer.start(num_prompts)
 
 
 class RolloutSlots:

@@ -57,7 +57,7 @@ class Rollouts:
             first = trainer.accelerator.process_index * len(ids)  # rewards are of all ranks
             output[batches.REWARD] = self._rewards[first : first + len(ids)].to(ids.device)
         self.generation = Generation(self.generation.number + 1, trainer.state.global_step)
-        if keep_logps and trainer.mask_truncated_completions and batches.steps_per_rollout(trainer) > 1:
+        if keep_logps and trainer.mask_truncated_completions and batches.steps_per_rollout(trainer.args) > 1:
             output[batches.SAMPLED_LOGPS] = self._logps_at_sampling(output)
 
     def _logps_at_sampling(self, output: dict) -> Tensor:

@@ -25,8 +25,8 @@ from trl import GRPOConfig, GRPOTrainer
 from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.attach import attach
 from rl_training.hosts.trl.batches import DR_GRPO, steps_per_rollout
-from rl_training.hosts.trl.buffer import FilteredBuffer
-from rl_training.hosts.trl.refill import fill_rollout, start_buffer
+from rl_training.hosts.trl.buffer import FilteredBuffer, start_buffer
+from rl_training.hosts.trl.refill import fill_rollout
 from rl_training.records.checkpoint_states import load_buffer_state, save_buffer_state, writing
 from rl_training.records.jsonl import Records
 from rl_training.records.masking import MASK, without_secrets
@@ -120,7 +120,7 @@ class DrGRPOTrainer(GRPOTrainer):
                 if param.requires_grad and param.dtype.itemsize < 4:
                     param.data = param.data.float()
         self.attachment = attach(self, probes, records, whole_prompts=True)
-        self.add_callback(SaveBetweenRollouts(steps_per_rollout(self)))
+        self.add_callback(SaveBetweenRollouts(steps_per_rollout(self.args)))
         self.buffer = buffer
         if buffer is not None:
             start_buffer(self, buffer)
