@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Estimate, attach
 from rl_training.engine.changed_steps import Change
+from rl_training.engine.driver import StepDriver
 from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.open_step import Shape
 from rl_training.interventions.bases import groups_of
 from rl_training.interventions.loss import Remedied
 from rl_training.mathematics.running_pairs import Pair
@@ -319,3 +322,20 @@ def test_only_what_is_no_multiple_takes_a_backward_of_its_own() -> None:
     assert groups[0].changes["twice"].own == pytest.approx(1.0)
     second = groups[1].changes["second"]  # plain − first: the basis is first − plain
     assert (second.own, second.of_basis) == pytest.approx((-1.0, -1.0))
+
+
+def test_the_guard_of_memory_counts_what_the_probe_holds_beside_the_rows() -> None:
+    """Of 8 folds: X and a basis by fold and over all, the reward's gradient; the rows; 4 of X · δθ; 3 gathered."""
+
+    class Counting:
+        def refuse_what_does_not_fit(self, vectors: int) -> None:
+            raise MemoryError(vectors)
+
+    def counted(*probes: Any) -> int:
+        loop: Any = SimpleNamespace(shape=Shape(G, 2 * G, 8, num_ranks=1), sharding=Counting())
+        with pytest.raises(MemoryError) as error:
+            StepDriver(probes).start(loop)
+        return int(error.value.args[0])
+
+    assert counted(SimpleEntropyProbe()) == 8 + 4 + 3
+    assert counted(SimpleEntropyProbe(), InterventionsProbe()) == (2 * 9 + 1) + 8 + 4 + 3

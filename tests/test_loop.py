@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 import warm
 from replay import L_MAX, MICROBATCH, PROMPTS, G, ReplayTrainer, given_rollout
+from steps import capabilities
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
@@ -21,8 +22,9 @@ from trainers import trainer_maker
 
 from rl_training import Rollout, measured_loop
 from rl_training.engine.batch import take_rows
-from rl_training.engine.capabilities import CHOSEN_REUSED
+from rl_training.engine.capabilities import CHOSEN_REUSED, Fixes
 from rl_training.hosts.loop import MeasuredLoop
+from rl_training.hosts.trl.refusals import FIXES
 from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,
@@ -468,3 +470,14 @@ def test_the_example_leaves_records_and_a_report(tmp_path: Path) -> None:
     assert {"loss", "reward", "grad_norm", "delta_h/forward", "gns/trace", "probe_cost/fraction_of_step"} <= rows[
         1
     ].keys()
+
+
+def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
+    """The engine names no trainer; TRL's host names the switch of its own."""
+    unable = {"complete_prompts": False, "whole_prompts": False, "dr_grpo": False}
+    for fixes in (Fixes(), Fixes("do this", "do that"), FIXES):
+        known = capabilities(**unable, fixes=fixes)
+        reasons = known.why_no_entropy_gradient(None), known.why_no_forward(True), known.why_no_blocks(2.0)
+        assert all(reason.endswith(f": {fixes.whole_prompts}") for reason in reasons)
+        assert known.why_no_split_of_trace().endswith(f": {fixes.dr_grpo}")
+        assert any("attach" in reason or "Trainer" in reason for reason in reasons) == (fixes is FIXES)

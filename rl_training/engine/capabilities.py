@@ -21,18 +21,9 @@ CHOSEN_REUSED = (
     "an earlier step has learned from these responses (num_iterations > 1): the optimizer's momentum holds their "
     "noise, and moments without single responses are not kept"
 )
-SPLIT_PROMPTS = (
-    "the responses of a prompt are spread over several optimizer steps, or processes: use DrGRPOTrainer, or "
-    "attach(..., whole_prompts=True), with a multiple of num_generations sequences in a microbatch"
-)
-MIXED_PROMPTS = (
-    "the microbatches mix prompts, so no fold of whole prompts can be left out: use DrGRPOTrainer, or "
-    "attach(..., whole_prompts=True)"
-)
-MIXED_BLOCKS = (
-    "the microbatches mix prompts, and responses of one prompt are not independent units: use DrGRPOTrainer, or "
-    "attach(..., whole_prompts=True)"
-)
+SPLIT_PROMPTS = "the responses of a prompt are spread over several optimizer steps, or processes"
+MIXED_PROMPTS = "the microbatches mix prompts, so no fold of whole prompts can be left out"
+MIXED_BLOCKS = "the microbatches mix prompts, and responses of one prompt are not independent units"
 NO_SAMPLING_LOGPS = (
     "an off-policy step whose rollout has no log-probabilities of its sampling: there are no importance ratios"
 )
@@ -44,12 +35,17 @@ OTHER_TERMS = (
     "the loss has a term beside log-probabilities and entropies (the auxiliary loss of a mixture of experts), whose "
     "share of single responses is not known"
 )
-NOT_DR_GRPO = (
-    "the split of the trace is Dr-GRPO's only: set loss_type='dr_grpo', scale_rewards='none', beta=0 and "
-    "mask_truncated_completions=False, or use DrGRPOTrainer; in a loop of your own that has this loss, say dr_grpo=True"
-)
+NOT_DR_GRPO = "the split of the trace is Dr-GRPO's only"
 ONE_FOLD = "one fold in all: nothing is left when it is left out; use smaller microbatches, or a larger num_folds"
 ONE_BLOCK = "one block in all: use smaller microbatches, or more processes, so that a step has at least two"
+
+
+@dataclass(frozen=True)
+class Fixes:
+    """What to do, in the words of the loop, so that more can be measured: reasons end in it."""
+
+    whole_prompts: str = "keep all responses to a prompt in one microbatch"
+    dr_grpo: str = "train with that loss"
 
 
 @dataclass(frozen=True)
@@ -72,24 +68,31 @@ class Capabilities:
     autocast: bool  # training's gradients are computed in bf16
     dr_grpo: bool  # the loss is Dr-GRPO's: −A ∂log π summed over all tokens on one scale, A = reward − group's mean
     first_of_adam: bool  # the optimizer has Adam's moments and they are still zero
+    fixes: Fixes = Fixes()
+
+    @property
+    def split_prompts(self) -> str:
+        """Why not every prompt is there with all its responses, "" if it is."""
+        return "" if self.complete_prompts else f"{SPLIT_PROMPTS}: {self.fixes.whole_prompts}"
+
+    @property
+    def mixed_prompts(self) -> str:
+        """Why prompts do not lie in one microbatch each, "" if they do."""
+        return "" if self.whole_prompts else f"{MIXED_PROMPTS}: {self.fixes.whole_prompts}"
 
     def why_no_entropy_gradient(self, ratios: Tensor | None) -> str:
         """X needs samples of the policy with their baselines, and, off-policy, importance ratios."""
         if self.sampling_mismatch:
             return self.sampling_mismatch
-        if not self.complete_prompts:
-            return SPLIT_PROMPTS
-        return NO_SAMPLING_LOGPS if ratios is None else ""
+        return self.split_prompts or (NO_SAMPLING_LOGPS if ratios is None else "")
 
     def why_no_forward(self, followed: bool) -> str:
         """No fold can be left out of the step.
 
         followed  the moments that never saw a fold are known, where the optimizer's own have seen it
         """
-        if self.no_formula:
-            return self.no_formula
-        if not self.whole_prompts:
-            return MIXED_PROMPTS
+        if self.no_formula or self.mixed_prompts:
+            return self.no_formula or self.mixed_prompts
         if self.other_terms and not self.folds_of_gradient:
             return f"{OTHER_TERMS}: use at most one fold per microbatch"
         if self.num_folds < 2:
@@ -111,19 +114,19 @@ class Capabilities:
     def why_no_blocks(self, blocks: float) -> str:
         """The microbatches are not independent blocks, two at least, from which the noise of the gradient follows."""
         if not self.whole_prompts:
-            return MIXED_BLOCKS
+            return f"{MIXED_BLOCKS}: {self.fixes.whole_prompts}"
         if self.reused:
             return "an earlier step has learned from these responses (num_iterations > 1): they are no new sample"
         return ONE_BLOCK if blocks < 2 else ""
 
     def why_no_split_of_trace(self) -> str:
         """The noise cannot be told apart into that of prompts and that of responses."""
-        return self.sampling_mismatch or ("" if self.dr_grpo else NOT_DR_GRPO)
+        return self.sampling_mismatch or ("" if self.dr_grpo else f"{NOT_DR_GRPO}: {self.fixes.dr_grpo}")
 
     def _why_no_single_response(self) -> str:
         if self.other_terms or self.reused:
             return OTHER_TERMS if self.other_terms else CHOSEN_REUSED
-        return self.no_formula or ("" if self.whole_prompts else MIXED_PROMPTS)
+        return self.no_formula or self.mixed_prompts
 
 
 def why_too_far_off_policy(ratios: Tensor, batch: Batch, reduce: Callable[[Tensor], Tensor]) -> str:

@@ -240,6 +240,7 @@ class StepDriver:
             autocast=loop.autocast,
             dr_grpo=loop.dr_grpo,
             first_of_adam=is_first_of_adam(optimizer.states),
+            fixes=loop.fixes,
         )
         known = (batch, gradients, optimizer, loop.policy, loop.ranks, capabilities)
         return Step(step.number, *known, self._memory)
@@ -270,10 +271,11 @@ class StepDriver:
 
     def _num_vectors(self) -> int:
         """Returns how many fp32 vectors of all trained parameters a measured step holds on the device."""
-        count = GATHERED_VECTORS
-        if Need.FOLD_GRADIENTS in self._needs and not self._offload:
-            count += len(self.plan_folds(self._loop.shape))
-        return count + VECTORS_BESIDE_FOLDS * (Need.ENTROPY_CHANGE in self._needs)
+        num_folds = len(self.plan_folds(self._loop.shape))
+        rows = num_folds * (Need.FOLD_GRADIENTS in self._needs and not self._offload)
+        beside = VECTORS_BESIDE_FOLDS * (Need.ENTROPY_CHANGE in self._needs)
+        at_a_time = max((probe.num_vectors(num_folds) for probe in self.probes), default=0)
+        return GATHERED_VECTORS + rows + beside + at_a_time
 
     def _follows_entropy(self, step: OpenStep) -> bool:
         return any(Need.ENTROPY_CHANGE in probe.needs for probe in step.probes)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Batch, LossSettings, Rollout, in_one_width, join_rollouts
+from rl_training.engine.capabilities import Fixes
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
@@ -48,6 +49,7 @@ class Loop:
     loss_settings: LossSettings | None = None  # of Dr-GRPO's loss, which may hide truncated responses; None of another
     sampling_mismatch: str = ""  # why responses are not samples of the policy that is scored
     no_fresh_responses: str = ""  # why `policy.sample` may not be asked
+    fixes: Fixes = field(default_factory=Fixes)
 
 
 @dataclass

@@ -74,6 +74,13 @@ class Probe(abc.ABC):
     def results(self) -> dict[str, Estimate]:
         """Returns the step's estimates by metric name."""
 
+    def num_vectors(self, num_folds: int) -> int:
+        """Returns how many fp32 vectors of all trained parameters it holds on the device while it measures a step.
+
+        Beside those that are kept for it; `num_folds` are this rank's.
+        """
+        return 0
+
     @property
     def num_buffer_bytes(self) -> int:
         """Bytes of the parameter-size buffers that this probe holds at present."""

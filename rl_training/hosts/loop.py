@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from rl_training.engine.batch import Rollout
+from rl_training.engine.capabilities import Fixes
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import Loop, OpenStep, Shape
 from rl_training.engine.probe import Probe
@@ -103,6 +104,7 @@ def measured_loop(
         dr_grpo=dr_grpo,
         sampling_mismatch=sampling_mismatch,
         no_fresh_responses="" if sample is not None else NO_SAMPLE,
+        fixes=Fixes(dr_grpo="say dr_grpo=True where the loss is Dr-GRPO's"),
     )
     return MeasuredLoop(probes, loop, policy, records)
 

@@ -26,7 +26,7 @@ import math
 import torch
 from torch import Tensor
 
-from rl_training.engine.capabilities import NO_SAMPLING_LOGPS, SPLIT_PROMPTS
+from rl_training.engine.capabilities import NO_SAMPLING_LOGPS
 from rl_training.engine.entropy_gradients import importance_ratios
 from rl_training.engine.probe import Probe
 from rl_training.engine.step import Step
@@ -62,7 +62,9 @@ class EffectiveSampleSizeProbe(Probe):
         answers = {
             "ess/zero_advantage": known(num_zero / num_sequences),
             "ess/zero_advantage_prompts": (
-                known(num_zero_prompts / num_prompts) if step.capabilities.complete_prompts else missing(SPLIT_PROMPTS)
+                missing(step.capabilities.split_prompts)
+                if step.capabilities.split_prompts
+                else known(num_zero_prompts / num_prompts)
             ),
         }
         importance = kish_size_of_sums(*size_sums[:2])

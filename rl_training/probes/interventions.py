@@ -111,6 +111,10 @@ class InterventionsProbe(Probe):
     def results(self) -> dict[str, Estimate]:
         return self._answers
 
+    def num_vectors(self, num_folds: int) -> int:
+        """X and one basis of changes: by fold, and over all folds; and the gradient of the reward over all folds."""
+        return 2 * (num_folds + 1) + 1
+
     def _answer(self, of: Intervention, estimates: Mapping[str, Estimate]) -> None:
         self._answers |= {f"intervention/{of.name}/{name}": estimate for name, estimate in estimates.items()}
 

@@ -30,7 +30,7 @@ from rl_training.hosts.sequences_of_step import sequences_of_step
 from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.patches import check_behaviour, refuse_missing_members, wrap
 from rl_training.hosts.trl.policy import LogpsAndEntropies, TrainerPolicy
-from rl_training.hosts.trl.refusals import refuse_split_prompts, refuse_what_cannot_be_measured
+from rl_training.hosts.trl.refusals import FIXES, refuse_split_prompts, refuse_what_cannot_be_measured
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.hosts.trl.sampling_mismatch import why_no_fresh_responses, why_sampling_mismatch
@@ -221,6 +221,7 @@ class Attachment(TrainerCallback):
                 loss_settings=batches.loss_settings(trainer),
                 sampling_mismatch=why_sampling_mismatch(trainer),
                 no_fresh_responses=why_no_fresh_responses(trainer),
+                fixes=FIXES,
             )
         )
         if trainer.is_deepspeed_enabled:

@@ -7,8 +7,16 @@ from __future__ import annotations
 
 from trl import GRPOTrainer
 
+from rl_training.engine.capabilities import Fixes
 from rl_training.hosts.trl import zero
 from rl_training.hosts.trl.sharding import refuse_fsdp_that_cannot_be_read
+
+FIXES = Fixes(
+    whole_prompts="use DrGRPOTrainer, or attach(..., whole_prompts=True), with a multiple of num_generations sequences "
+    "in a microbatch",
+    dr_grpo="set loss_type='dr_grpo', scale_rewards='none', beta=0 and mask_truncated_completions=False, or use "
+    "DrGRPOTrainer",
+)
 
 
 def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
