@@ -1,8 +1,10 @@
 # Two commands for a fresh machine with Python >= 3.10, make, pip and git:
 #   make demo    install into .venv and run the main job
 #   make test    install into .venv and run the tests
-# and two more:
+# and more:
 #   make test-vllm   install vLLM for the CPU (3 GB) into .venv-vllm and run the tests that generate with it
+#   make docs    install Sphinx into .venv, execute the tutorials and build the site, build/docs/index.html
+#   make linkcheck   asks every outside link of the site for an answer
 #   make compat  install the newest trl, transformers, peft and accelerate into .venv-compat and see what still holds
 PYTHON ?= python3
 VENV ?= .venv
@@ -12,7 +14,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-vllm lint compat clean
+.PHONY: demo test test-vllm lint docs linkcheck compat clean
 
 # constraints.txt holds torch's version too: one resolution, no second torch on top of the first.
 $(VENV)/installed: setup.cfg constraints.txt pyproject.toml
@@ -31,6 +33,17 @@ lint: $(VENV)/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+# A warning is an error: a page that is linked and not there, a docstring that is gone, a tutorial that fails.
+$(VENV)/docs-installed: $(VENV)/installed
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[docs]'
+	touch $@
+
+docs: $(VENV)/docs-installed
+	$(BIN)/sphinx-build -W --keep-going -q -b html docs build/docs
+
+linkcheck: $(VENV)/docs-installed
+	$(BIN)/sphinx-build -q -b linkcheck docs build/linkcheck
 
 # An environment of its own: vLLM pins numpy below the rest. What it brings of torch's family is built for CUDA, and would
 # be imported.

@@ -1,0 +1,70 @@
+"""Sphinx's settings: MyST pages, notebooks that are executed, and reference pages written from conf/ and the code."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+DOCS = Path(__file__).parent
+sys.path[:0] = [str(DOCS), str(DOCS.parent)]
+# Notebooks call commands of this environment, on one thread, without a hub.
+os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+os.environ["PYTHONPATH"] = str(DOCS.parent)
+for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}.items():
+    os.environ.setdefault(name, value)
+
+from generate import write_reference  # noqa: E402
+
+from rl_training.version import VERSION  # noqa: E402
+
+project, author, release = "rl-training", "the rl-training authors", VERSION
+copyright = author
+extensions = ["myst_nb", "sphinx.ext.autodoc"]
+exclude_patterns = ["reference/_generated"]
+
+html_theme = "furo"
+html_title = "rl-training"
+html_static_path = ["_static"]
+html_css_files = ["wide_tables.css"]
+
+myst_enable_extensions = ["colon_fence", "linkify"]
+myst_linkify_fuzzy_links = False
+REPOSITORY = "https://github.com/rl-training/rl-training"
+# [text](repo:benchmarks/README.md): a file of the repository that is no page of the site.
+myst_url_schemes = {"http": None, "https": None, "mailto": None, "repo": f"{REPOSITORY}/blob/main/{{{{path}}}}"}
+myst_heading_anchors = 3
+nb_execution_mode = "cache"
+nb_execution_cache_path = str(DOCS.parent / "build" / "notebooks")
+nb_execution_in_temp = True
+nb_execution_raise_on_error = True
+nb_execution_timeout = 600
+nb_merge_streams = True
+
+autodoc_typehints = "signature"
+autodoc_preserve_defaults = True
+linkcheck_anchors = False
+linkcheck_ignore = [f"{REPOSITORY}/.*"]  # what is changed here is not there yet
+html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main", "source_directory": "docs/"}
+
+
+def as_it_is_written(
+    app: object, what: str, name: str, obj: object, options: object, lines: list[str], *rest: object
+) -> None:
+    """Turns a docstring into its first paragraph and the rest as it stands: formulas and columns keep their places."""
+    end = lines.index("") if "" in lines else len(lines)
+    first, rest_of_it = lines[:end], lines[end + 1 :]
+    while rest_of_it and not rest_of_it[-1].strip():
+        rest_of_it.pop()
+    special = str.maketrans({character: f"\\{character}" for character in "\\*|_"})
+    parts = re.split(r"`([^`]+)`", "\n".join(first))  # in turn text and code
+    marked = [f"``{part}``\\ " if i % 2 else part.translate(special) for i, part in enumerate(parts)]
+    escaped = "".join(marked).splitlines()
+    lines[:] = escaped + (["", "::", "", *(f"    {line}" for line in rest_of_it), ""] if rest_of_it else [""])
+
+
+def setup(app: Any) -> None:
+    app.connect("builder-inited", lambda _: write_reference(DOCS / "reference" / "_generated"))
+    app.connect("autodoc-process-docstring", as_it_is_written)

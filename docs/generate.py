@@ -1,0 +1,133 @@
+"""Writes the parts of the reference that would drift by hand: settings from conf/, help texts from the commands.
+
+The pages in docs/reference include what is written here.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+CONF = ROOT / "conf"
+JOBS = ("train", "offline", "evaluate")
+MODULES = ("report", "sync", "kernel", "dashboard")
+LINE = re.compile(r"^(?P<indent> *)(?P<key>[\w@/ ]+?):(?: (?P<value>[^#]*?))?(?: *# *(?P<comment>.*))?$")
+
+
+def write_reference(folder: Path) -> None:
+    """Writes the generated parts, each where its text has changed: Sphinx then reads only these again."""
+    groups = sorted(path for path in CONF.iterdir() if path.is_dir() and path.name not in ("hydra", "experiment"))
+    parts = {f"{job}.md": table(settings(CONF / f"{job}.yaml")) for job in JOBS}
+    parts["groups.md"] = "\n\n".join(map(group_section, groups))
+    parts |= {f"help_{job}.txt": help_text(f"{job}.py") for job in JOBS}
+    parts |= {f"help_{name}.txt": help_text("-m", f"rl_training.{name}") for name in MODULES}
+    folder.mkdir(exist_ok=True)
+    for name, text in parts.items():
+        path = folder / name
+        if not path.is_file() or path.read_text(encoding="utf-8") != text:
+            path.write_text(text, encoding="utf-8")
+
+
+def help_text(*command: str) -> str:
+    """Returns what a command of this checkout says of itself."""
+    done = subprocess.run(
+        [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True, encoding="utf-8"
+    )
+    return done.stdout
+
+
+def group_section(folder: Path) -> str:
+    """Returns a section for a group of conf/, its options with their settings."""
+    options = sorted(folder.glob("*.yaml"))
+    return "\n\n".join([f"### {folder.name}", *(option_text(folder.name, path) for path in options)])
+
+
+def option_text(group: str, path: Path) -> str:
+    """Returns what an option of a group is for, and the table of its settings."""
+    text = path.read_text(encoding="utf-8")
+    package = re.search(r"^# @package (\S+)", text, re.MULTILINE)
+    prefix = {"_global_": ""}.get(package.group(1), f"{package.group(1)}.") if package else f"{group}."
+    rows = settings(path, prefix)
+    heading = f"**`{group}={path.stem}`**"
+    return "\n\n".join(filter(None, [f"{heading}: {opening(text)}" if opening(text) else heading, table(rows)]))
+
+
+def opening(text: str) -> str:
+    """Returns the comment at the top of a file of conf/, as one paragraph."""
+    lines = []
+    for line in text.splitlines():
+        if not line.startswith("#"):
+            break
+        if not line.startswith("# @package") and not line.startswith("#   "):
+            lines.append(line.lstrip("# "))
+    return " ".join(filter(None, lines))
+
+
+def settings(path: Path, prefix: str = "") -> list[tuple[str, str, str]]:
+    """Returns (name, default, what it is) of each setting of a file of conf/: from its comments and docstrings.
+
+    A comment above a key counts for that key. What `_target_` names says of its parameters what the file does not.
+    """
+    lines = path.read_text(encoding="utf-8").splitlines()
+    parents: list[tuple[int, str]] = []
+    rows: dict[str, tuple[str, str]] = {}
+    above: list[str] = []
+    described: dict[str, str] = {}
+    for line in lines[next((i for i, line in enumerate(lines) if not line.startswith("#")), 0) :]:
+        found = LINE.match(line)
+        if not found:
+            above = [*above, line.lstrip("# ")] if line.startswith("#") else []
+            continue
+        indent, key = len(found["indent"]), found["key"]
+        parents = [parent for parent in parents if parent[0] < indent]
+        name = prefix + ".".join([*(name for _, name in parents), key])
+        value, comment = (found["value"] or "").strip(), found["comment"] or " ".join(above)
+        above = []
+        if key == "_target_":
+            described = {f"{name.removesuffix('_target_')}{k}": v for k, v in parameters(value).items()}
+        elif value:
+            rows[name] = value, comment or described.get(name, "")
+        else:
+            parents.append((indent, key))
+            if comment:
+                rows[name] = "", comment
+    return [(n, *row) for n, row in rows.items() if not n.startswith(("hydra", "defaults", "override"))]
+
+
+def parameters(target: str) -> dict[str, str]:
+    """Returns what the docstring of `module.name` says of each parameter: lines `name   what it is`, and their ends."""
+    module, name = target.rsplit(".", 1)
+    try:
+        doc = inspect.getdoc(getattr(importlib.import_module(module), name)) or ""
+    except ImportError:  # of an extra that is not installed
+        return {}
+    found: dict[str, str] = {}
+    current = ""
+    for line in doc.splitlines():
+        if start := re.match(r"^(\w+) {2,}(\S.*)$", line):
+            current, found[start[1]] = start[1], start[2]
+        elif current and line.startswith("   "):
+            found[current] += " " + line.strip()
+        else:
+            current = ""
+    return found
+
+
+def table(rows: list[tuple[str, str, str]]) -> str:
+    """Returns a Markdown table of settings."""
+    if not rows:
+        return ""
+
+    def cell(text: str) -> str:
+        return text.replace("|", "\\|").replace("*", "\\*").replace("<", "&lt;")
+
+    lines = [
+        f"| `{name}` | {f'`{value}`' if value else ''} | {cell(what)} |".replace("||", "| |")
+        for name, value, what in rows
+    ]
+    return "\n".join(["| setting | default | what it is |", "|---|---|---|", *lines])
