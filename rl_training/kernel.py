@@ -1,7 +1,6 @@
-"""python -m rl_training.kernel FOLDER …: the command, under its public name; the work is in offline/kernel_command."""
+"""python -m rl_training.kernel FOLDER …: the command kernel; the work is in offline/kernel_command.py."""
 
-from rl_training.job.command_line import run_command
-from rl_training.offline.kernel_command import main
+from rl_training.__main__ import command
 
 if __name__ == "__main__":
-    run_command(main)
+    command("kernel")

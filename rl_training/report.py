@@ -1,7 +1,6 @@
-"""python -m rl_training.report RUN …: the command, under its public name; the work is in records/report and compare."""
+"""python -m rl_training.report RUN …: the command report; the work is in records/report and records/compare."""
 
-from rl_training.job.command_line import run_command
-from rl_training.records.compare.command import main
+from rl_training.__main__ import command
 
 if __name__ == "__main__":
-    run_command(main)
+    command("report")

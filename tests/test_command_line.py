@@ -88,7 +88,7 @@ def train(tmp_path: Path, *arguments: str, **env: str) -> Command:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["sed=1"], "there is no such setting, see python train.py --help; did you mean seed?"),
+        (["sed=1"], "there is no such setting, see --help; did you mean seed?"),
         (["probe=simpel"], "did you mean simple?"),
         (["probe=simple,gns"], "'probe=[simple,gns]'"),
         (["trainer.max_stepz=3"], "did you mean trainer.max_steps"),

@@ -178,7 +178,7 @@ def test_a_mistake_is_named_with_the_way_out(tmp_path: Path, overrides: list[str
             "Choose from all, covariance, error_shares, ess, gns, ground_truth, interventions, none, responses, simple",
         ),
         ("model=tyni", "Choose from hub, qwen2_5_1_5b, tiny; did you mean tiny?"),
-        ("bathc.microbatch_size=3", "there is no such setting, see python train.py --help; did you mean batch?"),
+        ("bathc.microbatch_size=3", "there is no such setting, see --help; did you mean batch?"),
         ("probes.simple.evry=5", "did you mean every?"),
         ("probes.gns.lags=16", "probes.gns.lags: this setting is gone"),
         ("probes.simple.validate_every=10", "give probe=[simple,ground_truth] probes.ground_truth.every=10"),

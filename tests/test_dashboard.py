@@ -54,7 +54,7 @@ def test_without_the_package_it_says_what_to_install(
     with pytest.raises(SystemExit) as ended:
         main(["--dry-run"])
     assert ended.value.code == 2
-    assert "pip install wandb-workspaces" in capsys.readouterr().err
+    assert "pip install 'rl-training[dashboard]'" in capsys.readouterr().err
 
 
 def test_without_an_account_it_says_how_to_get_on(

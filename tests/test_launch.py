@@ -7,6 +7,7 @@ import pty
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -55,7 +56,7 @@ def said_on_a_terminal(folder: Path, *command: str) -> list[str]:
 def test_on_a_terminal_the_line_is_the_last_and_names_the_launcher_as_it_was_typed(folder: Path) -> None:
     said = said_on_a_terminal(folder, "accelerate", "launch", "--config_file", "my file.yaml", "script.py", "a=1")
     assert said == [
-        "launcher: exit 2", "error: accelerate launch --config_file 'my file.yaml'=0 must be at least 1"
+        "launcher: exit 2", "error: accelerate launch --config_file 'my file.yaml' script.py=0 must be at least 1"
     ]  # fmt: skip
 
 
@@ -63,12 +64,24 @@ def test_elsewhere_than_on_a_terminal_the_line_is_said_at_once(folder: Path) -> 
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "ACCELERATE_MIXED_PRECISION": "no"}
     command = [str(folder / "accelerate"), "launch", "script.py"]
     ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    line = f"error: {folder / 'accelerate'} launch=0 must be at least 1"  # not on the PATH, hence in full
+    line = f"error: {folder / 'accelerate'} launch script.py=0 must be at least 1"  # not on the PATH, hence in full
     assert ended.stderr.splitlines() == [line, "launcher: exit 2"]
 
 
-def test_without_a_launcher_it_is_the_python_of_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("typed", "argv", "module"),
+    [
+        (["python3", "-u", "train.py"], "train.py", None),
+        (["python3", "-m", "rl_training.train"], "/lib/rl_training/train.py", "rl_training.train"),
+        (["/env/bin/rl-training", "train"], "/lib/rl_training/train.py", None),
+    ],
+)
+def test_without_a_launcher_it_is_the_command_line_up_to_the_first_setting(
+    monkeypatch: pytest.MonkeyPatch, typed: list[str], argv: str, module: str | None
+) -> None:
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
-    monkeypatch.setattr(sys, "argv", ["train.py", "++trainer.max_steps=1"])
-    monkeypatch.setattr(sys, "orig_argv", ["python3", "-u", "train.py", "trainer.max_steps=1"])
-    assert Launch.of_this_process() == Launch(None, "python3 -u")
+    monkeypatch.setattr(sys.modules["__main__"], "__spec__", module and SimpleNamespace(name=module))
+    monkeypatch.setattr(sys, "argv", [argv, "++trainer.max_steps=1"])
+    interpreter = [] if typed[0] == "python3" else ["/env/bin/python3"]  # the kernel puts it before a script
+    monkeypatch.setattr(sys, "orig_argv", [*interpreter, *typed, "trainer.max_steps=1"])
+    assert Launch.of_this_process() == Launch(None, " ".join(typed))

@@ -18,9 +18,9 @@ from test_offline import RUN, checkpoint, composed, run  # noqa: F401
 from rl_training import OfflineEntropyProbe
 from rl_training.job.analysis import analyse_checkpoints
 from rl_training.job.build import build_run
-from rl_training.job.explain import CONF
-from rl_training.job.offline_probe import READY, main
+from rl_training.job.offline_probe import main
 from rl_training.job.probe_config import KEYS, read_probe_config
+from rl_training.job.shipped import CONF, PROBE_CONFIGS
 from rl_training.offline.results import read_result
 from rl_training.records import probe_logs, read_probe_log
 from rl_training.records.atomic_write import write_atomically
@@ -80,7 +80,7 @@ def test_only_the_measured_part_is_run_and_returned(run: Path, tmp_path: Path) -
 def test_the_ready_files_run_and_explain_every_option(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]  # noqa: F811
 ) -> None:  # fmt: skip
-    probe = OfflineEntropyProbe.from_config_file(READY / "full_example.yaml")
+    probe = OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "full_example.yaml")
     assert {section: set(keys) for section, keys in KEYS.items()} == {
         section: set(keys) for section, keys in probe.config.items() if section != "overrides"
     }
@@ -89,7 +89,8 @@ def test_the_ready_files_run_and_explain_every_option(
         given, default = compose("offline", list(words)), compose("offline", [f"checkpoint={run}"])
     assert {key for key in default if given[key] != default[key]} == {"name", "report", "dashboards"}
     monkeypatch.setattr(
-        "sys.argv", ["probe", "--config", str(READY / "quick_test.yaml"), "--checkpoint", str(checkpoint(run, 2))]
+        "sys.argv",
+        ["probe", "--config", str(PROBE_CONFIGS / "quick_test.yaml"), "--checkpoint", str(checkpoint(run, 2))],
     )
     main()
     printed = capsys.readouterr().out

@@ -19,12 +19,12 @@ from test_verdict import found
 
 from rl_training.job.analysis import analyse_checkpoints
 from rl_training.job.analysis_plan import read_plan
-from rl_training.job.explain import CONF
+from rl_training.job.shipped import CONF
 from rl_training.offline.results import read_result
 from rl_training.offline.settings import Evaluation, Settings, TruthSettings
 from rl_training.offline.sweep import SweepSettings, refuse_sweep
 from rl_training.records import looks
-from rl_training.records.looks import COLUMNS
+from rl_training.records.analyses import COLUMNS
 from rl_training.records.report.looks import describe_looks, log_slope, write_looks_page
 from rl_training.records.report.page import render_page
 from rl_training.records.report.series import read_run

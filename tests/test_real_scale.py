@@ -297,5 +297,5 @@ def test_frozen_weights_that_would_not_last_are_refused(tmp_path: Path, override
 
 def test_without_bitsandbytes_4_bits_are_refused_with_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(models, "is_bitsandbytes_available", lambda: False)
-    with pytest.raises(ValueError, match=re.escape("pip install -e '.[qlora]'")):
+    with pytest.raises(ValueError, match=re.escape("pip install 'rl-training[qlora]'")):
         load_tiny("bfloat16", "nf4")

@@ -13,7 +13,7 @@ from trl import GRPOTrainer
 from rl_training.records import rollouts
 from rl_training.records.jsonl import Records, read_metrics
 from rl_training.records.report import write_report
-from rl_training.records.rollouts import ROLLOUTS_FILE, append_rollouts, drop_rollouts_after, read_rollouts
+from rl_training.records.rollout_file import ROLLOUTS_FILE, append_rollouts, drop_rollouts_after, read_rollouts
 
 
 @pytest.fixture(scope="module")

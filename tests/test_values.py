@@ -12,9 +12,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_training.job.analysis_settings import check_analysis, name_of
 from rl_training.job.evaluation_settings import check_evaluation
-from rl_training.job.explain import CONF
 from rl_training.job.run_settings import run_settings
 from rl_training.job.settings import check_run
+from rl_training.job.shipped import CONF
 from rl_training.job.stored_settings import load_settings
 
 

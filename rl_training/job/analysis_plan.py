@@ -15,9 +15,9 @@ from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.logs import LogSettings
 from rl_training.offline.settings import Settings
 from rl_training.offline.sweep import SweepSettings, refuse_sweep
+from rl_training.records.analyses import OFFLINE, RESULT_FILE
 from rl_training.records.checkpoints import checkpoints_named
 from rl_training.records.folder import CONFIG_FILE
-from rl_training.records.looks import OFFLINE, RESULT_FILE
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.job.explain import CONF, load_plain
+from rl_training.job.explain import load_plain
 from rl_training.job.settings import refuse_other_kinds, refuse_unset
+from rl_training.job.shipped import CONF
 from rl_training.offline.settings import (
     Evaluation,
     FirstOrderSettings,

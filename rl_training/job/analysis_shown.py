@@ -12,9 +12,9 @@ from transformers.utils import logging
 from rl_training.hosts.trl.trainer import DrGRPOConfig
 from rl_training.job.analysis_plan import run_of
 from rl_training.job.loggers import LOGGERS
+from rl_training.records.analyses import read_analysis
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.looks import read_analysis
 from rl_training.records.report import write_report
 from rl_training.records.report.looks import core_numbers, describe_looks, write_looks_page
 from rl_training.records.report.series import read_run

@@ -1,18 +1,17 @@
 """How a command ends: well, or with one line that says what was wrong and what to do about it.
 
-    @hydra.main(version_base="1.3", config_path="conf", config_name="train")
-    @past_hydra
-    def main(cfg: DictConfig) -> None: ...
+    def main() -> None: ...
 
     if __name__ == "__main__":
         run_command(main)
 
-    exit code 2          an error that was foreseen: what the user asked for cannot be; one line, no traceback
+    exit code 2          an error that was foreseen: what the user asked for cannot be, or needs an extra that is not
+                         installed; one line, no traceback
     exit code 1          any other: the traceback, then one line
     exit code 130, 143   ended by SIGINT (Ctrl-C) or SIGTERM
 
 --debug, or RL_TRAINING_DEBUG=1, shows the traceback of a foreseen error too. Of several processes one speaks. Imports
-nothing that takes long, so that --help comes at once.
+nothing that takes long, so that --help comes at once, and no library of an extra, not even Hydra.
 """
 
 from __future__ import annotations
@@ -29,20 +28,17 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 import rl_training.job.silence  # noqa: F401
 
-import hydra
-from hydra.errors import HydraException
-from omegaconf import DictConfig
-from omegaconf.errors import OmegaConfBaseException
-
-from rl_training.job.explain import explain
+from rl_training.extras import what_is_missing
 from rl_training.job.launch import Launch
 
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
 PACKAGE = Path(__file__).parents[1]
-HYDRA = Path(hydra.__file__).parent  # some of its errors are plain ValueErrors
 DEBUG_VARIABLE = "RL_TRAINING_DEBUG"
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 SECONDS_TO_BE_ENDED = 3.0  # within which a launcher ends the other processes of one that has failed
@@ -103,18 +99,37 @@ def run_command(main: Callable[[], object]) -> None:
 
 
 def is_foreseen(error: BaseException) -> bool:
-    """Returns whether the package raised this error itself, to tell the user something, or Hydra its own."""
-    if isinstance(error, HydraException | OmegaConfBaseException):
+    """Returns whether the package raised this error itself, to tell the user something, or Hydra, or an extra lacks."""
+    told = bool(what_is_missing(error)) or _raised_in(PACKAGE, error)
+    return _is_of_hydra(error) or (told and isinstance(error, ValueError | OSError | ImportError))
+
+
+def _is_of_hydra(error: BaseException) -> bool:
+    """Returns whether Hydra or OmegaConf raised it; some of Hydra's errors are plain ValueErrors."""
+    if {kind.__module__.partition(".")[0] for kind in type(error).__mro__} & {"hydra", "omegaconf"}:
         return True
+    hydra = sys.modules.get("hydra")
+    at_home = hydra is not None and _raised_in(Path(str(hydra.__file__)).parent, error)
+    return at_home and isinstance(error, ValueError | OSError | ImportError)
+
+
+def _raised_in(folder: Path, error: BaseException) -> bool:
     frames = traceback.extract_tb(error.__traceback__)
-    told = bool(frames) and any(Path(frames[-1].filename).is_relative_to(folder) for folder in (PACKAGE, HYDRA))
-    return told and isinstance(error, ValueError | OSError | ImportError)
+    return bool(frames) and Path(frames[-1].filename).is_relative_to(folder)
 
 
 def in_one_line(error: BaseException) -> str:
     """Returns the message of an error without line breaks; of one that is not foreseen, its type in front."""
-    message = " ".join(explain(error).split())
+    message = " ".join((what_is_missing(error) or _in_plain_words(error)).split())
     return message if is_foreseen(error) and message else f"{type(error).__name__}: {message}".removesuffix(": ")
+
+
+def _in_plain_words(error: BaseException) -> str:
+    if not _is_of_hydra(error):
+        return str(error)
+    from rl_training.job.explain import explain  # imports Hydra, which is there
+
+    return explain(error)
 
 
 @contextlib.contextmanager

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from omegaconf import DictConfig
 
-from rl_training.job.explain import CONF, load_plain
+from rl_training.job.explain import load_plain
 from rl_training.job.settings import Range, refuse_other_kinds, refuse_unset
+from rl_training.job.shipped import CONF
 
 RANGES = {
     "fraction": Range(float, 0, 1, open=True), "responses_per_prompt": Range(int, 1), "k": Range(int, 1, or_none=True),

@@ -14,9 +14,8 @@ from hydra.errors import OverrideParseException
 from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
+from rl_training.job.shipped import CONF, conf_folders
 from rl_training.job.stored_settings import GONE
-
-CONF = Path(__file__).parents[2] / "conf"
 
 
 def explain(error: BaseException) -> str:
@@ -33,7 +32,7 @@ def explain(error: BaseException) -> str:
     choice = re.search(r"Could not find '(\w+)/([^']+)'", message)
     if choice:
         group, name = choice.groups()
-        options = sorted(path.stem for path in (CONF / group).glob("*.yaml"))
+        options = sorted({path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")})
         return (
             f"{group}={name}: there is no such {group}. Choose from {', '.join(options)}{did_you_mean(name, options)}"
         )
@@ -81,11 +80,11 @@ def _no_such_setting(key: str) -> str:
         known = sorted({option for options in by_file.values() for option in options})
         return f"{first} has the settings {', '.join(known)}{did_you_mean(last, known)}"
     groups = [path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra"]
-    command = Path(sys.argv[0]).stem
+    command = Path(sys.argv[0]).stem.replace("analyze", "offline")
     if not (CONF / f"{command}.yaml").is_file():
         command = "train"
     known = [name for name in (*load_plain(CONF / f"{command}.yaml"), *groups) if name not in ("defaults", "hydra")]
-    return f"there is no such setting, see python {command}.py --help{did_you_mean(first, known)}"
+    return f"there is no such setting, see --help{did_you_mean(first, known)}"
 
 
 def _options(path: Path, group: str) -> list[str]:

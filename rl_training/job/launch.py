@@ -23,7 +23,8 @@ class Launch:
     """How this process was started.
 
     launcher  its process, None where a shell has started this one, which may well go before it
-    typed     what stood before the script on the command line: python, or the launcher and its arguments
+    typed     the command line up to its first setting: python or the launcher with its arguments, and the script, the
+              module, or rl-training and its command
     """
 
     launcher: int | None
@@ -34,14 +35,15 @@ class Launch:
         """Returns it; to be asked while the launcher is there, which a Ctrl-C may end first."""
         launched = any(name in os.environ for name in LAUNCHED)
         if not launched:
-            return cls(None, shlex.join(_before_the_script(sys.orig_argv)) or "python")
+            words = _without_interpreter(_before_the_settings(sys.orig_argv))
+            return cls(None, shlex.join(words or ("python", sys.argv[0])))
         launcher = os.getppid()
         try:
             said = Path(f"/proc/{launcher}/cmdline").read_text(encoding="utf-8").split("\0")
         except (OSError, UnicodeDecodeError):  # not Linux
             said = []
-        words = _without_interpreter(_before_the_script(said))
-        return cls(launcher, shlex.join(words) or "accelerate launch …")
+        words = _without_interpreter(_before_the_settings(said))
+        return cls(launcher, shlex.join(words) or f"accelerate launch … {shlex.quote(sys.argv[0])}")
 
     def say_last(self, line: str) -> None:
         """Prints the line on stderr, on a terminal below what the launcher has to say of how its processes ended."""
@@ -52,15 +54,20 @@ class Launch:
         subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.DEVNULL)
 
 
-def _before_the_script(words: Sequence[str]) -> tuple[str, ...]:
-    """Returns the words before this process's script, () where it is not among them."""
-    script = sys.argv[0]
-    return tuple(words[: list(words).index(script)]) if script in words else ()
+def _before_the_settings(words: Sequence[str]) -> tuple[str, ...]:
+    """Returns the words up to this process's script or module, () where neither is among them."""
+    spec = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
+    for number, word in enumerate(words, 1):
+        if Path(word).name in ("rl-training", "rl_training"):  # its command comes behind it
+            return tuple(words[: number + 1])
+        if word == sys.argv[0] or (spec is not None and word == spec.name):
+            return tuple(words[:number])
+    return ()
 
 
 def _without_interpreter(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns a launcher's words as they are typed: python stands before a script that is called by its name."""
-    if len(words) < 2 or words[1].startswith("-"):
+    """Returns the words as they were typed: python stands before a program that was called by its name."""
+    if len(words) < 2 or words[1].startswith("-") or words[1].endswith(".py"):
         return words
     name = Path(words[1]).name
     return (name if shutil.which(name) == words[1] else words[1], *words[2:])

@@ -20,11 +20,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rl_training.job.explain import CONF
 from rl_training.job.probe_config import ProbeConfig, read_probe_config
 from rl_training.job.run_settings import gather_run_settings
+from rl_training.job.shipped import CONF, PROBE_CONFIGS
 
-READY = CONF.parent / "probe_configs"
 SIZES = ("B_E", "B_U", "G")
 LENGTHS = ("avg_generation_length", "avg_reward")
 
@@ -41,13 +40,13 @@ class OfflineEntropyProbe:
     def from_config_file(cls, path: str | Path) -> OfflineEntropyProbe:
         """Returns the probe that a YAML file describes. ValueError where it is not there or cannot be read."""
         if not Path(path).is_file():
-            raise ValueError(f"{path}: there is no such file; two that are ready lie in {READY}")
+            raise ValueError(f"{path}: there is no such file; two that are ready lie in {PROBE_CONFIGS}")
         try:
             config = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
         except (YAMLError, OmegaConfBaseException, OSError) as error:
             raise ValueError(f"{path} cannot be read as YAML: {error}") from error
         if not isinstance(config, dict):
-            raise ValueError(f"{path}: sections with settings are needed; see {READY}")
+            raise ValueError(f"{path}: sections with settings are needed; see {PROBE_CONFIGS}")
         return cls(config)  # type: ignore[arg-type]
 
     def run_mixed_probe(self, checkpoint_path: str | Path | None = None) -> dict[str, Any]:

@@ -21,7 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rl_training.job.explain import CONF, did_you_mean
+from rl_training.job.explain import did_you_mean
+from rl_training.job.shipped import CONF
 
 KEYS: dict[str, dict[str, type | tuple[str, ...]]] = {
     "checkpoint": {"checkpoint_path": str, "backbone": str, "dtype": ("float32", "bfloat16", "auto")},

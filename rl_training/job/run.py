@@ -80,6 +80,4 @@ class TrainingRun:
             given.append(f"trainer.max_steps={self.trainer.state.max_steps}")
         run_dir = str(self.run_dir)
         folder = f"run_dir={run_dir}" if re.fullmatch(r"[\w./-]+", run_dir, re.ASCII) else quoted("run_dir", run_dir)
-        return " ".join(
-            [self.stop.launch.typed, shlex.quote(sys.argv[0]), *map(shlex.quote, given), folder, "resume=latest"]
-        )
+        return " ".join([self.stop.launch.typed, *map(shlex.quote, given), folder, "resume=latest"])

@@ -16,7 +16,8 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.job.explain import CONF, did_you_mean
+from rl_training.job.explain import did_you_mean
+from rl_training.job.shipped import CONF
 from rl_training.job.stored_settings import load_settings
 from rl_training.records.folder import CONFIG_FILE
 

@@ -13,7 +13,8 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from rl_training.job.explain import CONF, did_you_mean, load_plain, quoted
+from rl_training.job.explain import did_you_mean, load_plain, quoted
+from rl_training.job.shipped import CONF
 from rl_training.job.stored_settings import GONE
 from rl_training.records.folder import TRAINING_STATE
 

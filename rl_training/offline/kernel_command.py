@@ -1,10 +1,10 @@
-"""python -m rl_training.kernel FOLDER …: finished kernels again, what if, and their way over training.
+"""rl-training kernel FOLDER …: finished kernels again, what if, and their way over training.
 
 FOLDER is RUN/offline/NAME/checkpoint-N/kernel:
 
-    python -m rl_training.kernel FOLDER                                     numbers; tables and page anew
-    python -m rl_training.kernel FOLDER --without wrong --without longest:8
-    python -m rl_training.kernel FOLDER FOLDER … --out EVOLUTION            evolution.csv and three pictures
+    rl-training kernel FOLDER                                     numbers; tables and page anew
+    rl-training kernel FOLDER --without wrong --without longest:8
+    rl-training kernel FOLDER FOLDER … --out EVOLUTION            evolution.csv and three pictures
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rl_training.offline.structure import Row, Structure, headline
 
 def main() -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m rl_training.kernel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="rl-training kernel", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("folders", nargs="+", type=Path, help="folders with kernel.safetensors")
     parser.add_argument(

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rl_training.extras import how_to_install
+
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -33,7 +35,7 @@ def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
     Raises ValueError when the shards are incomplete, of another optimizer, or put together to other weights.
     """
     if not importlib.util.find_spec("deepspeed"):
-        raise ValueError(f"{checkpoint} was written by DeepSpeed, which must be there to read it: '.[deepspeed]'")
+        raise ValueError(f"{checkpoint} was written by DeepSpeed, needed to read it: {how_to_install('deepspeed')}")
     folder = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
     shapes, ranks = _read(folder)
     groups = ranks[0]["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]

@@ -3,8 +3,35 @@
 from rl_training.records import evaluations, find_runs, metrics, probes, rollouts    # as pandas DataFrames
 """
 
-from rl_training.records.frames import evaluations, find_runs, metrics, probes, rollouts
-from rl_training.records.looks import looks
-from rl_training.records.probe_logs import probe_logs, read_probe_log
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from rl_training.extras import of_an_extra
+
+if TYPE_CHECKING:
+    from rl_training.records.analyses import looks
+    from rl_training.records.analysis_logs import probe_logs, read_probe_log
+    from rl_training.records.frames import evaluations, find_runs, metrics, probes, rollouts
 
 __all__ = ["evaluations", "find_runs", "looks", "metrics", "probe_logs", "probes", "read_probe_log", "rollouts"]
+
+_HOME = {
+    "evaluations": "frames",
+    "find_runs": "frames",
+    "looks": "analyses",
+    "metrics": "frames",
+    "probe_logs": "analysis_logs",
+    "probes": "frames",
+    "read_probe_log": "analysis_logs",
+    "rollouts": "frames",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Returns a public name, imported when it is first asked for: who writes records needs no pandas."""
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    with of_an_extra():
+        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -23,7 +23,7 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import EVALUATIONS, TABLE_FILE, EvaluatedMetric
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, read_estimates, read_evaluations, read_metrics
-from rl_training.records.rollouts import read_rollouts
+from rl_training.records.rollout_file import read_rollouts
 
 IN_TRAINING = "in training"  # the name of the evaluation that the trainer itself makes, with trainer.eval_strategy
 PROBE_COLUMNS = [

@@ -20,7 +20,7 @@ from typing import Any
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import cannot_write, write_atomically
 from rl_training.records.json_values import from_json, parsed_lines, to_json
-from rl_training.records.rollouts import MAKE_ROOM, ROLLOUTS_FILE, append_rollouts, drop_rollouts_after
+from rl_training.records.rollout_file import MAKE_ROOM, ROLLOUTS_FILE, append_rollouts, drop_rollouts_after
 
 METRICS_FILE = "metrics.jsonl"
 PROBES_FILE = "probes.jsonl"

@@ -1,7 +1,7 @@
-"""python -m rl_training.dashboard: makes a saved W&B workspace with a section for each question that a run answers.
+"""rl-training dashboard: makes a saved W&B workspace with a section for each question that a run answers.
 
-    python -m rl_training.dashboard --project rl-training              saves it, and prints its address
-    python -m rl_training.dashboard --project rl-training --dry-run    prints what it would save; no account needed
+    rl-training dashboard --project rl-training              saves it, and prints its address
+    rl-training dashboard --project rl-training --dry-run    prints what it would save; no account needed
 
 The sections and their panels are the table SECTIONS, which is all that there is to change. A metric that a run does not
 have leaves its panel empty.
@@ -13,6 +13,8 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+from rl_training.extras import of_an_extra
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,9 @@ SECTIONS = {
 
 def build_workspace(entity: str, project: str, name: str) -> Any:
     """Returns the wandb_workspaces.workspaces.Workspace of SECTIONS, not saved. ImportError without that package."""
-    import wandb_workspaces.reports.v2 as reports
-    import wandb_workspaces.workspaces as workspaces
+    with of_an_extra():
+        import wandb_workspaces.reports.v2 as reports
+        import wandb_workspaces.workspaces as workspaces
 
     def plot(panel: Panel) -> Any:
         return reports.LinePlot(
@@ -136,11 +139,11 @@ def build_workspace(entity: str, project: str, name: str) -> Any:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Saves or prints the workspace that the command line asks for; exits with 2, saying why, if it cannot."""
     parser = argparse.ArgumentParser(
-        prog="python -m rl_training.dashboard",
+        prog="rl-training dashboard",
         description="Save a W&B workspace for the runs of logger=wandb, with the sections: "
         + ", ".join(SECTIONS)
         + ".",
-        epilog="Needs wandb-workspaces (pip install wandb-workspaces) and, unless --dry-run, an account "
+        epilog="Needs the extra dashboard (pip install 'rl-training[dashboard]') and, unless --dry-run, an account "
         "(wandb login). Runs that were kept offline appear in it after wandb sync.",
     )
     parser.add_argument("--project", default="rl-training", help="W&B project of the runs (default: %(default)s)")
@@ -155,14 +158,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
         else:
             account = _entity_of_account()
             build_workspace(args.entity or account, args.project, args.name).save()
-    except ImportError as error:
-        parser.exit(2, f"{parser.prog}: error: {error}: pip install wandb-workspaces\n")
-    except ValueError as error:
+    except (ImportError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 
 
 def _entity_of_account() -> str:
-    import wandb
+    with of_an_extra():
+        import wandb
 
     if not wandb.login(prompt=False):
         raise ValueError("this machine has no W&B account: wandb login, or see the view with --dry-run")

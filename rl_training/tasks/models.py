@@ -77,7 +77,7 @@ def _four_bits(quantization: str, dtype: str) -> BitsAndBytesConfig:
     if quantization != "nf4":
         raise ValueError(f"model.quantization={quantization} is not known: use nf4, or null for none")
     if not is_bitsandbytes_available():
-        raise ValueError("4-bit weights need bitsandbytes: pip install -e '.[qlora]', or use adapter=lora")
+        raise ValueError("4-bit weights need bitsandbytes: pip install 'rl-training[qlora]', or use adapter=lora")
     return BitsAndBytesConfig(
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",

@@ -1,7 +1,7 @@
 """The comparison of runs: their records → one self-contained HTML page.
 
 write_comparison(folders, out)    writes the page
-python -m rl_training.report RUN RUN … --out PATH    the same from the command line
+rl-training report RUN RUN … --out PATH    the same from the command line
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""python -m rl_training.report: the report of a run, or the comparison of several."""
+"""rl-training report: the report of a run, or the comparison of several."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_training.records.report import print_summary, write_report
 def main(arguments: Sequence[str] | None = None) -> None:
     """Writes the report or the comparison that the command line asks for; exits with 2, in one line, if it cannot."""
     parser = argparse.ArgumentParser(
-        prog="python -m rl_training.report",
+        prog="rl-training report",
         description="Make the report of a run from its records, and print its summary; or compare several runs on one "
         "page. Any run will do: finished, killed or still going.",
         epilog="Of one run it writes RUN/report/: report.html, one self-contained page, and its pictures. Of several, "

@@ -2,7 +2,7 @@
 
     write_report(run_dir)     writes report/report.html and its pictures into the run folder
     print_summary(run_dir)    prints the table
-    python -m rl_training.report RUN_DIR    both, from the records of any run: finished, killed or still going
+    rl-training report RUN_DIR    both, from the records of any run: finished, killed or still going
 
 Nothing here is computed that the records do not hold: what is missing is shown as "–" with the reason why.
 """

@@ -12,8 +12,8 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
+from rl_training.records.analyses import OFFLINE, RESULT_FILE, looks, read_analysis
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.looks import OFFLINE, RESULT_FILE, looks, read_analysis
 from rl_training.records.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, Picture, legend, line, picture
 from rl_training.records.report.one_look import one_look
 from rl_training.records.report.page import template

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rl_training.records.rollouts import iterate_rollouts
+from rl_training.records.rollout_file import iterate_rollouts
 
 STEPS = 5  # shown, from the first recorded one to the last
 OF_A_STEP = 3  # sequences shown, of different prompts

@@ -2,7 +2,7 @@
 
 listing.py    what the source holds, and which of it is wanted
 copying.py    one file, whole or not at all; one pass over all of them
-command.py    python -m rl_training.sync SOURCE DESTINATION
+command.py    rl-training sync SOURCE DESTINATION
 """
 
 from rl_training.records.sync.copying import Outcome, sync_once

@@ -1,4 +1,4 @@
-"""python -m rl_training.sync SOURCE DESTINATION."""
+"""rl-training sync SOURCE DESTINATION."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from rl_training.records.sync.listing import METRICS, SourceFile, has_ended, sho
 
 EPILOG = """\
 SOURCE is a folder, or anything that fsspec knows:
-  sftp://USER@HOST/absolute/path    pip install '.[sync-ssh]'; keys, agent, config and known_hosts of ssh
-  s3://BUCKET/path                  pip install '.[sync-s3]'; profile and environment of the AWS tools
+  sftp://USER@HOST/absolute/path    pip install 'rl-training[sync-ssh]'; keys, agent, config and known_hosts of ssh
+  s3://BUCKET/path                  pip install 'rl-training[sync-s3]'; profile and environment of the AWS tools
   gs://…  hf://…                    pip install gcsfs, huggingface_hub
 
 What SOURCE holds comes to lie in DESTINATION, under the same names. Only what changed is copied; a file arrives whole
@@ -27,7 +27,7 @@ or not at all; nothing is ever deleted there. After a failure the same command g
 def main(arguments: Sequence[str] | None = None) -> None:
     """Brings runs home as the command line asks; exits with 2 for a mistake, 1 when the source could not be reached."""
     parser = argparse.ArgumentParser(
-        prog="python -m rl_training.sync",
+        prog="rl-training sync",
         description="Copy runs from another machine or a store to a folder here: logs, reports, evaluations and "
         "configuration, on request checkpoints.",
         epilog=EPILOG,

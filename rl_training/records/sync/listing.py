@@ -137,9 +137,9 @@ def _modified(info: Mapping[str, Any]) -> float | None:
 
 def _what_to_install(source: str) -> str:
     extras = {
-        "sftp": "'.[sync-ssh]'",
-        "ssh": "'.[sync-ssh]'",
-        "s3": "'.[sync-s3]'",
+        "sftp": "'rl-training[sync-ssh]'",
+        "ssh": "'rl-training[sync-ssh]'",
+        "s3": "'rl-training[sync-s3]'",
         "gs": "gcsfs",
         "hf": "huggingface_hub",
     }

@@ -1,0 +1,62 @@
+"""rl-training COMMAND …: every command of the package. Each is `python -m rl_training.COMMAND` too.
+
+In a checkout `train.py`, `offline.py` (analyze) and `evaluate.py` are the same. To start several processes:
+`accelerate launch -m rl_training.train …`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+from rl_training.job.command_line import run_command
+from rl_training.version import VERSION
+
+# By name: the module and the function that do the work, imported when the command runs, and what it does.
+COMMANDS = {
+    "train": ("rl_training.job.commands", "train", "train with GRPO and probes"),
+    "analyze": ("rl_training.job.commands", "analyze", "analyze checkpoints: what their next step does to entropy"),
+    "evaluate": ("rl_training.job.commands", "evaluate", "evaluate the checkpoints of a run"),
+    "report": ("rl_training.records.compare.command", "main", "make the report of a run, or compare several runs"),
+    "sync": ("rl_training.records.sync.command", "main", "copy runs from another machine or a store"),
+    "kernel": ("rl_training.offline.kernel_command", "main", "print, redraw and change the kernels of an analysis"),
+    "dashboard": ("rl_training.records.workspace", "main", "save a W&B workspace for the runs"),
+    "config": ("rl_training.job.shipped", "show_conf", "say where the configuration files are, or copy them"),
+    "launch-file": ("rl_training.job.shipped", "copy_launch_file", "copy a configuration of accelerate launch"),
+}
+
+
+def command(name: str) -> None:
+    """Runs a command, whose arguments are sys.argv, and ends the process as job/command_line.py says."""
+    module, function, _ = COMMANDS[name]
+    run_command(lambda: getattr(importlib.import_module(module), function)())
+
+
+def main() -> None:
+    """Runs the command that the first argument names."""
+    name = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if name in COMMANDS:
+        # As `python -m rl_training.COMMAND` has it. How it was really typed, job/launch.py finds out.
+        sys.argv = [str(Path(__file__).with_name(f"{name}.py")), *sys.argv[2:]]
+        command(name)
+    elif name in ("-h", "--help"):
+        print(_help())
+    elif name == "--version":
+        print(VERSION)
+    else:
+        sys.exit(f"error: there is no command {name}\n\n{_help()}")
+
+
+def _help() -> str:
+    commands = "\n".join(f"  {name:13}{what}" for name, (_, _, what) in COMMANDS.items())
+    return (
+        f"rl-training {VERSION}: probes inside the GRPO training loop\n\n"
+        f"usage: rl-training COMMAND [ARGUMENTS]\n\n{commands}\n\n"
+        "  rl-training COMMAND --help says more about each.\n"
+        "  Several processes: accelerate launch -m rl_training.train [ARGUMENTS]"
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,277 @@
+"""The probes that `attach` puts on a running trl.GRPOTrainer.
+
+TRL has no callback between forward pass and backward, so a few methods of the trainer INSTANCE are wrapped, listed in
+`Attachment._wrappers`, and DeepSpeed's engine.step: the engine steps before training_step returns. `remove` takes every
+one of them away again. What is done at each of them is the driver's affair: engine/driver.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+from transformers import PrinterCallback, ProgressCallback, TrainerCallback
+from trl import GRPOTrainer
+
+from rl_training.engine.driver import StepDriver
+from rl_training.engine.open_step import Loop, Shape
+from rl_training.engine.probe import Probe
+from rl_training.engine.step import Ranks
+from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.sequences_of_step import sequences_of_step
+from rl_training.hosts.trl import batches
+from rl_training.hosts.trl.patches import check_behaviour, refuse_missing_members, wrap
+from rl_training.hosts.trl.policy import LogpsAndEntropies, TrainerPolicy
+from rl_training.hosts.trl.refusals import FIXES, refuse_split_prompts, refuse_what_cannot_be_measured
+from rl_training.hosts.trl.reward_functions import named_rewards
+from rl_training.hosts.trl.rollouts import Rollouts
+from rl_training.hosts.trl.sampling_mismatch import why_no_fresh_responses, why_sampling_mismatch
+from rl_training.hosts.trl.sharding import sharding_of
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.scores import Scores
+from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
+from rl_training.records.jsonl import Records
+from rl_training.records.workspace import CORE
+
+
+class Attachment(TrainerCallback):
+    """Probes attached to a trainer, until `remove`. Made by `attach`."""
+
+    def __init__(
+        self, trainer: GRPOTrainer, probes: Sequence[Probe], records: Records | None, whole_prompts: bool
+    ) -> None:
+        refuse_missing_members(trainer)
+        if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):
+            raise ValueError("this trainer already has probes attached: remove() those first, or pass all in one list")
+        if whole_prompts:
+            refuse_split_prompts(trainer)
+        if probes:
+            refuse_what_cannot_be_measured(trainer)
+            check_behaviour(trainer)
+        self._trainer = trainer
+        self.driver = StepDriver(probes)
+        self.driver.plan_folds(self._shape())  # raises if it cannot
+        self.probes = self.driver.probes
+        self._records = records if trainer.accelerator.is_main_process else None
+        self._writer = EstimateWriter(self._records, self._log, trainer.accelerator.is_main_process)
+        self._policy = TrainerPolicy(trainer)
+        self._rollouts = Rollouts(trainer, self._policy, whole_prompts)
+        self._trained = False
+        self._complete = False  # all gradients of the step are in
+        self._in_loss = False
+        self._latest_scores: tuple[Tensor, Tensor, bool] | None = None  # with graph; whether the loss has other terms
+        self._undo = contextlib.ExitStack()
+        self._undo_engine = contextlib.ExitStack()
+        for name, method in self._wrappers().items():
+            wrap(trainer, name, method, self._undo)
+        self._undo.callback(setattr, trainer, "reward_funcs", trainer.reward_funcs)
+        trainer.reward_funcs = named_rewards(trainer)
+        for callback in trainer.callback_handler.callbacks:
+            if self.probes and isinstance(callback, PrinterCallback | ProgressCallback):
+                wrap(callback, "on_log", self._on_print, self._undo)
+        trainer.add_callback(self)
+        self._undo.callback(trainer.remove_callback, self)
+
+    @property
+    def latest(self) -> Mapping[str, Estimate]:
+        """What the probes answered last, by name; the same on every rank where the probe says so."""
+        return self._writer.latest
+
+    def _wrappers(self) -> dict[str, Callable[..., Any]]:
+        """Returns what wraps which method of the trainer."""
+        return {
+            "_generate_and_score_completions": self._on_generate,  # a rollout is there
+            "_generate": self._rollouts.on_turns,  # which tokens a tool wrote, before truncated responses are taken out
+            "_calculate_rewards": self._rollouts.on_rewards,  # which TRL does not hand on
+            "_prepare_inputs": self._rollouts.on_prepare_inputs,  # whole-prompt order of the microbatches
+            "_get_per_token_logps_and_entropies": self._on_scores,  # of the training's own forward pass
+            # Between the returns of these two lies the trainer's own backward.
+            "compute_loss": self._on_loss,
+            "training_step": self._on_training_step,
+            # The probes' state is in the checkpoint before it counts as complete, and so is every process's part.
+            "_save_optimizer_and_scheduler": self._on_save,
+            "_save_rng_state": self._on_save_rng_state,
+            "_load_optimizer_and_scheduler": self._on_load,
+        }
+
+    def remove(self) -> None:
+        """Takes everything off the trainer again; what was measured stays measured."""
+        for batch in self._trainer._buffered_inputs or []:
+            for key in batches.RIDING_ALONG:
+                batch.pop(key, None)
+        self.driver.close()
+        self._undo_engine.close()
+        self._undo.close()
+
+    def __enter__(self) -> Attachment:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.remove()
+
+    # --- the wrapped methods, in the order of a step ------------------------------------------------------------------
+
+    def _on_training_step(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        trainer = self._trainer
+        if self.driver.open_step is None:
+            self._complete = False
+            sizes = [trainer.args.per_device_train_batch_size] * trainer.current_gradient_accumulation_steps
+            self.driver.begin(trainer.state.global_step + 1, sizes)
+        try:
+            loss = original(*args, **kwargs)
+        finally:
+            self.driver.disarm()
+        if trainer.accelerator.sync_gradients and not self._complete:  # DeepSpeed's engine has stepped already
+            self._gradients_ready()
+        return loss
+
+    def _on_engine_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
+        if self._trainer.accelerator.sync_gradients:
+            self._gradients_ready()
+        original(*args, **kwargs)
+
+    def _gradients_ready(self) -> None:
+        self._complete = True
+        self.driver.gradients_ready(self._rollouts.generation.number)
+
+    def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
+        output = original(inputs)
+        if self._trainer.model.training:
+            self._rollouts.begin(output, keep_logps=bool(self.probes))
+        return output
+
+    def _on_scores(
+        self, original: LogpsAndEntropies, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        logps, entropies, aux_loss = original(*args, **kwargs)
+        if self._in_loss:
+            self._latest_scores = logps, entropies, aux_loss is not None
+        return logps, entropies, aux_loss
+
+    def _on_loss(self, original: Callable[..., Tensor], model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Tensor:
+        trainer, step = self._trainer, self.driver.open_step
+        if not trainer.model.training or step is None:
+            return original(model, inputs, *args, **kwargs)
+        self._in_loss = True
+        try:
+            loss = original(model, inputs, *args, **kwargs)
+        finally:
+            self._in_loss = False
+        assert self._latest_scores is not None
+        (logps, entropies, other_terms), self._latest_scores = self._latest_scores, None
+        rollout = self._rollouts.read(inputs)
+        scores, seen = Scores(logps, entropies, rollout.completion_mask), None
+        if trainer.mask_truncated_completions and (step.probes or self._records is not None):
+            seen = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
+        self.driver.microbatch(rollout, scores, other_terms, seen)
+        return loss
+
+    # --- the callbacks ------------------------------------------------------------------------------------------------
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.probes and getattr(self._trainer.model_wrapped, "static_graph", False):
+            raise ValueError("DDP's static_graph is silently corrupted by a second backward: switch it off")
+        if self._trained and state.global_step == 0 and (self.probes or self._records is not None):
+            raise ValueError(
+                "this trainer has trained before, and its records and sums would begin again in the middle: go on "
+                "after them with train(resume_from_checkpoint=...), or remove() these probes and attach new ones"
+            )
+        self._undo_engine.close()  # of a training that ended by an exception, in the middle of a step
+        self.driver.close()
+        if self.probes:
+            self._begin_training()
+        if self._records is not None:
+            self._records.start(after_step=state.global_step)
+
+    def _begin_training(self) -> None:
+        """Tells the driver where training has put parameters and optimizer: under some launches done by now only."""
+        trainer = self._trainer
+        self.driver.start(
+            Loop(
+                shape=self._shape(),
+                sharding=sharding_of(trainer),
+                policy=self._policy,
+                ranks=Ranks(trainer.accelerator.num_processes, functools.partial(batches.sum_over_ranks, trainer)),
+                multi_epoch=trainer.num_iterations > 1,
+                autocast=trainer.args.bf16,
+                dr_grpo=batches.is_dr_grpo(trainer),
+                loss_settings=batches.loss_settings(trainer),
+                sampling_mismatch=why_sampling_mismatch(trainer),
+                no_fresh_responses=why_no_fresh_responses(trainer),
+                fixes=FIXES,
+            )
+        )
+        if trainer.is_deepspeed_enabled:
+            engine = trainer.model_wrapped
+            engine.step = functools.partial(self._on_engine_step, engine.step)
+            self._undo_engine.callback(delattr, engine, "step")
+
+    def _shape(self) -> Shape:
+        args = self._trainer.args
+        return Shape(
+            responses_per_prompt=self._trainer.num_generations,
+            microbatch_size=args.per_device_train_batch_size,
+            microbatches=args.gradient_accumulation_steps,
+            num_ranks=self._trainer.accelerator.num_processes,
+        )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._undo_engine.close()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._step_started = time.perf_counter()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.driver.stepped()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._trained = True
+        step = self.driver.open_step
+        if step is not None and self._records is not None and self._records.wants_rollouts_of(state.global_step):
+            sequences = sequences_of_step(step.rollouts, step.scores, self._policy.decode)
+            self._records.write_rollouts(state.global_step, sequences)
+        estimates = self.driver.finish()
+        if estimates:
+            self._writer.write(state.global_step, self._trainer.accelerator.num_processes, estimates)
+            costs = self.driver.costs(time.perf_counter() - self._step_started)
+            for name, value in costs.items():
+                self._trainer._metrics["train"][f"probe_cost/{name}"].append(value)
+
+    def _log(self, name: str, value: float) -> None:
+        """Keeps the latest step's value: the trainer's log averages what it has over `logging_steps`, and drops nan."""
+        metrics = self._trainer._metrics["train"]
+        metrics.pop(name, None)
+        if value == value:
+            metrics[name].append(value)
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        if self._records is not None and "loss" in logs:
+            self._records.write_metrics(state.global_step, logs)
+        elif self._records is not None and "eval_loss" in logs:  # and not the summary at the end of training
+            self._records.write_evaluation(state.global_step, logs)
+
+    def _on_print(self, original: Callable[..., None], *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
+        """Prints what the trainer logs, of the probes' numbers the core ones; dashboards and records have all."""
+        ours = {key for name in self.latest for key in (name, f"{name}_se")} - {*CORE}
+        short = {k: v for k, v in logs.items() if k not in ours and (k in CORE or not k.startswith("probe_cost/"))}
+        original(*args, logs=short, **kwargs)
+
+    def _on_save(self, original: Callable[[str], None], output_dir: str) -> None:
+        original(output_dir)
+        if self._trainer.args.should_save:
+            processes = self._trainer.accelerator.num_processes
+            save_probe_states([*self.probes, self.driver], Path(output_dir), processes)
+
+    def _on_save_rng_state(self, original: Callable[[str], None], output_dir: str) -> None:
+        original(output_dir)
+        self._trainer.accelerator.wait_for_everyone()  # the main process now writes trainer_state.json
+
+    def _on_load(self, original: Callable[[str | None], None], checkpoint: str | None) -> None:
+        original(checkpoint)
+        if checkpoint is not None:
+            load_probe_states([*self.probes, self.driver], Path(checkpoint))

@@ -1,0 +1,72 @@
+"""The files that come with the package: conf/, launch/, probe_configs/, and the two commands that hand them out.
+
+They lie at the top of a checkout, and in a wheel inside the package (setup.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[1]
+
+
+def _shipped(name: str) -> Path:
+    inside = PACKAGE / name
+    return inside if inside.is_dir() else PACKAGE.parent / name
+
+
+CONF, LAUNCH, PROBE_CONFIGS = map(_shipped, ("conf", "launch", "probe_configs"))
+
+
+def conf_folders() -> list[Path]:
+    """Returns the folders that settings are read from, in the order in which they win: --config-dir, conf/."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config-dir", "-cd", type=Path)
+    given = parser.parse_known_args(sys.argv[1:])[0].config_dir
+    return [given.absolute(), CONF] if given else [CONF]
+
+
+def show_conf() -> None:
+    """Prints where the configuration files are; with --copy copies them."""
+    parser = argparse.ArgumentParser(
+        prog="rl-training config",
+        description="Print the folder of the configuration files that train, analyze and evaluate read; or copy them.",
+        epilog="A copy is used by --config-dir DIR. It need not be complete: what DIR lacks comes from the package. "
+        "rl-training train --cfg job prints the composed settings.",
+    )
+    parser.add_argument("--copy", metavar="DIR", type=Path, help="copy them to this folder, which must be new")
+    chosen = parser.parse_args()
+    if chosen.copy is None:
+        print(CONF)
+        return
+    if chosen.copy.exists():
+        raise ValueError(f"{chosen.copy} is there already: name a new folder")
+    shutil.copytree(CONF, chosen.copy, ignore=shutil.ignore_patterns("__pycache__"))
+    print(f"{chosen.copy}: edit what you like, then rl-training train --config-dir {chosen.copy}")
+
+
+def copy_launch_file() -> None:
+    """Copies a launch file to ./launch, where it is not yet, and prints its path; without a name lists them."""
+    names = sorted(path.stem for path in LAUNCH.glob("*.yaml"))
+    parser = argparse.ArgumentParser(
+        prog="rl-training launch-file",
+        description="Copy a configuration of accelerate launch to ./launch, and print its path. A file that is there "
+        "already stays as it is. Without NAME it lists them.",
+        epilog="accelerate launch --config_file $(rl-training launch-file ddp) --num_processes 8 -m rl_training.train",
+    )
+    parser.add_argument("name", metavar="NAME", nargs="?", choices=[*names, "train.slurm"], help=", ".join(names))
+    name = parser.parse_args().name
+    if name is None:
+        for each in names:
+            what = (LAUNCH / f"{each}.yaml").read_text(encoding="utf-8").splitlines()[1].removeprefix("# ")
+            print(f"{each:10}{what}")
+        return
+    copies = [name] if name == "train.slurm" else [f"{name}.yaml", f"{name}.json"]  # of DeepSpeed's, the settings
+    for copy in copies:
+        if (LAUNCH / copy).is_file() and not (Path("launch") / copy).exists():
+            Path("launch").mkdir(exist_ok=True)
+            shutil.copyfile(LAUNCH / copy, Path("launch") / copy)
+    print(Path("launch") / copies[0])
