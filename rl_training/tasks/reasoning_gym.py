@@ -10,13 +10,12 @@ Tasks with short questions and answers suit a tiny model, which `python -m rl_tr
 """
 
 import difflib
-import importlib.util
-import sys
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from datasets import Dataset
 
+from rl_training.extras import of_an_extra
 from rl_training.tasks.arithmetic import given_answer
 from rl_training.tasks.task import Task, WorkedExample, is_held_out
 
@@ -80,9 +79,8 @@ def _prompt(entry: Mapping[str, Any]) -> str:
 
 def _gym(task: str, seed: int, settings: Mapping[str, Any] | None) -> Any:
     """Returns the package's dataset without an end."""
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise ImportError(f"reasoning-gym is not installed: pip install reasoning-gym, for {sys.executable}")
-    from reasoning_gym.factory import DATASETS, create_dataset
+    with of_an_extra():
+        from reasoning_gym.factory import DATASETS, create_dataset
 
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS)
