@@ -141,7 +141,7 @@ def test_a_ceiling_above_what_a_response_can_earn_is_told_and_not_one_below(tmp_
         (step / "metrics.json").write_text('{"metrics": {}, "reward_range": [0.0, 1.0]}')
     high, low = (fit_law(group) for group in read_groups([tmp_path]))
     assert (high.most, high.leads_too_high, low.leads_too_high) == (1.0, True, False)
-    text = write_comparison([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
+    text = write_comparison([tmp_path], tmp_path / "page.html")[0].read_text(encoding="utf-8")
     assert text.count("the ceiling is above 1, the most a response earns, the curve does not hold") == 1
     trained = fit_law(read_groups([record(tmp_path / "trained")])[0])
     assert trained.most == 1.0
@@ -214,7 +214,7 @@ def test_finished_running_and_killed_runs_are_compared_at_a_step_that_all_have_r
     (pair,) = compare_groups([a, b])
     assert (pair.step, pair.single_seed) == (7, True)
     assert pair.figures["measured ΔH"].value == pytest.approx(0)  # both at step 7
-    text = write_comparison([tmp_path], tmp_path / "page.html").read_text(encoding="utf-8")
+    text = write_comparison([tmp_path], tmp_path / "page.html")[0].read_text(encoding="utf-8")
     for claim in ("left out of the final figures", "4 of 12", "7 of 12", "at step 7", "One seed is not many"):
         assert claim in text
 
@@ -258,8 +258,8 @@ def test_without_evaluations_the_law_is_fitted_to_means_over_steps_of_training(t
 def test_the_page_fetches_nothing_and_obeys_nothing(tmp_path: Path) -> None:
     evaluate(record(tmp_path / "<i>a", name=HOSTILE), {4: (0.5, 0.5), 8: (0.3, 0.6)})
     record(tmp_path / "b", rate=0.2)
-    html = write_comparison([tmp_path], tmp_path).read_text(encoding="utf-8")
-    assert not any(word in html for word in ("http://", "https://", "url(", "@import", "<script", "<i>"))
+    html = write_comparison([tmp_path], tmp_path)[0].read_text(encoding="utf-8")
+    assert not any(word in html for word in ("http://", "https://", "url(", "@import", "<script>alert", "<i>"))
     assert html.count("data:image/png;base64,") == 6  # reward, entropy, change, two evaluated metrics, the law
     assert "The best checkpoint" in html
 
@@ -291,10 +291,9 @@ def test_command_line_compares_several_runs_or_a_folder_of_them(
     for arguments in (runs, [str(tmp_path / "runs")]):
         out = tmp_path / f"{len(arguments)}.html"
         main([*arguments, "--out", str(out)])
-        assert f"Comparison: {out}" in capsys.readouterr().out
-        assert "One group: nothing that touches training differs but the seeds (0, 1)." in out.read_text(
-            encoding="utf-8"
-        )
+        finding = "One group: nothing that touches training differs but the seeds (0, 1)."
+        assert capsys.readouterr().out == f"{finding}\nComparison: {out}\n"
+        assert finding in out.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from tensorboard.plugins.custom_scalar import layout_pb2
 from transformers import TrainerState
 from wandb.proto import wandb_internal_pb2
 
-from rl_training.job.loggers import TensorBoardLogger, TrackioLogger, WandbLogger
+from rl_training.job.loggers import UNCERTAINTY, TensorBoardLogger, TrackioLogger, WandbLogger
 from rl_training.probes.gns import ADAM, RATIOS
 from rl_training.records.jsonl import read_metrics
 from rl_training.records.workspace import CORE, SECTIONS
@@ -135,11 +135,13 @@ def test_tensorboard_holds_every_metric_at_its_step(run_dir: Path) -> None:
     events = EventAccumulator(str(run_dir / "logs" / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     logged: dict[int, dict[str, float]] = {}
-    for name in (name for name in events.Tags()["scalars"] if not name.startswith("band/")):
-        for event in events.Scalars(name):
+    for tag in (tag for tag in events.Tags()["scalars"] if not tag.startswith(UNCERTAINTY) or tag.endswith("_se")):
+        name = tag.removeprefix(f"{UNCERTAINTY}/")
+        for event in events.Scalars(tag):
             assert name not in logged.setdefault(event.step, {})
             logged[event.step][name] = event.value
     expected = numbers_of(run_dir)
+    assert not any(tag.endswith("_se") and not tag.startswith(UNCERTAINTY) for tag in events.Tags()["scalars"])
     assert {step: sorted(row) for step, row in logged.items()} == {step: sorted(row) for step, row in expected.items()}
     for step, row in expected.items():  # TensorBoard keeps fp32
         assert logged[step] == pytest.approx(row, rel=1e-6, abs=1e-30)
@@ -171,7 +173,10 @@ def test_core_shows_the_core_numbers_and_those_only(tmp_path: Path) -> None:
     logger.finish([])
     events = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
     events.Reload()
-    assert sorted(name for name in events.Tags()["scalars"] if not name.startswith("band/")) == sorted(CORE)
+    shown = [
+        tag.removeprefix(f"{UNCERTAINTY}/") for tag in events.Tags()["scalars"] if not tag.endswith(("_low", "_high"))
+    ]
+    assert sorted(shown) == sorted(CORE)
 
 
 def test_trackio_holds_every_metric_at_its_step_in_one_run(run_dir: Path) -> None:

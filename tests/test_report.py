@@ -6,6 +6,9 @@ The runs are written through Records. `record_run` makes one whose numbers can b
 
 from __future__ import annotations
 
+import base64
+import hashlib
+import io
 import math
 import re
 from collections.abc import Iterable
@@ -13,6 +16,7 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+from matplotlib.image import imread
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.compare.command import main
@@ -205,10 +209,41 @@ def test_page_fetches_nothing(page: Path) -> None:
     html = page.read_text(encoding="utf-8")
     assert not any(word in html for word in ("http://", "https://", "url(", "@import"))
     tags = Page(html).tags
-    assert not {"script", "link", "iframe", "object", "base"} & {tag for tag, _ in tags}
-    sources = [value for _, attributes in tags for name, value in attributes.items() if name in ("src", "href")]
+    assert not {"link", "iframe", "object", "base"} & {tag for tag, _ in tags}
+    sources = [attributes["src"] for _, attributes in tags if "src" in attributes]
     assert len(sources) == len(PICTURES)
     assert all(source and source.startswith("data:image/png;base64,") for source in sources)
+
+
+def test_page_runs_its_one_script_which_the_browser_knows_by_its_hash(page: Path) -> None:
+    html = page.read_text(encoding="utf-8")
+    (script,) = re.findall(r"<script>(.*?)</script>", html, re.DOTALL)
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    (policy,) = [a["content"] for tag, a in Page(html).tags if a.get("http-equiv") == "Content-Security-Policy"]
+    assert f"script-src 'sha256-{digest}'" in str(policy)
+
+
+def test_contents_link_to_every_heading_of_the_page(page: Path) -> None:
+    html = page.read_text(encoding="utf-8")
+    links = re.findall(r'<a href="#(.*?)">(.*?)</a>', html)
+    headings = re.findall(r'<(?:h2|summary) id="(.*?)">(.*?)</', html)
+    assert links == headings
+    assert len(links) >= 5
+    assert html.count("<h2") + html.count("<summary") == len(links)
+
+
+def test_pointing_at_a_drawn_point_says_its_curve_its_step_and_the_ends_of_its_band(page: Path) -> None:
+    """Where it is: the pixel there has the curve's colour."""
+    run = read_run(page.parents[1])
+    (drawn,) = [one for one in draw_figures(run) if one.file == "delta_h.png"]
+    forward = run.measured("delta_h/forward")[2]
+    (point,) = [p for p in drawn.hover if p[2].startswith("forward") and "step 2," in p[2]]
+    low, high = forward.ends()
+    assert point[2].endswith(f"step 2, {forward.value:.4g} ({low:.4g} … {high:.4g})")
+    pixels = imread(io.BytesIO(drawn.png))
+    rows, columns = pixels.shape[:2]
+    red, _, blue = pixels[round(point[1] * rows), round(point[0] * columns), :3]
+    assert blue > 0.5 > red
 
 
 def test_what_records_and_config_say_is_shown_and_never_obeyed(
@@ -219,7 +254,8 @@ def test_what_records_and_config_say_is_shown_and_never_obeyed(
     Records(record_run(folder, [1, 2], reason=HOSTILE) / "logs").write_metrics(3, {"reward": HOSTILE, HOSTILE: 1})
     (folder / "config.yaml").write_text(f"name: {HOSTILE}\n")
     page = Page(write_report(folder).read_text(encoding="utf-8"))
-    assert not {"script", "i"} & {tag for tag, _ in page.tags}
+    assert "i" not in {tag for tag, _ in page.tags}
+    assert page.text.count("alert(") == page.text.count(HOSTILE)
     assert f"name: {HOSTILE}" in page.text
     assert page.text.count(HOSTILE) >= 5  # also below the pictures and in the tables
     print_summary(folder)
@@ -438,7 +474,7 @@ def test_the_report_has_the_calibration_where_the_truth_was_measured_and_says_wh
     page = Page(write_report(tmp_path).read_text(encoding="utf-8"))
     assert (tmp_path / "report" / "calibration.png").is_file()
     assert "Predictions against the truth" in page.text
-    assert "abc123" in page.text.split("Where this comes from")[1]
+    assert "abc123" in page.text.split("Where this comes from")[-1]
 
 
 def test_a_part_that_is_0_is_not_drawn_and_error_bars_that_are_missing_are_told(tmp_path: Path) -> None:

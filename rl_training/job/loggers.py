@@ -30,6 +30,7 @@ from rl_training.records.workspace import SECTIONS, Panel
 
 WANDB_RUN_ID = "wandb_run_id"  # file in logs/: the run that a resumed training goes on writing to
 STDERRS = 2  # in the half of a band: about a 95 % interval
+UNCERTAINTY = "uncertainty"  # TensorBoard's section of standard errors and the ends of bands
 PANELS = [panel for panels in SECTIONS.values() for panel in panels]
 
 
@@ -108,7 +109,10 @@ class WandbLogger(MetricsLogger):
 
 
 class TensorBoardLogger(MetricsLogger):
-    """TensorBoard, in logs/tensorboard."""
+    """TensorBoard, in logs/tensorboard.
+
+    It sorts its cards by name, so standard errors and the ends of bands get a section of their own, near the end.
+    """
 
     replaces = TensorBoardCallback
     _step: int  # of what was logged last
@@ -135,7 +139,7 @@ class TensorBoardLogger(MetricsLogger):
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._step = step
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            self._writer.add_scalar(f"{UNCERTAINTY}/{name}" if name.endswith("_se") else name, value, step)
         self._writer.flush()
 
     def alert(self, title: str, text: str) -> None:
@@ -209,7 +213,7 @@ def _chart(panel: Panel) -> Any:
 
 def _ends(name: str) -> tuple[str, str]:
     """Returns the names of the ends of a metric's band."""
-    return f"band/{name}_low", f"band/{name}_high"
+    return f"{UNCERTAINTY}/{name}_low", f"{UNCERTAINTY}/{name}_high"
 
 
 LOGGERS: tuple[type[MetricsLogger], ...] = (WandbLogger, TensorBoardLogger, TrackioLogger)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.compare.groups import read_groups
-from rl_training.records.compare.page import render_comparison
+from rl_training.records.compare.page import render_comparison, sentences
 
 COMPARISON_FILE = "comparison.html"
 
 
-def write_comparison(folders: Sequence[str | Path], out: str | Path) -> Path:
-    """Returns the path of the page it wrote: `out`, or comparison.html in it where `out` is a folder.
+def write_comparison(folders: Sequence[str | Path], out: str | Path) -> tuple[Path, list[str]]:
+    """Returns the path of the page it wrote, and its findings. The page is `out`, or comparison.html in that folder.
 
     Runs may be finished, running or killed; a folder stands for all runs in it.
     Raises FileNotFoundError where there is no run, and ValueError for what cannot be read or compared.
@@ -26,5 +26,6 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path) -> Path:
     if sum(len(group.members) + len(group.repeats) for group in groups) < 2:
         raise ValueError(f"{groups[0].members[0].run.folder} is one run: a comparison needs at least two")
     page = Path(out) / COMPARISON_FILE if Path(out).is_dir() else Path(out)
-    write_atomically({page: render_comparison(groups).encode()})
-    return page
+    findings = sentences(groups)
+    write_atomically({page: render_comparison(groups, findings).encode()})
+    return page, findings

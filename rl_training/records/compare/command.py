@@ -35,7 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             write_report(chosen.runs[0])
             print_summary(chosen.runs[0])
         else:
-            print(f"Comparison: {write_comparison(chosen.runs, chosen.out or COMPARISON_FILE)}")
+            page, findings = write_comparison(chosen.runs, chosen.out or COMPARISON_FILE)
+            print(*findings, f"Comparison: {page}", sep="\n")
     except (OSError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
 

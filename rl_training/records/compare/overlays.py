@@ -15,6 +15,7 @@ from rl_training.records.compare.groups import Group, Member
 from rl_training.records.compare.law import FittedLaw
 from rl_training.records.frames import IN_TRAINING, estimate_of
 from rl_training.records.report.drawing import GREY, Picture, frame_shares, legend, picture, running_window
+from rl_training.records.report.hover import BAND_OF
 from rl_training.records.report.series import Measurements, curve
 
 # Okabe and Ito's colours, which everyone can tell apart, and then the same in other strokes.
@@ -110,7 +111,7 @@ def _draw_group(
         mean.steps, mean.values, ls=stroke, color=color, lw=2, label=label, marker="o" if len(mean.steps) < 2 else ""
     )
     highs = np.minimum(mean.highs, FAR * max(map(abs, mean.values), default=0.0))  # the frame cuts an infinite end
-    axes.fill_between(mean.steps, mean.lows, highs, color=color, alpha=0.14, lw=0)
+    axes.fill_between(mean.steps, mean.lows, highs, color=color, alpha=0.14, lw=0, label=f"{BAND_OF}{label}")
 
 
 def _frame_the_means(axes: Axes, means: Sequence[Estimate], share: bool, floor: float) -> None:

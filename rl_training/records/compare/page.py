@@ -21,24 +21,24 @@ from rl_training.records.compare.overlays import draw_law, draw_overlays
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.frames import estimate_of
 from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.report.page import template
+from rl_training.records.report.page import render
 from rl_training.records.report.summary import in_words
-from rl_training.version import VERSION
 
 IN_WORDS = ("reward", "token entropy")  # differences that the page opens with
 ANOTHER_SEED = " One seed is not many: another may move it by more than this interval."
 
 
-def render_comparison(groups: Sequence[Group]) -> str:
-    """Returns the page's HTML. Everything that comes from the runs is escaped."""
+def render_comparison(groups: Sequence[Group], findings: Sequence[str]) -> str:
+    """Returns the page's HTML, which opens with the findings. Everything that comes from the runs is escaped."""
     ends = [last_common_step(group) for group in groups]
     figures = [final_figures(group, end) for group, end in zip(groups, ends, strict=True)]
     pairs = compare_groups(groups)
     laws = [fit_law(group) for group in groups]
     labels = dict.fromkeys(label for of_group in figures for label in of_group)
-    return template("comparison.html").render(
+    return render(
+        "comparison.html",
         title=f"{sum(len(g.members) + len(g.repeats) for g in groups)} runs in {len(groups)} group(s)",
-        sentences=_sentences(groups, pairs),
+        sentences=findings,
         runs=[row for group in groups for row in _run_rows(group)],
         groups=groups,
         unknown=[group.letter for group in groups if group.members[0].settings is None],
@@ -53,22 +53,21 @@ def render_comparison(groups: Sequence[Group]) -> str:
         pictures=[*draw_overlays(groups), draw_law(groups, laws)],
         laws=[_law_row(law) for law in laws],
         too_high=[_too_high(law) for law in laws if law.leads_too_high],
-        version=VERSION,
     )
 
 
-def _sentences(groups: Sequence[Group], pairs: Sequence[Difference]) -> list[str]:
+def sentences(groups: Sequence[Group]) -> list[str]:
+    """Returns the findings, a sentence for each pair of groups: what differs at their last common step, by how much."""
+    pairs = compare_groups(groups)
     if not pairs:
         seeds = ", ".join(member.seed for member in groups[0].members)
         return [f"One group: nothing that touches training differs but the seeds ({seeds})."]
-    sentences = []
+    found = []
     for pair in pairs:
         told = [_told(pair, label) for label in IN_WORDS if label in pair.figures]
         caveat = ANOTHER_SEED if pair.single_seed else ""
-        sentences.append(
-            f"{pair.second.name} against {pair.first.name}, at step {pair.step}: {'; '.join(told)}.{caveat}"
-        )
-    return sentences
+        found.append(f"{pair.second.name} against {pair.first.name}, at step {pair.step}: {'; '.join(told)}.{caveat}")
+    return found
 
 
 def _told(pair: Difference, label: str) -> str:

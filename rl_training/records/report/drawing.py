@@ -7,6 +7,7 @@ import math
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import matplotlib.style
 import numpy as np
@@ -15,6 +16,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
+from rl_training.records.report.hover import BAND_OF, hover_points
 from rl_training.records.report.series import Curve, Measurements, why_it_ends
 
 # Okabe and Ito's colours, which everyone can tell apart.
@@ -49,6 +51,7 @@ class Picture:
     caption: str  # how to read it; empty when there is nothing to read
     missing: list[str]  # what is not in it, and why
     png: bytes
+    hover: list[list[Any]]  # hover_points of it
 
 
 def what_is_missing(quantities: Mapping[str, Measurements]) -> list[str]:
@@ -78,7 +81,7 @@ def line(axes: Axes, drawn: Curve, color: str, style: str, label: str) -> None:
     """Draws values as a line with a shaded band, where they have an error."""
     markers = 4 if len(drawn.steps) <= MAX_MARKERS else 0
     axes.plot(drawn.steps, drawn.values, style, color=color, lw=2, ms=markers, label=label)
-    axes.fill_between(drawn.steps, drawn.lows, drawn.highs, color=color, alpha=0.16, lw=0)
+    axes.fill_between(drawn.steps, drawn.lows, drawn.highs, color=color, alpha=0.16, lw=0, label=BAND_OF + label)
 
 
 def points(axes: Axes, drawn: Curve, color: str, marker: str, offset: float, label: str) -> None:
@@ -151,7 +154,8 @@ def picture(
             axes.text(0.5, 0.5, words, ha="center", va="center", color="#555555", parse_math=False)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", metadata={"Software": None})
-    return Picture(file, title, caption if draw else "", missing, buffer.getvalue())
+    # After it was saved, since only then the frame's place in the picture is settled.
+    return Picture(file, title, caption if draw else "", missing, buffer.getvalue(), hover_points(axes))
 
 
 def _count_steps(axes: Axes) -> None:

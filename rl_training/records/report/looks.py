@@ -16,10 +16,9 @@ from rl_training.records.analyses import OFFLINE, RESULT_FILE, looks, read_analy
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, Picture, legend, line, picture
 from rl_training.records.report.one_look import one_look
-from rl_training.records.report.page import template
+from rl_training.records.report.page import render
 from rl_training.records.report.series import Run, curve
 from rl_training.records.verdict import verdict
-from rl_training.version import VERSION
 
 TABLE_FILE, PAGE_FILE = "sweep.csv", "looks.html"
 MILLI = 1e3
@@ -46,7 +45,7 @@ def write_looks_page(folder: Path, section: LooksSection) -> Path:
     page = folder / PAGE_FILE
     files = {folder / TABLE_FILE: looks(folder).to_csv(index=False).encode()}
     files |= {folder / drawn.file: drawn.png for drawn in section.pictures}
-    write_atomically({**files, page: template("looks.html").render(section=section, version=VERSION).encode()})
+    write_atomically({**files, page: render("looks.html", section=section).encode()})
     return page
 
 
