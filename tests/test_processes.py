@@ -30,8 +30,11 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from rl_training.engine.sharding import refuse_what_does_not_fit
-from rl_training.hosts.trl import zero
-from rl_training.hosts.trl.sharding import refuse_fsdp_that_cannot_be_read
+from rl_training.hosts.trl.refusals import (
+    READABLE_STAGES,
+    refuse_deepspeed_that_cannot_be_read,
+    refuse_fsdp_that_cannot_be_read,
+)
 from rl_training.job.build import _check_sharding
 from rl_training.job.run_folder import check_number_of_processes
 from rl_training.offline.restored import restore
@@ -283,7 +286,7 @@ def test_a_rank_without_any_advantage_takes_part(runs: Path) -> None:
 )
 def test_deepspeed_that_cannot_be_read_is_refused_with_the_way_out(config: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        zero.refuse_what_cannot_be_read(config)
+        refuse_deepspeed_that_cannot_be_read(config)
 
 
 @pytest.mark.parametrize(
@@ -325,8 +328,8 @@ def test_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch
 
 
 def test_the_shipped_deepspeed_configurations_are_readable() -> None:
-    for stage in zero.READABLE_STAGES:
-        zero.refuse_what_cannot_be_read({"zero_optimization": {"stage": stage}})
+    for stage in READABLE_STAGES:
+        refuse_deepspeed_that_cannot_be_read({"zero_optimization": {"stage": stage}})
         assert f'"stage": {stage}' in (ROOT / "launch" / f"zero{stage}.json").read_text(encoding="utf-8")
 
 

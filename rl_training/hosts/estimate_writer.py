@@ -1,12 +1,17 @@
-"""Where the estimates of a run go: to its records and to its loop's log, and a word about those that are missing."""
+"""Where what was measured at a step goes: to the records and to the loop's log, and a word about what is missing."""
 
 from __future__ import annotations
 
 import logging
 import math
+import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 
+from torch import Tensor
+
+from rl_training.engine.driver import StepDriver
+from rl_training.hosts.sequences_of_step import sequences_of_step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.jsonl import Records
 
@@ -16,7 +21,7 @@ logger = logging.getLogger(__name__)
 class EstimateWriter:
     """Writes the estimates of each measured step.
 
-    records  probes.jsonl among them; None on ranks that write none
+    records  None on ranks that write none
     log      called with a name and a value, nan where the loop's log must not keep an older one
     speaks   whether this rank says why something is missing
     """
@@ -25,6 +30,22 @@ class EstimateWriter:
         self._records, self._log, self._speaks = records, log, speaks
         self.latest: dict[str, Estimate] = {}  # by name, of the last step that each was measured at
         self._times_missing: Counter[str] = Counter()  # by reason
+
+    def finish(
+        self, driver: StepDriver, number: int, world_size: int, decode: Callable[[Tensor], str], started: float
+    ) -> dict[str, float]:
+        """Ends the driver's step, writes its sequences and estimates, and returns what measuring them has cost.
+
+        started  time.perf_counter() when the step began
+        """
+        step = driver.open_step
+        if step is not None and self._records is not None and self._records.wants_rollouts_of(number):
+            self._records.write_rollouts(number, sequences_of_step(step.rollouts, step.scores, decode))
+        estimates = driver.finish()
+        if not estimates:
+            return {}
+        self.write(number, world_size, estimates)
+        return {f"probe_cost/{name}": cost for name, cost in driver.costs(time.perf_counter() - started).items()}
 
     def write(self, number: int, world_size: int, estimates: Mapping[str, Mapping[str, Estimate]]) -> None:
         """Takes the estimates of one step, by probe and name."""

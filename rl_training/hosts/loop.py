@@ -45,7 +45,6 @@ from rl_training.hosts import loop_refusals
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy
 from rl_training.hosts.processes import all_ranks, rank
-from rl_training.hosts.sequences_of_step import sequences_of_step
 from rl_training.hosts.step_averages import step_averages
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
@@ -223,18 +222,12 @@ class MeasuredLoop:
 
     def _finish(self, number: int) -> None:
         """Writes what was measured. A collective."""
-        step = self._step()
-        if self._records is not None and self._records.wants_rollouts_of(number):
-            sequences = sequences_of_step(step.rollouts, step.scores, self._policy.decode)
-            self._records.write_rollouts(number, sequences)
-        for name, value in step_averages(step, self._loop.ranks).items():
+        loop = self._loop
+        for name, value in step_averages(self._step(), loop.ranks).items():
             self._log(name, value)
-        estimates, now = self._driver.finish(), time.perf_counter()
-        if estimates:
-            self._writer.write(number, self._loop.ranks.count, estimates)
-            costs = self._driver.costs(now - self._started)
-            self._metrics |= {f"probe_cost/{name}": value for name, value in costs.items()}
-        self._metrics["step_time"] = now - self._started
+        costs = self._writer.finish(self._driver, number, loop.ranks.count, self._policy.decode, self._started)
+        now = time.perf_counter()
+        self._metrics |= {**costs, "step_time": now - self._started}
         self._started = now
         if self._records is not None:
             row = {name: v.item() if isinstance(v, Tensor) else v for name, v in self._metrics.items()}

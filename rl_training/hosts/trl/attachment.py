@@ -23,14 +23,13 @@ from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.probe import Probe
 from rl_training.engine.step import Ranks
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.sequences_of_step import sequences_of_step
 from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.patches import check_behaviour, refuse_missing_members, wrap
 from rl_training.hosts.trl.policy import LogpsAndEntropies, TrainerPolicy
 from rl_training.hosts.trl.refusals import FIXES, refuse_split_prompts, refuse_what_cannot_be_measured
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts import Rollouts
-from rl_training.hosts.trl.sampling_mismatch import why_no_fresh_responses, why_sampling_mismatch
+from rl_training.hosts.trl.sampling import why_no_fresh_responses, why_sampling_mismatch
 from rl_training.hosts.trl.sharding import sharding_of
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
@@ -231,16 +230,10 @@ class Attachment(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trained = True
-        step = self.driver.open_step
-        if step is not None and self._records is not None and self._records.wants_rollouts_of(state.global_step):
-            sequences = sequences_of_step(step.rollouts, step.scores, self._policy.decode)
-            self._records.write_rollouts(state.global_step, sequences)
-        estimates = self.driver.finish()
-        if estimates:
-            self._writer.write(state.global_step, self._trainer.accelerator.num_processes, estimates)
-            costs = self.driver.costs(time.perf_counter() - self._step_started)
-            for name, value in costs.items():
-                self._trainer._metrics["train"][f"probe_cost/{name}"].append(value)
+        processes = self._trainer.accelerator.num_processes
+        costs = self._writer.finish(self.driver, state.global_step, processes, self._policy.decode, self._step_started)
+        for name, value in costs.items():
+            self._trainer._metrics["train"][name].append(value)
 
     def _log(self, name: str, value: float) -> None:
         """Keeps the latest step's value: the trainer's log averages what it has over `logging_steps`, and drops nan."""

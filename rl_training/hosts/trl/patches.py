@@ -1,8 +1,8 @@
 """The members of TRL and transformers that this package relies on and that their makers do not promise, and `wrap`.
 
 One table, checked once in `attach`, with one forward pass over four tokens: a version that has lost a member, or
-returns something else, is refused by its name before training begins. DeepSpeed's are in zero.py and zero3.py,
-FSDP2's in engine/fsdp2.py.
+returns something else, is refused by its name before training begins. DeepSpeed's are in zero.py, FSDP2's in
+engine/fsdp2.py.
 """
 
 from __future__ import annotations

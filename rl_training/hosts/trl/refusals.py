@@ -5,12 +5,15 @@ What only one estimate cannot handle is no reason to refuse: that one is nan, se
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
+from torch.distributed.fsdp import CPUOffloadPolicy
 from trl import GRPOTrainer
 
 from rl_training.engine.capabilities import Fixes
-from rl_training.hosts.trl import zero
-from rl_training.hosts.trl.sharding import refuse_fsdp_that_cannot_be_read
 
+READABLE_STAGES = (1, 2, 3)  # of ZeRO
 FIXES = Fixes(
     whole_prompts="use DrGRPOTrainer, or attach(..., whole_prompts=True), with a multiple of num_generations sequences "
     "in a microbatch",
@@ -51,12 +54,42 @@ def _refuse_sharded_states(trainer: GRPOTrainer) -> None:
         cuts_weights = "FSDP2"
     if trainer.is_deepspeed_enabled:
         plugin = trainer.accelerator.state.deepspeed_plugin
-        zero.refuse_what_cannot_be_read(plugin.deepspeed_config)
+        refuse_deepspeed_that_cannot_be_read(plugin.deepspeed_config)
         cuts_weights = "ZeRO-3" if plugin.zero_stage == 3 else ""
     if cuts_weights and trainer.mask_truncated_completions:
         raise ValueError(
             f"mask_truncated_completions takes a forward pass more between training's own, where {cuts_weights} has "
             "cut the weights: use ZeRO-2 (launch/zero2.yaml), or train without probes (probe=none)"
+        )
+
+
+def refuse_deepspeed_that_cannot_be_read(config: Mapping[str, Any]) -> None:
+    """Raises ValueError, saying what to do, for a DeepSpeed configuration under which probes cannot measure."""
+    zero = config.get("zero_optimization", {})
+    stage = zero.get("stage", 0)
+    if stage not in READABLE_STAGES:
+        raise ValueError(
+            f"probes read the gradients and states of ZeRO stages 1, 2 and 3, and this is stage {stage}: use "
+            "launch/zero2.yaml, or DDP (launch/ddp.yaml), or train without probes (probe=none)"
+        )
+    for name in ("offload_optimizer", "offload_param"):
+        if (zero.get(name) or {}).get("device", "none") != "none":
+            raise ValueError(
+                f"probes do not read what ZeRO has offloaded: leave out {name}, or train without probes (probe=none)"
+            )
+
+
+def refuse_fsdp_that_cannot_be_read(plugin: Any) -> None:
+    """Raises ValueError, saying what to do, for accelerate's settings of FSDP under which probes cannot measure."""
+    if plugin.fsdp_version != 2:
+        raise ValueError(
+            "probes do not read FSDP1, which flattens the parameters of a layer into one: set fsdp_version: 2 "
+            "(launch/fsdp2.yaml), use DDP or ZeRO, or train without probes (probe=none)"
+        )
+    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
+        raise ValueError(
+            "probes do not read what FSDP has offloaded: set fsdp_offload_params: false, or train without probes "
+            "(probe=none)"
         )
 
 
@@ -66,9 +99,5 @@ def refuse_split_prompts(trainer: GRPOTrainer) -> None:
     if size % group:
         raise ValueError(
             f"per_device_train_batch_size={size} is not a multiple of num_generations={group}, so a microbatch cannot "
-            f"hold all responses of its prompts: use {_next_multiple(size, group)}"
+            f"hold all responses of its prompts: use {-(-size // group) * group}"
         )
-
-
-def _next_multiple(size: int, of: int) -> int:
-    return -(-size // of) * of

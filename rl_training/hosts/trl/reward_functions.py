@@ -28,12 +28,14 @@ def _named(function: RewardFunction, name: str) -> RewardFunction:
     @functools.wraps(function)
     def checked(**given: Any) -> list[Any]:
         with _naming(function, name, given):
-            return _checked(function(**given), len(given["completions"]))
+            rewards = function(**given)
+        return _checked(rewards, name, len(given["completions"]))
 
     @functools.wraps(function)
     async def checked_later(**given: Any) -> list[Any]:
         with _naming(function, name, given):
-            return _checked(await function(**given), len(given["completions"]))
+            rewards = await function(**given)
+        return _checked(rewards, name, len(given["completions"]))
 
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return checked_later if is_async else checked
@@ -51,8 +53,6 @@ def _naming(function: RewardFunction, name: str, given: Mapping[str, Any]) -> It
         raise ValueError(f"{name} needs {', '.join(missing)}, and the data set has the columns {columns}")
     try:
         yield
-    except _Wrong as error:
-        raise ValueError(f"{name} returned {error}") from error.__cause__
     except Exception as error:
         frame = traceback.extract_tb(error.__traceback__)[-1]
         raise ValueError(
@@ -61,18 +61,14 @@ def _naming(function: RewardFunction, name: str, given: Mapping[str, Any]) -> It
         ) from error
 
 
-class _Wrong(Exception):
-    """What a reward function returned is no reward for each completion."""
-
-
-def _checked(rewards: Any, number: int) -> list[Any]:
-    """Returns the rewards as a list. Raises _Wrong where they are not a number, or None, for each completion."""
+def _checked(rewards: Any, name: str, number: int) -> list[Any]:
+    """Returns the rewards as a list. ValueError where they are not a number, or None, for each completion."""
     try:
         listed = list(rewards)
         for reward in listed:
             float(reward if reward is not None else 0)
     except (TypeError, ValueError) as error:
-        raise _Wrong(f"{rewards!r:.80}, and not a list of numbers") from error
+        raise ValueError(f"{name} returned {rewards!r:.80}, and not a list of numbers") from error
     if len(listed) != number:
-        raise _Wrong(f"{len(listed)} rewards for {number} completions: one for each is needed")
+        raise ValueError(f"{name} returned {len(listed)} rewards for {number} completions: one for each is needed")
     return listed

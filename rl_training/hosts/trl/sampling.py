@@ -1,6 +1,9 @@
-"""Fresh responses from the policy of a running trainer; training does not notice.
+"""Samples of a trainer's policy: whether training's are, and fresh ones, of which training does not notice.
 
-For measurements that need sequences of their own, not those that training learns from.
+Expectations over the policy need samples of it. Where top-p and the like cut the distribution, no entropy gradient can
+be estimated from training's responses; norms of gradients and sizes of weights can.
+
+Fresh responses are for measurements that need sequences of their own, not those that training learns from.
 
 What is sampled and scored is one and the same policy: the unwrapped model in the precision of its weights (autocast
 off), without dropout, at the trainer's temperature. Where TRL generates with vLLM it is the same policy up to vLLM's
@@ -25,7 +28,38 @@ from trl.models import unwrap_model_for_generation
 from rl_training.engine.batch import Rollout
 from rl_training.engine.precision import measuring
 from rl_training.hosts.random_streams import seed_torch, streams_put_back
-from rl_training.hosts.trl.zero3 import is_gathered
+from rl_training.hosts.trl.zero import is_gathered
+
+# What generate may do beside the temperature, and with which value it does nothing; None always does nothing.
+NEUTRAL_SAMPLING: dict[str, Any] = {
+    "do_sample": True,
+    "num_beams": 1,
+    "num_beam_groups": 1,
+    "top_p": 1.0,
+    "top_k": 0,
+    "min_p": 0.0,
+    "typical_p": 1.0,
+    "epsilon_cutoff": 0.0,
+    "eta_cutoff": 0.0,
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "no_repeat_ngram_size": 0,
+    "encoder_no_repeat_ngram_size": 0,
+    "min_length": 0,
+    "min_new_tokens": 0,
+    "penalty_alpha": 0.0,
+    "diversity_penalty": 0.0,
+    "guidance_scale": 1.0,
+    "top_h": None,
+    "bad_words_ids": None,
+    "suppress_tokens": None,
+    "begin_suppress_tokens": None,
+    "forced_bos_token_id": None,
+    "forced_eos_token_id": None,
+    "sequence_bias": None,
+    "exponential_decay_length_penalty": None,
+    "watermarking_config": None,
+}
 
 
 def sample(trainer: GRPOTrainer, num_sequences: int, seed: int) -> Rollout:
@@ -105,7 +139,7 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
             "bos_token_id": trainer._tokenizer.bos_token_id,
             "eos_token_id": trainer.eos_token_ids,
             "temperature": trainer.temperature,
-            "top_p": trainer.top_p,  # neutral, like the next three, or this is not asked: sampling_mismatch.py
+            "top_p": trainer.top_p,  # neutral, like the next three, or this is not asked: why_sampling_mismatch
             "top_k": trainer.top_k,
             "min_p": trainer.min_p,
             "repetition_penalty": trainer.repetition_penalty,
@@ -143,3 +177,33 @@ def generating(trainer: GRPOTrainer) -> Iterator[None]:
     finally:
         if own is not None:
             trainer.model.forward = own
+
+
+def why_sampling_mismatch(trainer: GRPOTrainer) -> str:
+    """Returns why responses are not sampled from the policy that is scored, with the fix; "" if they are."""
+    args = trainer.args
+    asked = {key: getattr(args, key) for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    asked |= {"do_sample": True, **(args.generation_kwargs or {})}
+    of_model = {} if args.use_vllm else trainer.model.generation_config.to_dict()  # fills what is not asked for
+    effective = {**of_model, **{key: value for key, value in asked.items() if value is not None}}
+    for key, neutral in {**NEUTRAL_SAMPLING, "temperature": args.temperature}.items():
+        value = effective.get(key)
+        if value is not None and value != neutral:
+            where = "" if asked.get(key) == value else " in the model's generation_config.json"
+            return (
+                f"{key}={value}{where} makes the sampled policy differ from the scored one, so its entropy gradient "
+                f"cannot be estimated from these samples: set {key}={neutral}"
+            )
+    return ""
+
+
+def why_no_fresh_responses(trainer: GRPOTrainer) -> str:
+    """Returns why no responses can be sampled beside the training's, "" if they can."""
+    if trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None:
+        return (
+            "fresh responses would call the tools, environments or rollout_func once more, which may remember it: "
+            "training would not be what it is without probes"
+        )
+    if trainer._is_vlm:
+        return "fresh responses are sampled to prompts of text: validate on another run without images"
+    return ""

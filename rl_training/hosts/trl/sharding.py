@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 from accelerate.optimizer import AcceleratedOptimizer
-from torch.distributed.fsdp import CPUOffloadPolicy
 from trl import GRPOTrainer
 
 from rl_training.engine.fsdp2 import FullyShard
 from rl_training.engine.sharding import Replicated, Sharding
-from rl_training.hosts.trl.zero import Zero
-from rl_training.hosts.trl.zero3 import Zero3
+from rl_training.hosts.trl.zero import Zero, Zero3
 
 
 def sharding_of(trainer: GRPOTrainer) -> Sharding:
@@ -31,17 +29,3 @@ def _of(trainer: GRPOTrainer) -> tuple[Any, ...]:
     optimizer = trainer.optimizer
     own = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     return trainer.model, own, trainer.args.max_grad_norm
-
-
-def refuse_fsdp_that_cannot_be_read(plugin: Any) -> None:
-    """Raises ValueError, saying what to do, for accelerate's settings of FSDP under which probes cannot measure."""
-    if plugin.fsdp_version != 2:
-        raise ValueError(
-            "probes do not read FSDP1, which flattens the parameters of a layer into one: set fsdp_version: 2 "
-            "(launch/fsdp2.yaml), use DDP or ZeRO, or train without probes (probe=none)"
-        )
-    if isinstance(plugin.cpu_offload, CPUOffloadPolicy):
-        raise ValueError(
-            "probes do not read what FSDP has offloaded: set fsdp_offload_params: false, or train without probes "
-            "(probe=none)"
-        )

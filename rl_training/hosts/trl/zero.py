@@ -1,46 +1,57 @@
-"""DeepSpeed's ZeRO: the partitioned optimizer state and gradient, as full tensors by parameter.
+"""DeepSpeed's ZeRO: the partitioned weights, gradients and optimizer states, as full tensors by parameter.
 
-Here are stages 1 and 2; stage 3 is read in zero3.py. Written against deepspeed 0.19; with zero3.py the only file that
-names its internals. It is read from the objects that the trainer already holds, so nothing of DeepSpeed is imported
-here.
+The only file that names DeepSpeed's internals, written against 0.19. What is read are the objects that the trainer
+already holds.
 
-ZeRO lays the parameters of an optimizer group side by side in one flat vector and cuts it into a slice per rank. A rank
-keeps fp32 weights, exp_avg, exp_avg_sq and the gradient's mean over ranks for its own slice only. One all-gather a
-group and quantity puts the slices together again: three parameter-size vectors on every rank, for as long as a measured
-step lasts. safe_get_full_optimizer_state is of no use: with two groups it finds no exp_avg in the second.
+Stages 1 and 2 lay the parameters of an optimizer group side by side in one flat vector and cut it into a slice per
+rank. A rank keeps fp32 weights, exp_avg, exp_avg_sq and the gradient's mean over ranks for its own slice only. One
+all-gather a group and quantity puts the slices together again: three parameter-size vectors on every rank, for as long
+as a measured step lasts. safe_get_full_optimizer_state is of no use: with two groups it finds no exp_avg in the second.
+
+Stage 3 cuts the weights too: a parameter is empty wherever no forward or backward needs it. While probes look at a
+step, and only then, every process holds all of them whole, as TRL does to generate, and the engine's hooks, which would
+cut them again, are gone. Gradients and states come by the optimizer's own getters, one all-gather for each parameter
+and quantity.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from trl.models.utils import add_hooks, remove_hooks
 
-from rl_training.engine.sharding import ByParameter, trainable
+from rl_training.engine.sharding import ByParameter, refuse_what_does_not_fit, trainable
 from rl_training.mathematics.adamw import clipping_threshold
 
-READABLE_STAGES = (1, 2, 3)
+WHOLE: WeakSet[nn.Module] = WeakSet()  # models whose weights are whole just now
 
 
-def refuse_what_cannot_be_read(config: Mapping[str, Any]) -> None:
-    """Raises ValueError, saying what to do, for a DeepSpeed configuration under which probes cannot measure."""
-    zero = config.get("zero_optimization", {})
-    stage = zero.get("stage", 0)
-    if stage not in READABLE_STAGES:
-        raise ValueError(
-            f"probes read the gradients and states of ZeRO stages 1, 2 and 3, and this is stage {stage}: use "
-            "launch/zero2.yaml, or DDP (launch/ddp.yaml), or train without probes (probe=none)"
-        )
-    for name in ("offload_optimizer", "offload_param"):
-        if (zero.get(name) or {}).get("device", "none") != "none":
-            raise ValueError(
-                f"probes do not read what ZeRO has offloaded: leave out {name}, or train without probes (probe=none)"
-            )
+def is_gathered(model: nn.Module) -> bool:
+    """Returns whether all parameters are whole, by `gathered`."""
+    return model in WHOLE
+
+
+@contextlib.contextmanager
+def gathered(engine: Any) -> Iterator[None]:
+    """A context in which every process has all parameters whole and no hook of the engine's cuts them. A collective."""
+    import deepspeed
+
+    model = engine.module
+    with deepspeed.zero.GatheredParameters(list(model.parameters())):
+        remove_hooks(engine)
+        WHOLE.add(model)
+        try:
+            yield
+        finally:
+            WHOLE.discard(model)
+            add_hooks(engine)
 
 
 class Zero:
@@ -106,3 +117,44 @@ class Zero:
             self._zero.round_robin_bit16_groups[group], self._zero.round_robin_bit16_offsets[group], strict=True
         )
         return {param: slices.view(-1)[start : start + param.numel()].view(param.shape) for param, start in places}
+
+
+class Zero3(Zero):
+    """ZeRO stage 3."""
+
+    KIND = "DeepSpeedZeroOptimizer_Stage3"
+
+    def whole_weights(self) -> AbstractContextManager[None]:
+        return gathered(self._engine)
+
+    def mean_gradients(self, parameters: Iterable[nn.Parameter]) -> Mapping[nn.Parameter, Tensor | None]:
+        return {param: self._zero.get_fp32_grad_for_param(param) for param in parameters}
+
+    def optimizer_states(self, parameters: Iterable[nn.Parameter]) -> tuple[ByParameter, ByParameter]:
+        zero = self._zero
+        group_of: ByParameter = {}
+        states: ByParameter = {}
+        for param in parameters:
+            group, _, _ = zero.grad_position[zero.get_param_id(param)]
+            flat = zero.fp32_partitioned_groups_flat[group]
+            group_of[param] = zero.optimizer.param_groups[zero.sub_group_to_group_id[group]]
+            state = zero.optimizer.state.get(flat, {})
+            if state:
+                states[param] = {
+                    key: zero.get_full_hp_param(param, key) if _is_cut(value, flat) else value
+                    for key, value in state.items()
+                }
+        return group_of, states
+
+    def refuse_what_does_not_fit(self, vectors: int) -> None:
+        refuse_what_does_not_fit("ZeRO-3", self._engine.module, vectors, _size)
+
+
+def _is_cut(value: Any, flat: Tensor) -> bool:
+    """Returns whether a state is of parameters' entries, and not the number of steps."""
+    return isinstance(value, Tensor) and value.shape == flat.shape
+
+
+def _size(param: nn.Parameter) -> int:
+    """Returns the number of entries of a parameter, also where it is cut, and empty."""
+    return int(getattr(param, "ds_numel", param.numel()))
