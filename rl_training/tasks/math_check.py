@@ -2,20 +2,18 @@ r"""A guard around math_verify: is a text that a model wrote equal to a number, 
 
 What a model writes is arbitrary text, and two things make it dangerous to hand that to computer algebra.
 
-It may be run. math_verify has two ways to read an expression. `ExprExtractionConfig` ends in sympy's
-`parse_expr`, which is Python's `eval`: never used here. The LaTeX grammar (latex2sympy2_extended) builds the
-expression by hand and looks clean, but for every numeral it calls `sympy.Number(text)`, which for a string is
-`sympify`, `parse_expr` and `eval` again; only the lexer stands between. So the worker does three things: it
-uses the LaTeX grammar alone; it tells sympy, through `sympify`'s own table of converters, to read a string as
-a numeral or not at all; and it installs an audit hook, which cannot be taken out again, that refuses to run
-code compiled from any text. (`simplify` writes code for polynomials in several unknowns: refused as well, so
-`\log_{2}{8}` is not seen to be 3.)
+It may be run. math_verify has two ways to read an expression. `ExprExtractionConfig` ends in sympy's `parse_expr`,
+which is Python's `eval`: never used here. The LaTeX grammar (latex2sympy2_extended) builds the expression by hand, but
+calls `sympy.Number(text)` for every numeral, which is `eval` again; only the lexer stands between. So the worker uses
+the LaTeX grammar alone, tells sympy, through `sympify`'s own table of converters, to read a string as a numeral or not
+at all, and installs an audit hook, which cannot be taken out again, that refuses to run code compiled from any text.
+(`simplify` writes code for polynomials in several unknowns: refused as well, so `\log_{2}{8}` is not seen to be 3.)
 
-It may not end. `9^{9^{9^9}}` is one power of big integers, and no signal handler runs before that returns. So
-the check lives in another process with limited memory: a child that the kernel ends when the time for an answer is
-up, of a parent that has imported sympy, a second's work, and then forks the next one. This very file, run as a
-script, is both; it reads and writes one line of JSON per check and imports neither torch nor TRL. One such pair for
-each rank, none before the first check, none left at exit.
+It may not end. `9^{9^{9^9}}` is one power of big integers, and no signal handler runs before that returns. So the
+check lives in another process with limited memory: a child that the kernel ends when the time for an answer is up, of
+a parent that has imported sympy, a second's work, and then forks the next one. This very file, run as a script, is
+both; it reads and writes one line of JSON per check and imports neither torch nor TRL. One such pair for each rank,
+none before the first check, none left at exit.
 
 Example: `are_equal([(r"\frac{36}{2}", Fraction(18)), ("9^{9^{9^9}}", Fraction(18))])` is `[True, False]`.
 """
@@ -46,7 +44,6 @@ _START_SECONDS = 120.0  # importing sympy takes a second, but a minute on a cold
 _LATE_SECONDS = 10.0  # what a busy machine may add to a deadline; a reply that is later will not come
 _MAX_WORKER_BYTES = 1 << 30  # sympy with the grammar needs 70 MB
 _INSTALL = f"pip install math-verify, for {sys.executable}"
-
 _NUMERAL = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
 _LATEX_TEXT_OR_COMMAND = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}|\\[a-zA-Z]+")
 _PROSE = re.compile(r"[A-Za-z]{3,}[\s,.:;]+[A-Za-z]{2,}")
@@ -94,12 +91,10 @@ def are_equal(
             undecided.add((answer, number))
         verdicts[answer, number] = verdict is True
     if undecided:
+        number_undecided = sum(pair in undecided for pair in pairs)
         logger.warning(
-            "%d of %d answers count as wrong: math_verify did not decide in time (%g s each, %g s in all).",
-            sum(pair in undecided for pair in pairs),
-            len(pairs),
-            deadline_seconds,
-            budget_seconds,
+            f"{number_undecided} of {len(pairs)} answers count as wrong: math_verify did not decide in time "
+            f"({deadline_seconds:g} s each, {budget_seconds:g} s in all)."
         )
     return [verdicts[pair] for pair in pairs]
 
@@ -135,11 +130,10 @@ class MathWorker:
             except BaseException:  # Ctrl-C: the reply, coming late, would be taken for the next one's
                 self._kill()
                 raise
-            if not line:
-                self._kill()
-                return None
-            equal: bool | None = json.loads(line)["equal"]
-            return equal
+            if line:
+                return json.loads(line)["equal"]
+            self._kill()
+            return None
 
     def close(self) -> None:
         """Kills the process, if any, and waits for it, so that no zombie is left."""
@@ -149,24 +143,22 @@ class MathWorker:
     def forget_after_fork(self) -> None:
         """In a forked child: lets go of the parent's process, which goes on serving the parent."""
         self._lock = threading.Lock()  # the old one may be held by a thread that does not exist here
-        if self._process is not None:
-            _close_pipes(self._process)
-            self._process.returncode = 0  # it is not our child: Popen must neither wait for it nor warn
-            self._process = None
+        process, self._process = self._process, None
+        if process is not None:
+            process.returncode = 0  # it is not our child: Popen must neither wait for it nor warn
+            process.__exit__(None, None, None)  # closes the pipes
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._kill()
-        self._process = subprocess.Popen(
-            [sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
-        )
-        line = b""
+        command, pipe = [sys.executable, __file__], subprocess.PIPE
+        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0)
         try:
             line = _read_line(self._process, time.monotonic() + _START_SECONDS)
-        finally:
-            if not line:
-                self._kill()
+        except BaseException:  # Ctrl-C
+            self._kill()
+            raise
         failure = json.loads(line)["failure"] if line else f"it died or took over {_START_SECONDS:g} s"
         if failure is not None:
             self._kill()
@@ -176,31 +168,18 @@ class MathWorker:
     def _kill(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.kill()
-            process.wait()
-            _close_pipes(process)
-
-
-def _close_pipes(process: subprocess.Popen[bytes]) -> None:
-    for pipe in (process.stdin, process.stdout):
-        assert pipe is not None
-        pipe.close()
+            with process:  # closes the pipes, and waits
+                process.kill()
 
 
 def _read_line(process: subprocess.Popen[bytes], end: float) -> bytes:
     """The next line of the process's output; empty when its exit or `end` (monotonic) came first."""
     assert process.stdout is not None
-    line = b""
     with selectors.DefaultSelector() as selector:
         selector.register(process.stdout, selectors.EVENT_READ)
-        while not line.endswith(b"\n"):
-            if not selector.select(max(0.0, end - time.monotonic())):
-                return b""
-            chunk = os.read(process.stdout.fileno(), 4096)
-            if not chunk:
-                return b""
-            line += chunk
-    return line
+        if not selector.select(max(0.0, end - time.monotonic())):
+            return b""
+    return process.stdout.readline()  # which was written at once
 
 
 # What follows runs in the worker.
@@ -252,16 +231,10 @@ def _refuse_code_from_text(event: str, args: tuple[object, ...]) -> None:
             raise RuntimeError("code made from text is not run here")
 
 
-def _limit_resources() -> None:
-    import resource  # POSIX only, and only the worker needs it
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if sys.platform == "linux":  # elsewhere the limit is refused, and only the deadline bounds the memory
-        resource.setrlimit(resource.RLIMIT_AS, (_MAX_WORKER_BYTES, _MAX_WORKER_BYTES))
-
-
 def _serve() -> None:
     """Answers requests until stdin ends, which is when the trainer is gone."""
+    import resource  # POSIX only, and only the worker needs it
+
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)  # what a library prints must not be taken for a reply
     here = os.path.dirname(os.path.abspath(__file__))
@@ -275,7 +248,9 @@ def _serve() -> None:
     def reply(message: Mapping[str, str | bool | None]) -> None:
         replies.write(json.dumps(message).encode() + b"\n")
 
-    _limit_resources()
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if sys.platform == "linux":  # elsewhere the limit is refused, and only the deadline bounds the memory
+        resource.setrlimit(resource.RLIMIT_AS, (_MAX_WORKER_BYTES, _MAX_WORKER_BYTES))
     try:
         check = load_check()
     except ImportError as error:
