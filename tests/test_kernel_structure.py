@@ -304,7 +304,7 @@ def test_pointing_at_a_cell_shows_both_texts_in_a_browser(asked: Any, folder: Pa
     point = """
       const box = map.getBoundingClientRect();
       const x = box.left + (columns.indexOf(2) + 0.5) * size, y = box.top + (rows.indexOf(3) + 0.5) * size;
-      map.dispatchEvent(new MouseEvent("mousemove", {clientX: x, clientY: y, bubbles: true}));
+      map.dispatchEvent(new PointerEvent("pointermove", {clientX: x, clientY: y, bubbles: true}));
     """
     (tmp_path / "page.html").write_text(
         page.replace("draw();\n</script>", f"draw();{point}</script>"), encoding="utf-8"

@@ -72,6 +72,7 @@ def write_report(folder: Path) -> Path:
         "cosine": _json(s.cosines),
         "contribution": _json(s.contributions),
         "kind": _kinds(s),
+        "kinds": CLASSES,
         "order": {name: {"evaluation": e, "update": u} for name, (e, u) in orders.items()},
         "pairs": _json(tables["pairs"]),
         "within": _json(tables["cosines"]),
@@ -81,7 +82,7 @@ def write_report(folder: Path) -> Path:
     }
     template = files("rl_training.offline").joinpath(PAGE).read_text(encoding="utf-8")
     # A text of the model may hold "</script>": escaped, it stays a text.
-    filled = template.replace("/*DATA*/null", json.dumps(data, ensure_ascii=True).replace("<", "\\u003c"))
+    filled = template.replace("/*DATA*/null", json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c"))
     write_atomically({folder / PAGE: filled.encode()})
     return folder / PAGE
 
@@ -119,9 +120,10 @@ def _members(distinct: Distinct, clusters: Tensor) -> list[Row]:
     return sorted(rows, key=lambda row: row["cluster"])
 
 
-def _kinds(s: Structure) -> list[list[str]]:
+def _kinds(s: Structure) -> list[str]:
+    """Returns a string for each row of E: at each column of U, the digit of the pair's class in CLASSES."""
     kinds = torch.stack([s.is_of_class(name).long() for name in CLASSES]).argmax(dim=0)
-    return [[CLASSES[k] for k in row] for row in kinds.tolist()]
+    return ["".join(map(str, row)) for row in kinds.tolist()]
 
 
 def _by_prompt(s: Structure) -> tuple[list[int], list[int]]:
@@ -187,7 +189,7 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _json(value: Any) -> Any:
-    """Returns the value with nan as null, which JSON knows, and numbers at four digits."""
+    """Returns the value with nan as null, which JSON knows, and numbers at three digits."""
     if isinstance(value, Tensor):
         return _json(value.tolist())
     if isinstance(value, list):
@@ -195,5 +197,5 @@ def _json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _json(part) for key, part in value.items()}
     if isinstance(value, float):
-        return to_json(float(f"{value:.4g}"))
+        return to_json(float(f"{value:.3g}"))
     return value
