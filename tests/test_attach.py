@@ -269,11 +269,6 @@ def test_one_response_per_prompt_is_refused(make_trainer) -> None:
         make_trainer(probes=[SimpleEntropyProbe()], num_generations=1)
 
 
-def test_a_setting_that_is_not_dr_grpo_is_refused(make_trainer) -> None:
-    with pytest.raises(ValueError, match="loss_type='dapo' is not Dr-GRPO"):
-        make_trainer(loss_type="dapo")
-
-
 @pytest.mark.parametrize("bad", [math.inf, math.nan, None])
 def test_a_reward_that_is_not_finite_stops_with_the_completion_named(make_trainer, bad) -> None:
     def broken(completions: list[str], **kwargs: Any) -> list[float]:

@@ -214,7 +214,13 @@ def test_what_is_missing_is_said() -> None:
     bare = LossInputs(known().weights, known().scores, known().advantages, known().prompt_index, MICROBATCHES, 1.0)
     reasons = {name: intervention(name).why_none(bare) for name in REMEDIES}
     assert [name for name, reason in reasons.items() if not reason] == ["bonus", "lr", "max_grad_norm"]
-    assert "loss is not Dr-GRPO's" in reasons["psr"]
+    assert "by more than advantages" in reasons["psr"]
+    assert "loss is not Dr-GRPO's" in reasons["std_norm"]
+    assert "not Dr-GRPO's constant" in reasons["kl"]
+    assert known().settings is not None
+    with_kl = dataclasses.replace(known(), settings=dataclasses.replace(known().settings, differs=frozenset({"beta"})))
+    refused = [name for name in REMEDIES if intervention(name).why_none(with_kl)]
+    assert set(REMEDIES) - set(refused) == {"bonus", "lr", "max_grad_norm", "kl", "kl_cov"}
     said = {
         "std_norm": "rewards",
         "drop_truncated": "truncated",

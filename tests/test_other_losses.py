@@ -10,10 +10,10 @@ import torch
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from rl_training import DrGRPOConfig, Estimate, Probe, attach
+from rl_training import Estimate, Probe, attach
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.probe import Need
-from rl_training.hosts.trl.batches import DR_GRPO, is_dr_grpo
+from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
 from rl_training.mathematics.scores import Scores
 from rl_training.probes import GradientNoiseScaleProbe, ResponsesProbe, SimpleEntropyProbe
 from rl_training.tasks.models import load_tiny
@@ -84,20 +84,22 @@ def test_a_share_of_the_loss_is_a_share_of_its_bonus_for_entropy_too() -> None:
 
 
 @pytest.mark.parametrize(("name", "value"), OTHER.items())
-def test_what_is_not_dr_grpo_is_refused_by_its_name(name: str, value: Any) -> None:
+def test_every_loss_of_trl_can_be_set_and_is_told_from_dr_grpo(make_trainer: Any, name: str, value: Any) -> None:
     needed = {"steps_per_generation": 8} if name == "off_policy_mask_threshold" else {}
-    with pytest.raises(ValueError, match=rf"{name}=.* is not Dr-GRPO, which has {name}="):
-        DrGRPOConfig("out", report_to=[], **{name: value}, **needed)
+    trainer = make_trainer(**{name: value}, **needed)
+    assert getattr(trainer.args, name) == value
+    assert loss_settings(trainer).differs == {name}
 
 
-def test_what_is_refused_is_all_that_makes_a_loss_dr_grpo() -> None:
+def test_what_is_told_is_all_that_makes_a_loss_dr_grpo(make_trainer: Any) -> None:
     assert set(OTHER) == set(DR_GRPO)
+    assert loss_settings(make_trainer()).differs == frozenset()
 
 
 def test_the_split_of_the_trace_is_missing_where_the_loss_is_no_longer_dr_grpo(make_trainer) -> None:
     probe = GradientNoiseScaleProbe(split_prompts=1)
     trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, max_steps=1, **PLAIN | {"entropy_coef": 0.1})
-    assert not is_dr_grpo(trainer)
+    assert loss_settings(trainer).differs == {"entropy_coef"}
     with attach(trainer, [probe], whole_prompts=True):
         trainer.train()
     answer = probe.results()["gns/trace_between"]

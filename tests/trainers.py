@@ -59,6 +59,7 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
         config_class: type[GRPOConfig] = DrGRPOConfig,
         probes: Any = None,
         records: Any = None,
+        interventions: Any = (),
         buffer: Any = None,
         dtype: torch.dtype = torch.float32,
         model: Any = None,
@@ -85,7 +86,7 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
             "report_to": [],
             "disable_tqdm": True,
         }
-        extra = {} if trainer_class is GRPOTrainer else {"probes": probes or [], "records": records, "buffer": buffer}
+        extra = {"probes": probes or [], "records": records, "interventions": interventions, "buffer": buffer}
         trainer = trainer_class(
             model=(model or policy).to(dtype),
             reward_funcs=reward or task.reward,
@@ -94,7 +95,7 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
             processing_class=tokenizer,
             optimizers=optimizers,
             peft_config=peft_config,
-            **extra,
+            **({} if trainer_class is GRPOTrainer else extra),
         )
         trainer.remove_callback(PrinterCallback)  # hundreds of log lines
         return trainer

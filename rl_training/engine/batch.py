@@ -144,12 +144,18 @@ def _join_images(parts: Sequence[Rollout]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What a Dr-GRPO loss is set to: −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A), summed over tokens, over b · L."""
+    """What a loss is set to; Dr-GRPO's is −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) over all tokens, over b L."""
 
     max_length: int  # L
     epsilon_low: float
     epsilon_high: float
     hides_truncated: bool  # it leaves truncated responses out
+    differs: frozenset[str] = frozenset()  # in what it is not Dr-GRPO's, by TRL's names of settings
+
+    @property
+    def is_dr_grpo(self) -> bool:
+        """Whether it is Dr-GRPO's on all responses, and nothing else's."""
+        return not self.differs and not self.hides_truncated
 
 
 @dataclass(frozen=True)
@@ -163,7 +169,7 @@ class Batch:
     fold: Tensor  # (B,), the fold that each sequence is in, 0 .. num_folds - 1: folds hold whole prompts
     responses_per_prompt: int  # G
     rollout_number: int  # of this training's rollouts, the one that the step learns from
-    loss_settings: LossSettings | None = None  # None where the loss is not Dr-GRPO's
+    loss_settings: LossSettings | None = None  # None where they are not known
 
     @property
     def num_folds(self) -> int:

@@ -46,7 +46,7 @@ class Loop:
     multi_epoch: bool = False  # several optimizer steps learn from each sequence
     autocast: bool = False  # training's gradients are computed in bf16
     dr_grpo: bool = True  # the loss is Dr-GRPO's and nothing else's
-    loss_settings: LossSettings | None = None  # of Dr-GRPO's loss, which may hide truncated responses; None of another
+    loss_settings: LossSettings | None = None  # None where they are not known
     sampling_mismatch: str = ""  # why responses are not samples of the policy that is scored
     no_fresh_responses: str = ""  # why `policy.sample` may not be asked
     fixes: Fixes = field(default_factory=Fixes)

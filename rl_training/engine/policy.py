@@ -6,6 +6,7 @@ import abc
 import contextlib
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,17 +36,33 @@ class Policy(abc.ABC):
         """
         return self.scorer.score(rollout, rows)
 
-    def score_rollout(self, rollout: Rollout) -> Scores:
-        """Returns log-probabilities and entropies of all rows, (B, T), without graph, as a measurement."""
+    def score_rollout(self, rollout: Rollout, scorer: Scorer | None = None) -> Scores:
+        """Returns log-probabilities and entropies of all rows, (B, T), without graph, as a measurement.
+
+        scorer  of another model than the policy's
+        """
+        scorer = scorer or self.scorer
         width = rollout.completion_ids.shape[1]
         rows = torch.arange(rollout.num_sequences, device=rollout.completion_ids.device)
-        with self.measuring(), torch.no_grad():
-            parts = [self.scorer.score(rollout, some, graph=False) for some in rows.split(self._batch_size)]
+        with scorer.measuring(), torch.no_grad():
+            parts = [scorer.score(rollout, some, graph=False) for some in rows.split(self._batch_size)]
         return Scores(
             logps=in_one_width([part.logps for part in parts], at_least=width),
             entropies=in_one_width([part.entropies for part in parts], at_least=width),
             mask=rollout.completion_mask,
         )
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a model that a KL term holds on to: the one without its adapters, if it has any."""
+        return hasattr(self.model, "disable_adapter")
+
+    def reference_logps(self, rollout: Rollout) -> Tensor | None:
+        """Returns the log-probabilities of that model, (B, T), as a measurement; None where there is none."""
+        if not self.has_reference:
+            return None
+        with cast(Any, self.model).disable_adapter():
+            return self.score_rollout(rollout).logps
 
     def score_padded(self, rollout: Rollout, rows: Tensor) -> Scores:
         """Returns the same, as wide as the rollout, of rows that keep the padding on their left, as training has it."""

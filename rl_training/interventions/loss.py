@@ -4,18 +4,20 @@
 
 A loss is what it hands back to log-probabilities and to entropies. So an intervention on it is a function from what
 the loss knows to new c and d. Its unit is a microbatch, as in training: the tokens of highest entropy, for example, are
-those of this rank's microbatch. So far the functions serve predictions alone: no run trains with them.
+those of this rank's microbatch. The same functions predict (probes/interventions.py) and train
+(hosts/trl/remedied.py).
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Batch, LossSettings
+from rl_training.engine.batch import Batch, LossSettings, Rollout, take_rows
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.mathematics.scores import Scores
 
@@ -28,9 +30,9 @@ class LossInputs:
     scores: Scores  # (b, T), without graph; the mask is 1 on the tokens of the loss
     advantages: Tensor  # (b,), as the loss weighs them: 0 for a response that it hides
     prompt_index: Tensor  # (b,), equal for responses of the same prompt
-    microbatches: float  # sequences of this optimizer step on this rank, over b: the loss is a mean over all of them
-    silent_share: float  # of the step's prompts, on all ranks: those whose advantages are all 0
-    settings: LossSettings | None = None  # None where the loss is not Dr-GRPO's
+    microbatches: float = 1  # sequences of this step on this rank, over b: the loss is a mean over all of them
+    silent_share: float = 0.0  # of the step's prompts, on all ranks: those whose advantages are all 0
+    settings: LossSettings | None = None  # None where they are not known
     rewards: Tensor | None = None  # (b,)
     truncated: Tensor | None = None  # (b,), bool: cut off at the maximum length
     sampling_logps: Tensor | None = None  # (b, T); None on-policy, where all ratios are 1
@@ -73,34 +75,52 @@ def loss_inputs(
 
     ValueError off-policy without log-probabilities at sampling: the ratios are not known.
     """
-    rollout, scores, settings = batch.rollout, batch.scores, batch.loss_settings
+    silent = silent_share(batch.rollout.advantages, batch.rollout.prompt_index, reduce)
+    weights, scores, parts = batch.loss_weights, batch.scores, []
+    for row_range in batch.microbatch_rows:
+        rows = torch.arange(row_range.start, row_range.stop, device=batch.fold.device)
+        known = of_microbatch(
+            take_rows(batch.rollout, rows),
+            Scores(scores.logps[rows], scores.entropies[rows], scores.mask[rows]),
+            LossWeights(weights.logps[rows], None if weights.entropies is None else weights.entropies[rows]),
+            batch.loss_settings,
+            None if reference_logps is None else reference_logps[rows],
+        )
+        share = batch.rollout.num_sequences / len(rows)
+        parts.append(dataclasses.replace(known, microbatches=share, silent_share=silent))
+    return parts
+
+
+def of_microbatch(
+    rollout: Rollout,
+    scores: Scores,
+    weights: LossWeights,
+    settings: LossSettings | None,
+    reference_logps: Tensor | None = None,
+) -> LossInputs:
+    """Returns what the loss knows of a microbatch that is a step by itself, and has no prompt without advantage.
+
+    scores  (b, T), without graph; the mask is 1 on the policy's tokens, those that the loss hides too
+
+    ValueError off-policy without log-probabilities at sampling: the ratios are not known.
+    """
     if not rollout.on_policy and rollout.sampling_logps is None:
         raise ValueError("an off-policy step without log-probabilities at sampling: its ratios are not known")
     mask = scores.mask
     if settings is not None and settings.hides_truncated and rollout.truncated is not None:
         mask = mask * ~rollout.truncated.unsqueeze(1)
-    silent = silent_share(rollout.advantages, rollout.prompt_index, reduce)
-
-    def part(rows: slice) -> LossInputs:
-        def cut(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor[rows]
-
-        return LossInputs(
-            weights=LossWeights(batch.loss_weights.logps[rows], cut(batch.loss_weights.entropies)),
-            scores=Scores(scores.logps[rows], scores.entropies[rows], mask[rows]),
-            advantages=rollout.advantages[rows],
-            prompt_index=rollout.prompt_index[rows],
-            microbatches=rollout.num_sequences / (rows.stop - rows.start),
-            silent_share=silent,
-            settings=settings,
-            rewards=cut(rollout.rewards),
-            truncated=cut(rollout.truncated),
-            sampling_logps=None if rollout.on_policy else cut(rollout.sampling_logps),
-            reference_logps=cut(reference_logps),
-            hidden=(scores.mask[rows] != 0) & (mask[rows] == 0),
-        )
-
-    return [part(slice(rows.start, rows.stop)) for rows in batch.microbatch_rows]
+    return LossInputs(
+        weights=weights,
+        scores=Scores(scores.logps, scores.entropies, mask),
+        advantages=rollout.advantages,
+        prompt_index=rollout.prompt_index,
+        settings=settings,
+        rewards=rollout.rewards,
+        truncated=rollout.truncated,
+        sampling_logps=None if rollout.on_policy else rollout.sampling_logps,
+        reference_logps=reference_logps,
+        hidden=(scores.mask != 0) & (mask == 0),
+    )
 
 
 def silent_share(advantages: Tensor, prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> float:
@@ -114,3 +134,14 @@ def silent_share(advantages: Tensor, prompt_index: Tensor, reduce: Callable[[Ten
     sizes.index_add_(0, group, advantages.abs().double())
     silent, count = reduce(torch.stack([(sizes == 0).sum().double(), sizes.new_tensor(float(len(sizes)))])).tolist()
     return silent / count
+
+
+def over_the_others(rewards: Tensor, prompt_index: Tensor) -> Tensor:
+    """Returns each reward less the mean of its prompt's, (b,).
+
+    >>> over_the_others(torch.tensor([1.0, 0.0, 5.0]), torch.tensor([3, 3, 8])).tolist()
+    [0.5, -0.5, 0.0]
+    """
+    prompts, group = prompt_index.unique(return_inverse=True)
+    sums = rewards.new_zeros(len(prompts)).index_add_(0, group, rewards)
+    return rewards - (sums / group.bincount())[group]

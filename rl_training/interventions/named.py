@@ -2,11 +2,13 @@
 
 bonus        with its usual strength          bonus:0.02    with another
 my.py:softer one's own: a function of (LossInputs, strength) in a file that returns Remedied
+my.loss:softer            or in a module that can be imported
 """
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
 import math
 from collections.abc import Callable, Mapping
@@ -19,18 +21,29 @@ from rl_training.interventions import remedies
 from rl_training.interventions.loss import Function, LossInputs, Remedied
 
 RATIOS_ARE_ONE = "on-policy every ratio is 1, and it changes nothing"
+ENTROPY_TERMS = {"entropy_coef", "use_adaptive_entropy"}  # they leave the weights of log-probabilities alone
 GROWS = "grows with the distance from the reference: one step shows little of it"
 # What an intervention may need, and what is said where it is not there.
 NEEDS: Mapping[str, tuple[Callable[[LossInputs], bool], str]] = {
     "dr_grpo": (
-        lambda loss: loss.settings is not None,
-        "the loss is not Dr-GRPO's, whose weights it changes: set loss_type='dr_grpo', scale_rewards='none', beta=0",
+        lambda loss: loss.settings is not None and loss.settings.differs <= ENTROPY_TERMS,
+        "the loss is not Dr-GRPO's, whose weights it changes: set loss_type='dr_grpo', scale_rewards='none', beta=0, "
+        "and train with no other intervention on these weights",
+    ),
+    "advantages": (
+        lambda loss: loss.settings is not None and "beta" not in loss.settings.differs,
+        "the loss weighs log-probabilities by more than advantages (a KL term: beta=0 leaves it out), or is not known",
+    ),
+    "unit": (
+        lambda loss: loss.settings is not None and "loss_type" not in loss.settings.differs,
+        "what the loss divides by is not Dr-GRPO's constant: set loss_type='dr_grpo'",
     ),
     "rewards": (lambda loss: loss.rewards is not None, "the rewards of these responses are not known"),
     "truncated": (lambda loss: loss.truncated is not None, "which responses are truncated is not known here"),
     "reference": (
         lambda loss: loss.reference_logps is not None,
-        "it needs the log-probabilities of a reference model, and there is none",
+        "it needs the log-probabilities of a reference model, and there is none: full fine-tuning keeps one only with "
+        "beta above 0, adapters are one to switch off",
     ),
     "some_advantage": (
         lambda loss: loss.silent_share < 1.0,
@@ -53,7 +66,7 @@ class Remedy:
     function: Function
     source: str
     formula: str
-    needs: tuple[str, ...] = ("dr_grpo",)
+    needs: tuple[str, ...] = ("advantages",)
     strength: float | None = None
     low: float = 0.0
     high: float = math.inf
@@ -81,15 +94,15 @@ REMEDIES: Mapping[str, Remedy] = {
     ),
     "length_norm": Remedy(
         remedies.length_norm, "Shao et al. 2024, arXiv 2402.03300", "mean over a response's tokens, not sum / L",
-        trl="loss_type='grpo'",
+        needs=("dr_grpo",), trl="loss_type='grpo'",
     ),
     "dynamic_sampling": Remedy(
         remedies.dynamic_sampling, "Yu et al. 2025 (DAPO), arXiv 2503.14476", "A / (1 − share of prompts without A)",
-        needs=("dr_grpo", "some_advantage"),
+        needs=("advantages", "some_advantage"),
     ),
     "drop_truncated": Remedy(
         remedies.drop_truncated, "Yu et al. 2025 (DAPO), arXiv 2503.14476", "A = 0 where the response is truncated",
-        needs=("dr_grpo", "truncated"), trl="mask_truncated_completions=True",
+        needs=("advantages", "truncated"), trl="mask_truncated_completions=True",
     ),
     "keep_truncated": Remedy(
         remedies.keep_truncated, "Liu et al. 2025 (Dr-GRPO), arXiv 2503.20783", "A of truncated responses as of others",
@@ -101,7 +114,7 @@ REMEDIES: Mapping[str, Remedy] = {
     ),
     "kl_cov": Remedy(
         remedies.kl_cov, "Cui et al. 2025, arXiv 2505.22617", "loss + |log ρ| on this share of tokens, by covariance",
-        strength=0.002, high=1.0, nothing_on_policy=True,
+        needs=("unit",), strength=0.002, high=1.0, nothing_on_policy=True,
     ),
     "top_entropy": Remedy(
         remedies.top_entropy, "Wang et al. 2025, arXiv 2506.01939", "A = 0 but on this share of tokens, by entropy",
@@ -113,11 +126,11 @@ REMEDIES: Mapping[str, Remedy] = {
     ),
     "kl": Remedy(
         remedies.kl, "Liu et al. 2025, arXiv 2512.02556; TRL", "loss + β ρ (π_ref/π − log(π_ref/π) − 1)",
-        needs=("dr_grpo", "reference"), strength=0.04, nothing=0.0, is_linear=True, remark=GROWS, trl="beta",
+        needs=("unit", "reference"), strength=0.04, nothing=0.0, is_linear=True, remark=GROWS, trl="beta",
     ),
     "clip_higher": Remedy(
         remedies.clip_higher, "Yu et al. 2025 (DAPO), arXiv 2503.14476", "ratios clipped above at 1 + ε",
-        strength=0.28, nothing_on_policy=True, trl="epsilon_high",
+        needs=("dr_grpo",), strength=0.28, nothing_on_policy=True, trl="epsilon_high",
     ),
     "lr": Remedy(
         remedies.lr, "the optimizer's own", "every learning rate × this",
@@ -157,7 +170,7 @@ class Intervention:
 
 
 def intervention(text: str) -> Intervention:
-    """Returns the intervention of a name, or of name:strength, or of file.py:function[:strength].
+    """Returns the intervention of a name, or of name:strength, or of file.py:function[:strength], module:function.
 
     ValueError for a name that is not known, and for a strength that means nothing.
 
@@ -165,9 +178,9 @@ def intervention(text: str) -> Intervention:
     (0.01, 2.0)
     """
     name, _, rest = text.partition(":")
-    if name.endswith(".py"):
+    if "." in name:
         function, _, strength = rest.partition(":")
-        remedy = Remedy(_own(Path(name), function), name, "one's own", needs=(), strength=1.0, low=-math.inf)
+        remedy = Remedy(_own(name, function), name, "one's own", needs=(), strength=1.0, low=-math.inf)
         name = function
     elif name in REMEDIES:
         remedy, strength = REMEDIES[name], rest
@@ -196,14 +209,21 @@ def _strength(name: str, remedy: Remedy, text: str) -> float:
     return value
 
 
-def _own(path: Path, name: str) -> Function:
-    """Returns a function in a file. ValueError where there is none."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if not path.is_file() or spec is None or spec.loader is None:
-        raise ValueError(f"{path}: there is no such file with an intervention in it")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+def _own(place: str, name: str) -> Function:
+    """Returns a function in a file, or in a module that can be imported. ValueError where there is none."""
+    path = Path(place)
+    if place.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if not path.is_file() or spec is None or spec.loader is None:
+            raise ValueError(f"{path}: there is no such file with an intervention in it")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+    else:
+        try:
+            module = importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{place}: there is no such module with an intervention in it ({error})") from error
     function = getattr(module, name, None)
     if not callable(function):
-        raise ValueError(f"{path} has no function {name!r}: write {path}:FUNCTION")
+        raise ValueError(f"{place} has no function {name!r}: write {place}:FUNCTION")
     return function

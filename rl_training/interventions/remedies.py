@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.loss_weights import LossWeights
-from rl_training.interventions.loss import LossInputs, Remedied
+from rl_training.interventions.loss import LossInputs, Remedied, over_the_others
 
 STD_EPSILON = 1e-4  # TRL's, beside a group's standard deviation
 SMALLEST_SCALE = 0.02  # STEER's: below it, the largest |Ω| does not set the scale
@@ -74,9 +74,7 @@ def keep_truncated(loss: LossInputs, strength: float) -> Remedied:
     assert loss.rewards is not None
     if loss.hidden is None:
         return Remedied()
-    prompts, group = loss.prompt_index.unique(return_inverse=True)
-    means = torch.stack([loss.rewards[group == g].mean() for g in range(len(prompts))])
-    added = loss.hidden * (-loss.unit * (loss.rewards - means[group])).unsqueeze(1)
+    added = loss.hidden * (-loss.unit * over_the_others(loss.rewards, loss.prompt_index)).unsqueeze(1)
     return Remedied(LossWeights(loss.weights.logps + added.to(loss.weights.logps), loss.weights.entropies))
 
 

@@ -25,7 +25,7 @@ from rl_training.job.loggers import put_loggers
 from rl_training.job.progress import StepProgress
 from rl_training.job.run import TrainingRun
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
-from rl_training.job.settings import check_run, check_settings
+from rl_training.job.settings import check_run, check_settings, interventions_of
 from rl_training.job.stopping import StopAtStepEnd
 from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.restored import RestoredTrainer, restore
@@ -114,6 +114,7 @@ def _make_trainer(
         peft_config=adapter or None,
         probes=probes,
         records=records,
+        interventions=interventions_of(cfg),
         buffer=buffer or None,
     )
     _check_sharding(trainer)

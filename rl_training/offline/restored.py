@@ -31,6 +31,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from rl_training.engine.batch import Rollout
 from rl_training.engine.optimizer import view_optimizer
 from rl_training.engine.step import OptimizerView
+from rl_training.hosts.trl.batches import loss_settings
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.sampling import why_sampling_mismatch
 from rl_training.hosts.trl.sharding import replicated
@@ -39,6 +40,7 @@ from rl_training.mathematics.adamw import AdamWState
 from rl_training.offline.shards import load_shards
 from rl_training.records.checkpoints import state_folder, steps_taken, what_is_wrong_with_weights
 
+NOT_READ = {"loss_type", "beta", "importance_sampling_level"}  # of the loss; the advantages of all others are
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
@@ -96,6 +98,13 @@ def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | Non
         raise ValueError(otherwise)
     if trainer.mask_truncated_completions:
         raise ValueError("the step is analysed with all its responses: set mask_truncated_completions=false")
+    trained_with = trainer.attachment.loss_settings.differs
+    if trained_with & NOT_READ or trained_with - loss_settings(trainer).differs:
+        raise ValueError(
+            f"a step is analysed with Dr-GRPO's loss, and this one differs in {', '.join(sorted(trained_with))}: give "
+            "trainer.loss_type=dr_grpo trainer.beta=0 trainer.importance_sampling_level=token intervention=null to "
+            "analyse the step that it would make from there"
+        )
     flaw = what_is_wrong_with_weights(checkpoint)
     if flaw:
         raise ValueError(f"{checkpoint}: {flaw}")

@@ -1,7 +1,7 @@
 """The interventions probe: what other losses or optimizer settings would do to entropy and to reward at this step.
 
     ΔH        Σ_k n_k X_k · [δθ_(−k)(w) − δθ_(−k)] / Σ T    nats per token, beside what the step itself does
-    Δreward   Σ_k n_k J_k · [δθ_(−k)(w) − δθ_(−k)] / N      J_k = −g_k L G/(G−1), the gradient of the reward
+    Δreward   Σ_k n_k J_k · [δθ_(−k)(w) − δθ_(−k)] / N      J_k, the gradient of the reward: −g_k L G/(G−1) in Dr-GRPO
     price     −Δreward / ΔH                                 reward given up per nat kept
     halves    the strength at which the step's own ΔH is half of what it is
 
@@ -28,11 +28,12 @@ from torch import Tensor, nn
 from rl_training.engine.capabilities import REUSED
 from rl_training.engine.changed_steps import Change, ChangedSteps, Direction, bases_of
 from rl_training.engine.entropy_gradients import fold_gradients
+from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.engine.updates import StepsWithoutFolds
 from rl_training.interventions.bases import groups_of
-from rl_training.interventions.loss import LossInputs, Remedied, loss_inputs
+from rl_training.interventions.loss import LossInputs, Remedied, loss_inputs, over_the_others
 from rl_training.interventions.named import RATIOS_ARE_ONE, Intervention, intervention
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
@@ -48,7 +49,7 @@ OFF_POLICY = "off-policy: predictions of what ratios change came out 1.6 times t
 FEW_FOLDS = (
     f"it needs {MIN_FOLDS_FOR_STDERR} folds of prompts: set num_folds={MIN_FOLDS_FOR_STDERR}, or more microbatches"
 )
-NO_REWARD = "the gradient of the reward is known from Dr-GRPO's loss on all responses, and from no other"
+NO_REWARD = "the gradient of the reward is known from Dr-GRPO's loss, or from the rewards, which are not known here"
 LOST = "the interval of its ΔH holds 0"
 TOO_SMALL = f"its ΔH is below {SMALLEST:g} nats"
 NOT_LINEAR = "the gradient is no straight line in the strength: each strength would take a backward of its own"
@@ -96,7 +97,9 @@ class InterventionsProbe(Probe):
             for of in self.which:
                 self._answer(of, {name: Estimate.missing(why) for name in (*QUANTITIES, *MEANS)})
             return
-        loss = loss_inputs(step.batch, step.ranks.reduce, _reference(self.which, step))
+        with_reference = any("reference" in of.remedy.needs for of in self.which)
+        reference = step.policy.reference_logps(step.batch.rollout) if with_reference else None
+        loss = loss_inputs(step.batch, step.ranks.reduce, reference)
         missing = {of.name: of.why_none(loss[0]) for of in self.which}
         there = [of for of in self.which if not missing[of.name]]
         measured = _Measured(step, loss, there)
@@ -137,16 +140,6 @@ def _why_none(step: Step) -> str:
     return reason or (FEW_FOLDS if known.num_folds < MIN_FOLDS_FOR_STDERR else "")
 
 
-def _reference(which: Sequence[Intervention], step: Step) -> Tensor | None:
-    """Returns the log-probabilities of the model without its adapters, (B, T), where they are needed and there."""
-    without_adapters = getattr(step.policy.model, "disable_adapter", None)
-    if without_adapters is None or not any("reference" in of.remedy.needs for of in which):
-        return None
-    with without_adapters():
-        logps: Tensor = step.policy.score_rollout(step.batch.rollout).logps
-    return logps
-
-
 def _means(mean: Pair, has_reward: bool, steps: int) -> dict[str, Estimate]:
     remark = f"measured steps: {steps}"
     reward = mean.estimate(1, remark) if has_reward else Estimate.missing(NO_REWARD)
@@ -159,8 +152,8 @@ class _Measured:
 
     def __init__(self, step: Step, loss: Sequence[LossInputs], which: Sequence[Intervention]) -> None:
         self._step, batch = step, step.batch
-        settings = batch.loss_settings
-        self.has_reward = settings is not None and not settings.hides_truncated
+        self._is_dr_grpo = step.capabilities.dr_grpo and batch.loss_settings is not None
+        self.has_reward = self._is_dr_grpo or batch.rollout.rewards is not None
         self._sizes = torch.bincount(batch.fold).double()
         self._lengths = torch.zeros_like(self._sizes).index_add_(0, batch.fold, batch.scores.mask.sum(dim=1).double())
         self._steps = self._plain_steps()
@@ -228,11 +221,20 @@ class _Measured:
         return Direction(rows, [reduce(part) for part in total])
 
     def _reward_gradient(self) -> Direction:
-        batch, steps = self._step.batch, self._steps
-        assert batch.loss_settings is not None
-        group = batch.responses_per_prompt
-        factor = -batch.loss_settings.max_length * group / (group - 1)
-        return Direction(steps.rows, [steps.total_size * part for part in steps.gradient], factor)
+        """Returns J of each fold, with its sum: the step's own gradient, or of another loss one of its own."""
+        step, steps, group = self._step, self._steps, self._step.batch.responses_per_prompt
+        batch, of_others = step.batch, group / (group - 1)
+        if self._is_dr_grpo:
+            assert batch.loss_settings is not None
+            factor = -batch.loss_settings.max_length * of_others
+            return Direction(steps.rows, [steps.total_size * part for part in steps.gradient], factor)
+        rewards, mask = batch.rollout.rewards, batch.scores.mask
+        assert rewards is not None
+        advantages = over_the_others(rewards, batch.rollout.prompt_index)
+        weights = LossWeights((advantages.unsqueeze(1) * mask * (of_others / len(mask))).to(batch.scores.logps), None)
+        known = (batch, step.policy, list(step.gradients.parameters.values()), step.entropy_change.layout)
+        ((_, basis),) = bases_of(*known, [weights], step.ranks.reduce)
+        return Direction(basis.rows, [steps.total_size * part for part in basis.mean])
 
     # --- sums over folds --------------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ one of them away again. What is done at each of them is the driver's affair: eng
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch import Tensor
 from transformers import PrinterCallback, ProgressCallback, TrainerCallback
 from trl import GRPOTrainer
 
+from rl_training.engine.batch import LossSettings
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.probe import Probe
@@ -27,10 +29,12 @@ from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.patches import check_behaviour, refuse_missing_members, wrap
 from rl_training.hosts.trl.policy import LogpsAndEntropies, TrainerPolicy
 from rl_training.hosts.trl.refusals import FIXES, refuse_split_prompts, refuse_what_cannot_be_measured
+from rl_training.hosts.trl.remedied import RemediedLoss
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.hosts.trl.sampling import why_no_fresh_responses, why_sampling_mismatch
 from rl_training.hosts.trl.sharding import sharding_of
+from rl_training.interventions.named import Intervention
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
@@ -59,6 +63,7 @@ class Attachment(TrainerCallback):
         self._records = records if trainer.accelerator.is_main_process else None
         self._writer = EstimateWriter(self._records, self._log, trainer.accelerator.is_main_process)
         self._policy = TrainerPolicy(trainer)
+        self._remedied = RemediedLoss(trainer, self._policy, [])
         self._rollouts = Rollouts(trainer, self._policy, whole_prompts)
         self._trained = False
         self._complete = False  # all gradients of the step are in
@@ -97,6 +102,16 @@ class Attachment(TrainerCallback):
             "_save_rng_state": self._on_save_rng_state,
             "_load_optimizer_and_scheduler": self._on_load,
         }
+
+    def train_with(self, interventions: Sequence[Intervention]) -> None:
+        """Makes the trainer train with these, one after another, until `remove`. To be called before training."""
+        self._remedied = RemediedLoss(self._trainer, self._policy, interventions)
+
+    @property
+    def loss_settings(self) -> LossSettings:
+        """What the loss that is trained with is set to, interventions and all."""
+        settings = batches.loss_settings(self._trainer)
+        return dataclasses.replace(settings, differs=settings.differs | self._remedied.differs)
 
     def remove(self) -> None:
         """Takes everything off the trainer again; what was measured stays measured."""
@@ -141,7 +156,8 @@ class Attachment(TrainerCallback):
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)
         if self._trainer.model.training:
-            self._rollouts.begin(output, keep_logps=bool(self.probes))
+            self._rollouts.begin(output, keep_logps=bool(self.probes) or self._remedied.changes_loss)
+            self._remedied.begin(self._rollouts.read(output))
         return output
 
     def _on_scores(
@@ -165,6 +181,7 @@ class Attachment(TrainerCallback):
         (logps, entropies, other_terms), self._latest_scores = self._latest_scores, None
         rollout = self._rollouts.read(inputs)
         scores, seen = Scores(logps, entropies, rollout.completion_mask), None
+        loss = self._remedied(loss, rollout, scores, inputs.get("ref_per_token_logps"))
         if trainer.mask_truncated_completions and (step.probes or self._records is not None):
             seen = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
         self.driver.microbatch(rollout, scores, other_terms, seen)
@@ -198,8 +215,8 @@ class Attachment(TrainerCallback):
                 ranks=Ranks(trainer.accelerator.num_processes, functools.partial(batches.sum_over_ranks, trainer)),
                 multi_epoch=trainer.num_iterations > 1,
                 autocast=trainer.args.bf16,
-                dr_grpo=batches.is_dr_grpo(trainer),
-                loss_settings=batches.loss_settings(trainer),
+                dr_grpo=self.loss_settings.is_dr_grpo,
+                loss_settings=self.loss_settings,
                 sampling_mismatch=why_sampling_mismatch(trainer),
                 no_fresh_responses=why_no_fresh_responses(trainer),
                 fixes=FIXES,

@@ -41,21 +41,14 @@ DR_GRPO: dict[str, Any] = {
 }
 
 
-def is_dr_grpo(trainer: GRPOTrainer) -> bool:
-    """Returns whether the loss is Dr-GRPO's and nothing else's."""
-    settings = loss_settings(trainer)
-    return settings is not None and not settings.hides_truncated
-
-
-def loss_settings(trainer: GRPOTrainer) -> LossSettings | None:
-    """Returns what Dr-GRPO's loss is set to, which may hide truncated responses; None where the loss is another."""
-    if any(getattr(trainer.args, name) != value for name, value in DR_GRPO.items()):
-        return None
+def loss_settings(trainer: GRPOTrainer) -> LossSettings:
+    """Returns what the loss is set to, TRL's own: interventions on it are not in this."""
     return LossSettings(
         max_length=trainer.max_completion_length,
         epsilon_low=trainer.epsilon_low,
         epsilon_high=trainer.epsilon_high,
         hides_truncated=trainer.mask_truncated_completions,
+        differs=frozenset(name for name, value in DR_GRPO.items() if getattr(trainer.args, name) != value),
     )
 
 

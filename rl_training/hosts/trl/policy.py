@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from torch import Tensor
+from torch import Tensor, nn
 from trl import GRPOTrainer
 
 from rl_training.engine.batch import Rollout
@@ -26,15 +26,32 @@ class TrainerPolicy(Policy):
     """
 
     def __init__(self, trainer: GRPOTrainer, call_head: bool = False) -> None:
-        scorer = Scorer(
-            trainer.model,
+        self._trainer, self._call_head = trainer, call_head
+        super().__init__(trainer.model, self._scorer_of(trainer.model), trainer.args.per_device_train_batch_size)
+
+    def _scorer_of(self, model: nn.Module) -> Scorer:
+        trainer = self._trainer
+        return Scorer(
+            model,
             trainer.temperature,
             autocast=trainer.accelerator.autocast,
             fp32_head=trainer.args.cast_lm_head_to_fp32,
-            call_head=call_head,
+            call_head=self._call_head,
         )
-        super().__init__(trainer.model, scorer, trainer.args.per_device_train_batch_size)
-        self._trainer = trainer
+
+    @property
+    def has_reference(self) -> bool:
+        """Whether there is a model that a KL term holds on to: TRL's, if beta > 0, or the one without its adapters."""
+        if "ref" in getattr(self.model, "peft_config", {}):  # TRL's copy of an adapter that is trained further
+            return False
+        is_cut = self._trainer.is_deepspeed_enabled or self._trainer.is_fsdp_enabled
+        return super().has_reference or (self._trainer.ref_model is not None and not is_cut)
+
+    def reference_logps(self, rollout: Rollout) -> Tensor | None:
+        """Returns the log-probabilities of that model, (B, T), as a measurement; None where there is none."""
+        if not self.has_reference or self._trainer.ref_model is None:
+            return super().reference_logps(rollout)
+        return self.score_rollout(rollout, self._scorer_of(self._trainer.ref_model)).logps
 
     def with_hidden(self, scores: Scores, rollout: Rollout, hidden: Tensor) -> Scores:
         """Returns these scores with those of hidden rows, (B,), taken afresh: training's forward pass masks them.

@@ -1,8 +1,8 @@
-"""DrGRPOTrainer: TRL's GRPOTrainer with the Dr-GRPO settings fixed and checked, and probes attached.
+"""DrGRPOTrainer: TRL's GRPOTrainer with Dr-GRPO's settings as defaults, probes attached, and interventions.
 
 Dr-GRPO (Liu et al. 2025, "Understanding R1-Zero-like training") removes two biases of GRPO: advantages are not divided
 by the group's standard deviation, and a sequence's loss is summed over its tokens and divided by a constant, the
-maximum completion length. There is no KL term.
+maximum completion length. There is no KL term. Every other loss of TRL's can be set.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.attach import attach
-from rl_training.hosts.trl.batches import DR_GRPO, steps_per_rollout
+from rl_training.hosts.trl.batches import steps_per_rollout
 from rl_training.hosts.trl.buffer import FilteredBuffer, start_buffer
 from rl_training.hosts.trl.refill import fill_rollout
+from rl_training.interventions.named import intervention
 from rl_training.records.checkpoint_states import load_buffer_state, save_buffer_state, writing
 from rl_training.records.jsonl import Records
 from rl_training.records.masking import MASK, without_secrets
@@ -38,8 +39,7 @@ logger = logging.get_logger(__name__)
 class DrGRPOConfig(GRPOConfig):
     """trl.GRPOConfig with Dr-GRPO's settings, and defaults under which probes can measure.
 
-    Every field of GRPOConfig is here. What makes it Dr-GRPO cannot be changed: ValueError. On a machine without an
-    accelerator it trains in fp32 on the CPU by itself.
+    Every field of GRPOConfig is here. On a machine without an accelerator it trains in fp32 on the CPU by itself.
     """
 
     loss_type: str = "dr_grpo"
@@ -56,12 +56,6 @@ class DrGRPOConfig(GRPOConfig):
         if self.use_cpu and self.bf16 is None:
             self.bf16 = False
         super().__post_init__()
-        for name, value in DR_GRPO.items():
-            if getattr(self, name) != value:
-                raise ValueError(
-                    f"{name}={getattr(self, name)!r} is not Dr-GRPO, which has {name}={value!r}: leave it out, "
-                    "or use trl.GRPOTrainer with rl_training.attach"
-                )
 
     def __getstate__(self) -> dict[str, Any]:
         """Returns what is pickled: tokens are left out. training_args.bin, in every checkpoint, is such a pickle."""
@@ -100,6 +94,7 @@ class DrGRPOTrainer(GRPOTrainer):
 
     probes   what to measure; training is bitwise the same with any of them and with none
     records  where metrics.jsonl and probes.jsonl go; optional
+    interventions  what to train with, by name, one after another: ["psr", "bonus:0.02"], see interventions/named.py
     buffer   a FilteredBuffer, to draw the prompts instead of the data loader and to replace those with zero advantage
     Everything else as in trl.GRPOTrainer. `.attachment.remove()` takes the probes off again.
     """
@@ -109,6 +104,7 @@ class DrGRPOTrainer(GRPOTrainer):
         *args: Any,
         probes: Sequence[Probe] = (),
         records: Records | None = None,
+        interventions: Sequence[str] = (),
         buffer: FilteredBuffer | None = None,
         **kwargs: Any,
     ) -> None:
@@ -120,6 +116,7 @@ class DrGRPOTrainer(GRPOTrainer):
                 if param.requires_grad and param.dtype.itemsize < 4:
                     param.data = param.data.float()
         self.attachment = attach(self, probes, records, whole_prompts=True)
+        self.attachment.train_with([intervention(text) for text in interventions])
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self.args)))
         self.buffer = buffer
         if buffer is not None:

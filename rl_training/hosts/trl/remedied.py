@@ -1,0 +1,134 @@
+"""Training with interventions: the functions that predict them give the loss of each microbatch its weights.
+
+    loss + Σ_ik (c' − c)_ik log π(t_ik) + (d' − d)_ik h_ik          c', d' held fixed
+
+has the gradient of the weights c' and d' that the functions return, one after another, where the trainer's own loss
+has c and d. Its value, which is logged, stays that of the trainer's own loss.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+from trl import GRPOTrainer
+
+from rl_training.engine.batch import Rollout
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.policy import Policy
+from rl_training.hosts.trl import batches
+from rl_training.interventions import remedies
+from rl_training.interventions.loss import LossInputs, of_microbatch, silent_share
+from rl_training.interventions.named import RATIOS_ARE_ONE, Intervention
+from rl_training.mathematics.scores import Scores
+
+logger = logging.get_logger(__name__)
+
+OF_OPTIMIZER = (remedies.lr, remedies.max_grad_norm)
+
+
+class RemediedLoss:
+    """The loss of a trainer with these interventions on it.
+
+    ValueError, before anything is trained, for one that this trainer cannot train with. An intervention on learning
+    rates or on clipping changes the trainer's arguments, here and once.
+    """
+
+    def __init__(self, trainer: GRPOTrainer, policy: Policy, which: Sequence[Intervention]) -> None:
+        self._trainer, self._policy = trainer, policy
+        self._on_loss = [of for of in which if of.remedy.function not in OF_OPTIMIZER]
+        self._silent_share = 0.0  # of the rollout's prompts
+        for of in which:
+            self._refuse(of)
+            if of.remedy.nothing_on_policy and batches.steps_per_rollout(trainer.args) == 1:
+                logger.warning(f"intervention={of.name}: {RATIOS_ARE_ONE}: one optimizer step learns from each rollout")
+            if of.remedy.function is remedies.lr:
+                trainer.args.learning_rate *= of.strength
+            elif of.remedy.function is remedies.max_grad_norm:
+                trainer.args.max_grad_norm = of.strength
+
+    @property
+    def changes_loss(self) -> bool:
+        return bool(self._on_loss)
+
+    @property
+    def differs(self) -> frozenset[str]:
+        """In what they make a loss differ, see LossSettings: by a term on log-probabilities that is no advantage's."""
+        names = set()
+        for of in self._on_loss:
+            if of.remedy.function is remedies.bonus:
+                names.add("entropy_coef")
+            else:
+                names.add("intervention" if "advantages" in of.remedy.needs else "beta")
+        return frozenset(names)
+
+    def begin(self, rollout: Rollout) -> None:
+        """Takes note of a fresh rollout of this rank. A collective."""
+        if self._on_loss:
+            trainer = self._trainer
+            self._silent_share = silent_share(
+                rollout.advantages, rollout.prompt_index, lambda mine: batches.sum_over_ranks(trainer, mine)
+            )
+
+    def __call__(self, loss: Tensor, rollout: Rollout, scores: Scores, reference_logps: Tensor | None) -> Tensor:
+        """Returns the loss of a microbatch with the gradient that the interventions ask for.
+
+        scores           with graph, those that the loss is made of
+        reference_logps  (b, T), where the trainer has them
+        """
+        if not self._on_loss:
+            return loss
+        c, d = torch.autograd.grad(loss, [scores.logps, scores.entropies], retain_graph=True, allow_unused=True)
+        if reference_logps is None and any("reference" in of.remedy.needs for of in self._on_loss):
+            reference_logps = self._policy.reference_logps(rollout)
+        seen = Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask)
+        settings = batches.loss_settings(self._trainer)
+        known = dataclasses.replace(
+            of_microbatch(rollout, seen, LossWeights(c, d), settings, reference_logps),
+            microbatches=self._trainer.current_gradient_accumulation_steps,
+            silent_share=self._silent_share,
+        )
+        for of in self._on_loss:
+            known = dataclasses.replace(known, weights=_weights(of, known))
+        new = known.weights
+        further = ((new.logps - c) * scores.logps).sum()
+        if new.entropies is not None:
+            further = further + ((new.entropies if d is None else new.entropies - d) * scores.entropies).sum()
+        return loss + further - further.detach()
+
+    def _refuse(self, of: Intervention) -> None:
+        trainer, needs = self._trainer, of.remedy.needs
+        if of.remedy.function is remedies.keep_truncated:
+            raise ValueError(
+                f"intervention={of.name}: TRL's forward pass leaves hidden responses out, nothing can be trained on: "
+                "set trainer.mask_truncated_completions=false"
+            )
+        if "reference" in needs and trainer.beta == 0 and not self._policy.has_reference:
+            raise ValueError(
+                f"intervention={of.name} needs a reference model, and full fine-tuning keeps none: set trainer.beta="
+                f"{of.strength:g} in its place, for which TRL keeps one, or use adapter=lora"
+            )
+        if of.remedy.function in OF_OPTIMIZER and (trainer.optimizer is not None or trainer.is_deepspeed_enabled):
+            raise ValueError(
+                f"intervention={of.name}: the optimizer is made already, or DeepSpeed's: set "
+                f"trainer.{of.remedy.trl} in its place"
+            )
+
+
+def _weights(of: Intervention, known: LossInputs) -> LossWeights:
+    """Returns the weights that the intervention makes of those that there are. ValueError where it cannot."""
+    if known.silent_share == 1.0 and "some_advantage" in of.remedy.needs:
+        return known.weights  # there is nothing to scale
+    why = of.why_none(known)
+    if why:
+        raise ValueError(f"intervention={of.name}: {why}")
+    remedied = of(known)
+    if remedied.lr_factor != 1.0 or remedied.max_grad_norm is not None:
+        raise ValueError(
+            f"intervention={of.name} asks for another learning rate or threshold: those are set once, by lr:FACTOR "
+            "and max_grad_norm:NORM"
+        )
+    return remedied.weights or known.weights

@@ -1,0 +1,210 @@
+"""Training with interventions: TRL's own setting where it has one, and the weights worked by hand where it has none."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from simple_twin import Answers, Recorder, Twin
+from torch import Tensor
+from trainers import FEW, LORA, differing, ending, graded
+
+from rl_training import Estimate, Probe
+from rl_training.probes import InterventionsProbe
+
+NO_DROPOUT = LORA | {"lora_dropout": 0.0}
+# Two microbatches of two prompts; some responses are truncated at 24 tokens.
+SHAPE: dict[str, Any] = FEW | {"max_completion_length": 24, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
+SGD = {"optim": "sgd", "learning_rate": 0.3}
+REUSED: dict[str, Any] = {"num_iterations": 2, "epsilon": 0.02}  # every second step is off-policy
+TRL_S_OWN: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
+    (["bonus:0.1"], {"entropy_coef": 0.1}, {}),
+    (["bonus:0.1"], {"entropy_coef": 0.1}, {"mask_truncated_completions": True}),
+    (["std_norm"], {"scale_rewards": "group"}, {}),
+    (["length_norm"], {"loss_type": "grpo"}, {}),
+    (["top_entropy:0.05"], {"top_entropy_quantile": 0.05}, {}),
+    (["drop_truncated"], {"mask_truncated_completions": True}, {}),
+    (["clip_higher:1.0"], {"epsilon_high": 1.0}, REUSED),
+    (["kl:0.2"], {"beta": 0.2}, {"peft_config": LoraConfig(**NO_DROPOUT)}),
+    (["lr:0.5"], {"learning_rate": 0.15}, {}),
+    (["max_grad_norm:0.05"], {"max_grad_norm": 0.05}, {}),
+    (["std_norm", "bonus:0.1", "lr:2"], {"scale_rewards": "group", "entropy_coef": 0.1, "learning_rate": 0.6}, {}),
+]
+
+
+def weights(trainer: Any) -> Tensor:
+    trained = [p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad]
+    return torch.cat(trained)
+
+
+@pytest.mark.parametrize(("names", "settings", "common"), TRL_S_OWN, ids=lambda value: str(value)[:30])
+def test_training_is_that_with_trl_s_own_setting(
+    make_trainer: Callable[..., Any], names: list[str], settings: dict[str, Any], common: dict[str, Any]
+) -> None:
+    """Two steps: the changes of the weights are the same to 1e-6, and not those of the plain training.
+
+    By SGD: a cold Adam makes steps of full size of gradients that are their own rounding.
+    """
+    changes = []
+    for changed in ({}, {"interventions": names}, settings):
+        trainer = make_trainer(**SHAPE | SGD | common | changed)
+        first = weights(trainer)
+        trainer.train()
+        changes.append(weights(trainer) - first)
+    plain, own, theirs = changes
+    assert float((own - theirs).norm() / theirs.norm()) < 1e-6
+    assert float((plain - theirs).norm() / theirs.norm()) > 1e-3
+
+
+class Weights(Probe):
+    """What the loss handed back, and the rollout."""
+
+    name = "weights"
+
+    def prepare(self, step: Any) -> None:
+        self.rollout, self.weights = step.batch.rollout, step.batch.loss_weights
+        self.rows, self.mask = step.batch.microbatch_rows, step.batch.scores.mask
+
+    def results(self) -> dict[str, Estimate]:
+        return {"weights/first": Estimate(float(self.weights.logps[0, 0]))}
+
+
+def test_the_weights_are_the_functions_one_after_another(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    """Positive samples alone, half of their weight, and a bonus: −½ A / (b M L) where A > 0, and −β / (M tokens)."""
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "from rl_training.interventions.remedies import scaled\n"
+        "import torch\n"
+        "def softer(loss, strength):\n    return scaled(loss, torch.full((8, 1), strength))\n",
+        encoding="utf-8",
+    )
+    probe = Weights()
+    make_trainer(probes=[probe], interventions=["psr", f"{file}:softer:0.5", "bonus:0.1"], **SHAPE, max_steps=1).train()
+    positive = probe.rollout.advantages.clamp(min=0).unsqueeze(1) * probe.mask
+    assert positive.any()
+    torch.testing.assert_close(probe.weights.logps, -0.5 * positive / (8 * 2 * 24), rtol=1e-5, atol=1e-12)
+    for rows in probe.rows:
+        own = slice(rows.start, rows.stop)
+        expected = -0.1 * probe.mask[own] / (2 * probe.mask[own].sum())
+        torch.testing.assert_close(probe.weights.entropies[own], expected, rtol=1e-5, atol=1e-12)
+
+
+def test_prompts_without_advantage_count_over_the_whole_rollout(make_trainer: Callable[..., Any]) -> None:
+    """One of four prompts has advantages: its weights are four times what they were."""
+
+    def only_one(prompts: list[str], completions: list[str], **kwargs: Any) -> list[float]:
+        return [r * (p == prompts[0]) for p, r in zip(prompts, graded(completions), strict=True)]
+
+    probe = Weights()
+    settings = SHAPE | {"reward": only_one, "max_steps": 1}
+    make_trainer(probes=[probe], interventions=["dynamic_sampling"], **settings).train()
+    advantages = probe.rollout.advantages.unsqueeze(1) * probe.mask
+    assert advantages.any()
+    torch.testing.assert_close(probe.weights.logps, -4 * advantages / (8 * 2 * 24), rtol=1e-5, atol=1e-12)
+
+
+def test_a_rollout_without_any_advantage_leaves_nothing_to_scale(make_trainer: Callable[..., Any]) -> None:
+    settings = SHAPE | {"reward": lambda completions, **kwargs: [1.0] * len(completions), "max_steps": 1}
+    trainer = make_trainer(interventions=["dynamic_sampling"], **settings)
+    first = weights(trainer)
+    trainer.train()
+    assert torch.isfinite(weights(trainer)).all()
+    assert float((weights(trainer) - first).norm() / first.norm()) < 1e-3  # weight decay alone
+
+
+def test_what_is_predicted_is_of_the_loss_that_is_trained_with(make_trainer: Callable[..., Any]) -> None:
+    """The twin learns from the positive advantages alone; its float64 steps are those made, and its forward is ours."""
+    probe, recorder = Answers(every=1, num_folds=4), Recorder()
+    make_trainer(probes=[probe, recorder], interventions=["psr"], max_steps=2).train()
+    made = recorder.steps[-1]
+    advantages = made.rollout.advantages
+    assert (advantages < 0).any()
+    twin = Twin(
+        dataclasses.replace(made, rollout=dataclasses.replace(made.rollout, advantages=advantages.clamp(min=0))),
+        responses=1,
+        estimator="rb",
+    )
+    assert made.update is not None
+    assert float((twin.update - made.update).norm() / made.update.norm()) < 1e-3
+    x = twin.x[0] - twin.level * twin.x[1]
+    sizes = torch.tensor([len(fold) for fold in twin.folds]).double()
+    forward = float(sizes @ torch.linalg.vecdot(x, twin.update_without) / sum(twin.lengths))
+    assert probe.all[-1]["delta_h/forward"].value == pytest.approx(forward, rel=1e-3)
+
+
+def test_training_backwards_loses_the_reward_that_training_gains(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Adam's first step of −g is that of g, turned round; the gradient of the reward is the same."""
+    (tmp_path / "mine.py").write_text(
+        "from rl_training.interventions.remedies import scaled\n"
+        "import torch\n"
+        "def backwards(loss, strength):\n    return scaled(loss, torch.tensor(-1.0))\n",
+        encoding="utf-8",
+    )
+    probes = [InterventionsProbe(["lr:2"], every=1, num_folds=8) for _ in range(2)]
+    for probe, names in zip(probes, ([], [f"{tmp_path}/mine.py:backwards"]), strict=True):
+        make_trainer(probes=[probe], interventions=names, max_steps=1, weight_decay=0.0).train()
+    gained, lost = (probe.results()["intervention/lr:2/delta_reward"] for probe in probes)
+    assert gained.value > 0
+    assert lost.value == pytest.approx(-gained.value, rel=1e-3)
+    assert lost.stderr == pytest.approx(gained.stderr, rel=1e-3)
+
+
+def test_training_with_interventions_is_bitwise_the_same_with_probes(make_trainer: Callable[..., Any]) -> None:
+    bare, probed = (
+        ending(make_trainer(interventions=["psr", "bonus"], probes=probes, **SHAPE))
+        for probes in ([], [Answers(every=1)])
+    )
+    assert differing(bare, probed) == []
+
+
+def test_none_is_bitwise_the_plain_training(make_trainer: Callable[..., Any]) -> None:
+    """So is, on-policy, what works on ratios; that is said."""
+    assert differing(ending(make_trainer(**SHAPE)), ending(make_trainer(interventions=["kl_cov"], **SHAPE))) == []
+
+
+@pytest.mark.parametrize(
+    ("names", "settings", "said"),
+    [
+        (["bonnus"], {}, "did you mean bonus"),
+        (["clip_cov:2"], {}, "must lie above 0, at most 1"),
+        (["kl"], {}, "set trainer.beta=0.04 in its place"),
+        (["keep_truncated"], {"mask_truncated_completions": True}, "set trainer.mask_truncated_completions=false"),
+        (["std_norm"], {"scale_rewards": "group"}, "intervention=std_norm: the loss is not Dr-GRPO's"),
+        (["nowhere.loss:softer"], {}, "there is no such module"),
+    ],
+)
+def test_what_cannot_be_trained_with_is_refused_before_a_step_is_made(
+    make_trainer: Callable[..., Any], names: list[str], settings: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        make_trainer(interventions=names, **SHAPE | settings).train()
+    assert "\n" not in str(error.value)
+
+
+def test_one_s_own_function_is_no_place_for_learning_rates(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from rl_training.interventions.loss import Remedied\n"
+        "def slower(loss, strength):\n    return Remedied(lr_factor=0.5)\n",
+        encoding="utf-8",
+    )
+    with pytest.raises(ValueError, match="those are set once, by lr:FACTOR"):
+        make_trainer(interventions=[f"{tmp_path}/mine.py:slower"], **SHAPE).train()
+
+
+def test_kl_to_trl_s_own_reference_is_predicted_where_trl_keeps_one(make_trainer: Callable[..., Any]) -> None:
+    probe = InterventionsProbe(["kl:5", "psr"], every=1, num_folds=8)
+    make_trainer(probes=[probe], beta=0.1, learning_rate=3e-3).train()
+    answers = probe.results()
+    assert abs(answers["intervention/kl:5/delta_h"].value) > 1e-5  # the second step: some way from the first model
+    assert "grows with the distance" in answers["intervention/kl:5/delta_h"].reason
+    assert math.isfinite(answers["intervention/kl:5/delta_reward"].value)
+    assert "beta=0 leaves it out" in answers["intervention/psr/delta_h"].reason
