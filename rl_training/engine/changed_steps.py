@@ -72,7 +72,7 @@ def bases_of(
     """
     if not weights:
         return
-    counts = [float(_weighed([of]).sum()) for of in weights]
+    counts = [float(weighed([of]).sum()) for of in weights]
     shares = reduce(torch.tensor([*counts, float(len(batch.fold))], dtype=torch.float64, device=batch.fold.device))
     dense = [number for number in range(len(weights)) if 2.0 * shares[number] >= shares[-1]]
     at_once = max(1, AT_ONCE // (layout.dtype.itemsize * batch.num_folds * layout.num_entries))
@@ -90,12 +90,12 @@ def _rows_of(
     batch: Batch, policy: Policy, parameters: Sequence[Tensor], layout: Layout, weights: Sequence[LossWeights]
 ) -> list[Vector]:
     """Returns the mean gradient of each fold, (K, n) of each bucket, for each of these weights."""
-    weighed, last = _weighed(weights), len(weights) - 1
+    learned, last = weighed(weights), len(weights) - 1
     found = [layout.zeros(batch.num_folds) for _ in weights]
     at_once = max(len(part) for part in batch.microbatch_rows)
     for k in range(batch.num_folds):
         share = 1.0 / float((batch.fold == k).sum())
-        for some in (weighed & (batch.fold == k)).nonzero().squeeze(1).split(at_once):
+        for some in (learned & (batch.fold == k)).nonzero().squeeze(1).split(at_once):
             if not len(some):
                 continue
             fresh = policy.score(batch.rollout, some)
@@ -105,7 +105,7 @@ def _rows_of(
     return found
 
 
-def _weighed(weights: Sequence[LossWeights]) -> Tensor:
+def weighed(weights: Sequence[LossWeights]) -> Tensor:
     """Returns the sequences that have any of these weights, (B,)."""
     parts = [part for of in weights for part in (of.logps, of.entropies) if part is not None]
     return torch.stack([(part != 0).any(dim=1) for part in parts]).any(dim=0)

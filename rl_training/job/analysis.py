@@ -15,6 +15,7 @@ from rl_training.job.analysis_shown import tell_dashboards, write_pages
 from rl_training.job.build import build_restored
 from rl_training.job.run_settings import run_settings
 from rl_training.offline import probe
+from rl_training.offline.interventions import intervention_tables
 from rl_training.offline.kernel_report import add_kernel
 from rl_training.offline.logs import write_log
 from rl_training.offline.phases import short_memory_says_what_to_lower
@@ -52,7 +53,10 @@ def _analyse(checkpoint: Path, plan: Plan) -> None:
     """Analyses one checkpoint; the log is written first, then the results, so that these stand for all of it."""
     start = time.perf_counter()
     run = run_settings(checkpoint, plan.values["run"])
-    restored = build_restored(run, checkpoint, plan.values["learning_rate"])
+    asked = plan.interventions
+    restored = build_restored(run, checkpoint, plan.values["learning_rate"], asked.needs_reference)
+    if asked.named and restored.num_ranks > 1:
+        raise ValueError("interventions are analysed in one process: python offline.py …, without a launcher")
     seconds = {"load": time.perf_counter() - start}
     analysis = probe.analyse(restored, plan.analysis)
     path = plan.results[checkpoint]
@@ -62,6 +66,12 @@ def _analyse(checkpoint: Path, plan: Plan) -> None:
             analysis.results.update(add_kernel(restored, analysis, plan.kernel, path.parent / "kernel", estimator))
     with short_memory_says_what_to_lower("sweep"):
         analysis.tables.update(sweep_tables(restored, analysis, plan.analysis, plan.sweep))
+    if asked.named:
+        begun = time.perf_counter()
+        with short_memory_says_what_to_lower("interventions"):
+            seeds = plan.sweep.update_seeds
+            analysis.tables.update(intervention_tables(restored, analysis, plan.analysis, seeds, asked))
+        seconds["interventions"] = time.perf_counter() - begun
     analysis.seconds.update(seconds | {"all": time.perf_counter() - start})
     settings = {"offline": plan.values, "run": OmegaConf.to_container(run, resolve=True)}
     log = write_log(path.parents[1] / LOGS_FOLDER, restored, analysis, plan.log, settings)

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.job.analysis_settings import check_analysis, name_of
+from rl_training.offline.interventions import InterventionSettings
 from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.logs import LogSettings
 from rl_training.offline.settings import Settings
@@ -29,6 +30,7 @@ class Plan:
     analysis: Settings
     kernel: KernelSettings | None
     sweep: SweepSettings
+    interventions: InterventionSettings
     log: LogSettings
 
 
@@ -37,6 +39,7 @@ def read_plan(cfg: DictConfig) -> Plan:
     analysis = check_analysis(cfg)
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     sweep, log = SweepSettings(**values["sweep"]), LogSettings(**values["log"])
+    interventions = InterventionSettings(**values["interventions"])
     refuse_sweep(sweep, analysis)
     named = values["checkpoint"]
     found = checkpoints_named(named if isinstance(named, str) else list(named), Path(values["runs_dir"]))
@@ -46,7 +49,7 @@ def read_plan(cfg: DictConfig) -> Plan:
     if times > 1:
         raise ValueError(f"{times} checkpoints would leave their results in {folder}: analyse each run by itself")
     files = {checkpoint: folder / RESULT_FILE for checkpoint, folder in results.items()}
-    return Plan(values, files, analysis, _kernel_settings(values), sweep, log)
+    return Plan(values, files, analysis, _kernel_settings(values), sweep, interventions, log)
 
 
 def run_of(checkpoint: Path) -> Path | None:

@@ -77,7 +77,9 @@ def _build(cfg: DictConfig) -> TrainingRun:
     return TrainingRun(trainer, run_dir, checkpoint, loggers, stop)
 
 
-def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
+def build_restored(
+    cfg: DictConfig, checkpoint: Path, learning_rate: float | None = None, keep_first: bool = False
+) -> RestoredTrainer:
     """Returns a trainer of this run's configuration that stands at one of its checkpoints; it writes nothing.
 
     ValueError, saying what to do, where the checkpoint is not of this configuration: see restored.py.
@@ -93,7 +95,8 @@ def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
         _check_fields(cfg.trainer)
         args = _make(cfg.trainer, gradient_accumulation_steps=1)
         check_number_of_processes(args.world_size)
-        return restore(_make_trainer(cfg, args, [], None, with_evaluation=True)[0], checkpoint, learning_rate)
+        trainer, _ = _make_trainer(cfg, args, [], None, with_evaluation=True)
+        return restore(trainer, checkpoint, learning_rate, keep_first)
 
 
 def _make_trainer(

@@ -6,6 +6,7 @@ Hydra hands on, and `run_settings` applies that list.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
@@ -22,6 +23,7 @@ from rl_training.job.stored_settings import load_settings
 from rl_training.records.folder import CONFIG_FILE
 
 UNLISTED = ("trainer.", "model.dtype")  # any field of DrGRPOConfig; every loader of a model takes a dtype
+INTERVENTIONS = re.compile(r"^interventions=")  # short for the list of them
 NEEDED = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "probes")  # of build_restored
 
 
@@ -29,7 +31,9 @@ def gather_run_settings(arguments: Sequence[str]) -> list[str]:
     """Returns command line arguments in which settings that are not of conf/offline.yaml stand in one list, `run`.
 
     Example: ["checkpoint=R", "trainer.beta=0"] becomes ["checkpoint=R", 'run=["trainer.beta=0"]'].
+    `interventions=all` is written out: interventions.which=all.
     """
+    arguments = [INTERVENTIONS.sub(r"interventions.which=", word) for word in arguments]
     own = {str(key) for key in OmegaConf.load(CONF / "offline.yaml")}
     of_run = [
         word for word in arguments if "=" in word and word.lstrip("+~-").partition("=")[0].split(".")[0] not in own

@@ -11,6 +11,7 @@ c mod (number of processes): so many processes hold the same sequences as one.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -86,13 +87,13 @@ def sample_update(
     share = num_prompts // restored.num_ranks
     chunk = share if filtered else math.gcd(share, max(chunk_size // group, 1))
     order = np.random.default_rng([seed, PROMPTS]).permutation(total)[:num_prompts]
-    parts = []
+    parts, ends = [], [*trainer.eos_token_ids, trainer._tokenizer.pad_token_id]
     with streams_put_back(restored.device):
         for first in range(restored.rank * chunk, num_prompts, chunk * restored.num_ranks):
             seed_torch(seed, RESPONSES, first // chunk, device=restored.device)
             rows = [dict(trainer.train_dataset[int(i)]) for i in order[first : first + chunk] for _ in range(group)]
             batch = _generate_rewarded(restored, rows, seed, filtered)
-            parts.append(batches.read_rollout(batch, first, group, on_policy=True))
+            parts.append(batches.read_rollout(batch, first, group, on_policy=True, ends=ends))
             progress(len(rows) * restored.num_ranks)
     return UpdateBuffer(join_rollouts(parts), num_prompts, group)
 
@@ -140,7 +141,7 @@ def sample_evaluation(
     """
     prompts = _prompts_of_evaluation(restored, num_prompts, seed, source, overlap, update)
     asked = [prompt for prompt in prompts for _ in range(responses)]
-    rollout, number = _respond(restored, asked, seed, chunk_size, progress)
+    rollout, number = respond(restored, asked, seed, chunk_size, progress)
     scores = gather_scores(restored, rollout, number, len(asked))
     return EvaluationBuffer(rollout, number, scores, tuple(asked), responses)
 
@@ -149,7 +150,7 @@ def sample_again(
     restored: RestoredTrainer, like: EvaluationBuffer, seed: int, chunk_size: int, progress: Progress
 ) -> Scores:
     """Returns scores of fresh responses to E's prompts at the present parameters, with common random numbers."""
-    rollout, number = _respond(restored, like.prompts, seed, chunk_size, progress)
+    rollout, number = respond(restored, like.prompts, seed, chunk_size, progress)
     return gather_scores(restored, rollout, number, like.num_sequences)
 
 
@@ -166,6 +167,30 @@ def gather_scores(restored: RestoredTrainer, rollout: Rollout, number: Tensor, t
 
     logps, entropies, mask = (gather(v) for v in (scores.logps, scores.entropies, scores.mask))
     return Scores(logps, entropies, mask.bool())
+
+
+def tokens_of(rollout: Rollout, row: int) -> tuple[list[int], list[int]]:
+    """Returns prompt and response of a row, without padding."""
+    prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
+    response = rollout.completion_ids[row][rollout.completion_mask[row].bool()]
+    return prompt.tolist(), response.tolist()
+
+
+def rewards_of(restored: RestoredTrainer, prompts: Sequence[Any], rollout: Rollout) -> Tensor:
+    """Returns the rewards of E, (N_E,); nan for a prompt that no row of the training or evaluation set has."""
+    trainer, rewards = restored.trainer, torch.full((rollout.num_sequences,), math.nan)
+    wanted = {json.dumps(prompt) for prompt in prompts}
+    row_of: dict[str, dict[str, Any]] = {}
+    for data in (trainer.train_dataset, trainer.eval_dataset):
+        for number, prompt in enumerate(data["prompt"][:] if data is not None else ()):
+            key = json.dumps(prompt)
+            if key in wanted and key not in row_of:
+                row_of[key] = dict(data[number])
+    known = [i for i, prompt in enumerate(prompts) if json.dumps(prompt) in row_of]
+    if known:
+        rows = [row_of[json.dumps(prompts[i])] for i in known]
+        rewards[known] = trainer.rewards_of(rows, [tokens_of(rollout, i)[1] for i in known]).cpu().float()
+    return rewards
 
 
 def _prompts_of_evaluation(
@@ -205,7 +230,7 @@ def _learned(restored: RestoredTrainer, update: UpdateBuffer, prompts: Sequence[
     return (restored.reduce(here) > 0).tolist()
 
 
-def _respond(
+def respond(
     restored: RestoredTrainer, prompts: Sequence[Any], seed: int, chunk_size: int, progress: Progress
 ) -> tuple[Rollout, Tensor]:
     """Returns this process's share of a response to each prompt, and which of them its rows are."""

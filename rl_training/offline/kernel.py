@@ -35,12 +35,13 @@ from rl_training.engine.batch import Rollout
 from rl_training.engine.updates import CAUSES
 from rl_training.mathematics.kernels import Blocks, plan_blocks, row_products, weighted_sum
 from rl_training.mathematics.sketches import inner_products
+from rl_training.offline.buffers import tokens_of
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel_files import KERNEL_FILE, UPDATE_FILE, block_file, claim, save_tensors
 from rl_training.offline.kernel_proofs import MAX_IDENTITY_ERROR, gradient_part, prove_identity, prove_row, prove_sum
 from rl_training.offline.kernel_rows import RowSummarizer, expectation
 from rl_training.offline.kernel_types import ALONE, DTYPES, KernelInputs, KernelSettings, KernelStep, Ranks
-from rl_training.offline.sequences import token_hash, tokens_of
+from rl_training.offline.sequences import token_hash
 
 GRADIENT_PART = "gradient_part"  # in UPDATE_FILE
 

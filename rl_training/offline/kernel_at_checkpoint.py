@@ -19,13 +19,14 @@ from torch import Tensor
 from rl_training.engine.batch import Rollout, join_rollouts, take_rows
 from rl_training.hosts.trl.sampling import as_rollout
 from rl_training.mathematics.entropy import Estimator, surrogate_weights
+from rl_training.offline.buffers import tokens_of
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
 from rl_training.offline.kernel_types import KernelInputs, KernelSettings, KernelStep, Ranks
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.sequences import tokens_of, write_sequences
+from rl_training.offline.sequences import write_sequences
 from rl_training.offline.update import Update
 from rl_training.records.atomic_write import write_atomically
 

@@ -19,6 +19,7 @@ LOWER = {  # what to do where a phase runs out of memory
     "truth": "lower batch.microbatch_size, which scores",
     "conditioning": "set conditioning=false",
     "kernel": "lower kernel.memory_gb, or kernel.microbatch_size",
+    "interventions": "lower memory.microbatch_size, or batch.microbatch_size, which scores",
     "sweep": "lower memory.microbatch_size, or batch.microbatch_size, which scores",
 }
 FULL = ("allocate memory", "not enough memory", "out of memory")  # torch's words on Linux, on Windows, on devices
@@ -55,3 +56,7 @@ def short_memory_says_what_to_lower(phase: str) -> Iterator[None]:
         if not full:
             raise
         raise ValueError(f"out of memory in phase {phase!r}: {LOWER[phase]}") from error
+
+
+def silent(count: int) -> None:
+    """Progress that nobody is shown."""

@@ -54,6 +54,7 @@ class RestoredTrainer:
     parameters: Mapping[str, nn.Parameter]  # trainable only
     optimizer: OptimizerView  # before the next step
     policy: TrainerPolicy
+    first: Mapping[str, Tensor] | None = None  # the trained parameters before the run's first step, if asked for
 
     @property
     def rank(self) -> int:
@@ -78,11 +79,14 @@ class RestoredTrainer:
         return tensor if self.num_ranks == 1 else self.trainer.accelerator.reduce(tensor, reduction="sum")
 
 
-def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
+def restore(
+    trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None = None, keep_first: bool = False
+) -> RestoredTrainer:
     """Returns the trainer, put where the checkpoint left off.
 
     trainer        of the same model, adapter and optimizer; it must not have trained
     learning_rate  of the step to be analysed, instead of what the checkpoint's scheduler says
+    keep_first     keep the weights that the trainer comes with too: a reference, unless there are adapters
 
     Raises ValueError, saying what is wrong and the fix, when checkpoint and trainer do not fit: see the guards.
     """
@@ -115,6 +119,9 @@ def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | Non
         )
     model = trainer.model
     _refuse_other_weights(model, checkpoint)
+    first = None
+    if keep_first and not hasattr(model, "peft_config"):
+        first = {name: param.detach().clone() for name, param in model.named_parameters() if param.requires_grad}
     trainer._load_from_checkpoint(str(checkpoint))
     parameters = {name: param for name, param in model.named_parameters() if param.requires_grad}
     _refuse_frozen(parameters, checkpoint)  # G1
@@ -137,7 +144,7 @@ def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | Non
     refuse_without_gradients(policy, parameters, trainer.accelerator.device)  # G3 to G6
     optimizer = view_optimizer(replicated(trainer), parameters)
     _refuse_other_moments(parameters, optimizer, checkpoint)
-    return RestoredTrainer(trainer, checkpoint, steps_taken(checkpoint), parameters, optimizer, policy)
+    return RestoredTrainer(trainer, checkpoint, steps_taken(checkpoint), parameters, optimizer, policy, first)
 
 
 def _load_optimizer(trainer: DrGRPOTrainer, checkpoint: Path) -> None:

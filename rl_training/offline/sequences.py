@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from rl_training.engine.batch import Rollout
 from rl_training.mathematics.importance import LOGP, sequence_totals
+from rl_training.offline.buffers import rewards_of, tokens_of
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.truth import by_name
 from rl_training.offline.update import Update
@@ -34,7 +34,7 @@ def write_sequences(
 
     prompts  (N_E,) of E, as the data set has them
     """
-    rewards = _rewards(restored, prompts, of_e)
+    rewards = rewards_of(restored, prompts, of_e)
     if restored.rank != 0:
         return
     assert of_u.rewards is not None
@@ -57,13 +57,6 @@ def token_hash(*parts: Sequence[int]) -> str:
     return hashlib.sha256(json.dumps([list(part) for part in parts]).encode()).hexdigest()[:16]
 
 
-def tokens_of(rollout: Rollout, row: int) -> tuple[list[int], list[int]]:
-    """Returns prompt and response of a row, without padding."""
-    prompt = rollout.prompt_ids[row][rollout.prompt_mask[row].bool()]
-    response = rollout.completion_ids[row][rollout.completion_mask[row].bool()]
-    return prompt.tolist(), response.tolist()
-
-
 def _lines(
     restored: RestoredTrainer, buffer: str, rollout: Rollout, rewards: Tensor, shift: Mapping[str, Tensor]
 ) -> list[dict[str, Any]]:
@@ -84,20 +77,3 @@ def _lines(
             "response": restored.policy.decode(torch.tensor(response)),
         })  # fmt: skip
     return lines
-
-
-def _rewards(restored: RestoredTrainer, prompts: Sequence[Any], rollout: Rollout) -> Tensor:
-    """Returns the rewards of E, (N_E,); nan for a prompt that no row of the training or evaluation set has."""
-    trainer, rewards = restored.trainer, torch.full((rollout.num_sequences,), math.nan)
-    wanted = {json.dumps(prompt) for prompt in prompts}
-    row_of: dict[str, dict[str, Any]] = {}
-    for data in (trainer.train_dataset, trainer.eval_dataset):
-        for number, prompt in enumerate(data["prompt"][:] if data is not None else ()):
-            key = json.dumps(prompt)
-            if key in wanted and key not in row_of:
-                row_of[key] = dict(data[number])
-    known = [i for i, prompt in enumerate(prompts) if json.dumps(prompt) in row_of]
-    if known:
-        rows = [row_of[json.dumps(prompts[i])] for i in known]
-        rewards[known] = trainer.rewards_of(rows, [tokens_of(rollout, i)[1] for i in known]).cpu().float()
-    return rewards

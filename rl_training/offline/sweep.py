@@ -25,6 +25,7 @@ from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.per_decision import first_order_change
 from rl_training.offline.buffers import EvaluationBuffer, sample_update
 from rl_training.offline.covariance import covariance_of
+from rl_training.offline.phases import silent
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings
@@ -120,11 +121,11 @@ def over_updates(
     rows = []
     shown = restored.rank == 0 and not restored.trainer.args.disable_tqdm
     for prompts, filtered, seed in tqdm(variants, desc=f"{'other updates':13}", unit="update", disable=not shown):
-        buffer = sample_update(restored, prompts, seed, filtered, memory.generation_size, _silent)
-        update = make_update(restored, buffer, memory.microbatch_size, memory.offload, _silent)
+        buffer = sample_update(restored, prompts, seed, filtered, memory.generation_size, silent)
+        update = make_update(restored, buffer, memory.microbatch_size, memory.offload, silent)
         truth = measure(
             restored, analysis.evaluation, update.delta, [1.0], settings.truth.odd, settings.evaluation.seed,
-            memory.generation_size, _silent,
+            memory.generation_size, silent,
         )  # fmt: skip
         at = _whole_step(truth)
         value, of_update = _along(restored, direction, update)
@@ -177,6 +178,3 @@ def _of_both(key: str, replicates: Replicates | None) -> dict[str, float]:
         row[f"{key}{suffix}"] = float(replicates.value[column]) if replicates else math.nan
         row[f"{key}{suffix}_se"] = float(replicates.stderr[column]) if replicates else math.nan
     return row
-
-
-def _silent(count: int) -> None: ...

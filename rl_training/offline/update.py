@@ -1,6 +1,7 @@
 """The step that the optimizer would make from the checkpoint with U, in parts, and without each fold of U.
 
-The loss is Dr-GRPO's at its first step on fresh responses, where every ratio is 1, so that its gradient is the mean of
+The loss is training's at its first step on fresh responses, where every ratio is 1 (loss.py): Dr-GRPO's gradient is the
+mean of
 
     −(A_i / L) ∂S_i        A_i the advantage, S_i the log-probability of sequence i, L the longest completion allowed
 
@@ -18,22 +19,19 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rl_training.engine.changed_steps import weighed
+from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.updates import Piece, optimizer_pieces
 from rl_training.mathematics.adamw import UpdateParts, clip_coefficient
 from rl_training.mathematics.folds import leave_fold_out, split_prompts
 from rl_training.mathematics.vectors import Layout
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.flat_vectors import FlatVectors
+from rl_training.offline.loss import loss_weights
 from rl_training.offline.phases import Progress
 from rl_training.offline.restored import RestoredTrainer
 
 MOST_FOLDS = 16  # a vector over the trainable parameters each
-NEUTRAL_LOSS = {
-    "entropy_coef": 0.0,
-    "use_adaptive_entropy": False,
-    "top_entropy_quantile": 1.0,
-    "off_policy_mask_threshold": None,
-}
 
 
 @dataclass(frozen=True)
@@ -60,7 +58,7 @@ class Update:
         row = self.folds.matrix[k : k + 1].to(self.gradient.device)
         size = self.fold_prompts[self.fold_number[k]].view(1)
         gradient = leave_fold_out(self.gradient, row, size, float(self.fold_prompts.sum()))[0]
-        return _in_parts(self.pieces, gradient, self.max_grad_norm)[0]
+        return in_parts(self.pieces, gradient, self.max_grad_norm)[0]
 
 
 def make_update(
@@ -70,7 +68,7 @@ def make_update(
 
     offload  keep the folds' gradients in host memory
     """
-    _refuse_other_losses(restored)
+    weights = loss_weights(restored, update)
     prompts = torch.arange(update.num_prompts, device=restored.device)
     fold_of_prompt = split_prompts(prompts, MOST_FOLDS)
     fold_prompts = torch.bincount(fold_of_prompt)
@@ -80,8 +78,8 @@ def make_update(
     folds = FlatVectors(parameters, len(kept), "cpu" if offload else None)
     mean = torch.zeros(folds.matrix.shape[1], dtype=folds.matrix.dtype, device=restored.device)
     for number, size in enumerate(fold_prompts.tolist()):
-        rows = (fold == number).nonzero().squeeze(1)
-        of_fold = restored.reduce(_gradient_sum(restored, update, rows, microbatch_size, torch.zeros_like(mean)))
+        rows, out = (fold == number).nonzero().squeeze(1), torch.zeros_like(mean)
+        of_fold = restored.reduce(_gradient_sum(restored, update, rows, weights, microbatch_size, out))
         of_fold /= size * update.responses_per_prompt
         mean += (size / update.num_prompts) * of_fold
         if number in kept:
@@ -89,37 +87,30 @@ def make_update(
         progress(size * update.responses_per_prompt)
     pieces = optimizer_pieces(Layout(parameters), parameters, restored.optimizer.states)
     max_norm = restored.optimizer.max_grad_norm
-    parts, clip = _in_parts(pieces, mean, max_norm)
+    parts, clip = in_parts(pieces, mean, max_norm)
     return Update(mean, clip, parts, parts.total, pieces, folds, kept, fold_prompts, max_norm)
 
 
 def _gradient_sum(
-    restored: RestoredTrainer, update: UpdateBuffer, rows: Tensor, microbatch_size: int, out: Tensor
+    restored: RestoredTrainer,
+    update: UpdateBuffer,
+    rows: Tensor,
+    weights: LossWeights,
+    microbatch_size: int,
+    out: Tensor,
 ) -> Tensor:
     """Returns `out`, (P,), with the gradients of the loss of these sequences of this process added to it."""
-    parameters, advantages = list(restored.parameters.values()), update.rollout.advantages
-    learned = rows[advantages[rows] != 0]
+    parameters = list(restored.parameters.values())
+    learned = rows[weighed([weights])[rows]]
     for batch in learned.split(microbatch_size) if len(learned) else ():
-        scores = restored.policy.score(update.rollout, batch)
-        weights = -advantages[batch].unsqueeze(1) / restored.trainer.max_completion_length * scores.mask
-        gradients = torch.autograd.grad(scores.logps, parameters, weights.to(scores.logps))
+        gradients = weights.gradient(restored.policy.score(update.rollout, batch), batch, parameters)
         out += torch.cat([gradient.reshape(-1).to(out.dtype) for gradient in gradients])
     return out
 
 
-def _in_parts(pieces: list[Piece], gradient: Tensor, max_grad_norm: float) -> tuple[UpdateParts, float]:
+def in_parts(pieces: list[Piece], gradient: Tensor, max_grad_norm: float) -> tuple[UpdateParts, float]:
     """Returns the parts of the step that this flat gradient makes once it is clipped, and its clip coefficient."""
     clip = float(clip_coefficient(torch.linalg.vector_norm(gradient, dtype=torch.float64), max_grad_norm))
     gradient = clip * gradient
     parts = [piece.state.delta(piece.param, gradient[piece.flat]) for piece in pieces]
     return UpdateParts(*(torch.cat(part) for part in zip(*parts, strict=True))), clip
-
-
-def _refuse_other_losses(restored: RestoredTrainer) -> None:
-    args = restored.trainer.args
-    for name, neutral in NEUTRAL_LOSS.items():
-        value = getattr(args, name, neutral)
-        if value != neutral:
-            raise ValueError(
-                f"trainer.{name}={value} adds a term to the loss that is not read here: set it to {neutral}"
-            )

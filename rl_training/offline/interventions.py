@@ -1,0 +1,166 @@
+"""Interventions at a checkpoint, as rows of tables: what is asked for, and the mean over several U.
+
+Beside prediction and measurement on E (intervention_effects.py) stands what the probe in training would have said from
+U alone, leave-fold-out: it needs no E. The mean over several U has their scatter in its error:
+
+    se² = se²_E + s²_U / number of U
+
+One step is not many: `branches.py` takes some.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import operator
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from tqdm.auto import tqdm
+
+from rl_training.engine.batch import Batch
+from rl_training.interventions.named import REMEDIES, Intervention, intervention
+from rl_training.mathematics.jackknife import Replicates
+from rl_training.offline.branches import branches
+from rl_training.offline.buffers import sample_update
+from rl_training.offline.intervention_effects import Effect, OnEvaluation, effects
+from rl_training.offline.loss import batch_of, step_of
+from rl_training.offline.phases import silent
+from rl_training.offline.probe import Analysis
+from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import Settings
+from rl_training.offline.update import make_update
+from rl_training.probes import InterventionsProbe
+
+QUANTITIES = ("delta_h", "delta_reward")
+
+
+@dataclass(frozen=True)
+class InterventionSettings:
+    """Which interventions (all of them, none, or these), and how many real steps to take with each."""
+
+    which: Literal["none", "all"] | Sequence[str] = "none"
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        if isinstance(self.which, str) and self.which not in ("none", "all"):
+            raise ValueError(f"interventions={self.which}: choose all, none, or a list, interventions=[{self.which}]")
+        if type(self.steps) is not int or self.steps < 0:
+            raise ValueError(f"interventions.steps={self.steps} must be a whole number, at least 0")
+        if self.steps and not self.named:
+            raise ValueError(f"interventions.steps={self.steps} takes steps with interventions: say interventions=all")
+        names = [of.name for of in self.named]
+        twice = sorted({name for name in names if names.count(name) > 1})
+        if twice:
+            raise ValueError(f"interventions: {', '.join(twice)} is named twice")
+
+    @property
+    def texts(self) -> list[str]:
+        return list(REMEDIES) if self.which == "all" else [] if self.which == "none" else list(map(str, self.which))
+
+    @property
+    def named(self) -> list[Intervention]:
+        """The interventions. ValueError for a name that is not known, and for a strength that means nothing."""
+        return [intervention(text) for text in self.texts]
+
+    @property
+    def needs_reference(self) -> bool:
+        return any("reference" in of.remedy.needs for of in self.named)
+
+
+def rows_of(effects_of: Mapping[str, Sequence[Effect | str]], seed: int | None) -> list[dict[str, Any]]:
+    """Returns a row for each name: what was predicted and measured, the mean over several U.
+
+    seed  of the one U; None: of several
+    """
+    rows = []
+    for name, found in effects_of.items():
+        some = [effect for effect in found if isinstance(effect, Effect)]
+        remarks = Counter(effect.remark if isinstance(effect, Effect) else effect for effect in found)
+        row: dict[str, Any] = {
+            "name": name,
+            "update_seed": seed,
+            "updates": len(some),
+            "remark": _of_all(remarks),
+        }
+        for kind in ("predicted", "measured"):
+            row |= columns_of(kind, [getattr(effect, kind) for effect in some])
+        rows.append(row)
+    return rows
+
+
+def _of_all(remarks: Counter[str], total: int | None = None) -> str:
+    """Returns what is said of steps with several U, with their number where it is not said of all."""
+    total = total or remarks.total()
+    return "; ".join(f"{w} with {n} of {total} U" if n < total else w for w, n in remarks.items() if w)
+
+
+def columns_of(kind: str, some: Sequence[Replicates]) -> dict[str, float]:
+    """Returns the means over several U and their standard errors: E's, and the scatter over U."""
+    values = stderrs = torch.full((2,), math.nan)
+    if some:
+        mean = functools.reduce(operator.add, some) * (1.0 / len(some))
+        scatter = torch.stack([of.value for of in some]).var(dim=0) / len(some) if len(some) > 1 else 0.0
+        values, stderrs = mean.value, (mean.stderr.square() + scatter).sqrt()
+    columns: dict[str, float] = {}
+    for quantity, value, stderr in zip(QUANTITIES, values.tolist(), stderrs.tolist(), strict=True):
+        columns |= {f"{kind}_{quantity}": value, f"{kind}_{quantity}_se": stderr}
+    return columns
+
+
+def said_in_training(restored: RestoredTrainer, batch: Batch, texts: Sequence[str]) -> dict[str, dict[str, float]]:
+    """Returns by name what the probe in training says from U alone, with its standard errors."""
+    probe = InterventionsProbe(texts, every=1)
+    probe.prepare(step_of(restored, batch))
+    found = probe.results()
+    columns: dict[str, dict[str, float]] = {}
+    for of in probe.which:
+        columns[of.name] = {}
+        for quantity in QUANTITIES:
+            estimate = found[f"intervention/{of.name}/{quantity}"]
+            columns[of.name] |= {f"in_loop_{quantity}": estimate.value, f"in_loop_{quantity}_se": estimate.stderr}
+    return columns
+
+
+def intervention_tables(
+    restored: RestoredTrainer, analysis: Analysis, settings: Settings, seeds: Sequence[int], asked: InterventionSettings
+) -> dict[str, list[dict[str, Any]]]:
+    """Returns "interventions", a row for each on the mean over all U, and "interventions_by_update", a row for each U.
+
+    seeds  of further U, beside the analysis's own
+    """
+    own, memory, which = settings.update, settings.memory, asked.named
+    on = OnEvaluation(restored, analysis.evaluation, settings.evaluation.seed, memory.generation_size)
+    by_update: list[dict[str, Any]] = []
+    found: dict[str, list[Effect | str]] = {}
+    all_seeds = list(dict.fromkeys([own.seed, *seeds]))
+    for seed in tqdm(all_seeds, desc="interventions", unit="update", disable=restored.trainer.args.disable_tqdm):
+        buffer, update = analysis.update_buffer, analysis.update
+        if seed != own.seed:
+            buffer = sample_update(restored, own.prompts, seed, own.filtered, memory.generation_size, silent)
+            update = make_update(restored, buffer, memory.microbatch_size, memory.offload, silent)
+        batch = batch_of(restored, buffer)
+        of_seed = dict(effects(on, restored, update, batch, which))
+        in_loop = said_in_training(restored, batch, asked.texts)
+        for row in rows_of({name: [effect] for name, effect in of_seed.items()}, seed):
+            by_update.append(row | in_loop.get(row["name"], {}))
+        for name, effect in of_seed.items():
+            found.setdefault(name, []).append(effect)
+    tables = {"interventions": rows_of(found, None), "interventions_by_update": by_update}
+    if asked.steps:
+        after_steps: dict[str, list[Replicates | str]] = {}
+        for seed in tqdm(all_seeds, desc="branches", unit="update", disable=restored.trainer.args.disable_tqdm):
+            for name, change in branches(on, restored, settings, which, asked.steps, seed):
+                after_steps.setdefault(name, []).append(change)
+        tables["branches"] = [_branch_row(name, asked.steps, some) for name, some in after_steps.items()]
+    return tables
+
+
+def _branch_row(name: str, steps: int, found: Sequence[Replicates | str]) -> dict[str, Any]:
+    some = [change for change in found if isinstance(change, Replicates)]
+    remarks = Counter(change for change in found if isinstance(change, str))
+    row = {"name": name, "steps": steps, "updates": len(some), "remark": _of_all(remarks, len(found))}
+    return row | columns_of("measured", some)
