@@ -98,11 +98,7 @@ def kl_cov(loss: LossInputs, strength: float) -> Remedied:
 
 def top_entropy(loss: LossInputs, strength: float) -> Remedied:
     """The tokens whose entropies are the highest, this share of them, and no others: c there, else 0."""
-    mask, entropies = loss.scores.mask.bool(), loss.scores.entropies
-    if not mask.any():
-        return Remedied()
-    threshold = torch.quantile(entropies[mask].float(), 1.0 - strength)
-    return scaled(loss, ((entropies >= threshold) & mask).to(loss.weights.logps))
+    return scaled(loss, highest_entropies(loss, strength).to(loss.weights.logps))
 
 
 def steer(loss: LossInputs, strength: float) -> Remedied:
@@ -151,6 +147,14 @@ def max_grad_norm(loss: LossInputs, strength: float) -> Remedied:
 def scaled(loss: LossInputs, factor: Tensor) -> Remedied:
     """Returns the step with factor · c, (b, T) or (b, 1), and the same d."""
     return Remedied(LossWeights((loss.weights.logps * factor).to(loss.weights.logps), loss.weights.entropies))
+
+
+def highest_entropies(loss: LossInputs, share: float) -> Tensor:
+    """Returns the tokens with the highest entropies of the microbatch's, this share of them, (b, T) bool."""
+    mask, entropies = loss.scores.mask.bool(), loss.scores.entropies
+    if not mask.any():
+        return mask
+    return (entropies >= torch.quantile(entropies[mask].float(), 1.0 - share)) & mask
 
 
 def _most_covariant(loss: LossInputs, share: float) -> Tensor:

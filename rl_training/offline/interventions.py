@@ -23,7 +23,9 @@ from tqdm.auto import tqdm
 
 from rl_training.engine.batch import Batch
 from rl_training.interventions.named import REMEDIES, Intervention, intervention
+from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.running_pairs import Pair
 from rl_training.offline.branches import branches
 from rl_training.offline.buffers import sample_update
 from rl_training.offline.intervention_effects import Effect, OnEvaluation, effects
@@ -35,6 +37,7 @@ from rl_training.offline.settings import Settings
 from rl_training.offline.update import make_update
 from rl_training.probes import InterventionsProbe
 
+NOT_KNOWN = "the interval of its ΔH holds 0, or it was not measured"
 QUANTITIES = ("delta_h", "delta_reward")
 
 
@@ -99,16 +102,36 @@ def _of_all(remarks: Counter[str], total: int | None = None) -> str:
 
 
 def columns_of(kind: str, some: Sequence[Replicates]) -> dict[str, float]:
-    """Returns the means over several U and their standard errors: E's, and the scatter over U."""
-    values = stderrs = torch.full((2,), math.nan)
-    if some:
-        mean = functools.reduce(operator.add, some) * (1.0 / len(some))
-        scatter = torch.stack([of.value for of in some]).var(dim=0) / len(some) if len(some) > 1 else 0.0
-        values, stderrs = mean.value, (mean.stderr.square() + scatter).sqrt()
+    """Returns what several U say together: ΔH, Δreward, standard errors, halves of 95 % intervals, and the price."""
+    nan = Pair(torch.full((2,), math.nan), torch.full((2, 2), math.nan), 1.0)
+    pair = pair_of(some) if some else nan
     columns: dict[str, float] = {}
-    for quantity, value, stderr in zip(QUANTITIES, values.tolist(), stderrs.tolist(), strict=True):
-        columns |= {f"{kind}_{quantity}": value, f"{kind}_{quantity}_se": stderr}
-    return columns
+    for number, quantity in enumerate(QUANTITIES):
+        estimate = pair.estimate(number, NOT_KNOWN)
+        columns |= {f"{kind}_{quantity}": estimate.value, f"{kind}_{quantity}_se": estimate.stderr}
+        columns[f"{kind}_{quantity}_half"] = estimate.half_width()
+    price = pair.minus_ratio(NOT_KNOWN) if some else Estimate.missing(NOT_KNOWN)
+    low, high = price.ends()
+    return columns | {f"{kind}_price": price.value, f"{kind}_price_low": low, f"{kind}_price_high": high}
+
+
+def pair_of(some: Sequence[Replicates]) -> Pair:
+    """Returns the mean over several U, with the errors of E's prompts and of the scatter over U; of one, E's alone.
+
+    The degrees of freedom are Satterthwaite's, of ΔH.
+    """
+    mean = functools.reduce(operator.add, some) * (1.0 / len(some))
+    count = len(mean.without)
+    apart = mean.without - mean.without.mean(dim=0)
+    of_prompts = (count - 1) / count * apart.T @ apart
+    of_updates = torch.zeros_like(of_prompts)
+    if len(some) > 1:
+        of_updates = torch.cov(torch.stack([of.value for of in some]).T) / len(some)
+    one, other = float(of_prompts[0, 0]), float(of_updates[0, 0])
+    degrees = float(count - 1)
+    if other > 0.0:
+        degrees = (one + other) ** 2 / (one**2 / (count - 1) + other**2 / (len(some) - 1))
+    return Pair(mean.value, of_prompts + of_updates, degrees)
 
 
 def said_in_training(restored: RestoredTrainer, batch: Batch, texts: Sequence[str]) -> dict[str, dict[str, float]]:

@@ -2,7 +2,8 @@
 
 Every ratio is 1, so that Dr-GRPO's loss hands −A/(N L) back to each log-probability of a response with advantage A: N
 responses, L the longest completion allowed. A bonus for entropy and a quantile of entropies, where the run trains with
-them, are the interventions of these names at the run's strength: see interventions/remedies.py.
+them, are what the interventions of these names make of that (interventions/remedies.py); together, as TRL has it, the
+bonus is on the tokens of the quantile.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections.abc import Sequence
 
 import torch
+from trl import GRPOConfig
 
 from rl_training.engine.batch import Batch, Rollout
 from rl_training.engine.capabilities import Capabilities, is_first_of_adam
@@ -21,8 +23,8 @@ from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.step import Gradients, Ranks, Step
 from rl_training.hosts.trl.batches import is_dr_grpo, loss_settings
-from rl_training.interventions.loss import loss_inputs
-from rl_training.interventions.remedies import bonus, top_entropy
+from rl_training.interventions.loss import LossInputs, loss_inputs
+from rl_training.interventions.remedies import bonus, highest_entropies
 from rl_training.mathematics.folds import ranges_of, split_prompts
 from rl_training.mathematics.vectors import Layout
 from rl_training.offline.buffers import UpdateBuffer
@@ -53,13 +55,21 @@ def batch_of(restored: RestoredTrainer, update: UpdateBuffer) -> Batch:
         responses_per_prompt=update.responses_per_prompt,
         rollout_number=0,
     )
-    for function, strength, nothing in (
-        (top_entropy, trainer.args.top_entropy_quantile, 1.0), (bonus, trainer.args.entropy_coef, 0.0),
-    ):  # fmt: skip
-        if strength != nothing:
-            changed = [function(part, strength).weights or part.weights for part in loss_inputs(batch, restored.reduce)]
-            batch = dataclasses.replace(batch, loss_weights=joined(changed))
+    changed = [_with_terms(part, trainer.args) for part in loss_inputs(batch, restored.reduce)]
+    batch = dataclasses.replace(batch, loss_weights=joined(changed))
     return dataclasses.replace(batch, loss_settings=loss_settings(trainer))
+
+
+def _with_terms(part: LossInputs, args: GRPOConfig) -> LossWeights:
+    """Returns the weights of a microbatch with the run's quantile of entropies and its bonus, on the same tokens."""
+    weights = part.weights
+    if args.top_entropy_quantile != 1.0:
+        kept = highest_entropies(part, args.top_entropy_quantile)
+        weights = LossWeights(weights.logps * kept, weights.entropies)
+        part = dataclasses.replace(part, scores=dataclasses.replace(part.scores, mask=kept.long()))
+    if args.entropy_coef != 0.0:
+        weights = bonus(dataclasses.replace(part, weights=weights), args.entropy_coef).weights or weights
+    return weights
 
 
 def _of_advantages(restored: RestoredTrainer, rollout: Rollout) -> LossWeights:

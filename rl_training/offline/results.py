@@ -15,6 +15,7 @@ from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.json_values import from_json, to_json
+from rl_training.records.report.plane import in_words, table_of
 from rl_training.records.verdict import verdict
 from rl_training.version import VERSION
 
@@ -84,11 +85,33 @@ def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> No
     if analysis.tables.get("conditioning"):
         shares = ", ".join(f"{row['name']} {MILLI * row['delta_h1']:+.2f}" for row in analysis.tables["conditioning"])
         console.print(f" predicted per token under other preconditioners, same ‖δθ‖: {shares}")
+    _print_interventions(analysis, console)
     failed = verdict(restored.step + 1, found)
     if failed:
         console.print(f" {failed}", style="bold")
     console.print(" " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in analysis.seconds.items()))
     console.print(f" {path}")
+
+
+def _print_interventions(analysis: Analysis, console: Console) -> None:
+    for key, kinds in (("interventions", ("predicted", "measured")), ("branches", ("measured",))):
+        rows = analysis.tables.get(key)
+        if not rows:
+            continue
+        when = "at this step" if key == "interventions" else f"after {rows[0]['steps']} steps"
+        title = f"interventions {when}, beside it as it is: 1e-3, ± half of the 95 % interval"
+        table = Table(title=title, title_justify="left")
+        table.add_column("")
+        for what in ("entropy", "reward"):
+            for kind in kinds:
+                table.add_column(f"{what}, {kind}", justify="right")
+        table.add_column("price", justify="right")
+        table.add_column("")
+        for cells in table_of(rows, kinds):
+            table.add_row(*cells)
+        console.print(table)
+        for sentence in in_words(rows):
+            console.print(f" {sentence}")
 
 
 def _with_error(found: Mapping[str, float], key: str) -> str:

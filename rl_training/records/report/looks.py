@@ -17,6 +17,7 @@ from rl_training.records.atomic_write import write_atomically
 from rl_training.records.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, Picture, legend, line, picture
 from rl_training.records.report.one_look import one_look
 from rl_training.records.report.page import render
+from rl_training.records.report.plane import Interventions, interventions_of
 from rl_training.records.report.series import Run, curve
 from rl_training.records.verdict import verdict
 
@@ -38,13 +39,15 @@ class LooksSection:
     pictures: list[Picture]
     headings: list[str]
     rows: list[list[str]]  # of cells, in thousandths of a nat per token
+    interventions: list[Interventions]  # of each checkpoint
 
 
 def write_looks_page(folder: Path, section: LooksSection) -> Path:
     """Returns the page that it wrote of the analyses in RUN/offline/NAME; pictures and a CSV table lie beside it."""
     page = folder / PAGE_FILE
     files = {folder / TABLE_FILE: looks(folder).to_csv(index=False).encode()}
-    files |= {folder / drawn.file: drawn.png for drawn in section.pictures}
+    pictures = [*section.pictures, *(told.picture for told in section.interventions)]
+    files |= {folder / drawn.file: drawn.png for drawn in pictures}
     write_atomically({**files, page: render("looks.html", section=section).encode()})
     return page
 
@@ -77,7 +80,8 @@ def describe_looks(folder: Path, run: Run | None) -> LooksSection:
         drawn.append(conditioning)
     headings = ["step", "U", *HEADINGS.values(), "ESS / N", "H"]
     verdicts = [told for analysis in contents if (told := verdict(analysis["step"] + 1, analysis["results"]))]
-    return LooksSection(folder.name, verdicts, drawn, headings, [_cells(row) for row in _whole_and_updates(table)])
+    return LooksSection(folder.name, verdicts, drawn, headings, [_cells(row) for row in _whole_and_updates(table)],
+                        [told for content in contents for told in interventions_of(content, folder.name)])  # fmt: skip
 
 
 def _whole_and_updates(table: pd.DataFrame) -> list[Mapping[str, Any]]:
