@@ -11,9 +11,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from trl import GRPOConfig
 
 from rl_training.engine.batch import Batch, Rollout
 from rl_training.engine.capabilities import Capabilities, is_first_of_adam
@@ -60,7 +60,7 @@ def batch_of(restored: RestoredTrainer, update: UpdateBuffer) -> Batch:
     return dataclasses.replace(batch, loss_settings=loss_settings(trainer))
 
 
-def _with_terms(part: LossInputs, args: GRPOConfig) -> LossWeights:
+def _with_terms(part: LossInputs, args: Any) -> LossWeights:
     """Returns the weights of a microbatch with the run's quantile of entropies and its bonus, on the same tokens."""
     weights = part.weights
     if args.top_entropy_quantile != 1.0:
