@@ -61,12 +61,13 @@ def plane(
         axes.axhline(0, color=GREY, lw=1)
         axes.axvline(0, color=GREY, lw=1)
         handles = [axes.plot([0], [0], "s", color=BLACK, ms=7, label="the step as it is")[0]]
-        for crosses, color, face, kind in ((predicted, BLUE, BLUE, "predicted"), (measured, ORANGE, "white", "measured")):
+        for crosses, color, face, kind in (
+            (predicted, BLUE, BLUE, "predicted"), (measured, ORANGE, "white", "measured"),
+        ):  # fmt: skip
             for cross in (cross for cross in crosses if cross.is_there):
-                at, halves = (cross.delta_reward, cross.delta_h), (cross.reward_half, cross.h_half)
                 axes.errorbar(
-                    *(MILLI * value for value in (*at, *reversed(halves))), fmt="o", color=color, mfc=face, ms=6, mew=1.5,
-                    elinewidth=0.8, label=f"{cross.name}, {kind}",
+                    MILLI * cross.delta_reward, MILLI * cross.delta_h, MILLI * cross.h_half, MILLI * cross.reward_half,
+                    fmt="o", color=color, mfc=face, ms=6, mew=1.5, elinewidth=0.8, label=f"{cross.name}, {kind}",
                 )  # fmt: skip
             handles.append(Line2D([], [], ls="", marker="o", color=color, mfc=face, mew=1.5, label=kind))
         axes.set_xlabel(f"change of reward beside it, 1e-3 per {per}")
@@ -80,7 +81,7 @@ def plane(
 
 
 def _draw_prices(axes: Axes) -> Line2D:
-    """Draws lines of equal price through the origin, within the frame that the crosses have; returns one for a legend."""
+    """Draws lines of equal price through the origin, and keeps the frame; returns one for a legend."""
     frame = axes.get_xlim(), axes.get_ylim()
     for price in PRICES:
         axes.axline((0, 0), slope=-1.0 / price, color=GREY, lw=0.8, ls=":", zorder=0)
