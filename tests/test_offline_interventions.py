@@ -300,14 +300,13 @@ def test_the_run_s_first_model_is_the_reference_of_kl(run: Path) -> None:  # noq
 # --- the loss ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", [{}, {"entropy_coef": 0.3}, {"top_entropy_quantile": 0.3, "entropy_coef": 0.2}])
-def test_the_gradient_of_u_is_that_of_trl_s_own_loss(run: Path, settings: dict[str, float]) -> None:  # noqa: F811
-    restored = restored_at(run, 1)  # noqa: F811
+@pytest.mark.parametrize(
+    "settings",
+    [[], ["++trainer.entropy_coef=0.3"], ["++trainer.top_entropy_quantile=0.3", "++trainer.entropy_coef=0.2"]],
+)
+def test_the_gradient_of_u_is_that_of_trl_s_own_loss(run: Path, settings: list[str]) -> None:  # noqa: F811
+    restored = restored_at(run, 1, *settings)  # noqa: F811
     trainer = restored.trainer
-    for name, value in settings.items():
-        setattr(trainer, name, value)
-        setattr(trainer.args, name, value)
-    trainer._entropy_bonus_enabled = "entropy_coef" in settings
     trainer.current_gradient_accumulation_steps = 1
     buffer = sample_update(restored, 8, 1, False, 64, silent)
     update = make_update(restored, buffer, 8, False, silent)
@@ -324,8 +323,7 @@ def test_the_gradient_of_u_is_that_of_trl_s_own_loss(run: Path, settings: dict[s
 
 
 def test_a_term_of_the_loss_that_is_not_known_at_a_checkpoint_is_refused(run: Path) -> None:  # noqa: F811
-    restored = restored_at(run, 1)  # noqa: F811
-    restored.trainer.args.use_adaptive_entropy = True
+    restored = restored_at(run, 1, "++trainer.use_adaptive_entropy=true", "++trainer.entropy_coef=0.1")  # noqa: F811
     with pytest.raises(ValueError, match=r"trainer.use_adaptive_entropy=True adds a term to the loss that is not read"):
         make_update(restored, sample_update(restored, 4, 1, False, 64, silent), 8, False, silent)
 
@@ -365,7 +363,7 @@ def test_what_is_not_available_is_said_and_the_others_are_there(
     batch = batch_of(restored, looked.update_buffer)
     some = dict(effects(on, restored, looked.update, batch, [intervention("kl"), intervention("lr:0.5")]))
     missing, there, _ = rows_of({name: [some[name]] for name in ("kl", "lr:0.5", "plain")}, 1)
-    assert missing["remark"] == "it needs the log-probabilities of a reference model, and there is none"
+    assert missing["remark"].startswith("it needs the log-probabilities of a reference model, and there is none")
     assert math.isnan(missing["measured_delta_h"])
     assert there["measured_delta_h"] != 0.0
 

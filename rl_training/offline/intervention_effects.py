@@ -198,13 +198,9 @@ def _with_rate(piece: Piece, factor: float) -> Piece:
 
 
 def _reference(restored: RestoredTrainer, rollout: Rollout) -> Tensor | None:
-    """Returns the log-probabilities of the model without its adapters, or of the run's first model, (B, T)."""
-    without_adapters = getattr(restored.trainer.model, "disable_adapter", None)
-    if without_adapters is not None:
-        with without_adapters():
-            return restored.policy.score_rollout(rollout).logps
-    if restored.first is None:
-        return None
+    """Returns the log-probabilities of the policy's reference, or else of the run's first model, (B, T)."""
+    if restored.policy.has_reference or restored.first is None:
+        return restored.policy.reference_logps(rollout)
     back = {name: restored.first[name] - param.detach() for name, param in restored.parameters.items()}
     with restored.policy.shifted(back):
         return restored.policy.score_rollout(rollout).logps

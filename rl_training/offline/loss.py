@@ -22,7 +22,7 @@ from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.step import Gradients, Ranks, Step
-from rl_training.hosts.trl.batches import is_dr_grpo, loss_settings
+from rl_training.hosts.trl.batches import loss_settings
 from rl_training.interventions.loss import LossInputs, loss_inputs
 from rl_training.interventions.remedies import bonus, highest_entropies
 from rl_training.mathematics.folds import ranges_of, split_prompts
@@ -107,7 +107,7 @@ def step_of(restored: RestoredTrainer, batch: Batch) -> Step:
         multi_epoch=False,
         other_terms=False,
         autocast=restored.trainer.accelerator.mixed_precision != "no",
-        dr_grpo=is_dr_grpo(restored.trainer),
+        dr_grpo=batch.loss_settings is not None and batch.loss_settings.is_dr_grpo,
         first_of_adam=is_first_of_adam(restored.optimizer.states),
     )
     return Step(
