@@ -2,6 +2,7 @@
 #   make demo    install into .venv and run the main job
 #   make test    install into .venv and run the tests
 # and more:
+#   make test-verl   install verl for the CPU (2 GB) into .venv-verl and run the tests of its engine with probes
 #   make test-vllm   install vLLM for the CPU (3 GB) into .venv-vllm and run the tests that generate with it
 #   make docs    install Sphinx into .venv, execute the tutorials and build the site, build/docs/index.html
 #   make linkcheck   asks every outside link of the site for an answer
@@ -14,7 +15,7 @@ BIN := $(VENV)/bin
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: demo test test-vllm lint docs linkcheck compat clean
+.PHONY: demo test test-vllm test-verl test-verl-loop lint docs linkcheck compat clean
 
 # constraints.txt holds torch's version too: one resolution, no second torch on top of the first.
 $(VENV)/installed: setup.cfg constraints.txt pyproject.toml
@@ -59,6 +60,26 @@ $(VLLM)/installed: setup.cfg constraints.txt pyproject.toml
 test-vllm: $(VLLM)/installed
 	$(VLLM)/bin/python -m pytest tests/test_vllm.py
 
+# An environment of its own: verl pins transformers below TRL's world, which is not in it. Of what verl's wheel names, what
+# its engine and its loop import on a CPU.
+VERL ?= .venv-verl
+$(VERL)/installed: setup.cfg constraints.txt pyproject.toml
+	$(PYTHON) -m venv $(VERL)
+	grep -vE '^(transformers|tokenizers|huggingface.hub|numpy)==' constraints.txt > $(VERL)/constraints.txt
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check --constraint $(VERL)/constraints.txt \
+	  transformers==5.9.0 tensordict==0.10.0 ray==2.60.0 TransferQueue==0.1.11 torch scipy safetensors accelerate peft \
+	  hydra-core codetiming orjson dill pandas torchdata datasets pyarrow psutil pillow fastapi uvicorn cachetools \
+	  tensorboard matplotlib jinja2 rich pytest
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1 --editable .
+	touch $@
+
+test-verl: $(VERL)/installed
+	$(VERL)/bin/python -m pytest tests/verl -m 'not slow'
+
+# verl's whole loop, a dozen Ray processes and a rollout server of the tests' own: minutes on two cores.
+test-verl-loop: $(VERL)/installed
+	$(VERL)/bin/python -m pytest tests/verl -m slow
+
 # The newest releases that the index has, whatever setup.cfg allows; of constraints.txt only torch's build stays.
 COMPAT ?= .venv-compat
 LIBRARIES := trl transformers peft accelerate
@@ -75,4 +96,4 @@ compat:
 	$(COMPAT)/bin/accelerate launch --config_file launch/cpu.yaml train.py probe=simple run_dir=$(COMPAT)/demo
 
 clean:
-	rm -rf $(VENV) $(COMPAT) $(VLLM) build *.egg-info
+	rm -rf $(VENV) $(COMPAT) $(VLLM) $(VERL) build *.egg-info

@@ -30,6 +30,7 @@ from accelerate import PartialState
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
+from given import L_MAX, MICROBATCH, PROMPTS, STEPS, G, given_rollout
 from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 
@@ -50,34 +51,8 @@ from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 
 ROOT = Path(__file__).parents[1]
-STEPS, PROMPTS, G, MICROBATCH, L_MAX = 3, 16, 4, 8, 24
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
-ZERO_STEP = 2  # the step at which the second half of the sequences has no advantage
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "reduce_scatter")
-
-
-def given_rollout(step: int) -> dict[str, torch.Tensor]:
-    """Returns the sequences of one step: the first half up to L_MAX tokens long, the second half up to 9."""
-    generator = torch.Generator().manual_seed(step)
-    n = PROMPTS * G
-    lengths = torch.cat([torch.randint(4, L_MAX + 1, (n // 2,), generator=generator),
-                         torch.randint(1, 10, (n // 2,), generator=generator)])  # fmt: skip
-    prompt_lengths = torch.randint(3, 9, (PROMPTS,), generator=generator).repeat_interleave(G)
-    prompts = torch.randint(4, 50, (PROMPTS, 8), generator=generator).repeat_interleave(G, dim=0)
-    advantages = torch.randn(PROMPTS, G, generator=generator)
-    advantages -= advantages.mean(dim=1, keepdim=True)
-    if step == ZERO_STEP:
-        advantages[PROMPTS // 2 :] = 0.0
-    mask = (torch.arange(L_MAX) < lengths.unsqueeze(1)).long()
-    prompt_mask = (torch.arange(8) >= 8 - prompt_lengths.unsqueeze(1)).long()
-    return {
-        "prompt_ids": prompts * prompt_mask,
-        "prompt_mask": prompt_mask,
-        "completion_ids": torch.randint(4, 50, (n, L_MAX), generator=generator) * mask,
-        "completion_mask": mask,
-        "advantages": advantages.flatten(),
-        "num_items_in_batch": mask.sum(),
-    }
 
 
 def deepspeed_settings(kind: str) -> dict[str, Any]:

@@ -54,6 +54,7 @@ LIBRARIES = {
     "evaluation": {"torch", "transformers", "peft", "numpy", "rich", "tqdm"},
     "hosts": {"torch", "numpy"},
     "hosts/trl": {"torch", "transformers", "numpy", *LOOPS},  # deepspeed only while it trains
+    "hosts/verl": {"torch", "tensordict", "verl", "ray", "hydra", "omegaconf"},
     "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich", "matplotlib", "yaml"},
     "tasks": {
         "tqdm",

@@ -166,6 +166,13 @@ class StepDriver:
                 with self._clock.timed(probe.name):
                     probe.after_step(step.view)
 
+    def abandon(self) -> None:
+        """Forgets the step that has begun, in the place of `gradients_ready`: the loop does not make it."""
+        self.disarm()
+        self._open = None
+        if self._rows is not None:
+            self._rows.release()
+
     def finish(self) -> dict[str, dict[str, Estimate]]:
         """Returns the estimates of each probe that measured the step, by its name; nothing when none did."""
         step, self._open = self._open, None

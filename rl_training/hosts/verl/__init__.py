@@ -1,0 +1,8 @@
+"""Probes in verl, whose workers import this: actor_rollout_ref.model.external_lib=rl_training.hosts.verl.
+
+python -m rl_training.hosts.verl ...        # in the place of python -m verl.trainer.main_ppo, with its own settings
+"""
+
+from rl_training.hosts.verl.engine import register
+
+register()

@@ -1,0 +1,210 @@
+"""Probes on verl's engine: each moment of its step, told to the driver; and where what they answer goes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from hydra.utils import instantiate
+from tensordict import TensorDict
+from torch import Tensor
+
+from rl_training.engine.batch import LossSettings
+from rl_training.engine.capabilities import Fixes
+from rl_training.engine.driver import StepDriver
+from rl_training.engine.fsdp2 import FullyShard
+from rl_training.engine.open_step import Loop, OpenStep, Shape
+from rl_training.engine.scorer import Scorer
+from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.loop_policy import LoopPolicy
+from rl_training.hosts.processes import all_ranks, rank
+from rl_training.hosts.sequences_of_step import sequences_of_step
+from rl_training.hosts.step_averages import step_averages
+from rl_training.hosts.verl.batch import Tokens, entropies_of, read_rollout
+from rl_training.mathematics.scores import Scores
+from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
+from rl_training.records.jsonl import Records
+
+if TYPE_CHECKING:
+    from rl_training.hosts.verl.engine import ProbedEngine
+
+SETTINGS = "rl_training"  # the key of a batch under which the trainer says what is to be measured
+DR_GRPO = (
+    "set actor.loss_agg_mode=seq-mean-token-sum-norm, actor.loss_scale_factor=<max response length> and "
+    "algorithm.norm_adv_by_std_in_grpo=False, with no KL term and no entropy_coeff"
+)
+NO_SAMPLE = "fresh responses are needed, and verl's rollout server sleeps while the engine trains"
+
+
+class Measurement:
+    """Probes on an engine, from its first optimizer step on.
+
+    settings    what trainer.py says of the rollout
+    checkpoint  that training goes on from; None where it begins
+    """
+
+    name = "verl"  # of its own state in a checkpoint
+
+    def __init__(
+        self,
+        engine: ProbedEngine,
+        settings: Mapping[str, Any],
+        loss_function: Callable[..., Any],
+        data: TensorDict,
+        checkpoint: Path | None,
+    ) -> None:
+        self.settings = settings
+        self.driver = StepDriver([instantiate(probe, _convert_="all") for probe in settings["probes"].values()])
+        self._steps = self._rollout = 0  # optimizer steps made; the rollout that the last one learned from
+        self._prompts: dict[str, int] = {}  # of that rollout: uid → number
+        if checkpoint is not None:
+            load_probe_states([*self.driver.probes, self.driver, self], checkpoint)
+        self._records = None
+        if rank() == 0:
+            self._records = Records(settings["folder"], settings["rollouts_every"])
+            self._records.start(after_step=self._steps)
+        self._writer = EstimateWriter(self._records, self._log, speaks=rank() == 0)
+        self._metrics: dict[str, Any] = {}
+        self._entropies: Tensor | None = None
+        self._loop = _loop_of(engine, settings, loss_function, data)
+        self.driver.start(self._loop)
+        self._started = time.perf_counter()
+
+    # --- the moments of a step ----------------------------------------------------------------------------------------
+
+    def begin(self, sizes: Sequence[int]) -> None:
+        """Begins an optimizer step in microbatches of these sizes."""
+        self._metrics = {}
+        if self.settings["rollout"] != self._rollout:
+            self._prompts = {}
+            self._fresh = self.settings["fresh"]
+        self._rollout = self.settings["rollout"]
+        self.driver.begin(self._steps + 1, sizes)
+
+    def keep_entropies(self, logits: Tensor, data: TensorDict) -> None:
+        """Keeps the entropies of a microbatch where verl does not calculate them."""
+        step = self._step()
+        if step.probes:
+            lengths = data["input_ids"].offsets().diff().tolist()
+            self._entropies = entropies_of(logits, lengths, self._loop.policy.scorer.temperature)
+
+    def microbatch(self, model_output: dict[str, Tensor], data: TensorDict) -> dict[str, Tensor]:
+        """Returns what the loss is to be made of: the same numbers, watched."""
+        tokens = Tokens.of(data)
+        longest, ends = self.settings["max_response_length"], self.settings["ends"]
+        rollout = read_rollout(data, self._number_of, self._fresh, longest, ends)
+        logps = tokens.of_responses(model_output["log_probs"].values())
+        seen = {"log_probs": tokens.put_back(logps, model_output["log_probs"])}
+        if "entropy" in model_output:
+            entropies = tokens.of_responses(model_output["entropy"].values())
+            seen["entropy"] = tokens.put_back(entropies, model_output["entropy"])
+        elif self._entropies is not None:
+            entropies = tokens.of_responses(self._entropies)
+        else:
+            entropies = torch.full_like(logps, torch.nan)
+        self._entropies = None
+        self.driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask))
+        return model_output | seen
+
+    def gradients_ready(self) -> None:
+        self.driver.gradients_ready(self._rollout)
+
+    def stepped(self, norm: float) -> None:
+        self._metrics["grad_norm"] = norm
+        self._metrics["learning_rate"] = float(self._loop.sharding.optimizer.param_groups[0]["lr"])
+        self.driver.stepped()
+        self._steps += 1
+        self._fresh = False
+
+    def finish(self, outputs: Mapping[str, Any]) -> dict[str, list[float]]:
+        """Returns what verl's loggers get, and writes the records. A collective."""
+        step = self.driver.open_step
+        if step is None:  # verl has skipped it
+            return {}
+        if self._records is not None and self._records.wants_rollouts_of(self._steps):
+            sequences = sequences_of_step(step.rollouts, step.scores, self._loop.policy.decode)
+            self._records.write_rollouts(self._steps, sequences)
+        loss = self._loop.ranks.reduce(torch.tensor(outputs["loss"], device=step.scores[0].logps.device).sum())
+        averages = step_averages(step, self._loop.ranks) | {"loss": float(loss) / self._loop.ranks.count}
+        estimates, now = self.driver.finish(), time.perf_counter()
+        self._metrics |= {name: value for name, value in averages.items() if value == value}
+        row, self._metrics = self._metrics | {"training/global_step": self._rollout}, {}
+        if estimates:
+            self._writer.write(self._steps, self._loop.ranks.count, estimates)
+            costs = self.driver.costs(now - self._started)
+            self._metrics |= {f"probe_cost/{name}": value for name, value in costs.items()}
+        if self._records is not None:
+            self._records.write_metrics(self._steps, row | self._metrics | {"step_time": now - self._started})
+        self._started = now
+        return {name: [value] for name, value in self._metrics.items()}
+
+    def _log(self, name: str, value: float) -> None:
+        if value == value:
+            self._metrics[name] = value
+
+    def _number_of(self, uid: str) -> int:
+        """Returns the number of a prompt, another on every rank and in every rollout."""
+        own = self._prompts.setdefault(uid, len(self._prompts))
+        return (self._rollout * self._loop.ranks.count + rank()) * int(self.settings["prompts"]) + own
+
+    def _step(self) -> OpenStep:
+        assert self.driver.open_step is not None
+        return self.driver.open_step
+
+    # --- the state of a checkpoint ------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Writes the probes' states beside verl's. On all ranks."""
+        if rank() == 0:
+            save_probe_states([*self.driver.probes, self.driver, self], folder, self._loop.ranks.count)
+        torch.distributed.barrier()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"steps": torch.tensor(self._steps)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._steps = int(state["steps"])
+
+
+def _loop_of(
+    engine: ProbedEngine, settings: Mapping[str, Any], loss_function: Callable[..., Any], data: TensorDict
+) -> Loop:
+    """Returns what the driver must know of verl's loop."""
+    dtype, device = engine._autocast_dtype, next(engine.module.parameters()).device.type
+    autocast = contextlib.nullcontext if dtype == torch.float32 else lambda: torch.autocast(device, dtype)
+    scorer = Scorer(engine.module, float(data["temperature"]), autocast=autocast)
+    config, ranks, group = engine.engine_config, all_ranks(), int(settings["responses_per_prompt"])
+    size = group if config.use_dynamic_bsz else int(config.micro_batch_size_per_gpu)
+    loss = _dr_grpo(loss_function, data) if settings["plain_advantages"] else None
+    tokenizer = engine.model_config.tokenizer
+    decode = str if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+    return Loop(
+        shape=Shape(group, size, max(1, len(data) // size), ranks.count),
+        sharding=FullyShard(engine.module, engine.optimizer, engine.optimizer_config.clip_grad),
+        policy=LoopPolicy(engine.module, scorer, size, None, decode),
+        ranks=ranks,
+        multi_epoch=settings["epochs"] > 1,
+        autocast=dtype != torch.float32,
+        dr_grpo=loss is not None,
+        loss_settings=loss,
+        sampling_mismatch=settings["sampling_mismatch"],
+        no_fresh_responses=NO_SAMPLE,
+        fixes=Fixes(settings["keep_prompts_whole"], DR_GRPO),
+    )
+
+
+def _dr_grpo(loss_function: Callable[..., Any], data: TensorDict) -> LossSettings | None:
+    """Returns what Dr-GRPO's loss is set to; None where the loss is another, or not verl's own."""
+    config = getattr(loss_function, "keywords", {}).get("config")
+    if config is None or "rollout_is_weights" in data or config.use_kl_loss or config.entropy_coeff != 0:
+        return None
+    if config.policy_loss.get("loss_mode", "vanilla") != "vanilla" or config.loss_scale_factor is None:
+        return None
+    if config.loss_agg_mode != "seq-mean-token-sum-norm":
+        return None
+    low, high = (config.clip_ratio if e is None else e for e in (config.clip_ratio_low, config.clip_ratio_high))
+    return LossSettings(int(config.loss_scale_factor), low, high, hides_truncated=False)

@@ -1,0 +1,119 @@
+"""verl's synchronous trainer, which keeps the responses of a prompt together and tells the engine what to measure.
+
+verl balances ranks by length, response by response, as they arrive: prompts are scattered. Here prompts are balanced by
+length, whole: another order of summation, the same mathematics, and what leaves prompts out can be measured.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from omegaconf import DictConfig, OmegaConf, open_dict
+from verl.trainer.main_ppo import TaskRunnerV1
+from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
+from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
+
+from rl_training.hosts.verl.measurement import SETTINGS
+from rl_training.hosts.verl.refusals import ACTOR, ROLLOUT, refuse_what_cannot_be_measured, why_sampling_mismatch
+
+TRAINER, LIBRARY = "sync_with_probes", "rl_training.hosts.verl"
+
+
+@register_trainer(TRAINER)
+class ProbedTrainer(PPOTrainerSync):
+    """See the module's docstring."""
+
+    def __init__(self, config: DictConfig) -> None:
+        refuse_what_cannot_be_measured(config)
+        super().__init__(config)
+
+    def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        batch = super()._balance_batch(batch, metrics, *args, **kwargs)
+        rows = in_whole_prompts(batch.keys, [tag["seq_len"] for tag in batch.tags], self._ranks())
+        if rows is not None:
+            batch.reorder(rows)
+        return batch
+
+    def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
+        config = self.config
+        batch.extra_info[SETTINGS] = about_rollout(config, batch.tags, self.global_steps, self.tokenizer.eos_token_id)
+        actor = config.actor_rollout_ref.actor
+        # Where tokens are counted it keeps prompts whole. One that does not fit would end the training.
+        if actor.use_dynamic_bsz and _longest_group(config) <= actor.ppo_max_token_len_per_gpu:
+            batch.extra_info["force_group_size"] = config.actor_rollout_ref.rollout.n
+        return super()._update_actor(batch, metrics)
+
+    def _ranks(self) -> int:
+        return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+
+
+def in_whole_prompts(keys: list[str], lengths: list[int], ranks: int) -> list[int] | None:
+    """Returns the rows in an order that has prompts whole and on one rank, of like lengths; None where none has.
+
+    keys     UID_SESSION_INDEX of each row, as verl names them        lengths  of each, in tokens
+    """
+    rows_of: dict[str, list[int]] = {}
+    for row in sorted(range(len(keys)), key=keys.__getitem__):
+        rows_of.setdefault(keys[row].rsplit("_", 2)[0], []).append(row)
+    prompts = list(rows_of.values())
+    if len(prompts) % ranks or len({len(rows) for rows in prompts}) > 1:
+        return None
+    work = calculate_workload(torch.tensor(lengths))
+    of_prompt = [float(work[rows].sum()) for rows in prompts]
+    parts = get_seqlen_balanced_partitions(of_prompt, k_partitions=ranks, equal_size=True)
+    return [row for part in parts for prompt in part for row in prompts[prompt]]
+
+
+def about_rollout(config: DictConfig, tags: list[dict[str, Any]], step: int, end: int | None) -> dict[str, Any]:
+    """Returns what the engine cannot know of a rollout, and which probes are asked for."""
+    rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
+    versions = {tag.get(name) for tag in tags for name in ("min_global_steps", "max_global_steps")}
+    plain = algorithm.adv_estimator == "grpo" and not algorithm.use_kl_in_reward
+    return {
+        "probes": OmegaConf.to_container(config.probes, resolve=True),
+        "folder": str(Path(config.trainer.default_local_dir).absolute() / "logs"),
+        "rollouts_every": OmegaConf.select(config, "rollouts.every", default=0),
+        "responses_per_prompt": rollout.n,
+        "prompts": len(tags),  # at most so many on a rank
+        "rollout": step,
+        "fresh": versions == {step - 1},
+        "epochs": config.actor_rollout_ref.actor.ppo_epochs,
+        "plain_advantages": plain and not algorithm.norm_adv_by_std_in_grpo,
+        "sampling_mismatch": why_sampling_mismatch(rollout),
+        "max_response_length": config.data.max_response_length,
+        "ends": [] if end is None else [end],
+        "keep_prompts_whole": _what_keeps_prompts_whole(config),
+    }
+
+
+def _what_keeps_prompts_whole(config: DictConfig) -> str:
+    """Returns the setting that leaves all responses to a prompt in one microbatch."""
+    if config.actor_rollout_ref.actor.use_dynamic_bsz:
+        return f"set {ACTOR}.ppo_max_token_len_per_gpu={_longest_group(config)} or more"
+    return f"set {ACTOR}.ppo_micro_batch_size_per_gpu to a multiple of {ROLLOUT}.n={config.actor_rollout_ref.rollout.n}"
+
+
+def _longest_group(config: DictConfig) -> int:
+    """Returns how many tokens a prompt and all its responses may have."""
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    return int(config.actor_rollout_ref.rollout.n * longest)
+
+
+def with_probes(config: DictConfig) -> DictConfig:
+    """Returns verl's configuration with this engine and this trainer in it. ValueError for what cannot be measured."""
+    model = config.actor_rollout_ref.model
+    refuse_what_cannot_be_measured(config)
+    with open_dict(config):
+        others = model.external_lib if model.external_lib is not None else []
+        model.external_lib = [*([others] if isinstance(others, str) else others), LIBRARY]
+        config.trainer.v1.trainer_mode = TRAINER
+    return config
+
+
+@ray.remote
+class Runner(TaskRunnerV1.__ray_actor_class__):
+    """verl's own, in a process that has imported this module, and so knows the trainer."""
