@@ -266,7 +266,7 @@ def main() -> None:
         "--sequences", type=int, default=1024, help="of each evaluation set; another OUTPUT for another N"
     )
     parser.add_argument("--output", type=Path, default=Path("runs/calibration"))
-    parser.add_argument("--picture", type=Path, default=Path("docs/calibration.png"))
+    parser.add_argument("--picture", type=Path, default=Path("docs/figures/calibration.png"))
     parser.add_argument("--only-report", action="store_true", help="train nothing: report the runs that are complete")
     options = parser.parse_args()
     wanted = [(rate, seed) for seed in options.seeds for rate in options.learning_rates]

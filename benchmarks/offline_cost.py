@@ -1,4 +1,4 @@
-"""What a checkpoint analysis costs in memory and in time, against the formulas of docs/offline.md.
+"""What a checkpoint analysis costs in memory and in time, against the formulas of docs/how_to/analyze_checkpoints.md.
 
     OMP_NUM_THREADS=1 python benchmarks/offline_cost.py [--shape default_task hidden256 hidden512] [--rank 0]
 

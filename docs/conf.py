@@ -10,11 +10,11 @@ from typing import Any
 
 DOCS = Path(__file__).parent
 sys.path[:0] = [str(DOCS), str(DOCS.parent)]
-# Notebooks call commands of this environment, on one thread, without a hub.
+# Notebooks call commands of this environment, on one thread, without a hub and without progress bars.
 os.environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
 os.environ["PYTHONPATH"] = str(DOCS.parent)
-for name, value in {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}.items():
-    os.environ.setdefault(name, value)
+os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {"TQDM_DISABLE": "1", "COLUMNS": "110"}
 
 from generate import write_reference  # noqa: E402
 

@@ -15,22 +15,22 @@ from rl_training.records import workspace as dashboard
 from rl_training.records.workspace import main
 
 
-def readme_table() -> dict[str, list[str]]:
-    """What the README tells to look at in each section: {section: names as written there}."""
-    lines = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8").splitlines()
+def table_of_the_page() -> dict[str, list[str]]:
+    """What docs/how_to/watch_a_run.md tells to look at in each section: {section: names as written there}."""
+    lines = (Path(__file__).parents[1] / "docs" / "how_to" / "watch_a_run.md").read_text(encoding="utf-8").splitlines()
     start = lines.index("| section | look at | and think |") + 2
     rows = [line.split("|") for line in itertools.takewhile(bool, lines[start:])]
     return {row[1].strip(): re.findall(r"`([^`]+)`", row[2]) for row in rows}
 
 
-def test_a_dry_run_prints_the_sections_of_the_readme_with_what_to_look_at_over_the_optimizer_step(
+def test_a_dry_run_prints_the_sections_of_the_page_with_what_to_look_at_over_the_optimizer_step(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     main(["--dry-run", "--project", "mine", "--entity", "me"])
     spec = json.loads(capsys.readouterr().out)
     assert (spec["entity"], spec["project"]) == ("me", "mine")
     sections = spec["spec"]["section"]["panelBankConfig"]["sections"]
-    table = readme_table()
+    table = table_of_the_page()
     assert [section["name"] for section in sections] == list(table)
     for section in sections:
         panels = [panel["config"] for panel in section["panels"]]

@@ -8,7 +8,7 @@ first step that learns from a fold on, moments of its own are carried along besi
                     and with the step's clipped g, where it learns from other responses of the rollout
 
 and δθ_(−k) is the step from there. What is left of fold k's influence is that the parameters themselves have moved by
-its share of the steps before: of second order in the learning rate (docs/theory.md).
+its share of the steps before: of second order in the learning rate (docs/explanation/theory.md).
 
 Memory: per fold, parameter-size rows for each moment and for the last δθ_(−k): 3 with Adam, 2 with SGD's momentum; only
 in runs that learn from a rollout again. They live from one rollout to the next, and are in no checkpoint.

@@ -21,7 +21,7 @@ prompt, but are as independent of the response, so that the estimate stays unbia
 
 Over several turns an environment (a tool, a user) answers between the policy's tokens. What it writes does not depend
 on the parameters given what came before, so the same three forms hold with k and j over the policy's tokens only, and
-its randomness is part of E: docs/theory.md.
+its randomness is part of E: docs/explanation/theory.md.
 
 Source: the score-function identity with reward-to-go h and a leave-one-out baseline (Kool et al. 2019, "Buy 4
 REINFORCE samples, get a baseline for free"); the Rao-Blackwell step replaces −log π(t_k) by its mean h_k.

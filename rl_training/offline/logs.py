@@ -10,7 +10,7 @@
     detailed    each sequence of E and U, with its text
     debug       each token of E, and the tensors
 
-What the keys mean stands in docs/probe_logs.md; rl_training.records.read_probe_log gives them as DataFrames.
+What the keys mean: docs/reference/analysis_logs.md; rl_training.records.read_probe_log gives them as DataFrames.
 """
 
 from __future__ import annotations

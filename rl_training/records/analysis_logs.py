@@ -1,4 +1,4 @@
-"""The logs of checkpoint analyses, as pandas DataFrames. What stands in them is said in docs/probe_logs.md."""
+"""The logs of checkpoint analyses, as pandas DataFrames. What they hold: docs/reference/analysis_logs.md."""
 
 from __future__ import annotations
 

@@ -1,0 +1,113 @@
+"""The site: tutorials run from the first cell to the last, examples of the guides run, no metric is without a row."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pytest
+import warm
+from trainers import FEW, trainer_maker
+
+from rl_training.hosts.trl.alert import EntropyAlert
+from rl_training.hosts.trl.buffer import FilteredBuffer
+from rl_training.probes import (
+    CovariancePredictorProbe,
+    EffectiveSampleSizeProbe,
+    ErrorSharesProbe,
+    GradientNoiseScaleProbe,
+    GroundTruthProbe,
+    InterventionsProbe,
+    ResponsesProbe,
+    SimpleEntropyProbe,
+)
+from rl_training.probes.visited_entropy import NAMES as OF_VISITED_PREFIXES
+
+DOCS = Path(__file__).parents[1] / "docs"
+TUTORIALS = sorted(path for path in DOCS.glob("tutorials/*.md") if "{code-cell}" in path.read_text(encoding="utf-8"))
+SCRIPTS = {"train": "train.py", "analyze": "offline.py", "evaluate": "evaluate.py"}
+OURS = ("delta_h", "entropy/", "gns", "ess", "covariance", "intervention", "forecast", "buffer", "probe_cost", "calib")
+
+
+def blocks(page: Path, opening: str) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    return re.findall(rf"^```{opening}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def code_cells(page: Path) -> list[str]:
+    return [re.sub(r"^:tags:.*\n", "", cell) for cell in blocks(page, r"\{code-cell\} python")]
+
+
+def typed_in_a_terminal(line: str, folder: Path) -> None:
+    """Runs `rl-training COMMAND …` as a warm fork, which starts at the root of the repository."""
+    name, command, *arguments = shlex.split(line)
+    assert name == "rl-training"
+    done = warm.run(SCRIPTS[command], *(a.replace("=runs/", f"={folder}/runs/") for a in arguments))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_runs_to_its_end(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    display = ModuleType("IPython.display")  # of the site, not of the tests
+    display.Image = lambda path, **size: Path(path).read_bytes()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in code_cells(page):
+        if cell.startswith("!"):
+            typed_in_a_terminal(cell[1:], tmp_path)
+        else:
+            exec(compile(cell, str(page), "exec"), names)
+    plt.close("all")
+    assert list(tmp_path.glob("**/metrics.jsonl"))
+
+
+def example(page: str, marker: str) -> str:
+    """Returns the Python block of a guide that contains the marker."""
+    return next(block for block in blocks(DOCS / page, "python") if marker in block)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The names that a training with everything records, the probe and the intervention of the guides among it."""
+    folder = tmp_path_factory.mktemp("everything")
+    mine: dict[str, Any] = {}
+    exec(example("how_to/write_a_probe.md", "class RewardSpreadProbe"), mine)
+    (folder / "mine.py").write_text(example("how_to/write_an_intervention.md", "def softer"), encoding="utf-8")
+    probes = [
+        *(SimpleEntropyProbe(per_sequence=True, own_prompts=True), GroundTruthProbe(every=1, sequences=16)),
+        *(GradientNoiseScaleProbe(split_prompts=1), EffectiveSampleSizeProbe(), CovariancePredictorProbe()),
+        *(ErrorSharesProbe(), ResponsesProbe(), mine["RewardSpreadProbe"]()),
+        InterventionsProbe(["bonus", f"{folder / 'mine.py'}:softer:0.5"], every=1, num_folds=2),
+    ]
+    trainer = trainer_maker(folder)(probes=probes, buffer=FilteredBuffer(), num_generations=4, **FEW)
+    trainer.train()
+    names = {*trainer.attachment.latest, *(name for row in trainer.state.log_history for name in row)}
+    assert trainer.attachment.latest["reward_spread/all"].value > 0
+    alert, logs = EntropyAlert(below=0.01), {}
+    state = SimpleNamespace(is_world_process_zero=False, global_step=0, log_history=[])
+    for state.global_step in range(1, 7):
+        logs = {"entropy": 0.2}
+        alert.on_log(None, state, None, logs)
+    return {name for name in {*names, *logs, *OF_VISITED_PREFIXES} if name.startswith(OURS)}
+
+
+def rows_of_the_page() -> dict[str, re.Pattern[str]]:
+    """The metrics of docs/reference/metrics.md, and what matches them: … and NAME stand for anything."""
+    lines = (DOCS / "reference" / "metrics.md").read_text(encoding="utf-8").splitlines()
+    names = [found[1] for line in lines if (found := re.match(r"\| `([^`]+)` \|", line))]
+    return {
+        name: re.compile(re.escape(name).replace("…", ".+").replace("NAME", ".+") + "(_sequence)?(_se|_low|_high)?")
+        for name in names
+    }
+
+
+def test_the_page_of_metrics_has_a_row_for_whatever_is_recorded_and_no_other(recorded: set[str]) -> None:
+    rows = rows_of_the_page()
+    assert {name for name in recorded if not any(row.fullmatch(name) for row in rows.values())} == set()
+    assert {name for name, row in rows.items() if not any(map(row.fullmatch, recorded))} == set()
