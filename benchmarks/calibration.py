@@ -38,7 +38,7 @@ from transformers import TrainerCallback
 from rl_training import Estimate
 from rl_training.engine.step import Step
 from rl_training.mathematics.calibration import Calibration
-from rl_training.mathematics.importance import importance_weights, reweighted_change, sequence_totals
+from rl_training.mathematics.importance import importance_weights, reweighted_replicates, sequence_totals
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.probes import GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import Records, read_estimates
@@ -69,8 +69,9 @@ class TruthOfEachStep(GroundTruthProbe):
 
     def after_step(self, step: Step) -> None:
         super().after_step(step)
-        same_batch = reweighted_change(self._batch, sequence_totals(step.policy.score_rollout(step.batch.rollout)))
-        self._beside = {SAME_BATCH: Estimate(same_batch.token, reason="no error bar: its error is a bias")}
+        after = sequence_totals(step.policy.score_rollout(step.batch.rollout))
+        same_batch = reweighted_replicates(self._batch, after).value[0]
+        self._beside = {SAME_BATCH: Estimate(float(same_batch), reason="no error bar: its error is a bias")}
         if step.number == self.linearity_step:
             self._beside |= dict(self._along_the_step(step))
 
@@ -84,9 +85,9 @@ class TruthOfEachStep(GroundTruthProbe):
             for name, param in step.gradients.parameters.items():
                 param.copy_(self._old[name] + 2.0**exponent * (new[name] - self._old[name]))
             after = sequence_totals(step.policy.score_rollout(self._evaluation))
-            change = reweighted_change(self._before, after)
+            change = reweighted_replicates(self._before, after)
             ess = importance_weights(self._before, after).ess / len(after)
-            yield f"linearity/{exponent}", Estimate(change.token, change.token_stderr, len(after))
+            yield f"linearity/{exponent}", Estimate(float(change.value[0]), float(change.stderr[0]), len(after))
             yield f"linearity_ess/{exponent}", Estimate(ess)
         for name, param in step.gradients.parameters.items():
             param.copy_(new[name])

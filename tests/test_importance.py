@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from typing import NamedTuple
 
 import pytest
 import reference
@@ -11,15 +12,26 @@ import torch
 from torch import Tensor
 
 from rl_training.mathematics.importance import (
-    EntropyChange,
     change_of_sums,
     change_terms,
     importance_weights,
     paired_replicates,
-    reweighted_change,
+    reweighted_replicates,
     sequence_totals,
 )
+from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.scores import Scores
+
+
+class Change(NamedTuple):
+    token: float
+    sequence: float
+    token_stderr: float
+    sequence_stderr: float
+
+
+def change_of(replicates: Replicates) -> Change:
+    return Change(*replicates.value.tolist(), *replicates.stderr.tolist())
 
 
 def table(seed: int) -> list[list[float]]:
@@ -89,7 +101,7 @@ def test_reweighted_change_its_errors_and_the_ess_are_those_of_the_plain_definit
     responses = draws(old, 20, seed)
     before, after = totals_of(old, responses), totals_of(step_from(old, 0.5), responses)
     token, sequence, ess = plain_change(before.tolist(), after.tolist())
-    got = reweighted_change(before, after)
+    got = change_of(reweighted_replicates(before, after))
     assert (got.token, got.sequence) == pytest.approx((token, sequence), abs=1e-12)
     assert [got.token_stderr, got.sequence_stderr] == pytest.approx(
         plain_jackknife(before.tolist(), after.tolist()), rel=1e-9
@@ -100,7 +112,7 @@ def test_reweighted_change_its_errors_and_the_ess_are_those_of_the_plain_definit
 def test_two_sequences_by_hand() -> None:
     before = torch.tensor([[-1.0, 1.0, 1.0], [-1.0, 1.0, 1.0]], dtype=torch.float64)
     after = torch.tensor([[-1.0 + math.log(3), 2.0, 1.0], [-1.0, 4.0, 1.0]], dtype=torch.float64)
-    got, weights = reweighted_change(before, after), importance_weights(before, after)
+    got, weights = change_of(reweighted_replicates(before, after)), importance_weights(before, after)
     assert (got.token, got.sequence) == pytest.approx((1.5, 1.5))
     assert got.sequence_stderr == pytest.approx(1.0)  # left-out values 3 and 1: ½ Σ (±1)²
     assert (weights.ess, weights.largest, weights.smallest) == pytest.approx((16 / 10, 3.0, 1.0))
@@ -108,7 +120,7 @@ def test_two_sequences_by_hand() -> None:
 
 def test_a_policy_that_did_not_move_has_no_change_and_equal_weights() -> None:
     totals = totals_of(table(1), draws(table(1), 50, 1))
-    got, weights = reweighted_change(totals, totals), importance_weights(totals, totals)
+    got, weights = change_of(reweighted_replicates(totals, totals)), importance_weights(totals, totals)
     assert (got.token, got.sequence) == (0, 0)
     assert max(got.token_stderr, got.sequence_stderr) < 1e-15
     assert (weights.ess, weights.largest, weights.smallest) == (50, 1, 1)
@@ -120,7 +132,7 @@ def test_weights_matter_only_relative_to_one_another_and_never_overflow(shift: f
     before = totals_of(old, draws(old, 30, 2))
     after = totals_of(step_from(old, 0.5), draws(old, 30, 2))
     shifted = after + torch.tensor([shift, 0, 0])
-    here, there = reweighted_change(before, after), reweighted_change(before, shifted)
+    here, there = change_of(reweighted_replicates(before, after)), change_of(reweighted_replicates(before, shifted))
     assert (there.token, there.sequence) == pytest.approx((here.token, here.sequence), abs=1e-10)
     assert there.sequence_stderr == pytest.approx(here.sequence_stderr, rel=1e-9)
     assert importance_weights(before, shifted).ess == pytest.approx(importance_weights(before, after).ess, rel=1e-9)
@@ -136,13 +148,13 @@ def test_a_log_probability_that_is_not_finite_makes_the_change_or_its_ess_nan(ba
         assert importance_weights(before, after).smallest == 0
     else:
         assert math.isnan(importance_weights(before, after).ess)
-        assert math.isnan(reweighted_change(before, after).sequence)
+        assert math.isnan(change_of(reweighted_replicates(before, after)).sequence)
 
 
 def test_paired_change_is_the_mean_difference_with_the_error_of_pairs() -> None:
     old, new = table(4), step_from(table(4), 0.5)
     before, after = totals_of(old, draws(old, 40, 4)), totals_of(new, draws(new, 40, 5))
-    got = EntropyChange.of(paired_replicates(before, after))
+    got = change_of(paired_replicates(before, after))
     differences = (after - before)[:, 1]
     assert got.sequence == pytest.approx(float(differences.mean()), abs=1e-13)
     assert got.sequence_stderr == pytest.approx(float(differences.std() / math.sqrt(40)), rel=1e-9)
@@ -155,7 +167,7 @@ def test_the_standard_error_is_the_scatter_of_repeated_samples_around_the_exact_
     new = step_from(old, 0.3)
     before, after = totals_of(old, reference.RESPONSES), totals_of(new, reference.RESPONSES)
     rows = torch.multinomial(before[:, 0].exp(), 400 * 100, True, generator=torch.Generator().manual_seed(0))
-    changes = [reweighted_change(before[r], after[r]) for r in rows.view(400, 100)]
+    changes = [change_of(reweighted_replicates(before[r], after[r])) for r in rows.view(400, 100)]
     was, now = reference.exact(old), reference.exact(new)
     for name, exact in (
         ("sequence", now.entropy - was.entropy),
@@ -180,4 +192,4 @@ def test_totals_count_sampled_tokens_only() -> None:
 
 def test_one_sequence_is_refused() -> None:
     with pytest.raises(ValueError, match="at least 2"):
-        reweighted_change(torch.zeros(1, 3), torch.zeros(1, 3))
+        change_of(reweighted_replicates(torch.zeros(1, 3), torch.zeros(1, 3)))

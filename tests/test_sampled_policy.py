@@ -23,7 +23,7 @@ from rl_training.probes import (
     SimpleEntropyProbe,
 )
 from rl_training.probes.ground_truth import MEASURED
-from rl_training.probes.visited_entropy import NAMES as VISITED
+from rl_training.probes.simple import VISITED
 from rl_training.tasks.models import load_tiny
 
 

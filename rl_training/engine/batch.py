@@ -175,3 +175,7 @@ class Batch:
     def num_folds(self) -> int:
         """Folds of this rank."""
         return int(self.fold.max()) + 1
+
+    def sum_by_fold(self, values: Tensor) -> Tensor:
+        """Returns the sums of (B, …) over the sequences of each fold, (K, …)."""
+        return values.new_zeros(self.num_folds, *values.shape[1:]).index_add_(0, self.fold, values)

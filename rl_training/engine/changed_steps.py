@@ -19,7 +19,7 @@ from rl_training.engine.batch import Batch
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.policy import Policy
 from rl_training.engine.updates import Piece, StepsWithoutFolds, clipping
-from rl_training.mathematics.vectors import Layout, Vector, add, dot, pairs_dot, rows_dot
+from rl_training.mathematics.vectors import Layout, Vector, add, pairs_dot, rows_dot
 
 AT_ONCE = 2**28  # bytes of bases' rows that are held together
 
@@ -112,13 +112,16 @@ def weighed(weights: Sequence[LossWeights]) -> Tensor:
 
 
 class ChangedSteps:
-    """The steps without each fold of this rank, and what they would be with changes that share a basis."""
+    """The steps without each fold of this rank, and what they would be with changes that share a basis.
+
+    Tables have a row for each fold that is left out, and last one for the whole step.
+    """
 
     def __init__(self, plain: StepsWithoutFolds, basis: Basis | None = None) -> None:
-        self._plain, self._basis = plain, basis
-        self._of_basis = None
+        self._plain = plain
+        self._sources = [plain]  # what a changed gradient is a sum of
         if basis is not None:
-            self._of_basis = dataclasses.replace(plain, gradient=basis.mean, rows=basis.rows)
+            self._sources.append(dataclasses.replace(plain, gradient=basis.mean, rows=basis.rows))
         self._squares = self._inner_products()
 
     def products(
@@ -130,89 +133,50 @@ class ChangedSteps:
         """
         sizes = self._plain.sizes.unsqueeze(1)
         own, of_whole, of_sum = (sizes.new_zeros(len(changes), len(sizes), len(directions)) for _ in range(3))
-        for piece, differences in self._differences(changes):
-            for number, direction in enumerate(directions):
-                total = piece.of(direction.total)
-                rows = piece.of(direction.rows).to(total.device)
-                for c, (moved, whole) in enumerate(differences):
-                    own[c, :, number] += direction.factor * pairs_dot(rows, moved)
+        for piece in self._plain.pieces:
+            gradients = self._gradients(piece)
+            plain = self._steps(piece, gradients, Change())
+            for c, change in enumerate(changes):
+                moved = plain if change is None else self._steps(piece, gradients, change).sub_(plain)
+                without, whole = moved[:-1], moved[-1]
+                for number, direction in enumerate(directions):
+                    rows = piece.of(direction.rows).to(moved.device)
+                    own[c, :, number] += direction.factor * pairs_dot(rows, without)
                     of_whole[c, :, number] += direction.factor * rows_dot(rows, whole)
-                    of_sum[c, :, number] += direction.factor * rows_dot(moved - whole, total)
+                    of_sum[c, :, number] += direction.factor * rows_dot(without - whole, piece.of(direction.total))
         return list(zip(own, of_sum - sizes * (own - of_whole), strict=True))
 
     def forward(self, change: Change, direction: Direction) -> Tensor:
         """Returns Σ_k n_k X_k · δθ_(−k)(changed) over the folds of this rank, a scalar."""
         products = torch.zeros_like(self._plain.sizes)
         for piece in self._plain.pieces:
-            gradients, further = self._gradients(piece)
-            moved = _step(_scaled(piece, change), _mixed(change, gradients, further), self._clips(change)[:-1])
+            moved = self._steps(piece, self._gradients(piece), change)[:-1]
             products += pairs_dot(piece.of(direction.rows).to(moved.device), moved)
         return direction.factor * (self._plain.sizes @ products)
 
-    def _differences(self, changes: Sequence[Change | None]) -> Iterator[tuple[Piece, list[tuple[Tensor, Tensor]]]]:
-        """Yields each piece, and for each change Δ_(−k) of all folds, (K, n), and Δ of the whole step, (n,)."""
-        plain_clips, clips = self._clips(Change()), [self._clips(change or Change()) for change in changes]
-        for piece in self._plain.pieces:
-            gradients, further = self._gradients(piece)
-            mean, further_mean = piece.of(self._plain.gradient), self._mean_of_basis(piece)
-            before = _step(piece, gradients, plain_clips[:-1])
-            whole_before = _step(piece, mean, plain_clips[-1])
-            differences = []
-            for change, clip in zip(changes, clips, strict=True):
-                if change is None:
-                    differences.append((before, whole_before))
-                    continue
-                scaled = _scaled(piece, change)
-                moved = _step(scaled, _mixed(change, gradients, further), clip[:-1])
-                whole = _step(scaled, _mixed(change, mean, further_mean), clip[-1])
-                differences.append((moved.sub_(before), whole.sub_(whole_before)))
-            yield piece, differences
-
-    def _gradients(self, piece: Piece) -> tuple[Tensor, Tensor | None]:
-        """Returns g_(−k) of all folds, (K, n), and D_(−k), not clipped; None without a basis."""
+    def _gradients(self, piece: Piece) -> list[Tensor]:
+        """Returns those of the step and of the basis, not clipped, (K + 1, n) each."""
         everything = slice(None)
-        further = None if self._of_basis is None else self._of_basis.gradients(everything, piece)
-        return self._plain.gradients(everything, piece), further
-
-    def _mean_of_basis(self, piece: Piece) -> Tensor | None:
-        return None if self._basis is None else piece.of(self._basis.mean)
+        return [torch.cat([of.gradients(everything, piece), piece.of(of.gradient)[None]]) for of in self._sources]
 
     def _inner_products(self) -> Tensor:
-        """Returns (3, K + 1): g · g, g · D and D · D of the gradients without each fold, and last of the whole ones."""
-        folds = torch.zeros(3, len(self._plain.sizes), dtype=torch.float64, device=self._plain.sizes.device)
+        """Returns (K + 1, s, s): g · g, and with a basis g · D and D · D."""
+        count = len(self._sources)
+        squares = torch.zeros(len(self._plain.sizes) + 1, count, count, dtype=torch.float64)
+        squares = squares.to(self._plain.sizes.device)
         for piece in self._plain.pieces:
-            gradients, further = self._gradients(piece)
-            folds[0] += pairs_dot(gradients, gradients)
-            if further is not None:
-                folds[1] += pairs_dot(gradients, further)
-                folds[2] += pairs_dot(further, further)
-        whole = folds.new_zeros(3, 1)
-        whole[0] = dot(self._plain.gradient, self._plain.gradient)
-        if self._basis is not None:
-            whole[1] = dot(self._plain.gradient, self._basis.mean)
-            whole[2] = dot(self._basis.mean, self._basis.mean)
-        return torch.cat([folds, whole], dim=1)
+            gradients = self._gradients(piece)
+            for one in range(count):
+                for other in range(count):
+                    squares[:, one, other] += pairs_dot(gradients[one], gradients[other])
+        return squares
 
-    def _clips(self, change: Change) -> Tensor:
-        """Returns the clip coefficients of the changed gradients without each fold, and last of the whole one."""
-        a, b = 1.0 + change.own, change.of_basis
-        squares = self._squares.new_tensor([a * a, 2.0 * a * b, b * b]) @ self._squares
-        threshold = self._plain.max_grad_norm if change.max_grad_norm is None else change.max_grad_norm
-        return clipping(squares.clamp(min=0.0), threshold)  # below 0 by rounding only
-
-
-def _mixed(change: Change, gradients: Tensor, further: Tensor | None) -> Tensor:
-    """Returns the changed gradients, not clipped, from those of the step and those of the basis."""
-    mixed = (1.0 + change.own) * gradients
-    return mixed if further is None or change.of_basis == 0.0 else mixed.add_(further, alpha=change.of_basis)
-
-
-def _scaled(piece: Piece, change: Change) -> Piece:
-    if change.lr_factor == 1.0:
-        return piece
-    return dataclasses.replace(piece, state=dataclasses.replace(piece.state, lr=change.lr_factor * piece.state.lr))
-
-
-def _step(piece: Piece, gradient: Tensor, clips: Tensor) -> Tensor:
-    """Returns the step that the optimizer makes of a gradient in this piece, (n,), or of several, (K, n)."""
-    return piece.state.delta(piece.param, clips.to(gradient).unsqueeze(-1) * gradient).total
+    def _steps(self, piece: Piece, gradients: Sequence[Tensor], change: Change) -> Tensor:
+        """Returns the steps that the optimizer makes of the changed gradients in this piece, (K + 1, n)."""
+        shares = (1.0 + change.own, change.of_basis)[: len(gradients)]
+        of = self._squares.new_tensor(shares)
+        square = (self._squares @ of @ of).clamp(min=0.0)  # below 0 by rounding only
+        clips = clipping(square, self._plain.max_grad_norm if change.max_grad_norm is None else change.max_grad_norm)
+        gradient = clips.to(gradients[0]).unsqueeze(1) * sum(a * g for a, g in zip(shares, gradients, strict=True))
+        state = dataclasses.replace(piece.state, lr=change.lr_factor * piece.state.lr)
+        return state.delta(piece.param, gradient).total

@@ -192,9 +192,7 @@ class StepDriver:
         To be asked after `finish`; lets go of the rows of the step.
         """
         seconds = self._clock.read()
-        buffers = sum(probe.num_buffer_bytes for probe in self.probes)
-        if self._memory is not None:
-            buffers += self._memory.num_bytes
+        buffers = 0 if self._memory is None else self._memory.num_bytes
         if self._rows is not None:
             buffers += self._rows.num_bytes
             self._rows.release()

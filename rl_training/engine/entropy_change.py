@@ -106,8 +106,7 @@ def levels_of_folds(batch: Batch, ratios: Tensor) -> Tensor:
     mask = batch.scores.mask.double()
     entropies = batch.scores.entropies.double().masked_fill(mask == 0, 0.0)
     of_sequence = torch.stack([torch.ones_like(ratios), entropies.sum(dim=1), mask.sum(dim=1)], dim=1)
-    levels = ratios.new_zeros(batch.num_folds, LEVELS)
-    return levels.index_add_(0, batch.fold, ratios.unsqueeze(1) * of_sequence)
+    return batch.sum_by_fold(ratios.unsqueeze(1) * of_sequence)
 
 
 class EntropyChange:

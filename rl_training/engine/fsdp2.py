@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from rl_training.engine.sharding import ByParameter, Replicated, refuse_what_does_not_fit, trainable
+from rl_training.engine.sharding import ByParameter, Sharding, refuse_what_does_not_fit, trainable
 
 FSDP2 = "torch.distributed.fsdp._fully_shard"  # the package whose functions are its hooks
 GATHERING_METHOD = "generate"  # transformers hides the class's behind one that lets FSDP gather
 
 
-class FullyShard(Replicated):
+class FullyShard(Sharding):
     """FSDP2: the loop's own optimizer and clipping, on DTensors."""
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:

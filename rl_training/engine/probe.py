@@ -13,7 +13,6 @@ one file, a three-line YAML in conf/probe and a test.
 
 from __future__ import annotations
 
-import abc
 import enum
 from collections.abc import Mapping
 
@@ -34,8 +33,8 @@ class Need(enum.Flag):
     HALVES = 8 | ENTROPY_CHANGE  # one parameter-size row more: step.entropy_change.halves
 
 
-class Probe(abc.ABC):
-    """A measurement that runs inside a training loop. Subclasses override `results`, and the moments that they need.
+class Probe:
+    """A measurement that runs inside a training loop. Subclasses override the moments that they need.
 
     name       names it in probes.jsonl and in probe_cost/<name>_seconds
     needs      what must be kept for it
@@ -55,35 +54,31 @@ class Probe(abc.ABC):
         if every < 1:
             raise ValueError(f"{self.name}: every={every} must be at least 1 (measure each `every`-th step)")
         self.every = every
+        self._answers: dict[str, Estimate] = {}
 
     def measures_at(self, number: int) -> bool:
         """Returns whether this probe measures at this optimizer step, counted from 1."""
         return (number - 1) % self.every == 0
 
-    def prepare(self, step: Step) -> None:  # noqa: B027, not every probe has something to do here
+    def prepare(self, step: Step) -> None:
         """Measures what takes the old parameters."""
 
-    def after_step(self, step: Step) -> None:  # noqa: B027, nor here
+    def after_step(self, step: Step) -> None:
         """Measures what takes the new parameters: whole only for a probe that `reads_new_weights`."""
 
     def reads_new_weights(self) -> bool:
         """Returns whether `after_step` asks the policy something: sharded weights are then gathered for it."""
         return False
 
-    @abc.abstractmethod
     def results(self) -> dict[str, Estimate]:
-        """Returns the step's estimates by metric name."""
+        """Returns the step's estimates by metric name: what the moments have left in `_answers`."""
+        return self._answers
 
     def num_vectors(self, num_folds: int) -> int:
         """Returns how many fp32 vectors of all trained parameters it holds on the device while it measures a step.
 
         Beside those that are kept for it; `num_folds` are this rank's.
         """
-        return 0
-
-    @property
-    def num_buffer_bytes(self) -> int:
-        """Bytes of the parameter-size buffers that this probe holds at present."""
         return 0
 
     def state_dict(self) -> dict[str, Tensor]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
+from rl_training.mathematics.estimate import Estimate, why_no_stderr
 
 NOT_FINITE = "the gradient or the update is not finite"
 NO_ERROR = {
@@ -40,10 +40,9 @@ class Quantity:
         return dataclasses.replace(self, value=unknown, stderr=unknown, reason=reason)
 
     def estimates(self, num_folds: int) -> list[Estimate]:
-        """Returns the two numbers as a probe answers them; an error bar takes MIN_FOLDS_FOR_STDERR folds."""
+        """Returns the two numbers as a probe answers them; an error bar takes enough folds."""
         no_error = NO_ERROR.get(self.name.split("/")[0], "")
-        if not no_error and num_folds < MIN_FOLDS_FOR_STDERR:
-            no_error = f"no error bar: it needs {MIN_FOLDS_FOR_STDERR} folds of whole prompts, the step has {num_folds}"
+        no_error = no_error or why_no_stderr(num_folds)
         estimates = []
         for unit, (value, stderr) in enumerate(zip(self.value.tolist(), self.stderr.tolist(), strict=True)):
             missing = (self.reason or NOT_FINITE) if math.isnan(value) else ""

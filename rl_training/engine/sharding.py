@@ -1,7 +1,4 @@
-"""How a launch lays weights, gradients and optimizer states out over processes, and what is asked of every such way.
-
-One process and DDP keep all of them whole. FSDP2 is in fsdp2.py; a host may know others.
-"""
+"""How a launch lays weights, gradients and optimizer states out over processes. For FSDP2 see fsdp2.py."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,70 +16,45 @@ from rl_training.mathematics.adamw import clipping_threshold
 ByParameter = dict[Tensor, dict[str, Any]]
 
 
-class Sharding(Protocol):
-    """A way to lay them out, as it is once training has begun. What is gathered is a collective: all ranks ask."""
+class Sharding:
+    """A layout, as it is once training has begun: here everything whole on every process, a single one or under DDP.
 
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        """torch's own, which steps."""
+    What others gather is a collective: all ranks ask.
 
-    @property
-    def max_grad_norm(self) -> float:
-        """The threshold at which the gradient is clipped, inf when it is not."""
-
-    @property
-    def keeps_fp32_copies(self) -> bool:
-        """Whether what is updated is fp32, whatever the forward pass computes with."""
-
-    @property
-    def readable_optimizers(self) -> tuple[type[torch.optim.Optimizer], ...]:
-        """Those whose states can be read here."""
-
-    def trained(self) -> dict[str, nn.Parameter]:
-        """Returns the trainable parameters by name: the leaves of the forward pass, whole while it runs."""
-
-    def whole_weights(self) -> AbstractContextManager[None]:
-        """Returns a context in which every process has all weights whole, and a forward pass is its own affair."""
-
-    def mean_gradients(self, parameters: Iterable[nn.Parameter]) -> Mapping[nn.Parameter, Tensor | None]:
-        """Returns whole gradients, the mean over ranks, before clipping; None of a parameter that got none."""
-
-    def optimizer_states(self, parameters: Iterable[nn.Parameter]) -> tuple[ByParameter, ByParameter]:
-        """Returns the hyperparameters of every parameter's group, and its whole state; none before the first step."""
-
-    def refuse_what_does_not_fit(self, vectors: int) -> None:
-        """Raises ValueError where what a measured step gathers, and so many vectors of it, does not fit."""
-
-
-class Replicated:
-    """Everything whole on every process: a single one, or DDP.
-
-    model          unwrapped            optimizer  torch's own
-    max_grad_norm  None, 0 and below: gradients are not clipped
+    model          unwrapped            optimizer  torch's own, which steps
+    max_grad_norm  the threshold at which the gradient is clipped; None, 0 and below: it is not
     """
 
-    keeps_fp32_copies = False
-    readable_optimizers = (torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD)
+    keeps_fp32_copies = False  # what is updated is fp32, whatever the forward pass computes with
+    readable_optimizers: tuple[type[torch.optim.Optimizer], ...] = (  # whose states can be read here
+        torch.optim.AdamW,
+        torch.optim.Adam,
+        torch.optim.SGD,
+    )
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
         self.model, self.optimizer = model, optimizer
         self.max_grad_norm = clipping_threshold(max_grad_norm)
 
     def trained(self) -> dict[str, nn.Parameter]:
+        """Returns the trainable parameters by name: the leaves of the forward pass, whole while it runs."""
         return trainable(self.model)
 
     def whole_weights(self) -> AbstractContextManager[None]:
+        """Returns a context in which every process has all weights whole, and a forward pass is its own affair."""
         return contextlib.nullcontext()
 
     def mean_gradients(self, parameters: Iterable[nn.Parameter]) -> Mapping[nn.Parameter, Tensor | None]:
+        """Returns whole gradients, the mean over ranks, before clipping; None of a parameter that got none."""
         return {param: param.grad for param in parameters}
 
     def optimizer_states(self, parameters: Iterable[nn.Parameter]) -> tuple[ByParameter, ByParameter]:
+        """Returns the hyperparameters of every parameter's group, and its whole state; none before the first step."""
         group_of = {param: group for group in self.optimizer.param_groups for param in group["params"]}
         return group_of, dict(self.optimizer.state)
 
     def refuse_what_does_not_fit(self, vectors: int) -> None:
-        """Nothing is gathered."""
+        """Raises ValueError where what a measured step gathers, and so many vectors of it, does not fit."""
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

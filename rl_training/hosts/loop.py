@@ -40,7 +40,7 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import Loop, OpenStep, Shape
 from rl_training.engine.probe import Probe
 from rl_training.engine.scorer import Scorer
-from rl_training.engine.sharding import Replicated
+from rl_training.engine.sharding import Sharding
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy
@@ -96,7 +96,7 @@ def measured_loop(
     policy = LoopPolicy(module, scorer, microbatch_size, sample, decode)
     loop = Loop(
         shape=Shape(responses_per_prompt, microbatch_size, microbatches, ranks.count),
-        sharding=Replicated(module, optimizer, max_grad_norm),
+        sharding=Sharding(module, optimizer, max_grad_norm),
         policy=policy,
         ranks=ranks,
         autocast=autocast is not None,

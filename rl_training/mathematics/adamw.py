@@ -44,18 +44,17 @@ class AdamWState:
         return dataclasses.replace(self, lr=0.0, moves=False)
 
     def delta(self, param: Tensor, grad: Tensor) -> UpdateParts:
-        """Returns the change that the optimizer would make with this gradient, see `adamw_delta`."""
-        return adamw_delta(
-            param,
-            grad,
-            self.exp_avg,
-            self.exp_avg_sq,
-            self.step,
-            lr=self.lr,
-            betas=self.betas,
-            eps=self.eps,
-            weight_decay=self.weight_decay,
-            decoupled=self.decoupled,
+        """Returns the change that the optimizer would make with this gradient, in parts; nothing is modified.
+
+        `grad` after clipping. It may carry leading dimensions, (..., *param.shape): each is a step of its own from the
+        same state, as leave-fold-out needs.
+        """
+        beta1, decay = self.betas[0], self.weight_decay
+        factor = self.gradient_factor(param, grad)
+        return UpdateParts(
+            momentum=factor * (beta1 / (1.0 - beta1) * self.exp_avg),
+            gradient=factor * grad,
+            decay=(-self.lr * decay) * param if self.decoupled else (decay * factor) * param,
         )
 
     def after(self, param: Tensor, grad: Tensor) -> AdamWState:
@@ -63,7 +62,7 @@ class AdamWState:
         if not self.moves:
             return self
         beta1, beta2 = self.betas
-        seen = grad if self.decoupled or not self.weight_decay else grad + self.weight_decay * param
+        seen = self._seen(param, grad)
         return dataclasses.replace(
             self,
             exp_avg=beta1 * self.exp_avg + (1.0 - beta1) * seen,
@@ -74,17 +73,15 @@ class AdamWState:
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
         """Returns a, elementwise: `delta(param, grad).gradient` is a · grad. Few passes: this is in the hot path."""
         beta1, beta2 = self.betas
-        seen = grad if self.decoupled or not self.weight_decay else grad + self.weight_decay * param
+        seen = self._seen(param, grad)
         correction = 1.0 - beta2 ** (self.step + 1)
         old = (beta2 / correction) * self.exp_avg_sq
         root = torch.addcmul(old, seen, seen, value=(1.0 - beta2) / correction).sqrt_()
         return (-self.lr * (1.0 - beta1) / (1.0 - beta1 ** (self.step + 1))) / root.add_(self.eps)
 
-    def decay_part(self, param: Tensor, factor: Tensor) -> Tensor | None:
-        """Returns `delta(param, grad).decay`, from a = gradient_factor(param, grad); None where there is no decay."""
-        if not self.weight_decay:
-            return None
-        return (-self.lr * self.weight_decay) * param if self.decoupled else (self.weight_decay * factor) * param
+    def _seen(self, param: Tensor, grad: Tensor) -> Tensor:
+        """Returns the gradient that the moments take in: Adam's has its decay in it."""
+        return grad if self.decoupled or not self.weight_decay else grad + self.weight_decay * param
 
     @property
     def is_warm(self) -> bool:
@@ -126,35 +123,15 @@ def adamw_delta(
     weight_decay: float,
     decoupled: bool = True,
 ) -> UpdateParts:
-    """Returns the change δθ that torch.optim.AdamW would make, in parts; nothing is modified.
+    """Returns the change δθ that torch.optim.AdamW would make, in parts; with decoupled=False torch.optim.Adam's.
 
-    With decoupled=False, that of torch.optim.Adam, whose weight decay is part of the gradient.
-
-    `exp_avg`, `exp_avg_sq` and `step` as they stood BEFORE the step; `grad` after clipping. `grad` may carry leading
-    dimensions, (..., *param.shape): each is a step of its own from the same state, as leave-fold-out needs.
-
-    The very first step, where Adam moves by the sign:
+    `exp_avg`, `exp_avg_sq` and `step` as they stood BEFORE the step. The very first one, where Adam moves by the sign:
 
     >>> param, grad, zeros = torch.zeros(2), torch.tensor([3.0, -0.2]), torch.zeros(2)
     >>> adamw_delta(param, grad, zeros, zeros, 0, lr=0.1, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0).total
     tensor([-0.1000,  0.1000])
     """
-    beta1, beta2 = betas
-    bias_correction1 = 1.0 - beta1 ** (step + 1)
-    bias_correction2 = 1.0 - beta2 ** (step + 1)
-    # Few passes over `grad`, which may be many steps at once: this is in the hot path.
-    old = (beta2 / bias_correction2) * exp_avg_sq
-    coupled_decay = 0.0 if decoupled else weight_decay
-    seen = grad if coupled_decay == 0.0 else grad + coupled_decay * param
-    second_moment = torch.addcmul(old, seen, seen, value=(1.0 - beta2) / bias_correction2)
-    preconditioner = second_moment.sqrt_().add_(eps).reciprocal_()
-    step_size = lr / bias_correction1
-    fresh = -step_size * (1.0 - beta1)
-    return UpdateParts(
-        momentum=preconditioner * (-step_size * beta1 * exp_avg),
-        gradient=(preconditioner * grad).mul_(fresh),
-        decay=(-lr * weight_decay) * param if decoupled else (fresh * coupled_decay) * preconditioner * param,
-    )
+    return AdamWState(exp_avg, exp_avg_sq, step, lr, betas, eps, weight_decay, decoupled).delta(param, grad)
 
 
 def clipping_threshold(max_grad_norm: float | None) -> float:

@@ -11,6 +11,13 @@ from scipy.special import stdtrit
 MIN_FOLDS_FOR_STDERR = 8  # with fewer, a jackknife error is itself too noisy to be quoted
 
 
+def why_no_stderr(num_folds: int) -> str:
+    """Returns why so few folds give no error bar, "" if they are enough."""
+    if num_folds >= MIN_FOLDS_FOR_STDERR:
+        return ""
+    return f"no error bar: it needs {MIN_FOLDS_FOR_STDERR} folds of whole prompts, the step has {num_folds}"
+
+
 @dataclass(frozen=True)
 class Estimate:
     """A measured number.

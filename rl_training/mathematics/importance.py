@@ -37,25 +37,8 @@ from rl_training.mathematics.kish import kish_size
 from rl_training.mathematics.scores import Scores
 
 LOGP, ENTROPY, LENGTH = 0, 1, 2  # columns of `sequence_totals`
-NUM_TOTALS = 3
 MIN_SEQUENCES = 2  # an error needs one to leave out and one to stay
 MIN_ESS_SHARE = 0.95  # of the sequences, below which fresh ones are drawn: see the module's docstring
-
-
-@dataclass(frozen=True)
-class EntropyChange:
-    """H at the second parameters less H at the first, in nats, with standard errors."""
-
-    token: float
-    token_stderr: float
-    sequence: float
-    sequence_stderr: float
-
-    @classmethod
-    def of(cls, replicates: Replicates) -> EntropyChange:
-        """Returns the change that replicates of (per token, per sequence) stand for."""
-        (token, sequence), (token_stderr, sequence_stderr) = replicates.value.tolist(), replicates.stderr.tolist()
-        return cls(token, token_stderr, sequence, sequence_stderr)
 
 
 @dataclass(frozen=True)
@@ -81,19 +64,15 @@ def importance_weights(before: Tensor, after: Tensor) -> Weights:
     return Weights(kish_size(weights), float(log_ratio.max().exp()), float(log_ratio.min().exp()))
 
 
-def reweighted_change(before: Tensor, after: Tensor) -> EntropyChange:
-    """Returns the SNIS estimate from N sequences sampled under the first policy.
+def reweighted_replicates(before: Tensor, after: Tensor, units: JackknifeUnits | None = None) -> Replicates:
+    """Returns the SNIS estimate from N sequences, (2,) per token and per sequence, and without each unit of them.
 
     before  (N, 3), `sequence_totals` under the policy they were sampled from
     after   (N, 3), of the same sequences under the other
+    units   what is left out at a time instead of one sequence
 
     Example: two sequences of one token with H = (1, 1), H' = (2, 4) and w = (3, 1) have ΔH = 10/4 − 2/2 = 1.5.
     """
-    return EntropyChange.of(reweighted_replicates(before, after))
-
-
-def reweighted_replicates(before: Tensor, after: Tensor, units: JackknifeUnits | None = None) -> Replicates:
-    """Returns the same estimate, (2,) per token and per sequence, also without each sequence, or each unit of them."""
     units = units or JackknifeUnits.of_rows(before)
     return replicates_of_terms(units.gather(change_terms(before, after, _relative_weights(before, after))))
 

@@ -1,7 +1,7 @@
 """The delete-one jackknife of a smooth function of sums.
 
-Everything reported is a smooth function f of sums over folds, s = Σ_k s_k (sums of entropies, of lengths, of inner
-products), so one jackknife serves all: with s_(−l) the sums without fold l,
+Everything reported is a smooth function f of sums over folds, s = Σ_k s_k, so one jackknife serves all: with s_(−l) the
+sums without fold l,
 
     se² = (K−1)/K Σ_l (f(s_(−l)) − mean_l f(s_(−l)))²         K folds over all ranks.
 
@@ -17,11 +17,16 @@ Source: Efron & Stein 1981, "The jackknife estimate of variance".
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+
+from rl_training.mathematics.estimate import Estimate, why_no_stderr
+
+NOT_FINITE = "a log-probability, an entropy or an advantage of the step is not a finite number"
 
 
 def jackknife_stderr(
@@ -46,12 +51,8 @@ def jackknife_stderr(
     >>> torch.isclose(error, x.std() / 2)
     tensor(True)
     """
-    full = statistic(sums)
-    deviations = statistic(sums_without) - full  # centred, so that the square does not cancel
-    count = reduce(sums.new_tensor(float(len(sums_without))))
-    moments = reduce(torch.stack([deviations.sum(dim=0), deviations.square().sum(dim=0)]))
-    variance = (count - 1) / count * (moments[1] - moments[0].square() / count)
-    return variance.clamp(min=0).sqrt()  # exact zero may come out as −1e-30: rounding, not an estimate
+    covariance = jackknife_covariance(lambda s: statistic(s).unsqueeze(-1), sums, sums_without, reduce)
+    return covariance[..., 0, 0].clamp(min=0).sqrt()  # exact zero may come out as −1e-30: rounding, not an estimate
 
 
 def jackknife_covariance(
@@ -70,11 +71,33 @@ def jackknife_covariance(
     tensor([[  9.3333, -18.6667],
             [-18.6667,  37.3333]], dtype=torch.float64)
     """
-    deviations = statistic(sums_without) - statistic(sums)
+    deviations = statistic(sums_without) - statistic(sums)  # centred, so that the square does not cancel
     count = reduce(sums.new_tensor(float(len(sums_without))))
     means = reduce(deviations.sum(dim=0)) / count
     products = reduce((deviations.unsqueeze(-1) * deviations.unsqueeze(-2)).sum(dim=0)) / count
     return (count - 1) * (products - means.unsqueeze(-1) * means.unsqueeze(-2))
+
+
+def estimates_over_folds(
+    names: Sequence[str],
+    statistic: Callable[[Tensor], Tensor],
+    by_fold: Tensor,
+    num_folds: int,
+    reduce: Callable[[Tensor], Tensor],
+) -> dict[str, Estimate]:
+    """Returns the numbers of statistic(Σ by_fold) by name, with their jackknife errors where there are enough folds.
+
+    by_fold  (K, m), what each fold of this rank adds            num_folds  of all ranks
+    """
+    total = reduce(by_fold.sum(dim=0))
+    values, why_no_bar = statistic(total).tolist(), why_no_stderr(num_folds)
+    stderrs = jackknife_stderr(statistic, total, total - by_fold, reduce).tolist()
+    return {
+        name: Estimate.missing(NOT_FINITE)
+        if not math.isfinite(value)
+        else Estimate(value, math.nan if why_no_bar else stderr, num_folds, why_no_bar)
+        for name, value, stderr in zip(names, values, stderrs, strict=True)
+    }
 
 
 @dataclass(frozen=True)

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from rl_training.mathematics.adamw import WARM_STEPS
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
-from rl_training.mathematics.fieller import fieller_interval
-from rl_training.mathematics.jackknife import jackknife_stderr
+from rl_training.mathematics.jackknife import jackknife_covariance, jackknife_stderr, unchanged
 from rl_training.mathematics.kish import kish_size
+from rl_training.mathematics.running_pairs import fieller_interval
 
 BOUNDS = ("", "_low", "_high")  # a value and the ends of its 95 % interval
 NOT_WARM = f"no step of AdamW with {WARM_STEPS} steps behind it: its preconditioner is no metric before"
@@ -97,17 +97,11 @@ def average(history: Tensor, decay: float) -> Averages:
         return Averages(nan[0], nan, math.nan, 0.0, 0.0)
     terms = torch.cat([weights.unsqueeze(1) * rows, weights.unsqueeze(1)], dim=1)
     sums = terms.sum(dim=0)
-    without = sums - terms
-    deviations = without[:, :2] / without[:, 2:] - sums[:2] / sums[2]
-    deviations = deviations - deviations.mean(dim=0)
-
-    def ratio(sums: Tensor) -> Tensor:
-        return sums[..., 1] / sums[..., 0]
-
+    known_sums = sums, sums - terms, unchanged
     return Averages(
         means=sums[:2] / sums[2],
-        covariance=(len(rows) - 1) / len(rows) * deviations.T @ deviations,
-        signal_to_noise_stderr=float(jackknife_stderr(ratio, sums, without, reduce=lambda tensor: tensor)),
+        covariance=jackknife_covariance(lambda s: s[..., :2] / s[..., 2:], *known_sums),
+        signal_to_noise_stderr=float(jackknife_stderr(lambda s: s[..., 1] / s[..., 0], *known_sums)),
         steps=kish_size(weights),
         degrees=kish_size(weights.square()) - 1.0,
     )
@@ -176,11 +170,9 @@ def noise_scale(averages: Averages) -> list[Estimate]:
     return [scale, *bounds]
 
 
-def with_bounds(name: str, estimates: Sequence[Estimate]) -> dict[str, Estimate]:
-    """Returns a value and the ends of its interval, by their names."""
-    return {f"{name}{end}": estimate for end, estimate in zip(BOUNDS, estimates, strict=True)}
-
-
-def times(estimate: Estimate, factor: float) -> Estimate:
-    """Returns the estimate of so many times the quantity."""
-    return Estimate(estimate.value * factor, estimate.stderr * factor, estimate.num_samples, estimate.reason)
+def with_bounds(name: str, estimates: Sequence[Estimate], factor: float = 1.0) -> dict[str, Estimate]:
+    """Returns so many times a value and the ends of its interval, by their names."""
+    return {
+        f"{name}{end}": Estimate(of.value * factor, of.stderr * factor, of.num_samples, of.reason)
+        for end, of in zip(BOUNDS, estimates, strict=True)
+    }

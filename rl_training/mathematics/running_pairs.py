@@ -1,4 +1,4 @@
-"""The mean over steps of two estimates whose errors are known together, and their ratio.
+"""Two estimates whose errors are known together: the interval of their ratio, and their means over steps.
 
 Batches of different steps are independent, so that of the mean Σ w x / Σ w, with w = decay^age, the covariance is
 Σ w² C / (Σ w)². The degrees of freedom of the first one's variance are Satterthwaite's, (Σ w² V)² / Σ (w² V)² / ν.
@@ -10,10 +10,36 @@ import math
 from dataclasses import dataclass
 
 import torch
+from scipy.special import stdtrit
 from torch import Tensor
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.fieller import fieller_interval
+
+
+def fieller_interval(means: Tensor, covariance: Tensor, degrees: float, coverage: float = 0.95) -> tuple[float, float]:
+    """Returns Fieller's interval of numerator / denominator.
+
+    means       (2,), denominator T and numerator S          covariance  (2, 2), of the two
+    degrees     of freedom of the covariance, for Student-t
+
+    It holds the ρ that the data do not speak against: with q Student's quantile,
+
+        (S − ρT)² ≤ q² (V_SS − 2ρ V_TS + ρ² V_TT).
+
+    Unlike value ± q·stderr of the ratio, this asks only S and T to be normal. (−∞, ∞) where T itself is lost in its
+    error. Example, T = 1 without error, S = 3 ± 1 and infinitely many degrees: 3 ± 1.96.
+
+    Source: Fieller 1954, "Some problems in interval estimation".
+    """
+    quantile = float(stdtrit(degrees, 0.5 + 0.5 * coverage))
+    denominator, numerator = means.tolist()
+    (of_denominator, mixed), (_, of_numerator) = (quantile**2 * covariance).tolist()
+    square = denominator**2 - of_denominator
+    linear, constant = denominator * numerator - mixed, numerator**2 - of_numerator
+    if not square > 0:
+        return -math.inf, math.inf
+    half = math.sqrt(max(linear**2 - square * constant, 0.0))  # below 0 by rounding only: S/T is always inside
+    return (linear - half) / square, (linear + half) / square
 
 
 @dataclass(frozen=True)
@@ -51,9 +77,9 @@ class RunningPair:
     decay  weight of a step relative to the next
     """
 
-    def __init__(self, decay: float, state: Tensor | None = None) -> None:
+    def __init__(self, decay: float) -> None:
         self._decay = decay
-        self.state = torch.zeros(8, dtype=torch.float64) if state is None else state
+        self.state = torch.zeros(8, dtype=torch.float64)
 
     def add(self, pair: Pair) -> None:
         """Takes in the pair of another step."""

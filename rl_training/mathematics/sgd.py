@@ -58,10 +58,6 @@ class SGDState:
         buffer = seen.clone() if old is None else self.momentum * old + (1.0 - self.dampening) * seen
         return dataclasses.replace(self, momentum_buffer=buffer)
 
-    def decay_part(self, param: Tensor, factor: Tensor) -> Tensor | None:
-        """Returns `delta(param, grad).decay`, from a = gradient_factor(param, grad); None where there is no decay."""
-        return (self.weight_decay * factor) * param if self.weight_decay else None
-
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
         """Returns a: `delta(param, grad).gradient` is a · grad."""
         inflow = 1.0 if self.momentum_buffer is None else 1.0 - self.dampening  # how much of d enters b

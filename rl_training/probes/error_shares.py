@@ -54,7 +54,6 @@ class ErrorSharesProbe(Probe):
         if not 0.0 <= error_decay < 1.0:
             raise ValueError(f"error_shares: error_decay={error_decay} must lie in [0, 1); 0.5 averages over three")
         self._terms = RunningVariance(error_decay)
-        self._answers: dict[str, Estimate] = {}
 
     def prepare(self, step: Step) -> None:
         suffixes = ("", "_sequence")[: 1 + step.entropy_change.settings.per_sequence]
@@ -71,9 +70,6 @@ class ErrorSharesProbe(Probe):
             for names, values in zip(metrics, shares.tolist(), strict=True)
             for name, value in zip(names, values, strict=False)
         }
-
-    def results(self) -> dict[str, Estimate]:
-        return self._answers
 
     def state_dict(self) -> dict[str, Tensor]:
         return self._terms.state_dict()

@@ -77,9 +77,6 @@ class EffectiveSampleSizeProbe(Probe):
                 answers[metric] = missing(reason) if math.isnan(value) else known(value)
         self._answers = answers
 
-    def results(self) -> dict[str, Estimate]:
-        return self._answers
-
 
 def _sums(step: Step) -> Tensor:
     """Returns this rank's (8,) sums: of |A| and A², of |A|T and (AT)²; sequences, zero ones; prompts, zero ones.

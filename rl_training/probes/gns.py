@@ -51,7 +51,6 @@ from rl_training.mathematics.noise_scale import (
     signal_to_noise,
     signal_to_noise_interval,
     split_of_trace,
-    times,
     with_bounds,
 )
 from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
@@ -91,7 +90,6 @@ class GradientNoiseScaleProbe(Probe):
         self.decay = decay
         self.split_prompts = split_prompts
         self._history = torch.zeros(0, len(CHANNELS), 2, dtype=torch.float64)  # (steps, channels, tr Σ and |G|²)
-        self._answers: dict[str, Estimate] = {}
 
     def prepare(self, step: Step) -> None:
         index, microbatches = step.batch.rollout.prompt_index, step.batch.microbatch_rows
@@ -120,9 +118,6 @@ class GradientNoiseScaleProbe(Probe):
         self._history = torch.cat([self._history, moments.unsqueeze(0)])[-remembered:]
         self._answers = self._estimates(step, int(blocks), batch_size)
 
-    def results(self) -> dict[str, Estimate]:
-        return self._answers
-
     def state_dict(self) -> dict[str, Tensor]:
         return {"history": self._history}
 
@@ -137,27 +132,23 @@ class GradientNoiseScaleProbe(Probe):
         raw = self._history[-1, 0]
         why = NO_RAW_ERROR if raw.isfinite().all() else "the step's gradient is not a finite number"
         answers = {n: Estimate(value, math.nan, blocks, why) for n, value in zip(RAW, raw.tolist(), strict=True)}
-        for channel, kind in enumerate(CHANNELS):
-            averages = average(self._history[:, channel], self.decay)
-            if kind == "split":
-                if self.split_prompts:
-                    known = dict(zip(SPLIT, means(averages), strict=True))
-                    why_not = step.capabilities.why_no_split_of_trace()
-                    answers |= dict.fromkeys(SPLIT, Estimate.missing(why_not)) if why_not else known
-            elif kind == "all":
-                answers |= dict(zip(AVERAGED, means(averages), strict=True))
-                answers["gns/signal_to_noise"] = signal = signal_to_noise(averages)
-                scale = noise_scale(averages)
-                answers |= with_bounds("gns/noise_scale_prompts", scale)
-                in_sequences = [times(estimate, step.batch.responses_per_prompt) for estimate in scale]
-                answers |= with_bounds("gns/noise_scale_sequences", in_sequences)
-                ends = [bound(averages, end) for end in signal_to_noise_interval(averages)]
-                answers |= with_bounds("gns/batch_ratio", [times(e, batch_size) for e in (signal, *ends)])
-            elif kind == "adam":
-                answers["gns/adam_signal_to_noise"] = signal_to_noise(averages)
-                answers |= with_bounds("gns/adam_noise_scale_prompts", noise_scale(averages))
-            elif averages.steps > 0:  # a model need not have every kind
-                answers[f"gns/kind/{kind}"] = noise_scale(averages)[0]
+        of = {channel: average(self._history[:, number], self.decay) for number, channel in enumerate(CHANNELS)}
+        everything, adam = of["all"], of["adam"]
+        answers |= dict(zip(AVERAGED, means(everything), strict=True))
+        signal, scale = signal_to_noise(everything), noise_scale(everything)
+        ends = [bound(everything, end) for end in signal_to_noise_interval(everything)]
+        answers["gns/signal_to_noise"] = signal
+        answers |= with_bounds("gns/noise_scale_prompts", scale)
+        answers |= with_bounds("gns/noise_scale_sequences", scale, step.batch.responses_per_prompt)
+        answers |= with_bounds("gns/batch_ratio", [signal, *ends], batch_size)
+        answers["gns/adam_signal_to_noise"] = signal_to_noise(adam)
+        answers |= with_bounds("gns/adam_noise_scale_prompts", noise_scale(adam))
+        there = [kind for kind in KINDS if of[kind].steps > 0]  # a model need not have every kind
+        answers |= {f"gns/kind/{kind}": noise_scale(of[kind])[0] for kind in there}
+        if self.split_prompts:
+            why_not = step.capabilities.why_no_split_of_trace()
+            split = [Estimate.missing(why_not)] * 2 if why_not else means(of["split"])
+            answers |= dict(zip(SPLIT, split, strict=True))
         return answers
 
 

@@ -40,11 +40,10 @@ from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.importance import (
     MIN_ESS_SHARE,
     MIN_SEQUENCES,
-    EntropyChange,
     change_terms,
     importance_weights,
     replicates_of_terms,
-    reweighted_change,
+    reweighted_replicates,
     sequence_totals,
 )
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
@@ -95,7 +94,6 @@ class GroundTruthProbe(Probe):
         self._buffer: FreshSequences | None = None
         self._predicted: tuple[Replicates, JackknifeUnits] | None = None
         self._forward: Estimate | None = None  # what is held against the truth
-        self._answers: dict[str, Estimate] = {}
         self._calibration = Calibration()
 
     def prepare(self, step: Step) -> None:
@@ -130,9 +128,6 @@ class GroundTruthProbe(Probe):
     def reads_new_weights(self) -> bool:
         return self._buffer is not None
 
-    def results(self) -> dict[str, Estimate]:
-        return self._answers
-
     def state_dict(self) -> dict[str, Tensor]:
         return self._calibration.state_dict()
 
@@ -165,19 +160,13 @@ class GroundTruthProbe(Probe):
             pairs = change_terms(buffer.totals, fresh, torch.ones_like(fresh[:, 0]))
             return replicates_of_terms(units.gather(pairs[buffer.rollout.prompt_index]))
 
-        change = EntropyChange.of(true_change(buffer.sequences))
-        snis = reweighted_change(buffer.totals, totals)
+        change = true_change(buffer.sequences)
+        snis = reweighted_replicates(buffer.totals, totals)
         floor = per_decision_change(buffer.scores, buffer.again, buffer.sequences)
-        measured = (
-            self._known(change.token, change.token_stderr),
-            self._known(change.sequence, change.sequence_stderr),
-            self._known(snis.token, snis.token_stderr),
-            self._known(float(floor.value[0])),
-            self._known(float(resampled)),
-            self._known(weights.ess),
-            self._known(weights.largest),
-            self._known(weights.smallest),
-        )
+        with_stderr = zip([*change.value, snis.value[0]], [*change.stderr, snis.stderr[0]], strict=True)
+        alone = (floor.value[0], resampled, weights.ess, weights.largest, weights.smallest)
+        measured = [self._known(float(value), float(stderr)) for value, stderr in with_stderr]
+        measured += [self._known(float(value)) for value in alone]
         answers = dict(zip(MEASURED, measured, strict=True))
         if self._predicted is not None:
             predicted, blocks = self._predicted
@@ -224,20 +213,12 @@ def _scored_by_length(policy: Policy, rollout: Rollout) -> Scores:
     """Returns the scores of all rows once more, each in a batch with others of about its length."""
     order = rollout.completion_mask.sum(dim=1).argsort(stable=True)
     parts = [policy.score_rollout(take_rows(rollout, rows)) for rows in order.chunk(2)]
-    back = order.argsort()
-
-    def join(values: list[Tensor]) -> Tensor:
-        return torch.cat(values)[back]
-
-    return Scores(
-        logps=join([part.logps for part in parts]),
-        entropies=join([part.entropies for part in parts]),
-        mask=rollout.completion_mask,
-    )
+    both = torch.cat([torch.stack([part.logps, part.entropies]) for part in parts], dim=1)
+    logps, entropies = both[:, order.argsort()]
+    return Scores(logps, entropies, rollout.completion_mask)
 
 
 def _widened(scores: Scores, width: int) -> Scores:
     """Returns the scores in tables of so many columns."""
-
     logps, entropies, mask = (in_one_width([v], at_least=width) for v in (scores.logps, scores.entropies, scores.mask))
     return Scores(logps, entropies, mask)

@@ -88,7 +88,6 @@ class InterventionsProbe(Probe):
             raise ValueError(f"interventions: which has {', '.join(twice)} twice")
         self.num_folds = num_folds
         self._means = {name: RunningPair(decay) for name in names}
-        self._answers: dict[str, Estimate] = {}
 
     def prepare(self, step: Step) -> None:
         why = _why_none(step)
@@ -110,9 +109,6 @@ class InterventionsProbe(Probe):
                 mean = self._means[of.name]
                 mean.add(measured.pairs[of.name])
                 self._answer(of, measured.estimates(of) | _means(mean.mean(), measured.has_reward, mean.steps))
-
-    def results(self) -> dict[str, Estimate]:
-        return self._answers
 
     def num_vectors(self, num_folds: int) -> int:
         """X and one basis of changes: by fold, and over all folds; and the gradient of the reward over all folds."""

@@ -55,7 +55,6 @@ class ResponsesProbe(Probe):
         if count < 1:
             raise ValueError(f"responses: count={count} must be at least 1")
         self.count = count
-        self._answers: dict[str, Estimate] = {}
 
     def prepare(self, step: Step) -> None:
         names = [f"delta_h/response/{rank}" for rank in range(1, self.count + 1)]
@@ -70,9 +69,6 @@ class ResponsesProbe(Probe):
             name: Estimate(float(of_response[row]), reason=NO_ERROR_BAR, detail=_describe(step, row))
             for name, row in zip(names, lowest, strict=False)
         }
-
-    def results(self) -> dict[str, Estimate]:
-        return self._answers
 
 
 def contributions(step: Step) -> Tensor:

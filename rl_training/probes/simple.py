@@ -23,20 +23,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
-from rl_training.engine.entropy_change import PRODUCTS, EntropyChange
+from rl_training.engine.entropy_change import PRODUCTS, EntropyChange, levels_of_folds
 from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.quantities import Quantity
 from rl_training.engine.step import Step
 from rl_training.mathematics.entropy import Estimator
 from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.jackknife import estimates_over_folds
 from rl_training.mathematics.trapezoid import BatchTerms, TrapezoidSum
-from rl_training.probes.visited_entropy import visited_entropy
 
 UNITS = ("token", "sequence")  # that each sum is kept in
 SUMS = ("trapezoid", "cumulative_predicted", "cumulative_measured")
+VISITED = ("entropy/visited_prefixes", "entropy/visited_prefixes_sequence")
 HOLE_IN_SUM = "a step before this one has no trapezoid estimate, and a sum with a hole is no sum"
 HALF = "it needs this step's backward and the last one's forward, and one of them is not finite or was not asked for"
 
@@ -83,7 +85,6 @@ class SimpleEntropyProbe(Probe):
         self.per_sequence, self.own_prompts = per_sequence, own_prompts
         self.offload = offload
         self._sum = TrapezoidSum()
-        self._answers: dict[str, Estimate] = {}
 
     def prepare(self, step: Step) -> None:
         change = step.entropy_change
@@ -96,9 +97,6 @@ class SimpleEntropyProbe(Probe):
             for row in rows
             for metric, estimate in zip(self._metrics(row.name), row.estimates(change.sums.num_folds), strict=False)
         }
-
-    def results(self) -> dict[str, Estimate]:
-        return self._answers
 
     def state_dict(self) -> dict[str, Tensor]:
         return {f"sum.{name}": tensor for name, tensor in self._sum.state_dict().items()}
@@ -155,3 +153,19 @@ class SimpleEntropyProbe(Probe):
             return "entropy/token", "entropy/sequence"
         pair = f"delta_h/{quantity}", f"delta_h/{quantity}_sequence"
         return pair if self.per_sequence or quantity == "cumulative_measured" else pair[:1]
+
+
+def visited_entropy(step: Step) -> dict[str, Estimate]:
+    """Returns Σ h / Σ T, nats per token, and Σ h / N, nats per sequence, of the visited prefixes. A collective.
+
+    For sequences that are no samples of the scored policy: h is exact at every prefix, but which ones are visited, and
+    how often, the cut or penalised policy decides. So this is no H_tok or H_seq of either policy.
+    """
+    sequences = torch.ones(step.batch.rollout.num_sequences, dtype=torch.float64, device=step.batch.fold.device)
+
+    def per_token_and_sequence(sums: Tensor) -> Tensor:
+        count, entropy, length = sums.unbind(-1)
+        return torch.stack([entropy / length, entropy / count], dim=-1)
+
+    by_fold, num_folds = levels_of_folds(step.batch, sequences), step.capabilities.num_folds
+    return estimates_over_folds(VISITED, per_token_and_sequence, by_fold, num_folds, step.ranks.reduce)

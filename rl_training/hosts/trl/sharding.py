@@ -8,7 +8,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from trl import GRPOTrainer
 
 from rl_training.engine.fsdp2 import FullyShard
-from rl_training.engine.sharding import Replicated, Sharding
+from rl_training.engine.sharding import Sharding
 from rl_training.hosts.trl.zero import Zero, Zero3
 
 
@@ -17,12 +17,12 @@ def sharding_of(trainer: GRPOTrainer) -> Sharding:
     if trainer.is_deepspeed_enabled:
         stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
         return (Zero3 if stage == 3 else Zero)(trainer.model_wrapped)
-    return (FullyShard if trainer.is_fsdp_enabled else Replicated)(*_of(trainer))
+    return (FullyShard if trainer.is_fsdp_enabled else Sharding)(*_of(trainer))
 
 
-def replicated(trainer: GRPOTrainer) -> Replicated:
+def replicated(trainer: GRPOTrainer) -> Sharding:
     """Returns the layout of a trainer that takes no step, with the optimizer that it has made."""
-    return Replicated(*_of(trainer))
+    return Sharding(*_of(trainer))
 
 
 def _of(trainer: GRPOTrainer) -> tuple[Any, ...]:

@@ -27,8 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from trl.models.utils import add_hooks, remove_hooks
 
-from rl_training.engine.sharding import ByParameter, refuse_what_does_not_fit, trainable
-from rl_training.mathematics.adamw import clipping_threshold
+from rl_training.engine.sharding import ByParameter, Sharding, refuse_what_does_not_fit
 
 WHOLE: WeakSet[nn.Module] = WeakSet()  # models whose weights are whole just now
 
@@ -54,7 +53,7 @@ def gathered(engine: Any) -> Iterator[None]:
             add_hooks(engine)
 
 
-class Zero:
+class Zero(Sharding):
     """ZeRO stages 1 and 2, whose engine steps, and clips. The weights are whole. Raises ValueError for others."""
 
     KIND = "DeepSpeedZeroOptimizer"  # that is read here
@@ -69,20 +68,7 @@ class Zero:
                 "ZeRO-2 (launch/zero2.yaml), or train without probes (probe=none)"
             )
         self._engine, self._zero = engine, engine.optimizer
-
-    @property
-    def optimizer(self) -> torch.optim.Optimizer:
-        return self._zero.optimizer
-
-    @property
-    def max_grad_norm(self) -> float:
-        return clipping_threshold(self._zero.clip_grad)
-
-    def trained(self) -> dict[str, nn.Parameter]:
-        return trainable(self._engine.module)
-
-    def whole_weights(self) -> AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        super().__init__(engine.module, self._zero.optimizer, self._zero.clip_grad)
 
     def mean_gradients(self, parameters: Iterable[nn.Parameter]) -> Mapping[nn.Parameter, Tensor | None]:
         """Returns whole gradients, to be asked for before engine.step; zeros of a parameter that got none."""
@@ -104,9 +90,6 @@ class Zero:
                 for param in full:
                     states.setdefault(param, {})[key] = full[param]
         return group_of, states
-
-    def refuse_what_does_not_fit(self, vectors: int) -> None:
-        """Nothing but what is trained is gathered, which is whole on every process as it is."""
 
     def _gather(self, group: int, partition: Tensor) -> dict[nn.Parameter, Tensor]:
         """Returns a group's parameter-shaped views of the flat vector that the ranks' slices make up. A collective."""
