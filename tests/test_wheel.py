@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from rl_training.extras import EXTRA_OF
+from rl_training.version import VERSION
 
 ROOT = Path(__file__).parents[1]
 SOURCES = ("rl_training", "conf", "launch", "probe_configs")
@@ -129,6 +130,12 @@ def test_the_command_hands_out_the_files_that_come_with_it(environment: Path, tm
     assert "\nseed: 7" in f"\n{composed}"  # a file of the user's wins
     assert "EffectiveSampleSizeProbe" in composed  # and may be a new choice
     assert "interventions, none, own, responses" in said("train", "--config-dir", "mine", "probe=o", "--cfg", "job")
+
+
+def test_version_changelog_and_citation_agree() -> None:
+    citation, changelog = ((ROOT / name).read_text(encoding="utf-8") for name in ("CITATION.cff", "CHANGELOG.md"))
+    assert re.findall(r"^version: (.+)$", citation, re.MULTILINE) == [VERSION]
+    assert re.findall(r"^## ([\d.]+)", changelog, re.MULTILINE)[0] == VERSION
 
 
 # --- extras -----------------------------------------------------------------------------------------------------------

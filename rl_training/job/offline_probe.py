@@ -72,7 +72,7 @@ class OfflineEntropyProbe:
             cfg = compose("offline", overrides=gather_run_settings(asked.words))
             paths = analyse_checkpoints(cfg)
         if len(paths) > 1:
-            raise ValueError(f"{cfg.checkpoint} holds {len(paths)} checkpoints: name one, or use offline.py")
+            raise ValueError(f"{cfg.checkpoint} holds {len(paths)} checkpoints: name one, or use rl-training analyze")
         return _in_old_words(read_result(paths[0]), asked)
 
 
@@ -94,8 +94,8 @@ def main() -> None:
     """Runs the probe of a configuration file, prints its core numbers, and where the log lies."""
     parser = argparse.ArgumentParser(
         prog="python -m rl_training.offline",
-        description="What a checkpoint's next step does to entropy, by a configuration file. offline.py does the same "
-        "by a command line.",
+        description="What a checkpoint's next step does to entropy, by a configuration file. rl-training analyze "
+        "does the same by a command line.",
     )
     parser.add_argument("--config", required=True, help="a file as those in probe_configs")
     parser.add_argument("--checkpoint", help="a checkpoint or a run, instead of the file's")

@@ -107,7 +107,7 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
         elif not key.startswith(UNLISTED) and OmegaConf.select(cfg, key, default=None) is None:
             known = _keys(cfg)
             hint = did_you_mean(key, known)
-            raise ValueError(f"{key}: neither offline.py nor the run in {stored.parent} has this setting{hint}")
+            raise ValueError(f"{key}: neither the analysis nor the run in {stored.parent} has this setting{hint}")
         else:
             OmegaConf.update(cfg, key, value, force_add=True)
     _refuse_missing(cfg, stored)

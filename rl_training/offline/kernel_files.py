@@ -65,10 +65,10 @@ def load_kernel(folder: Path) -> Kernel:
     """Returns the kernel in this folder. Raises ValueError when it is not finished."""
     path = folder / KERNEL_FILE
     if not path.is_file():
-        raise ValueError(f"{folder} holds no finished kernel ({KERNEL_FILE}): run offline.py kernel.enabled=true")
+        raise ValueError(f"{folder} holds no {KERNEL_FILE}: run rl-training analyze kernel.enabled=true")
     try:
         with safe_open(path, framework="pt") as file:
             about = dict(file.metadata())
         return Kernel(load_file(path), about)
     except SafetensorError as error:
-        raise ValueError(f"{path} is damaged ({error}): remove it, and calculate it again by offline.py") from error
+        raise ValueError(f"{path} is damaged ({error}): remove it, and run rl-training analyze again") from error

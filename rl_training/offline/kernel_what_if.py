@@ -87,7 +87,7 @@ def clip_of_kept(s: Structure, kept: Tensor) -> float:
     if gram is None:
         raise ValueError(
             f"the kernel of {about['checkpoint']} was calculated before norms of gradients were kept: remove its "
-            "folder, and run offline.py kernel.enabled=true again"
+            "folder, and run rl-training analyze kernel.enabled=true again"
         )
     of_kept, of_all = (float(a @ gram @ a) for a in (kept * s.advantages, s.advantages))
     share = math.sqrt(of_kept / of_all) if of_all else 0.0
