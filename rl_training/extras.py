@@ -30,6 +30,7 @@ EXTRA_OF = {  # the smallest that has it, by the name that is imported
     "deepspeed": "deepspeed",
     "bitsandbytes": "qlora",
     "vllm": "vllm",
+    "verl": "verl",
     "reasoning_gym": "reasoning-gym",
 }
 
