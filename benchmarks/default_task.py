@@ -1,4 +1,4 @@
-"""The embedded default in a trainer, as `train.py` composes it: what the benchmarks measure on."""
+"""The embedded default in a trainer as `train.py` composes it, or another task: what the benchmarks measure on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from transformers import PrinterCallback, set_seed
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
 from rl_training.records.jsonl import Records
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import load_tiny
+from rl_training.tasks.models import load_causal_lm
+from rl_training.tasks.task import Task
+from rl_training.tasks.tiny import TINY_PATH
 
 
 def default_trainer(
@@ -25,12 +27,17 @@ def default_trainer(
     train_dataset: Any = None,
     eval_dataset: Any = None,
     peft_config: Any = None,
+    task: Task | None = None,
+    model_folder: Path = TINY_PATH,
     **settings: Any,
 ) -> DrGRPOTrainer:
-    """Returns a trainer of the default task: 32 prompts x 8 responses in 8 microbatches, unless `settings` differ."""
+    """Returns a trainer of the default task, or of `task` with a model of its own.
+
+    32 prompts x 8 responses in 8 microbatches, unless `settings` differ.
+    """
     set_seed(seed)
-    model, tokenizer = load_tiny()
-    task = arithmetic()
+    model, tokenizer = load_causal_lm(model_folder)
+    task = task or arithmetic()
     defaults: dict[str, Any] = {
         "per_device_train_batch_size": 32,
         "gradient_accumulation_steps": 8,

@@ -1,0 +1,50 @@
+"""Who predicts entropy best, and who warns in time? Two tables, and their pictures.
+
+    OMP_NUM_THREADS=1 python benchmarks/leaderboard.py FOLDER [--part runs | tables] [--runs N]
+
+Table 1, single steps: every predictor of benchmarks/predictors against the change of entropy measured on fresh
+sequences (per-decision importance sampling), and its sums over ten steps against the change along the run. Table 2,
+forecasts: every method of benchmarks/forecasters on the held-out runs alone, at 10, 20 and 50 steps, and as an alarm.
+
+`runs` trains what is missing in FOLDER, one run after another; a run that has ended is not trained again, so stop it
+and go on as you like. `tables` is made of the runs that are there. A new predictor or forecaster is one new file and
+`--part tables`: no run is made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import rl_training.job.silence  # noqa: F401
+
+import torch
+from leaderboard_runs import EVERY, RUNS, STEPS, make
+from tqdm import tqdm
+
+
+def train(folder: Path, number: int) -> None:
+    """Trains the runs that are missing among the first so many."""
+    todo = [(run, path) for run in RUNS[:number] if not (path := folder / "runs" / f"{run.name}.pt").exists()]
+    with tqdm(total=len(todo) * STEPS, unit="step") as bar:
+        for run, path in todo:
+            bar.set_description(run.name)
+            scratch = path.with_suffix(".part")
+            scratch.parent.mkdir(parents=True, exist_ok=True)
+            torch.save(make(folder, run, STEPS, EVERY, bar), scratch)
+            scratch.rename(path)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="where runs, tables and pictures are kept")
+    parser.add_argument("--part", choices=("runs", "tables"), help="none: both, one after the other")
+    parser.add_argument("--runs", type=int, default=len(RUNS), help="so many of the runs (default: %(default)s)")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    if options.part != "tables":
+        train(options.folder, options.runs)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""The runs of the leaderboard: which there are, which are held out, and what is kept of each step.
+
+A run is a file FOLDER/runs/NAME.pt, written when it has ended. What predictors and forecasters see of a step is a
+`StepFacts`; with it lies, at each EVERY-th step, the truth that they are held against.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from default_task import default_trainer
+from peft import LoraConfig
+from predictors import StepFacts
+from torch import Tensor
+from tqdm import tqdm
+from transformers import TrainerCallback
+
+from rl_training import Estimate, Probe
+from rl_training.engine.evaluation_gradient import blocks_of, evaluation_change
+from rl_training.engine.probe import Need
+from rl_training.engine.step import Step
+from rl_training.mathematics.vectors import dot
+from rl_training.probes import GroundTruthProbe
+from rl_training.tasks.arithmetic import arithmetic
+from rl_training.tasks.reasoning_gym import answered_examples, reasoning_gym
+from rl_training.tasks.task import Task
+from rl_training.tasks.tiny import TINY_PATH, build_model, build_tokenizer, warm_start
+
+STEPS = 90
+EVERY = 5  # steps from one truth to the next
+TRUTH, OTHERS = 256, 128  # fresh sequences of the truth, and others that deltaH1 is predicted from
+SHORT_SUMS = {"min_terms": 2, "max_terms": 3, "max_digits": 1}
+SHORT_WORDS = {"min_word_len": 3, "max_word_len": 5}
+SHORTEST_WORDS = {"min_word_len": 3, "max_word_len": 4}
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A task, with the most tokens of a response, and the model that half knows it."""
+
+    task: Callable[[], Task]
+    tokens: int
+    gym: tuple[str, dict[str, Any]] | None = None  # whose answers the model is warmed up on; None: the embedded one
+
+
+TASKS = {
+    "chains": Setting(arithmetic, 36),
+    "long_chains": Setting(lambda: arithmetic(min_operands=8, max_operands=9), 48),
+    "sums": Setting(lambda: reasoning_gym("chain_sum", 1024, 1, settings=SHORT_SUMS), 10, ("chain_sum", SHORT_SUMS)),
+    "words": Setting(
+        lambda: reasoning_gym("spell_backward", 512, 1, settings=SHORTEST_WORDS), 10, ("spell_backward", SHORT_WORDS)
+    ),
+}
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "adamw_3e-4": {"learning_rate": 3e-4},
+    "adamw_1e-3": {"learning_rate": 1e-3},
+    "lora_2e-3": {"learning_rate": 2e-3, "lora": True},
+    "sgd_0.1": {"learning_rate": 0.1, "optim": "sgd"},
+}
+SEEDS = range(4)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run, by its name alone."""
+
+    task: str
+    optimizer: str
+    seed: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.task}-{self.optimizer}-{self.seed}"
+
+    @property
+    def held_out(self) -> bool:
+        """Whether nothing may be chosen by this run: two of three are, by a checksum of the name."""
+        return zlib.crc32(self.name.encode()) % 3 != 0
+
+
+# Seeds first, so that whatever is there has all tasks and optimizers.
+RUNS = [Run(task, optimizer, seed) for seed, task, optimizer in product(SEEDS, TASKS, OPTIMIZERS)]
+
+
+class LeaderboardProbe(Probe):
+    """Keeps what predictors may see of each step, and at each EVERY-th the truth."""
+
+    name = "leaderboard"
+    needs = Need.HALVES
+
+    def __init__(self, every: int, seed: int) -> None:
+        super().__init__()
+        self._truth_every, self._seed = every, seed
+        self._truth = GroundTruthProbe(every, TRUTH, seed)
+        self.steps: list[dict[str, Any]] = []
+
+    def prepare(self, step: Step) -> None:
+        seconds = {"start": time.perf_counter()}
+        change = step.entropy_change
+        names = ("entropy", "forward", "backward", "reuse")
+        products = {name: change.quantities[name].estimates(change.sums.num_folds)[0] for name in names}
+        update = change.update
+        assert update is not None
+        both = [0.5 * (even + odd) for even, odd in zip(*change.halves, strict=True)]
+        rate = float(next(iter(step.optimizer.states.values())).lr)
+        products["sgd"] = Estimate(-rate * change.clip * float(dot(both, change.gradient)))
+        seconds["engine"] = time.perf_counter() - seconds.pop("start")
+        if self._measures_truth(step):
+            self._truth.prepare(step)
+            products["deltaH1"] = self._of_others(step)
+        self.steps.append({
+            "facts": StepFacts(rate, step.batch.rollout.advantages, *next_token_sums(step), products),
+            "seconds": seconds,
+            "truth": None,
+        })  # fmt: skip
+
+    def after_step(self, step: Step) -> None:
+        if self._measures_truth(step):
+            self._truth.after_step(step)
+            answers = self._truth.results()
+            self.steps[-1]["truth"] = {name: answers[f"delta_h/{name}"] for name in ("true", "ess", "evaluation")}
+
+    def reads_new_weights(self) -> bool:
+        return self._truth.reads_new_weights()
+
+    def results(self) -> dict[str, Estimate]:
+        return {"leaderboard/steps": Estimate(float(len(self.steps)))}
+
+    def _measures_truth(self, step: Step) -> bool:
+        return step.number % self._truth_every == 0
+
+    def _of_others(self, step: Step) -> Estimate:
+        """Returns X_E · δθ of an evaluation buffer that the truth does not see."""
+        start = time.perf_counter()
+        buffer = step.policy.sample(OTHERS, (1 << 40) + (self._seed << 32) + step.number)
+        blocks = blocks_of(step, buffer, OTHERS)
+        said = evaluation_change(step, buffer, step.policy.score_rollout(buffer), blocks, ("token",))
+        detail: dict[str, str | float] = {"seconds": time.perf_counter() - start}
+        return Estimate(float(said.value[0]), float(said.stderr[0]), len(said.without), detail=detail)
+
+
+def next_token_sums(step: Step) -> tuple[Tensor, ...]:
+    """Returns the mask of the batch's tokens and, at each, log p of the token, H, Σ p² and Σ p² log p: (B, T) each."""
+    rollout = step.batch.rollout
+    ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)
+    attended = torch.cat([rollout.prompt_mask, rollout.token_mask], dim=1)
+    with step.policy.measuring(), torch.no_grad():
+        logits = step.policy.model(input_ids=ids, attention_mask=attended).logits
+        logps = (logits[:, -rollout.completion_ids.shape[1] - 1 : -1] / step.policy.scorer.temperature).log_softmax(-1)
+    p = logps.exp()
+    sampled = logps.gather(-1, rollout.completion_ids.unsqueeze(-1)).squeeze(-1)
+    squares = p.square()
+    sums = sampled, -(p * logps).sum(-1), squares.sum(-1), (squares * logps).sum(-1)
+    return rollout.completion_mask.bool(), *sums
+
+
+class Progress(TrainerCallback):
+    """A bar over the steps of all runs."""
+
+    def __init__(self, bar: tqdm) -> None:
+        self.bar = bar
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.bar.update()
+
+
+def model_of(folder: Path, setting: Setting) -> Path:
+    """Returns the folder of the model that half knows a task; it is made the first time, in 15 seconds."""
+    if setting.gym is None:
+        return TINY_PATH
+    task, settings = setting.gym
+    path = folder / "models" / task
+    if not (path / "config.json").exists():
+        tokenizer = build_tokenizer()
+        model = build_model(tokenizer, seed=0)
+        warm_start(model, tokenizer, answered_examples(task, 0, settings))
+        tokenizer.save_pretrained(path)
+        model.save_pretrained(path)
+    return path
+
+
+def make(folder: Path, run: Run, steps: int, every: int, bar: tqdm) -> dict[str, Any]:
+    """Returns what is kept of a run: its steps in their order, and the seconds of the whole."""
+    setting, settings = TASKS[run.task], dict(OPTIMIZERS[run.optimizer])
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    probe = LeaderboardProbe(every, run.seed)
+    start = time.perf_counter()
+    with tempfile.TemporaryDirectory() as scratch:
+        trainer = default_trainer(
+            scratch, [probe], steps, seed=run.seed, task=setting.task(), model_folder=model_of(folder, setting),
+            peft_config=lora if settings.pop("lora", False) else None, max_completion_length=setting.tokens,
+            per_device_train_batch_size=8, logging_steps=steps, **settings,
+        )  # fmt: skip
+        trainer.add_callback(Progress(bar))
+        trainer.train()
+    return {"name": run.name, "steps": probe.steps, "seconds": time.perf_counter() - start}
