@@ -24,11 +24,22 @@ from tqdm import tqdm
 from transformers import TrainerCallback
 
 from rl_training import Estimate, Probe
-from rl_training.engine.evaluation_gradient import blocks_of, evaluation_change
+from rl_training.engine.batch import Rollout
+from rl_training.engine.evaluation_gradient import evaluation_change
 from rl_training.engine.probe import Need
 from rl_training.engine.step import Step
+from rl_training.mathematics.importance import (
+    MIN_ESS_SHARE,
+    EntropyChange,
+    change_terms,
+    importance_weights,
+    replicates_of_terms,
+    sequence_totals,
+)
+from rl_training.mathematics.jackknife import JackknifeUnits
+from rl_training.mathematics.per_decision import per_decision_change
+from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import dot
-from rl_training.probes import GroundTruthProbe
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.reasoning_gym import answered_examples, reasoning_gym
 from rl_training.tasks.task import Task
@@ -36,7 +47,7 @@ from rl_training.tasks.tiny import TINY_PATH, build_model, build_tokenizer, warm
 
 STEPS = 90
 EVERY = 5  # steps from one truth to the next
-TRUTH, OTHERS = 256, 128  # fresh sequences of the truth, and others that deltaH1 is predicted from
+TRUTH, OTHERS, BLOCK = 256, 128, 16  # fresh sequences of the truth; others for deltaH1, in blocks
 SHORT_SUMS = {"min_terms": 2, "max_terms": 3, "max_digits": 1}
 SHORT_WORDS = {"min_word_len": 3, "max_word_len": 5}
 SHORTEST_WORDS = {"min_word_len": 3, "max_word_len": 4}
@@ -99,7 +110,7 @@ class LeaderboardProbe(Probe):
     def __init__(self, every: int, seed: int) -> None:
         super().__init__()
         self._truth_every, self._seed = every, seed
-        self._truth = GroundTruthProbe(every, TRUTH, seed)
+        self._buffer: tuple[Rollout, Scores] | None = None
         self.steps: list[dict[str, Any]] = []
 
     def prepare(self, step: Step) -> None:
@@ -113,9 +124,10 @@ class LeaderboardProbe(Probe):
         rate = float(next(iter(step.optimizer.states.values())).lr)
         products["sgd"] = Estimate(-rate * change.clip * float(dot(both, change.gradient)))
         seconds["engine"] = time.perf_counter() - seconds.pop("start")
-        if self._measures_truth(step):
-            self._truth.prepare(step)
+        self._buffer = None
+        if step.number % self._truth_every == 0:
             products["deltaH1"] = self._of_others(step)
+            self._buffer = self._sample_and_score(step)
         self.steps.append({
             "facts": StepFacts(rate, step.batch.rollout.advantages, *next_token_sums(step), products),
             "seconds": seconds,
@@ -123,28 +135,45 @@ class LeaderboardProbe(Probe):
         })  # fmt: skip
 
     def after_step(self, step: Step) -> None:
-        if self._measures_truth(step):
-            self._truth.after_step(step)
-            answers = self._truth.results()
-            self.steps[-1]["truth"] = {name: answers[f"delta_h/{name}"] for name in ("true", "ess", "evaluation")}
+        if self._buffer is not None:
+            fresh, before = self._buffer
+            self.steps[-1]["truth"] = self._measured(step, before, scores_at_once(step, fresh))
 
     def reads_new_weights(self) -> bool:
-        return self._truth.reads_new_weights()
+        return self._buffer is not None
 
     def results(self) -> dict[str, Estimate]:
         return {"leaderboard/steps": Estimate(float(len(self.steps)))}
 
-    def _measures_truth(self, step: Step) -> bool:
-        return step.number % self._truth_every == 0
+    def _sample_and_score(self, step: Step) -> tuple[Rollout, Scores]:
+        fresh = step.policy.sample(TRUTH, (self._seed << 32) + step.number)
+        return fresh, scores_at_once(step, fresh)
+
+    def _measured(self, step: Step, before: Scores, after: Scores) -> Estimate:
+        """Returns the change of token entropy, as probes/ground_truth.py measures it."""
+        totals = sequence_totals(before)
+        ess = importance_weights(totals, sequence_totals(after)).ess
+        if ess < MIN_ESS_SHARE * TRUTH:  # then two samples with the same random numbers, pair by pair
+            anew = sequence_totals(self._sample_and_score(step)[1])
+            change = EntropyChange.of(replicates_of_terms(change_terms(totals, anew, torch.ones_like(totals[:, 0]))))
+        else:
+            change = EntropyChange.of(per_decision_change(before, after))
+        return Estimate(change.token, change.token_stderr, TRUTH, detail={"ess": ess})
 
     def _of_others(self, step: Step) -> Estimate:
         """Returns X_E · δθ of an evaluation buffer that the truth does not see."""
         start = time.perf_counter()
         buffer = step.policy.sample(OTHERS, (1 << 40) + (self._seed << 32) + step.number)
-        blocks = blocks_of(step, buffer, OTHERS)
-        said = evaluation_change(step, buffer, step.policy.score_rollout(buffer), blocks, ("token",))
+        blocks = JackknifeUnits.of_rows(buffer.prompt_index).in_blocks(BLOCK)
+        said = evaluation_change(step, buffer, scores_at_once(step, buffer), blocks, ("token",))
         detail: dict[str, str | float] = {"seconds": time.perf_counter() - start}
         return Estimate(float(said.value[0]), float(said.stderr[0]), len(said.without), detail=detail)
+
+
+def scores_at_once(step: Step, rollout: Rollout) -> Scores:
+    """Returns the scores of all rows in one forward pass: the model is tiny."""
+    with step.policy.measuring(), torch.no_grad():
+        return step.policy.scorer.score(rollout, torch.arange(rollout.num_sequences), graph=False)
 
 
 def next_token_sums(step: Step) -> tuple[Tensor, ...]:
