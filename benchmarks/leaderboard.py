@@ -18,8 +18,15 @@ from pathlib import Path
 
 import rl_training.job.silence  # noqa: F401
 
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
 import torch
-from leaderboard_runs import EVERY, RUNS, STEPS, make
+from leaderboard_forecasts import draw_forecasts, table_of_forecasts
+from leaderboard_runs import RUNS, STEPS, make
+from leaderboard_steps import ceiling, draw_steps, table_of_steps
+from leaderboard_tables import load, markdown
 from tqdm import tqdm
 
 
@@ -31,8 +38,31 @@ def train(folder: Path, number: int) -> None:
             bar.set_description(run.name)
             scratch = path.with_suffix(".part")
             scratch.parent.mkdir(parents=True, exist_ok=True)
-            torch.save(make(folder, run, STEPS, EVERY, bar), scratch)
+            torch.save(make(folder, run, STEPS, bar), scratch)
             scratch.rename(path)
+
+
+def tables(folder: Path) -> str:
+    """Returns both tables of the runs that are there, and draws their pictures into the folder."""
+    runs = load(folder)
+    held_out = {run.name for run in RUNS if run.held_out}
+    judged = [run for run in runs if run["name"] in held_out]
+    choosing = [run for run in runs if run["name"] not in held_out]
+    if not judged or not choosing:
+        raise SystemExit(f"{folder}/runs has {len(runs)} runs: train at least 8 by --part runs --runs 8")
+    steps, forecasts, best = table_of_steps(runs), table_of_forecasts(judged, choosing), ceiling(runs)
+    for name, draw in (
+        ("leaderboard_steps", lambda axes: draw_steps(axes, steps, best)),
+        ("leaderboard_forecasts", lambda axes: draw_forecasts(axes, forecasts)),
+    ):
+        figure, axes = plt.subplots(figsize=(7, 3.2), layout="constrained")
+        draw(axes)
+        figure.savefig(folder / f"{name}.png", dpi=90)
+    truths = sum(step["truth"] is not None for run in runs for step in run["steps"])
+    return (
+        f"{truths} single steps of {len(runs)} runs; an exact prediction would correlate at {best:.2f}\n\n"
+        f"{markdown(steps)}\n\n{len(judged)} held-out runs, {len(choosing)} to choose by\n\n{markdown(forecasts)}\n"
+    )
 
 
 def main() -> None:
@@ -44,6 +74,10 @@ def main() -> None:
     torch.set_num_threads(1)
     if options.part != "tables":
         train(options.folder, options.runs)
+    if options.part != "runs":
+        text = tables(options.folder)
+        (options.folder / "leaderboard.md").write_text(text)
+        print(text)
 
 
 if __name__ == "__main__":

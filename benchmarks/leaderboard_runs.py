@@ -1,7 +1,7 @@
 """The runs of the leaderboard: which there are, which are held out, and what is kept of each step.
 
 A run is a file FOLDER/runs/NAME.pt, written when it has ended. What predictors and forecasters see of a step is a
-`StepFacts`; with it lies, at each EVERY-th step, the truth that they are held against.
+`StepFacts`; with it lies, at some steps, the truth that they are held against.
 """
 
 from __future__ import annotations
@@ -46,7 +46,6 @@ from rl_training.tasks.task import Task
 from rl_training.tasks.tiny import TINY_PATH, build_model, build_tokenizer, warm_start
 
 STEPS = 90
-EVERY = 5  # steps from one truth to the next
 TRUTH, OTHERS, BLOCK = 256, 128, 16  # fresh sequences of the truth; others for deltaH1, in blocks
 SHORT_SUMS = {"min_terms": 2, "max_terms": 3, "max_digits": 1}
 SHORT_WORDS = {"min_word_len": 3, "max_word_len": 5}
@@ -55,19 +54,20 @@ SHORTEST_WORDS = {"min_word_len": 3, "max_word_len": 4}
 
 @dataclass(frozen=True)
 class Setting:
-    """A task, with the most tokens of a response, and the model that half knows it."""
+    """A task, with the most tokens of a response, the steps from one truth to the next, and the model."""
 
     task: Callable[[], Task]
     tokens: int
+    every: int  # short responses cost less
     gym: tuple[str, dict[str, Any]] | None = None  # whose answers the model is warmed up on; None: the embedded one
 
 
 TASKS = {
-    "chains": Setting(arithmetic, 36),
-    "long_chains": Setting(lambda: arithmetic(min_operands=8, max_operands=9), 48),
-    "sums": Setting(lambda: reasoning_gym("chain_sum", 1024, 1, settings=SHORT_SUMS), 10, ("chain_sum", SHORT_SUMS)),
+    "chains": Setting(arithmetic, 36, 5),
+    "long_chains": Setting(lambda: arithmetic(min_operands=8, max_operands=9), 48, 5),
+    "sums": Setting(lambda: reasoning_gym("chain_sum", 1024, 1, settings=SHORT_SUMS), 10, 2, ("chain_sum", SHORT_SUMS)),
     "words": Setting(
-        lambda: reasoning_gym("spell_backward", 512, 1, settings=SHORTEST_WORDS), 10, ("spell_backward", SHORT_WORDS)
+        lambda: reasoning_gym("spell_backward", 512, 1, settings=SHORTEST_WORDS), 10, 2, ("spell_backward", SHORT_WORDS)
     ),
 }
 OPTIMIZERS: dict[str, dict[str, Any]] = {
@@ -102,7 +102,7 @@ RUNS = [Run(task, optimizer, seed) for seed, task, optimizer in product(SEEDS, T
 
 
 class LeaderboardProbe(Probe):
-    """Keeps what predictors may see of each step, and at each EVERY-th the truth."""
+    """Keeps what predictors may see of each step, and at some the truth."""
 
     name = "leaderboard"
     needs = Need.HALVES
@@ -216,11 +216,11 @@ def model_of(folder: Path, setting: Setting) -> Path:
     return path
 
 
-def make(folder: Path, run: Run, steps: int, every: int, bar: tqdm) -> dict[str, Any]:
+def make(folder: Path, run: Run, steps: int, bar: tqdm) -> dict[str, Any]:
     """Returns what is kept of a run: its steps in their order, and the seconds of the whole."""
     setting, settings = TASKS[run.task], dict(OPTIMIZERS[run.optimizer])
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    probe = LeaderboardProbe(every, run.seed)
+    probe = LeaderboardProbe(setting.every, run.seed)
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         trainer = default_trainer(
