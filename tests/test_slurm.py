@@ -140,27 +140,45 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
     ],
 )
 def test_there_is_a_process_for_each_gpu_of_each_node(tmp_path: Path, given: dict[str, str], processes: str) -> None:
-    programs = {
-        "bin/scontrol": "echo node1; echo node2",
-        "bin/srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
-        ".venv/bin/accelerate": 'echo "$@"',
-    }
-    for name, commands in programs.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"#!/bin/bash\n{commands}\n", encoding="utf-8")
-        (tmp_path / name).chmod(0o755)
-    (tmp_path / "train.py").touch()
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
-    environment |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "MAIN_ADDRESS": "localhost"}
-    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_CPUS_ON_NODE": "64"}
-    environment |= {"SLURM_PROCID": "0", **given}
-    script = ["bash", str(ROOT / "launch" / "train.slurm")]
-    ended = subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
+    for name in ("train.py", "launch/ddp.yaml"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    ended = submitted(tmp_path, given, environment_folder=".venv/bin")
     if processes is None:
         assert "this job has no GPUs: ask for them with --gpus-per-node=8 or --gres=gpu:8" in ended.stderr
     else:
         assert ended.returncode == 0, ended.stderr
         assert f"--num_machines 2 --machine_rank 0 --num_processes {processes} " in ended.stdout
+        assert ended.stdout.split()[-3] == "train.py"  # then run_dir and resume
+
+
+def test_in_a_folder_that_is_no_checkout_it_runs_the_module_of_the_active_environment(tmp_path: Path) -> None:
+    eight = {"SLURM_GPUS_PER_NODE": "8"}
+    ended = submitted(tmp_path, eight, environment_folder="bin")
+    assert ended.stderr == f"error: there is no {tmp_path}/launch/ddp.yaml: rl-training launch-file ddp puts it there\n"
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "ddp.yaml").touch()
+    ended = submitted(tmp_path, eight, environment_folder="bin")
+    assert ended.stdout.split()[-4:-2] == ["-m", "rl_training.train"]
+
+
+def submitted(tmp_path: Path, given: dict[str, str], environment_folder: str) -> subprocess.CompletedProcess[str]:
+    """Returns how the script ended on the first node, where Slurm's programs and accelerate are stand-ins."""
+    programs = {
+        "bin/scontrol": "echo node1; echo node2",
+        "bin/srun": 'while [[ $1 == --* ]]; do shift; done; exec "$@"',
+        f"{environment_folder}/accelerate": 'echo "$@"',
+    }
+    for name, commands in programs.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"#!/bin/bash\n{commands}\n", encoding="utf-8")
+        (tmp_path / name).chmod(0o755)
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
+    environment |= {"PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "MAIN_ADDRESS": "localhost"}
+    environment |= {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_CPUS_ON_NODE": "64"}
+    environment |= {"SLURM_PROCID": "0", **given}
+    script = ["bash", str(ROOT / "launch" / "train.slurm")]
+    return subprocess.run(script, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60)
 
 
 def test_a_first_node_that_has_no_address_is_said_at_once(cluster: Cluster) -> None:
