@@ -12,10 +12,11 @@ import subprocess
 import sys
 from pathlib import Path
 
+from rl_training.__main__ import COMMANDS
+
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
-JOBS = ("train", "offline", "evaluate")
-MODULES = ("report", "sync", "kernel", "dashboard")
+JOBS = ("train", "offline", "evaluate")  # by their files in conf/
 LINE = re.compile(r"^(?P<indent> *)(?P<key>[\w@/ ]+?):(?: (?P<value>[^#]*?))?(?: *# *(?P<comment>.*))?$")
 
 
@@ -24,8 +25,7 @@ def write_reference(folder: Path) -> None:
     groups = sorted(path for path in CONF.iterdir() if path.is_dir() and path.name not in ("hydra", "experiment"))
     parts = {f"{job}.md": table(settings(CONF / f"{job}.yaml")) for job in JOBS}
     parts["groups.md"] = "\n\n".join(map(group_section, groups))
-    parts |= {f"help_{job}.txt": help_text(f"{job}.py") for job in JOBS}
-    parts |= {f"help_{name}.txt": help_text("-m", f"rl_training.{name}") for name in MODULES}
+    parts |= {f"help_{name}.txt": help_text(name) for name in COMMANDS}
     folder.mkdir(exist_ok=True)
     for name, text in parts.items():
         path = folder / name
@@ -33,12 +33,10 @@ def write_reference(folder: Path) -> None:
             path.write_text(text, encoding="utf-8")
 
 
-def help_text(*command: str) -> str:
+def help_text(name: str) -> str:
     """Returns what a command of this checkout says of itself."""
-    done = subprocess.run(
-        [sys.executable, *command, "--help"], cwd=ROOT, capture_output=True, text=True, check=True, encoding="utf-8"
-    )
-    return done.stdout
+    command = [sys.executable, "-m", "rl_training", name, "--help"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, check=True).stdout.decode()
 
 
 def group_section(folder: Path) -> str:
