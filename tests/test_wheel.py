@@ -38,6 +38,9 @@ for words in json.loads(sys.argv[1]):
         rl_training.__main__.main()
         os._exit(0)
     assert os.wait()[1] == 0, words
+from rl_training import OfflineEntropyProbe
+from rl_training.job.shipped import PROBE_CONFIGS
+OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "quick_test.yaml").run_mixed_probe("run")
 """
 
 
@@ -102,8 +105,10 @@ def test_a_run_is_trained_analyzed_evaluated_and_reported_without_a_checkout(env
     run = [environment / "bin" / "python", "-c", COMMANDS, json.dumps(commands)]
     ended = subprocess.run(run, cwd=tmp_path, env=_elsewhere(), capture_output=True, text=True)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    found = json.loads((tmp_path / "run/offline/default/checkpoint-2/result.json").read_text())["results"]
-    assert abs(found["deltaH1"] - found["deltaH_true"]) < 6 * found["paired_error_se"]
+    files = [tmp_path / f"run/offline/{name}/checkpoint-2/result.json" for name in ("default", "mixed_probe")]
+    by_command, by_class = (json.loads(file.read_text())["results"] for file in files)
+    assert abs(by_command["deltaH1"] - by_command["deltaH_true"]) < 6 * by_command["paired_error_se"]
+    assert by_class["deltaH1"] == by_command["deltaH1"]  # the sizes of quick_test.yaml are those given above
     assert (tmp_path / "run/evaluations/arithmetic/consolidated_metrics.csv").is_file()
     assert "<img" in (tmp_path / "run/report/report.html").read_text()
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
