@@ -50,21 +50,36 @@ linkcheck_ignore = [f"{REPOSITORY}/.*"]  # what is changed here is not there yet
 html_theme_options = {"source_repository": REPOSITORY, "source_branch": "main", "source_directory": "docs/"}
 
 
-def as_it_is_written(
+def as_restructured_text(
     app: object, what: str, name: str, obj: object, options: object, lines: list[str], *rest: object
 ) -> None:
-    """Turns a docstring into its first paragraph and the rest as it stands: formulas and columns keep their places."""
-    end = lines.index("") if "" in lines else len(lines)
-    first, rest_of_it = lines[:end], lines[end + 1 :]
-    while rest_of_it and not rest_of_it[-1].strip():
-        rest_of_it.pop()
+    """Turns a docstring into what Sphinx reads: `name   what it is` becomes a list, what is indented stays as it is."""
+    written: list[str] = []
+    for block in re.split(r"\n\s*\n", "\n".join(lines).strip()):
+        is_list = re.match(r"\w+ {2,}\S", block)
+        if not is_list and re.search(r"^(  |>>>)", block, re.MULTILINE):
+            written += [".. code-block:: text", "", *(f"    {line}" for line in block.splitlines()), ""]
+        elif is_list:
+            for line in block.splitlines():
+                if start := re.match(r"(\w+) {2,}(\S.*)$", line):
+                    written += [f"``{start[1]}``", f"    {as_text(start[2])}"]
+                elif line.startswith("   "):
+                    written.append(f"    {as_text(line.strip())}")
+                else:
+                    written += ["", as_text(line)]
+            written.append("")
+        else:
+            written += [*as_text(block).splitlines(), ""]
+    lines[:] = written
+
+
+def as_text(text: str) -> str:
+    """Returns a text for reStructuredText: `code` as ``code``, and no other character means anything."""
     special = str.maketrans({character: f"\\{character}" for character in "\\*|_"})
-    parts = re.split(r"`([^`]+)`", "\n".join(first))  # in turn text and code
-    marked = [f"``{part}``\\ " if i % 2 else part.translate(special) for i, part in enumerate(parts)]
-    escaped = "".join(marked).splitlines()
-    lines[:] = escaped + (["", "::", "", *(f"    {line}" for line in rest_of_it), ""] if rest_of_it else [""])
+    parts = re.split(r"`([^`]+)`", text)  # in turn text and code
+    return "".join(f"``{part}``\\ " if i % 2 else part.translate(special) for i, part in enumerate(parts))
 
 
 def setup(app: Any) -> None:
     app.connect("builder-inited", lambda _: write_reference(DOCS / "reference" / "_generated"))
-    app.connect("autodoc-process-docstring", as_it_is_written)
+    app.connect("autodoc-process-docstring", as_restructured_text)
