@@ -19,7 +19,9 @@ from transformers import PrinterCallback, ProgressCallback, set_seed
 
 from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.alert import EntropyAlert
+from rl_training.hosts.trl.batches import loss_in_words
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
+from rl_training.job.branch import branched
 from rl_training.job.command_line import libraries_refuse
 from rl_training.job.loggers import put_loggers
 from rl_training.job.progress import StepProgress
@@ -29,6 +31,7 @@ from rl_training.job.settings import check_run, check_settings, interventions_of
 from rl_training.job.stopping import StopAtStepEnd
 from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.restored import RestoredTrainer, restore
+from rl_training.records.checkpoints import steps_taken
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import Records
 from rl_training.records.masking import without_secrets
@@ -47,6 +50,7 @@ def build_run(cfg: DictConfig) -> TrainingRun:
 
 
 def _build(cfg: DictConfig) -> TrainingRun:
+    cfg = branched(cfg)
     _check_fields(cfg.trainer)
     accumulation = check_run(cfg)
     run_dir, checkpoint, is_its_own = find_run_folder(cfg)
@@ -56,12 +60,18 @@ def _build(cfg: DictConfig) -> TrainingRun:
     args = _make(cfg.trainer, gradient_accumulation_steps=accumulation, per_device_eval_batch_size=evaluated_at_once)
     probes = [_make(probe) for probe in cfg.probes.values()]
     trainer, task = _make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
+    trainer.branches_off = checkpoint is not None and not checkpoint.resolve().is_relative_to(run_dir.resolve())
     if not args.disable_tqdm:
         trainer.add_callback(StepProgress)
     stop = StopAtStepEnd()
     trainer.add_callback(stop)
     config = without_secrets(OmegaConf.to_container(cfg, resolve=True))
     config["provenance"] = {name: told.replace("${", r"\${") for name, told in provenance().items()}  # for OmegaConf
+    config["provenance"]["loss"] = loss_in_words(trainer, interventions_of(cfg))
+    if cfg.get("branch") is not None:
+        config["provenance"]["branch"] = (
+            f"of {Path(cfg.branch).parents[1].name} at step {steps_taken(Path(cfg.branch))}"
+        )
     if task.reward_range:
         config["provenance"]["most_reward"] = f"{task.reward_range[1]:g}"  # that a response can earn
     save_config(config, run_dir, is_its_own)

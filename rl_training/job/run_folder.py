@@ -74,12 +74,35 @@ def find_run_folder(cfg: DictConfig) -> RunFolder:
         raise ValueError(
             f"run_dir={run_dir} cannot be written to ({error}): choose another with run_dir=PATH"
         ) from error
-    return RunFolder(run_dir, None, is_its_own=False)
+    point = _branching_point(cfg)
+    if point is not None:
+        taken = steps_taken(point)
+        _set_length(cfg, taken)
+        if 0 < cfg.trainer.max_steps <= taken:
+            raise ValueError(
+                f"branch={point} has taken {taken} steps, and trainer.max_steps={cfg.trainer.max_steps}: give a larger "
+                "one, or additional_steps=20"
+            )
+    return RunFolder(run_dir, point, is_its_own=False)
+
+
+def _branching_point(cfg: DictConfig) -> Path | None:
+    """Returns the checkpoint that the run branches off from; None of a run with a start of its own."""
+    return Path(cfg.branch) if cfg.get("branch") is not None else None
+
+
+def _set_length(cfg: DictConfig, taken: int) -> None:
+    """Adds `additional_steps` to those that were taken; then they are spent: config.yaml says how far the run goes."""
+    if cfg.additional_steps is not None:
+        cfg.trainer.max_steps = taken + cfg.additional_steps
+        cfg.additional_steps = None
 
 
 def _go_on(cfg: DictConfig, run: Path, checkpoint: Path | None, state: PartialState) -> RunFolder:
     """Returns the folder of a run that goes on from a checkpoint, or from its start; later ones are set aside."""
     refuse_other_settings(cfg, run)
+    if checkpoint is None:
+        checkpoint = _branching_point(cfg)
     taken = 0 if checkpoint is None else steps_taken(checkpoint)
     if checkpoint is None:
         logger.warning(f"{run} has no complete checkpoint: it starts again")
@@ -93,9 +116,8 @@ def _go_on(cfg: DictConfig, run: Path, checkpoint: Path | None, state: PartialSt
     state.wait_for_everyone()  # nothing is moved before everybody has looked
     if state.is_main_process:
         set_aside_later(run, taken)
-    if checkpoint is not None and cfg.additional_steps is not None:
-        cfg.trainer.max_steps = taken + cfg.additional_steps
-        cfg.additional_steps = None  # it is spent: config.yaml says how far the run goes
+    if checkpoint is not None:
+        _set_length(cfg, taken)
     return RunFolder(run, checkpoint, is_its_own=True)
 
 
@@ -108,7 +130,7 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
         started = load_settings(stored)
     except ValueError as error:
         raise ValueError(f"{error}; without it the settings are not compared") from error
-    before, now = (_flat(without_secrets(OmegaConf.to_container(c, resolve=True))) for c in (started, cfg))
+    before, now = (flat(without_secrets(OmegaConf.to_container(c, resolve=True))) for c in (started, cfg))
     changed = [
         f"{key}={now.get(key)!r} (was {before.get(key)!r})"
         for key in sorted({*before, *now})
@@ -121,11 +143,13 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
         )
 
 
-def _flat(node: Any, prefix: str = "") -> dict[str, Any]:
+def flat(node: Any, prefix: str = "") -> dict[str, Any]:
     """Returns the values of a nested configuration by their dotted keys."""
+    if isinstance(node, DictConfig):
+        node = OmegaConf.to_container(node, resolve=True)
     if not isinstance(node, Mapping):
         return {prefix.removesuffix("."): node}
-    return {key: value for name in node for key, value in _flat(node[name], f"{prefix}{name}.").items()}
+    return {key: value for name in node for key, value in flat(node[name], f"{prefix}{name}.").items()}
 
 
 def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None:

@@ -39,7 +39,7 @@ class Range(NamedTuple):
             raise ValueError(f"{key}={value} must be {'above' if self.open else 'at least'} {self.least:g}{most}{hint}")
 
 
-PATHS = ("run_dir", "resume", "data.path", "model.name")
+PATHS = ("run_dir", "resume", "branch", "data.path", "model.name")
 # Beyond these a run would train nothing, or something else, without a word. A config.yaml may be older than a setting.
 RANGES = {
     "batch.sequences_per_step": Range(int, 1, 2**20), "batch.microbatch_size": Range(int, 1, 2**20),
@@ -171,7 +171,7 @@ def check_resume(cfg: DictConfig) -> None:
         )
     if cfg.additional_steps is not None and cfg.resume == "auto":
         raise ValueError("additional_steps would be added again at each start by resume=auto: give trainer.max_steps")
-    if cfg.additional_steps is not None and cfg.resume == "none":
+    if cfg.additional_steps is not None and cfg.resume == "none" and cfg.get("branch") is None:
         raise ValueError("additional_steps is added to what a run has taken: give resume=latest, or trainer.max_steps")
 
 

@@ -82,7 +82,9 @@ def write_report(folder: Path) -> Path:
     }
     template = files("rl_training.offline").joinpath(PAGE).read_text(encoding="utf-8")
     # A text of the model may hold "</script>": escaped, it stays a text.
-    filled = template.replace("/*DATA*/null", json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c"))
+    filled = template.replace(
+        "/*DATA*/null", json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
+    )
     write_atomically({folder / PAGE: filled.encode()})
     return folder / PAGE
 

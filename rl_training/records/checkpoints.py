@@ -25,25 +25,30 @@ WEIGHTS_ALONE = "model"  # folder of weights whose parent holds the optimizer
 SHARDED_BY = ("DeepSpeed", "FSDP")  # launches whose checkpoints hold the optimizer in forms of their own
 
 
-def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "") -> Path:
+def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "", asked_by: str = "resume") -> Path:
     """Returns the checkpoint folder that `resume` names.
 
     resume   "latest": the newest complete checkpoint of `run_dir`, or, when that run does not exist yet, of the newest
              run beside it that has one. Otherwise a checkpoint folder, or a run folder (its newest complete one).
 
     sharded_by  which of SHARDED_BY this run is launched with; "": none
+    asked_by    the setting that names it
 
     Raises ValueError when there is none, saying what was looked at; incomplete ones are skipped with a warning.
     """
     if resume != "latest":
         path = Path(resume)
         if (path / TRAINING_STATE).is_dir():
-            return _newest([path], f"resume={resume}", sharded_by)
+            return _newest([path], f"{asked_by}={resume}", sharded_by)
         if not path.is_dir():
-            raise ValueError(f"resume={resume}: there is no such folder; give a checkpoint-N folder or a run folder")
+            raise ValueError(
+                f"{asked_by}={resume}: there is no such folder; give a checkpoint-N folder or a run folder"
+            )
         flaw = what_is_wrong_with(path, sharded_by)
         if flaw:
-            raise ValueError(f"resume={resume} cannot be resumed from: {flaw}. Choose an earlier checkpoint-N folder")
+            raise ValueError(
+                f"{asked_by}={resume} cannot be resumed from: {flaw}. Choose an earlier checkpoint-N folder"
+            )
         return path
     if (run_dir / TRAINING_STATE).is_dir():
         return _newest([run_dir], f"resume=latest in {run_dir}", sharded_by)

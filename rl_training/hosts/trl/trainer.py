@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from accelerate.utils import is_peft_model, parse_flag_from_env
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback
 from transformers.trainer_utils import SaveStrategy
 from transformers.utils import logging
@@ -89,6 +90,29 @@ class SaveBetweenRollouts(TrainerCallback):
             )
 
 
+@contextlib.contextmanager
+def settings_kept(trainer: GRPOTrainer) -> Iterator[None]:
+    """A context in which optimizer and schedule are loaded from a checkpoint, and their settings stay this trainer's.
+
+    Moments and the place in the schedule are the checkpoint's; learning rates, betas, weight decay and when to save are
+    not. ValueError where they could not stay.
+    """
+    schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
+    if trainer.is_deepspeed_enabled or not isinstance(schedule, LambdaLR):
+        raise ValueError(
+            "a branch sets learning rates anew, which DeepSpeed and trainer.lr_scheduler_type="
+            f"{trainer.args.lr_scheduler_type} take from the checkpoint: go on with the run itself, by resume="
+        )
+    base, groups = schedule.base_lrs, [dict(group) for group in trainer.optimizer.param_groups]
+    yield
+    schedule.base_lrs = base
+    rates = [rate * factor(schedule.last_epoch) for rate, factor in zip(base, schedule.lr_lambdas, strict=True)]
+    for group, settings, rate in zip(trainer.optimizer.param_groups, groups, rates, strict=True):
+        group.update(settings, params=group["params"], lr=rate)
+    schedule._last_lr = rates
+    trainer.state.compute_steps(trainer.args, trainer.state.max_steps)
+
+
 class DrGRPOTrainer(GRPOTrainer):
     """trl.GRPOTrainer that runs Dr-GRPO with whole prompts in each microbatch, and tells `probes` of every step.
 
@@ -118,6 +142,7 @@ class DrGRPOTrainer(GRPOTrainer):
         self.attachment = attach(self, probes, records, whole_prompts=True)
         self.attachment.train_with([intervention(text) for text in interventions])
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self.args)))
+        self.branches_off = False  # the checkpoint it goes on from is another run's, with settings of its own
         self.buffer = buffer
         if buffer is not None:
             start_buffer(self, buffer)
@@ -197,6 +222,7 @@ class DrGRPOTrainer(GRPOTrainer):
             save_buffer_state(self.buffer, Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with settings_kept(self) if self.branches_off and checkpoint is not None else contextlib.nullcontext():
+            super()._load_optimizer_and_scheduler(checkpoint)
         if self.buffer is not None and checkpoint is not None:
             load_buffer_state(self.buffer, Path(checkpoint))

@@ -1,0 +1,81 @@
+"""branch=CHECKPOINT: a new run that goes on from a checkpoint of another, with other settings.
+
+It has the settings of that run, and in their place those that are given with `branch=`. Weights, optimizer, random
+numbers and place in the data are the checkpoint's; model, adapter and data cannot be others. A branch with no other
+setting is the run that it comes from, bit for bit.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from hydra import compose
+from hydra.core.hydra_config import HydraConfig
+from omegaconf import DictConfig, OmegaConf
+
+from rl_training.job.run_folder import flat
+from rl_training.job.settings import SAME_AS
+from rl_training.job.shipped import CONF
+from rl_training.job.stored_settings import load_settings
+from rl_training.records.checkpoints import find_checkpoint
+from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
+
+ITS_OWN = ("run_dir", "resume", "branch", "additional_steps")
+KEPT = ("model", "adapter", "data", "trainer.optim")
+
+
+def branched(cfg: DictConfig) -> DictConfig:
+    """Returns the settings of the run: as they are, or of a branch those of the run that it comes from, with changes.
+
+    ValueError where there is no such checkpoint, or where model, adapter or data would be others.
+    """
+    if cfg.get("branch") is None:
+        return cfg
+    checkpoint = find_checkpoint(str(Path(str(cfg.branch)).expanduser()), Path(), asked_by="branch").resolve()
+    stored = checkpoint.parents[1] / CONFIG_FILE
+    if checkpoint.parent.name != TRAINING_STATE or not stored.is_file():
+        raise ValueError(
+            f"branch={cfg.branch} is in no run, where it would be RUN/{TRAINING_STATE}/checkpoint-N beside RUN/"
+            f"{CONFIG_FILE}: start a new run from its weights with model=hub model.name=CHECKPOINT"
+        )
+    settings = load_settings(stored)
+    settings.pop("provenance", None)
+    before = _kept(settings)
+    for key in (key for key in cfg if key not in settings):  # a config.yaml may be older than a setting
+        settings[key] = cfg[key]
+    for key in _given(cfg):
+        OmegaConf.update(settings, key, OmegaConf.select(cfg, key), merge=False, force_add=True)
+    now = _kept(settings)
+    for key in sorted({*before, *now}):
+        if before.get(key) != now.get(key):
+            raise ValueError(
+                f"branch={checkpoint}: its run has {key}={before.get(key)}, and this one would have {now.get(key)}: a "
+                "branch keeps model, adapter, data and optimizer. Another run starts from its weights with model=hub "
+                f"model.name={checkpoint}"
+            )
+    settings.branch = str(checkpoint)
+    for name, source in SAME_AS.items():
+        value = f"{settings.run_dir}/{TRAINING_STATE}" if name == "output_dir" else OmegaConf.select(settings, source)
+        settings.trainer[name] = value
+    return settings
+
+
+def _kept(settings: DictConfig) -> dict[str, Any]:
+    nodes = {part: OmegaConf.select(settings, part, default=None) for part in KEPT}
+    return {key: value for part, node in nodes.items() for key, value in flat(node, f"{part}.").items()}
+
+
+def _given(cfg: DictConfig) -> list[str]:
+    """Returns the keys that were set on the command line: single ones, and the nodes that a group has filled."""
+    plain, now = flat(compose("train")), flat(cfg)
+    changed = [key for key in now if key not in plain or now[key] != plain[key]]
+    typed = [word.partition("=")[0].lstrip("+~") for word in _typed() if "=" in word]
+    groups = [key for key in typed if (CONF / key).is_dir()]
+    nodes = [{"probe": "probes"}.get(key, key) for key in groups]
+    single = [key for key in dict.fromkeys([*typed, *changed]) if key not in groups and not key.startswith("hydra")]
+    return [*ITS_OWN, *(node for node in nodes if node in cfg and node != "trainer"), *single]
+
+
+def _typed() -> list[str]:
+    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []

@@ -1,0 +1,127 @@
+"""branch=: a new run from a checkpoint of another, bitwise that one where nothing is changed."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from hydra import compose, initialize_config_dir
+from safetensors.torch import load_file
+
+from rl_training.job.build import TrainingRun, build_run
+from rl_training.job.shipped import CONF
+from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
+from rl_training.records.jsonl import read_metrics
+
+SMALL = [
+    "trainer.max_steps=3",
+    "trainer.save_steps=1",
+    "trainer.save_total_limit=9",
+    "trainer.num_generations=4",
+    "trainer.max_completion_length=12",
+    "batch.sequences_per_step=16",
+    "batch.microbatch_size=8",
+    "++trainer.learning_rate=1e-3",
+    "++trainer.adam_beta2=0.95",
+    "logger=none",
+    "++trainer.disable_tqdm=true",
+]
+
+
+def run_of(folder: Path, *overrides: str) -> TrainingRun:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return build_run(compose("train", overrides=[f"run_dir={folder}", *overrides]))
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = run_of(tmp_path_factory.mktemp("branch") / "original", *SMALL, "probe=simple")
+    run.train()
+    return run.run_dir
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return run / TRAINING_STATE / f"checkpoint-{step}"
+
+
+def branch(original: Path, folder: Path, *overrides: str, step: int = 1) -> TrainingRun:
+    run = run_of(folder, f"branch={checkpoint(original, step)}", *overrides)
+    run.train()
+    return run
+
+
+def assert_the_same_end(one: Path, other: Path, step: int = 3) -> None:
+    for file in ("model.safetensors", "probes.safetensors"):
+        ends = [load_file(checkpoint(run, step) / file) for run in (one, other)]
+        assert ends[0].keys() == ends[1].keys()
+        for name in ends[0]:  # of two folds, whose errors are not known: nan is nan
+            torch.testing.assert_close(ends[0][name], ends[1][name], rtol=0, atol=0, equal_nan=True)
+    optimizers = [torch.load(checkpoint(run, step) / "optimizer.pt") for run in (one, other)]
+    assert str(optimizers[0]["param_groups"]) == str(optimizers[1]["param_groups"])
+    for name in ("loss", "reward", "learning_rate", "delta_h/forward"):
+        logged = [{r["step"]: r[name] for r in read_metrics(run / LOGS_FOLDER)}.get(step) for run in (one, other)]
+        assert logged[0] == logged[1]
+
+
+def test_a_branch_without_changes_is_the_original_bit_for_bit(original: Path, tmp_path: Path) -> None:
+    run = branch(original, tmp_path / "same")
+    assert_the_same_end(original, run.run_dir)
+    assert [row["step"] for row in read_metrics(run.run_dir / LOGS_FOLDER)] == [2, 3]
+    config = yaml.safe_load((run.run_dir / CONFIG_FILE).read_text())
+    assert config["provenance"]["branch"] == "of original at step 1"
+    assert config["provenance"]["loss"] == "Dr-GRPO"
+    assert config["trainer"]["output_dir"] == f"{tmp_path}/same/{TRAINING_STATE}"
+
+
+def test_optimizer_and_schedule_have_the_settings_of_the_branch(original: Path, tmp_path: Path) -> None:
+    """Linear to 0 at step 4: two thirds … of the new rate at the steps that the branch takes, and new betas."""
+    changed = ["trainer.lr_scheduler_type=linear", "++trainer.learning_rate=4e-3", "++trainer.adam_beta1=0.5"]
+    run = branch(original, tmp_path / "new", *changed, "trainer.max_steps=4", "trainer.save_steps=2")
+    rates = [row["learning_rate"] for row in read_metrics(run.run_dir / LOGS_FOLDER)]
+    assert rates == pytest.approx([3e-3, 2e-3, 1e-3])
+    assert all(group["betas"] == (0.5, 0.95) for group in run.trainer.optimizer.param_groups)
+    kept = (run.run_dir / TRAINING_STATE).glob("checkpoint-*")
+    assert sorted(path.name for path in kept) == ["checkpoint-2", "checkpoint-4"]
+
+
+def test_a_branch_goes_on_exactly_from_its_own_checkpoints(original: Path, tmp_path: Path) -> None:
+    changed = ["intervention=[psr,lr:0.5]", "++trainer.entropy_coef=0.1", "probe=none"]
+    whole = branch(original, tmp_path / "whole", *changed).run_dir
+    assert load_file(checkpoint(whole, 3) / "model.safetensors").keys()
+    config = yaml.safe_load((whole / CONFIG_FILE).read_text())
+    assert config["provenance"]["loss"] == "Dr-GRPO but for entropy_coef=0.1, intervention=psr, intervention=lr:0.5"
+    stopped = Path(shutil.copytree(whole, tmp_path / "stopped"))
+    shutil.rmtree(checkpoint(stopped, 3))
+    branch(original, stopped, *changed, "resume=latest")
+    ends = [load_file(checkpoint(run, 3) / "model.safetensors") for run in (whole, stopped)]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    plain = load_file(checkpoint(original, 3) / "model.safetensors")
+    assert not all(torch.equal(ends[0][name], plain[name]) for name in plain)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "step", "said"),
+    [
+        (["+model.dtype=bfloat16"], 1, "its run has model.dtype=None, and this one would have bfloat16"),
+        (["adapter=lora"], 1, "a branch keeps model, adapter, data and optimizer"),
+        (["++trainer.optim=sgd"], 1, "its run has trainer.optim=None, and this one would have sgd"),
+        ([], 3, "has taken 3 steps, and trainer.max_steps=3: give a larger one, or additional_steps=20"),
+        ([], 7, "there is no such folder"),
+    ],
+)
+def test_what_is_no_branch_is_refused(
+    original: Path, tmp_path: Path, overrides: list[str], step: int, said: str
+) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)):
+        run_of(tmp_path / "new", f"branch={checkpoint(original, step)}", *overrides)
+    assert not (tmp_path / "new" / CONFIG_FILE).exists()
+
+
+def test_a_checkpoint_in_no_run_is_refused(original: Path, tmp_path: Path) -> None:
+    alone = shutil.copytree(checkpoint(original, 1), tmp_path / "checkpoint-1")
+    with pytest.raises(ValueError, match=r"is in no run, where it would be RUN/training_state/checkpoint-N"):
+        run_of(tmp_path / "new", f"branch={alone}")
