@@ -23,9 +23,9 @@ from rl_training.records.compare.final import (
     final_figures,
     last_common_step,
 )
-from rl_training.records.compare.groups import differences, read_groups
+from rl_training.records.compare.groups import branching_steps, differences, read_groups
 from rl_training.records.compare.law import fit_law
-from rl_training.records.compare.overlays import _frame_the_means, draw_overlays, pool
+from rl_training.records.compare.overlays import _draw_trunks, _frame_the_means, draw_overlays, pool
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report.summary import in_words
 
@@ -33,10 +33,12 @@ HOSTILE = "<script>alert('$\\frac{')</script> {{ 7 * 7 }}"
 T_2 = 4.302653  # 97.5 % quantile of Student's t with 2 degrees of freedom, from a printed table
 
 
-def record(folder: Path, seed: int = 0, rate: float = 0.1, reward: float = 0.5, steps: int = 12, **more: Any) -> Path:
+def record(
+    folder: Path, seed: int = 0, rate: float = 0.1, reward: float = 0.5, steps: int = 12, first: int = 1, **more: Any
+) -> Path:
     """Returns the folder of a run whose reward is `reward` at every step, and whose entropy falls from 1 nat."""
     records = Records(folder / "logs")
-    for step in range(1, steps + 1):
+    for step in range(first, steps + 1):
         records.write_metrics(step, {"reward": reward, "entropy": 1.0 / step})
         total = {f"delta_h/cumulative_{kind}": Estimate(-0.1 * step, 0.01, 8) for kind in ("measured", "predicted")}
         records.write_estimates(step, 1, "simple", total)
@@ -70,6 +72,49 @@ def test_runs_that_differ_by_their_seed_only_are_one_group_and_only_what_differs
     assert [[m.run.name for m in g.members] for g in groups] == [["fast0", "fast1"], ["slow0", "slow1"]]
     assert differences(groups) == {"trainer.learning_rate": ["0.2", "0.1"], "adapter.r": ["16", "–"]}
     assert [group.name for group in groups] == ["A: r=16, learning_rate=0.2", "B: learning_rate=0.1"]
+
+
+def branches_of(run: Path, step: int, *rates: float) -> list[Path]:
+    checkpoint = f"{run}/training_state/checkpoint-{step}"
+    seed = int(run.name[-1])
+    return [record(run.parent / f"{run.name}_{r}", seed, r, first=step + 1, branch=checkpoint) for r in rates]
+
+
+def test_branches_are_told_from_what_they_branch_off_by_their_step_and_pooled_over_seeds(tmp_path: Path) -> None:
+    runs = [record(tmp_path / f"plain{seed}", seed) for seed in (0, 1)]
+    branches = [branch for run in runs for branch in branches_of(run, 5, 0.1, 0.2)]
+    groups = read_groups([*runs, *branches])
+    assert [len(group.members) for group in groups] == [2, 2, 2]
+    assert differences(groups) == {"branch at step": ["–", "5", "5"], "trainer.learning_rate": ["0.1", "0.1", "0.2"]}
+    assert branching_steps(groups) == [5]
+    assert not any(group.trunks for group in groups)  # they are compared themselves
+
+
+def test_what_runs_branch_off_from_is_drawn_once_up_to_there_where_it_is_not_compared(tmp_path: Path) -> None:
+    plain = record(tmp_path / "plain0")
+    first = branches_of(plain, 5, 0.2)[0]
+    again = branches_of(plain, 5, 0.3)[0]
+    later = record(tmp_path / "later", rate=0.4, first=9, branch=f"{first}/training_state/checkpoint-8")
+    evaluate(plain, {4: (1.0, 0.5), 6: (0.9, 0.5)})
+    groups = read_groups([again, later])
+    assert [[(t.run.name, t.last_step) for t in group.trunks] for group in groups] == [
+        [("plain0", 5)], [("plain0_0.2", 8), ("plain0", 5)],
+    ]  # fmt: skip
+    trunk = groups[0].trunks[0]
+    assert set(trunk.evaluations["step"]) == {4}
+    assert max(trunk.run.measured("delta_h/cumulative_measured")) == 5
+    drawn: list[Any] = []
+
+    class Axes:
+        def plot(self, steps: list[int], *args: Any, **kwargs: Any) -> None:
+            drawn.append((steps, kwargs["label"]))
+
+        def axvline(self, step: int, **kwargs: Any) -> None:
+            drawn.append(step)
+
+    _draw_trunks(Axes(), groups, lambda member: member.run.measured("delta_h/cumulative_measured"))  # type: ignore[arg-type]
+    assert drawn == [([1, 2, 3, 4, 5], "before they branch off"), ([6, 7, 8], None), 5, 8]
+    assert [picture.file for picture in draw_overlays(groups)] == ["reward.png", "entropy.png", "change.png"]
 
 
 def test_a_run_named_twice_is_one_and_a_second_run_of_a_seed_is_no_second_sample(tmp_path: Path) -> None:

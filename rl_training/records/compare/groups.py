@@ -16,8 +16,9 @@ from typing import Any
 import pandas as pd
 import yaml
 
-from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING
+from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, NOT_OF_TRAINING
 from rl_training.records.frames import evaluations, find_runs
+from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.series import Run, read_run
 
 SEEDS = ("seed", "data_seed")  # last segments of a setting's name
@@ -36,6 +37,7 @@ class Member:
     evaluations: pd.DataFrame
     planned_steps: str = ""
     most_reward: float = math.nan  # that a response can earn, where the run has said so
+    branch: Path | None = None  # the checkpoint of another run that it has branched off from
 
     @property
     def last_step(self) -> int:
@@ -54,6 +56,9 @@ class Group:
     members: list[Member]
     repeats: list[Member]
     label: str = ""
+    trunks: Sequence[
+        Member
+    ] = ()  # what its runs have branched off from, up to there, where that is not compared itself
 
     @property
     def name(self) -> str:
@@ -71,7 +76,7 @@ def read_groups(folders: Sequence[str | Path]) -> list[Group]:
         member = _read_member(path)
         key = path if member.settings is None else tuple(sorted(member.settings.items()))
         groups.setdefault(key, []).append(member)
-    made = [_make_group(_letter(index), members) for index, members in enumerate(groups.values())]
+    made = [_make_group(_letter(index), members, paths) for index, members in enumerate(groups.values())]
     return [replace(group, label=label) for group, label in zip(made, _labels(made), strict=True)]
 
 
@@ -94,8 +99,10 @@ def _read_member(path: Path) -> Member:
         raise ValueError(f"{path / CONFIG_FILE} cannot be read ({where}): mend it, or take it away") from error
     flat = dict(_flatten(config if isinstance(config, dict) else {}))
     counts = {name: value for name, value in flat.items() if _counts(name, flat)}
+    branch = None if flat.get("branch", "None") == "None" else Path(flat["branch"])
+    counts |= {} if branch is None else {"branch at step": str(_step(branch))}
     seed, steps = flat.get("seed", flat.get("trainer.seed", ABSENT)), flat.get("trainer.max_steps", "")
-    return Member(run, counts, seed, evaluations(path), steps, float(flat.get("provenance.most_reward", "nan")))
+    return Member(run, counts, seed, evaluations(path), steps, float(flat.get("provenance.most_reward", "nan")), branch)
 
 
 def _flatten(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -111,17 +118,45 @@ def _counts(name: str, settings: Mapping[str, str]) -> bool:
     """Returns whether this setting has a say in how a run is trained."""
     if name in LENGTHS:
         return settings.get("trainer.lr_scheduler_type") != "constant"
-    return name.rpartition(".")[2] not in SEEDS and not name.startswith(NOT_OF_TRAINING)
+    return name.rpartition(".")[2] not in SEEDS and name != "branch" and not name.startswith(NOT_OF_TRAINING)
 
 
-def _make_group(letter: str, members: list[Member]) -> Group:
+def _step(checkpoint: Path) -> int:
+    return int(checkpoint.name.rpartition("-")[2])
+
+
+def _trunks(members: Sequence[Member], compared: Sequence[Path]) -> list[Member]:
+    """Returns the runs that these have branched off from, each up to the step where it was; not those compared too."""
+    found: dict[Path, Member] = {}
+    for member in members:
+        while member.branch is not None and member.branch not in found:
+            of, step = member.branch.parents[1], _step(member.branch)
+            if of in compared or not (of / LOGS_FOLDER / METRICS_FILE).is_file():
+                break
+            checkpoint, member = member.branch, _read_member(of)
+            metrics = [row for row in member.run.metrics if int(row["step"]) <= step]
+            estimates = {k: {s: e for s, e in v.items() if s <= step} for k, v in member.run.estimates.items()}
+            evaluated = member.evaluations[member.evaluations["step"] <= step]
+            found[checkpoint] = replace(
+                member, run=replace(member.run, metrics=metrics, estimates=estimates), evaluations=evaluated
+            )
+    return list(found.values())
+
+
+def branching_steps(groups: Sequence[Group]) -> list[int]:
+    """Returns the steps at which runs have branched off."""
+    return sorted({_step(member.branch) for group in groups for member in group.members if member.branch is not None})
+
+
+def _make_group(letter: str, members: list[Member], compared: Sequence[Path]) -> Group:
     furthest: dict[str, Member] = {}
     for member in members:
         known = furthest.get(member.seed)
         if known is None or member.last_step > known.last_step:
             furthest[member.seed] = member
     chosen = list(furthest.values())
-    return Group(letter, chosen, [member for member in members if not any(member is m for m in chosen)])
+    repeats = [member for member in members if not any(member is m for m in chosen)]
+    return Group(letter, chosen, repeats, trunks=_trunks(chosen, compared))
 
 
 def _letter(index: int) -> str:

@@ -11,7 +11,7 @@ from matplotlib.axes import Axes
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.compare.final import mean_noise_scale, mean_over_runs, noise_scales
-from rl_training.records.compare.groups import Group, Member
+from rl_training.records.compare.groups import Group, Member, branching_steps
 from rl_training.records.compare.law import FittedLaw
 from rl_training.records.frames import IN_TRAINING, estimate_of
 from rl_training.records.report.drawing import GREY, Picture, frame_shares, legend, picture, running_window
@@ -24,7 +24,7 @@ STROKES = ("-", "--", ":")
 EVALUATED = ("reward", "greedy_accuracy", "pass_at_1", "majority", "entropy/token", "kl/token", "length")
 BAND = (
     "Bands are 95 % intervals: between seeds where a group has several (thin lines are its runs), else within the run. "
-    "The frame is set by the curves; wide bands are cut off by it."
+    "The frame is set by the curves; wide bands are cut off by it. A dotted upright line: where runs branch off."
 )
 
 SHARES = ("reward", "greedy_accuracy", "pass_at_", "majority", "truncated", "format")  # a reward mostly is one
@@ -89,6 +89,7 @@ def _overlay(
             _draw_group(axes, group, series, mean, color, stroke, group.name)
             if dotted:
                 _draw_group(axes, group, dotted, mean, color, (0, (1, 1)), None)
+        _draw_trunks(axes, groups, series)
         drawn = [pool([series(member) for member in group.members if series(member)], mean) for group in having]
         _frame_the_means(axes, [estimate for means in drawn for estimate in means.values()], share, floor)
         axes.set_ylabel(label)
@@ -96,6 +97,16 @@ def _overlay(
 
     missing = [f"{group.name} – no run of it has recorded this" for group in groups if group not in having]
     return picture(f"{file}.png", title, BAND, missing, draw, height=4 + 0.13 * len(having))
+
+
+def _draw_trunks(axes: Axes, groups: Sequence[Group], series: Series) -> None:
+    """Draws what runs have branched off from, once, where it is not compared itself, and the steps where they have."""
+    trunks = {(trunk.run.folder, trunk.last_step): trunk for group in groups for trunk in group.trunks}
+    for number, trunk in enumerate(trunks.values()):
+        drawn = curve(series(trunk))
+        axes.plot(drawn.steps, drawn.values, color=GREY, lw=2, label=None if number else "before they branch off")
+    for step in branching_steps(groups):
+        axes.axvline(step, color=GREY, lw=1, ls=(0, (1, 2)))
 
 
 def _draw_group(
