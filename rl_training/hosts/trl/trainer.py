@@ -105,11 +105,10 @@ def settings_kept(trainer: GRPOTrainer) -> Iterator[None]:
         )
     base, groups = schedule.base_lrs, [dict(group) for group in trainer.optimizer.param_groups]
     yield
-    schedule.base_lrs = base
     rates = [rate * factor(schedule.last_epoch) for rate, factor in zip(base, schedule.lr_lambdas, strict=True)]
+    schedule.load_state_dict(schedule.state_dict() | {"base_lrs": base, "_last_lr": rates})
     for group, settings, rate in zip(trainer.optimizer.param_groups, groups, rates, strict=True):
         group.update(settings, params=group["params"], lr=rate)
-    schedule._last_lr = rates
     trainer.state.compute_steps(trainer.args, trainer.state.max_steps)
 
 
