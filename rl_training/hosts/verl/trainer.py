@@ -116,4 +116,9 @@ def with_probes(config: DictConfig) -> DictConfig:
 
 @ray.remote
 class Runner(TaskRunnerV1.__ray_actor_class__):
-    """verl's own, in a process that has imported this module, and so knows the trainer."""
+    """verl's own, in a process that knows this trainer."""
+
+    def run(self, config: DictConfig) -> None:
+        from rl_training.hosts.verl import trainer  # noqa: F401, registers it: Ray sends the class, not its module
+
+        super().run(config)
