@@ -54,6 +54,14 @@ def test_a_training_that_makes_no_sense_is_refused(override: str, message: str) 
         check_run(composed("train", override, "run_dir=somewhere"))
 
 
+def test_a_logger_that_is_not_installed_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    fix = r"logger=trackio: trackio is not installed: pip install 'rl-training\[trackio\]', or choose another logger"
+    with pytest.raises(ValueError, match=fix):
+        check_run(composed("train", "logger=trackio", "run_dir=somewhere"))
+    check_run(composed("train", "logger=none", "run_dir=somewhere"))
+
+
 def test_settings_that_may_be_null_or_at_the_end_of_their_range_are_taken() -> None:
     taken = ("++trainer.epsilon_high=null", "++trainer.top_p=1", "++trainer.min_p=0", "trainer.max_steps=-1")
     assert check_run(composed("train", *taken, "run_dir=somewhere")) == 8

@@ -5,6 +5,7 @@ Nothing here imports torch: a mistyped value is said at once. What only TRL know
 
 from __future__ import annotations
 
+import importlib.util
 import math
 import os
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
+from rl_training.extras import how_to_install
 from rl_training.job.explain import did_you_mean, load_plain, quoted
 from rl_training.job.shipped import CONF
 from rl_training.job.stored_settings import GONE
@@ -84,6 +86,10 @@ def check_run(cfg: DictConfig) -> int:
         if isinstance(value, str) and value.startswith("~"):
             OmegaConf.update(cfg, key, str(Path(value).expanduser()))
     check_settings(cfg)
+    asked = cfg.trainer.get("report_to") or []
+    for library in [asked] if isinstance(asked, str) else asked:
+        if (fix := how_to_install(library)) and importlib.util.find_spec(library) is None:
+            raise ValueError(f"logger={library}: {library} is not installed: {fix}, or choose another logger")
     return accumulation_steps(
         cfg.batch.sequences_per_step,
         cfg.batch.microbatch_size,
