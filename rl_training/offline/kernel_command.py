@@ -1,8 +1,8 @@
-"""rl-training kernel FOLDER …: finished kernels again, what if, and their way over training.
+"""rl-training kernel FOLDER …: read finished kernels: numbers, what if, change over training.
 
 FOLDER is RUN/offline/NAME/checkpoint-N/kernel:
 
-    rl-training kernel FOLDER                                     numbers; tables and page anew
+    rl-training kernel FOLDER                                     numbers; draws tables and page again
     rl-training kernel FOLDER --without wrong --without longest:8
     rl-training kernel FOLDER FOLDER … --out EVOLUTION            evolution.csv and three pictures
 """
@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path, help="folders with kernel.safetensors")
     parser.add_argument(
         "--without", action="append", default=[], metavar="WHAT",
-        help="had these sequences taught nothing: wrong, right, longest:K, lowest:K, prompt:HASH; may be repeated",
+        help="as if the step had not learned from these sequences: wrong, right, longest:K, lowest:K, prompt:HASH; may be repeated",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, help="where the evolution over several folders goes")
     args = parser.parse_args()
