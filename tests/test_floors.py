@@ -48,8 +48,8 @@ LIBRARIES = {
     "interventions": {"torch"},
     "probes": {"torch"},
     "records": {
-        "torch", "safetensors", "rich", "matplotlib", "numpy", "jinja2", "markupsafe", "wandb", "wandb_workspaces", "pandas", "scipy",
-        "fsspec", "yaml", "tqdm",
+        "torch", "safetensors", "rich", "matplotlib", "numpy", "jinja2", "markupsafe", "PIL", "wandb",
+        "wandb_workspaces", "pandas", "scipy", "fsspec", "yaml", "tqdm",
     },
     "evaluation": {"torch", "transformers", "peft", "numpy", "rich", "tqdm"},
     "hosts": {"torch", "numpy"},
@@ -197,6 +197,6 @@ def private_members_named_in(path: Path) -> set[str]:
 def test_private_members_of_the_libraries_are_those_of_the_one_table() -> None:
     table = {method.name for method in METHODS} | {*TRAINER_ATTRIBUTES}
     files = [path for path in FILES if room_of(path) == "hosts" and path.name != "zero.py"]
-    files = [path for path in files if path.parent.name != "verl"]  # which takes one minor version of verl, and no other
+    files = [path for path in files if path.parent.name != "verl"]  # it takes one minor version of verl only
     named = set().union(*map(private_members_named_in, files))
     assert named <= table, f"add to hosts/trl/patches.py: {named - table}"

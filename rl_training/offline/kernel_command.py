@@ -29,7 +29,8 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path, help="folders with kernel.safetensors")
     parser.add_argument(
         "--without", action="append", default=[], metavar="WHAT",
-        help="as if the step had not learned from these sequences: wrong, right, longest:K, lowest:K, prompt:HASH; may be repeated",
+        help="as if the step had not learned from these sequences: wrong, right, longest:K, lowest:K, prompt:HASH; "
+        "may be repeated",
     )  # fmt: skip
     parser.add_argument("--out", type=Path, help="where the evolution over several folders goes")
     args = parser.parse_args()
