@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import shlex
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +16,14 @@ from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from tensordict import TensorDict
 from verl.utils import tensordict_utils
+from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.utils.padding import no_padding_2_padding
 
 from rl_training.hosts.verl import engine
 from rl_training.hosts.verl.__main__ import with_group
 from rl_training.hosts.verl.batch import Tokens, entropies_of, read_rollout
+from rl_training.hosts.verl.measurement import dr_grpo
 from rl_training.hosts.verl.trainer import TRAINER, about_rollout, in_whole_prompts, with_probes
 
 # Two prompts of 2 and 1 tokens with responses of 3 and 2; of the first, a tool wrote the second token.
@@ -199,3 +204,43 @@ def test_an_engine_with_another_signature_is_refused_by_name(monkeypatch: pytest
     monkeypatch.setattr(FSDPEngineWithLMHead, "forward_step", lambda self, batch: None)
     with pytest.raises(ValueError, match="forward_step"):
         engine.register()
+
+
+def test_the_command_of_the_documentation_is_measured_and_dr_grpo_s() -> None:
+    page = Path(__file__).parents[2] / "docs" / "how_to" / "verl.md"
+    block = page.read_text(encoding="utf-8").split("```bash\n")[2].split("```")[0]
+    words = [word for word in shlex.split(block.replace("\\\n", " ")) if "=" in word]
+    config = with_probes(config_of(*(word for word in words if not word.startswith("probe="))))
+    told = about_rollout(config, [tag(0)], 1, None)
+    assert (told["plain_advantages"], told["fresh"], told["sampling_mismatch"]) == (True, True, "")
+    actor = config.actor_rollout_ref.actor
+    assert actor.loss_scale_factor == config.data.max_response_length
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    assert config.actor_rollout_ref.rollout.n * longest <= actor.ppo_max_token_len_per_gpu
+
+
+DR_GRPO = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 12, "clip_ratio_low": 0.1}
+
+
+def settings_of_loss(**changes: Any) -> Any:
+    known = {"strategy": "fsdp2", "rollout_n": 4, "ppo_micro_batch_size_per_gpu": 4, **DR_GRPO, **changes}
+    return dr_grpo(functools.partial(print, config=FSDPActorConfig(**known)), TensorDict({}, batch_size=2))
+
+
+def test_dr_grpo_s_loss_is_known_by_its_settings() -> None:
+    found = settings_of_loss()
+    assert (found.max_length, found.epsilon_low, found.epsilon_high, found.hides_truncated) == (12, 0.1, 0.2, False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss_agg_mode": "token-mean"},
+        {"loss_scale_factor": None},
+        {"use_kl_loss": True},
+        {"entropy_coeff": 0.01},
+        {"policy_loss": PolicyLossConfig(loss_mode="gspo")},
+    ],
+)
+def test_another_loss_is_not_taken_for_it(change: dict[str, Any]) -> None:
+    assert settings_of_loss(**change) is None

@@ -179,7 +179,7 @@ def _loop_of(
     scorer = Scorer(engine.module, float(data["temperature"]), autocast=autocast)
     config, ranks, group = engine.engine_config, all_ranks(), int(settings["responses_per_prompt"])
     size = group if config.use_dynamic_bsz else int(config.micro_batch_size_per_gpu)
-    loss = _dr_grpo(loss_function, data) if settings["plain_advantages"] else None
+    loss = dr_grpo(loss_function, data) if settings["plain_advantages"] else None
     tokenizer = engine.model_config.tokenizer
     decode = str if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
     return Loop(
@@ -197,7 +197,7 @@ def _loop_of(
     )
 
 
-def _dr_grpo(loss_function: Callable[..., Any], data: TensorDict) -> LossSettings | None:
+def dr_grpo(loss_function: Callable[..., Any], data: TensorDict) -> LossSettings | None:
     """Returns what Dr-GRPO's loss is set to; None where the loss is another, or not verl's own."""
     config = getattr(loss_function, "keywords", {}).get("config")
     if config is None or "rollout_is_weights" in data or config.use_kl_loss or config.entropy_coeff != 0:
