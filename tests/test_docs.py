@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 import sys
@@ -26,7 +27,6 @@ from rl_training.probes import (
     ResponsesProbe,
     SimpleEntropyProbe,
 )
-from rl_training.probes.visited_entropy import NAMES as OF_VISITED_PREFIXES
 
 DOCS = Path(__file__).parents[1] / "docs"
 TUTORIALS = sorted(path for path in DOCS.glob("tutorials/*.md") if "{code-cell}" in path.read_text(encoding="utf-8"))
@@ -89,12 +89,14 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     trainer.train()
     names = {*trainer.attachment.latest, *(name for row in trainer.state.log_history for name in row)}
     assert trainer.attachment.latest["reward_spread/all"].value > 0
+    mismatched = trainer_maker(folder)(probes=[SimpleEntropyProbe()], top_p=0.9, **FEW)
+    mismatched.train()
     alert, logs = EntropyAlert(below=0.01), {}
     state = SimpleNamespace(is_world_process_zero=False, global_step=0, log_history=[])
     for state.global_step in range(1, 7):
         logs = {"entropy": 0.2}
         alert.on_log(None, state, None, logs)
-    return {name for name in {*names, *logs, *OF_VISITED_PREFIXES} if name.startswith(OURS)}
+    return {name for name in {*names, *logs, *mismatched.attachment.latest} if name.startswith(OURS)}
 
 
 def rows_of_the_page() -> dict[str, re.Pattern[str]]:
@@ -111,3 +113,14 @@ def test_the_page_of_metrics_has_a_row_for_whatever_is_recorded_and_no_other(rec
     rows = rows_of_the_page()
     assert {name for name in recorded if not any(row.fullmatch(name) for row in rows.values())} == set()
     assert {name for name, row in rows.items() if not any(map(row.fullmatch, recorded))} == set()
+
+
+def test_every_setting_says_what_it_is() -> None:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    files = [path for path in generate.CONF.glob("**/*.yaml") if path.parent.name not in ("help", "experiment")]
+    assert len(files) > 25
+    assert {(path.stem, name) for path in files for name, _, what in generate.settings(path) if not what} == set()
