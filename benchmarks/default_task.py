@@ -29,6 +29,7 @@ def default_trainer(
     peft_config: Any = None,
     task: Task | None = None,
     model_folder: Path = TINY_PATH,
+    interventions: Sequence[str] = (),
     **settings: Any,
 ) -> DrGRPOTrainer:
     """Returns a trainer of the default task, or of `task` with a model of its own.
@@ -63,6 +64,7 @@ def default_trainer(
         probes=probes,
         records=records,
         buffer=buffer,
+        interventions=interventions,
     )
     trainer.remove_callback(PrinterCallback)  # a log line per step
     return trainer
