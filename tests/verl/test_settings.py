@@ -111,13 +111,13 @@ def test_entropies_are_those_of_the_tempered_distributions_of_all_positions_but_
 
 def test_prompts_are_whole_and_ranks_have_like_work() -> None:
     """Two long prompts and two short ones, as they arrive; each rank gets one of each."""
-    keys = [f"{uid}_{session}_0" for session in range(2) for uid in ("long-a", "short-a", "long-b", "short-b")]
-    lengths = [100 if key.startswith("long") else 10 for key in keys]
+    keys = [f"{uid}_{session}_0" for session in range(2) for uid in ("a-long", "b-short", "c-short", "d-long")]
+    lengths = [100 if "long" in key else 10 for key in keys]
     rows = in_whole_prompts(keys, lengths, ranks=2)
     assert rows is not None
     uids = [keys[row].split("_")[0] for row in rows]
     assert uids[::2] == uids[1::2]
-    assert all({uid.split("-")[0] for uid in half} == {"long", "short"} for half in (uids[:4], uids[4:]))
+    assert all({uid.split("-")[1] for uid in half} == {"long", "short"} for half in (uids[:4], uids[4:]))
 
 
 @pytest.mark.parametrize("keys", [["a_0_0", "a_1_0", "b_0_0"], ["a_0_0", "a_1_0"]])
