@@ -124,3 +124,12 @@ def test_every_setting_says_what_it_is() -> None:
     files = [path for path in generate.CONF.glob("**/*.yaml") if path.parent.name not in ("help", "experiment")]
     assert len(files) > 25
     assert {(path.stem, name) for path in files for name, _, what in generate.settings(path) if not what} == set()
+
+
+def test_links_to_files_of_the_repository_lead_somewhere() -> None:
+    """Those that Sphinx does not follow: of README.md, which are absolute, and of pages, which begin with repo:."""
+    pages = [DOCS.parent / "README.md", *DOCS.glob("**/*.md")]
+    link = re.compile(r"(?:rl-training/rl-training/(?:blob/)?main/|\(repo:)([^)#\s]+)")
+    files = {name for page in pages for name in link.findall(page.read_text(encoding="utf-8"))}
+    assert len(files) > 20
+    assert {name for name in files if not (DOCS.parent / name).is_file()} == set()
