@@ -8,8 +8,8 @@ same batch; `both` that with a second backward, for W and x. `product` is the sp
 of one plain fp32 product of that size. All by processor time, which other jobs disturb less (on a GPU: the clock), each
 the median over pairs of runs that follow one another.
 
-`whole` calculates a kernel of random sequences, and holds its time against the formula of mathematics/kernels.py, with
-t, s and F as measured just before and after. `--sizes` prints what the formula says of other sizes.
+`whole` calculates a kernel of random sequences, and holds its time against the formula of offline/kernel_blocks.py,
+with t, s and F as measured just before and after. `--sizes` prints what the formula says of other sizes.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ import io
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import rl_training.job.silence  # noqa: F401
 
@@ -33,11 +34,11 @@ from rl_training.engine.batch import Rollout
 from rl_training.engine.optimizer import view_optimizer
 from rl_training.engine.updates import optimizer_pieces
 from rl_training.hosts.trl.sharding import replicated
-from rl_training.mathematics.kernels import plan_blocks, row_products
 from rl_training.mathematics.sketches import CountSketches
 from rl_training.mathematics.vectors import Layout
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
+from rl_training.offline.kernel_blocks import plan_blocks, row_products
 from rl_training.offline.kernel_files import load_kernel
 from rl_training.offline.kernel_rows import RowSummarizer
 from rl_training.offline.kernel_types import KernelInputs, KernelSettings, KernelStep
@@ -91,7 +92,7 @@ def step_of(rows: GradientRows, trainer: object, inputs: KernelInputs) -> Kernel
     return KernelStep(gradient, x, 1.0, (-factor).sqrt(), torch.stack([0 * factor, factor * gradient, 0 * factor]))
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="default_task", choices=["default_task", *SHAPES])
     parser.add_argument("--rank", type=int, default=0)
@@ -102,19 +103,12 @@ def main() -> None:
     parser.add_argument("--completion-tokens", type=int, default=36)
     parser.add_argument("--memory-gb", type=float, default=4.0)
     parser.add_argument("--sizes", action="store_true")
-    args = parser.parse_args()
-    trainer = make_trainer(Workload(args.shape, args.rank, completion_tokens=args.completion_tokens), [], 1)
-    trainer.create_optimizer_and_scheduler(1)
-    parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    size = sum(p.numel() for p in parameters.values())
-    device, vocabulary = next(iter(parameters.values())).device, trainer.model.config.vocab_size
-    rows = GradientRows(trainer, parameters, args.microbatch)
-    e, u = (random_rollout(n, args.prompt_tokens, args.completion_tokens, vocabulary, device)
-            for n in (args.evaluation, args.update))  # fmt: skip
-    weights = torch.randn(e.completion_mask.shape, device=device)
-    inputs = KernelInputs(e, weights, torch.ones_like(weights), u, args.completion_tokens)
-    batch = rows.batches(range(args.microbatch))[0]
+    return parser.parse_args()
 
+
+def print_gradients(rows: GradientRows, inputs: KernelInputs, batch: Any, microbatch: int) -> None:
+    """Prints how fast the gradients of single sequences come, beside a plain forward and backward."""
+    e, u, weights = inputs.evaluation, inputs.update, inputs.logp_weights
     plain_seconds, gradients = interleaved(
         lambda: rows.sum(u, batch, torch.ones_like(weights[:1]).expand(len(batch), -1)),
         lambda: rows.log_probability(u, batch),
@@ -123,6 +117,28 @@ def main() -> None:
         lambda: rows.sum(e, batch[: len(e.advantages)], weights),
         lambda: list(rows.both(e, batch[: len(e.advantages)], inputs.logp_weights, inputs.entropy_weights)),
     )
+    print("| what | figure |\n|---|---|")
+    print(f"| plain forward and backward, sequences/s | {microbatch / plain_seconds:.0f} |")
+    print(f"| gradients, share of that speed | {gradients:.2f} |")
+    print(f"| both W and x, share of that speed | {both:.2f} |")
+
+
+def print_sizes(microbatch: int, sketch_seconds: float, rate: float) -> None:
+    print("\n| N_E × N_U × parameters | held, GB | products, s | sketches, s |\n|---|---|---|---|")
+    for parameters_of in (18_464_768, 90_000_000):
+        plan = plan_blocks(128, 256, parameters_of, memory_bytes=1e13, microbatch=microbatch)
+        held_gb, sketching = 128 * 2 * 4 * parameters_of / 1e9, sketch_seconds * parameters_of * 384
+        sizes = f"128 × 256 × {parameters_of:,}"
+        print(f"| {sizes} | {held_gb:.1f} | {plan.operations / rate:.0f} | {sketching:.0f} |")
+
+
+def print_whole(
+    args: argparse.Namespace, rows: GradientRows, trainer: Any, inputs: KernelInputs, parameters: Mapping[str, Any]
+) -> tuple[float, float]:
+    """Prints what a whole kernel takes, and what the formula says; returns a sketch's seconds a coordinate, and F."""
+    size = sum(p.numel() for p in parameters.values())
+    u, device = inputs.update, inputs.logp_weights.device
+    batch = rows.batches(range(args.microbatch))[0]
     held, streamed = (
         torch.randn(args.evaluation, size, device=device),
         torch.randn(args.microbatch, size, device=device),
@@ -140,12 +156,6 @@ def main() -> None:
         return own / len(batch), seconds(lambda: summarizer.scale(streamed)) / len(streamed), 1.0 / products
 
     before = [rates() for _ in range(3)]
-    tokens = f"{args.prompt_tokens} + {args.completion_tokens} tokens"
-    print(f"{args.shape}, LoRA rank {args.rank}, {size:,} trained, {tokens}\n")
-    print("| what | figure |\n|---|---|")
-    print(f"| plain forward and backward, sequences/s | {args.microbatch / plain_seconds:.0f} |")
-    print(f"| gradients, share of that speed | {gradients:.2f} |")
-    print(f"| both W and x, share of that speed | {both:.2f} |")
     print(f"| product, share of a plain one of {args.evaluation} × {size} × {args.microbatch} | {product:.2f} |")
     own_rate = statistics.median(rate for _, _, rate in before)
     plain_rate = 2.0 * args.evaluation * size * args.microbatch / product_seconds
@@ -165,13 +175,27 @@ def main() -> None:
     print(f"| whole, {args.evaluation} × {args.update}, {blocks.num_blocks} block(s), s | {took:.1f} |")
     print(f"| the formula, s | {told:.1f} ({took / told:.2f}) |")
     print(f"| error of the identity | {error:.1g} |")
+    return sketch_seconds, rate
+
+
+def main() -> None:
+    args = arguments()
+    trainer = make_trainer(Workload(args.shape, args.rank, completion_tokens=args.completion_tokens), [], 1)
+    trainer.create_optimizer_and_scheduler(1)
+    parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    size = sum(p.numel() for p in parameters.values())
+    device, vocabulary = next(iter(parameters.values())).device, trainer.model.config.vocab_size
+    rows = GradientRows(trainer, parameters, args.microbatch)
+    e, u = (random_rollout(n, args.prompt_tokens, args.completion_tokens, vocabulary, device)
+            for n in (args.evaluation, args.update))  # fmt: skip
+    weights = torch.randn(e.completion_mask.shape, device=device)
+    inputs = KernelInputs(e, weights, torch.ones_like(weights), u, args.completion_tokens)
+    tokens = f"{args.prompt_tokens} + {args.completion_tokens} tokens"
+    print(f"{args.shape}, LoRA rank {args.rank}, {size:,} trained, {tokens}\n")
+    print_gradients(rows, inputs, rows.batches(range(args.microbatch))[0], args.microbatch)
+    sketch_seconds, rate = print_whole(args, rows, trainer, inputs, parameters)
     if args.sizes:
-        print("\n| N_E × N_U × parameters | held, GB | products, s | sketches, s |\n|---|---|---|---|")
-        for parameters_of in (18_464_768, 90_000_000):
-            plan = plan_blocks(128, 256, parameters_of, memory_bytes=1e13, microbatch=args.microbatch)
-            held_gb, sketching = 128 * 2 * 4 * parameters_of / 1e9, sketch_seconds * parameters_of * 384
-            sizes = f"128 × 256 × {parameters_of:,}"
-            print(f"| {sizes} | {held_gb:.1f} | {plan.operations / rate:.0f} | {sketching:.0f} |")
+        print_sizes(args.microbatch, sketch_seconds, rate)
 
 
 if __name__ == "__main__":

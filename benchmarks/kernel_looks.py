@@ -31,6 +31,7 @@ import rl_training.job.silence  # noqa: F401
 import torch
 from hydra import initialize_config_dir
 from safetensors.torch import load_file
+from scipy.special import stdtrit
 from torch import Tensor
 
 from rl_training.engine.batch import take_rows
@@ -39,11 +40,11 @@ from rl_training.job.build import build_restored
 from rl_training.job.run_settings import run_settings
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.importance import LOGP, sequence_totals
-from rl_training.mathematics.kernels import row_products, square_norms
-from rl_training.mathematics.sketches import CountSketches, cosines, inner_products, t_quantile
+from rl_training.mathematics.sketches import CountSketches, cosines, inner_products
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel_at_checkpoint import kernel_of_analysis, kernel_step
+from rl_training.offline.kernel_blocks import row_products, square_norms
 from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.probe import Analysis, analyse
@@ -130,7 +131,7 @@ def sketches_table(checkpoint: Path, prompts: int, seeds: int = 3) -> None:
                 values, stderr = cosines(*parts, sq_e, sq_u)
                 entries, _ = inner_products(*parts)
                 error, rms = (values - cosine).square().mean().sqrt(), cosine.square().mean().sqrt()
-                covered = ((values - cosine).abs() <= t_quantile(repeats) * stderr).double().mean()
+                covered = ((values - cosine).abs() <= stdtrit(repeats - 1, 0.975) * stderr).double().mean()
                 off = (entries - exact).square().mean().sqrt() / exact.square().mean().sqrt()
                 claimed = stderr.square().mean().sqrt() / error
                 ms = 1e3 * taken / (len(of_e) + len(of_u))

@@ -40,7 +40,7 @@ class Said:
 
     def __init__(self, padded: Tensor, mask: Tensor | None = None, why_not_fp32: str = "") -> None:
         self.padded, self.mask = padded, torch.ones_like(padded) if mask is None else mask
-        self.scorer = SimpleNamespace(score=self.score, why_not_fp32=why_not_fp32)
+        self.scorer = SimpleNamespace(score=self.score, score_padded=self.score_padded, why_not_fp32=why_not_fp32)
         self.asked: list[list[int]] = []
 
     def score(self, rollout: Rollout, rows: Tensor, graph: bool) -> Scores:

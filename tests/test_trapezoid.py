@@ -1,14 +1,13 @@
 """Claims on the running sum of trapezoids: what it sums, how sure it is, and that a hole stays a hole."""
 
 import math
-from dataclasses import fields
 
 import pytest
 import torch
 from safetensors.torch import load, save
 from torch import Tensor
 
-from rl_training.mathematics.trapezoid import BatchTerms, TrapezoidSum, TrapezoidTerms
+from rl_training.mathematics.trapezoid import BatchTerms, Term, TrapezoidSum, TrapezoidTerms
 
 SHAPE = (2, 3)  # any quantity, elementwise
 NUM_BATCHES = 6
@@ -39,14 +38,9 @@ class PlainBatch:
             for f, b, c in zip(self.forward_var, self.backward_var, self.covariance, strict=True)
         ]
         return BatchTerms(
-            level=tensor(self.level),
-            level_stderr=tensor(self.level_var).sqrt(),
-            forward=tensor(self.forward),
-            forward_stderr=tensor(self.forward_var).sqrt(),
-            forward_batches=tensor(self.forward_batches),
-            backward=tensor(self.backward),
-            backward_stderr=tensor(self.backward_var).sqrt(),
-            backward_batches=tensor(self.backward_batches),
+            level=Term(tensor(self.level), tensor(self.level_var).sqrt(), tensor([1.0] * 6)),
+            forward=Term(tensor(self.forward), tensor(self.forward_var).sqrt(), tensor(self.forward_batches)),
+            backward=Term(tensor(self.backward), tensor(self.backward_var).sqrt(), tensor(self.backward_batches)),
             half_step_stderr=tensor(half_step),
         )
 
@@ -89,24 +83,24 @@ def close(got: Tensor, expected: Tensor) -> None:
 def test_sums_equal_the_plain_twin_at_every_batch() -> None:
     plain = batches()
     for last, terms in enumerate(feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))):
-        close(terms.predicted, twin_sum(plain, last))
-        close(terms.measured, tensor([a - b for a, b in zip(plain[last].level, plain[0].level, strict=True)]))
+        close(terms.predicted.value, twin_sum(plain, last))
+        close(terms.measured.value, tensor([a - b for a, b in zip(plain[last].level, plain[0].level, strict=True)]))
         if last:
-            close(terms.trapezoid, twin_sum(plain, last) - twin_sum(plain, last - 1))
+            close(terms.trapezoid.value, twin_sum(plain, last) - twin_sum(plain, last - 1))
 
 
 def test_at_the_first_batch_no_step_is_closed() -> None:
     first = TrapezoidSum().add(4, batches()[0].terms())
-    assert first.trapezoid.isnan().all()
-    assert first.trapezoid_stderr.isnan().all()
-    for sums in (first.predicted, first.predicted_stderr, first.measured, first.measured_stderr):
+    assert first.trapezoid.value.isnan().all()
+    assert first.trapezoid.stderr.isnan().all()
+    for sums in (first.predicted.value, first.predicted.stderr, first.measured.value, first.measured.stderr):
         assert torch.equal(sums, torch.zeros(SHAPE, dtype=torch.float64))
 
 
 def test_error_of_the_sum_is_exact_when_forward_and_backward_of_a_batch_are_correlated() -> None:
     plain = batches(seed=1)
     for last, terms in enumerate(feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))):
-        close(terms.predicted_stderr.square(), twin_variance(plain, last))
+        close(terms.predicted.stderr.square(), twin_variance(plain, last))
 
 
 def test_errors_of_one_step_and_of_the_measured_sum_are_those_of_two_independent_batches() -> None:
@@ -114,9 +108,9 @@ def test_errors_of_one_step_and_of_the_measured_sum_are_those_of_two_independent
     for last, terms in enumerate(feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))):
         if last:
             variances = zip(plain[last - 1].forward_var, plain[last].backward_var, strict=True)
-            close(terms.trapezoid_stderr.square(), tensor([0.25 * (f + b) for f, b in variances]))
+            close(terms.trapezoid.stderr.square(), tensor([0.25 * (f + b) for f, b in variances]))
             variances = zip(plain[0].level_var, plain[last].level_var, strict=True)
-            close(terms.measured_stderr.square(), tensor([a + b for a, b in variances]))
+            close(terms.measured.stderr.square(), tensor([a + b for a, b in variances]))
 
 
 def test_the_error_of_a_trapezoid_is_known_at_least_as_well_as_the_worse_known_of_its_two() -> None:
@@ -128,9 +122,9 @@ def test_the_error_of_a_trapezoid_is_known_at_least_as_well_as_the_worse_known_o
             of_backward = zip(backward.backward_var, backward.backward_batches, strict=True)
             known = [(*one, *other) for one, other in zip(of_forward, of_backward, strict=True)]
             of = [((f + b) / (f / math.sqrt(n) + b / math.sqrt(m))) ** 2 for f, n, b, m in known]
-            close(terms.trapezoid_batches, tensor(of))
+            close(terms.trapezoid.batches, tensor(of))
             pairs = zip(forward.forward_batches, backward.backward_batches, strict=True)
-            assert (terms.trapezoid_batches >= tensor([min(pair) for pair in pairs])).all()
+            assert (terms.trapezoid.batches >= tensor([min(pair) for pair in pairs])).all()
 
 
 def test_the_error_of_the_sum_is_known_as_well_as_unequal_variances_of_batches_allow() -> None:
@@ -138,8 +132,8 @@ def test_the_error_of_the_sum_is_known_as_well_as_unequal_variances_of_batches_a
     one, total, known = torch.ones((), dtype=torch.float64), TrapezoidSum(), []
     for step, half_step_variance in enumerate((9.0, 2.0, 3.0, 9.0)):  # that of an end is not asked for
         stderr, half_step = 2 * one, one * math.sqrt(half_step_variance)
-        batch = BatchTerms(one, one, one, stderr, one, one, stderr, one, half_step)
-        known.append(float(total.add(step, batch).predicted_batches))
+        batch = BatchTerms(Term(one, one, one), Term(one, stderr, one), Term(one, stderr, one), half_step)
+        known.append(float(total.add(step, batch).predicted.batches))
     assert known[1:] == pytest.approx([(1 + 1) ** 2 / 2, (1 + 2 + 1) ** 2 / 6, (1 + 2 + 3 + 1) ** 2 / 15])
 
 
@@ -147,11 +141,11 @@ def test_step_left_out_makes_the_predicted_sum_nan_for_good_and_not_the_measured
     plain = batches(seed=3)
     answers = feed(TrapezoidSum(), plain, [1, 2, 3, 5, 6, 7])
     for last, terms in enumerate(answers):
-        assert terms.predicted.isnan().all() == (last >= 3)
-        close(terms.measured, tensor([a - b for a, b in zip(plain[last].level, plain[0].level, strict=True)]))
-    assert answers[3].trapezoid.isnan().all()
+        assert terms.predicted.value.isnan().all() == (last >= 3)
+        close(terms.measured.value, tensor([a - b for a, b in zip(plain[last].level, plain[0].level, strict=True)]))
+    assert answers[3].trapezoid.value.isnan().all()
     for last in (4, 5):
-        close(answers[last].trapezoid, twin_sum(plain, last) - twin_sum(plain, last - 1))
+        close(answers[last].trapezoid.value, twin_sum(plain, last) - twin_sum(plain, last - 1))
 
 
 @pytest.mark.parametrize("missing", ["forward", "backward"])
@@ -160,8 +154,8 @@ def test_one_nan_makes_the_predicted_sum_nan_for_good_and_not_the_measured_one(m
     setattr(plain[2], missing, [math.nan] * 6)
     first_hole = 3 if missing == "forward" else 2
     for last, terms in enumerate(feed(TrapezoidSum(), plain, list(range(1, NUM_BATCHES + 1)))):
-        assert terms.predicted.isnan().all() == (last >= first_hole)
-        assert not terms.measured.isnan().any()
+        assert terms.predicted.value.isnan().all() == (last >= first_hole)
+        assert not terms.measured.value.isnan().any()
 
 
 @pytest.mark.parametrize("saved_after", [0, 1, 2, 4])
@@ -174,10 +168,10 @@ def test_state_through_a_file_continues_as_if_never_stopped(saved_after: int) ->
     resumed.load_state_dict(load(save({k: v.contiguous() for k, v in before.state_dict().items()})))
     answers = feed(resumed, plain[saved_after:], steps[saved_after:])
     for got, expected in zip(answers, uninterrupted[saved_after:], strict=True):
-        for field in fields(TrapezoidTerms):
-            a, b = getattr(got, field.name), getattr(expected, field.name)
-            assert torch.equal(a.nan_to_num(-7), b.nan_to_num(-7)), field.name
-    close(answers[-1].predicted, twin_sum(plain, NUM_BATCHES - 1))
+        for name, one, other in zip(TrapezoidTerms._fields, got, expected, strict=True):
+            for a, b in zip(one, other, strict=True):
+                assert torch.equal(a.nan_to_num(-7), b.nan_to_num(-7)), name
+    close(answers[-1].predicted.value, twin_sum(plain, NUM_BATCHES - 1))
 
 
 def test_adding_leaves_a_state_taken_before_untouched() -> None:

@@ -12,7 +12,8 @@ Shape legend, used in every comment of this package:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import functools
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,25 +53,22 @@ class Rollout:
 
 def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     """Returns the sequences of several rollouts as one, padded to one width."""
-    rewards = [part.rewards for part in parts if part.rewards is not None]
+
+    def joined(name: str, join: Callable[[list[Tensor]], Tensor] = torch.cat) -> Any:
+        values = [getattr(part, name) for part in parts]
+        return None if any(value is None for value in values) else join(values)
+
     written = None
     if any(part.environment_mask is not None for part in parts):
         written = in_one_width([part.token_mask - part.completion_mask for part in parts])
-    sampled = [part.sampling_logps for part in parts if part.sampling_logps is not None]
-    truncated = [part.truncated for part in parts if part.truncated is not None]
+    on_the_left = functools.partial(in_one_width, on_the_left=True)
     return Rollout(
-        prompt_ids=in_one_width([part.prompt_ids for part in parts], on_the_left=True),
-        prompt_mask=in_one_width([part.prompt_mask for part in parts], on_the_left=True),
-        completion_ids=in_one_width([part.completion_ids for part in parts]),
-        completion_mask=in_one_width([part.completion_mask for part in parts]),
-        advantages=torch.cat([part.advantages for part in parts]),
-        rewards=torch.cat(rewards) if len(rewards) == len(parts) else None,
-        prompt_index=torch.cat([part.prompt_index for part in parts]),
-        sampling_logps=in_one_width(sampled) if len(sampled) == len(parts) else None,
+        **{name: joined(name, on_the_left) for name in ("prompt_ids", "prompt_mask")},
+        **{name: joined(name, in_one_width) for name in ("completion_ids", "completion_mask", "sampling_logps")},
+        **{name: joined(name) for name in ("advantages", "rewards", "prompt_index", "truncated")},
         on_policy=all(part.on_policy for part in parts),
         environment_mask=written,
         images=_join_images(parts),
-        truncated=torch.cat(truncated) if len(truncated) == len(parts) else None,
     )
 
 
@@ -84,24 +82,8 @@ def in_one_width(tensors: Sequence[Tensor], on_the_left: bool = False, value: fl
 
 def take_rows(rollout: Rollout, rows: Tensor) -> Rollout:
     """Returns some rows of a rollout, in this order."""
-
-    def take(tensor: Tensor | None) -> Tensor | None:
-        return None if tensor is None else tensor[rows]
-
-    return dataclasses.replace(
-        rollout,
-        prompt_ids=rollout.prompt_ids[rows],
-        prompt_mask=rollout.prompt_mask[rows],
-        completion_ids=rollout.completion_ids[rows],
-        completion_mask=rollout.completion_mask[rows],
-        advantages=rollout.advantages[rows],
-        rewards=take(rollout.rewards),
-        prompt_index=rollout.prompt_index[rows],
-        sampling_logps=take(rollout.sampling_logps),
-        environment_mask=take(rollout.environment_mask),
-        images=images_of(rollout, rows),
-        truncated=take(rollout.truncated),
-    )
+    taken: dict[str, Any] = {name: value[rows] for name, value in vars(rollout).items() if isinstance(value, Tensor)}
+    return dataclasses.replace(rollout, images=images_of(rollout, rows), **taken)
 
 
 def images_of(rollout: Rollout, rows: Tensor) -> dict[str, Any] | None:

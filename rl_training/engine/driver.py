@@ -144,12 +144,16 @@ class StepDriver:
                 for probe in step.probes:
                     with self._clock.timed(probe.name):
                         probe.prepare(step.view)
-                if self._follows_entropy(step) and not step.view.entropy_change.why_none:
+                follows_entropy = any(Need.ENTROPY_CHANGE in probe.needs for probe in step.probes)
+                if follows_entropy and not step.view.entropy_change.why_none:
                     step.view.entropy_change.keep_update()
-        learned = self._learned[1] if self._learned[0] == rollout_number else set()
+        learned = self._prompts_learned_from(rollout_number)
         for rollout in step.rollouts:  # measured or not: a later iteration over them may be
             learned.update(rollout.prompt_index.tolist())
         self._learned = rollout_number, learned
+
+    def _prompts_learned_from(self, rollout_number: int) -> set[int]:
+        return self._learned[1] if self._learned[0] == rollout_number else set()
 
     def stepped(self) -> None:
         """Tells the probes that the step was made. A collective where weights are gathered for one."""
@@ -181,7 +185,7 @@ class StepDriver:
         answers = {}
         for probe in step.probes:
             with self._clock.timed(probe.name):
-                answers[probe.name] = _checked(probe, step.number)
+                answers[probe.name] = probe.checked_results(step.number)
         return answers
 
     # --- costs, state, end --------------------------------------------------------------------------------------------
@@ -230,7 +234,7 @@ class StepDriver:
         )  # fmt: skip
         mismatch = loop.sampling_mismatch or self._padding.why_it_matters(batch, loop.policy, loop.ranks.reduce)
         num_folds = loop.ranks.reduce(torch.tensor(float(batch.num_folds), device=batch.fold.device).double())
-        learned = self._learned[1] if self._learned[0] == rollout_number else set()
+        learned = self._prompts_learned_from(rollout_number)
         capabilities = Capabilities(
             sampling_mismatch=mismatch,
             no_fresh_responses=mismatch or loop.no_fresh_responses,
@@ -282,9 +286,6 @@ class StepDriver:
         at_a_time = max((probe.num_vectors(num_folds) for probe in self.probes), default=0)
         return GATHERED_VECTORS + rows + beside + at_a_time
 
-    def _follows_entropy(self, step: OpenStep) -> bool:
-        return any(Need.ENTROPY_CHANGE in probe.needs for probe in step.probes)
-
     def disarm(self) -> None:
         """Takes the hooks away before the next call: the loop's backward is over."""
         if self._rows is not None:
@@ -302,13 +303,3 @@ def _common(wanted: Mapping[str, Any], what: str) -> Any:
     if len(set(wanted.values())) > 1:
         raise ValueError(f"one {what} serves all probes: give {list(wanted)} the same")
     return next(iter(wanted.values()), None)
-
-
-def _checked(probe: Probe, number: int) -> dict[str, Estimate]:
-    """Returns what the probe says of this step. ValueError when that is nothing."""
-    estimates = probe.results()
-    if not isinstance(estimates, Mapping) or not all(isinstance(e, Estimate) for e in estimates.values()):
-        raise ValueError(f"probe {probe.name!r}: results must return Estimates by name, and gave {estimates!r}")
-    if not estimates:
-        raise ValueError(f"probe {probe.name!r} measured nothing at step {number}: answer nan instead")
-    return dict(estimates)

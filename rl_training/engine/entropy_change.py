@@ -7,10 +7,9 @@
 
 Each fold k contributes a row: its levels Σρ, ΣρH, ΣρT (number of sequences, their entropies and lengths, weighted by
 the importance ratio ρ), and n_k X_k · δθ for every update δθ of interest, with X = ∂H_seq − H_tok ∂E[T] = E[T] ∂H_tok
-and, if asked for, X = ∂H_seq. All numbers that are reported are one smooth function, `statistic`, of the sums of these
-rows, so one jackknife serves all. Where the second is asked for, the sums without a fold have the H_tok of the other
-folds in them. Where it is not, H_tok is taken as given, and bars per token are some percent too small
-(docs/explanation/theory.md).
+and, if asked for, X = ∂H_seq. One smooth function, `statistic`, of the sums of these rows has all that is reported.
+Where the second is asked for, the sums without a fold have the H_tok of the other folds in them. Where it is not, H_tok
+is taken as given, and bars per token are some percent too small (docs/explanation/theory.md).
 
 Without fold l the steps of the other folds lose l too, δθ_(−k,−l) − δθ_(−k) ≈ δθ_(−l) − δθ, and with S = Σ_k n_k X_k
 

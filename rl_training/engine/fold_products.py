@@ -14,7 +14,7 @@ from rl_training.engine.attribution import Attribution
 from rl_training.engine.batch import Batch
 from rl_training.engine.entropy_gradients import FoldGradients
 from rl_training.engine.fold_moments import Block, FoldMoments
-from rl_training.engine.updates import CAUSES, Piece, StepsWithoutFolds, gradient_of_others
+from rl_training.engine.updates import CAUSES, Piece, StepsWithoutFolds
 from rl_training.mathematics.vectors import Layout, Vector, add, dot, rows_dot
 
 
@@ -144,16 +144,20 @@ class FoldProducts:
         return forward, unclipped, self.attribution.sum(products)
 
     def _own_prompts(self, k: int, fold: FoldGradients) -> Tensor:
-        """Returns X_k · δθ_(−c_k), the step without the responses of X_k: the others of these prompts replace them."""
+        """Returns X_k · δθ_(−c_k), the step without the responses of X_k: the others of these prompts replace them.
+
+        Its gradient is g + (n_k / N) (g_others − g_k), where g_k = s g_chosen + (1 − s) g_others, s the share of the
+        fold's responses that are chosen: every prompt keeps its weight.
+        """
         steps, training = self.steps, fold.training
         if steps is None or training is None or self.chosen_share >= 1.0:
             return self._dots(None, fold.entropy)
-        share = float(self.sizes[k]) / steps.total_size
+        factor = float(self.sizes[k]) / steps.total_size * self.chosen_share / (1.0 - self.chosen_share)
 
         def gradient(folds: slice, piece: Piece) -> Tensor:
             mean = piece.of(steps.gradient)
             row = piece.of(steps.rows)[folds].to(mean.device)
-            return gradient_of_others(mean, row, share, piece.of(training), self.chosen_share)
+            return mean + factor * (row - piece.of(training))
 
         one = slice(k, k + 1)
         clip = steps.clips(gradient, one)

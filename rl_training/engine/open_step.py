@@ -16,7 +16,7 @@ from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
 from rl_training.engine.sharding import Sharding
 from rl_training.engine.step import OptimizerView, Ranks, Step
-from rl_training.mathematics.folds import fold_numbers, ranges_of, split_prompts
+from rl_training.mathematics.folds import ranges_of, split_prompts
 from rl_training.mathematics.scores import Scores
 
 
@@ -97,7 +97,9 @@ class OpenStep:
             parts = [weights.get("entropies", torch.zeros_like(weights["logps"])) for weights in self.loss_weights]
             entropies = in_one_width(parts)
         index = rollout.prompt_index
-        fold = fold_numbers(self.folds).to(index.device) if whole_prompts else split_prompts(index, len(self.folds))
+        fold = split_prompts(index, len(self.folds))
+        if whole_prompts:
+            fold = torch.repeat_interleave(torch.tensor([len(rows) for rows in self.folds])).to(index.device)
         return Batch(
             rollout=rollout,
             scores=scores,

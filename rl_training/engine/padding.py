@@ -38,7 +38,7 @@ class PaddingCheck:
         rows = rollout.prompt_mask.sum(dim=1).argsort(stable=True)[:ROWS]
         with policy.measuring():
             alone = policy.scorer.score(rollout, rows, graph=False)
-            padded = policy.score_padded(rollout, rows)
+            padded = policy.scorer.score_padded(rollout, rows)
         there = alone.mask.bool()
         difference = (alone.logps - padded.logps[:, : there.shape[1]])[there].double().abs()
         total, count = reduce(torch.stack([difference.sum(), there.sum().double()])).tolist()

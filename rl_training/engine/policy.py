@@ -64,10 +64,6 @@ class Policy(abc.ABC):
         with cast(Any, self.model).disable_adapter():
             return self.score_rollout(rollout).logps
 
-    def score_padded(self, rollout: Rollout, rows: Tensor) -> Scores:
-        """Returns the same, as wide as the rollout, of rows that keep the padding on their left, as training has it."""
-        return self.scorer.score_padded(rollout, rows)
-
     def measuring(self) -> AbstractContextManager[None]:
         """Returns a context in which `score` leaves out autocast, TF32 and dropout; the backward belongs in it too."""
         return self.scorer.measuring()

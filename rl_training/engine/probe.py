@@ -74,6 +74,15 @@ class Probe:
         """Returns the step's estimates by metric name: what the moments have left in `_answers`."""
         return self._answers
 
+    def checked_results(self, number: int) -> dict[str, Estimate]:
+        """Returns what the probe says of this step. ValueError when that is nothing."""
+        estimates = self.results()
+        if not isinstance(estimates, Mapping) or not all(isinstance(e, Estimate) for e in estimates.values()):
+            raise ValueError(f"probe {self.name!r}: results must return Estimates by name, and gave {estimates!r}")
+        if not estimates:
+            raise ValueError(f"probe {self.name!r} measured nothing at step {number}: answer nan instead")
+        return dict(estimates)
+
     def num_vectors(self, num_folds: int) -> int:
         """Returns how many fp32 vectors of all trained parameters it holds on the device while it measures a step.
 

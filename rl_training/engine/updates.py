@@ -159,21 +159,6 @@ class StepsWithoutFolds:
             yield piece, moved.state.delta(moved.param, gradient.mul_(clips.to(gradient).unsqueeze(1)))
 
 
-def gradient_of_others(
-    gradient: Tensor, fold_gradient: Tensor, share: float, chosen: Tensor, chosen_share: float
-) -> Tensor:
-    """Returns the whole batch's mean gradient with the chosen responses of a fold replaced by that fold's others.
-
-    g + share · (g_others − g_k), with g_k = chosen_share · g_chosen + (1 − chosen_share) · g_others. Every prompt keeps
-    its weight, and the chosen responses have none.
-
-    gradient      (n,), g                                      fold_gradient  (n,), g_k
-    share         of the batch that is in the fold             chosen  (n,), mean gradient of the chosen responses
-    chosen_share  of the fold's responses that are chosen
-    """
-    return gradient + (share * chosen_share / (1.0 - chosen_share)) * (fold_gradient - chosen)
-
-
 class UpdateHistory:
     """δθ of the step before, for `backward`: it goes into the checkpoint.
 

@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 
 from rl_training.mathematics.jackknife import unchanged
-from rl_training.mathematics.scores import policy_tokens_first
 
 Estimator = Literal["rb", "score"]
 Target = Literal["sequence", "token", "length"]
@@ -74,7 +73,7 @@ def surrogate_weights(
         raise ValueError(f"unknown estimator {estimator!r}: choose 'rb' or 'score'")
     if baseline not in ("prompt", "buffer"):
         raise ValueError(f"unknown baseline {baseline!r}: choose 'prompt' or 'buffer'")
-    order = policy_tokens_first(mask)
+    order = (mask == 0).long().argsort(dim=1, stable=True)  # of columns: the policy's tokens first, in their order
     real, mask = mask.bool().gather(1, order), mask.to(entropies.dtype).gather(1, order)
     logps, entropies = (v.detach().gather(1, order).masked_fill(~real, 0.0) for v in (logps, entropies))  # 0·inf is nan
     group = _group_ids(prompt_index if baseline == "prompt" else torch.zeros_like(prompt_index), reduce)

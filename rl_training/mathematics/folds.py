@@ -70,15 +70,6 @@ def fold_ranges(microbatch_sizes: Sequence[int], num_folds: int, responses_per_p
     return ranges_of(in_slices)
 
 
-def fold_numbers(folds: Sequence[range]) -> Tensor:
-    """Returns the fold of each row, (rows,).
-
-    >>> fold_numbers([range(0, 2), range(2, 3)])
-    tensor([0, 0, 1])
-    """
-    return torch.repeat_interleave(torch.tensor([len(rows) for rows in folds]))
-
-
 def response_number(prompt_index: Tensor) -> Tensor:
     """Returns, for each sequence, how many earlier sequences answer the same prompt: 0 for a prompt's first response.
 

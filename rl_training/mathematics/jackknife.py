@@ -37,12 +37,8 @@ def jackknife_stderr(
 ) -> Tensor:
     """Returns the delete-one-fold jackknife standard error of statistic(sums), shaped like it.
 
-    statistic     maps (..., m) sums to (..., q) values
-    sums          (m,), over all folds of all ranks
-    sums_without  (K, m), row l the sums without fold l; this rank's folds only
-    reduce        sums a tensor over the ranks
-
-    The mean of x_1..x_K has statistic s ↦ s[0]/s[1] with s = (Σx, K), and se = sd(x)/√K:
+    Arguments as of `jackknife_covariance`. The mean of x_1..x_K has statistic s ↦ s[0]/s[1] with s = (Σx, K), and se =
+    sd(x)/√K:
 
     >>> x = torch.tensor([1.0, 3.0, 5.0, 7.0], dtype=torch.float64)
     >>> rows = torch.stack([x, torch.ones(4)], dim=1)
@@ -63,7 +59,12 @@ def jackknife_covariance(
 ) -> Tensor:
     """Returns the jackknife covariances of the numbers in the last dimension of statistic(sums), (..., p, p).
 
-    Arguments as of `jackknife_stderr`, whose square is the diagonal. Of x and y = −2x, from three pairs:
+    statistic     maps (..., m) sums to (..., p) values
+    sums          (m,), over all folds of all ranks
+    sums_without  (K, m), row l the sums without fold l; this rank's folds only
+    reduce        sums a tensor over the ranks
+
+    Of x and y = −2x, from three pairs:
 
     >>> rows = torch.tensor([[1.0, -2.0], [2.0, -4.0], [6.0, -12.0]], dtype=torch.float64)
     >>> sums = rows.sum(dim=0)

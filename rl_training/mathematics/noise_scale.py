@@ -55,6 +55,13 @@ def noise_moments(block_sq_norm: Tensor, batch_sq_norm: Tensor, block_size: floa
 def split_of_trace(same_prompt: Tensor, moments: Tensor, responses_per_prompt: int) -> Tensor:
     """Returns the unbiased parts (between, within) of tr Σ, which add up to it; either may be negative.
 
+    With r_i the gradient of response i on the mean scale and μ = E[g | prompt],
+
+        within = E|g − μ|²,  falls as 1/G         between = E|μ|² − |G|²         E|μ|² = c (G−1)² / ((G−1)² + 1)
+
+    The factor is Dr-GRPO's. It is what the group's mean as baseline does: r_i = (R_i − R̄) ∂S_i, so that R_j is in r_i
+    and R_i in r_j, and E[r_i·r_j] = ((1 − 1/G)² + 1/G²) |∂J|² while μ = (1 − 1/G) ∂J, J the prompt's expected reward.
+
     same_prompt  c, the mean of r_i·r_j over pairs of responses of one prompt
     moments      (tr Σ^, |G|²^), as of `noise_moments`
     """

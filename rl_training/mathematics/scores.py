@@ -14,14 +14,3 @@ class Scores:
     logps: Tensor  # (B, T)
     entropies: Tensor  # (B, T), exact entropy of the next-token distribution
     mask: Tensor  # (B, T), 1 on sampled tokens; values elsewhere mean nothing
-
-
-def policy_tokens_first(mask: Tensor) -> Tensor:
-    """Returns the order of columns, (B, T), in which each row's sampled tokens come first, and in their own order.
-
-    >>> import torch
-    >>> policy_tokens_first(torch.tensor([[1, 0, 0, 1], [1, 1, 0, 0]]))
-    tensor([[0, 3, 1, 2],
-            [0, 1, 2, 3]])
-    """
-    return (mask == 0).long().argsort(dim=1, stable=True)

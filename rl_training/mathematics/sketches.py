@@ -22,7 +22,6 @@ import hashlib
 from collections.abc import Mapping
 
 import torch
-from scipy.special import stdtrit
 from torch import Tensor
 
 COLUMNS = 2**16  # hashed at once
@@ -67,7 +66,7 @@ class CountSketches:
 def inner_products(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """Returns the inner products of all pairs and their standard errors, (n, q) fp64 each, from sketches.
 
-    a, b  (n, S, m) and (q, S, m). The error is that of a mean of S: multiply it by `t_quantile(S)`.
+    a, b  (n, S, m) and (q, S, m). The error is that of a mean of S: Student's t has S − 1 degrees of freedom.
     """
     each = torch.einsum("nsm,qsm->snq", a.double(), b.double())
     return each.mean(dim=0), each.std(dim=0) / len(each) ** 0.5
@@ -82,11 +81,6 @@ def cosines(a: Tensor, b: Tensor, sq_norms_a: Tensor, sq_norms_b: Tensor) -> tup
     products, stderr = inner_products(a, b)
     scale = (sq_norms_a.double().unsqueeze(1) * sq_norms_b.double().unsqueeze(0)).rsqrt()
     return products * scale, stderr * scale
-
-
-def t_quantile(repeats: int, coverage: float = 0.95) -> float:
-    """Returns the factor that makes a standard error from so many sketches a half-width of this coverage."""
-    return float(stdtrit(repeats - 1, 0.5 + 0.5 * coverage))
 
 
 def _key(seed: int, name: str, number: int) -> int:

@@ -16,39 +16,35 @@ their errors, v/√n and w/√m but for a factor, add up: v + w is known as of (
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
-class BatchTerms:
-    """What one batch says; every tensor has the shape of the quantity, stderr beside value."""
+class Term(NamedTuple):
+    """A number with its error; every tensor has the shape of the quantity."""
 
-    level: Tensor  # the quantity itself, measured on this batch
-    level_stderr: Tensor
-    forward: Tensor  # its predicted change over the step that this batch takes
-    forward_stderr: Tensor
-    forward_batches: Tensor  # so many batches of equal variance know that error as well
-    backward: Tensor  # its change over the step before, seen from this batch
-    backward_stderr: Tensor
-    backward_batches: Tensor
+    value: Tensor
+    stderr: Tensor
+    batches: Tensor  # so many batches of equal variance would know that error as well
+
+
+class BatchTerms(NamedTuple):
+    """What one batch says."""
+
+    level: Term  # the quantity itself, measured on this batch
+    forward: Term  # its predicted change over the step that this batch takes
+    backward: Term  # its change over the step before, seen from this batch
     half_step_stderr: Tensor  # of ½(forward + backward), which share this batch's noise
 
 
-@dataclass(frozen=True)
-class TrapezoidTerms:
+class TrapezoidTerms(NamedTuple):
     """The change over the last closed step, and from the first batch to this one: predicted and measured."""
 
-    trapezoid: Tensor
-    trapezoid_stderr: Tensor
-    trapezoid_batches: Tensor  # so many batches of equal variance would know that error as well
-    predicted: Tensor
-    predicted_stderr: Tensor
-    predicted_batches: Tensor  # as for the trapezoid
-    measured: Tensor
-    measured_stderr: Tensor
+    trapezoid: Term
+    predicted: Term
+    measured: Term
 
 
 class TrapezoidSum:
@@ -62,60 +58,43 @@ class TrapezoidSum:
 
         A step that does not follow the last one leaves a hole: the predicted sum is nan from then on.
         """
-        zero, nan = torch.zeros_like(batch.forward), torch.full_like(batch.forward, torch.nan)
-        if not self._state:
-            self._state = {"squares": zero.clone()}
-            self._remember(step, batch, zero, zero.clone(), (0.5 * batch.forward_stderr).square(), batch)
-            one = torch.ones_like(zero)
-            return TrapezoidTerms(nan, nan, one, zero, zero, one, zero, zero)
+        level, (ahead, ahead_stderr, ahead_batches), backward, half_step_stderr = batch
+        zero, one, nan = torch.zeros_like(ahead), torch.ones_like(ahead), torch.full_like(ahead, torch.nan)
+        now = {
+            "step": torch.tensor(step),
+            "forward": ahead,
+            "forward_stderr": ahead_stderr,
+            "forward_batches": ahead_batches,
+        }
         last = self._state
+        if not last:
+            self._state = now | {
+                "first_level": level.value,
+                "first_level_stderr": level.stderr,
+                **{name: zero.clone() for name in ("predicted", "variance", "squares")},
+                "half_step_variance": (0.5 * ahead_stderr).square(),
+            }
+            return TrapezoidTerms(Term(nan, nan, one), Term(zero, zero, one), Term(zero, zero, one))
         forward = last["forward"] if int(last["step"]) == step - 1 else nan
-        trapezoid = 0.5 * (forward + batch.backward)
-        predicted = last["predicted"] + trapezoid
+        # Before there were numbers of batches: one.
+        forward_batches, forward_variance = last.get("forward_batches", one), last["forward_stderr"].square()
+        trapezoid = Term(
+            0.5 * (forward + backward.value),
+            0.5 * torch.hypot(last["forward_stderr"], backward.stderr),
+            _batches_of_sum(forward_variance, forward_batches, backward.stderr.square(), backward.batches),
+        )
         variance = last["variance"] + last["half_step_variance"]
-        end = (0.5 * batch.backward_stderr).square()
+        end = (0.5 * backward.stderr).square()
         # Before there were squares: as if all the variance so far were one batch's.
         squares = last.get("squares", last["variance"].square()) + last["half_step_variance"].square()
         sum_of_squares = squares + end.square()
-        self._remember(step, batch, predicted, variance, batch.half_step_stderr.square())
-        self._state["squares"] = squares
-        return TrapezoidTerms(
-            trapezoid=trapezoid,
-            trapezoid_stderr=0.5 * torch.hypot(last["forward_stderr"], batch.backward_stderr),
-            trapezoid_batches=_batches_of_sum(
-                last["forward_stderr"].square(),
-                last.get("forward_batches", torch.ones_like(zero)),  # before there were any: one
-                batch.backward_stderr.square(),
-                batch.backward_batches,
-            ),
-            predicted=predicted,
-            predicted_stderr=(variance + end).sqrt(),
-            predicted_batches=torch.where(sum_of_squares > 0, (variance + end).square() / sum_of_squares, 1.0),
-            measured=batch.level - last["first_level"],
-            measured_stderr=torch.hypot(batch.level_stderr, last["first_level_stderr"]),
-        )
-
-    def _remember(
-        self,
-        step: int,
-        batch: BatchTerms,
-        predicted: Tensor,
-        variance: Tensor,
-        half_step_variance: Tensor,
-        first: BatchTerms | None = None,
-    ) -> None:
-        terms = {
-            "step": torch.tensor(step),
-            "forward": batch.forward,
-            "forward_stderr": batch.forward_stderr,
-            "forward_batches": batch.forward_batches,
-            "predicted": predicted,
-            "variance": variance,
-            "half_step_variance": half_step_variance,
-        }
-        if first is not None:
-            terms |= {"first_level": first.level, "first_level_stderr": first.level_stderr}
-        self._state = {**self._state, **terms}  # a new dictionary: the last one may still be read
+        batches = torch.where(sum_of_squares > 0, (variance + end).square() / sum_of_squares, 1.0)
+        predicted = Term(last["predicted"] + trapezoid.value, (variance + end).sqrt(), batches)
+        of_sum = {"predicted": predicted.value, "variance": variance, "squares": squares}
+        # A new dictionary: the last one may still be read.
+        self._state = last | now | of_sum | {"half_step_variance": half_step_stderr.square()}
+        measured_stderr = torch.hypot(level.stderr, last["first_level_stderr"])
+        return TrapezoidTerms(trapezoid, predicted, Term(level.value - last["first_level"], measured_stderr, one))
 
     def state_dict(self) -> dict[str, Tensor]:
         return dict(self._state)

@@ -5,7 +5,7 @@
 
 P holds the square of this very step's gradient, so there are two passes over U: the batch gradient first, which gives
 M, c and δθ, then U again, sequence by sequence, past a block of rows of E that is held. With P of the step before, the
-sum would be off by percents, and without bound where v is young. Formulas, scales and costs: mathematics/kernels.py.
+sum would be off by percents, and without bound where v is young. Formulas, scales and costs: kernel_blocks.py.
 
 The pairs add up to the gradient part of δH₁ only. Beside it stand momentum and decay, with the same M: `products` of
 each row with δθ by cause.
@@ -33,10 +33,10 @@ from tqdm import tqdm
 
 from rl_training.engine.batch import Rollout
 from rl_training.engine.updates import CAUSES
-from rl_training.mathematics.kernels import Blocks, plan_blocks, row_products, weighted_sum
 from rl_training.mathematics.sketches import inner_products
 from rl_training.offline.buffers import tokens_of
 from rl_training.offline.gradient_rows import GradientRows
+from rl_training.offline.kernel_blocks import Blocks, plan_blocks, row_products, weighted_sum
 from rl_training.offline.kernel_files import KERNEL_FILE, UPDATE_FILE, block_file, claim, save_tensors
 from rl_training.offline.kernel_proofs import MAX_IDENTITY_ERROR, gradient_part, prove_identity, prove_row, prove_sum
 from rl_training.offline.kernel_rows import RowSummarizer, expectation

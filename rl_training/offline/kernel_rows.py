@@ -8,9 +8,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.kernels import Blocks, row_products, square_norms, weighted_sum
 from rl_training.mathematics.sketches import CountSketches
 from rl_training.offline.gradient_rows import GradientRows
+from rl_training.offline.kernel_blocks import Blocks, row_products, square_norms, weighted_sum
 from rl_training.offline.kernel_types import KernelInputs, KernelSettings, KernelStep, Ranks
 
 NORM_BUCKETS = 2**13  # of each of two sketches: the norm of a sum is right to 0.6 % (one standard error)
@@ -48,8 +48,9 @@ class RowSummarizer:
 def expectation(
     rows: GradientRows, inputs: KernelInputs, summarizer: RowSummarizer, blocks: Blocks, ranks: Ranks
 ) -> str:
-    """Returns what is about to be calculated, and how long: the cost formula of kernels.py, each of its terms timed on
-    one microbatch.
+    """Returns what is about to be calculated, and how long: the cost formula of kernel_blocks.py.
+
+    Each of its terms is timed on one microbatch.
     """
     of_u, of_e = (rows.batches(range(r.num_sequences))[0] for r in (inputs.update, inputs.evaluation))
     both = rows.both(inputs.evaluation, of_e, inputs.logp_weights, inputs.entropy_weights)

@@ -17,16 +17,13 @@ most of these mistakes come out after minutes of sampling ("element 0 of tensors
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from rl_training.engine.batch import Rollout
 from rl_training.engine.optimizer import view_optimizer
@@ -37,11 +34,11 @@ from rl_training.hosts.trl.sampling import why_sampling_mismatch
 from rl_training.hosts.trl.sharding import replicated
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.mathematics.adamw import AdamWState
+from rl_training.offline.checkpoint_weights import refuse_frozen, refuse_other_names, refuse_other_weights, some
 from rl_training.offline.shards import load_shards
 from rl_training.records.checkpoints import state_folder, steps_taken, what_is_wrong_with_weights
 
 NOT_READ = {"loss_type", "beta", "importance_sampling_level"}  # of the loss; the advantages of all others are
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 @dataclass(frozen=True)
@@ -90,42 +87,17 @@ def restore(
 
     Raises ValueError, saying what is wrong and the fix, when checkpoint and trainer do not fit: see the guards.
     """
-    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
-        raise ValueError(
-            "a checkpoint is analysed in one process or under DDP: use launch/cpu.yaml, launch/ddp.yaml or no launch "
-            "file; checkpoints that DeepSpeed wrote are read there too"
-        )
-    if trainer.state.global_step:
-        raise ValueError(f"this trainer has trained {trainer.state.global_step} steps: make a fresh one to restore")
-    otherwise = why_sampling_mismatch(trainer)
-    if otherwise:
-        raise ValueError(otherwise)
-    if trainer.mask_truncated_completions:
-        raise ValueError("the step is analysed with all its responses: set mask_truncated_completions=false")
-    trained_with = trainer.attachment.loss_settings.differs
-    if trained_with & NOT_READ or trained_with - loss_settings(trainer).differs:
-        raise ValueError(
-            f"a step is analysed with Dr-GRPO's loss, and this one differs in {', '.join(sorted(trained_with))}: give "
-            "trainer.loss_type=dr_grpo trainer.beta=0 trainer.importance_sampling_level=token intervention=null to "
-            "analyse the step that it would make from there"
-        )
-    flaw = what_is_wrong_with_weights(checkpoint)
-    if flaw:
-        raise ValueError(f"{checkpoint}: {flaw}")
-    if (state_folder(checkpoint) / "optimizer.bin").is_file():
-        raise ValueError(
-            f"{checkpoint} was written under FSDP, whose optimizer is not read here: choose a checkpoint of a run in "
-            "one process, or under DDP, ZeRO-1 or ZeRO-2"
-        )
+    _refuse_other_analyses(trainer)
+    _refuse_damaged(checkpoint)
     model = trainer.model
-    _refuse_other_weights(model, checkpoint)
+    refuse_other_weights(model, checkpoint)
     first = None
     if keep_first and not hasattr(model, "peft_config"):
         first = {name: param.detach().clone() for name, param in model.named_parameters() if param.requires_grad}
     trainer._load_from_checkpoint(str(checkpoint))
     parameters = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    _refuse_frozen(parameters, checkpoint)  # G1
-    _refuse_other_names(parameters, checkpoint)  # G2
+    refuse_frozen(parameters, checkpoint)  # G1
+    refuse_other_names(parameters, checkpoint)  # G2
     trainer.accelerator.prepare_model(model, evaluation_mode=True)  # its autocast; no DDP, whose reducer would be idle
     if trainer.args.activation_checkpointing:  # as Trainer.train would switch it on
         model.activation_checkpointing_enable(
@@ -145,6 +117,39 @@ def restore(
     optimizer = view_optimizer(replicated(trainer), parameters)
     _refuse_other_moments(parameters, optimizer, checkpoint)
     return RestoredTrainer(trainer, checkpoint, steps_taken(checkpoint), parameters, optimizer, policy, first)
+
+
+def _refuse_other_analyses(trainer: DrGRPOTrainer) -> None:
+    if trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled:
+        raise ValueError(
+            "a checkpoint is analysed in one process or under DDP: use launch/cpu.yaml, launch/ddp.yaml or no launch "
+            "file; checkpoints that DeepSpeed wrote are read there too"
+        )
+    if trainer.state.global_step:
+        raise ValueError(f"this trainer has trained {trainer.state.global_step} steps: make a fresh one to restore")
+    otherwise = why_sampling_mismatch(trainer)
+    if otherwise:
+        raise ValueError(otherwise)
+    if trainer.mask_truncated_completions:
+        raise ValueError("the step is analysed with all its responses: set mask_truncated_completions=false")
+    trained_with = trainer.attachment.loss_settings.differs
+    if trained_with & NOT_READ or trained_with - loss_settings(trainer).differs:
+        raise ValueError(
+            f"a step is analysed with Dr-GRPO's loss, and this one differs in {', '.join(sorted(trained_with))}: give "
+            "trainer.loss_type=dr_grpo trainer.beta=0 trainer.importance_sampling_level=token intervention=null to "
+            "analyse the step that it would make from there"
+        )
+
+
+def _refuse_damaged(checkpoint: Path) -> None:
+    flaw = what_is_wrong_with_weights(checkpoint)
+    if flaw:
+        raise ValueError(f"{checkpoint}: {flaw}")
+    if (state_folder(checkpoint) / "optimizer.bin").is_file():
+        raise ValueError(
+            f"{checkpoint} was written under FSDP, whose optimizer is not read here: choose a checkpoint of a run in "
+            "one process, or under DDP, ZeRO-1 or ZeRO-2"
+        )
 
 
 def _load_optimizer(trainer: DrGRPOTrainer, checkpoint: Path) -> None:
@@ -177,78 +182,6 @@ def _with_empty_groups(optimizer: torch.optim.Optimizer, file: Path) -> dict[str
 # --- the guards -------------------------------------------------------------------------------------------------------
 
 
-def _names_in(checkpoint: Path) -> set[str]:
-    """Returns the names of the tensors in a checkpoint's weights; an adapter's only, where it is one."""
-    index = checkpoint / SAFE_WEIGHTS_INDEX_NAME
-    if index.is_file():
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    for name in (ADAPTER_WEIGHTS, SAFE_WEIGHTS_NAME):
-        if (checkpoint / name).is_file():
-            with safe_open(checkpoint / name, framework="pt") as file:
-                return set(file.keys())
-    raise ValueError(f"{checkpoint} has no weights ({SAFE_WEIGHTS_NAME} or {ADAPTER_WEIGHTS})")
-
-
-def _refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Raises ValueError where only one of model and checkpoint has an adapter, and where it holds other weights."""
-    has_adapter, is_adapter = hasattr(model, "peft_config"), (checkpoint / ADAPTER_WEIGHTS).is_file()
-    if has_adapter != is_adapter:
-        way = "adapter=lora (or qlora)" if is_adapter else "adapter=none"
-        raise ValueError(
-            f"{checkpoint} holds {'an adapter' if is_adapter else 'all weights'}, and the model "
-            f"{'has none' if is_adapter else 'has an adapter'}: use {way}"
-        )
-    if is_adapter:
-        _refuse_other_rank(model, checkpoint)
-        return
-    names = set(model.state_dict())
-    unknown = _names_in(checkpoint) - names
-    if unknown:
-        raise ValueError(
-            f"{checkpoint} holds {_some(unknown)}, which this model has not: it is of another model than model.name"
-        )
-
-
-def _refuse_other_rank(model: nn.Module, checkpoint: Path) -> None:
-    """Raises ValueError where the adapter's shapes differ: PEFT would keep the fresh weights, with a warning."""
-    shapes = {_without_adapter_name(name): param.shape for name, param in model.named_parameters()}
-    with safe_open(checkpoint / ADAPTER_WEIGHTS, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118, it is no dictionary
-            found, expected = tuple(file.get_slice(name).get_shape()), shapes.get(name)
-            if expected is not None and found != tuple(expected):
-                raise ValueError(
-                    f"{checkpoint}: {name} has the shape {found}, and this adapter {tuple(expected)}: set adapter.r "
-                    "and adapter.target_modules as in its adapter_config.json"
-                )
-
-
-def _refuse_frozen(parameters: Mapping[str, nn.Parameter], checkpoint: Path) -> None:
-    if not parameters:
-        raise ValueError(
-            f"G1: no parameter is trainable after loading {checkpoint}: an adapter must be loaded with "
-            "is_trainable=True, not merged, not disabled"
-        )
-
-
-def _refuse_other_names(parameters: Mapping[str, nn.Parameter], checkpoint: Path) -> None:
-    """Raises ValueError when what is trainable is not what the checkpoint holds: another adapter, or half of it."""
-    stored, trained = _names_in(checkpoint), {_without_adapter_name(name) for name in parameters}
-    if (checkpoint / ADAPTER_WEIGHTS).is_file() and stored - trained:
-        raise ValueError(
-            f"G2: {_some(stored - trained)} of {ADAPTER_WEIGHTS} is not trainable: another adapter is active, or it is "
-            "frozen"
-        )
-    if trained - stored:
-        raise ValueError(
-            f"G2: {_some(trained - stored)} is trainable, and {checkpoint} does not hold it: set the adapter's "
-            "target_modules, or the model, as the run had them"
-        )
-
-
-def _without_adapter_name(name: str) -> str:
-    return name.replace(".default.", ".")
-
-
 def refuse_without_gradients(
     policy: TrainerPolicy, parameters: Mapping[str, nn.Parameter], device: torch.device
 ) -> None:
@@ -273,7 +206,7 @@ def refuse_without_gradients(
     unreached = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
     if unreached:
         raise ValueError(
-            f"G6: {_some(unreached)} is trainable and gets no gradient from the scores: freeze what the loss does not "
+            f"G6: {some(unreached)} is trainable and gets no gradient from the scores: freeze what the loss does not "
             "reach"
         )
 
@@ -301,8 +234,3 @@ def _four_tokens(device: torch.device) -> Rollout:
     ids, mask = torch.tensor([[0, 1]], device=device), torch.ones(1, 2, dtype=torch.long, device=device)
     unknown = torch.full((1,), torch.nan, device=device)
     return Rollout(ids, mask, ids, mask, unknown, None, torch.zeros(1, dtype=torch.long, device=device), None, True)
-
-
-def _some(names: Iterable[str]) -> str:
-    first, *others = sorted(names)
-    return f"{first!r}" + (f" (and {len(others)} more)" if others else "")

@@ -1,22 +1,16 @@
 """The effective sample size probe: from how many of the batch's sequences this optimizer step really learns.
 
-    n_eff = (Σ_i |w_i|)² / Σ_i w_i²  =  n / (1 + cv²)        cv: coefficient of variation of the n weights |w_i|
-
-is the number of equally weighted sequences whose mean is as noisy as the weighted mean: n when all weights are equal,
-1 when one sequence has all the weight. The weights are those of the Dr-GRPO gradient, Σ_i A_i Σ_k ∂log π(t_ik):
+Kish's size (kish.py) of n weights is n when all are equal, 1 when one sequence has all the weight. The weights are
+those of the Dr-GRPO gradient, Σ_i A_i Σ_k ∂log π(t_ik):
 
     advantage        |A_i|          A_i the advantage of sequence i
     token_weight     |A_i|·T_i      T_i its sampled tokens: a long sequence has that many terms
     importance       π_now(i) / π_sampling(i), which is 1 for every sequence of an on-policy step
 
-A truncated response that the loss leaves out (mask_truncated_completions) has no weight: A_i = 0 here.
-The responses of a prompt that are all right, or all wrong, have zero advantage. `zero_advantage` is the share of such
-sequences, `zero_advantage_prompts` of such prompts.
-
-Everything is a ratio of sums over sequences, so a few scalars go over the network, once. No forward pass, no backward,
-no vector. These are properties of the batch at hand, not estimates of something beyond it: they have no error bar.
-
-Source: Kish 1965, "Survey Sampling" (the loss of precision through unequal weights).
+A truncated response that the loss leaves out (mask_truncated_completions) has no weight: A_i = 0 here. The responses of
+a prompt that are all right, or all wrong, have zero advantage: `zero_advantage` is the share of such sequences,
+`zero_advantage_prompts` of such prompts. These are properties of the batch at hand, not estimates of something beyond
+it: they have no error bar. A few scalars go over the network, once; no forward pass, no backward, no vector.
 """
 
 from __future__ import annotations

@@ -1,30 +1,18 @@
 """The gradient noise scale, in the loop: how large a batch still pays, from square norms that stream by.
 
-With G the true mean gradient and Σ the covariance of one independent unit's gradient, B_simple = tr Σ / |G|² is the
-batch size at which noise and signal are equal: much smaller batches waste no data, much larger ones waste compute.
-The unit is the PROMPT with its responses, whose advantages sum to zero and are not independent. From the mean gradients
-g_b of M blocks (microbatches, over all ranks) of b prompts each, and g_B of the whole batch, B = M b,
+B_simple = tr Σ / |G|² is the batch size at which noise and signal are equal: much smaller batches waste no data, much
+larger ones waste compute. Both are estimated from the mean gradients of blocks (microbatches, over all ranks) and of
+the whole batch, see mathematics/noise_scale.py. The unit is the PROMPT with its responses, whose advantages sum to zero
+and are not independent.
 
-    |G|²^ = (B |g_B|² − b mean|g_b|²) / (B − b)         tr Σ^ = (mean|g_b|² − |g_B|²) / (1/b − 1/B).
-
-Both are unbiased, and |G|²^ may come out negative. Of blocks that are unlike, b is the harmonic mean: noise falls as
-1/b. One step says little, so they are averaged over steps with weights decay^age, apart, and divided last, both ways:
-|G|² / tr Σ always has a value; its inverse, the noise scale, has none where the averaged |G|² is not above 0, and an
-interval (Fieller's) that has no upper end where |G|² may be 0. Errors are a delete-one-step jackknife's. In Adam's
+One step says little, so tr Σ and |G|² are averaged over steps with weights decay^age, apart, and divided last, both
+ways: |G|² / tr Σ always has a value; its inverse, the noise scale, has none where the averaged |G|² is not above 0, and
+an interval (Fieller's) that has no upper end where |G|² may be 0. Errors are a delete-one-step jackknife's. In Adam's
 metric |x|² is Σ P x² with P of the step before, where v > 0, once v is warm.
 
 No further pass, and only norms are kept; during a step also Adam's preconditioner of small parameters, one fp32 vector.
-Measured before clipping.
-
-On request (`split_prompts`) tr Σ is split into the noise that more responses per prompt would average away and that
-which only more prompts do: with r_i the gradient of response i on the mean scale and μ = E[g | prompt],
-
-    within = E|g − μ|²,  falls as 1/G         between = E|μ|² − |G|²         E|μ|² = c (G−1)² / ((G−1)² + 1)
-
-where c = E[r_i·r_j] over pairs of responses of one prompt, from two backwards over halves of its responses. The factor
-is Dr-GRPO's; for another loss there is no split. It is what the group's mean as baseline does: r_i = (R_i − R̄) ∂S_i, so
-that R_j is in r_i and R_i in r_j, and E[r_i·r_j] = ((1 − 1/G)² + 1/G²) |∂J|² while μ = (1 − 1/G) ∂J, J being the
-prompt's expected reward.
+Measured before clipping. On request (`split_prompts`) tr Σ is split into the noise that more responses per prompt would
+average away and that which only more prompts do, from two backwards over halves of a prompt's responses.
 
 Source: McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1.
 """

@@ -2,21 +2,18 @@
 
     δH = X · δθ        X = ∂H, the entropy gradient (entropy.py);  δθ, the change the real optimizer makes (adamw.py)
 
-X and δθ from one batch share their noise, and their plain product always claims that entropy falls. Hence
+X and δθ from one batch share their noise, and their plain product always claims that entropy falls. Hence `forward`,
+the change on NEW prompts; `own_prompts`, that on the batch's OWN prompts; `backward`, from the next step's fresh
+rollouts, independent by construction; and `reuse`, the biased product, a diagnostic only. For their formulas and errors
+see engine/entropy_change.py. To them comes
 
-    forward      Σ_k n_k X_k · δθ_(−k) / N     leave-fold-out over whole-prompt folds: the change on NEW prompts
-    own_prompts  Σ_k n_k X_k · δθ_(−c_k) / N   without the responses of X_k only: the change on the batch's OWN prompts
-    backward     X(θ_{s+1}) · δθ_s             from the next step's fresh rollouts: independent by construction
     trapezoid    ½ (forward + backward)        exact to second order: what to hold against the measured change
-    reuse        X · δθ                        the biased same-batch product, a diagnostic only
 
-in nats per token (H_tok = E[Σh]/E[T], through ∂H_tok = (∂H_seq − H_tok ∂E[T]) / E[T]) and, if asked for, in nats per
-sequence. forward is split by cause (momentum, this step's gradient, weight decay), by layer and by kind of module, and
-set beside what it would be without gradient clipping.
+in nats per token and, if asked for, in nats per sequence. forward is split by cause (momentum, this step's gradient,
+weight decay), by layer and by kind of module, and set beside what it would be without gradient clipping.
 
-How it is calculated, at which cost, and what its error bars leave out: entropy_change.py. A batch that misses rare
-responses does not know how far off it is: the variances of single steps are averaged over about three of them
-(running_variance.py). Sums use each batch's own, but for the end of their last step.
+A batch that misses rare responses does not know how far off it is: the variances of single steps are averaged over
+about three of them (running_variance.py). Sums use each batch's own, but for the end of their last step.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from rl_training.engine.step import Step
 from rl_training.mathematics.entropy import Estimator
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.jackknife import estimates_over_folds
-from rl_training.mathematics.trapezoid import BatchTerms, TrapezoidSum
+from rl_training.mathematics.trapezoid import BatchTerms, Term, TrapezoidSum
 
 UNITS = ("token", "sequence")  # that each sum is kept in
 SUMS = ("trapezoid", "cumulative_predicted", "cumulative_measured")
@@ -116,33 +113,13 @@ class SimpleEntropyProbe(Probe):
 
     def _sums(self, change: EntropyChange) -> list[Quantity]:
         """Returns the trapezoid of the step before and the sums since the first, with this step taken in."""
-        rows = change.quantities
-        level, forward, backward = rows["entropy"], rows["forward"], rows["backward"]
-        closed = self._sum.add(
-            change.number,
-            BatchTerms(
-                level=level.value,
-                level_stderr=level.stderr,
-                forward=forward.value,
-                forward_stderr=forward.stderr,
-                forward_batches=forward.batches,
-                backward=backward.value,
-                backward_stderr=backward.stderr,
-                backward_batches=backward.batches,
-                half_step_stderr=change.stderrs[-1],
-            ),
-        )
-        trapezoid, predicted, measured = SUMS
+        level, forward, backward = (_term(change.quantities[name]) for name in ("entropy", "forward", "backward"))
+        closed = self._sum.add(change.number, BatchTerms(level, forward, backward, change.stderrs[-1]))
         before = change.number - 1
         no_trapezoid = change.why_no_backward or change.why_no_forward or HALF
         return [
-            Quantity(
-                trapezoid, closed.trapezoid, closed.trapezoid_stderr, before, no_trapezoid, closed.trapezoid_batches
-            ),
-            Quantity(
-                predicted, closed.predicted, closed.predicted_stderr, before, HOLE_IN_SUM, closed.predicted_batches
-            ),
-            Quantity(measured, closed.measured, closed.measured_stderr, before),
+            Quantity(name, term.value, term.stderr, before, reason, term.batches)
+            for name, term, reason in zip(SUMS, closed, (no_trapezoid, HOLE_IN_SUM, ""), strict=True)
         ]
 
     def _metrics(self, quantity: str) -> tuple[str, ...]:
@@ -153,6 +130,10 @@ class SimpleEntropyProbe(Probe):
             return "entropy/token", "entropy/sequence"
         pair = f"delta_h/{quantity}", f"delta_h/{quantity}_sequence"
         return pair if self.per_sequence or quantity == "cumulative_measured" else pair[:1]
+
+
+def _term(row: Quantity) -> Term:
+    return Term(row.value, row.stderr, row.batches)
 
 
 def visited_entropy(step: Step) -> dict[str, Estimate]:
