@@ -27,7 +27,6 @@ from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe
 from rl_training.engine.batch import Rollout
-from rl_training.engine.evaluation_gradient import evaluation_change
 from rl_training.engine.probe import Need
 from rl_training.engine.step import Step
 from rl_training.hosts.trl.sampling import as_rollout, respond
@@ -42,6 +41,7 @@ from rl_training.mathematics.jackknife import JackknifeUnits
 from rl_training.mathematics.per_decision import per_decision_change
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import dot
+from rl_training.probes.ground_truth import evaluation_change
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.reasoning_gym import answered_examples, reasoning_gym
 from rl_training.tasks.task import Task

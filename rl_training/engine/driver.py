@@ -60,7 +60,7 @@ class StepDriver:
         entropy = _common({p.name: p.entropy for p in probes if p.entropy is not None}, "entropy gradient")
         self._entropy = entropy or EntropySettings()
         self._offload = any(probe.offload for probe in folding)
-        self._open: OpenStep | None = None
+        self.open_step: OpenStep | None = None  # the step that has begun, if one has
         self._learned: tuple[int, set[int]] = (0, set())  # rollout, prompts of it that a step has learned from
         self._rows: GradientRows | None = None  # these two while a training lasts
         self._memory: StepMemory | None = None
@@ -84,11 +84,6 @@ class StepDriver:
             self._memory = StepMemory(layout, self._entropy, self._offload, Need.HALVES in self._needs)
             self._memory.load_state_dict(self._memory_state)
 
-    @property
-    def open_step(self) -> OpenStep | None:
-        """The step that has begun, if one has."""
-        return self._open
-
     # --- the five calls, in the order of a step -----------------------------------------------------------------------
 
     def begin(self, number: int, sizes: Sequence[int] | None = None) -> None:
@@ -98,7 +93,7 @@ class StepDriver:
         """
         probes = [probe for probe in self.probes if probe.measures_at(number)]
         if not probes:
-            self._open = OpenStep(number, probes)
+            self.open_step = OpenStep(number, probes)
             return
         sizes = self._loop.shape.sizes if sizes is None else sizes
         folds = self.plan_folds(self._loop.shape, sizes)
@@ -107,7 +102,7 @@ class StepDriver:
         if self._rows is not None:
             row_of = [next(k for k, rows in enumerate(folds) if of.start in rows) for of in ranges_of(sizes)]
             self._rows.start_step(row_of, len(folds), optimizer.states, sizes)
-        self._open = OpenStep(number, probes, folds, optimizer)
+        self.open_step = OpenStep(number, probes, folds, optimizer)
 
     def microbatch(
         self, rollout: Rollout, scores: Scores, other_terms: bool = False, seen: Scores | None = None
@@ -118,7 +113,7 @@ class StepDriver:
         other_terms  the loss has terms beside these
         seen         to be kept in the place of these scores: those that the loss has hidden, too
         """
-        step = self._open
+        step = self.open_step
         assert step is not None, "begin(number) comes first"
         self.disarm()
         seen = seen or Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask)
@@ -135,7 +130,7 @@ class StepDriver:
 
         rollout_number  of the rollouts of this training, the one that the step learns from
         """
-        step = self._open
+        step = self.open_step
         assert step is not None
         self.disarm()
         if step.probes:
@@ -157,7 +152,7 @@ class StepDriver:
 
     def stepped(self) -> None:
         """Tells the probes that the step was made. A collective where weights are gathered for one."""
-        step = self._open
+        step = self.open_step
         if step is None or step.view is None:
             return
         history = self._memory.history if self._memory is not None else None
@@ -173,13 +168,13 @@ class StepDriver:
     def abandon(self) -> None:
         """Forgets the step that has begun, in the place of `gradients_ready`: the loop does not make it."""
         self.disarm()
-        self._open = None
+        self.open_step = None
         if self._rows is not None:
             self._rows.release()
 
     def finish(self) -> dict[str, dict[str, Estimate]]:
         """Returns the estimates of each probe that measured the step, by its name; nothing when none did."""
-        step, self._open = self._open, None
+        step, self.open_step = self.open_step, None
         if step is None or step.view is None:
             return {}
         answers = {}
@@ -207,7 +202,7 @@ class StepDriver:
         """Takes every hook away and lets go of all vectors: training has ended, perhaps in the middle of a step."""
         self._memory_state, self._memory = self.state_dict(), None
         self.disarm()
-        self._open = self._rows = None
+        self.open_step = self._rows = None
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns what a resumed run needs beside the probes' own states: the last update, and errors."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Batch
+from rl_training.engine.loss_weights import gradient_of
 from rl_training.engine.policy import Policy
 from rl_training.mathematics.entropy import Estimator, surrogate_weights
 from rl_training.mathematics.folds import response_number
@@ -121,20 +122,10 @@ def entropy_gradient(
     weights     (rows, width) each, as wide as the scores, divided by the number of sequences of the mean that is meant
     keep_graph  for another backward through the same scores
 
-    One backward for each pair: a sum like this is a vector-Jacobian product, so the weights go straight into it. A
-    parameter that these rows do not reach has 0.
+    One backward for each pair. A parameter that these rows do not reach has 0.
     """
-    outputs, last = [fresh.logps, fresh.entropies], len(weights) - 1
+    last = len(weights) - 1
     return [
-        layout.vector(
-            torch.autograd.grad(
-                outputs,
-                parameters,
-                pair,
-                retain_graph=keep_graph or number < last,
-                allow_unused=True,
-                materialize_grads=True,
-            )
-        )
+        layout.vector(gradient_of(fresh, *pair, parameters, keep_graph or number < last))
         for number, pair in enumerate(weights)
     ]

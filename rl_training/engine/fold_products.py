@@ -47,12 +47,9 @@ class FoldProducts:
     _sums: list[list[Vector]] = field(default_factory=list)  # [parity][target]: Σ n_k X_k
     _own: list[Tensor] = field(default_factory=list)  # by fold, (targets,): X_k · (δθ_(−k) − δθ)
     _own_of_last: list[Tensor] = field(default_factory=list)
-    _clips: Tensor | None = None
 
     def __post_init__(self) -> None:
         self._sums = [[self.layout.zeros() for _ in range(self.num_targets)] for _ in range(self.num_sums)]
-        if self.steps is not None:
-            self._clips = self.steps.clips(self.steps.gradients, slice(None))
 
     def add(self, k: int, fold: FoldGradients) -> Tensor:
         """Returns X_k · δθ of PRODUCTS and of forward's splits, (·, targets) fp64."""
@@ -78,10 +75,10 @@ class FoldProducts:
         if self.block is not None:
             last = torch.stack([self.block.dots(x) for x in sums], dim=1)
             of_last = last - self._dots(self.previous, sums) - sizes * own_of_last
-        if self.steps is None or self._clips is None:
+        if self.steps is None:
             return torch.full_like(own, torch.nan), of_last
         products = own.new_zeros(own.shape)
-        for piece, parts in self.steps.parts(slice(None), self._clips):
+        for piece, parts in self.steps.parts(slice(None), self.steps.own_clips):
             moved = parts.total
             products += torch.stack([rows_dot(moved, piece.of(x)) for x in sums], dim=1)
         return products - self._dots(self.update, sums) - sizes * own, of_last
@@ -99,13 +96,13 @@ class FoldProducts:
 
     def follow(self, moments: FoldMoments, number: int, batch: Batch, reused: bool) -> None:
         """Takes the moments without each fold through this step."""
-        steps, clips = self.steps, self._clips
-        if steps is None or clips is None:
+        steps = self.steps
+        if steps is None:
             return
 
         def without(folds: slice, piece: Piece) -> Tensor:
             gradient = steps.gradients(folds, piece)
-            return gradient.mul_(clips[folds].to(gradient).unsqueeze(1))
+            return gradient.mul_(steps.own_clips[folds].to(gradient).unsqueeze(1))
 
         whole = [self.clip * part for part in steps.gradient]
         moments.follow(number, batch, reused, steps.pieces, whole, without)
@@ -124,10 +121,10 @@ class FoldProducts:
 
     def _forward(self, k: int, directions: list[Vector]) -> tuple[Tensor, Tensor, Tensor]:
         """Returns X_k · δθ_(−k), the same without clipping, and the first split by cause, layer and kind."""
-        if self.steps is None or self._clips is None:
+        if self.steps is None:
             nan = self._dots(None, directions)
             return nan, nan, nan.expand(len(self.attribution.labels), -1)
-        fold, clip = slice(k, k + 1), self._clips[k : k + 1]
+        fold, clip = slice(k, k + 1), self.steps.own_clips[k : k + 1]
         products = self.sizes.new_zeros(len(self.layout.names), len(directions), len(CAUSES))
         for piece, parts in self.steps.parts(fold, clip):
             causes = torch.cat([part.expand_as(parts.gradient) for part in parts])  # (3, n)

@@ -2,8 +2,7 @@
 
     ∂loss = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik
 
-is right for any loss that is made of these, Dr-GRPO's and others, with a bonus for entropy or without. So the gradient
-of some of the sequences is a vector-Jacobian product with their weights c and d.
+is right for any loss that is made of these, Dr-GRPO's and others, with a bonus for entropy or without.
 """
 
 from __future__ import annotations
@@ -44,10 +43,21 @@ class LossWeights:
         share  factor on all of it, or (rows, 1) on each
         """
         width = fresh.logps.shape[1]
-        outputs, weights = [fresh.logps], [self.num_sequences * self.logps[rows, :width] * share]
-        if self.entropies is not None:
-            outputs.append(fresh.entropies)
-            weights.append(self.num_sequences * self.entropies[rows, :width] * share)
-        return torch.autograd.grad(
-            outputs, parameters, weights, retain_graph=keep_graph, allow_unused=True, materialize_grads=True
-        )
+        entropies = None if self.entropies is None else self.num_sequences * self.entropies[rows, :width] * share
+        logps = self.num_sequences * self.logps[rows, :width] * share
+        return gradient_of(fresh, logps, entropies, parameters, keep_graph)
+
+
+def gradient_of(
+    fresh: Scores, logps: Tensor, entropies: Tensor | None, parameters: Sequence[Tensor], keep_graph: bool = False
+) -> tuple[Tensor, ...]:
+    """Returns Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik of these weights, as wide as the scores, in one backward.
+
+    keep_graph  for another backward through the same scores
+    """
+    outputs, weights = [fresh.logps], [logps]
+    if entropies is not None:
+        outputs, weights = [fresh.logps, fresh.entropies], [logps, entropies]
+    return torch.autograd.grad(
+        outputs, parameters, weights, retain_graph=keep_graph, allow_unused=True, materialize_grads=True
+    )

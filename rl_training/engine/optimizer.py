@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -43,17 +43,15 @@ def view_optimizer(sharding: Sharding, parameters: Mapping[str, nn.Parameter]) -
 
     A collective where states are gathered.
     """
-    readers = {kind: READERS[kind] for kind in sharding.readable_optimizers}
     optimizer, max_grad_norm = sharding.optimizer, sharding.max_grad_norm
-    reason = _why_no_formula(optimizer, tuple(readers))
+    reason = _why_no_formula(optimizer, sharding.readable_optimizers)
+    if not reason:
+        group_of, state_of = sharding.optimizer_states(parameters.values())
+        reason = _why_not_these(parameters, group_of, keeps_fp32_copies=sharding.keeps_fp32_copies)
     if reason:
         return OptimizerView(None, max_grad_norm, reason)
-    group_of, state_of = sharding.optimizer_states(parameters.values())
-    reason = _why_not_these(parameters, group_of, keeps_fp32_copies=sharding.keeps_fp32_copies)
-    if reason:
-        return OptimizerView(None, max_grad_norm, reason)
-    read = readers[type(optimizer)]
     known = _with_steps_as_numbers({name: state_of.get(param, {}) for name, param in parameters.items()})
+    read = _read_sgd_state if isinstance(optimizer, torch.optim.SGD) else _read_adam_state
     states = {name: read(param, known[name], group_of[param]) for name, param in parameters.items()}
     return OptimizerView(states, max_grad_norm)
 
@@ -114,11 +112,3 @@ def _read_sgd_state(param: nn.Parameter, state: Mapping[str, Any], group: Mappin
         weight_decay=group["weight_decay"],
         nesterov=group["nesterov"],
     )
-
-
-Reader = Callable[[nn.Parameter, Mapping[str, Any], Mapping[str, Any]], AdamWState | SGDState]
-READERS: dict[type, Reader] = {
-    torch.optim.AdamW: _read_adam_state,
-    torch.optim.Adam: _read_adam_state,
-    torch.optim.SGD: _read_sgd_state,
-}

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from rl_training.mathematics.ieee import ieee_fp32
-
 FP32_ATTENTION = ("eager", "sdpa", "flex_attention")  # what transformers has beside them refuses fp32, or may
 
 
@@ -23,6 +21,24 @@ def measuring(model: nn.Module) -> Iterator[None]:
     device = next(model.parameters()).device.type
     with ieee_fp32(), without_dropout(model), _attention_in_fp32(model), torch.autocast(device, enabled=False):
         yield
+
+
+@contextlib.contextmanager
+def ieee_fp32() -> Iterator[None]:
+    """A context without TF32. By torch's new settings only: the old ones cannot be read once these were written."""
+    backends: Any = torch.backends
+    settings = [
+        *(backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn),
+        *(backends.mkldnn.matmul, backends.mkldnn.conv, backends.mkldnn.rnn),
+    ]
+    before = [setting.fp32_precision for setting in settings]
+    try:
+        for setting in settings:
+            setting.fp32_precision = "ieee"
+        yield
+    finally:
+        for setting, value in zip(settings, before, strict=True):
+            setting.fp32_precision = value
 
 
 def why_not_fp32(model: nn.Module) -> str:

@@ -10,8 +10,10 @@ made where their products with an entropy gradient are taken, a slice of a param
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -99,10 +101,10 @@ def _alike(
         return type(state), parameters[name].dtype, numbers
 
     first = 0
-    for last in range(1, len(names) + 1):
-        if last == len(names) or settings(names[last]) != settings(names[first]):
-            yield first, last
-            first = last
+    for _, run in itertools.groupby(names, settings):
+        last = first + len(list(run))
+        yield first, last
+        first = last
 
 
 def clipping(square_norm: Tensor, max_grad_norm: float) -> Tensor:
@@ -141,6 +143,11 @@ class StepsWithoutFolds:
         mean = piece.of(self.gradient)
         rows = piece.of(self.rows)[folds].to(mean.device, non_blocking=True)
         return leave_fold_out(mean, rows, self.sizes[folds].to(mean.device), self.total_size)
+
+    @cached_property
+    def own_clips(self) -> Tensor:
+        """The clip coefficients of the gradients without each fold, (K,) fp64."""
+        return self.clips(self.gradients, slice(None))
 
     def clips(self, gradients: Callable[[slice, Piece], Tensor], folds: slice) -> Tensor:
         """Returns the clip coefficient of each of these gradients, (folds,) fp64: one pass over all parameters."""
@@ -204,7 +211,7 @@ class UpdateHistory:
 
     def finish(self, step: int, parameters: Vector) -> None:
         """Takes the difference of the parameters behind a step without a formula."""
-        if self._before is not None and self._step == step:
+        if self._before is not None and self.is_open(step):
             self._update = [new - old for new, old in zip(parameters, self._before, strict=True)]
             self._before = None
 

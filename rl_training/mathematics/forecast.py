@@ -80,13 +80,8 @@ class EntropyForecast:
         self._log_weight = -0.5 * (level.square() + rate.square()) / PRIOR_SPREAD**2
         self._state: tuple[Tensor, ...] = ()  # by constants: x, v, their variances and, between, their covariance
         self._seen_variance = [0.0, 0.0]  # relative, summed with weights; the sum of the weights
-        self._step = 0
+        self.step = 0  # the one seen last; 0 before the first
         self.misses = 0  # so many one-step forecasts of log H have been held against what came
-
-    @property
-    def step(self) -> int:
-        """The step seen last; 0 before the first."""
-        return self._step
 
     def see(
         self, step: int, entropy: float, stderr: float = math.nan, change: float = math.nan, change_se: float = math.nan
@@ -100,14 +95,14 @@ class EntropyForecast:
         log_entropy = torch.tensor(math.log(entropy), dtype=torch.float64)
         noise = self._relative_variance(stderr / entropy)
         if self._state:
-            for _ in range(step - self._step):
+            for _ in range(step - self.step):
                 self._state = self._stepped(self._state)
             self._observe(0, log_entropy, noise)
             self.misses += 1
         else:
             zero = torch.zeros_like(self._log_weight)
             self._state = zero + log_entropy, zero, zero + noise, zero, zero + self._dynamics.first_rate**2
-        self._step = step
+        self.step = step
         if math.isfinite(change) and math.isfinite(change_se):
             level = self._state[0].exp()
             self._observe(1, change / level, (change_se / level).square())

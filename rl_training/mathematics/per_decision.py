@@ -66,13 +66,8 @@ def mean_entropy(scores: Scores, units: JackknifeUnits | None = None) -> Replica
     units = units or JackknifeUnits.of_rows(scores.mask)
     mask = _alive(scores, units)
     entropy = (mask * scores.entropies.double().masked_fill(mask == 0, 0.0)).sum(dim=1)
-    terms = units.gather(torch.stack([entropy, mask.sum(dim=1), torch.ones_like(entropy)], dim=1))
-    total = terms.sum(dim=0)
-
-    def mean(sums: Tensor) -> Tensor:
-        return sums[..., :2] / sums[..., 2:]
-
-    return _per_token_and_sequence(Replicates(mean(total), mean(total - terms)))
+    sums = _sums(torch.stack([entropy, mask.sum(dim=1)], dim=1), units)
+    return _per_token_and_sequence(_ratio(sums, _sums(torch.ones_like(mask[:, :1]), units)))
 
 
 def prefix_ess(before: Scores, after: Scores) -> Tensor:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.ieee import ieee_fp32
+from rl_training.engine.precision import ieee_fp32
 
 COLUMNS = 2**14  # whose products are summed in fp32; beyond that, in fp64
 SECOND_BACKWARD = 0.6  # of a forward and backward

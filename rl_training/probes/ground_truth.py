@@ -3,7 +3,7 @@
 The training batch is no ground truth: it shares its noise with the update that it made. So, around a step from θ to θ',
 
     before    an evaluation buffer E of N fresh responses to random prompts is sampled and scored at θ, and the first
-              order predicted from E itself, X_E · δθ (evaluation_gradient.py), where δθ has a formula
+              order predicted from E itself, X_E · δθ, where δθ has a formula
     after     E is scored at θ', and ΔH by per-decision importance sampling (per_decision.py); by the weights of whole
               sequences (importance.py), which is noisier, beside it; `forward` is held against it (calibration.py)
 
@@ -30,12 +30,12 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout, in_one_width, take_rows
-from rl_training.engine.evaluation_gradient import blocks_of, evaluation_change
+from rl_training.engine.entropy_gradients import entropy_gradient
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.mathematics.calibration import Calibration
-from rl_training.mathematics.entropy import Target
+from rl_training.mathematics.entropy import Target, surrogate_weights
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.importance import (
     MIN_ESS_SHARE,
@@ -49,6 +49,7 @@ from rl_training.mathematics.importance import (
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.per_decision import per_decision_change
 from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.vectors import dot
 
 NO_ERROR_BAR = "no error bar: it describes the evaluation buffer and estimates nothing beyond it"
 NOT_FINITE = "a log-probability or an entropy of the evaluation buffer is not a finite number"
@@ -60,6 +61,8 @@ MEASURED = (
     *("delta_h/true", "delta_h/true_sequence", "delta_h/true_snis", "delta_h/true_floor", "delta_h/true_resampled"),
     *("delta_h/ess", "delta_h/weight_max", "delta_h/weight_min"),
 )
+
+MOST_BLOCKS = 32  # as many are enough for an error; small microbatches make more
 
 
 @dataclass(frozen=True)
@@ -222,3 +225,51 @@ def _widened(scores: Scores, width: int) -> Scores:
     """Returns the scores in tables of so many columns."""
     logps, entropies, mask = (in_one_width([v], at_least=width) for v in (scores.logps, scores.entropies, scores.mask))
     return Scores(logps, entropies, mask)
+
+
+def blocks_of(step: Step, buffer: Rollout, num_sequences: int) -> JackknifeUnits:
+    """Returns which block each of this rank's sequences is in: as many neighbours as a microbatch, or fewer."""
+    size = max(1, min(len(step.batch.microbatch_rows[0]), num_sequences // MOST_BLOCKS))
+    is_first = torch.zeros(num_sequences, dtype=torch.float64, device=buffer.prompt_index.device)
+    is_first[buffer.prompt_index[::size]] = 1.0
+    is_first = step.ranks.reduce(is_first)
+    first = buffer.prompt_index[::size].repeat_interleave(size)[: buffer.num_sequences]
+    return JackknifeUnits((is_first.cumsum(dim=0) - 1.0).long()[first], int(is_first.sum()), step.ranks.reduce)
+
+
+def evaluation_change(
+    step: Step, buffer: Rollout, scores: Scores, blocks: JackknifeUnits, targets: tuple[Target, ...]
+) -> Replicates:
+    """Returns X_E · δθ, (q,) nats for each target, and without each block, (blocks, q). A collective.
+
+    E knows nothing of the training batch, so that no fold has to be left out, and its prompts are unfiltered. With the
+    weights of entropy.py, baseline "buffer", over E of all ranks,
+
+        X_E · δθ = Σ_b x_b,   x_b = Σ_{i in block b} Σ_k (w_ik ∂log π(t_ik) + u_ik ∂h_ik) · δθ
+
+    a block being what one backward takes. The level H_tok inside of the weights and their baseline are taken as given.
+
+    scores   of this rank's share of E at the present parameters, in tables as wide on every rank
+    targets  "token", "sequence": a backward for each
+    """
+    known = (scores.logps.double(), scores.entropies.double(), scores.mask, buffer.prompt_index)
+    reduce, change = step.ranks.reduce, step.entropy_change
+    weights = [surrogate_weights(*known, change.settings.estimator, target, "buffer", reduce) for target in targets]
+    parameters, update = list(step.gradients.parameters.values()), change.update
+    assert update is not None
+    lengths = scores.mask.double().sum(dim=1)
+    sizes = blocks.gather(torch.stack([torch.ones_like(lengths), lengths], dim=1))  # (blocks, 2)
+    products = sizes.new_zeros(blocks.count, len(targets))
+    for block in blocks.number.unique().tolist():
+        rows = (blocks.number == block).nonzero().squeeze(1)
+        with step.policy.measuring():
+            fresh = step.policy.score(buffer, rows)
+            width = fresh.logps.shape[1]
+            pairs = [(w[rows, :width].to(fresh.logps), u[rows, :width].to(fresh.entropies)) for w, u in weights]
+            directions = entropy_gradient(fresh, pairs, parameters, change.layout)
+        products[block] = torch.stack([dot(direction, update) for direction in directions]).to(products)
+    products = reduce(products) / sizes[:, 0].sum()  # each row is one rank's
+    left = 1.0 - sizes / sizes.sum(dim=0)  # of E without a block, as a share of its sequences and of its tokens
+    of_target = left[:, [int(target == "token") for target in targets]]
+    total = products.sum(dim=0)
+    return Replicates(total, (total - products) / of_target)
