@@ -84,21 +84,6 @@ def test_every_benchmark_has_help_and_imports_the_silence_before_libraries(progr
     assert next(name for name in imported if name.split(".")[0] not in sys.stdlib_module_names) == SILENCE
 
 
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["probe=simpel"], "did you mean simple"),
-        (["trainer.max_stepz=2"], "did you mean trainer.max_steps"),
-        (["batch.sequences_per_step=250"], "use batch.sequences_per_step=256"),
-        (["model=hub"], "model.name"),
-    ],
-)
-def test_a_mistake_on_the_command_line_ends_with_its_name(tmp_path: Path, overrides: list[str], message: str) -> None:
-    ended = train(f"run_dir={tmp_path / 'run'}", *overrides)
-    assert ended.returncode != 0
-    assert message in "\n".join(ended.stderr.strip().splitlines()[-14:])
-
-
 def test_gsm8k_rows_train_a_small_random_model(tmp_path: Path) -> None:
     rows = [
         {"question": f"A box holds {n} pens. How many do {n + 1} boxes hold?", "answer": f"so\n#### {n * n + n}"}

@@ -45,13 +45,18 @@ def test_what_judges_values_imports_neither_torch_nor_trl() -> None:
         ("++trainer.epsilon_high=-1", "trainer.epsilon_high=-1 must be at least 0"),
         ("probes.simple.per_sequence=maybe", "probes.simple.per_sequence=maybe must be true or false"),
         ("probes.simple.responses_per_prompt=1.5", "must be a whole number"),
+        ("++trainer.num_iterations=0", "trainer.num_iterations=0 must be at least 1"),
+        ("+probes.ground_truth.sequences=1e8", "probes.ground_truth.sequences=100000000.0 must be a whole number"),
+        ("+probes.ground_truth.sequences=100000000", "at most 65536: more would take hours"),
+        ("run_dir=", "run_dir= is no folder"),
+        ("run_dir=null", "run_dir=None is no folder"),
         ("model=hub", "model.name is not set: give model.name=VALUE"),
         ("batch.microbatch_size=12", "use batch.microbatch_size=8"),
     ],
 )
 def test_a_training_that_makes_no_sense_is_refused(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_run(composed("train", override, "run_dir=somewhere"))
+        check_run(composed("train", "run_dir=somewhere", override))
 
 
 def test_a_logger_that_is_not_installed_is_said_before_anything_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

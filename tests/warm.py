@@ -1,8 +1,9 @@
 """Processes that start warm: forked from one that has imported torch, TRL and this package once, ten seconds each time.
 
-The parent of the forks is multiprocessing's fork server, and that a fork of pytest, from the moment when all tests were
-collected: it has their imports, and no thread that a test has started since. It ends with pytest.
+That one is itself a fork of pytest, from the moment when all tests were collected: it has their imports, and no thread
+that a test has started since. It ends with pytest.
 
+    in_fork(function, *args)            what a function returns, called in a fork of it
     run("train.py", "probe=simple")     a program, as `python train.py probe=simple` at the root of the repository
     start_ranks(worker, (folder,), 2)   worker(rank, folder) in two processes that meet by torch.distributed
     run_on_ranks(("train.py",), 2)      a program in two such processes, as torchrun starts it
@@ -11,16 +12,20 @@ collected: it has their imports, and no thread that a test has started since. It
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import runpy
+import signal
 import socket
 import subprocess
 import sys
 import tempfile
+import traceback
 from collections.abc import Callable, Mapping, Sequence
-from multiprocessing import forkserver, get_context, resource_tracker
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch.multiprocessing
@@ -32,36 +37,47 @@ with contextlib.suppress(ImportError), mock.patch.dict(os.environ, DS_ACCELERATO
     import deepspeed  # noqa: F401, which accelerate imports at the first training of a process, where it is installed
 
 ROOT = Path(__file__).parents[1]
-SERVER = get_context("forkserver")
+FORK = get_context("fork")
 
 
 def start_server() -> None:
-    """Starts the fork server as a fork of this process: multiprocessing would start a Python that knows nothing."""
-
-    def fork(path: bytes, args: Sequence[bytes], descriptors: Sequence[int]) -> int:
-        pid = os.fork()
-        if pid == 0:
-            try:
-                _serve(*descriptors)
-            finally:
-                os._exit(0)
-        return pid
-
-    resource_tracker.ensure_running()  # which would else be started, and by the same means, now
-    with mock.patch("multiprocessing.util.spawnv_passfds", fork):
-        forkserver.ensure_running()
+    """Forks the process that every other one is a fork of."""
+    global _server
+    _server, asked = FORK.Pipe()
+    if os.fork() == 0:
+        _server.close()
+        _serve(asked)
+    asked.close()
 
 
-def _serve(listener: int, alive: int) -> None:
-    """Forks whatever is asked for, until the last writer of the pipe `alive` has ended."""
-    pipe = os.fstat(alive).st_ino
-    for descriptor in map(int, os.listdir("/dev/fd")):
-        with contextlib.suppress(OSError):  # the folder's own
-            if descriptor != alive and os.fstat(descriptor).st_ino == pipe:
-                os.close(descriptor)  # the other end: this process must not keep itself alive
+def _serve(asked: Connection) -> NoReturn:
+    """Calls each function that is asked for in a fork of its own, until the one who asks has ended."""
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__  # pytest has its own
-    forkserver._forkserver.__init__()  # else a process that starts a server of its own would wait for this one's lock
-    forkserver.main(listener, alive, preload=[])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is pytest's
+    with contextlib.suppress(EOFError):
+        while True:
+            call = asked.recv()
+            pid = os.fork()
+            if pid == 0:
+                signal.signal(signal.SIGINT, signal.default_int_handler)
+                try:
+                    asked.send((call(), ""))
+                except BaseException:
+                    asked.send((None, traceback.format_exc()))
+                os._exit(0)
+            _, status = os.waitpid(pid, 0)
+            if status:
+                asked.send((None, f"it ended with {os.waitstatus_to_exitcode(status)}"))
+    os._exit(0)
+
+
+def in_fork(function: Callable[..., Any], *args: Any) -> Any:
+    """Returns what the function returns in a process of its own. An exception is raised here, as its traceback."""
+    _server.send(functools.partial(function, *args))
+    result, failure = _server.recv()
+    if failure:
+        raise RuntimeError(failure)
+    return result
 
 
 def run(*command: str, env: Mapping[str, str] | None = None, timeout: float = 600) -> subprocess.CompletedProcess[str]:
@@ -72,15 +88,19 @@ def run(*command: str, env: Mapping[str, str] | None = None, timeout: float = 60
     with tempfile.TemporaryDirectory() as folder:
         said = [Path(folder) / name for name in ("stdout", "stderr")]
         environment = dict(os.environ if env is None else env)
-        process = SERVER.Process(target=_program, args=(command, environment, *map(str, said)))
-        process.start()
-        process.join(timeout)
-        if process.is_alive():
-            process.kill()
-            process.join()
+        code = in_fork(_exit_code, timeout, command, environment, *map(str, said))
+        if code is None:
             raise subprocess.TimeoutExpired(command, timeout, *(path.read_bytes() for path in said))
-        assert process.exitcode is not None
-        return subprocess.CompletedProcess(command, process.exitcode, *(path.read_text("utf-8") for path in said))
+        return subprocess.CompletedProcess(command, code, *(path.read_text("utf-8") for path in said))
+
+
+def _exit_code(timeout: float, *args: Any) -> int | None:
+    process = FORK.Process(target=_program, args=args)
+    process.start()
+    process.join(timeout)
+    if process.is_alive():
+        process.kill()
+    return process.exitcode
 
 
 def _program(command: Sequence[str], env: Mapping[str, str], stdout: str, stderr: str) -> None:
@@ -103,18 +123,22 @@ def _run(command: Sequence[str]) -> None:
 def begin_ranks(
     worker: Callable[..., None], args: tuple[Any, ...], processes: int
 ) -> torch.multiprocessing.ProcessContext:
-    """Returns so many processes, in which worker(rank, *args) was called with a launcher's environment."""
+    """Returns so many processes, in which worker(rank, *args) was called with a launcher's environment. In a fork."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     return torch.multiprocessing.start_processes(
-        _rank, (worker, args, processes, port), nprocs=processes, join=False, start_method="forkserver"
+        _rank, (worker, args, processes, port), nprocs=processes, join=False, start_method="fork"
     )
 
 
 def start_ranks(worker: Callable[..., None], args: tuple[Any, ...], processes: int) -> None:
     """Calls worker(rank, *args) in so many processes and waits for them. An exception in one of them is raised here."""
-    ranks = begin_ranks(worker, args, processes)
+    in_fork(_join_ranks, worker, args, processes)
+
+
+def _join_ranks(*args: Any) -> None:
+    ranks = begin_ranks(*args)
     while not ranks.join():
         pass
 
