@@ -12,6 +12,7 @@ import yaml
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
+from rl_training.job.branch import branched
 from rl_training.job.build import TrainingRun, build_run
 from rl_training.job.shipped import CONF
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
@@ -34,7 +35,7 @@ SMALL = [
 
 def run_of(folder: Path, *overrides: str) -> TrainingRun:
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return build_run(compose("train", overrides=[f"run_dir={folder}", *overrides]))
+        return build_run(branched(compose("train", overrides=[f"run_dir={folder}", *overrides])))
 
 
 @pytest.fixture(scope="module")

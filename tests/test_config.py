@@ -19,9 +19,8 @@ from omegaconf.errors import MissingMandatoryValue
 
 from rl_training.job.build import TrainingRun, build_run
 from rl_training.job.explain import explain
-from rl_training.job.run_folder import refuse_other_settings
 from rl_training.job.settings import accumulation_steps, check_settings
-from rl_training.job.stored_settings import GONE, load_settings
+from rl_training.job.stored_settings import GONE, load_settings, refuse_other_settings
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
 from rl_training.tasks.models import load_causal_lm, load_tiny

@@ -14,20 +14,18 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from hydra.errors import InstantiationException
 from hydra.utils import instantiate
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig, ListConfig, OmegaConf
 from transformers import PrinterCallback, ProgressCallback, set_seed
 
 from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.alert import EntropyAlert
-from rl_training.hosts.trl.batches import loss_in_words
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
-from rl_training.job.branch import branched
 from rl_training.job.command_line import libraries_refuse
 from rl_training.job.loggers import put_loggers
 from rl_training.job.progress import StepProgress
 from rl_training.job.run import TrainingRun
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
-from rl_training.job.settings import check_run, check_settings, interventions_of
+from rl_training.job.settings import check_run, check_settings
 from rl_training.job.stopping import StopAtStepEnd
 from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.restored import RestoredTrainer, restore
@@ -44,13 +42,15 @@ EVAL_BATCH = 4  # microbatches at once in evaluation, which keeps nothing for a 
 
 
 def build_run(cfg: DictConfig) -> TrainingRun:
-    """Returns the run that the configuration describes. Raises ValueError for whatever the user got wrong."""
+    """Returns the run that the configuration describes, of a branch as branch.py returns it.
+
+    Raises ValueError for whatever the user got wrong.
+    """
     with libraries_refuse():
         return _build(cfg)
 
 
 def _build(cfg: DictConfig) -> TrainingRun:
-    cfg = branched(cfg)
     _check_fields(cfg.trainer)
     accumulation = check_run(cfg)
     run_dir, checkpoint, is_its_own = find_run_folder(cfg)
@@ -67,7 +67,7 @@ def _build(cfg: DictConfig) -> TrainingRun:
     trainer.add_callback(stop)
     config = without_secrets(OmegaConf.to_container(cfg, resolve=True))
     config["provenance"] = {name: told.replace("${", r"\${") for name, told in provenance().items()}  # for OmegaConf
-    config["provenance"]["loss"] = loss_in_words(trainer, interventions_of(cfg))
+    config["provenance"]["loss"] = trainer.loss_in_words
     if cfg.get("branch") is not None:
         config["provenance"]["branch"] = (
             f"of {Path(cfg.branch).parents[1].name} at step {steps_taken(Path(cfg.branch))}"
@@ -117,6 +117,7 @@ def _make_trainer(
     task = _make(cfg.data)
     model, tokenizer = _make(cfg.model)
     adapter, buffer = _make(cfg.adapter), _make(cfg.buffer)
+    interventions = _interventions_of(cfg)
     trainer = DrGRPOTrainer(
         model=model,
         reward_funcs=task.reward,
@@ -127,7 +128,7 @@ def _make_trainer(
         peft_config=adapter or None,
         probes=probes,
         records=records,
-        interventions=interventions_of(cfg),
+        interventions=interventions,
         buffer=buffer or None,
     )
     _check_sharding(trainer)
@@ -136,6 +137,15 @@ def _make_trainer(
     for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full
         trainer.remove_callback(callback)
     return trainer, task
+
+
+def _interventions_of(cfg: DictConfig) -> list[str]:
+    """Returns the names of what is trained with, of `intervention=psr` or a list; none in an older config.yaml."""
+    given = cfg.get("intervention")
+    names = list(given) if isinstance(given, ListConfig) else [] if given is None else [given]
+    if not all(isinstance(name, str) for name in names):
+        raise ValueError(f"intervention={given}: give a name, as bonus or bonus:0.02, or a list of them")
+    return [str(name) for name in names]
 
 
 def _make(node: DictConfig, **values: Any) -> Any:

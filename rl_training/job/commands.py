@@ -53,9 +53,10 @@ def _train(cfg: DictConfig) -> None:
 
     check_run(cfg)  # again in build_run; here it waits for no import
     with importing():
+        from rl_training.job.branch import branched
         from rl_training.job.build import build_run
 
-    run = build_run(cfg)
+    run = build_run(branched(cfg))
     run.train()
     run.report()
     run.end()

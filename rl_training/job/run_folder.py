@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging
 
-from rl_training.job.stored_settings import load_settings
+from rl_training.job.stored_settings import refuse_other_settings
 from rl_training.records.checkpoints import (
     SHARDED_BY,
     find_checkpoint,
@@ -23,9 +22,8 @@ from rl_training.records.checkpoints import (
     steps_taken,
     written_by,
 )
-from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, NOT_OF_TRAINING, TRAINING_STATE
+from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.masking import without_secrets
 
 logger = logging.get_logger(__name__)
 
@@ -41,115 +39,69 @@ class RunFolder(NamedTuple):
 
 
 def find_run_folder(cfg: DictConfig) -> RunFolder:
-    """Returns the run folder, made and the same on every process, and the checkpoint to resume from."""
+    """Returns the run folder, made and the same on every process, and the checkpoint to go on from.
+
+    `additional_steps` are added to those that were taken, and then spent: config.yaml says how far the run goes.
+    """
     use_cpu = bool(cfg.trainer.get("use_cpu", False)) or not torch.accelerator.is_available()
     state = PartialState(cpu=use_cpu)
     check_number_of_processes(state.num_processes)
     # Each process has its own clock, hence its own default run folder: the main one's counts.
     run_dir = Path(broadcast_object_list([cfg.run_dir])[0])
-    sharded_by = next((name for name in SHARDED_BY if parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}")), "")
-    if cfg.resume == "auto":
-        checkpoint = newest_checkpoint(run_dir, sharded_by)
-        if checkpoint is not None or (run_dir / CONFIG_FILE).exists():
-            return _go_on(cfg, run_dir, checkpoint, state)
-    elif cfg.resume != "none":
-        checkpoint = find_checkpoint(str(cfg.resume), run_dir, sharded_by)
-        folder = checkpoint.resolve().parent
-        run = folder.parent
-        if folder.name != TRAINING_STATE:
-            raise ValueError(
-                f"resume={checkpoint} is in no run folder, where it would be RUN/{TRAINING_STATE}/checkpoint-N: give "
-                "one that is, or start a new run from its weights with model=hub model.name=CHECKPOINT"
-            )
-        overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
-        if any(word.startswith("run_dir=") for word in overrides) and run != run_dir.resolve():
-            raise ValueError(f"run_dir={run_dir}, but {checkpoint} belongs to the run {run}: leave run_dir out")
-        return _go_on(cfg, run, checkpoint, state)
-    if (run_dir / LOGS_FOLDER / METRICS_FILE).exists() or (run_dir / CONFIG_FILE).exists():
-        raise ValueError(ANOTHERS.format(run_dir))
-    state.wait_for_everyone()  # nobody creates it before everybody has looked
+    run, checkpoint = _resumed(str(cfg.resume), run_dir)
+    goes_on = cfg.resume != "none" and (checkpoint is not None or (run / CONFIG_FILE).exists())
+    if checkpoint is None and cfg.get("branch") is not None:
+        checkpoint = Path(cfg.branch)
+    taken = 0 if checkpoint is None else steps_taken(checkpoint)
+    written = state.num_processes if checkpoint is None else written_by(checkpoint)
+    if goes_on:
+        refuse_other_settings(cfg, run)
+        if checkpoint is None:
+            logger.warning(f"{run} has no complete checkpoint: it starts again")
+        else:
+            if written != state.num_processes:
+                logger.warning(
+                    f"{checkpoint.name} was written by {written} process(es) and goes on with {state.num_processes}: "
+                    "with other random numbers, so not bitwise as the uninterrupted run would"
+                )
+            logger.warning(f"going on with {run} from step {taken}")
+    elif (run / LOGS_FOLDER / METRICS_FILE).exists() or (run / CONFIG_FILE).exists():
+        raise ValueError(ANOTHERS.format(run))
+    state.wait_for_everyone()  # nothing is moved or created before everybody has looked
+    if goes_on and state.is_main_process:
+        set_aside_later(run, taken)
     try:
-        (run_dir / TRAINING_STATE).mkdir(parents=True, exist_ok=True)
+        (run / TRAINING_STATE).mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ValueError(
-            f"run_dir={run_dir} cannot be written to ({error}): choose another with run_dir=PATH"
-        ) from error
-    point = _branching_point(cfg)
-    if point is not None:
-        taken = steps_taken(point)
-        _set_length(cfg, taken)
-        if 0 < cfg.trainer.max_steps <= taken:
-            raise ValueError(
-                f"branch={point} has taken {taken} steps, and trainer.max_steps={cfg.trainer.max_steps}: give a larger "
-                "one, or additional_steps=20"
-            )
-    return RunFolder(run_dir, point, is_its_own=False)
-
-
-def _branching_point(cfg: DictConfig) -> Path | None:
-    """Returns the checkpoint that the run branches off from; None of a run with a start of its own."""
-    return Path(cfg.branch) if cfg.get("branch") is not None else None
-
-
-def _set_length(cfg: DictConfig, taken: int) -> None:
-    """Adds `additional_steps` to those that were taken; then they are spent: config.yaml says how far the run goes."""
-    if cfg.additional_steps is not None:
+        raise ValueError(f"run_dir={run} cannot be written to ({error}): choose another with run_dir=PATH") from error
+    if checkpoint is not None and cfg.additional_steps is not None:
         cfg.trainer.max_steps = taken + cfg.additional_steps
         cfg.additional_steps = None
-
-
-def _go_on(cfg: DictConfig, run: Path, checkpoint: Path | None, state: PartialState) -> RunFolder:
-    """Returns the folder of a run that goes on from a checkpoint, or from its start; later ones are set aside."""
-    refuse_other_settings(cfg, run)
-    if checkpoint is None:
-        checkpoint = _branching_point(cfg)
-    taken = 0 if checkpoint is None else steps_taken(checkpoint)
-    if checkpoint is None:
-        logger.warning(f"{run} has no complete checkpoint: it starts again")
-    else:
-        if written_by(checkpoint) != state.num_processes:
-            logger.warning(
-                f"{checkpoint.name} was written by {written_by(checkpoint)} process(es) and goes on with "
-                f"{state.num_processes}: with other random numbers, so not bitwise as the uninterrupted run would"
-            )
-        logger.warning(f"going on with {run} from step {taken}")
-    state.wait_for_everyone()  # nothing is moved before everybody has looked
-    if state.is_main_process:
-        set_aside_later(run, taken)
-    if checkpoint is not None:
-        _set_length(cfg, taken)
-    return RunFolder(run, checkpoint, is_its_own=True)
-
-
-def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
-    """Raises ValueError when a run would be resumed with other settings than it has: half of them would not count."""
-    stored = run_dir / CONFIG_FILE
-    if not stored.is_file():
-        return
-    try:
-        started = load_settings(stored)
-    except ValueError as error:
-        raise ValueError(f"{error}; without it the settings are not compared") from error
-    before, now = (flat(without_secrets(OmegaConf.to_container(c, resolve=True))) for c in (started, cfg))
-    changed = [
-        f"{key}={now.get(key)!r} (was {before.get(key)!r})"
-        for key in sorted({*before, *now})
-        if before.get(key) != now.get(key) and not key.startswith(NOT_OF_TRAINING)
-    ]
-    if changed:
+    if not goes_on and 0 < cfg.trainer.max_steps <= taken:
         raise ValueError(
-            f"resume: {run_dir} was started with other settings: {', '.join(changed)}. Give the same ones (its "
-            f"{CONFIG_FILE} has them all), or start a new run from its weights: model=hub model.name=CHECKPOINT"
+            f"branch={checkpoint} has taken {taken} steps, and trainer.max_steps={cfg.trainer.max_steps}: give a "
+            "larger one, or additional_steps=20"
         )
+    return RunFolder(run, checkpoint, is_its_own=goes_on)
 
 
-def flat(node: Any, prefix: str = "") -> dict[str, Any]:
-    """Returns the values of a nested configuration by their dotted keys."""
-    if isinstance(node, DictConfig):
-        node = OmegaConf.to_container(node, resolve=True)
-    if not isinstance(node, Mapping):
-        return {prefix.removesuffix("."): node}
-    return {key: value for name in node for key, value in flat(node[name], f"{prefix}{name}.").items()}
+def _resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
+    """Returns the run folder and the checkpoint of it that `resume` names, None where it names none."""
+    sharded_by = next((name for name in SHARDED_BY if parse_flag_from_env(f"ACCELERATE_USE_{name.upper()}")), "")
+    if resume in ("none", "auto"):
+        return run_dir, newest_checkpoint(run_dir, sharded_by) if resume == "auto" else None
+    checkpoint = find_checkpoint(resume, run_dir, sharded_by)
+    folder = checkpoint.resolve().parent
+    run = folder.parent
+    if folder.name != TRAINING_STATE:
+        raise ValueError(
+            f"resume={checkpoint} is in no run folder, where it would be RUN/{TRAINING_STATE}/checkpoint-N: give "
+            "one that is, or start a new run from its weights with model=hub model.name=CHECKPOINT"
+        )
+    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
+    if any(word.startswith("run_dir=") for word in overrides) and run != run_dir.resolve():
+        raise ValueError(f"run_dir={run_dir}, but {checkpoint} belongs to the run {run}: leave run_dir out")
+    return run, checkpoint
 
 
 def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None:

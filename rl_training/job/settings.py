@@ -124,15 +124,6 @@ def check_settings(cfg: DictConfig) -> None:
     _check_trainer(cfg)
 
 
-def interventions_of(cfg: DictConfig) -> list[str]:
-    """Returns the names of what is trained with, of `intervention=psr` or a list; none in an older config.yaml."""
-    given = cfg.get("intervention")
-    names = list(given) if isinstance(given, ListConfig) else [] if given is None else [given]
-    if not all(isinstance(name, str) for name in names):
-        raise ValueError(f"intervention={given}: give a name, as bonus or bonus:0.02, or a list of them")
-    return [str(name) for name in names]
-
-
 def _check_trainer(cfg: DictConfig) -> None:
     """Raises ValueError for what in cfg.trainer comes too late, is out of range, or has its place elsewhere."""
     if cfg.trainer.get("deepspeed"):

@@ -43,10 +43,18 @@ from rl_training.records.workspace import CORE
 
 
 class Attachment(TrainerCallback):
-    """Probes attached to a trainer, until `remove`. Made by `attach`."""
+    """Probes attached to a trainer, until `remove`. Made by `attach`.
+
+    interventions  what the trainer trains with, one after another
+    """
 
     def __init__(
-        self, trainer: GRPOTrainer, probes: Sequence[Probe], records: Records | None, whole_prompts: bool
+        self,
+        trainer: GRPOTrainer,
+        probes: Sequence[Probe],
+        records: Records | None,
+        whole_prompts: bool,
+        interventions: Sequence[Intervention] = (),
     ) -> None:
         refuse_missing_members(trainer)
         if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):
@@ -63,7 +71,7 @@ class Attachment(TrainerCallback):
         self._records = records if trainer.accelerator.is_main_process else None
         self._writer = EstimateWriter(self._records, self._log, trainer.accelerator.is_main_process)
         self._policy = TrainerPolicy(trainer)
-        self._remedied = RemediedLoss(trainer, self._policy, [])
+        self._remedied = RemediedLoss(trainer, self._policy, interventions)
         self._rollouts = Rollouts(trainer, self._policy, whole_prompts)
         self._trained = False
         self._complete = False  # all gradients of the step are in
@@ -102,10 +110,6 @@ class Attachment(TrainerCallback):
             "_save_rng_state": self._on_save_rng_state,
             "_load_optimizer_and_scheduler": self._on_load,
         }
-
-    def train_with(self, interventions: Sequence[Intervention]) -> None:
-        """Makes the trainer train with these, one after another, until `remove`. To be called before training."""
-        self._remedied = RemediedLoss(self._trainer, self._policy, interventions)
 
     @property
     def loss_settings(self) -> LossSettings:

@@ -24,8 +24,8 @@ from transformers.utils import logging
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training.engine.probe import Probe
-from rl_training.hosts.trl.attach import attach
-from rl_training.hosts.trl.batches import steps_per_rollout
+from rl_training.hosts.trl.attachment import Attachment
+from rl_training.hosts.trl.batches import loss_in_words, steps_per_rollout
 from rl_training.hosts.trl.buffer import FilteredBuffer, start_buffer
 from rl_training.hosts.trl.refill import fill_rollout
 from rl_training.interventions.named import intervention
@@ -138,13 +138,19 @@ class DrGRPOTrainer(GRPOTrainer):
             for param in self.model.parameters():
                 if param.requires_grad and param.dtype.itemsize < 4:
                     param.data = param.data.float()
-        self.attachment = attach(self, probes, records, whole_prompts=True)
-        self.attachment.train_with([intervention(text) for text in interventions])
+        self.interventions = tuple(interventions)
+        trained_with = [intervention(text) for text in interventions]
+        self.attachment = Attachment(self, probes, records, whole_prompts=True, interventions=trained_with)
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self.args)))
         self.branches_off = False  # the checkpoint it goes on from is another run's, with settings of its own
         self.buffer = buffer
         if buffer is not None:
             start_buffer(self, buffer)
+
+    @property
+    def loss_in_words(self) -> str:
+        """Returns "Dr-GRPO", and in what the loss that is trained with differs from it."""
+        return loss_in_words(self, self.interventions)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns TRL's rollout of these rows; in training with a buffer one of rows that the buffer draws."""
