@@ -53,13 +53,13 @@ OF_SUMS = [
     "data.task=chain_sum",
     *(f"+data.settings.{key}={value}" for key, value in SUMS.items()),
 ]
-TINY = ["model=hub", "trainer.learning_rate=3e-4", "++trainer.adam_beta2=0.99"]  # as model=tiny has it
+TINY = ["model=hub", "++trainer.learning_rate=3e-4", "++trainer.adam_beta2=0.99"]  # as model=tiny has it
 TASKS = {
     "chains": [],
     "long_chains": ["+data.min_operands=8", "+data.max_operands=9", "trainer.max_completion_length=48"],
     "sums": [*OF_SUMS, "+data.num_train=1024", "+data.num_eval=16", "trainer.max_completion_length=12", *TINY],
 }
-WEIGHTS = {"full": [], "lora": ["adapter=lora", "trainer.learning_rate=1e-3"]}
+WEIGHTS = {"full": [], "lora": ["adapter=lora", "++trainer.learning_rate=1e-3"]}
 INTERVENTIONS = [
     "bonus", "bonus:0.1", "psr", "nsr", "w_reinforce", "std_norm", "length_norm", "clip_cov", "clip_cov:0.02",
     "top_entropy", "steer", "lr:0.5", "lr:1.5", "kl",
