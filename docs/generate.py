@@ -7,12 +7,14 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import math
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 from rl_training.__main__ import COMMANDS
+from rl_training.interventions.named import NEEDS, REMEDIES
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -25,6 +27,7 @@ def write_reference(folder: Path) -> None:
     groups = sorted(path for path in CONF.iterdir() if path.is_dir() and path.name not in ("hydra", "experiment"))
     parts = {f"{job}.md": table(settings(CONF / f"{job}.yaml")) for job in JOBS}
     parts["groups.md"] = "\n\n".join(map(group_section, groups))
+    parts["interventions.md"] = interventions()
     parts |= {f"help_{name}.txt": help_text(name) for name in COMMANDS}
     folder.mkdir(exist_ok=True)
     for name, text in parts.items():
@@ -114,6 +117,28 @@ def parameters(target: str) -> dict[str, str]:
         else:
             current = ""
     return found
+
+
+def interventions() -> str:
+    """Returns the table of all interventions, from their functions' docstrings and named.py; and why one is missing."""
+    lines = ["| name | what it does | strength | exactly nothing | needs | setting of TRL | source |", "|---" * 7 + "|"]
+    for name, remedy in REMEDIES.items():
+        doc = inspect.getdoc(remedy.function) or ""
+        bounds = f"above {remedy.low:g}" + ("" if math.isinf(remedy.high) else f", at most {remedy.high:g}")
+        nothing = ["on-policy"] if remedy.nothing_on_policy else []
+        nothing += [f"at {remedy.nothing:g}, which is refused"] if remedy.nothing is not None else []
+        cells = [
+            f"`{name}`",
+            doc.splitlines()[0].replace("|", "\\|"),
+            "none" if remedy.strength is None else f"{remedy.strength:g} ({bounds})",
+            "; ".join(nothing),
+            ", ".join(need.replace("_", " ") for need in remedy.needs),
+            f"`{remedy.trl}`" if remedy.trl else "",
+            remedy.source,
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
+    reasons = [f"- **{need.replace('_', ' ')}**: {why}." for need, (_, why) in NEEDS.items()]
+    return "\n".join([*lines, "", "What is said where something that is needed is not there:", "", *reasons])
 
 
 def table(rows: list[tuple[str, str, str]]) -> str:
