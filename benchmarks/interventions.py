@@ -4,7 +4,7 @@
 
 Everything is kept in FOLDER as it ends; what is there is not made again, and the tables are of all that is there: stop
 it when you like. A plain run of each task, with all weights or with adapters, leaves a checkpoint at each state. At
-each of them `offline.py` draws several batches U and one large sample E, and says of each intervention
+each of them several batches U and one large sample E are drawn, and for each intervention
 
     in training  what the probe `interventions` says from U alone, leave-fold-out
     measured     what the step from U with the intervention really does to E, beside the step as it is
@@ -24,10 +24,12 @@ from __future__ import annotations
 
 import argparse
 import functools
+import json
 import math
 import statistics
+import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -40,10 +42,21 @@ from omegaconf import DictConfig
 from scipy.special import stdtrit
 from scipy.stats import spearmanr
 
-from rl_training.job.analysis import analyse_checkpoints
-from rl_training.job.build import build_run
+from rl_training.interventions.named import Intervention, intervention
+from rl_training.job.build import build_restored, build_run
 from rl_training.job.explain import CONF
-from rl_training.offline.results import read_result
+from rl_training.job.run_settings import run_settings
+from rl_training.offline.branches import branches
+from rl_training.offline.buffers import sample_evaluation, sample_update
+from rl_training.offline.intervention_effects import OnEvaluation, changed_steps
+from rl_training.offline.interventions import columns_of, said_in_training
+from rl_training.offline.loss import batch_of
+from rl_training.offline.phases import silent
+from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import Settings
+from rl_training.offline.update import make_update
+from rl_training.records.atomic_write import write_atomically
+from rl_training.records.json_values import from_json, to_json
 from rl_training.tasks.reasoning_gym import answered_examples
 from rl_training.tasks.tiny import build_model, build_tokenizer, warm_start
 
@@ -54,12 +67,12 @@ OF_SUMS = [
     *(f"+data.settings.{key}={value}" for key, value in SUMS.items()),
 ]
 TINY = ["model=hub", "++trainer.learning_rate=3e-4", "++trainer.adam_beta2=0.99"]  # as model=tiny has it
-TASKS = {
+TASKS: dict[str, list[str]] = {
     "chains": [],
     "long_chains": ["+data.min_operands=8", "+data.max_operands=9", "trainer.max_completion_length=48"],
     "sums": [*OF_SUMS, "+data.num_train=1024", "+data.num_eval=16", "trainer.max_completion_length=12", *TINY],
 }
-WEIGHTS = {"full": [], "lora": ["adapter=lora", "++trainer.learning_rate=1e-3"]}
+WEIGHTS: dict[str, list[str]] = {"full": [], "lora": ["adapter=lora", "++trainer.learning_rate=1e-3"]}
 INTERVENTIONS = [
     "bonus", "bonus:0.1", "psr", "nsr", "w_reinforce", "std_norm", "length_norm", "clip_cov", "clip_cov:0.02",
     "top_entropy", "steer", "lr:0.5", "lr:1.5", "kl",
@@ -67,6 +80,8 @@ INTERVENTIONS = [
 NOTHINGS = ["kl_cov", "clip_higher"]
 FOLDS = 8  # of the probe, as in training
 SMALLEST = 1e-4  # nats
+SINGLE, BRANCHES = "single", "branches"
+PROMPTS, CHUNK = 32, 256  # of U; sequences generated at once
 QUIET = ["logger=none", "probe=none", "++trainer.disable_tqdm=true"]
 
 
@@ -108,48 +123,85 @@ def plain_run(folder: Path, task: str, weights: str, states: Sequence[int]) -> P
     return run
 
 
-def analysed(run: Path, state: int, name: str, options: Iterable[str]) -> Path:
-    """Returns the result of an analysis of a run's state, which is made where it is not there."""
-    path = run / "offline" / name / f"checkpoint-{state}" / "result.json"
-    if not path.is_file():
-        which = ",".join(f'"{of}"' for of in (*INTERVENTIONS, *NOTHINGS))
-        words = [
-            f"checkpoint={run}/training_state/checkpoint-{state}",
-            f"interventions.which=[{which}]",
-            f"name={name}",
-        ]
-        words += ["report=false", "dashboards=false", "log.level=none", "conditioning=false", "truth.odd=false"]
-        analyse_checkpoints(composed("offline", [*words, *options, 'run=["++trainer.disable_tqdm=true"]']))
-    return path
+def kept(path: Path, rows_of: Callable[[], list[dict[str, Any]]]) -> None:
+    """Writes the rows, and the processor time that they took, where they are not there."""
+    if path.is_file():
+        return
+    begun = time.process_time()
+    content = {"rows": rows_of(), "seconds": time.process_time() - begun}
+    path.parent.mkdir(exist_ok=True)
+    write_atomically({path: json.dumps(to_json(content)).encode()})
+
+
+def at_state(run: Path, state: int, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns what the probe says and what is measured at a state, a row for each batch and intervention."""
+    restored = restored_at(run, state)
+    which, on = asked_for(options), on_evaluation(restored, options)
+    rows = []
+    for seed in range(1, options.batches + 1):
+        buffer = sample_update(restored, PROMPTS, seed, False, CHUNK, silent)
+        update, batch = make_update(restored, buffer, 32, False, silent), batch_of(restored, buffer)
+        said = said_in_training(restored, batch, [of.name for of in which])
+        plain, _ = on.measured(update.delta)
+        for name, delta in changed_steps(restored, update, batch, which):
+            found = [] if isinstance(delta, str) else [on.measured(delta)[0] - plain]
+            rows.append({"name": name, "update_seed": seed} | said[name] | columns_of("measured", found))
+    return rows
+
+
+def after_steps(run: Path, options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Returns what has become of entropy after several steps with each intervention, from one state."""
+    restored = restored_at(run, options.branch_state)
+    which, on = asked_for(options), on_evaluation(restored, options)
+    found = defaultdict(list)
+    for seed in range(1, options.branches + 1):
+        for name, change in branches(on, restored, Settings(), which, options.steps, seed):
+            found[name] += [] if isinstance(change, str) else [change]
+    return [{"name": name} | columns_of("measured", some) for name, some in found.items()]
+
+
+def asked_for(options: argparse.Namespace) -> list[Intervention]:
+    return [intervention(text) for text in (*options.interventions, *NOTHINGS)]
+
+
+def on_evaluation(restored: RestoredTrainer, options: argparse.Namespace) -> OnEvaluation:
+    sizes = options.evaluation, 1, 0, "train", "allowed", None, CHUNK
+    return OnEvaluation(restored, sample_evaluation(restored, *sizes, silent), 0, CHUNK)
+
+
+def restored_at(run: Path, state: int) -> RestoredTrainer:
+    checkpoint = run / "training_state" / f"checkpoint-{state}"
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return build_restored(run_settings(checkpoint, ["++trainer.disable_tqdm=true"]), checkpoint, keep_first=True)
 
 
 def make(folder: Path, options: argparse.Namespace) -> None:
     """Makes what is asked for and not there yet: all single steps first, then branches."""
-    cases = list(product(options.weights, options.tasks))
-    if "single" in options.parts:
-        seeds = f"sweep.update_seeds={list(range(2, options.batches + 1))}"
-        for weights, task in cases:
-            run = plain_run(folder, task, weights, options.states)
+    for part, weights, task in product(options.parts, options.weights, options.tasks):
+        run = plain_run(folder, task, weights, options.states)
+        if part == SINGLE:
             for state in options.states:
-                analysed(run, state, "single", [f"evaluation.prompts={options.evaluation}", seeds])
-    if "branches" in options.parts:
-        seeds = f"sweep.update_seeds={list(range(2, options.branches + 1))}"
-        for weights, task in cases:
-            run = plain_run(folder, task, weights, options.states)
-            size = f"evaluation.prompts={options.evaluation}"
-            analysed(run, options.branch_state, "branches", [size, seeds, f"interventions.steps={options.steps}"])
+                kept(run / SINGLE / f"{state}.json", functools.partial(at_state, run, state, options))
+        else:
+            kept(run / BRANCHES / f"{options.branch_state}.json", functools.partial(after_steps, run, options))
+        print(f"{part}: {run.name}", flush=True)
 
 
 # --- what is said of it -----------------------------------------------------------------------------------------------
 
 
-def rows_in(folder: Path, name: str, table: str) -> Iterator[dict[str, Any]]:
-    """Yields the rows of a table in all results of this name, each with its task, weights and state."""
-    for path in sorted((folder / "runs").glob(f"*/offline/{name}/*/result.json")):
-        task, _, weights = path.parents[3].name.rpartition("-")
-        for row in read_result(path)["tables"].get(table, []):
-            if row["name"] != "plain":
-                yield row | {"task": task, "weights": weights, "state": int(path.parent.name.rpartition("-")[2])}
+def rows_in(folder: Path, part: str) -> Iterator[dict[str, Any]]:
+    """Yields the rows of a part, each with its task, weights and state."""
+    for path in sorted((folder / "runs").glob(f"*/{part}/*.json")):
+        task, _, weights = path.parents[1].name.rpartition("-")
+        for row in from_json(json.loads(path.read_text()))["rows"]:
+            yield row | {"task": task, "weights": weights, "state": int(path.stem)}
+
+
+def minutes(folder: Path, part: str) -> str:
+    """Returns how many states a part has, and the processor time that they took."""
+    found = [json.loads(path.read_text())["seconds"] for path in (folder / "runs").glob(f"*/{part}/*.json")]
+    return f"{len(found)} states, {sum(found) / 60:.0f} minutes of processor time."
 
 
 def half_width(row: dict[str, Any], with_truth: bool) -> float:
@@ -200,67 +252,54 @@ def case_row(rows: Sequence[dict[str, Any]]) -> tuple[list[str], float]:
 
 
 def print_single(folder: Path) -> None:
-    every = list(rows_in(folder, "single", "interventions_by_update"))
-    known = [row for row in every if is_known(row)]
+    known = [row for row in rows_in(folder, SINGLE) if is_known(row)]
     rows = [row for row in known if row["name"] not in NOTHINGS]
     if not rows:
         return
-    print(
-        "\n| task | weights | coverage (effects) | sign (asserted) | rank, one batch | rank, pooled, by state | slope |"
-    )
+    print("\n| task | weights | coverage (effects) | sign (asserted) | rank, one batch | pooled, by state | slope |")
     print("|---|---|---|---|---|---|---|")
     middles = []
     for weights, task in sorted({(row["weights"], row["task"]) for row in rows}):
         cells, middle = case_row([row for row in rows if (row["weights"], row["task"]) == (weights, task)])
         middles.append(middle)
         print(f"| {task} | {weights} | {' | '.join(cells)} |")
-    cells, _ = case_row_of_all(rows)
-    print(f"| all | | {cells[0]} | {cells[1]} | | median {statistics.median(middles):.2f} | |")
-    exact = [
-        all(row[key] == 0.0 for key in ("in_loop_delta_h", "measured_delta_h", "predicted_delta_h"))
-        for row in known
-        if row["name"] in NOTHINGS
-    ]
-    print(f"\nExactly 0 on-policy ({', '.join(NOTHINGS)}): {sum(exact)} of {len(exact)}.")
-    seconds = [read_result(path)["timing"]["all"] for path in (folder / "runs").glob("*/offline/single/*/result.json")]
-    print(f"{len(seconds)} analyses, {sum(seconds) / 60:.0f} minutes.")
-
-
-def case_row_of_all(rows: Sequence[dict[str, Any]]) -> tuple[list[str], float]:
-    """Returns coverage and sign over all cases: states of unlike cases are told apart."""
-    return case_row([{**row, "state": (row["task"], row["weights"], row["state"])} for row in rows])
+    apart = [{**row, "state": (row["task"], row["weights"], row["state"])} for row in rows]
+    cells, _ = case_row(apart)
+    print(f"| all | | {cells[0]} | {cells[1]} | {cells[2]} | median {statistics.median(middles):.2f} | {cells[4]} |")
+    exact = [row["in_loop_delta_h"] == row["measured_delta_h"] == 0.0 for row in known if row["name"] in NOTHINGS]
+    print(f"\nExactly 0 on-policy ({', '.join(NOTHINGS)}): {sum(exact)} of {len(exact)}. {minutes(folder, SINGLE)}")
 
 
 def print_branches(folder: Path) -> None:
-    after = list(rows_in(folder, "branches", "branches"))
-    once = {
-        (row["task"], row["weights"], row["state"], row["name"]): row["measured_delta_h"]
-        for name in ("branches", "single")
-        for row in rows_in(folder, name, "interventions")
-    }
+    after = [row for row in rows_in(folder, BRANCHES) if row["name"] not in NOTHINGS]
     if not after:
         return
-    print("\n| task | weights | state | steps | rank of one step with these | without kl | kl: one step, then |")
-    print("|---|---|---|---|---|---|---|")
-    for case in sorted({(row["task"], row["weights"], row["state"], row["steps"]) for row in after}):
+    once = defaultdict(list)
+    for row in rows_in(folder, SINGLE):
+        once[row["task"], row["weights"], row["state"], row["name"]].append(row["measured_delta_h"])
+    print("\n| task | weights | state | rank of one step with several | without kl | kl: one step, several |")
+    print("|---|---|---|---|---|---|")
+    for case in sorted({(row["task"], row["weights"], row["state"]) for row in after}):
         pairs = {
-            row["name"]: (once[(*case[:3], row["name"])], row["measured_delta_h"])
+            row["name"]: (statistics.fmean(once[(*case, row["name"])]), row["measured_delta_h"])
             for row in after
-            if (row["task"], row["weights"], row["state"], row["steps"]) == case and row["name"] not in NOTHINGS
+            if (row["task"], row["weights"], row["state"]) == case and once[(*case, row["name"])]
         }
         without = [pair for name, pair in pairs.items() if name != "kl"]
-        of_kl = " → ".join(f"{1e3 * value:+.2f}" for value in pairs.get("kl", ()))
         ranks = (f"{rank(*zip(*some, strict=True)):.2f}" for some in (list(pairs.values()), without))
+        of_kl = ", ".join(f"{1e3 * value:+.2f}" for value in pairs.get("kl", ()))
         print(f"| {' | '.join(map(str, case))} | {' | '.join(ranks)} | {of_kl} |")
+    print(f"\n{minutes(folder, BRANCHES)}")
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--parts", nargs="*", default=["single", "branches"], help="none: the tables alone")
+    parser.add_argument("--parts", nargs="*", default=[SINGLE, BRANCHES], help="none: the tables alone")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--weights", nargs="+", default=list(WEIGHTS), choices=list(WEIGHTS))
     parser.add_argument("--states", type=int, nargs="+", default=[5, 20, 40, 80])
+    parser.add_argument("--interventions", nargs="+", default=INTERVENTIONS)
     parser.add_argument("--batches", type=int, default=4, help="at each state")
     parser.add_argument("--evaluation", type=int, default=1024, help="responses of E, to as many prompts")
     parser.add_argument("--branch-state", type=int, default=20)
