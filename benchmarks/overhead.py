@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import os
 import socket
 import statistics
@@ -39,12 +40,19 @@ from transformers import TrainerCallback
 from workload import SHAPES, Workload, make_trainer, model_config
 
 from rl_training import DrGRPOTrainer, Probe
-from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, SimpleEntropyProbe
+from rl_training.probes import (
+    EffectiveSampleSizeProbe,
+    GradientNoiseScaleProbe,
+    InterventionsProbe,
+    SimpleEntropyProbe,
+)
 
 PROBES: dict[str, Callable[..., Probe]] = {
     "simple": SimpleEntropyProbe,
     "gns": GradientNoiseScaleProbe,
     "ess": EffectiveSampleSizeProbe,
+    "interventions": InterventionsProbe,
+    "four_families": functools.partial(InterventionsProbe, ["bonus", "psr", "nsr", "lr", "clip_cov", "top_entropy"]),
 }
 SETS = ("simple", "gns+ess", "simple+gns+ess")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast")
