@@ -378,11 +378,11 @@ def row(name: str, delta_h: float, half: float, reward: float = 0.0, remark: str
             ("delta_reward_half", half), ("price", price), ("price_low", price - 1), ("price_high", price + 1),
         )
     }  # fmt: skip
-    return {"name": name, "updates": 1, "remark": remark, **both}
+    return {"name": name, "asked": f"my.py:{name}", "updates": 1, "remark": remark, **both}
 
 
 def test_the_sentences_say_what_keeps_entropy_cheapest_first() -> None:
-    said = in_words([
+    rows = [
         row("plain", -3e-3, 1e-3),
         row("dear", 2e-3, 1e-3, reward=-16e-3),
         row("cheap", 1e-3, 5e-4, reward=-2e-3),
@@ -390,8 +390,8 @@ def test_the_sentences_say_what_keeps_entropy_cheapest_first() -> None:
         row("spends", -4e-3, 1e-3, reward=1e-3),
         row("zero", 0.0, 0.0),
         row("absent", math.nan, math.nan, remark="no reference"),
-    ])  # fmt: skip
-    assert said == [
+    ]
+    assert in_words(rows) == [
         "More entropy than the step as it is, for certain (95 %), cheapest first: cheap +1.00 ± 0.50 at a price of 2.0 "
         "(1.0 to 3.0); dear +2.00 ± 1.00 at a price of 8.0 (7.0 to 9.0).",
         "Less entropy, for certain: spends -4.00 ± 1.00.",
@@ -399,6 +399,10 @@ def test_the_sentences_say_what_keeps_entropy_cheapest_first() -> None:
         "Exactly nothing here: zero.",
         "Not available: absent (no reference).",
     ]
+    assert in_words(rows, "RUN/checkpoint-3")[-1] == (
+        "To train with the cheapest from here: rl-training train branch=RUN/checkpoint-3 run_dir=NEW "
+        "intervention=my.py:cheap"
+    )
 
 
 def test_the_plane_has_a_cross_for_each_that_does_something() -> None:
@@ -425,6 +429,7 @@ def test_from_a_command_line_to_the_page_with_one_s_own_intervention(run: Path) 
         (path,) = analyse_checkpoints(compose("offline", [*asked, *small, "conditioning=false"]))
     tables = read_result(path)["tables"]
     assert [row["name"] for row in tables["interventions"]] == ["plain", "softer", "bonus", "kl"]
+    assert tables["branches"][0]["asked"] == f"{Path(__file__)}:softer"
     assert tables["interventions"][3]["measured_delta_h"] != 0.0  # the reference is there: the run's first model
     page = (path.parents[1] / "looks.html").read_text()
     assert "Offline planes: interventions at step 2" in page

@@ -173,12 +173,15 @@ def intervention_tables(
         for name, effect in of_seed.items():
             found.setdefault(name, []).append(effect)
     tables = {"interventions": rows_of(found, None), "interventions_by_update": by_update}
+    typed = {of.name: text for of, text in zip(which, asked.texts, strict=True)}
     if asked.steps:
         after_steps: dict[str, list[Replicates | str]] = {}
         for seed in tqdm(all_seeds, desc="branches", unit="update", disable=restored.trainer.args.disable_tqdm):
             for name, change in branches(on, restored, settings, which, asked.steps, seed):
                 after_steps.setdefault(name, []).append(change)
         tables["branches"] = [_branch_row(name, asked.steps, some) for name, some in after_steps.items()]
+    for row in (*tables["interventions"], *tables.get("branches", ())):
+        row["asked"] = typed.get(row["name"], "")
     return tables
 
 

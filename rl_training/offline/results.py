@@ -85,7 +85,7 @@ def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> No
     if analysis.tables.get("conditioning"):
         shares = ", ".join(f"{row['name']} {MILLI * row['delta_h1']:+.2f}" for row in analysis.tables["conditioning"])
         console.print(f" predicted per token under other preconditioners, same ‖δθ‖: {shares}")
-    _print_interventions(analysis, console)
+    _print_interventions(analysis, restored.checkpoint, console)
     failed = verdict(restored.step + 1, found)
     if failed:
         console.print(f" {failed}", style="bold")
@@ -93,7 +93,7 @@ def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> No
     console.print(f" {path}")
 
 
-def _print_interventions(analysis: Analysis, console: Console) -> None:
+def _print_interventions(analysis: Analysis, checkpoint: Path, console: Console) -> None:
     for key, kinds in (("interventions", ("predicted", "measured")), ("branches", ("measured",))):
         rows = analysis.tables.get(key)
         if not rows:
@@ -110,7 +110,7 @@ def _print_interventions(analysis: Analysis, console: Console) -> None:
         for cells in table_of(rows, kinds):
             table.add_row(*cells)
         console.print(table)
-        for sentence in in_words(rows):
+        for sentence in in_words(rows, str(checkpoint)):
             console.print(f" {sentence}")
 
 

@@ -132,7 +132,7 @@ def interventions_of(content: Mapping[str, Any], name: str) -> Iterator[Interven
             per="step" if key == "interventions" else of_steps,
         )  # fmt: skip
         headings = ["", *(f"{what}, {kind}" for what in ("entropy", "reward") for kind in kinds), "price", ""]
-        yield Interventions(title, in_words(rows), headings, table_of(rows, kinds), drawn)
+        yield Interventions(title, in_words(rows, content["checkpoint"]), headings, table_of(rows, kinds), drawn)
 
 
 def crosses_of(rows: Sequence[Mapping[str, Any]], kind: str) -> list[Cross]:
@@ -146,10 +146,11 @@ def crosses_of(rows: Sequence[Mapping[str, Any]], kind: str) -> list[Cross]:
     return [Cross(row["name"], *(number(row, key) for key in keys)) for row in rows if row["name"] != PLAIN]
 
 
-def in_words(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+def in_words(rows: Sequence[Mapping[str, Any]], checkpoint: str = "") -> list[str]:
     """Returns the sentences that a person can act on: what surely keeps entropy and at what price, what does not.
 
-    rows  of a table with what was measured of each intervention
+    rows        of a table with what was measured of each intervention
+    checkpoint  from which the cheapest could be trained with: the command is said
     """
     keeps: list[Mapping[str, Any]] = []
     spends: list[Mapping[str, Any]] = []
@@ -175,7 +176,11 @@ def in_words(rows: Sequence[Mapping[str, Any]]) -> list[str]:
         ("Exactly nothing here", nothing),
         ("Not available", missing),
     ]
-    return [f"{words}: {'; '.join(names)}." for words, names in said if names]
+    sentences = [f"{words}: {'; '.join(names)}." for words, names in said if names]
+    if keeps and checkpoint:
+        branch = f"rl-training train branch={checkpoint} run_dir=NEW intervention={keeps[0]['asked']}"
+        sentences.append(f"To train with the cheapest from here: {branch}")
+    return sentences
 
 
 def _changes(row: Mapping[str, Any]) -> str:
@@ -184,7 +189,7 @@ def _changes(row: Mapping[str, Any]) -> str:
 
 def _priced(row: Mapping[str, Any]) -> str:
     low, high = row["measured_price_low"], row["measured_price_high"]
-    return f"{row['name']} {_changes(row)} at a price of {row['measured_price']:.1f} ({low:.1f} to {high:.1f})"
+    return f"{row['name']} {_changes(row)} at a price of {row['measured_price'] + 0.0:.1f} ({low:.1f} to {high:.1f})"
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[list[str]]:
