@@ -90,7 +90,7 @@ compat:
 	$(COMPAT)/bin/pip uninstall --quiet --yes rl-training
 	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --constraint $(COMPAT)/constraints.txt --upgrade $(LIBRARIES)
 	$(COMPAT)/bin/pip freeze | grep -iE '^(torch|trl|transformers|peft|accelerate|datasets|huggingface.hub)=='
-	HF_HUB_OFFLINE=1 $(COMPAT)/bin/python -m pytest tests/test_private_members.py tests/test_attach.py tests/test_gradients.py \
+	HF_HUB_OFFLINE=1 $(COMPAT)/bin/python -m pytest tests/test_patches.py tests/test_attach.py tests/test_gradients.py \
 	  tests/test_updates.py tests/test_other_losses.py tests/test_bias.py
 	rm -rf $(COMPAT)/demo
 	$(COMPAT)/bin/accelerate launch --config_file launch/cpu.yaml train.py probe=simple run_dir=$(COMPAT)/demo
