@@ -22,7 +22,9 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.open_step import Shape
 from rl_training.interventions.bases import groups_of
+from rl_training.interventions.effects import kept_halving
 from rl_training.interventions.loss import Remedied
+from rl_training.interventions.named import intervention
 from rl_training.mathematics.running_pairs import Pair
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
 
@@ -158,6 +160,10 @@ def test_the_strength_that_halves_the_fall_does_so_in_the_twin(
 
     plain = forward(twin.update_without)
     assert plain < -0.005
+    j = -twin.gradients * L_MAX * G / (G - 1)
+    reward = float(sizes @ torch.linalg.vecdot(j, twin.update_without) / sizes.sum())
+    assert answers["intervention/plain_delta_h"].value == pytest.approx(plain, rel=1e-3)
+    assert answers["intervention/plain_delta_reward"].value == pytest.approx(reward, rel=1e-3)
     for name, family in (("bonus:0.5", "bonus"), ("bonus:0.05", "bonus"), ("lr:0.5", "lr")):
         strength = answers[f"intervention/{name}/halves_at"].value
         name = f"{family}:{strength}"
@@ -182,6 +188,31 @@ def test_kept_is_what_the_whole_momentum_would_do_and_learning_rates_act_at_once
         once, kept = (run[0].all[-1][f"intervention/{name}/{quantity}"] for quantity in ("delta_h", "delta_h_kept"))
         assert kept.value == pytest.approx(factor * once.value)
         assert kept.stderr == pytest.approx(factor * once.stderr)
+
+
+def test_the_strength_that_halves_the_fall_when_kept_is_on_a_straight_line_through_one_step() -> None:
+    """The fall is 4 a step. A bonus of .5 gives 2 in a step, 4 when kept: half of it does. lr × .5 gives 2 at once."""
+
+    def pair(delta_h: float, error: float) -> Pair:
+        return Pair(torch.tensor([delta_h, 0.0]).double(), torch.eye(2).double() * error**2, 20)
+
+    plain = pair(-4.0, 0.1)
+    assert kept_halving(intervention("bonus:0.5"), pair(2.0, 0.1), plain, 2.0).value == pytest.approx(0.25)
+    assert kept_halving(intervention("lr:0.5"), pair(2.0, 0.1), plain, 1.0).value == pytest.approx(0.5)
+    assert kept_halving(intervention("lr:2"), pair(-4.0, 0.1), plain, 1.0).value == pytest.approx(0.5)
+    reasons = {
+        "w_reinforce:0.5": kept_halving(intervention("w_reinforce:0.5"), pair(0.5, 0.1), plain, 1.0).reason,
+        "psr": kept_halving(intervention("psr"), pair(2.0, 0.1), plain, 2.0).reason,
+        "lost": kept_halving(intervention("bonus"), pair(0.1, 0.1), plain, 2.0).reason,
+        "no fall": kept_halving(intervention("bonus"), pair(2.0, 0.1), pair(-0.1, 0.1), 2.0).reason,
+    }
+    said = {
+        "w_reinforce:0.5": "no strength halves",
+        "psr": "has no strength",
+        "lost": "holds 0",
+        "no fall": "surely fall",
+    }
+    assert all(said[name] in reason for name, reason in reasons.items())
 
 
 def test_means_are_over_the_measured_steps_with_the_weight_of_each(run: tuple[Answers, Recorder]) -> None:
@@ -259,7 +290,7 @@ def test_where_nothing_can_be_predicted_it_is_said(
     probe = Answers(["bonus", "lr"], num_folds)
     make_trainer(probes=[probe], **settings).train()
     assert all(said in reason for reason in reasons(probe.all[-1], "delta_h").values())
-    assert len(probe.all[-1]) == 16
+    assert len(probe.all[-1]) == 2 * 9 + 4
     assert all(math.isnan(estimate.value) for estimate in probe.all[-1].values())
 
 

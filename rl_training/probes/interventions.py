@@ -3,7 +3,7 @@
     ΔH        Σ_k n_k X_k · [δθ_(−k)(w) − δθ_(−k)] / Σ T    nats per token, beside what the step itself does
     Δreward   Σ_k n_k J_k · [δθ_(−k)(w) − δθ_(−k)] / N      J_k, the gradient of the reward: −g_k L G/(G−1) in Dr-GRPO
     price     −Δreward / ΔH                                 reward given up per nat kept
-    halves    the strength at which the step's own ΔH is half of what it is
+    halves    the strength at which the step's own ΔH is half of what it is: at this one step, and when it is kept
 
 leave-fold-out over whole-prompt folds, as `simple` has it, with AdamW and clipping calculated anew for the weights w.
 The error is the jackknife's of the DIFFERENCE to the plain step, in which the noise of X is shared. What it costs is a
@@ -18,47 +18,30 @@ compared. Δreward is on the prompts that training draws.
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_training.engine.capabilities import REUSED
-from rl_training.engine.changed_steps import Change, ChangedSteps, Direction, bases_of
-from rl_training.engine.entropy_gradients import fold_gradients
-from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
-from rl_training.engine.updates import StepsWithoutFolds
-from rl_training.interventions.bases import groups_of
-from rl_training.interventions.loss import LossInputs, Remedied, loss_inputs, over_the_others
-from rl_training.interventions.named import RATIOS_ARE_ONE, Intervention, intervention
-from rl_training.mathematics.adamw import AdamWState
+from rl_training.interventions.effects import LOST, NO_REWARD, QUANTITIES, Effects, kept_halving
+from rl_training.interventions.loss import loss_inputs
+from rl_training.interventions.named import intervention
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
-from rl_training.mathematics.false_position import crossing
-from rl_training.mathematics.jackknife import jackknife_covariance
 from rl_training.mathematics.running_pairs import Pair, RunningPair
 
 USUAL = ("bonus", "psr", "nsr", "lr", "clip_cov")
-QUANTITIES = ("delta_h", "delta_h_kept", "delta_reward", "price", "halves_at")
-MEANS = ("mean_delta_h", "mean_delta_reward", "mean_price")
-SMALLEST = 1e-4  # nats: effects below it have not come true
+MEANS = ("mean_delta_h", "mean_delta_reward", "mean_price", "kept_halves_at")
+PLAIN = "plain"  # the step as it is
+OF_PLAIN = tuple(
+    f"intervention/{PLAIN}_{name}" for name in ("delta_h", "delta_reward", "mean_delta_h", "mean_delta_reward")
+)
 OFF_POLICY = "off-policy: predictions of what ratios change came out 1.6 times too large; use one step per rollout"
 FEW_FOLDS = (
     f"it needs {MIN_FOLDS_FOR_STDERR} folds of prompts: set num_folds={MIN_FOLDS_FOR_STDERR}, or more microbatches"
 )
-NO_REWARD = "the gradient of the reward is known from Dr-GRPO's loss, or from the rewards, which are not known here"
-LOST = "the interval of its ΔH holds 0"
-TOO_SMALL = f"its ΔH is below {SMALLEST:g} nats"
-NOT_LINEAR = "the gradient is no straight line in the strength: each strength would take a backward of its own"
-NO_STRENGTH = "it has no strength"
-NO_FALL = "entropy does not surely fall at this step"
-NO_BAR = "no error bar"
-NEVER_HALF = "no strength halves the fall: the rest of it is momentum"
-HALF = 0.02  # as near to a half, relative to it, as is looked for
-FIRST_OF_ADAM = "Adam's first step, whose size is not the gradient's"
 
 
 class InterventionsProbe(Probe):
@@ -87,35 +70,46 @@ class InterventionsProbe(Probe):
         if twice:
             raise ValueError(f"interventions: which has {', '.join(twice)} twice")
         self.num_folds = num_folds
-        self._means = {name: RunningPair(decay) for name in names}
+        self._means = {name: RunningPair(decay) for name in (*names, PLAIN)}
 
     def prepare(self, step: Step) -> None:
         why = _why_none(step)
         self._answers = {}
         if why:
             for of in self.which:
-                self._answer(of, {name: Estimate.missing(why) for name in (*QUANTITIES, *MEANS)})
+                self._answer(of.name, {name: Estimate.missing(why) for name in (*QUANTITIES, *MEANS)})
+            self._answers |= {name: Estimate.missing(why) for name in OF_PLAIN}
             return
         with_reference = any("reference" in of.remedy.needs for of in self.which)
         reference = step.policy.reference_logps(step.batch.rollout) if with_reference else None
         loss = loss_inputs(step.batch, step.ranks.reduce, reference)
         missing = {of.name: of.why_none(loss[0]) for of in self.which}
         there = [of for of in self.which if not missing[of.name]]
-        measured = _Measured(step, loss, there)
+        measured = Effects(step, loss, there)
+        plain = self._mean_with(PLAIN, measured.plain)
+        of_plain = (*_rewarded(measured.plain, measured.has_reward), *_rewarded(plain, measured.has_reward))
+        self._answers |= dict(zip(OF_PLAIN, of_plain, strict=True))
         for of in self.which:
             if missing[of.name]:
-                self._answer(of, {name: Estimate.missing(missing[of.name]) for name in (*QUANTITIES, *MEANS)})
-            else:
-                mean = self._means[of.name]
-                mean.add(measured.pairs[of.name])
-                self._answer(of, measured.estimates(of) | _means(mean.mean(), measured.has_reward, mean.steps))
+                self._answer(of.name, {name: Estimate.missing(missing[of.name]) for name in (*QUANTITIES, *MEANS)})
+                continue
+            mean = self._mean_with(of.name, measured.pairs[of.name])
+            delta, reward = _rewarded(mean, measured.has_reward, f"measured steps: {self._means[of.name].steps}")
+            price = mean.minus_ratio(LOST) if measured.has_reward else reward
+            halves = kept_halving(of, mean, plain, measured.kept(of))
+            means = dict(zip(MEANS, (delta, reward, price, halves), strict=True))
+            self._answer(of.name, measured.estimates(of) | means)
 
     def num_vectors(self, num_folds: int) -> int:
         """X and one basis of changes: by fold, and over all folds; and the gradient of the reward over all folds."""
         return 2 * (num_folds + 1) + 1
 
-    def _answer(self, of: Intervention, estimates: Mapping[str, Estimate]) -> None:
-        self._answers |= {f"intervention/{of.name}/{name}": estimate for name, estimate in estimates.items()}
+    def _mean_with(self, name: str, pair: Pair) -> Pair:
+        self._means[name].add(pair)
+        return self._means[name].mean()
+
+    def _answer(self, name: str, estimates: Mapping[str, Estimate]) -> None:
+        self._answers |= {f"intervention/{name}/{quantity}": estimate for quantity, estimate in estimates.items()}
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: mean.state for name, mean in self._means.items()}
@@ -136,166 +130,5 @@ def _why_none(step: Step) -> str:
     return reason or (FEW_FOLDS if known.num_folds < MIN_FOLDS_FOR_STDERR else "")
 
 
-def _means(mean: Pair, has_reward: bool, steps: int) -> dict[str, Estimate]:
-    remark = f"measured steps: {steps}"
-    reward = mean.estimate(1, remark) if has_reward else Estimate.missing(NO_REWARD)
-    price = mean.minus_ratio(LOST) if has_reward else Estimate.missing(NO_REWARD)
-    return dict(zip(MEANS, (mean.estimate(0, remark), reward, price), strict=True))
-
-
-class _Measured:
-    """What is measured of one step: a pair (ΔH, Δreward) for each intervention, and what halves the step's ΔH."""
-
-    def __init__(self, step: Step, loss: Sequence[LossInputs], which: Sequence[Intervention]) -> None:
-        self._step, batch = step, step.batch
-        self._is_dr_grpo = step.capabilities.dr_grpo and batch.loss_settings is not None
-        self.has_reward = self._is_dr_grpo or batch.rollout.rewards is not None
-        self._sizes = torch.bincount(batch.fold).double()
-        self._lengths = torch.zeros_like(self._sizes).index_add_(0, batch.fold, batch.scores.mask.sum(dim=1).double())
-        self._steps = self._plain_steps()
-        self._directions = [self._entropy_gradient(), *([self._reward_gradient()] if self.has_reward else [])]
-        self._number_and_length = step.ranks.reduce(torch.stack([self._sizes.sum(), self._lengths.sum()]))
-        self.plain = self._pair(*ChangedSteps(self._steps).products([None], self._directions)[0])
-        self.pairs: dict[str, Pair] = {}
-        self.halves: dict[str, Estimate] = {}
-        self._remedied = {of.name: [of(part) for part in loss] for of in which}
-        self._which = {of.name: of for of in which}
-        groups = groups_of(self._remedied, batch.loss_weights, batch.microbatch_rows, step.ranks.reduce)
-        for group in groups:
-            if group.basis is None:
-                self._measure(ChangedSteps(self._steps), group.changes)
-        further = [(group.basis, group.changes) for group in groups if group.basis is not None]
-        known = (batch, step.policy, list(step.gradients.parameters.values()), step.entropy_change.layout)
-        for number, basis in bases_of(*known, [weights for weights, _ in further], step.ranks.reduce):
-            self._measure(ChangedSteps(self._steps, basis), further[number][1])
-
-    def estimates(self, of: Intervention) -> dict[str, Estimate]:
-        """Returns the estimates of this step."""
-        pair = self.pairs[of.name]
-        delta = pair.estimate(0, self._remark(of, pair))
-        kept = _kept(self._step, self._remedied[of.name][0])
-        of_kept = dataclasses.replace(delta, value=kept * delta.value, stderr=kept * delta.stderr)
-        if math.isnan(kept):
-            of_kept = Estimate.missing("parameters with unlike betas have no one factor")
-        reward, price = (Estimate.missing(NO_REWARD),) * 2
-        if self.has_reward:
-            reward = pair.estimate(1, delta.reason)
-            price = Estimate.missing(TOO_SMALL) if abs(delta.value) < SMALLEST else pair.minus_ratio(LOST)
-        return dict(zip(QUANTITIES, (delta, of_kept, reward, price, self.halves[of.name]), strict=True))
-
-    def _remark(self, of: Intervention, pair: Pair) -> str:
-        if of.remedy.nothing_on_policy:
-            return RATIOS_ARE_ONE
-        small = TOO_SMALL if abs(float(pair.values[0])) < SMALLEST else ""
-        first = FIRST_OF_ADAM if self._step.capabilities.first_of_adam else ""
-        return "; ".join(remark for remark in (of.remedy.remark, first, small) if remark)
-
-    # --- the step, the directions -----------------------------------------------------------------------------------
-
-    def _plain_steps(self) -> StepsWithoutFolds:
-        step, change = self._step, self._step.entropy_change
-        assert step.gradients.rows is not None
-        total = float(step.ranks.reduce(self._sizes.sum()))
-        threshold = step.optimizer.max_grad_norm
-        return StepsWithoutFolds(change.pieces, change.gradient, step.gradients.rows, self._sizes, total, threshold)
-
-    def _entropy_gradient(self) -> Direction:
-        """Returns E[T] ∂H_tok of each fold, with its sum. A collective, of parameter size."""
-        step, change = self._step, self._step.entropy_change
-        batch, reduce, layout = step.batch, step.ranks.reduce, change.layout
-        assert change.ratios is not None
-        entropies = batch.scores.entropies.double().masked_fill(batch.scores.mask == 0, 0.0).sum()
-        entropy, length = reduce(torch.stack([entropies, self._lengths.sum()])).tolist()
-        settings = dataclasses.replace(change.settings, per_sequence=False, own_prompts=False)
-        parameters = list(step.gradients.parameters.values())
-        rows, total = layout.zeros(batch.num_folds), layout.zeros()
-        gradients = fold_gradients(batch, step.policy, parameters, layout, change.ratios, entropy / length, settings)
-        for k, fold in enumerate(gradients):
-            for part, sum_of, x in zip(rows, total, fold.entropy[0], strict=True):
-                part[k] = x
-                sum_of.add_(x, alpha=float(self._sizes[k]))
-        return Direction(rows, [reduce(part) for part in total])
-
-    def _reward_gradient(self) -> Direction:
-        """Returns J of each fold, with its sum: the step's own gradient, or of another loss one of its own."""
-        step, steps, group = self._step, self._steps, self._step.batch.responses_per_prompt
-        batch, of_others = step.batch, group / (group - 1)
-        if self._is_dr_grpo:
-            assert batch.loss_settings is not None
-            factor = -batch.loss_settings.max_length * of_others
-            return Direction(steps.rows, [steps.total_size * part for part in steps.gradient], factor)
-        rewards, mask = batch.rollout.rewards, batch.scores.mask
-        assert rewards is not None
-        advantages = over_the_others(rewards, batch.rollout.prompt_index)
-        weights = LossWeights((advantages.unsqueeze(1) * mask * (of_others / len(mask))).to(batch.scores.logps), None)
-        known = (batch, step.policy, list(step.gradients.parameters.values()), step.entropy_change.layout)
-        ((_, basis),) = bases_of(*known, [weights], step.ranks.reduce)
-        return Direction(basis.rows, [steps.total_size * part for part in basis.mean])
-
-    # --- sums over folds --------------------------------------------------------------------------------------------
-
-    def _pair(self, own: Tensor, lost: Tensor) -> Pair:
-        """Returns (ΔH, Δreward) of one change, from its products by fold."""
-        reduce, sizes = self._step.ranks.reduce, self._sizes.unsqueeze(1)
-        by_fold = torch.cat([sizes, self._lengths.unsqueeze(1), sizes * own], dim=1)
-        total = torch.cat([self._number_and_length, reduce((sizes * own).sum(dim=0))])
-        without = total - by_fold
-        without[:, 2:] += lost
-        values, covariance = _per_unit(total), jackknife_covariance(_per_unit, total, without, reduce)
-        return Pair(values.cpu(), covariance.cpu(), self._step.capabilities.num_folds - 1)
-
-    def _measure(self, steps: ChangedSteps, changes: Mapping[str, Change]) -> None:
-        products = steps.products(list(changes.values()), self._directions)
-        for (name, change), of_change in zip(changes.items(), products, strict=True):
-            pair = self._pair(*of_change)
-            self.pairs[name] = pair
-            self.halves[name] = self._halving(self._which[name], steps, change, float(pair.values[0]))
-
-    def _halving(self, of: Intervention, steps: ChangedSteps, change: Change, effect: float) -> Estimate:
-        """Returns the strength that halves the plain step's fall. On all ranks alike: a collective at each trial."""
-        remedy, fall = of.remedy, float(self.plain.values[0])
-        if not remedy.is_linear or remedy.nothing is None:
-            return Estimate.missing(NO_STRENGTH if math.isnan(of.strength) else NOT_LINEAR)
-        if not self.plain.estimate(0).ends()[1] < 0.0:
-            return Estimate.missing(NO_FALL)
-        length = float(self._number_and_length[1])
-
-        def above(factor: float) -> float:
-            forward = self._step.ranks.reduce(steps.forward(change.times(factor), self._directions[0]))
-            return float(forward) / length - 0.5 * fall
-
-        span = of.strength - remedy.nothing
-        limit = ((remedy.high if span > 0 else remedy.low) - remedy.nothing) / span
-        factor = crossing(above, 0.5 * fall, 0.5 * fall + effect, limit, tolerance=-0.5 * HALF * fall)
-        if factor is None:
-            return Estimate.missing(NEVER_HALF)
-        return Estimate(remedy.nothing + factor * span, reason=NO_BAR)
-
-
-def _per_unit(sums: Tensor) -> Tensor:
-    """Returns (..., 2): ΔH per token and Δreward per response, nan where that has no gradient.
-
-    sums  (..., 2 + directions): responses, tokens, Σ n_k X_k · Δ_(−k), and perhaps Σ n_k J_k · Δ_(−k)
-    """
-    number, length = sums[..., 0:1], sums[..., 1:2]
-    values = sums[..., 2:] / torch.cat([length, number], dim=-1)[..., : sums.shape[-1] - 2]
-    return nn.functional.pad(values, (0, 2 - values.shape[-1]), value=torch.nan)
-
-
-def _kept(step: Step, remedied: Remedied) -> float:
-    """Returns how many times a step's effect an intervention has once all of the momentum has known it.
-
-    1/(1 − β1) in a warm Adam; 1 where only learning rates change, which act at once; nan where parameters differ.
-    """
-    if remedied.weights is None and remedied.max_grad_norm is None:
-        return 1.0
-    factors = set()
-    for state in (step.optimizer.states or {}).values():
-        if not state.moves:
-            continue
-        if isinstance(state, AdamWState):
-            beta = state.betas[0]
-            factors.add((1.0 - beta ** (state.step + 1)) / (1.0 - beta))
-        else:
-            factors.add(1.0 / (1.0 - state.momentum))
-    return factors.pop() if len(factors) == 1 else math.nan
+def _rewarded(pair: Pair, has_reward: bool, remark: str = "") -> tuple[Estimate, Estimate]:
+    return pair.estimate(0, remark), pair.estimate(1, remark) if has_reward else Estimate.missing(NO_REWARD)

@@ -65,6 +65,7 @@ class Records:
                 "stderr": e.stderr,
                 "num_samples": e.num_samples,
                 "reason": e.reason,
+                **({} if e.interval is None else dict(zip(("low", "high"), e.interval, strict=True))),
                 **e.detail,
             }
             for name, e in estimates.items()

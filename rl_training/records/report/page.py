@@ -9,13 +9,13 @@ from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
-import yaml
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 from PIL import Image
 
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.report.drawing import Picture
+from rl_training.records.report.interventions import interventions_of_run
 from rl_training.records.report.opening import opening
 from rl_training.records.report.samples import samples_over_time
 from rl_training.records.report.series import Run, gaps, probe_costs
@@ -71,7 +71,8 @@ def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture], look
         "run.html",
         run=run,
         opening=[*opening(run), *(told for section in looks for told in section.verdicts[-1:])],
-        provenance=_provenance(run),
+        provenance=run.settings.get("provenance") or {},
+        interventions=interventions_of_run(run),
         rows=rows,
         pictures=pictures,
         looks=looks,
@@ -80,13 +81,3 @@ def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture], look
         evaluations=evaluation_tables(run),
         samples=samples_over_time(run.folder / LOGS_FOLDER),
     )
-
-
-def _provenance(run: Run) -> dict[str, str]:
-    """Returns what config.yaml says of where the run comes from; nothing where it says nothing, or cannot be read."""
-    try:
-        config = yaml.safe_load(run.config or "")
-    except yaml.YAMLError:
-        return {}
-    told = config.get("provenance") if isinstance(config, dict) else None
-    return {str(name): str(value) for name, value in told.items()} if isinstance(told, dict) else {}

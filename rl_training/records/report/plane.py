@@ -64,6 +64,8 @@ def plane(
         for crosses, color, face, kind in (
             (predicted, BLUE, BLUE, "predicted"), (measured, ORANGE, "white", "measured"),
         ):  # fmt: skip
+            if not crosses:
+                continue
             for cross in (cross for cross in crosses if cross.is_there):
                 axes.errorbar(
                     MILLI * cross.delta_reward, MILLI * cross.delta_h, MILLI * cross.h_half, MILLI * cross.reward_half,
@@ -110,6 +112,7 @@ class Interventions:
     headings: list[str]
     rows: list[list[str]]
     picture: Picture
+    lines: Sequence[str] = ()  # commands that try what is said
 
 
 def interventions_of(content: Mapping[str, Any], name: str) -> Iterator[Interventions]:

@@ -14,9 +14,12 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import read_tables
@@ -44,6 +47,15 @@ class Run:
     @property
     def name(self) -> str:
         return self.folder.resolve().name
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """What config.yaml holds; nothing where it holds nothing, or cannot be read."""
+        try:
+            config = yaml.safe_load(self.config or "")
+        except yaml.YAMLError:
+            return {}
+        return config if isinstance(config, dict) else {}
 
     def measured(self, name: str) -> Measurements:
         """Returns this metric's estimates by step; empty when no probe measured it."""
@@ -147,11 +159,11 @@ def held_out_rewards(run: Run) -> dict[str, Measurements]:
 
 
 def _to_estimate(row: Mapping[str, Any]) -> Estimate:
-    reason = str(row["reason"] or "no reason was recorded")
-    value, stderr = number(row["value"]), number(row["stderr"])
-    if not math.isnan(value) and not math.isnan(stderr):
-        reason = ""
-    return Estimate(value, stderr, int(row["num_samples"]), reason, int(row["about_step"]))
+    value, stderr, reason = number(row["value"]), number(row["stderr"]), str(row["reason"] or "")
+    if math.isnan(value) or math.isnan(stderr):
+        reason = reason or "no reason was recorded"
+    interval = (number(row["low"]), number(row["high"])) if "low" in row else None
+    return Estimate(value, stderr, int(row["num_samples"]), reason, int(row["about_step"]), interval=interval)
 
 
 def naive_sum(reuse: Measurements, starts: Sequence[int]) -> dict[int, Estimate]:
@@ -217,7 +229,7 @@ def gaps(run: Run) -> list[Gap]:
     found: dict[tuple[str, str], tuple[dict[str, None], dict[int, None]]] = {}
     for name, measurements in run.estimates.items():
         for step, estimate in measurements.items():
-            if estimate.reason:
+            if estimate.reason and not math.isfinite(estimate.value + estimate.stderr):  # else it is a remark
                 what = "value" if math.isnan(estimate.value) else "error bar"
                 names, steps = found.setdefault((estimate.reason, what), ({}, {}))
                 names[name], steps[step] = None, None

@@ -1,0 +1,226 @@
+"""What interventions would do at one step: a pair (ΔH, Δreward) for each, and the strength that halves the step's ΔH.
+
+See probes/interventions.py for the formulas.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from rl_training.engine.changed_steps import Change, ChangedSteps, Direction, bases_of
+from rl_training.engine.entropy_gradients import fold_gradients
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.step import Step
+from rl_training.engine.updates import StepsWithoutFolds
+from rl_training.interventions.bases import groups_of
+from rl_training.interventions.loss import LossInputs, Remedied, over_the_others
+from rl_training.interventions.named import RATIOS_ARE_ONE, Intervention
+from rl_training.mathematics.adamw import AdamWState
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.false_position import crossing
+from rl_training.mathematics.jackknife import jackknife_covariance
+from rl_training.mathematics.running_pairs import Pair
+
+QUANTITIES = ("delta_h", "delta_h_kept", "delta_reward", "price", "halves_at")
+SMALLEST = 1e-4  # nats: effects below it have not come true
+NO_REWARD = "the gradient of the reward is known from Dr-GRPO's loss, or from the rewards, which are not known here"
+LOST = "the interval of its ΔH holds 0"
+TOO_SMALL = f"its ΔH is below {SMALLEST:g} nats"
+NOT_LINEAR = "the gradient is no straight line in the strength: each strength would take a backward of its own"
+NO_STRENGTH = "it has no strength"
+NO_FALL = "entropy does not surely fall at this step"
+NO_BAR = "no error bar"
+NEVER_HALF = "no strength halves the fall: the rest of it is momentum"
+HALF = 0.02  # as near to a half, relative to it, as is looked for
+FIRST_OF_ADAM = "Adam's first step, whose size is not the gradient's"
+
+
+class Effects:
+    """What is measured of one step: a pair (ΔH, Δreward) for each intervention, and what halves the step's ΔH."""
+
+    def __init__(self, step: Step, loss: Sequence[LossInputs], which: Sequence[Intervention]) -> None:
+        self._step, batch = step, step.batch
+        self._is_dr_grpo = step.capabilities.dr_grpo and batch.loss_settings is not None
+        self.has_reward = self._is_dr_grpo or batch.rollout.rewards is not None
+        self._sizes = torch.bincount(batch.fold).double()
+        self._lengths = torch.zeros_like(self._sizes).index_add_(0, batch.fold, batch.scores.mask.sum(dim=1).double())
+        self._steps = self._plain_steps()
+        self._directions = [self._entropy_gradient(), *([self._reward_gradient()] if self.has_reward else [])]
+        self._number_and_length = step.ranks.reduce(torch.stack([self._sizes.sum(), self._lengths.sum()]))
+        self.plain = self._pair(*ChangedSteps(self._steps).products([None], self._directions)[0])
+        self.pairs: dict[str, Pair] = {}
+        self.halves: dict[str, Estimate] = {}
+        self._remedied = {of.name: [of(part) for part in loss] for of in which}
+        self._which = {of.name: of for of in which}
+        groups = groups_of(self._remedied, batch.loss_weights, batch.microbatch_rows, step.ranks.reduce)
+        for group in groups:
+            if group.basis is None:
+                self._measure(ChangedSteps(self._steps), group.changes)
+        further = [(group.basis, group.changes) for group in groups if group.basis is not None]
+        known = (batch, step.policy, list(step.gradients.parameters.values()), step.entropy_change.layout)
+        for number, basis in bases_of(*known, [weights for weights, _ in further], step.ranks.reduce):
+            self._measure(ChangedSteps(self._steps, basis), further[number][1])
+
+    def estimates(self, of: Intervention) -> dict[str, Estimate]:
+        """Returns the estimates of this step."""
+        pair = self.pairs[of.name]
+        delta = pair.estimate(0, self._remark(of, pair))
+        kept = self.kept(of)
+        of_kept = dataclasses.replace(delta, value=kept * delta.value, stderr=kept * delta.stderr)
+        if math.isnan(kept):
+            of_kept = Estimate.missing("parameters with unlike betas have no one factor")
+        reward, price = (Estimate.missing(NO_REWARD),) * 2
+        if self.has_reward:
+            reward = pair.estimate(1, delta.reason)
+            price = Estimate.missing(TOO_SMALL) if abs(delta.value) < SMALLEST else pair.minus_ratio(LOST)
+        return dict(zip(QUANTITIES, (delta, of_kept, reward, price, self.halves[of.name]), strict=True))
+
+    def kept(self, of: Intervention) -> float:
+        """Returns how many times a step's effect it has once the momentum has known it: see `_kept`."""
+        return _kept(self._step, self._remedied[of.name][0])
+
+    def _remark(self, of: Intervention, pair: Pair) -> str:
+        if of.remedy.nothing_on_policy:
+            return RATIOS_ARE_ONE
+        small = TOO_SMALL if abs(float(pair.values[0])) < SMALLEST else ""
+        first = FIRST_OF_ADAM if self._step.capabilities.first_of_adam else ""
+        return "; ".join(remark for remark in (of.remedy.remark, first, small) if remark)
+
+    # --- the step, the directions -----------------------------------------------------------------------------------
+
+    def _plain_steps(self) -> StepsWithoutFolds:
+        step, change = self._step, self._step.entropy_change
+        assert step.gradients.rows is not None
+        total = float(step.ranks.reduce(self._sizes.sum()))
+        threshold = step.optimizer.max_grad_norm
+        return StepsWithoutFolds(change.pieces, change.gradient, step.gradients.rows, self._sizes, total, threshold)
+
+    def _entropy_gradient(self) -> Direction:
+        """Returns E[T] ∂H_tok of each fold, with its sum. A collective, of parameter size."""
+        step, change = self._step, self._step.entropy_change
+        batch, reduce, layout = step.batch, step.ranks.reduce, change.layout
+        assert change.ratios is not None
+        entropies = batch.scores.entropies.double().masked_fill(batch.scores.mask == 0, 0.0).sum()
+        entropy, length = reduce(torch.stack([entropies, self._lengths.sum()])).tolist()
+        settings = dataclasses.replace(change.settings, per_sequence=False, own_prompts=False)
+        parameters = list(step.gradients.parameters.values())
+        rows, total = layout.zeros(batch.num_folds), layout.zeros()
+        gradients = fold_gradients(batch, step.policy, parameters, layout, change.ratios, entropy / length, settings)
+        for k, fold in enumerate(gradients):
+            for part, sum_of, x in zip(rows, total, fold.entropy[0], strict=True):
+                part[k] = x
+                sum_of.add_(x, alpha=float(self._sizes[k]))
+        return Direction(rows, [reduce(part) for part in total])
+
+    def _reward_gradient(self) -> Direction:
+        """Returns J of each fold, with its sum: the step's own gradient, or of another loss one of its own."""
+        step, steps, group = self._step, self._steps, self._step.batch.responses_per_prompt
+        batch, of_others = step.batch, group / (group - 1)
+        if self._is_dr_grpo:
+            assert batch.loss_settings is not None
+            factor = -batch.loss_settings.max_length * of_others
+            return Direction(steps.rows, [steps.total_size * part for part in steps.gradient], factor)
+        rewards, mask = batch.rollout.rewards, batch.scores.mask
+        assert rewards is not None
+        advantages = over_the_others(rewards, batch.rollout.prompt_index)
+        weights = LossWeights((advantages.unsqueeze(1) * mask * (of_others / len(mask))).to(batch.scores.logps), None)
+        known = (batch, step.policy, list(step.gradients.parameters.values()), step.entropy_change.layout)
+        ((_, basis),) = bases_of(*known, [weights], step.ranks.reduce)
+        return Direction(basis.rows, [steps.total_size * part for part in basis.mean])
+
+    # --- sums over folds --------------------------------------------------------------------------------------------
+
+    def _pair(self, own: Tensor, lost: Tensor) -> Pair:
+        """Returns (ΔH, Δreward) of one change, from its products by fold."""
+        reduce, sizes = self._step.ranks.reduce, self._sizes.unsqueeze(1)
+        by_fold = torch.cat([sizes, self._lengths.unsqueeze(1), sizes * own], dim=1)
+        total = torch.cat([self._number_and_length, reduce((sizes * own).sum(dim=0))])
+        without = total - by_fold
+        without[:, 2:] += lost
+        values, covariance = _per_unit(total), jackknife_covariance(_per_unit, total, without, reduce)
+        return Pair(values.cpu(), covariance.cpu(), self._step.capabilities.num_folds - 1)
+
+    def _measure(self, steps: ChangedSteps, changes: Mapping[str, Change]) -> None:
+        products = steps.products(list(changes.values()), self._directions)
+        for (name, change), of_change in zip(changes.items(), products, strict=True):
+            pair = self._pair(*of_change)
+            self.pairs[name] = pair
+            self.halves[name] = self._halving(self._which[name], steps, change, float(pair.values[0]))
+
+    def _halving(self, of: Intervention, steps: ChangedSteps, change: Change, effect: float) -> Estimate:
+        """Returns the strength that halves the plain step's fall. On all ranks alike: a collective at each trial."""
+        remedy, fall = of.remedy, float(self.plain.values[0])
+        why = _why_no_strength(of, self.plain)
+        if why:
+            return Estimate.missing(why)
+        assert remedy.nothing is not None
+        length = float(self._number_and_length[1])
+
+        def above(factor: float) -> float:
+            forward = self._step.ranks.reduce(steps.forward(change.times(factor), self._directions[0]))
+            return float(forward) / length - 0.5 * fall
+
+        span = of.strength - remedy.nothing
+        limit = ((remedy.high if span > 0 else remedy.low) - remedy.nothing) / span
+        factor = crossing(above, 0.5 * fall, 0.5 * fall + effect, limit, tolerance=-0.5 * HALF * fall)
+        if factor is None:
+            return Estimate.missing(NEVER_HALF)
+        return Estimate(remedy.nothing + factor * span, reason=NO_BAR)
+
+
+def _per_unit(sums: Tensor) -> Tensor:
+    """Returns (..., 2): ΔH per token and Δreward per response, nan where that has no gradient.
+
+    sums  (..., 2 + directions): responses, tokens, Σ n_k X_k · Δ_(−k), and perhaps Σ n_k J_k · Δ_(−k)
+    """
+    number, length = sums[..., 0:1], sums[..., 1:2]
+    values = sums[..., 2:] / torch.cat([length, number], dim=-1)[..., : sums.shape[-1] - 2]
+    return nn.functional.pad(values, (0, 2 - values.shape[-1]), value=torch.nan)
+
+
+def _kept(step: Step, remedied: Remedied) -> float:
+    """Returns how many times a step's effect an intervention has once all of the momentum has known it.
+
+    1/(1 − β1) in a warm Adam; 1 where only learning rates change, which act at once; nan where parameters differ.
+    """
+    if remedied.weights is None and remedied.max_grad_norm is None:
+        return 1.0
+    factors = set()
+    for state in (step.optimizer.states or {}).values():
+        if not state.moves:
+            continue
+        if isinstance(state, AdamWState):
+            beta = state.betas[0]
+            factors.add((1.0 - beta ** (state.step + 1)) / (1.0 - beta))
+        else:
+            factors.add(1.0 / (1.0 - state.momentum))
+    return factors.pop() if len(factors) == 1 else math.nan
+
+
+def _why_no_strength(of: Intervention, plain: Pair) -> str:
+    """Returns why no strength of it halves the fall of the step as it is, "" if one may."""
+    if not of.remedy.is_linear or of.remedy.nothing is None:
+        return NO_STRENGTH if math.isnan(of.strength) else NOT_LINEAR
+    return "" if plain.estimate(0).ends()[1] < 0.0 else NO_FALL
+
+
+def kept_halving(of: Intervention, mean: Pair, plain: Pair, kept: float) -> Estimate:
+    """Returns the strength that halves the mean fall once it has long been there, on a straight line through one step.
+
+    mean, plain  over steps, of what it changes and of the step as it is        kept  times of a step's effect
+    """
+    low, high = mean.estimate(0).ends()
+    why = _why_no_strength(of, plain) or (LOST if low <= 0.0 <= high else "")
+    if why:
+        return Estimate.missing(why)
+    assert of.remedy.nothing is not None
+    share = -0.5 * float(plain.values[0]) / (kept * float(mean.values[0]))
+    strength = of.remedy.nothing + share * (of.strength - of.remedy.nothing)
+    if not of.remedy.low < strength <= of.remedy.high:
+        return Estimate.missing(NEVER_HALF)
+    return Estimate(strength, reason=NO_BAR)

@@ -1,0 +1,140 @@
+"""What a run's report says of interventions, from records whose numbers can be followed by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from rl_training.mathematics.estimate import Estimate
+from rl_training.records.jsonl import Records
+from rl_training.records.report import write_report
+from rl_training.records.report.interventions import interventions_of_run
+from rl_training.records.report.plane import Interventions
+from rl_training.records.report.series import read_run
+
+T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
+NONE = Estimate.missing("it has no strength")
+
+
+def of(delta_h: float, error: float, price: float, halves: Estimate, kept: float = 10.0) -> dict[str, Estimate]:
+    priced = Estimate(price, 0.1, 8, interval=(price - 1, price + 1)) if price else Estimate.missing("holds 0")
+    return {
+        "delta_h": Estimate(delta_h, error, 8),
+        "delta_h_kept": Estimate(kept * delta_h, kept * error, 8),
+        "mean_delta_h": Estimate(delta_h, error, 8, "measured steps: 3"),
+        "mean_delta_reward": Estimate(-price * delta_h, error, 8, "measured steps: 3"),
+        "mean_price": priced,
+        "kept_halves_at": halves,
+    }
+
+
+MEASURED = {
+    "lr": of(1e-3, 1e-4, 4.0, Estimate(0.5), kept=1.0),
+    "bonus:0.02": of(2e-4, 1e-5, 5.0, Estimate(0.0314)),
+    "softer:0.5": of(3e-4, 1e-5, 3.0, NONE),
+    "psr": of(1e-4, 1e-4, 0.0, NONE),  # needs (2.36)² times its three measured steps
+    "nsr": of(1e-5, 1e-4, 0.0, NONE),  # needs a hundred times that
+    "lr:2": of(-1e-3, 1e-4, 4.0, Estimate(0.5), kept=1.0) | {"kept_halves_at": NONE},
+    "kl_cov": of(0.0, 0.0, 0.0, NONE),
+}
+
+
+def record(
+    folder: Path, fall: float | None = -2e-3, which: dict[str, dict[str, Estimate]] = MEASURED, **config: object
+) -> Path:
+    records = Records(folder / "logs")
+    estimates = {f"intervention/{name}/{q}": e for name, found in which.items() for q, e in found.items()}
+    falls = Estimate.missing("fewer than 8 folds") if fall is None else Estimate(fall, 1e-4, 8)
+    plain = {"delta_h": falls, "delta_reward": Estimate(3e-3, 1e-4, 8)}
+    estimates |= {f"intervention/plain_mean_{name}": estimate for name, estimate in plain.items()}
+    records.write_metrics(11, {"reward": 0.5, "entropy": 0.5})
+    records.write_estimates(11, 1, "interventions", estimates)
+    texts = ["lr", "bonus:0.02", "my.py:softer:0.5", "psr"]
+    config = {"probes": {"interventions": {"which": texts, "decay": 0.9}}, **config}
+    (folder / "config.yaml").write_text(yaml.safe_dump(config))
+    for step in (9, 20, 100):
+        (folder / "training_state" / f"checkpoint-{step}").mkdir(parents=True)
+    return folder
+
+
+def told(folder: Path) -> Interventions:
+    found = interventions_of_run(read_run(folder))
+    assert found is not None
+    return found
+
+
+def test_the_sentences_say_the_fall_what_halves_it_what_is_sure_and_what_needs_more_steps(tmp_path: Path) -> None:
+    fall, halving, keeping, spending, untold, caveat = told(record(tmp_path / "run")).sentences
+    half = T_7 * 0.1
+    changes = f"-2.000 ± {half:.3f} thousandths of a nat of entropy and +3.000 ± {half:.3f} thousandths of reward"
+    assert fall == f"A step changes {changes}."
+    assert halving == (
+        "What would halve the fall when it is kept, cheapest first: lr 0.5 (price 4.0 (3.0 … 5.0)); "
+        "bonus 0.031 (price 5.0 (4.0 … 6.0))."
+    )
+    assert [keeping.index(name) for name in ("softer:0.5", "lr", "bonus:0.02")] == sorted(
+        keeping.index(name) for name in ("softer:0.5", "lr", "bonus:0.02")
+    )
+    assert "lr:2 -1.000" in spending
+    assert untold == (
+        "Not told apart from the step as it is: psr (needs about 14 more measured steps); "
+        "nsr (too little for a mean that remembers 19 measured steps)."
+    )
+    assert "ten real steps bear out the order, not the sizes" in caveat
+
+
+def test_the_lines_branch_from_the_latest_checkpoint_the_cheapest_three_and_compare(tmp_path: Path) -> None:
+    run = record(tmp_path / "run")
+    assert list(told(run).lines) == [
+        f"rl-training train branch={run}/training_state/checkpoint-100 run_dir={run}_my.py_softer_0.5 "
+        "additional_steps=20 intervention=my.py:softer:0.5",
+        f"rl-training train branch={run}/training_state/checkpoint-100 run_dir={run}_lr_0.5 additional_steps=20 "
+        "intervention=lr:0.5",
+        f"rl-training train branch={run}/training_state/checkpoint-100 run_dir={run}_bonus_0.031 additional_steps=20 "
+        "intervention=bonus:0.031",
+        f"rl-training report {run} {run}_my.py_softer_0.5 {run}_lr_0.5 {run}_bonus_0.031",
+    ]
+
+
+def test_what_the_run_trains_with_already_is_kept_in_the_lines(tmp_path: Path) -> None:
+    lines = told(record(tmp_path / "run", intervention=["psr"])).lines
+    assert lines[1].endswith("'intervention=[psr,lr:0.5]'")
+
+
+def test_the_table_says_one_step_and_kept_and_why_there_is_no_strength(tmp_path: Path) -> None:
+    rows = {row[0]: row for row in told(record(tmp_path / "run")).rows}
+    assert rows["bonus:0.02"][2] == "+2.000"  # ten times the .2 of a step
+    assert rows["lr"][2] == "+1.000"
+    assert rows["psr"][5] == "– it has no strength"
+
+
+def test_entropy_that_does_not_surely_fall_is_said(tmp_path: Path) -> None:
+    assert "there is nothing to halve" in told(record(tmp_path / "run", fall=-2e-4)).sentences[0]
+
+
+def test_missing_estimates_say_nothing_and_end_nothing(tmp_path: Path) -> None:
+    missing = {name: Estimate.missing("fewer than 8 folds") for name in MEASURED["lr"]}
+    found = told(record(tmp_path / "run", fall=None, which={"lr": missing}))
+    assert found.sentences[0] == "How fast entropy falls is not known here."
+    assert len(found.sentences) == 2
+    assert not found.lines
+    assert found.rows[0][-1] == "fewer than 8 folds"
+
+
+def test_a_run_without_the_probe_has_no_such_section(tmp_path: Path) -> None:
+    assert interventions_of_run(read_run(record(tmp_path / "run", which={}))) is None
+
+
+def test_the_page_has_the_picture_the_sentences_and_the_lines(tmp_path: Path) -> None:
+    page = write_report(record(tmp_path / "run")).read_text(encoding="utf-8")
+    assert "What would change entropy, and at what price" in page
+    assert "intervention=bonus:0.031" in page
+    assert "psr (needs about 14 more measured steps)" in page
+
+
+@pytest.mark.parametrize("name", ["$x$:2", "<b>"])
+def test_names_are_shown_and_never_obeyed(tmp_path: Path, name: str) -> None:
+    page = write_report(record(tmp_path / "run", which={name: MEASURED["psr"]})).read_text(encoding="utf-8")
+    assert "<b>" not in page
