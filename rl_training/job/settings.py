@@ -86,16 +86,17 @@ def check_run(cfg: DictConfig) -> int:
         if isinstance(value, str) and value.startswith("~"):
             OmegaConf.update(cfg, key, str(Path(value).expanduser()))
     check_settings(cfg)
-    asked = cfg.trainer.get("report_to") or []
-    for library in [asked] if isinstance(asked, str) else asked:
-        if (fix := how_to_install(library)) and importlib.util.find_spec(library) is None:
-            raise ValueError(f"logger={library}: {library} is not installed: {fix}, or choose another logger")
-    return accumulation_steps(
+    accumulation = accumulation_steps(
         cfg.batch.sequences_per_step,
         cfg.batch.microbatch_size,
         num_processes=int(os.environ.get("WORLD_SIZE", "1")),
         responses_per_prompt=cfg.trainer.num_generations,
     )
+    asked = cfg.trainer.get("report_to") or []
+    for library in [asked] if isinstance(asked, str) else asked:
+        if (fix := how_to_install(library)) and importlib.util.find_spec(library) is None:
+            raise ValueError(f"logger={library}: {library} is not installed: {fix}, or choose another logger")
+    return accumulation
 
 
 def check_settings(cfg: DictConfig) -> None:
