@@ -26,7 +26,7 @@ import torch
 from leaderboard_forecasts import draw_forecasts, table_of_forecasts
 from leaderboard_runs import RUNS, STEPS, make
 from leaderboard_steps import ceiling, draw_steps, table_of_steps
-from leaderboard_tables import load, markdown
+from leaderboard_tables import Rows, load, markdown
 from tqdm import tqdm
 
 
@@ -59,10 +59,19 @@ def tables(folder: Path) -> str:
         draw(axes)
         figure.savefig(folder / f"{name}.png", dpi=90)
     truths = sum(step["truth"] is not None for run in runs for step in run["steps"])
-    return (
-        f"{truths} single steps of {len(runs)} runs; an exact prediction would correlate at {best:.2f}\n\n"
-        f"{markdown(steps)}\n\n{len(judged)} held-out runs, {len(choosing)} to choose by\n\n{markdown(forecasts)}\n"
-    )
+    return "\n\n".join([
+        f"{truths} single steps of {len(runs)} runs; an exact prediction would correlate at {best:.2f}",
+        *(markdown(some) for some in parted(steps)),
+        f"{len(judged)} held-out runs, {len(choosing)} to choose by",
+        *(markdown(some) for some in parted(forecasts)),
+    ])  # fmt: skip
+
+
+def parted(rows: Rows) -> tuple[Rows, Rows]:
+    """Returns a wide table as two: columns without a colon in their name, and those with one."""
+    first = next(iter(rows[0]))
+    with_colon = [{k: v for k, v in row.items() if k == first or ":" in k} for row in rows]
+    return [{k: v for k, v in row.items() if ":" not in k} for row in rows], with_colon
 
 
 def main() -> None:

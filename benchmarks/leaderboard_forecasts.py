@@ -11,7 +11,7 @@ from typing import Any
 import forecasters
 import torch
 from forecasters import History
-from leaderboard_scores import alarms, bootstrap, brier, held, rms
+from leaderboard_scores import alarms, brier, held, over_runs, rms
 from leaderboard_tables import Rows, entropies, files_of
 from matplotlib.axes import Axes
 from torch import Tensor
@@ -23,6 +23,7 @@ WINDOW = 5  # batches whose mean is the entropy at a step; one alone is too nois
 FIRST = 9  # the first step that is asked, from 0
 AHEAD = 20  # steps, of alarms
 LEVELS = (0.05, 0.1)  # nats per token
+CERTAIN = 1e-9  # the standard deviation of what says yes or no
 
 
 @dataclass(frozen=True)
@@ -87,24 +88,23 @@ def table_of_forecasts(runs: Sequence[Mapping[str, Any]], choosing: Sequence[Map
     for name, module in methods.items():
         alarm_only, own = getattr(module, "ALARM_ONLY", False), bool(told[name][0].sds[AHEAD].isfinite().all())
         before = [] if own or alarm_only else [foretell(module.forecast, run) for run in choosing]
-        sd = {h: rms([of.errors[h] for of in before]) if before else 1e-9 for h in HORIZONS}
-        row: dict[str, Any] = {"forecast": name}
+        sd = {
+            h: statistics.fmean(rms(of.errors[h]) for of in before if len(of.errors[h])) if before else CERTAIN
+            for h in HORIZONS
+        }
+        row: dict[str, Any] = {"forecast": name, "its own 95 %": "yes" if own else "no"}
         for horizon in HORIZONS:
-            pairs = [(a.errors[horizon], b.errors[horizon]) for a, b in zip(told[name], told["stays"], strict=True)]
-            row[f"error, {horizon} steps"] = "–" if alarm_only else f"{rms([of for of, _ in pairs]):.3f}"
-            row[f"of stays, {horizon}"] = "–" if alarm_only else bootstrap(pairs, of_stays)
-        for horizon in HORIZONS:
-            row[f"95 % holds, {horizon}"] = "–" if alarm_only else f"{holds(told[name], horizon, sd[horizon]):.2f}"
-        row["its own 95 %"] = "yes" if own else "no"
+            both = [
+                (of.errors[horizon], stays.errors[horizon]) for of, stays in zip(told[name], told["stays"], strict=True)
+            ]
+            errors = [(rms(of), rms(stays)) for of, stays in both if len(of)]
+            row[f"error, {horizon} steps"] = "–" if alarm_only else f"{statistics.fmean(of for of, _ in errors):.3f}"
+            row[f"of stays, {horizon}"] = "–" if alarm_only else over_runs(errors)
+            row[f"holds, {horizon}"] = "–" if alarm_only else f"{holds(told[name], horizon, sd[horizon]):.2f}"
         for level in LEVELS:
             row |= of_level(level, [chances_below(of, sd[AHEAD], level) for of in told[name]], runs)
         rows.append(row)
     return rows
-
-
-def of_stays(pairs: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Returns the error of a method over that of `stays` on the same runs."""
-    return rms([of for of, _ in pairs]) / rms([stays for _, stays in pairs])
 
 
 def holds(told: Sequence[Foretold], horizon: int, sd: float) -> float:
@@ -123,7 +123,7 @@ def of_level(level: float, chances: Sequence[list[float]], runs: Sequence[Mappin
     came = [alarms(c, b, FIRST, AHEAD) for c, b in zip(chances, below, strict=True)]
     right, wrong = sum(a.right for a in came), sum(a.wrong for a in came)
     leads = [lead for a in came for lead in a.leads]
-    crossed = [a for a in came if a.crossings]
+    crossed = [a for a in came if a.crosses]
     return {
         f"{level}: Brier": f"{brier(*(torch.cat(parts) for parts in zip(*scored, strict=True))):.3f}",
         f"{level}: alarms right": f"{right} of {right + wrong}",

@@ -1,29 +1,31 @@
-"""How good a prediction or a forecast is: scores of one run or of several, and their intervals by bootstrap over runs.
+"""How good a prediction or a forecast is. Every score is a ratio of sums over runs; its interval draws the runs anew.
 
 The runs are the independent units: steps of one run are not.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from rl_training.mathematics.forecast import NORMAL_975
+
 DRAWS = 2000
-Run = TypeVar("Run")
+Score = tuple[float, float, float]  # a value with the ends of its 95 % interval
+Term = tuple[float, float]  # what a run adds to numerator and denominator
 
 
-def bootstrap(runs: Sequence[Run], statistic: Callable[[Sequence[Run]], float]) -> tuple[float, float, float]:
-    """Returns the statistic of all runs and the ends of its 95 % interval over runs drawn with replacement."""
-    generator = torch.Generator().manual_seed(0)
-    draws = torch.randint(len(runs), (DRAWS, len(runs)), generator=generator).tolist()
-    values = torch.tensor([statistic([runs[i] for i in draw]) for draw in draws], dtype=torch.float64)
-    low, high = torch.nanquantile(values, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
-    return statistic(runs), low, high
+def over_runs(terms: Sequence[Term]) -> Score:
+    """Returns Σ numerators / Σ denominators, and the ends of its 95 % interval by bootstrap over runs."""
+    table = torch.tensor(terms, dtype=torch.float64)
+    draws = torch.randint(len(table), (DRAWS, len(table)), generator=torch.Generator().manual_seed(0))
+    above, below = table[draws].sum(dim=1).unbind(-1)
+    low, high = torch.nanquantile(above / below, torch.tensor([0.025, 0.975], dtype=torch.float64)).tolist()
+    value = table.sum(dim=0)
+    return float(value[0] / value[1]), low, high
 
 
 # --- single steps -----------------------------------------------------------------------------------------------------
@@ -39,47 +41,44 @@ class Pairs:
     truth_width: Tensor  # (n,)
 
 
-def slope(runs: Sequence[Pairs]) -> float:
-    """Returns Σ w p t / Σ w p², of truth t on prediction p through 0; w = 1 / Σ t² of the run, so that all count alike.
+def slope(run: Pairs) -> Term:
+    """Returns w Σ p t and w Σ p², of truth t on prediction p through 0; w = 1 / Σ t², so that all runs count alike.
 
-    1: the predictions have the right size. Below, they are too large.
+    1: the predictions have the right size. Below, they are too large, or noisy.
     """
-    weights = [1.0 / run.truth.square().sum() for run in runs]
-    products = sum(float(w * (run.said * run.truth).sum()) for w, run in zip(weights, runs, strict=True))
-    return products / sum(float(w * run.said.square().sum()) for w, run in zip(weights, runs, strict=True))
+    size = run.truth.square().sum()
+    return float((run.said * run.truth).sum() / size), float(run.said.square().sum() / size)
 
 
-def correlation(runs: Sequence[Pairs]) -> float:
-    """Returns the mean over runs of Pearson's correlation along each: how runs differ in size does not help."""
-    return sum(float(torch.corrcoef(torch.stack([run.said, run.truth]))[0, 1]) for run in runs) / len(runs)
+def correlation(run: Pairs) -> Term:
+    """Returns Pearson's correlation along the run, and 1: how runs differ in size does not help."""
+    return float(torch.corrcoef(torch.stack([run.said, run.truth]))[0, 1]), 1.0
 
 
-def sign(runs: Sequence[Pairs]) -> float:
-    """Returns the share of steps with the sign of the truth, of those whose truth is certain to have one."""
-    known = [run.truth.abs() > run.truth_width for run in runs]
-    right = sum(int((run.said.sign() == run.truth.sign())[k].sum()) for run, k in zip(runs, known, strict=True))
-    return right / number if (number := sum(int(k.sum()) for k in known)) else math.nan
+def sign(run: Pairs) -> Term:
+    """Returns the steps with the sign of the truth, and all: of those whose truth is certain to have one."""
+    known = run.truth.abs() > run.truth_width
+    return float((run.said.sign() == run.truth.sign())[known].sum()), float(known.sum())
 
 
-def coverage(runs: Sequence[Pairs]) -> float:
-    """Returns the share of truths within the 95 % interval of their prediction, widened by the truth's own."""
-    held = torch.cat([(r.said - r.truth).abs() <= torch.hypot(r.said_width, r.truth_width) for r in runs])
-    has_interval = torch.cat([r.said_width.isfinite() for r in runs])
-    return float(held[has_interval].double().mean()) if has_interval.any() else math.nan
+def coverage(run: Pairs) -> Term:
+    """Returns the steps whose truth is in the 95 % interval, widened by the truth's own, and those that have one."""
+    inside = (run.said - run.truth).abs() <= torch.hypot(run.said_width, run.truth_width)
+    has_interval = run.said_width.isfinite()
+    return float(inside[has_interval].sum()), float(has_interval.sum())
 
 
 # --- forecasts --------------------------------------------------------------------------------------------------------
 
 
-def rms(errors: Sequence[Tensor]) -> float:
-    """Returns the mean over runs of the root mean square over the steps of each; runs without a step do not count."""
-    each = [float(e.square().mean().sqrt()) for e in errors if len(e)]
-    return sum(each) / len(each) if each else math.nan
+def rms(errors: Tensor) -> float:
+    """Returns the root mean square over the steps of a run; nan without any."""
+    return float(errors.square().mean().sqrt())
 
 
 def held(errors: Tensor, sds: Tensor, noise: Tensor) -> float:
     """Returns the share of errors within 1.96 standard deviations of forecast and measurement together."""
-    return float((errors.abs() <= 1.959964 * torch.hypot(sds, noise)).double().mean())
+    return float((errors.abs() <= NORMAL_975 * torch.hypot(sds, noise)).double().mean())
 
 
 def brier(chances: Tensor, came: Tensor) -> float:
@@ -89,11 +88,11 @@ def brier(chances: Tensor, came: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Alarms:
-    """The alarms of one run that speak of what is to come, and the crossings that could have been foretold."""
+    """The alarms of one run that speak of what is to come."""
 
     right: int
     wrong: int
-    crossings: int  # events: a first step below the level, at or after the first step that is asked
+    crosses: bool  # the run goes below the level after the first step that is asked: that could have been foretold
     leads: tuple[int, ...]  # steps from each right alarm to the crossing
 
 
@@ -117,5 +116,5 @@ def alarms(chances: Sequence[float], below: Sequence[bool], first: int, ahead: i
             leads.append(coming[0])
         elif step + ahead < len(below):
             wrong += 1
-    starts = [step for step in range(max(first, 1), len(below)) if below[step] and not below[step - 1]]
-    return Alarms(right, wrong, min(len(starts), 1), tuple(leads))
+    crosses = any(below[step] and not below[step - 1] for step in range(first + 1, len(below)))
+    return Alarms(right, wrong, crosses, tuple(leads))

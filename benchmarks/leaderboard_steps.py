@@ -10,7 +10,7 @@ from typing import Any
 
 import predictors
 import torch
-from leaderboard_scores import Pairs, bootstrap, correlation, coverage, sign, slope
+from leaderboard_scores import Pairs, correlation, coverage, over_runs, sign, slope
 from leaderboard_tables import Rows, column, entropies, files_of
 from matplotlib.axes import Axes
 from tqdm import tqdm
@@ -38,25 +38,29 @@ def sums_along(run: Mapping[str, Any], said: Sequence[Estimate]) -> Pairs:
 
 
 def table_of_steps(runs: Sequence[Mapping[str, Any]]) -> Rows:
-    """Returns a row for each predictor: its scores over all runs with 95 % intervals by bootstrap over runs."""
-    rows = []
+    """Returns a row for each predictor: its scores over all runs, and its correlation by optimizer."""
+    optimizers = sorted({optimizer_of(run) for run in runs})
+    rows: Rows = []
     for name, module in tqdm(files_of(predictors).items(), desc="predictors"):
         start = time.perf_counter()
         said = [[module.predict(step["facts"]) for step in run["steps"]] for run in runs]
         seconds = (time.perf_counter() - start) / sum(len(of_run) for of_run in said)
         pairs = [single_steps(run, of_run) for run, of_run in zip(runs, said, strict=True)]
+        row: dict[str, Any] = {"predictor": name}
+        for score in (slope, correlation, sign, coverage):
+            row[score.__name__] = over_runs([score(of_run) for of_run in pairs])
         along = [sums_along(run, of_run) for run, of_run in zip(runs, said, strict=True)]
-        with_sums = bool(along[0].said.isfinite().all())
-        rows.append({
-            "predictor": name,
-            "slope": bootstrap(pairs, slope),
-            "correlation": bootstrap(pairs, correlation),
-            "sign": bootstrap(pairs, sign),
-            "coverage": bootstrap(pairs, coverage),
-            f"correlation, sums of {SUMMED}": bootstrap(along, correlation) if with_sums else "–",
-            "ms a step": f"{1000 * (seconds + added_seconds(name, runs)):.1f}",
-        })  # fmt: skip
+        row[f"correlation, {SUMMED} steps"] = over_runs([correlation(of_run) for of_run in along])
+        row["ms a step"] = f"{1000 * (seconds + added_seconds(name, runs)):.1f}"
+        for optimizer in optimizers:
+            some = [correlation(of)[0] for of, run in zip(pairs, runs, strict=True) if optimizer_of(run) == optimizer]
+            row[f"correlation: {optimizer}"] = f"{statistics.fmean(some):.2f}"
+        rows.append(row)
     return rows
+
+
+def optimizer_of(run: Mapping[str, Any]) -> str:
+    return str(run["name"]).split("-", 1)[1].rsplit("-", 1)[0]
 
 
 def added_seconds(name: str, runs: Sequence[Mapping[str, Any]]) -> float:

@@ -107,40 +107,39 @@ def pairs(said: list[float], truth: list[float], width: float = math.nan, truth_
 
 def test_a_slope_weighs_runs_alike_whatever_the_size_of_their_changes() -> None:
     small, large = pairs([1.0, -1.0], [2.0, -2.0]), pairs([100.0, -300.0], [100.0, -300.0])
-    assert scores.slope([small]) == 2.0
-    assert scores.slope([large]) == 1.0
-    # w = 1/8 and 1/100000: (4 / 8 + 1) / (2 / 8 + 1)
-    assert scores.slope([small, large]) == pytest.approx(1.2)
+    # Σ p t and Σ p² over Σ t²: 4/8 and 2/8, 1 and 1
+    assert scores.slope(small) == (0.5, 0.25)
+    assert scores.slope(large) == (1.0, 1.0)
+    assert scores.over_runs([scores.slope(small), scores.slope(large)])[0] == pytest.approx(1.5 / 1.25)
 
 
-def test_a_correlation_is_along_runs_and_not_between_them() -> None:
-    up, down = pairs([1.0, 2.0, 3.0], [1.0, 2.0, 3.0]), pairs([11.0, 12.0, 13.0], [-5.0, -6.0, -7.0])
-    assert scores.correlation([up]) == pytest.approx(1.0)
-    assert scores.correlation([up, down]) == pytest.approx(0.0)
+def test_a_correlation_is_along_a_run() -> None:
+    assert scores.correlation(pairs([1.0, 2.0, 3.0], [11.0, 12.0, 13.0])) == pytest.approx((1.0, 1.0))
+    assert scores.correlation(pairs([11.0, 12.0, 13.0], [-5.0, -6.0, -7.0])) == pytest.approx((-1.0, 1.0))
 
 
 def test_signs_count_where_the_truth_has_one() -> None:
     run = pairs([1.0, -1.0, 1.0, -1.0], [0.5, 0.5, 0.05, -0.2], truth_width=0.1)
-    assert scores.sign([run]) == pytest.approx(2 / 3)
+    assert scores.sign(run) == (2.0, 3.0)
 
 
 def test_coverage_takes_both_errors_and_no_step_without_an_interval() -> None:
     run = pairs([0.0, 0.0, 0.0], [0.4, 0.6, -0.5], width=0.3, truth_width=0.4)
-    assert scores.coverage([run]) == pytest.approx(2 / 3)  # √(0.3² + 0.4²) = 0.5
-    assert scores.coverage([run, pairs([0.0], [9.0])]) == pytest.approx(2 / 3)
-    assert math.isnan(scores.coverage([pairs([0.0], [9.0])]))
+    assert scores.coverage(run) == (2.0, 3.0)  # √(0.3² + 0.4²) = 0.5
+    assert scores.coverage(pairs([0.0], [9.0])) == (0.0, 0.0)
 
 
-def test_the_bootstrap_draws_runs() -> None:
-    """Of two runs, 0 and 1, the mean is 0, ½ or 1 with chances ¼, ½, ¼: the 95 % interval is all of it."""
-    mean = lambda some: sum(some) / len(some)  # noqa: E731
-    assert scores.bootstrap([0.0, 1.0], mean) == (0.5, 0.0, 1.0)
-    assert scores.bootstrap([0.3, 0.3, 0.3], mean) == pytest.approx((0.3, 0.3, 0.3))
+def test_an_interval_draws_runs_with_replacement() -> None:
+    """Of two runs, 0 of 1 and 3 of 3, the share is 0, ¾ or 1 with chances ¼, ½, ¼: the 95 % interval is all of it."""
+    assert scores.over_runs([(0.0, 1.0), (3.0, 3.0)]) == (0.75, 0.0, 1.0)
+    assert scores.over_runs([(0.3, 1.0)] * 3) == pytest.approx((0.3, 0.3, 0.3))
+    # Ten runs, one of them with a 1: none drawn has chance .9¹⁰ = .35, five or more .0016
+    value, low, high = scores.over_runs([(float(run == 0), 1.0) for run in range(10)])
+    assert (value, low, high) == pytest.approx((0.1, 0.0, 0.3))
 
 
 def test_errors_and_intervals_of_forecasts_by_hand() -> None:
-    errors = [torch.tensor([3.0, 4.0]), torch.tensor([1.0]), torch.tensor([])]
-    assert scores.rms(errors) == pytest.approx((math.sqrt(12.5) + 1) / 2)
+    assert scores.rms(torch.tensor([3.0, 4.0])) == pytest.approx(math.sqrt(12.5))
     of = [torch.tensor(x, dtype=torch.float64) for x in ([0.9, 1.0, -0.9], [0.3, 0.3, 0.3], [0.4, 0.4, 0.4])]
     assert scores.held(*of) == pytest.approx(2 / 3)  # 1.96 √(0.3² + 0.4²) = 0.98
     assert scores.brier(torch.tensor([0.8, 0.1]), torch.tensor([True, True])) == pytest.approx((0.04 + 0.81) / 2)
@@ -152,11 +151,11 @@ def test_an_alarm_is_right_wrong_or_not_over() -> None:
         below = [below_from is not None and step >= below_from for step in range(steps)]
         return scores.alarms(chances, below, first, ahead=5)
 
-    assert of([4], 9) == scores.Alarms(right=1, wrong=0, crossings=1, leads=(5,))
-    assert of([4], 10) == scores.Alarms(right=0, wrong=1, crossings=1, leads=())
-    assert of([4, 5, 8], 8) == scores.Alarms(right=1, wrong=0, crossings=1, leads=(4,))  # then quiet; at 8 it is there
-    assert of([4, 9], None) == scores.Alarms(right=0, wrong=2, crossings=0, leads=())
-    assert of([1, 15], None) == scores.Alarms(right=0, wrong=0, crossings=0, leads=())  # not asked; not over
+    assert of([4], 9) == scores.Alarms(right=1, wrong=0, crosses=True, leads=(5,))
+    assert of([4], 10) == scores.Alarms(right=0, wrong=1, crosses=True, leads=())
+    assert of([4, 5, 8], 8) == scores.Alarms(right=1, wrong=0, crosses=True, leads=(4,))  # then quiet; at 8 it is there
+    assert of([4, 9], None) == scores.Alarms(right=0, wrong=2, crosses=False, leads=())
+    assert of([1, 15], None) == scores.Alarms(right=0, wrong=0, crosses=False, leads=())  # not asked; not over
 
 
 def test_every_predictor_and_forecaster_says_where_it_stands_and_answers() -> None:
