@@ -3,7 +3,7 @@
 from predictors import StepFacts
 from rl_training.mathematics.estimate import Estimate
 
-SOURCE = "this project, docs/theory.md"
+SOURCE = "this project, docs/explanation/theory.md"
 
 
 def predict(step: StepFacts) -> Estimate:

@@ -3,7 +3,7 @@
 from predictors import StepFacts
 from rl_training.mathematics.estimate import Estimate
 
-SOURCE = "the product without any fold left out, docs/theory.md"
+SOURCE = "the product without any fold left out, docs/explanation/theory.md"
 
 
 def predict(step: StepFacts) -> Estimate:
