@@ -87,20 +87,19 @@ def test_the_sentences_say_the_fall_what_halves_it_what_is_sure_and_what_needs_m
 
 def test_the_lines_branch_from_the_latest_checkpoint_the_cheapest_three_and_compare(tmp_path: Path) -> None:
     run = record(tmp_path / "run")
+    start = f"rl-training train branch={run}/training_state/checkpoint-100 additional_steps=20 run_dir={run}"
     assert list(told(run).lines) == [
-        f"rl-training train branch={run}/training_state/checkpoint-100 run_dir={run}_my.py_softer_0.5 "
-        "additional_steps=20 intervention=my.py:softer:0.5",
-        f"rl-training train branch={run}/training_state/checkpoint-100 run_dir={run}_lr_0.5 additional_steps=20 "
-        "intervention=lr:0.5",
-        f"rl-training train branch={run}/training_state/checkpoint-100 run_dir={run}_bonus_0.031 additional_steps=20 "
-        "intervention=bonus:0.031",
-        f"rl-training report {run} {run}_my.py_softer_0.5 {run}_lr_0.5 {run}_bonus_0.031",
+        f"{start}_plain",
+        f"{start}_my.py_softer_0.5 intervention=my.py:softer:0.5",
+        f"{start}_lr_0.5 intervention=lr:0.5",
+        f"{start}_bonus_0.031 intervention=bonus:0.031",
+        f"rl-training report {run}_plain {run}_my.py_softer_0.5 {run}_lr_0.5 {run}_bonus_0.031",
     ]
 
 
 def test_what_the_run_trains_with_already_is_kept_in_the_lines(tmp_path: Path) -> None:
     lines = told(record(tmp_path / "run", intervention=["psr"])).lines
-    assert lines[1].endswith("'intervention=[psr,lr:0.5]'")
+    assert lines[2].endswith("'intervention=[psr,lr:0.5]'")
 
 
 def test_the_table_says_one_step_and_kept_and_why_there_is_no_strength(tmp_path: Path) -> None:

@@ -91,6 +91,7 @@ def _overlay(
                 _draw_group(axes, group, dotted, mean, color, (0, (1, 1)), None)
         _draw_trunks(axes, groups, series)
         drawn = [pool([series(member) for member in group.members if series(member)], mean) for group in having]
+        drawn += [dict(series(trunk)) for group in having for trunk in group.trunks]
         _frame_the_means(axes, [estimate for means in drawn for estimate in means.values()], share, floor)
         axes.set_ylabel(label)
         legend(axes)

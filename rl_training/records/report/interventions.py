@@ -144,7 +144,9 @@ def _lines(run: Run, found: Sequence[_Measured]) -> list[str]:
     chosen = sorted(chosen, key=_by_price)[:MOST_LINES]
     if not steps or not chosen:
         return []
-    lines, folders = [], [str(run.folder)]
+    start = ["rl-training", "train", f"branch={steps[-1][1]}", "additional_steps=20"]
+    folders = [f"{run.folder}_plain"]  # to compare with: the run itself, as far as the others go
+    lines = [shlex.join([*start, f"run_dir={folders[0]}"])]
     for of in chosen:
         halving = math.isfinite(of.halves_at.value)
         text = (
@@ -157,8 +159,7 @@ def _lines(run: Run, found: Sequence[_Measured]) -> list[str]:
         folder = f"{run.folder}_{re.sub(r'[^A-Za-z0-9.]+', '_', text.rpartition('/')[2])}"
         folders.append(folder)
         setting = f"intervention={text}" if len(several) == 1 else f"intervention=[{','.join(several)}]"
-        words = ["rl-training", "train", f"branch={steps[-1][1]}", f"run_dir={folder}", "additional_steps=20", setting]
-        lines.append(shlex.join(words))
+        lines.append(shlex.join([*start, f"run_dir={folder}", setting]))
     return [*lines, shlex.join(["rl-training", "report", *folders])]
 
 
