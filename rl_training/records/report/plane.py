@@ -41,10 +41,8 @@ class Cross:
 
     @property
     def is_there(self) -> bool:
-        return all(map(math.isfinite, (self.delta_reward, self.delta_h))) and (self.delta_h, self.delta_reward) != (
-            0,
-            0,
-        )
+        values = self.delta_reward, self.delta_h
+        return all(map(math.isfinite, values)) and any(values)
 
 
 def plane(
