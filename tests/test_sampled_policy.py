@@ -185,7 +185,12 @@ def test_a_prompts_responses_on_two_processes_are_one_prompts() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "way_out"),
-    [({"min_p": 0.1}, "set min_p=0.0"), ({"mask_truncated_completions": True}, "mask_truncated_completions=false")],
+    [
+        ({"min_p": 0.1}, "set min_p=0.0"),
+        ({"mask_truncated_completions": True}, "mask_truncated_completions=false"),
+        ({"loss_type": "grpo"}, "this one differs in loss_type: give trainer.loss_type=dr_grpo"),
+        ({"interventions": ["bonus"]}, "this one differs in entropy_coef: .*intervention=null"),
+    ],
 )
 def test_a_checkpoint_is_not_looked_at_with_samples_of_another_policy(
     make_trainer, tmp_path, settings, way_out
