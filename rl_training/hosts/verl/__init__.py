@@ -3,6 +3,9 @@
 python -m rl_training.hosts.verl ...        # in the place of python -m verl.trainer.main_ppo, with its own settings
 """
 
-from rl_training.hosts.verl.engine import register
+from rl_training.extras import of_an_extra
+
+with of_an_extra():
+    from rl_training.hosts.verl.engine import register
 
 register()

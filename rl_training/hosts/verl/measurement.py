@@ -22,7 +22,6 @@ from rl_training.engine.scorer import Scorer
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import LoopPolicy
 from rl_training.hosts.processes import all_ranks, rank
-from rl_training.hosts.sequences_of_step import sequences_of_step
 from rl_training.hosts.step_averages import step_averages
 from rl_training.hosts.verl.batch import Tokens, entropies_of, read_rollout
 from rl_training.mathematics.scores import Scores
@@ -122,21 +121,16 @@ class Measurement:
 
     def finish(self, outputs: Mapping[str, Any]) -> dict[str, list[float]]:
         """Returns what verl's loggers get, and writes the records. A collective."""
-        step = self.driver.open_step
+        step, ranks = self.driver.open_step, self._loop.ranks
         if step is None:  # verl has skipped it
             return {}
-        if self._records is not None and self._records.wants_rollouts_of(self._steps):
-            sequences = sequences_of_step(step.rollouts, step.scores, self._loop.policy.decode)
-            self._records.write_rollouts(self._steps, sequences)
-        loss = self._loop.ranks.reduce(torch.tensor(outputs["loss"], device=step.scores[0].logps.device).sum())
-        averages = step_averages(step, self._loop.ranks) | {"loss": float(loss) / self._loop.ranks.count}
-        estimates, now = self.driver.finish(), time.perf_counter()
+        loss = ranks.reduce(torch.tensor(outputs["loss"], device=step.scores[0].logps.device).sum())
+        averages = step_averages(step, ranks) | {"loss": float(loss) / ranks.count}
         self._metrics |= {name: value for name, value in averages.items() if value == value}
         row, self._metrics = self._metrics | {"training/global_step": self._rollout}, {}
-        if estimates:
-            self._writer.write(self._steps, self._loop.ranks.count, estimates)
-            costs = self.driver.costs(now - self._started)
-            self._metrics |= {f"probe_cost/{name}": value for name, value in costs.items()}
+        decode = self._loop.policy.decode
+        self._metrics |= self._writer.finish(self.driver, self._steps, ranks.count, decode, self._started)
+        now = time.perf_counter()
         if self._records is not None:
             self._records.write_metrics(self._steps, row | self._metrics | {"step_time": now - self._started})
         self._started = now
