@@ -29,7 +29,7 @@ ROOT = Path(__file__).parents[1]
 MOMENTS = [
     "open:optimizer.pt", "said:sample U", "said:sample E", "said:gradient of U",
     "said:gradient of E", "said:truth", "open:.json.gz.tmp", "rename:.json.gz", "rename:_summary.json",
-    "open:result.json.tmp", "rename:result.json", "open:sweep.csv.tmp", "rename:looks.html", "open:report.html.tmp",
+    "open:result.json.tmp", "rename:result.json", "open:sweep.csv.tmp", "rename:analyses.html", "open:report.html.tmp",
 ]  # fmt: skip
 
 

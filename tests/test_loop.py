@@ -1,4 +1,4 @@
-"""The host of a plain loop: what it measures is what `attach` measures, and training never notices."""
+"""The host of a plain loop: what it measures is what `attach` measures, and training stays as it is."""
 
 from __future__ import annotations
 

@@ -67,7 +67,7 @@ def test_killed_at_any_moment_it_leaves_only_what_is_whole_and_the_next_one_work
     command = ("offline.py", f"checkpoint={checkpoint(run, 1)}", f"output={tmp_path}", "log.level=minimal", *QUICK)
     for moment, num_logs, num_results in (
         ("said:truth", 0, 0),
-        ("open:looks.html.tmp", 1, 1),
+        ("open:analyses.html.tmp", 1, 1),
     ):
         killed = warm.run("tests/ended.py", moment, *command)
         assert killed.returncode == -signal.SIGKILL, killed.stderr[-3000:]
@@ -82,6 +82,6 @@ def assert_whole(folder: Path, num_logs: int, num_results: int, num_pages: int) 
     assert len(logs) == num_logs
     assert all(len(read_probe_log(path)) > 0 for path in (logs["path"] if num_logs else ()))
     assert len(looks(folder)) == num_results
-    pages = list(folder.rglob("looks.html"))
+    pages = list(folder.rglob("analyses.html"))
     assert len(pages) == num_pages
     assert all("</html>" in page.read_text() for page in pages)

@@ -431,7 +431,7 @@ def test_from_a_command_line_to_the_page_with_one_s_own_intervention(run: Path) 
     assert [row["name"] for row in tables["interventions"]] == ["plain", "softer", "bonus", "kl"]
     assert tables["branches"][0]["asked"] == f"{Path(__file__)}:softer"
     assert tables["interventions"][3]["measured_delta_h"] != 0.0  # the reference is there: the run's first model
-    page = (path.parents[1] / "looks.html").read_text()
+    page = (path.parents[1] / "analyses.html").read_text()
     assert "Offline planes: interventions at step 2" in page
     assert "1 step with each intervention, from step 2 on" in page
     assert f"{1e3 * tables['interventions'][1]['measured_delta_h']:+.3f} ±" in page

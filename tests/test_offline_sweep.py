@@ -25,7 +25,7 @@ from rl_training.offline.settings import Evaluation, Settings, TruthSettings
 from rl_training.offline.sweep import SweepSettings, refuse_sweep
 from rl_training.records import looks
 from rl_training.records.analyses import COLUMNS
-from rl_training.records.report.looks import describe_looks, log_slope, write_looks_page
+from rl_training.records.report.checkpoint_analyses import describe_analyses, log_slope, write_looks_page
 from rl_training.records.report.page import render_page
 from rl_training.records.report.series import read_run
 from rl_training.records.verdict import verdict
@@ -100,7 +100,7 @@ def test_a_step_where_first_order_fails_is_said_on_its_page_and_first_in_the_rep
     folder = tmp_path / "name"
     (folder / "checkpoint-2").mkdir(parents=True)
     (folder / "checkpoint-2" / "result.json").write_text(json.dumps(content))
-    section = describe_looks(folder, None)
+    section = describe_analyses(folder, None)
     told = verdict(3, content["results"])
     assert told.startswith("Step 3: higher orders cancel the first")
     assert section.verdicts == [told]
@@ -121,7 +121,7 @@ def test_a_page_stands_alone_and_in_the_runs_report_with_the_table(run: Path, sw
     }
     whole = only(swept, kind="whole", step=2)
     shown = f"{1e3 * whole['deltaH1']:+.3f} ± {1e3 * whole['deltaH1_se']:.3f}"
-    for page in (folder / "looks.html", run / "report" / "report.html"):
+    for page in (folder / "analyses.html", run / "report" / "report.html"):
         text = page.read_text()
         assert shown in text
         assert text.count("data:image/png;base64,") >= 5

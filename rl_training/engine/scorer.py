@@ -38,7 +38,7 @@ class _Batch(NamedTuple):
 
 
 class Scorer:
-    """Scores sequences by a model at its parameters at the moment of the call. Training never notices.
+    """Scores sequences by a model at its parameters at the moment of the call. Training stays as it is.
 
     model         the causal language model itself, not as DDP or an engine wraps it; or PEFT's around it
     temperature   logits are divided by it, as where the responses were sampled

@@ -1,4 +1,4 @@
-"""What is to be evaluated: the command's configuration laid over that of the run, read and checked."""
+"""What is to be evaluated: the configuration of the run with what the command changes, read and checked."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class EvaluationPlan:
     """An evaluation, ready to start; it travels to the processes that work at it."""
 
     run: Path | None
-    config: dict[str, Any]  # of the run, with what the command gave laid over it
+    config: dict[str, Any]  # of the run, with what the command changes
     folder: Path  # evaluations/<name>
     prefix: str  # of the metrics' names in dashboards
     checkpoints: dict[int, Path]  # by step, in order

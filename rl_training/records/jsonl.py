@@ -30,7 +30,7 @@ EVALUATIONS_FILE = "evaluations.jsonl"
 class Records:
     """Writes these files in `folder`. One process writes: rank 0.
 
-    rollouts_every  write the sequences of each so-manieth step too, the first one included: rollouts.py; 0 for none
+    rollouts_every  write the sequences of every n-th step too, beginning with the first; 0 for none
     """
 
     def __init__(self, folder: str | Path, rollouts_every: int = 0) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-SECRETS = ("token", "password", "secret", "api_key")  # how the names of settings end that nobody else is to read
+SECRETS = ("token", "password", "secret", "api_key")  # how the names of secret settings end
 OF_TOKENIZERS = ("eos_", "pad_", "bos_")
 MASK = "***"
 

@@ -18,7 +18,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         description="Make the report of a run from its records, and print its summary; or compare several runs on one "
         "page. Any run will do: finished, killed or still going.",
         epilog="Of one run it writes RUN/report/: report.html, one self-contained page, and its pictures. Of several, "
-        "one self-contained page: what differs, curves laid over each other, runs trained alike but for seeds pooled.",
+        "one self-contained page: what differs, curves in one picture, runs trained alike but for seeds pooled.",
     )
     parser.add_argument(
         "runs", metavar="RUN", nargs="+",

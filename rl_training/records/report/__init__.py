@@ -17,8 +17,8 @@ from rich.table import Table
 from rich.text import Text
 
 from rl_training.records.atomic_write import write_atomically
+from rl_training.records.report.checkpoint_analyses import AnalysesSection, analyses_of
 from rl_training.records.report.figures import draw_figures
-from rl_training.records.report.looks import LooksSection, looks_of
 from rl_training.records.report.page import render_page
 from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
@@ -27,17 +27,19 @@ REPORT_FOLDER = "report"
 PAGE_FILE = "report.html"
 
 
-def write_report(run_dir: str | Path, looks: Mapping[Path, LooksSection] | None = None) -> Path:
+def write_report(run_dir: str | Path, analyses: Mapping[Path, AnalysesSection] | None = None) -> Path:
     """Returns the path of the HTML page it wrote; the pictures lie beside it.
 
-    looks  by folder, what is shown of checkpoint analyses that were drawn already
+    analyses  by folder, what is shown of checkpoint analyses that were drawn already
 
     Raises FileNotFoundError or ValueError when the folder holds no readable records, naming the file.
     """
     run = read_run(Path(run_dir))
     figures, page = draw_figures(run), run.folder / REPORT_FOLDER / PAGE_FILE
     files = {page.with_name(figure.file): figure.png for figure in figures}
-    write_atomically({**files, page: render_page(run, summarize(run), figures, looks_of(run, looks or {})).encode()})
+    write_atomically(
+        {**files, page: render_page(run, summarize(run), figures, analyses_of(run, analyses or {})).encode()}
+    )
     return page
 
 

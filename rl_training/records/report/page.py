@@ -65,17 +65,17 @@ def _with_contents(page: str) -> str:
     return page.replace(CONTENTS, f'<nav aria-label="contents">{"".join(links)}</nav>')
 
 
-def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture], looks: Sequence[Any]) -> str:
+def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture], analyses: Sequence[Any]) -> str:
     """Returns the page's HTML, with analyses of its checkpoints. Everything that comes from the run is escaped."""
     return render(
         "run.html",
         run=run,
-        opening=[*opening(run), *(told for section in looks for told in section.verdicts[-1:])],
+        opening=[*opening(run), *(told for section in analyses for told in section.verdicts[-1:])],
         provenance=run.settings.get("provenance") or {},
         interventions=interventions_of_run(run),
         rows=rows,
         pictures=pictures,
-        looks=looks,
+        analyses=analyses,
         gaps=gaps(run),
         costs=probe_costs(run),
         evaluations=evaluation_tables(run),

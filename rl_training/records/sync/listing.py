@@ -70,7 +70,7 @@ def shown(source: str) -> str:
 
 def list_files(filesystem: AbstractFileSystem, root: str) -> list[SourceFile]:
     """Returns all files below `root`, without links, sorted by path. Raises FileNotFoundError when there is no root."""
-    filesystem.invalidate_cache()  # of an earlier look
+    filesystem.invalidate_cache()  # of an earlier listing
     found: Mapping[str, Mapping[str, Any]] = filesystem.find(root, detail=True)
     if not found and not filesystem.exists(root):
         raise FileNotFoundError(f"{root} does not exist")

@@ -24,7 +24,7 @@ INCHES_PER_ROW = 0.3
 MOST_ROWS = 40  # of a split; a deep model's layers are in the table of results
 
 
-def one_look(content: Mapping[str, Any], name: str) -> Picture:
+def one_analysis(content: Mapping[str, Any], name: str) -> Picture:
     """Returns the picture of a result.json: a row for each number with its 95 % interval, per token."""
     results = content["results"]
     rows = [(key, *style) for key, style in WHOLE.items() if _is_there(results, key)]

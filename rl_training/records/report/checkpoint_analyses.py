@@ -15,13 +15,13 @@ from matplotlib.axes import Axes
 from rl_training.records.analyses import OFFLINE, RESULT_FILE, looks, read_analysis
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, Picture, legend, line, picture
-from rl_training.records.report.one_look import one_look
+from rl_training.records.report.one_analysis import one_analysis
 from rl_training.records.report.page import render
 from rl_training.records.report.plane import Interventions, interventions_of
 from rl_training.records.report.series import Run, curve
 from rl_training.records.verdict import verdict
 
-TABLE_FILE, PAGE_FILE = "sweep.csv", "looks.html"
+TABLE_FILE, PAGE_FILE = "sweep.csv", "analyses.html"
 MILLI = 1e3
 MIN_POINTS = 3  # of a line whose slope is to mean something
 HEADINGS = {
@@ -31,7 +31,7 @@ HEADINGS = {
 
 
 @dataclass(frozen=True)
-class LooksSection:
+class AnalysesSection:
     """What a page shows of the analyses of one name."""
 
     name: str
@@ -42,23 +42,23 @@ class LooksSection:
     interventions: list[Interventions]  # of each checkpoint
 
 
-def write_looks_page(folder: Path, section: LooksSection) -> Path:
+def write_looks_page(folder: Path, section: AnalysesSection) -> Path:
     """Returns the page that it wrote of the analyses in RUN/offline/NAME; pictures and a CSV table lie beside it."""
     page = folder / PAGE_FILE
     files = {folder / TABLE_FILE: looks(folder).to_csv(index=False).encode()}
     pictures = [*section.pictures, *(told.picture for told in section.interventions)]
     files |= {folder / drawn.file: drawn.png for drawn in pictures}
-    write_atomically({**files, page: render("looks.html", section=section).encode()})
+    write_atomically({**files, page: render("analyses.html", section=section).encode()})
     return page
 
 
-def looks_of(run: Run, known: Mapping[Path, LooksSection]) -> list[LooksSection]:
+def analyses_of(run: Run, known: Mapping[Path, AnalysesSection]) -> list[AnalysesSection]:
     """Returns a section for each name in RUN/offline that has results; `known`, by folder, need no drawing again."""
     names = {path.parents[1] for path in (run.folder / OFFLINE).glob(f"*/*/{RESULT_FILE}")}
-    return [known.get(folder) or describe_looks(folder, run) for folder in sorted(names)]
+    return [known.get(folder) or describe_analyses(folder, run) for folder in sorted(names)]
 
 
-def describe_looks(folder: Path, run: Run | None) -> LooksSection:
+def describe_analyses(folder: Path, run: Run | None) -> AnalysesSection:
     """Returns what is to be shown of the analyses in a folder: pictures of what was varied, and a row per checkpoint.
 
     run  whose in-loop predictions are drawn beside them
@@ -68,7 +68,7 @@ def describe_looks(folder: Path, run: Run | None) -> LooksSection:
     contents = sorted(
         (read_analysis(path) for path in folder.glob(f"*/{RESULT_FILE}")), key=lambda analysis: analysis["step"]
     )
-    drawn = [one_look(contents[-1], folder.name), _agreement(table, folder.name)]
+    drawn = [one_analysis(contents[-1], folder.name), _agreement(table, folder.name)]
     if (table["kind"] == "size").any():
         drawn.append(_relative_error(table, folder.name))
     if (table["kind"] == "eta").sum() + 1 >= MIN_POINTS:
@@ -80,7 +80,7 @@ def describe_looks(folder: Path, run: Run | None) -> LooksSection:
         drawn.append(conditioning)
     headings = ["step", "U", *HEADINGS.values(), "ESS / N", "H"]
     verdicts = [told for analysis in contents if (told := verdict(analysis["step"] + 1, analysis["results"]))]
-    return LooksSection(folder.name, verdicts, drawn, headings, [_cells(row) for row in _whole_and_updates(table)],
+    return AnalysesSection(folder.name, verdicts, drawn, headings, [_cells(row) for row in _whole_and_updates(table)],
                         [told for content in contents for told in interventions_of(content, folder.name)])  # fmt: skip
 
 
