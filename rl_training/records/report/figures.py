@@ -126,9 +126,9 @@ def _delta_h(run: Run) -> Picture:
         legend(axes)
 
     caption = (
-        "Two estimates for the same update, both drawn at the step that makes it: from the batch that made it and from "
-        "the first batch sampled after it, with 95 % intervals (in a long run, lines for running means). Their mean is the "
-        "trapezoid that the predicted curve adds up; where they keep apart, forward alone is not to be trusted."
+        "Two estimates for the same update, both drawn at the step that makes it: from the batch that made it, and from "
+        "the first batch sampled after it, with 95 % intervals (in a long run, lines for running means). Their mean is "
+        "the trapezoid that the predicted curve adds up; where they keep apart, forward alone is not to be trusted."
     )
     drawn = draw if forward.steps or backward.steps else None
     missing = what_is_missing(quantities) + bands_that_are_missing(quantities)
