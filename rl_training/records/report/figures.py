@@ -126,7 +126,7 @@ def _delta_h(run: Run) -> Picture:
         legend(axes)
 
     caption = (
-        "Two estimates for the same update, both drawn at the step that makes it: from the batch that made it, and from "
+        "Two estimates for the same update, both drawn at the step that makes it: from the batch that made it and from "
         "the first batch sampled after it, with 95 % intervals (in a long run, lines for running means). Their mean is "
         "the trapezoid that the predicted curve adds up; where they keep apart, forward alone is not to be trusted."
     )
