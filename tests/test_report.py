@@ -25,7 +25,7 @@ from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.figures import _noise_scale, _reward, draw_figures
 from rl_training.records.report.opening import opening
-from rl_training.records.report.series import curve, gaps, naive_of, read_run, why_it_ends
+from rl_training.records.report.series import BEGAN_ELSEWHERE, curve, gaps, naive_of, read_run, why_it_ends
 from rl_training.records.report.summary import MISSING, summarize
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
@@ -78,6 +78,21 @@ def test_naive_curve_starts_where_the_sums_beside_it_start(tmp_path: Path) -> No
     record_run(tmp_path, [4, 5])
     naive = naive_of(read_run(tmp_path))
     assert {step: estimate.value for step, estimate in naive.items()} == {2: 0, 3: -2, 4: 0, 5: -8}
+
+
+def test_a_branch_sums_no_naive_products_beside_sums_that_began_in_another_run(tmp_path: Path) -> None:
+    """Its sums go on from −20 at step 21; its own two products would be a tenth of what they are held against."""
+    records = Records(tmp_path / "logs")
+    for step in (21, 22, 23):
+        change = Estimate(1.0 - step, 0.2, 8, about_step=step - 1)
+        estimates = {"reuse": Estimate(-1.0), "cumulative_predicted": change, "cumulative_measured": change}
+        records.write_estimates(step, 1, "simple", {f"delta_h/{name}": found for name, found in estimates.items()})
+        records.write_metrics(step, {"reward": 0.5})
+    told = summary(tmp_path)
+    assert told["naive product"] == ("–", BEGAN_ELSEWHERE)
+    assert "naive / measured" not in told
+    assert told["predicted / measured"][0] == "1.00"
+    assert "to step 23 from the first step of the run that this one goes on from" in told["measured ΔH"][1]
 
 
 def test_naive_curve_with_a_hole_is_nan_from_there_on_and_says_which_step(tmp_path: Path) -> None:

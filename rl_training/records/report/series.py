@@ -28,6 +28,7 @@ from rl_training.records.frames import IN_TRAINING
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, read_estimates, read_evaluations, read_metrics
 
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
+BEGAN_ELSEWHERE = "the sums beside it began in the run that this one goes on from, whose steps are not recorded here"
 NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"
 
 Measurements = Mapping[int, Estimate]  # by the step at which it was measured, in order
@@ -121,7 +122,7 @@ def read_run(folder: Path) -> Run:
     if not metrics:
         raise FileNotFoundError(
             f"{logs / METRICS_FILE} is missing or holds no complete line: give the folder of a run that has logged "
-            "at least one step, the one that holds logs/"
+            "at least one step, the one that holds logs/. A trainer with logging_steps=1 logs each step"
         )
     estimates: dict[str, dict[int, Estimate]] = {}
     for row in rows:
@@ -193,9 +194,17 @@ def origins(run: Run) -> list[int]:
     return [step for step, estimate in measured.items() if estimate.value == estimate.stderr == 0]
 
 
+def goes_on(run: Run) -> bool:
+    """Says whether the cumulative sums began in another run, which this one has branched off from."""
+    sums = run.measured("delta_h/cumulative_measured").values()
+    return not origins(run) and any(math.isfinite(estimate.value) for estimate in sums)
+
+
 def naive_of(run: Run) -> dict[int, Estimate]:
-    """Returns the naive product's sum, from the origins of the sums that it stands beside."""
+    """Returns the naive product's sum, from the origins of the sums that it stands beside; nan if no record has one."""
     reuse = run.measured("delta_h/reuse")
+    if goes_on(run):
+        return dict.fromkeys(reuse, Estimate.missing(BEGAN_ELSEWHERE))
     return naive_sum(reuse, origins(run) or list(reuse)[:1])
 
 

@@ -9,7 +9,15 @@ from dataclasses import dataclass
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.report.forecast import AHEAD, alerts, token_entropy
-from rl_training.records.report.series import NO_LATER_BATCH, NO_PROBE, Run, held_out_rewards, naive_of, origins
+from rl_training.records.report.series import (
+    NO_LATER_BATCH,
+    NO_PROBE,
+    Run,
+    goes_on,
+    held_out_rewards,
+    naive_of,
+    origins,
+)
 
 MISSING = "–"
 MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
@@ -85,6 +93,8 @@ def _change_rows(run: Run) -> list[Row]:
     last = max(finite or measured, default=0)
     first = max((step for step in origins(run) if step <= last), default=None)
     span = "nats per token" if first is None else f"nats per token, from step {first} to step {last}"
+    if goes_on(run):
+        span += f", to step {last} from the first step of the run that this one goes on from"
     if first == last:
         truth = trapezoid = product = Estimate.missing(NO_LATER_BATCH)
     else:
