@@ -25,7 +25,7 @@ from rl_training.records.report.page import render
 from rl_training.records.report.summary import in_words
 
 IN_WORDS = ("reward", "token entropy")  # differences that the page opens with
-ANOTHER_SEED = " One seed is not many: another may move it by more than this interval."
+ANOTHER_SEED = " One seed is not many: another may move it by more than noise within a run does."
 
 
 def render_comparison(groups: Sequence[Group], findings: Sequence[str]) -> str:
