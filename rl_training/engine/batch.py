@@ -35,9 +35,9 @@ class Rollout:
     advantages: Tensor  # (B,), as the loss weighs them: 0 for a truncated response that it leaves out
     rewards: Tensor | None  # (B,), weighted sum over the reward functions; None for sequences that were not rewarded
     prompt_index: Tensor  # (B,), equal for responses of the same prompt, different for different prompts
-    sampling_logps: Tensor | None = None  # (B, T) when it was sampled; None where the loop does not keep them
-    on_policy: bool = True  # sampled at the very parameters that this optimizer step starts from
-    environment_mask: Tensor | None = None  # (B, T), 1 on tokens between these that an environment wrote; None: nowhere
+    sampling_logps: Tensor | None = None  # (B, T), at sampling time; None where the loop does not keep them
+    on_policy: bool = True  # sampled at the parameters that this optimizer step starts from
+    environment_mask: Tensor | None = None  # (B, T), 1 on an environment's tokens between these; None: there are none
     images: Mapping[str, Any] | None = None  # what the model takes beside tokens: by name, B rows of a tensor or a list
     truncated: Tensor | None = None  # (B,), bool: cut off at the maximum length; None where that is not known
 
@@ -97,9 +97,9 @@ def images_of(rollout: Rollout, rows: Tensor) -> dict[str, Any] | None:
 
 
 def _join_images(parts: Sequence[Rollout]) -> dict[str, Any] | None:
-    """Returns the images of several rollouts. Types of tokens stand under prompts and completions, and widen with them.
+    """Returns the images of several rollouts. Token types cover prompts and completions, and are padded with them.
 
-    Raises ValueError where rows of unlike shapes would have to be one tensor.
+    Raises ValueError where rows of different shapes would have to form one tensor.
     """
     named = [part.images for part in parts if part.images is not None]
     if not named:
@@ -132,7 +132,7 @@ class LossSettings:
     epsilon_low: float
     epsilon_high: float
     hides_truncated: bool  # it leaves truncated responses out
-    differs: frozenset[str] = frozenset()  # in what it is not Dr-GRPO's, by TRL's names of settings
+    differs: frozenset[str] = frozenset()  # where it differs from Dr-GRPO's, by the names of TRL's settings
 
     @property
     def is_dr_grpo(self) -> bool:
@@ -150,7 +150,7 @@ class Batch:
     microbatch_rows: tuple[range, ...]  # the rows that each microbatch holds
     fold: Tensor  # (B,), the fold that each sequence is in, 0 .. num_folds - 1: folds hold whole prompts
     responses_per_prompt: int  # G
-    rollout_number: int  # of this training's rollouts, the one that the step learns from
+    rollout_number: int  # number of the rollout that the step learns from, within this training
     loss_settings: LossSettings | None = None  # None where they are not known
 
     @property

@@ -1,4 +1,4 @@
-"""What a step would do if it were made otherwise: products of each fold's directions with the difference of the steps.
+"""The effect of changing a step: products of each fold's directions with the difference of the two steps.
 
     Δ_(−k) = δθ_(−k)(changed) − δθ_(−k)          the other folds alone would have made both, each with its own clipping
 
@@ -26,7 +26,7 @@ AT_ONCE = 2**28  # bytes of bases' rows that are held together
 
 @dataclass(frozen=True)
 class Change:
-    """How the step is made otherwise. By default, not at all."""
+    """How the step is changed. By default, not at all."""
 
     own: float = 0.0  # a
     of_basis: float = 0.0  # b

@@ -11,7 +11,7 @@ import torch
 
 
 class Clock:
-    """Adds up seconds by name. On a GPU by events: the host runs ahead of it, and is not made to wait until `read`."""
+    """Adds up seconds by name. On a GPU it uses events, so the host does not wait for the GPU until `read`."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"

@@ -1,14 +1,14 @@
-"""The driver: it is told of an optimizer step by a training loop, in five calls, and tells the probes.
+"""The driver: a training loop reports each optimizer step to it in five calls, and it runs the probes.
 
     begin(number, …)         before the first microbatch
     microbatch(…)            between the forward pass and the backward of each
     gradients_ready(…)       all gradients are in, averaged over processes; the parameters are still old
     stepped()                parameters and optimizer states have moved
-    finish()                 returns what the probes say
+    finish()                 returns the probes' estimates
 
-It is the only place that calls probes and that times them. Hooks are set from `microbatch` to the next call: what runs
-between them is the loop's own backward. Reading is all it does: the same parameters, random streams and rollouts with
-and without probes, bit for bit.
+Only the driver calls probes and times them. Hooks are set from `microbatch` to the next call; in between, only the
+loop's own backward runs. The driver only reads: parameters, random streams and rollouts are bitwise the same with
+and without probes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ GATHERED_VECTORS = 3  # of a measured step: the gradient and Adam's two moments
 
 
 class StepDriver:
-    """Tells probes of optimizer steps. See the module's docstring.
+    """Runs probes at optimizer steps. See the module's docstring.
 
     ValueError when two probes have the same name, or ask for different folds or entropy gradients.
     """
@@ -67,7 +67,7 @@ class StepDriver:
         self._memory_state: Mapping[str, Tensor] = {}
 
     def start(self, loop: Loop) -> None:
-        """Looks at the parameters that are trained; to be called when training begins."""
+        """Records which parameters are trained; to be called when training begins."""
         self.close()
         self._loop = loop
         loop.sharding.refuse_what_does_not_fit(self._num_vectors())
@@ -89,7 +89,7 @@ class StepDriver:
     def begin(self, number: int, sizes: Sequence[int] | None = None) -> None:
         """Begins optimizer step `number`, counted from 1.
 
-        sizes  sequences of each of its microbatches on this rank; None: what the shape of the loop says
+        sizes  sequences of each of its microbatches on this rank; None: as in the loop's `shape`
         """
         probes = [probe for probe in self.probes if probe.measures_at(number)]
         if not probes:
@@ -111,7 +111,7 @@ class StepDriver:
 
         scores       that the loss is made of, with graph
         other_terms  the loss has terms beside these
-        seen         to be kept in the place of these scores: those that the loss has hidden, too
+        seen         kept instead of these scores: also covers tokens that the loss masks out
         """
         step = self.open_step
         assert step is not None, "begin(number) comes first"
@@ -126,9 +126,9 @@ class StepDriver:
                 self._rows.arm(len(step.rollouts) - 1)
 
     def gradients_ready(self, rollout_number: int) -> None:
-        """Tells the probes that the step is about to be made. A collective where it is measured.
+        """Runs the probes just before the optimizer's step. A collective where the step is measured.
 
-        rollout_number  of the rollouts of this training, the one that the step learns from
+        rollout_number  number of the rollout that the step learns from, within this training
         """
         step = self.open_step
         assert step is not None
@@ -151,7 +151,7 @@ class StepDriver:
         return self._learned[1] if self._learned[0] == rollout_number else set()
 
     def stepped(self) -> None:
-        """Tells the probes that the step was made. A collective where weights are gathered for one."""
+        """Runs the probes just after the optimizer's step. A collective where a probe needs gathered weights."""
         step = self.open_step
         if step is None or step.view is None:
             return
@@ -166,7 +166,7 @@ class StepDriver:
                     probe.after_step(step.view)
 
     def abandon(self) -> None:
-        """Forgets the step that has begun, in the place of `gradients_ready`: the loop does not make it."""
+        """Discards the step that has begun; called instead of `gradients_ready` when the loop skips the step."""
         self.disarm()
         self.open_step = None
         if self._rows is not None:
@@ -188,7 +188,7 @@ class StepDriver:
     def costs(self, step_seconds: float) -> dict[str, float]:
         """Returns each probe's seconds at the last measured step, fraction_of_step, all of them, and buffer_bytes.
 
-        To be asked after `finish`; lets go of the rows of the step.
+        Call it after `finish`; it frees the step's gradient rows.
         """
         seconds = self._clock.read()
         buffers = 0 if self._memory is None else self._memory.num_bytes
@@ -199,7 +199,7 @@ class StepDriver:
         return {f"{name}_seconds": spent for name, spent in seconds.items()} | of_step
 
     def close(self) -> None:
-        """Takes every hook away and lets go of all vectors: training has ended, perhaps in the middle of a step."""
+        """Removes every hook and frees all vectors: training has ended, perhaps in the middle of a step."""
         self._memory_state, self._memory = self.state_dict(), None
         self.disarm()
         self.open_step = self._rows = None
@@ -268,7 +268,7 @@ class StepDriver:
         """
         sizes, number = shape.sizes if sizes is None else sizes, self._num_folds
         default = 1 if shape.num_ranks >= RANKS_THAT_ARE_FOLDS else len(sizes)
-        # The last step of an epoch may be short, and where tokens are counted, no step is as another.
+        # The last step of an epoch may be short, and where tokens are counted, steps differ in size.
         if number is None or (len(sizes) != shape.microbatches and number > len(sizes)):
             number = default
         return fold_ranges(sizes, number, shape.responses_per_prompt)
@@ -282,7 +282,7 @@ class StepDriver:
         return GATHERED_VECTORS + rows + beside + at_a_time
 
     def disarm(self) -> None:
-        """Takes the hooks away before the next call: the loop's backward is over."""
+        """Removes the hooks before the next call: the loop's backward is over."""
         if self._rows is not None:
             self._rows.disarm()
 

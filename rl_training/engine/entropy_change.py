@@ -2,12 +2,12 @@
 
     forward      Σ_k n_k X_k · δθ_(−k) / N     leave-fold-out: the step that the other folds alone would have made
     own_prompts  Σ_k n_k X_k · δθ_(−c_k) / N   without the responses of X_k only
-    backward     Σ_k n_k X_k · δθ_before / N   the step before, which knows nothing of this batch
+    backward     Σ_k n_k X_k · δθ_before / N   the step before, which is independent of this batch
     reuse        Σ_k n_k X_k · δθ / N          biased: X and δθ share their noise
 
 Each fold k contributes a row: its levels Σρ, ΣρH, ΣρT (number of sequences, their entropies and lengths, weighted by
 the importance ratio ρ), and n_k X_k · δθ for every update δθ of interest, with X = ∂H_seq − H_tok ∂E[T] = E[T] ∂H_tok
-and, if asked for, X = ∂H_seq. One smooth function, `statistic`, of the sums of these rows has all that is reported.
+and, if asked for, X = ∂H_seq. Everything reported is one smooth function, `statistic`, of the sums of these rows.
 Where the second is asked for, the sums without a fold have the H_tok of the other folds in them. Where it is not, H_tok
 is taken as given, and bars per token are some percent too small (docs/explanation/theory.md).
 
@@ -15,8 +15,8 @@ Without fold l the steps of the other folds lose l too, δθ_(−k,−l) − δ�
 
     Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)  =  S · (δθ_(−l) − δθ) − n_l X_l · (δθ_(−l) − δθ).
 
-So one entropy gradient is held at a time, and S: beside the K rows of the folds' gradients a step holds δθ, the one
-before it, S and one X.
+So only S and one entropy gradient at a time are held in memory: besides the K rows of the folds' gradients, a step
+holds δθ, the previous δθ, S and one X.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def levels_of_folds(batch: Batch, ratios: Tensor) -> Tensor:
 class EntropyChange:
     """The first-order change of entropy of one step; each part is calculated when it is first asked for.
 
-    Whoever asks first, on all ranks: `why_none`, `sums` and `update` are collectives the first time.
+    `why_none`, `sums` and `update` are collectives on first access, so all ranks must access them.
     """
 
     def __init__(self, step: Step, memory: StepMemory) -> None:
@@ -211,10 +211,10 @@ class EntropyChange:
 
     @cached_property
     def quantities(self) -> dict[str, Quantity]:
-        """The entropy, each product and each split of forward, by name: missing with a reason where it must be.
+        """The entropy, each product and each split of forward, by name: nan with a reason where not available.
 
-        A batch that misses rare responses does not know how far off it is, so the variances of products are averaged
-        over a few steps.
+        Variances of products are averaged over a few steps, because one batch can miss rare responses and look too
+        certain.
         """
         responses = self.settings.responses_per_prompt, self._batch.responses_per_prompt
         reasons = {

@@ -26,11 +26,11 @@ from rl_training.mathematics.vectors import Layout, Vector
 
 @dataclass(frozen=True)
 class EntropySettings:
-    """How the entropy gradient X of a step is estimated, and what else is asked of the same passes.
+    """How the entropy gradient X of a step is estimated, and what else the same passes compute.
 
     estimator             of entropy.py
-    responses_per_prompt  of every prompt, the first ones; from G on, all. Baselines are from all responses
-    per_sequence          X per sequence too: a second backward
+    responses_per_prompt  of every prompt, the first ones; all for G or more. Baselines use all responses
+    per_sequence          compute X per sequence too: a second backward
     own_prompts           the training gradient of the chosen responses too: another backward
     error_decay           weight of a step relative to the next in the average of the variances of single steps
     """
@@ -54,7 +54,7 @@ class EntropySettings:
 
 @dataclass(frozen=True)
 class FoldGradients:
-    """What one fold says, baselines from all responses."""
+    """The gradients of one fold; baselines use all responses."""
 
     entropy: list[Vector]  # 1 or 2: Σ ρ (∂H_seq − H_tok ∂E[T]), Σ ρ ∂H_seq, each as a mean over the fold's responses
     training: Vector | None  # the training gradient of the chosen responses, on the mean scale; if asked for

@@ -1,4 +1,4 @@
-"""The optimizer's moments as they would be had no step since the rollout learned from a fold.
+"""The optimizer's moments as if no step since the rollout had learned from a given fold.
 
 Where a rollout serves several optimizer steps of the same responses (num_iterations > 1), the second one's momentum
 holds their noise: leaving fold k out of its gradient alone does not give a step that never saw fold k. So from the
@@ -7,8 +7,8 @@ first step that learns from a fold on, moments of its own are carried along besi
     (m, v)_(−k)  ←  the optimizer's rule with g_(−k), clipped by its own norm, where the step learns from fold k
                     and with the step's clipped g, where it learns from other responses of the rollout
 
-and δθ_(−k) is the step from there. What is left of fold k's influence is that the parameters themselves have moved by
-its share of the steps before: of second order in the learning rate (docs/explanation/theory.md).
+and δθ_(−k) is the step from there. Fold k still influences the parameters themselves, through its
+share of the earlier steps: an effect of second order in the learning rate (docs/explanation/theory.md).
 
 Memory: per fold, parameter-size rows for each moment and for the last δθ_(−k): 3 with Adam, 2 with SGD's momentum; only
 in runs that learn from a rollout again. They live from one rollout to the next, and are in no checkpoint.
@@ -58,7 +58,7 @@ class FoldMoments:
         gradient: Vector,
         without: Callable[[slice, Piece], Tensor],
     ) -> None:
-        """Takes this step along, after `before` was asked for it.
+        """Advances the moments by this step; call `before` for the same step first.
 
         gradient  of the whole step, clipped
         without   folds, piece → (folds, n), that of the other folds, clipped: what the step without each is made from

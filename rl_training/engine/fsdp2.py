@@ -1,12 +1,12 @@
-"""torch's FSDP2 (fully_shard), which cuts weights, gradients and optimizer states: whole for a while, and read.
+"""Reads torch's FSDP2 (fully_shard), which shards weights, gradients and optimizer states, by gathering them.
 
-Written against torch 2.13; the only file that names its internals of it. A parameter is a DTensor
-wherever no forward or backward needs it. For these FSDP puts a whole one in its place, always the same object, which is
-the leaf of training's graph: its hooks see this rank's gradient alone, before it is averaged and cut.
+Written against torch 2.13; the only file that uses FSDP2's internals. A parameter is a DTensor
+wherever no forward or backward needs it. During these FSDP substitutes a gathered one, always the same object, which is
+the leaf of training's graph: its hooks see this rank's gradient alone, before it is averaged and sharded.
 
-While probes look at a step, and only then, every process has all of them whole, in the precision that the optimizer
-keeps (in mixed precision FSDP's are rounded), and FSDP's own hooks, which would cut them again behind each forward
-pass, are off. Gradients and states come as DTensor.full_tensor, one all-gather for each parameter and quantity.
+While probes measure a step, and only then, every process has all parameters gathered, in the precision that the
+optimizer keeps (in mixed precision FSDP's are rounded), and FSDP's own hooks, which would reshard them after each
+forward pass, are off. Gradients and states come as DTensor.full_tensor, one all-gather for each parameter and quantity.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def _reshard(model: nn.Module) -> None:
 
 @contextlib.contextmanager
 def _no_hooks(model: nn.Module) -> Iterator[None]:
-    """A context in which no forward pass of the model is FSDP's affair; hooks of others stay, in their order."""
+    """A context without FSDP's forward hooks on the model; other hooks stay, in their order."""
     tables = [table for m in model.modules() for table in (m._forward_pre_hooks, m._forward_hooks)]
     before = [dict(table) for table in tables]
     gathering = vars(model).pop(GATHERING_METHOD, None)

@@ -108,20 +108,20 @@ class GradientRows:
                 self._handles.append(param.register_hook(functools.partial(self._meters[microbatch].add, name)))
 
     def disarm(self) -> None:
-        """Takes the hooks away."""
+        """Removes the hooks."""
         while self._handles:
             self._handles.pop().remove()
         for meter in self._meters:
             meter.flush()
 
     def collect(self) -> None:
-        """Brings the last row to where the rows lie; to be called once all gradients are in."""
+        """Copies the last row to where the rows are stored; to be called once all gradients are in."""
         self._copy_collected()
         if self._copies is not None:
             torch.cuda.current_stream().wait_stream(self._copies)
 
     def release(self) -> None:
-        """Lets go of everything: rows, and the optimizer's states, which under ZeRO and FSDP2 were gathered."""
+        """Frees the rows and the optimizer's states, which under ZeRO and FSDP2 were gathered."""
         self.disarm()
         self.rows = self._collected = None
         self._meters, self._metric = [], AdamMetric(None)

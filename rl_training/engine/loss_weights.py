@@ -2,7 +2,7 @@
 
     ∂loss = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik
 
-is right for any loss that is made of these, Dr-GRPO's and others, with a bonus for entropy or without.
+holds for any loss of log-probabilities and entropies, Dr-GRPO's and others, with or without an entropy bonus.
 """
 
 from __future__ import annotations

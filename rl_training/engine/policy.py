@@ -17,10 +17,10 @@ from rl_training.mathematics.scores import Scores
 
 
 class Policy(abc.ABC):
-    """The policy at its parameters at the moment of the call. Training does not notice that it was asked.
+    """The policy with its parameters at the moment of the call. Calls do not affect training.
 
-    Everything is local to a rank: no collective. What a loop knows beside the model, how it samples and decodes, its
-    host says in a subclass.
+    Everything is local to a rank: no collective. A host's subclass implements what goes beyond the model:
+    how the loop samples and decodes.
 
     model       as it is trained, unwrapped
     batch_size  rows of one forward pass without graph
@@ -54,7 +54,7 @@ class Policy(abc.ABC):
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is a model that a KL term holds on to: the one without its adapters, if it has any."""
+        """Whether there is a reference model for a KL term: the model without its adapters, if it has any."""
         return hasattr(self.model, "disable_adapter")
 
     def reference_logps(self, rollout: Rollout) -> Tensor | None:

@@ -16,7 +16,7 @@ FP32_ATTENTION = ("eager", "sdpa", "flex_attention")  # what transformers has be
 def measuring(model: nn.Module) -> Iterator[None]:
     """A context in which the model calculates as exactly as its weights allow; then everything is as it was.
 
-    Forward and backward belong into it. The graph is not its affair.
+    Run forward and backward inside it. It does not change whether a graph is built.
     """
     device = next(model.parameters()).device.type
     with ieee_fp32(), without_dropout(model), _attention_in_fp32(model), torch.autocast(device, enabled=False):

@@ -1,6 +1,6 @@
-"""The base class of every probe: when it is asked, what it must answer, and what it may ask to be kept for it.
+"""The base class of every probe: when it is called, what it must return, and what it may ask to be kept for it.
 
-A probe is told of an optimizer step that it measures at two moments, on every rank, and then asked for its estimates:
+A probe has two hooks on each optimizer step that it measures, called on every rank, and then returns its estimates:
 
     prepare(step)       all gradients are in, averaged over ranks, not clipped; the parameters are still old
     after_step(step)    parameters and optimizer states have moved
@@ -34,7 +34,7 @@ class Need(enum.Flag):
 
 
 class Probe:
-    """A measurement that runs inside a training loop. Subclasses override the moments that they need.
+    """A measurement that runs inside a training loop. Subclasses override the hooks that they need.
 
     name       names it in probes.jsonl and in probe_cost/<name>_seconds
     needs      what must be kept for it
@@ -67,11 +67,11 @@ class Probe:
         """Measures what takes the new parameters: whole only for a probe that `reads_new_weights`."""
 
     def reads_new_weights(self) -> bool:
-        """Returns whether `after_step` asks the policy something: sharded weights are then gathered for it."""
+        """Returns whether `after_step` uses the policy: sharded weights are then gathered for it."""
         return False
 
     def results(self) -> dict[str, Estimate]:
-        """Returns the step's estimates by metric name: what the moments have left in `_answers`."""
+        """Returns the step's estimates by metric name: what the hooks have stored in `_answers`."""
         return self._answers
 
     def checked_results(self, number: int) -> dict[str, Estimate]:

@@ -1,4 +1,4 @@
-"""What a step says of δH, a row a quantity: two numbers, their errors, why they are missing, which step they mean."""
+"""The δH quantities of a step: two numbers each, with errors, the reason if missing, and the step they refer to."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Quantity:
     name: str
     value: Tensor  # (2,)
     stderr: Tensor  # (2,)
-    about_step: int  # the step that it speaks of
+    about_step: int  # the step that it refers to
     reason: str = ""  # why it is missing, if it is
     # (2,): batches of equal variance that the error is from, Satterthwaite's
     batches: Tensor = field(default_factory=lambda: torch.ones(2))
-    stderr_of_batch: Tensor | None = None  # (2,): what this batch alone would say of it
+    stderr_of_batch: Tensor | None = None  # (2,): the error from this batch alone
 
     def unless(self, reason: str) -> Quantity:
         """Returns this quantity, but nan with the reason if there is one."""

@@ -1,12 +1,12 @@
-"""What a causal language model says of sequences that it has written: log-probabilities and exact entropies.
+"""Scores of sequences under the causal language model that wrote them: log-probabilities and exact entropies.
 
 Any of Hugging Face's: bare or with adapters, quantised, with a softcap or a scale of its logits, with images. The body
 runs as the model runs it; the head is applied in chunks, at the sampled tokens only, so that the logits of a batch,
-(B, T, V), never exist. Whether body and head make the model is tried once, on two tokens. Where they do not, its own
+(B, T, V), never exist. Whether head(body(ids)) gives the model's logits is tested once, on two tokens. If not, its own
 logits are used, whole, and one warning says so.
 
-Every sequence starts in the first column, and a batch is as wide as the longest of its rows. What stands to the right
-of a sequence no causal model looks at, so there is no attention mask to build and to apply.
+Every sequence starts in the first column, and a batch is as wide as the longest of its rows. A causal model
+does not attend to what is right of a sequence, so there is no attention mask to build or apply.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Batch(NamedTuple):
 
 
 class Scorer:
-    """Scores sequences by a model at its parameters at the moment of the call. Training stays as it is.
+    """Scores sequences with a model's parameters at the moment of the call. Training is not affected.
 
     model         the causal language model itself, not as DDP or an engine wraps it; or PEFT's around it
     temperature   logits are divided by it, as where the responses were sampled
@@ -125,7 +125,7 @@ class Scorer:
     def verify(self) -> str:
         """Returns why the model's own logits are used, "" if its body and head are. Tried once, then known.
 
-        The first score does it, if nobody has. Whoever hooks modules does it before: two small forward passes.
+        The first score calls it if nothing has. Call it before hooking modules: it makes two small forward passes.
         """
         if self._why_whole is None:
             with self._streams_put_back(), self.measuring(), torch.no_grad():
@@ -217,7 +217,7 @@ class Scorer:
         return hidden.to(ids.device)  # the model may be spread over devices
 
     def _own_logits(self, ids: Tensor, beside: Mapping[str, Any]) -> Tensor:
-        """Returns (B, W, V) by the forward pass of the model's class: a trainer may have put its own in front of it."""
+        """Returns (B, W, V) by the forward pass of the model's class: a trainer may have patched it."""
         return type(self._lm).forward(self._lm, input_ids=ids, use_cache=False, **beside).logits
 
     def _dtype_of_product(self, x: Tensor, head: nn.Linear) -> torch.dtype:

@@ -19,7 +19,7 @@ ByParameter = dict[Tensor, dict[str, Any]]
 class Sharding:
     """A layout, as it is once training has begun: here everything whole on every process, a single one or under DDP.
 
-    What others gather is a collective: all ranks ask.
+    Where a layout gathers, the call is a collective: all ranks make it.
 
     model          unwrapped            optimizer  torch's own, which steps
     max_grad_norm  the threshold at which the gradient is clipped; None, 0 and below: it is not
@@ -41,7 +41,7 @@ class Sharding:
         return trainable(self.model)
 
     def whole_weights(self) -> AbstractContextManager[None]:
-        """Returns a context in which every process has all weights whole, and a forward pass is its own affair."""
+        """Returns a context in which every process has gathered all weights and can run forward passes alone."""
         return contextlib.nullcontext()
 
     def mean_gradients(self, parameters: Iterable[nn.Parameter]) -> Mapping[nn.Parameter, Tensor | None]:
@@ -67,7 +67,7 @@ def refuse_what_does_not_fit(
 ) -> None:
     """Raises ValueError, with the memory it would take, where the whole weights and so many fp32 vectors do not fit.
 
-    They are held against the memory of a process: its GPU's, or its share of the machine's.
+    They are compared with the memory of a process: its GPU's, or its share of the machine's.
     """
     weights = sum(size(p) * p.element_size() for p in model.parameters())
     trained = 4 * vectors * sum(map(size, trainable(model).values()))

@@ -210,13 +210,13 @@ class UpdateHistory:
         self._before = None if update is not None else [part.clone() for part in parameters]
 
     def finish(self, step: int, parameters: Vector) -> None:
-        """Takes the difference of the parameters behind a step without a formula."""
+        """Stores δθ of a step without a formula, as the difference of the parameters after and before it."""
         if self._before is not None and self.is_open(step):
             self._update = [new - old for new, old in zip(parameters, self._before, strict=True)]
             self._before = None
 
     def is_open(self, step: int) -> bool:
-        """Returns whether `finish` waits for the parameters behind this step."""
+        """Returns whether `finish` still needs the parameters after this step."""
         return self._before is not None and self._step == step
 
     def state_dict(self) -> dict[str, Tensor]:

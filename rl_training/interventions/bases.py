@@ -3,7 +3,7 @@
     w = (1 + a) plain + b basis
 
 PSR, NSR and W-REINFORCE with any λ are one basis, a bonus with any β another; the loss scaled as a whole needs none.
-That is found out from the weights, so that no intervention has to say it.
+This is detected from the weights, so no intervention has to declare it.
 """
 
 from __future__ import annotations

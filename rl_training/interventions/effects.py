@@ -27,7 +27,7 @@ from rl_training.mathematics.jackknife import jackknife_covariance
 from rl_training.mathematics.running_pairs import Pair
 
 QUANTITIES = ("delta_h", "delta_h_kept", "delta_reward", "price", "halves_at")
-SMALLEST = 1e-4  # nats: effects below it have not come true
+SMALLEST = 1e-4  # nats: predictions below it were not confirmed
 NO_REWARD = "the gradient of the reward is known from Dr-GRPO's loss, or from the rewards, which are not known here"
 LOST = "the interval of its ΔH holds 0"
 TOO_SMALL = f"its ΔH is below {SMALLEST:g} nats"
@@ -36,7 +36,7 @@ NO_STRENGTH = "it has no strength"
 NO_FALL = "entropy does not surely fall at this step"
 NO_BAR = "no error bar"
 NEVER_HALF = "no strength halves the fall: the rest of it is momentum"
-HALF = 0.02  # as near to a half, relative to it, as is looked for
+HALF = 0.02  # relative tolerance of the search for a half
 FIRST_OF_ADAM = "Adam's first step, whose size is not the gradient's"
 
 
@@ -81,7 +81,7 @@ class Effects:
         return dict(zip(QUANTITIES, (delta, of_kept, reward, price, self.halves[of.name]), strict=True))
 
     def kept(self, of: Intervention) -> float:
-        """Returns how many times a step's effect it has once the momentum has known it: see `_kept`."""
+        """Returns its effect, as a multiple of one step's, once all of the momentum includes it: see `_kept`."""
         return _kept(self._step, self._remedied[of.name][0])
 
     def _remark(self, of: Intervention, pair: Pair) -> str:
@@ -184,7 +184,7 @@ def _per_unit(sums: Tensor) -> Tensor:
 
 
 def _kept(step: Step, remedied: Remedied) -> float:
-    """Returns how many times a step's effect an intervention has once all of the momentum has known it.
+    """Returns an intervention's effect, as a multiple of one step's, once all of the momentum includes it.
 
     1/(1 − β1) in a warm Adam; 1 where only learning rates change, which act at once; nan where parameters differ.
     """
@@ -210,7 +210,7 @@ def _why_no_strength(of: Intervention, plain: Pair) -> str:
 
 
 def kept_halving(of: Intervention, mean: Pair, plain: Pair, kept: float) -> Estimate:
-    """Returns the strength that halves the mean fall once it has long been there, on a straight line through one step.
+    """Returns the strength that halves the mean fall once it is long in effect, extrapolated linearly from one step.
 
     mean, plain  over steps, of what it changes and of the step as it is        kept  times of a step's effect
     """

@@ -1,10 +1,10 @@
-"""What an intervention is a function of, and what it returns: the loss of one microbatch, and its new weights.
+"""The input and output of an intervention: the loss of one microbatch, and its new weights.
 
     ∂loss = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik          (engine/loss_weights.py)
 
-A loss is what it hands back to log-probabilities and to entropies. So an intervention on it is a function from what
-the loss knows to new c and d. Its unit is a microbatch, as in training: the tokens of highest entropy, for example, are
-those of this rank's microbatch. The same functions predict (probes/interventions.py) and train
+A loss is given by its derivatives with respect to log-probabilities and entropies. So an intervention is a function
+from the loss's inputs to new c and d. Its unit is a microbatch, as in training: the tokens of highest entropy, for
+example, are those of this rank's microbatch. The same functions predict (probes/interventions.py) and train
 (hosts/trl/remedied.py).
 """
 
@@ -36,7 +36,7 @@ class LossInputs:
     rewards: Tensor | None = None  # (b,)
     truncated: Tensor | None = None  # (b,), bool: cut off at the maximum length
     sampling_logps: Tensor | None = None  # (b, T); None on-policy, where all ratios are 1
-    reference_logps: Tensor | None = None  # (b, T), of the model that a KL term holds on to
+    reference_logps: Tensor | None = None  # (b, T), of the reference model of a KL term
     hidden: Tensor | None = None  # (b, T), bool: the policy's tokens that the loss does not see
 
     @property
@@ -56,7 +56,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class Remedied:
-    """What the step would be made with. By default, with all that it is made with."""
+    """The weights and settings of the changed step. By default, nothing changes."""
 
     weights: LossWeights | None = None  # (b, T); None: those of the loss as it is
     lr_factor: float = 1.0  # on every learning rate

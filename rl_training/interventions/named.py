@@ -1,7 +1,7 @@
-"""Every intervention by its name: where it comes from, what its strength is, what it needs, when it is nothing.
+"""Every intervention by name: its source, its strength, what it needs, and when it has no effect.
 
 bonus        with its usual strength          bonus:0.02    with another
-my.py:softer one's own: a function of (LossInputs, strength) in a file that returns Remedied
+my.py:softer your own: a function of (LossInputs, strength) in a file that returns Remedied
 my.loss:softer            or in a module that can be imported
 """
 
@@ -21,7 +21,7 @@ from rl_training.interventions import remedies
 from rl_training.interventions.loss import Function, LossInputs, Remedied
 
 RATIOS_ARE_ONE = "on-policy every ratio is 1, and it changes nothing"
-ENTROPY_TERMS = {"entropy_coef", "use_adaptive_entropy"}  # they leave the weights of log-probabilities alone
+ENTROPY_TERMS = {"entropy_coef", "use_adaptive_entropy"}  # they do not change the weights of log-probabilities
 GROWS = "grows with the distance from the reference: one step shows little of it"
 # What an intervention may need, and what is said where it is not there.
 NEEDS: Mapping[str, tuple[Callable[[LossInputs], bool], str]] = {
@@ -54,12 +54,12 @@ NEEDS: Mapping[str, tuple[Callable[[LossInputs], bool], str]] = {
 
 @dataclass(frozen=True)
 class Remedy:
-    """What is to be known of an intervention.
+    """The facts about an intervention.
 
     strength   the usual one; None where it has none        low, high  what it must lie between
-    nothing    the strength at which it is nothing; None where it has no such
+    nothing    the strength at which it has no effect; None where there is none
     is_linear  the loss's weights are a straight line in the strength
-    remark     what is to be said beside what it does in one step
+    remark     a caveat on its one-step effect
     trl        the setting of trl.GRPOConfig that does the same, where there is one
     """
 
@@ -152,7 +152,7 @@ class Intervention:
     strength: float = field(default=math.nan)
 
     def why_none(self, loss: LossInputs) -> str:
-        """Returns why it is not available with this loss, "" if it can."""
+        """Returns why it is not available with this loss, "" if it is."""
         return next((why for there, why in map(NEEDS.__getitem__, self.remedy.needs) if not there(loss)), "")
 
     def __call__(self, loss: LossInputs) -> Remedied:

@@ -2,7 +2,7 @@
 
 c are the weights of log-probabilities and d those of entropies, A the advantages, ρ the ratios, m the mask of the
 loss's tokens, M the step's microbatches, and u = 1 / (b M L) what Dr-GRPO's loss hands back for an advantage of −1.
-Sources, strengths and what each of them needs stand in named.py.
+Sources, strengths and requirements are listed in named.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SMALLEST_SCALE = 0.02  # STEER's: below it, the largest |Ω| does not set the sc
 
 
 def bonus(loss: LossInputs, strength: float) -> Remedied:
-    """Entropy of the next token, its mean over the microbatch's tokens: d − β m / (M Σm)."""
+    """Entropy bonus, the mean next-token entropy over the microbatch's tokens: d − β m / (M Σm)."""
     mask = loss.scores.mask.to(loss.scores.entropies)
     added = mask * (-strength / (loss.microbatches * max(float(mask.sum()), 1.0)))
     old = loss.weights.entropies

@@ -1,4 +1,4 @@
-"""Whether predictions come true: slope, correlation, sign agreement and coverage over the steps so far.
+"""How well predictions match the truth: slope, correlation, sign agreement and coverage over the steps so far.
 
 From n pairs of a prediction p (standard error s, ν degrees of freedom) and the truth t (standard error τ) of the same
 step:
@@ -50,7 +50,7 @@ def interval_covers(difference: float, stderr: float, num_samples: int, other_st
 
 
 class Calibration:
-    """Pairs of predictions and truths as they come in, and what they say of the predictions.
+    """Pairs of predictions and truths, accumulated, and the calibration of the predictions.
 
     Pairs of which one side is nan are left out of everything; `num_samples` of each estimate is the number it is from.
     """
@@ -59,7 +59,7 @@ class Calibration:
         self._pairs = torch.zeros(0, 5, dtype=torch.float64)  # prediction, its stderr, num_samples, truth, its stderr
 
     def add(self, prediction: Estimate, truth: Estimate) -> None:
-        """Takes a pair that speaks of the same quantity and the same step."""
+        """Adds a pair for the same quantity and the same step."""
         if math.isnan(prediction.value) or math.isnan(truth.value):
             return
         pair = [prediction.value, prediction.stderr, prediction.num_samples, truth.value, truth.stderr]

@@ -1,4 +1,4 @@
-"""What a matrix of cosines says of its vectors: how many directions they fill, and which lie together."""
+"""Statistics of a matrix of cosines: the effective number of directions, and which vectors cluster."""
 
 from __future__ import annotations
 

@@ -27,8 +27,8 @@ class Estimate:
     num_samples  independent units behind the error: folds of prompts for a jackknife; where errors of several steps are
                  averaged, as many as give their degrees of freedom. Student-t has num_samples − 1
     reason       why `value` or `stderr` is nan; else empty, or a remark
-    about_step   the optimizer step it speaks of, when that is not the step at which it was measured
-    detail       what else is to be known of it; goes into probes.jsonl
+    about_step   the optimizer step it refers to, when that is not the step at which it was measured
+    detail       further facts about it, written to probes.jsonl
     interval     ends of its 95 % interval, where value ± half_width() is none: of a share near 1, of a ratio
     """
 

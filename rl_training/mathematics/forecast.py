@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-HORIZONS = (10, 20, 50)  # steps; beyond the last nothing was found that can be foretold
+HORIZONS = (10, 20, 50)  # steps; beyond the last, no forecast skill was found
 FEWEST = 20  # misses with which a run begins to know its own constants
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 PRIOR_SPREAD = math.log(4)  # one standard deviation of the logarithm of a factor
@@ -45,7 +45,7 @@ class Dynamics:
 
 @dataclass(frozen=True)
 class Ahead:
-    """What is said of entropy at one step ahead: log H is normal."""
+    """The forecast of entropy at one future step: log H is normal."""
 
     mean: float
     sd: float
@@ -81,14 +81,14 @@ class EntropyForecast:
         self._state: tuple[Tensor, ...] = ()  # by constants: x, v, their variances and, between, their covariance
         self._seen_variance = [0.0, 0.0]  # relative, summed with weights; the sum of the weights
         self.step = 0  # the one seen last; 0 before the first
-        self.misses = 0  # so many one-step forecasts of log H have been held against what came
+        self.misses = 0  # number of one-step forecasts of log H compared with the measured value
 
     def see(
         self, step: int, entropy: float, stderr: float = math.nan, change: float = math.nan, change_se: float = math.nan
     ) -> None:
         """Takes the entropy measured at a step, nats, and its predicted change by that step; nan: not known.
 
-        What is no positive number has no logarithm and is passed over.
+        Values that are not positive numbers have no logarithm and are skipped.
         """
         if not (math.isfinite(entropy) and entropy > 0):
             return
@@ -139,7 +139,7 @@ class EntropyForecast:
         )
 
     def ahead(self, steps: int) -> Ahead:
-        """Returns what is to be expected so many steps after the one seen last. ValueError before the first."""
+        """Returns the forecast for so many steps after the one seen last. ValueError before the first."""
         if not self._state:
             raise ValueError("no entropy has been seen: there is nothing to go on from")
         state = self._state

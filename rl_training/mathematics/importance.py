@@ -9,14 +9,14 @@ self-normalised importance sampling (SNIS) gives
     ΔH_tok = Σ w H' / Σ w T − Σ H / Σ T        nats per token
     ESS = (Σ w)² / Σ w²                        Kish: how many sequences of equal weight are as good
 
-Weights are not clipped: that would be a bias nobody sees. (They are computed relative to the largest, which cancels, so
+Weights are not clipped: that would be a hidden bias. (They are computed relative to the largest, which cancels, so
 none overflows and not all underflow.) Where the ESS is below MIN_ESS_SHARE of N, sample afresh under π' and take the
 difference of the two samples; common random numbers make it a difference of pairs, one pair per prompt. Where scores
 are known token by token, per_decision.py makes less noise of the same sequences.
 
 MIN_ESS_SHARE is near 1 because the ESS cannot see what was not drawn: sequences that π' makes frequent and π rare. A
-sample without them has even weights, a change too small and an error too small, all at once. Nor does Pareto's k̂ of
-the weights tell (Vehtari et al. 2024): where π is peaked it is above 1 at every step, small ones too. Measured in
+sample without them has even weights, and both its change and its error are too small. Pareto's k̂ of the weights
+(Vehtari et al. 2024) does not help either: where π is peaked it is above 1 at every step, small ones too. Measured in
 benchmarks/README.md; a difference of pairs costs a second sample, and its error is no larger from about there on.
 
 Standard errors are the delete-one jackknife, jackknife.py, over independent units: sequences (pairs) where each answers

@@ -135,7 +135,7 @@ def unchanged(tensor: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class JackknifeUnits:
-    """To which of `count` units each of this process's rows belongs. What is asked of it is asked by all processes."""
+    """To which of `count` units each of this process's rows belongs. Reductions are collectives, on all processes."""
 
     number: Tensor  # (B,), 0 .. count - 1 over all processes; no unit lies on two
     count: int

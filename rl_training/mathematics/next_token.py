@@ -27,9 +27,9 @@ CHUNK = 2**22  # entries of a vocabulary-wide tensor whose terms are held at onc
 
 @dataclass(frozen=True)
 class PositionScores:
-    """What one or two policies say at N positions, in nats, fp64."""
+    """The scores of one or two policies at N positions, in nats, fp64."""
 
-    logps: Tensor  # (N,), of the token that stands there
+    logps: Tensor  # (N,), of the token at that position
     entropies: Tensor  # (N,)
     kl: Tensor | None  # (N,), from the policy to the reference; None without one
 

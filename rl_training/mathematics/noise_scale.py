@@ -73,7 +73,7 @@ def split_of_trace(same_prompt: Tensor, moments: Tensor, responses_per_prompt: i
 
 @dataclass(frozen=True)
 class Averages:
-    """tr Σ and |G|², averaged over steps, and how well they are known together."""
+    """tr Σ and |G|², averaged over steps, with their joint covariance."""
 
     means: Tensor  # (2,), tr Σ and |G|²
     covariance: Tensor  # (2, 2), of the two means
@@ -117,7 +117,7 @@ def average(history: Tensor, decay: float) -> Averages:
 def signal_to_noise_interval(averages: Averages, coverage: float = 0.95) -> tuple[float, float]:
     """Returns Fieller's interval of |G|² / tr Σ; its ends may be negative, as the estimate may.
 
-    An interval of the noise scale, the inverse, is the same set upside down, and has no upper end where 0 is in it.
+    An interval of the noise scale, the inverse, is the same set inverted, and has no upper end where 0 is in it.
     (−∞, ∞) where tr Σ itself is lost in its error.
     """
     return fieller_interval(averages.means, averages.covariance, averages.degrees, coverage)

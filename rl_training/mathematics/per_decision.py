@@ -8,7 +8,7 @@ only, where importance.py weights the whole sequence: for sequences t_i ~ π sco
     T'     = Σ_k  Σ_i ρ_ik m_ik       / Σ_i ρ_ik
     ΔH_seq = H'_seq − mean H,   ΔH_tok = H'_seq / T' − Σ H / Σ T
 
-The normaliser of position k runs over ALL N sequences. One that has ended is an outcome as any other, with an entropy
+The normaliser of position k runs over ALL N sequences. One that has ended is an outcome like any other, with an entropy
 of 0 from there on and the ratio that it ended with: leaving it out, or giving it weight 1, is wrong where the step
 makes responses longer or shorter.
 

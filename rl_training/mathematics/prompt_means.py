@@ -36,7 +36,7 @@ ONE_PROMPT = "one prompt has no standard error"
 
 
 def mean_over_prompts(values: Tensor) -> Estimate:
-    """Returns the mean of (P,) values with its standard error; a prompt with nan has no such value and is left out."""
+    """Returns the mean of (P,) values with its standard error; prompts whose value is nan are left out."""
     values = values.double()
     values = values[~values.isnan()]
     if len(values) == 0:

@@ -44,7 +44,7 @@ class RewardLaw:
 
     @property
     def a(self) -> Estimate:
-        """Returns a: how much reward goes up per unit that e^H goes down."""
+        """Returns a: the rise in reward per unit decrease of e^H."""
         return self._estimate(-self.slope, self.scatter / math.sqrt(self.spread))
 
     @property
@@ -54,7 +54,7 @@ class RewardLaw:
 
     @property
     def ceiling(self) -> Estimate:
-        """Returns b − a, the reward that the curve gives at H = 0: at no entropy."""
+        """Returns b − a, the reward that the curve predicts at H = 0."""
         return self.reward(0.0)
 
     def reward(self, entropy: float) -> Estimate:

@@ -22,7 +22,7 @@ def fieller_interval(means: Tensor, covariance: Tensor, degrees: float, coverage
     means       (2,), denominator T and numerator S          covariance  (2, 2), of the two
     degrees     of freedom of the covariance, for Student-t
 
-    It holds the ρ that the data do not speak against: with q Student's quantile,
+    It contains the ρ that the data do not reject: with q Student's quantile,
 
         (S − ρT)² ≤ q² (V_SS − 2ρ V_TS + ρ² V_TT).
 
@@ -44,7 +44,7 @@ def fieller_interval(means: Tensor, covariance: Tensor, degrees: float, coverage
 
 @dataclass(frozen=True)
 class Pair:
-    """Two estimates from the same units, and how well they are known together."""
+    """Two estimates from the same units, with their joint covariance."""
 
     values: Tensor  # (2,)
     covariance: Tensor  # (2, 2)

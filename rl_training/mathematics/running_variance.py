@@ -1,7 +1,7 @@
 """Variances of successive batches' estimates, averaged over a few steps.
 
-A batch that misses rare responses does not know how far off it is: its own variance is small exactly then. The true
-variance changes slowly along a run, so that the average over the last steps, with weights w = decay^age, knows better:
+A batch that misses rare responses looks too certain: its own variance is small exactly then. The true variance changes
+slowly along a run, so the average over the last steps, with weights w = decay^age, is more reliable:
 
     s² = Σ w s_j² / Σ w                    of (Σ w s_j²)² / Σ (w s_j²)² batches of equal variance
 

@@ -1,4 +1,4 @@
-"""What a policy says of sampled tokens: the one view of it that formulas need. B sequences, T completion tokens."""
+"""A policy's scores of sampled tokens: all that formulas need of it. B sequences, T completion tokens."""
 
 from __future__ import annotations
 

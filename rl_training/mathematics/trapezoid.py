@@ -27,11 +27,11 @@ class Term(NamedTuple):
 
     value: Tensor
     stderr: Tensor
-    batches: Tensor  # so many batches of equal variance would know that error as well
+    batches: Tensor  # number of batches of equal variance that would give as reliable an error
 
 
 class BatchTerms(NamedTuple):
-    """What one batch says."""
+    """The terms of one batch."""
 
     level: Term  # the quantity itself, measured on this batch
     forward: Term  # its predicted change over the step that this batch takes

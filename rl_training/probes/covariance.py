@@ -1,6 +1,6 @@
 """The covariance probe: −Cov(log π, A) over the batch of each step, the entropy predictor of Cui et al.
 
-It costs nothing: log-probabilities and advantages are there, and eight numbers go over the network. Its scale is
+It costs almost nothing: log-probabilities and advantages exist, and eight numbers go over the network. Its scale is
 unknown (see mathematics/advantage_covariance.py), so it is compared with measured changes by correlation; the report
 draws it beside delta_h/forward, which has a scale.
 

@@ -28,7 +28,7 @@ NO_ERROR = "no error bar: a share of an error"
 
 
 def error_terms(sums: FoldSums) -> Tensor:
-    """Returns (3, 2): what X brings to forward's variance, what δθ does, and twice their covariance; they add up to it.
+    """Returns (3, 2): the parts of forward's variance from X, from δθ, and twice their covariance; they add up to it.
 
     Per token and per sequence, for folds of one rank, which are all there are.
     """

@@ -1,4 +1,4 @@
-"""The effective sample size probe: from how many of the batch's sequences this optimizer step really learns.
+"""The effective sample size probe: how many of the batch's sequences this optimizer step effectively learns from.
 
 Kish's size (kish.py) of n weights is n when all are equal, 1 when one sequence has all the weight. The weights are
 those of the Dr-GRPO gradient, Σ_i A_i Σ_k ∂log π(t_ik):

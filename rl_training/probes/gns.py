@@ -5,7 +5,7 @@ larger ones waste compute. Both are estimated from the mean gradients of blocks 
 the whole batch, see mathematics/noise_scale.py. The unit is the PROMPT with its responses, whose advantages sum to zero
 and are not independent.
 
-One step says little, so tr Σ and |G|² are averaged over steps with weights decay^age, apart, and divided last, both
+One step is too noisy, so tr Σ and |G|² are averaged over steps with weights decay^age, apart, and divided last, both
 ways: |G|² / tr Σ always has a value; its inverse, the noise scale, has none where the averaged |G|² is not above 0, and
 an interval (Fieller's) that has no upper end where |G|² may be 0. Errors are a delete-one-step jackknife's. In Adam's
 metric |x|² is Σ P x² with P of the step before, where v > 0, once v is warm.

@@ -7,14 +7,14 @@ The training batch is no ground truth: it shares its noise with the update that 
     after     E is scored at θ', and ΔH by per-decision importance sampling (per_decision.py); by the weights of whole
               sequences (importance.py), which is noisier, beside it; `forward` is held against it (calibration.py)
 
-Prediction and truth of one E share their noise: `delta_h/evaluation_error`, their difference block by block, has little
-of it left. It is the curvature of the step.
+Prediction and truth of one E share their noise: in `delta_h/evaluation_error`, their difference block by block,
+most of it cancels. That difference is the curvature of the step.
 
 The weights can be trusted while θ' is near: with ESS < MIN_ESS_SHARE·N, E is drawn afresh at θ' with the same random
-numbers, and ΔH is the difference of the two samples, pair by pair. Which it was says `delta_h/true_resampled`.
+numbers, and ΔH is the difference of the two samples, pair by pair. `delta_h/true_resampled` records which.
 
-What rounding alone makes of it is `delta_h/true_floor`: the same computation with δθ = 0, between two scorings of E at
-θ that put its sequences into different batches. A prediction below it cannot be held against the truth.
+`delta_h/true_floor` is the effect of rounding alone: the same computation with δθ = 0, between two scorings of E at
+θ that put its sequences into different batches. A prediction below it cannot be checked against the truth.
 
 Cost: N responses generated and three forward passes over them, two more of each where E is drawn afresh; a forward pass
 and a backward more for the prediction. Ranks exchange sums for each position, never the scores of tokens.
@@ -242,7 +242,7 @@ def evaluation_change(
 ) -> Replicates:
     """Returns X_E · δθ, (q,) nats for each target, and without each block, (blocks, q). A collective.
 
-    E knows nothing of the training batch, so that no fold has to be left out, and its prompts are unfiltered. With the
+    E is independent of the training batch, so no fold has to be left out, and its prompts are unfiltered. With the
     weights of entropy.py, baseline "buffer", over E of all ranks,
 
         X_E · δθ = Σ_b x_b,   x_b = Σ_{i in block b} Σ_k (w_ik ∂log π(t_ik) + u_ik ∂h_ik) · δθ

@@ -11,9 +11,9 @@ forward pass and a backward over the sequences whose weights change, once for al
 one another. K rows of X are held, and K rows of as many of these gradients as fit 256 MiB, of one at least.
 
 One step is not many. `…/delta_h` is this step; a warm Adam step has 1 − β1 of its gradient in it, and `…_kept` is what
-a step does when the intervention has long been there, ×1/(1 − β1). What only scales the gradient Adam takes back within
-1/(1 − β2) steps. From one batch sizes are known to a factor of two: the means over steps, `…/mean_…`, are to be
-compared. Δreward is on the prompts that training draws.
+a step does when the intervention has long been there, ×1/(1 − β1). Adam undoes a mere scaling of the gradient within
+1/(1 − β2) steps. One batch gives sizes only to a factor of two: compare the means over steps, `…/mean_…`.
+Δreward is on the prompts that training draws.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ r_j = Σ_k c_jk ∂log π(t_jk) + d_jk ∂h_jk, c and d the loss's derivatives (
 
 with x = ∂H_tok and a the optimizer's factor on the gradient, elementwise (AdamW's −lr (1−β1) P / (1−β1^t)). The
 derivative along y of all scores at once is a central difference of two forward passes: no backward per response. They
-are without autocast and dropout: rounding to bf16 would be larger than the difference.
+run without autocast and dropout: rounding to bf16 would be larger than the difference.
 x is the entropy gradient of the OTHER half of this rank's folds, so that no response is multiplied with itself.
 
 Cost: two forward passes over all responses and two more over those of two folds, which say how long a step the model's

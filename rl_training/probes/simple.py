@@ -5,15 +5,15 @@
 X and δθ from one batch share their noise, and their plain product always claims that entropy falls. Hence `forward`,
 the change on NEW prompts; `own_prompts`, that on the batch's OWN prompts; `backward`, from the next step's fresh
 rollouts, independent by construction; and `reuse`, the biased product, a diagnostic only. For their formulas and errors
-see engine/entropy_change.py. To them comes
+see engine/entropy_change.py. Added to them is
 
-    trapezoid    ½ (forward + backward)        exact to second order: what to hold against the measured change
+    trapezoid    ½ (forward + backward)        exact to second order: compare this with the measured change
 
 in nats per token and, if asked for, in nats per sequence. forward is split by cause (momentum, this step's gradient,
 weight decay), by layer and by kind of module, and set beside what it would be without gradient clipping.
 
-A batch that misses rare responses does not know how far off it is: the variances of single steps are averaged over
-about three of them (running_variance.py). Sums use each batch's own, but for the end of their last step.
+The variances of single steps are averaged over about three, because one batch can miss rare responses and look too
+certain (running_variance.py). Sums use each batch's own, but for the end of their last step.
 """
 
 from __future__ import annotations

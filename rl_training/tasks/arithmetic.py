@@ -85,7 +85,7 @@ def arithmetic(
 def arithmetic_reward(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:
     """1.0 for each completion with one `<answer>…</answer>` that holds exactly the answer, otherwise 0.0.
 
-    A second opening or closing tag anywhere scores 0.0: who lists several answers has given none.
+    A second opening or closing tag anywhere scores 0.0: listing several answers counts as giving none.
 
     >>> arithmetic_reward(["9-3=6</think><answer>6</answer>", "6"], answer=["6", "6"])
     [1.0, 0.0]

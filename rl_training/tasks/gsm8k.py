@@ -6,8 +6,8 @@ template, in the manner of DeepSeek-R1 (arXiv:2501.12948): think first, then ans
 as the data spells it.
 
 Reward: 1.0 if the last complete `<answer>…</answer>` holds that number, otherwise 0.0. Numbers are compared
-exactly: first as fractions read by a regular expression (`18`, `$1,000.50`, `18 dollars`, `36/2`); only what
-is no plain number goes to math_verify (`\frac{36}{2}`, `x = 18`), in a process of its own (see
+exactly: first as fractions read by a regular expression (`18`, `$1,000.50`, `18 dollars`, `36/2`); anything else
+goes to math_verify (`\frac{36}{2}`, `x = 18`), in a process of its own (see
 `rl_training.tasks.math_check`).
 """
 

@@ -1,6 +1,6 @@
-r"""A guard around math_verify: is a text that a model wrote equal to a number, at a bounded price?
+r"""A guard around math_verify: checks at bounded cost whether text that a model wrote equals a number.
 
-What a model writes is arbitrary text, and two things make it dangerous to hand that to computer algebra.
+A model writes arbitrary text, and passing that to computer algebra is dangerous for two reasons.
 
 It may be run. math_verify has two ways to read an expression. `ExprExtractionConfig` ends in sympy's `parse_expr`,
 which is Python's `eval`: never used here. The LaTeX grammar (latex2sympy2_extended) builds the expression by hand, but
@@ -10,8 +10,8 @@ at all, and installs an audit hook, which cannot be taken out again, that refuse
 (`simplify` writes code for polynomials in several unknowns: refused as well, so `\log_{2}{8}` is not seen to be 3.)
 
 It may not end. `9^{9^{9^9}}` is one power of big integers, and no signal handler runs before that returns. So the
-check lives in another process with limited memory: a child that the kernel ends when the time for an answer is up, of
-a parent that has imported sympy, a second's work, and then forks the next one. This very file, run as a script, is
+check lives in another process with limited memory: the kernel kills a child when the time for an answer is up, and
+its parent, which has imported sympy (about a second), forks the next one. This very file, run as a script, is
 both; it reads and writes one line of JSON per check and imports neither torch nor TRL. One such pair for each rank,
 none before the first check, none left at exit.
 
@@ -184,7 +184,7 @@ def _read_line(process: subprocess.Popen[bytes], end: float) -> bytes:
 
 # What follows runs in the worker.
 
-_OUT_OF_MEMORY = 10  # how a child ends that ran out of it; 1 is Python's own
+_OUT_OF_MEMORY = 10  # exit status of a child that ran out of memory; 1 is Python's own
 
 
 def load_check() -> Callable[[str, str], bool]:

@@ -4,7 +4,7 @@ A row's prompt is the package's question and `<think>`; the reward is the packag
 one `<answer>…</answer>` of a completion holds. Many tasks score a near miss above 0.
 
 The questions of the package's item 0, 1, … under a seed become training rows or held-out rows by a checksum of their
-text (`is_held_out`), so that no seed ever trains on what evaluation asks. Questions drawn before are passed over.
+text (`is_held_out`), so that no seed ever trains on what evaluation asks. Repeated questions are skipped.
 
 Tasks with short questions and answers suit a tiny model, which `python -m rl_training.tasks.tiny --task NAME` makes.
 """
