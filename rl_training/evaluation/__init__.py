@@ -1,1 +1,1 @@
-"""Checkpoints evaluated: a policy answers the rows of a task's evaluation split, and what that says of it."""
+"""Evaluates checkpoints: a policy answers the rows of a task's evaluation split, and metrics summarize the answers."""

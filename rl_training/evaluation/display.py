@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from rl_training.records.evaluated import TABLE_FILE, EvaluatedMetric
 
-WIDTH = 100  # of the table at least: numbers that were cut would say nothing
+WIDTH = 100  # minimum of the table: truncated numbers would be useless
 
 
 class Progress:
@@ -70,7 +70,7 @@ def print_table(
         table.add_row(str(step), *cells, style="bold" if step == best and len(by_step) > 1 else "")
     console = Console(highlight=False)
     if any(row.stderr == 0 and not math.isnan(row.low) for row in rows if row.metric in shown):
-        table.caption = Text("- or + alone: all prompts say the same, and the 95 % interval reaches so far")
+        table.caption = Text("- or + alone: all prompts gave the same value; the 95 % interval extends that far")
         table.caption_justify = "left"
     if by_step:
         Console(highlight=False, width=max(console.width, WIDTH)).print(table)
@@ -88,6 +88,6 @@ def _cell(row: EvaluatedMetric) -> str:
     decimals = 1 if abs(row.value) >= 10 else 3
     if row.stderr > 0:
         return f"{row.value:.{decimals}f}±{row.stderr:.{decimals}f}"
-    # A standard error of 0 is none: all prompts have said the same.
+    # A standard error of 0 is no estimate: all prompts gave the same value.
     reaches = (("-", row.value - row.low), ("+", row.high - row.value))
     return f"{row.value:.{decimals}f}" + "".join(f"{sign}{reach:.{decimals}f}" for sign, reach in reaches if reach > 0)

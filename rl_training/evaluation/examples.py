@@ -1,4 +1,4 @@
-"""Two metrics to look at, and to start one's own from: where in a response, and in which responses, entropy lies.
+"""Two example metrics to start your own from: entropy by position, and in right and wrong responses.
 
 evaluate.py run=RUN 'metric=[entropy_by_correctness,entropy_by_position]'
 """
@@ -17,7 +17,7 @@ def entropy_by_correctness(
 ) -> dict[str, float]:
     """Returns nats per token in the right responses to a prompt, in the wrong ones, and their difference.
 
-    A prompt with only right or only wrong responses says nothing of the difference, which compares within prompts: nan.
+    The difference compares within a prompt: it is nan for one with only right or only wrong responses.
     """
     right = [h for h, reward in zip(entropies, rewards, strict=True) if reward >= right_reward]
     wrong = [h for h, reward in zip(entropies, rewards, strict=True) if reward < right_reward]
@@ -28,7 +28,7 @@ def entropy_by_correctness(
 def entropy_by_position(
     *, entropies: Sequence[np.ndarray], edges: Sequence[int] = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512), **others: object
 ) -> dict[str, float]:
-    """Returns nats per token by where the token stands in its response: the first, the second, 3–4, 5–8, …
+    """Returns nats per token by the token's position in its response: the first, the second, 3–4, 5–8, …
 
     edges  last position of each range, counted from 1; the last range goes on to the end
     """

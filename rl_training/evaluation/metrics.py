@@ -8,8 +8,8 @@
     kl/token, /sequence         the same of the divergence from the policy to the run's first model
     length, truncated, format   tokens per response; shares that reach the length limit, and that have an answer at all
 
-Right is what earns at least `right_reward`. Shares, and rewards whose least and most the task names, have intervals
-that lie between these.
+A response is right if it earns at least `right_reward`. Intervals of shares, and of rewards whose range the task names,
+stay within that range.
 
 A metric of one's own is a function that is called once per prompt, by keyword, and returns numbers by name:
 
@@ -106,7 +106,7 @@ def by_row(responses: Sequence[Response]) -> tuple[dict[int, list[Response]], di
 
 
 def custom_metrics(name: str, metric: Metric, sampled: ByRow, dataset: Any) -> dict[str, Estimate]:
-    """Returns `name/…` for all that a metric of the user's says of the prompts.
+    """Returns `name/…` for every number that a user's metric returns, averaged over prompts.
 
     ValueError, naming the metric and the row, when it raises or returns something else than numbers by name.
     """

@@ -1,8 +1,8 @@
-"""A checkpoint's policy, the run's first model beside it, and what they say of given tokens.
+"""A checkpoint's policy and the run's first model: sampling, and scores of given tokens.
 
-Sampled, decoded and scored is one and the same policy: in the precision of its weights, without dropout, at one
-temperature and nothing else (no top-p, no penalty). Every sequence draws its tokens with random numbers of its own, so
-that what it says depends neither on the sequences beside it in a batch nor on how many processes there are.
+The sampled, decoded and scored policy is the same: in the precision of its weights, without dropout, at one
+temperature and nothing else (no top-p, no penalty). Every sequence has its own random numbers,
+so a response depends neither on the other sequences of its batch nor on the number of processes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from rl_training.tasks.models import load_causal_lm
 ADAPTER_CONFIG = "adapter_config.json"
 NOT_WEIGHTS = ("probes.safetensors", "buffer.safetensors")
 LOGITS = 2**26  # entries of a forward's logits on a CPU at most, where more at once is not faster
-BYTES = 16  # of memory to an entry at the peak: the model's, those that are kept, in fp32, and the reference's
+BYTES = 16  # of memory per entry at the peak: the model's logits, the kept ones in fp32, and the reference's
 SHARE = 1 / 8  # of a GPU's memory, for logits
 
 LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
@@ -86,7 +86,7 @@ class CheckpointPolicy:
 
     @torch.inference_mode()
     def score(self, prompt_ids: Sequence[Tensor], completion_ids: Sequence[Tensor]) -> list[PositionScores]:
-        """Returns what the policy, and the reference if there is one, say at each token of the responses."""
+        """Returns the scores of the policy, and of the reference if there is one, at each token of the responses."""
         longest = max(len(p) + len(c) for p, c in zip(prompt_ids, completion_ids, strict=True))
         columns = longest - min(map(len, prompt_ids)) + 1  # those that responses are predicted in
         rows = max(1, logits_at_once(self.model.device) // (columns * len(self.tokenizer)))
@@ -120,7 +120,7 @@ class CheckpointPolicy:
     def _logits(self, model: PreTrainedModel, ids: Tensor, kept: Tensor) -> Tensor:
         """Returns (N, V) logits over the temperature, where a response's tokens are predicted.
 
-        Each sequence starts in the first column; what stands to its right no causal model looks at.
+        Each sequence starts in the first column; a causal model ignores the padding to its right.
         """
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=kept.shape[1]).logits
         return logits[kept].float().div_(self.temperature)
@@ -129,7 +129,7 @@ class CheckpointPolicy:
 def logits_at_once(device: torch.device) -> int:
     """Returns how many entries of logits there may be at once, unless one sequence alone has more.
 
-    By all memory of the device, not by what is free of it: the same command makes the same batches, hence numbers.
+    It uses the device's total memory, not its free memory: the same command gives the same batches, hence numbers.
     """
     if device.type != "cuda":
         return LOGITS

@@ -1,7 +1,7 @@
 """Responses to the rows of a task: which rows, generated in which batches, judged and scored.
 
-The batches are the same whoever works at them: process r of R takes batches r, r + R, …, so that R processes say
-exactly what one does.
+The batches do not depend on the number of processes: process r of R takes batches r, r + R, …, so R processes give
+exactly the responses of one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ GREEDY = -1  # stands for the number of a response that was decoded greedily
 
 @dataclass(frozen=True)
 class Response:
-    """One response with all that is known of it. Scores have one entry per token, in nats."""
+    """One response with everything known about it. Scores have one entry per token, in nats."""
 
     row: int  # of the task's evaluation split
     number: int  # among the responses to this row; GREEDY for the greedy one
@@ -114,7 +114,7 @@ def generate_responses(
 def tokenize(policy: CheckpointPolicy, prompt: Any) -> Tensor:
     """Returns the tokens of a prompt: plain text, or messages put into the tokenizer's chat template.
 
-    ValueError when the tokenizer cannot spell it: a policy is not asked what it cannot read.
+    ValueError when the tokenizer cannot spell it.
     """
     tokenizer = policy.tokenizer
     if isinstance(prompt, str):
@@ -132,7 +132,7 @@ def tokenize(policy: CheckpointPolicy, prompt: Any) -> Tensor:
 
 
 def judge(task: Task, rows: Sequence[dict[str, Any]], texts: list[str], completions: Sequence[Tensor]) -> list[float]:
-    """Returns the task's reward of each response. ValueError when one is no finite number, or none that can be."""
+    """Returns the task's reward of each response. ValueError when one is not finite, or outside the task's range."""
     prompts = [row["prompt"] for row in rows]
     columns = {name: [row[name] for row in rows] for name in rows[0] if name != "prompt"}
     answers: list[Any] = list(texts)

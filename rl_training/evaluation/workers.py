@@ -1,4 +1,4 @@
-"""Work in a process of its own: what it sends arrives, its memory goes with it, and whatever ends it has a reason."""
+"""Runs work in its own process: receives what it sends, frees its memory with it, and reports why it ended."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ Send = Callable[[Any], None]
 def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None], imports: Sequence[str] = ()) -> str:
     """Returns why `work` failed, or "" when it did not; every object that it sends is given to `receive` meanwhile.
 
-    Nothing of this process is in the other, no CUDA context and no thread, and it ends with this one.
+    The other process inherits nothing, no CUDA context and no thread, and ends with this one.
 
     imports  modules that take long: on Linux they are imported once, in a server from which each process is forked
     """
-    # Elsewhere than on Linux libraries do not survive a fork.
+    # Libraries survive a fork only on Linux.
     context: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
     if sys.platform == "linux":
         context = multiprocessing.get_context("forkserver")
@@ -30,7 +30,7 @@ def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None],
     here, there = context.Pipe(duplex=False)
     process = context.Process(target=_run, args=(work, there))
     resource_tracker.ensure_running()  # it unblocks the signals of whoever starts it
-    # Ctrl-C is for the parent to decide: the server, and its forks, are born deaf, hence while they import too.
+    # The parent handles Ctrl-C: the server and its forks ignore it from the start, also during their imports.
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         process.start()

@@ -1,4 +1,4 @@
-"""Where what was measured at a step goes: to the records and to the loop's log, and a word about what is missing."""
+"""Writes a step's estimates to the records and the loop's log, and warns of those that are missing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class EstimateWriter:
 
     records  None on ranks that write none
     log      called with a name and a value, nan where the loop's log must not keep an older one
-    speaks   whether this rank says why something is missing
+    speaks   whether this rank warns of missing estimates
     """
 
     def __init__(self, records: Records | None, log: Callable[[str, float], None], speaks: bool) -> None:
@@ -59,7 +59,7 @@ class EstimateWriter:
             self._warn_of_missing(by_name)
 
     def _warn_of_missing(self, estimates: Mapping[str, Estimate]) -> None:
-        """Says once why numbers are missing, when that reason holds at a second step: at a first step, some must be."""
+        """Warns once of each reason why numbers are missing, from its second step on: at the first, some must be."""
         missing: dict[str, list[str]] = {}
         for name, estimate in estimates.items():
             if math.isnan(estimate.value):

@@ -19,7 +19,7 @@
 At the end of a step `metrics` has what was measured, and logs/ has a line of it. A whole loop: examples/plain_loop.py.
 
 `backward` adds up the gradients of a step's microbatches: divide the loss by their number, as for one large batch.
-Every microbatch is as large as any other. A GradScaler is not known of: train in bf16 or fp32.
+All microbatches have the same size. GradScaler is not supported: train in bf16 or fp32.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ from rl_training.mathematics.scores import Scores
 from rl_training.records.checkpoint_states import NamedStateful
 from rl_training.records.jsonl import Records
 
-# Where the loop is. What is called elsewhere is refused.
+# The loop's current phase. Calls in the wrong phase are refused.
 OUTSIDE, BETWEEN = "outside of `with measured_loop(...)`", "between two steps"
 BATCHES, READY, STEPPED = "in the microbatches", "past gradients_ready()", "past optimizer.step()"
 
@@ -82,10 +82,10 @@ def measured_loop(
     temperature           of sampling, by which the loop divides logits
     dr_grpo               the loss is Dr-GRPO's alone: −A log π summed over all tokens, divided by a constant
     autocast              the autocast context of the loop's forward pass, made anew by each call
-    sample                sample(n) returns n fresh responses, one each to random prompts: torch is seeded before it and
-                          put back after it. None: what needs fresh responses is nan
-    decode                the text of a sequence of token ids; by default their numbers
-    sampling_mismatch     why the responses are no samples of the policy (top-p, say): most estimates are then nan
+    sample                sample(n) returns n fresh responses, one each to random prompts; torch is seeded before
+                          the call and restored after it. None: what needs fresh responses is nan
+    decode                the text of a sequence of token ids; by default the ids themselves
+    sampling_mismatch     why the responses are not samples of the policy (e.g. top-p): most estimates are then nan
 
     Raises ValueError, saying what to change, where probes would corrupt the training or cannot measure it.
     """
@@ -126,12 +126,12 @@ class MeasuredLoop:
 
     @property
     def scorer(self) -> Scorer:
-        """What the probes score by. A loop's forward pass may too, on one process: DDP's own must go through DDP."""
+        """The probes' scorer. On one process the loop's forward pass may use it too; under DDP it must use DDP's."""
         return self._policy.scorer
 
     @property
     def latest(self) -> Mapping[str, Estimate]:
-        """What the probes answered last, by name."""
+        """The probes' latest estimates, by name."""
         return self._writer.latest
 
     def __enter__(self) -> MeasuredLoop:
@@ -152,9 +152,9 @@ class MeasuredLoop:
 
     @contextlib.contextmanager
     def step(self, number: int, rollout_number: int | None = None) -> Iterator[dict[str, Any]]:
-        """A context of optimizer step `number`, counted from 1: from before its microbatches to after optimizer.step().
+        """A context around optimizer step `number` (from 1), from before its microbatches to after optimizer.step().
 
-        Yields the line of metrics.jsonl, for what the loop itself knows (loss, grad_norm); the rest comes at its end.
+        Yields the line of metrics.jsonl. The loop adds what it knows (loss, grad_norm); the rest is added at the end.
 
         rollout_number  which rollout the step learns from, where several steps learn from one; None: from its own
         """
@@ -181,16 +181,16 @@ class MeasuredLoop:
         """Takes a microbatch whose forward pass is done; call its backward next, and then the next microbatch.
 
         logps        (B, T) with graph: the very tensor that the loss is made of
-        entropies    (B, T) of the next-token distributions, with graph if the loss has a term of them. None: the scorer
-                     takes one more forward pass for them, without graph, at measured steps
-        other_terms  the loss has terms that are made of neither (a KL penalty by logits, a load balancing loss)
+        entropies    (B, T) of the next-token distributions, with graph if the loss uses them. None: at measured steps
+                     the scorer computes them in one more forward pass, without graph
+        other_terms  the loss has terms computed from neither (a KL penalty on logits, a load balancing loss)
         """
         self._expect(BATCHES, "microbatch(...) comes inside of `with measured.step(number):`, before gradients_ready()")
         step = self._step()
         loop_refusals.refuse_missing_backward(step)
         loop_refusals.refuse_other_shapes(rollout, logps, entropies, self._loop.shape.microbatch_size)
         if len(step.rollouts) == self._loop.shape.microbatches:
-            raise ValueError(f"measured_loop(microbatches={len(step.rollouts)}) was told of fewer than there are")
+            raise ValueError(f"this step has more microbatches than measured_loop(microbatches={len(step.rollouts)})")
         if rollout.on_policy and self._learned == self._rollout_number:
             raise ValueError("an earlier step has learned from this rollout: on_policy=False, sampling_logps=...")
         if step.probes and not self._scores_checked:
@@ -201,7 +201,7 @@ class MeasuredLoop:
         self._driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask), other_terms)
 
     def gradients_ready(self) -> None:
-        """Says that the last backward is over, gradients are averaged over processes, and nothing is clipped yet."""
+        """Call after the last backward, when gradients are averaged over processes and not clipped yet."""
         self._expect(BATCHES, "gradients_ready() comes once in a step, after its microbatches")
         step, expected = self._step(), self._loop.shape.microbatches
         if len(step.rollouts) != expected:
@@ -244,7 +244,7 @@ class MeasuredLoop:
         return {part.name: dict(part.state_dict()) for part in self._stateful}
 
     def load_state_dict(self, state: Mapping[str, Mapping[str, Tensor]]) -> None:
-        """Takes back what `state_dict` returned. ValueError when it is of other probes."""
+        """Restores what `state_dict` returned. ValueError when it belongs to other probes."""
         parts = {part.name: part for part in self._stateful}
         if state.keys() != parts.keys():
             raise ValueError(f"this is the state of {sorted(state)}, not of {sorted(parts)}: give the same probes")

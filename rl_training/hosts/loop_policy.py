@@ -1,4 +1,4 @@
-"""The policy of a plain loop, which says itself how it samples and decodes."""
+"""The policy of a plain loop, which supplies its own functions to sample and decode."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rl_training.engine.scorer import Scorer
 from rl_training.hosts.processes import all_ranks, rank
 from rl_training.hosts.random_streams import seed_torch, streams_put_back
 
-NO_SAMPLE = "fresh responses are needed, and the loop has not said how it samples them: measured_loop(..., sample=...)"
+NO_SAMPLE = "fresh responses are needed, and the loop does not say how to sample them: measured_loop(..., sample=...)"
 
 
 class LoopPolicy(Policy):
@@ -48,7 +48,7 @@ class LoopPolicy(Policy):
         parts = []
         with torch.no_grad(), streams_put_back(device), self.measuring():
             for number, rows in enumerate(mine.split(self._batch_size)):
-                # A seed for each batch: how many numbers one uses depends on its longest response.
+                # One seed per batch: how many random numbers a batch uses depends on its longest response.
                 seed_torch(seed, rank(), number, device=device)
                 parts.append(self._sample(len(rows)))
         return dataclasses.replace(join_rollouts(parts), prompt_index=mine.to(device), on_policy=True)

@@ -1,4 +1,4 @@
-"""What a plain loop may not do while it is measured: said in one line, with the fix."""
+"""Refuses what a plain loop may not do while it is measured, in one line with the fix."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from rl_training.engine.batch import Rollout, in_one_width
 from rl_training.engine.open_step import OpenStep
 from rl_training.engine.policy import Policy
 
-FARTHEST = 0.1  # nats per token, in the mean, between a loop's own log-probabilities and the scorer's
+FARTHEST = 0.1  # nats per token: largest mean difference between the loop's log-probabilities and the scorer's
 
 
 def refuse_what_cannot_be_measured(model: nn.Module, module: nn.Module) -> None:
-    """Raises ValueError where a second backward would be corrupted, or weights are in parts.
+    """Raises ValueError where a second backward would be corrupted, or weights are sharded.
 
     module  the model less DDP
     """
@@ -63,7 +63,7 @@ def refuse_other_scores(rollout: Rollout, logps: Tensor, policy: Policy) -> None
 
 
 def refuse_missing_backward(step: OpenStep) -> None:
-    """Raises ValueError where the latest microbatch has had no backward: gradients are told apart by when they come."""
+    """Raises ValueError where the latest microbatch had no backward: gradients are told apart by when they arrive."""
     if step.loss_weights and "logps" not in step.loss_weights[-1]:
         raise ValueError(
             f"the backward of microbatch {len(step.loss_weights)} has not reached its logps: make the loss of the very "

@@ -1,4 +1,4 @@
-"""Random streams: seeded for a measurement that draws, and put back, so that training does not notice."""
+"""Random streams: seeded for a measurement that draws, then restored, so that training is unaffected."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 @contextlib.contextmanager
 def streams_put_back(device: torch.device) -> Iterator[None]:
-    """A context after which the random streams of Python, NumPy and torch are what they were."""
+    """A context that restores the random streams of Python, NumPy and torch when it ends."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

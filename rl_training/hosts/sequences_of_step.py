@@ -1,4 +1,4 @@
-"""The sequences that a step has learned from, in words: rows for rollouts.jsonl.gz."""
+"""The sequences that a step was trained on, as text: rows for rollouts.jsonl.gz."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def sequences_of_step(
     """Yields a row per sequence of this rank: texts, reward, advantage, length in tokens, log-probability and ratio.
 
     logp              Σ_t log π(t), in nats, at the parameters that the step starts from
-    importance_ratio  π(sequence) / π_sampled(sequence); 1 where it was sampled at these very parameters, nan where TRL
-                      has not kept the log-probabilities of older ones
+    importance_ratio  π(sequence) / π_sampled(sequence); 1 where it was sampled at these parameters, nan where TRL
+                      has not kept the log-probabilities of older parameters
     """
     for rollout, said in zip(rollouts, scores, strict=True):
         mask = rollout.completion_mask.bool()

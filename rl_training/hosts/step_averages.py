@@ -1,4 +1,4 @@
-"""What every loop wants to see of a step, whatever its probes: reward, length, entropy, under TRL's names."""
+"""Averages of a step that every loop logs, whatever its probes: reward, length, entropy, under TRL's names."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Several real steps from a checkpoint with each intervention, and what has become of entropy and reward at their end.
+"""Takes several real steps from a checkpoint with each intervention, and measures entropy and reward after them.
 
-All branches draw the same prompts with the same random numbers: what differs between them is the intervention, and
-what follows from it. Each starts from the checkpoint's weights and optimizer, at its learning rate; both are put back,
-bit for bit. At the end fresh answers are drawn to E's prompts, with the same random numbers again, and the branch is
-compared with the plain one prompt by prompt.
+All branches draw the same prompts with common random numbers, so they differ only by the intervention and its effects.
+Each starts from the checkpoint's weights and optimizer, at its learning rate; both are restored bit for bit. At the end
+fresh responses to E's prompts are drawn, again with common random numbers, and the branch is compared with the plain
+one prompt by prompt.
 
-It is the only measurement that knows what grows with the distance, as a KL term does.
+It is the only measurement that captures effects that grow with the distance, such as a KL term's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from rl_training.offline.phases import silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings
 
-BETWEEN_STEPS = 1009  # what the seeds of U of neighbouring steps differ by: not those of a sweep
+BETWEEN_STEPS = 1009  # difference between the seeds of U of consecutive steps; a sweep uses other seeds
 
 
 def branches(
@@ -42,7 +42,7 @@ def branches(
 ) -> Iterator[tuple[str, Replicates | str]]:
     """Yields by name, after so many steps, (ΔH, Δreward) of each branch beside the plain one; or why there is none.
 
-    Replicates are (2,), nats per token and reward per response, without each prompt of E.
+    Replicates are (2,): nats per token and reward per response, leaving out each prompt of E.
 
     seed  of the first step's U
     """
@@ -55,7 +55,7 @@ def branches(
 def _branch(
     on: OnEvaluation, restored: RestoredTrainer, settings: Settings, of: Intervention | None, steps: int, seed: int
 ) -> tuple[tuple[Scores, Tensor], str]:
-    """Returns answers to E's prompts at the end of a branch; or with which reason it could not be taken."""
+    """Returns responses to E's prompts at the end of a branch, or the reason why it could not be taken."""
     own, chunk = settings.update, settings.memory.generation_size
     with put_back(restored):
         for number in range(steps):
@@ -96,7 +96,7 @@ def _take_step(restored: RestoredTrainer, gradient: dict[str, Tensor], lr_factor
 
 @contextlib.contextmanager
 def put_back(restored: RestoredTrainer) -> Iterator[None]:
-    """A context at whose end weights and the optimizer's states are as they were, in the same tensors, bit for bit."""
+    """A context that restores weights and optimizer states at its end, bit for bit and in the same tensors."""
     states = restored.trainer.optimizer.state
     tensors: list[Tensor] = [*restored.parameters.values()]
     tensors += [value for state in states.values() for value in state.values() if isinstance(value, Tensor)]

@@ -1,12 +1,12 @@
 """The two buffers of sequences that a prediction is made of, sampled apart.
 
     E  evaluation: B_E prompts, drawn uniformly and independently, with a response each, or several. Unfiltered,
-       unrewarded: the population whose entropy is spoken of.
+       unrewarded: the population whose entropy is measured.
     U  update: B_U prompts with G responses each, by the training's own generation and rewards: what the next optimizer
        step would learn from. With the filter, if asked for.
 
-Responses are generated in chunks of a fixed size, each with random numbers of its own, and chunk c is made by process
-c mod (number of processes): so many processes hold the same sequences as one.
+Responses are generated in chunks of a fixed size, each with its own random numbers. Process c mod (number of processes)
+generates chunk c, so any number of processes holds the same sequences as one.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ PROMPTS, RESPONSES = 0, 1  # streams of random numbers of a seed
 
 @dataclass(frozen=True)
 class EvaluationBuffer:
-    """E: this process's sequences, and what the policy says of those of all processes."""
+    """E: this process's sequences, and the policy's scores of all processes' sequences."""
 
     rollout: Rollout
     number: Tensor  # (B,), which of the N sequences each row is
@@ -50,7 +50,7 @@ class EvaluationBuffer:
 
     @property
     def units(self) -> JackknifeUnits:
-        """What is independent in the N sequences, and left out at a time: prompts. Of one prompt alone, responses."""
+        """The independent units that the jackknife leaves out: prompts, or responses if there is only one prompt."""
         sequences = JackknifeUnits.of_rows(self.scores.mask)
         return sequences if self.num_sequences == self.responses else sequences.in_blocks(self.responses)
 
@@ -74,9 +74,9 @@ def sample_update(
     """Returns U, drawn and rewarded as the training would.
 
     filtered    through the filter of training, with what its buffer knew at the checkpoint
-    chunk_size  sequences generated at once, at most; the filter looks at all prompts at once
+    chunk_size  sequences generated at once, at most; the filter generates for all prompts at once
 
-    Prompts are different ones, as within an epoch.
+    No prompt is drawn twice, as within an epoch.
     """
     trainer, group = restored.trainer, restored.trainer.num_generations
     total = len(trainer.train_dataset)
@@ -113,7 +113,7 @@ def _generate_rewarded(
 
 
 def _filter_of(restored: RestoredTrainer, seed: int) -> FilteredBuffer:
-    """Returns a filter that knows what the trainer's buffer knows, if it has one, and draws with dice of its own."""
+    """Returns a filter with the statistics of the trainer's buffer, if it has one, and its own random numbers."""
     known = restored.trainer.buffer
     settings = {} if known is None else {key: getattr(known, key) for key in ("max_attempts", "floor", "half_life")}
     own = FilteredBuffer(**settings, seed=seed)
@@ -233,9 +233,9 @@ def _learned(restored: RestoredTrainer, update: UpdateBuffer, prompts: Sequence[
 def respond(
     restored: RestoredTrainer, prompts: Sequence[Any], seed: int, chunk_size: int, progress: Progress
 ) -> tuple[Rollout, Tensor]:
-    """Returns this process's share of a response to each prompt, and which of them its rows are."""
+    """Returns this process's share of the responses, one to each prompt, and which of them its rows are."""
     total = len(prompts)
-    # Dice belong to a chunk, so one process and two must cut alike; more do where there are chunks enough for them.
+    # Random numbers belong to a chunk, so one process and two must have the same chunks; more, if there are enough.
     chunk = max(1, min(chunk_size, -(-total // 2)))
     if -(-total // chunk) < restored.num_ranks:
         chunk = max(1, -(-total // restored.num_ranks))

@@ -1,4 +1,4 @@
-"""Whether the weights in a checkpoint are those of this model: another adapter's would be left out, silently."""
+"""Checks that a checkpoint's weights belong to this model: another adapter's would be ignored silently."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
     unknown = _names_in(checkpoint) - names
     if unknown:
         raise ValueError(
-            f"{checkpoint} holds {some(unknown)}, which this model has not: it is of another model than model.name"
+            f"{checkpoint} holds {some(unknown)}, which this model does not have: it was written for another model"
         )
 
 
@@ -49,7 +49,7 @@ def _refuse_other_rank(model: nn.Module, checkpoint: Path) -> None:
     """Raises ValueError where the adapter's shapes differ: PEFT would keep the fresh weights, with a warning."""
     shapes = {_without_adapter_name(name): param.shape for name, param in model.named_parameters()}
     with safe_open(checkpoint / ADAPTER_WEIGHTS, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118, it is no dictionary
+        for name in file.keys():  # noqa: SIM118, it is not a dictionary
             found, expected = tuple(file.get_slice(name).get_shape()), shapes.get(name)
             if expected is not None and found != tuple(expected):
                 raise ValueError(

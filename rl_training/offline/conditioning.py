@@ -1,4 +1,4 @@
-"""The same X̄ and the same U under other preconditioners: what of the change of entropy is the optimizer's doing.
+"""The same X̄ and U under other preconditioners: how much of the entropy change is due to the optimizer.
 
 With g the clipped gradient of U, m ← β1 m + (1−β1) g, v̂ and P = 1/(√v̂ + ε) of this step, the directions are
 
@@ -69,9 +69,9 @@ def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, gain: floa
 
 
 def _directions(restored: RestoredTrainer, update: Update, gradient: Tensor) -> Iterator[Tensor]:
-    """Yields the five directions, (P,) each, in the order of NAMES, with no scale that means anything.
+    """Yields the five directions, (P,) each, in the order of NAMES; their scale is arbitrary.
 
-    One at a time: they are as large as all trainable parameters.
+    One at a time: each is as large as all trainable parameters.
     """
     yield update.delta
     root = _of_pieces(update, gradient, _root)

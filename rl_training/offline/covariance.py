@@ -1,4 +1,4 @@
-"""The entropy predictor of Cui et al. from U: −Cov(log π, A), with the error of leaving out each prompt."""
+"""The entropy predictor of Cui et al. from U: −Cov(log π, A), with a jackknife error over prompts."""
 
 from __future__ import annotations
 

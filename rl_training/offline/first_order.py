@@ -1,12 +1,12 @@
 """The change of entropy that the step makes, to first order: δH₁ = X̄·δθ, X̄ = ∂H from E, δθ from U.
 
-E and U are independent, so nothing has to be left out: the product of the two means is unbiased. Its error has two
-sources, and the jackknife leaves out one block of E's prompts, or one fold of U's, at a time:
+E and U are independent, so the product of the two means is unbiased without cross-fitting. Its error has two sources;
+the jackknife leaves out one block of E's prompts, or one fold of U's, at a time:
 
     se² = se²_E + se²_U         two samples
 
-A block's sum of products takes the level H_tok inside of X, and its sequences' baselines, as given. A left-out fold
-makes the optimizer's own step anew, clipping included.
+Leaving out a block keeps the level H_tok inside X and its sequences' baselines fixed. Leaving out a fold recomputes the
+optimizer's step, clipping included.
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class GradientRows:
             recording.fill(buffer, [scores.logps], [scores.mask.to(scores.logps)], keep_graph=True)
         yield buffer.matrix
         weights = [_of_rows(w, rows, scores) for w in (logp_weights, entropy_weights)]
-        with without_dropout(self._model):  # what is checkpointed runs once more
+        with without_dropout(self._model):  # checkpointed modules run once more
             recording.fill(buffer, [scores.logps, scores.entropies], weights)
         yield buffer.matrix
 
@@ -80,7 +80,7 @@ class GradientRows:
 
     def _buffer(self, num_rows: int) -> FlatVectors:
         if self._room.num_rows != num_rows:
-            self._room = self._layout  # the old one goes before the new one comes
+            self._room = self._layout  # free the old one before allocating the new one
             self._room = FlatVectors(self.parameters, num_rows)
         return self._room
 

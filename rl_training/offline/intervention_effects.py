@@ -5,10 +5,10 @@ For each U and each intervention, δθ(w) is the whole step with the interventio
     predicted   X̄_E · (δθ(w) − δθ)                   from the slopes of all of E's tokens along the difference
     measured    ΔH at θ + δθ(w), less ΔH at θ + δθ    per-decision importance sampling, over the same sequences
 
-Of reward the same: the slope of its mean and its change, by the weights of whole responses. Where the effective sample
-size is below MIN_ESS_SHARE of E, what is measured is of responses drawn afresh with common random numbers.
+The same for reward: the slope of its mean, and its change by the weights of whole responses. Where the effective sample
+size is below MIN_ESS_SHARE of E, fresh responses drawn with common random numbers are measured instead.
 
-Errors leave out a prompt of E at a time, of the difference: they are of this very U.
+Errors are jackknife errors of the difference over E's prompts, for this U.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ UNTRUSTED = "drawn afresh: the effective sample size was {:.0f} of {}"
 
 @dataclass(frozen=True)
 class Effect:
-    """What an intervention does to E at one step, beside the step as it is; of the step itself, all that it does.
+    """What an intervention changes on E compared with the plain step; for the plain step itself, its whole effect.
 
-    Replicates are (2,): ΔH in nats per token, and Δreward per response, without each prompt.
+    Replicates are (2,): ΔH in nats per token and Δreward per response, leaving out each prompt.
     """
 
     predicted: Replicates
@@ -63,7 +63,7 @@ class Effect:
 
 
 class OnEvaluation:
-    """E with its rewards, to be asked what a step does to it.
+    """E with its rewards, for predicting and measuring what a step does to it.
 
     rewards  (N,), of E's responses
     """
@@ -76,7 +76,7 @@ class OnEvaluation:
     def predicted(self, delta: Tensor, size: float) -> Replicates:
         """Returns ΔH and Δreward along delta, (P,), to first order.
 
-        size  the norm of a step: as far as SLOPE_STEP of it, scores are taken to be linear
+        size  the norm of a step: scores are taken as linear up to SLOPE_STEP of it
         """
         eta = SLOPE_STEP * size / float(delta.double().norm())
         before = self.evaluation.scores
@@ -85,7 +85,7 @@ class OnEvaluation:
         return _two(first_order_change(before, *along, self.units), reward_slope(self.rewards, of_logps, self.units))
 
     def measured(self, delta: Tensor) -> tuple[Replicates, str]:
-        """Returns ΔH and Δreward at θ + delta, (P,), and a remark where E's weights were not trusted."""
+        """Returns ΔH and Δreward at θ + delta, (P,), and a note where E's importance weights were not trusted."""
         before, after = self.evaluation.scores, self._scores_at(delta)
         totals = sequence_totals(before), sequence_totals(after)
         ess = importance_weights(*totals).ess
@@ -119,7 +119,7 @@ class OnEvaluation:
 def effects(
     on: OnEvaluation, restored: RestoredTrainer, update: Update, batch: Batch, which: Sequence[Intervention]
 ) -> Iterator[tuple[str, Effect | str]]:
-    """Yields by name what the step itself does, and what each intervention does beside it; or why that is not known."""
+    """Yields by name the effect of the plain step and the change by each intervention, or why it is unknown."""
     size = float(update.delta.double().norm())
     before, _ = on.measured(update.delta)
     yield PLAIN, Effect(on.predicted(update.delta, size), before)

@@ -1,11 +1,11 @@
-"""Interventions at a checkpoint, as rows of tables: what is asked for, and the mean over several U.
+"""Interventions at a checkpoint, as rows of tables: the settings, and the mean over several U.
 
-Beside prediction and measurement on E (intervention_effects.py) stands what the probe in training would have said from
-U alone, leave-fold-out: it needs no E. The mean over several U has their scatter in its error:
+Beside prediction and measurement on E (intervention_effects.py), a row has the leave-fold-out estimate of the training
+probe, which needs only U. The error of the mean over several U includes their scatter:
 
     se² = se²_E + s²_U / number of U
 
-One step is not many: `branches.py` takes some.
+This is one step; `branches.py` takes several.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class InterventionSettings:
 
     @property
     def named(self) -> list[Intervention]:
-        """The interventions. ValueError for a name that is not known, and for a strength that means nothing."""
+        """The interventions. ValueError for an unknown name or a meaningless strength."""
         return [intervention(text) for text in self.texts]
 
     @property
@@ -96,13 +96,13 @@ def rows_of(effects_of: Mapping[str, Sequence[Effect | str]], seed: int | None) 
 
 
 def _of_all(remarks: Counter[str], total: int | None = None) -> str:
-    """Returns what is said of steps with several U, with their number where it is not said of all."""
+    """Returns the remarks on several U, each with the number of U it applies to unless it applies to all."""
     total = total or remarks.total()
     return "; ".join(f"{w} with {n} of {total} U" if n < total else w for w, n in remarks.items() if w)
 
 
 def columns_of(kind: str, some: Sequence[Replicates]) -> dict[str, float]:
-    """Returns what several U say together: ΔH, Δreward, standard errors, halves of 95 % intervals, and the price."""
+    """Returns the columns of several U together: ΔH, Δreward, standard errors, half 95 % intervals, and the price."""
     nan = Pair(torch.full((2,), math.nan), torch.full((2, 2), math.nan), 1.0)
     pair = pair_of(some) if some else nan
     columns: dict[str, float] = {}
@@ -135,7 +135,7 @@ def pair_of(some: Sequence[Replicates]) -> Pair:
 
 
 def said_in_training(restored: RestoredTrainer, batch: Batch, texts: Sequence[str]) -> dict[str, dict[str, float]]:
-    """Returns by name what the probe in training says from U alone, with its standard errors."""
+    """Returns by name the training probe's estimates from U alone, with standard errors."""
     probe = InterventionsProbe(texts, every=1)
     probe.prepare(step_of(restored, batch))
     found = probe.results()

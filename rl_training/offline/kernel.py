@@ -3,18 +3,18 @@
     K(i, j) = Σ_α W_iα M_α W_jα     X̃(i, j) = Σ_α x_iα M_α W_jα          W = ∂S, x = Σ_k w_k ∂log π + u_k ∂h, x̄ = ∂H_tok
     δH₁(gradient part) = c /(N_E N_U L) Σ_i Σ_j X̃(i, j) A_j              M = κP of THIS step, c its clipping
 
-P holds the square of this very step's gradient, so there are two passes over U: the batch gradient first, which gives
-M, c and δθ, then U again, sequence by sequence, past a block of rows of E that is held. With P of the step before, the
-sum would be off by percents, and without bound where v is young. Formulas, scales and costs: kernel_blocks.py.
+P contains the square of this step's gradient, so there are two passes over U: the batch gradient first, which gives M,
+c and δθ; then U sequence by sequence, multiplied with a block of E's rows held in memory. With P of the previous step
+the sum would be off by percents, and without bound while v is young. Formulas, scales and costs: kernel_blocks.py.
 
-The pairs add up to the gradient part of δH₁ only. Beside it stand momentum and decay, with the same M: `products` of
-each row with δθ by cause.
+The pairs add up to the gradient part of δH₁ only. Momentum and decay, with the same M, are in `products`: each row
+times δθ by cause.
 
-Every run proves itself, or ends with an error: Σ_j A_j W_j against the batch gradient of the first pass, three rows
+Every run checks itself, or ends with an error: Σ_j A_j W_j against the batch gradient of the first pass, three rows
 against a backward of that sequence alone, and the sum over all pairs against x̄·δθ of those rows: kernel_proofs.py.
 
 A folder holds update.safetensors (U's side), block-N.safetensors (rows of E) as they are ready, each written under
-another name and moved, so that a killed run goes on after the last; and kernel.safetensors in the end.
+another name and moved, so that a killed run resumes after the last; at the end, kernel.safetensors.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ def calculate_kernel(
     rows: GradientRows, step: KernelStep, inputs: KernelInputs, settings: KernelSettings, folder: Path,
     ranks: Ranks = ALONE, about: Mapping[str, str] | None = None,
 ) -> Path:  # fmt: skip
-    """Returns the file with the kernel of these sequences, calculated or, where a killed run left off, finished.
+    """Returns the file with the kernel of these sequences; resumes a killed run.
 
-    about  what else the file should say of itself
+    about  further metadata for the file
 
-    Raises ValueError when the folder holds another kernel, the budget no row, or a proof fails.
+    Raises ValueError when the folder holds another kernel, the budget fits no row, or a proof fails.
     """
     done = folder / KERNEL_FILE
     num_parameters = sum(p.numel() for p in rows.parameters.values())
@@ -89,7 +89,7 @@ def _calculate_blocks(
     rows: GradientRows, inputs: KernelInputs, settings: KernelSettings, folder: Path, ranks: Ranks, step: KernelStep,
     blocks: Blocks,
 ) -> None:  # fmt: skip
-    """Calculates the blocks of this process that are not there yet; the first of process 0 also sees to U's side."""
+    """Calculates this process's missing blocks; the first one of process 0 also writes U's side."""
     summarizer, held = RowSummarizer(rows, step, settings), blocks.rows_per_block
     missing = [n for n in range(ranks.rank, blocks.num_blocks, ranks.count) if not block_file(folder, n).is_file()]
     num_update = inputs.update.num_sequences
@@ -129,7 +129,7 @@ def _held_rows(
     rows: GradientRows, inputs: KernelInputs, settings: KernelSettings, folder: Path, summarizer: RowSummarizer,
     of_block: range, w: Tensor, x: Tensor, bar: tqdm[NoReturn],
 ) -> dict[str, Tensor]:  # fmt: skip
-    """Fills √M W_i and √M x_i of a block of E and returns what else there is to keep of them."""
+    """Fills √M W_i and √M x_i of a block of E and returns what else is stored about them."""
     found: list[dict[str, Tensor]] = []
     proven = {of_block[0], of_block[len(of_block) // 2], of_block[-1]}
     for batch in rows.batches(of_block):

@@ -1,8 +1,8 @@
 """The kernel of a checkpoint analysis: between its E and its U, of its very step.
 
-With kernel.source=fixed E is the same texts at every checkpoint, those that the first analysis wrote. At another one
-they are no draw of the policy: gradients, cosines and what the step does to their log-probabilities mean what they say,
-but their x̄ is no gradient of the policy's entropy, and shares of its change mean nothing.
+With kernel.source=fixed E is the same texts at every checkpoint: those that the first analysis wrote. At other
+checkpoints they are not samples of the policy: gradients, cosines and changes of their log-probabilities stay valid,
+but their x̄ is not the gradient of the policy's entropy, and shares of its change are meaningless.
 """
 
 from __future__ import annotations

@@ -12,8 +12,8 @@ coefficient and g = −(1/N_U) Σ_j (A_j/L) W_j Dr-GRPO's gradient of the update
 
     seconds ≈ [N_U (1 + ⌈N_E/n_b⌉) + N_E (1 + 0.6 both)] t  +  (N_E + N_U) s  +  (1 + both) 2 N_E N_U P / F
 
-t the forward and backward of one sequence (a second backward from the same forward costs 0.6 of it), s what is kept of
-a sequence (its sketches, sketches.py, its norm, its products with δθ), F operations a second, both = 1 where K and X̃
+t is the time of one sequence's forward and backward (a second backward from the same forward costs 0.6 t), s that of
+its summary (sketches, sketches.py; norm; products with δθ), F operations per second, both = 1 where K and X̃
 are wanted.
 """
 
@@ -101,7 +101,7 @@ def plan_blocks(
 
     The budget is for the held rows (one or two a sequence) and the fp32 rows of one microbatch that streams by.
 
-    Raises ValueError, saying how much would do, when not even one row fits.
+    Raises ValueError, saying how much is enough, when not even one row fits.
 
     Rows of 10 parameters take 40 bytes; of 160, one is for the microbatch that streams by:
 

@@ -1,7 +1,7 @@
-"""Kernels of several checkpoints beside one another: what becomes of gradients, cosines and spectrum over training.
+"""Kernels of several checkpoints compared: how gradients, cosines and spectrum change over training.
 
-Like with like are kernels whose E is the same texts (kernel.source=fixed). Their sketches are of √P W with each step's
-own P, by the same hashes.
+Only kernels whose E is the same texts (kernel.source=fixed) are strictly comparable. Their sketches are of √P W with
+each step's own P, by the same hashes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], fol
 
 
 def _within(s: Structure) -> Tensor:
-    """Returns the cosines within E, (n, n), as the sketches have them; of sequences that have a gradient."""
+    """Returns the cosines within E, (n, n), estimated from sketches, for sequences with a nonzero gradient."""
     own = s.kernel.tensors["sq_norms"] > 0
     sketches, norms = s.kernel.tensors["sketches"][own], s.kernel.tensors["sq_norms"][own]
     values, _ = cosines(sketches, sketches, norms, norms)

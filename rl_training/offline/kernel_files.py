@@ -1,4 +1,4 @@
-"""The files of a kernel: each written under another name and moved, so that what lies there is whole."""
+"""The files of a kernel: each is written under another name and moved, so that no file is ever incomplete."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def block_file(folder: Path, number: int) -> Path:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes the file under another name first, so that what is there under its own is whole."""
+    """Writes the file under another name and moves it, so that it is never incomplete."""
     scratch = path.with_suffix(".tmp")
     try:
         save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, scratch, dict(metadata or {}))
@@ -34,7 +34,7 @@ def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[st
 
 
 def claim(folder: Path, identity: dict[str, Any]) -> None:
-    """Makes the folder this kernel's. Raises ValueError when it is another one's."""
+    """Claims the folder for this kernel. Raises ValueError when it belongs to another one."""
     folder.mkdir(parents=True, exist_ok=True)
     plan = folder / PLAN_FILE
     if plan.is_file():

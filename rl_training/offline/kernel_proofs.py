@@ -1,4 +1,4 @@
-"""What every kernel is held against before it counts: the batch gradient, single backwards, the sum of all pairs."""
+"""The checks that every kernel must pass: the batch gradient, single backwards, the sum of all pairs."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def prove_row(rows: GradientRows, inputs: KernelInputs, row: int, own: Tensor) -
 def gradient_part(inputs: KernelInputs, step: KernelStep, total: Tensor) -> Tensor:
     """Returns (x̄·δθ, |x̄| |δθ|), (2,) fp64, of δθ = c M total /(N_U L): this step's gradient as U's rows have it.
 
-    total  (P,) fp64, Σ_j A_j W_j.  The norms are those of the metric, the second number what the first can be at most.
+    total  (P,) fp64, Σ_j A_j W_j.  Norms are in the metric M; the second number bounds the first.
     """
     scale = step.clip / (inputs.update.num_sequences * inputs.max_length)
     x, moved = (v.double() * step.root.double() for v in (step.entropy_gradient, total))
@@ -60,12 +60,12 @@ def prove_identity(
 
     by_rows   (2,), `gradient_part`: with U's gradient as the sum of its rows
     by_batch  x̄·δθ with U's batch gradient from the first pass
-    limit     of the difference from `by_rows`, relative to what that can be at most
+    limit     of the difference from `by_rows`, relative to its bound
 
-        identity_error  of the sum, relative to by_rows: what multiplying, holding and adding up has cost
-        cancellation    what by_rows can be at most, over what it is: fp32 keeps some 1e-7 of the former
-        rounding_error  of by_batch, relative to by_rows: one gradient summed up in two orders in fp32. Where a young
-                        Adam divides by single entries that are nearly 0, it says so: P has no more digits than they
+        identity_error  of the sum, relative to by_rows: the rounding of products, stored rows and sums
+        cancellation    the bound of by_rows over its value: fp32 rounds at about 1e-7 of the bound
+        rounding_error  of by_batch, relative to by_rows: one gradient summed in two orders in fp32. It is large where a
+                        young Adam divides by entries that are nearly 0: P has no more digits than they have
     """
     contributions = kernel["entropy_kernel"] @ kernel["advantages"].double()
     scale = step.clip / (inputs.evaluation.num_sequences * inputs.update.num_sequences * inputs.max_length)

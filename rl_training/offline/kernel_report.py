@@ -1,4 +1,4 @@
-"""What is written beside a finished kernel for a person: tables as CSV, pictures, and a page to point at cells with."""
+"""The report of a finished kernel: tables as CSV, pictures, and a page whose cells show their pair on hover."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def write_report(folder: Path) -> Path:
         "histograms": {name: _histogram(s.cosines[s.is_of_class(name)]).long().tolist() for name in CLASSES},
     }
     template = files("rl_training.offline").joinpath(PAGE).read_text(encoding="utf-8")
-    # A text of the model may hold "</script>": escaped, it stays a text.
+    # The model's text may contain "</script>": escape it.
     filled = template.replace(
         "/*DATA*/null", json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
     )
@@ -136,7 +136,7 @@ def _by_prompt(s: Structure) -> tuple[list[int], list[int]]:
 
 
 def _by_cluster(s: Structure, distinct: Distinct, order: Tensor) -> tuple[list[int], list[int]]:
-    """Returns both orders such that sequences stand as their texts do in the dendrogram."""
+    """Returns both orders, sorted as the texts are in the dendrogram."""
     place = {distinct.rows[n]["hash"]: position for position, n in enumerate(order.tolist())}
 
     def sort(rows: Sequence[Row]) -> list[int]:
@@ -178,7 +178,7 @@ def _draw(s: Structure, orders: dict[str, tuple[list[int], list[int]]], folder: 
 
 
 def signed_root(values: Tensor) -> Tensor:
-    """Returns √|x| with the sign of x: it lifts what is small, as few pairs are near 1 and blind a linear scale."""
+    """Returns √|x| with the sign of x. It makes small values visible: the few pairs near 1 dominate a linear scale."""
     return values.sign() * values.abs().sqrt()
 
 

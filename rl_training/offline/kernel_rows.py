@@ -1,4 +1,4 @@
-"""What becomes of the rows of a kernel: scaled by √M they are multiplied, and a little is kept of each."""
+"""The rows of a kernel: scaled by √M for the products, and summarized for the file."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RowSummarizer:
         self._sketch_of_norms = CountSketches(sizes, NORM_BUCKETS, repeats=2, seed=settings.sketch_seed)
 
     def sketch_for_norms(self, own: Tensor) -> Tensor:
-        """Returns sketches of the rows W themselves, (n, 2, NORM_BUCKETS): what norms of their sums follow from."""
+        """Returns sketches of the unscaled rows W, (n, 2, NORM_BUCKETS), from which norms of their sums follow."""
         return self._sketch_of_norms(own)
 
     def scale(self, own: Tensor) -> dict[str, Tensor]:
@@ -48,7 +48,7 @@ class RowSummarizer:
 def expectation(
     rows: GradientRows, inputs: KernelInputs, summarizer: RowSummarizer, blocks: Blocks, ranks: Ranks
 ) -> str:
-    """Returns what is about to be calculated, and how long: the cost formula of kernel_blocks.py.
+    """Returns a line on the size and the expected time, by the cost formula of kernel_blocks.py.
 
     Each of its terms is timed on one microbatch.
     """
@@ -80,7 +80,7 @@ def _seconds(work: Callable[[], object]) -> float:
 
 
 def _operations_per_second(blocks: Blocks, device: torch.device) -> float:
-    """Returns how fast this machine multiplies matrices of the kernel's kind: a moment's measurement."""
+    """Returns how fast this machine multiplies matrices of the kernel's shape, from a short measurement."""
     a, b = torch.ones(blocks.rows_per_block, 2**16, device=device), torch.ones(32, 2**16, device=device)
     row_products(a, b)
     return 2.0 * len(a) * len(b) * a.shape[1] / _seconds(lambda: row_products(a, b))

@@ -40,19 +40,19 @@ def _largest(values: Tensor, count: int) -> Tensor:
 
 
 def what_if(s: Structure, without: Tensor) -> Row:
-    """Returns what the step would do to entropy and to right answers in E, had these sequences of U taught nothing.
+    """Returns what the step would do to entropy and to right answers in E if these sequences of U had zero advantage.
 
     log_probability_of_right         mean W·δθ, to first order
-    …_before, …_before_measured      of the real step, and what it really changes. Their difference is its second order
-                                     (on all of E about −½ of the mean square of W·δθ, a Kullback–Leibler divergence);
-                                     what is left of the step has much the same
+    …_before, …_before_measured      of the real step, predicted and measured. Their difference is its second order
+                                     (on all of E about −½ of the mean square of W·δθ, a Kullback–Leibler divergence),
+                                     which is much the same for the remaining step
 
     Entropy is nan where E's texts are of another checkpoint.
 
-    without  (N_U,) bool. Their advantages count as 0, all others and N_U stay. The gradient that is left is clipped by
-             its own norm, from sketches (1 %); Adam's P stays, though it too follows from the gradient
+    without  (N_U,) bool. Their advantages count as 0; all others and N_U stay. The remaining gradient is clipped by its
+             own norm, from sketches (1 %); Adam's P is kept fixed, though it depends on the gradient too
 
-    Raises ValueError for a kernel that does not know these norms.
+    Raises ValueError for a kernel without these norms.
     """
     kept = (~without).double()
     clip_before, clip = float(s.kernel.about["clip_coefficient"]), clip_of_kept(s, kept)

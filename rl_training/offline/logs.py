@@ -1,8 +1,8 @@
-"""The log of one checkpoint analysis: three files in DIRECTORY/YYYY-MM-DD/, whole or not at all.
+"""The log of one checkpoint analysis: three files in DIRECTORY/YYYY-MM-DD/, all complete or none.
 
     entropy_probe_HH-MM-SS_CHECKPOINT.json.gz            everything that the level asks for
     entropy_probe_HH-MM-SS_CHECKPOINT_config.yaml        the settings of the analysis and of the run
-    entropy_probe_HH-MM-SS_CHECKPOINT_summary.json       the core numbers; moved last: where it is, all of them are
+    entropy_probe_HH-MM-SS_CHECKPOINT_summary.json       the core numbers; moved last: if it exists, all do
     entropy_probe_HH-MM-SS_CHECKPOINT_tensors.safetensors    at level debug: δθ, the gradient of U, X̄, slopes of tokens
 
     minimal     core numbers, sizes, times
@@ -95,7 +95,7 @@ def write_log(
 
 
 def log_content(restored: RestoredTrainer, analysis: Analysis, asked: LogSettings) -> dict[str, Any]:
-    """Returns what stands in a log of this level. Call it on all processes."""
+    """Returns the content of a log of this level. Call it on all processes."""
     content = _summary(restored, analysis, asked)
     if asked.reaches("standard"):
         content["results"] = analysis.results
@@ -232,7 +232,7 @@ def _tensors(analysis: Analysis) -> dict[str, Tensor]:
 
 
 def _not_taken(folder: Path, stem: str) -> str:
-    """Returns the name, with a number where another analysis of this second has it."""
+    """Returns the name, with a number appended if another analysis of the same second took it."""
     names = [stem, *(f"{stem}_{number}" for number in range(2, 1000))]
     return next(name for name in names if not (folder / f"{name}_summary.json").exists())
 

@@ -1,9 +1,9 @@
 """U as training's loss sees it: its microbatches, its folds, and the weights of its scores at its first step.
 
-Every ratio is 1, so that Dr-GRPO's loss hands −A/(N L) back to each log-probability of a response with advantage A: N
-responses, L the longest completion allowed. A bonus for entropy and a quantile of entropies, where the run trains with
-them, are what the interventions of these names make of that (interventions/remedies.py); together, as TRL has it, the
-bonus is on the tokens of the quantile.
+Every ratio is 1, so the derivative of Dr-GRPO's loss by each log-probability of a response with advantage A is
+−A/(N L), for N responses and L the longest completion allowed. If the run trains with an entropy bonus or an entropy
+quantile, the interventions of these names change these weights (interventions/remedies.py). With both, as in TRL, the
+bonus is on the quantile's tokens.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def joined(parts: Sequence[LossWeights]) -> LossWeights:
 
 
 def step_of(restored: RestoredTrainer, batch: Batch) -> Step:
-    """Returns the step that U makes as a probe in training sees it: all gradients are in, it is not taken."""
+    """Returns the step that U makes as a probe in training sees it: all gradients are in, the step is not taken yet."""
     parameters = restored.parameters
     layout = Layout(parameters)
     known = (batch, restored.policy, list(parameters.values()), layout)

@@ -1,4 +1,4 @@
-"""The phases of an analysis: a progress bar each, the seconds that it took, and what to lower where memory is short."""
+"""The phases of an analysis: each has a progress bar, its duration, and the setting to lower when memory runs out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import torch
 from tqdm.auto import tqdm
 
-Progress = Callable[[int], None]  # told of so many sequences more
+Progress = Callable[[int], None]  # called with the number of further sequences done
 LOWER = {  # what to do where a phase runs out of memory
     "load": "keep frozen weights in less: adapter=lora model.dtype=bfloat16, or adapter=qlora, as the run was",
     "sample U": "lower memory.generation_size, or trainer.max_completion_length",
@@ -59,4 +59,4 @@ def short_memory_says_what_to_lower(phase: str) -> Iterator[None]:
 
 
 def silent(count: int) -> None:
-    """Progress that nobody is shown."""
+    """Progress that is not shown."""

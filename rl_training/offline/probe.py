@@ -8,7 +8,7 @@
     paired_error         deltaH1 − deltaH_true on the same E, with its own error; paired_error_odd against deltaH_odd
     second_order         deltaH_true − deltaH_odd
 
-`…_se` is one standard error. That of deltaH1 holds E's and U's noise, the others E's alone: they speak of this very
+`…_se` is one standard error. That of deltaH1 includes the noise of E and U, the others only E's: they are for this
 step. What is not available is nan, with the reason in `reasons`.
 """
 
@@ -39,7 +39,7 @@ SEVERAL_RATES = "groups of parameters have several learning rates: there is no o
 
 @dataclass(frozen=True)
 class Analysis:
-    """What a checkpoint analysis gave: numbers to be written, and the tensors that they follow from."""
+    """The results of a checkpoint analysis: the numbers to write, and the tensors that they follow from."""
 
     results: dict[str, float]
     reasons: dict[str, str]  # by key of a result that is nan
@@ -53,7 +53,7 @@ class Analysis:
 
 
 def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
-    """Returns what the next step from this checkpoint does to entropy. Nothing of the trainer is moved by it."""
+    """Returns what the next step from this checkpoint does to entropy. The trainer is left unchanged."""
     phases = Phases(shown=restored.rank == 0 and not restored.trainer.args.disable_tqdm)
     memory, own, e = settings.memory, settings.update, settings.evaluation
     chunk = memory.generation_size

@@ -1,8 +1,8 @@
 """A trainer restored at a checkpoint: weights, optimizer and scheduler as the step after it would find them.
 
 Weights and optimizer are loaded by transformers' own code, which knows in which order an optimizer numbers its
-parameters (those that decay first, then biases and norms: not the order of the model). What is left to go wrong is
-looked at before anything is sampled, in this order, each an error of one line:
+parameters (those that decay first, then biases and norms: not the order of the model). What can still go wrong is
+checked before anything is sampled, in this order, each with an error of one line:
 
     G1  something is trainable
     G2  the trainable parameters are the tensors of the checkpoint, by name
@@ -11,8 +11,8 @@ looked at before anything is sampled, in this order, each an error of one line:
     G5  a forward of four tokens, through the very function that will score, has a graph
     G6  its backward reaches every trainable parameter
 
-and then that the optimizer has a state for each of them, of its shape, and a learning rate that is not 0. Without them
-most of these mistakes come out after minutes of sampling ("element 0 of tensors does not require grad"), or not at all.
+Then: the optimizer has a state of the right shape for each of them, and a learning rate that is not 0. Without these
+checks most mistakes show after minutes of sampling ("element 0 of tensors does not require grad"), or never.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ NOT_READ = {"loss_type", "beta", "importance_sampling_level"}  # of the loss; th
 
 @dataclass(frozen=True)
 class RestoredTrainer:
-    """A trainer at a checkpoint, ready to be asked. Nothing here moves its parameters, optimizer or random streams."""
+    """A trainer restored at a checkpoint. Nothing here changes its parameters, optimizer or random streams."""
 
     trainer: DrGRPOTrainer
     checkpoint: Path
@@ -79,7 +79,7 @@ class RestoredTrainer:
 def restore(
     trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None = None, keep_first: bool = False
 ) -> RestoredTrainer:
-    """Returns the trainer, put where the checkpoint left off.
+    """Returns the trainer, restored at the checkpoint.
 
     trainer        of the same model, adapter and optimizer; it must not have trained
     learning_rate  of the step to be analysed, instead of what the checkpoint's scheduler says
@@ -162,7 +162,7 @@ def _load_optimizer(trainer: DrGRPOTrainer, checkpoint: Path) -> None:
     try:
         if (folder / "scheduler.pt").is_file():
             trainer._load_optimizer_and_scheduler(str(folder))
-        else:  # the learning rate of the next step stands in optimizer.pt too
+        else:  # optimizer.pt holds the learning rate of the next step too
             trainer.optimizer.load_state_dict(_with_empty_groups(trainer.optimizer, folder / "optimizer.pt"))
     except (ValueError, RuntimeError) as error:
         raise ValueError(
@@ -172,7 +172,7 @@ def _load_optimizer(trainer: DrGRPOTrainer, checkpoint: Path) -> None:
 
 
 def _with_empty_groups(optimizer: torch.optim.Optimizer, file: Path) -> dict[str, Any]:
-    """Returns a saved state with as many groups of parameters as here, where the additional ones are empty here."""
+    """Returns a saved state with as many parameter groups as this optimizer, whose additional groups are empty."""
     saved: dict[str, Any] = torch.load(file, map_location="cpu", weights_only=True)
     own = optimizer.state_dict()["param_groups"][len(saved["param_groups"]) :]
     empty = [group for group in own if not group["params"]]
@@ -185,7 +185,7 @@ def _with_empty_groups(optimizer: torch.optim.Optimizer, file: Path) -> dict[str
 def refuse_without_gradients(
     policy: TrainerPolicy, parameters: Mapping[str, nn.Parameter], device: torch.device
 ) -> None:
-    """Raises ValueError when no gradient, or not every gradient, would come back from the scores: G3 to G6."""
+    """Raises ValueError when the scores would give no gradient, or not to every parameter: G3 to G6."""
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise ValueError("G3: gradients are switched off here: leave torch.no_grad() and torch.inference_mode()")
     for name, param in parameters.items():
@@ -225,8 +225,8 @@ def _refuse_other_moments(parameters: Mapping[str, nn.Parameter], optimizer: Opt
                 )
     if all(state.lr == 0.0 for state in optimizer.states.values()):
         raise ValueError(
-            f"the learning rate at {checkpoint} is 0, its schedule has ended, and so is the step: say which one is "
-            "meant, learning_rate=1e-6, or choose an earlier checkpoint"
+            f"the learning rate at {checkpoint} is 0 because its schedule has ended, and so is the step: set one, "
+            "learning_rate=1e-6, or choose an earlier checkpoint"
         )
 
 

@@ -1,4 +1,4 @@
-"""What a checkpoint analysis leaves: result.json, whole or not at all, its reader, and a table in the terminal."""
+"""The output of a checkpoint analysis: result.json, written atomically, its reader, and a table in the terminal."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DRAWN_AFRESH = {
 def write_result(
     path: Path, restored: RestoredTrainer, analysis: Analysis, settings: Mapping[str, Any], log: Path | None = None
 ) -> None:
-    """Writes the results of an analysis as JSON: in one move, so that a kill leaves the file as it was or whole."""
+    """Writes the results of an analysis as JSON, atomically: a kill leaves the old file or the complete new one."""
     content = {
         "version": VERSION,
         "checkpoint": str(restored.checkpoint),

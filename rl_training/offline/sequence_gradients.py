@@ -1,20 +1,20 @@
 """The gradient of every single sequence of a batch, from one forward and one backward: hooks on modules.
 
-Where a module's output y is linear in its parameters, each sequence's gradient is a product of what autograd has in its
-hands anyway, the module's input x and the derivative dy by its output, both (B, T, features):
+Where a module's output y is linear in its parameters, each sequence's gradient is a product of what autograd already
+has: the module's input x and the derivative dy by its output, both (B, T, features):
 
     Linear      y = W x + b      ∂W_i = Σ_t dy_it ⊗ x_it,   ∂b_i = Σ_t dy_it
     Embedding   y = W[id]        ∂W_i = Σ_t onehot(id_it) ⊗ dy_it
     norms       y = x̂ ⊙ g(w) + b      ∂w_i = g'/g ⊙ Σ_t dy_it ⊙ (y_it − b),   ∂b_i = Σ_t dy_it
-                any other one by the module's own vector-Jacobian product, sequence by sequence
+                any other norm by the module's own vector-Jacobian product, sequence by sequence
 
 A LoRA adapter is two Linears. Uses of one parameter in several places (a head tied to the embedding) add up. `.grad` is
 not touched and no hook on a parameter fires, so neither DDP's reducer nor ZeRO notices: score the unwrapped model.
 
-What fails without a sound elsewhere is an error here, with the module's name: a parameter used by anything but a module
-that was called (a fused head, experts in one tensor, DoRA's magnitude), a module that sees tokens without their
-sequences, an output that no gradient comes back to. Hooks live while the forward runs: what non-reentrant checkpointing
-calls again in the backward is not counted twice. It saves no memory here, though: the inputs are kept for the products.
+What fails silently elsewhere is an error here, with the module's name: a parameter used without calling its module
+(a fused head, experts in one tensor, DoRA's magnitude), a module that sees tokens without their sequences, an output
+that gets no gradient. Hooks live only during the forward, so what non-reentrant checkpointing calls again in the
+backward is not counted twice. Checkpointing saves no memory here: the inputs are kept for the products.
 
 Source: Goodfellow 2015, "Efficient per-example gradient computations"; Yousefpour et al. 2021, "Opacus", section 3.
 """
@@ -59,7 +59,7 @@ class SequenceGradients:
 
     model  a transformers model, bare or with an adapter of PEFT; not wrapped by DDP. Its weights stay as they are
 
-    Raises ValueError, naming it, for a parameter whose gradient cannot be told apart by sequences.
+    Raises ValueError, naming it, for a parameter whose gradient cannot be split by sequence.
     """
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
@@ -81,7 +81,7 @@ class SequenceGradients:
 
         forward  runs the model once, on a batch of sequences, with graph
 
-        Raises ValueError when a trained parameter was used where no module could be watched.
+        Raises ValueError when a trained parameter was used outside a hooked module.
         """
         uses: list[_Use] = []
         roots: list[Tensor] = []
@@ -134,7 +134,7 @@ class SequenceGradients:
 
 
 class Recording:
-    """One forward, from which gradients are taken as often as wanted."""
+    """One forward, from which gradients can be taken any number of times."""
 
     def __init__(self, uses: Sequence[_Use], roots: Sequence[Tensor]) -> None:
         self._uses = uses
@@ -167,7 +167,7 @@ class Recording:
             for number, use in enumerate(self._uses)
         ]
         try:
-            # Only what lies between these ends is calculated: no gradient of a parameter, nothing in `.grad`.
+            # Only gradients between roots and outputs are calculated: none of a parameter, nothing in `.grad`.
             torch.autograd.grad(outputs, self._roots, weights, retain_graph=keep_graph)
         finally:
             for handle in handles:
@@ -221,7 +221,7 @@ def _add(buffer: FlatVectors, use: _Use, dy: Tensor) -> None:
 def _relative_slope(module: nn.Module, names: Mapping[str, str]) -> Tensor | None:
     """Returns g'/g, (H,), of a norm y = x̂ ⊙ g(w) + b with g affine in w, such as w or 1 + w; None if it is not that.
 
-    It is asked at two tokens that mean nothing, and there has to be the same.
+    It is evaluated at two arbitrary tokens, and must be the same at both.
     """
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 1 or not set(names) <= {"weight", "bias"}:

@@ -1,4 +1,4 @@
-"""The sequences of a kernel as lines of sequences.jsonl: what a person wants to read beside its numbers."""
+"""The sequences of a kernel as lines of sequences.jsonl, to read beside its numbers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def write_sequences(
     """Writes a line for each sequence, E's first: texts, tokens, log-probability, entropy, reward and advantage, and
     the change of its log-probability that the step really makes.
 
-    Every process calls it, one writes. E's rewards are those of the data set's row with the same prompt.
+    Every process calls it, one writes. E's rewards use the data set's row with the same prompt.
 
     prompts  (N_E,) of E, as the data set has them
     """

@@ -1,4 +1,4 @@
-"""What a checkpoint analysis is asked for, and what of it means nothing: known before torch is imported."""
+"""The settings of a checkpoint analysis and their checks, without importing torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Overlap = Literal["forbidden", "allowed", "wanted"]
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Of E: its prompts (drawn uniformly from `source`, or these rows of the training set), and responses to each."""
+    """E: its prompts (drawn uniformly from `source`, or these rows of the training set), and responses to each."""
 
     prompts: int = 256
     responses: int = 1
@@ -25,7 +25,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class UpdateConfig:
-    """Of U: its prompts, as many responses to each as the run has, filtered or not."""
+    """U: its prompts, with as many responses to each as in the run, filtered or not."""
 
     prompts: int = 32
     filtered: bool = False
@@ -48,7 +48,7 @@ class TruthSettings:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one process: sequences in a forward and backward, sequences generated at once, folds in host memory."""
+    """Per process: sequences in a forward and backward, sequences generated at once, folds in host memory."""
 
     microbatch_size: int = 32
     generation_size: int = 128
@@ -71,7 +71,7 @@ class Settings:
 
 
 def _refuse_nonsense(settings: Settings) -> None:
-    """Raises ValueError for numbers that mean nothing, naming them."""
+    """Raises ValueError for meaningless values, naming them."""
     e, u, memory = settings.evaluation, settings.update, settings.memory
     for name, value, least in (
         ("evaluation.prompts", e.prompts, 2), ("evaluation.responses", e.responses, 1), ("evaluation.seed", e.seed, 0),

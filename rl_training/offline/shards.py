@@ -4,8 +4,8 @@
 in which order, and a file per rank with its slice of every group: fp32 weights, exp_avg and exp_avg_sq. A group is the
 ranks' slices one after another, with padding at the end, cut by these shapes.
 
-That order is proved every time: the fp32 weights, assembled in the very same way as the moments, must be the model's
-own, which come from model.safetensors (or the adapter's file), bit for bit.
+That order is checked every time: the fp32 weights, assembled in the same way as the moments, must equal the model's
+from model.safetensors (or the adapter's file), bit for bit.
 
 Written against deepspeed 0.19. The files are pickles of DeepSpeed's own classes, so it has to be installed to read
 them: load only checkpoints that you trust.
@@ -32,7 +32,7 @@ def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
 
     parameters  by name, trainable, with the checkpoint's weights
 
-    Raises ValueError when the shards are incomplete, of another optimizer, or put together to other weights.
+    Raises ValueError when the shards are incomplete, of another optimizer, or give other weights.
     """
     if not importlib.util.find_spec("deepspeed"):
         raise ValueError(f"{checkpoint} was written by DeepSpeed, needed to read it: {how_to_install('deepspeed')}")

@@ -1,6 +1,6 @@
-"""What a kernel shows: which kinds of pairs move entropy, and how gradients lie to one another.
+"""What a kernel shows: which kinds of pairs move entropy, and how gradients are aligned.
 
-Everything here follows from the files of a finished kernel, without a model.
+Everything here is computed from the files of a finished kernel, without a model.
 
     contribution of a pair     C(i, j) = c X̃(i, j) A_j /(N_E N_U L)     nats per token, in all δH₁'s gradient part
     same text                  the same tokens, prompt and response: what a covariance within one sequence sees
@@ -34,7 +34,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Structure:
-    """A finished kernel with the sequences that it is of."""
+    """A finished kernel with its sequences."""
 
     kernel: Kernel
     evaluation: list[Row]
@@ -49,7 +49,7 @@ class Structure:
 
     @property
     def on_policy(self) -> bool:
-        """Whether E's texts are a draw of the very policy that makes the step: else it says nothing of its entropy."""
+        """Whether E was sampled from the policy that makes the step; if not, E says nothing about its entropy."""
         return self.kernel.about.get("texts_of_step") == self.kernel.about.get("step")
 
     @property
@@ -178,7 +178,7 @@ def top_pairs(s: Structure, count: int = 10) -> list[Row]:
 
 
 def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
-    """Returns how many tokens have to be put in, left out or replaced to make one of the other: (1,2,3), (1,3) → 1."""
+    """Returns how many tokens must be inserted, deleted or replaced to turn one into the other: (1,2,3), (1,3) → 1."""
     before = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
         now = [i]

@@ -1,11 +1,11 @@
-"""What an analysis depends on, with as few forwards as it takes: rows for tables, each one a prediction and its truth.
+"""How an analysis depends on its settings, with as few forwards as possible: each row is a prediction and its truth.
 
-    over_sizes     of E: its first n sequences, whole prompts, which are independent draws too. No forward at all
+    over_sizes     of E: its first n sequences, whole prompts, which are independent draws too. No forward
     over_updates   other seeds of U, other numbers of its prompts, filtered or not, on the same E: a scoring of E each,
                    and no backward through it
     multiples η    are measured by truth.py itself
 
-Rows of one table are of the same E, so that their errors hang together: what differs between them is known better.
+Rows of one table share E, so their errors are correlated: differences between rows are known more precisely.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ COLUMNS_AT_ONCE = 2**16  # of a product in fp32, between sums in fp64
 
 @dataclass(frozen=True)
 class SweepSettings:
-    """What is varied; an empty list is not."""
+    """What is varied; an empty list varies nothing."""
 
     evaluation_sizes: Sequence[int] = ()  # sequences of E, at most all of them
     update_seeds: Sequence[int] = field(default_factory=list)
@@ -57,7 +57,7 @@ class SweepSettings:
 
 
 def refuse_sweep(sweep: SweepSettings, settings: Settings) -> None:
-    """Raises ValueError where a sweep needs what is not asked for, before anything is sampled."""
+    """Raises ValueError, before anything is sampled, where the sweep does not fit the settings."""
     e = settings.evaluation
     total = (e.prompts if isinstance(e.source, str) else len(e.source)) * e.responses
     if any(size > total for size in sweep.evaluation_sizes):

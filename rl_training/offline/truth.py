@@ -2,17 +2,17 @@
 
 E is scored at θ + η δθ for each η asked for, and
 
-    deltaH_true  by per-decision importance sampling (per_decision.py), whose first order is the very estimator that
+    deltaH_true  by per-decision importance sampling (per_decision.py), whose first order is the estimator that
                  predicts: their difference on the same E is the curvature of the step, with little noise
     deltaH_snis  with the weights of whole sequences: the older estimate, noisier
-    deltaH_odd   ½ (ΔH(+δθ) − ΔH(−δθ)): without the second order. −δθ is a step that nobody makes: it validates the
-                 first order, and says nothing of training
+    deltaH_odd   ½ (ΔH(+δθ) − ΔH(−δθ)): without the second order. No training takes the step −δθ: it validates
+                 the first order only
     floor        the same computation with δθ = 0, between two scorings that put E's sequences into different batches
 
 Below an effective sample size of MIN_ESS_SHARE of E the weights are not trusted (importance.py says why): fresh
 responses are drawn at the moved parameters with common random numbers, and the change is the difference of pairs.
 
-The error of a difference needs the prediction without each prompt, baseline and all. That comes from the slopes of
+The error of a difference needs the prediction without each prompt, baseline included. It comes from the slopes of
 all tokens along δθ (central differences over ±SLOPE_STEP·δθ, two scorings), and not from the backward.
 """
 
@@ -51,7 +51,7 @@ SLOPE_STEP = 0.125
 
 @dataclass(frozen=True)
 class Moved:
-    """What the policy at moved parameters says of E's sequences, and what it says itself where that is not enough."""
+    """Scores of E's sequences at moved parameters, and fresh responses there if importance weights are not trusted."""
 
     scores: Scores  # (N, L)
     fresh: Tensor | None  # (N, 3) totals of responses drawn afresh, where E's weights are not trusted

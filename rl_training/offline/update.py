@@ -5,11 +5,11 @@ mean of
 
     −(A_i / L) ∂S_i        A_i the advantage, S_i the log-probability of sequence i, L the longest completion allowed
 
-over all sequences of U. Those with A_i = 0 count in the mean and cost nothing.
+over all sequences of U. Those with A_i = 0 count in the mean and need no backward.
 
-Folds are consecutive prompts, at most MOST_FOLDS of them whatever U and the processes: which prompts lie
-in a fold does not depend on where they were generated. So a fold may lie on several processes; each keeps the gradients
-of some of the folds.
+Folds are consecutive prompts, at most MOST_FOLDS of them for any U and any number of processes: a fold's prompts do not
+depend on where they were generated. So a fold may be spread over several processes; each keeps the gradients of some of
+the folds.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The running trainer: the only room that names internals of TRL, transformers, accelerate and DeepSpeed."""
+"""The running trainer: the only package that uses internals of TRL, transformers, accelerate and DeepSpeed."""

@@ -1,4 +1,4 @@
-"""An alert while a run trains: token entropy is more likely than not below a level soon."""
+"""An alert during training: token entropy will probably be below a level soon."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from rl_training.mathematics.forecast import FEWEST, Ahead, EntropyForecast
 logger = logging.get_logger(__name__)
 
 TITLE = "entropy is about to be low"
-AHEAD = 20  # steps; a level can be told so far ahead, half of the present entropy cannot
-FIRES, ENDS = 0.5, 0.8  # at these chances
+AHEAD = 20  # steps; a fixed level can be forecast this far ahead, a halving of the present entropy cannot
+FIRES, ENDS = 0.5, 0.8  # at these probabilities
 FIRST_MISSES = 9  # before ten steps are measured the ranges are too narrow
 WINDOW = 5  # measured steps whose mean says whether entropy is below the level: one batch alone is too noisy
 BENCHMARK = (
@@ -26,18 +26,18 @@ BENCHMARK = (
 
 
 class EntropyAlert(TrainerCallback):
-    """Says so when token entropy is likely below a level in 20 steps: at a chance of one half or more, by forecast.py.
+    """Alerts when forecast.py gives token entropy a chance of one half or more to be below a level in 20 steps.
 
     trainer = trl.GRPOTrainer(..., callbacks=[EntropyAlert(below=0.05)])
 
     It reads what the trainer logs: `entropy/token` and `delta_h/forward` of the SimpleEntropyProbe with their errors,
-    or without it TRL's own `entropy`. To the log it adds `forecast/…`, which callbacks see that come after it. All of
-    its state follows from the trainer's log, so that a resumed run goes on as one that was never interrupted. It
-    wants logging_steps=1: a mean over more steps is taken for the last one's.
+    or without it TRL's own `entropy`. It adds `forecast/…` to the log, which later callbacks see. All of its state
+    follows from the trainer's log, so a resumed run continues as if never interrupted. Use logging_steps=1: a mean over
+    several steps would be treated as the last step's value.
 
     below   the level, in nats per token
     tell    called with a title and a text on the main process, beside the line in the log
-    stop    called at a chance of .8 or more, on every process; `None`: training goes on
+    stop    called at a chance of .8 or more, on every process; `None`: training continues
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class EntropyAlert(TrainerCallback):
             self.stop()
 
     def _take(self, step: int, logs: Mapping[str, Any]) -> Ahead | None:
-        """Returns the forecast after what a step has logged, None where that says nothing of entropy; counts alerts."""
+        """Returns the forecast after a step's log, None where the log has no entropy; counts alerts."""
         self._probed = self._probed or "entropy/token" in logs
         entropy = logs.get("entropy/token" if self._probed else "entropy")
         if entropy is None:
@@ -97,14 +97,14 @@ class EntropyAlert(TrainerCallback):
             self.alerts += 1
             self._news = False
             self._quiet_until = step + AHEAD
-            self._due = 0 if self._is_below() else step + AHEAD  # what is there already was not foretold
+            self._due = 0 if self._is_below() else step + AHEAD  # entropy is below already: nothing was forecast
         return ahead
 
     def _is_below(self) -> bool:
         return statistics.fmean(self._last) < self.below
 
     def _check(self, step: int) -> None:
-        """Counts the open alert when it has come true, or can no longer."""
+        """Counts the open alert once it has come true or its time has run out."""
         if self._due and (self._is_below() or step >= self._due):
             came_true = self._is_below() and step <= self._due
             self.right += came_true

@@ -3,7 +3,7 @@
     attachment = attach(trainer, [SimpleEntropyProbe()])
     trainer.train()
 
-Importing this takes no time: what does the work is imported by the call (attachment.py).
+Importing this is fast: the call imports what does the work (attachment.py).
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ def attach(
     whole_prompts  keep the responses of a prompt in one microbatch (another order of summation, the same mathematics):
                    without it what needs folds of whole prompts is nan, with that reason
 
-    Raises ValueError when the trainer already has probes, and when measuring would harm training or is not possible at
-    all, saying what to change. What a single probe cannot measure is nan with the reason.
+    Raises ValueError, saying what to change, when the trainer already has probes, or when measuring would harm training
+    or is impossible. What a single probe cannot measure is nan with the reason.
     """
-    from rl_training.hosts.trl.attachment import Attachment  # with TRL, which the trainer has brought
+    from rl_training.hosts.trl.attachment import Attachment  # imports TRL, which the trainer has imported already
 
     return Attachment(trainer, probes, records, whole_prompts)

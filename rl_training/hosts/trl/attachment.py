@@ -1,8 +1,8 @@
 """The probes that `attach` puts on a running trl.GRPOTrainer.
 
 TRL has no callback between forward pass and backward, so a few methods of the trainer INSTANCE are wrapped, listed in
-`Attachment._wrappers`, and DeepSpeed's engine.step: the engine steps before training_step returns. `remove` takes every
-one of them away again. What is done at each of them is the driver's affair: engine/driver.py.
+`Attachment._wrappers`, and DeepSpeed's engine.step: the engine steps before training_step returns. `remove` undoes
+every wrap. What happens at each hook is up to the driver: engine/driver.py.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class Attachment(TrainerCallback):
 
     @property
     def latest(self) -> Mapping[str, Estimate]:
-        """What the probes answered last, by name; the same on every rank where the probe says so."""
+        """The probes' latest estimates, by name; the same on every rank where the probe says so."""
         return self._writer.latest
 
     def _wrappers(self) -> dict[str, Callable[..., Any]]:
@@ -118,7 +118,7 @@ class Attachment(TrainerCallback):
         return dataclasses.replace(settings, differs=settings.differs | self._remedied.differs)
 
     def remove(self) -> None:
-        """Takes everything off the trainer again; what was measured stays measured."""
+        """Removes everything from the trainer; what was measured is kept."""
         for batch in self._trainer._buffered_inputs or []:
             for key in batches.RIDING_ALONG:
                 batch.pop(key, None)
@@ -198,8 +198,8 @@ class Attachment(TrainerCallback):
             raise ValueError("DDP's static_graph is silently corrupted by a second backward: switch it off")
         if self._trained and state.global_step == 0 and (self.probes or self._records is not None):
             raise ValueError(
-                "this trainer has trained before, and its records and sums would begin again in the middle: go on "
-                "after them with train(resume_from_checkpoint=...), or remove() these probes and attach new ones"
+                "this trainer has trained before, so its records and running sums would restart midway: continue "
+                "with train(resume_from_checkpoint=...), or remove() these probes and attach new ones"
             )
         self._undo_engine.close()  # of a training that ended by an exception, in the middle of a step
         self.driver.close()
@@ -209,7 +209,7 @@ class Attachment(TrainerCallback):
             self._records.start(after_step=state.global_step)
 
     def _begin_training(self) -> None:
-        """Tells the driver where training has put parameters and optimizer: under some launches done by now only."""
+        """Tells the driver where parameters and optimizer are: some launches place them only now."""
         trainer = self._trainer
         self.driver.start(
             Loop(
@@ -257,7 +257,7 @@ class Attachment(TrainerCallback):
             self._trainer._metrics["train"][name].append(value)
 
     def _log(self, name: str, value: float) -> None:
-        """Keeps the latest step's value: the trainer's log averages what it has over `logging_steps`, and drops nan."""
+        """Keeps the latest step's value: the trainer's own log averages over `logging_steps` and drops nan."""
         metrics = self._trainer._metrics["train"]
         metrics.pop(name, None)
         if value == value:
@@ -270,7 +270,7 @@ class Attachment(TrainerCallback):
             self._records.write_evaluation(state.global_step, logs)
 
     def _on_print(self, original: Callable[..., None], *args: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        """Prints what the trainer logs, of the probes' numbers the core ones; dashboards and records have all."""
+        """Prints what the trainer logs, with only the core numbers of the probes; dashboards and records have all."""
         ours = {key for name in self.latest for key in (name, f"{name}_se")} - {*CORE}
         short = {k: v for k, v in logs.items() if k not in ours and (k in CORE or not k.startswith("probe_cost/"))}
         original(*args, logs=short, **kwargs)

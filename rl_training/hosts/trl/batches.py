@@ -27,7 +27,7 @@ IMAGE_INPUTS = (
 SAMPLING_LOGPS = "old_per_token_logps"  # TRL's own
 
 
-# What makes a loss Dr-GRPO's: no division by a group's standard deviation or a length, no term and no mask beside.
+# What makes a loss Dr-GRPO's: no division by a group's standard deviation or a length, no other term, no mask.
 DR_GRPO: dict[str, Any] = {
     "loss_type": "dr_grpo",
     "scale_rewards": "none",
@@ -53,7 +53,7 @@ def loss_settings(trainer: GRPOTrainer) -> LossSettings:
 
 
 def loss_in_words(trainer: GRPOTrainer, interventions: Sequence[str]) -> str:
-    """Returns "Dr-GRPO", and in what the loss that is trained with differs from it."""
+    """Returns "Dr-GRPO", and how the loss that is trained with differs from it."""
     settings = loss_settings(trainer)
     differing = [f"{name}={getattr(trainer.args, name)}" for name in DR_GRPO if name in settings.differs]
     differing += ["mask_truncated_completions=true"] * settings.hides_truncated
@@ -62,9 +62,9 @@ def loss_in_words(trainer: GRPOTrainer, interventions: Sequence[str]) -> str:
 
 
 def steps_per_rollout(args: GRPOConfig) -> int:
-    """Returns how many optimizer steps lie between two step ends at which a rollout is used up.
+    """Returns after how many optimizer steps a rollout is used up.
 
-    Off these ends TRL holds sampled sequences that it does not save: training cannot be resumed exactly from there.
+    In between, TRL holds sampled sequences that it does not save: training cannot be resumed exactly from there.
     """
     microbatches = args.steps_per_generation * args.num_iterations
     return math.lcm(microbatches, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
@@ -93,7 +93,7 @@ def in_whole_prompt_order(buffered: Sequence[Mapping[str, Any]]) -> list[dict[st
 def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
     """Returns what a batch dictionary holds for the model beside tokens, row by row; None for text alone.
 
-    ValueError, with its name, for what cannot be told apart by rows.
+    ValueError, naming it, for an input that cannot be split by rows.
     """
     present = {name: inputs[name] for name in IMAGE_INPUTS if inputs.get(name) is not None}
     if not present:
@@ -119,9 +119,9 @@ def read_rollout(
 ) -> Rollout:
     """Returns the sequences of one of TRL's batch dictionaries. Its prompts are numbered from `first_prompt`.
 
-    begun         so many responses of the first prompt lie on the process before
+    begun         how many responses of the first prompt are on the previous process
     pad_token_id  where truncated responses may be hidden from the loss (mask_truncated_completions): they are read too
-    ends          tokens that end a response, and the padding token: one that ends by none of them is truncated
+    ends          tokens that end a response, and the padding token: a response that ends with none is truncated
     """
     tokens, advantages, sampling_logps = inputs["completion_mask"], inputs["advantages"], inputs.get(SAMPLING_LOGPS)
     written_by_policy = inputs.get(POLICY_MASK, inputs.get("tool_mask"))
@@ -148,12 +148,12 @@ def read_rollout(
 
 
 def are_hidden(inputs: Mapping[str, Any]) -> Tensor:
-    """Returns which responses the loss does not see, (B,): TRL takes a truncated one's whole mask away."""
+    """Returns which responses the loss does not see, (B,): TRL masks all tokens of a truncated one."""
     return inputs["completion_mask"].sum(dim=1) == 0
 
 
 def _are_truncated(ids: Tensor, tokens: Tensor, ends: Sequence[int]) -> Tensor:
-    """Returns which responses end by none of these tokens, (B,): what TRL calls truncated."""
+    """Returns which responses end with none of these tokens, (B,): TRL calls them truncated."""
     last = (tokens * torch.arange(1, ids.shape[1] + 1, device=ids.device)).argmax(dim=1, keepdim=True)
     return ~torch.isin(ids.gather(1, last).squeeze(1), ids.new_tensor(ends))
 

@@ -1,22 +1,22 @@
-"""FilteredBuffer: which prompts a rollout asks, by what their responses have earned so far.
+"""FilteredBuffer chooses a rollout's prompts by the rewards of their responses so far.
 
-A prompt whose responses all get the same reward has zero advantage: nothing is learned from it. Two remedies:
+A prompt whose responses all get the same reward has zero advantage and contributes no gradient. Two remedies:
 
-    rejection   such a prompt gives its place to another one, until the rollout is full or `max_attempts` generations
-                were made (refill.py)
+    rejection   such a prompt is replaced by another one, until the rollout is full or `max_attempts` generations were
+                made (refill.py)
     weights     a prompt is drawn in proportion to   floor + (1 - floor) 4 E[p (1 - p)],   at most 1
 
-p is the chance that the present policy answers the prompt right, and p (1 - p) the variance of such a reward. What is
-known of p is Beta(a, b), so that E[p (1 - p)] = a b / ((a + b) (a + b + 1)), with
+p is the chance that the present policy answers the prompt right, and p (1 - p) the variance of a 0/1 reward. The
+posterior of p is Beta(a, b), so that E[p (1 - p)] = a b / ((a + b) (a + b + 1)), with
 
     a = 2 m + successes,  b = 2 (1 - m) + failures
 
-of the prompt's responses, m being the success rate of all responses. A prompt not asked yet so gets what such prompts
-are worth on average, which is less than one known to lie near 1/2; after 8 right answers of 8 it is drawn a third as
-often as after 4. The policy moves on: what a response says counts half after `half_life` rollouts.
+of the prompt's responses, m being the success rate of all responses. A prompt not yet asked thus gets the average
+weight, less than that of one known to lie near 1/2; after 8 right answers of 8 it is drawn a third as often as after 4.
+Because the policy changes, a response counts half after `half_life` rollouts.
 
-Rewards need not be 0 and 1. A reward counts as the part of a success at which it lies between the lowest and the
-highest reward seen so far; while there are no two different ones, all prompts are drawn alike.
+Rewards need not be 0 and 1: each is scaled linearly from the lowest (0) to the highest (1) reward seen so far. While
+all rewards are equal, all prompts are drawn with equal weight.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from trl import GRPOTrainer
 
-PRIOR_RESPONSES = 2.0  # how many responses the success rate of all prompts counts for: the spread of a uniform p
+PRIOR_RESPONSES = 2.0  # weight of the prior, the success rate of all prompts, in responses: as wide as a uniform p
 
 
 def prompt_weights(successes: Tensor, responses: Tensor, floor: float) -> Tensor:
@@ -49,9 +49,9 @@ def are_mixed(rewards: Tensor) -> Tensor:
 class FilteredBuffer:
     """The prompts of a training set with what their responses earned. It draws the same on every process.
 
-    max_attempts  generations for one rollout at most, the first included; with 1 nothing is refilled
+    max_attempts  most generations for one rollout, the first included; with 1 nothing is refilled
     floor         the least weight, of 1; with 1 all prompts are drawn alike
-    half_life     rollouts after which what a response earned counts half
+    half_life     rollouts after which a reward counts half
     """
 
     def __init__(self, max_attempts: int = 2, floor: float = 0.1, half_life: float = 50.0, seed: int = 0) -> None:
@@ -94,7 +94,7 @@ class FilteredBuffer:
         return torch.multinomial(weights, num, generator=self._generator).tolist()
 
     def forget(self) -> None:
-        """To be called once a rollout: what is known becomes a little older."""
+        """Discounts past rewards. Call it once per rollout."""
         decay = 0.5 ** (1 / self.half_life)
         self._responses *= decay
         self._reward_sums *= decay
@@ -116,7 +116,7 @@ class FilteredBuffer:
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Goes on from a state. ValueError when it is of a training set of another length."""
+        """Continues from a state. ValueError when it belongs to a training set of another length."""
         if len(state["responses"]) != self.num_prompts:
             raise ValueError(
                 f"the checkpoint's buffer knows {len(state['responses'])} prompts and the training set has "

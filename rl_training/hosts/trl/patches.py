@@ -1,7 +1,7 @@
-"""The members of TRL and transformers that this package relies on and that their makers do not promise, and `wrap`.
+"""The private members of TRL and transformers that this package relies on, and `wrap`.
 
-One table, checked once in `attach`, with one forward pass over four tokens: a version that has lost a member, or
-returns something else, is refused by its name before training begins. DeepSpeed's are in zero.py, FSDP2's in
+One table, checked once in `attach`, with one forward pass over four tokens: a version that lacks a member, or
+returns something else, is refused by name before training begins. DeepSpeed's are in zero.py, FSDP2's in
 engine/fsdp2.py.
 """
 
@@ -82,7 +82,7 @@ TRAINER_ATTRIBUTES = (
 
 
 def refuse_missing_members(trainer: GRPOTrainer) -> None:
-    """Raises ValueError, naming what is gone or takes other arguments; warns once of a version nobody has tried."""
+    """Raises ValueError, naming what is missing or takes other arguments; warns once of an untested version."""
     for method in METHODS:
         _refuse(method.why_not(), "transformers" if method.owner is Trainer else "trl")
     for name in TRAINER_ATTRIBUTES:
@@ -102,7 +102,7 @@ def refuse_missing_members(trainer: GRPOTrainer) -> None:
 def check_behaviour(trainer: GRPOTrainer) -> None:
     """Raises ValueError where a forward pass over four tokens does not return what is read: shapes, a graph.
 
-    Random streams stay as they were. Not where weights are sharded, or images are asked for.
+    Random streams stay as they were. Skipped where weights are sharded or the model takes images.
     """
     sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
     if sharded or trainer._is_vlm or not any(p.requires_grad for p in trainer.model.parameters()):
@@ -122,7 +122,7 @@ def check_behaviour(trainer: GRPOTrainer) -> None:
 
 
 def _without_profiling(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the method without TRL's decorator, which logs its seconds to dashboards: they are not open yet."""
+    """Returns the method without TRL's decorator, which logs its duration to dashboards that are not open yet."""
     if not inspect.ismethod(method):
         return method
     return types.MethodType(inspect.unwrap(method.__func__), method.__self__)

@@ -1,6 +1,6 @@
-"""The policy of a trainer as probes may question it: what is scored, sampled and decoded is what training would.
+"""The policy of a trainer, for probes: it scores, samples and decodes exactly as training would.
 
-A trainer that was restored at a checkpoint and takes no step will do as well as one that runs.
+The trainer may be running, or restored at a checkpoint without taking steps.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class TrainerPolicy(Policy):
 
     @property
     def has_reference(self) -> bool:
-        """Whether there is a model that a KL term holds on to: TRL's, if beta > 0, or the one without its adapters."""
+        """Whether there is a reference model for a KL term: TRL's, if beta > 0, or the model without its adapters."""
         if "ref" in getattr(self.model, "peft_config", {}):  # TRL's copy of an adapter that is trained further
             return False
         is_cut = self._trainer.is_deepspeed_enabled or self._trainer.is_fsdp_enabled
@@ -54,7 +54,7 @@ class TrainerPolicy(Policy):
         return self.score_rollout(rollout, self._scorer_of(self._trainer.ref_model)).logps
 
     def with_hidden(self, scores: Scores, rollout: Rollout, hidden: Tensor) -> Scores:
-        """Returns these scores with those of hidden rows, (B,), taken afresh: training's forward pass masks them.
+        """Returns these scores with those of hidden rows, (B,), recomputed: training's forward pass masks them.
 
         Without graph, and otherwise as training would score them.
         """

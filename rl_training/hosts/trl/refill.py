@@ -1,9 +1,9 @@
-"""A rollout through the filter: generated, rejected and generated again, and joined to the one that TRL would return.
+"""A filtered rollout: generated, rejected, generated again, and joined into one as TRL would return it.
 
-Every process knows the rewards of all, so all take the same decisions without asking one another, and each attempt is
-as large on one process as on the other. What is missing on the process that misses most, all of them generate.
+Every process knows all rewards, so all make the same decisions without communicating. Each attempt has the same size on
+all processes: as many groups as the process with most empty slots needs.
 
-Like batches.py this file knows how TRL's batch dictionaries and metrics analysis.
+Like batches.py this file knows the layout of TRL's batch dictionaries and metrics.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ Metrics = Mapping[str, Sequence[float]]
 
 
 class RolloutSlots:
-    """The places of a rollout, a prompt each, on every process: which of the groups generated there stands in each.
+    """The slots of a rollout, one prompt each, on every process: which of the groups generated there fills each.
 
-    Groups are counted through all attempts. In the first one every group has a place of its own; a mixed group of a
-    later one takes the first place that is empty, since the group that stands there is not mixed.
+    Groups are numbered across attempts. In the first attempt every group has its own slot; a mixed group of a later one
+    takes the first empty slot. A slot is empty while its group is not mixed.
     """
 
     def __init__(self, num_processes: int, num_places: int) -> None:
@@ -40,16 +40,16 @@ class RolloutSlots:
 
     @property
     def missing(self) -> int:
-        """How many places are empty where most are."""
+        """The number of empty slots on the process that has most."""
         return max(map(len, self.empty))
 
     @property
     def filled(self) -> float:
-        """Which share of all places is not empty."""
+        """The share of slots that are not empty."""
         return 1 - sum(map(len, self.empty)) / sum(map(len, self.groups))
 
     def put(self, mixed: Tensor) -> None:
-        """Takes in an attempt: (processes, groups), whether each is mixed. Those beyond the places are dropped."""
+        """Takes in an attempt: (processes, groups), whether each is mixed. Surplus groups are dropped."""
         for process, row in enumerate(mixed):
             good = row.nonzero().flatten().tolist()
             taken = self.empty[process][: len(good)] if self._generated else good
@@ -97,7 +97,7 @@ def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generat
     }
     for name, value in merged.items():
         trainer._metrics["train"][name].append(value)
-    trainer._metrics["train"]["num_tokens"] = list(metrics[-1]["num_tokens"])  # a count so far, and no average
+    trainer._metrics["train"]["num_tokens"] = list(metrics[-1]["num_tokens"])  # a running count, not an average
     return _joined(trainer, outputs, torch.tensor(slots.groups[rank]))
 
 

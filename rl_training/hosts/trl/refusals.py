@@ -1,6 +1,6 @@
 """Settings under which probes would corrupt training, or nothing could be measured: refused, with what to do instead.
 
-What only one estimate cannot handle is no reason to refuse: that one is nan, see engine/capabilities.py.
+A setting that only one estimate cannot handle is not refused: that estimate is nan, see engine/capabilities.py.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def _refuse_sharded_states(trainer: GRPOTrainer) -> None:
         cuts_weights = "ZeRO-3" if plugin.zero_stage == 3 else ""
     if cuts_weights and trainer.mask_truncated_completions:
         raise ValueError(
-            f"mask_truncated_completions takes a forward pass more between training's own, where {cuts_weights} has "
-            "cut the weights: use ZeRO-2 (launch/zero2.yaml), or train without probes (probe=none)"
+            f"mask_truncated_completions needs one more forward pass within training's own, where {cuts_weights} "
+            "has sharded the weights: use ZeRO-2 (launch/zero2.yaml), or train without probes (probe=none)"
         )
 
 

@@ -1,4 +1,4 @@
-"""Training with interventions: the functions that predict them give the loss of each microbatch its weights.
+"""Training with interventions: the functions that predict their effect also give each microbatch's loss its weights.
 
     loss + Σ_ik (c' − c)_ik log π(t_ik) + (d' − d)_ik h_ik          c', d' held fixed
 
@@ -56,7 +56,7 @@ class RemediedLoss:
 
     @property
     def differs(self) -> frozenset[str]:
-        """In what they make a loss differ, see LossSettings: by a term on log-probabilities that is no advantage's."""
+        """How they change the loss, see LossSettings: by a term on log-probabilities other than the advantage's."""
         names = set()
         for of in self._on_loss:
             if of.remedy.function is remedies.bonus:
@@ -66,7 +66,7 @@ class RemediedLoss:
         return frozenset(names)
 
     def begin(self, rollout: Rollout) -> None:
-        """Takes note of a fresh rollout of this rank. A collective."""
+        """Registers a fresh rollout of this rank. A collective."""
         if self._on_loss:
             trainer = self._trainer
             self._silent_share = silent_share(
@@ -119,7 +119,7 @@ class RemediedLoss:
 
 
 def _weights(of: Intervention, known: LossInputs) -> LossWeights:
-    """Returns the weights that the intervention makes of those that there are. ValueError where it cannot."""
+    """Returns the loss weights changed by the intervention. ValueError where it cannot change them."""
     if known.silent_share == 1.0 and "some_advantage" in of.remedy.needs:
         return known.weights  # there is nothing to scale
     why = of.why_none(known)

@@ -1,4 +1,4 @@
-"""Reward functions whose mistakes name them: TRL calls several, and says of none which one it was."""
+"""Reward functions whose errors name them: TRL calls several and does not say which one failed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def named_rewards(trainer: GRPOTrainer) -> list[Any]:
 
 
 def _named(function: RewardFunction, name: str) -> RewardFunction:
-    """Returns a function that does what this one does, and raises ValueError for whatever is wrong with it."""
+    """Returns this function, wrapped to raise a ValueError that names it for whatever goes wrong in it."""
 
     @functools.wraps(function)
     def checked(**given: Any) -> list[Any]:
@@ -43,7 +43,7 @@ def _named(function: RewardFunction, name: str) -> RewardFunction:
 
 @contextlib.contextmanager
 def _naming(function: RewardFunction, name: str, given: Mapping[str, Any]) -> Iterator[None]:
-    """A context for a call of the function, in which whatever is raised says of whom, and which columns there are."""
+    """A context for a call of the function: whatever is raised in it names the function and the columns there are."""
     columns = ", ".join(key.replace("prompts", "prompt") for key in given if key not in OF_TRL)
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     parameters = inspect.signature(function).parameters.values()

@@ -1,4 +1,4 @@
-"""What TRL generates, up to what the loss is given of it: the rollout that training learns from at present."""
+"""What TRL generates, as the loss receives it: the rollout that training currently learns from."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Generation:
 
 
 class Rollouts:
-    """The rollouts of a trainer: what TRL leaves out of its batches is put beside it, and read back from there.
+    """The rollouts of a trainer: adds to TRL's batches what TRL leaves out, and reads it back.
 
     whole_prompts  the responses of a prompt are put into one microbatch
     """

@@ -1,14 +1,14 @@
-"""Samples of a trainer's policy: whether training's are, and fresh ones, of which training does not notice.
+"""Samples of a trainer's policy: whether training's responses are such samples, and fresh ones without side effects.
 
 Expectations over the policy need samples of it. Where top-p and the like cut the distribution, no entropy gradient can
 be estimated from training's responses; norms of gradients and sizes of weights can.
 
 Fresh responses are for measurements that need sequences of their own, not those that training learns from.
 
-What is sampled and scored is one and the same policy: the unwrapped model in the precision of its weights (autocast
+The sampled and the scored policy are the same: the unwrapped model in the precision of its weights (autocast
 off), without dropout, at the trainer's temperature. Where TRL generates with vLLM it is the same policy up to vLLM's
-numerics. All is local to a rank: no collective. Put back as found, bit for bit: the random streams of Python, NumPy and
-torch, the train / eval mode of every module, gradient checkpointing, autocast.
+numerics. There is no collective. Restored bit for bit afterwards: the random streams of Python, NumPy and torch, the
+train / eval mode of every module, gradient checkpointing, autocast.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from rl_training.engine.precision import measuring
 from rl_training.hosts.random_streams import seed_torch, streams_put_back
 from rl_training.hosts.trl.zero import is_gathered
 
-# What generate may do beside the temperature, and with which value it does nothing; None always does nothing.
+# Options of generate beside the temperature, each with the value that switches it off; None always does.
 NEUTRAL_SAMPLING: dict[str, Any] = {
     "do_sample": True,
     "num_beams": 1,
@@ -81,7 +81,7 @@ def sample(trainer: GRPOTrainer, num_sequences: int, seed: int) -> Rollout:
     size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
     prompt_ids, completion_ids = [], []
     for number, start in enumerate(range(0, len(mine), size)):
-        # A seed for each batch: how many numbers one uses depends on its longest response, hence on the parameters.
+        # One seed per batch: how many numbers a batch uses depends on its longest response, hence on the parameters.
         asked, given = respond(trainer, prompts[start : start + size], seed, 1 + accelerator.process_index, number)
         prompt_ids += asked
         completion_ids += given
@@ -156,7 +156,7 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
         gather_deepspeed3_params=trainer.args.ds3_gather_for_generation and not is_gathered(trainer.model),
         gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
     ) as model:
-        # Where weights are cut otherwise, they are whole now: no process waits for another's tokens.
+        # Sharded weights are gathered by now: no process waits for another's tokens.
         sequences = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=False)
     completions = sequences[:, ids.shape[1] :]
     is_end = torch.isin(completions, torch.tensor(trainer.eos_token_ids, device=completions.device))
@@ -166,7 +166,7 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
 
 @contextlib.contextmanager
 def generating(trainer: GRPOTrainer) -> Iterator[None]:
-    """A context to sample in: a measurement's precision, no graph, and random streams that are put back.
+    """A context to sample in: a measurement's precision, no graph, random streams restored at the end.
 
     Not inference mode: what a model caches under it (rotary tables) would break the next forward pass of training.
     """
@@ -198,11 +198,11 @@ def why_sampling_mismatch(trainer: GRPOTrainer) -> str:
 
 
 def why_no_fresh_responses(trainer: GRPOTrainer) -> str:
-    """Returns why no responses can be sampled beside the training's, "" if they can."""
+    """Returns why no extra responses can be sampled during training, "" if they can."""
     if trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None:
         return (
             "fresh responses would call the tools, environments or rollout_func once more, which may remember it: "
-            "training would not be what it is without probes"
+            "training would differ from training without probes"
         )
     if trainer._is_vlm:
         return "fresh responses are sampled to prompts of text: validate on another run without images"

@@ -1,4 +1,4 @@
-"""How a trainer's launch lays out weights, gradients and optimizer states: seen once training has begun."""
+"""How a trainer's launch shards weights, gradients and optimizer states: known once training has begun."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from rl_training.hosts.trl.zero import Zero, Zero3
 
 
 def sharding_of(trainer: GRPOTrainer) -> Sharding:
-    """Returns how this training lays its parameters and states out; to be asked for once it has begun."""
+    """Returns how this training shards its parameters and states. Call it once training has begun."""
     if trainer.is_deepspeed_enabled:
         stage = trainer.accelerator.state.deepspeed_plugin.zero_stage
         return (Zero3 if stage == 3 else Zero)(trainer.model_wrapped)

@@ -40,7 +40,7 @@ logger = logging.get_logger(__name__)
 class DrGRPOConfig(GRPOConfig):
     """trl.GRPOConfig with Dr-GRPO's settings, and defaults under which probes can measure.
 
-    Every field of GRPOConfig is here. On a machine without an accelerator it trains in fp32 on the CPU by itself.
+    It has every field of GRPOConfig. Without an accelerator it trains in fp32 on the CPU, with no setting needed.
     """
 
     loss_type: str = "dr_grpo"
@@ -65,9 +65,9 @@ class DrGRPOConfig(GRPOConfig):
 
 
 class SaveBetweenRollouts(TrainerCallback):
-    """Moves `save_steps` to where a rollout is used up, and says so: TRL does not save a rollout that it still uses.
+    """Moves `save_steps` to steps where a rollout is used up, and logs it: TRL does not save a rollout still in use.
 
-    steps_per_rollout  optimizer steps from one such place to the next; with 1, the usual, there is nothing to move
+    steps_per_rollout  optimizer steps from one such step to the next; with 1, the usual, there is nothing to move
     """
 
     def __init__(self, steps_per_rollout: int) -> None:
@@ -92,10 +92,10 @@ class SaveBetweenRollouts(TrainerCallback):
 
 @contextlib.contextmanager
 def settings_kept(trainer: GRPOTrainer) -> Iterator[None]:
-    """A context in which optimizer and schedule are loaded from a checkpoint, and their settings stay this trainer's.
+    """A context in which optimizer and schedule are loaded from a checkpoint, but keep this trainer's settings.
 
-    Moments and the place in the schedule are the checkpoint's; learning rates, betas, weight decay and when to save are
-    not. ValueError where they could not stay.
+    Moments and the position in the schedule come from the checkpoint; learning rates, betas, weight decay and when to
+    save do not. ValueError where they cannot be kept.
     """
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     if trainer.is_deepspeed_enabled or not isinstance(schedule, LambdaLR):
@@ -113,13 +113,13 @@ def settings_kept(trainer: GRPOTrainer) -> Iterator[None]:
 
 
 class DrGRPOTrainer(GRPOTrainer):
-    """trl.GRPOTrainer that runs Dr-GRPO with whole prompts in each microbatch, and tells `probes` of every step.
+    """trl.GRPOTrainer that runs Dr-GRPO with whole prompts in each microbatch, and measures `probes` at every step.
 
     probes   what to measure; training is bitwise the same with any of them and with none
     records  where metrics.jsonl and probes.jsonl go; optional
     interventions  what to train with, by name, one after another: ["psr", "bonus:0.02"], see interventions/named.py
     buffer   a FilteredBuffer, to draw the prompts instead of the data loader and to replace those with zero advantage
-    Everything else as in trl.GRPOTrainer. `.attachment.remove()` takes the probes off again.
+    Everything else as in trl.GRPOTrainer. `.attachment.remove()` removes the probes.
     """
 
     def __init__(
@@ -149,7 +149,7 @@ class DrGRPOTrainer(GRPOTrainer):
 
     @property
     def loss_in_words(self) -> str:
-        """Returns "Dr-GRPO", and in what the loss that is trained with differs from it."""
+        """Returns "Dr-GRPO", and how the loss that is trained with differs from it."""
         return loss_in_words(self, self.interventions)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class DrGRPOTrainer(GRPOTrainer):
 
     @contextlib.contextmanager
     def _naming_divergence(self) -> Iterator[None]:
-        """A context in which torch's refusal to sample from nan is an error that names the step and the cause."""
+        """A context that turns torch's error on sampling from nan into one that names the step and the cause."""
         try:
             yield
         except RuntimeError as error:
@@ -186,7 +186,7 @@ class DrGRPOTrainer(GRPOTrainer):
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Tensor:
         """Returns TRL's (sequences of all ranks, reward functions), after checking that every sequence has a reward.
 
-        TRL would train on with an advantage of 0 for nan, and with a whole group of nan for one infinite reward.
+        TRL would continue: with an advantage of 0 for a nan reward, with a group of nan for an infinite one.
         """
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         bad = rewards.isinf().any(dim=1) | rewards.isnan().all(dim=1)

@@ -1,17 +1,16 @@
 """DeepSpeed's ZeRO: the partitioned weights, gradients and optimizer states, as full tensors by parameter.
 
-The only file that names DeepSpeed's internals, written against 0.19. What is read are the objects that the trainer
-already holds.
+The only file that uses DeepSpeed's internals, written against 0.19. It reads objects that the trainer already holds.
 
 Stages 1 and 2 lay the parameters of an optimizer group side by side in one flat vector and cut it into a slice per
 rank. A rank keeps fp32 weights, exp_avg, exp_avg_sq and the gradient's mean over ranks for its own slice only. One
-all-gather a group and quantity puts the slices together again: three parameter-size vectors on every rank, for as long
-as a measured step lasts. safe_get_full_optimizer_state is of no use: with two groups it finds no exp_avg in the second.
+all-gather per group and quantity joins the slices: three parameter-size vectors on every rank, for as long as a
+measured step lasts. safe_get_full_optimizer_state is of no use: with two groups it finds no exp_avg in the second.
 
-Stage 3 cuts the weights too: a parameter is empty wherever no forward or backward needs it. While probes look at a
-step, and only then, every process holds all of them whole, as TRL does to generate, and the engine's hooks, which would
-cut them again, are gone. Gradients and states come by the optimizer's own getters, one all-gather for each parameter
-and quantity.
+Stage 3 shards the weights too: a parameter is empty unless a forward or backward needs it. During a measured step, and
+only then, every process holds all of them gathered, as TRL does to generate, and the engine's hooks, which would shard
+them again, are removed. Gradients and states come from the optimizer's own getters, one all-gather per parameter and
+quantity.
 """
 
 from __future__ import annotations
@@ -29,17 +28,17 @@ from trl.models.utils import add_hooks, remove_hooks
 
 from rl_training.engine.sharding import ByParameter, Sharding, refuse_what_does_not_fit
 
-WHOLE: WeakSet[nn.Module] = WeakSet()  # models whose weights are whole just now
+WHOLE: WeakSet[nn.Module] = WeakSet()  # models whose weights are gathered at the moment
 
 
 def is_gathered(model: nn.Module) -> bool:
-    """Returns whether all parameters are whole, by `gathered`."""
+    """Returns whether all parameters are gathered, by `gathered`."""
     return model in WHOLE
 
 
 @contextlib.contextmanager
 def gathered(engine: Any) -> Iterator[None]:
-    """A context in which every process has all parameters whole and no hook of the engine's cuts them. A collective."""
+    """A context in which every process has all parameters gathered and no engine hook shards them. A collective."""
     import deepspeed
 
     model = engine.module
@@ -54,7 +53,7 @@ def gathered(engine: Any) -> Iterator[None]:
 
 
 class Zero(Sharding):
-    """ZeRO stages 1 and 2, whose engine steps, and clips. The weights are whole. Raises ValueError for others."""
+    """ZeRO stages 1 and 2, whose engine clips and steps. Weights are not sharded. ValueError for other stages."""
 
     KIND = "DeepSpeedZeroOptimizer"  # that is read here
     keeps_fp32_copies = True
@@ -71,7 +70,7 @@ class Zero(Sharding):
         super().__init__(engine.module, self._zero.optimizer, self._zero.clip_grad)
 
     def mean_gradients(self, parameters: Iterable[nn.Parameter]) -> Mapping[nn.Parameter, Tensor | None]:
-        """Returns whole gradients, to be asked for before engine.step; zeros of a parameter that got none."""
+        """Returns gathered gradients; call it before engine.step. Zeros for a parameter that got none."""
         gradients: dict[nn.Parameter, Tensor | None] = {}
         for group, partition in enumerate(self._zero.single_partition_of_fp32_groups):
             pieces = [piece.reshape(-1) for piece in self._zero.averaged_gradients[group]]
@@ -139,5 +138,5 @@ def _is_cut(value: Any, flat: Tensor) -> bool:
 
 
 def _size(param: nn.Parameter) -> int:
-    """Returns the number of entries of a parameter, also where it is cut, and empty."""
+    """Returns the number of entries of a parameter, even while it is sharded and empty."""
     return int(getattr(param, "ds_numel", param.numel()))

@@ -2,7 +2,7 @@
 
     python -m rl_training.hosts.verl probe=simple algorithm.adv_estimator=grpo ...
 
-probe=all where nothing is said; files of conf/probe, and their settings as probes.simple.every=4.
+The default is probe=all. Choices are the files of conf/probe; set their options as probes.simple.every=4.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a microbatch of verl's holds, nested tensors, as the engine's sequences and scores; and back."""
+"""Converts verl's microbatches of nested tensors to the engine's sequences and scores, and back."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ def read_rollout(
     """Returns the sequences of a microbatch.
 
     number_of  the number of a prompt, by verl's uid
-    longest    tokens at which a response is cut off, if it does not end by one of `ends`; None: that is not known
+    longest    tokens at which a response is truncated, if it does not end with one of `ends`; None: unknown
 
-    ValueError where advantages differ within a response: they are one number here.
+    ValueError where advantages differ within a response: probes use one number per response.
     """
     prompts, responses = data["prompts"].unbind(), data["responses"].unbind()
     mask, there = _in_columns(data["response_mask"].unbind()), _in_columns([torch.ones_like(r) for r in responses])
@@ -54,7 +54,7 @@ def _in_columns(rows: Sequence[Tensor], on_the_left: bool = False) -> Tensor:
 
 
 def _of_sequence(advantages: Tensor, mask: Tensor) -> Tensor:
-    """Returns (B,) of advantages (B, T) that are the same on all tokens of a response, which verl repeats them on."""
+    """Returns (B,) of advantages (B, T), which verl repeats on all tokens of a response."""
     first = advantages.gather(1, mask.argmax(dim=1, keepdim=True))
     if bool(((advantages != first) & (mask != 0)).any()):
         raise ValueError(
@@ -84,7 +84,7 @@ class Tokens:
         return flat.new_zeros(self.there.shape).masked_scatter(self.there, flat[self.at])
 
     def put_back(self, of_responses: Tensor, nested: Any) -> Tensor:
-        """Returns the nested tensor with these in their place: the same numbers, by another way through the graph."""
+        """Returns the nested tensor with these values put back: the same numbers, another path through the graph."""
         flat = nested.values().index_put((self.at,), of_responses[self.there])
         return torch.nested.nested_tensor_from_jagged(flat, nested.offsets())
 

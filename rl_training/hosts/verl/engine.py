@@ -1,4 +1,4 @@
-"""verl's FSDP2 engine, which tells probes of each optimizer step and trains as it would without them.
+"""verl's FSDP2 engine, which reports each optimizer step to the probes and trains as it would without them.
 
 A subclass under the platform's own vendor, a key that verl looks up before its own. What is to be measured comes with
 the data, from trainer.py; without that nothing is. The reference policy comes by the same key, and never trains.

@@ -1,4 +1,4 @@
-"""Probes on verl's engine: each moment of its step, told to the driver; and where what they answer goes."""
+"""Probes on verl's engine: passes each hook of its step to the driver, and writes the estimates."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ NO_SAMPLE = "fresh responses are needed, and verl's rollout server sleeps while 
 class Measurement:
     """Probes on an engine, from its first optimizer step on.
 
-    settings    what trainer.py says of the rollout
-    checkpoint  that training goes on from; None where it begins
+    settings    what trainer.py reports about the rollout
+    checkpoint  from which training resumes; None at the start
     """
 
     name = "verl"  # of its own state in a checkpoint
@@ -73,7 +73,7 @@ class Measurement:
         self.driver.start(self._loop)
         self._started = time.perf_counter()
 
-    # --- the moments of a step ----------------------------------------------------------------------------------------
+    # --- the hooks of a step ------------------------------------------------------------------------------------------
 
     def begin(self, sizes: Sequence[int]) -> None:
         """Begins an optimizer step in microbatches of these sizes."""
@@ -92,7 +92,7 @@ class Measurement:
             self._entropies = entropies_of(logits, lengths, self._loop.policy.scorer.temperature)
 
     def microbatch(self, model_output: dict[str, Tensor], data: TensorDict) -> dict[str, Tensor]:
-        """Returns what the loss is to be made of: the same numbers, watched."""
+        """Returns what the loss must be computed from: the same numbers, watched."""
         tokens = Tokens.of(data)
         longest, ends = self.settings["max_response_length"], self.settings["ends"]
         rollout = read_rollout(data, self._number_of, self._fresh, longest, ends)
@@ -141,7 +141,7 @@ class Measurement:
             self._metrics[name] = value
 
     def _number_of(self, uid: str) -> int:
-        """Returns the number of a prompt, another on every rank and in every rollout."""
+        """Returns the number of a prompt, unique across ranks and rollouts."""
         own = self._prompts.setdefault(uid, len(self._prompts))
         return (self._rollout * self._loop.ranks.count + rank()) * int(self.settings["prompts"]) + own
 

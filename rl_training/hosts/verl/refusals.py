@@ -1,4 +1,4 @@
-"""Settings of verl under which probes cannot measure: refused on the driver, before there are workers, with the fix."""
+"""Settings of verl under which probes cannot measure: refused on the driver, before workers start, with the fix."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ MEASURED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("distillation.enabled", (False,), "its loss is not made of the log-probabilities of sampled tokens"),
     ("algorithm.adv_estimator", ("grpo", "grpo_passk", "rloo", "opo"), "probes measure one advantage per response"),
 )
-# What cuts the sampled distribution, and the values with which it does not.
+# Settings that truncate the sampled distribution, and the values that switch them off.
 NEUTRAL: dict[str, tuple[Any, ...]] = {"top_p": (1, 1.0), "top_k": (-1, 0), "do_sample": (True,)}
 
 

@@ -1,7 +1,7 @@
 """verl's synchronous trainer, which keeps the responses of a prompt together and tells the engine what to measure.
 
-verl balances ranks by length, response by response, as they arrive: prompts are scattered. Here prompts are balanced by
-length, whole: another order of summation, the same mathematics, and what leaves prompts out can be measured.
+verl balances ranks by length, one response at a time, which scatters prompts. Here whole prompts are balanced by
+length: another order of summation, the same mathematics, and leave-one-prompt-out estimates become possible.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class ProbedTrainer(PPOTrainerSync):
         config = self.config
         batch.extra_info[SETTINGS] = about_rollout(config, batch.tags, self.global_steps, self.tokenizer.eos_token_id)
         actor = config.actor_rollout_ref.actor
-        # Where tokens are counted it keeps prompts whole. One that does not fit would end the training.
+        # With dynamic batches by tokens it keeps prompts whole. One that does not fit would end the training.
         if actor.use_dynamic_bsz and _longest_group(config) <= actor.ppo_max_token_len_per_gpu:
             batch.extra_info["force_group_size"] = config.actor_rollout_ref.rollout.n
         return super()._update_actor(batch, metrics)
@@ -52,7 +52,7 @@ class ProbedTrainer(PPOTrainerSync):
 
 
 def in_whole_prompts(keys: list[str], lengths: list[int], ranks: int) -> list[int] | None:
-    """Returns the rows in an order that has prompts whole and on one rank, of like lengths; None where none has.
+    """Returns an order of rows that keeps each prompt on one rank, balanced by length; None where there is none.
 
     keys     UID_SESSION_INDEX of each row, as verl names them        lengths  of each, in tokens
     """
@@ -69,7 +69,7 @@ def in_whole_prompts(keys: list[str], lengths: list[int], ranks: int) -> list[in
 
 
 def about_rollout(config: DictConfig, tags: list[dict[str, Any]], step: int, end: int | None) -> dict[str, Any]:
-    """Returns what the engine cannot know of a rollout, and which probes are asked for."""
+    """Returns what the engine cannot know about a rollout, and which probes to run."""
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     versions = {tag.get(name) for tag in tags for name in ("min_global_steps", "max_global_steps")}
     plain = algorithm.adv_estimator == "grpo" and not algorithm.use_kl_in_reward
@@ -91,7 +91,7 @@ def about_rollout(config: DictConfig, tags: list[dict[str, Any]], step: int, end
 
 
 def _what_keeps_prompts_whole(config: DictConfig) -> str:
-    """Returns the setting that leaves all responses to a prompt in one microbatch."""
+    """Returns the setting that keeps all responses to a prompt in one microbatch."""
     if config.actor_rollout_ref.actor.use_dynamic_bsz:
         return f"set {ACTOR}.ppo_max_token_len_per_gpu={_longest_group(config)} or more"
     return f"set {ACTOR}.ppo_micro_batch_size_per_gpu to a multiple of {ROLLOUT}.n={config.actor_rollout_ref.rollout.n}"
