@@ -31,7 +31,6 @@ EXTRA_OF = {  # the smallest that has it, by the name that is imported
     "bitsandbytes": "qlora",
     "vllm": "vllm",
     "verl": "verl",
-    "tensordict": "verl",
     "reasoning_gym": "reasoning-gym",
 }
 

@@ -53,7 +53,7 @@ def test_a_phase_that_runs_out_of_memory_says_in_one_line_what_to_lower(
 
 def test_a_process_with_too_little_memory_ends_with_the_setting_to_lower(run: Path) -> None:  # noqa: F811
     ended = warm.run(
-        "tests/ended.py", "memory:100", "offline.py", f"checkpoint={checkpoint(run, 1)}", "name=short",
+        "tests/ended.py", "memory:30", "offline.py", f"checkpoint={checkpoint(run, 1)}", "name=short",
         "evaluation.prompts=4096", "update.prompts=64", "memory.microbatch_size=4096", "memory.generation_size=4096",
     )  # fmt: skip
     assert ended.returncode == 2

@@ -6,6 +6,8 @@ python -m rl_training.hosts.verl ...        # in the place of python -m verl.tra
 from rl_training.extras import of_an_extra
 
 with of_an_extra():
+    import verl  # noqa: F401  before what comes with it, so that the extra is named
+
     from rl_training.hosts.verl.engine import register
 
 register()
