@@ -40,7 +40,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a public name, imported when it is first asked for: who reads records needs neither torch nor TRL."""
+    """Returns a public name, imported on first use: reading records needs neither torch nor TRL."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with of_an_extra():

@@ -31,8 +31,8 @@ OF_LATER_STEPS = ("trainer.epsilon", "trainer.epsilon_high", "trainer.delta")  #
 def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
     """Analyses each checkpoint that `cfg` names, prints a table of each, and returns the files with the results.
 
-    Their page, and the report of a run, are made anew if asked for. Raises ValueError for whatever the user got wrong;
-    where the checkpoints can tell, before anything is sampled.
+    Their page and the report of a run are rewritten if asked for. Raises ValueError for whatever the user got wrong,
+    before anything is sampled where the checkpoints reveal it.
     """
     plan = read_plan(cfg)
     for word in plan.values["run"]:
@@ -50,7 +50,7 @@ def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
 
 
 def _analyse(checkpoint: Path, plan: Plan) -> None:
-    """Analyses one checkpoint; the log is written first, then the results, so that these stand for all of it."""
+    """Analyses one checkpoint; the log is written first, then the results, so results imply a complete analysis."""
     start = time.perf_counter()
     run = run_settings(checkpoint, plan.values["run"])
     asked = plan.interventions
@@ -79,4 +79,4 @@ def _analyse(checkpoint: Path, plan: Plan) -> None:
         write_result(path, restored, analysis, settings, log)
         print_table(analysis, restored, path)
     del restored, analysis
-    gc.collect()  # a model that is in a circle would stay beside the next checkpoint's
+    gc.collect()  # a model in a reference cycle would stay in memory beside the next checkpoint's

@@ -1,4 +1,4 @@
-"""Checks of offline.py's configuration that need no import that takes long: what is set, its kinds, and the name."""
+"""Checks of offline.py's configuration that need no slow import: what is set, its kinds, and the name."""
 
 from __future__ import annotations
 

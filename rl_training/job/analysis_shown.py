@@ -23,7 +23,7 @@ logger = logging.get_logger(__name__)
 
 
 def write_pages(results: Mapping[Path, Path]) -> list[Path]:
-    """Returns the pages that it wrote of all analyses of each run under this name; the run's report is made anew.
+    """Returns the rewritten pages of each run's analyses of this name; the run's report is rewritten too.
 
     results  by checkpoint, the file with its numbers
     """
@@ -39,7 +39,7 @@ def write_pages(results: Mapping[Path, Path]) -> list[Path]:
 
 
 def tell_dashboards(results: Mapping[Path, Path]) -> None:
-    """Gives the dashboards of each run the core numbers of these analyses, at the steps of their checkpoints."""
+    """Sends the core numbers of these analyses to the dashboards of each run, at the steps of their checkpoints."""
     for checkpoint, result in results.items():
         run = run_of(checkpoint)
         if run is not None:
@@ -55,7 +55,7 @@ def _tell_dashboards_of(run: Path, analysis: Mapping[str, Any]) -> None:
         if package not in asked:
             continue
         if find_spec(package) is None:
-            logger.warning(f"{package} is not installed here: its dashboard is not told of this analysis")
+            logger.warning(f"{package} is not installed here: this analysis is not sent to its dashboard")
             continue
         name = trainer.get("run_name") or run.resolve().name
         dashboard = kind(run, trainer.get("project", DrGRPOConfig.project), name, config)

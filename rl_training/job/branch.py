@@ -1,8 +1,8 @@
 """branch=CHECKPOINT: a new run that goes on from a checkpoint of another, with other settings.
 
-It has the settings of that run, and in their place those that are given with `branch=`. Weights, optimizer, random
-numbers and place in the data are the checkpoint's; model, adapter and data cannot be others. A branch with no other
-setting is the run that it comes from, bit for bit.
+It has that run's settings, overridden by those given with `branch=`. Weights, optimizer, random numbers and position
+in the data are the checkpoint's; model, adapter and data cannot change. A branch without overrides reproduces the run
+that it comes from, bit for bit.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ KEPT = ("model", "adapter", "data", "trainer.optim")
 
 
 def branched(cfg: DictConfig) -> DictConfig:
-    """Returns the settings of the run: as they are, or of a branch those of the run that it comes from, with changes.
+    """Returns the run's settings; for a branch, those of the run that it comes from, with the changes applied.
 
-    ValueError where there is no such checkpoint, or where model, adapter or data would be others.
+    ValueError where there is no such checkpoint, or where model, adapter or data would change.
     """
     if cfg.get("branch") is None:
         return cfg

@@ -90,12 +90,12 @@ def _build(cfg: DictConfig) -> TrainingRun:
 def build_restored(
     cfg: DictConfig, checkpoint: Path, learning_rate: float | None = None, keep_first: bool = False
 ) -> RestoredTrainer:
-    """Returns a trainer of this run's configuration that stands at one of its checkpoints; it writes nothing.
+    """Returns a trainer of this run's configuration, restored at one of its checkpoints; it writes nothing.
 
     ValueError, saying what to do, where the checkpoint is not of this configuration: see restored.py.
     """
     with libraries_refuse(), short_memory_says_what_to_lower("load"), tempfile.TemporaryDirectory() as scratch:
-        # One microbatch: how many the training would make of U does not matter to its mean gradient.
+        # One microbatch: how training would split U does not change its mean gradient.
         cfg = cfg.copy()
         cfg.run_dir = scratch
         changes = {"report_to": [], "eval_strategy": "no", "save_strategy": "no"}
@@ -149,7 +149,7 @@ def _interventions_of(cfg: DictConfig) -> list[str]:
 
 
 def _make(node: DictConfig, **values: Any) -> Any:
-    """Returns the object that a node describes; what its maker raised is raised as it is, without Hydra's wrapping."""
+    """Returns the object that a node describes; its errors are raised without Hydra's wrapping."""
     try:
         return instantiate(node, _convert_="all", **values)
     except InstantiationException as error:
@@ -159,7 +159,7 @@ def _make(node: DictConfig, **values: Any) -> Any:
 
 
 def _check_fields(trainer: DictConfig) -> None:
-    """Raises ValueError for a setting that DrGRPOConfig has not, and for one that is no number where it needs one."""
+    """Raises ValueError for a setting that DrGRPOConfig lacks, and for one that is no number where it needs one."""
     fields = {field.name: field for field in dataclasses.fields(DrGRPOConfig) if field.init}
     for name, value in zip(map(str, trainer), trainer.values(), strict=True):
         if name in fields:

@@ -10,8 +10,8 @@
     exit code 1          any other: the traceback, then one line
     exit code 130, 143   ended by SIGINT (Ctrl-C) or SIGTERM
 
---debug, or RL_TRAINING_DEBUG=1, shows the traceback of a foreseen error too. Of several processes one speaks. Imports
-nothing that takes long, so that --help comes at once, and no library of an extra, not even Hydra.
+--debug, or RL_TRAINING_DEBUG=1, shows the traceback of a foreseen error too. Of several processes one prints. The
+module imports nothing slow and no library of an extra, not even Hydra, so that --help is immediate.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ SECONDS_TO_BE_ENDED = 3.0  # within which a launcher ends the other processes of
 
 
 class Interrupted(BaseException):
-    """A signal has asked the command to end, and it ends."""
+    """Raised when a signal asks the command to end."""
 
     def __init__(self, signum: int, line: str = "") -> None:
         super().__init__(line or f"ended by {signal.Signals(signum).name}")
@@ -53,7 +53,7 @@ class Interrupted(BaseException):
 
 
 class _Carried(BaseException):
-    """An error on its way through Hydra, which prints a line of its own about every Exception, in every process."""
+    """Carries an error through Hydra, which prints its own line about every Exception in every process."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
@@ -76,9 +76,8 @@ def past_hydra(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], Non
 def run_command(main: Callable[[], object]) -> None:
     """Runs `main`, a command whose arguments are sys.argv, and ends the process as the module's head says.
 
-    Foreseen is what Hydra and OmegaConf raise, put in plain words, and what the package itself raises as ValueError,
-    OSError or ImportError. SIGINT and SIGTERM raise Interrupted wherever `main` stands; it may put other handlers there
-    for a while.
+    Foreseen errors are those of Hydra and OmegaConf, put in plain words, and the package's own ValueError, OSError and
+    ImportError. SIGINT and SIGTERM raise Interrupted wherever `main` is; it may install other handlers for a while.
     """
     debug = "--debug" in sys.argv[1:] or os.environ.get(DEBUG_VARIABLE, "0") not in ("", "0")
     sys.argv[1:] = [argument for argument in sys.argv[1:] if argument != "--debug"]
@@ -99,7 +98,7 @@ def run_command(main: Callable[[], object]) -> None:
 
 
 def is_foreseen(error: BaseException) -> bool:
-    """Returns whether the package raised this error itself, to tell the user something, or Hydra, or an extra lacks."""
+    """Returns whether an error is foreseen: raised by the package for the user, by Hydra, or by a missing extra."""
     told = bool(what_is_missing(error)) or _raised_in(PACKAGE, error)
     return _is_of_hydra(error) or (told and isinstance(error, ValueError | OSError | ImportError))
 
@@ -119,7 +118,7 @@ def _raised_in(folder: Path, error: BaseException) -> bool:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Returns the message of an error without line breaks; of one that is not foreseen, its type in front."""
+    """Returns the message of an error without line breaks; an unforeseen one has its type in front."""
     message = " ".join((what_is_missing(error) or _in_plain_words(error)).split())
     return message if is_foreseen(error) and message else f"{type(error).__name__}: {message}".removesuffix(": ")
 
@@ -134,9 +133,9 @@ def _in_plain_words(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def importing() -> Iterator[None]:
-    """A context for the seconds of imports that --help need not wait for: without looking for garbage, an eighth less.
+    """A context for slow imports, which --help does not wait for: with garbage collection off, an eighth less time.
 
-    What they have brought is not looked through again: it stays as long as the process.
+    Later collections skip the imported objects: they live as long as the process.
     """
     gc.disable()
     try:
@@ -148,9 +147,9 @@ def importing() -> Iterator[None]:
 
 @contextlib.contextmanager
 def libraries_refuse(unless: Callable[[], bool] = lambda: False) -> Iterator[None]:
-    """A context in which whatever a library raises is a ValueError, hence foreseen, unless `unless()` holds by then.
+    """A context that turns any library error into a ValueError, hence foreseen, unless `unless()` holds by then.
 
-    For what comes before the first step: nothing runs yet, so it is what was asked for that cannot be.
+    For use before the first step: nothing runs yet, so the settings are at fault.
     """
     try:
         yield
@@ -189,7 +188,7 @@ def _rank() -> int:
 
 
 def _tell_torchrun(line: str) -> None:
-    """Puts the line where torchrun looks for it: it stands at the end of the table that it prints of failures."""
+    """Writes the line where torchrun reads it, to be printed at the end of its table of failures."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}

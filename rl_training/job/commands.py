@@ -51,7 +51,7 @@ def train() -> None:
 def _train(cfg: DictConfig) -> None:
     from rl_training.job.settings import check_run
 
-    check_run(cfg)  # again in build_run; here it waits for no import
+    check_run(cfg)  # checked again in build_run; here before slow imports
     with importing():
         from rl_training.job.branch import branched
         from rl_training.job.build import build_run

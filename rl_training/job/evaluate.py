@@ -1,7 +1,7 @@
-"""Every checkpoint evaluated, each in a process of its own; what comes back is measured, written, logged and shown.
+"""Evaluates every checkpoint in its own process; measures, writes, logs and shows the results.
 
-In several processes (accelerate launch, torchrun) all of them work at one checkpoint after another, each at its share
-of the batches; the main one measures and writes. In one, `evaluation.jobs` checkpoints are worked at side by side.
+With several processes (accelerate launch, torchrun) all work on one checkpoint at a time, each on its share of the
+batches; the main one measures and writes. With one, `evaluation.jobs` checkpoints run in parallel.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class _Evaluation:
         try:
             for future in as_completed([pool.submit(work, step) for step in self.pending]):
                 self.finish(*future.result())
-        except BaseException:  # Ctrl-C and the like: nobody waits for what is in work
+        except BaseException:  # Ctrl-C and the like: unfinished work is not waited for
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
@@ -97,7 +97,7 @@ class _Evaluation:
         return self.close()
 
     def finish(self, step: int, answers: CheckpointResponses) -> None:
-        """Measures and writes what came back of a checkpoint; what fails here fails this checkpoint alone."""
+        """Measures and writes a checkpoint's result; a failure here fails this checkpoint alone."""
         reason = answers.reason
         if not reason:
             try:
@@ -188,7 +188,7 @@ def _evaluate_together(plan: EvaluationPlan) -> int:
 
 
 def _device(number: int) -> str:
-    """Returns where the work of this number is done: on a GPU of its own, if there are as many."""
+    """Returns the device of the job of this number: its own GPU, if there are enough."""
     return f"cuda:{number % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
 
 

@@ -24,13 +24,13 @@ from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
 from rl_training.tasks.task import Task
 
 GROUPS = ("model", "adapter", "data")
-# What changes how a result is come by, and not the result.
+# Settings that change how a result is computed, but not the result.
 FREE = ("name", "batch_size", "jobs", "gzip", "overwrite")
 
 
 @dataclass(frozen=True)
 class EvaluationPlan:
-    """An evaluation, ready to start; it travels to the processes that work at it."""
+    """An evaluation, ready to start; it is sent to the worker processes."""
 
     run: Path | None
     config: dict[str, Any]  # of the run, with what the command changes
@@ -47,7 +47,7 @@ class EvaluationPlan:
     jobs: int
     gzip: bool
     overwrite: bool
-    settings: dict[str, Any]  # what has to be the same for two results to stand in one table
+    settings: dict[str, Any]  # what must be equal for two results to share a table
 
     def task(self) -> Task:
         return make("data", self.config["data"])
@@ -70,7 +70,7 @@ class EvaluationPlan:
         if self.overwrite:
             shutil.rmtree(self.folder, ignore_errors=True)
         elif not any(self.folder.glob("step_*")):
-            (self.folder / SETTINGS).unlink(missing_ok=True)  # an evaluation that came to nothing binds nobody
+            (self.folder / SETTINGS).unlink(missing_ok=True)  # an evaluation without results imposes no settings
         before = write_settings(self.folder, self.settings)
         changed = [
             f"{key}={self.settings.get(key)!r} (was {before.get(key)!r})"
@@ -145,9 +145,9 @@ def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
 
 
 def fingerprint(checkpoint: Path) -> str:
-    """Returns what tells a checkpoint from another one that was later written to the same folder.
+    """Returns a fingerprint that distinguishes a checkpoint from a later one in the same folder.
 
-    Of the trainer's log, which holds each step's timings, and the sizes of the weights.
+    It is made of the trainer's log, which holds each step's timings, and the sizes of the weights.
     """
     digest = hashlib.sha256()
     state = checkpoint / "trainer_state.json"

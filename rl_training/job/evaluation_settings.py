@@ -1,4 +1,4 @@
-"""Checks of evaluate.py's configuration that need no import that takes long: what is set, its kinds and ranges."""
+"""Checks of evaluate.py's configuration that need no slow import: what is set, its kinds and ranges."""
 
 from __future__ import annotations
 

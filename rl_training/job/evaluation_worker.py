@@ -1,4 +1,4 @@
-"""The work at one checkpoint, in a process of its own, and what comes back of it.
+"""The evaluation of one checkpoint in its own process, and its result.
 
 That process imports this file, and with it only what it needs: no trainer, no report.
 """
@@ -23,7 +23,7 @@ from rl_training.job.evaluation_plan import EvaluationPlan, make
 
 @dataclass
 class CheckpointResponses:
-    """What came back of one checkpoint: its responses, the time they took, or why there are none."""
+    """The result of one checkpoint: its responses, the time they took, or why there are none."""
 
     responses: list[Response] = field(default_factory=list)
     seconds: dict[str, float] = field(default_factory=dict)
@@ -38,7 +38,7 @@ def ask(
     num_shares: int = 1,
     on_responses: Callable[[int], None] | None = None,
 ) -> CheckpointResponses:
-    """Returns what a process of its own has got from the checkpoint."""
+    """Returns the result of one checkpoint, from its own process."""
     answers = CheckpointResponses()
 
     def receive(content: list[Response] | dict[str, float]) -> None:
@@ -82,7 +82,7 @@ def _answer(plan: EvaluationPlan, checkpoint: Path, device: str, share: int, num
 
 
 def join(parts: list[CheckpointResponses]) -> CheckpointResponses:
-    """Returns what all processes have of a checkpoint; times are those of the slowest."""
+    """Returns the merged results of all processes; times are those of the slowest."""
     reasons = [f"process {rank}: {part.reason}" for rank, part in enumerate(parts) if part.reason]
     names = {name for part in parts for name in part.seconds}
     seconds = {name: max(part.seconds.get(name, 0.0) for part in parts) for name in sorted(names)}

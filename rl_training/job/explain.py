@@ -1,4 +1,4 @@
-"""Errors of Hydra and OmegaConf in the words of somebody who has mistyped something on the command line."""
+"""Errors of Hydra and OmegaConf reworded for a user who has mistyped something on the command line."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def _options(path: Path, group: str) -> list[str]:
 
 
 def load_plain(path: Path) -> dict[str, Any]:
-    """Returns what a file of conf/ says, with nothing resolved."""
+    """Returns the content of a file of conf/, unresolved."""
     return OmegaConf.to_container(OmegaConf.load(path))  # type: ignore[return-value]
 
 

@@ -1,4 +1,4 @@
-"""Who has started this process: a shell, or accelerate launch or torchrun, and in which words."""
+"""How this process was started: by a shell, accelerate launch or torchrun, and with which command line."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pathlib import Path
 # What accelerate launch and torchrun set for the processes that they start.
 LAUNCHED = ("ACCELERATE_MIXED_PRECISION", "TORCHELASTIC_RUN_ID")
 PATIENCE = 60  # seconds for which a line waits for the launcher to end
-# Ctrl-C and what a launcher sends are not for it: it has a line to print.
+# It ignores Ctrl-C and the launcher's signals: it still has a line to print.
 SAY_AFTER = 'trap "" INT TERM; n=0; while kill -0 $1 && [ $n -lt $2 ]; do sleep 0.1; n=$((n + 1)); done; echo "$3"'
 
 
@@ -22,7 +22,7 @@ SAY_AFTER = 'trap "" INT TERM; n=0; while kill -0 $1 && [ $n -lt $2 ]; do sleep 
 class Launch:
     """How this process was started.
 
-    launcher  its process, None where a shell has started this one, which may well go before it
+    launcher  its process; None for a shell, which may end before this process does
     typed     the command line up to its first setting: python or the launcher with its arguments, and the script, the
               module, or rl-training and its command
     """
@@ -32,7 +32,7 @@ class Launch:
 
     @classmethod
     def of_this_process(cls) -> Launch:
-        """Returns it; to be asked while the launcher is there, which a Ctrl-C may end first."""
+        """Returns how this process was started; call it while the launcher lives, which Ctrl-C may end first."""
         launched = any(name in os.environ for name in LAUNCHED)
         if not launched:
             words = _without_interpreter(_before_the_settings(sys.orig_argv))

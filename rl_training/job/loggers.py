@@ -1,7 +1,7 @@
 """Dashboards: every number of metrics.jsonl, under the same name, in W&B, TensorBoard and trackio.
 
 transformers' own callbacks put `train/` in front of every name. Dashboards make a section of each name's first segment,
-so everything would lie in one. These three take the places of those, one for one:
+so everything would lie in one. These three replace them one for one:
 
     logger=wandb         WandbLogger        with the resolved configuration and the report's pictures
     logger=tensorboard   TensorBoardLogger  with the report's pictures, and charts of several metrics with their
@@ -222,7 +222,7 @@ LOGGERS: tuple[type[MetricsLogger], ...] = (WandbLogger, TensorBoardLogger, Trac
 def put_loggers(
     trainer: DrGRPOTrainer, run_dir: Path, config: dict[str, Any], metrics: Collection[str] | None
 ) -> list[MetricsLogger]:
-    """Returns this package's loggers, put in the places of those of transformers that `report_to` asked for.
+    """Returns this package's loggers, in place of the transformers callbacks that `report_to` selects.
 
     None on other processes than the main one.
     """

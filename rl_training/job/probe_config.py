@@ -10,7 +10,7 @@
     detailed_logging: {enabled, level, log_sequences, log_tokens, log_raw_tensors, output_directory, compress}    log.…
     overrides: [learning_rate=1e-6, model.name=FOLDER, …]      anything else, as on offline.py's command line
 
-Everything is optional but the checkpoint; what is left out is as conf/offline.yaml, or the checkpoint's run, has it.
+Everything but the checkpoint is optional; defaults are those of conf/offline.yaml or the checkpoint's run.
 """
 
 from __future__ import annotations

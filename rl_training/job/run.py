@@ -35,7 +35,7 @@ class TrainingRun:
     stop: StopAtStepEnd
 
     def train(self) -> None:
-        """Trains, from the checkpoint on if there is one; not where that is the last step's: it would add a step.
+        """Trains, from the checkpoint if there is one; not if that is the last step's, where it would add a step.
 
         Raises ValueError when no step was taken. A signal ends it after the step that it came in: see `end`.
         """
@@ -73,7 +73,7 @@ class TrainingRun:
         raise Interrupted(self.stop.signum, line)
 
     def _resuming(self) -> str:
-        """Returns the command that goes on with this run, as it was typed where it need not be otherwise."""
+        """Returns the command that resumes this run, as it was typed except where it has to change."""
         given = [arg.removeprefix("++") for arg in sys.argv[1:] if not re.match(r"\+*(run_dir|resume)=", arg)]
         if any(arg.startswith("additional_steps=") for arg in given):  # would be added once more
             given = [arg for arg in given if not arg.startswith(("additional_steps=", "trainer.max_steps="))]

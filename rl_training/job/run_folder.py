@@ -31,7 +31,7 @@ ANOTHERS = "run_dir={} already holds a run: go on with it by resume=latest, choo
 
 
 class RunFolder(NamedTuple):
-    """A run's folder, and where the run goes on."""
+    """A run's folder, and where the run resumes."""
 
     path: Path
     checkpoint: Path | None  # to resume from; None: from the start
@@ -67,7 +67,7 @@ def find_run_folder(cfg: DictConfig) -> RunFolder:
             logger.warning(f"going on with {run} from step {taken}")
     elif (run / LOGS_FOLDER / METRICS_FILE).exists() or (run / CONFIG_FILE).exists():
         raise ValueError(ANOTHERS.format(run))
-    state.wait_for_everyone()  # nothing is moved or created before everybody has looked
+    state.wait_for_everyone()  # nothing is moved or created before every process has checked
     if goes_on and state.is_main_process:
         set_aside_later(run, taken)
     try:
@@ -107,7 +107,7 @@ def _resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
 def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None:
     """Writes config.yaml, which makes the folder this run's own. ValueError when another run has written it meanwhile.
 
-    On every process: the main one creates the file exclusively, and all of them hear how that went.
+    On every process: the main one creates the file exclusively, and all of them learn the outcome.
     """
     refusal = ""
     if PartialState().is_main_process:
@@ -126,8 +126,8 @@ def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None
 def check_number_of_processes(num_processes: int) -> None:
     """Raises ValueError when several processes were asked for and this one is alone: it would train on, silently.
 
-    accelerate launch starts a single process without a word where it sees no several GPUs (--cpu, MULTI_CPU, or no
-    configuration at all). It does not pass on the number; that it set the address to meet at gives it away.
+    accelerate launch silently starts a single process where it does not see several GPUs (--cpu, MULTI_CPU, or no
+    configuration at all). It does not pass on the number, but the rendezvous address that it sets reveals it.
     """
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if asked != num_processes:

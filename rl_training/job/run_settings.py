@@ -28,7 +28,7 @@ NEEDED = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "pro
 
 
 def gather_run_settings(arguments: Sequence[str]) -> list[str]:
-    """Returns command line arguments in which settings that are not of conf/offline.yaml stand in one list, `run`.
+    """Returns the arguments with all settings that conf/offline.yaml lacks collected in one list, `run`.
 
     Example: ["checkpoint=R", "trainer.beta=0"] becomes ["checkpoint=R", 'run=["trainer.beta=0"]'].
     `interventions=all` is written out: interventions.which=all.
@@ -47,7 +47,7 @@ def gather_run_settings(arguments: Sequence[str]) -> list[str]:
 
 
 def name_each_job(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments of a multirun with a name for each of its analyses, which would else share a folder.
+    """Returns the arguments of a multirun with a name for each of its analyses, which would otherwise share a folder.
 
     Example: ["-m", "update.seed=1,2"] gets 'name="default,update.seed=${update.seed}"'. A name that is given stays.
     """
@@ -85,7 +85,7 @@ def _quoted(word: str) -> str:
 def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
     """Returns the configuration of the run that a checkpoint belongs to, with these changes.
 
-    Of a checkpoint in no run it is train.yaml's with these changes, which then name model and data.
+    For a checkpoint outside of a run it is train.yaml's with these changes, which then name model and data.
 
     Raises ValueError for a setting that there is not, and where model or data are not named.
     """

@@ -1,6 +1,6 @@
 """Checks of train.py's configuration, before anything is written: each mistake an error that names the fix.
 
-Nothing here imports torch: a mistyped value is said at once. What only TRL knows of its fields is checked in build.py.
+Nothing here imports torch: a mistyped value fails at once. What only TRL knows of its fields is checked in build.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Range(NamedTuple):
 
 
 PATHS = ("run_dir", "resume", "branch", "data.path", "model.name")
-# Beyond these a run would train nothing, or something else, without a word. A config.yaml may be older than a setting.
+# Outside of these a run would silently train nothing, or something else. A config.yaml may be older than a setting.
 RANGES = {
     "batch.sequences_per_step": Range(int, 1, 2**20), "batch.microbatch_size": Range(int, 1, 2**20),
     "seed": Range(int, 0, 2**32 - 1),  # numpy's bound
@@ -78,7 +78,7 @@ SAME_AS = {
 
 
 def check_run(cfg: DictConfig) -> int:
-    """Returns how many microbatches of each process make a step, after all checks of what can be known by now."""
+    """Returns how many microbatches of each process make a step, after all checks that are possible by now."""
     refuse_unset(cfg)
     check_resume(cfg)
     for key in PATHS:  # a shell does not expand a `~` after a `=`
@@ -100,7 +100,7 @@ def check_run(cfg: DictConfig) -> int:
 
 
 def check_settings(cfg: DictConfig) -> None:
-    """Raises ValueError for settings that are out of range, do not exist, or say twice what has one place."""
+    """Raises ValueError for settings that are out of range, do not exist, or duplicate another setting."""
     if not isinstance(cfg.run_dir, str) or not cfg.run_dir.strip():
         raise ValueError(f"run_dir={cfg.run_dir} is no folder: give run_dir=PATH, or leave it out for one of its own")
     for key, numbers in RANGES.items():
@@ -128,7 +128,7 @@ def check_settings(cfg: DictConfig) -> None:
 def _check_trainer(cfg: DictConfig) -> None:
     """Raises ValueError for what in cfg.trainer comes too late, is out of range, or has its place elsewhere."""
     if cfg.trainer.get("deepspeed"):
-        raise ValueError(  # the processes have met before this is read, and would train by DDP
+        raise ValueError(  # the process group exists before this is read, and would train with DDP
             "trainer.deepspeed comes too late: use accelerate launch --config_file launch/zero2.yaml, which names the "
             "DeepSpeed configuration"
         )
@@ -229,8 +229,8 @@ def refuse_unset(cfg: DictConfig) -> None:
 def refuse_other_kinds(given: Mapping[Any, Any], standard: Mapping[Any, Any], prefix: str = "") -> None:
     """Raises ValueError for a value of another kind than the standard one: text for a number, a number for a list.
 
-    What is null or not set in the standard, and what the standard does not have, may be anything. So may text be, which
-    its reader has to know, but not null.
+    Settings that are null, unset or absent in the standard may have any value. Settings that are text there may have
+    any value but null, for their reader to check.
     """
     for key, default in standard.items():
         if key in given and default is not None:

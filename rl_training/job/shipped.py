@@ -1,4 +1,4 @@
-"""The files that come with the package: conf/, launch/, probe_configs/, and the two commands that hand them out.
+"""The files that come with the package: conf/, launch/, probe_configs/, and the two commands that copy them.
 
 They lie at the top of a checkout, and in a wheel inside the package (setup.py).
 """

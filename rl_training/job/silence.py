@@ -1,4 +1,4 @@
-"""Imported before the libraries that it silences: what they print of themselves, and nobody can do anything about.
+"""Imported before the libraries that it silences: hides messages that the user cannot act on.
 
 The first import of every command and of every process that one starts; pyproject.toml has it sorted there.
 """

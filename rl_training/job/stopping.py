@@ -1,7 +1,7 @@
-"""Stopping well: a run that is asked to end finishes its step, and leaves a checkpoint from which it goes on exactly.
+"""Graceful stopping: a run that is asked to end finishes its step and writes a checkpoint that resumes exactly.
 
 SIGINT (Ctrl-C), SIGTERM (Slurm before it preempts, `kill`) and a launcher that is gone ask for it. Of several processes
-it is enough that one is asked: they agree at the end of each step. A second signal ends the process at once.
+one request is enough: they agree at the end of each step. A second signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class StopAtStepEnd(TrainerCallback):
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """A context in which signals are taken; outside of it they do what they did before."""
-        if threading.current_thread() is not threading.main_thread():  # where Python lets nobody listen
+        """A context that handles signals; outside of it they act as before."""
+        if threading.current_thread() is not threading.main_thread():  # where Python forbids handlers
             yield
             return
         before = {signum: signal.signal(signum, self._take) for signum in SIGNALS}
@@ -62,7 +62,7 @@ class StopAtStepEnd(TrainerCallback):
             )
 
     def after_alert(self) -> None:
-        """Asks for the end of training, as a signal would; the run then ends as one that is done."""
+        """Asks for the end of training, as a signal would; the run then ends like a finished one."""
         self._asked = self._asked or ALERT
 
     def _say(self, line: str) -> None:

@@ -1,6 +1,6 @@
 """The config.yaml of a run as it would be written today.
 
-What has moved since is named by its present place, and what is gone is left out.
+Moved settings have their present names; removed ones are left out.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _place(target: str) -> str:
 
 
 def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
-    """Raises ValueError when a run would be resumed with other settings than it has: half of them would not count."""
+    """Raises ValueError when a run would be resumed with other settings than it has: some of them would be ignored."""
     stored = run_dir / CONFIG_FILE
     if not stored.is_file():
         return

@@ -1,4 +1,4 @@
-"""What a run leaves, and how it is looked at: records, checkpoints, dashboards, the report.
+"""A run's output and its readers: records, checkpoints, dashboards, the report.
 
 from rl_training.records import evaluations, find_runs, metrics, probes, rollouts    # as pandas DataFrames
 """
@@ -30,7 +30,7 @@ _HOME = {
 
 
 def __getattr__(name: str) -> Any:
-    """Returns a public name, imported when it is first asked for: who writes records needs no pandas."""
+    """Returns a public name, imported on first use: writing records needs no pandas."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with of_an_extra():

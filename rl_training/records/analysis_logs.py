@@ -16,7 +16,7 @@ ROWS = ("evaluation", "update", "tokens")
 def probe_logs(folder: str | Path) -> pd.DataFrame:
     """Returns a row per log in a folder, at any depth: its path, checkpoint, step, time, level, and its core numbers.
 
-    Sorted by step and time. Half of a log that was never finished is not listed. What is not available is nan.
+    Sorted by step and time. Unfinished logs are not listed. What is not available is nan.
     """
     rows = []
     for summary in sorted(Path(folder).rglob(f"entropy_probe_*{SUMMARY}"), key=_stem):

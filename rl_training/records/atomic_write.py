@@ -1,4 +1,4 @@
-"""Files that are there as a whole or not at all."""
+"""Atomic writes: files that exist whole or not at all."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ MAKE_ROOM = "the results cannot be written: make room"
 def write_atomically(files: Mapping[Path, bytes], fix: str = MAKE_ROOM) -> None:
     """Writes all of these files, or none: each under another name first, then moved in order, the last one last.
 
-    A kill in between leaves the earlier ones at most, so the last is the one to look for. Raises OSError, naming the
-    file and the fix, where there is no room; what was there before then still is.
+    A kill in between leaves at most the earlier ones, so the last one marks completion. Raises OSError, naming the
+    file and the fix, when the disk is full; existing files are then unchanged.
     """
     scratches = {path: path.with_name(f"{path.name}.tmp") for path in files}
     path = next(iter(files))

@@ -1,4 +1,4 @@
-"""What we add to a checkpoint of the trainer's: the states of probes and buffer, who wrote it, and its checksums."""
+"""What is added to the trainer's checkpoint: the states of probes and buffer, who wrote it, and its checksums."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ MOVED_FROM_SIMPLE = (  # what keys began with, whose they are now, and what of t
 
 
 class Stateful(Protocol):
-    """What has a state that a checkpoint keeps."""
+    """An object whose state a checkpoint keeps."""
 
     def state_dict(self) -> dict[str, Tensor]: ...
 
@@ -38,7 +38,7 @@ class Stateful(Protocol):
 
 
 class NamedStateful(Stateful, Protocol):
-    """One of several such things, told apart by their names: a probe."""
+    """One of several such objects, identified by name: a probe."""
 
     @property
     def name(self) -> str: ...
@@ -110,7 +110,7 @@ def load_probe_states(probes: Sequence[NamedStateful], checkpoint: Path) -> None
 
 
 def _by_present_names(names: list[str], tensors: dict[str, Tensor]) -> tuple[list[str], dict[str, Tensor]]:
-    """Returns the states of a checkpoint as they would be written today: `simple` once kept what is others' now."""
+    """Returns the states of a checkpoint as they would be written today: `simple` used to keep other probes' state."""
     moved = {
         key: f"{owner}/{key.removeprefix('simple/').removeprefix(prefix)}"
         for key in tensors

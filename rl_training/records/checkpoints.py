@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 SET_ASIDE = "set_aside"  # folder in it, with checkpoints of steps that are taken again
 WEIGHTS_ALONE = "model"  # folder of weights whose parent holds the optimizer
-SHARDED_BY = ("DeepSpeed", "FSDP")  # launches whose checkpoints hold the optimizer in forms of their own
+SHARDED_BY = ("DeepSpeed", "FSDP")  # launches whose checkpoints store the optimizer in their own format
 
 
 def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "", asked_by: str = "resume") -> Path:
@@ -150,7 +150,7 @@ def steps_taken(checkpoint: Path) -> int:
 def state_folder(checkpoint: Path) -> Path:
     """Returns the folder that holds optimizer and scheduler: the checkpoint, or the one around a folder of weights.
 
-    Such a folder is called `model`; other trainers than transformers' lay their checkpoints out so.
+    Such a folder is called `model`; some trainers other than transformers' use this layout.
     """
     alone = checkpoint.resolve().name == WEIGHTS_ALONE and not (checkpoint / "trainer_state.json").is_file()
     return checkpoint.resolve().parent if alone else checkpoint
@@ -159,8 +159,8 @@ def state_folder(checkpoint: Path) -> Path:
 def set_aside_later(run: Path, after_step: int) -> None:
     """Moves checkpoints of later steps out of the way, for a run that takes those steps again.
 
-    Left where they are, `latest` might take one of them after the next kill: of another history than the records, or
-    overwritten by half.
+    Otherwise `latest` might pick one of them after the next kill: one from a history that the records do not have, or
+    one half overwritten.
     """
     aside = run / TRAINING_STATE / SET_ASIDE
     for later in checkpoints_of(run):
@@ -198,7 +198,7 @@ def _sharded_by(checkpoint: Path) -> str:
 
 
 def _optimizer_files(checkpoint: Path, sharded_by: str) -> list[str]:
-    """Returns the names of the files that hold the optimizer, and what else the launch goes on from."""
+    """Returns the names of the files with the optimizer and any other state that the launch resumes from."""
     if sharded_by == "FSDP":
         return ["optimizer.bin", "pytorch_model_fsdp.bin"]
     if sharded_by == "DeepSpeed":

@@ -19,7 +19,7 @@ def checksum(path: Path) -> str:
 
 
 def changed_files(folder: Path, checksums: Mapping[str, str]) -> list[str]:
-    """Returns which of these files in a folder are not the ones whose checksums these are; missing ones too."""
+    """Returns which files in a folder are missing or do not match these checksums."""
     return [
         name
         for name, expected in checksums.items()

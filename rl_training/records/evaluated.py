@@ -1,4 +1,4 @@
-"""What evaluations of a run's checkpoints leave, and its reader.
+"""The files that evaluations of a run's checkpoints write, and their reader.
 
     RUN/evaluations/<name>/settings.json                what was asked for; the same for all checkpoints
     RUN/evaluations/<name>/step_N/metrics.json          every number with its standard error, or why there is none
@@ -55,7 +55,7 @@ class EvaluatedMetric(NamedTuple):
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings that this evaluation was begun with: these ones, written down, if it is a new one."""
+    """Returns the settings that this evaluation was started with; a new one stores the given settings."""
     path = folder / SETTINGS
     if not path.is_file():
         write_atomically({path: json.dumps(settings, indent=2).encode()}, MAKE_ROOM)
@@ -105,7 +105,7 @@ def read_step(folder: Path, step: int) -> dict[str, Any] | None:
 
 
 def consolidate(folder: Path) -> Path:
-    """Returns the path of the table that it made anew of all evaluated steps, in their order."""
+    """Returns the path of the rebuilt table of all evaluated steps, in their order."""
     path = folder / TABLE_FILE
     steps = sorted(int(step.name.removeprefix("step_")) for step in folder.glob("step_*") if (step / METRICS).is_file())
     table = io.StringIO()
@@ -146,9 +146,9 @@ def read_tables(run_dir: Path) -> dict[str, list[EvaluatedMetric]]:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """A context that only one process at a time is in. ValueError, naming the other one, while another is.
+    """A context that one process at a time can enter. Raises ValueError, naming the other process, if it is taken.
 
-    The kernel's lock, which ends with its process however that ends: a file left behind by a killed one locks nothing.
+    The operating system's lock ends with its process, however that ends; a file left by a killed one locks nothing.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

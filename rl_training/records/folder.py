@@ -2,7 +2,7 @@
 
 CONFIG_FILE = "config.yaml"  # every setting, and where the run comes from
 LOGS_FOLDER = "logs"  # metrics.jsonl, probes.jsonl and what dashboards keep on the disk
-# Settings, by how their names begin, that do not touch training: where it writes, how far it goes, what watches it.
+# Prefixes of settings that do not affect training: where it writes, how far it goes, what watches it.
 NOT_OF_TRAINING = ("run_dir", "resume", "probes.", "trainer.output_dir", "trainer.max_steps", "trainer.save_",
                    "trainer.logging_", "trainer.report_to", "trainer.disable_tqdm", "trainer.run_name",
                    "trainer.project", "trainer.eval_", "trainer.dataloader_", "provenance.",

@@ -1,4 +1,4 @@
-"""What a run leaves, as pandas DataFrames: for a notebook, or whatever else one wants to know of a run.
+"""A run's records as pandas DataFrames, for notebooks and analyses of your own.
 
     from rl_training.records import evaluations, metrics, probes
 
@@ -112,7 +112,7 @@ def find_runs(folder: str | Path) -> list[Path]:
     runs = sorted(file.parent.parent for file in folder.rglob(f"{LOGS_FOLDER}/{METRICS_FILE}"))
     if not runs:
         raise FileNotFoundError(
-            f"{folder / LOGS_FOLDER / METRICS_FILE} is missing, and so it is in all folders below: give the folder of "
+            f"{folder / LOGS_FOLDER / METRICS_FILE} is missing, here and in all folders below: give the folder of "
             "a run that has logged at least one step, the one that holds logs/, or a folder of such runs"
         )
     return runs
@@ -141,6 +141,6 @@ def _in_training(logs: Path) -> pd.DataFrame:
 
 
 def _no_rows(columns: list[str]) -> pd.DataFrame:
-    """Returns an empty table whose columns can be computed with as those of a full one."""
+    """Returns an empty table whose columns have the types of a full one."""
     kinds = {column: str if column in TEXTS else float for column in columns}
     return pd.DataFrame({column: pd.Series(dtype=kind) for column, kind in kinds.items()})

@@ -1,4 +1,4 @@
-"""What JSON does not know: nan is null there, and an infinite number null too, or a text; and its lines, read."""
+"""Non-finite numbers in JSON: nan is null, an infinite number null or text; and a reader of JSON lines."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def from_json(value: Any) -> Any:
 
 
 def parsed_lines(path: Path, lines: Iterable[str]) -> Iterator[Any]:
-    """Yields what each line of a file says. ValueError with the number of a line that cannot be read."""
+    """Yields the value of each line of a file. ValueError with the number of a line that cannot be read."""
     for number, line in enumerate(lines, start=1):
         try:
             content = json.loads(line)

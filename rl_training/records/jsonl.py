@@ -3,11 +3,11 @@
     metrics.jsonl   one flat line per log (with logging_steps=1: per optimizer step); key `step`
     evaluations.jsonl   the same for evaluations, where the trainer makes some
     probes.jsonl    one line per estimate: step, about_step, world_size, probe, name, value, stderr, num_samples, reason
-                    (and, for some, what they speak of: prompt, response, reward, advantage)
+                    (and, for some, what they describe: prompt, response, reward, advantage)
     rollouts.jsonl.gz   on request, the sequences of some steps: rollouts.py
 
-Every line is flushed as it is written, so that a killed run keeps what it measured. nan is written as null, which
-JSON knows; a number that is infinite is written as a string.
+Every line is flushed as it is written, so that a killed run keeps what it measured. nan is written as
+null, an infinite number as a string.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class Records:
 
 
 def _complete_lines(path: Path) -> list[str]:
-    """Returns the lines of a JSONL file; what a kill left of an unfinished last line is not one."""
+    """Returns the lines of a JSONL file, without an unfinished last line that a kill left."""
     return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
 
 

@@ -1,4 +1,4 @@
-"""Tokens and passwords among settings: masked in whatever a run leaves, since run folders are shared."""
+"""Tokens and passwords among settings: masked in everything a run writes, because run folders are shared."""
 
 from __future__ import annotations
 

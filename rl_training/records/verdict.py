@@ -3,10 +3,10 @@
 The first order fails where its difference from what was measured on the same sequences
 
     is beyond its own error (95 %), and
-    at least half of the prediction; of the prediction's standard error, where that is larger: less would not show.
+    at least half of the prediction, or of the prediction's standard error where that is larger: less would not show.
 
-A difference of second order goes with the square of the step, and with η of the step is η times as large a part of the
-prediction. So η = 1/2, 1/4, … of the step is enough for it to be less than half.
+A second-order difference scales with the square of the step: at η times the step its share of the prediction is η times
+as large. So some η = 1/2, 1/4, … makes it less than half.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ KEYS = ("deltaH1", "deltaH_true", "paired_error")
 
 
 def verdict(step: int, results: Mapping[str, float | None]) -> str:
-    """Returns the sentence for a step (counted from 1) at which the first order fails; "" where none fails or is known.
+    """Returns the sentence for a step (counted from 1) at which the first order fails; "" where it holds or is unknown.
 
     results  of a checkpoint analysis: numbers by key, with `…_se`; None or nan where there is none
     """

@@ -3,8 +3,8 @@
     rl-training dashboard --project rl-training              saves it, and prints its address
     rl-training dashboard --project rl-training --dry-run    prints what it would save; no account needed
 
-The sections and their panels are the table SECTIONS, which is all that there is to change. A metric that a run does not
-have leaves its panel empty.
+The table SECTIONS defines sections and panels; change nothing else. A metric that a run does not have leaves its panel
+empty.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Panel:
     bands: bool = False  # of two standard errors around each metric, where the dashboard can draw them
 
 
-# What one looks at first, of any run: logger.metrics=core shows these only, and stock TRL's printed lines keep them.
+# The core metrics of any run: logger.metrics=core shows these only, and stock TRL's printed lines keep them.
 CORE = (
     "loss", "reward", "reward_std", "frac_reward_zero_std", "grad_norm", "learning_rate", "completions/mean_length",
     "entropy", "entropy/token", "delta_h/forward", "delta_h/forward_se", "delta_h/cumulative_predicted",

@@ -1,11 +1,11 @@
 """Final figures of groups of runs with their errors, and the differences between groups with theirs.
 
-What a group's error is. Of n ≥ 2 seeds: between seeds, se = sd/√n with n − 1 degrees of freedom. It holds everything
-that differs from seed to seed. Of one seed: within the run (the steps that are averaged, the folds of a probe, the
-prompts of an evaluation), which says nothing of what another seed would have done; the page says so.
+A group's error. With n ≥ 2 seeds: between seeds, se = sd/√n with n − 1 degrees of freedom. It includes everything
+that differs from seed to seed. With one seed: within the run (the steps that are averaged, the folds of a probe, the
+prompts of an evaluation), which excludes variation between seeds; the page says so.
 
-At which step. A group is taken at the furthest step that two of its runs have reached (of a single one: its last);
-seeds that were ended before are left out of its figures. Two groups are compared at the earlier of their steps.
+Step. A group is evaluated at the furthest step that two of its runs have reached (a single run: its last);
+seeds that ended earlier are left out of its figures. Two groups are compared at the earlier of their steps.
 
 Several seeds' noise scale is 1 / the mean of 1/B, the signal-to-noise ratio, with the ends of that mean's interval
 turned over; one seed's has Fieller's interval, as its run's own report.

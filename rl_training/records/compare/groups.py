@@ -1,7 +1,7 @@
 """Runs → groups: runs that were trained alike but for the seed are one group.
 
-Left out of what is compared, beside seeds: what does not touch training, as where a run was written, the provenance,
-and the probes, the alert and the dashboards that watch it. And its length, where the learning rate does not follow it.
+Not compared, besides seeds: settings that do not affect training (output paths, provenance, probes, alert, dashboards),
+and the run's length, where the learning rate does not depend on it.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Group:
     """Runs that were trained alike but for their seed.
 
     members  one per seed
-    repeats  further runs of a seed that is among the members: they are the same run, and no second sample
+    repeats  further runs of a member's seed: the same run again, not a second sample
     """
 
     letter: str
@@ -96,7 +96,7 @@ def _read_member(path: Path) -> Member:
         config = yaml.safe_load(run.config)
     except yaml.YAMLError as error:
         where = " ".join(str(error).split())
-        raise ValueError(f"{path / CONFIG_FILE} cannot be read ({where}): mend it, or take it away") from error
+        raise ValueError(f"{path / CONFIG_FILE} cannot be read ({where}): repair or remove it") from error
     flat = dict(_flatten(config if isinstance(config, dict) else {}))
     counts = {name: value for name, value in flat.items() if _counts(name, flat)}
     branch = None if flat.get("branch", "None") == "None" else Path(flat["branch"])
@@ -115,7 +115,7 @@ def _flatten(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _counts(name: str, settings: Mapping[str, str]) -> bool:
-    """Returns whether this setting has a say in how a run is trained."""
+    """Returns whether this setting affects training."""
     if name in LENGTHS:
         return settings.get("trainer.lr_scheduler_type") != "constant"
     return name.rpartition(".")[2] not in SEEDS and name != "branch" and not name.startswith(NOT_OF_TRAINING)
@@ -166,7 +166,7 @@ def _letter(index: int) -> str:
 
 
 def _labels(groups: Sequence[Group]) -> list[str]:
-    """Returns what tells each group from the others, in few words: its settings, or the names of their first runs."""
+    """Returns a short label that distinguishes each group: its settings, or the names of their first runs."""
     differing = differences(groups)
     labels = []
     for settings in (group.members[0].settings or {} for group in groups):

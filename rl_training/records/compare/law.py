@@ -27,7 +27,7 @@ class Point:
 
 @dataclass(frozen=True)
 class FittedLaw:
-    """The fit to a group's points, and what its first half says of the second.
+    """The fit to a group's points, and how well its first half predicts the second.
 
     law, first   None where there is no fit; `reason` and `miss` then say why
     miss         mean of the rewards of the second half minus what the first half's curve gives for their entropies
@@ -45,7 +45,7 @@ class FittedLaw:
 
     @property
     def leads_too_high(self) -> bool:
-        """Whether the curve's ceiling is more than there is: then it does not hold down to H = 0."""
+        """Whether the curve's ceiling exceeds the largest possible reward: then it does not hold down to H = 0."""
         return self.law is not None and self.law.ceiling.value > self.most
 
 

@@ -24,7 +24,7 @@ STROKES = ("-", "--", ":")
 EVALUATED = ("reward", "greedy_accuracy", "pass_at_1", "majority", "entropy/token", "kl/token", "length")
 BAND = (
     "Bands are 95 % intervals: between seeds where a group has several (thin lines are its runs), else within the run. "
-    "The frame is set by the curves; wide bands are cut off by it. A dotted upright line: where runs branch off."
+    "The frame fits the curves and may cut off wide bands. A dotted vertical line marks where runs branch off."
 )
 
 SHARES = ("reward", "greedy_accuracy", "pass_at_", "majority", "truncated", "format")  # a reward mostly is one
@@ -234,8 +234,8 @@ def draw_law(groups: Sequence[Group], laws: Sequence[FittedLaw]) -> Picture:
 
     caption = (
         "A policy moves from right to left. Where the curve meets H = 0 there is no entropy left to spend: the reward "
-        "there is the ceiling of going on like this. Dotted: the same, fitted to the first half of the steps only. The "
-        "95 % bands take points as scattering independently about the curve."
+        "there is the ceiling of this training. Dotted: the same fit to the first half of the steps only. The 95 % "
+        "bands assume that points scatter independently about the curve."
     )
     missing = [f"{law.group.name} – {law.reason}" for law in laws if not law.law]
     height = 4 + 0.13 * len(drawn)

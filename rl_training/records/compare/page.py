@@ -1,4 +1,4 @@
-"""The comparison's page: what stands in its tables and sentences."""
+"""The comparison's page: the contents of its tables and sentences."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@
     print_summary(run_dir)    prints the table
     rl-training report RUN_DIR    both, from the records of any run: finished, killed or still going
 
-Nothing here is computed that the records do not hold: what is missing is shown as "–" with the reason why.
+The report shows only what the records hold; a missing value is "–" with the reason.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PAGE_FILE = "report.html"
 def write_report(run_dir: str | Path, analyses: Mapping[Path, AnalysesSection] | None = None) -> Path:
     """Returns the path of the HTML page it wrote; the pictures lie beside it.
 
-    analyses  by folder, what is shown of checkpoint analyses that were drawn already
+    analyses  checkpoint analyses that are drawn already, by folder
 
     Raises FileNotFoundError or ValueError when the folder holds no readable records, naming the file.
     """

@@ -27,18 +27,18 @@ def draw_calibration(run: Run) -> list[Picture]:
         axes.axline((0, 0), slope=1, color=GREY, lw=1, label="prediction = truth")
         axes.errorbar(x, y, half_y, half_x, fmt="o", color=BLUE, ms=4, lw=1.2, label="a step, with 95 % intervals")
         axes.set_xlabel("forward (nats per token)")
-        axes.set_ylabel("true change, on a buffer of its own")
+        axes.set_ylabel("true change, on a separate buffer")
         legend(axes)
 
     caption = (
         "Each point is a step at which the change of entropy was measured on sequences that training never sees. On "
-        f"the grey line the prediction was right. {_in_figures(run)}"
+        f"the grey line, prediction equals measurement. {_in_figures(run)}"
     )
     return [picture("calibration.png", "Predictions against the truth", caption, [], draw, over_steps=False)]
 
 
 def _in_figures(run: Run) -> str:
-    names = {"slope_corrected": "slope, without the noise of the prediction", "coverage": "share within the error bars"}
+    names = {"slope_corrected": "slope, corrected for prediction noise", "coverage": "share within the error bars"}
     told = []
     for name, label in names.items():
         finite = [e for e in run.measured(f"calibration/{name}").values() if math.isfinite(e.value)]

@@ -132,11 +132,11 @@ def _agreement(table: pd.DataFrame, name: str) -> Picture:
         legend(axes)
 
     caption = (
-        "Each point is one step from a checkpoint: predicted from independent samples, and measured on the same "
-        "evaluation sequences, so that points keep closer to the line than their bars (one standard error) allow. What "
-        "is left between black and the line is the step's second order; green is without it. Triangles, of several "
-        "steps: the covariance of arXiv 2505.22617, times the one number that fits best; r is each one's correlation "
-        "with what was measured."
+        "Each point is one step from a checkpoint, predicted from independent samples and measured on the same "
+        "evaluation sequences, so points lie closer to the line than their bars (one standard error) suggest. The gap "
+        "between black and the line is the step's second order; green excludes it. Triangles, with several steps: the "
+        "covariance of arXiv 2505.22617, times the one factor that fits best; r is the correlation with the measured "
+        "change."
     )
     missing = [] if len(shown) else ["prediction or truth was not asked for"]
     return picture(
@@ -170,9 +170,9 @@ def _relative_error(table: pd.DataFrame, name: str) -> Picture:
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
     caption = (
-        "How well each number is known from how many evaluation sequences, as a share of the change itself (of first "
+        "The relative error of each number against the number of evaluation sequences (relative to the change of first "
         "order, measured on all of E; means over checkpoints). The sets are nested: each is the beginning of the next. "
-        "A difference on the same sequences is known far better than either of its parts."
+        "A difference on the same sequences is known far more precisely than either of its parts."
     )
     title = f"Offline {name}: error against |E|"
     return picture(f"offline_{name}_sizes.png", title, caption, [], draw, over_steps=False)
@@ -245,8 +245,8 @@ def _evolution(whole: pd.DataFrame, name: str, run: Run | None) -> Picture:
         legend(axes)
 
     caption = (
-        "The step after each checkpoint, from samples of its own, beside what the probe said in training (grey, where "
-        "it ran); 95 % intervals. The two learn from other batches: they agree within their errors, not in each step."
+        "The step after each checkpoint, from separate samples, beside the probe's value in training (grey, where it "
+        "ran); 95 % intervals. The two use different batches: they agree within their errors, not at each step."
     )
     return picture(f"offline_{name}_checkpoints.png", f"Offline {name}: over checkpoints", caption, [], draw)
 

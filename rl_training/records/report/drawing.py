@@ -34,7 +34,7 @@ STYLE = {
     "legend.fontsize": 10.5,
     "savefig.facecolor": "white",  # legible on a dark page too
 }
-WIDTH = 7  # inches, at which 12 points are still read when the page is as narrow as a phone
+WIDTH = 7  # inches: 12-point text stays legible on a phone
 CHARACTERS = 72  # of the legend's, in a line of this width
 MAX_MARKERS = 20  # with more points than this a line needs no markers
 MAX_BARS = 80  # with more points than this, error bars would hide them
@@ -108,7 +108,7 @@ def dots(
 
 
 def frame_shares(axes: Axes, values: Sequence[float]) -> None:
-    """Cuts the frame at 0 and 1, but for values that lie beyond: there, nothing but wide bands can be."""
+    """Limits the frame to 0 and 1 unless values lie beyond: only wide bands reach further."""
     least, most = axes.get_ylim()
     axes.set_ylim(max(least, min(0.0, *values) - MARGIN), min(most, max(1.0, *values) + MARGIN))
 
@@ -123,7 +123,7 @@ def legend(axes: Axes, *more: Patch) -> None:
     handles = [*axes.get_legend_handles_labels()[0], *more]
     labels = [str(handle.get_label()) for handle in handles]
     columns = max(1, CHARACTERS // (max(map(len, labels), default=1) + 6))
-    names = [label.replace("$", r"\$") for label in labels]  # a name is no mathematics
+    names = [label.replace("$", r"\$") for label in labels]  # names are not math text
     axes.legend(handles, names, loc="lower left", bbox_to_anchor=(0, 1), ncols=min(len(handles), columns) or 1,
                 borderaxespad=0.3)  # fmt: skip
 

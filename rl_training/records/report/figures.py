@@ -70,7 +70,7 @@ def _reward(run: Run) -> Picture:
 
     caption = (
         "Each dot is the mean reward of one step's responses. "
-        f"The line, if the run is long enough for one, is the mean of the {window} logged steps around."
+        f"In longer runs the line is a running mean over {window} logged steps."
         f"{' Held out: prompts that training never sees.' if held_out else ''}"
     )
     return picture("reward.png", "Reward", caption, missing, draw if reward else None)
@@ -98,16 +98,16 @@ def _entropy(run: Run) -> Picture:
             line(axes, drawn, *styles[label], label)
         axes.set_ylabel("change of token entropy\nsince the first step (nats per token)")
         if at_start and math.isfinite(at_start.value):
-            level = at_start.value  # of the first batch, from which black counts
+            level = at_start.value  # of the first batch, the origin of the black curve
             scale = axes.secondary_yaxis("right", functions=(partial(np.add, level), partial(np.add, -level)))
             scale.set_ylabel("token entropy (nats)")
         legend(axes, Patch(color=GREY, alpha=0.4, lw=0, label="95 % interval"))
 
     caption = (
-        "Blue, the predictions added up, should follow black, the token entropy of each step's batch minus that of the "
-        "first, within the shaded 95 % intervals (Student-t, at each step). The dashed curve is what one gets when "
-        "entropy gradient and update come from the same batch: their shared noise makes it drift away. "
-        "The scale on the right says how much entropy there is: at 0 none is left."
+        "Blue (the sum of predictions) should follow black (token entropy of each step's batch minus the first's) "
+        "within the shaded 95 % intervals (Student-t, at each step). The dashed curve takes entropy gradient and "
+        "update from the same batch: their shared noise makes it drift away. "
+        "The scale on the right is the token entropy itself: at 0 none is left."
     )
     return picture("entropy.png", "Entropy: predicted against measured", caption, missing, draw if lines else None)
 
@@ -121,14 +121,14 @@ def _delta_h(run: Run) -> Picture:
         axes.axhline(0, color=GREY, lw=1)
         points(axes, forward, BLUE, "o", -OFFSET, "forward, from this step's batch")
         points(axes, backward, GREEN, "s", OFFSET, "backward, from the next step's batch")
-        points(axes, true, BLACK, "D", 0, "true, on a buffer of its own")
+        points(axes, true, BLACK, "D", 0, "true, on a separate buffer")
         axes.set_ylabel("predicted change of token entropy\nby this step's update (nats per token)")
         legend(axes)
 
     caption = (
-        "Two estimates for the same update, both drawn at the step that makes it: from the batch that made it and from "
-        "the first batch sampled after it, with 95 % intervals (in a long run, lines for running means). Their mean is "
-        "the trapezoid that the predicted curve adds up; where they keep apart, forward alone is not to be trusted."
+        "Two estimates of the same update, drawn at the step that makes it, with 95 % intervals (running means in a "
+        "long run): forward from the batch that made it, backward from the first batch sampled after it. The predicted "
+        "curve sums their mean, the trapezoid. Where the two stay apart, do not trust forward alone."
     )
     drawn = draw if forward.steps or backward.steps else None
     missing = what_is_missing(quantities) + bands_that_are_missing(quantities)
@@ -153,7 +153,7 @@ def _causes(run: Run) -> Picture:
 
     caption = (
         "What moves the entropy in each update: the momentum of earlier gradients, this step's own gradient, weight "
-        "decay. They add up to forward. The 95 % bands leave out how a fold changes the others' updates."
+        "decay. They add up to forward. The 95 % bands ignore how a fold changes the others' updates."
         + "".join(f" The part of {cause} is 0 at every step, and not drawn." for cause in nothing)
     )
     drawable = draw if any(drawn.steps for drawn in lines.values()) else None
@@ -189,7 +189,7 @@ def _layers(run: Run) -> Picture:
 
     caption = (
         "Which layer pushes the entropy up (purple) or down (orange) at each step. The rows add up to forward. "
-        "The colours end at the 90 % quantile of the sizes: what is larger has the last one."
+        "The colours saturate at the 90 % quantile of the sizes."
     )
     missing = what_is_missing({"layers": run.measured("delta_h/forward")})
     return picture("layers.png", "Causes: layer by layer", caption, missing, draw if steps else None)
@@ -213,9 +213,9 @@ def _noise_scale(run: Run) -> Picture:
         legend(axes, Patch(color=GREY, alpha=0.4, lw=0, label="95 % interval"))
 
     caption = (
-        "The batch size, in prompts, at which noise and signal of the gradient are equal. A batch well below it still "
-        "gains nearly in proportion to its size; one well above it mostly repeats what it knows. Where the band "
-        "reaches the top, no size is too large as far as can be told: the gradient itself may be 0."
+        "The batch size, in prompts, at which the gradient's noise equals its signal. Well below it, a larger batch "
+        "gains nearly in proportion to its size; well above it, more prompts are mostly redundant. Where the band "
+        "reaches the top, the noise scale has no known upper bound: the gradient itself may be 0."
     )
     missing = what_is_missing({"noise scale": scale}) + (
         [] if known else bands_that_are_missing({"noise scale": scale})
@@ -238,8 +238,8 @@ def _effective_sample_size(run: Run) -> Picture:
         legend(axes)
 
     caption = (
-        "Of how many equally weighted sequences each step's weights are worth (Kish). Prompts whose responses all have "
-        "the same reward have no weight at all."
+        "The number of equally weighted sequences that each step's weights amount to (Kish). Prompts whose responses "
+        "all have the same reward have zero weight."
     )
     drawable = draw if any(drawn.steps for drawn in lines.values()) else None
     missing = what_is_missing(sizes) + bands_that_are_missing(sizes)
@@ -255,8 +255,8 @@ def _solved(run: Run, name: str) -> Picture:
         "majority": "majority",
     }
     caption = (
-        "At each checkpoint: mean reward of the sampled responses; share of prompts whose greedy response is right, of "
-        "whose responses one is, and whose most frequent answer is. Shaded: 95 % intervals over prompts."
+        "At each checkpoint: mean reward of the sampled responses; share of prompts solved by the greedy response, by "
+        "at least one sampled response, and by the most frequent answer. Shaded: 95 % intervals over prompts."
     )
     title = f"Evaluation {name}: what is solved"
     return _evaluated(

@@ -22,7 +22,7 @@ def token_entropy(run: Run) -> dict[int, float]:
 
 
 def forecast_of(run: Run) -> EntropyForecast | None:
-    """Returns the forecast that stands at the last measured step; None where fewer than ten are measured."""
+    """Returns the forecast from the last measured step on; None with fewer than ten measured steps."""
     forecast, level, forward = EntropyForecast(), run.measured("entropy/token"), run.measured("delta_h/forward")
     for step, entropy in token_entropy(run).items():
         stderr = level[step].stderr if step in level else math.nan
@@ -42,7 +42,7 @@ def in_twenty_steps(run: Run) -> str:
 
 
 def alerts(run: Run) -> tuple[list[int], int, int] | None:
-    """Returns the steps of the alerts, how many could be checked, and how many were right; None: nobody asked."""
+    """Returns the steps of the alerts, how many could be checked, and how many were right; None: alerts are off."""
     counts = {name: run.logged(f"forecast/alerts{name}") for name in ("", "_checked", "_right")}
     if not counts[""]:
         return None

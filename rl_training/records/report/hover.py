@@ -1,4 +1,4 @@
-"""What a page says of a picture's points when a reader points at them: taken from the drawn axes themselves."""
+"""The tooltips of a picture's points, read from the drawn axes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BAND_OF = "_band of "  # begins the label of a shaded band, before the name of i
 
 
 def hover_points(axes: Axes) -> list[list[Any]]:
-    """Returns [across, down, words] for each labelled point that is drawn, placed in shares of the picture.
+    """Returns [across, down, words] for each labelled point that is drawn, placed in fractions of the picture.
 
     Curves, dots and error bars are read from the axes after the picture was drawn, so that no picture has to be
     described twice. A point with an error bar says both ends of it.

@@ -1,6 +1,6 @@
-"""What the report of a run says of interventions, as their probe measured them: where to go, at what price, and how.
+"""The report's section on interventions, as their probe measured them: effect, price, and commands to try them.
 
-Everything is the probe's running mean at its last measured step: `intervention/NAME/mean_…`, errors and all.
+All values are the probe's running means at its last measured step, `intervention/NAME/mean_…`, with their errors.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from rl_training.records.report.summary import MISSING, in_words
 NAMES = re.compile(r"^intervention/(.+)/mean_delta_h$")
 PLAIN = "intervention/plain_mean_"
 CAPTION = (
-    "What the step would do otherwise with each intervention, beside what it does as it is (the square): reward given "
-    "up to the left, entropy kept upwards. On a dotted line all have one price; the flatter, the dearer. Running means "
-    "over the measured steps, 95 % intervals, of one step: what is kept does more, see the table."
+    "How each intervention would change the step, relative to the step as it is (the square): left gives up reward, up "
+    "keeps entropy. All points on a dotted line have the same price; flatter lines are dearer. Running means over the "
+    "measured steps, 95 % intervals, for one step; an intervention that is kept does more, see the table."
 )
 HEADINGS = [
     "",
@@ -126,10 +126,10 @@ def _fall(run: Run) -> str:
 
 
 def _needed(run: Run, of: _Measured) -> str:
-    """Returns the name, and how many measured steps more would tell it apart if its value stays."""
+    """Returns the name, and how many more measured steps would make its present value significant."""
     probe = (run.settings.get("probes") or {}).get("interventions") or {}
     decay = probe.get("decay", 0.9)
-    most = (1 + decay) / (1 - decay) if decay < 1 else math.inf  # steps that the mean is worth, at most
+    most = (1 + decay) / (1 - decay) if decay < 1 else math.inf  # effective number of steps in the mean, at most
     times = (of.delta_h.half_width() / of.delta_h.value) ** 2 if of.delta_h.value else math.inf
     needed = max(of.steps, 1) * times
     if needed > most:
@@ -164,7 +164,7 @@ def _lines(run: Run, found: Sequence[_Measured]) -> list[str]:
 
 
 def _asked(run: Run, of: _Measured) -> str:
-    """Returns the text that has asked for it: of one's own function with its file."""
+    """Returns the text that selected it; a custom function's includes its file."""
     asked = ((run.settings.get("probes") or {}).get("interventions") or {}).get("which") or []
     return next((str(text) for text in asked if str(text).endswith(f":{of.name}")), of.name)
 

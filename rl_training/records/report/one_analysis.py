@@ -64,8 +64,8 @@ def _caption(content: Mapping[str, Any]) -> str:
     results = content["results"]
     return (
         f"The step after checkpoint {content['step']}, 95 % intervals, from {results['B_E']:.0f} evaluation sequences "
-        f"and {results['B_U']:.0f} × {results['G']:.0f} update sequences sampled apart. The prediction's interval has "
-        "the noise of both; on one E prediction and truth have correlated errors, so their difference is known better. "
-        "Odd is half the difference of a step and a step back, which has no second order. Causes, kinds of module and "
+        f"and {results['B_U']:.0f} × {results['G']:.0f} update sequences, sampled independently. The prediction's "
+        "interval has the noise of both. Prediction and truth share E, so their difference is known more precisely. "
+        "Odd is half the difference of a step and a step back: the second order cancels. Causes, kinds of module and "
         "layers each add up to the prediction."
     )

@@ -53,7 +53,7 @@ def _trust(run: Run) -> str:
     truth, sum_of_predictions = measured[steps[-1]], predicted[steps[-1]]
     apart = difference(sum_of_predictions, truth)
     if math.isnan(apart.stderr):
-        return "Whether the predictions can be trusted is not known: they or what was measured have no error bar."
+        return "Whether the predictions can be trusted is unknown: predictions or measurements have no error bar."
     told = in_words(sum_of_predictions, signed=True)
     figures = f"they add up to {told} nats, and {in_words(truth, signed=True)} was measured"
     if is_significant(apart):

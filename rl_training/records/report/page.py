@@ -45,7 +45,7 @@ def render(name: str, **values: Any) -> str:
 
 
 def _embedded(png: bytes) -> str:
-    """Returns the picture as a data URL, with 128 colours: a third of the bytes, and no eye tells it apart."""
+    """Returns the picture as a data URL, with 128 colours: a third of the bytes, with no visible difference."""
     smaller = io.BytesIO()
     with Image.open(io.BytesIO(png)) as image:
         image.convert("RGB").quantize(128).save(smaller, "png", optimize=True)

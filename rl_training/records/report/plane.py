@@ -1,4 +1,4 @@
-"""Interventions in the plane of what they do to reward and to entropy, beside the step as it is; and in sentences."""
+"""Interventions plotted by their effect on reward and entropy, relative to the step as it is; and in sentences."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ PRICES = (1.0, 3.0, 10.0)  # of the lines, in points of reward per thousandth of
 
 
 ONE_STEP = (
-    "What the next step would do otherwise with each intervention, beside what it does as it is (the square): reward "
-    "given up to the left, entropy kept upwards. On a dotted line all have one price; the flatter, the dearer. "
+    "How each intervention would change the next step, relative to the step as it is (the square): left gives up "
+    "reward, up keeps entropy. All points on a dotted line have the same price; flatter lines are dearer. "
     "Predicted from gradients alone, and measured, on the same sequences."
 )
 SEVERAL_STEPS = (
-    "So many real steps with each intervention, beside as many without: the same prompts and random numbers, measured "
-    "on fresh answers."
+    "That many real steps with each intervention, compared with as many without: same prompts, common random numbers, "
+    "measured on fresh responses."
 )
 
 
@@ -48,9 +48,9 @@ class Cross:
 def plane(
     file: str, title: str, caption: str, predicted: Sequence[Cross], measured: Sequence[Cross], per: str = "step"
 ) -> Picture:
-    """Returns the picture: each intervention a cross of its two bars, predicted filled, measured open; plain is 0, 0.
+    """Returns the picture: each intervention is a cross of two bars (predicted filled, measured open); plain is 0, 0.
 
-    Names stand at the side, in the order of ΔH. What is not known, or exactly nothing, is not drawn.
+    Names are listed at the side, ordered by ΔH. Unknown and exactly zero changes are not drawn.
     """
     shown = {cross.name: cross for cross in (*predicted, *measured) if cross.is_there}  # the measured one's name, last
     order = sorted(shown.values(), key=lambda cross: -cross.delta_h)
@@ -70,8 +70,8 @@ def plane(
                     fmt="o", color=color, mfc=face, ms=6, mew=1.5, elinewidth=0.8, label=f"{cross.name}, {kind}",
                 )  # fmt: skip
             handles.append(Line2D([], [], ls="", marker="o", color=color, mfc=face, mew=1.5, label=kind))
-        axes.set_xlabel(f"change of reward beside it, 1e-3 per {per}")
-        axes.set_ylabel(f"change of entropy beside it,\n1e-3 nats per token and {per}")
+        axes.set_xlabel(f"difference in reward, 1e-3 per {per}")
+        axes.set_ylabel(f"difference in entropy,\n1e-3 nats per token and {per}")
         handles.append(_draw_prices(axes))
         _name_at_the_side(axes, order)
         axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(handles), columnspacing=1.2)
@@ -148,10 +148,10 @@ def crosses_of(rows: Sequence[Mapping[str, Any]], kind: str) -> list[Cross]:
 
 
 def in_words(rows: Sequence[Mapping[str, Any]], checkpoint: str = "") -> list[str]:
-    """Returns the sentences that a person can act on: what surely keeps entropy and at what price, what does not.
+    """Returns sentences to act on: which interventions significantly keep entropy, at what price, and which do not.
 
     rows        of a table with what was measured of each intervention
-    checkpoint  from which the cheapest could be trained with: the command is said
+    checkpoint  where the command that trains with the cheapest would start
     """
     keeps: list[Mapping[str, Any]] = []
     spends: list[Mapping[str, Any]] = []
@@ -194,7 +194,7 @@ def _priced(row: Mapping[str, Any]) -> str:
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[list[str]]:
-    """Returns cells of a table's rows: the name, ΔH and Δreward of each kind, a price, and what is to be said."""
+    """Returns cells of a table's rows: the name, ΔH and Δreward of each kind, a price, and a remark."""
     return [
         [
             row["name"],

@@ -40,8 +40,8 @@ def draw_predictors(run: Run) -> Picture:
 
     caption = (
         "Each point is a step. The covariance of log-probability and advantage (Cui et al., arXiv 2505.22617) has no "
-        "scale of its own: it is multiplied by the one number that brings it closest to the line; r is the "
-        "correlation. Noise in what was measured lowers both."
+        "absolute scale: it is multiplied by the one factor that fits the line best. r is the correlation with the "
+        "measured change; measurement noise lowers both."
     )
     enough = any(len(steps) >= MIN_POINTS for steps in drawn.values())
     missing = [] if enough else [f"fewer than {MIN_POINTS} steps have a prediction and a measured change"]
@@ -53,7 +53,7 @@ def _measured_changes(run: Run) -> tuple[dict[int, float], str]:
     """Returns the measured change by each step's update, and what it was measured on."""
     true = _values(run.measured("delta_h/true"))
     if len(true) >= MIN_POINTS:
-        return true, "change on sequences of its own"
+        return true, "change on separate sequences"
     entropy = _values(run.measured("entropy/token"))
     changes = {step: entropy[after] - entropy[step] for step, after in pairwise(sorted(entropy)) if after == step + 1}
     return changes, "entropy of the next batch minus this one's"

@@ -1,11 +1,11 @@
 """Records → series: pure functions, which neither draw nor write.
 
-On which step a number stands. At step s the cumulative estimates speak of the change from the first batch to batch s,
-that is of the updates of the steps before s. So the naive product's curve, to be comparable, is at step s
+Step convention. The cumulative estimates at step s cover the change from the first batch to batch s, that is, the
+updates of the steps before s. To be comparable, the naive product's curve at step s is
 
     naive(s) = Σ_{j<s} reuse(j),    naive(first) = 0,
 
-and the last step's `forward` and `reuse`, which speak of an update that no batch has seen the end of, are in no sum.
+and no sum includes the last step's `forward` and `reuse`: no later batch has measured that update.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def _to_estimate(row: Mapping[str, Any]) -> Estimate:
 def naive_sum(reuse: Measurements, starts: Sequence[int]) -> dict[int, Estimate]:
     """Returns Σ_{j<s} reuse(j) at each measured step s: 0 at each of `starts`, nothing before the first of them.
 
-    It has no error bar, since its error is a bias. A hole leaves nan from there on.
+    It has no error bar, because its error is a bias. After a missing step all later values are nan.
     """
     no_bar = "no error bar: its error is a bias"
     sums = {s: Estimate(0.0, reason=no_bar) if math.isfinite(e.value) else e for s, e in reuse.items() if s in starts}
@@ -201,7 +201,7 @@ def goes_on(run: Run) -> bool:
 
 
 def naive_of(run: Run) -> dict[int, Estimate]:
-    """Returns the naive product's sum, from the origins of the sums that it stands beside; nan if no record has one."""
+    """Returns the naive product's sum, with the origins of the sums it is compared with; nan if no record has one."""
     reuse = run.measured("delta_h/reuse")
     if goes_on(run):
         return dict.fromkeys(reuse, Estimate.missing(BEGAN_ELSEWHERE))

@@ -76,7 +76,7 @@ def _first_to_last(label: str, values: Mapping[int, float], unit: str = "") -> R
 
 
 def _alert_rows(run: Run) -> list[Row]:
-    """Returns the row of the alerts, where somebody asked for them."""
+    """Returns the row of the alerts, where they are enabled."""
     found = alerts(run)
     if found is None:
         return []
@@ -120,7 +120,7 @@ def _change_row(label: str, estimate: Estimate, note: str) -> Row:
 
 
 def in_words(estimate: Estimate | None, signed: bool = False) -> str:
-    """Returns value ± half width of the 95 % interval, with two digits of the latter; MISSING of what there is not.
+    """Returns value ± half width of the 95 % interval, with two digits of the latter; MISSING without a value.
 
     Of an interval that is not symmetric: value (low … high).
     """
@@ -138,7 +138,7 @@ def in_words(estimate: Estimate | None, signed: bool = False) -> str:
 
 
 def _ratio_rows(parts: Mapping[str, Estimate], whole: Estimate) -> list[Row]:
-    """Returns the rows of those ratios that can be had; the rows of what they need say why the others cannot."""
+    """Returns the rows of the ratios that are available; the rows of their inputs say why others are not."""
     half = whole.half_width()
     if whole.value == 0 or abs(whole.value) <= half:
         return [Row("predicted / measured", MISSING, "the measured change is within its own error of 0")]
@@ -182,7 +182,7 @@ def _scale_row(scale: tuple[Estimate, float, float], ratio: tuple[Estimate, floa
 
 
 def _advice(low: float, high: float) -> str:
-    """Returns what follows for the batch, from the ends of the interval of batch / noise scale."""
+    """Returns the advice on batch size, from the ends of the interval of batch / noise scale."""
     between = f"the batch is {max(low, 0.0):.2f} to {max(high, 0.0):.2f} of it"
     if high < 0.5:
         return f"{between}: larger batches still save steps"
@@ -213,7 +213,7 @@ class EvaluationTable:
 def evaluation_tables(run: Run) -> list[EvaluationTable]:
     """Returns all numbers of the run's evaluations as value ± standard error, MISSING where there is none.
 
-    Where all prompts say the same, which leaves no error, the 95 % interval of a share: 1 (0.839 … 1).
+    Where all prompts agree there is no error; a share then shows its 95 % interval: 1 (0.839 … 1).
     """
     tables = []
     for name, metrics in run.evaluations.items():

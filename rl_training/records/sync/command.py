@@ -19,13 +19,13 @@ SOURCE is a folder, or anything that fsspec knows:
   s3://BUCKET/path                  pip install 'rl-training[sync-s3]'; profile and environment of the AWS tools
   gs://…  hf://…                    pip install gcsfs, huggingface_hub
 
-What SOURCE holds comes to lie in DESTINATION, under the same names. Only what changed is copied; a file arrives whole
+The files of SOURCE are copied to DESTINATION under the same names. Only what changed is copied; a file arrives whole
 or not at all; nothing is ever deleted there. After a failure the same command goes on.
 """
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Brings runs home as the command line asks; exits with 2 for a mistake, 1 when the source could not be reached."""
+    """Downloads runs as the command line asks; exits with 2 for a mistake, 1 when the source could not be reached."""
     parser = argparse.ArgumentParser(
         prog="rl-training sync",
         description="Copy runs from another machine or a store to a folder here: logs, reports, evaluations and "
@@ -72,7 +72,7 @@ def _one_pass(connection: Connection, chosen: argparse.Namespace) -> Outcome:
 
 
 def _watch(connection: Connection, chosen: argparse.Namespace) -> None:
-    """Makes passes until a run has ended: two in a row that brought nothing, and a report newer than the last step."""
+    """Makes passes until a run has ended: two in a row that copied nothing, and a report newer than the last step."""
     quiet = 0
     while quiet < 2:
         try:

@@ -1,7 +1,7 @@
 """Copying: a file whole or not at all, a connection that breaks tried again, nothing deleted, nothing written outside.
 
 A file is unchanged when size and time are those of the copy, whose time is set to the source's. A log that grows while
-it is copied is brought as it is; its time in the listing is older than the growth, so the next pass brings it again.
+it is copied is copied as it is; its listed time is older than the growth, so the next pass copies it again.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rl_training.records.sync.listing import Checkpoints, SourceFile, list_files
 
 Result = TypeVar("Result")
 SAME_TIME = 1.0  # seconds: SFTP knows no fractions
-NO_USE = {  # errors of asyncssh and botocore that another try would meet again, with the fix
+NO_USE = {  # errors of asyncssh and botocore that a retry cannot cure, with the fix
     "HostKeyNotVerifiable": "its key is not in ~/.ssh/known_hosts: connect once with ssh, and look at the key",
     "PermissionDenied": "no key of the ssh agent or of ~/.ssh was accepted: it must work with ssh first",
     "NoCredentialsError": "no AWS credentials were found: set AWS_PROFILE, or run aws configure",
 }
-OURS = {  # errors of the disk here, which another try would meet again, with the fix
+OURS = {  # errors of the local disk that a retry cannot cure, with the fix
     errno.ENOSPC: ": the disk here is full; make room, and the same command brings the rest",
     errno.EDQUOT: ": the quota here is used up; make room, and the same command brings the rest",
     errno.EROFS: ": nothing can be written there; name another DESTINATION",
@@ -47,7 +47,7 @@ class Outcome:
 
 
 class Connection:
-    """A source, connected to anew after each failure."""
+    """A source, reconnected after each failure."""
 
     def __init__(self, source: str, retries: int, pause: float, tell: Callable[[str], None]) -> None:
         self.source = source
@@ -57,9 +57,9 @@ class Connection:
         self._opened: tuple[AbstractFileSystem, str] | None = None
 
     def attempt(self, action: Callable[[AbstractFileSystem, str], Result]) -> Result:
-        """Returns what `action` returns of the file system and the path, tried again when the connection breaks.
+        """Returns `action(file system, path)`, retried when the connection breaks.
 
-        Raises ConnectionError when it fails each time; other errors that another try would meet again as they are.
+        Raises ConnectionError when every try fails, and errors that a retry cannot cure as they are.
         """
         for tried in range(self._retries + 1):
             try:
@@ -87,7 +87,7 @@ class Connection:
 
 
 def _way_out(error: BaseException | None) -> str:
-    """Returns what to do about an error that another try would meet again; "" for others."""
+    """Returns the fix for an error that a retry cannot cure; "" for others."""
     if error is None:
         return ""
     known = (NO_USE[kind.__name__] for kind in type(error).__mro__ if kind.__name__ in NO_USE)

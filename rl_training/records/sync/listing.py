@@ -1,7 +1,7 @@
 """What a source holds of runs, and which of it is wanted.
 
 Wanted of a run (a folder with logs/metrics.jsonl): config.yaml, logs/, report/, evaluations/; checkpoints on request.
-Left out: names that begin with a dot and *.tmp, which are being written; links; what lies in no run.
+Left out: dotfiles and *.tmp, which are still being written; links; files outside of runs.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ def list_files(filesystem: AbstractFileSystem, root: str) -> list[SourceFile]:
 
 
 def wanted(files: Iterable[SourceFile], checkpoints: Checkpoints) -> list[SourceFile]:
-    """Returns the files that are to be brought."""
+    """Returns the files to download."""
     files = list(files)
     runs = {f.relative.removesuffix(METRICS) for f in files if f"/{f.relative}".endswith(f"/{METRICS}")}
     chosen = _chosen_checkpoints(files, checkpoints)
@@ -110,7 +110,7 @@ def _is_unfinished(relative: str) -> bool:
 
 
 def _chosen_checkpoints(files: Iterable[SourceFile], checkpoints: Checkpoints) -> set[str]:
-    """Returns the beginnings of the paths of the checkpoints to be brought: only those that are written to the end."""
+    """Returns the path prefixes of the checkpoints to download: only completely written ones."""
     steps: dict[str, dict[int, str]] = {}
     for file in files:
         match = CHECKPOINT.search(file.relative)
