@@ -63,10 +63,9 @@ test-vllm: $(VLLM)/installed
 # An environment of its own: verl pins transformers below TRL's world, which is not in it. Of what verl's wheel names, what
 # its engine and its loop import on a CPU.
 VERL ?= .venv-verl
-$(VERL)/installed: setup.cfg constraints.txt pyproject.toml
+$(VERL)/installed: setup.cfg constraints-verl.txt pyproject.toml
 	$(PYTHON) -m venv $(VERL)
-	grep -vE '^(transformers|tokenizers|huggingface.hub|numpy)==' constraints.txt > $(VERL)/constraints.txt
-	$(VERL)/bin/pip install --quiet --disable-pip-version-check --constraint $(VERL)/constraints.txt \
+	$(VERL)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-verl.txt \
 	  transformers==5.9.0 tensordict==0.10.0 ray==2.60.0 TransferQueue==0.1.11 torch scipy safetensors accelerate peft \
 	  hydra-core codetiming orjson dill pandas torchdata datasets pyarrow psutil pillow fastapi uvicorn cachetools \
 	  tensorboard matplotlib jinja2 rich pytest
