@@ -175,12 +175,13 @@ def test_a_second_step_on_a_rollout_is_off_policy_and_is_still_measured(ranks: C
 
 
 def test_interventions_are_predicted_on_the_loss_of_verl(ranks: Callable[..., Any]) -> None:
-    """Half the learning rate makes half the step."""
+    """Half the learning rate makes half the step; `nsr` is defined by Dr-GRPO's settings, which are read."""
     latest = ranks("plain_1")[0]["latest"]
     assert latest["intervention/lr:0.5/delta_h"].value == pytest.approx(
         -0.5 * latest["delta_h/forward"].value, rel=1e-3
     )
     assert math.isfinite(latest["intervention/bonus:0.5/delta_reward"].value)
+    assert math.isfinite(latest["intervention/nsr/delta_h"].value)
 
 
 def test_estimates_reach_verl_s_own_metrics(ranks: Callable[..., Any], folder: Path) -> None:
