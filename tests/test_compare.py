@@ -60,10 +60,8 @@ def evaluate(run: Path, step_values: dict[int, tuple[float, float]], name: str =
     """Writes an evaluation with (entropy, reward) of each checkpoint."""
     folder = run / "evaluations" / name
     folder.mkdir(parents=True)
-    table = ["step,metric,value,stderr,num_prompts,low,high"]
-    for step, (entropy, reward) in step_values.items():
-        table += [f"{step},entropy/token,{entropy},0.01,64,nan,nan", f"{step},reward,{reward},0.02,64,nan,nan"]
-    (folder / "consolidated_metrics.csv").write_text("\n".join(table))
+    rows = [f"{s},entropy/token,{h},0.01,64\n{s},reward,{r},0.02,64\n" for s, (h, r) in step_values.items()]
+    (folder / "consolidated_metrics.csv").write_text("step,metric,value,stderr,num_prompts\n" + "".join(rows))
 
 
 def test_runs_that_differ_by_their_seed_only_are_one_group_and_only_what_differs_is_listed(tmp_path: Path) -> None:

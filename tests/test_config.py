@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import operator
 import os
 import shutil
 from pathlib import Path
@@ -18,7 +20,7 @@ from omegaconf.errors import MissingMandatoryValue
 from rl_training.job.build import TrainingRun, build_run
 from rl_training.job.explain import explain
 from rl_training.job.settings import accumulation_steps, check_settings
-from rl_training.job.stored_settings import refuse_other_settings
+from rl_training.job.stored_settings import GONE, load_settings, refuse_other_settings
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
 from rl_training.tasks.models import load_causal_lm, load_tiny
@@ -157,6 +159,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
         (["probes.simple.estimator=naive"], "'rb' or 'score'"),
         (["probes.simple.num_folds=1.5"], "num_folds=1.5 must be a whole number, or null"),
         (["probe=gns", "probes.gns.decay=abc"], "decay=abc must be a number"),
+        (["probe=gns", "++probes.gns.lags=2"], "probes.gns.lags: this setting is gone"),
         (["probes=null"], "give probe=none"),
         (["probes.simple=null"], "leave it out of the list"),
         (["data=gsm8k", "data.path=5"], """is no path: in quotes it is one, 'data.path="5"'"""),
@@ -177,6 +180,8 @@ def test_a_mistake_is_named_with_the_way_out(tmp_path: Path, overrides: list[str
         ("model=tyni", "Choose from hub, qwen2_5_1_5b, tiny; did you mean tiny?"),
         ("bathc.microbatch_size=3", "there is no such setting, see --help; did you mean batch?"),
         ("probes.simple.evry=5", "did you mean every?"),
+        ("probes.gns.lags=16", "probes.gns.lags: this setting is gone"),
+        ("probes.simple.validate_every=10", "give probe=[simple,ground_truth] probes.ground_truth.every=10"),
         ("probes.gns.every=5", "this run has no probe gns; choose it by probe=gns"),
     ],
 )
@@ -191,6 +196,36 @@ def test_a_model_without_name_is_asked_for() -> None:
     with pytest.raises(MissingMandatoryValue) as raised:
         OmegaConf.to_container(composed("model=hub"), resolve=True, throw_on_missing=True)
     assert explain(raised.value) == "model.name is not set: give model.name=VALUE"
+
+
+@pytest.mark.parametrize("setting", [key for key, instead in GONE.items() if "give " in instead])
+def test_what_is_said_to_give_for_a_setting_that_is_gone_can_be_given(setting: str) -> None:
+    cfg = composed(*GONE[setting].partition("give ")[2].split())
+    check_settings(cfg)
+    assert len(cfg.probes) == 1 + setting.startswith("probes.")
+
+
+@pytest.mark.parametrize("place", ["rl_training.buffer.", "rl_training.live.buffer."])
+def test_a_run_whose_config_names_the_places_of_an_earlier_layout_goes_on(tmp_path: Path, place: str) -> None:
+    cfg = composed("buffer=filtered", "run_dir=somewhere")
+    text = OmegaConf.to_yaml(cfg).replace("rl_training.tasks.models.", "rl_training.models.")
+    text = text.replace("rl_training.hosts.trl.buffer.", place)
+    (tmp_path / "config.yaml").write_text(text)
+    assert text.count("_target_: rl_training.models.load_tiny") == 1
+    assert text.count(f"_target_: {place}FilteredBuffer") == 1
+    refuse_other_settings(cfg, tmp_path)
+    assert load_settings(tmp_path / "config.yaml") == cfg
+
+
+def test_a_run_whose_config_has_a_setting_that_is_gone_goes_on_without_it(tmp_path: Path) -> None:
+    cfg = composed("probe=[simple,gns]", "run_dir=somewhere")  # else it is named by the second
+    stored = OmegaConf.to_container(cfg)
+    for number, setting in enumerate(GONE):
+        *above, option = setting.split(".")
+        functools.reduce(operator.getitem, above, stored)[option] = number
+    OmegaConf.save(OmegaConf.create(stored), tmp_path / "config.yaml")
+    refuse_other_settings(cfg, tmp_path)
+    assert load_settings(tmp_path / "config.yaml") == cfg
 
 
 def test_a_run_is_not_resumed_with_other_settings_than_it_has(tmp_path: Path) -> None:

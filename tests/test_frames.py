@@ -13,7 +13,7 @@ from rl_training.records import evaluations, find_runs, metrics, probes
 from rl_training.records.jsonl import Records
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
-CSV = "step,metric,value,stderr,num_prompts,low,high\n"
+CSV = "step,metric,value,stderr,num_prompts\n"
 
 
 def record_run(folder: Path) -> Path:
@@ -46,9 +46,7 @@ def test_evaluations_holds_those_of_checkpoints_and_those_of_the_trainer(tmp_pat
     Records(record_run(tmp_path) / "logs").write_evaluation(2, {"eval_reward": 0.75, "epoch": 1.0})
     for name, value in (("sums", 0.5), ("chains", 0.25)):
         (tmp_path / "evaluations" / name).mkdir(parents=True)
-        (tmp_path / "evaluations" / name / "consolidated_metrics.csv").write_text(
-            f"{CSV}20,pass@1,{value},0.1,64,nan,nan\n"
-        )
+        (tmp_path / "evaluations" / name / "consolidated_metrics.csv").write_text(f"{CSV}20,pass@1,{value},0.1,64\n")
     (tmp_path / "evaluations" / "begun").mkdir()  # no table yet
     rows = evaluations(tmp_path).drop(columns=["stderr", "low", "high"]).values.tolist()
     assert rows[0][:4] == ["in training", 2, "reward", 0.75]

@@ -179,6 +179,13 @@ def test_what_is_left_of_the_gradient_is_clipped_by_its_own_norm(
     assert told["log_probability_of_right"] == pytest.approx(clip * change / 3, rel=1e-5)
 
 
+def test_a_kernel_without_norms_says_what_to_do(structure: Structure) -> None:
+    tensors = {key: value for key, value in structure.kernel.tensors.items() if key != "update_gram"}
+    old = Structure(Kernel(tensors, structure.kernel.about), structure.evaluation, structure.update)
+    with pytest.raises(ValueError, match=r"the kernel of C was calculated before .* remove its folder"):
+        what_if(old, torch.zeros(NUM_U, dtype=torch.bool))
+
+
 @pytest.mark.parametrize(
     ("text", "rows"), [("wrong", [1, 3, 5]), ("longest:2", [4, 5]), ("prompt:u1", [2, 3]), ("right", [0, 2, 4])]
 )

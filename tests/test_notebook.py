@@ -58,9 +58,7 @@ def test_the_notebook_shows_several_runs_and_leaves_out_what_one_has_not_recorde
     runs = [record(tmp_path / name, probed=name != "bare") for name in ("first", "second", "bare")]
     folder = runs[0] / "evaluations" / "sums"
     folder.mkdir(parents=True)
-    table = (
-        "step,metric,value,stderr,num_prompts,low,high\n4,reward,0.5,0.1,64,nan,nan\n4,kl/token,0.1,0.01,64,nan,nan\n"
-    )
+    table = "step,metric,value,stderr,num_prompts\n4,reward,0.5,0.1,64\n4,kl/token,0.1,0.01,64\n"
     (folder / "consolidated_metrics.csv").write_text(table)
     text, figures = run_notebook([tmp_path], monkeypatch)
     assert all(name in text for name in ("first", "second", "bare"))

@@ -41,6 +41,8 @@ def branched(cfg: DictConfig) -> DictConfig:
     settings = load_settings(stored)
     settings.pop("provenance", None)
     before = _kept(settings)
+    for key in (key for key in cfg if key not in settings):  # a config.yaml may be older than a setting
+        settings[key] = cfg[key]
     for key in _given(cfg):
         OmegaConf.update(settings, key, OmegaConf.select(cfg, key), merge=False, force_add=True)
     now = _kept(settings)

@@ -140,7 +140,7 @@ def _make_trainer(
 
 
 def _interventions_of(cfg: DictConfig) -> list[str]:
-    """Returns the names of what is trained with, of `intervention=psr` or a list."""
+    """Returns the names of what is trained with, of `intervention=psr` or a list; none in an older config.yaml."""
     given = cfg.get("intervention")
     names = list(given) if isinstance(given, ListConfig) else [] if given is None else [given]
     if not all(isinstance(name, str) for name in names):

@@ -15,6 +15,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rl_training.job.shipped import CONF, conf_folders
+from rl_training.job.stored_settings import GONE
 
 
 def explain(error: BaseException) -> str:
@@ -62,6 +63,8 @@ def quoted(key: str, value: str) -> str:
 
 
 def _no_such_setting(key: str) -> str:
+    if key in GONE:
+        return f"this setting is gone: {GONE[key]}"
     first, last = key.split(".")[0], key.split(".")[-1]
     probe = key.split(".")[1] if first == "probes" and key.count(".") == 2 else ""
     if probe and (CONF / "probe" / f"{probe}.yaml").is_file():

@@ -17,6 +17,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from rl_training.extras import how_to_install
 from rl_training.job.explain import did_you_mean, load_plain, quoted
 from rl_training.job.shipped import CONF
+from rl_training.job.stored_settings import GONE
 from rl_training.records.folder import TRAINING_STATE
 
 
@@ -41,7 +42,7 @@ class Range(NamedTuple):
 
 
 PATHS = ("run_dir", "resume", "branch", "data.path", "model.name")
-# Outside of these a run would silently train nothing, or something else.
+# Outside of these a run would silently train nothing, or something else. A config.yaml may be older than a setting.
 RANGES = {
     "batch.sequences_per_step": Range(int, 1, 2**20), "batch.microbatch_size": Range(int, 1, 2**20),
     "seed": Range(int, 0, 2**32 - 1),  # numpy's bound
@@ -173,6 +174,8 @@ def check_resume(cfg: DictConfig) -> None:
 
 
 def _check_alert(alert: DictConfig) -> None:
+    if "within_steps" in alert:
+        raise ValueError(f"alert.within_steps: this setting is gone: {GONE['alert.within_steps']}")
     if type(alert.stop) is not bool:
         raise ValueError(f"alert.stop={alert.stop} must be true or false")
     if alert.stop and alert.below is None:
@@ -189,9 +192,11 @@ def _check_probes(probes: Any) -> None:
         if file.is_file():
             refuse_other_kinds(probes[probe], load_plain(file)[probe], f"probes.{probe}.")
         for option, value in probes[probe].items():
-            name = str(option)
+            key, name = f"probes.{probe}.{option}", str(option)
+            if key in GONE:
+                raise ValueError(f"{key}: this setting is gone: {GONE[key]}")
             if name in COUNTS:
-                COUNTS[name].check(f"probes.{probe}.{name}", value, HINTS.get(name, ""))
+                COUNTS[name].check(key, value, HINTS.get(name, ""))
 
 
 def accumulation_steps(

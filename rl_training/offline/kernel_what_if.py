@@ -51,6 +51,8 @@ def what_if(s: Structure, without: Tensor) -> Row:
 
     without  (N_U,) bool. Their advantages count as 0; all others and N_U stay. The remaining gradient is clipped by its
              own norm, from sketches (1 %); Adam's P is kept fixed, though it depends on the gradient too
+
+    Raises ValueError for a kernel without these norms.
     """
     kept = (~without).double()
     clip_before, clip = float(s.kernel.about["clip_coefficient"]), clip_of_kept(s, kept)
@@ -81,7 +83,12 @@ def clip_of_kept(s: Structure, kept: Tensor) -> float:
 
     kept  (N_U,), 1 or 0
     """
-    gram, about = s.kernel.tensors["update_gram"], s.kernel.about
+    gram, about = s.kernel.tensors.get("update_gram"), s.kernel.about
+    if gram is None:
+        raise ValueError(
+            f"the kernel of {about['checkpoint']} was calculated before norms of gradients were kept: remove its "
+            "folder, and run rl-training analyze kernel.enabled=true again"
+        )
     of_kept, of_all = (float(a @ gram @ a) for a in (kept * s.advantages, s.advantages))
     share = math.sqrt(of_kept / of_all) if of_all else 0.0
     norm = torch.tensor(share * float(about["gradient_norm"]), dtype=torch.float64)

@@ -21,7 +21,7 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast, get_type_hints
+from typing import IO, Any, NamedTuple, cast
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import cannot_write, write_atomically
@@ -115,34 +115,25 @@ def consolidate(folder: Path) -> Path:
         content = read_step(folder, step)
         assert content is not None
         for name, row in content["metrics"].items():
-            ends = map(repr, row["interval"] or (math.nan, math.nan))
+            ends = map(repr, row.get("interval") or (math.nan, math.nan))
             writer.writerow([step, name, repr(row["value"]), repr(row["stderr"]), row["num_prompts"], *ends])
     write_atomically({path: table.getvalue().encode()}, MAKE_ROOM)
     return path
 
 
 def read_table(folder: Path) -> list[EvaluatedMetric]:
-    """Returns the rows of an evaluation's consolidated table; none where there is no table yet.
-
-    Raises ValueError for a damaged one, naming it.
-    """
+    """Returns the rows of an evaluation's consolidated table; none where there is no table yet."""
     path = folder / TABLE_FILE
     if not path.is_file():
         return []
-    kinds = get_type_hints(EvaluatedMetric)
     with open(path, encoding="utf-8", newline="") as file:
-        try:
-            header, *rows = csv.reader(file)
-            if header != list(kinds):
-                raise ValueError(f"its columns are {', '.join(header)}")
-            return [
-                EvaluatedMetric(*(kind(cell) for kind, cell in zip(kinds.values(), row, strict=True))) for row in rows
-            ]
-        except ValueError as error:
-            raise ValueError(
-                f"{path} is not a table of {', '.join(kinds)} ({error}): delete it, and evaluate the run again: what "
-                "was evaluated is not evaluated anew"
-            ) from error
+        return [
+            EvaluatedMetric(
+                int(r["step"]), r["metric"], float(r["value"]), float(r["stderr"]), int(r["num_prompts"]),
+                *(float(r.get(end) or "nan") for end in ("low", "high")),
+            )
+            for r in csv.DictReader(file)
+        ]  # fmt: skip
 
 
 def read_tables(run_dir: Path) -> dict[str, list[EvaluatedMetric]]:
