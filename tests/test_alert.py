@@ -50,7 +50,7 @@ def test_it_stands_in_log_records_report_and_dashboard_and_ends_the_run_if_asked
     assert (run.run_dir / "training_state" / "checkpoint-4").is_dir()
     told = [line for line in caplog.messages if alert.TITLE in line]
     assert told[0].startswith("entropy is about to be low: step 3: token entropy is ")
-    assert "below 9 at a chance of 100%" in told[0]
+    assert "has a 100% chance to be below 9 in 20 steps" in told[0]
     assert "0 of 0 were right in this run; 57 to 89 % were right in the benchmark" in told[0]
     assert "does not know this run's noise yet: 2 of 20 steps" in told[0]
     assert told[0].endswith("alert.stop ends the run")

@@ -294,7 +294,9 @@ def test_a_probe_that_answers_a_float_is_told_what_to_return(make_trainer, answe
         def results(self) -> Any:
             return answer
 
-    with pytest.raises(ValueError, match=r"probe 'witness': results must return Estimates by name, and gave .*0\.5"):
+    with pytest.raises(
+        ValueError, match=r"probe 'witness': results must return Estimates by name, and returned .*0\.5"
+    ):
         make_trainer(probes=[Plain()]).train()
 
 
@@ -303,7 +305,7 @@ def test_a_probe_that_answers_nothing_is_an_error(make_trainer) -> None:
         def results(self) -> dict[str, Estimate]:
             return {}
 
-    with pytest.raises(ValueError, match="measured nothing at step 1"):
+    with pytest.raises(ValueError, match="returned nothing at step 1"):
         make_trainer(probes=[Silent()]).train()
 
 
@@ -343,7 +345,7 @@ def test_a_probe_that_reads_the_entropy_change_says_so(make_trainer) -> None:
 def test_probes_that_want_other_entropy_gradients_are_told_that_one_serves_all(make_trainer) -> None:
     other = SimpleEntropyProbe(responses_per_prompt=2)
     other.name = "other"
-    with pytest.raises(ValueError, match=r"one entropy gradient serves all probes.*'simple', 'other'"):
+    with pytest.raises(ValueError, match=r"all probes share one entropy gradient.*'simple', 'other'"):
         make_trainer(probes=[SimpleEntropyProbe(), other])
 
 
@@ -408,5 +410,5 @@ def test_gradients_that_are_used_up_within_the_backward_are_an_error(make_traine
     trainer = make_trainer(probes=[EffectiveSampleSizeProbe()])
     for parameter in trainer.model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with pytest.raises(ValueError, match="no trainable parameter has a gradient when the backward is over"):
+    with pytest.raises(ValueError, match="no trainable parameter has a gradient after the backward pass"):
         trainer.train()

@@ -94,7 +94,7 @@ def test_a_branch_goes_on_exactly_from_its_own_checkpoints(original: Path, tmp_p
     whole = branch(original, tmp_path / "whole", *changed).run_dir
     assert load_file(checkpoint(whole, 3) / "model.safetensors").keys()
     config = yaml.safe_load((whole / CONFIG_FILE).read_text())
-    assert config["provenance"]["loss"] == "Dr-GRPO but for entropy_coef=0.1, intervention=psr, intervention=lr:0.5"
+    assert config["provenance"]["loss"] == "Dr-GRPO except for entropy_coef=0.1, intervention=psr, intervention=lr:0.5"
     stopped = Path(shutil.copytree(whole, tmp_path / "stopped"))
     shutil.rmtree(checkpoint(stopped, 3))
     branch(original, stopped, *changed, "resume=latest")

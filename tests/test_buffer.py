@@ -146,7 +146,7 @@ def test_rewards_that_differ_by_rounding_only_are_not_mixed() -> None:
 
 @pytest.mark.parametrize(
     ("option", "message"),
-    [({"max_attempts": 0}, "at least 1"), ({"floor": 0.0}, "could die out"), ({"half_life": 0}, "above 0")],
+    [({"max_attempts": 0}, "at least 1"), ({"floor": 0.0}, "prompts die out"), ({"half_life": 0}, "above 0")],
 )
 def test_options_that_make_no_sense_are_refused(option: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -364,7 +364,7 @@ def test_a_checkpoint_without_the_state_of_this_buffer_is_refused(make_trainer: 
 
 def test_a_training_set_that_cannot_fill_a_rollout_is_refused(make_trainer: Make) -> None:
     task = arithmetic(num_train=7, num_eval=8)
-    with pytest.raises(ValueError, match="has 7 prompts, and a rollout asks 8 different ones"):
+    with pytest.raises(ValueError, match="has 7 prompts, and a rollout needs 8 different ones"):
         make_trainer(buffer=FilteredBuffer(), train_dataset=task.train_dataset)
     stream = Dataset.from_dict(task.train_dataset.to_dict()).to_iterable_dataset()
     with pytest.raises(ValueError, match="load it without streaming"):

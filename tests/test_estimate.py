@@ -16,10 +16,10 @@ def test_nan_without_a_reason_raises() -> None:
 
 
 def test_missing_is_nan_with_its_reason() -> None:
-    estimate = Estimate.missing("one block in all")
+    estimate = Estimate.missing("there is only one block")
     assert math.isnan(estimate.value)
     assert math.isnan(estimate.stderr)
-    assert estimate.reason == "one block in all"
+    assert estimate.reason == "there is only one block"
 
 
 @pytest.mark.parametrize(

@@ -212,7 +212,7 @@ def assert_equals_the_twin_that_never_saw_the_fold(steps: list[Snapshot], blocks
     parts = [answer[f"delta_h/part/{cause}"].value for cause in ("momentum", "gradient", "decay")]
     assert sum(parts) == pytest.approx(answer["delta_h/forward"].value, rel=1e-9)
     assert math.isfinite(answer["delta_h/cumulative_predicted"].value)
-    assert "moments without single responses" in answer["delta_h/own_prompts"].reason
+    assert "moments without each response" in answer["delta_h/own_prompts"].reason
 
 
 def test_a_step_that_reuses_responses_equals_the_plain_twin_that_never_saw_the_fold(one_step_a_rollout) -> None:
@@ -243,5 +243,5 @@ def test_a_reused_response_is_noticed_where_a_step_since_its_first_use_was_not_m
     for answer in later:
         for name in ("forward", "backward", "part/momentum"):
             assert math.isnan(answer[f"delta_h/{name}"].value)
-        assert "has learned from these responses" in answer["delta_h/forward"].reason
+        assert "has trained on these responses" in answer["delta_h/forward"].reason
         assert math.isfinite(answer["delta_h/reuse"].value)

@@ -370,7 +370,7 @@ def test_before_adam_is_warm_its_metric_is_nan_and_what_is_measured_later_counts
     vectors = [truth.draw(4, 16, generator=generator) + 1.0 for _ in range(2)]
     first = Loop(probe, states=cold).step(vectors[0])
     assert math.isnan(first["gns/adam_noise_scale_prompts"].value)
-    assert f"{WARM_STEPS} steps behind it" in first["gns/adam_noise_scale_prompts"].reason
+    assert f"no AdamW step after the first {WARM_STEPS} was measured" in first["gns/adam_noise_scale_prompts"].reason
     second = Loop(probe, states=warm).step(vectors[1])["gns/adam_noise_scale_prompts"]
     alone = Loop(GradientNoiseScaleProbe(), states=warm).step(vectors[1])["gns/adam_noise_scale_prompts"]
     assert (second.value, second.num_samples) == (alone.value, 1)

@@ -205,7 +205,7 @@ def test_a_step_that_reuses_responses_is_nan_with_the_reason(make_trainer) -> No
     probe = Answers()
     make_trainer(probes=[probe], num_iterations=2, **FEW).train()
     assert math.isfinite(probe.all[0]["gns/trace_step"].value)
-    assert all(math.isnan(e.value) and "no new sample" in e.reason for e in probe.all[1].values())
+    assert all(math.isnan(e.value) and "not a fresh sample" in e.reason for e in probe.all[1].values())
 
 
 def test_a_later_step_of_a_rollout_that_learns_from_fresh_prompts_is_measured(make_trainer) -> None:
@@ -237,8 +237,8 @@ def test_adam_scale_appears_once_the_optimizer_is_warm(make_trainer) -> None:
     probe = Answers(decay=0.5)
     make_trainer(probes=[probe], max_steps=12, **FEW).train()
     reasons = [answer["gns/adam_noise_scale_prompts"].reason for answer in probe.all]
-    assert all("10 steps behind it" in reason for reason in reasons[:10])
-    assert not any("10 steps behind it" in reason for reason in reasons[10:])
+    assert all("after the first 10" in reason for reason in reasons[:10])
+    assert not any("after the first 10" in reason for reason in reasons[10:])
 
 
 def test_a_model_with_lora_has_the_kinds_of_the_modules_that_are_adapted(make_trainer) -> None:

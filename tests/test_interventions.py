@@ -216,7 +216,7 @@ def test_what_is_missing_is_said() -> None:
     assert [name for name, reason in reasons.items() if not reason] == ["bonus", "lr", "max_grad_norm"]
     assert "by more than advantages" in reasons["psr"]
     assert "loss is not Dr-GRPO's" in reasons["std_norm"]
-    assert "not Dr-GRPO's constant" in reasons["kl"]
+    assert "not divided by Dr-GRPO's constant" in reasons["kl"]
     assert known().settings is not None
     with_kl = dataclasses.replace(known(), settings=dataclasses.replace(known().settings, differs=frozenset({"beta"})))
     refused = [name for name in REMEDIES if intervention(name).why_none(with_kl)]
@@ -246,7 +246,7 @@ def test_prompts_without_any_advantage_are_counted_over_all_processes() -> None:
         ("what", "choose from bonus, psr"),
         ("clip_cov:1.5", "must lie above 0, at most 1"),
         ("bonus:0", "must lie above 0"),
-        ("lr:1", "and not 1, with which it is nothing"),
+        ("lr:1", "and not 1, which has no effect"),
         ("lr:nan", "must lie above 0"),
         ("lr:fast", "must be a number, as in lr:0.5"),
         ("psr:2", "psr has no strength"),

@@ -168,7 +168,7 @@ def test_the_strength_that_halves_the_fall_does_so_in_the_twin(
         strength = answers[f"intervention/{name}/halves_at"].value
         name = f"{family}:{strength}"
         assert forward(twin.steps_with(name, twin.gradients_with(name))[1]) == pytest.approx(0.5 * plain, rel=0.03)
-    said = {"w_reinforce:0.5": "the rest of it is momentum", "psr": "no strength", "clip_cov:0.1": "no straight line"}
+    said = {"w_reinforce:0.5": "the rest of it comes from momentum", "psr": "no strength", "clip_cov:0.1": "not linear"}
     for name, words in said.items():
         assert words in answers[f"intervention/{name}/halves_at"].reason
 
@@ -209,8 +209,8 @@ def test_the_strength_that_halves_the_fall_when_kept_is_on_a_straight_line_throu
     said = {
         "w_reinforce:0.5": "no strength halves",
         "psr": "has no strength",
-        "lost": "holds 0",
-        "no fall": "surely fall",
+        "lost": "includes 0",
+        "no fall": "does not fall significantly",
     }
     assert all(said[name] in reason for name, reason in reasons.items())
 
@@ -239,9 +239,9 @@ def test_the_price_is_the_ratio_with_the_strengths_that_the_data_allow() -> None
     allowed = [k / 10000 for k in range(-20000, 20000) if is_allowed(k / 10000)]
     assert price.interval == pytest.approx((allowed[0], allowed[-1]), abs=2e-4)
     assert price.stderr == pytest.approx(math.sqrt(0.04 - 0.6 * 0.02 + 0.09 * 0.09) / 2)
-    lost = Pair(torch.tensor([-0.6, 0.6]).double(), pair.covariance, 7).minus_ratio("the interval holds 0")
+    lost = Pair(torch.tensor([-0.6, 0.6]).double(), pair.covariance, 7).minus_ratio("the interval includes 0")
     assert math.isnan(lost.value)
-    assert lost.reason == "the interval holds 0"
+    assert lost.reason == "the interval includes 0"
 
 
 def test_prices_of_a_step_are_those_of_its_two_changes(run: tuple[Answers, Recorder]) -> None:

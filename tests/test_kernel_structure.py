@@ -206,9 +206,9 @@ def test_words_that_choose_nothing_are_refused() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("prompt:zzz", "no sequence of U is meant"),
-        ("lowest:9999", "K is from 1 to the number of sequences in U, here 6"),
-        ("longest:0", "K is from 1 to"),
+        ("prompt:zzz", "no sequence of U matches"),
+        ("lowest:9999", "K must be from 1 to the number of sequences in U, here 6"),
+        ("longest:0", "K must be from 1 to"),
     ],
 )
 def test_a_what_if_of_nothing_or_of_more_than_there_is_is_refused(folder: Path, text: str, message: str) -> None:

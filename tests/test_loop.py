@@ -396,17 +396,17 @@ def other_probes(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
 @pytest.mark.parametrize(
     ("mistake", "said"),
     [
-        (not_entered, r"step\(\.\.\.\) begins inside of .*outside"),
-        (microbatch_between_steps, r"microbatch\(\.\.\.\) comes inside of .*between two steps"),
+        (not_entered, r"begin step\(\.\.\.\) inside .*outside"),
+        (microbatch_between_steps, r"call microbatch\(\.\.\.\) inside .*between two steps"),
         (optimizer_first, r"after gradients_ready\(\): the loop is in the microbatches"),
-        (step_in_a_step, "when the last step has ended"),
-        (no_backward, "backward of microbatch 1 has not reached its logps"),
-        (too_few, r"0 microbatches came, and measured_loop\(microbatches=8\)"),
+        (step_in_a_step, "after the previous step has ended"),
+        (no_backward, "backward of microbatch 1 did not reach its logps"),
+        (too_few, r"0 microbatches given, but measured_loop\(microbatches=8\)"),
         (no_graph, "logps have no graph"),
-        (other_shape, r"logps are \(8, 22\), and completion_ids \(8, 23\)"),
-        (other_size, r"64 sequences, and measured_loop\(microbatch_size=8\)"),
-        (shifted_by_a_token, "nats per token off the model's at temperature=1: look at the shift by one token"),
-        (other_probes, r"state of \['gns'\], not of \['engine', 'simple'\]: give the same probes"),
+        (other_shape, r"logps have shape \(8, 22\), and completion_ids \(8, 23\)"),
+        (other_size, r"64 sequences, but measured_loop\(microbatch_size=8\)"),
+        (shifted_by_a_token, "nats per token off the model's at temperature=1: check the shift by one token"),
+        (other_probes, r"state is of \['gns'\], and the loop has \['engine', 'simple'\]: give the same probes"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
 )
@@ -450,7 +450,7 @@ def test_a_step_that_never_steps_or_skips_a_number_is_refused_and_may_be_made_ag
             loss_of(logps, part, 1).backward()
             measured.gradients_ready()
             optimizer.step()
-        with pytest.raises(ValueError, match="step 7 comes after step 5: number"), measured.step(7):
+        with pytest.raises(ValueError, match="step 7 follows step 5: number"), measured.step(7):
             pass
 
 

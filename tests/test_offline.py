@@ -327,7 +327,7 @@ def test_a_step_too_large_for_weights_is_measured_on_fresh_sequences_and_the_ter
 ) -> None:
     far = restored_at(run, 1, "trainer.max_completion_length=12", learning_rate=0.03)
     afresh = analyse(far, dataclasses.replace(SMALL, conditioning=False))
-    for shown, at, how in ((afresh, far, "drawn afresh"), (looked, restored, "PDIS")):
+    for shown, at, how in ((afresh, far, "fresh samples"), (looked, restored, "PDIS")):
         print_table(shown, at, run)
         assert re.findall(r"measured \((?!SNIS)(.*?)\)", capsys.readouterr().out) == [how]
     found = afresh.results
@@ -643,7 +643,7 @@ def test_shards_in_another_order_are_refused_since_the_weights_are_not_the_model
     run: Path, tmp_path: Path, restored: RestoredTrainer
 ) -> None:
     copy = altered(run, tmp_path, lambda folder: write_shards(folder, restored, 2, swap=True))
-    with pytest.raises(ValueError, match=r"put together from the ranks' shards, is not the model's, bit for bit"):
+    with pytest.raises(ValueError, match=r"joined from the ranks' shards, differs from the model's weight"):
         restored_at(copy, 1)
 
 

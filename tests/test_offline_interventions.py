@@ -335,11 +335,11 @@ def test_a_term_of_the_loss_that_is_not_known_at_a_checkpoint_is_refused(run: Pa
     ("asked", "says"),
     [
         ({"which": ["bonus", "clipcov"]}, "did you mean clip_cov"),
-        ({"which": ["bonus:0"]}, "must lie above 0, and not 0, with which it is nothing"),
+        ({"which": ["bonus:0"]}, "must lie above 0, and not 0, which has no effect"),
         ({"which": ["lr", "lr"]}, "interventions: lr is named twice"),
         ({"which": "psr"}, "interventions=psr: choose all, none, or a list, interventions=[psr]"),
         ({"which": "all", "steps": -1}, "interventions.steps=-1 must be a whole number, at least 0"),
-        ({"steps": 10}, "interventions.steps=10 takes steps with interventions: say interventions=all"),
+        ({"steps": 10}, "interventions.steps=10 takes steps with interventions: give interventions=all"),
     ],
 )
 def test_interventions_that_mean_nothing_are_refused(asked: dict[str, Any], says: str) -> None:

@@ -141,7 +141,7 @@ def test_dashboards_have_the_core_numbers_at_the_checkpoints_step(run: Path, swe
     ("sweep", "says"),
     [
         ({"evaluation_sizes": [300]}, "goes up to 300, and E has 256 sequences"),
-        ({"update_seeds": [2]}, "holds prediction against truth"),
+        ({"update_seeds": [2]}, "compares prediction with truth"),
     ],
 )
 def test_a_sweep_that_cannot_be_is_refused_before_anything_is_sampled(sweep: dict[str, Any], says: str) -> None:

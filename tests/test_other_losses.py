@@ -104,7 +104,7 @@ def test_the_split_of_the_trace_is_missing_where_the_loss_is_no_longer_dr_grpo(m
         trainer.train()
     answer = probe.results()["gns/trace_between"]
     assert math.isnan(answer.value)
-    assert "Dr-GRPO's only" in answer.reason
+    assert "only for Dr-GRPO's loss" in answer.reason
 
 
 @pytest.mark.parametrize("threshold", [0.0, -1.0])

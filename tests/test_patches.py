@@ -60,18 +60,20 @@ def test_a_version_that_nobody_has_tried_is_said_once_and_not_refused(
     monkeypatch.setitem(patches.WRITTEN_FOR, "trl", "0.3")
     for _ in range(2):
         attach(trainer, [EffectiveSampleSizeProbe()]).remove()
-    said = [record.getMessage() for record in caplog.records if "have not been tried" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "have not been tested" in record.getMessage()]
     installed = importlib.metadata.version("trl")
-    assert said == [f"probes have not been tried with trl {installed} (tried: 0.3): what they rely on is there"]
+    assert said == [
+        f"probes have not been tested with trl {installed} (tested: 0.3); the methods that they rely on are present"
+    ]
 
 
 # --- what a method returns ----------------------------------------------------------------------------------------
 
 Scores = tuple[torch.Tensor, torch.Tensor, None]
 CHANGED: dict[str, tuple[Callable[[Scores], Any], str]] = {
-    "two things": (lambda scores: scores[:2], "does not return three things"),
-    "one tensor": (lambda scores: torch.stack(scores[:2]), "does not return three things"),
-    "four things": (lambda scores: (*scores, None), "does not return three things"),
+    "two things": (lambda scores: scores[:2], "does not return three values"),
+    "one tensor": (lambda scores: torch.stack(scores[:2]), "does not return three values"),
+    "four things": (lambda scores: (*scores, None), "does not return three values"),
     "all columns": (
         lambda scores: (scores[0].repeat(1, 2), *scores[1:]),
         r"log-probabilities .* are of shape \(1, 4\)",

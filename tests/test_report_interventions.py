@@ -19,7 +19,7 @@ NONE = Estimate.missing("it has no strength")
 
 
 def of(delta_h: float, error: float, price: float, halves: Estimate, kept: float = 10.0) -> dict[str, Estimate]:
-    priced = Estimate(price, 0.1, 8, interval=(price - 1, price + 1)) if price else Estimate.missing("holds 0")
+    priced = Estimate(price, 0.1, 8, interval=(price - 1, price + 1)) if price else Estimate.missing("includes 0")
     return {
         "delta_h": Estimate(delta_h, error, 8),
         "delta_h_kept": Estimate(kept * delta_h, kept * error, 8),

@@ -101,9 +101,9 @@ def test_a_last_step_within_a_rollout_is_saved_and_said_not_to_resume_exactly(
 ) -> None:
     settings = {"steps_per_generation": 8, "save_strategy": "steps", "save_steps": 2}
     make_trainer(**settings, max_steps=1).train()
-    assert "the checkpoint of step 1, the last one, lies within one" in caplog.text
+    assert "the last checkpoint, of step 1, is inside one" in caplog.text
     make_trainer(**settings, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "state" / "checkpoint-1"))
-    assert "step 1, where this run goes on, lies within one" in caplog.text
+    assert "step 1, where this run resumes, is inside one" in caplog.text
 
 
 # --- which checkpoint is taken ------------------------------------------------------------------------------------

@@ -270,7 +270,7 @@ def test_a_model_that_does_something_else_is_scored_by_its_own_logits(family: An
     config = family.config_class(**{**SIZES, **(of_minicpm if "MiniCPM" in family.__name__ else {})})
     model = family(config).double().eval()
     scorer = Scorer(model, TEMPERATURE)
-    with pytest.warns(UserWarning, match="all logits of a batch are held at once"):
+    with pytest.warns(UserWarning, match="all logits of a batch are in memory at once"):
         scorer.verify()
     assert_like_plain(model, scorer, sampled())
 

@@ -320,7 +320,7 @@ def test_modules_that_do_not_see_the_batch_are_refused_by_name(flat: bool, ids: 
     recorder = SequenceGradients(model, trained(model))
     with pytest.raises(ValueError, match=rf"^{'head' if flat else 'positions'} was given .* batch of {BATCH}"):
         recorder.record(lambda: logps(model(ids), ids))
-    with pytest.raises(ValueError, match="cannot be told apart"):  # as many tokens as sequences
+    with pytest.raises(ValueError, match="cannot be assigned to sequences"):  # as many tokens as sequences
         recorder.record(lambda: model(ids[:, :1] if flat else ids))
 
 

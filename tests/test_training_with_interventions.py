@@ -176,7 +176,7 @@ def test_none_is_bitwise_the_plain_training(make_trainer: Callable[..., Any]) ->
     [
         (["bonnus"], {}, "did you mean bonus"),
         (["clip_cov:2"], {}, "must lie above 0, at most 1"),
-        (["kl"], {}, "set trainer.beta=0.04 in its place"),
+        (["kl"], {}, "set trainer.beta=0.04, for which TRL keeps one"),
         (["keep_truncated"], {"mask_truncated_completions": True}, "set trainer.mask_truncated_completions=false"),
         (["std_norm"], {"scale_rewards": "group"}, "intervention=std_norm: the loss is not Dr-GRPO's"),
         (["nowhere.loss:softer"], {}, "there is no such module"),
@@ -196,7 +196,7 @@ def test_one_s_own_function_is_no_place_for_learning_rates(make_trainer: Callabl
         "def slower(loss, strength):\n    return Remedied(lr_factor=0.5)\n",
         encoding="utf-8",
     )
-    with pytest.raises(ValueError, match="those are set once, by lr:FACTOR"):
+    with pytest.raises(ValueError, match="set those once, by lr:FACTOR"):
         make_trainer(interventions=[f"{tmp_path}/mine.py:slower"], **SHAPE).train()
 
 
@@ -207,4 +207,4 @@ def test_kl_to_trl_s_own_reference_is_predicted_where_trl_keeps_one(make_trainer
     assert abs(answers["intervention/kl:5/delta_h"].value) > 1e-5  # the second step: some way from the first model
     assert "grows with the distance" in answers["intervention/kl:5/delta_h"].reason
     assert math.isfinite(answers["intervention/kl:5/delta_reward"].value)
-    assert "beta=0 leaves it out" in answers["intervention/psr/delta_h"].reason
+    assert "beta=0 removes a KL term" in answers["intervention/psr/delta_h"].reason

@@ -14,30 +14,30 @@ from rl_training.mathematics.kish import kish_size_of_sums, kish_sums
 
 MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless
 REUSED = (
-    "an earlier step has learned from these responses (num_iterations > 1), and not every step since then was "
-    "measured: the optimizer's momentum holds their noise; use every=1"
+    "an earlier step has trained on these responses (num_iterations > 1), and not every step since was measured, so "
+    "the optimizer's momentum holds their noise: use every=1"
 )
 CHOSEN_REUSED = (
-    "an earlier step has learned from these responses (num_iterations > 1): the optimizer's momentum holds their "
-    "noise, and moments without single responses are not kept"
+    "an earlier step has trained on these responses (num_iterations > 1): the optimizer's momentum holds their noise, "
+    "and moments without each response are not kept"
 )
 SPLIT_PROMPTS = "the responses of a prompt are spread over several optimizer steps, or processes"
 MIXED_PROMPTS = "the microbatches mix prompts, so no fold of whole prompts can be left out"
 MIXED_BLOCKS = "the microbatches mix prompts, and responses of one prompt are not independent units"
 NO_SAMPLING_LOGPS = (
-    "an off-policy step whose rollout has no log-probabilities of its sampling: there are no importance ratios"
+    "this step is off-policy, and its rollout has no sampling log-probabilities: there are no importance ratios"
 )
 FIRST_IN_BF16 = (
-    "Adam's first step divides by |g| itself, and where the responses' gradients nearly cancel, their rounding to bf16 "
-    "decides: from the next step on"
+    "Adam's first step divides by |g|, so bf16 rounding decides where the responses' gradients nearly cancel: "
+    "available from the next step on"
 )
 OTHER_TERMS = (
     "the loss has a term beside log-probabilities and entropies (the auxiliary loss of a mixture of experts), whose "
-    "share of single responses is not known"
+    "share per response is not known"
 )
-NOT_DR_GRPO = "the split of the trace is Dr-GRPO's only"
-ONE_FOLD = "one fold in all: nothing is left when it is left out; use smaller microbatches, or a larger num_folds"
-ONE_BLOCK = "one block in all: use smaller microbatches, or more processes, so that a step has at least two"
+NOT_DR_GRPO = "the trace can be split only for Dr-GRPO's loss"
+ONE_FOLD = "there is only one fold, so none can be left out: use smaller microbatches, or a larger num_folds"
+ONE_BLOCK = "there is only one block: use smaller microbatches, or more processes, so that a step has at least two"
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Capabilities:
     def why_no_own_prompts(self, responses_per_prompt: int, all_responses: int) -> str:
         """The responses of X cannot be left out of the step alone."""
         if responses_per_prompt >= all_responses:
-            return "every response is in the entropy gradient, none is left for the update: lower responses_per_prompt"
+            return "every response is in the entropy gradient, leaving none for the update: lower responses_per_prompt"
         return self._why_no_single_response()
 
     def why_no_responses(self, folds_of_rank: int) -> str:
@@ -116,7 +116,7 @@ class Capabilities:
         if not self.whole_prompts:
             return f"{MIXED_BLOCKS}: {self.fixes.whole_prompts}"
         if self.reused:
-            return "an earlier step has learned from these responses (num_iterations > 1): they are no new sample"
+            return "an earlier step has trained on these responses (num_iterations > 1): they are not a fresh sample"
         return ONE_BLOCK if blocks < 2 else ""
 
     def why_no_split_of_trace(self) -> str:

@@ -114,7 +114,7 @@ class StepDriver:
         seen         kept instead of these scores: also covers tokens that the loss masks out
         """
         step = self.open_step
-        assert step is not None, "begin(number) comes first"
+        assert step is not None, "call begin(number) first"
         self.disarm()
         seen = seen or Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask)
         step.rollouts.append(rollout)
@@ -296,5 +296,5 @@ def _refuse_the_same_name(probes: Sequence[Probe]) -> None:
 def _common(wanted: Mapping[str, Any], what: str) -> Any:
     """Returns what all probes ask for, None where none asks. ValueError when they do not agree."""
     if len(set(wanted.values())) > 1:
-        raise ValueError(f"one {what} serves all probes: give {list(wanted)} the same")
+        raise ValueError(f"all probes share one {what}: give {list(wanted)} the same")
     return next(iter(wanted.values()), None)

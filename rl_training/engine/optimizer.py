@@ -28,7 +28,7 @@ def mean_gradients(
     unreached = {name for name, gradient in gradients.items() if gradient is None}
     if len(unreached) == len(parameters):
         raise ValueError(
-            "no trainable parameter has a gradient when the backward is over: an optimizer that steps within it, layer "
+            "no trainable parameter has a gradient after the backward pass: an optimizer that steps during it, layer "
             "by layer, cannot be measured; use AdamW (optim=adamw_torch), or train without probes (probe=none)"
         )
     whole = {name: torch.zeros_like(parameters[name]) if g is None else g for name, g in gradients.items()}
@@ -69,7 +69,7 @@ def _why_no_formula(optimizer: torch.optim.Optimizer, known: Sequence[type]) -> 
     """Returns why the step of this optimizer has no formula here, "" if it has one."""
     if type(optimizer) not in known:
         names = ", ".join(kind.__name__ for kind in known)
-        return f"the step of {type(optimizer).__name__} has no formula here, only those of {names}"
+        return f"the step of {type(optimizer).__name__} has no formula here; supported are {names}"
     if any(group.get("amsgrad") or group["maximize"] for group in optimizer.param_groups):
         return "amsgrad and maximize have no formula here"
     return ""
@@ -82,7 +82,7 @@ def _why_not_these(
     rounded = [name for name, param in parameters.items() if not keeps_fp32_copies and param.dtype.itemsize < 4]
     if rounded:
         dtype = str(parameters[rounded[0]].dtype).removeprefix("torch.")
-        return f"{rounded[0]} is kept in {dtype}, whose rounding decides what a step is: train weights in float32"
+        return f"{rounded[0]} is kept in {dtype}, whose rounding changes the step: train weights in float32"
     outside = [name for name, param in parameters.items() if param not in group_of]
     if outside:
         return f"parameter {outside[0]} is trainable but not in the optimizer"

@@ -13,8 +13,8 @@ from rl_training.engine.policy import Policy
 ROWS = 4  # of each rank, those with the most padding
 LIMIT, LIMIT_ROUNDED = 0.01, 0.1  # of the mean difference per token; the second for weights below fp32
 PADDING_MATTERS = (
-    "a response's log-probabilities change with the padding on the left of its prompt (absolute position embeddings?), "
-    "so what is sampled, trained on and measured are three policies: use a model with rotary positions"
+    "a response's log-probabilities change with the padding on the left of its prompt (absolute position "
+    "embeddings?), so sampling, training and measurement see different policies: use a model with rotary positions"
 )
 
 

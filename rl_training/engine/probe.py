@@ -78,9 +78,9 @@ class Probe:
         """Returns what the probe says of this step. ValueError when that is nothing."""
         estimates = self.results()
         if not isinstance(estimates, Mapping) or not all(isinstance(e, Estimate) for e in estimates.values()):
-            raise ValueError(f"probe {self.name!r}: results must return Estimates by name, and gave {estimates!r}")
+            raise ValueError(f"probe {self.name!r}: results must return Estimates by name, and returned {estimates!r}")
         if not estimates:
-            raise ValueError(f"probe {self.name!r} measured nothing at step {number}: answer nan instead")
+            raise ValueError(f"probe {self.name!r} returned nothing at step {number}: return nan with a reason instead")
         return dict(estimates)
 
     def num_vectors(self, num_folds: int) -> int:

@@ -132,7 +132,7 @@ class Scorer:
                 self._why_whole = self._why_not_apart()
             if self._why_whole:
                 warnings.warn(
-                    f"{self._why_whole}: all logits of a batch are held at once, score few rows at a time",
+                    f"{self._why_whole}: all logits of a batch are in memory at once, so score few rows at a time",
                     stacklevel=2,
                 )
         return self._why_whole
@@ -164,9 +164,9 @@ class Scorer:
         if not given:
             return "the model's forward pass does not call its head"
         if not _close(self._hidden(ids, {}), given[0], 1e-2 if self.why_not_fp32 else 1e-4):
-            return "the head is given something else than what the body returns"
+            return "the head's input is not the body's output"
         expected = self._logit_map(ramp) * self._logit_map.temperature
-        return "" if _close(expected.expand(1, 2, -1), logits, 1e-4) else "logits are not what the config says"
+        return "" if _close(expected.expand(1, 2, -1), logits, 1e-4) else "the logits are not scaled as the config says"
 
     def _by_body_and_head(self, batch: _Batch) -> tuple[Tensor, Tensor]:
         head = self._lm.get_output_embeddings()

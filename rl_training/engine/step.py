@@ -71,5 +71,5 @@ class Step:
     def entropy_change(self) -> EntropyChange:
         """What the step does to entropy to first order: calculated once for all probes, when it is first asked for."""
         if self.memory is None:
-            raise ValueError("step.entropy_change is kept only for a probe that says so: needs = Need.ENTROPY_CHANGE")
+            raise ValueError("step.entropy_change is kept only for a probe with needs = Need.ENTROPY_CHANGE")
         return EntropyChange(self, self.memory)

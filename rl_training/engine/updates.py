@@ -188,7 +188,7 @@ class UpdateHistory:
             if len(self._saved) != layout.num_entries:
                 raise ValueError(
                     f"the update in the checkpoint has {len(self._saved)} numbers, and {layout.num_entries} are "
-                    "trained: it is of another model. Delete its probes.safetensors, and the probes start afresh"
+                    "trained: it belongs to another model. Delete its probes.safetensors, and the probes start afresh"
                 )
             # Copies: sums over a part depend, in the last bits, on where in memory it begins.
             parts = layout.split(self._saved)
@@ -199,7 +199,7 @@ class UpdateHistory:
     def why_none(self, step: int) -> str:
         """Returns why δθ of step − 1 is not known, "" if it is."""
         if self._step is None:
-            return "the first measured step: there is no update before it to look back on"
+            return "this is the first measured step: there is no earlier update to look back on"
         if self._step != step - 1:
             return f"step {step - 1} was not measured, so its update is not known; backward needs every=1"
         return ""

@@ -52,7 +52,7 @@ from rl_training.records.checkpoint_states import NamedStateful
 from rl_training.records.jsonl import Records
 
 # The loop's current phase. Calls in the wrong phase are refused.
-OUTSIDE, BETWEEN = "outside of `with measured_loop(...)`", "between two steps"
+OUTSIDE, BETWEEN = "outside `with measured_loop(...)`", "between two steps"
 BATCHES, READY, STEPPED = "in the microbatches", "past gradients_ready()", "past optimizer.step()"
 
 
@@ -135,7 +135,7 @@ class MeasuredLoop:
         return self._writer.latest
 
     def __enter__(self) -> MeasuredLoop:
-        self._expect(OUTSIDE, "one training has one measured_loop, entered once")
+        self._expect(OUTSIDE, "enter measured_loop once per training")
         self._driver.start(self._loop)
         self._undo.callback(self._driver.close)
         optimizer = self._loop.sharding.optimizer
@@ -158,11 +158,11 @@ class MeasuredLoop:
 
         rollout_number  which rollout the step learns from, where several steps learn from one; None: from its own
         """
-        self._expect(BETWEEN, "step(...) begins inside of `with measured_loop(...)`, when the last step has ended")
+        self._expect(BETWEEN, "begin step(...) inside `with measured_loop(...)`, after the previous step has ended")
         if self._number is None and self._records is not None:
             self._records.start(after_step=number - 1)
         if number != (self._number or number - 1) + 1:
-            raise ValueError(f"step {number} comes after step {self._number}: number the optimizer steps one by one")
+            raise ValueError(f"step {number} follows step {self._number}: number the optimizer steps consecutively")
         self._rollout_number = number if rollout_number is None else rollout_number
         self._metrics, self._place = {}, BATCHES
         try:
@@ -185,14 +185,14 @@ class MeasuredLoop:
                      the scorer computes them in one more forward pass, without graph
         other_terms  the loss has terms computed from neither (a KL penalty on logits, a load balancing loss)
         """
-        self._expect(BATCHES, "microbatch(...) comes inside of `with measured.step(number):`, before gradients_ready()")
+        self._expect(BATCHES, "call microbatch(...) inside `with measured.step(number):`, before gradients_ready()")
         step = self._step()
         loop_refusals.refuse_missing_backward(step)
         loop_refusals.refuse_other_shapes(rollout, logps, entropies, self._loop.shape.microbatch_size)
         if len(step.rollouts) == self._loop.shape.microbatches:
             raise ValueError(f"this step has more microbatches than measured_loop(microbatches={len(step.rollouts)})")
         if rollout.on_policy and self._learned == self._rollout_number:
-            raise ValueError("an earlier step has learned from this rollout: on_policy=False, sampling_logps=...")
+            raise ValueError("an earlier step has trained on this rollout: give it on_policy=False, sampling_logps=...")
         if step.probes and not self._scores_checked:
             loop_refusals.refuse_other_scores(rollout, logps, self._policy)
             self._scores_checked = True
@@ -202,10 +202,10 @@ class MeasuredLoop:
 
     def gradients_ready(self) -> None:
         """Call after the last backward, when gradients are averaged over processes and not clipped yet."""
-        self._expect(BATCHES, "gradients_ready() comes once in a step, after its microbatches")
+        self._expect(BATCHES, "call gradients_ready() once in a step, after its microbatches")
         step, expected = self._step(), self._loop.shape.microbatches
         if len(step.rollouts) != expected:
-            raise ValueError(f"{len(step.rollouts)} microbatches came, and measured_loop(microbatches={expected})")
+            raise ValueError(f"{len(step.rollouts)} microbatches given, but measured_loop(microbatches={expected})")
         loop_refusals.refuse_missing_backward(step)
         self._driver.gradients_ready(self._rollout_number)
         self._metrics["learning_rate"] = float(self._loop.sharding.optimizer.param_groups[0]["lr"])
@@ -213,7 +213,7 @@ class MeasuredLoop:
 
     def _before_optimizer(self, *args: Any) -> None:
         if self._place != BETWEEN:
-            self._expect(READY, "optimizer.step() comes once in a step, after gradients_ready()")
+            self._expect(READY, "call optimizer.step() once in a step, after gradients_ready()")
 
     def _after_optimizer(self, *args: Any) -> None:
         if self._place == READY:
@@ -247,7 +247,7 @@ class MeasuredLoop:
         """Restores what `state_dict` returned. ValueError when it belongs to other probes."""
         parts = {part.name: part for part in self._stateful}
         if state.keys() != parts.keys():
-            raise ValueError(f"this is the state of {sorted(state)}, not of {sorted(parts)}: give the same probes")
+            raise ValueError(f"the state is of {sorted(state)}, and the loop has {sorted(parts)}: give the same probes")
         for name, part in parts.items():
             part.load_state_dict(state[name])
 

@@ -19,7 +19,7 @@ def refuse_what_cannot_be_measured(model: nn.Module, module: nn.Module) -> None:
     module  the model less DDP
     """
     if getattr(model, "static_graph", False):
-        raise ValueError("DDP's static_graph is silently corrupted by a second backward: switch it off")
+        raise ValueError("a second backward silently corrupts DDP's static_graph: switch it off")
     if any(isinstance(param, DTensor) for param in module.parameters()):
         raise ValueError("measured_loop reads whole parameters, and these are sharded: use DDP, or attach to a trainer")
     checkpointing = [getattr(part, "_gradient_checkpointing_func", None) for part in module.modules()]
@@ -33,16 +33,16 @@ def refuse_other_shapes(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
     """Raises ValueError for a microbatch of another size, scores of another shape, and logps without graph."""
     if rollout.num_sequences != size:
         raise ValueError(
-            f"a microbatch has {rollout.num_sequences} sequences, and measured_loop(microbatch_size={size})"
+            f"a microbatch has {rollout.num_sequences} sequences, but measured_loop(microbatch_size={size})"
         )
     shape = tuple(rollout.completion_ids.shape)
     for name, values in {"logps": logps, "entropies": entropies}.items():
         if values is not None and values.shape != shape:
             raise ValueError(
-                f"{name} are {tuple(values.shape)}, and completion_ids {shape}: one for each of its tokens"
+                f"{name} have shape {tuple(values.shape)}, and completion_ids {shape}: give one value per token"
             )
     if not logps.requires_grad:
-        raise ValueError("logps have no graph: hand over those that the loss is made of, not detached")
+        raise ValueError("logps have no graph: pass those that the loss is computed from, not detached")
 
 
 def refuse_other_scores(rollout: Rollout, logps: Tensor, policy: Policy) -> None:
@@ -57,8 +57,8 @@ def refuse_other_scores(rollout: Rollout, logps: Tensor, policy: Policy) -> None
     off, noise = (float((other - exact)[there].abs().mean()) for other in (logps.detach(), rounded))
     if not off <= FARTHEST + 2 * noise:
         raise ValueError(
-            f"logps are {off:.2g} nats per token off the model's at temperature={policy.scorer.temperature:g}: look at "
-            "the shift by one token, the temperature, the attention mask"
+            f"logps are {off:.2g} nats per token off the model's at temperature={policy.scorer.temperature:g}: check "
+            "the shift by one token, the temperature and the attention mask"
         )
 
 
@@ -66,6 +66,6 @@ def refuse_missing_backward(step: OpenStep) -> None:
     """Raises ValueError where the latest microbatch had no backward: gradients are told apart by when they arrive."""
     if step.loss_weights and "logps" not in step.loss_weights[-1]:
         raise ValueError(
-            f"the backward of microbatch {len(step.loss_weights)} has not reached its logps: make the loss of the very "
-            "tensor that is handed over, and call backward before the next microbatch"
+            f"the backward of microbatch {len(step.loss_weights)} did not reach its logps: compute the loss from the "
+            "same tensor that you pass, and call backward before the next microbatch"
         )

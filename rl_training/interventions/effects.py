@@ -28,16 +28,16 @@ from rl_training.mathematics.running_pairs import Pair
 
 QUANTITIES = ("delta_h", "delta_h_kept", "delta_reward", "price", "halves_at")
 SMALLEST = 1e-4  # nats: predictions below it were not confirmed
-NO_REWARD = "the gradient of the reward is known from Dr-GRPO's loss, or from the rewards, which are not known here"
-LOST = "the interval of its ΔH holds 0"
+NO_REWARD = "the gradient of the reward needs Dr-GRPO's loss, or the rewards, which are not known here"
+LOST = "the interval of its ΔH includes 0"
 TOO_SMALL = f"its ΔH is below {SMALLEST:g} nats"
-NOT_LINEAR = "the gradient is no straight line in the strength: each strength would take a backward of its own"
+NOT_LINEAR = "the gradient is not linear in the strength: each strength would need its own backward pass"
 NO_STRENGTH = "it has no strength"
-NO_FALL = "entropy does not surely fall at this step"
+NO_FALL = "entropy does not fall significantly at this step"
 NO_BAR = "no error bar"
-NEVER_HALF = "no strength halves the fall: the rest of it is momentum"
+NEVER_HALF = "no strength halves the fall: the rest of it comes from momentum"
 HALF = 0.02  # relative tolerance of the search for a half
-FIRST_OF_ADAM = "Adam's first step, whose size is not the gradient's"
+FIRST_OF_ADAM = "Adam's first step, whose size does not depend on the gradient's"
 
 
 class Effects:
@@ -73,7 +73,7 @@ class Effects:
         kept = self.kept(of)
         of_kept = dataclasses.replace(delta, value=kept * delta.value, stderr=kept * delta.stderr)
         if math.isnan(kept):
-            of_kept = Estimate.missing("parameters with unlike betas have no one factor")
+            of_kept = Estimate.missing("parameters with different betas have no common factor")
         reward, price = (Estimate.missing(NO_REWARD),) * 2
         if self.has_reward:
             reward = pair.estimate(1, delta.reason)

@@ -105,7 +105,7 @@ def of_microbatch(
     ValueError off-policy without log-probabilities at sampling: the ratios are not known.
     """
     if not rollout.on_policy and rollout.sampling_logps is None:
-        raise ValueError("an off-policy step without log-probabilities at sampling: its ratios are not known")
+        raise ValueError("an off-policy step without sampling log-probabilities: its ratios are not known")
     mask = scores.mask
     if settings is not None and settings.hides_truncated and rollout.truncated is not None:
         mask = mask * ~rollout.truncated.unsqueeze(1)

@@ -20,34 +20,34 @@ import torch
 from rl_training.interventions import remedies
 from rl_training.interventions.loss import Function, LossInputs, Remedied
 
-RATIOS_ARE_ONE = "on-policy every ratio is 1, and it changes nothing"
+RATIOS_ARE_ONE = "on-policy every ratio is 1, so it changes nothing"
 ENTROPY_TERMS = {"entropy_coef", "use_adaptive_entropy"}  # they do not change the weights of log-probabilities
 GROWS = "grows with the distance from the reference: one step shows little of it"
 # What an intervention may need, and what is said where it is not there.
 NEEDS: Mapping[str, tuple[Callable[[LossInputs], bool], str]] = {
     "dr_grpo": (
         lambda loss: loss.settings is not None and loss.settings.differs <= ENTROPY_TERMS,
-        "the loss is not Dr-GRPO's, whose weights it changes: set loss_type='dr_grpo', scale_rewards='none', beta=0, "
-        "and train with no other intervention on these weights",
+        "the loss is not Dr-GRPO's, the only one whose weights it changes: set loss_type='dr_grpo', "
+        "scale_rewards='none', beta=0, and train with no other intervention on these weights",
     ),
     "advantages": (
         lambda loss: loss.settings is not None and "beta" not in loss.settings.differs,
-        "the loss weighs log-probabilities by more than advantages (a KL term: beta=0 leaves it out), or is not known",
+        "the loss weighs log-probabilities by more than advantages (beta=0 removes a KL term), or is not known",
     ),
     "unit": (
         lambda loss: loss.settings is not None and "loss_type" not in loss.settings.differs,
-        "what the loss divides by is not Dr-GRPO's constant: set loss_type='dr_grpo'",
+        "the loss is not divided by Dr-GRPO's constant: set loss_type='dr_grpo'",
     ),
     "rewards": (lambda loss: loss.rewards is not None, "the rewards of these responses are not known"),
     "truncated": (lambda loss: loss.truncated is not None, "which responses are truncated is not known here"),
     "reference": (
         lambda loss: loss.reference_logps is not None,
         "it needs the log-probabilities of a reference model, and there is none: full fine-tuning keeps one only with "
-        "beta above 0, adapters are one to switch off",
+        "beta above 0; with an adapter it is the base model",
     ),
     "some_advantage": (
         lambda loss: loss.silent_share < 1.0,
-        "every prompt's responses have one and the same reward: there is no gradient to scale",
+        "all responses to each prompt have the same reward: there is no gradient to scale",
     ),
 }
 
@@ -163,8 +163,8 @@ class Intervention:
             for part in (weights.logps, *([] if weights.entropies is None else [weights.entropies])):
                 if part.shape != loss.weights.logps.shape or not torch.isfinite(part).all():
                     raise ValueError(
-                        f"{self.name} returned weights of shape {tuple(part.shape)}, some of them perhaps not finite: "
-                        f"finite ones of shape {tuple(loss.weights.logps.shape)} are needed"
+                        f"{self.name} returned weights of shape {tuple(part.shape)} or not finite: return finite ones "
+                        f"of shape {tuple(loss.weights.logps.shape)}"
                     )
         return remedied
 
@@ -204,7 +204,7 @@ def _strength(name: str, remedy: Remedy, text: str) -> float:
         bounds = (
             f"above {remedy.low:g}" if math.isinf(remedy.high) else f"above {remedy.low:g}, at most {remedy.high:g}"
         )
-        apart = "" if remedy.nothing is None else f", and not {remedy.nothing:g}, with which it is nothing"
+        apart = "" if remedy.nothing is None else f", and not {remedy.nothing:g}, which has no effect"
         raise ValueError(f"{name}:{text}: the strength must lie {bounds}{apart}")
     return value
 
@@ -215,14 +215,14 @@ def _own(place: str, name: str) -> Function:
     if place.endswith(".py"):
         spec = importlib.util.spec_from_file_location(path.stem, path)
         if not path.is_file() or spec is None or spec.loader is None:
-            raise ValueError(f"{path}: there is no such file with an intervention in it")
+            raise ValueError(f"{path}: there is no such file: write FILE.py:FUNCTION")
         module = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(module)
     else:
         try:
             module = importlib.import_module(place)
         except ModuleNotFoundError as error:
-            raise ValueError(f"{place}: there is no such module with an intervention in it ({error})") from error
+            raise ValueError(f"{place}: there is no such module ({error}): write MODULE:FUNCTION") from error
     function = getattr(module, name, None)
     if not callable(function):
         raise ValueError(f"{place} has no function {name!r}: write {place}:FUNCTION")

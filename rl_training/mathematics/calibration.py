@@ -30,7 +30,7 @@ from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.jackknife import jackknife_stderr
 
 MIN_PAIRS = MIN_FOLDS_FOR_STDERR  # fewer make a line through any cloud
-NO_NOISE_LEFT = "the predictions are smaller than their own error bars: what is left without the noise has no size"
+NO_NOISE_LEFT = "the predictions are smaller than their own error bars: without their noise nothing is left"
 ALL_ZERO = "all predictions are zero"
 NO_SPREAD = "all predictions, or all truths, are the same number"
 NO_ERROR_BARS = "needs the standard errors of prediction and truth"

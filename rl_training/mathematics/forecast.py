@@ -141,7 +141,7 @@ class EntropyForecast:
     def ahead(self, steps: int) -> Ahead:
         """Returns the forecast for so many steps after the one seen last. ValueError before the first."""
         if not self._state:
-            raise ValueError("no entropy has been seen: there is nothing to go on from")
+            raise ValueError("no entropy has been seen: there is nothing to forecast from")
         state = self._state
         for _ in range(steps):
             state = self._stepped(state)

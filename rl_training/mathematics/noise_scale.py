@@ -29,7 +29,7 @@ from rl_training.mathematics.kish import kish_size
 from rl_training.mathematics.running_pairs import fieller_interval
 
 BOUNDS = ("", "_low", "_high")  # a value and the ends of its 95 % interval
-NOT_WARM = f"no step of AdamW with {WARM_STEPS} steps behind it: its preconditioner is no metric before"
+NOT_WARM = f"no AdamW step after the first {WARM_STEPS} was measured: until then its preconditioner is not a metric"
 LOST = "the averaged estimate of |G|² is not above 0: the gradient is lost in its noise"
 NO_NOISE = "tr Σ and |G|² are both 0: no gradient at all"
 NO_UPPER_END = "no error bar: |G|² may be 0, so that its interval, …_low to …_high, has no upper end"

@@ -118,7 +118,7 @@ def slopes(ahead: Scores, behind: Scores, size: float) -> tuple[Tensor, Tensor]:
 
 def _alive(scores: Scores, units: JackknifeUnits) -> Tensor:
     if units.count < MIN_SEQUENCES:
-        raise ValueError(f"{units.count} independent sequences: a change with an error needs at least {MIN_SEQUENCES}")
+        raise ValueError(f"{units.count} independent sequences: an error bar needs at least {MIN_SEQUENCES}")
     return scores.mask.double()
 
 

@@ -89,12 +89,12 @@ def fit_reward_law(entropies: Sequence[float], rewards: Sequence[float]) -> Rewa
     Raises ValueError for fewer than MIN_POINTS pairs, and where all entropies are the same.
     """
     if len(entropies) < MIN_POINTS:
-        raise ValueError(f"{len(entropies)} points: a curve with two free numbers and its error need {MIN_POINTS}")
+        raise ValueError(f"{len(entropies)} points: a curve with two parameters and an error needs {MIN_POINTS}")
     xs = [math.exp(entropy) for entropy in entropies]
     mean_x, mean_reward = statistics.fmean(xs), statistics.fmean(rewards)
     spread = sum((x - mean_x) ** 2 for x in xs)
     if spread <= len(xs) * (1e-12 * mean_x) ** 2:  # nothing but rounding
-        raise ValueError("the entropy is the same at all points: nothing can be said of how reward follows it")
+        raise ValueError("the entropy is the same at all points: how reward depends on it cannot be estimated")
     slope = sum((x - mean_x) * (r - mean_reward) for x, r in zip(xs, rewards, strict=True)) / spread
     residuals = (r - mean_reward - slope * (x - mean_x) for x, r in zip(xs, rewards, strict=True))
     scatter = math.sqrt(sum(residual**2 for residual in residuals) / (len(xs) - 2))

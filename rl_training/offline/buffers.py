@@ -81,7 +81,7 @@ def sample_update(
     trainer, group = restored.trainer, restored.trainer.num_generations
     total = len(trainer.train_dataset)
     if num_prompts > total:
-        raise ValueError(f"update.prompts={num_prompts}: the training set has {total} prompts; ask for at most these")
+        raise ValueError(f"update.prompts={num_prompts}: the training set has {total} prompts; ask for no more")
     if num_prompts % restored.num_ranks:
         raise ValueError(f"update.prompts={num_prompts} cannot be shared among {restored.num_ranks} processes evenly")
     share = num_prompts // restored.num_ranks

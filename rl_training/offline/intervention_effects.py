@@ -46,8 +46,8 @@ from rl_training.offline.truth import SLOPE_STEP, by_name
 from rl_training.offline.update import Update, in_parts
 
 PLAIN = "plain"
-NOTHING = "exactly nothing at this step"
-UNTRUSTED = "drawn afresh: the effective sample size was {:.0f} of {}"
+NOTHING = "exactly no effect at this step"
+UNTRUSTED = "measured on fresh samples: the effective sample size was {:.0f} of {}"
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ from rl_training.offline.settings import Settings
 from rl_training.offline.update import make_update
 from rl_training.probes import InterventionsProbe
 
-NOT_KNOWN = "the interval of its ΔH holds 0, or it was not measured"
+NOT_KNOWN = "the interval of its ΔH includes 0, or it was not measured"
 QUANTITIES = ("delta_h", "delta_reward")
 
 
@@ -54,7 +54,7 @@ class InterventionSettings:
         if type(self.steps) is not int or self.steps < 0:
             raise ValueError(f"interventions.steps={self.steps} must be a whole number, at least 0")
         if self.steps and not self.named:
-            raise ValueError(f"interventions.steps={self.steps} takes steps with interventions: say interventions=all")
+            raise ValueError(f"interventions.steps={self.steps} takes steps with interventions: give interventions=all")
         names = [of.name for of in self.named]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:

@@ -29,10 +29,10 @@ def main() -> None:
     parser.add_argument("folders", nargs="+", type=Path, help="folders with kernel.safetensors")
     parser.add_argument(
         "--without", action="append", default=[], metavar="WHAT",
-        help="as if the step had not learned from these sequences: wrong, right, longest:K, lowest:K, prompt:HASH; "
-        "may be repeated",
+        help="calculate as if the step had not trained on these sequences: wrong, right, longest:K, lowest:K, "
+        "prompt:HASH; may be repeated",
     )  # fmt: skip
-    parser.add_argument("--out", type=Path, help="where the evolution over several folders goes")
+    parser.add_argument("--out", type=Path, help="where to write the evolution over several folders")
     args = parser.parse_args()
     try:
         run(args.folders, args.without, args.out)
@@ -72,7 +72,7 @@ def _refuse_another_number(text: str, without: list[Tensor]) -> None:
     if kind in ("longest", "lowest"):
         least = min(map(len, without))
         if not 0 < int(value) <= least:
-            raise ValueError(f"--without {text}: K is from 1 to the number of sequences in U, here {least}")
+            raise ValueError(f"--without {text}: K must be from 1 to the number of sequences in U, here {least}")
     if not any(chosen.any() for chosen in without):
         where = "sequences.jsonl has each one's prompt_hash and reward"
-        raise ValueError(f"--without {text}: no sequence of U is meant ({where})")
+        raise ValueError(f"--without {text}: no sequence of U matches ({where})")

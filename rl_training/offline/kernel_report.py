@@ -96,8 +96,8 @@ def _about(s: Structure, distinct: Distinct) -> str:
     if not s.on_policy:
         return (
             f"{kernel.about.get('checkpoint', '')}, step {kernel.about.get('step', '?')}. E's texts are of step "
-            f"{kernel.about['texts_of_step']}: cosines and changes of log π mean what they say, contributions to "
-            f"the entropy change do not. {len(distinct.rows)} distinct texts, participation ratio "
+            f"{kernel.about['texts_of_step']}: cosines and changes of log π are valid, contributions to the entropy "
+            f"change are not. {len(distinct.rows)} distinct texts, participation ratio "
             f"{distinct.participation_ratio:.3g}."
         )
     return (

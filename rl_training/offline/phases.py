@@ -11,7 +11,7 @@ from tqdm.auto import tqdm
 
 Progress = Callable[[int], None]  # called with the number of further sequences done
 LOWER = {  # what to do where a phase runs out of memory
-    "load": "keep frozen weights in less: adapter=lora model.dtype=bfloat16, or adapter=qlora, as the run was",
+    "load": "keep frozen weights in fewer bits: adapter=lora model.dtype=bfloat16, or adapter=qlora, as the run was",
     "sample U": "lower memory.generation_size, or trainer.max_completion_length",
     "sample E": "lower memory.generation_size, or batch.microbatch_size, which scores",
     "gradient of U": "lower memory.microbatch_size, set memory.offload=true, trainer.gradient_checkpointing=true",

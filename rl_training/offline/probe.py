@@ -34,7 +34,7 @@ from rl_training.offline.update import Update, make_update
 
 FEW_UNITS = f"fewer than {MIN_FOLDS_FOR_STDERR} blocks of E or folds of U: no error bar"
 NOT_ASKED = "not asked for: {}"
-SEVERAL_RATES = "groups of parameters have several learning rates: there is no one to divide by"
+SEVERAL_RATES = "parameter groups have different learning rates: there is no single one to divide by"
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
     found = _Results()
     found.add_buffers(evaluation, update_buffer, update, restored)
     found.add_first_order(first_order, restored.learning_rate)
-    found.add_replicates("covariance", covariance, NOT_ASKED.format("first_order.covariance=true predicts so"))
+    found.add_replicates("covariance", covariance, NOT_ASKED.format("set first_order.covariance=true"))
     found.add_truth(truth, first_order)
     tables = {}
     if truth is not None:
@@ -161,7 +161,7 @@ class _Results:
             return
         at = next(at for at in truth.at if at.eta == 1.0)
         second = None if at.odd is None else at.true - at.odd
-        unasked = NOT_ASKED.format("truth.odd=true steps back too")
+        unasked = NOT_ASKED.format("set truth.odd=true")
         self.add_replicates("H_orig", truth.before, reason)
         self.add_replicates("H_upd", truth.before + at.true, reason)
         self.add_replicates("deltaH_true", at.true, reason)

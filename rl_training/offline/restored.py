@@ -156,8 +156,8 @@ def _load_optimizer(trainer: DrGRPOTrainer, checkpoint: Path) -> None:
     folder = state_folder(checkpoint)
     if not (folder / "optimizer.pt").is_file():
         raise ValueError(
-            f"{folder} has no optimizer.pt, and the next step follows from the optimizer's moments: choose a "
-            "checkpoint written with save_only_model=false"
+            f"{folder} has no optimizer.pt, which the next step needs: choose a checkpoint written with "
+            "save_only_model=false"
         )
     try:
         if (folder / "scheduler.pt").is_file():
@@ -190,7 +190,7 @@ def refuse_without_gradients(
         raise ValueError("G3: gradients are switched off here: leave torch.no_grad() and torch.inference_mode()")
     for name, param in parameters.items():
         if param.is_inference():
-            raise ValueError(f"G4: {name} was made in inference mode and can have no gradient: load it outside of it")
+            raise ValueError(f"G4: {name} was made in inference mode and has no gradient: load it outside that mode")
     scores = policy.score(_four_tokens(device), torch.tensor([0], device=device))
     if scores.logps.grad_fn is None:
         raise ValueError(
@@ -220,12 +220,12 @@ def _refuse_other_moments(parameters: Mapping[str, nn.Parameter], optimizer: Opt
             if shapes != {tuple(parameters[name].shape)} or state.step == 0:
                 raise ValueError(
                     f"the optimizer's moments of {name} are missing or have the shape of another parameter: "
-                    f"{checkpoint} numbers its parameters otherwise (set trainer.optim and trainer.weight_decay as in "
+                    f"{checkpoint} orders its parameters differently (set trainer.optim and trainer.weight_decay as in "
                     "the run)"
                 )
     if all(state.lr == 0.0 for state in optimizer.states.values()):
         raise ValueError(
-            f"the learning rate at {checkpoint} is 0 because its schedule has ended, and so is the step: set one, "
+            f"the learning rate at {checkpoint} is 0 because its schedule has ended, so the step would be 0: set "
             "learning_rate=1e-6, or choose an earlier checkpoint"
         )
 

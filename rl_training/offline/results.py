@@ -32,7 +32,7 @@ ROWS = {
     "deltaH1/part/decay": "predicted: weight decay",
 }
 DRAWN_AFRESH = {
-    "deltaH_true": "measured (drawn afresh)",
+    "deltaH_true": "measured (fresh samples)",
     "paired_error": "predicted − measured, same prompts",
     "paired_error_odd": "predicted − that, same prompts",
 }
@@ -80,7 +80,7 @@ def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> No
     teaching = f"{100 * found['zero_advantage']:.0f} % of U has zero advantage"
     console.print(f" {sizes}; reward {found['avg_reward']:.3f}, {teaching}; learning rate {found['learning_rate']:.3g}")
     if analysis.truth is not None:
-        how = "drawn afresh at the moved weights: the effective sample size was" if found["resampled"] else "ESS"
+        how = "fresh samples at the moved weights: effective sample size" if found["resampled"] else "ESS"
         console.print(f" {how} {found['ESS']:.1f} of {found['B_E']:.0f}; H {found['H_orig']:.4f} nats per token")
     if analysis.tables.get("conditioning"):
         shares = ", ".join(f"{row['name']} {MILLI * row['delta_h1']:+.2f}" for row in analysis.tables["conditioning"])
@@ -99,7 +99,7 @@ def _print_interventions(analysis: Analysis, checkpoint: Path, console: Console)
         if not rows:
             continue
         when = "at this step" if key == "interventions" else f"after {rows[0]['steps']} steps"
-        title = f"interventions {when}, beside it as it is: 1e-3, ± half of the 95 % interval"
+        title = f"interventions {when}, relative to no intervention: 1e-3, ± half of the 95 % interval"
         table = Table(title=title, title_justify="left")
         table.add_column("")
         for what in ("entropy", "reward"):

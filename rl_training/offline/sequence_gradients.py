@@ -117,14 +117,14 @@ class SequenceGradients:
             if owner.path not in called:
                 raise ValueError(
                     f"{owner.path} was not called in the forward, though {_first(owner)} is trained: a fused head or "
-                    f"kernel uses the weight behind its back. Score with the model's own logits, or {ADVICE}"
+                    f"kernel uses the weight directly. Score with the model's own logits, or {ADVICE}"
                 )
         for use in uses:
             tokens = 2 if isinstance(use.owner.module, nn.Embedding) else 3
             if use.x.dim() < tokens or len(use.x) != batch:
                 raise ValueError(
                     f"{use.owner.path} was given {tuple(use.x.shape)} where a batch of {batch} sequences was expected: "
-                    f"its tokens cannot be told apart by sequences (experts? positions?). {ADVICE.capitalize()}"
+                    f"its tokens cannot be assigned to sequences (experts? positions?). {ADVICE.capitalize()}"
                 )
             if not use.y.requires_grad:
                 raise ValueError(
@@ -182,7 +182,7 @@ def _refuse_unknown_kinds(path: str, module: nn.Module, names: Mapping[str, str]
     if "modules_to_save" in path.split("."):
         raise ValueError(f"{name} is a copy of PEFT's modules_to_save, whose original TRL scores with. {ADVICE}")
     if isinstance(module, nn.Embedding) and (module.max_norm or module.scale_grad_by_freq or module.sparse):
-        raise ValueError(f"{path}: an embedding with max_norm, scale_grad_by_freq or sparse has other gradients")
+        raise ValueError(f"{path}: an embedding with max_norm, scale_grad_by_freq or sparse is not supported")
     if not isinstance(module, nn.Linear | nn.Embedding) and "norm" not in type(module).__name__.lower():
         raise ValueError(
             f"{name} belongs to a {type(module).__name__} ({path}), whose gradient is not known sequence by sequence, "

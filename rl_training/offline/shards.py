@@ -47,8 +47,8 @@ def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
         for name, weight in weights.items():
             param = parameters.get(name)
             if param is None or not torch.equal(weight.to(param), param.detach()):
-                what = "is not trainable here" if param is None else "is not the model's, bit for bit"
-                raise ValueError(f"{folder}: {name}, put together from the ranks' shards, {what}: nor are its moments")
+                what = "is not trainable here" if param is None else "differs from the model's weight"
+                raise ValueError(f"{folder}: {name}, joined from the ranks' shards, {what}: it is of another model")
             settings = {
                 key: value for key, value in groups[number].items() if key in group_of[param] and key != "params"
             }

@@ -71,7 +71,7 @@ def refuse_sweep(sweep: SweepSettings, settings: Settings) -> None:
             f"multiples of evaluation.responses={e.responses}, from {MIN_SEQUENCES * e.responses} on"
         )
     if (sweep.evaluation_sizes or sweep.updates) and not (settings.truth.enabled and settings.first_order.enabled):
-        raise ValueError("a sweep holds prediction against truth: set first_order.enabled and truth.enabled to true")
+        raise ValueError("a sweep compares prediction with truth: set first_order.enabled and truth.enabled to true")
 
 
 def sweep_tables(

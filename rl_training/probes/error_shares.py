@@ -22,7 +22,7 @@ from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.running_variance import RunningVariance
 
 SHARES = ("entropy_gradient", "update", "covariance")
-SEVERAL_PROCESSES = "what a fold of one process does to the steps of another's is not known: it takes one process"
+SEVERAL_PROCESSES = "how a fold on one process changes the steps of folds on others is not known: use one process"
 FEW_FOLDS = f"forward has no error bar: it needs {MIN_FOLDS_FOR_STDERR} folds of whole prompts"
 NO_ERROR = "no error bar: a share of an error"
 

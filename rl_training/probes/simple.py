@@ -36,7 +36,7 @@ from rl_training.mathematics.trapezoid import BatchTerms, Term, TrapezoidSum
 UNITS = ("token", "sequence")  # that each sum is kept in
 SUMS = ("trapezoid", "cumulative_predicted", "cumulative_measured")
 VISITED = ("entropy/visited_prefixes", "entropy/visited_prefixes_sequence")
-HOLE_IN_SUM = "a step before this one has no trapezoid estimate, and a sum with a hole is no sum"
+HOLE_IN_SUM = "an earlier step has no trapezoid estimate, so the sum is incomplete"
 HALF = "it needs this step's backward and the last one's forward, and one of them is not finite or was not asked for"
 
 

@@ -116,8 +116,8 @@ class EntropyAlert(TrainerCallback):
         low, high = ahead.range
         text = (
             f"step {state.global_step}: token entropy is {statistics.fmean(self._last):.3g} nats (mean of the last "
-            f"{len(self._last)} measured), and in {AHEAD} steps below {self.below:g} at a chance of "
-            f"{ahead.chance_below(self.below):.0%}: median {ahead.median:.3g}, 95 % range {low:.2g} to {high:.2g}. Of "
+            f"{len(self._last)} measured) and has a {ahead.chance_below(self.below):.0%} chance to be below "
+            f"{self.below:g} in {AHEAD} steps: median {ahead.median:.3g}, 95 % range {low:.2g} to {high:.2g}. Of "
             f"earlier alerts {self.right} of {self.checked} were right in this run; {BENCHMARK}"
         )
         if self._forecast.misses < FEWEST:

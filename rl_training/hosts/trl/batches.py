@@ -58,7 +58,7 @@ def loss_in_words(trainer: GRPOTrainer, interventions: Sequence[str]) -> str:
     differing = [f"{name}={getattr(trainer.args, name)}" for name in DR_GRPO if name in settings.differs]
     differing += ["mask_truncated_completions=true"] * settings.hides_truncated
     differing += [f"intervention={name}" for name in interventions]
-    return f"Dr-GRPO but for {', '.join(differing)}" if differing else "Dr-GRPO"
+    return f"Dr-GRPO except for {', '.join(differing)}" if differing else "Dr-GRPO"
 
 
 def steps_per_rollout(args: GRPOConfig) -> int:
@@ -103,7 +103,7 @@ def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
         if len(values) != len(inputs["completion_ids"]):
             raise ValueError(
                 f"{name} has {len(values)} entries for {len(inputs['completion_ids'])} sequences, and nothing says "
-                "which are whose: probes cannot measure this model, train without them (probe=none)"
+                "which belong to which: probes cannot measure this model, train without them (probe=none)"
             )
     return by_row
 

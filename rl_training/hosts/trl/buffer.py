@@ -58,7 +58,7 @@ class FilteredBuffer:
         if type(max_attempts) is not int or max_attempts < 1:
             raise ValueError(f"buffer.max_attempts={max_attempts} must be a whole number, at least 1")
         if type(floor) not in (int, float) or not 0 < floor <= 1:
-            raise ValueError(f"buffer.floor={floor} must be a number above 0, or a prompt could die out, and at most 1")
+            raise ValueError(f"buffer.floor={floor} must be a number above 0 (or prompts die out) and at most 1")
         if type(half_life) not in (int, float) or not half_life > 0:
             raise ValueError(f"buffer.half_life={half_life} must be a number above 0; .inf forgets nothing")
         self.max_attempts = max_attempts
@@ -152,7 +152,7 @@ def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
     needed = trainer.args.generation_batch_size // trainer.num_generations
     if num_prompts < needed:
         raise ValueError(
-            f"the training set has {num_prompts} prompts, and a rollout asks {needed} different ones: give more "
+            f"the training set has {num_prompts} prompts, and a rollout needs {needed} different ones: give more "
             "prompts, a smaller batch.sequences_per_step, or buffer=plain"
         )
     buffer.start(num_prompts)

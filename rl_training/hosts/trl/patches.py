@@ -94,9 +94,9 @@ def refuse_missing_members(trainer: GRPOTrainer) -> None:
     }
     if untried:
         found = ", ".join(
-            f"{library} {version} (tried: {WRITTEN_FOR[library]})" for library, version in untried.items()
+            f"{library} {version} (tested: {WRITTEN_FOR[library]})" for library, version in untried.items()
         )
-        logger.warning_once(f"probes have not been tried with {found}: what they rely on is there")
+        logger.warning_once(f"probes have not been tested with {found}; the methods that they rely on are present")
 
 
 def check_behaviour(trainer: GRPOTrainer) -> None:
@@ -114,7 +114,7 @@ def check_behaviour(trainer: GRPOTrainer) -> None:
             trainer.model, ids, torch.ones_like(ids), logits_to_keep=2, compute_entropy=True
         )
     scores = "GRPOTrainer._get_per_token_logps_and_entropies"
-    _refuse("" if isinstance(found, tuple) and len(found) == 3 else f"{scores} does not return three things", "trl")
+    _refuse("" if isinstance(found, tuple) and len(found) == 3 else f"{scores} does not return three values", "trl")
     for name, values in zip(("log-probabilities", "entropies"), found, strict=False):
         shape = f"of shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else "no tensor"
         _refuse("" if shape == "of shape (1, 2)" else f"the {name} of {scores} are {shape}", "trl")

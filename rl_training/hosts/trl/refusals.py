@@ -42,7 +42,7 @@ def _refuse_backwards_that_are_corrupted(trainer: GRPOTrainer) -> None:
         )
     ddp = trainer.accelerator.ddp_handler
     if args.ddp_static_graph or (ddp is not None and ddp.static_graph):
-        raise ValueError("DDP's static_graph is silently corrupted by a second backward: set ddp_static_graph=False")
+        raise ValueError("a second backward silently corrupts DDP's static_graph: set ddp_static_graph=False")
     if args.fp16:
         raise ValueError("fp16 scales the loss, and with it the gradients that probes read: use bf16 or fp32")
 
@@ -58,8 +58,8 @@ def _refuse_sharded_states(trainer: GRPOTrainer) -> None:
         cuts_weights = "ZeRO-3" if plugin.zero_stage == 3 else ""
     if cuts_weights and trainer.mask_truncated_completions:
         raise ValueError(
-            f"mask_truncated_completions needs one more forward pass within training's own, where {cuts_weights} "
-            "has sharded the weights: use ZeRO-2 (launch/zero2.yaml), or train without probes (probe=none)"
+            f"mask_truncated_completions needs one more forward pass inside training's own, where {cuts_weights} has "
+            "sharded the weights: use ZeRO-2 (launch/zero2.yaml), or train without probes (probe=none)"
         )
 
 

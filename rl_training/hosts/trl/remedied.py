@@ -103,18 +103,18 @@ class RemediedLoss:
         trainer, needs = self._trainer, of.remedy.needs
         if of.remedy.function is remedies.keep_truncated:
             raise ValueError(
-                f"intervention={of.name}: TRL's forward pass leaves hidden responses out, nothing can be trained on: "
-                "set trainer.mask_truncated_completions=false"
+                f"intervention={of.name}: TRL's forward pass leaves truncated responses out, so they cannot be trained "
+                "on: set trainer.mask_truncated_completions=false"
             )
         if "reference" in needs and trainer.beta == 0 and not self._policy.has_reference:
             raise ValueError(
-                f"intervention={of.name} needs a reference model, and full fine-tuning keeps none: set trainer.beta="
-                f"{of.strength:g} in its place, for which TRL keeps one, or use adapter=lora"
+                f"intervention={of.name} needs a reference model, and full fine-tuning keeps none: set "
+                f"trainer.beta={of.strength:g}, for which TRL keeps one, or use adapter=lora"
             )
         if of.remedy.function in OF_OPTIMIZER and (trainer.optimizer is not None or trainer.is_deepspeed_enabled):
             raise ValueError(
-                f"intervention={of.name}: the optimizer is made already, or DeepSpeed's: set "
-                f"trainer.{of.remedy.trl} in its place"
+                f"intervention={of.name}: the optimizer already exists, or is DeepSpeed's: set trainer.{of.remedy.trl} "
+                "instead"
             )
 
 
@@ -128,7 +128,7 @@ def _weights(of: Intervention, known: LossInputs) -> LossWeights:
     remedied = of(known)
     if remedied.lr_factor != 1.0 or remedied.max_grad_norm is not None:
         raise ValueError(
-            f"intervention={of.name} asks for another learning rate or threshold: those are set once, by lr:FACTOR "
-            "and max_grad_norm:NORM"
+            f"intervention={of.name} returned another learning rate or threshold: set those once, by lr:FACTOR and "
+            "max_grad_norm:NORM"
         )
     return remedied.weights or known.weights

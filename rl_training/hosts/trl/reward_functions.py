@@ -68,7 +68,7 @@ def _checked(rewards: Any, name: str, number: int) -> list[Any]:
         for reward in listed:
             float(reward if reward is not None else 0)
     except (TypeError, ValueError) as error:
-        raise ValueError(f"{name} returned {rewards!r:.80}, and not a list of numbers") from error
+        raise ValueError(f"{name} returned {rewards!r:.80} instead of a list of numbers") from error
     if len(listed) != number:
-        raise ValueError(f"{name} returned {len(listed)} rewards for {number} completions: one for each is needed")
+        raise ValueError(f"{name} returned {len(listed)} rewards for {number} completions: return one for each")
     return listed

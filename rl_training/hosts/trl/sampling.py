@@ -201,9 +201,9 @@ def why_no_fresh_responses(trainer: GRPOTrainer) -> str:
     """Returns why no extra responses can be sampled during training, "" if they can."""
     if trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None:
         return (
-            "fresh responses would call the tools, environments or rollout_func once more, which may remember it: "
+            "fresh responses would call the tools, environments or rollout_func once more; if these keep state, "
             "training would differ from training without probes"
         )
     if trainer._is_vlm:
-        return "fresh responses are sampled to prompts of text: validate on another run without images"
+        return "fresh responses can only be sampled for text prompts: validate in a run without images"
     return ""

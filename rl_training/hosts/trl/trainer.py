@@ -76,17 +76,17 @@ class SaveBetweenRollouts(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         every, notes = self.steps_per_rollout, []
         if state.global_step % every:
-            notes.append(f"step {state.global_step}, where this run goes on, lies within one")
+            notes.append(f"step {state.global_step}, where this run resumes, is inside one")
         if args.save_strategy == SaveStrategy.STEPS:
             wanted, state.save_steps = state.save_steps, math.ceil(state.save_steps / every) * every
             if state.save_steps != wanted:
                 notes.append(f"checkpoints are written every {state.save_steps} steps, not every {wanted}")
             if state.max_steps % every:
-                notes.append(f"the checkpoint of step {state.max_steps}, the last one, lies within one")
+                notes.append(f"the last checkpoint, of step {state.max_steps}, is inside one")
         if notes and state.is_world_process_zero:
             logger.warning(
-                f"a rollout lasts {every} optimizer steps, and TRL does not save it: training is resumed exactly only "
-                f"from where one ends. {'; '.join(notes)}"
+                f"a rollout lasts {every} optimizer steps, and TRL does not save it: training resumes exactly only "
+                f"where one ends. {'; '.join(notes)}"
             )
 
 
@@ -100,8 +100,9 @@ def settings_kept(trainer: GRPOTrainer) -> Iterator[None]:
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     if trainer.is_deepspeed_enabled or not isinstance(schedule, LambdaLR):
         raise ValueError(
-            "a branch sets learning rates anew, which DeepSpeed and trainer.lr_scheduler_type="
-            f"{trainer.args.lr_scheduler_type} take from the checkpoint: go on with the run itself, by resume="
+            "a branch sets new learning rates, but DeepSpeed and "
+            f"trainer.lr_scheduler_type={trainer.args.lr_scheduler_type} take them from the checkpoint: continue the "
+            "run itself with resume="
         )
     base, groups = schedule.base_lrs, [dict(group) for group in trainer.optimizer.param_groups]
     yield

@@ -118,6 +118,6 @@ def _refuse_other_signature(name: str, method: Callable[..., Any]) -> None:
     of_verl = list(inspect.signature(getattr(FSDPEngineWithLMHead, name)).parameters)
     if of_verl[: len(ours)] != ours:
         raise ValueError(
-            f"verl's engine has {name}({', '.join(of_verl)}), and probes know it with ({', '.join(ours)}): "
-            "pip install 'verl>=0.9,<0.10'"
+            f"verl's engine has {name}({', '.join(of_verl)}), and probes expect ({', '.join(ours)}): pip install "
+            "'verl>=0.9,<0.10'"
         )
