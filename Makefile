@@ -1,4 +1,4 @@
-# Two commands for a fresh machine with Python >= 3.10, make, pip and git:
+# Two commands for a fresh machine with Python >= 3.11, make, pip and git:
 #   make demo    install into .venv and run the main job
 #   make test    install into .venv and run the tests
 # and more:
