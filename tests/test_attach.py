@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from peft import LoraConfig
-from trainers import FEW, LORA, Ending, bare_ending, differing, ending, trainer_maker
+from trainers import FEW, LORA, Ending, bare_ending, differing, ending, every_probe, trainer_maker
 from transformers import PrinterCallback
 from trl import GRPOTrainer
 
@@ -23,9 +23,7 @@ from rl_training.probes import (
     EffectiveSampleSizeProbe,
     ErrorSharesProbe,
     GradientNoiseScaleProbe,
-    GroundTruthProbe,
     InterventionsProbe,
-    ResponsesProbe,
     SimpleEntropyProbe,
 )
 from rl_training.records.jsonl import Records, read_estimates, read_metrics
@@ -114,16 +112,7 @@ def test_so_it_is_when_responses_are_used_twice_and_when_forward_passes_are_run_
 
 
 def test_training_with_everything_that_probes_can_do_is_bitwise_the_training_without(make_trainer) -> None:
-    probes = [
-        SimpleEntropyProbe(num_folds=8, per_sequence=True, own_prompts=True, offload=True),
-        GroundTruthProbe(every=1, sequences=16),
-        ResponsesProbe(2),
-        ErrorSharesProbe(),
-        GradientNoiseScaleProbe(split_prompts=1),
-        EffectiveSampleSizeProbe(),
-        CovariancePredictorProbe(),
-        InterventionsProbe(every=1),
-    ]
+    probes = [*every_probe(num_folds=8, offload=True), InterventionsProbe(every=1)]
     assert differing(ending(make_trainer(probes=probes)), bare_ending()) == []
 
 

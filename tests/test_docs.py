@@ -13,20 +13,11 @@ from typing import Any
 import matplotlib.pyplot as plt
 import pytest
 import warm
-from trainers import FEW, trainer_maker
+from trainers import FEW, every_probe, trainer_maker
 
 from rl_training.hosts.trl.alert import EntropyAlert
 from rl_training.hosts.trl.buffer import FilteredBuffer
-from rl_training.probes import (
-    CovariancePredictorProbe,
-    EffectiveSampleSizeProbe,
-    ErrorSharesProbe,
-    GradientNoiseScaleProbe,
-    GroundTruthProbe,
-    InterventionsProbe,
-    ResponsesProbe,
-    SimpleEntropyProbe,
-)
+from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
 
 DOCS = Path(__file__).parents[1] / "docs"
 TUTORIALS = sorted(path for path in DOCS.glob("tutorials/*.md") if "{code-cell}" in path.read_text(encoding="utf-8"))
@@ -80,9 +71,8 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     exec(example("how_to/write_a_probe.md", "class RewardSpreadProbe"), mine)
     (folder / "mine.py").write_text(example("how_to/write_an_intervention.md", "def softer"), encoding="utf-8")
     probes = [
-        *(SimpleEntropyProbe(per_sequence=True, own_prompts=True), GroundTruthProbe(every=1, sequences=16)),
-        *(GradientNoiseScaleProbe(split_prompts=1), EffectiveSampleSizeProbe(), CovariancePredictorProbe()),
-        *(ErrorSharesProbe(), ResponsesProbe(), mine["RewardSpreadProbe"]()),
+        *every_probe(),
+        mine["RewardSpreadProbe"](),
         InterventionsProbe(["bonus", f"{folder / 'mine.py'}:softer:0.5"], every=1, num_folds=2),
     ]
     trainer = trainer_maker(folder)(probes=probes, buffer=FilteredBuffer(), num_generations=4, **FEW)

@@ -17,7 +17,16 @@ from torch import Tensor
 from transformers import PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from rl_training import DrGRPOConfig, DrGRPOTrainer
+from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
+from rl_training.probes import (
+    CovariancePredictorProbe,
+    EffectiveSampleSizeProbe,
+    ErrorSharesProbe,
+    GradientNoiseScaleProbe,
+    GroundTruthProbe,
+    ResponsesProbe,
+    SimpleEntropyProbe,
+)
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 
@@ -38,6 +47,19 @@ FEW: dict[str, Any] = {
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_completion_length": 8, "reward": graded,
 }  # fmt: skip
 LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
+
+
+def every_probe(**of_simple: Any) -> list[Probe]:
+    """Returns one of each, which measures all it can; without `interventions`, whose list is a test's own."""
+    return [
+        SimpleEntropyProbe(per_sequence=True, own_prompts=True, **of_simple),
+        GroundTruthProbe(every=1, sequences=16),
+        ResponsesProbe(),
+        ErrorSharesProbe(),
+        GradientNoiseScaleProbe(split_prompts=1),
+        EffectiveSampleSizeProbe(),
+        CovariancePredictorProbe(),
+    ]
 
 
 @functools.cache
