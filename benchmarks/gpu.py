@@ -259,7 +259,7 @@ def machine() -> Iterator[str]:
         about = torch.cuda.get_device_properties(0)
         yield f"# {about.name}\n\n{about.total_memory / 1e9:.0f} GB, CUDA {torch.version.cuda}"
     else:
-        yield f"# CPU, {torch.get_num_threads()} thread(s): no GPU was there, these figures say that the command runs"
+        yield f"# CPU, threads: {torch.get_num_threads()}. No GPU was there, these figures say that the command runs"
     origin = provenance()
     yield "\n".join(f"- {key}: {origin[key]}" for key in ("commit", "command", "started", "python", "libraries"))
 

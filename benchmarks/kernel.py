@@ -172,7 +172,7 @@ def print_whole(
     told = blocks.seconds(per_sequence, kept, rate) - args.update * per_sequence  # the first pass is the analysis's own
     told += args.microbatch * (2.6 * per_sequence + kept)  # timed beforehand, for what is said of the time left
     print(f"| kept of a sequence, ms (t: {1e3 * per_sequence:.1f}) | {1e3 * kept:.1f} |")
-    print(f"| whole, {args.evaluation} × {args.update}, {blocks.num_blocks} block(s), s | {took:.1f} |")
+    print(f"| whole, {args.evaluation} × {args.update}, blocks: {blocks.num_blocks}, s | {took:.1f} |")
     print(f"| the formula, s | {told:.1f} ({took / told:.2f}) |")
     print(f"| error of the identity | {error:.1g} |")
     return sketch_seconds, rate

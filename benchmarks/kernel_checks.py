@@ -1,9 +1,9 @@
 """What the kernel of a checkpoint says, held against what it cannot know, as tables.
 
     python train.py run_dir=RUN trainer.max_steps=60 trainer.save_steps=10 ++trainer.save_total_limit=99
-    python benchmarks/kernel_looks.py what_if RUN/training_state/checkpoint-20
-    python benchmarks/kernel_looks.py shares RUN/training_state/checkpoint-20 --draws 8
-    python benchmarks/kernel_looks.py sketches RUN/training_state/checkpoint-20 --prompts 128
+    python benchmarks/kernel_checks.py what_if RUN/training_state/checkpoint-20
+    python benchmarks/kernel_checks.py shares RUN/training_state/checkpoint-20 --draws 8
+    python benchmarks/kernel_checks.py sketches RUN/training_state/checkpoint-20 --prompts 128
 
 `what_if` leaves sequences out of U and makes the step anew: its own clipping, its own P. Beside the prediction from the
 stored kernel stand W·δθ of that step, which says what keeping P costs, the error as a share of what leaving them out
@@ -63,14 +63,14 @@ def restored_at(checkpoint: Path) -> RestoredTrainer:
         return build_restored(run_settings(checkpoint, []), checkpoint)
 
 
-def looked(restored: RestoredTrainer, evaluation: Evaluation, update: UpdateConfig) -> Analysis:
+def analysed(restored: RestoredTrainer, evaluation: Evaluation, update: UpdateConfig) -> Analysis:
     settings = Settings(evaluation, update, truth=TruthSettings(enabled=False), conditioning=False)
     return analyse(restored, settings)
 
 
 def what_if_table(checkpoint: Path, prompts: int) -> None:
     restored = restored_at(checkpoint)
-    found = looked(restored, Evaluation(prompts=prompts), UpdateConfig())
+    found = analysed(restored, Evaluation(prompts=prompts), UpdateConfig())
     assert found.first_order is not None
     folder = Path(tempfile.mkdtemp())
     kernel_of_analysis(restored, found, KernelSettings(store_gradients=True), folder)
@@ -104,7 +104,7 @@ def against(told: Row, key: str, anew: float) -> tuple[float, float, float]:
 def sketches_table(checkpoint: Path, prompts: int, seeds: int = 3) -> None:
     restored = restored_at(checkpoint)
     folder = Path(tempfile.mkdtemp())
-    found = looked(restored, Evaluation(prompts=prompts), UpdateConfig())
+    found = analysed(restored, Evaluation(prompts=prompts), UpdateConfig())
     kernel_of_analysis(
         restored, found, KernelSettings(store_gradients=True, sketch_buckets=64, sketch_repeats=2), folder
     )
@@ -167,7 +167,7 @@ def shares_table(checkpoint: Path, draws: int, tokens: bool) -> None:
     rows = []
     for draw in range(draws):
         evaluation = Evaluation(prompts=32, responses=8, overlap="wanted", seed=2 * draw)
-        found = looked(restored, evaluation, UpdateConfig(seed=2 * draw + 1))
+        found = analysed(restored, evaluation, UpdateConfig(seed=2 * draw + 1))
         folder = Path(tempfile.mkdtemp())
         kernel_of_analysis(restored, found, KernelSettings(sketch_buckets=64, sketch_repeats=2), folder)
         s = Structure.read(folder)

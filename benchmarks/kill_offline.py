@@ -23,7 +23,7 @@ from pathlib import Path
 import rl_training.job.silence
 
 import rl_training.job.analysis  # noqa: F401, for the forks
-from rl_training.records import looks, probe_logs, read_probe_log
+from rl_training.records import analysis_results, probe_logs, read_probe_log
 
 ROOT = Path(__file__).parents[1]
 MOMENTS = [
@@ -63,9 +63,8 @@ def check_whole(folder: Path) -> str:
     for path in folder.rglob("*.png"):
         assert path.read_bytes().endswith(b"IEND\xaeB`\x82"), f"{path} is half"
     scratch = [path.name for path in folder.rglob("*.tmp")]
-    return (
-        f"{len(logs)} logs, {len(looks(folder))} results, {len(list(folder.rglob('*.html')))} pages, scratch {scratch}"
-    )
+    results, pages = analysis_results(folder), list(folder.rglob("*.html"))
+    return f"{len(logs)} logs, {len(results)} results, {len(pages)} pages, scratch {scratch}"
 
 
 def main() -> None:

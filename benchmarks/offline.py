@@ -127,7 +127,7 @@ def pool(checkpoint: Path, size: int, draws: int) -> None:
 
 
 def loop(run: Path) -> None:
-    """Holds looks at every checkpoint of a run against what the loop itself said of the step after it."""
+    """Holds analyses of every checkpoint of a run against what the loop itself said of the step after it."""
     said = {(row["step"], row["name"]): row for row in read_estimates(run / "logs")}
     line("step", "offline", "se", "loop", "se", "z")
     settings = Settings(Evaluation(), UpdateConfig(), truth=TruthSettings(enabled=False), conditioning=False)

@@ -6,10 +6,12 @@ Each command line is train.py in a fork of this process, which has imported ever
 from __future__ import annotations
 
 import gc
+import importlib
 import os
 import runpy
 import shlex
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -18,9 +20,11 @@ from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import pytest
+import transformers.integrations
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import rl_training.job.build  # noqa: F401, for the forks
+from rl_training.job import silence
 from rl_training.job.command_line import importing
 from rl_training.job.explain import explain
 from rl_training.records.checkpoints import what_is_wrong_with
@@ -266,3 +270,35 @@ def test_a_tilde_is_the_home_folder_and_tokens_are_masked(tmp_path: Path) -> Non
     for path in written:
         assert b"verysecret" not in path.read_bytes(), path
     assert "hub_token: '***'" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+HELP = """
+import importlib, sys
+from rl_training.__main__ import COMMANDS
+
+for name, (module, function, _) in COMMANDS.items():
+    sys.argv = [name, "--help"]
+    try:
+        getattr(importlib.import_module(module), function)()
+    except SystemExit as ended:
+        assert not ended.code, name
+    slow = {"torch", "transformers", "pandas", "matplotlib", "datasets", "wandb"} & sys.modules.keys()
+    assert not slow, (name, slow)
+"""
+
+
+def test_help_of_no_command_waits_for_a_slow_import() -> None:
+    ended = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
+    assert ended.stderr == ""
+
+
+def test_an_import_does_not_say_that_wandb_is_offline(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(transformers.integrations, silence.PRINTS.rpartition(".")[2], None)  # put back in the end
+    for finders, said in (([silence.ImportsInSilence()], ""), ([], "[INFO] Running in WANDB offline mode\n")):
+        monkeypatch.delitem(sys.modules, silence.PRINTS)
+        monkeypatch.setattr(sys, "meta_path", [*finders, *sys.meta_path])
+        assert importlib.import_module(silence.PRINTS).WandbCallback
+        assert capsys.readouterr().out == said

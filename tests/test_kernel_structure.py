@@ -222,7 +222,7 @@ def test_what_was_typed_is_shown_as_it_was_typed(
     """:zzz: is the name of an emoji, and [b] of a style."""
     hashed = [{**row, "prompt_hash": "zzz[b]"} for row in structure.update]
     monkeypatch.setattr(Structure, "read", lambda folder: dataclasses.replace(structure, update=hashed))
-    monkeypatch.setattr("rl_training.offline.kernel_command.write_report", lambda folder: folder)
+    monkeypatch.setattr("rl_training.offline.kernel_report.write_report", lambda folder: folder)
     run([Path("folder")], ["prompt:zzz", "prompt:zzz[b]"], None)
     said = capsys.readouterr().out
     assert "without prompt:zzz: deltaH1" in said

@@ -83,7 +83,7 @@ def trained(temporary: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of three steps, each with its checkpoint; each file that looks at it has a copy of its own."""
+    """A run of three steps, each with its checkpoint; each file that analyses it has a copy of its own."""
     return shutil.copytree(trained(tmp_path_factory.getbasetemp()), tmp_path_factory.mktemp("offline") / "run_1")
 
 
@@ -102,7 +102,7 @@ def restored(run: Path) -> RestoredTrainer:
 
 
 @pytest.fixture(scope="module")
-def looked(restored: RestoredTrainer) -> Analysis:
+def analysed(restored: RestoredTrainer) -> Analysis:
     return analyse(restored, SMALL)
 
 
@@ -120,7 +120,7 @@ def close(a: Tensor, b: Tensor) -> float:
 # --- restored ---------------------------------------------------------------------------------------------------------
 
 
-def test_the_step_that_is_looked_at_is_the_step_that_training_took(restored: RestoredTrainer) -> None:
+def test_the_step_that_is_analysed_is_the_step_that_training_took(restored: RestoredTrainer) -> None:
     """From the same sequences: gradient, clipping, Adam's moments and order, the scheduler's learning rate."""
     real = SEEN[2]
     update = make_update(restored, as_update_buffer(real["rollout"]), 8, False, lambda _: None)
@@ -145,7 +145,7 @@ def test_a_step_of_sgd_too_is_the_one_that_training_took(tmp_path: Path) -> None
     assert found.tables["conditioning"] == []  # there is none of Adam's
 
 
-def test_a_look_moves_nothing(restored: RestoredTrainer, looked: Analysis) -> None:
+def test_an_analysis_moves_nothing(restored: RestoredTrainer, analysed: Analysis) -> None:
     def state() -> list[Tensor]:
         moments = [v for s in restored.trainer.optimizer.state.values() for v in s.values()]
         rates = torch.tensor([group["lr"] for group in restored.trainer.optimizer.param_groups])
@@ -159,11 +159,11 @@ def test_a_look_moves_nothing(restored: RestoredTrainer, looked: Analysis) -> No
     again = analyse(restored, SMALL)
     assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
     assert all(p.grad is None for p in restored.trainer.model.parameters())
-    assert json.dumps(again.results) == json.dumps(looked.results)  # the same seeds
+    assert json.dumps(again.results) == json.dumps(analysed.results)  # the same seeds
 
 
-def test_the_step_without_a_fold_is_the_step_of_the_others(restored: RestoredTrainer, looked: Analysis) -> None:
-    whole = looked.update_buffer
+def test_the_step_without_a_fold_is_the_step_of_the_others(restored: RestoredTrainer, analysed: Analysis) -> None:
+    whole = analysed.update_buffer
     update = make_update(restored, whole, 32, False, lambda _: None)
     assert update.num_folds == 8
     others = (whole.rollout.prompt_index != 3).nonzero().squeeze(1)
@@ -180,9 +180,9 @@ def with_prompts(rollout: Rollout, count: int) -> UpdateBuffer:
 
 @pytest.mark.parametrize("prompts", [1, 16, 17, 48, 100])
 def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(
-    restored: RestoredTrainer, looked: Analysis, prompts: int
+    restored: RestoredTrainer, analysed: Analysis, prompts: int
 ) -> None:
-    rollout = looked.update_buffer.rollout
+    rollout = analysed.update_buffer.rollout
     idle = dataclasses.replace(rollout, advantages=torch.zeros_like(rollout.advantages))  # which costs nothing
     sizes = make_update(restored, with_prompts(idle, prompts), 32, False, lambda _: None).fold_prompts.tolist()
     assert len(sizes) == min(prompts, 16)
@@ -190,9 +190,9 @@ def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_folds_of_other_sizes_are_left_out_by_their_share(restored: RestoredTrainer, looked: Analysis) -> None:
+def test_folds_of_other_sizes_are_left_out_by_their_share(restored: RestoredTrainer, analysed: Analysis) -> None:
     """18 prompts in 16 folds: the first and the ninth have two. Without one of these, and without one of the others."""
-    rollout = with_prompts(looked.update_buffer.rollout, 18).rollout
+    rollout = with_prompts(analysed.update_buffer.rollout, 18).rollout
     advantages = torch.linspace(-1, 1, 18)
     rollout = dataclasses.replace(rollout, advantages=advantages)
     update = make_update(restored, UpdateBuffer(rollout, 18, 1), 32, False, lambda _: None)
@@ -208,12 +208,12 @@ def test_folds_of_other_sizes_are_left_out_by_their_share(restored: RestoredTrai
 
 
 def test_the_prediction_is_the_weighted_sum_of_slopes_along_the_step(
-    restored: RestoredTrainer, looked: Analysis
+    restored: RestoredTrainer, analysed: Analysis
 ) -> None:
     """Slopes of every token by finite differences at a hundredth of the step: another way than the backward's."""
-    e, size = looked.evaluation, 1e-2
+    e, size = analysed.evaluation, 1e-2
     sizes = [p.numel() for p in restored.parameters.values()]
-    pieces = zip(restored.parameters.items(), looked.update.delta.split(sizes), strict=True)
+    pieces = zip(restored.parameters.items(), analysed.update.delta.split(sizes), strict=True)
     shift = {name: size * piece.view(p.shape) for (name, p), piece in pieces}
     ends = []
     for sign in (1.0, -1.0):
@@ -221,46 +221,46 @@ def test_the_prediction_is_the_weighted_sum_of_slopes_along_the_step(
             ends.append(restored.policy.score_rollout(e.rollout))
     width, mask = ends[0].logps.shape[1], e.rollout.completion_mask.bool()
     known = (e.scores.logps[:, :width], e.scores.entropies[:, :width], mask, e.number)
-    assert looked.first_order is not None
+    assert analysed.first_order is not None
     for column, target in enumerate(("token", "sequence")):
         w, u = surrogate_weights(*known, target=target, baseline="buffer")
         sums = [(w * s.logps + u * s.entropies).masked_fill(~mask, 0.0).double().sum() / len(mask) for s in ends]
         expected = float(sums[0] - sums[1]) / (2 * size)
-        assert float(looked.first_order.value[0, column]) == pytest.approx(expected, rel=5e-3)
+        assert float(analysed.first_order.value[0, column]) == pytest.approx(expected, rel=5e-3)
 
 
 @pytest.mark.parametrize("settings", [[], ["++trainer.gradient_checkpointing=true", "++trainer.bf16=true"]])
 def test_the_prediction_is_that_of_the_policy_as_it_is_measured_without_dropout_and_autocast(
-    run: Path, restored: RestoredTrainer, looked: Analysis, monkeypatch: pytest.MonkeyPatch, settings: list[str]
+    run: Path, restored: RestoredTrainer, analysed: Analysis, monkeypatch: pytest.MonkeyPatch, settings: list[str]
 ) -> None:
     other = restored_at(run, 1, *settings) if settings else restored
     for layer in other.trainer.model.model.layers:
         monkeypatch.setattr(layer.self_attn, "attention_dropout", 0.3)
     monkeypatch.setattr(other.trainer.model.config, "attention_dropout", 0.3)  # what says that there is one
-    again = predict(other, looked.evaluation, looked.update, "rb", 8, lambda _: None)
-    assert looked.first_order is not None
-    assert again.value[0].tolist() == pytest.approx(looked.first_order.value[0].tolist(), rel=1e-5)
+    again = predict(other, analysed.evaluation, analysed.update, "rb", 8, lambda _: None)
+    assert analysed.first_order is not None
+    assert again.value[0].tolist() == pytest.approx(analysed.first_order.value[0].tolist(), rel=1e-5)
     assert all(module.training for module in other.trainer.model.modules())
     assert other.trainer.accelerator.native_amp == bool(settings)
 
 
 def test_the_splits_add_up_and_the_product_of_means_is_that_of_the_entropy_gradient_and_the_step(
-    looked: Analysis,
+    analysed: Analysis,
 ) -> None:
-    found = looked.results
+    found = analysed.results
     for split in ("part", "layer", "kind"):
         keys = [k for k in found if k.startswith(f"deltaH1/{split}/") and not k.endswith(("_se", "_sequence"))]
         assert sum(found[k] for k in keys) == pytest.approx(found["deltaH1"], rel=1e-4)
-    assert looked.first_order is not None
-    product = float(looked.first_order.direction[0].double() @ looked.update.delta.double())
+    assert analysed.first_order is not None
+    product = float(analysed.first_order.direction[0].double() @ analysed.update.delta.double())
     assert found["bars_dot"] == pytest.approx(product / 2e-4, rel=1e-4)  # 3e-4, linear decay over 3 steps, after 1
 
 
-def test_prediction_and_truth_agree_within_the_error_of_their_difference(looked: Analysis) -> None:
-    found = looked.results
+def test_prediction_and_truth_agree_within_the_error_of_their_difference(analysed: Analysis) -> None:
+    found = analysed.results
     assert abs(found["paired_error_odd"]) < 4 * found["paired_error_odd_se"] + 1e-3 * abs(found["deltaH_odd"])
     assert found["paired_error_odd_se"] < 0.2 * found["deltaH_true_se"]  # the noise that both share is gone
-    scores = looked.evaluation.scores
+    scores = analysed.evaluation.scores
     assert found["H_orig"] == pytest.approx(float((scores.entropies * scores.mask).sum() / scores.mask.sum()), rel=1e-5)
     assert found["slope_check"] < 0.1
     assert abs(found["floor"]) < 1e-6
@@ -269,20 +269,22 @@ def test_prediction_and_truth_agree_within_the_error_of_their_difference(looked:
 
 
 def test_the_terminal_says_where_first_order_fails_and_nothing_where_it_does_not(
-    restored: RestoredTrainer, looked: Analysis, capsys: pytest.CaptureFixture[str]
+    restored: RestoredTrainer, analysed: Analysis, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for measured, says in ((-0.9, False), (0.25, True)):
-        results = {**looked.results, **found_to_be(-1.0, measured, 0.1)}
-        print_table(dataclasses.replace(looked, results=results), restored, Path("result.json"))
+        results = {**analysed.results, **found_to_be(-1.0, measured, 0.1)}
+        print_table(dataclasses.replace(analysed, results=results), restored, Path("result.json"))
         assert ("Step 2: higher orders cancel the first" in capsys.readouterr().out) == says
 
 
 @pytest.mark.parametrize("size", [3, 32])
-def test_numbers_do_not_depend_on_the_microbatch(restored: RestoredTrainer, looked: Analysis, size: int) -> None:
+def test_numbers_do_not_depend_on_the_microbatch(restored: RestoredTrainer, analysed: Analysis, size: int) -> None:
     other = analyse(restored, dataclasses.replace(SMALL, memory=Memory(microbatch_size=size, offload=True)))
-    for key, value in looked.results.items():
+    for key, value in analysed.results.items():
         if key.startswith("deltaH") and not key.endswith("_se"):
-            assert other.results[key] == pytest.approx(value, rel=1e-3, abs=1e-4 * abs(looked.results["deltaH1"])), key
+            assert other.results[key] == pytest.approx(value, rel=1e-3, abs=1e-4 * abs(analysed.results["deltaH1"])), (
+                key
+            )
 
 
 def test_the_error_of_a_prediction_leaves_out_whole_prompts_of_e(restored: RestoredTrainer) -> None:
@@ -323,11 +325,11 @@ def test_what_is_not_asked_for_is_nan_with_the_reason(restored: RestoredTrainer)
 
 
 def test_a_step_too_large_for_weights_is_measured_on_fresh_sequences_and_the_terminal_says_so(
-    run: Path, looked: Analysis, restored: RestoredTrainer, capsys: pytest.CaptureFixture[str]
+    run: Path, analysed: Analysis, restored: RestoredTrainer, capsys: pytest.CaptureFixture[str]
 ) -> None:
     far = restored_at(run, 1, "trainer.max_completion_length=12", learning_rate=0.03)
     afresh = analyse(far, dataclasses.replace(SMALL, conditioning=False))
-    for shown, at, how in ((afresh, far, "fresh samples"), (looked, restored, "PDIS")):
+    for shown, at, how in ((afresh, far, "fresh samples"), (analysed, restored, "PDIS")):
         print_table(shown, at, run)
         assert re.findall(r"measured \((?!SNIS)(.*?)\)", capsys.readouterr().out) == [how]
     found = afresh.results
@@ -337,15 +339,15 @@ def test_a_step_too_large_for_weights_is_measured_on_fresh_sequences_and_the_ter
     assert found["deltaH_true_se"] > 0
 
 
-def test_the_same_buffers_under_other_preconditioners(looked: Analysis) -> None:
-    rows = {row["name"]: row for row in looked.tables["conditioning"]}
-    assert rows["adam"]["delta_h1"] == pytest.approx(looked.results["deltaH1"], rel=1e-4)
+def test_the_same_buffers_under_other_preconditioners(analysed: Analysis) -> None:
+    rows = {row["name"]: row for row in analysed.tables["conditioning"]}
+    assert rows["adam"]["delta_h1"] == pytest.approx(analysed.results["deltaH1"], rel=1e-4)
     assert rows["adam"]["cosine"] == pytest.approx(1.0)
-    assert looked.first_order is not None
-    gradient, direction = looked.update.gradient.double(), looked.first_order.direction[0].double()
-    plain = -float(direction @ gradient) * float(looked.update.delta.double().norm() / gradient.norm())
+    assert analysed.first_order is not None
+    gradient, direction = analysed.update.gradient.double(), analysed.first_order.direction[0].double()
+    plain = -float(direction @ gradient) * float(analysed.update.delta.double().norm() / gradient.norm())
     assert rows["sgd"]["delta_h1"] == pytest.approx(plain, rel=1e-6)
-    norms = torch.stack([p.square().sum() for p in looked.update.parts])
+    norms = torch.stack([p.square().sum() for p in analysed.update.parts])
     assert float(norms[2]) > 0  # weight decay is a part of the step
 
 
@@ -354,9 +356,9 @@ def test_the_same_buffers_under_other_preconditioners(looked: Analysis) -> None:
 
 @pytest.mark.parametrize("overlap", ["forbidden", "wanted"])
 def test_prompts_of_e_avoid_those_of_u_or_keep_to_them(
-    restored: RestoredTrainer, looked: Analysis, overlap: str
+    restored: RestoredTrainer, analysed: Analysis, overlap: str
 ) -> None:
-    update, total = looked.update_buffer, len(restored.trainer.train_dataset)
+    update, total = analysed.update_buffer, len(restored.trainer.train_dataset)
     evaluation = sample_evaluation(restored, 64, 1, 0, "train", overlap, update, 64, lambda _: None)  # type: ignore[arg-type]
     ids = restored.trainer._tokenize_prompts(list(evaluation.prompts))[0]
     rollout = update.rollout
@@ -376,9 +378,9 @@ def test_e_can_be_the_evaluation_split_or_given_rows_with_several_responses(rest
 
 
 def test_u_is_rewarded_as_training_rewards_and_filtered_as_it_filters(
-    restored: RestoredTrainer, looked: Analysis
+    restored: RestoredTrainer, analysed: Analysis
 ) -> None:
-    rollout = looked.update_buffer.rollout
+    rollout = analysed.update_buffer.rollout
     assert rollout.rewards is not None
     rewards = rollout.rewards.view(8, 4)
     torch.testing.assert_close(rollout.advantages.view(8, 4), rewards - rewards.mean(dim=1, keepdim=True))
@@ -476,7 +478,7 @@ def test_settings_that_mean_nothing_are_refused(nonsense: dict[str, Any], says: 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def test_settings_of_the_run_stand_beside_those_of_the_look() -> None:
+def test_settings_of_the_run_stand_beside_those_of_the_analysis() -> None:
     words = ["checkpoint=R", "--multirun", "trainer.beta=0", "update.seed=1,2", 'data.path="a b.jsonl"', "--cfg", "job"]
     gathered = gather_run_settings(words)
     assert gathered[:-1] == ["checkpoint=R", "--multirun", "update.seed=1,2", "--cfg", "job"]
@@ -527,16 +529,16 @@ def test_checkpoints_are_found_by_run_folder_or_word(run: Path, tmp_path: Path) 
         checkpoints_named("latest", tmp_path)
 
 
-def test_results_are_written_whole_or_not_at_all(restored: RestoredTrainer, looked: Analysis, tmp_path: Path) -> None:
+def test_results_are_written_whole_or_not_at_all(restored: RestoredTrainer, analysed: Analysis, tmp_path: Path) -> None:
     path = tmp_path / "here" / "result.json"
-    write_result(path, restored, looked, {"offline": {"learning_rate": None}})
+    write_result(path, restored, analysed, {"offline": {"learning_rate": None}})
     read = read_result(path)
-    assert read["results"]["deltaH1"] == looked.results["deltaH1"]
+    assert read["results"]["deltaH1"] == analysed.results["deltaH1"]
     assert read["settings"]["offline"]["learning_rate"] is None
     before = path.read_bytes()
     path.with_name("result.json.tmp").mkdir()  # what cannot be written to
     with pytest.raises(OSError, match="make room"):
-        write_result(path, restored, looked, {})
+        write_result(path, restored, analysed, {})
     assert path.read_bytes() == before
 
 

@@ -16,7 +16,7 @@ from test_offline import SMALL, checkpoint, restored, run  # noqa: F401
 from rl_training.offline.phases import LOWER, Phases
 from rl_training.offline.probe import analyse
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.records import looks, probe_logs, read_probe_log
+from rl_training.records import analysis_results, probe_logs, read_probe_log
 
 MORE_THAN_THERE_IS = 1 << 60  # bytes
 QUICK = [
@@ -81,7 +81,7 @@ def assert_whole(folder: Path, num_logs: int, num_results: int, num_pages: int) 
     logs = probe_logs(folder)
     assert len(logs) == num_logs
     assert all(len(read_probe_log(path)) > 0 for path in (logs["path"] if num_logs else ()))
-    assert len(looks(folder)) == num_results
+    assert len(analysis_results(folder)) == num_results
     pages = list(folder.rglob("analyses.html"))
     assert len(pages) == num_pages
     assert all("</html>" in page.read_text() for page in pages)

@@ -48,26 +48,26 @@ NOTHINGS = ["kl_cov", "clip_higher", "keep_truncated"]
 
 
 @pytest.fixture(scope="module")
-def looked(restored: RestoredTrainer) -> Analysis:  # noqa: F811
+def analysed(restored: RestoredTrainer) -> Analysis:  # noqa: F811
     return analyse(restored, SMALL)
 
 
 @pytest.fixture(scope="module")
-def twin(restored: RestoredTrainer, looked: Analysis) -> InterventionsTwin:  # noqa: F811
+def twin(restored: RestoredTrainer, analysed: Analysis) -> InterventionsTwin:  # noqa: F811
     recorder = Recorder()
-    recorder.prepare(step_of(restored, batch_of(restored, looked.update_buffer)))
+    recorder.prepare(step_of(restored, batch_of(restored, analysed.update_buffer)))
     return InterventionsTwin(recorder.steps[0], responses=1, estimator="rb")
 
 
 @pytest.fixture(scope="module")
-def on(restored: RestoredTrainer, looked: Analysis) -> OnEvaluation:  # noqa: F811
-    return OnEvaluation(restored, looked.evaluation, 0, 128)
+def on(restored: RestoredTrainer, analysed: Analysis) -> OnEvaluation:  # noqa: F811
+    return OnEvaluation(restored, analysed.evaluation, 0, 128)
 
 
 @pytest.fixture(scope="module")
-def found(restored: RestoredTrainer, looked: Analysis, on: OnEvaluation) -> dict[str, Any]:  # noqa: F811
-    batch = batch_of(restored, looked.update_buffer)
-    return dict(effects(on, restored, looked.update, batch, [intervention(name) for name in [*NAMES, *NOTHINGS]]))
+def found(restored: RestoredTrainer, analysed: Analysis, on: OnEvaluation) -> dict[str, Any]:  # noqa: F811
+    batch = batch_of(restored, analysed.update_buffer)
+    return dict(effects(on, restored, analysed.update, batch, [intervention(name) for name in [*NAMES, *NOTHINGS]]))
 
 
 class PlainSampling:
@@ -152,14 +152,14 @@ def step_of_twin(twin: InterventionsTwin, name: str) -> Tensor:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_changed_step_is_the_one_that_torch_makes_of_the_changed_loss(
     restored: RestoredTrainer,  # noqa: F811
-    looked: Analysis,
+    analysed: Analysis,
     twin: InterventionsTwin,
     name: str,
 ) -> None:
-    batch = batch_of(restored, looked.update_buffer)
-    ((_, delta),) = changed_steps(restored, looked.update, batch, [intervention(name)])
+    batch = batch_of(restored, analysed.update_buffer)
+    ((_, delta),) = changed_steps(restored, analysed.update, batch, [intervention(name)])
     assert isinstance(delta, Tensor)
-    assert close(delta - looked.update.delta, step_of_twin(twin, name) - twin.update) < 1e-3
+    assert close(delta - analysed.update.delta, step_of_twin(twin, name) - twin.update) < 1e-3
 
 
 @pytest.mark.parametrize("name", ["psr", "lr:0.5", "bonus:0.5"])
@@ -199,19 +199,19 @@ def test_what_changes_nothing_on_policy_is_exactly_zero(found: dict[str, Any], n
         assert not replicates.value.signbit().any()
 
 
-def test_the_first_row_is_what_the_step_itself_does(found: dict[str, Any], looked: Analysis) -> None:
+def test_the_first_row_is_what_the_step_itself_does(found: dict[str, Any], analysed: Analysis) -> None:
     plain = found["plain"]
-    assert float(plain.measured.value[0]) == pytest.approx(looked.results["deltaH_true"], rel=1e-9)
-    assert float(plain.measured.stderr[0]) == pytest.approx(looked.results["deltaH_true_se"], rel=1e-9)
-    assert float(plain.predicted.value[0]) == pytest.approx(looked.results["deltaH1"], rel=1e-2)
+    assert float(plain.measured.value[0]) == pytest.approx(analysed.results["deltaH_true"], rel=1e-9)
+    assert float(plain.measured.stderr[0]) == pytest.approx(analysed.results["deltaH_true_se"], rel=1e-9)
+    assert float(plain.predicted.value[0]) == pytest.approx(analysed.results["deltaH1"], rel=1e-2)
 
 
 def test_beside_it_stands_what_the_probe_says_in_training(
     restored: RestoredTrainer,  # noqa: F811
-    looked: Analysis,
+    analysed: Analysis,
     twin: InterventionsTwin,
 ) -> None:
-    said = said_in_training(restored, batch_of(restored, looked.update_buffer), NAMES)
+    said = said_in_training(restored, batch_of(restored, analysed.update_buffer), NAMES)
     for name in NAMES:
         expected = twin.answers(name)
         for quantity in ("delta_h", "delta_reward"):
@@ -242,13 +242,13 @@ def test_the_mean_over_several_u_has_the_noise_of_prompts_and_the_scatter_over_u
 
 def test_one_step_of_a_branch_is_the_changed_step(
     restored: RestoredTrainer,  # noqa: F811
-    looked: Analysis,
+    analysed: Analysis,
     on: OnEvaluation,
 ) -> None:
     """The real optimizer's, from the same U; answers are drawn with the same random numbers."""
     answers = []
     for factor in (1.0, 0.5):
-        with restored.policy.shifted(by_name(restored, factor * looked.update.delta)):
+        with restored.policy.shifted(by_name(restored, factor * analysed.update.delta)):
             answers.append(on.answers())
     expected = on.difference(*answers)
     ((name, change),) = branches(on, restored, SMALL, [intervention("lr:0.5")], 1, SMALL.update.seed)
@@ -259,7 +259,7 @@ def test_one_step_of_a_branch_is_the_changed_step(
     assert abs(float(change.value[0])) > 1e-4
 
 
-def test_an_analysis_of_interventions_moves_nothing(restored: RestoredTrainer, looked: Analysis) -> None:  # noqa: F811
+def test_an_analysis_of_interventions_moves_nothing(restored: RestoredTrainer, analysed: Analysis) -> None:  # noqa: F811
     def state() -> list[Tensor]:
         moments = [v for s in restored.trainer.optimizer.state.values() for v in s.values()]
         rates = torch.tensor([group["lr"] for group in restored.trainer.optimizer.param_groups])
@@ -268,7 +268,7 @@ def test_an_analysis_of_interventions_moves_nothing(restored: RestoredTrainer, l
 
     before = state()
     asked = InterventionSettings(["psr", "lr:0.7", "kl_cov"], steps=2)
-    tables = intervention_tables(restored, looked, SMALL, [3], asked)
+    tables = intervention_tables(restored, analysed, SMALL, [3], asked)
     assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
     assert all(p.grad is None for p in restored.trainer.model.parameters())
     assert [row["name"] for row in tables["interventions"]] == ["plain", "psr", "lr:0.7", "kl_cov"]
@@ -357,11 +357,11 @@ def test_the_short_word_of_the_command_line_is_written_out(run: Path) -> None:  
 
 def test_what_is_not_available_is_said_and_the_others_are_there(
     restored: RestoredTrainer,  # noqa: F811
-    looked: Analysis,
+    analysed: Analysis,
     on: OnEvaluation,
 ) -> None:
-    batch = batch_of(restored, looked.update_buffer)
-    some = dict(effects(on, restored, looked.update, batch, [intervention("kl"), intervention("lr:0.5")]))
+    batch = batch_of(restored, analysed.update_buffer)
+    some = dict(effects(on, restored, analysed.update, batch, [intervention("kl"), intervention("lr:0.5")]))
     missing, there, _ = rows_of({name: [some[name]] for name in ("kl", "lr:0.5", "plain")}, 1)
     assert missing["remark"].startswith("it needs the log-probabilities of a reference model, and there is none")
     assert math.isnan(missing["measured_delta_h"])

@@ -23,9 +23,9 @@ from rl_training.job.shipped import CONF
 from rl_training.offline.results import read_result
 from rl_training.offline.settings import Evaluation, Settings, TruthSettings
 from rl_training.offline.sweep import SweepSettings, refuse_sweep
-from rl_training.records import looks
+from rl_training.records import analysis_results
 from rl_training.records.analyses import COLUMNS
-from rl_training.records.report.checkpoint_analyses import describe_analyses, log_slope, write_looks_page
+from rl_training.records.report.checkpoint_analyses import describe_analyses, log_slope, write_analyses_page
 from rl_training.records.report.page import render_page
 from rl_training.records.report.series import read_run
 from rl_training.records.verdict import verdict
@@ -41,7 +41,7 @@ def swept(run: Path) -> pd.DataFrame:  # noqa: F811
     with initialize_config_dir(str(CONF), version_base="1.3"):
         asked = [f"checkpoint=[{checkpoint(run, 1)},{checkpoint(run, 2)}]", 'run=["trainer.report_to=[tensorboard]"]']
         analyse_checkpoints(compose("offline", [*asked, *SMALL, *SWEEP]))
-    return looks(run)
+    return analysis_results(run)
 
 
 def only(table: pd.DataFrame, **where: Any) -> pd.Series[Any]:
@@ -51,7 +51,7 @@ def only(table: pd.DataFrame, **where: Any) -> pd.Series[Any]:
     return table.iloc[0]
 
 
-def test_all_of_e_and_the_same_u_are_the_look_itself(run: Path, swept: pd.DataFrame) -> None:  # noqa: F811
+def test_all_of_e_and_the_same_u_are_the_analysis_itself(run: Path, swept: pd.DataFrame) -> None:  # noqa: F811
     for step in (1, 2):
         at = swept[swept["step"] == step]
         whole = only(at, kind="whole")
@@ -104,7 +104,7 @@ def test_a_step_where_first_order_fails_is_said_on_its_page_and_first_in_the_rep
     told = verdict(3, content["results"])
     assert told.startswith("Step 3: higher orders cancel the first")
     assert section.verdicts == [told]
-    assert told in write_looks_page(folder, section).read_text()
+    assert told in write_analyses_page(folder, section).read_text()
     recorded = read_run(record_run(tmp_path / "run", range(1, 4)))
     report = render_page(recorded, [], [], [section])
     assert report.count(told) == 2
@@ -117,7 +117,7 @@ def test_a_page_stands_alone_and_in_the_runs_report_with_the_table(run: Path, sw
     assert list(table) == COLUMNS
     assert len(table) == len(swept) == 2 * (1 + 2 + 2 + 2)
     assert {path.name for path in folder.glob("*.png")} == {
-        f"offline_sweep_{name}.png" for name in ("look", "agreement", "sizes", "eta", "checkpoints", "conditioning")
+        f"offline_sweep_{name}.png" for name in ("step", "agreement", "sizes", "eta", "checkpoints", "conditioning")
     }
     whole = only(swept, kind="whole", step=2)
     shown = f"{1e3 * whole['deltaH1']:+.3f} ± {1e3 * whole['deltaH1_se']:.3f}"
@@ -153,12 +153,12 @@ def test_a_sweep_that_cannot_be_is_refused_before_anything_is_sampled(sweep: dic
         SweepSettings(evaluation_sizes=[1])
 
 
-def test_a_multirun_leaves_each_look_in_a_folder_of_its_own(run: Path) -> None:  # noqa: F811
+def test_a_multirun_leaves_each_analysis_in_a_folder_of_its_own(run: Path) -> None:  # noqa: F811
     asked = ["evaluation.prompts=8", "memory.microbatch_size=8", "truth.enabled=false", "conditioning=false"]
     asked += ["log.level=none", "report=false", "update.prompts=4,8", f"checkpoint={checkpoint(run, 1)}"]
     ended = warm.run("offline.py", "-m", *asked)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    table = looks(run).set_index("look")
+    table = analysis_results(run).set_index("analysis")
     for prompts in (4, 8):
         assert table.loc[f"default,update.prompts={prompts}", "update_prompts"] == prompts
     assert not list(ROOT.glob("multirun*"))

@@ -192,7 +192,7 @@ def test_a_prompts_responses_on_two_processes_are_one_prompts() -> None:
         ({"interventions": ["bonus"]}, "this one differs in entropy_coef: .*intervention=null"),
     ],
 )
-def test_a_checkpoint_is_not_looked_at_with_another_policy_s_samples_or_another_loss(
+def test_a_checkpoint_is_not_analysed_with_another_policy_s_samples_or_another_loss(
     make_trainer, tmp_path, settings, way_out
 ) -> None:
     with pytest.raises(ValueError, match=way_out):

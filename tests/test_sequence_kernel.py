@@ -275,7 +275,7 @@ def test_what_if_is_the_step_taken_anew_without_these_sequences(
 ) -> None:
     """Without the wrong ones, the longest, those that lower entropy most: what leaving them out changes, its own
     clipping included, whose norms are sketches'. SGD's metric does not move with the gradient, as Adam's does
-    (benchmarks/kernel_looks.py).
+    (benchmarks/kernel_checks.py).
     """
     case, q = cases(name), cases(name).inputs
     of_e, of_u = ([line_of(key, i, int(n)) for i, n in enumerate(rollout.completion_mask.sum(dim=1))]

@@ -99,7 +99,7 @@ def test_a_typo_in_the_folder_of_a_run_that_goes_on_does_not_lead_to_another_run
         ("checkpoint=???", "checkpoint is not set: give checkpoint=VALUE"),
     ],
 )
-def test_a_look_that_makes_no_sense_is_refused(override: str, message: str) -> None:
+def test_an_analysis_that_makes_no_sense_is_refused(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_analysis(composed("offline", "checkpoint=somewhere", override))
 
@@ -137,7 +137,7 @@ def test_a_config_that_is_no_yaml_is_named(tmp_path: Path, content: str, message
     assert "\n" not in str(raised.value)
 
 
-def test_a_run_that_does_not_say_its_data_is_looked_at_with_data_that_are_given(tmp_path: Path) -> None:
+def test_a_run_that_does_not_say_its_data_is_analysed_with_data_that_are_given(tmp_path: Path) -> None:
     checkpoint = tmp_path / "training_state" / "checkpoint-1"
     checkpoint.mkdir(parents=True)
     cfg = composed("train", "run_dir=somewhere")

@@ -16,7 +16,7 @@ from rl_training.records.analyses import read_analysis
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report import write_report
-from rl_training.records.report.checkpoint_analyses import core_numbers, describe_analyses, write_looks_page
+from rl_training.records.report.checkpoint_analyses import core_numbers, describe_analyses, write_analyses_page
 from rl_training.records.report.series import read_run
 
 logger = logging.get_logger(__name__)
@@ -32,7 +32,7 @@ def write_pages(results: Mapping[Path, Path]) -> list[Path]:
     for folder, run in folders.items():
         logged = run if run is not None and (run / LOGS_FOLDER / METRICS_FILE).is_file() else None
         section = describe_analyses(folder, read_run(logged) if logged else None)
-        pages.append(write_looks_page(folder, section))
+        pages.append(write_analyses_page(folder, section))
         if logged:
             write_report(logged, {folder.resolve(): section})
     return pages

@@ -11,15 +11,12 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from rich.console import Console
-from rich.table import Table
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
-from rl_training.offline.kernel_evolution import write_evolution
-from rl_training.offline.kernel_report import write_report
-from rl_training.offline.kernel_what_if import chooser, what_if
-from rl_training.offline.structure import Row, Structure, headline
+    from rl_training.offline.structure import Row
 
 
 def main() -> None:
@@ -42,6 +39,15 @@ def main() -> None:
 
 def run(folders: list[Path], without: list[str], out: Path | None) -> None:
     """Prints a column of numbers for each kernel, what if, and writes reports and, for several, the evolution."""
+    # Here, because --help waits for no slow import.
+    from rich.console import Console
+    from rich.table import Table
+
+    from rl_training.offline.kernel_evolution import write_evolution
+    from rl_training.offline.kernel_report import write_report
+    from rl_training.offline.kernel_what_if import chooser, what_if
+    from rl_training.offline.structure import Structure, headline
+
     chosen = {text: chooser(text) for text in without}
     structures = [Structure.read(folder) for folder in folders]
     for text, choose in chosen.items():

@@ -11,16 +11,25 @@ from typing import TYPE_CHECKING, Any
 from rl_training.extras import of_an_extra
 
 if TYPE_CHECKING:
-    from rl_training.records.analyses import looks
+    from rl_training.records.analyses import analysis_results
     from rl_training.records.analysis_logs import probe_logs, read_probe_log
     from rl_training.records.frames import evaluations, find_runs, metrics, probes, rollouts
 
-__all__ = ["evaluations", "find_runs", "looks", "metrics", "probe_logs", "probes", "read_probe_log", "rollouts"]
+__all__ = [
+    "analysis_results",
+    "evaluations",
+    "find_runs",
+    "metrics",
+    "probe_logs",
+    "probes",
+    "read_probe_log",
+    "rollouts",
+]
 
 _HOME = {
+    "analysis_results": "analyses",
     "evaluations": "frames",
     "find_runs": "frames",
-    "looks": "analyses",
     "metrics": "frames",
     "probe_logs": "analysis_logs",
     "probes": "frames",

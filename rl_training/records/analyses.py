@@ -11,7 +11,7 @@ import pandas as pd
 
 OFFLINE = "offline"  # folder of a run that holds analyses of its checkpoints
 RESULT_FILE = "result.json"
-ABOUT = ["look", "checkpoint", "step", "kind"]
+ABOUT = ["analysis", "checkpoint", "step", "kind"]
 VARIED = ["evaluation_size", "eta", "update_prompts", "update_filtered", "update_seed"]
 NUMBERS = ["deltaH1", "deltaH_true", "deltaH_snis", "deltaH_odd", "paired_error", "paired_error_odd", "covariance"]
 ALONE = ["ESS", "H_orig", "avg_reward", "learning_rate"]
@@ -21,7 +21,7 @@ COLUMNS = [
 ]  # fmt: skip
 
 
-def looks(folder: str | Path) -> pd.DataFrame:
+def analysis_results(folder: str | Path) -> pd.DataFrame:
     """Returns a row per prediction and its truth, of all analyses in a folder (run or RUN/offline/NAME); see COLUMNS.
 
     kind   "whole": the analysis itself. Of sweeps: "eta", another multiple of the step; "size", fewer sequences of E;
@@ -52,7 +52,7 @@ def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
     content = read_analysis(path)
     results, own, tables = content["results"], content["settings"]["offline"], content["tables"]
     whole = {
-        "look": path.parents[1].name, "checkpoint": content["checkpoint"], "step": content["step"], "kind": "whole",
+        "analysis": path.parents[1].name, "checkpoint": content["checkpoint"], "step": content["step"], "kind": "whole",
         "evaluation_size": results["B_E"], "eta": 1.0, "update_prompts": results["B_U"],
         "update_filtered": own["update"]["filtered"], "update_seed": own["update"]["seed"],
         **{name: results.get(name) for name in COLUMNS if name in results},

@@ -10,8 +10,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.compare.groups import read_groups
-from rl_training.records.compare.page import render_comparison, sentences
 
 COMPARISON_FILE = "comparison.html"
 
@@ -22,6 +20,10 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path) -> tuple[Pa
     Runs may be finished, running or killed; a folder stands for all runs in it.
     Raises FileNotFoundError where there is no run, and ValueError for what cannot be read or compared.
     """
+    # Here, because --help waits for no slow import.
+    from rl_training.records.compare.groups import read_groups
+    from rl_training.records.compare.page import render_comparison, sentences
+
     groups = read_groups(folders)
     if sum(len(group.members) + len(group.repeats) for group in groups) < 2:
         raise ValueError(f"{groups[0].members[0].run.folder} is one run: a comparison needs at least two")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 from rl_training.records.compare import COMPARISON_FILE, write_comparison
 from rl_training.records.folder import LOGS_FOLDER
-from rl_training.records.report import print_summary, write_report
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -29,6 +28,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     chosen = parser.parse_args(arguments)
     try:
+        from rl_training.records.report import print_summary, write_report  # slow, and not for --help
+
         if len(chosen.runs) == 1 and not _holds_runs(Path(chosen.runs[0])):
             if chosen.out:
                 raise ValueError("--out is for a comparison: the report of one run lies in its folder, RUN/report/")

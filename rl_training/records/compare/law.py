@@ -103,7 +103,8 @@ def _trained(group: Group) -> tuple[list[Point], str, float]:
         sizes.add(size)
         for start in range(0, len(steps) - size + 1, size):
             points.append(_mean(steps[start : start + size]))
-    return points, f"training, means over {' or '.join(map(str, sorted(sizes)))} steps", group.members[0].most_reward
+    averaged = f"{' or '.join(map(str, sorted(sizes)))} step{'s' * (max(sizes) > 1)}"
+    return points, f"training, means over {averaged}", group.members[0].most_reward
 
 
 def _steps_with_both(member: Member) -> list[Point]:

@@ -35,9 +35,10 @@ def render_comparison(groups: Sequence[Group], findings: Sequence[str]) -> str:
     pairs = compare_groups(groups)
     laws = [fit_law(group) for group in groups]
     labels = dict.fromkeys(label for of_group in figures for label in of_group)
+    num_runs = sum(len(group.members) + len(group.repeats) for group in groups)  # two at least
     return render(
         "comparison.html",
-        title=f"{sum(len(g.members) + len(g.repeats) for g in groups)} runs in {len(groups)} group(s)",
+        title=f"{num_runs} runs in {len(groups)} group{'s' * (len(groups) > 1)}",
         sentences=findings,
         runs=[row for group in groups for row in _run_rows(group)],
         groups=groups,

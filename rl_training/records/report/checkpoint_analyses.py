@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from rl_training.records.analyses import OFFLINE, RESULT_FILE, looks, read_analysis
+from rl_training.records.analyses import OFFLINE, RESULT_FILE, analysis_results, read_analysis
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, Picture, legend, line, picture
 from rl_training.records.report.one_analysis import one_analysis
@@ -42,10 +42,10 @@ class AnalysesSection:
     interventions: list[Interventions]  # of each checkpoint
 
 
-def write_looks_page(folder: Path, section: AnalysesSection) -> Path:
+def write_analyses_page(folder: Path, section: AnalysesSection) -> Path:
     """Returns the page that it wrote of the analyses in RUN/offline/NAME; pictures and a CSV table lie beside it."""
     page = folder / PAGE_FILE
-    files = {folder / TABLE_FILE: looks(folder).to_csv(index=False).encode()}
+    files = {folder / TABLE_FILE: analysis_results(folder).to_csv(index=False).encode()}
     pictures = [*section.pictures, *(told.picture for told in section.interventions)]
     files |= {folder / drawn.file: drawn.png for drawn in pictures}
     write_atomically({**files, page: render("analyses.html", section=section).encode()})
@@ -63,7 +63,7 @@ def describe_analyses(folder: Path, run: Run | None) -> AnalysesSection:
 
     run  whose in-loop predictions are drawn beside them
     """
-    table = looks(folder)
+    table = analysis_results(folder)
     whole = table[table["kind"] == "whole"].sort_values("step")
     contents = sorted(
         (read_analysis(path) for path in folder.glob(f"*/{RESULT_FILE}")), key=lambda analysis: analysis["step"]

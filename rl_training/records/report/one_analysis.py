@@ -49,7 +49,7 @@ def one_analysis(content: Mapping[str, Any], name: str) -> Picture:
         axes.set_xlabel("change of token entropy, 1e-3 nats")
 
     return picture(
-        f"offline_{name}_look.png", f"Offline {name}: step {content['step'] + 1}", _caption(content),
+        f"offline_{name}_step.png", f"Offline {name}: step {content['step'] + 1}", _caption(content),
         [] if rows else ["neither prediction nor truth is a finite number"], draw if rows else None,
         height=1.0 + INCHES_PER_ROW * len(rows), over_steps=False,
     )  # fmt: skip

@@ -67,7 +67,8 @@ def _one_pass(connection: Connection, chosen: argparse.Namespace) -> Outcome:
         raise ValueError(f"{shown(chosen.source)} holds no run: give the folder that has {METRICS}, or one above it")
     vanished = f", {outcome.vanished} deleted there meanwhile" if outcome.vanished else ""
     size = tqdm.format_sizeof(outcome.copied_bytes, "B", 1000)
-    print(f"{outcome.copied} files copied ({size}), {outcome.unchanged} unchanged{vanished}: {chosen.destination}")
+    copied = f"{outcome.copied} file{'s' * (outcome.copied != 1)} copied"
+    print(f"{copied} ({size}), {outcome.unchanged} unchanged{vanished}: {chosen.destination}")
     return outcome
 
 
