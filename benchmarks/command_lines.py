@@ -168,7 +168,7 @@ def what_is_bad(line: str, code: int | None, last: str, left: bool, run_dir: Pat
     if code and not last.startswith(("error: ", "train.py: error", "usage:", "ended by")):
         return "its last words are no error"
     if code == 1:
-        return "not foreseen"
+        return "unexpected"
     asked = {"--help", "--cfg", "--version", "--info", "-x", "--hlep", "--multirun"} & set(line.split())
     trained = (run_dir / "logs" / METRICS_FILE).exists() and bool(read_metrics(run_dir / "logs"))
     elsewhere = line.startswith("run_dir=") or "logging_" in line

@@ -124,5 +124,5 @@ def test_what_is_no_branch_is_refused(
 
 def test_a_checkpoint_in_no_run_is_refused(original: Path, tmp_path: Path) -> None:
     alone = shutil.copytree(checkpoint(original, 1), tmp_path / "checkpoint-1")
-    with pytest.raises(ValueError, match=r"is in no run, where it would be RUN/training_state/checkpoint-N"):
+    with pytest.raises(ValueError, match=r"is not in a run folder \(RUN/training_state/checkpoint-N"):
         run_of(tmp_path / "new", f"branch={alone}")

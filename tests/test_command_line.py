@@ -101,8 +101,8 @@ def train(tmp_path: Path, *arguments: str, **env: str) -> Command:
         (["batch.sequences_per_step=31"], "use batch.sequences_per_step=32"),
         (["probes.simple.validate_sequences=512"], "give probe=[simple,ground_truth] probes.ground_truth.seq"),
         (["data=arithmetic", "+data.num_train=3"], "has 3 prompts, and a rollout needs 8"),
-        (["~trainer"], "is not there: a run needs it"),
-        (["model=null"], "model=null: a choice by name is needed"),
+        (["~trainer"], "is missing: a run needs it"),
+        (["model=null"], "model=null: give a name"),
         (["trainer.learning_rate=1e10"], "step 2"),
         (["trainer.learning_rate=1e10", "buffer=filtered", "probe=none"], "step 2: the policy's probabilities are nan"),
     ],
@@ -131,7 +131,7 @@ def test_an_error_that_was_not_foreseen_keeps_its_traceback_and_ends_with_a_line
     ended = start(tmp_path / "log", script=str(script))
     assert ended.end() == 1
     assert ended.lines[0].startswith("Traceback")
-    assert ended.lines[-1] == "error: IndexError: list index out of range (not foreseen: the traceback is above)"
+    assert ended.lines[-1] == "error: IndexError: list index out of range (unexpected: the traceback is above)"
 
 
 def test_of_several_processes_the_first_speaks_and_the_others_wait_to_be_ended(tmp_path: Path) -> None:

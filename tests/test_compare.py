@@ -260,7 +260,7 @@ def test_finished_running_and_killed_runs_are_compared_at_a_step_that_all_have_r
     assert (pair.step, pair.single_seed) == (7, True)
     assert pair.figures["measured ΔH"].value == pytest.approx(0)  # both at step 7
     text = write_comparison([tmp_path], tmp_path / "page.html")[0].read_text(encoding="utf-8")
-    for claim in ("left out of the final figures", "4 of 12", "7 of 12", "at step 7", "One seed is not many"):
+    for claim in ("left out of the final figures", "4 of 12", "7 of 12", "at step 7", "This is a single seed"):
         assert claim in text
 
 
@@ -336,7 +336,7 @@ def test_command_line_compares_several_runs_or_a_folder_of_them(
     for arguments in (runs, [str(tmp_path / "runs")]):
         out = tmp_path / f"{len(arguments)}.html"
         main([*arguments, "--out", str(out)])
-        finding = "One group: nothing that touches training differs but the seeds (0, 1)."
+        finding = "One group: of what affects training, only the seeds differ (0, 1)."
         assert capsys.readouterr().out == f"{finding}\nComparison: {out}\n"
         assert finding in out.read_text(encoding="utf-8")
 

@@ -154,7 +154,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
         (["model=hub", "model.name=/nowhere/at/all"], "model.name=/nowhere/at/all"),
         (["data=gsm8k", "data.path=/nowhere.jsonl"], "/nowhere.jsonl"),
         (["resume=/nowhere/checkpoint-3"], "there is no such folder"),
-        (["resume=latest"], "holds no run to go on with"),
+        (["resume=latest"], "holds no run to continue"),
         (["run_dir=/dev/null/run"], "choose another with run_dir=PATH"),
         (["probes.simple.estimator=naive"], "'rb' or 'score'"),
         (["probes.simple.num_folds=1.5"], "num_folds=1.5 must be a whole number, or null"),
@@ -162,7 +162,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
         (["probe=gns", "++probes.gns.lags=2"], "probes.gns.lags: this setting is gone"),
         (["probes=null"], "give probe=none"),
         (["probes.simple=null"], "leave it out of the list"),
-        (["data=gsm8k", "data.path=5"], """is no path: in quotes it is one, 'data.path="5"'"""),
+        (["data=gsm8k", "data.path=5"], """is not a path: quote it, 'data.path="5"'"""),
     ],
 )
 def test_a_mistake_is_named_with_the_way_out(tmp_path: Path, overrides: list[str], message: str) -> None:
@@ -182,7 +182,7 @@ def test_a_mistake_is_named_with_the_way_out(tmp_path: Path, overrides: list[str
         ("probes.simple.evry=5", "did you mean every?"),
         ("probes.gns.lags=16", "probes.gns.lags: this setting is gone"),
         ("probes.simple.validate_every=10", "give probe=[simple,ground_truth] probes.ground_truth.every=10"),
-        ("probes.gns.every=5", "this run has no probe gns; choose it by probe=gns"),
+        ("probes.gns.every=5", "this run has no probe gns; choose it with probe=gns"),
     ],
 )
 def test_a_mistyped_override_is_explained_in_one_line(override: str, explanation: str) -> None:

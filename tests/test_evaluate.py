@@ -168,13 +168,13 @@ def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call
     [
         (["run=nowhere"], "run=nowhere: there is no such folder"),
         ([], "give run=RUN"),
-        (["run={run}/training_state"], "is no run's folder"),
+        (["run={run}/training_state"], "is not a run folder"),
         (["run={run}", "evaluation.fraction=0"], "must be above 0 and at most 1"),
         (["run={run}", "evaluation.fraction=1.5"], "must be above 0 and at most 1"),
         (["run={run}", "evaluation.fraction=all"], "evaluation.fraction=all must be a number"),
         (["run={run}", "evaluation.name=a/b"], "names a folder"),
         (["checkpoints=[{run}/elsewhere]", "data=arithmetic"], "output=PATH"),
-        (["checkpoints=[{run}/elsewhere]", "output=out"], "choose it, data=arithmetic or data=gsm8k"),
+        (["checkpoints=[{run}/elsewhere]", "output=out"], "choose it with data=arithmetic or data=gsm8k"),
         (["run={run}", "evaluation.k=9"], "use evaluation.responses_per_prompt=9"),
         (["run={run}", "+metrics.entropy._target_=math.sqrt"], "there is a built-in metric entropy"),
         (["run={run}", "+metrics.mine._target_=nofile.f"], "metrics.mine: .*nofile.f"),
@@ -236,7 +236,7 @@ def test_another_task_than_the_runs_has_a_table_of_its_own_and_must_be_readable(
     loaded = policy.load_policy(
         plan.checkpoints[1], None, with_reference=False, temperature=1.0, max_completion_length=4
     )
-    with pytest.raises(ValueError, match="another task than the one it was made for"):
+    with pytest.raises(ValueError, match="it was made for another task"):
         list(generate_responses(loaded, plan.task(), [[(0, 0)]], 0, {}))
 
 
@@ -254,7 +254,7 @@ def test_a_checkpoint_without_weights_or_left_unfinished_is_named(run: Path, tmp
         if path.name != missing:
             (tmp_path / path.name).write_bytes(path.read_bytes())
     (tmp_path / "optimizer.pt").touch()
-    reason = "it has no weights" if missing.endswith("tensors") else "writing it was not finished"
+    reason = "it has no weights" if missing.endswith("tensors") else "it was not written completely"
     with pytest.raises(ValueError, match=reason):
         policy.require_weights(tmp_path)
 
@@ -315,7 +315,7 @@ def test_ctrl_c_while_a_process_imports_is_for_the_parent_alone(tmp_path: Path) 
 def test_a_metric_that_returns_no_numbers_by_name_is_told_what_is_needed(returned: Any) -> None:
     response: Any = SimpleNamespace(text="a", reward=1.0, logps=None, entropies=None)
     with pytest.raises(
-        ValueError, match=r"metric mine raised at row 0 .* and not numbers by name, as \{'mine': 0\.5\}"
+        ValueError, match=r"metric mine raised at row 0 .* instead of numbers by name, such as \{'mine': 0\.5\}"
     ):
         custom_metrics("mine", lambda **_: returned, {0: [response]}, [{"prompt": "p"}])
 

@@ -509,7 +509,7 @@ def test_a_checkpoint_in_no_run_says_what_it_needs_and_then_works(run: Path, tmp
     shutil.copytree(checkpoint(run, 1), tmp_path / "alone" / "checkpoint-1")
     alone = tmp_path / "alone" / "checkpoint-1"
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
-        with pytest.raises(ValueError, match=r"lies in no run .* model=… data=…"):
+        with pytest.raises(ValueError, match=r"is not in a run .* model=… data=…"):
             run_settings(alone, [])
         named = ["model=hub", f"model.name={alone}", "data=arithmetic", "trainer.num_generations=4", *RUN[1:3]]
         restored = build_restored(run_settings(alone, named), alone)
@@ -525,7 +525,7 @@ def test_checkpoints_are_found_by_run_folder_or_word(run: Path, tmp_path: Path) 
     assert checkpoints_named("all", run.parent) == all_of_them
     with pytest.raises(ValueError, match="there is no such folder"):
         checkpoints_named(str(tmp_path / "nowhere"), tmp_path)
-    with pytest.raises(ValueError, match=r"no run in .* has a whole checkpoint"):
+    with pytest.raises(ValueError, match=r"no run in .* has a complete checkpoint"):
         checkpoints_named("latest", tmp_path)
 
 

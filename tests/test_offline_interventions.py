@@ -392,11 +392,11 @@ def test_the_sentences_say_what_keeps_entropy_cheapest_first() -> None:
         row("absent", math.nan, math.nan, remark="no reference"),
     ]
     assert in_words(rows) == [
-        "More entropy than the step as it is, for certain (95 %), cheapest first: cheap +1.00 ± 0.50 at a price of 2.0 "
-        "(1.0 to 3.0); dear +2.00 ± 1.00 at a price of 8.0 (7.0 to 9.0).",
-        "Less entropy, for certain: spends -4.00 ± 1.00.",
-        "Not told apart from the step as it is (other U would tell more: sweep.update_seeds): lost.",
-        "Exactly nothing here: zero.",
+        "Significantly more entropy than the step as it is (95 %), cheapest first: cheap +1.00 ± 0.50 at a price of "
+        "2.0 (1.0 to 3.0); dear +2.00 ± 1.00 at a price of 8.0 (7.0 to 9.0).",
+        "Significantly less entropy: spends -4.00 ± 1.00.",
+        "No significant effect on entropy (more U would help: sweep.update_seeds): lost.",
+        "Exactly no effect here: zero.",
         "Not available: absent (no reference).",
     ]
     assert in_words(rows, "RUN/checkpoint-3")[-1] == (
@@ -412,9 +412,7 @@ def test_the_plane_has_a_cross_for_each_that_does_something() -> None:
     drawn = plane("x.png", "title", "caption", crosses_of(rows, "predicted"), crosses)
     assert drawn.missing == []
     assert len(drawn.png) > 10_000
-    assert plane("x.png", "title", "caption", [], crosses[1:]).missing == [
-        "no intervention changes anything that is known"
-    ]
+    assert plane("x.png", "title", "caption", [], crosses[1:]).missing == ["no intervention has a known effect"]
 
 
 def softer(loss: LossInputs, strength: float) -> Remedied:

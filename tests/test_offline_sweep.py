@@ -170,5 +170,5 @@ def test_checkpoints_whose_results_would_lie_in_one_folder_are_refused(run: Path
     both = f"checkpoint=[{checkpoint(run, 1)},{other / 'checkpoint-1'}]"
     with initialize_config_dir(str(CONF), version_base="1.3"):
         cfg = compose("offline", [both, f"output={tmp_path}"])
-    with pytest.raises(ValueError, match=r"2 checkpoints would leave their results in .*/default/checkpoint-1"):
+    with pytest.raises(ValueError, match=r"2 checkpoints would write their results to .*/default/checkpoint-1"):
         read_plan(cfg)

@@ -92,7 +92,7 @@ def test_a_branch_sums_no_naive_products_beside_sums_that_began_in_another_run(t
     assert told["naive product"] == ("–", BEGAN_ELSEWHERE)
     assert "naive / measured" not in told
     assert told["predicted / measured"][0] == "1.00"
-    assert "to step 23 from the first step of the run that this one goes on from" in told["measured ΔH"][1]
+    assert "to step 23 from the first step of the run that this one continues" in told["measured ΔH"][1]
 
 
 def test_naive_curve_with_a_hole_is_nan_from_there_on_and_says_which_step(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_with_gaps_the_measured_change_stands_and_the_sums_say_why_they_do_not(t
     rows = summary(tmp_path)
     assert rows["measured ΔH"][0] == "-2.00 ± 0.47"
     assert rows["predicted ΔH"] == (MISSING, "needs every=1")
-    assert rows["naive product"] == (MISSING, "step 5 was not measured, and a sum with a hole is no sum")
+    assert rows["naive product"] == (MISSING, "step 5 was not measured, so the sum is incomplete")
     assert not {"predicted / measured", "naive / measured"} & {*rows}  # the lines above say why
     assert "Missing: predicted – from step 6 on: needs every=1" in text
     assert "Missing: backward – needs every=1" in text
@@ -454,7 +454,7 @@ def test_from_ten_steps_on_the_report_says_and_draws_where_entropy_may_go(tmp_pa
     assert [(median, steps) for median, steps, _ in told] == [("0.5", "10"), ("0.5", "20"), ("0.5", "50")]
     factors = [float(factor) for _, _, factor in told]
     assert 1 < factors[0] < factors[1] < factors[2]
-    assert "still mostly that of other runs: 9 of 20 steps" in fan.caption
+    assert "still mostly that of other runs (9 of 20 steps" in fan.caption
     sentence = next(sentence for sentence in opening(run) if sentence.startswith("In 20"))
     low, high = (float(end) for end in re.findall(r"range ([\d.]+) to ([\d.]+)\.", sentence)[0])
     assert sentence.startswith("In 20 more steps it would be 0.5 nats, 95 % range ")
@@ -469,7 +469,7 @@ def test_the_report_counts_alerts_with_their_steps_and_how_many_were_right(tmp_p
         records.write_metrics(step, {"reward": 0.5, **dict(zip(names, numbers, strict=True))})
     value, note = summary(tmp_path)["alerts"]
     assert value == "at steps 2, 4"
-    assert note.endswith("; 1 of 2 that can be checked were right")
+    assert note.endswith("; 1 of the 2 that could be checked were right")
 
 
 def test_the_report_warns_where_prediction_and_measurement_are_further_apart_than_their_errors(tmp_path: Path) -> None:

@@ -79,8 +79,8 @@ def test_the_sentences_say_the_fall_what_halves_it_what_is_sure_and_what_needs_m
     )
     assert "lr:2 -1.000" in spending
     assert untold == (
-        "Not told apart from the step as it is: psr (needs about 14 more measured steps); "
-        "nsr (too little for a mean that remembers 19 measured steps)."
+        "No significant effect on entropy: psr (needs about 14 more measured steps); "
+        "nsr (too small an effect for a mean that remembers 19 measured steps)."
     )
     assert "ten real steps bear out the order, not the sizes" in caveat
 
@@ -109,7 +109,7 @@ def test_the_table_says_one_step_and_kept_and_why_there_is_no_strength(tmp_path:
     assert rows["psr"][5] == "– it has no strength"
 
 
-def test_entropy_that_does_not_surely_fall_is_said(tmp_path: Path) -> None:
+def test_entropy_that_does_not_fall_significantly_is_reported(tmp_path: Path) -> None:
     assert "there is nothing to halve" in told(record(tmp_path / "run", fall=-2e-4)).sentences[0]
 
 

@@ -182,7 +182,7 @@ def test_a_checkpoint_of_two_processes_is_said_not_to_go_on_bitwise_with_one(
     shutil.copy(checkpoint / "rng_state.pth", checkpoint / "rng_state_1.pth")
     (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
     run_of(run_dir, "resume=latest")
-    assert "checkpoint-3 was written by 2 process(es) and goes on with 1: with other random numbers" in caplog.text
+    assert "checkpoint-3 was written by 2 process(es) and continues with 1: random numbers differ" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -261,7 +261,7 @@ def test_a_finished_run_takes_no_step_more_and_a_larger_max_steps_goes_on(
         assert [row["step"] for row in read_metrics(run_dir / "logs")] == [*range(1, max_steps + 1)]
         forward = [row["step"] for row in read_estimates(run_dir / "logs") if row["name"] == "delta_h/forward"]
         assert forward == [*range(1, max_steps + 1)]
-        assert caplog.text.count("has taken its 3 steps: a larger trainer.max_steps trains longer") == 1
+        assert caplog.text.count("has taken its 3 steps: raise trainer.max_steps to train longer") == 1
 
 
 def test_one_command_starts_a_run_and_goes_on_with_it(trained: Path, tmp_path: Path) -> None:
@@ -285,7 +285,7 @@ def test_one_command_starts_a_run_and_goes_on_with_it(trained: Path, tmp_path: P
     run_of(folder, "resume=auto").train()  # has taken its steps
     with pytest.raises(ValueError, match="was started with other settings"):
         run_of(folder, "resume=auto", "seed=3")
-    with pytest.raises(ValueError, match="would be added again at each start"):
+    with pytest.raises(ValueError, match="would add additional_steps again at each start"):
         run_of(folder, "resume=auto", "additional_steps=1")
 
 

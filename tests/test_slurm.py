@@ -207,7 +207,7 @@ def test_a_job_that_is_asked_to_end_is_queued_again_and_goes_on_by_itself(cluste
     cluster.ask("scontrol", "update", f"JobId={job}", "StartTime=now")  # else two minutes later
     cluster.wait(job, lambda: cluster.states(job) == {"COMPLETED"})
     assert first.group() in cluster.said(job)
-    assert f"going on with runs/{cluster.run_of(job).name} from step {first.group(1)}" in cluster.said(job)
+    assert f"continuing runs/{cluster.run_of(job).name} from step {first.group(1)}" in cluster.said(job)
     assert [row["step"] for row in read_metrics(cluster.run_of(job) / "logs")] == list(range(1, 31))
     config = yaml.safe_load((cluster.run_of(job) / "config.yaml").read_text())
     assert "resume=auto" in config["provenance"]["command"]

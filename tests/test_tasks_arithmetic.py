@@ -120,5 +120,5 @@ def test_chains_have_as_many_operands_as_asked_for_and_no_fewer_than_three() -> 
     for dataset in (longer.train_dataset, longer.eval_dataset):
         assert {len(partial_results(prompt)) for prompt in dataset["prompt"]} == {8, 9}
     for least, most in ((2, 7), (5, 4)):
-        with pytest.raises(ValueError, match=f"data.min_operands={least} and data.max_operands={most} are no range"):
+        with pytest.raises(ValueError, match=f"data.min_operands={least} and data.max_operands={most} are not a range"):
             arithmetic(min_operands=least, max_operands=most)

@@ -73,7 +73,7 @@ def test_an_example_of_the_warm_start_is_rewarded(sums: Task) -> None:
 @pytest.mark.parametrize(
     ("task", "options", "said"),
     [
-        ("chain_sums", {}, "data.task=chain_sums is no task of reasoning-gym: use chain_sum"),
+        ("chain_sums", {}, "data.task=chain_sums is not in reasoning-gym: use chain_sum"),
         ("chain_sum", {"settings": {"max_term": 3}}, "data.settings={'max_term': 3} do not suit"),
         ("chain_sum", {"settings": {"min_terms": 0}}, "data.settings={'min_terms': 0} do not suit"),
         ("chain_sum", {"num_train": 500, "settings": {"min_terms": 1, "max_terms": 1, "max_digits": 1}}, "has only"),

@@ -48,8 +48,8 @@ def test_what_judges_values_imports_neither_torch_nor_trl() -> None:
         ("++trainer.num_iterations=0", "trainer.num_iterations=0 must be at least 1"),
         ("+probes.ground_truth.sequences=1e8", "probes.ground_truth.sequences=100000000.0 must be a whole number"),
         ("+probes.ground_truth.sequences=100000000", "at most 65536: more would take hours"),
-        ("run_dir=", "run_dir= is no folder"),
-        ("run_dir=null", "run_dir=None is no folder"),
+        ("run_dir=", "run_dir= is not a folder"),
+        ("run_dir=null", "run_dir=None is not a folder"),
         ("model=hub", "model.name is not set: give model.name=VALUE"),
         ("batch.microbatch_size=12", "use batch.microbatch_size=8"),
     ],
@@ -76,7 +76,7 @@ def test_a_typo_in_the_folder_of_a_run_that_goes_on_does_not_lead_to_another_run
     (tmp_path / "run_a" / "training_state").mkdir(parents=True)
     check_run(composed("train", f"run_dir={tmp_path / 'run_a'}", "resume=latest"))
     with pytest.raises(
-        ValueError, match=rf"run_aa holds no run to go on with, .*; did you mean run_dir={tmp_path}/run_a\?"
+        ValueError, match=rf"run_aa holds no run to continue; .*; did you mean run_dir={tmp_path}/run_a\?"
     ):
         check_run(composed("train", f"run_dir={tmp_path / 'run_aa'}", "resume=latest"))
 
@@ -90,9 +90,9 @@ def test_a_typo_in_the_folder_of_a_run_that_goes_on_does_not_lead_to_another_run
         ("truth.odd=2", "truth.odd=2 must be true or false"),
         ("evaluation.prompts=abc", "evaluation.prompts=abc must be a whole number"),
         ("evaluation.prompts=1", "evaluation.prompts=1 must be a whole number, at least 2"),
-        ("evaluation=5", "evaluation=5: settings are needed there"),
+        ("evaluation=5", "evaluation=5 must be a group of settings"),
         ("kernel.memory_gb=lots", "kernel.memory_gb=lots must be a number"),
-        ("first_order.estimator=null", "first_order.estimator=null means nothing"),
+        ("first_order.estimator=null", "first_order.estimator=null has no meaning"),
         ("name=../../x", r"name=\.\./\.\./x names a folder"),
         ("name=a/b", "name=a/b names a folder"),
         ("name=.x", r"name=\.x names a folder"),
@@ -145,7 +145,7 @@ def test_a_run_that_does_not_say_its_data_is_analysed_with_data_that_are_given(t
     del cfg["data"]
     OmegaConf.save(cfg, tmp_path / "config.yaml", resolve=True)
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        with pytest.raises(ValueError, match=r"config.yaml says nothing of data, and .* or give data=…$"):
+        with pytest.raises(ValueError, match=r"config.yaml lacks data, which .* or give data=…$"):
             run_settings(checkpoint, [])
         changed = run_settings(checkpoint, ["data=arithmetic", "model=tiny", "model.dtype=bfloat16"])
     assert changed.data._target_.endswith("arithmetic")

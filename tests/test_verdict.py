@@ -21,8 +21,8 @@ def test_second_order_that_cancels_first_is_said_with_the_numbers_and_the_step_t
     """A difference of .97 of the prediction, at half of the step .48 of it."""
     assert verdict(41, found(-0.807, -0.026, 0.209, 0.46)) == (
         "Step 41: higher orders cancel the first: do not trust forward alone at this learning rate. Predicted "
-        "-0.807 ± 0.460, measured -0.026 ± 0.460, difference -0.781 ± 0.209 (1e-3 nats per token). As a second order "
-        "it would be less than half of the prediction at 1/2 of the step."
+        "-0.807 ± 0.460, measured -0.026 ± 0.460, difference -0.781 ± 0.209 (1e-3 nats per token). If it is second "
+        "order, it would be less than half of the prediction at 1/2 of the step."
     )
 
 

@@ -66,7 +66,7 @@ def response_metrics(
     mean_rewards = rewards.mean(dim=1)
     metrics = {
         "reward": share_over_prompts(mean_rewards, *reward_range) if reward_range else mean_over_prompts(mean_rewards),
-        "greedy_accuracy": Estimate.missing("no greedy decoding was asked for (evaluation.greedy)"),
+        "greedy_accuracy": Estimate.missing("greedy decoding is off (evaluation.greedy)"),
     }
     if greedy:
         metrics["greedy_accuracy"] = share_over_prompts(
@@ -122,7 +122,7 @@ def custom_metrics(name: str, metric: Metric, sampled: ByRow, dataset: Any) -> d
                 entropies=[r.entropies for r in group],
             )
             if not isinstance(returned, Mapping):
-                raise TypeError(f"it returned {returned!r:.60}, and not numbers by name, as {{'mine': 0.5}}")
+                raise TypeError(f"it returned {returned!r:.60} instead of numbers by name, such as {{'mine': 0.5}}")
             values = {str(key): float(value) for key, value in returned.items()}
         except Exception as error:  # of code that is not ours
             raise ValueError(

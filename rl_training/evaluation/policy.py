@@ -199,7 +199,7 @@ def require_weights(checkpoint: Path) -> None:
     if not {path.name for path in weights} - {*NOT_WEIGHTS, "training_args.bin"}:
         raise ValueError("it has no weights (model.safetensors or adapter_model.safetensors)")
     if (checkpoint / "optimizer.pt").is_file() and not (checkpoint / "trainer_state.json").is_file():
-        raise ValueError("it has no trainer_state.json, so writing it was not finished")
+        raise ValueError("it has no trainer_state.json, so it was not written completely")
 
 
 def _base_of(checkpoint: Path) -> str:
@@ -207,4 +207,4 @@ def _base_of(checkpoint: Path) -> str:
         name = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
         if name:
             return str(name)
-    raise ValueError("its adapter does not say on which model it belongs: give model=hub model.name=PATH")
+    raise ValueError("its adapter does not name its base model: give model=hub model.name=PATH")

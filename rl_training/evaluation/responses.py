@@ -125,8 +125,8 @@ def tokenize(policy: CheckpointPolicy, prompt: Any) -> Tensor:
     unknown = tokenizer.unk_token_id is not None and tokenizer.unk_token_id in ids
     if unknown or not _letters(prompt) <= _letters(tokenizer.decode(ids)):
         raise ValueError(
-            f"the tokenizer of this run cannot spell the prompt {prompt[:80]!r}: this is another task than the one it "
-            "was made for; leave out data=… to evaluate the run's own"
+            f"the tokenizer of this run cannot encode the prompt {prompt[:80]!r}: it was made for another task; leave "
+            "out data=… to evaluate the run's own"
         )
     return torch.tensor(ids)
 

@@ -37,7 +37,7 @@ def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
     plan = read_plan(cfg)
     for word in plan.values["run"]:
         if word.partition("=")[0] in OF_LATER_STEPS and PartialState().is_main_process:
-            logger.warning(f"{word} changes nothing here: its step is the first on its responses, none is clipped")
+            logger.warning(f"{word} has no effect here: the first step on its responses clips nothing")
     for checkpoint in plan.results:
         _analyse(checkpoint, plan)
     if PartialState().is_main_process:

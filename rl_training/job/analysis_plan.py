@@ -47,7 +47,7 @@ def read_plan(cfg: DictConfig) -> Plan:
     results = {checkpoint: _folder(checkpoint, values["output"]) / name / checkpoint.name for checkpoint in found}
     folder, times = Counter(results.values()).most_common(1)[0]
     if times > 1:
-        raise ValueError(f"{times} checkpoints would leave their results in {folder}: analyse each run by itself")
+        raise ValueError(f"{times} checkpoints would write their results to {folder}: analyse each run separately")
     files = {checkpoint: folder / RESULT_FILE for checkpoint, folder in results.items()}
     return Plan(values, files, analysis, _kernel_settings(values), sweep, interventions, log)
 

@@ -45,5 +45,5 @@ def name_of(name: str) -> str:
     """
     typed = name.partition(",")[0]
     if UNFIT.search(typed) or typed.startswith(".") or not typed:
-        raise ValueError(f"name={typed} names a folder in RUN/offline: letters, digits and . = + - _ can be in it")
+        raise ValueError(f"name={typed} names a folder in RUN/offline: use only letters, digits and . = + - _")
     return UNFIT.sub("", name)

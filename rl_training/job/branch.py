@@ -35,8 +35,8 @@ def branched(cfg: DictConfig) -> DictConfig:
     stored = checkpoint.parents[1] / CONFIG_FILE
     if checkpoint.parent.name != TRAINING_STATE or not stored.is_file():
         raise ValueError(
-            f"branch={cfg.branch} is in no run, where it would be RUN/{TRAINING_STATE}/checkpoint-N beside RUN/"
-            f"{CONFIG_FILE}: start a new run from its weights with model=hub model.name=CHECKPOINT"
+            f"branch={cfg.branch} is not in a run folder (RUN/{TRAINING_STATE}/checkpoint-N beside RUN/{CONFIG_FILE}): "
+            "start a new run from its weights with model=hub model.name=CHECKPOINT"
         )
     settings = load_settings(stored)
     settings.pop("provenance", None)
@@ -50,7 +50,7 @@ def branched(cfg: DictConfig) -> DictConfig:
         if before.get(key) != now.get(key):
             raise ValueError(
                 f"branch={checkpoint}: its run has {key}={before.get(key)}, and this one would have {now.get(key)}: a "
-                "branch keeps model, adapter, data and optimizer. Another run starts from its weights with model=hub "
+                "branch keeps model, adapter, data and optimizer. Start a new run from its weights with model=hub "
                 f"model.name={checkpoint}"
             )
     settings.branch = str(checkpoint)

@@ -144,7 +144,7 @@ def _interventions_of(cfg: DictConfig) -> list[str]:
     given = cfg.get("intervention")
     names = list(given) if isinstance(given, ListConfig) else [] if given is None else [given]
     if not all(isinstance(name, str) for name in names):
-        raise ValueError(f"intervention={given}: give a name, as bonus or bonus:0.02, or a list of them")
+        raise ValueError(f"intervention={given}: give a name such as bonus or bonus:0.02, or a list of them")
     return [str(name) for name in names]
 
 
@@ -187,12 +187,12 @@ def _check_sharding(trainer: DrGRPOTrainer) -> None:
         if parse_flag_from_env(f"ACCELERATE_USE_{name}") and not got:
             raise ValueError(
                 f"{name} was asked for, and accelerate gives DDP instead: FSDP never runs on the CPU, and DeepSpeed "
-                "only where ACCELERATE_USE_CPU is not set (DS_ACCELERATOR=cpu says it, see launch/zero2.yaml)"
+                "only where ACCELERATE_USE_CPU is not set (set DS_ACCELERATOR=cpu instead, see launch/zero2.yaml)"
             )
     if trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.state_dict_type.name != "FULL_STATE_DICT":
         raise ValueError(
-            "fsdp_state_dict_type: SHARDED_STATE_DICT leaves checkpoints without model.safetensors, which nothing here "
-            "reads: use FULL_STATE_DICT (launch/fsdp2.yaml)"
+            "fsdp_state_dict_type: SHARDED_STATE_DICT writes checkpoints without model.safetensors, which cannot be "
+            "read here: use FULL_STATE_DICT (launch/fsdp2.yaml)"
         )
 
 
@@ -213,7 +213,7 @@ def _check_precision(trainer: DrGRPOTrainer) -> None:
     rounded = {str(p.dtype) for p in trainer.model.parameters() if p.requires_grad and p.dtype.itemsize < 4}
     if rounded and not trainer.is_deepspeed_enabled:
         raise ValueError(
-            f"all weights are trained and kept in {', '.join(rounded).replace('torch.', '')}, where small changes of a "
-            "weight are lost (below 0.2 % in bfloat16), and reinforcement learning makes smaller ones: use "
-            "model.dtype=float32 (trainer.bf16 computes in bf16 all the same), or adapter=lora, whose adapter is fp32"
+            f"all weights are trained and kept in {', '.join(rounded).replace('torch.', '')}, which loses small "
+            "changes of a weight (below 0.2 % in bfloat16); reinforcement learning makes smaller ones: use "
+            "model.dtype=float32 (trainer.bf16 still computes in bf16), or adapter=lora, whose adapter is fp32"
         )

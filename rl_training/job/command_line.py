@@ -166,7 +166,7 @@ def _interrupt(signum: int, frame: FrameType | None) -> NoReturn:
 def _fail(launch: Launch, error: Exception, debug: bool) -> NoReturn:
     foreseen = is_foreseen(error)
     shown = "" if foreseen and not debug else "".join(traceback.format_exception(error))
-    hint = "" if foreseen else " (not foreseen: the traceback is above)"
+    hint = "" if foreseen else " (unexpected: the traceback is above)"
     _end(launch, 2 if foreseen else 1, f"error: {in_one_line(error)}{hint}", shown)
 
 

@@ -79,8 +79,8 @@ class EvaluationPlan:
         ]
         if changed:
             raise ValueError(
-                f"{self.folder} was made with other settings: {', '.join(changed)}. Keep this one beside it with "
-                "evaluation.name=NAME, or drop that one with evaluation.overwrite=true"
+                f"{self.folder} was made with other settings: {', '.join(changed)}. Write this one beside it with "
+                "evaluation.name=NAME, or replace it with evaluation.overwrite=true"
             )
 
 
@@ -97,10 +97,10 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
     task_name = config["data"]["_target_"].rsplit(".", 1)[-1]
     name = str(e["name"] or task_name)
     if "/" in name or name.startswith("."):
-        raise ValueError(f"evaluation.name={name} names a folder: letters, digits and dashes are safe")
+        raise ValueError(f"evaluation.name={name} names a folder: use letters, digits and dashes")
     root = Path(asked["output"]) if asked["output"] else run
     if root is None:
-        raise ValueError(f"{next(iter(checkpoints.values()))} is in no run's folder: say where to write, output=PATH")
+        raise ValueError(f"{next(iter(checkpoints.values()))} is not in a run folder: say where to write, output=PATH")
     for metric in asked["metrics"]:
         if metric in BUILT_IN:
             raise ValueError(f"metrics.{metric}: there is a built-in metric {metric}; give yours another name")
@@ -171,7 +171,7 @@ def _find_checkpoints(run: str | None, checkpoints: list[str] | str | None) -> t
     else:
         assert folder is not None
         if not (folder / CONFIG_FILE).is_file():
-            raise ValueError(f"run={run} is no run's folder: it holds no {CONFIG_FILE}. For bare checkpoints: "
+            raise ValueError(f"run={run} is not a run folder: it has no {CONFIG_FILE}. For bare checkpoints: "
                              "'checkpoints=[PATH,...]'")  # fmt: skip
         paths = checkpoints_of(folder)
         if not paths:
@@ -181,7 +181,7 @@ def _find_checkpoints(run: str | None, checkpoints: list[str] | str | None) -> t
     for path in paths:
         step = step_of(path)
         if step in by_step:
-            raise ValueError(f"{by_step[step]} and {path} are both of step {step}: evaluate them apart")
+            raise ValueError(f"{by_step[step]} and {path} are both of step {step}: evaluate them separately")
         by_step[step] = path
     return folder, dict(sorted(by_step.items()))
 
@@ -202,7 +202,7 @@ def _run_of(checkpoints: list[Path]) -> Path | None:
     runs = {path.resolve().parent.parent for path in checkpoints if path.resolve().parent.name == TRAINING_STATE}
     if len(runs) > 1:
         raise ValueError(
-            f"the checkpoints are of several runs, {', '.join(map(str, sorted(runs)))}: evaluate each apart"
+            f"the checkpoints are of several runs, {', '.join(map(str, sorted(runs)))}: evaluate each separately"
         )
     return next(iter(runs), None)
 
@@ -223,7 +223,7 @@ def _lay_over(config: dict[str, Any], asked: dict[str, Any]) -> tuple[dict[str, 
         given = asked.get(group) or {}
         laid[group] = given if "_target_" in given else {**(config.get(group) or {}), **given}
     if not laid["data"].get("_target_"):
-        raise ValueError("no run says which task these checkpoints are for: choose it, data=arithmetic or data=gsm8k")
+        raise ValueError("the task of these checkpoints is not known: choose it with data=arithmetic or data=gsm8k")
     own_task = laid["data"]["_target_"] == (config.get("data") or {}).get("_target_")
     if not own_task:  # its lengths go with it
         laid["trainer"] = {**config.get("trainer", {}), **asked.get("trainer", {})}

@@ -37,10 +37,10 @@ def explain(error: BaseException) -> str:
             f"{group}={name}: there is no such {group}. Choose from {', '.join(options)}{did_you_mean(name, options)}"
         )
     if isinstance(error, OmegaConfBaseException) and "is not in struct" in message:
-        return f"{error.full_key} is not there: a run needs it, so it cannot be taken away"
+        return f"{error.full_key} is missing: a run needs it, so it cannot be removed"
     if message.startswith("Config group override must be a string"):
         chosen = [arg for arg in sys.argv[1:] if arg.endswith("=null") and (CONF / arg.removesuffix("=null")).is_dir()]
-        return f"{' '.join(chosen)}: a choice by name is needed, see --help; several have none"
+        return f"{' '.join(chosen)}: give a name, see --help; for several groups it can be none"
     setting = re.search(r"Could not override '([^']+)'", message)
     if setting:
         return f"{setting.group(1)}: {_no_such_setting(setting.group(1))}"
@@ -70,13 +70,13 @@ def _no_such_setting(key: str) -> str:
     if probe and (CONF / "probe" / f"{probe}.yaml").is_file():
         options = [name for name in load_plain(CONF / "probe" / f"{probe}.yaml")[probe] if name != "_target_"]
         if last in options:
-            return f"this run has no probe {probe}; choose it by probe={probe}, or in a list by probe=[…,{probe}]"
+            return f"this run has no probe {probe}; choose it with probe={probe}, or in a list by probe=[…,{probe}]"
         return f"the probe has the options {', '.join(options)}{did_you_mean(last, options)}"
     if key.count(".") == 1 and (CONF / first).is_dir():
         by_file = {path.stem: _options(path, first) for path in sorted((CONF / first).glob("*.yaml"))}
         having = [f"{first}={name}" for name, options in by_file.items() if last in options]
         if having:
-            return f"what this run has chosen for {first} has no such setting; {' and '.join(having)} would have it"
+            return f"this run's choice of {first} has no such setting; {' and '.join(having)} would have it"
         known = sorted({option for options in by_file.values() for option in options})
         return f"{first} has the settings {', '.join(known)}{did_you_mean(last, known)}"
     groups = [path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra"]

@@ -40,13 +40,13 @@ class OfflineEntropyProbe:
     def from_config_file(cls, path: str | Path) -> OfflineEntropyProbe:
         """Returns the probe that a YAML file describes. ValueError where it is not there or cannot be read."""
         if not Path(path).is_file():
-            raise ValueError(f"{path}: there is no such file; two that are ready lie in {PROBE_CONFIGS}")
+            raise ValueError(f"{path}: there is no such file; two examples are in {PROBE_CONFIGS}")
         try:
             config = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
         except (YAMLError, OmegaConfBaseException, OSError) as error:
             raise ValueError(f"{path} cannot be read as YAML: {error}") from error
         if not isinstance(config, dict):
-            raise ValueError(f"{path}: sections with settings are needed; see {PROBE_CONFIGS}")
+            raise ValueError(f"{path}: it must hold sections with settings; see {PROBE_CONFIGS}")
         return cls(config)  # type: ignore[arg-type]
 
     def run_mixed_probe(self, checkpoint_path: str | Path | None = None) -> dict[str, Any]:
@@ -94,10 +94,9 @@ def main() -> None:
     """Runs the probe of a configuration file, prints its core numbers, and where the log lies."""
     parser = argparse.ArgumentParser(
         prog="python -m rl_training.offline",
-        description="What a checkpoint's next step does to entropy, by a configuration file. rl-training analyze "
-        "does the same by a command line.",
+        description="Analyze a checkpoint's next step from a configuration file. rl-training analyze needs none.",
     )
-    parser.add_argument("--config", required=True, help="a file as those in probe_configs")
+    parser.add_argument("--config", required=True, help="a file like those in probe_configs")
     parser.add_argument("--checkpoint", help="a checkpoint or a run, instead of the file's")
     arguments = parser.parse_args()
     found = OfflineEntropyProbe.from_config_file(arguments.config).run_mixed_probe(arguments.checkpoint)

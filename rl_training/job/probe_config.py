@@ -76,7 +76,7 @@ def read_probe_config(config: Mapping[str, Any], checkpoint: str | None = None) 
     given = {at: value for at, value in given.items() if value is not None}
     path = checkpoint or given.get(("checkpoint", "checkpoint_path"))
     if path is None:
-        raise ValueError("checkpoint.checkpoint_path is not set: give it there, or as --checkpoint PATH")
+        raise ValueError("checkpoint.checkpoint_path is not set: set it in the file, or give --checkpoint PATH")
     words = [_word("checkpoint", path), f"name={NAME}", *QUIETLY]
     for group, at in (("model", ("checkpoint", "backbone")), ("data", ("batch_config", "dataset_name"))):
         if at in given:
@@ -136,16 +136,16 @@ def _refuse_unknown(config: Mapping[str, Any]) -> None:
     sections = [*KEYS, "overrides"]
     for section, keys in config.items():
         if section not in sections:
-            raise ValueError(f"{section}: the configuration has the sections {', '.join(sections)}{_home(section)}")
+            raise ValueError(f"{section}: there is no such section; choose from {', '.join(sections)}{_home(section)}")
         if section == "overrides":
             if not all(isinstance(word, str) and "=" in word for word in keys or []):
-                raise ValueError("overrides: a list of settings is needed, each KEY=VALUE")
+                raise ValueError("overrides must be a list of settings, each KEY=VALUE")
             continue
         if keys is not None and not isinstance(keys, Mapping):
-            raise ValueError(f"{section}={keys}: settings are needed there, of {', '.join(KEYS[section])}")
+            raise ValueError(f"{section}={keys} must be a group of settings: {', '.join(KEYS[section])}")
         for key, value in (keys or {}).items():
             if key not in KEYS[section]:
-                raise ValueError(f"{section}.{key}: {section} has {', '.join(KEYS[section])}{_home(key)}")
+                raise ValueError(f"{section}.{key}: unknown; {section} has {', '.join(KEYS[section])}{_home(key)}")
             _refuse_value(f"{section}.{key}", value, KEYS[section][key])
 
 
@@ -157,7 +157,7 @@ def _refuse_value(key: str, value: Any, kind: type | tuple[str, ...]) -> None:
             raise ValueError(f"{key}={value}: choose from {', '.join(kind)}{did_you_mean(str(value), kind)}")
     elif type(value) is not kind:
         wanted = {bool: "true or false", int: "a whole number", str: "text"}[kind]
-        raise ValueError(f"{key}={value}: {wanted} is needed")
+        raise ValueError(f"{key}={value} must be {wanted}")
 
 
 def _home(key: str) -> str:

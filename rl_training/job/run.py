@@ -43,7 +43,7 @@ class TrainingRun:
         for dashboard in self.loggers:
             dashboard.start(after_step=taken)
         if 0 < self.trainer.args.max_steps <= taken:
-            logger.warning(f"{self.run_dir} has taken its {taken} steps: a larger trainer.max_steps trains longer")
+            logger.warning(f"{self.run_dir} has taken its {taken} steps: raise trainer.max_steps to train longer")
             return
         with self.stop.listening(), libraries_refuse(unless=lambda: self.trainer.state.global_step > taken):
             self.trainer.train(resume_from_checkpoint=str(self.checkpoint) if self.checkpoint else None)

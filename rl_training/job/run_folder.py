@@ -27,7 +27,7 @@ from rl_training.records.jsonl import METRICS_FILE
 
 logger = logging.get_logger(__name__)
 
-ANOTHERS = "run_dir={} already holds a run: go on with it by resume=latest, choose another, or delete it"
+ANOTHERS = "run_dir={} already holds a run: continue it with resume=latest, choose another, or delete it"
 
 
 class RunFolder(NamedTuple):
@@ -57,14 +57,14 @@ def find_run_folder(cfg: DictConfig) -> RunFolder:
     if goes_on:
         refuse_other_settings(cfg, run)
         if checkpoint is None:
-            logger.warning(f"{run} has no complete checkpoint: it starts again")
+            logger.warning(f"{run} has no complete checkpoint: it starts from the beginning")
         else:
             if written != state.num_processes:
                 logger.warning(
-                    f"{checkpoint.name} was written by {written} process(es) and goes on with {state.num_processes}: "
-                    "with other random numbers, so not bitwise as the uninterrupted run would"
+                    f"{checkpoint.name} was written by {written} process(es) and continues with {state.num_processes}: "
+                    "random numbers differ, so it is not bitwise the uninterrupted run"
                 )
-            logger.warning(f"going on with {run} from step {taken}")
+            logger.warning(f"continuing {run} from step {taken}")
     elif (run / LOGS_FOLDER / METRICS_FILE).exists() or (run / CONFIG_FILE).exists():
         raise ValueError(ANOTHERS.format(run))
     state.wait_for_everyone()  # nothing is moved or created before every process has checked
@@ -95,8 +95,8 @@ def _resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
     run = folder.parent
     if folder.name != TRAINING_STATE:
         raise ValueError(
-            f"resume={checkpoint} is in no run folder, where it would be RUN/{TRAINING_STATE}/checkpoint-N: give "
-            "one that is, or start a new run from its weights with model=hub model.name=CHECKPOINT"
+            f"resume={checkpoint} is not in a run folder (RUN/{TRAINING_STATE}/checkpoint-N): give one that is, or "
+            "start a new run from its weights with model=hub model.name=CHECKPOINT"
         )
     overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else ()
     if any(word.startswith("run_dir=") for word in overrides) and run != run_dir.resolve():
@@ -132,8 +132,8 @@ def check_number_of_processes(num_processes: int) -> None:
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if asked != num_processes:
         raise ValueError(
-            f"WORLD_SIZE={asked}, but {num_processes} process(es) met: start them with accelerate launch or torchrun, "
-            "or unset WORLD_SIZE"
+            f"WORLD_SIZE={asked}, but {num_processes} process(es) joined: start them with accelerate launch or "
+            "torchrun, or unset WORLD_SIZE"
         )
     met_alone = "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ
     if met_alone and "ACCELERATE_MIXED_PRECISION" in os.environ:

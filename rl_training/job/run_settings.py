@@ -95,8 +95,8 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
         missing = [group for group in ("model", "data") if group not in chosen]
         if missing:
             raise ValueError(
-                f"{checkpoint} lies in no run (there is no {stored}), so say what it is: "
-                f"{' '.join(f'{group}=…' for group in missing)}, and adapter=lora where it is one; see --help"
+                f"{checkpoint} is not in a run (there is no {stored}): give "
+                f"{' '.join(f'{group}=…' for group in missing)}, and adapter=lora if it is an adapter; see --help"
             )
         return compose("train", overrides=[_unlisted(change) for change in changes])
     cfg = load_settings(stored)
@@ -120,7 +120,7 @@ def _refuse_missing(cfg: DictConfig, stored: Path) -> None:
     if missing:
         groups = [f"{key}=…" for key in missing if (CONF / key).is_dir()]
         give = f", or give {' '.join(groups)}" if groups == [f"{key}=…" for key in missing] else ""
-        raise ValueError(f"{stored} says nothing of {', '.join(missing)}, and a run needs it: mend the file{give}")
+        raise ValueError(f"{stored} lacks {', '.join(missing)}, which a run needs: mend the file{give}")
 
 
 def _unlisted(change: str) -> str:

@@ -102,7 +102,7 @@ def check_run(cfg: DictConfig) -> int:
 def check_settings(cfg: DictConfig) -> None:
     """Raises ValueError for settings that are out of range, do not exist, or duplicate another setting."""
     if not isinstance(cfg.run_dir, str) or not cfg.run_dir.strip():
-        raise ValueError(f"run_dir={cfg.run_dir} is no folder: give run_dir=PATH, or leave it out for one of its own")
+        raise ValueError(f"run_dir={cfg.run_dir} is not a folder: give run_dir=PATH, or leave it out for a new one")
     for key, numbers in RANGES.items():
         value = OmegaConf.select(cfg, key, default=...)
         if isinstance(value, str) and value.isdecimal():  # seed=${oc.env:SLURM_ARRAY_TASK_ID}
@@ -114,10 +114,10 @@ def check_settings(cfg: DictConfig) -> None:
     for key in ("data.path", "model.name"):
         value = OmegaConf.select(cfg, key)
         if not isinstance(value, str | None):
-            raise ValueError(f"{key}={value} is no path: in quotes it is one, {quoted(key, str(value))}")
+            raise ValueError(f"{key}={value} is not a path: quote it, {quoted(key, str(value))}")
     shown = OmegaConf.select(cfg, "logger.metrics", default="all")
     if shown not in ("core", "all"):
-        raise ValueError(f"logger.metrics={shown}: choose core, about 15 numbers, or all")
+        raise ValueError(f"logger.metrics={shown}: choose core (about 15 numbers) or all")
     if "alert" in cfg:
         _check_alert(cfg.alert)
     if cfg.model.get("quantization") and not cfg.adapter:
@@ -140,8 +140,7 @@ def _check_trainer(cfg: DictConfig) -> None:
     if cfg.trainer.get("use_vllm") and cfg.adapter and not exact:
         raise ValueError(
             "for vLLM, TRL merges the adapter into the frozen weights and takes it out again at every step, and "
-            "rounding wears off weights of less than fp32: use adapter=lora model.dtype=float32, or "
-            "trainer.use_vllm=false"
+            "rounding erodes weights below fp32: use adapter=lora model.dtype=float32, or trainer.use_vllm=false"
         )
     if cfg.trainer.get("max_steps") == 0:
         raise ValueError("trainer.max_steps=0 trains nothing: give at least 1, or -1 for trainer.num_train_epochs")
@@ -157,20 +156,20 @@ def check_resume(cfg: DictConfig) -> None:
     is_given = "${now:" not in str(as_written["run_dir"])
     if cfg.resume == "auto" and not is_given:
         raise ValueError(
-            "resume=auto goes on with the run in run_dir, or starts it there, and run_dir is named by the time: give "
+            "resume=auto continues the run in run_dir, or starts it there, but run_dir is named by the time: give "
             "run_dir=PATH"
         )
     run = Path(str(cfg.run_dir)).expanduser()
     if cfg.resume == "latest" and is_given and not (run / TRAINING_STATE).is_dir():
         runs = {path.parent.name: f"run_dir={path.parent}" for path in run.parent.glob(f"*/{TRAINING_STATE}")}
         raise ValueError(
-            f"resume=latest: run_dir={cfg.run_dir} holds no run to go on with, resume=auto would start it there"
-            f"{did_you_mean(run.name, runs)}"
+            f"resume=latest: run_dir={cfg.run_dir} holds no run to continue; resume=auto would start one "
+            f"there{did_you_mean(run.name, runs)}"
         )
     if cfg.additional_steps is not None and cfg.resume == "auto":
-        raise ValueError("additional_steps would be added again at each start by resume=auto: give trainer.max_steps")
+        raise ValueError("resume=auto would add additional_steps again at each start: give trainer.max_steps")
     if cfg.additional_steps is not None and cfg.resume == "none" and cfg.get("branch") is None:
-        raise ValueError("additional_steps is added to what a run has taken: give resume=latest, or trainer.max_steps")
+        raise ValueError("additional_steps is added to a run's last step: give resume=latest, or trainer.max_steps")
 
 
 def _check_alert(alert: DictConfig) -> None:
@@ -179,7 +178,7 @@ def _check_alert(alert: DictConfig) -> None:
     if type(alert.stop) is not bool:
         raise ValueError(f"alert.stop={alert.stop} must be true or false")
     if alert.stop and alert.below is None:
-        raise ValueError("alert.stop is of an alert that is off: give alert.below=0.05")
+        raise ValueError("alert.stop needs the alert, which is off: give alert.below=0.05")
 
 
 def _check_probes(probes: Any) -> None:
@@ -187,7 +186,7 @@ def _check_probes(probes: Any) -> None:
         raise ValueError("there is nothing in `probes`: for a run without probes give probe=none")
     for probe in map(str, probes):
         if not isinstance(probes[probe], DictConfig):
-            raise ValueError(f"probes.{probe}={probes[probe]}: for a run without it leave it out of the list probe=[…]")
+            raise ValueError(f"probes.{probe}={probes[probe]}: to run without it, leave it out of the list probe=[…]")
         file = CONF / "probe" / f"{probe}.yaml"
         if file.is_file():
             refuse_other_kinds(probes[probe], load_plain(file)[probe], f"probes.{probe}.")
@@ -240,7 +239,7 @@ def refuse_other_kinds(given: Mapping[Any, Any], standard: Mapping[Any, Any], pr
 def _check_kind(key: str, value: Any, default: Any, hint: str = "") -> None:
     if isinstance(default, Mapping):
         if not isinstance(value, Mapping):
-            raise ValueError(f"{key}={value}: settings are needed there, {key}.NAME=VALUE")
+            raise ValueError(f"{key}={value} must be a group of settings: {key}.NAME=VALUE")
         refuse_other_kinds(value, default, f"{key}.")
     elif isinstance(default, list | ListConfig):
         if not isinstance(value, list | ListConfig):
@@ -249,7 +248,7 @@ def _check_kind(key: str, value: Any, default: Any, hint: str = "") -> None:
             _check_kind(key, element, default[0], " in the list")
     elif isinstance(default, str):
         if value is None:
-            raise ValueError(f"{key}=null means nothing: leave it out")
+            raise ValueError(f"{key}=null has no meaning: leave it out")
     elif isinstance(default, bool):
         if type(value) is not bool:
             raise ValueError(f"{key}={value} must be true or false{hint}")

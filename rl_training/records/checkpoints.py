@@ -108,14 +108,14 @@ def checkpoints_named(asked: str | Sequence[str], runs: Path) -> list[Path]:
             found = _whole(run / TRAINING_STATE)
             if found:
                 return found if asked == "all" else found[-1:]
-        raise ValueError(f"checkpoint={asked}: no run in {runs} has a whole checkpoint; give checkpoint=RUN")
+        raise ValueError(f"checkpoint={asked}: no run in {runs} has a complete checkpoint; give checkpoint=RUN")
     path = Path(asked)
     if not path.is_dir():
         raise ValueError(f"checkpoint={asked}: there is no such folder; give a run, a checkpoint-N folder, or latest")
     if (path / TRAINING_STATE).is_dir() or any(path.glob("checkpoint-*")):
         found = _whole(path / TRAINING_STATE)[-1:] or _whole(path)
         if not found:
-            raise ValueError(f"checkpoint={asked}: no whole checkpoint there")
+            raise ValueError(f"checkpoint={asked}: no complete checkpoint there")
         return found
     flaw = what_is_wrong_with_weights(path)
     if flaw:
@@ -168,7 +168,7 @@ def set_aside_later(run: Path, after_step: int) -> None:
             aside.mkdir(exist_ok=True)
             shutil.rmtree(aside / later.name, ignore_errors=True)  # of a kill before this one
             later.rename(aside / later.name)
-            logger.warning(f"going on from step {after_step}: {later.name} is now in {aside}")
+            logger.warning(f"continuing from step {after_step}: {later.name} is now in {aside}")
 
 
 def what_is_wrong_with(checkpoint: Path, sharded_by: str = "") -> str:
@@ -214,7 +214,7 @@ def what_is_wrong_with_weights(checkpoint: Path) -> str:
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
-        return "it has no trainer_state.json, so writing it was not finished"
+        return "it has no trainer_state.json, so it was not written completely"
     except ValueError:
         return "its trainer_state.json is damaged"
     return _what_is_wrong_with_tensors(checkpoint)
@@ -227,7 +227,7 @@ def _what_is_wrong_with_weights_alone(checkpoint: Path) -> str:
     needed = [checkpoint / "adapter_config.json", checkpoint / weights] if weights else []
     missing = [path for path in (*needed, state_folder(checkpoint) / "optimizer.pt") if not path.is_file()]
     if missing:
-        return f"{' and '.join(str(path) for path in missing)} would have to be there"
+        return f"it lacks {' and '.join(str(path) for path in missing)}"
     return _what_is_wrong_with_tensors(checkpoint)
 
 

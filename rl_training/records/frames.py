@@ -86,7 +86,7 @@ def evaluations(run: str | Path) -> pd.DataFrame:
         except (KeyError, ValueError) as error:
             raise ValueError(
                 f"{file} is not a table of {', '.join(EVALUATION_COLUMNS[1:])} ({error}): delete it, and evaluate the "
-                "run again: what was evaluated is not evaluated anew"
+                "run again; finished checkpoints are not evaluated again"
             ) from error
         table.insert(0, "evaluation", file.parent.name)
         tables.append(table)

@@ -39,5 +39,5 @@ def verdict(step: int, results: Mapping[str, float | None]) -> str:
     return (
         f"Step {step}: higher orders {does} the first: do not trust forward alone at this learning rate. "
         "Predicted {}, measured {}, difference {} (1e-3 nats per token). ".format(*told)
-        + f"As a second order it would be less than half of the prediction at 1/{2**halvings} of the step."
+        + f"If it is second order, it would be less than half of the prediction at 1/{2**halvings} of the step."
     )

@@ -83,11 +83,11 @@ SECTIONS = {
     ],
     "interventions": [
         Panel(
-            "Change of entropy by a step with it, less a plain one's",
+            "Change of entropy by a step with it, minus a plain step's",
             pattern=r"^intervention/.*/mean_delta_h$",
             unit=NATS,
         ),
-        Panel("The same of the reward", pattern=r"^intervention/.*/mean_delta_reward$"),
+        Panel("The same for the reward", pattern=r"^intervention/.*/mean_delta_reward$"),
         Panel("Reward given up per nat kept", pattern=r"^intervention/.*/mean_price$"),
     ],
     "noise scale": [

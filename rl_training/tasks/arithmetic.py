@@ -69,7 +69,7 @@ def arithmetic(
     """
     if not MIN_OPERANDS <= min_operands <= max_operands:
         raise ValueError(
-            f"data.min_operands={min_operands} and data.max_operands={max_operands} are no range: use at least "
+            f"data.min_operands={min_operands} and data.max_operands={max_operands} are not a range: use at least "
             f"{MIN_OPERANDS} operands, and no maximum below the minimum"
         )
     operands = min_operands, max_operands

@@ -68,7 +68,7 @@ def answered_examples(task: str, seed: int, settings: Mapping[str, Any] | None =
     for number in range(_ENDLESS):
         entry = gym[number]
         if entry["answer"] is None:
-            raise ValueError(f"task={task} states no answers to learn from: use another task")
+            raise ValueError(f"task={task} gives no answers to learn from: use another task")
         if not is_held_out(_prompt(entry)):
             yield WorkedExample(_prompt(entry), f"</think><answer>{entry['answer']}</answer>")
 
@@ -84,7 +84,7 @@ def _gym(task: str, seed: int, settings: Mapping[str, Any] | None) -> Any:
 
     if task not in DATASETS:
         close = difflib.get_close_matches(task, DATASETS)
-        raise ValueError(f"data.task={task} is no task of reasoning-gym: use {' or '.join(close or sorted(DATASETS))}")
+        raise ValueError(f"data.task={task} is not in reasoning-gym: use {' or '.join(close or sorted(DATASETS))}")
     try:
         return create_dataset(task, size=_ENDLESS, seed=seed, **(settings or {}))
     except (TypeError, AssertionError) as error:  # an unknown setting, and a value that the task refuses

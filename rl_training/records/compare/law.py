@@ -57,7 +57,7 @@ def fit_law(group: Group) -> FittedLaw:
     early = set(steps[: (len(steps) + 1) // 2])
     first, why = _fit([point for point in points if point.step in early])
     late = [point for point in points if point.step not in early]
-    miss = Estimate.missing(why or "there is no second half")
+    miss = Estimate.missing(why or "no point lies in the second half of the steps")
     if first and late:
         miss = first.mean_miss([p.entropy for p in late], [p.reward for p in late])
     return FittedLaw(group, source, points, law, reason, first, miss, most)

@@ -25,7 +25,7 @@ from rl_training.records.report.page import render
 from rl_training.records.report.summary import in_words
 
 IN_WORDS = ("reward", "token entropy")  # differences that the page opens with
-ANOTHER_SEED = " One seed is not many: another may move it by more than noise within a run does."
+ANOTHER_SEED = " This is a single seed: another may change it by more than the noise within a run."
 
 
 def render_comparison(groups: Sequence[Group], findings: Sequence[str]) -> str:
@@ -62,7 +62,7 @@ def sentences(groups: Sequence[Group]) -> list[str]:
     pairs = compare_groups(groups)
     if not pairs:
         seeds = ", ".join(member.seed for member in groups[0].members)
-        return [f"One group: nothing that touches training differs but the seeds ({seeds})."]
+        return [f"One group: of what affects training, only the seeds differ ({seeds})."]
     found = []
     for pair in pairs:
         told = [_told(pair, label) for label in IN_WORDS if label in pair.figures]
@@ -74,9 +74,9 @@ def sentences(groups: Sequence[Group]) -> list[str]:
 def _told(pair: Difference, label: str) -> str:
     estimate = pair.figures[label]
     if math.isnan(estimate.ends()[0]):
-        return f"{label} {in_words(estimate, signed=True)}, without an error: more steps or seeds would give one"
+        return f"{label} {in_words(estimate, signed=True)}, without an error bar: more steps or seeds would give one"
     if not is_significant(estimate):
-        return f"{label} cannot be told apart ({in_words(estimate, signed=True)})"
+        return f"{label} does not differ by more than noise ({in_words(estimate, signed=True)})"
     return (
         f"{label} {'higher' if estimate.value > 0 else 'lower'} by more than noise ({in_words(estimate, signed=True)})"
     )

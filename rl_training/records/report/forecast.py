@@ -84,11 +84,11 @@ def _caption(forecast: EntropyForecast) -> str:
     every = ((steps, forecast.ahead(steps)) for steps in HORIZONS)
     told = "; ".join(f"{a.median:.2g} in {steps} steps, × or ÷ {a.range[1] / a.median:.2g}" for steps, a in every)
     known = (
-        "its noise is learned from how this run's values differed from what was foretold one step before"
+        "its noise is learned from this run's one-step forecast errors"
         if forecast.misses >= FEWEST
-        else f"its noise is still mostly that of other runs: {forecast.misses} of {FEWEST} steps are seen"
+        else f"its noise is still mostly that of other runs ({forecast.misses} of {FEWEST} steps seen)"
     )
     return (
-        f"If training goes on as it is: {told} (median, 95 % range). The ranges are as wide as entropy is hard to "
-        f"foretell: a rate is half forgotten after eight steps. The forecast follows log entropy and its rate; {known}."
+        f"If training continues as it is: {told} (median, 95 % range). The ranges are wide because entropy is hard to "
+        f"forecast: a rate is half forgotten after eight steps. The forecast follows log entropy and its rate; {known}."
     )

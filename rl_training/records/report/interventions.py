@@ -21,9 +21,9 @@ from rl_training.records.report.summary import MISSING, in_words
 NAMES = re.compile(r"^intervention/(.+)/mean_delta_h$")
 PLAIN = "intervention/plain_mean_"
 CAPTION = (
-    "How each intervention would change the step, relative to the step as it is (the square): left gives up reward, up "
-    "keeps entropy. All points on a dotted line have the same price; flatter lines are dearer. Running means over the "
-    "measured steps, 95 % intervals, for one step; an intervention that is kept does more, see the table."
+    "How each intervention would change the step, relative to the step as it is (the square): left gives up reward, "
+    "up keeps entropy. All points on a dotted line have the same price; flatter lines are dearer. Running means over "
+    "the measured steps, 95 % intervals, for one step; an intervention kept for many steps does more, see the table."
 )
 HEADINGS = [
     "",
@@ -36,8 +36,8 @@ HEADINGS = [
 ]
 MOST_LINES = 3
 ONE_STEP = (
-    "All of this is predicted from single steps, “when kept” on a straight line: ten real steps bear out the order, "
-    "not the sizes, and a force that grows with the distance (KL) is missed. Try one, and compare."
+    "All of this is predicted from single steps, and extrapolated linearly for “when kept”: ten real steps bear out "
+    "the order, not the sizes, and an effect that grows with distance (KL) is missed. Try one, and compare."
 )
 
 
@@ -101,8 +101,8 @@ def _sentences(run: Run, found: Sequence[_Measured]) -> list[str]:
         told = "; ".join(f"{_name(of)} {of.halves_at.value:.2g}{_at_price(of)}" for of in halving)
         said.append(f"What would halve the fall when it is kept, cheapest first: {told}.")
     groups = (
-        ("Keeps entropy for certain (95 %) as it is set, a step, cheapest first", [of for of in found if of.keeps]),
-        ("Spends more entropy for certain", [of for of in found if is_significant(of.delta_h) and not of.keeps]),
+        ("Keeps entropy significantly (95 %) as set, per step, cheapest first", [of for of in found if of.keeps]),
+        ("Spends significantly more entropy", [of for of in found if is_significant(of.delta_h) and not of.keeps]),
     )
     for words, some in groups:
         if some:
@@ -111,7 +111,7 @@ def _sentences(run: Run, found: Sequence[_Measured]) -> list[str]:
     untold = [of for of in found if math.isfinite(of.delta_h.half_width()) and of.delta_h.half_width() > 0]
     untold = [of for of in untold if not is_significant(of.delta_h)]
     if untold:
-        said.append(f"Not told apart from the step as it is: {'; '.join(_needed(run, of) for of in untold)}.")
+        said.append(f"No significant effect on entropy: {'; '.join(_needed(run, of) for of in untold)}.")
     return [*said, ONE_STEP]
 
 
@@ -122,7 +122,7 @@ def _fall(run: Run) -> str:
     told = f"{_milli(fall[0])} thousandths of a nat of entropy"
     told += f" and {_milli(gain[0])} thousandths of reward" if gain and math.isfinite(gain[0].value) else ""
     sure = is_significant(fall[0]) and fall[0].value < 0
-    return f"A step changes {told}.{'' if sure else ' Entropy does not surely fall: there is nothing to halve.'}"
+    return f"A step changes {told}.{'' if sure else ' Entropy does not fall significantly: there is nothing to halve.'}"
 
 
 def _needed(run: Run, of: _Measured) -> str:
@@ -133,7 +133,7 @@ def _needed(run: Run, of: _Measured) -> str:
     times = (of.delta_h.half_width() / of.delta_h.value) ** 2 if of.delta_h.value else math.inf
     needed = max(of.steps, 1) * times
     if needed > most:
-        return f"{of.name} (too little for a mean that remembers {most:.0f} measured steps)"
+        return f"{of.name} (too small an effect for a mean that remembers {most:.0f} measured steps)"
     return f"{of.name} (needs about {max(1, math.ceil(needed - of.steps))} more measured steps)"
 
 

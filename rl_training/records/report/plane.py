@@ -76,7 +76,7 @@ def plane(
         _name_at_the_side(axes, order)
         axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(handles), columnspacing=1.2)
 
-    why = [] if order else ["no intervention changes anything that is known"]
+    why = [] if order else ["no intervention has a known effect"]
     return picture(file, title, caption, why, draw if order else None, height=5.5, over_steps=False)
 
 
@@ -171,10 +171,10 @@ def in_words(rows: Sequence[Mapping[str, Any]], checkpoint: str = "") -> list[st
     keeps.sort(key=lambda row: row["measured_price"])
     spends.sort(key=lambda row: row["measured_delta_h"])
     said = [
-        ("More entropy than the step as it is, for certain (95 %), cheapest first", [_priced(row) for row in keeps]),
-        ("Less entropy, for certain", [f"{row['name']} {_changes(row)}" for row in spends]),
-        ("Not told apart from the step as it is (other U would tell more: sweep.update_seeds)", untold),
-        ("Exactly nothing here", nothing),
+        ("Significantly more entropy than the step as it is (95 %), cheapest first", [_priced(row) for row in keeps]),
+        ("Significantly less entropy", [f"{row['name']} {_changes(row)}" for row in spends]),
+        ("No significant effect on entropy (more U would help: sweep.update_seeds)", untold),
+        ("Exactly no effect here", nothing),
         ("Not available", missing),
     ]
     sentences = [f"{words}: {'; '.join(names)}." for words, names in said if names]

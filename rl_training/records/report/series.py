@@ -28,7 +28,7 @@ from rl_training.records.frames import IN_TRAINING
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, read_estimates, read_evaluations, read_metrics
 
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
-BEGAN_ELSEWHERE = "the sums beside it began in the run that this one goes on from, whose steps are not recorded here"
+BEGAN_ELSEWHERE = "the other sums began in the run that this one continues, whose steps are not recorded here"
 NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"
 
 Measurements = Mapping[int, Estimate]  # by the step at which it was measured, in order
@@ -180,7 +180,7 @@ def naive_sum(reuse: Measurements, starts: Sequence[int]) -> dict[int, Estimate]
         if math.isnan(sums[before].value):
             sums[step] = sums[before]
         elif before != step - 1:
-            sums[step] = Estimate.missing(f"step {step - 1} was not measured, and a sum with a hole is no sum")
+            sums[step] = Estimate.missing(f"step {step - 1} was not measured, so the sum is incomplete")
         elif math.isnan(reuse[before].value):
             sums[step] = Estimate.missing(reuse[before].reason)
         else:

@@ -82,8 +82,8 @@ def _alert_rows(run: Run) -> list[Row]:
         return []
     steps, checked, right = found
     value = f"at step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}" if steps else "none"
-    note = f"entropy foretold below its level within {AHEAD} steps; {right} of {checked} that can be checked were right"
-    return [Row("alerts", value, note if steps else f"entropy was not likely below its level in {AHEAD} steps")]
+    note = f"forecast below its level within {AHEAD} steps; {right} of the {checked} that could be checked were right"
+    return [Row("alerts", value, note if steps else f"entropy was never likely to be below its level in {AHEAD} steps")]
 
 
 def _change_rows(run: Run) -> list[Row]:
@@ -94,7 +94,7 @@ def _change_rows(run: Run) -> list[Row]:
     first = max((step for step in origins(run) if step <= last), default=None)
     span = "nats per token" if first is None else f"nats per token, from step {first} to step {last}"
     if goes_on(run):
-        span += f", to step {last} from the first step of the run that this one goes on from"
+        span += f", to step {last} from the first step of the run that this one continues"
     if first == last:
         truth = trapezoid = product = Estimate.missing(NO_LATER_BATCH)
     else:
@@ -189,7 +189,7 @@ def _advice(low: float, high: float) -> str:
     if low > 2:
         return f"{between}: a smaller batch would learn almost as much in each step"
     if low >= 0.5 and high <= 2:
-        return f"{between}: it is about right, beyond it gains shrink"
+        return f"{between}: it is about right; beyond it gains shrink"
     return f"{between}: whether another batch size pays is not known yet"
 
 

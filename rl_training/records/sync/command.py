@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("destination", metavar="DESTINATION", type=Path, help="a folder here; made if it is not there")
     parser.add_argument("--checkpoints", choices=["none", "latest", "all"], default="none", help="default: none")
     parser.add_argument("--checksum", action="store_true", help="compare contents, not size and time; fetches all")
-    parser.add_argument("--watch", metavar="SECONDS", type=float, help="again and again, until the runs have ended")
+    parser.add_argument("--watch", metavar="SECONDS", type=float, help="repeat until the runs have ended")
     parser.add_argument("--retries", metavar="N", type=int, default=5, help="after a broken connection (default: 5)")
     chosen = parser.parse_args(arguments)
     if "://" in str(chosen.destination) or ":/" in str(chosen.destination):
@@ -58,7 +58,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         way_out = OURS.get(error.errno or 0, "") if isinstance(error, OSError) else ""
         parser.exit(2, f"{parser.prog}: error: {error}{way_out}\n")
     except KeyboardInterrupt:
-        parser.exit(130, "stopped: what has arrived stays\n")
+        parser.exit(130, "stopped: what has arrived is kept\n")
 
 
 def _one_pass(connection: Connection, chosen: argparse.Namespace) -> Outcome:

@@ -23,13 +23,13 @@ from rl_training.records.sync.listing import Checkpoints, SourceFile, list_files
 Result = TypeVar("Result")
 SAME_TIME = 1.0  # seconds: SFTP knows no fractions
 NO_USE = {  # errors of asyncssh and botocore that a retry cannot cure, with the fix
-    "HostKeyNotVerifiable": "its key is not in ~/.ssh/known_hosts: connect once with ssh, and look at the key",
+    "HostKeyNotVerifiable": "its key is not in ~/.ssh/known_hosts: connect once with ssh, and check the key",
     "PermissionDenied": "no key of the ssh agent or of ~/.ssh was accepted: it must work with ssh first",
     "NoCredentialsError": "no AWS credentials were found: set AWS_PROFILE, or run aws configure",
 }
 OURS = {  # errors of the local disk that a retry cannot cure, with the fix
-    errno.ENOSPC: ": the disk here is full; make room, and the same command brings the rest",
-    errno.EDQUOT: ": the quota here is used up; make room, and the same command brings the rest",
+    errno.ENOSPC: ": the disk here is full; make room, and run the same command again for the rest",
+    errno.EDQUOT: ": the quota here is used up; make room, and run the same command again for the rest",
     errno.EROFS: ": nothing can be written there; name another DESTINATION",
 }
 
@@ -78,8 +78,8 @@ class Connection:
                 reason = f"{type(error).__name__}: {' '.join(str(error).split()) or 'no reason given'}"
                 if tried == self._retries:
                     raise ConnectionError(
-                        f"{shown(self.source)} failed {tried + 1} times ({reason}): what has arrived stays; the same "
-                        "command brings the rest"
+                        f"{shown(self.source)} failed {tried + 1} times ({reason}): what has arrived is kept; run the "
+                        "same command again for the rest"
                     ) from error
                 self._tell(f"{reason}; trying again")
                 time.sleep(self._pause * 2**tried)
@@ -133,8 +133,8 @@ def target_of(relative: str, destination: Path) -> Path:
     target = destination if strange else destination.joinpath(*parts)
     if strange or not target.parent.resolve().is_relative_to(destination.resolve()):  # a link in the destination
         raise ValueError(
-            f"the source holds a file named {relative!r}, which would lie outside of {destination} or has no place "
-            "there: nothing was copied. Rename it at the source, or leave out the link in the destination"
+            f"the source holds a file named {relative!r}, which would lie outside {destination} or cannot be created "
+            "there: nothing was copied. Rename it at the source, or remove the link in the destination"
         )
     return target
 

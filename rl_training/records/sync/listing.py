@@ -49,7 +49,7 @@ def open_source(source: str) -> tuple[AbstractFileSystem, str]:
     """
     options: dict[str, Any] = {}
     if re.fullmatch(r"\w+:/*", source):
-        raise ValueError(f"{source} names no place: give BUCKET/path or HOST/path behind it, see --help")
+        raise ValueError(f"{source} has no path: give BUCKET/path or HOST/path after it, see --help")
     if source.startswith(("sftp://", "ssh://")):
         options["known_hosts"] = ()  # those of ~/.ssh/known_hosts; the default of sshfs is to trust whoever answers
     try:
