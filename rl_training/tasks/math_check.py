@@ -10,10 +10,9 @@ at all, and installs an audit hook, which cannot be taken out again, that refuse
 (`simplify` writes code for polynomials in several unknowns: refused as well, so `\log_{2}{8}` is not seen to be 3.)
 
 It may not end. `9^{9^{9^9}}` is one power of big integers, and no signal handler runs before that returns. So the
-check lives in another process with limited memory: the kernel kills a child when the time for an answer is up, and
-its parent, which has imported sympy (about a second), forks the next one. This very file, run as a script, is
-both; it reads and writes one line of JSON per check and imports neither torch nor TRL. One such pair for each rank,
-none before the first check, none left at exit.
+check lives in another process with limited memory, which the kernel kills when the time for an answer is up; the next
+one is started in about a second. This very file, run as a script, is that process; it reads and writes one line of
+JSON per check and imports neither torch nor TRL. One for each rank, none before the first check, none left at exit.
 
 Example: `are_equal([(r"\frac{36}{2}", Fraction(18)), ("9^{9^{9^9}}", Fraction(18))])` is `[True, False]`.
 """
@@ -184,8 +183,6 @@ def _read_line(process: subprocess.Popen[bytes], end: float) -> bytes:
 
 # What follows runs in the worker.
 
-_OUT_OF_MEMORY = 10  # exit status of a child that ran out of memory; 1 is Python's own
-
 
 def load_check() -> Callable[[str, str], bool]:
     """math_verify as a function (answer, number) -> equal; from then on this process runs no code from text.
@@ -232,7 +229,7 @@ def _refuse_code_from_text(event: str, args: tuple[object, ...]) -> None:
 
 
 def _serve() -> None:
-    """Answers requests until stdin ends, which is when the trainer is gone."""
+    """Answers requests until stdin ends, when the trainer is gone, or until an answer is the end of this process."""
     import resource  # POSIX only, and only the worker needs it
 
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
@@ -240,9 +237,8 @@ def _serve() -> None:
     here = os.path.dirname(os.path.abspath(__file__))
     sys.path[:] = [folder for folder in sys.path if os.path.abspath(folder) != here]  # our names shadow no module
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # whatever the trainer made of these two:
-    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends a child, even within one operation
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends this process, even within one operation
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})  # whatever the trainer made of it
     logging.disable()  # math_verify warns that it has no timeout of its own; it has this process's
 
     def reply(message: Mapping[str, str | bool | None]) -> None:
@@ -257,29 +253,13 @@ def _serve() -> None:
         reply({"failure": str(error)})
         return
     reply({"failure": None})
-    with contextlib.suppress(BrokenPipeError):  # the trainer is gone too
-        while _end_of_a_child(check, reply) in (-signal.SIGALRM, _OUT_OF_MEMORY):
-            reply({"equal": None})
-
-
-def _end_of_a_child(check: Callable[[str, str], bool], reply: Callable[[Mapping[str, bool]], None]) -> int:
-    """The exit status of a fork that answers until stdin ends, which is 0, or until an answer is the end of it."""
-    child = os.fork()
-    if child == 0:
-        status = 1
-        try:
-            for line in sys.stdin:
-                request = json.loads(line)
-                signal.setitimer(signal.ITIMER_REAL, request["seconds"])
-                equal = _is_equal(check, request["answer"], request["number"])
-                signal.setitimer(signal.ITIMER_REAL, 0.0)
-                reply({"equal": equal})
-            status = 0
-        except MemoryError:  # what is left of the process is not to be trusted
-            status = _OUT_OF_MEMORY
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    with contextlib.suppress(BrokenPipeError, MemoryError):  # the trainer is gone; what is left is not to be trusted
+        for line in sys.stdin:
+            request = json.loads(line)
+            signal.setitimer(signal.ITIMER_REAL, request["seconds"])
+            equal = _is_equal(check, request["answer"], request["number"])
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            reply({"equal": equal})
 
 
 def _is_equal(check: Callable[[str, str], bool], answer: str, number: str) -> bool:
