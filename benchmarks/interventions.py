@@ -51,9 +51,8 @@ from rl_training.offline.buffers import sample_evaluation, sample_update
 from rl_training.offline.intervention_effects import OnEvaluation, changed_steps
 from rl_training.offline.interventions import columns_of, said_in_training
 from rl_training.offline.loss import batch_of
-from rl_training.offline.phases import silent
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.settings import Settings
+from rl_training.offline.settings import Evaluation, Memory, Settings, UpdateConfig
 from rl_training.offline.update import make_update
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.json_values import from_json, to_json
@@ -139,8 +138,8 @@ def at_state(run: Path, state: int, options: argparse.Namespace) -> list[dict[st
     which, on = asked_for(options), on_evaluation(restored, options)
     rows = []
     for seed in range(1, options.batches + 1):
-        buffer = sample_update(restored, PROMPTS, seed, False, CHUNK, silent)
-        update, batch = make_update(restored, buffer, 32, False, silent), batch_of(restored, buffer)
+        buffer = sample_update(restored, UpdateConfig(PROMPTS, seed=seed), CHUNK)
+        update, batch = make_update(restored, buffer, Memory()), batch_of(restored, buffer)
         said = said_in_training(restored, batch, [of.name for of in which])
         plain, _ = on.measured(update.delta)
         for name, delta in changed_steps(restored, update, batch, which):
@@ -165,8 +164,7 @@ def asked_for(options: argparse.Namespace) -> list[Intervention]:
 
 
 def on_evaluation(restored: RestoredTrainer, options: argparse.Namespace) -> OnEvaluation:
-    sizes = options.evaluation, 1, 0, "train", "allowed", None, CHUNK
-    return OnEvaluation(restored, sample_evaluation(restored, *sizes, silent), 0, CHUNK)
+    return OnEvaluation(restored, sample_evaluation(restored, Evaluation(options.evaluation), None, CHUNK))
 
 
 def restored_at(run: Path, state: int) -> RestoredTrainer:

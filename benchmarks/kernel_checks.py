@@ -49,7 +49,7 @@ from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.probe import Analysis, analyse
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.settings import Evaluation, Settings, TruthSettings, UpdateConfig
+from rl_training.offline.settings import Evaluation, Memory, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.structure import Row, Structure
 from rl_training.offline.truth import by_name
 from rl_training.offline.update import Update, make_update
@@ -146,7 +146,7 @@ def step_without(restored: RestoredTrainer, found: Analysis, without: Tensor) ->
     advantages = rollout.advantages.clone()
     advantages[order[without]] = 0.0
     buffer = dataclasses.replace(found.update_buffer, rollout=dataclasses.replace(rollout, advantages=advantages))
-    return make_update(restored, buffer, 32, False, lambda _: None)
+    return make_update(restored, buffer, Memory())
 
 
 def change_of_log_probability(restored: RestoredTrainer, found: Analysis, update: Update) -> Tensor:

@@ -35,7 +35,7 @@ from rl_training.mathematics.scores import Scores
 from rl_training.offline.buffers import sample_evaluation, sample_update
 from rl_training.offline.first_order import MOST_BLOCKS, without_blocks
 from rl_training.offline.probe import analyse
-from rl_training.offline.settings import Evaluation, Settings, TruthSettings, UpdateConfig
+from rl_training.offline.settings import Evaluation, Memory, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.truth import Truth, measure
 from rl_training.offline.update import make_update
 from rl_training.records.checkpoints import checkpoints_named, steps_taken
@@ -45,10 +45,6 @@ CONF = Path(__file__).parents[1] / "conf"
 ETAS = [2.0**-k for k in range(7)]
 SIZES = [2**k for k in range(4, 12)]
 COLUMNS = ("sd/|dH|", "se/sd", "bias/sd", "coverage")
-
-
-def silent(count: int) -> None:
-    """Shows no progress."""
 
 
 def take(scores: Scores, rows: Tensor) -> Scores:
@@ -91,10 +87,10 @@ def estimates(before: Scores, truth: Truth, behind: Scores, rows: Tensor) -> dic
 def pool(checkpoint: Path, size: int, draws: int) -> None:
     with initialize_config_dir(str(CONF), version_base="1.3"):
         restored = build_restored(run_settings(checkpoint, []), checkpoint)
-    update_buffer = sample_update(restored, 32, 1, False, 128, silent)
-    update = make_update(restored, update_buffer, 32, False, silent)
-    e = sample_evaluation(restored, size, 1, 0, "train", "allowed", None, 256, silent)
-    truth = measure(restored, e, update.delta, list(reversed(ETAS)), True, 0, 256, silent)
+    update_buffer = sample_update(restored, UpdateConfig(), 128)
+    update = make_update(restored, update_buffer, Memory())
+    e = sample_evaluation(restored, Evaluation(size), None, 256)
+    truth = measure(restored, e, update.delta, list(reversed(ETAS)), True)
     truth = Truth(tuple(reversed(truth.at)), truth.before, truth.floor, truth.first_order, truth.slopes)
     line("eta", "deltaH_true", "deltaH_odd")
     for at in truth.at:

@@ -67,8 +67,7 @@ def seconds_of(run: Callable[[], object], sequences: int) -> float:
 
 def rates(restored: RestoredTrainer, size: int) -> tuple[float, float, float]:
     """Returns seconds of a sequence: to be generated, to be scored, and for a backward through its scores."""
-    silent: Callable[[int], None] = lambda _: None  # noqa: E731
-    e = sample_evaluation(restored, size, 1, 9, "train", "allowed", None, size, silent)
+    e = sample_evaluation(restored, Evaluation(size, seed=9), None, size)
     rows = torch.arange(size)
 
     def backward() -> None:
@@ -76,9 +75,7 @@ def rates(restored: RestoredTrainer, size: int) -> tuple[float, float, float]:
         torch.autograd.grad(scores.logps.sum(), list(restored.parameters.values()))
 
     scored = seconds_of(lambda: restored.policy.score_rollout(e.rollout), size)
-    generated = seconds_of(
-        lambda: sample_evaluation(restored, size, 1, 9, "train", "allowed", None, size, silent), size
-    )
+    generated = seconds_of(lambda: sample_evaluation(restored, Evaluation(size, seed=9), None, size), size)
     return generated - scored, scored, seconds_of(backward, size) - scored
 
 

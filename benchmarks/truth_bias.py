@@ -29,6 +29,7 @@ from rl_training.mathematics.per_decision import per_decision_change
 from rl_training.mathematics.scores import Scores
 from rl_training.offline.buffers import EvaluationBuffer, gather_scores, sample_again, sample_evaluation, sample_update
 from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import Evaluation, Memory, UpdateConfig
 from rl_training.offline.truth import by_name
 from rl_training.offline.update import make_update
 from rl_training.records.checkpoints import checkpoints_named
@@ -42,10 +43,6 @@ CLASSES = {
     "Pareto k": (K_HAT, (-math.inf, 0.0, 0.1, 0.2, 0.3, 0.5, 0.7, math.inf)),
     "|even/odd|": (EVEN, (0.0, 0.1, 0.2, 0.4, 0.8, math.inf)),
 }
-
-
-def silent(count: int) -> None:
-    """Shows no progress."""
 
 
 def take(scores: Scores, rows: slice) -> Scores:
@@ -69,13 +66,8 @@ def pareto_k(weights: Tensor) -> float:
     return (k * count + 0.5 * 10) / (count + 10)
 
 
-def measured(
-    restored: RestoredTrainer, pool: EvaluationBuffer, seed: int, delta: Tensor, eta: float, size: int
-) -> Tensor:
-    """Returns (pool / size, 8), a row of numbers for each E of the pool at θ + η δθ.
-
-    seed  with which the pool was drawn
-    """
+def measured(restored: RestoredTrainer, pool: EvaluationBuffer, delta: Tensor, eta: float, size: int) -> Tensor:
+    """Returns (pool / size, 8), a row of numbers for each E of the pool at θ + η δθ."""
 
     def at(eta: float) -> Scores:
         with restored.policy.shifted(by_name(restored, eta * delta)):
@@ -83,7 +75,7 @@ def measured(
 
     ahead, behind = at(eta), at(-eta)
     with restored.policy.shifted(by_name(restored, eta * delta)):
-        fresh = sequence_totals(sample_again(restored, pool, seed, CHUNK, silent))
+        fresh = sequence_totals(sample_again(restored, pool)[1])
     all_before = sequence_totals(pool.scores)
     truth = float(paired_replicates(all_before, fresh).value[1])
     rows = []
@@ -146,11 +138,11 @@ def main() -> None:
         with initialize_config_dir(str(CONF), version_base="1.3"):
             restored = build_restored(run_settings(checkpoint, []), checkpoint)
         of_pool = arguments.first - 1
-        pool = sample_evaluation(restored, arguments.pool, 1, of_pool, "train", "allowed", None, CHUNK, silent)
+        pool = sample_evaluation(restored, Evaluation(arguments.pool, seed=of_pool), None, CHUNK)
         for seed in range(arguments.first, arguments.first + arguments.updates):
-            update = make_update(restored, sample_update(restored, 32, seed, False, 128, silent), 32, False, silent)
+            update = make_update(restored, sample_update(restored, UpdateConfig(seed=seed), 128), Memory())
             for eta in arguments.etas:
-                rows = measured(restored, pool, of_pool, update.delta, eta, arguments.size)
+                rows = measured(restored, pool, update.delta, eta, arguments.size)
                 show_step(checkpoint, seed, eta, rows)
                 found.append(rows)
     for name in CLASSES:

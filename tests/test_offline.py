@@ -123,7 +123,7 @@ def close(a: Tensor, b: Tensor) -> float:
 def test_the_step_that_is_analysed_is_the_step_that_training_took(restored: RestoredTrainer) -> None:
     """From the same sequences: gradient, clipping, Adam's moments and order, the scheduler's learning rate."""
     real = SEEN[2]
-    update = make_update(restored, as_update_buffer(real["rollout"]), 8, False, lambda _: None)
+    update = make_update(restored, as_update_buffer(real["rollout"]), Memory(8))
     assert restored.step == 1
     assert restored.learning_rate == pytest.approx(3e-4 * 2 / 3)
     assert close(update.gradient, real["gradient"]) < 1e-5
@@ -136,7 +136,7 @@ def test_a_step_of_sgd_too_is_the_one_that_training_took(tmp_path: Path) -> None
     sgd = ["++trainer.optim=sgd", "trainer.learning_rate=0.3", "trainer.max_steps=2"]
     build_run(composed("train", f"run_dir={folder}", *RUN, *sgd)).train()
     real, restored = SEEN[2], restored_at(folder, 1)
-    update = make_update(restored, as_update_buffer(real["rollout"]), 8, False, lambda _: None)
+    update = make_update(restored, as_update_buffer(real["rollout"]), Memory(8))
     assert restored.learning_rate == pytest.approx(0.15)
     assert close(update.delta, real["delta"]) < 1e-4
     assert close(update.parts.gradient, -0.15 * update.clip * real["gradient"]) < 1e-5
@@ -164,11 +164,11 @@ def test_an_analysis_moves_nothing(restored: RestoredTrainer, analysed: Analysis
 
 def test_the_step_without_a_fold_is_the_step_of_the_others(restored: RestoredTrainer, analysed: Analysis) -> None:
     whole = analysed.update_buffer
-    update = make_update(restored, whole, 32, False, lambda _: None)
+    update = make_update(restored, whole, Memory(32))
     assert update.num_folds == 8
     others = (whole.rollout.prompt_index != 3).nonzero().squeeze(1)
     rest = {key: v[others] if isinstance(v, Tensor) else v for key, v in vars(whole.rollout).items()}
-    of_others = make_update(restored, as_update_buffer(type(whole.rollout)(**rest)), 32, False, lambda _: None)
+    of_others = make_update(restored, as_update_buffer(type(whole.rollout)(**rest)), Memory(32))
     assert close(update.without_fold(3).total, of_others.delta) < 1e-4
 
 
@@ -184,7 +184,7 @@ def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(
 ) -> None:
     rollout = analysed.update_buffer.rollout
     idle = dataclasses.replace(rollout, advantages=torch.zeros_like(rollout.advantages))  # which costs nothing
-    sizes = make_update(restored, with_prompts(idle, prompts), 32, False, lambda _: None).fold_prompts.tolist()
+    sizes = make_update(restored, with_prompts(idle, prompts), Memory(32)).fold_prompts.tolist()
     assert len(sizes) == min(prompts, 16)
     assert sum(sizes) == prompts
     assert max(sizes) - min(sizes) <= 1
@@ -195,12 +195,12 @@ def test_folds_of_other_sizes_are_left_out_by_their_share(restored: RestoredTrai
     rollout = with_prompts(analysed.update_buffer.rollout, 18).rollout
     advantages = torch.linspace(-1, 1, 18)
     rollout = dataclasses.replace(rollout, advantages=advantages)
-    update = make_update(restored, UpdateBuffer(rollout, 18, 1), 32, False, lambda _: None)
+    update = make_update(restored, UpdateBuffer(rollout, 18, 1), Memory(32))
     assert update.fold_prompts.tolist() == [2, 1, 1, 1, 1, 1, 1, 1] * 2
     for fold, prompts in ((8, {9, 10}), (9, {11})):
         others = torch.tensor([i for i in range(18) if i not in prompts])
         rest = dataclasses.replace(take_rows(rollout, others), prompt_index=torch.arange(len(others)))
-        of_others = make_update(restored, UpdateBuffer(rest, len(others), 1), 32, False, lambda _: None)
+        of_others = make_update(restored, UpdateBuffer(rest, len(others), 1), Memory(32))
         assert close(update.without_fold(fold).total, of_others.delta) < 1e-4
 
 
@@ -237,7 +237,7 @@ def test_the_prediction_is_that_of_the_policy_as_it_is_measured_without_dropout_
     for layer in other.trainer.model.model.layers:
         monkeypatch.setattr(layer.self_attn, "attention_dropout", 0.3)
     monkeypatch.setattr(other.trainer.model.config, "attention_dropout", 0.3)  # what says that there is one
-    again = predict(other, analysed.evaluation, analysed.update, "rb", 8, lambda _: None)
+    again = predict(other, analysed.evaluation, analysed.update, 8)
     assert analysed.first_order is not None
     assert again.value[0].tolist() == pytest.approx(analysed.first_order.value[0].tolist(), rel=1e-5)
     assert all(module.training for module in other.trainer.model.modules())
@@ -359,7 +359,7 @@ def test_prompts_of_e_avoid_those_of_u_or_keep_to_them(
     restored: RestoredTrainer, analysed: Analysis, overlap: str
 ) -> None:
     update, total = analysed.update_buffer, len(restored.trainer.train_dataset)
-    evaluation = sample_evaluation(restored, 64, 1, 0, "train", overlap, update, 64, lambda _: None)  # type: ignore[arg-type]
+    evaluation = sample_evaluation(restored, Evaluation(64, overlap=overlap), update, 64)  # type: ignore[arg-type]
     ids = restored.trainer._tokenize_prompts(list(evaluation.prompts))[0]
     rollout = update.rollout
     learned = {tuple(i[m.bool()].tolist()) for i, m in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)}
@@ -369,12 +369,12 @@ def test_prompts_of_e_avoid_those_of_u_or_keep_to_them(
 
 def test_e_can_be_the_evaluation_split_or_given_rows_with_several_responses(restored: RestoredTrainer) -> None:
     data = restored.trainer.train_dataset
-    given = sample_evaluation(restored, 0, 2, 0, [5, 7], "allowed", None, 64, lambda _: None)
+    given = sample_evaluation(restored, Evaluation(responses=2, source=[5, 7]), None, 64)
     assert given.prompts == (data[5]["prompt"], data[5]["prompt"], data[7]["prompt"], data[7]["prompt"])
-    held_out = sample_evaluation(restored, 4, 1, 0, "eval", "allowed", None, 64, lambda _: None)
+    held_out = sample_evaluation(restored, Evaluation(4, source="eval"), None, 64)
     assert set(held_out.prompts) <= set(restored.trainer.eval_dataset["prompt"])
     with pytest.raises(ValueError, match="row 99999 is not in the training set"):
-        sample_evaluation(restored, 0, 1, 0, [99999], "allowed", None, 64, lambda _: None)
+        sample_evaluation(restored, Evaluation(source=[99999]), None, 64)
 
 
 def test_u_is_rewarded_as_training_rewards_and_filtered_as_it_filters(
@@ -384,7 +384,7 @@ def test_u_is_rewarded_as_training_rewards_and_filtered_as_it_filters(
     assert rollout.rewards is not None
     rewards = rollout.rewards.view(8, 4)
     torch.testing.assert_close(rollout.advantages.view(8, 4), rewards - rewards.mean(dim=1, keepdim=True))
-    filtered = sample_update(restored, 8, 1, True, 64, lambda _: None).rollout
+    filtered = sample_update(restored, UpdateConfig(8, filtered=True), 64).rollout
     idle = [float((r.advantages.view(8, 4) == 0).all(dim=1).double().mean()) for r in (rollout, filtered)]
     assert idle[1] < idle[0]
     assert restored.trainer.buffer is None

@@ -35,10 +35,10 @@ from rl_training.offline.interventions import (
     said_in_training,
 )
 from rl_training.offline.loss import batch_of, step_of
-from rl_training.offline.phases import silent
 from rl_training.offline.probe import Analysis, analyse
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.results import read_result
+from rl_training.offline.settings import Memory, UpdateConfig
 from rl_training.offline.truth import by_name
 from rl_training.offline.update import make_update
 from rl_training.records.report.plane import crosses_of, in_words, plane
@@ -61,7 +61,7 @@ def twin(restored: RestoredTrainer, analysed: Analysis) -> InterventionsTwin:  #
 
 @pytest.fixture(scope="module")
 def on(restored: RestoredTrainer, analysed: Analysis) -> OnEvaluation:  # noqa: F811
-    return OnEvaluation(restored, analysed.evaluation, 0, 128)
+    return OnEvaluation(restored, analysed.evaluation)
 
 
 @pytest.fixture(scope="module")
@@ -284,7 +284,7 @@ def test_the_run_s_first_model_is_the_reference_of_kl(run: Path) -> None:  # noq
     """No adapters: the weights that the trainer comes with. At them the distance is 0; after a step it is not."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         with_first = build_restored(run_settings(checkpoint(run, 2), []), checkpoint(run, 2), keep_first=True)
-    batch = batch_of(with_first, sample_update(with_first, 4, 1, False, 64, silent))
+    batch = batch_of(with_first, sample_update(with_first, UpdateConfig(4), 64))
     (loss, *_) = inputs_of(with_first, batch, [intervention("kl")])
     assert with_first.first is not None
     assert loss.reference_logps is not None
@@ -308,8 +308,8 @@ def test_the_gradient_of_u_is_that_of_trl_s_own_loss(run: Path, settings: list[s
     restored = restored_at(run, 1, *settings)  # noqa: F811
     trainer = restored.trainer
     trainer.current_gradient_accumulation_steps = 1
-    buffer = sample_update(restored, 8, 1, False, 64, silent)
-    update = make_update(restored, buffer, 8, False, silent)
+    buffer = sample_update(restored, UpdateConfig(8), 64)
+    update = make_update(restored, buffer, Memory(8))
     rollout = buffer.rollout
     losses = []
     for rows in torch.arange(32).split(8):
@@ -325,7 +325,7 @@ def test_the_gradient_of_u_is_that_of_trl_s_own_loss(run: Path, settings: list[s
 def test_a_term_of_the_loss_that_is_not_known_at_a_checkpoint_is_refused(run: Path) -> None:  # noqa: F811
     restored = restored_at(run, 1, "++trainer.use_adaptive_entropy=true", "++trainer.entropy_coef=0.1")  # noqa: F811
     with pytest.raises(ValueError, match=r"trainer.use_adaptive_entropy=True adds a term to the loss that is not read"):
-        make_update(restored, sample_update(restored, 4, 1, False, 64, silent), 8, False, silent)
+        make_update(restored, sample_update(restored, UpdateConfig(4), 64), Memory(8))
 
 
 # --- what is asked for, and what is shown -----------------------------------------------------------------------------

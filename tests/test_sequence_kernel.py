@@ -42,7 +42,7 @@ from rl_training.offline.kernel_types import KernelInputs, KernelSettings, Kerne
 from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.probe import analyse
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.settings import Evaluation, Settings, TruthSettings, UpdateConfig
+from rl_training.offline.settings import Evaluation, Memory, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.structure import Structure, headline
 from rl_training.offline.update import make_update
 from rl_training.tasks.arithmetic import arithmetic
@@ -101,10 +101,10 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
     of_e, of_u = policy.sample(NUM_E, 0), policy.sample(NUM_U, 1)
     of_u.advantages.copy_(torch.linspace(-0.5, 0.7, NUM_U))
     of_u.advantages[3] = 0.0
-    update = make_update(restored, UpdateBuffer(of_u, NUM_U, 1), 4, False, lambda _: None)
+    update = make_update(restored, UpdateBuffer(of_u, NUM_U, 1), Memory(4))
     scores = policy.score_rollout(of_e)
     evaluation = EvaluationBuffer(of_e, of_e.prompt_index, scores, ())
-    direction = predict(restored, evaluation, update, "rb", 4, lambda _: None).direction[TOKEN]
+    direction = predict(restored, evaluation, update, 4).direction[TOKEN]
     weights = surrogate_weights(scores.logps, scores.entropies, scores.mask, of_e.prompt_index, "rb", "token", "buffer")
     return Case(trainer, restored, KernelInputs(of_e, *weights, of_u, max_length=24), kernel_step(update, direction))
 
@@ -288,7 +288,7 @@ def test_what_if_is_the_step_taken_anew_without_these_sequences(
         without = chooser(text)(s)
         told = what_if(s, without)
         left = dataclasses.replace(q.update, advantages=q.update.advantages.masked_fill(without, 0.0))
-        delta = make_update(case.restored, UpdateBuffer(left, NUM_U, 1), 4, False, lambda _: None).delta.double()
+        delta = make_update(case.restored, UpdateBuffer(left, NUM_U, 1), Memory(4)).delta.double()
         true_entropy, true_logp = float(case.step.entropy_gradient.double() @ delta), float((w @ delta)[right].mean())
         for key, true in (("deltaH1", true_entropy), ("log_probability_of_right", true_logp)):
             changed = abs(true - told[f"{key}_before"])

@@ -58,7 +58,7 @@ class Line:
 @pytest.fixture(autouse=True)
 def by_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(truth, "gather_scores", lambda line, rollout, number, total: line.score(rollout, number))
-    monkeypatch.setattr(truth, "sample_again", lambda line, *_, **__: line.draw())
+    monkeypatch.setattr(truth, "sample_again", lambda line, *_: (None, line.draw()))
 
 
 def evaluation(line: Line, responses: int = 1) -> EvaluationBuffer:
@@ -69,7 +69,7 @@ def evaluation(line: Line, responses: int = 1) -> EvaluationBuffer:
 
 
 def measured(line: Line, e: EvaluationBuffer, eta: float = 1.0) -> truth.Truth:
-    return truth.measure(line, e, torch.ones(1), [eta], True, 0, 8, lambda _: None)  # type: ignore[arg-type]
+    return truth.measure(line, e, torch.ones(1), [eta], True)  # type: ignore[arg-type]
 
 
 def rest(e: EvaluationBuffer, unit: int) -> EvaluationBuffer:

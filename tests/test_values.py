@@ -92,7 +92,7 @@ def test_a_typo_in_the_folder_of_a_run_that_goes_on_does_not_lead_to_another_run
         ("evaluation.prompts=1", "evaluation.prompts=1 must be a whole number, at least 2"),
         ("evaluation=5", "evaluation=5 must be a group of settings"),
         ("kernel.memory_gb=lots", "kernel.memory_gb=lots must be a number"),
-        ("first_order.estimator=null", "first_order.estimator=null has no meaning"),
+        ("evaluation.overlap=null", "evaluation.overlap=null has no meaning"),
         ("name=../../x", r"name=\.\./\.\./x names a folder"),
         ("name=a/b", "name=a/b names a folder"),
         ("name=.x", r"name=\.x names a folder"),

@@ -62,8 +62,7 @@ def _analyse(checkpoint: Path, plan: Plan) -> None:
     path = plan.results[checkpoint]
     if plan.kernel is not None:
         with short_memory_says_what_to_lower("kernel"):
-            estimator = plan.analysis.first_order.estimator
-            analysis.results.update(add_kernel(restored, analysis, plan.kernel, path.parent / "kernel", estimator))
+            analysis.results.update(add_kernel(restored, analysis, plan.kernel, path.parent / "kernel"))
     with short_memory_says_what_to_lower("sweep"):
         analysis.tables.update(sweep_tables(restored, analysis, plan.analysis, plan.sweep))
     if asked.named:

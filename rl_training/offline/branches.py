@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -25,7 +26,6 @@ from rl_training.mathematics.vectors import Layout
 from rl_training.offline.buffers import sample_update
 from rl_training.offline.intervention_effects import OnEvaluation, inputs_of, weights_of
 from rl_training.offline.loss import batch_of
-from rl_training.offline.phases import silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings
 
@@ -56,11 +56,10 @@ def _branch(
     on: OnEvaluation, restored: RestoredTrainer, settings: Settings, of: Intervention | None, steps: int, seed: int
 ) -> tuple[tuple[Scores, Tensor], str]:
     """Returns responses to E's prompts at the end of a branch, or the reason why it could not be taken."""
-    own, chunk = settings.update, settings.memory.generation_size
     with put_back(restored):
         for number in range(steps):
-            seed_of_step = seed + BETWEEN_STEPS * number
-            buffer = sample_update(restored, own.prompts, seed_of_step, own.filtered, chunk, silent)
+            asked = replace(settings.update, seed=seed + BETWEEN_STEPS * number)
+            buffer = sample_update(restored, asked, settings.memory.generation_size)
             batch = batch_of(restored, buffer)
             weights, lr_factor, threshold = batch.loss_weights, 1.0, restored.optimizer.max_grad_norm
             if of is not None:

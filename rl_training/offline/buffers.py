@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,9 +27,9 @@ from rl_training.hosts.trl import batches, sampling
 from rl_training.hosts.trl.buffer import FilteredBuffer, start_buffer
 from rl_training.mathematics.jackknife import JackknifeUnits
 from rl_training.mathematics.scores import Scores
-from rl_training.offline.phases import Progress
+from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.settings import Overlap
+from rl_training.offline.settings import Evaluation, UpdateConfig
 
 PROMPTS, RESPONSES = 0, 1  # streams of random numbers of a seed
 
@@ -43,6 +43,8 @@ class EvaluationBuffer:
     scores: Scores  # (N, L), of all, at the checkpoint
     prompts: tuple[Any, ...]  # (N,), as the data set has them
     responses: int = 1  # to each prompt, one after another
+    seed: int = 0  # with which it was sampled
+    chunk_size: int = 128  # sequences generated at once
 
     @property
     def num_sequences(self) -> int:
@@ -69,15 +71,15 @@ class UpdateBuffer:
 
 
 def sample_update(
-    restored: RestoredTrainer, num_prompts: int, seed: int, filtered: bool, chunk_size: int, progress: Progress
+    restored: RestoredTrainer, asked: UpdateConfig, chunk_size: int, progress: Progress = silent
 ) -> UpdateBuffer:
-    """Returns U, drawn and rewarded as the training would.
+    """Returns U, drawn and rewarded as the training would; through the filter, with what its buffer knew then.
 
-    filtered    through the filter of training, with what its buffer knew at the checkpoint
     chunk_size  sequences generated at once, at most; the filter generates for all prompts at once
 
     No prompt is drawn twice, as within an epoch.
     """
+    num_prompts, seed, filtered = asked.prompts, asked.seed, asked.filtered
     trainer, group = restored.trainer, restored.trainer.num_generations
     total = len(trainer.train_dataset)
     if num_prompts > total:
@@ -125,33 +127,29 @@ def _filter_of(restored: RestoredTrainer, seed: int) -> FilteredBuffer:
 
 def sample_evaluation(
     restored: RestoredTrainer,
-    num_prompts: int,
-    responses: int,
-    seed: int,
-    source: Literal["train", "eval"] | Sequence[int],
-    overlap: Overlap,
+    asked: Evaluation,
     update: UpdateBuffer | None,
     chunk_size: int,
-    progress: Progress,
+    progress: Progress = silent,
 ) -> EvaluationBuffer:
     """Returns E, sampled and scored at the checkpoint.
 
-    source   of prompts: the training set, the evaluation split, or these rows of the training set, all of them
-    overlap  of its prompts with U's: as it comes, none, or U's prompts only
+    update  whose prompts E's may overlap with, or not
     """
-    prompts = _prompts_of_evaluation(restored, num_prompts, seed, source, overlap, update)
-    asked = [prompt for prompt in prompts for _ in range(responses)]
-    rollout, number = respond(restored, asked, seed, chunk_size, progress)
-    scores = gather_scores(restored, rollout, number, len(asked))
-    return EvaluationBuffer(rollout, number, scores, tuple(asked), responses)
+    drawn = _prompts_of_evaluation(restored, asked, update)
+    prompts = tuple(prompt for prompt in drawn for _ in range(asked.responses))
+    rollout, number = respond(restored, prompts, asked.seed, chunk_size, progress)
+    scores = gather_scores(restored, rollout, number, len(prompts))
+    return EvaluationBuffer(rollout, number, scores, prompts, asked.responses, asked.seed, chunk_size)
 
 
-def sample_again(
-    restored: RestoredTrainer, like: EvaluationBuffer, seed: int, chunk_size: int, progress: Progress
-) -> Scores:
-    """Returns scores of fresh responses to E's prompts at the present parameters, with common random numbers."""
-    rollout, number = respond(restored, like.prompts, seed, chunk_size, progress)
-    return gather_scores(restored, rollout, number, like.num_sequences)
+def sample_again(restored: RestoredTrainer, like: EvaluationBuffer) -> tuple[Rollout, Scores]:
+    """Returns fresh responses to E's prompts at the present parameters, with common random numbers.
+
+    The sequences are this process's, the scores those of all.
+    """
+    rollout, number = respond(restored, like.prompts, like.seed, like.chunk_size)
+    return rollout, gather_scores(restored, rollout, number, like.num_sequences)
 
 
 def gather_scores(restored: RestoredTrainer, rollout: Rollout, number: Tensor, total: int) -> Scores:
@@ -193,15 +191,8 @@ def rewards_of(restored: RestoredTrainer, prompts: Sequence[Any], rollout: Rollo
     return rewards
 
 
-def _prompts_of_evaluation(
-    restored: RestoredTrainer,
-    num_prompts: int,
-    seed: int,
-    source: Literal["train", "eval"] | Sequence[int],
-    overlap: Overlap,
-    update: UpdateBuffer | None,
-) -> list[Any]:
-    trainer = restored.trainer
+def _prompts_of_evaluation(restored: RestoredTrainer, asked: Evaluation, update: UpdateBuffer | None) -> list[Any]:
+    trainer, source, overlap = restored.trainer, asked.source, asked.overlap
     data = trainer.eval_dataset if source == "eval" else trainer.train_dataset
     if data is None:
         raise ValueError("evaluation.source=eval: this run's task has no evaluation split; use evaluation.source=train")
@@ -210,15 +201,15 @@ def _prompts_of_evaluation(
         if outside:
             raise ValueError(f"evaluation.source: row {outside[0]} is not in the training set of {len(data)} prompts")
         return [data[int(row)]["prompt"] for row in source]
-    draw = np.random.default_rng([seed, PROMPTS])
+    draw = np.random.default_rng([asked.seed, PROMPTS])
     if overlap == "allowed" or update is None:
-        return [data[int(row)]["prompt"] for row in draw.integers(len(data), size=num_prompts)]
+        return [data[int(row)]["prompt"] for row in draw.integers(len(data), size=asked.prompts)]
     prompts = data["prompt"][:]
     learned = _learned(restored, update, prompts)
     rows = [row for row, is_learned in enumerate(learned) if is_learned == (overlap == "wanted")]
     if not rows:
         raise ValueError(f"evaluation.overlap={overlap}: no prompt of {source} is left to draw; use overlap=allowed")
-    return [prompts[rows[int(i)]] for i in draw.integers(len(rows), size=num_prompts)]
+    return [prompts[rows[int(i)]] for i in draw.integers(len(rows), size=asked.prompts)]
 
 
 def _learned(restored: RestoredTrainer, update: UpdateBuffer, prompts: Sequence[Any]) -> list[bool]:
@@ -231,7 +222,7 @@ def _learned(restored: RestoredTrainer, update: UpdateBuffer, prompts: Sequence[
 
 
 def respond(
-    restored: RestoredTrainer, prompts: Sequence[Any], seed: int, chunk_size: int, progress: Progress
+    restored: RestoredTrainer, prompts: Sequence[Any], seed: int, chunk_size: int, progress: Progress = silent
 ) -> tuple[Rollout, Tensor]:
     """Returns this process's share of the responses, one to each prompt, and which of them its rows are."""
     total = len(prompts)

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from rl_training.engine.attribution import Attribution
 from rl_training.engine.entropy_gradients import entropy_gradient
-from rl_training.mathematics.entropy import Estimator, surrogate_weights
+from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.vectors import Layout, rows_dot
 from rl_training.offline.buffers import EvaluationBuffer
-from rl_training.offline.phases import Progress
+from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.update import Update
 
@@ -59,16 +59,15 @@ def predict(
     restored: RestoredTrainer,
     evaluation: EvaluationBuffer,
     update: Update,
-    estimator: Estimator,
     microbatch_size: int,
-    progress: Progress,
+    progress: Progress = silent,
 ) -> FirstOrder:
     """Returns δH₁ of the step `update`, with its splits and errors. Two backwards through each forward over E."""
     layout = Layout(restored.parameters)
     splits = Attribution(list(restored.parameters))
     scores, number, count = evaluation.scores, evaluation.number, evaluation.num_sequences
     known = (scores.logps, scores.entropies, scores.mask, torch.arange(count, device=number.device))
-    weights = [surrogate_weights(*known, estimator, target, "buffer") for target in ("token", "sequence")]
+    weights = [surrogate_weights(*known, target=target, baseline="buffer") for target in ("token", "sequence")]
     blocks = blocks_of(evaluation, microbatch_size)
     block = blocks.number[number]
     sums = torch.zeros(blocks.count, 1 + len(splits.labels), 2, dtype=torch.float64, device=number.device)
@@ -78,15 +77,11 @@ def predict(
         for rows in own.split(microbatch_size):
             gradient = _gradients(restored, evaluation, rows, weights, layout).div_(count)
             direction += gradient
-            products = _products(layout, gradient, update.parts)
-            sums[b] += torch.cat([products.sum(dim=(0, 2)).unsqueeze(0), splits.sum(products)])
+            sums[b] += _by_label(layout, splits, gradient, update.parts)
         progress(len(own) * restored.num_ranks)
     sums, direction = restored.reduce(sums), restored.reduce(direction)
-    labels = (WHOLE, *splits.labels)
-    return FirstOrder(
-        labels, without_blocks(sums, scores.mask, blocks), _without_folds(restored, update, direction, layout, splits),
-        direction,
-    )  # fmt: skip
+    of_evaluation = without_blocks(sums, scores.mask, blocks)
+    return FirstOrder((WHOLE, *splits.labels), of_evaluation, without_folds(restored, update, direction), direction)
 
 
 def _gradients(
@@ -105,13 +100,14 @@ def _gradients(
         return torch.stack([torch.cat(gradient) for gradient in gradients])
 
 
-def _products(layout: Layout, directions: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """Returns directions·parts by parameter, (parameters, q, 3) fp64, of three parts."""
+def _by_label(layout: Layout, splits: Attribution, directions: Tensor, parts: Sequence[Tensor]) -> Tensor:
+    """Returns directions·parts, (labels, 2) fp64: the whole step, then its splits."""
     pieces = zip(*(layout.by_name(layout.split(flat)).values() for flat in (directions, *parts)), strict=True)
-    return torch.stack([
+    products = torch.stack([
         torch.stack([torch.stack([rows_dot(part, x) for part in of_step]) for x in direction])
         for direction, *of_step in pieces
     ])  # fmt: skip
+    return torch.cat([products.sum(dim=(0, 2)).unsqueeze(0), splits.sum(products)])
 
 
 def blocks_of(evaluation: EvaluationBuffer, microbatch_size: int) -> JackknifeUnits:
@@ -130,18 +126,12 @@ def without_blocks(sums: Tensor, mask: Tensor, blocks: JackknifeUnits) -> Replic
     return Replicates(total, (total - sums) / left.unsqueeze(1))
 
 
-def _without_folds(
-    restored: RestoredTrainer, update: Update, direction: Tensor, layout: Layout, splits: Attribution
-) -> Replicates:
-    """Returns X̄·δθ by label, and with the step that U without each of its folds makes."""
-
-    def by_label(parts: Sequence[Tensor]) -> Tensor:
-        products = _products(layout, direction, parts)
-        return torch.cat([products.sum(dim=(0, 2)).unsqueeze(0), splits.sum(products)])
-
-    value = by_label(update.parts)
+def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) -> Replicates:
+    """Returns X̄·δθ by label, (labels, 2), and with the step that U without each of its folds makes."""
+    layout, splits = Layout(restored.parameters), Attribution(list(restored.parameters))
+    value = _by_label(layout, splits, direction, update.parts)
     without = value.new_zeros(update.num_folds, *value.shape)
     if update.num_folds > 1:
         for k, number in enumerate(update.fold_number):
-            without[number] = by_label(update.without_fold(k))
+            without[number] = _by_label(layout, splits, direction, update.without_fold(k))
     return Replicates(value, restored.reduce(without))

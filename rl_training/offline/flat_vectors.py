@@ -39,7 +39,3 @@ class FlatVectors:
     def flatten(self, vector: Iterable[Tensor]) -> Tensor:
         """Returns one vector, given by its tensors in the order of the parameters, as a row of the matrix: (P,)."""
         return torch.cat([tensor.reshape(-1).to(self.matrix.dtype) for tensor in vector]).to(self.matrix.device)
-
-    def split(self, flat: Tensor) -> tuple[Tensor, ...]:
-        """Returns the parameters' pieces of flat vectors, (..., P): views, in the order of the parameters."""
-        return flat.split([columns.stop - columns.start for columns in self._columns.values()], dim=-1)

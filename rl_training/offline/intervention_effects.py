@@ -38,9 +38,8 @@ from rl_training.mathematics.per_decision import first_order_change, per_decisio
 from rl_training.mathematics.reward_change import mean_of, reward_change, reward_slope
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import Layout
-from rl_training.offline.buffers import EvaluationBuffer, gather_scores, respond, rewards_of
+from rl_training.offline.buffers import EvaluationBuffer, gather_scores, rewards_of, sample_again
 from rl_training.offline.loss import joined
-from rl_training.offline.phases import silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.truth import SLOPE_STEP, by_name
 from rl_training.offline.update import Update, in_parts
@@ -68,8 +67,8 @@ class OnEvaluation:
     rewards  (N,), of E's responses
     """
 
-    def __init__(self, restored: RestoredTrainer, evaluation: EvaluationBuffer, seed: int, chunk_size: int) -> None:
-        self._restored, self.evaluation, self._seed, self._chunk_size = restored, evaluation, seed, chunk_size
+    def __init__(self, restored: RestoredTrainer, evaluation: EvaluationBuffer) -> None:
+        self._restored, self.evaluation = restored, evaluation
         self.rewards = rewards_of(restored, evaluation.prompts, evaluation.rollout).double()
         self.units = evaluation.units
 
@@ -100,10 +99,8 @@ class OnEvaluation:
 
     def answers(self) -> tuple[Scores, Tensor]:
         """Returns scores and rewards of fresh responses to E's prompts, with common random numbers."""
-        prompts = self.evaluation.prompts
-        rollout, number = respond(self._restored, prompts, self._seed, self._chunk_size, silent)
-        scores = gather_scores(self._restored, rollout, number, len(prompts))
-        return scores, rewards_of(self._restored, prompts, rollout).double()
+        rollout, scores = sample_again(self._restored, self.evaluation)
+        return scores, rewards_of(self._restored, self.evaluation.prompts, rollout).double()
 
     def difference(self, one: tuple[Scores, Tensor], other: tuple[Scores, Tensor]) -> Replicates:
         """Returns entropy and reward of the second answers less those of the first, prompt by prompt."""

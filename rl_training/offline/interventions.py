@@ -15,7 +15,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -30,7 +30,6 @@ from rl_training.offline.branches import branches
 from rl_training.offline.buffers import sample_update
 from rl_training.offline.intervention_effects import Effect, OnEvaluation, effects
 from rl_training.offline.loss import batch_of, step_of
-from rl_training.offline.phases import silent
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings
@@ -156,15 +155,15 @@ def intervention_tables(
     seeds  of further U, beside the analysis's own
     """
     own, memory, which = settings.update, settings.memory, asked.named
-    on = OnEvaluation(restored, analysis.evaluation, settings.evaluation.seed, memory.generation_size)
+    on = OnEvaluation(restored, analysis.evaluation)
     by_update: list[dict[str, Any]] = []
     found: dict[str, list[Effect | str]] = {}
     all_seeds = list(dict.fromkeys([own.seed, *seeds]))
     for seed in tqdm(all_seeds, desc="interventions", unit="update", disable=restored.trainer.args.disable_tqdm):
         buffer, update = analysis.update_buffer, analysis.update
         if seed != own.seed:
-            buffer = sample_update(restored, own.prompts, seed, own.filtered, memory.generation_size, silent)
-            update = make_update(restored, buffer, memory.microbatch_size, memory.offload, silent)
+            buffer = sample_update(restored, replace(own, seed=seed), memory.generation_size)
+            update = make_update(restored, buffer, memory)
         batch = batch_of(restored, buffer)
         of_seed = dict(effects(on, restored, update, batch, which))
         in_loop = said_in_training(restored, batch, asked.texts)

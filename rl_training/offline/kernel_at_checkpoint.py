@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rl_training.engine.batch import Rollout, join_rollouts, take_rows
 from rl_training.hosts.trl.sampling import as_rollout
-from rl_training.mathematics.entropy import Estimator, surrogate_weights
+from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.offline.buffers import tokens_of
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.gradient_rows import GradientRows
@@ -34,13 +34,11 @@ TEXTS_FILE = "kernel_texts.json"
 
 
 def kernel_of_analysis(
-    restored: RestoredTrainer, analysis: Analysis, settings: KernelSettings, folder: Path, estimator: Estimator = "rb",
-    texts: Path | None = None,
-) -> Path:  # fmt: skip
+    restored: RestoredTrainer, analysis: Analysis, settings: KernelSettings, folder: Path, texts: Path | None = None
+) -> Path:
     """Returns the file with the kernel between the E and the U of a checkpoint analysis, of its very step.
 
-    estimator  of the entropy gradient, that of the analysis's first order
-    texts      for kernel.source=fixed: the file of E's texts, written from this analysis's E where it is not there yet
+    texts  for kernel.source=fixed: the file of E's texts, written from this analysis's E where it is not there yet
 
     Raises ValueError as `calculate_kernel` does, and where the analysis has no first order.
     """
@@ -56,7 +54,7 @@ def kernel_of_analysis(
         if written_by != restored.step:
             scores, direction = restored.policy.score_rollout(of_e), None
     weights = surrogate_weights(
-        scores.logps, scores.entropies, scores.mask, of_e.prompt_index, estimator, "token", "buffer"
+        scores.logps, scores.entropies, scores.mask, of_e.prompt_index, target="token", baseline="buffer"
     )
     inputs = KernelInputs(of_e, *weights, of_u, restored.trainer.max_completion_length)
     if direction is None:
@@ -116,10 +114,8 @@ def kernel_step(update: Update, entropy_gradient: Tensor) -> KernelStep:
 
 def _of_all_processes(rollout: Rollout, restored: RestoredTrainer) -> Rollout:
     """Returns the sequences of all processes, on each of them, in the order of `prompt_index`."""
-    if restored.num_ranks > 1:
-        parts: list[Any] = [None] * restored.num_ranks
-        torch.distributed.all_gather_object(parts, _on(rollout, torch.device("cpu")))
-        rollout = _on(join_rollouts(parts), restored.device)
+    parts = restored.gather(_on(rollout, torch.device("cpu")))
+    rollout = _on(join_rollouts(parts), restored.device)
     return take_rows(rollout, rollout.prompt_index.argsort(stable=True))
 
 

@@ -14,7 +14,6 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from rl_training.mathematics.entropy import Estimator
 from rl_training.offline.kernel_at_checkpoint import TEXTS_FILE, kernel_of_analysis
 from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.probe import Analysis
@@ -41,10 +40,10 @@ BINS = 40
 
 
 def add_kernel(
-    restored: RestoredTrainer, analysis: Analysis, settings: KernelSettings, folder: Path, estimator: Estimator
+    restored: RestoredTrainer, analysis: Analysis, settings: KernelSettings, folder: Path
 ) -> dict[str, float]:
     """Returns the headline numbers of an analysis's kernel, which this calculates, stores and draws in `folder`."""
-    kernel_of_analysis(restored, analysis, settings, folder, estimator, texts=folder.parents[1] / TEXTS_FILE)
+    kernel_of_analysis(restored, analysis, settings, folder, texts=folder.parents[1] / TEXTS_FILE)
     if restored.rank == 0:
         write_report(folder)
         print(f"kernel: {folder / PAGE}")

@@ -90,7 +90,7 @@ def write_log(
             to_json(_summary(restored, analysis, asked)), indent=1
         ).encode()
         write_atomically(files)
-    (stem,) = _of_main_process(restored, [stem])
+    stem = restored.gather(stem)[0]
     return place / f"{stem}.json{'.gz' * asked.compress}"
 
 
@@ -131,7 +131,7 @@ def _statistics(restored: RestoredTrainer, analysis: Analysis) -> dict[str, dict
     assert rollout.rewards is not None
     lengths = rollout.completion_mask.sum(dim=1)
     own = torch.stack([rollout.rewards.double(), rollout.advantages.double(), lengths.double()], dim=1).cpu()
-    of_update = torch.cat([torch.as_tensor(part) for part in _of_all(restored, own)])
+    of_update = torch.cat([torch.as_tensor(part) for part in restored.gather(own)])
     columns = {
         "generation_length": analysis.evaluation.scores.mask.sum(dim=1),
         "sequence_entropy": sequence_totals(analysis.evaluation.scores)[:, 1],
@@ -152,7 +152,7 @@ def _describe(values: Tensor) -> dict[str, float]:
 def _weights(analysis: Analysis) -> Tensor:
     """Returns π'(t)/π(t) of each sequence of E, (N,), at the whole step."""
     assert analysis.truth is not None
-    at = next(at for at in analysis.truth.at if at.eta == 1.0)
+    at = analysis.truth.whole_step
     return (sequence_totals(at.ahead.scores)[:, LOGP] - sequence_totals(analysis.evaluation.scores)[:, LOGP]).exp()
 
 
@@ -161,7 +161,7 @@ def _evaluation_rows(restored: RestoredTrainer, analysis: Analysis, asked: LogSe
     totals = sequence_totals(e.scores).tolist()
     columns: dict[str, list[float]] = {}
     if analysis.truth is not None:
-        at = next(at for at in analysis.truth.at if at.eta == 1.0)
+        at = analysis.truth.whole_step
         ahead = sequence_totals(at.ahead.scores)
         columns = {
             "logp_after": ahead[:, 0].tolist(),
@@ -170,7 +170,7 @@ def _evaluation_rows(restored: RestoredTrainer, analysis: Analysis, asked: LogSe
         }
     texts = _texts(restored, e.rollout, asked)
     own = dict(zip(e.number.tolist(), texts, strict=True))
-    by_number = {number: text for part in _of_all(restored, own) for number, text in part.items()}
+    by_number = {number: text for part in restored.gather(own) for number, text in part.items()}
     return [
         {"sequence": i, **by_number[i], "length": int(length), "logp": logp, "entropy": entropy}
         | {name: values[i] for name, values in columns.items()}
@@ -189,7 +189,7 @@ def _update_rows(restored: RestoredTrainer, analysis: Analysis, asked: LogSettin
         {"prompt_index": index, **text, "length": length, "reward": reward, "advantage": advantage}
         for index, text, length, reward, advantage in columns
     ]
-    return sorted((row for part in _of_all(restored, own) for row in part), key=lambda row: row["prompt_index"])
+    return sorted((row for part in restored.gather(own) for row in part), key=lambda row: row["prompt_index"])
 
 
 def _texts(restored: RestoredTrainer, rollout: Rollout, asked: LogSettings) -> list[dict[str, str]]:
@@ -209,7 +209,7 @@ def _token_rows(analysis: Analysis) -> list[dict[str, Any]]:
     scores = analysis.evaluation.scores
     tables = {"logp": scores.logps, "entropy": scores.entropies}
     if analysis.truth is not None:
-        at = next(at for at in analysis.truth.at if at.eta == 1.0)
+        at = analysis.truth.whole_step
         tables |= {"logp_after": at.ahead.scores.logps, "entropy_after": at.ahead.scores.entropies}
         tables |= dict(zip(("logp_slope", "entropy_slope"), analysis.truth.slopes, strict=True))
     return [
@@ -235,18 +235,3 @@ def _not_taken(folder: Path, stem: str) -> str:
     """Returns the name, with a number appended if another analysis of the same second took it."""
     names = [stem, *(f"{stem}_{number}" for number in range(2, 1000))]
     return next(name for name in names if not (folder / f"{name}_summary.json").exists())
-
-
-def _of_all(restored: RestoredTrainer, own: Any) -> list[Any]:
-    """Returns what each process has, on each of them."""
-    if restored.num_ranks == 1:
-        return [own]
-    parts: list[Any] = [None] * restored.num_ranks
-    torch.distributed.all_gather_object(parts, own)
-    return parts
-
-
-def _of_main_process(restored: RestoredTrainer, own: list[str]) -> list[str]:
-    if restored.num_ranks > 1:
-        torch.distributed.broadcast_object_list(own, src=0)
-    return own

@@ -15,6 +15,7 @@ step. What is not available is nan, with the reason in `reasons`.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -29,7 +30,7 @@ from rl_training.offline.first_order import SEQUENCE, TOKEN, FirstOrder, predict
 from rl_training.offline.phases import Phases, short_memory_says_what_to_lower
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings
-from rl_training.offline.truth import AtStep, Truth, measure, num_scorings
+from rl_training.offline.truth import Truth, measure, num_scorings
 from rl_training.offline.update import Update, make_update
 
 FEW_UNITS = f"fewer than {MIN_FOLDS_FOR_STDERR} blocks of E or folds of U: no error bar"
@@ -55,36 +56,35 @@ class Analysis:
 def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
     """Returns what the next step from this checkpoint does to entropy. The trainer is left unchanged."""
     phases = Phases(shown=restored.rank == 0 and not restored.trainer.args.disable_tqdm)
-    memory, own, e = settings.memory, settings.update, settings.evaluation
-    chunk = memory.generation_size
-    with phases("sample U", own.prompts * restored.trainer.num_generations) as progress:
-        update_buffer = sample_update(restored, own.prompts, own.seed, own.filtered, chunk, progress)
-    total = (e.prompts if isinstance(e.source, str) else len(e.source)) * e.responses
+    memory, total = settings.memory, settings.evaluation.num_sequences
+    with phases("sample U", settings.update.prompts * restored.trainer.num_generations) as progress:
+        update_buffer = sample_update(restored, settings.update, memory.generation_size, progress)
     with phases("sample E", total) as progress:
-        evaluation = sample_evaluation(
-            restored, e.prompts, e.responses, e.seed, e.source, e.overlap, update_buffer, chunk, progress
-        )
+        e = settings.evaluation
+        evaluation = sample_evaluation(restored, e, update_buffer, memory.generation_size, progress)
     with phases("gradient of U", update_buffer.num_sequences) as progress:
-        update = make_update(restored, update_buffer, memory.microbatch_size, memory.offload, progress)
-        by_covariance = settings.first_order.enabled and settings.first_order.covariance
-        covariance = covariance_of(restored, update_buffer) if by_covariance else None
+        update = make_update(restored, update_buffer, memory, progress)
+        covariance = covariance_of(restored, update_buffer) if settings.first_order.enabled else None
     first_order = truth = None
     if settings.first_order.enabled:
         with phases("gradient of E", total) as progress:
-            estimator = settings.first_order.estimator
-            first_order = predict(restored, evaluation, update, estimator, memory.microbatch_size, progress)
+            first_order = predict(restored, evaluation, update, memory.microbatch_size, progress)
     if settings.truth.enabled:
         etas = sorted({1.0, *settings.truth.etas}, reverse=True)
         with phases("truth", total * num_scorings(etas, settings.truth.odd)) as progress:
-            truth = measure(restored, evaluation, update.delta, etas, settings.truth.odd, e.seed, chunk, progress)
+            truth = measure(restored, evaluation, update.delta, etas, settings.truth.odd, progress)
     found = _Results()
     found.add_buffers(evaluation, update_buffer, update, restored)
     found.add_first_order(first_order, restored.learning_rate)
-    found.add_replicates("covariance", covariance, NOT_ASKED.format("set first_order.covariance=true"))
+    found.add_replicates("covariance", covariance, NOT_ASKED.format("set first_order.enabled=true"))
     found.add_truth(truth, first_order)
     tables = {}
     if truth is not None:
-        tables["eta"] = [_row_of(at) for at in truth.at]
+        tables["eta"] = [
+            {"eta": at.eta, "ESS": at.weights.ess, "resampled": at.resampled}
+            | in_both_units({"deltaH_true": at.true, "deltaH_snis": at.snis, "deltaH_odd": at.odd})
+            for at in truth.at
+        ]
     if settings.conditioning and first_order is not None:
         with short_memory_says_what_to_lower("conditioning"):
             tables["conditioning"] = [vars(row) for row in condition(restored, update, first_order.direction)]
@@ -112,12 +112,9 @@ class _Results:
             self.add(f"{key}{suffix}_se", float(stderr[column]), reason)
 
     def add_replicates(self, key: str, replicates: Replicates | None, reason: str) -> None:
-        if replicates is None:
-            for suffix in ("", "_sequence"):
-                self.add(f"{key}{suffix}", math.nan, reason)
-                self.add(f"{key}{suffix}_se", math.nan, reason)
-        else:
-            self.add_pair(key, replicates.value, replicates.stderr)
+        """Adds these numbers; nan with the reason where there are none."""
+        for name, number in in_both_units({key: replicates}).items():
+            self.add(name, number, *([reason] if replicates is None else []))
 
     def add_buffers(self, e: EvaluationBuffer, u: UpdateBuffer, update: Update, restored: RestoredTrainer) -> None:
         rollout = u.rollout
@@ -159,7 +156,7 @@ class _Results:
             for key in ("deltaH_true", "deltaH_snis", "deltaH_odd", "H_orig", "H_upd", "paired_error"):
                 self.add_replicates(key, None, reason)
             return
-        at = next(at for at in truth.at if at.eta == 1.0)
+        at = truth.whole_step
         second = None if at.odd is None else at.true - at.odd
         unasked = NOT_ASKED.format("set truth.odd=true")
         self.add_replicates("H_orig", truth.before, reason)
@@ -185,10 +182,11 @@ class _Results:
         self.add("w_min", at.weights.smallest)
 
 
-def _row_of(at: AtStep) -> dict[str, Any]:
-    row: dict[str, Any] = {"eta": at.eta, "ESS": at.weights.ess, "resampled": at.resampled}
-    for key, replicates in (("deltaH_true", at.true), ("deltaH_snis", at.snis), ("deltaH_odd", at.odd)):
+def in_both_units(numbers: Mapping[str, Replicates | None]) -> dict[str, float]:
+    """Returns (2,) numbers with their standard errors, per token and per sequence; nan where there is none."""
+    columns = {}
+    for key, replicates in numbers.items():
         for suffix, column in (("", TOKEN), ("_sequence", SEQUENCE)):
-            row[f"{key}{suffix}"] = float(replicates.value[column]) if replicates else math.nan
-            row[f"{key}{suffix}_se"] = float(replicates.stderr[column]) if replicates else math.nan
-    return row
+            columns[f"{key}{suffix}"] = float(replicates.value[column]) if replicates else math.nan
+            columns[f"{key}{suffix}_se"] = float(replicates.stderr[column]) if replicates else math.nan
+    return columns

@@ -20,9 +20,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from rl_training.engine.batch import Rollout
@@ -38,6 +39,7 @@ from rl_training.offline.checkpoint_weights import refuse_frozen, refuse_other_n
 from rl_training.offline.shards import load_shards
 from rl_training.records.checkpoints import state_folder, steps_taken, what_is_wrong_with_weights
 
+T = TypeVar("T")
 NOT_READ = {"loss_type", "beta", "importance_sampling_level"}  # of the loss; the advantages of all others are
 
 
@@ -74,6 +76,10 @@ class RestoredTrainer:
     def reduce(self, tensor: Tensor) -> Tensor:
         """Returns the sum over the ranks: call it on all or on none."""
         return tensor if self.num_ranks == 1 else self.trainer.accelerator.reduce(tensor, reduction="sum")
+
+    def gather(self, own: T) -> list[T]:
+        """Returns what each rank has, on each of them."""
+        return gather_object([own])
 
 
 def restore(

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Literal, get_args
-
-if TYPE_CHECKING:
-    from rl_training.mathematics.entropy import Estimator
+from typing import Literal, get_args
 
 Overlap = Literal["forbidden", "allowed", "wanted"]
 
@@ -22,6 +19,10 @@ class Evaluation:
     overlap: Overlap = "allowed"
     seed: int = 0
 
+    @property
+    def num_sequences(self) -> int:
+        return (self.prompts if isinstance(self.source, str) else len(self.source)) * self.responses
+
 
 @dataclass(frozen=True)
 class UpdateConfig:
@@ -35,8 +36,6 @@ class UpdateConfig:
 @dataclass(frozen=True)
 class FirstOrderSettings:
     enabled: bool = True
-    estimator: Estimator = "rb"
-    covariance: bool = True  # −Cov(log π, A) of U beside it
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,6 @@ def _refuse_nonsense(settings: Settings) -> None:
             raise ValueError(f"{name}={value} must be a whole number, at least {least}")
     if e.overlap not in get_args(Overlap):
         raise ValueError(f"evaluation.overlap={e.overlap}: choose from {', '.join(get_args(Overlap))}")
-    if settings.first_order.estimator not in ("rb", "score"):
-        raise ValueError(f"first_order.estimator={settings.first_order.estimator}: choose rb or score")
     if isinstance(e.source, str) and e.source not in ("train", "eval"):
         raise ValueError(f"evaluation.source={e.source}: choose train, eval, or a list of rows of the training set")
     if any(not eta > 0 for eta in settings.truth.etas):

@@ -17,7 +17,6 @@ from itertools import product as combinations
 from typing import Any
 
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from rl_training.mathematics.importance import MIN_SEQUENCES, reweighted_replicates, sequence_totals
@@ -25,14 +24,12 @@ from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.per_decision import first_order_change
 from rl_training.offline.buffers import EvaluationBuffer, sample_update
 from rl_training.offline.covariance import covariance_of
-from rl_training.offline.phases import silent
-from rl_training.offline.probe import Analysis
+from rl_training.offline.first_order import SEQUENCE, TOKEN, without_folds
+from rl_training.offline.probe import Analysis, in_both_units
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.settings import Settings
-from rl_training.offline.truth import AtStep, Truth, first_rows, measure
-from rl_training.offline.update import Update, make_update
-
-COLUMNS_AT_ONCE = 2**16  # of a product in fp32, between sums in fp64
+from rl_training.offline.settings import Settings, UpdateConfig
+from rl_training.offline.truth import Truth, first_rows, measure
+from rl_training.offline.update import make_update
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,7 @@ class SweepSettings:
 
 def refuse_sweep(sweep: SweepSettings, settings: Settings) -> None:
     """Raises ValueError, before anything is sampled, where the sweep does not fit the settings."""
-    e = settings.evaluation
-    total = (e.prompts if isinstance(e.source, str) else len(e.source)) * e.responses
+    e, total = settings.evaluation, settings.evaluation.num_sequences
     if any(size > total for size in sweep.evaluation_sizes):
         raise ValueError(
             f"sweep.evaluation_sizes goes up to {max(sweep.evaluation_sizes)}, and E has {total} sequences"
@@ -89,7 +85,7 @@ def sweep_tables(
 
 def over_sizes(evaluation: EvaluationBuffer, truth: Truth, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Returns a row for the first n sequences of E, for each n: prediction, truth, and the difference of both."""
-    at, whole = _whole_step(truth), evaluation.units
+    at, whole = truth.whole_step, evaluation.units
     rows = []
     for size in sizes:
         before, ahead = first_rows(evaluation.scores, size), at.ahead.first(size)
@@ -110,71 +106,31 @@ def over_updates(
     """Returns a row for each update: as many prompts, filtered or not, from this seed."""
     assert analysis.first_order is not None
     own, memory = settings.update, settings.memory
-    direction = analysis.first_order.direction
-    variants = list(
-        combinations(
-            sweep.update_prompts or [own.prompts],
-            sweep.update_filtered or [own.filtered],
-            sweep.update_seeds or [own.seed],
-        )
-    )
+    choices = sweep.update_prompts or [own.prompts], sweep.update_filtered or [own.filtered]
+    variants = [UpdateConfig(*of) for of in combinations(*choices, sweep.update_seeds or [own.seed])]
     rows = []
     shown = restored.rank == 0 and not restored.trainer.args.disable_tqdm
-    for prompts, filtered, seed in tqdm(variants, desc=f"{'other updates':13}", unit="update", disable=not shown):
-        buffer = sample_update(restored, prompts, seed, filtered, memory.generation_size, silent)
-        update = make_update(restored, buffer, memory.microbatch_size, memory.offload, silent)
-        truth = measure(
-            restored, analysis.evaluation, update.delta, [1.0], settings.truth.odd, settings.evaluation.seed,
-            memory.generation_size, silent,
-        )  # fmt: skip
-        at = _whole_step(truth)
-        value, of_update = _along(restored, direction, update)
+    for asked in tqdm(variants, desc=f"{'other updates':13}", unit="update", disable=not shown):
+        buffer = sample_update(restored, asked, memory.generation_size)
+        update = make_update(restored, buffer, memory)
+        truth = measure(restored, analysis.evaluation, update.delta, [1.0], settings.truth.odd)
+        at, of_update = truth.whole_step, without_folds(restored, update, analysis.first_order.direction)
+        value = of_update.value[0]
+        stderr = of_update.stderr[0] if update.num_folds > 1 else torch.full_like(value, math.nan)
         predicted = Replicates(value, truth.first_order.without - truth.first_order.value + value)
         columns = _columns(predicted, at.true, at.snis, at.odd)
-        if settings.first_order.covariance:
-            columns |= _of_both("covariance", covariance_of(restored, buffer))
-        for suffix, column in (("", 0), ("_sequence", 1)):  # of E alone so far
-            columns[f"deltaH1{suffix}_se"] = math.hypot(columns[f"deltaH1{suffix}_se"], float(of_update[column]))
+        columns |= in_both_units({"covariance": covariance_of(restored, buffer)})
+        for suffix, column in (("", TOKEN), ("_sequence", SEQUENCE)):  # of E alone so far
+            columns[f"deltaH1{suffix}_se"] = math.hypot(columns[f"deltaH1{suffix}_se"], float(stderr[column]))
         rows.append({
-            "update_prompts": prompts, "update_filtered": bool(filtered), "update_seed": seed, "ESS": at.weights.ess,
-            "resampled": at.resampled, **columns,
+            "update_prompts": asked.prompts, "update_filtered": bool(asked.filtered), "update_seed": asked.seed,
+            "ESS": at.weights.ess, "resampled": at.resampled, **columns,
         })  # fmt: skip
     return rows
 
 
-def _along(restored: RestoredTrainer, direction: Tensor, update: Update) -> tuple[Tensor, Tensor]:
-    """Returns X̄·δθ, (2,), and the part of its standard error that is U's; nan from a single fold."""
-
-    def product(step: Tensor) -> Tensor:
-        pieces = zip(direction.split(COLUMNS_AT_ONCE, dim=1), step.split(COLUMNS_AT_ONCE), strict=True)
-        return torch.stack([(x @ y).double() for x, y in pieces]).sum(dim=0)
-
-    value = product(update.delta)
-    without = value.new_zeros(update.num_folds, 2)
-    if update.num_folds > 1:
-        for k, number in enumerate(update.fold_number):
-            without[number] = product(update.without_fold(k).total)
-    stderr = Replicates(value, restored.reduce(without)).stderr
-    return value, stderr if update.num_folds > 1 else torch.full_like(value, math.nan)
-
-
-def _whole_step(truth: Truth) -> AtStep:
-    return next(at for at in truth.at if at.eta == 1.0)
-
-
 def _columns(predicted: Replicates, true: Replicates, snis: Replicates, odd: Replicates | None) -> dict[str, float]:
-    columns = {
+    return in_both_units({
         "deltaH1": predicted, "deltaH_true": true, "deltaH_snis": snis, "deltaH_odd": odd,
-        "paired_error": predicted - true,
-        "paired_error_odd": None if odd is None else predicted - odd,
-    }  # fmt: skip
-    return {name: number for key, replicates in columns.items() for name, number in _of_both(key, replicates).items()}
-
-
-def _of_both(key: str, replicates: Replicates | None) -> dict[str, float]:
-    """Returns a number with its standard error, per token and per sequence; nan where there is none."""
-    row = {}
-    for suffix, column in (("", 0), ("_sequence", 1)):
-        row[f"{key}{suffix}"] = float(replicates.value[column]) if replicates else math.nan
-        row[f"{key}{suffix}_se"] = float(replicates.stderr[column]) if replicates else math.nan
-    return row
+        "paired_error": predicted - true, "paired_error_odd": None if odd is None else predicted - odd,
+    })  # fmt: skip

@@ -43,7 +43,7 @@ from rl_training.mathematics.per_decision import (
 )
 from rl_training.mathematics.scores import Scores
 from rl_training.offline.buffers import EvaluationBuffer, gather_scores, sample_again
-from rl_training.offline.phases import Progress
+from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 
 SLOPE_STEP = 0.125
@@ -100,6 +100,10 @@ class Truth:
     first_order: Replicates  # δH₁ of the full step from the slopes, without each prompt
     slopes: tuple[Tensor, Tensor]  # (N, L) each: ∂log π·δθ, ∂h·δθ
 
+    @property
+    def whole_step(self) -> AtStep:
+        return next(at for at in self.at if at.eta == 1.0)
+
 
 def measure(
     restored: RestoredTrainer,
@@ -107,15 +111,10 @@ def measure(
     delta: Tensor,
     etas: Sequence[float],
     odd: bool,
-    seed: int,
-    chunk_size: int,
-    progress: Progress,
+    progress: Progress = silent,
 ) -> Truth:
-    """Returns the change of entropy along delta, (P,); the parameters are back, bit for bit, when it is done.
-
-    seed, chunk_size  with which E was sampled, for where it has to be sampled again
-    """
-    line = _Line(restored, evaluation, delta, seed, chunk_size, progress)
+    """Returns the change of entropy along delta, (P,); the parameters are back, bit for bit, when it is done."""
+    line = _Line(restored, evaluation, delta, progress)
     along = slopes(line.score_at(SLOPE_STEP), line.score_at(-SLOPE_STEP), SLOPE_STEP)
     again, units = _in_other_batches(restored, evaluation), evaluation.units
     progress(evaluation.num_sequences)
@@ -135,8 +134,6 @@ class _Line:
     restored: RestoredTrainer
     evaluation: EvaluationBuffer
     delta: Tensor
-    seed: int
-    chunk_size: int
     progress: Progress
 
     def score_at(self, eta: float) -> Scores:
@@ -169,7 +166,7 @@ class _Line:
         if not importance_weights(before, after).ess < MIN_ESS_SHARE * len(before):  # nor where it is nan
             return Moved(scores, None)
         with self._shifted(eta):
-            fresh = sample_again(self.restored, self.evaluation, self.seed, self.chunk_size, progress=lambda _: None)
+            _, fresh = sample_again(self.restored, self.evaluation)
         return Moved(scores, sequence_totals(fresh))
 
     def _shifted(self, eta: float) -> AbstractContextManager[None]:

@@ -26,10 +26,10 @@ from rl_training.mathematics.adamw import UpdateParts, clip_coefficient
 from rl_training.mathematics.folds import leave_fold_out, split_prompts
 from rl_training.mathematics.vectors import Layout
 from rl_training.offline.buffers import UpdateBuffer
-from rl_training.offline.flat_vectors import FlatVectors
 from rl_training.offline.loss import loss_weights
-from rl_training.offline.phases import Progress
+from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import Memory
 
 MOST_FOLDS = 16  # a vector over the trainable parameters each
 
@@ -43,7 +43,7 @@ class Update:
     parts: UpdateParts  # of (P,): momentum, gradient, decay
     delta: Tensor  # (P,), their sum
     pieces: list[Piece]
-    folds: FlatVectors  # row k is the mean gradient of a fold that this process keeps
+    folds: Tensor  # (folds kept, P), the mean gradients of those folds that this process keeps
     fold_number: tuple[int, ...]  # which of all folds that is
     fold_prompts: Tensor  # (num_folds,), how many prompts each fold has
     max_grad_norm: float
@@ -55,19 +55,14 @@ class Update:
 
     def without_fold(self, k: int) -> UpdateParts:
         """Returns the parts, (P,) each, of the step that the other folds alone would make."""
-        row = self.folds.matrix[k : k + 1].to(self.gradient.device)
+        row = self.folds[k : k + 1].to(self.gradient.device)
         size = self.fold_prompts[self.fold_number[k]].view(1)
         gradient = leave_fold_out(self.gradient, row, size, float(self.fold_prompts.sum()))[0]
         return in_parts(self.pieces, gradient, self.max_grad_norm)[0]
 
 
-def make_update(
-    restored: RestoredTrainer, update: UpdateBuffer, microbatch_size: int, offload: bool, progress: Progress
-) -> Update:
-    """Returns the step that U makes.
-
-    offload  keep the folds' gradients in host memory
-    """
+def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory, progress: Progress = silent) -> Update:
+    """Returns the step that U makes."""
     weights = loss_weights(restored, update)
     prompts = torch.arange(update.num_prompts, device=restored.device)
     fold_of_prompt = split_prompts(prompts, MOST_FOLDS)
@@ -75,17 +70,18 @@ def make_update(
     fold = fold_of_prompt[update.rollout.prompt_index]
     kept = tuple(range(restored.rank, len(fold_prompts), restored.num_ranks))
     parameters = dict(restored.parameters)
-    folds = FlatVectors(parameters, len(kept), "cpu" if offload else None)
-    mean = torch.zeros(folds.matrix.shape[1], dtype=folds.matrix.dtype, device=restored.device)
+    layout = Layout(parameters)
+    mean = torch.zeros(layout.num_entries, dtype=layout.dtype, device=restored.device)
+    folds = mean.new_zeros(len(kept), len(mean), device="cpu" if memory.offload else None)
     for number, size in enumerate(fold_prompts.tolist()):
         rows, out = (fold == number).nonzero().squeeze(1), torch.zeros_like(mean)
-        of_fold = restored.reduce(_gradient_sum(restored, update, rows, weights, microbatch_size, out))
+        of_fold = restored.reduce(_gradient_sum(restored, update, rows, weights, memory.microbatch_size, out))
         of_fold /= size * update.responses_per_prompt
         mean += (size / update.num_prompts) * of_fold
         if number in kept:
-            folds.matrix[kept.index(number)] = of_fold
+            folds[kept.index(number)] = of_fold
         progress(size * update.responses_per_prompt)
-    pieces = optimizer_pieces(Layout(parameters), parameters, restored.optimizer.states)
+    pieces = optimizer_pieces(layout, parameters, restored.optimizer.states)
     max_norm = restored.optimizer.max_grad_norm
     parts, clip = in_parts(pieces, mean, max_norm)
     return Update(mean, clip, parts, parts.total, pieces, folds, kept, fold_prompts, max_norm)
