@@ -36,7 +36,7 @@ def run_of(folder: Path, *overrides: str) -> TrainingRun:
         return build_run(compose("train", overrides=[*SMALL, f"run_dir={folder}", *overrides]))
 
 
-def test_it_stands_in_log_records_report_and_dashboard_and_ends_the_run_if_asked_to(
+def test_it_is_in_log_records_report_and_dashboard_and_ends_the_run_if_asked_to(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Entropy is far below 9 nats from the beginning: after three measured steps it says so; the next is the last."""
@@ -88,7 +88,7 @@ def falling(rate: float, steps: int, start: float = 0.2) -> list[float]:
     return [start * math.exp(-rate * step) for step in range(steps)]
 
 
-def test_it_speaks_at_a_chance_of_one_half_then_is_quiet_for_20_steps_and_while_entropy_stays_below() -> None:
+def test_it_fires_at_a_chance_of_one_half_then_is_quiet_for_20_steps_and_while_entropy_stays_below() -> None:
     """A random walk around the level, against the rule written out; the first ten steps say nothing.
 
     `news`: that it is below is one when it has been above since the last alert, or since that came true.
@@ -164,7 +164,7 @@ def test_what_a_probe_measures_counts_alone_from_the_step_on_at_which_it_does() 
     assert third["forecast/median"] == forecast.ahead(20).median
 
 
-def test_a_resumed_plain_trainer_foretells_as_one_that_was_never_interrupted(
+def test_a_resumed_plain_trainer_forecasts_like_an_uninterrupted_one(
     make_trainer: Callable[..., GRPOTrainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(alert, "FIRST_MISSES", 1)
@@ -217,6 +217,6 @@ def test_the_report_forecasts_from_records_what_the_alert_does_from_the_log(tmp_
         (["alert.below=0.1", "alert.stop=1"], "must be true or false"),
     ],
 )
-def test_an_alert_that_cannot_be_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_an_impossible_alert_is_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_of(tmp_path / "run", *overrides)

@@ -88,7 +88,7 @@ def measured(tmp_path_factory: pytest.TempPathFactory) -> Measured:
     return Measured(witness, checker, folder / "logs", ending(trainer))
 
 
-def test_moments_come_in_order_and_once(measured) -> None:
+def test_hooks_are_called_in_order_and_once(measured) -> None:
     assert measured.witness.heard == [
         ("prepare", 1), ("after", True), "results",
         ("prepare", 2), ("after", True), "results",
@@ -106,7 +106,9 @@ def test_training_with_probes_is_bitwise_the_training_without(measured) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"activation_checkpointing": True}])
-def test_so_it_is_when_responses_are_used_twice_and_when_forward_passes_are_run_again(make_trainer, settings) -> None:
+def test_training_is_bitwise_the_same_when_responses_are_reused_and_forward_passes_run_again(
+    make_trainer, settings
+) -> None:
     probed = make_trainer(probes=[SimpleEntropyProbe(responses_per_prompt=2), Witness()], **settings)
     assert differing(ending(probed), bare_ending(**settings)) == []
 
@@ -278,7 +280,7 @@ def test_a_second_training_with_probes_is_refused_and_keeps_the_records_of_the_f
 
 
 @pytest.mark.parametrize("answer", [0.5, {"witness/one": 0.5}], ids=["a float", "a float by name"])
-def test_a_probe_that_answers_a_float_is_told_what_to_return(make_trainer, answer) -> None:
+def test_a_probe_that_returns_a_float_is_told_what_to_return(make_trainer, answer) -> None:
     class Plain(Witness):
         def results(self) -> Any:
             return answer
@@ -289,7 +291,7 @@ def test_a_probe_that_answers_a_float_is_told_what_to_return(make_trainer, answe
         make_trainer(probes=[Plain()]).train()
 
 
-def test_a_probe_that_answers_nothing_is_an_error(make_trainer) -> None:
+def test_a_probe_that_returns_nothing_is_an_error(make_trainer) -> None:
     class Silent(Witness):
         def results(self) -> dict[str, Estimate]:
             return {}
@@ -331,7 +333,7 @@ def test_a_probe_that_reads_the_entropy_change_says_so(make_trainer) -> None:
         make_trainer(probes=[Undeclared()], max_steps=1).train()
 
 
-def test_probes_that_want_other_entropy_gradients_are_told_that_one_serves_all(make_trainer) -> None:
+def test_probes_that_ask_for_different_entropy_gradients_are_refused(make_trainer) -> None:
     other = SimpleEntropyProbe(responses_per_prompt=2)
     other.name = "other"
     with pytest.raises(ValueError, match=r"all probes share one entropy gradient.*'simple', 'other'"):

@@ -114,7 +114,7 @@ def test_a_branch_goes_on_exactly_from_its_own_checkpoints(original: Path, tmp_p
         ([], 7, "there is no such folder"),
     ],
 )
-def test_what_is_no_branch_is_refused(
+def test_what_cannot_be_a_branch_is_refused(
     original: Path, tmp_path: Path, overrides: list[str], step: int, said: str
 ) -> None:
     with pytest.raises(ValueError, match=re.escape(said)):
@@ -122,7 +122,7 @@ def test_what_is_no_branch_is_refused(
     assert not (tmp_path / "new" / CONFIG_FILE).exists()
 
 
-def test_a_checkpoint_in_no_run_is_refused(original: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_outside_a_run_is_refused(original: Path, tmp_path: Path) -> None:
     alone = shutil.copytree(checkpoint(original, 1), tmp_path / "checkpoint-1")
     with pytest.raises(ValueError, match=r"is not in a run folder \(RUN/training_state/checkpoint-N"):
         run_of(tmp_path / "new", f"branch={alone}")

@@ -94,7 +94,7 @@ def buffer_that_learned(rewards: Tensor, **options: Any) -> FilteredBuffer:
     return buffer
 
 
-def test_a_buffer_that_goes_on_knows_the_range_of_rewards_too() -> None:
+def test_a_resumed_buffer_knows_the_range_of_rewards_too() -> None:
     """By hand: 2 successes of 4, so m = 1/2; Beta(1 + 1, 1 + 1), Beta(1 + 1, 1 + 1), and Beta(1, 1) never asked."""
     before = buffer_that_learned(torch.tensor([[-1.0, 3.0], [3.0, -1.0]]), floor=0.1)
     again = FilteredBuffer(floor=0.1)
@@ -132,7 +132,7 @@ def test_what_a_response_says_counts_half_after_the_half_life() -> None:
     torch.testing.assert_close(buffer.weights(), weights.double())
 
 
-def test_draws_are_distinct_and_none_of_those_tried() -> None:
+def test_draws_are_distinct_and_exclude_those_tried() -> None:
     buffer = FilteredBuffer(seed=3)
     buffer.start(20)
     tried = list(range(0, 20, 2))
@@ -240,7 +240,7 @@ def test_metrics_speak_of_all_that_was_generated(make_trainer: Make) -> None:
     assert trainer.state.log_history[1]["num_tokens"] == 4 * sum(asked_tokens) + sum(asked.num_tokens)
 
 
-def test_what_stays_empty_keeps_a_rejected_prompt_and_moves_nothing(make_trainer: Make) -> None:
+def test_a_slot_that_stays_empty_keeps_a_rejected_prompt_and_moves_nothing(make_trainer: Make) -> None:
     """With one reward for all: three attempts, then a step that weight decay alone makes."""
     rollouts, asked = Rollouts(), Asked(constant=1.0)
     trainer = make_trainer(
@@ -341,7 +341,7 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(make_traine
     assert_equal(whole.buffer.state_dict(), resumed.buffer.state_dict())
 
 
-def test_the_buffers_state_is_no_models_weights(make_trainer: Make, tmp_path: Path) -> None:
+def test_the_buffers_state_is_not_taken_for_weights(make_trainer: Make, tmp_path: Path) -> None:
     make_trainer(buffer=FilteredBuffer(), save_strategy="steps", save_steps=1, max_steps=1).train()
     checkpoint = tmp_path / "state" / "checkpoint-1"
     (checkpoint / "model.safetensors").unlink()

@@ -107,9 +107,7 @@ def train(tmp_path: Path, *arguments: str, **env: str) -> Command:
         (["trainer.learning_rate=1e10", "buffer=filtered", "probe=none"], "step 2: the policy's probabilities are nan"),
     ],
 )
-def test_what_cannot_be_is_said_in_one_line_with_exit_code_2(
-    tmp_path: Path, arguments: list[str], message: str
-) -> None:
+def test_a_mistake_is_reported_in_one_line_with_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
     ended = train(tmp_path, *arguments)
     assert ended.end() == 2
     assert ended.lines[-1].startswith("error: ")
@@ -118,14 +116,14 @@ def test_what_cannot_be_is_said_in_one_line_with_exit_code_2(
 
 
 @pytest.mark.parametrize("how", [{"arguments": ["--debug"]}, {"env": {"RL_TRAINING_DEBUG": "1"}}], ids=str)
-def test_the_traceback_of_a_foreseen_error_is_shown_on_request(tmp_path: Path, how: dict) -> None:
+def test_the_traceback_of_an_expected_error_is_shown_on_request(tmp_path: Path, how: dict) -> None:
     ended = train(tmp_path, "seed=-1", *how.get("arguments", []), **how.get("env", {}))
     assert ended.end() == 2
     assert ended.lines[0].startswith("Traceback")
     assert ended.lines[-1] == "error: seed=-1 must be at least 0 and at most 4294967295"
 
 
-def test_an_error_that_was_not_foreseen_keeps_its_traceback_and_ends_with_a_line_too(tmp_path: Path) -> None:
+def test_an_unexpected_error_keeps_its_traceback_and_ends_with_a_line_too(tmp_path: Path) -> None:
     script = tmp_path / "fails.py"
     script.write_text("from rl_training.job.command_line import run_command\nrun_command(lambda: [][1])\n")
     ended = start(tmp_path / "log", script=str(script))
@@ -134,7 +132,7 @@ def test_an_error_that_was_not_foreseen_keeps_its_traceback_and_ends_with_a_line
     assert ended.lines[-1] == "error: IndexError: list index out of range (unexpected: the traceback is above)"
 
 
-def test_of_several_processes_the_first_speaks_and_the_others_wait_to_be_ended(tmp_path: Path) -> None:
+def test_the_first_of_several_processes_reports_and_the_others_wait_to_be_ended(tmp_path: Path) -> None:
     first, second = (start(tmp_path / rank, "seed=-1", RANK=rank, LOCAL_RANK=rank) for rank in "01")
     assert first.end() == 2
     time.sleep(1)

@@ -165,7 +165,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
         (["data=gsm8k", "data.path=5"], """is not a path: quote it, 'data.path="5"'"""),
     ],
 )
-def test_a_mistake_is_named_with_the_way_out(tmp_path: Path, overrides: list[str], message: str) -> None:
+def test_a_mistake_is_named_with_the_fix(tmp_path: Path, overrides: list[str], message: str) -> None:
     with pytest.raises(Exception, match=message):
         built(tmp_path, *overrides)
 

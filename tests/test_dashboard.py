@@ -57,7 +57,7 @@ def test_without_the_package_it_says_what_to_install(
     assert "pip install 'rl-training[dashboard]'" in capsys.readouterr().err
 
 
-def test_without_an_account_it_says_how_to_get_on(
+def test_without_an_account_it_says_how_to_log_in(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc

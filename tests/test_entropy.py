@@ -325,7 +325,7 @@ def test_weights_carry_no_graph(estimator: str, target: str) -> None:
 
 
 @every_target
-def test_single_response_of_a_prompt_raises_with_the_way_out(target: str) -> None:
+def test_single_response_of_a_prompt_raises_with_the_fix(target: str) -> None:
     values, mask = torch.zeros(3, 2), torch.ones(3, 2)
     with pytest.raises(ValueError, match="at least two responses per prompt"):
         surrogate_weights(values, values, mask, torch.tensor([0, 0, 1]), "rb", target)

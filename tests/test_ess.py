@@ -205,7 +205,7 @@ def test_importance_size_of_an_off_policy_step_is_kishs_of_the_policy_ratios(mak
     assert off_policy["ess/advantage"].value == pytest.approx(on_policy["ess/advantage"].value)  # the same rollout
 
 
-def test_prompts_spread_over_steps_have_no_share_and_say_the_way_out(make_trainer) -> None:
+def test_prompts_spread_over_steps_have_no_share_and_say_the_fix(make_trainer) -> None:
     probe, trainer = Answers(), make_trainer(GRPOTrainer, steps_per_generation=8, reward=half_of_the_prompts)
     with attach(trainer, [probe]):
         trainer.train()

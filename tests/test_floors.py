@@ -1,4 +1,4 @@
-"""Modules import only downward, and each outside library only in the rooms that may know it.
+"""Modules import only downward, and each outside library only in the layers that may know it.
 
 The folder says the floor. What any loop's host needs can be imported where TRL is not installed.
 """
@@ -16,7 +16,7 @@ from rl_training.hosts.trl.patches import METHODS, TRAINER_ATTRIBUTES
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "rl_training"
-# What each room may import beside itself. Records and probes do not know each other. What is measured offline is
+# What each layer may import beside itself. Records and probes do not know each other. What is measured offline is
 # measured on a trainer, one that stands still: offline stands on hosts, which know nothing of it.
 BELOW = {
     "mathematics": set(),
@@ -74,13 +74,13 @@ COMMANDS = {
     "train",
     "analyze",
     "evaluate",
-}  # python -m rl_training.<name>: each one line that calls the room's main
+}  # python -m rl_training.<name>: each one line that calls the layer's main
 TOP = COMMANDS | {"__init__", "__main__", "extras", "version"}
 FILES = [*sorted(PACKAGE.rglob("*.py")), *(ROOT / f"{command}.py" for command in ("train", "offline", "evaluate"))]
 
 
-def room_of(path: Path) -> str:
-    """Returns the folder that a module lies in, or "" for what lies above all rooms: commands."""
+def layer_of(path: Path) -> str:
+    """Returns the folder that a module lies in, or "" for what lies above all layers: commands."""
     parts = path.relative_to(ROOT).parts
     return parts[1] if len(parts) > 2 and path.name != "__main__.py" else ""
 
@@ -88,7 +88,7 @@ def room_of(path: Path) -> str:
 def libraries_of(path: Path) -> set[str]:
     """Returns what a module may import from outside: a loop's libraries in the host of that loop only."""
     host = "/".join(path.relative_to(PACKAGE).parts[:2])
-    return LIBRARIES[host if host in LIBRARIES else room_of(path)]
+    return LIBRARIES[host if host in LIBRARIES else layer_of(path)]
 
 
 def imports_of(path: Path) -> set[str]:
@@ -103,27 +103,27 @@ def imports_of(path: Path) -> set[str]:
     return names
 
 
-def test_every_module_lies_in_a_room() -> None:
+def test_every_module_lies_in_a_layer() -> None:
     assert {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"} == set(BELOW)
     assert {p.stem for p in PACKAGE.glob("*.py")} == TOP
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
 def test_imports_go_only_downward(path: Path) -> None:
-    room = room_of(path)
+    layer = layer_of(path)
     for name in imports_of(path):
         top, *rest = name.split(".")
         if top == "rl_training":
-            if room and rest[0] not in ("version", "extras"):
-                assert rest[0] in BELOW[room] | {room}, f"{room} imports {name}"
-        elif room and top not in sys.stdlib_module_names:
-            assert top in libraries_of(path), f"{room} imports {name}"
+            if layer and rest[0] not in ("version", "extras"):
+                assert rest[0] in BELOW[layer] | {layer}, f"{layer} imports {name}"
+        elif layer and top not in sys.stdlib_module_names:
+            assert top in libraries_of(path), f"{layer} imports {name}"
 
 
-def test_the_rooms_have_an_order() -> None:
-    for room, below in BELOW.items():
+def test_the_layers_have_an_order() -> None:
+    for layer, below in BELOW.items():
         for lower in below:
-            assert BELOW[lower] < below, f"what {lower} may import, {room} may too, and more"
+            assert BELOW[lower] < below, f"what {lower} may import, {layer} may too, and more"
 
 
 def test_probes_do_not_import_one_another() -> None:
@@ -134,7 +134,7 @@ def test_probes_do_not_import_one_another() -> None:
         assert not {name for name in imports_of(path) if name.rsplit(".", 1)[-1] in probes}
 
 
-def test_a_loops_libraries_are_imported_where_that_loop_is_told_of_only() -> None:
+def test_a_loops_libraries_are_imported_only_where_that_loop_is_known() -> None:
     """By hosts/trl, and by the commands that build a trainer or count processes."""
     importing = {path: {name.partition(".")[0] for name in imports_of(path)} & LOOPS for path in FILES}
     folders = {path.relative_to(ROOT).parent.as_posix() for path, names in importing.items() if names}
@@ -173,8 +173,8 @@ def imported_with(module: str) -> set[str]:
 
 def test_what_any_host_needs_is_imported_without_trl_and_transformers() -> None:
     """The same for what writes and reads records; matplotlib comes with pages and pictures only."""
-    rooms = ("mathematics", "engine", "interventions", "probes", "records", "hosts")
-    files = [path for room in rooms for path in (PACKAGE / room).glob("*.py")]
+    layers = ("mathematics", "engine", "interventions", "probes", "records", "hosts")
+    files = [path for layer in layers for path in (PACKAGE / layer).glob("*.py")]
     assert "matplotlib" in imported_with("rl_training.records.report")
     assert "trl" in imported_with("rl_training.job.build")
     for path in files:
@@ -196,7 +196,7 @@ def private_members_named_in(path: Path) -> set[str]:
 
 def test_private_members_of_the_libraries_are_those_of_the_one_table() -> None:
     table = {method.name for method in METHODS} | {*TRAINER_ATTRIBUTES}
-    files = [path for path in FILES if room_of(path) == "hosts" and path.name != "zero.py"]
+    files = [path for path in FILES if layer_of(path) == "hosts" and path.name != "zero.py"]
     files = [path for path in files if path.parent.name != "verl"]  # it takes one minor version of verl only
     named = set().union(*map(private_members_named_in, files))
     assert named <= table, f"add to hosts/trl/patches.py: {named - table}"

@@ -60,7 +60,7 @@ def test_a_run_without_probes_or_evaluations_has_empty_tables_with_their_columns
     assert evaluations(tmp_path).query("metric == 'pass@1'").empty
 
 
-def test_a_damaged_table_names_itself_and_the_way_out(tmp_path: Path) -> None:
+def test_a_damaged_table_names_itself_and_the_fix(tmp_path: Path) -> None:
     (record_run(tmp_path) / "evaluations" / "sums").mkdir(parents=True)
     file = tmp_path / "evaluations" / "sums" / "consolidated_metrics.csv"
     for content in ("", "step,metric\n1,2\n"):

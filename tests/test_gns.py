@@ -274,7 +274,7 @@ def test_an_interval_of_the_noise_scale_holds_the_infinite_one_as_often_as_it_sa
 
 
 @pytest.mark.parametrize("signal", [3.0, 0.2, -0.5])
-def test_fieller_interval_is_every_ratio_that_the_errors_do_not_speak_against(signal: float) -> None:
+def test_fieller_interval_is_every_ratio_that_the_errors_do_not_rule_out(signal: float) -> None:
     """By trying ratios one after another, from two averages whose errors are correlated."""
     covariance = torch.tensor([[0.04, 0.05], [0.05, 0.25]], dtype=torch.float64)
     averages = Averages(torch.tensor([2.0, signal], dtype=torch.float64), covariance, math.nan, 40.0, degrees=5.0)
@@ -287,7 +287,7 @@ def test_fieller_interval_is_every_ratio_that_the_errors_do_not_speak_against(si
     assert low < signal / 2 < high
 
 
-def test_interval_of_the_noise_scale_is_the_other_one_upside_down_without_what_is_negative() -> None:
+def test_interval_of_the_noise_scale_is_the_reciprocal_of_the_other_without_its_negative_part() -> None:
     assert noise_scale_interval((0.01, 0.05)) == (20.0, 100.0)
     assert noise_scale_interval((-0.01, 0.05)) == (20.0, math.inf)
     assert noise_scale_interval((-0.05, -0.01)) == (math.inf, math.inf)

@@ -214,7 +214,7 @@ def test_a_later_step_of_a_rollout_that_learns_from_fresh_prompts_is_measured(ma
     assert all(math.isfinite(answer["gns/trace_step"].value) for answer in probe.all)
 
 
-def test_microbatches_that_mix_prompts_are_nan_with_the_way_out(make_trainer) -> None:
+def test_microbatches_that_mix_prompts_are_nan_with_the_fix(make_trainer) -> None:
     probe = Answers(split_prompts=1)
     trainer = make_trainer(GRPOTrainer, **FEW)
     with attach(trainer, [probe]):

@@ -309,7 +309,7 @@ def test_truth_and_prediction_on_one_buffer_are_those_of_their_definitions_and_l
         assert value != 0
 
 
-def test_a_truth_drawn_afresh_is_compared_pair_by_pair(make_trainer) -> None:
+def test_a_truth_on_fresh_samples_is_compared_pair_by_pair(make_trainer) -> None:
     probe = Validated(24)
     make_trainer(probes=[probe], learning_rate=1e-2, max_steps=1, **ONE_BATCH).train()
     answers = probe.kept[0]["answers"]

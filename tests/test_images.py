@@ -217,7 +217,7 @@ def test_types_of_tokens_widen_with_prompts_and_completions() -> None:
     assert joined.images["token_type_ids"][[0, 3]].tolist() == [[0, 0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 1, 0, 0]]
 
 
-def test_what_cannot_be_told_apart_by_rows_is_named() -> None:
+def test_what_cannot_be_assigned_to_rows_is_named() -> None:
     with pytest.raises(ValueError, match=r"image_sizes has 4 entries for 3 sequences"):
         rollout_of({"pixel_values": PATCHES[:3], "num_images": [2, 1, 1], "image_sizes": GRIDS})
     with pytest.raises(ValueError, match="mixes rows with and without images"):

@@ -210,7 +210,7 @@ def test_the_optimizer_s_settings_are_changed_and_no_weight() -> None:
     assert intervention("max_grad_norm:0.2")(known()) == Remedied(max_grad_norm=0.2)
 
 
-def test_what_is_missing_is_said() -> None:
+def test_what_is_missing_is_reported() -> None:
     bare = LossInputs(known().weights, known().scores, known().advantages, known().prompt_index, MICROBATCHES, 1.0)
     reasons = {name: intervention(name).why_none(bare) for name in REMEDIES}
     assert [name for name, reason in reasons.items() if not reason] == ["bonus", "lr", "max_grad_norm"]
@@ -253,13 +253,13 @@ def test_prompts_without_any_advantage_are_counted_over_all_processes() -> None:
         ("nowhere.py:softer", "there is no such file"),
     ],
 )
-def test_a_mistake_is_said_in_one_line(text: str, said: str) -> None:
+def test_a_mistake_is_reported_in_one_line(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         intervention(text)
     assert "\n" not in str(error.value)
 
 
-def test_one_s_own_function_in_a_file_is_an_intervention(tmp_path: Path) -> None:
+def test_a_custom_function_in_a_file_is_an_intervention(tmp_path: Path) -> None:
     file = tmp_path / "mine.py"
     file.write_text(
         "from rl_training.interventions.remedies import scaled\n"

@@ -173,7 +173,7 @@ def test_the_strength_that_halves_the_fall_does_so_in_the_twin(
         assert words in answers[f"intervention/{name}/halves_at"].reason
 
 
-def test_what_changes_nothing_is_exactly_nothing(run: tuple[Answers, Recorder]) -> None:
+def test_what_changes_nothing_is_exactly_zero(run: tuple[Answers, Recorder]) -> None:
     for answers in run[0].all:
         for quantity in ("delta_h", "delta_h_kept", "delta_reward", "mean_delta_h"):
             estimate = answers[f"intervention/kl_cov/{quantity}"]
@@ -284,7 +284,7 @@ def reasons(answers: dict[str, Estimate], quantity: str) -> dict[str, str]:
         ({"num_iterations": 2}, NUM_FOLDS, "num_iterations > 1"),
     ],
 )
-def test_where_nothing_can_be_predicted_it_is_said(
+def test_where_nothing_can_be_predicted_the_reason_is_given(
     make_trainer: Callable[..., Any], settings: dict[str, Any], num_folds: int, said: str
 ) -> None:
     probe = Answers(["bonus", "lr"], num_folds)
@@ -333,7 +333,7 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: st
         InterventionsProbe(**options)
 
 
-def test_only_what_is_no_multiple_takes_a_backward_of_its_own() -> None:
+def test_only_what_is_not_a_multiple_takes_its_own_backward() -> None:
     plain = LossWeights(torch.tensor([[1.0, -2.0], [0.5, 0.0]]), None)
 
     def changed(*rows: list[float]) -> list[Remedied]:

@@ -211,7 +211,7 @@ def test_words_that_choose_nothing_are_refused() -> None:
         ("longest:0", "K must be from 1 to"),
     ],
 )
-def test_a_what_if_of_nothing_or_of_more_than_there_is_is_refused(folder: Path, text: str, message: str) -> None:
+def test_leaving_out_no_sequence_or_more_than_exist_is_refused(folder: Path, text: str, message: str) -> None:
     with pytest.raises(ValueError, match=f"^--without {text}: {message}"):
         run([folder], [text], None)
 

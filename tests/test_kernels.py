@@ -76,7 +76,7 @@ def test_bf16_holds_twice_the_rows() -> None:
     assert sizes == [10, 20]
 
 
-def test_a_budget_for_no_row_at_all_names_one_that_would_do() -> None:
+def test_a_budget_below_one_row_names_one_that_would_do() -> None:
     with pytest.raises(ValueError, match=r"at least kernel.memory_gb=2.4, or a smaller microbatch"):
         plan_blocks(10, 20, 10**8, memory_bytes=1e9, microbatch=4, both=True)
     assert plan_blocks(10, 20, 10**8, memory_bytes=2.4e9, microbatch=4, both=True).rows_per_block == 1

@@ -60,7 +60,7 @@ def test_on_a_terminal_the_line_is_the_last_and_names_the_launcher_as_it_was_typ
     ]  # fmt: skip
 
 
-def test_elsewhere_than_on_a_terminal_the_line_is_said_at_once(folder: Path) -> None:
+def test_without_a_terminal_the_line_is_printed_at_once(folder: Path) -> None:
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1]), "ACCELERATE_MIXED_PRECISION": "no"}
     command = [str(folder / "accelerate"), "launch", "script.py"]
     ended = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)

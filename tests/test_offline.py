@@ -393,7 +393,7 @@ def test_u_is_rewarded_as_training_rewards_and_filtered_as_it_filters(
 # --- the guards -------------------------------------------------------------------------------------------------------
 
 
-def test_a_schedule_that_has_ended_is_said_and_a_learning_rate_is_the_way_out(run: Path) -> None:
+def test_a_schedule_that_has_ended_is_said_and_a_learning_rate_is_the_fix(run: Path) -> None:
     with pytest.raises(ValueError, match=r"learning rate at .* is 0.*learning_rate=1e-6"):
         restored_at(run, 3)
     assert restored_at(run, 3, learning_rate=1e-4).learning_rate == 1e-4
@@ -423,13 +423,13 @@ def permute_moments(folder: Path) -> None:
     ],
     ids=["moments", "no optimizer", "damaged"],
 )
-def test_a_checkpoint_that_is_not_whole_is_refused(run: Path, tmp_path: Path, alter: Any, says: str) -> None:
+def test_an_incomplete_checkpoint_is_refused(run: Path, tmp_path: Path, alter: Any, says: str) -> None:
     copy = altered(run, tmp_path, alter)
     with pytest.raises(ValueError, match=says):
         restored_at(copy, 1)
 
 
-def test_an_adapter_that_the_checkpoint_has_not_is_refused(run: Path) -> None:
+def test_an_adapter_missing_from_the_checkpoint_is_refused(run: Path) -> None:
     with pytest.raises(ValueError, match="holds all weights, and the model has an adapter: use adapter=none"):
         restored_at(run, 1, "adapter=lora")
 
@@ -505,7 +505,7 @@ def test_a_run_keeps_its_settings_but_those_that_are_changed(run: Path) -> None:
         run_settings(checkpoint(run, 1), ["batch.microbatch_sise=4"])
 
 
-def test_a_checkpoint_in_no_run_says_what_it_needs_and_then_works(run: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_outside_a_run_says_what_it_needs_and_then_works(run: Path, tmp_path: Path) -> None:
     shutil.copytree(checkpoint(run, 1), tmp_path / "alone" / "checkpoint-1")
     alone = tmp_path / "alone" / "checkpoint-1"
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
@@ -627,7 +627,7 @@ def deepspeed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("deepspeed")
-def test_moments_and_settings_are_put_together_from_the_shards_of_ranks(
+def test_moments_and_settings_are_joined_from_the_shards_of_ranks(
     run: Path, tmp_path: Path, restored: RestoredTrainer
 ) -> None:
     given: dict[str, Tensor] = {}

@@ -28,7 +28,7 @@ def test_a_prompt_is_in_u_where_any_process_has_it() -> None:
         assert learned.tolist() == [True, False, True, True]
 
 
-def test_the_filter_of_u_knows_what_trainings_buffer_knows_and_draws_with_dice_of_its_own() -> None:
+def test_the_filter_of_u_knows_what_trainings_buffer_knows_and_draws_with_its_own_random_numbers() -> None:
     known = FilteredBuffer(max_attempts=5, floor=0.3, half_life=7.0, seed=1)
     known.start(3)
     known.learn([0, 1], torch.tensor([[0.0, 1.0], [1.0, 1.0]]))

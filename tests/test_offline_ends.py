@@ -62,7 +62,7 @@ def test_a_process_with_too_little_memory_ends_with_the_setting_to_lower(run: Pa
     assert not (run / "offline" / "short").exists()
 
 
-def test_killed_at_any_moment_it_leaves_only_what_is_whole_and_the_next_one_works(run: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_killed_at_any_moment_it_leaves_only_complete_files_and_the_next_one_works(run: Path, tmp_path: Path) -> None:  # noqa: F811
     """SIGKILL, and three analyses into one folder: in the midst of measuring, and of writing pages."""
     command = ("offline.py", f"checkpoint={checkpoint(run, 1)}", f"output={tmp_path}", "log.level=minimal", *QUICK)
     for moment, num_logs, num_results in (

@@ -54,7 +54,7 @@ def test_an_attribute_that_is_gone_is_named(name: str, trainer: GRPOTrainer) -> 
         attach(trainer, [EffectiveSampleSizeProbe()])
 
 
-def test_a_version_that_nobody_has_tried_is_said_once_and_not_refused(
+def test_an_untested_version_is_warned_of_once_and_not_refused(
     trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setitem(patches.WRITTEN_FOR, "trl", "0.3")
@@ -93,7 +93,7 @@ def test_a_method_that_returns_something_else_is_refused_before_training(trainer
         attach(trainer, [EffectiveSampleSizeProbe()])
 
 
-def test_it_is_tried_in_one_forward_pass_that_no_random_number_knows_of(trainer: GRPOTrainer) -> None:
+def test_the_check_is_one_forward_pass_that_leaves_random_streams_alone(trainer: GRPOTrainer) -> None:
     """And not at all without probes."""
     passes: list[torch.Tensor] = []
     trainer.model.register_forward_hook(lambda *_: passes.append(torch.rand(1)))  # drawn as dropout draws

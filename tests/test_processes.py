@@ -169,7 +169,7 @@ def test_sharded_launches_show_probes_the_gradients_and_states_of_ddp(runs: Path
 
 
 @pytest.mark.parametrize("run", ["zero1_2", "zero2_2", "zero1_2_lora"])
-def test_a_checkpoint_of_zero_is_stood_at_with_the_moments_that_its_next_step_had(runs: Path, run: str, make_trainer):
+def test_a_checkpoint_of_zero_is_restored_with_the_moments_that_its_next_step_had(runs: Path, run: str, make_trainer):
     """Bit for bit what the third step of the same run found on its processes; the weights are the file's."""
     third = saved(runs, run)["steps"][2]
     checkpoint = runs / run / "state" / "checkpoint-2"
@@ -187,7 +187,7 @@ def test_a_checkpoint_of_zero_is_stood_at_with_the_moments_that_its_next_step_ha
         assert torch.equal(restored.parameters[name], weights[name.replace(".default.", ".")])
 
 
-def test_a_checkpoint_of_fsdp_is_not_stood_at(runs: Path, make_trainer) -> None:
+def test_a_checkpoint_of_fsdp_is_not_restored(runs: Path, make_trainer) -> None:
     with pytest.raises(ValueError, match="was written under FSDP, whose optimizer is not read here"):
         restore(make_trainer(), runs / "fsdp2_2" / "state" / "checkpoint-2")
 
@@ -213,7 +213,9 @@ def test_training_with_probes_is_bitwise_the_training_without_on_every_rank(runs
 
 
 @pytest.mark.parametrize(("run", "sharded_by"), [("zero3_2", "DeepSpeed"), ("fsdp2_2", "FSDP")])
-def test_training_with_cut_weights_goes_on_bitwise_from_its_checkpoint(runs: Path, run: str, sharded_by: str) -> None:
+def test_training_with_sharded_weights_resumes_bitwise_from_its_checkpoint(
+    runs: Path, run: str, sharded_by: str
+) -> None:
     for rank in (0, 1):
         whole, resumed = (saved(runs, name, rank)["parameters"] for name in (run, f"{run}_resumed"))
         assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
@@ -229,13 +231,13 @@ def test_training_with_cut_weights_goes_on_bitwise_from_its_checkpoint(runs: Pat
 
 
 @pytest.mark.parametrize("run", ["zero3_2", "fsdp2_2"])
-def test_whole_weights_let_a_process_sample_one_batch_more_than_another(runs: Path, run: str) -> None:
+def test_gathered_weights_let_a_process_sample_one_batch_more_than_another(runs: Path, run: str) -> None:
     """transformers would have the processes wait for one another at each token, for ever."""
     assert [saved(runs, run, rank)["fresh"] for rank in (0, 1)] == [33, 32]
 
 
 @pytest.mark.parametrize("run", ["zero3_2", "fsdp2_2"])
-def test_what_a_step_with_cut_weights_did_is_measured_at_the_new_ones(runs: Path, run: str) -> None:
+def test_what_a_step_with_sharded_weights_did_is_measured_at_the_new_ones(runs: Path, run: str) -> None:
     """As with whole ones: the same responses, and their scores before and after each step."""
     saved(runs, f"{run}_truth")
     whole, cut = estimates(runs, "plain_2_truth"), estimates(runs, f"{run}_truth")
@@ -284,7 +286,7 @@ def test_a_rank_without_any_advantage_takes_part(runs: Path) -> None:
         ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "leave out offload_optimizer"),
     ],
 )
-def test_deepspeed_that_cannot_be_read_is_refused_with_the_way_out(config: dict, message: str) -> None:
+def test_deepspeed_that_cannot_be_read_is_refused_with_the_fix(config: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         refuse_deepspeed_that_cannot_be_read(config)
 
@@ -296,7 +298,7 @@ def test_deepspeed_that_cannot_be_read_is_refused_with_the_way_out(config: dict,
         ({"fsdp_version": 2, "cpu_offload": True}, "set fsdp_offload_params: false"),
     ],
 )
-def test_fsdp_that_cannot_be_read_is_refused_with_the_way_out(settings: dict, message: str) -> None:
+def test_fsdp_that_cannot_be_read_is_refused_with_the_fix(settings: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         refuse_fsdp_that_cannot_be_read(FullyShardedDataParallelPlugin(**settings))
     refuse_fsdp_that_cannot_be_read(FullyShardedDataParallelPlugin(fsdp_version=2))
@@ -366,7 +368,7 @@ def test_asking_for_two_processes_and_getting_one_is_an_error(tmp_path: Path) ->
     assert not (tmp_path / "run").exists()
 
 
-def test_a_process_that_did_not_meet_the_others_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_did_not_join_the_others_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_number_of_processes(2)
     with pytest.raises(ValueError, match="WORLD_SIZE=2, but 1 process"):

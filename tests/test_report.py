@@ -95,7 +95,7 @@ def test_a_branch_sums_no_naive_products_beside_sums_that_began_in_another_run(t
     assert "to step 23 from the first step of the run that this one continues" in told["measured ΔH"][1]
 
 
-def test_naive_curve_with_a_hole_is_nan_from_there_on_and_says_which_step(tmp_path: Path) -> None:
+def test_naive_curve_with_a_gap_is_nan_from_there_on_and_says_which_step(tmp_path: Path) -> None:
     naive = naive_of(read_run(record_run(tmp_path, [1, 2, 5, 6])))
     assert [naive[step].value for step in (1, 2)] == [0, -1]
     assert all(math.isnan(naive[step].value) and "step 4 was not measured" in naive[step].reason for step in (5, 6))
@@ -492,7 +492,7 @@ def test_the_report_has_the_calibration_where_the_truth_was_measured_and_says_wh
     assert "abc123" in page.text.split("Where this comes from")[-1]
 
 
-def test_a_part_that_is_0_is_not_drawn_and_error_bars_that_are_missing_are_told(tmp_path: Path) -> None:
+def test_a_part_that_is_0_is_not_drawn_and_missing_error_bars_are_reported(tmp_path: Path) -> None:
     records = Records(record_run(tmp_path, [1]) / "logs")
     for step in (2, 3):
         parts = {"momentum": Estimate(-0.5, reason="too few folds"), "gradient": Estimate(-0.4, 0.1, 8)}

@@ -189,7 +189,7 @@ def test_a_checkpoint_of_two_processes_is_said_not_to_go_on_bitwise_with_one(
     ("probe", "part"),
     [(SimpleEntropyProbe(), "sum."), (GroundTruthProbe(), "pairs"), (GradientNoiseScaleProbe(), "history")],
 )
-def test_a_probes_state_of_another_shape_is_named_with_the_way_out(run_dir: Path, probe: Probe, part: str) -> None:
+def test_a_probes_state_of_another_shape_is_named_with_the_fix(run_dir: Path, probe: Probe, part: str) -> None:
     checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
     with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
         about, state = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
@@ -289,7 +289,7 @@ def test_one_command_starts_a_run_and_goes_on_with_it(trained: Path, tmp_path: P
         run_of(folder, "resume=auto", "additional_steps=1")
 
 
-def test_two_that_start_in_one_folder_at_once_are_not_both_taken_in_by_auto(tmp_path: Path) -> None:
+def test_auto_lets_only_one_of_two_starts_at_once_use_a_folder(tmp_path: Path) -> None:
     first, second = (run_folder.find_run_folder(composed(tmp_path / "run", "resume=auto")) for _ in range(2))
     run_folder.save_config({"seed": 0}, first.path, first.is_its_own)
     with pytest.raises(ValueError, match="already holds a run"):
@@ -327,7 +327,7 @@ def test_the_config_says_where_the_run_comes_from_and_another_command_goes_on(
 # --- a full disk --------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_is_named_with_the_file_and_the_way_out(tmp_path: Path) -> None:
+def test_a_full_disk_is_named_with_the_file_and_the_fix(tmp_path: Path) -> None:
     (tmp_path / METRICS_FILE).symlink_to("/dev/full")
     with pytest.raises(OSError, match=r"make room, then go on with resume=latest: .*metrics\.jsonl") as raised:
         Records(tmp_path).write_metrics(1, {"loss": 0.5})

@@ -1,4 +1,4 @@
-"""Variances averaged over steps: by hand, with holes, and resumed."""
+"""Variances averaged over steps: by hand, with gaps, and resumed."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_told_apart_by_sequences_is_refused_by_name(what: str) -> None:
+def test_what_cannot_be_assigned_to_sequences_is_refused_by_name(what: str) -> None:
     make, message = REFUSED[what]
     model = make()
     with pytest.raises(ValueError, match=message):

@@ -42,6 +42,6 @@ def test_a_process_that_was_asked_nothing_ends_with_the_one_that_was(
     assert stop.signum == SIGINT
 
 
-def test_nobody_asked_nobody_ends() -> None:
+def test_without_a_request_no_process_ends() -> None:
     assert not ends_after(StopAtStepEnd(), 1)
     assert {SIGINT, SIGTERM} <= {int(signum) for signum in SIGNALS}

@@ -145,7 +145,7 @@ def connect(url: str, retries: int = 0, told: list[str] | None = None) -> Connec
     return Connection(url, retries, pause=0.01, tell=(told if told is not None else []).append)
 
 
-def test_logs_reports_evaluations_and_configuration_are_brought_and_only_once(
+def test_logs_reports_evaluations_and_configuration_are_copied_and_only_once(
     source: tuple[str, Put], tmp_path: Path
 ) -> None:
     url, put = source
@@ -164,9 +164,7 @@ def test_logs_reports_evaluations_and_configuration_are_brought_and_only_once(
 
 
 @pytest.mark.parametrize(("which", "steps"), [("latest", {"20"}), ("all", {"4", "20"})])
-def test_checkpoints_are_brought_on_request_if_they_are_written_to_the_end(
-    tmp_path: Path, which: str, steps: set[str]
-) -> None:
+def test_checkpoints_are_copied_on_request_if_they_are_complete(tmp_path: Path, which: str, steps: set[str]) -> None:
     for name, data in (RUN | CHECKPOINTS | NOT_WANTED).items():
         (tmp_path / "there" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "there" / name).write_bytes(data)
@@ -286,7 +284,7 @@ def test_a_download_that_ends_too_soon_is_tried_again_and_never_left_there(
 @pytest.mark.parametrize(
     ("missing", "way_out"), [("known_hosts", r"not in ~/\.ssh/known_hosts"), ("id_ed25519", "no key of the ssh agent")]
 )
-def test_a_strange_machine_and_a_missing_key_are_named_with_the_way_out(
+def test_a_strange_machine_and_a_missing_key_are_named_with_the_fix(
     sftp: tuple[str, Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: str, way_out: str
 ) -> None:
     address, _, user = sftp

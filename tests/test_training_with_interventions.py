@@ -190,7 +190,7 @@ def test_what_cannot_be_trained_with_is_refused_before_a_step_is_made(
     assert "\n" not in str(error.value)
 
 
-def test_one_s_own_function_is_no_place_for_learning_rates(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_custom_function_cannot_set_learning_rates(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(
         "from rl_training.interventions.loss import Remedied\n"
         "def slower(loss, strength):\n    return Remedied(lr_factor=0.5)\n",

@@ -1,4 +1,4 @@
-"""Claims on the running sum of trapezoids: what it sums, how sure it is, and that a hole stays a hole."""
+"""Claims on the running sum of trapezoids: what it sums, how sure it is, and that a gap stays a gap."""
 
 import math
 

@@ -167,7 +167,7 @@ def test_weights_are_trusted_down_to_an_effective_sample_size_of_95_percent(
     assert (1.0 in line.drawn_at) == afresh
 
 
-def test_a_step_back_is_drawn_afresh_where_it_leads() -> None:
+def test_a_step_back_is_sampled_at_the_weights_that_it_leads_to() -> None:
     line = Line(far=3.0)
     found = measured(line, evaluation(line), eta=2.0)
     assert line.drawn_at == [2.0, -2.0]

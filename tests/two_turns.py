@@ -1,4 +1,4 @@
-"""A tabular policy of two turns with an environment that throws dice: enumerated, and sampled for error bars.
+"""A tabular policy of two turns with a random environment: enumerated, and sampled for error bars.
 
     python tests/two_turns.py --batches 2000
 
