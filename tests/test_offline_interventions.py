@@ -42,6 +42,7 @@ from rl_training.offline.settings import Memory, UpdateConfig
 from rl_training.offline.truth import by_name
 from rl_training.offline.update import make_update
 from rl_training.records.report.plane import crosses_of, in_words, plane
+from rl_training.records.report.summary import plus_minus
 
 NAMES = ["bonus:0.5", "psr", "nsr", "w_reinforce:0.5", "lr:0.5", "max_grad_norm:0.05", "clip_cov:0.1"]
 NOTHINGS = ["kl_cov", "clip_higher", "keep_truncated"]
@@ -381,28 +382,37 @@ def row(name: str, delta_h: float, half: float, reward: float = 0.0, remark: str
     return {"name": name, "asked": f"my.py:{name}", "updates": 1, "remark": remark, **both}
 
 
-def test_the_sentences_say_what_keeps_entropy_cheapest_first() -> None:
+def test_the_sentences_say_what_keeps_entropy_and_how_certain_the_order_of_prices_is() -> None:
     rows = [
         row("plain", -3e-3, 1e-3),
         row("dear", 2e-3, 1e-3, reward=-16e-3),
         row("cheap", 1e-3, 5e-4, reward=-2e-3),
+        row("middling", 2e-3, 1e-3, reward=-7e-3),
         row("lost", 1e-3, 2e-3),
         row("spends", -4e-3, 1e-3, reward=1e-3),
         row("zero", 0.0, 0.0),
         row("absent", math.nan, math.nan, remark="no reference"),
     ]
     assert in_words(rows) == [
-        "Significantly more entropy than the step as it is (95 %), cheapest first: cheap +1.00 ± 0.50 at a price of "
-        "2.0 (1.0 to 3.0); dear +2.00 ± 1.00 at a price of 8.0 (7.0 to 9.0).",
-        "Significantly less entropy: spends -4.00 ± 1.00.",
+        "Significantly more entropy than the step as it is (95 %), in order of price: "
+        "cheap +1.00 ± 0.50 at a price of 2.0 (1.0 … 3.0); "
+        "middling +2.0 ± 1.0 at a price of 3.5 (2.5 … 4.5); dear +2.0 ± 1.0 at a price of 8.0 (7.0 … 9.0). "
+        "Prices whose intervals do not overlap: cheap costs less than dear; middling costs less than dear. "
+        "The rest of their order is not certain.",
+        "Significantly less entropy: spends -4.0 ± 1.0.",
         "No significant effect on entropy (more U would help: sweep.update_seeds): lost.",
         "Exactly no effect here: zero.",
         "Not available: absent (no reference).",
     ]
     assert in_words(rows, "RUN/checkpoint-3")[-1] == (
-        "To train with the cheapest from here: rl-training train branch=RUN/checkpoint-3 run_dir=NEW "
+        "To train with the first of them from here: rl-training train branch=RUN/checkpoint-3 run_dir=NEW "
         "intervention=my.py:cheap"
     )
+    assert in_words([row("cheap", 1e-3, 5e-4, -2e-3), row("middling", 2e-3, 1e-3, -7e-3)])[0].endswith(
+        "at a price of 3.5 (2.5 … 4.5). The intervals of these prices all overlap: their order is not certain."
+    )
+    assert in_words([row("cheap", 1e-3, 5e-4, -2e-3), row("dear", 2e-3, 1e-3, -16e-3)])[0].endswith("less than dear.")
+    assert "certain" not in in_words([row("cheap", 1e-3, 5e-4, -2e-3)])[0]
 
 
 def test_the_plane_has_a_cross_for_each_that_does_something() -> None:
@@ -432,5 +442,6 @@ def test_from_a_command_line_to_the_page_with_one_s_own_intervention(run: Path) 
     page = (path.parents[1] / "analyses.html").read_text()
     assert "Offline planes: interventions at step 2" in page
     assert "1 step with each intervention, from step 2 on" in page
-    assert f"{1e3 * tables['interventions'][1]['measured_delta_h']:+.3f} ±" in page
+    softer = tables["interventions"][1]
+    assert plus_minus(1e3 * softer["measured_delta_h"], 1e3 * softer["measured_delta_h_half"], "+") in page
     assert (path.parents[1] / "offline_planes_interventions_2.png").is_file()

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -94,22 +95,26 @@ def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> No
 
 
 def _print_interventions(analysis: Analysis, checkpoint: Path, console: Console) -> None:
-    for key, kinds in (("interventions", ("predicted", "measured")), ("branches", ("measured",))):
+    # 80 columns hold the errors of what was measured; the page has all of them, and the intervals of prices.
+    for key, kinds, with_error in (
+        ("interventions", ("predicted", "measured"), (1, 3)),
+        ("branches", ("measured",), (0, 1)),
+    ):
         rows = analysis.tables.get(key)
         if not rows:
             continue
-        when = "at this step" if key == "interventions" else f"after {rows[0]['steps']} steps"
-        title = f"interventions {when}, relative to no intervention: 1e-3, ± half of the 95 % interval"
-        table = Table(title=title, title_justify="left")
-        table.add_column("")
-        for what in ("entropy", "reward"):
-            for kind in kinds:
-                table.add_column(f"{what}, {kind}", justify="right")
-        table.add_column("price", justify="right")
-        table.add_column("")
-        for cells in table_of(rows, kinds):
-            table.add_row(*cells)
+        steps = rows[0].get("steps", 1)
+        when = "at this step" if key == "interventions" else f"after {steps} step{'s' * (steps > 1)}"
+        title = f"interventions {when}, relative to no intervention: 1e-3, ± 95 %"
+        table = Table(title=title, title_justify="left", box=SIMPLE)
+        table.add_column("intervention", no_wrap=True)
+        for heading in (*(f"{what},\n{kind}" for what in ("entropy", "reward") for kind in kinds), "price"):
+            table.add_column(heading, justify="right", no_wrap=True)
+        for name, *cells, _ in table_of(rows, kinds):
+            table.add_row(name, *(cell if n in with_error else cell.partition(" ")[0] for n, cell in enumerate(cells)))
         console.print(table)
+        for remark in dict.fromkeys(row["remark"] for row in rows if row["remark"]):
+            console.print(f" {', '.join(row['name'] for row in rows if row['remark'] == remark)}: {remark}")
         for sentence in in_words(rows, str(checkpoint)):
             console.print(f" {sentence}")
 

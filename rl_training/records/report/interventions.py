@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import is_significant
 from rl_training.records.checkpoints import checkpoints_of
-from rl_training.records.report.plane import MILLI, Cross, Interventions, plane
+from rl_training.records.report.plane import MILLI, Cross, Interventions, certain_order, plane
 from rl_training.records.report.series import Run
-from rl_training.records.report.summary import MISSING, in_words
+from rl_training.records.report.summary import MISSING, in_words, plus_minus
 
 NAMES = re.compile(r"^intervention/(.+)/mean_delta_h$")
 PLAIN = "intervention/plain_mean_"
@@ -26,13 +26,13 @@ CAPTION = (
     "the measured steps, 95 % intervals, for one step; an intervention kept for many steps does more, see the table."
 )
 HEADINGS = [
-    "",
+    "intervention",
     "entropy, one step",
     "entropy, when kept",
     "reward, one step",
     "price",
     "halves the fall, when kept",
-    "",
+    "note",
 ]
 MOST_LINES = 3
 ONE_STEP = (
@@ -99,15 +99,18 @@ def _sentences(run: Run, found: Sequence[_Measured]) -> list[str]:
     halving = sorted((of for of in found if math.isfinite(of.halves_at.value)), key=lambda of: _by_price(of))
     if halving:
         told = "; ".join(f"{_name(of)} {of.halves_at.value:.2g}{_at_price(of)}" for of in halving)
-        said.append(f"What would halve the fall when it is kept, cheapest first: {told}.")
+        how_certain = certain_order({_name(of): of.price for of in halving})
+        said.append(f"What would halve the fall when it is kept, in order of price: {told}.{how_certain}")
     groups = (
-        ("Keeps entropy significantly (95 %) as set, per step, cheapest first", [of for of in found if of.keeps]),
+        ("Keeps entropy significantly (95 %) as set, per step, in order of price", [of for of in found if of.keeps]),
         ("Spends significantly more entropy", [of for of in found if is_significant(of.delta_h) and not of.keeps]),
     )
     for words, some in groups:
         if some:
-            told = "; ".join(f"{of.name} {_milli(of.delta_h)}{_at_price(of)}" for of in sorted(some, key=_by_price))
-            said.append(f"{words}, in thousandths of a nat: {told}.")
+            some = sorted(some, key=_by_price)
+            told = "; ".join(f"{of.name} {_milli(of.delta_h)}{_at_price(of)}" for of in some)
+            how_certain = certain_order({of.name: of.price for of in some if of.keeps})
+            said.append(f"{words}, in thousandths of a nat: {told}.{how_certain}")
     untold = [of for of in found if math.isfinite(of.delta_h.half_width()) and of.delta_h.half_width() > 0]
     untold = [of for of in untold if not is_significant(of.delta_h)]
     if untold:
@@ -191,4 +194,4 @@ def _at_price(of: _Measured) -> str:
 def _milli(estimate: Estimate) -> str:
     if math.isnan(estimate.value):
         return MISSING
-    return f"{MILLI * estimate.value:+.3f} ± {MILLI * estimate.half_width():.3f}"
+    return plus_minus(MILLI * estimate.value, MILLI * estimate.half_width(), "+")

@@ -11,7 +11,10 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
+from rl_training.mathematics.estimate import Estimate
 from rl_training.records.report.drawing import BLACK, BLUE, GREY, ORANGE, Picture, picture
+from rl_training.records.report.summary import MISSING, plus_minus
+from rl_training.records.report.summary import in_words as estimate_in_words
 
 MILLI = 1e3
 PLAIN = "plain"
@@ -132,7 +135,12 @@ def interventions_of(content: Mapping[str, Any], name: str) -> Iterator[Interven
             f"offline_{name}_{key}_{step}.png", title, f"{caption} Means over {updates} U, 95 % intervals.", **crosses,
             per="step" if key == "interventions" else of_steps,
         )  # fmt: skip
-        headings = ["", *(f"{what}, {kind}" for what in ("entropy", "reward") for kind in kinds), "price", ""]
+        headings = [
+            "intervention",
+            *(f"{what}, {kind}" for what in ("entropy", "reward") for kind in kinds),
+            "price",
+            "note",
+        ]
         yield Interventions(title, in_words(rows, content["checkpoint"]), headings, table_of(rows, kinds), drawn)
 
 
@@ -171,26 +179,56 @@ def in_words(rows: Sequence[Mapping[str, Any]], checkpoint: str = "") -> list[st
     keeps.sort(key=lambda row: row["measured_price"])
     spends.sort(key=lambda row: row["measured_delta_h"])
     said = [
-        ("Significantly more entropy than the step as it is (95 %), cheapest first", [_priced(row) for row in keeps]),
+        (
+            "Significantly more entropy than the step as it is (95 %), in order of price",
+            [_priced(row) for row in keeps],
+        ),
         ("Significantly less entropy", [f"{row['name']} {_changes(row)}" for row in spends]),
         ("No significant effect on entropy (more U would help: sweep.update_seeds)", untold),
         ("Exactly no effect here", nothing),
         ("Not available", missing),
     ]
     sentences = [f"{words}: {'; '.join(names)}." for words, names in said if names]
+    if keeps:
+        sentences[0] += certain_order({row["name"]: _price(row) for row in keeps})
     if keeps and checkpoint:
         branch = f"rl-training train branch={checkpoint} run_dir=NEW intervention={keeps[0]['asked']}"
-        sentences.append(f"To train with the cheapest from here: {branch}")
+        sentences.append(f"To train with the first of them from here: {branch}")
     return sentences
 
 
 def _changes(row: Mapping[str, Any]) -> str:
-    return f"{MILLI * row['measured_delta_h']:+.2f} ± {MILLI * row['measured_delta_h_half']:.2f}"
+    return _cell(row, "measured_delta_h")
+
+
+def _price(row: Mapping[str, Any]) -> Estimate:
+    """Returns its price with Fieller's interval."""
+    price, low, high = (row[f"measured_price{end}"] for end in ("", "_low", "_high"))
+    if is_nan(price):
+        return Estimate.missing("it has no price")
+    interval = None if is_nan(low) or is_nan(high) else (low, high)
+    return Estimate(price + 0.0, reason="its interval is not symmetric", interval=interval)
 
 
 def _priced(row: Mapping[str, Any]) -> str:
-    low, high = row["measured_price_low"], row["measured_price_high"]
-    return f"{row['name']} {_changes(row)} at a price of {row['measured_price'] + 0.0:.1f} ({low:.1f} to {high:.1f})"
+    return f"{row['name']} {_changes(row)} at a price of {estimate_in_words(_price(row))}"
+
+
+def certain_order(prices: Mapping[str, Estimate]) -> str:
+    """Returns the sentence that says how certain the order of these prices is; "" of a single one.
+
+    Two whose 95 % intervals do not overlap differ. What they share of the noise makes that a cautious answer.
+    """
+    if len(prices) < 2:
+        return ""
+    ends = {name: price.ends() for name, price in prices.items()}
+    dearer = {name: [other for other in ends if ends[other][0] > ends[name][1]] for name in ends}
+    told = "; ".join(f"{name} costs less than {', '.join(others)}" for name, others in dearer.items() if others)
+    if told:
+        is_whole = 2 * sum(map(len, dearer.values())) == len(prices) * (len(prices) - 1)
+        rest = "" if is_whole else " The rest of their order is not certain."
+        return f" Prices whose intervals do not overlap: {told}.{rest}"
+    return " The intervals of these prices all overlap: their order is not certain."
 
 
 def table_of(rows: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[list[str]]:
@@ -199,7 +237,7 @@ def table_of(rows: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[li
         [
             row["name"],
             *(_cell(row, f"{kind}_{quantity}") for quantity in ("delta_h", "delta_reward") for kind in kinds),
-            "–" if is_nan(row["measured_price"]) or row["name"] == PLAIN else f"{row['measured_price']:.1f}",
+            MISSING if row["name"] == PLAIN else estimate_in_words(_price(row)),
             row["remark"],
         ]
         for row in rows
@@ -213,4 +251,4 @@ def is_nan(value: float | None) -> bool:
 
 def _cell(row: Mapping[str, Any], key: str) -> str:
     value, half = row[key], row[f"{key}_half"]
-    return "–" if is_nan(value) else f"{MILLI * value:+.3f} ± {MILLI * half:.3f}"
+    return MISSING if is_nan(value) else plus_minus(MILLI * value, MILLI * half, "+")

@@ -128,13 +128,28 @@ def in_words(estimate: Estimate | None, signed: bool = False) -> str:
         return MISSING
     sign, (low, high) = "+" if signed else "", estimate.ends()
     half = max((abs(end - estimate.value) for end in (low, high) if math.isfinite(end)), default=math.nan)
-    if not half > 0:
-        return f"{estimate.value:{sign}.3g}"
-    decimals = max(0, 1 - math.floor(math.log10(half)))  # the rest of the value is noise
-    if estimate.interval:
+    if estimate.interval and half > 0:
+        decimals = _decimals(half)
         low_told, high_told = (f"{end:{sign}.{decimals}f}".replace("inf", "∞") for end in (low, high))
         return f"{estimate.value:{sign}.{decimals}f} ({low_told} … {high_told})"
-    return f"{estimate.value:{sign}.{decimals}f} ± {half:.{decimals}f}"
+    return plus_minus(estimate.value, half, sign)
+
+
+def plus_minus(value: float, half: float, sign: str = "") -> str:
+    """Returns value ± half, with two digits of `half`; the value alone where that is 0 or not known.
+
+    >>> plus_minus(1.8234, 0.2618, "+")
+    '+1.82 ± 0.26'
+    """
+    if not half > 0:
+        return f"{value:{sign}.3g}"
+    decimals = _decimals(half)
+    return f"{value:{sign}.{decimals}f} ± {half:.{decimals}f}"
+
+
+def _decimals(half: float) -> int:
+    """Returns how many decimals say two digits of a half width: the rest of the value is noise."""
+    return max(0, 1 - math.floor(math.log10(half)))
 
 
 def _ratio_rows(parts: Mapping[str, Estimate], whole: Estimate) -> list[Row]:
