@@ -156,11 +156,8 @@ class AlongRun(Probe):
         blocks = torch.arange(self._num_fresh).split(BLOCK)
         parts = [step.policy.score(fresh, rows) for rows in blocks]
         width = fresh.completion_mask.shape[1]
-        logps, entropies = (
-            in_one_width([getattr(part, name).detach().double() for part in parts], at_least=width)
-            for name in ("logps", "entropies")
-        )
-        known = (logps, entropies, fresh.completion_mask, fresh.prompt_index)
+        entropies = in_one_width([part.entropies.detach().double() for part in parts], at_least=width)
+        known = (entropies, fresh.completion_mask, fresh.prompt_index)
         weights = [surrogate_weights(*known, target=target, baseline="buffer") for target in ("token", "sequence")]
         parameters, products = list(step.gradients.parameters.values()), []
         for rows, part in zip(blocks, parts, strict=True):

@@ -93,7 +93,7 @@ OTHERS = [
     "trainer.mask_truncated_completions=true", "trainer.torch_compile=foo", "trainer.run_name=[1]",
     "probe=gns probes.gns.decay=2", "probe=gns probes.gns.decay=abc", "probe=none", "probe=ess",
     "probe=gns probes.gns.split_prompts=99", "probes.gns.every=5", "probes.simple.evry=5", "probes.simple=null",
-    "probes=null", "probes.simple.estimator=foo", "probes.simple.responses_per_prompt=9",
+    "probes=null", "probes.simple.error_decay=2", "probes.simple.responses_per_prompt=9",
     "probe=ground_truth", "probe=ground_truth probes.ground_truth.sequences=1e8",
     "probe=ground_truth probes.ground_truth.sequences=100000000", "probe=responses probes.responses.count=-1",
     "probes.simple._target_=foo.Bar", "probes.simple._target_=os.getcwd", "experiment=foo",

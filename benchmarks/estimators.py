@@ -10,7 +10,8 @@ several ways; the microbatches of all batches are independent. Printed are
               measured otherwise; and the scatter of X · δθ over microbatches, relative to `rb` with all responses
     − rb      the difference to `rb` with all responses on the same microbatches, with its standard error
 
-`rb` and `score` are unbiased (mathematics/entropy.py). `naive` is the gradient of the mean measured entropy.
+`rb` is what probes use (mathematics/entropy.py), with exact entropies; `score` is the classic −E[(S − S̄) ∂S]. Both are
+unbiased. `naive` is the gradient of the mean measured entropy.
 """
 
 from __future__ import annotations
@@ -35,13 +36,12 @@ from rl_training.engine.step import Step
 from rl_training.mathematics.vectors import Layout
 
 CHOICES = {
-    "rb, 8 of 8": EntropySettings("rb", 8),
-    "rb, 4 of 8": EntropySettings("rb", 4),
-    "rb, 2 of 8": EntropySettings("rb", 2),
-    "rb, 1 of 8": EntropySettings("rb", 1),
-    "score, 8 of 8": EntropySettings("score", 8),
+    "rb, 8 of 8": EntropySettings(8),
+    "rb, 4 of 8": EntropySettings(4),
+    "rb, 2 of 8": EntropySettings(2),
+    "rb, 1 of 8": EntropySettings(1),
 }
-NAIVE = "naive, 8 of 8"
+SCORE, NAIVE = "score, 8 of 8", "naive, 8 of 8"
 REFERENCE = "rb, 8 of 8"
 
 
@@ -54,7 +54,9 @@ class Estimators(Probe):
     def __init__(self, warm_steps: int, bar: tqdm) -> None:
         super().__init__()
         self._warm_steps, self._bar = warm_steps, bar
-        self.gradients: dict[str, list[Tensor]] = {name: [] for name in (*CHOICES, NAIVE)}  # of each microbatch, (P,)
+        self.gradients: dict[str, list[Tensor]] = {
+            name: [] for name in (*CHOICES, SCORE, NAIVE)
+        }  # of each microbatch, (P,)
         self.update: Tensor | None = None
 
     def measures_at(self, step: int) -> bool:
@@ -74,8 +76,14 @@ class Estimators(Probe):
         for fold in range(step.batch.num_folds):
             rows = (step.batch.fold == fold).nonzero().squeeze(1)
             scores = step.policy.score(step.batch.rollout, rows)
-            mean = (scores.entropies * scores.mask).sum() / len(rows)
-            self.gradients[NAIVE].append(_flat(torch.autograd.grad(mean, parameters)))
+            total = (scores.logps * scores.mask).sum(dim=1)  # S of each response
+            by_prompt = total.detach().view(-1, step.batch.responses_per_prompt)
+            group = by_prompt.shape[1]  # S − loo(S) = (S − S̄) G / (G − 1)
+            above = (by_prompt - by_prompt.mean(dim=1, keepdim=True)).flatten() * group / (group - 1)
+            naive = (scores.entropies * scores.mask).sum() / len(rows)
+            for name, mean in ((SCORE, -(above * total).mean()), (NAIVE, naive)):
+                gradient = torch.autograd.grad(mean, parameters, retain_graph=name == SCORE)
+                self.gradients[name].append(_flat(gradient))
 
     def after_step(self, step: Step) -> None:
         if self.update is None:

@@ -189,9 +189,7 @@ def token_diagonal(restored: RestoredTrainer, found: Analysis, s: Structure) -> 
     """Returns Σ c A_j /(N_E N_U L) Σ_k x_ik M ∂log π_k over pairs (i, j) of the same text and its tokens k."""
     e, scores = found.evaluation.rollout, found.evaluation.scores
     e = take_rows(e, e.prompt_index.argsort(stable=True))
-    weights = surrogate_weights(
-        scores.logps, scores.entropies, scores.mask, e.prompt_index, "rb", "token", "buffer"
-    )  # of E's sequences in this order
+    weights = surrogate_weights(scores.entropies, scores.mask, e.prompt_index, "token", "buffer")  # of E in this order
     assert found.first_order is not None
     metric = kernel_step(found.update, found.first_order.direction[TOKEN]).root.double().square()
     rows, total = GradientRows(restored.trainer, restored.parameters, 32), 0.0

@@ -57,7 +57,7 @@ def in_blocks(scores: Scores, slopes: Sequence[Tensor]) -> Replicates:
     blocks = JackknifeUnits.of_rows(scores.mask).in_blocks(max(1, count // MOST_BLOCKS))
     columns = []
     for target in ("token", "sequence"):
-        known = (scores.logps, scores.entropies, scores.mask, torch.arange(count))
+        known = (scores.entropies, scores.mask, torch.arange(count))
         w, u = surrogate_weights(*known, target=target, baseline="buffer")  # type: ignore[arg-type]
         columns.append((w * slopes[0] + u * slopes[1]).sum(dim=1) / count)
     of_sequence = torch.stack(columns, dim=1).unsqueeze(1)  # (N, 1 label, 2)

@@ -71,7 +71,7 @@ class Shares(Probe):
             with step.policy.shifted({name: sign * d for name, d in shift.items()}):
                 ends.append(step.policy.score_rollout(rollout))
         padding = scores.mask == 0
-        known = (scores.logps.double(), scores.entropies.double(), scores.mask, index)
+        known = (scores.entropies.double(), scores.mask, index)
         (w, u), (w_length, _) = (surrogate_weights(*known, target=target) for target in ("sequence", "length"))
         d_logps, d_entropies = (
             ((getattr(ends[0], name) - getattr(ends[1], name)).double() / (2 * DIFFERENCE)).masked_fill(padding, 0.0)

@@ -73,23 +73,23 @@ def exact(table: Table) -> Exact:
 
 
 def surrogate_weights(
-    logps: Ragged,
     entropies: Ragged,
     prompts: Sequence[int],
-    estimator: str,
     target: str,
     baseline: str = "others",
 ) -> tuple[list[list[float]], list[list[float]]]:
-    """Returns (w, u), ragged like `logps`: the estimate is the mean over sequences of Σ_k w_k ∂log π(t_k) + u_k ∂h_k.
+    """Returns (w, u), ragged like `entropies`.
+
+    The estimate is the mean over sequences of Σ_k w_k ∂log π(t_k) + u_k ∂h_k.
 
     baseline "others" is the definition; "all" is the mistake of averaging over the response itself as well.
     """
-    lengths = [len(row) for row in logps]
+    lengths = [len(row) for row in entropies]
     if target == "token":  # the quotient rule: ∂(H/T) = (∂H − H/T ∂T) / T
         mean_length = sum(lengths) / len(lengths)
         level = sum(sum(row) for row in entropies) / sum(lengths)
-        w_entropy, u_entropy = surrogate_weights(logps, entropies, prompts, estimator, "sequence", baseline)
-        w_length, _ = surrogate_weights(logps, entropies, prompts, estimator, "length", baseline)
+        w_entropy, u_entropy = surrogate_weights(entropies, prompts, "sequence", baseline)
+        w_length, _ = surrogate_weights(entropies, prompts, "length", baseline)
         w = [
             [(a - level * b) / mean_length for a, b in zip(x, y, strict=True)]
             for x, y in zip(w_entropy, w_length, strict=True)
@@ -97,19 +97,17 @@ def surrogate_weights(
         return w, [[a / mean_length for a in row] for row in u_entropy]
 
     def signal(i: int, k: int) -> float:
-        if estimator == "score":
-            return -sum(logps[i]) if target == "sequence" else lengths[i]
         return sum(entropies[i][k + 1 :]) if target == "sequence" else lengths[i] - (k + 1)
 
     w = []
-    for i in range(len(logps)):
-        group = [j for j in range(len(logps)) if prompts[j] == prompts[i] and (j != i or baseline == "all")]
+    for i in range(len(lengths)):
+        group = [j for j in range(len(lengths)) if prompts[j] == prompts[i] and (j != i or baseline == "all")]
         w.append([])
         for k in range(lengths[i]):
-            counted = [j for j in group if estimator == "score" or k < lengths[j]]
+            counted = [j for j in group if k < lengths[j]]
             mean = sum(signal(j, k) for j in counted) / len(counted) if counted else 0.0
             w[i].append(signal(i, k) - mean)
-    u_value = 1.0 if estimator == "rb" and target == "sequence" else 0.0
+    u_value = 1.0 if target == "sequence" else 0.0
     return w, [[u_value] * length for length in lengths]
 
 

@@ -107,7 +107,6 @@ class Twin:
         self,
         step: Snapshot,
         responses: int,
-        estimator: str,
         temperature: float = 1.0,
         max_length: int = L_MAX,
         weighted: bool = False,
@@ -125,8 +124,7 @@ class Twin:
         prompts = rollout.prompt_index.tolist()
         self.entropy_of = [sum(row) for row in ragged[1]]
         self.weights = {
-            target: reference.surrogate_weights(*ragged, prompts, estimator, target)
-            for target in ("sequence", "length")
+            target: reference.surrogate_weights(ragged[1], prompts, target) for target in ("sequence", "length")
         }
         self.folds = [(step.fold == k).nonzero().flatten().tolist() for k in range(int(step.fold.max()) + 1)]
         self.choose(responses)

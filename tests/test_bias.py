@@ -51,7 +51,7 @@ def all_groups() -> Groups:
     token = torch.tensor([[*r, *[0] * (width - len(r))] for r in responses])
     mask = torch.tensor([[1.0] * len(r) + [0.0] * (width - len(r)) for r in responses], dtype=torch.float64)
     logps, entropies = log_pi[prefix, token] * mask, entropy[prefix] * mask
-    w, u = surrogate_weights(logps, entropies, mask, torch.arange(len(pairs)).repeat_interleave(2))
+    w, u = surrogate_weights(entropies, mask, torch.arange(len(pairs)).repeat_interleave(2))
     # More rewarded: fewer tokens, and more of token 0. The advantage is the reward less the group's mean: Dr-GRPO.
     rewards = torch.tensor([r.count(0) - 0.5 * len(r) for r in responses], dtype=torch.float64).view(-1, 2)
     advantages = (rewards - rewards.mean(dim=1, keepdim=True)).flatten().unsqueeze(1)

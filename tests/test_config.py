@@ -81,10 +81,10 @@ def test_probes_are_chosen_by_name_or_list(override: str, names: list[str]) -> N
 
 
 def test_an_option_of_a_probe_reaches_it(tmp_path: Path) -> None:
-    run = built(tmp_path, "probes.simple.every=5", "probes.simple.estimator=score")
+    run = built(tmp_path, "probes.simple.every=5", "probes.simple.responses_per_prompt=2")
     (probe,) = run.trainer.attachment.probes
     assert isinstance(probe, SimpleEntropyProbe)
-    assert (probe.every, probe.entropy.estimator) == (5, "score")
+    assert (probe.every, probe.entropy.responses_per_prompt) == (5, 2)
 
 
 def test_an_array_tasks_number_from_the_environment_is_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,7 +156,6 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
         (["resume=/nowhere/checkpoint-3"], "there is no such folder"),
         (["resume=latest"], "holds no run to continue"),
         (["run_dir=/dev/null/run"], "choose another with run_dir=PATH"),
-        (["probes.simple.estimator=naive"], "'rb' or 'score'"),
         (["probes.simple.num_folds=1.5"], "num_folds=1.5 must be a whole number, or null"),
         (["probe=gns", "probes.gns.decay=abc"], "decay=abc must be a number"),
         (["probe=gns", "++probes.gns.lags=2"], "probes.gns.lags: this setting is gone"),

@@ -199,8 +199,8 @@ def one_step_a_rollout(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[S
 def assert_equals_the_twin_that_never_saw_the_fold(steps: list[Snapshot], blocks: list[int], answer: Any) -> None:
     """What the probe said of the last of these steps; blocks: by step, which part of the rollout it learns from."""
     *earlier, latest = steps
-    twins = [*(Twin(step, 1, "rb", max_length=L_MAX) for step in earlier)]
-    twins.append(Twin(latest, 1, "rb", max_length=L_MAX, weighted=True))
+    twins = [*(Twin(step, 1, max_length=L_MAX) for step in earlier)]
+    twins.append(Twin(latest, 1, max_length=L_MAX, weighted=True))
     twin, same = twins[-1], {"rel": 1e-3, "abs": 1e-9}
     *_, last, now = followed(twins, blocks)
     for name, updates, whole in (("backward", last, twins[-2].update), ("forward", now, twin.update)):
@@ -228,7 +228,7 @@ def test_so_it_does_when_another_part_of_the_rollout_came_between(make_trainer) 
 def test_a_new_rollout_begins_with_the_optimizers_own_moments(one_step_a_rollout) -> None:
     """Rows are kept within a rollout only: the third step's forward is that of a step on fresh responses."""
     steps, answers = one_step_a_rollout
-    twin = Twin(steps[2], responses=1, estimator="rb", max_length=L_MAX)
+    twin = Twin(steps[2], responses=1, max_length=L_MAX)
     expected = twin.change(twin.update_without, per_token)
     assert answers[2]["delta_h/forward"].value == pytest.approx(expected, rel=1e-3)
 

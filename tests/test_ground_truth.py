@@ -130,12 +130,12 @@ def plain_snis(sequences: list[Any]) -> float:
 
 def plain_comparison(sequences: list[Any], size: int) -> dict[str, tuple[float, float]]:
     """Returns X_E·δθ and its difference to PDIS, with errors by blocks of `size`, from the slopes of all tokens."""
-    logps, entropies, _, _, *slopes = zip(*sequences, strict=True)
-    lengths = [len(row) for row in logps]
+    _, entropies, _, _, *slopes = zip(*sequences, strict=True)
+    lengths = [len(row) for row in entropies]
     blocks = [range(i, min(i + size, len(lengths))) for i in range(0, len(lengths), size)]
     said = {}
     for number, (target, suffix) in enumerate((("token", ""), ("sequence", "_sequence"))):
-        w, u = reference.surrogate_weights(logps, entropies, [0] * len(lengths), "rb", target)
+        w, u = reference.surrogate_weights(entropies, [0] * len(lengths), target)
         of_one = [
             sum(a * x + b * y for a, b, x, y in zip(*rows, strict=True)) for rows in zip(w, u, *slopes, strict=True)
         ]

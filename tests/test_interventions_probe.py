@@ -133,7 +133,7 @@ def ones(completions: list[str], **kwargs: Any) -> list[float]:
 
 @pytest.fixture(scope="module")
 def twin(run: tuple[Answers, Recorder]) -> InterventionsTwin:
-    return InterventionsTwin(run[1].steps[-1], responses=1, estimator="rb")
+    return InterventionsTwin(run[1].steps[-1], responses=1)
 
 
 @pytest.mark.parametrize("name", [name for name in WHICH if name != "kl_cov"])

@@ -220,7 +220,7 @@ def test_the_prediction_is_the_weighted_sum_of_slopes_along_the_step(
         with restored.policy.shifted({name: sign * s for name, s in shift.items()}):
             ends.append(restored.policy.score_rollout(e.rollout))
     width, mask = ends[0].logps.shape[1], e.rollout.completion_mask.bool()
-    known = (e.scores.logps[:, :width], e.scores.entropies[:, :width], mask, e.number)
+    known = (e.scores.entropies[:, :width], mask, e.number)
     assert analysed.first_order is not None
     for column, target in enumerate(("token", "sequence")):
         w, u = surrogate_weights(*known, target=target, baseline="buffer")
@@ -296,7 +296,7 @@ def test_the_error_of_a_prediction_leaves_out_whole_prompts_of_e(restored: Resto
     assert found.truth is not None
     scores, slopes = found.evaluation.scores, found.truth.slopes
     for column, target in enumerate(("token", "sequence")):
-        known = (scores.logps, scores.entropies, scores.mask, torch.arange(30))
+        known = (scores.entropies, scores.mask, torch.arange(30))
         w, u = surrogate_weights(*known, target=target, baseline="buffer")
         of_prompt = (w * slopes[0] + u * slopes[1]).sum(dim=1).view(10, 3).sum(dim=1) / 30
         lengths = scores.mask.sum(dim=1).view(10, 3).sum(dim=1)

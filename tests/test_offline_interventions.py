@@ -57,7 +57,7 @@ def analysed(restored: RestoredTrainer) -> Analysis:  # noqa: F811
 def twin(restored: RestoredTrainer, analysed: Analysis) -> InterventionsTwin:  # noqa: F811
     recorder = Recorder()
     recorder.prepare(step_of(restored, batch_of(restored, analysed.update_buffer)))
-    return InterventionsTwin(recorder.steps[0], responses=1, estimator="rb")
+    return InterventionsTwin(recorder.steps[0], responses=1)
 
 
 @pytest.fixture(scope="module")
@@ -124,17 +124,17 @@ class PlainSampling:
         ]
 
     def slope(self, slopes: list[list[list[float]]], rows: list[int]) -> tuple[float, float]:
-        logps, entropies = ([self.before[i][which] for i in rows] for which in (0, 1))
+        entropies = [self.before[i][1] for i in rows]
         change = {}
         for target in ("sequence", "length"):
-            weights = reference.surrogate_weights(logps, entropies, [0] * len(rows), "rb", target)
+            weights = reference.surrogate_weights(entropies, [0] * len(rows), target)
             change[target] = sum(
                 w * slope
                 for which, of_score in enumerate(weights)
                 for of_row, i in zip(of_score, rows, strict=True)
                 for w, slope in zip(of_row, slopes[i][which], strict=True)
             )
-        length = sum(map(len, logps))
+        length = sum(map(len, entropies))
         entropy = (change["sequence"] - sum(map(sum, entropies)) / length * change["length"]) / length
         rewards, of_rows = [self.rewards[i] for i in rows], [sum(slopes[i][0]) for i in rows]
         mean = sum(rewards) / len(rows)

@@ -213,7 +213,7 @@ def test_the_first_order_is_that_of_the_surrogate_weights_with_the_baseline_of_t
 
     def by_weights(rows: list[tuple[int, ...]]) -> list[float]:
         scores, (of_logp, of_entropy) = as_scores(OLD, rows), finite_slopes(rows)
-        known, change = (scores.logps, scores.entropies, scores.mask), []
+        known, change = (scores.entropies, scores.mask), []
         for target in ("token", "sequence"):
             w, u = surrogate_weights(*known, torch.arange(len(rows)), target=target, baseline="buffer")
             change.append(float((w * of_logp.nan_to_num() + u * of_entropy.nan_to_num()).sum() / len(rows)))
@@ -233,10 +233,10 @@ def test_a_sequence_that_outlives_all_others_has_no_baseline_there() -> None:
     mask = torch.arange(6) < lengths.unsqueeze(1)
 
     def by_weights(rows: list[int]) -> list[float]:
-        logps, entropies, of_logp, of_entropy = table[:, rows]
+        _, entropies, of_logp, of_entropy = table[:, rows]
         change = []
         for target in ("token", "sequence"):
-            known = (logps, entropies, mask[rows], torch.arange(len(rows)))
+            known = (entropies, mask[rows], torch.arange(len(rows)))
             w, u = surrogate_weights(*known, target=target, baseline="buffer")
             change.append(float((w * of_logp + u * of_entropy).sum() / len(rows)))
         return change

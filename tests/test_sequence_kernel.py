@@ -105,7 +105,7 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
     scores = policy.score_rollout(of_e)
     evaluation = EvaluationBuffer(of_e, of_e.prompt_index, scores, ())
     direction = predict(restored, evaluation, update, 4).direction[TOKEN]
-    weights = surrogate_weights(scores.logps, scores.entropies, scores.mask, of_e.prompt_index, "rb", "token", "buffer")
+    weights = surrogate_weights(scores.entropies, scores.mask, of_e.prompt_index, "token", "buffer")
     return Case(trainer, restored, KernelInputs(of_e, *weights, of_u, max_length=24), kernel_step(update, direction))
 
 

@@ -29,13 +29,13 @@ from rl_training.tasks.models import load_tiny
 # --- a policy of two turns, by enumeration ------------------------------------------------------------------------
 
 
-def mean_gradient(estimator: str, target: str, weights_of: Callable[..., Any] = surrogate_weights) -> Tensor:
+def mean_gradient(target: str, weights_of: Callable[..., Any] = surrogate_weights) -> Tensor:
     """Returns the expectation of the estimate over all groups of two outcomes."""
     groups = list(itertools.product(OUTCOMES, repeat=2))
     outcomes = torch.cartesian_prod(torch.arange(len(OUTCOMES)), torch.arange(len(OUTCOMES))).flatten()
     logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
     logps, entropies, mask = tables(outcomes, logits)
-    w, u = weights_of(logps, entropies, mask, torch.arange(len(groups)).repeat_interleave(2), estimator, target)
+    w, u = weights_of(entropies, mask, torch.arange(len(groups)).repeat_interleave(2), target)
     chance = [math.prod(o.chance * math.exp(policy_logp(o)) for o in group) for group in groups]
     of_sequence = torch.tensor(chance, dtype=torch.float64).repeat_interleave(2) / 2
     alive = mask.bool()
@@ -43,11 +43,10 @@ def mean_gradient(estimator: str, target: str, weights_of: Callable[..., Any] = 
     return torch.autograd.grad(total, logits)[0]
 
 
-@pytest.mark.parametrize("estimator", ["rb", "score"])
 @pytest.mark.parametrize("target", ["sequence", "length"])
-def test_mean_over_all_groups_and_answers_is_the_exact_derivative(estimator: str, target: str) -> None:
+def test_mean_over_all_groups_and_answers_is_the_exact_derivative(target: str) -> None:
     expected = torch.tensor(exact(LOGITS, of_length=target == "length")[1], dtype=torch.float64)
-    torch.testing.assert_close(mean_gradient(estimator, target), expected, rtol=0, atol=1e-9)
+    torch.testing.assert_close(mean_gradient(target), expected, rtol=0, atol=1e-9)
 
 
 def test_error_bars_hold_the_truth_and_forward_has_it_as_its_mean() -> None:
@@ -71,27 +70,26 @@ def test_exact_derivatives_are_central_differences(of_length: bool) -> None:
 
 
 def test_counting_the_environments_tokens_as_the_policys_is_wrong() -> None:
-    def all_are_actions(logps: Tensor, entropies: Tensor, mask: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
+    def all_are_actions(entropies: Tensor, mask: Tensor, *args: Any) -> tuple[Tensor, Tensor]:
         there = mask.flip(1).cumsum(dim=1).flip(1) > 0
         certain = there & (mask == 0)  # scored as if the policy had said it
-        return surrogate_weights(logps.masked_fill(certain, 0.0), entropies.masked_fill(certain, 1.0), there, *args)
+        return surrogate_weights(entropies.masked_fill(certain, 1.0), there, *args)
 
     expected = torch.tensor(exact(LOGITS, of_length=False)[1], dtype=torch.float64)
-    assert (mean_gradient("rb", "sequence", all_are_actions) - expected).norm() > 0.2 * expected.norm()
+    assert (mean_gradient("sequence", all_are_actions) - expected).norm() > 0.2 * expected.norm()
 
 
-@pytest.mark.parametrize("estimator", ["rb", "score"])
 @pytest.mark.parametrize("target", ["sequence", "token", "length"])
-def test_weights_are_those_of_the_plain_twin_on_the_policys_tokens_alone(estimator: str, target: str) -> None:
+def test_weights_are_those_of_the_plain_twin_on_the_policys_tokens_alone(target: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    logps, entropies = (torch.rand(9, 12, generator=generator, dtype=torch.float64) for _ in range(2))
+    entropies = torch.rand(9, 12, generator=generator, dtype=torch.float64)
     mask = torch.rand(9, 12, generator=generator) < 0.5
     mask[:, 0] = True
     prompts = torch.tensor([3, 1, 3, 1, 7, 7, 3, 7, 3])
-    spoken = [[row[m].tolist() for row, m in zip(table, mask, strict=True)] for table in (-logps, entropies)]
-    w, u = reference.surrogate_weights(*spoken, prompts.tolist(), estimator, target)
-    garbage = [t.masked_fill(~mask, 1e30) for t in (-logps, entropies)]
-    for got, expected in zip(surrogate_weights(*garbage, mask, prompts, estimator, target), (w, u), strict=True):
+    spoken = [row[m].tolist() for row, m in zip(entropies, mask, strict=True)]
+    of_twin = reference.surrogate_weights(spoken, prompts.tolist(), target)
+    weights = surrogate_weights(entropies.masked_fill(~mask, 1e30), mask, prompts, target)
+    for got, expected in zip(weights, of_twin, strict=True):
         assert (got[~mask] == 0).all()
         for row, m, plain in zip(got, mask, expected, strict=True):
             assert row[m].tolist() == pytest.approx(plain, abs=1e-12)
@@ -243,7 +241,7 @@ def test_over_several_turns_the_probe_is_the_plain_twin_and_training_is_what_it_
         cut_in_second_turn += int(((rollout.completion_mask[:, -1] == 1) & (written > 0)).sum())
     # The last step, from moments that the first one has fed.
     answer = probe.all[-1]
-    twin = Twin(step, responses=1, estimator="rb", max_length=settings["max_completion_length"])
+    twin = Twin(step, responses=1, max_length=settings["max_completion_length"])
     for suffix, statistic in (("", per_token), ("_sequence", per_sequence)):
         forward, stderr = twin.change(twin.update_without, statistic), twin.stderr(twin.update_without, statistic)
         assert answer[f"delta_h/forward{suffix}"].value == pytest.approx(forward, **same)
@@ -266,7 +264,7 @@ def test_a_second_step_on_truncated_turns_knows_what_was_sampled(tmp_path) -> No
     assert torch.equal(first.rollout.completion_ids, second.rollout.completion_ids)
     left_out = (second.rollout.advantages == 0) & mask[:, -1]
     assert int(left_out.sum()) > 2
-    twin = Twin(first, responses=1, estimator="rb", max_length=14)  # at the parameters of the sampling
+    twin = Twin(first, responses=1, max_length=14)  # at the parameters of the sampling
     for row, expected in enumerate(twin.logps):
         sampled = second.rollout.sampling_logps[row][mask[row]].double()
         torch.testing.assert_close(sampled, expected.detach(), rtol=1e-4, atol=1e-4)

@@ -55,20 +55,19 @@ def last_update(trainer: Any) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("estimator", "responses", "temperature", "max_length", "folds", "masked", "both"),
+    ("responses", "temperature", "max_length", "folds", "masked", "both"),
     [
         # A part of the responses is truncated, and not learned from.
-        ("rb", 1, 1.0, L_MAX, UNEQUAL_FOLDS, True, True),
-        ("rb", 4, 0.7, 5, EIGHT_FOLDS, False, True),  # within 5 tokens hardly a response ends
-        ("score", 2, 1.3, L_MAX, EIGHT_FOLDS, False, False),
+        (1, 1.0, L_MAX, UNEQUAL_FOLDS, True, True),
+        (4, 0.7, 5, EIGHT_FOLDS, False, True),  # within 5 tokens hardly a response ends
+        (2, 1.3, L_MAX, EIGHT_FOLDS, False, False),
     ],
 )
 def test_every_estimate_equals_the_plain_twin(
-    make_trainer, estimator, responses, temperature, max_length, folds, masked, both
+    make_trainer, responses, temperature, max_length, folds, masked, both
 ) -> None:
     recorder = Recorder()
     probe = Answers(
-        estimator=estimator,
         responses_per_prompt=responses,
         per_sequence=both,
         num_folds=K,
@@ -84,7 +83,7 @@ def test_every_estimate_equals_the_plain_twin(
         **folds,
         **SMOOTH,
     ).train()
-    twins = [Twin(step, responses, estimator, temperature, max_length) for step in recorder.steps[:2]]
+    twins = [Twin(step, responses, temperature, max_length) for step in recorder.steps[:2]]
     for step in recorder.steps[:2] if masked else ():
         of_full_length = step.rollout.completion_mask.sum(dim=1) == max_length
         left_out = of_full_length & (step.rollout.completion_ids[:, -1] != load_tiny()[1].eos_token_id)
@@ -141,7 +140,7 @@ def causes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorder, Answers,
 
 def test_causes_and_own_prompts_equal_the_plain_twin(causes) -> None:
     (step, answer), same = (kept[1] for kept in (causes[0].steps, causes[1].all)), {"rel": 2e-4, "abs": 1e-9}
-    twin = Twin(step, responses=1, estimator="rb")
+    twin = Twin(step, responses=1)
     without_chosen, unclipped = twin.update_without_chosen(), twin.adamw(twin.without, max_grad_norm=math.inf)[0]
     updates = {
         "own_prompts": without_chosen,
@@ -304,7 +303,7 @@ def test_off_policy_steps_are_weighted_by_the_importance_ratio(make_trainer) -> 
     recorder, probe = Recorder(), Answers(per_sequence=True)
     make_trainer(probes=[probe, recorder], dtype=torch.float64, max_steps=2, steps_per_generation=8, **SMOOTH).train()
     step, answer = recorder.steps[1], probe.all[1]
-    twin = Twin(step, responses=1, estimator="rb", weighted=True)
+    twin = Twin(step, responses=1, weighted=True)
     assert max(twin.ratios) > 1.01
     entropy, length = dot_product(twin.ratios, twin.entropy_of), dot_product(twin.ratios, twin.lengths)
     assert answer["entropy/token"].value == pytest.approx(entropy / length, rel=1e-4)
@@ -439,8 +438,7 @@ def test_an_estimate_does_not_depend_on_the_padding_of_the_batch(make_trainer) -
     assert answers[0] == pytest.approx(answers[1], rel=1e-4)
 
 
-@pytest.mark.parametrize(("options", "message"), [({"estimator": "naive"}, "'rb' or 'score'"),
-                                                  ({"responses_per_prompt": 0}, "at least 1"),
+@pytest.mark.parametrize(("options", "message"), [({"responses_per_prompt": 0}, "at least 1"),
                                                   ({"error_decay": 1.0}, "must lie in"),
                                                   ({"every": 0}, "at least 1")])  # fmt: skip
 def test_options_that_mean_nothing_are_refused(options, message) -> None:

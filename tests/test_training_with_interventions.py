@@ -129,7 +129,6 @@ def test_what_is_predicted_is_of_the_loss_that_is_trained_with(make_trainer: Cal
     twin = Twin(
         dataclasses.replace(made, rollout=dataclasses.replace(made.rollout, advantages=advantages.clamp(min=0))),
         responses=1,
-        estimator="rb",
     )
     assert made.update is not None
     assert float((twin.update - made.update).norm() / made.update.norm()) < 1e-3

@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_training.engine.batch import Batch
 from rl_training.engine.loss_weights import gradient_of
 from rl_training.engine.policy import Policy
-from rl_training.mathematics.entropy import Estimator, surrogate_weights
+from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.folds import response_number
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import Layout, Vector
@@ -28,22 +28,18 @@ from rl_training.mathematics.vectors import Layout, Vector
 class EntropySettings:
     """How the entropy gradient X of a step is estimated, and what else the same passes compute.
 
-    estimator             of entropy.py
     responses_per_prompt  of every prompt, the first ones; all for G or more. Baselines use all responses
     per_sequence          compute X per sequence too: a second backward
     own_prompts           the training gradient of the chosen responses too: another backward
     error_decay           weight of a step relative to the next in the average of the variances of single steps
     """
 
-    estimator: Estimator = "rb"
     responses_per_prompt: int = 1
     per_sequence: bool = False
     own_prompts: bool = False
     error_decay: float = 0.5
 
     def __post_init__(self) -> None:
-        if self.estimator not in ("rb", "score"):
-            raise ValueError(f"unknown estimator {self.estimator!r}: choose 'rb' or 'score'")
         if self.responses_per_prompt < 1:
             raise ValueError(f"responses_per_prompt={self.responses_per_prompt} must be at least 1")
         if type(self.per_sequence) is not bool:
@@ -88,9 +84,9 @@ def fold_gradients(
     and of the training loss; `.grad` and the reducer of DDP are not touched.
     """
     scores, fold = batch.scores, batch.fold
-    known = (scores.logps, scores.entropies, scores.mask, batch.rollout.prompt_index)
-    sequence_weights, entropy_weights = surrogate_weights(*known, settings.estimator, target="sequence")
-    length_weights, _ = surrogate_weights(*known, settings.estimator, target="length")  # ∂E[T] has no ∂h term
+    known = (scores.entropies, scores.mask, batch.rollout.prompt_index)
+    sequence_weights, entropy_weights = surrogate_weights(*known, target="sequence")
+    length_weights, _ = surrogate_weights(*known, target="length")  # ∂E[T] has no ∂h term
     logp_weights = [sequence_weights - level * length_weights, sequence_weights][: 1 + settings.per_sequence]
     taken = min(settings.responses_per_prompt, batch.responses_per_prompt)
     chosen = response_number(batch.rollout.prompt_index) < taken

@@ -22,6 +22,7 @@ MOVED = {
 }
 GONE = {  # settings, and what to do instead
     "alert.within_steps": "it looks 20 steps ahead for a level in nats, give alert.below=0.05",
+    "probes.simple.estimator": "'score' needs sixteen times the sequences, leave it out",
     "probes.gns.lags": "what persists of the gradient is no longer measured, leave it out",
     "probes.simple.draw": "it was not better than the first responses of each prompt, leave it out",
     "probes.simple.prompt_share": "fewer prompts were not better, leave it out",

@@ -7,24 +7,24 @@ distribution at its k-th prefix, the sequence entropy is
     H_tok = E[Σ_k h_k] / E[T]                           nats per token (a ratio of means).
 
 Differentiating E[Σ_k h_k] gives two terms: the entropies themselves change, and so do the prefixes that are visited.
-Every unbiased estimator is a mean over sequences of  Σ_k w_k ∂log π(t_k) + u_k ∂h_k  with detached weights:
+The estimate is a mean over sequences of  Σ_k w_k ∂log π(t_k) + u_k ∂h_k  with detached weights:
 
-    rb       w_k = R_k − loo_k(R),  u_k = 1       R_k = Σ_{j>k} h_j, the entropy still to come
-    score    w_k = −(S − loo(S)),   u_k = 0       the classic −E[(S − S̄) ∂S]
+    entropy  w_k = R_k − loo_k(R),     u_k = 1    R_k = Σ_{j>k} h_j, the entropy still to come
     length   w_k = (T−k) − loo_k(T−k), u_k = 0    ∂E[T], for H_tok and for its own sake
 
-loo is the mean over the OTHER responses of the same prompt (loo_k: over those of them still alive at k, 0 if none is).
+loo_k is the mean over the OTHER responses of the same prompt that are still alive at k, 0 if none is.
 Leaving oneself out matters: a mean that includes the response itself shrinks the estimate by (G−1)/G. Dropping the w
 term altogether — the gradient of the mean measured entropy — is biased: it ignores that the visited prefixes change.
 Where sequences answer prompts of their own, the others are all the others: they say less of what to expect after this
 prompt, but are as independent of the response, so that the estimate stays unbiased. Copies of one response are not.
 
 Over several turns an environment (a tool, a user) answers between the policy's tokens. What it writes does not depend
-on the parameters given what came before, so the same three forms hold with k and j over the policy's tokens only, and
+on the parameters given what came before, so the same forms hold with k and j over the policy's tokens only, and
 its randomness is part of E: docs/explanation/theory.md.
 
 Source: the score-function identity with reward-to-go h and a leave-one-out baseline (Kool et al. 2019, "Buy 4
-REINFORCE samples, get a baseline for free"); the Rao-Blackwell step replaces −log π(t_k) by its mean h_k.
+REINFORCE samples, get a baseline for free"); the Rao-Blackwell step replaces −log π(t_k) by its mean h_k. The classic
+−E[(S − S̄) ∂S] needs sixteen times the sequences for the same error: benchmarks/estimators.py.
 """
 
 from __future__ import annotations
@@ -37,17 +37,14 @@ from torch import Tensor
 
 from rl_training.mathematics.jackknife import unchanged
 
-Estimator = Literal["rb", "score"]
 Target = Literal["sequence", "token", "length"]
 Baseline = Literal["prompt", "buffer"]
 
 
 def surrogate_weights(
-    logps: Tensor,
     entropies: Tensor,
     mask: Tensor,
     prompt_index: Tensor,
-    estimator: Estimator = "rb",
     target: Target = "sequence",
     baseline: Baseline = "prompt",
     reduce: Callable[[Tensor], Tensor] = unchanged,
@@ -57,32 +54,26 @@ def surrogate_weights(
     The entropy gradient is the gradient of
         mean over the B sequences of Σ_k logp_weights·logps + entropy_weights·entropies.
 
-    logps, entropies  (B, T) nats, of the sampled tokens
-    mask              (B, T) 1 on sampled tokens. Between them an environment may have written others: positions, and
-                      who is alive at them, count the policy's tokens only
-    prompt_index      (B,)   equal for the responses of one prompt; each prompt needs at least two
-    target            "sequence": ∂H_seq; "token": ∂H_tok, already divided by the batch's mean length; "length": ∂E[T]
-    baseline          the mean over the other responses of the "prompt", or over all others of the "buffer", whose
-                      sequences must be independent given their prompts; `prompt_index` then does not matter
-    reduce            with the buffer: sums a tensor over the processes that hold it, in tables of one width; all means
-                      are then over all of them
+    entropies     (B, T) nats, of the distributions that the tokens were sampled from
+    mask          (B, T) 1 on sampled tokens. Between them an environment may have written others: positions, and who is
+                  alive at them, count the policy's tokens only
+    prompt_index  (B,)   equal for the responses of one prompt; each prompt needs at least two
+    target        "sequence": ∂H_seq; "token": ∂H_tok, already divided by the batch's mean length; "length": ∂E[T]
+    baseline      the mean over the other responses of the "prompt", or over all others of the "buffer", whose sequences
+                  must be independent given their prompts; `prompt_index` then does not matter
+    reduce        with the buffer: sums a tensor over the processes that hold it, in tables of one width; all means are
+                  then over all of them
 
     Raises ValueError when a prompt, or the buffer, has a single response: there is no leave-one-out baseline then.
     """
-    if estimator not in ("rb", "score"):
-        raise ValueError(f"unknown estimator {estimator!r}: choose 'rb' or 'score'")
     if baseline not in ("prompt", "buffer"):
         raise ValueError(f"unknown baseline {baseline!r}: choose 'prompt' or 'buffer'")
     order = (mask == 0).long().argsort(dim=1, stable=True)  # of columns: the policy's tokens first, in their order
     real, mask = mask.bool().gather(1, order), mask.to(entropies.dtype).gather(1, order)
-    logps, entropies = (v.detach().gather(1, order).masked_fill(~real, 0.0) for v in (logps, entropies))  # 0·inf is nan
+    entropies = entropies.detach().gather(1, order).masked_fill(~real, 0.0)  # 0·inf is nan
     group = _group_ids(prompt_index if baseline == "prompt" else torch.zeros_like(prompt_index), reduce)
-    score_cost, still_to_come, entropy_weights = _costs(target, logps, entropies, mask, reduce)
-    if estimator == "score":
-        total = (score_cost * mask).sum(dim=1, keepdim=True)
-        weights = (total - _leave_one_out_mean(total, torch.ones_like(total), group, reduce)) * mask
-        return torch.zeros_like(weights).scatter(1, order, weights), torch.zeros_like(mask)
-    costs = still_to_come * mask
+    costs, entropy_weights = _costs(target, entropies, mask, reduce)
+    costs = costs * mask
     to_go = (costs.flip(1).cumsum(1).flip(1) - costs) * mask  # strictly after k
     weights = (to_go - _leave_one_out_mean(to_go, mask, group, reduce)) * mask
     weights, entropy_weights = (torch.zeros_like(w).scatter(1, order, w) for w in (weights, entropy_weights))
@@ -90,20 +81,20 @@ def surrogate_weights(
 
 
 def _costs(
-    target: Target, logps: Tensor, entropies: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor]
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Returns what a token costs once it is sampled, what it is expected to cost, and the weight of its entropy."""
+    target: Target, entropies: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor]
+) -> tuple[Tensor, Tensor]:
+    """Returns what a token is expected to add to the target before it is sampled, and the weight of its entropy."""
     if target == "sequence":
-        return -logps, entropies, mask
+        return entropies, mask
     if target == "length":
-        return mask, mask, torch.zeros_like(mask)
+        return mask, torch.zeros_like(mask)
     if target != "token":
         raise ValueError(f"unknown target {target!r}: choose 'sequence', 'token' or 'length'")
     # ∂H_tok = (∂H_seq − H_tok ∂E[T]) / E[T]: the cost of a token is its entropy above the mean.
     count = mask.new_tensor(float(len(mask)))
     length, entropy, count = reduce(torch.stack([mask.sum(), (entropies * mask).sum(), count])).unbind()
     mean_length, level = length / count, entropy / length
-    return (-logps - level) / mean_length, (entropies - level) / mean_length, mask / mean_length
+    return (entropies - level) / mean_length, mask / mean_length
 
 
 def _group_ids(prompt_index: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:

@@ -66,7 +66,7 @@ def predict(
     layout = Layout(restored.parameters)
     splits = Attribution(list(restored.parameters))
     scores, number, count = evaluation.scores, evaluation.number, evaluation.num_sequences
-    known = (scores.logps, scores.entropies, scores.mask, torch.arange(count, device=number.device))
+    known = (scores.entropies, scores.mask, torch.arange(count, device=number.device))
     weights = [surrogate_weights(*known, target=target, baseline="buffer") for target in ("token", "sequence")]
     blocks = blocks_of(evaluation, microbatch_size)
     block = blocks.number[number]

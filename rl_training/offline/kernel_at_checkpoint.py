@@ -53,9 +53,7 @@ def kernel_of_analysis(
         written_by, of_e, prompts = _fixed(restored, texts, of_e, prompts)
         if written_by != restored.step:
             scores, direction = restored.policy.score_rollout(of_e), None
-    weights = surrogate_weights(
-        scores.logps, scores.entropies, scores.mask, of_e.prompt_index, target="token", baseline="buffer"
-    )
+    weights = surrogate_weights(scores.entropies, scores.mask, of_e.prompt_index, "token", "buffer")
     inputs = KernelInputs(of_e, *weights, of_u, restored.trainer.max_completion_length)
     if direction is None:
         direction = _mean_row(rows, inputs)

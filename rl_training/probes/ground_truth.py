@@ -252,9 +252,9 @@ def evaluation_change(
     scores   of this rank's share of E at the present parameters, in tables as wide on every rank
     targets  "token", "sequence": a backward for each
     """
-    known = (scores.logps.double(), scores.entropies.double(), scores.mask, buffer.prompt_index)
+    known = (scores.entropies.double(), scores.mask, buffer.prompt_index)
     reduce, change = step.ranks.reduce, step.entropy_change
-    weights = [surrogate_weights(*known, change.settings.estimator, target, "buffer", reduce) for target in targets]
+    weights = [surrogate_weights(*known, target, "buffer", reduce) for target in targets]
     parameters, update = list(step.gradients.parameters.values()), change.update
     assert update is not None
     lengths = scores.mask.double().sum(dim=1)

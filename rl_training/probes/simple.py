@@ -28,7 +28,6 @@ from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.quantities import Quantity
 from rl_training.engine.step import Step
-from rl_training.mathematics.entropy import Estimator
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.jackknife import estimates_over_folds
 from rl_training.mathematics.trapezoid import BatchTerms, Term, TrapezoidSum
@@ -43,8 +42,6 @@ HALF = "it needs this step's backward and the last one's forward, and one of the
 class SimpleEntropyProbe(Probe):
     """Measures the first-order change of the policy's entropy at each optimizer step. See the module's docstring.
 
-    estimator             how X is estimated, see entropy.py: "rb" (default), Rao-Blackwell, sums the exact entropies of
-                          the next token; "score" has their one-sample values −log π in their place, with more noise
     responses_per_prompt  responses of every prompt that X is computed from; more (up to G) cost more, with less noise
     num_folds             folds of whole prompts on each rank, K; None: one per microbatch, or one per rank when there
                           are 8 ranks or more. More than microbatches costs what another forward pass and backward do
@@ -62,7 +59,6 @@ class SimpleEntropyProbe(Probe):
 
     def __init__(
         self,
-        estimator: Estimator = "rb",
         responses_per_prompt: int = 1,
         num_folds: int | None = None,
         per_sequence: bool = False,
@@ -75,7 +71,7 @@ class SimpleEntropyProbe(Probe):
         if num_folds is not None and num_folds < 1:
             raise ValueError(f"simple: num_folds={num_folds} must be at least 1, or null for one per microbatch")
         try:
-            self.entropy = EntropySettings(estimator, responses_per_prompt, per_sequence, own_prompts, error_decay)
+            self.entropy = EntropySettings(responses_per_prompt, per_sequence, own_prompts, error_decay)
         except ValueError as error:
             raise ValueError(f"simple: {error}") from error
         self.num_folds = num_folds
