@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +18,14 @@ from matplotlib.figure import Figure
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.compare import write_comparison
+from rl_training.records.compare.branches import since_branching
 from rl_training.records.compare.command import main
 from rl_training.records.compare.final import (
     compare_groups,
     final_figures,
     last_common_step,
 )
-from rl_training.records.compare.groups import branching_steps, differences, read_groups
+from rl_training.records.compare.groups import branching_steps, common_steps, differences, read_groups
 from rl_training.records.compare.law import fit_law
 from rl_training.records.compare.overlays import _draw_trunks, _frame_the_means, draw_overlays, pool
 from rl_training.records.jsonl import METRICS_FILE, Records
@@ -115,6 +117,85 @@ def test_what_runs_branch_off_from_is_drawn_once_up_to_there_where_it_is_not_com
     _draw_trunks(Axes(), groups, lambda member: member.run.measured("delta_h/cumulative_measured"))  # type: ignore[arg-type]
     assert drawn == [([1, 2, 3, 4, 5], "before they branch off"), ([6, 7, 8], None), 5, 8]
     assert [picture.file for picture in draw_overlays(groups)] == ["reward.png", "entropy.png", "change.png"]
+
+
+F_6, V_6, V_7 = 1e-4, 10e-4, 2e-4  # variances of ½F of batch 6, of ½(F + B) of all batches up to 6, and of batch 7
+ENDS = {7: 4e-4, 8: 9e-4}  # of ½B
+
+
+def record_change(
+    run: Path, levels: dict[int, float], sums: dict[int, float], error: float, anew: bool = False
+) -> Path:
+    """Adds what a probe with 9 folds has measured at steps 6 to 8; anew: its sums have begun at step 6."""
+    before = F_6 if anew else V_6
+    variances = {6: 0.0 if anew else V_6, 7: before + ENDS[7], 8: before + V_7 + ENDS[8]}
+    for step, level in levels.items():
+        told = {
+            "entropy/token": Estimate(level, error, 9),
+            "delta_h/cumulative_predicted": Estimate(sums[step], math.sqrt(variances[step]), 99),
+            "delta_h/forward": Estimate(-0.04, 2 * math.sqrt(F_6), 9),
+            "delta_h/backward": Estimate(-0.04, 2 * math.sqrt(ENDS.get(step, V_6)), 9),
+        }
+        Records(run / "logs").write_estimates(step, 1, "simple", told)
+    return run
+
+
+@pytest.mark.parametrize("anew", [False, True])
+def test_a_branch_s_change_of_entropy_is_compared_from_the_branching_point_on(tmp_path: Path, anew: bool) -> None:
+    """Measured: .58 ± .04 against .50 ± .03, of 8 degrees of freedom each. Predicted, since step 6: -.04 against -.09,
+
+    each with 1e-4 + 2e-4 + 9e-4, known as of 144/86 batches: 13 degrees of freedom.
+    """
+    plain = record(tmp_path / "plain0", steps=8)
+    record_change(plain, {6: 0.6, 7: 0.55, 8: 0.50}, {6: -0.10, 7: -0.15, 8: -0.19}, 0.03)
+    branch = record(tmp_path / "branch", rate=0.2, first=6, steps=8, branch=f"{plain}/training_state/checkpoint-5")
+    sums = {6: 0.0, 7: -0.02, 8: -0.04} if anew else {6: -0.10, 7: -0.12, 8: -0.14}
+    record_change(branch, {6: 0.6, 7: 0.59, 8: 0.58}, sums, 0.04, anew)
+    (pair,) = compare_groups(read_groups([plain, branch]))
+    measured, predicted = pair.figures["measured ΔH"], pair.figures["predicted ΔH"]
+    assert (measured.value, measured.stderr, measured.num_samples) == (pytest.approx(0.08), pytest.approx(0.05), 15)
+    assert predicted.value == pytest.approx(0.05)
+    assert predicted.stderr == pytest.approx(math.sqrt(24e-4))
+    assert predicted.num_samples == 27  # 576 / (2 · 144/13) = 26 degrees of freedom
+
+
+def test_where_no_step_is_taken_since_the_branching_point_nothing_differs_and_seeds_are_compared_in_pairs(
+    tmp_path: Path,
+) -> None:
+    """Two branches of one run, off at 5 and 7, have 5 steps in common. Pairs that differ by .1 and .3: .2 ± .1."""
+    plains = [record(tmp_path / f"plain{seed}", seed, steps=8) for seed in (0, 1)]
+    changes, branches = {6: -0.10, 7: -0.15, 8: -0.19}, []
+    for plain, level in zip(plains, (0.5, 0.4), strict=True):
+        record_change(plain, {6: 0.6, 7: 0.55, 8: level}, changes, 0.03)
+    for plain, level in zip(plains, (0.6, 0.7), strict=True):
+        branch = branches_of(plain, 5, 0.2)[0]
+        branches.append(record_change(branch, {6: 0.6, 7: 0.55, 8: level}, changes, 0.03))
+    later = record(tmp_path / "later", rate=0.4, first=8, branch=f"{plains[0]}/training_state/checkpoint-7")
+    groups = read_groups([*plains, *branches, later])
+    plain, branch = (group.members for group in groups[:2])
+    assert common_steps(branch[0], groups[2].members[0]) == 5
+    assert common_steps(plain[0], branch[1]) == 0
+    alone = since_branching(plain[:1], branch[:1], 6)
+    assert {(e.value, e.stderr) for e in alone.values()} == {(0.0, 0.0)}
+    paired = since_branching(plain, branch, 8)["measured ΔH"]
+    assert (paired.value, paired.stderr, paired.num_samples) == (pytest.approx(0.2), pytest.approx(0.1), 2)
+    assert since_branching(plain, branch[:1], 8) == {}
+
+
+def test_means_of_a_run_and_of_a_late_branch_are_over_the_same_steps_and_a_run_that_went_on_is_shown_later_too(
+    tmp_path: Path,
+) -> None:
+    """Entropy is 1/step: the branch has steps 6 to 9, half of which are averaged, 8 and 9."""
+    plain = record(tmp_path / "plain0")
+    branch = record(tmp_path / "branch", rate=0.2, first=6, steps=9, branch=f"{plain}/training_state/checkpoint-5")
+    groups = read_groups([plain, branch])
+    (pair,) = compare_groups(groups)
+    assert pair.figures["token entropy"].value == 0
+    assert final_figures(groups[0], 9, since=6)["token entropy"].value == pytest.approx((1 / 8 + 1 / 9) / 2)
+    text = write_comparison([plain, branch], tmp_path / "page.html")[0].read_text(encoding="utf-8")
+    assert "compared from the branching point on" in text.replace("\n", " ")
+    assert re.findall(r"<th>([AB][^<]*)</th>", text[text.rindex("Final figures") :])[:3] == ["A", "B", "A, later"]
+    assert re.findall(r"<td>(\d+; 1)</td>", text) == ["9; 1", "9; 1", "12; 1"]
 
 
 def test_a_run_named_twice_is_one_and_a_second_run_of_a_seed_is_no_second_sample(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ Several seeds' noise scale is 1 / the mean of 1/B, the signal-to-noise ratio, wi
 turned over; one seed's has Fieller's interval, as its run's own report.
 
 A difference has se² = se₁² + se₂², and Student's t with Welch's degrees of freedom. That the same seeds in two groups
-share data and initial weights is not used: it makes the interval too wide, if anything.
+share data and initial weights is not used: it makes the interval too wide, if anything. That runs are one run up to a
+branching point is used for changes of entropy: branches.py. Means over logged steps are over the same steps in both.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from itertools import combinations
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.noise_scale import noise_scale_interval
 from rl_training.mathematics.welch import difference, mean_of
+from rl_training.records.compare.branches import since_branching
 from rl_training.records.compare.groups import Group, Member
 from rl_training.records.frames import IN_TRAINING, estimate_of
 from rl_training.records.report.series import Measurements
@@ -64,19 +66,27 @@ def members_at(group: Group, step: int) -> list[Member]:
     return [member for member in group.members if member.last_step >= step]
 
 
-def final_figures(group: Group, step: int) -> dict[str, Estimate]:
-    """Returns the group's figures at `step` by their labels: those that all of its runs there have."""
-    of_runs = [figures_of(member, step) for member in members_at(group, step)]
+def final_figures(group: Group, step: int, since: int = 0) -> dict[str, Estimate]:
+    """Returns the group's figures at `step` by their labels: those that all of its runs there have.
+
+    since  where all runs that these are compared with have begun: no mean is over an earlier step
+    """
+    of_runs = [figures_of(member, step, since) for member in members_at(group, step)]
     labels = [label for label in of_runs[0] if all(label in figures for figures in of_runs)]
     return {label: _over_seeds(label, [figures[label] for figures in of_runs]) for label in labels}
 
 
-def figures_of(member: Member, step: int) -> dict[str, Estimate]:
+def begun(groups: Sequence[Group], step: int) -> int:
+    """Returns the step from which on all runs of these groups that have reached `step` are recorded."""
+    return max(int(member.run.metrics[0]["step"]) for group in groups for member in members_at(group, step))
+
+
+def figures_of(member: Member, step: int, since: int = 0) -> dict[str, Estimate]:
     """Returns one run's figures at `step`: means over the last logged steps, sums of a probe, the last evaluation."""
     entropy = {s: e.value for s, e in member.run.measured("entropy/token").items() if math.isfinite(e.value)}
     figures = {
-        "reward": _mean_until(member.run.logged("reward"), step),
-        "token entropy": _mean_until(entropy or member.run.logged("entropy"), step),
+        "reward": _mean_until(member.run.logged("reward"), step, since),
+        "token entropy": _mean_until(entropy or member.run.logged("entropy"), step, since),
     }
     for label, name in PROBED.items():
         known = {s: e for s, e in member.run.measured(name).items() if s <= step and math.isfinite(e.value)}
@@ -100,15 +110,17 @@ def compare_groups(groups: Sequence[Group]) -> list[Difference]:
     differences = []
     for first, second in pairs:
         step = min(last_common_step(first), last_common_step(second))
-        before, after = final_figures(first, step), final_figures(second, step)
+        since = begun((first, second), step)
+        before, after = final_figures(first, step, since), final_figures(second, step, since)
         common = {label: difference(after[label], before[label]) for label in before if label in after}
+        common |= since_branching(members_at(first, step), members_at(second, step), step)
         differences.append(Difference(first, second, step, common))
     return differences
 
 
-def _mean_until(values: dict[int, float], step: int) -> Estimate:
+def _mean_until(values: dict[int, float], step: int, since: int) -> Estimate:
     """Returns the mean over the last few logged steps up to `step`; its error is their scatter: a trend widens it."""
-    known = [value for s, value in values.items() if s <= step]
+    known = [value for s, value in values.items() if since <= s <= step]
     last = known[-min(MAX_WINDOW, max(len(known) // 2, 1)) :]
     return mean_of(last)
 

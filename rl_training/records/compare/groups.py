@@ -92,17 +92,26 @@ def _read_member(path: Path) -> Member:
     run = read_run(path)
     if run.config is None:
         return Member(run, None, ABSENT, evaluations(path))
-    try:
-        config = yaml.safe_load(run.config)
-    except yaml.YAMLError as error:
-        where = " ".join(str(error).split())
-        raise ValueError(f"{path / CONFIG_FILE} cannot be read ({where}): repair or remove it") from error
-    flat = dict(_flatten(config if isinstance(config, dict) else {}))
+    flat = _settings(path / CONFIG_FILE, run.config)
     counts = {name: value for name, value in flat.items() if _counts(name, flat)}
-    branch = None if flat.get("branch", "None") == "None" else Path(flat["branch"])
+    branch = _branch(flat)
     counts |= {} if branch is None else {"branch at step": str(_step(branch))}
     seed, steps = flat.get("seed", flat.get("trainer.seed", ABSENT)), flat.get("trainer.max_steps", "")
     return Member(run, counts, seed, evaluations(path), steps, float(flat.get("provenance.most_reward", "nan")), branch)
+
+
+def _settings(path: Path, text: str) -> dict[str, str]:
+    """Returns the settings of a config.yaml by their dotted names."""
+    try:
+        config = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        where = " ".join(str(error).split())
+        raise ValueError(f"{path} cannot be read ({where}): repair or remove it") from error
+    return dict(_flatten(config if isinstance(config, dict) else {}))
+
+
+def _branch(settings: Mapping[str, str]) -> Path | None:
+    return None if settings.get("branch", "None") == "None" else Path(settings["branch"])
 
 
 def _flatten(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -141,6 +150,23 @@ def _trunks(members: Sequence[Member], compared: Sequence[Path]) -> list[Member]
                 member, run=replace(member.run, metrics=metrics, estimates=estimates), evaluations=evaluated
             )
     return list(found.values())
+
+
+def common_steps(one: Member, other: Member) -> int:
+    """Returns how many steps two runs have in common: up to where they branch off from each other, or from a third."""
+    steps, of_other = _way_of(one), _way_of(other)
+    return max((min(step, of_other[run]) for run, step in steps.items() if run in of_other), default=0)
+
+
+def _way_of(member: Member) -> dict[Path, int]:
+    """Returns the runs that it goes on from, each with the step where it has left it; itself with its last."""
+    steps, branch = {member.run.folder: member.last_step}, member.branch
+    while branch is not None:
+        of, config = branch.parents[1], branch.parents[1] / CONFIG_FILE
+        steps[of] = _step(branch)
+        text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
+        branch = _branch(_settings(config, text))
+    return steps
 
 
 def branching_steps(groups: Sequence[Group]) -> list[int]:

@@ -10,12 +10,13 @@ from typing import Any
 from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.compare.final import (
     Difference,
+    begun,
     compare_groups,
     final_figures,
     last_common_step,
     members_at,
 )
-from rl_training.records.compare.groups import ABSENT, Group, Member, differences
+from rl_training.records.compare.groups import ABSENT, Group, Member, branching_steps, differences
 from rl_training.records.compare.law import FittedLaw, fit_law
 from rl_training.records.compare.overlays import draw_law, draw_overlays
 from rl_training.records.folder import LOGS_FOLDER
@@ -31,7 +32,10 @@ ANOTHER_SEED = " This is a single seed: another may change it by more than the n
 def render_comparison(groups: Sequence[Group], findings: Sequence[str]) -> str:
     """Returns the page's HTML, which opens with the findings. Everything that comes from the runs is escaped."""
     ends = [last_common_step(group) for group in groups]
-    figures = [final_figures(group, end) for group, end in zip(groups, ends, strict=True)]
+    common = min(ends)  # where all can be compared; those that went on are shown at their own end too
+    columns = [(group, common, group.letter, begun(groups, common)) for group in groups]
+    columns += [(g, end, f"{g.letter}, later", 0) for g, end in zip(groups, ends, strict=True) if end > common]
+    figures = [final_figures(group, step, since) for group, step, _, since in columns]
     pairs = compare_groups(groups)
     laws = [fit_law(group) for group in groups]
     labels = dict.fromkeys(label for of_group in figures for label in of_group)
@@ -44,11 +48,12 @@ def render_comparison(groups: Sequence[Group], findings: Sequence[str]) -> str:
         groups=groups,
         unknown=[group.letter for group in groups if group.members[0].settings is None],
         differences=differences(groups),
-        ends=[f"{end}; {len(members_at(group, end))}" for group, end in zip(groups, ends, strict=True)],
+        columns=[(heading, f"{step}; {len(members_at(group, step))}") for group, step, heading, _ in columns],
         final={label: [in_words(of_group.get(label)) for of_group in figures] for label in labels},
         pairs=pairs,
         pair_cells=_pair_cells(pairs),
         num_differences=sum(len(pair.figures) for pair in pairs),
+        branched=bool(branching_steps(groups)),
         any_single=any(pair.single_seed for pair in pairs),
         best=[row for group in groups for member in group.members for row in _best_rows(member)],
         pictures=[*draw_overlays(groups), draw_law(groups, laws)],
