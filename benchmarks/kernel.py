@@ -123,13 +123,12 @@ def print_gradients(rows: GradientRows, inputs: KernelInputs, batch: Any, microb
     print(f"| both W and x, share of that speed | {both:.2f} |")
 
 
-def print_sizes(microbatch: int, sketch_seconds: float, rate: float) -> None:
+def print_sizes(sketch_seconds: float, rate: float) -> None:
     print("\n| N_E × N_U × parameters | held, GB | products, s | sketches, s |\n|---|---|---|---|")
     for parameters_of in (18_464_768, 90_000_000):
-        plan = plan_blocks(128, 256, parameters_of, memory_bytes=1e13, microbatch=microbatch)
         held_gb, sketching = 128 * 2 * 4 * parameters_of / 1e9, sketch_seconds * parameters_of * 384
-        sizes = f"128 × 256 × {parameters_of:,}"
-        print(f"| {sizes} | {held_gb:.1f} | {plan.operations / rate:.0f} | {sketching:.0f} |")
+        products, sizes = 4 * 128 * 256 * parameters_of / rate, f"128 × 256 × {parameters_of:,}"
+        print(f"| {sizes} | {held_gb:.1f} | {products:.0f} | {sketching:.0f} |")
 
 
 def print_whole(
@@ -137,7 +136,7 @@ def print_whole(
 ) -> tuple[float, float]:
     """Prints what a whole kernel takes, and what the formula says; returns a sketch's seconds a coordinate, and F."""
     size = sum(p.numel() for p in parameters.values())
-    u, device = inputs.update, inputs.logp_weights.device
+    device = inputs.logp_weights.device
     batch = rows.batches(range(args.microbatch))[0]
     held, streamed = (
         torch.randn(args.evaluation, size, device=device),
@@ -152,7 +151,7 @@ def print_whole(
     def rates() -> tuple[float, float, float]:
         """Returns t, s and F of the formula."""
         products = seconds(lambda: row_products(held, streamed)) / (2.0 * held.shape[0] * streamed.numel())
-        own = seconds(lambda: rows.log_probability(u, batch))
+        own = seconds(lambda: rows.log_probability(inputs.update, batch))
         return own / len(batch), seconds(lambda: summarizer.scale(streamed)) / len(streamed), 1.0 / products
 
     before = [rates() for _ in range(3)]
@@ -162,17 +161,17 @@ def print_whole(
     print(f"| product, GFLOP/s | {own_rate / 1e9:.0f} (plain {plain_rate / 1e9:.0f}) |")
     print(f"| sketches, ns per coordinate | {1e9 * sketch_seconds:.0f} |")
 
-    blocks = plan_blocks(
-        args.evaluation, args.update, size, memory_bytes=1e9 * args.memory_gb, microbatch=args.microbatch
-    )
+    e, u = args.evaluation, args.update
+    num_blocks = len(plan_blocks(e, size, memory_bytes=1e9 * args.memory_gb, microbatch=args.microbatch))
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
         took = seconds(lambda: calculate_kernel(rows, step, inputs, settings, Path(folder)))
         error = float(load_kernel(Path(folder)).about["identity_error"])
     per_sequence, kept, rate = (statistics.median(x) for x in zip(*before, *(rates() for _ in range(3)), strict=True))
-    told = blocks.seconds(per_sequence, kept, rate) - args.update * per_sequence  # the first pass is the analysis's own
+    passes = u * num_blocks + 1.6 * e  # the first pass over U is the analysis's own
+    told = passes * per_sequence + (e + u) * kept + 4 * e * u * size / rate
     told += args.microbatch * (2.6 * per_sequence + kept)  # timed beforehand, for what is said of the time left
     print(f"| kept of a sequence, ms (t: {1e3 * per_sequence:.1f}) | {1e3 * kept:.1f} |")
-    print(f"| whole, {args.evaluation} × {args.update}, blocks: {blocks.num_blocks}, s | {took:.1f} |")
+    print(f"| whole, {e} × {u}, blocks: {num_blocks}, s | {took:.1f} |")
     print(f"| the formula, s | {told:.1f} ({took / told:.2f}) |")
     print(f"| error of the identity | {error:.1g} |")
     return sketch_seconds, rate
@@ -195,7 +194,7 @@ def main() -> None:
     print_gradients(rows, inputs, rows.batches(range(args.microbatch))[0], args.microbatch)
     sketch_seconds, rate = print_whole(args, rows, trainer, inputs, parameters)
     if args.sizes:
-        print_sizes(args.microbatch, sketch_seconds, rate)
+        print_sizes(sketch_seconds, rate)
 
 
 if __name__ == "__main__":

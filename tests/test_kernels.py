@@ -62,33 +62,28 @@ def test_products_of_fp64_rows_stay_fp64() -> None:
 
 def test_blocks_fit_the_budget_and_are_even() -> None:
     for memory_bytes in (700, 1000, 2000, 10_000):
-        blocks = plan_blocks(10, 20, 10, memory_bytes=memory_bytes, microbatch=2, both=True)
-        assert 4 * 10 * (2 + 2 * blocks.rows_per_block) <= memory_bytes
-        assert blocks.rows_per_block * blocks.num_blocks >= 10 > blocks.rows_per_block * (blocks.num_blocks - 1)
-    assert blocks.num_blocks == 1
+        blocks = plan_blocks(10, 10, memory_bytes=memory_bytes, microbatch=2)
+        assert 4 * 10 * (2 + 2 * len(blocks[0])) <= memory_bytes
+        assert [row for block in blocks for row in block] == list(range(10))
+        assert len(blocks[0]) - len(blocks[-1]) < len(blocks)
+    assert blocks == [range(10)]
+
+
+def test_each_rank_has_a_block() -> None:
+    assert plan_blocks(10, 10, memory_bytes=10_000, microbatch=2, num_ranks=3) == [
+        range(0, 4), range(4, 8), range(8, 10)
+    ]  # fmt: skip
 
 
 def test_bf16_holds_twice_the_rows() -> None:
-    sizes = [
-        plan_blocks(100, 20, 10, memory_bytes=480, microbatch=2, bytes_per_entry=b, both=False).rows_per_block
-        for b in (4, 2)
-    ]
+    sizes = [len(plan_blocks(100, 10, memory_bytes=880, microbatch=2, bytes_per_entry=b)[0]) for b in (4, 2)]
     assert sizes == [10, 20]
 
 
 def test_a_budget_below_one_row_names_one_that_would_do() -> None:
     with pytest.raises(ValueError, match=r"at least kernel.memory_gb=2.4, or a smaller microbatch"):
-        plan_blocks(10, 20, 10**8, memory_bytes=1e9, microbatch=4, both=True)
-    assert plan_blocks(10, 20, 10**8, memory_bytes=2.4e9, microbatch=4, both=True).rows_per_block == 1
-
-
-def test_cost_of_a_case_worked_by_hand() -> None:
-    """3 held in 2 blocks, 5 streamed: 5 for the batch gradient, 2 · 5, and 3 · 1.6; products 2 · 2 · 3 · 5 · 10."""
-    blocks = plan_blocks(3, 5, 10, memory_bytes=4 * 10 * (1 + 4), microbatch=1, both=True)
-    assert (blocks.rows_per_block, blocks.num_blocks) == (2, 2)
-    assert blocks.passes == pytest.approx(5 + 10 + 4.8)
-    assert blocks.operations == 600
-    assert blocks.seconds(2.0, 0.5, 100.0) == pytest.approx(2 * 19.8 + 8 * 0.5 + 6)
+        plan_blocks(10, 10**8, memory_bytes=1e9, microbatch=4)
+    assert len(plan_blocks(10, 10**8, memory_bytes=2.4e9, microbatch=4)) == 10
 
 
 # --- sketches ---------------------------------------------------------------------------------------------------------

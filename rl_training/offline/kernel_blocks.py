@@ -10,17 +10,15 @@ coefficient and g = −(1/N_U) Σ_j (A_j/L) W_j Dr-GRPO's gradient of the update
 
 √M goes into both sides, which leaves plain matrix products. E's rows are held, n_b at a time, U's stream by:
 
-    seconds ≈ [N_U (1 + ⌈N_E/n_b⌉) + N_E (1 + 0.6 both)] t  +  (N_E + N_U) s  +  (1 + both) 2 N_E N_U P / F
+    seconds ≈ [N_U (1 + ⌈N_E/n_b⌉) + 1.6 N_E] t  +  (N_E + N_U) s  +  4 N_E N_U P / F
 
 t is the time of one sequence's forward and backward (a second backward from the same forward costs 0.6 t), s that of
-its summary (sketches, sketches.py; norm; products with δθ), F operations per second, both = 1 where K and X̃
-are wanted.
+its summary (sketches, sketches.py; norm; products with δθ), F operations per second.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,7 +26,6 @@ from torch import Tensor
 from rl_training.engine.precision import ieee_fp32
 
 COLUMNS = 2**14  # whose products are summed in fp32; beyond that, in fp64
-SECOND_BACKWARD = 0.6  # of a forward and backward
 
 
 def row_products(rows: Tensor, others: Tensor) -> Tensor:
@@ -56,60 +53,27 @@ def square_norms(rows: Tensor) -> Tensor:
     return torch.stack([part.square().sum(dim=1).double() for part in rows.split(COLUMNS, dim=1)]).sum(dim=0)
 
 
-@dataclass(frozen=True)
-class Blocks:
-    """How a kernel is calculated under a memory budget, and what that will cost."""
-
-    num_held: int  # N_E
-    num_streamed: int  # N_U
-    num_parameters: int  # P
-    rows_per_block: int  # n_b
-    both: bool
-
-    @property
-    def num_blocks(self) -> int:
-        return math.ceil(self.num_held / self.rows_per_block)
-
-    @property
-    def passes(self) -> float:
-        """Forwards with backward, in sequences: the bracket of the formula in the module's docstring."""
-        streamed = self.num_streamed * (1 + self.num_blocks)
-        return streamed + self.num_held * (1 + SECOND_BACKWARD * self.both)
-
-    @property
-    def operations(self) -> float:
-        """Multiplications and additions of the products."""
-        return 2.0 * (1 + self.both) * self.num_held * self.num_streamed * self.num_parameters
-
-    def seconds(self, per_sequence: float, kept: float, operations_per_second: float) -> float:
-        """Returns the time that the formula of the module's docstring gives, of t, s and F."""
-        keeping = (self.num_held + self.num_streamed) * kept
-        return self.passes * per_sequence + keeping + self.operations / operations_per_second
-
-
 def plan_blocks(
     num_held: int,
-    num_streamed: int,
     num_parameters: int,
     *,
     memory_bytes: float,
     microbatch: int,
     bytes_per_entry: int = 4,
-    both: bool = True,
-) -> Blocks:
-    """Returns the largest blocks of held rows that fit into the budget, evened out over the number of blocks.
+    num_ranks: int = 1,
+) -> list[range]:
+    """Returns the held rows in blocks, as large as fit into the budget, and at least one for each rank.
 
-    The budget is for the held rows (one or two a sequence) and the fp32 rows of one microbatch that streams by.
+    The budget is for the held rows (two a sequence) and the fp32 rows of one microbatch that streams by.
 
     Raises ValueError, saying how much is enough, when not even one row fits.
 
-    Rows of 10 parameters take 40 bytes; of 160, one is for the microbatch that streams by:
+    Rows of 10 parameters take 40 bytes; of 280, 40 are for the microbatch that streams by:
 
-    >>> plan_blocks(3, 9, 10, memory_bytes=160, microbatch=1, both=False).rows_per_block
-    3
+    >>> plan_blocks(4, 10, memory_bytes=280, microbatch=1)
+    [range(0, 2), range(2, 4)]
     """
-    streaming = 4 * microbatch * num_parameters
-    per_row = bytes_per_entry * (1 + both) * num_parameters
+    streaming, per_row = 4 * microbatch * num_parameters, 2 * bytes_per_entry * num_parameters
     fitting = int((memory_bytes - streaming) // per_row)
     if fitting < 1:
         needed = (streaming + per_row) / 1e9
@@ -118,5 +82,5 @@ def plan_blocks(
             f"microbatch of {microbatch}: give at least kernel.memory_gb={math.ceil(needed * 1000) / 1000}, or a "
             "smaller microbatch"
         )
-    blocks = math.ceil(num_held / min(fitting, num_held))
-    return Blocks(num_held, num_streamed, num_parameters, math.ceil(num_held / blocks), both)
+    size = min(math.ceil(num_held / math.ceil(num_held / fitting)), math.ceil(num_held / num_ranks))
+    return [range(first, min(first + size, num_held)) for first in range(0, num_held, size)]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_training.mathematics.sketches import CountSketches
 from rl_training.offline.gradient_rows import GradientRows
-from rl_training.offline.kernel_blocks import Blocks, row_products, square_norms, weighted_sum
+from rl_training.offline.kernel_blocks import row_products, square_norms, weighted_sum
 from rl_training.offline.kernel_types import KernelInputs, KernelSettings, KernelStep, Ranks
 
 NORM_BUCKETS = 2**13  # of each of two sketches: the norm of a sum is right to 0.6 % (one standard error)
@@ -46,7 +46,7 @@ class RowSummarizer:
 
 
 def expectation(
-    rows: GradientRows, inputs: KernelInputs, summarizer: RowSummarizer, blocks: Blocks, ranks: Ranks
+    rows: GradientRows, inputs: KernelInputs, summarizer: RowSummarizer, blocks: list[range], ranks: Ranks
 ) -> str:
     """Returns a line on the size and the expected time, by the cost formula of kernel_blocks.py.
 
@@ -59,15 +59,16 @@ def expectation(
     streaming = _seconds(lambda: own.append(rows.log_probability(inputs.update, of_u)))
     streaming += _seconds(lambda: weighted_sum(inputs.update.advantages[of_u], own[0]))
     keeping = _seconds(lambda: summarizer.scale(own[0]))
-    held = blocks.num_held / ranks.count
-    passes = blocks.num_streamed * -(-blocks.num_blocks // ranks.count)
-    seconds = passes * streaming / len(of_u) + held * holding / len(of_e)
-    seconds += (blocks.num_streamed + held) * keeping / len(of_u)
-    seconds += blocks.operations / ranks.count / _operations_per_second(blocks, own[0].device)
+    a, b = (torch.ones(count, 2**16, device=own[0].device) for count in (len(blocks[0]), 32))
+    row_products(a, b)
+    multiplying = _seconds(lambda: row_products(a, b)) / (len(a) * len(b) * a.shape[1])
+    num_held, num_streamed = inputs.evaluation.num_sequences, inputs.update.num_sequences
+    num_parameters, held = own[0].shape[1], num_held / ranks.count
+    seconds = num_streamed * -(-len(blocks) // ranks.count) * streaming / len(of_u) + held * holding / len(of_e)
+    seconds += (num_streamed + held) * keeping / len(of_u) + 2 * held * num_streamed * num_parameters * multiplying
     return (
-        f"kernel: {blocks.num_held} × {blocks.num_streamed} sequences, {blocks.num_parameters:,} parameters, "
-        f"{blocks.num_blocks} block{'s' * (blocks.num_blocks > 1)} of {blocks.rows_per_block} rows; "
-        f"about {seconds:.0f} s"
+        f"kernel: {num_held} × {num_streamed} sequences, {num_parameters:,} parameters, "
+        f"{len(blocks)} block{'s' * (len(blocks) > 1)} of {len(blocks[0])} rows; about {seconds:.0f} s"
     )
 
 
@@ -77,10 +78,3 @@ def _seconds(work: Callable[[], object]) -> float:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     return time.perf_counter() - started
-
-
-def _operations_per_second(blocks: Blocks, device: torch.device) -> float:
-    """Returns how fast this machine multiplies matrices of the kernel's shape, from a short measurement."""
-    a, b = torch.ones(blocks.rows_per_block, 2**16, device=device), torch.ones(32, 2**16, device=device)
-    row_products(a, b)
-    return 2.0 * len(a) * len(b) * a.shape[1] / _seconds(lambda: row_products(a, b))

@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor, nn
 
 from rl_training.engine.batch import Rollout
@@ -79,7 +78,10 @@ class RestoredTrainer:
 
     def gather(self, own: T) -> list[T]:
         """Returns what each rank has, on each of them."""
-        return gather_object([own])
+        parts = [own] * self.num_ranks
+        if self.num_ranks > 1:
+            torch.distributed.all_gather_object(parts, own)
+        return parts
 
 
 def restore(
