@@ -153,6 +153,20 @@ def test_a_plain_grpo_trainer_prints_the_core_numbers_and_logs_all(make_trainer,
     assert set(logged) - probed - {"step"} <= set(printed)  # all that TRL says is said
 
 
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        ({"logging_steps": 1}, []),
+        ({"logging_steps": 10}, ["logging_steps=10"]),
+        ({"logging_strategy": "epoch"}, ["logging_strategy=epoch"]),
+    ],
+)
+def test_a_trainer_that_does_not_log_every_step_is_warned_of_once(make_trainer, caplog, settings, told) -> None:
+    with attach(make_trainer(GRPOTrainer, **settings), [SimpleEntropyProbe()]):
+        warned = [line for line in caplog.messages if "set logging_steps=1" in line]
+    assert [line.partition(":")[0] for line in warned] == told
+
+
 def test_whole_prompts_give_a_plain_trainer_the_forward_estimate(make_trainer) -> None:
     trainer = make_trainer(GRPOTrainer)
     witness = Witness()

@@ -28,7 +28,12 @@ from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.patches import check_behaviour, refuse_missing_members, wrap
 from rl_training.hosts.trl.policy import LogpsAndEntropies, TrainerPolicy
-from rl_training.hosts.trl.refusals import FIXES, refuse_split_prompts, refuse_what_cannot_be_measured
+from rl_training.hosts.trl.refusals import (
+    FIXES,
+    refuse_split_prompts,
+    refuse_what_cannot_be_measured,
+    warn_of_rare_logs,
+)
 from rl_training.hosts.trl.remedied import RemediedLoss
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.rollouts import Rollouts
@@ -64,6 +69,7 @@ class Attachment(TrainerCallback):
         if probes:
             refuse_what_cannot_be_measured(trainer)
             check_behaviour(trainer)
+            warn_of_rare_logs(trainer)
         self._trainer = trainer
         self.driver = StepDriver(probes)
         self.driver.plan_folds(self._shape())  # raises if it cannot
@@ -257,7 +263,7 @@ class Attachment(TrainerCallback):
             self._trainer._metrics["train"][name].append(value)
 
     def _log(self, name: str, value: float) -> None:
-        """Keeps the latest step's value: the trainer's own log averages over `logging_steps` and drops nan."""
+        """Keeps the latest step's value: the trainer's own log would average over `logging_steps`, and drop nan."""
         metrics = self._trainer._metrics["train"]
         metrics.pop(name, None)
         if value == value:

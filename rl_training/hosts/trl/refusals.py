@@ -1,5 +1,7 @@
 """Settings under which probes would corrupt training, or nothing could be measured: refused, with what to do instead.
 
+Settings under which part of what is measured is not shown: one warning, with what to do.
+
 A setting that only one estimate cannot handle is not refused: that estimate is nan, see engine/capabilities.py.
 """
 
@@ -9,9 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch.distributed.fsdp import CPUOffloadPolicy
+from transformers.utils import logging
 from trl import GRPOTrainer
 
 from rl_training.engine.capabilities import Fixes
+
+logger = logging.get_logger(__name__)
 
 READABLE_STAGES = (1, 2, 3)  # of ZeRO
 FIXES = Fixes(
@@ -100,4 +105,16 @@ def refuse_split_prompts(trainer: GRPOTrainer) -> None:
         raise ValueError(
             f"per_device_train_batch_size={size} is not a multiple of num_generations={group}, so a microbatch cannot "
             f"hold all responses of its prompts: use {-(-size // group) * group}"
+        )
+
+
+def warn_of_rare_logs(trainer: GRPOTrainer) -> None:
+    """Warns where the trainer does not log every step: its log then keeps no estimate of the steps between."""
+    args = trainer.args
+    by_steps = args.logging_strategy == "steps"
+    if trainer.accelerator.is_main_process and not (by_steps and args.logging_steps == 1):
+        given = f"logging_steps={args.logging_steps}" if by_steps else f"logging_strategy={args.logging_strategy.value}"
+        logger.warning(
+            f"{given}: the trainer's log, metrics.jsonl and dashboards have the probes' numbers of the logged steps "
+            "only, and means of reward and loss: set logging_steps=1 (probes.jsonl has every step)"
         )
