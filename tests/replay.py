@@ -2,7 +2,8 @@
 
 A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2, fsdp2_2; behind it `_gpu` or `_bf16`. With
 `_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_truth` the true change is measured; with
-`_resumed` it goes on from the second of the three steps; with `_interventions` these are predicted.
+`_resumed` it goes on from the second of the three steps; with `_interventions` these are predicted; with `_remedied`
+it trains with some, and has no probes.
 Every run gets the same prompts, completions and advantages, each process its contiguous share. Rank r writes
 FOLDER/RUN/r.pt; ZeRO and FSDP2 with probes leave a checkpoint of their second step.
 
@@ -52,6 +53,8 @@ from rl_training.tasks.models import load_tiny
 
 ROOT = Path(__file__).parents[1]
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
+# Without advantages on one process at step 2, dynamic_sampling doubles the weights of the other's prompts.
+REMEDIES = ("dynamic_sampling", "w_reinforce:0.5", "top_entropy:0.5", "bonus:0.1", "lr:0.5")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "all_gather_object", "broadcast", "reduce_scatter")
 
 
@@ -129,7 +132,7 @@ def log_collectives() -> list[int]:
 
 
 def probes_of(run: str) -> list[Probe]:
-    if run.endswith("bare"):
+    if run.endswith(("bare", "remedied")):
         return []
     if run.endswith("lora"):
         return [Recorder()]
@@ -194,6 +197,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         processing_class=tokenizer,
         peft_config=LORA if run.endswith("lora") else None,
         probes=probes,
+        interventions=REMEDIES if run.endswith("remedied") else (),
         records=Records(folder / run / "logs"),
     )
     sizes = log_collectives()
