@@ -547,6 +547,7 @@ def test_two_processes_say_what_one_says_in_sweeps_and_logs_too(
 ) -> None:
     own = [f"checkpoint={checkpoint(run, 1)}", "evaluation.prompts=24", "update.prompts=8", "memory.generation_size=24"]
     own += ["report=false", "log.level=debug", "sweep.evaluation_sizes=[8,16]", "sweep.update_seeds=[3]"]
+    own += ["interventions.which=[drop_truncated]", "interventions.steps=1"]
     with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
         (path,) = analyse_checkpoints(compose("offline", [*own, f"output={tmp_path / 'one'}"]))
     assert "predicted, first order" in capsys.readouterr().out
@@ -558,6 +559,7 @@ def test_two_processes_say_what_one_says_in_sweeps_and_logs_too(
         rows = zip(*(found["tables"][table] for found in (one, two)), strict=True)
         compared += sum(compare(a, b, 1e-4) for a, b in rows)
     assert compared > 60 + 3 * 20
+    compare_interventions(*(found["tables"] for found in (one, two)))
     logs = [read_probe_log(found["log"]) for found in (one, two)]
     for name in ("evaluation", "update"):
         texts = [log[name][["prompt", "response", "length"]] for log in logs]
@@ -578,6 +580,16 @@ def compare(one: dict[str, Any], two: dict[str, Any], tolerance: float) -> int:
             assert two[key] == pytest.approx(value, rel=tolerance, abs=tolerance * scale, nan_ok=True), key
             compared += not math.isnan(value)
     return compared
+
+
+def compare_interventions(one: dict[str, Any], two: dict[str, Any]) -> None:
+    compared = 0
+    for table in ("interventions", "interventions_by_update", "branches"):
+        for a, b in zip(one[table], two[table], strict=True):
+            for key in (key for key in a if key.endswith(("delta_h", "delta_reward", "_se"))):
+                assert b[key] == pytest.approx(a[key], rel=1e-3, abs=1e-7, nan_ok=True), (table, a["name"], key)
+                compared += a[key] != 0
+    assert compared > 20
 
 
 # --- DeepSpeed's shards -----------------------------------------------------------------------------------------------

@@ -55,8 +55,6 @@ def _analyse(checkpoint: Path, plan: Plan) -> None:
     run = run_settings(checkpoint, plan.values["run"])
     asked = plan.interventions
     restored = build_restored(run, checkpoint, plan.values["learning_rate"], asked.needs_reference)
-    if asked.named and restored.num_ranks > 1:
-        raise ValueError("interventions are analysed in one process: python offline.py …, without a launcher")
     seconds = {"load": time.perf_counter() - start}
     analysis = probe.analyse(restored, plan.analysis)
     path = plan.results[checkpoint]

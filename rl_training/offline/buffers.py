@@ -11,6 +11,7 @@ generates chunk c, so any number of processes holds the same sequences as one.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -21,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Rollout, join_rollouts
+from rl_training.engine.batch import Rollout, join_rollouts, take_rows
 from rl_training.hosts.random_streams import seed_torch, streams_put_back
 from rl_training.hosts.trl import batches, sampling
 from rl_training.hosts.trl.buffer import FilteredBuffer, start_buffer
@@ -165,6 +166,20 @@ def gather_scores(restored: RestoredTrainer, rollout: Rollout, number: Tensor, t
 
     logps, entropies, mask = (gather(v) for v in (scores.logps, scores.entropies, scores.mask))
     return Scores(logps, entropies, mask.bool())
+
+
+def of_all_processes(rollout: Rollout, restored: RestoredTrainer) -> Rollout:
+    """Returns the sequences of all processes, on each of them, in the order of `prompt_index`."""
+    parts = restored.gather(_on(rollout, torch.device("cpu")))
+    rollout = _on(join_rollouts(parts), restored.device)
+    return take_rows(rollout, rollout.prompt_index.argsort(stable=True))
+
+
+def _on(rollout: Rollout, device: torch.device) -> Rollout:
+    values: dict[str, Any] = {
+        key: value.to(device) for key, value in vars(rollout).items() if isinstance(value, Tensor)
+    }
+    return dataclasses.replace(rollout, **values)
 
 
 def tokens_of(rollout: Rollout, row: int) -> tuple[list[int], list[int]]:

@@ -38,7 +38,7 @@ from rl_training.mathematics.per_decision import first_order_change, per_decisio
 from rl_training.mathematics.reward_change import mean_of, reward_change, reward_slope
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import Layout
-from rl_training.offline.buffers import EvaluationBuffer, gather_scores, rewards_of, sample_again
+from rl_training.offline.buffers import EvaluationBuffer, gather_scores, of_all_processes, rewards_of, sample_again
 from rl_training.offline.loss import joined
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.truth import SLOPE_STEP, by_name
@@ -69,7 +69,7 @@ class OnEvaluation:
 
     def __init__(self, restored: RestoredTrainer, evaluation: EvaluationBuffer) -> None:
         self._restored, self.evaluation = restored, evaluation
-        self.rewards = rewards_of(restored, evaluation.prompts, evaluation.rollout).double()
+        self.rewards = self._rewards_of(evaluation.rollout)
         self.units = evaluation.units
 
     def predicted(self, delta: Tensor, size: float) -> Replicates:
@@ -100,12 +100,17 @@ class OnEvaluation:
     def answers(self) -> tuple[Scores, Tensor]:
         """Returns scores and rewards of fresh responses to E's prompts, with common random numbers."""
         rollout, scores = sample_again(self._restored, self.evaluation)
-        return scores, rewards_of(self._restored, self.evaluation.prompts, rollout).double()
+        return scores, self._rewards_of(rollout)
 
     def difference(self, one: tuple[Scores, Tensor], other: tuple[Scores, Tensor]) -> Replicates:
         """Returns entropy and reward of the second answers less those of the first, prompt by prompt."""
         entropy = paired_replicates(sequence_totals(one[0]), sequence_totals(other[0]), self.units)
         return _two(entropy, mean_of(other[1] - one[1], self.units))
+
+    def _rewards_of(self, rollout: Rollout) -> Tensor:
+        """Returns the rewards of all processes' responses to E's prompts, (N,)."""
+        everything = of_all_processes(rollout, self._restored)
+        return rewards_of(self._restored, self.evaluation.prompts, everything).double()
 
     def _scores_at(self, delta: Tensor) -> Scores:
         evaluation = self.evaluation
@@ -139,19 +144,18 @@ def changed_steps(
     missing = {of.name: of.why_none(loss[0]) for of in which}
     remedied = {of.name: [of(part) for part in loss] for of in which if not missing[of.name]}
     further = {name: less(weights_of(parts, batch), batch.loss_weights) for name, parts in remedied.items()}
-    own = {name: weights for name, weights in further.items() if weights is not None}
     layout = Layout(restored.parameters)
     known = (batch, restored.policy, list(restored.parameters.values()), layout)
     gradients = {
-        list(own)[number]: torch.cat(basis.mean)
-        for number, basis in bases_of(*known, list(own.values()), restored.reduce)
+        list(further)[number]: torch.cat(basis.mean)
+        for number, basis in bases_of(*known, list(further.values()), restored.reduce)
     }
     for of in which:
         if missing[of.name]:
             yield of.name, missing[of.name]
             continue
         how = remedied[of.name][0]
-        gradient = update.gradient + gradients[of.name] if of.name in gradients else update.gradient
+        gradient = update.gradient + gradients[of.name]
         threshold = update.max_grad_norm if how.max_grad_norm is None else how.max_grad_norm
         pieces = [_with_rate(piece, how.lr_factor) for piece in update.pieces]
         yield of.name, in_parts(pieces, gradient, threshold)[0].total
@@ -172,14 +176,12 @@ def weights_of(parts: Sequence[Remedied], batch: Batch) -> LossWeights:
     return joined([part.weights or weights for part, weights in zip(parts, own, strict=True)])
 
 
-def less(weights: LossWeights, plain: LossWeights) -> LossWeights | None:
-    """Returns weights less the plain ones; None where these are the same."""
+def less(weights: LossWeights, plain: LossWeights) -> LossWeights:
+    """Returns weights less the plain ones."""
     zero = torch.zeros_like(plain.logps)
     logps = weights.logps - plain.logps
     one, other = (zero if of.entropies is None else of.entropies for of in (weights, plain))
     entropies = one - other
-    if not logps.any() and not entropies.any():
-        return None
     return LossWeights(logps, entropies if entropies.any() else None)
 
 

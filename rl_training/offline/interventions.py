@@ -159,7 +159,8 @@ def intervention_tables(
     by_update: list[dict[str, Any]] = []
     found: dict[str, list[Effect | str]] = {}
     all_seeds = list(dict.fromkeys([own.seed, *seeds]))
-    for seed in tqdm(all_seeds, desc="interventions", unit="update", disable=restored.trainer.args.disable_tqdm):
+    hidden = restored.rank > 0 or restored.trainer.args.disable_tqdm
+    for seed in tqdm(all_seeds, desc="interventions", unit="update", disable=hidden):
         buffer, update = analysis.update_buffer, analysis.update
         if seed != own.seed:
             buffer = sample_update(restored, replace(own, seed=seed), memory.generation_size)
@@ -175,7 +176,7 @@ def intervention_tables(
     typed = {of.name: text for of, text in zip(which, asked.texts, strict=True)}
     if asked.steps:
         after_steps: dict[str, list[Replicates | str]] = {}
-        for seed in tqdm(all_seeds, desc="branches", unit="update", disable=restored.trainer.args.disable_tqdm):
+        for seed in tqdm(all_seeds, desc="branches", unit="update", disable=hidden):
             for name, change in branches(on, restored, settings, which, asked.steps, seed):
                 after_steps.setdefault(name, []).append(change)
         tables["branches"] = [_branch_row(name, asked.steps, some) for name, some in after_steps.items()]

@@ -7,7 +7,6 @@ but their x̄ is not the gradient of the policy's entropy, and shares of its cha
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,10 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Rollout, join_rollouts, take_rows
+from rl_training.engine.batch import Rollout, take_rows
 from rl_training.hosts.trl.sampling import as_rollout
 from rl_training.mathematics.entropy import surrogate_weights
-from rl_training.offline.buffers import tokens_of
+from rl_training.offline.buffers import of_all_processes, tokens_of
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
@@ -45,7 +44,7 @@ def kernel_of_analysis(
     if analysis.first_order is None:
         raise ValueError("kernel.enabled=true needs the entropy gradient: set first_order.enabled=true")
     rows = GradientRows(restored.trainer, restored.parameters, settings.microbatch_size)
-    of_e, of_u = (_of_all_processes(b.rollout, restored) for b in (analysis.evaluation, analysis.update_buffer))
+    of_e, of_u = (of_all_processes(b.rollout, restored) for b in (analysis.evaluation, analysis.update_buffer))
     scores, prompts = analysis.evaluation.scores, analysis.evaluation.prompts
     direction: Tensor | None = analysis.first_order.direction[TOKEN]
     written_by = restored.step
@@ -108,17 +107,3 @@ def kernel_step(update: Update, entropy_gradient: Tensor) -> KernelStep:
         root[piece.flat] = (-factor).sqrt()
     parts = torch.stack(list(update.parts))
     return KernelStep(update.gradient, entropy_gradient, update.clip, root, parts, update.max_grad_norm)
-
-
-def _of_all_processes(rollout: Rollout, restored: RestoredTrainer) -> Rollout:
-    """Returns the sequences of all processes, on each of them, in the order of `prompt_index`."""
-    parts = restored.gather(_on(rollout, torch.device("cpu")))
-    rollout = _on(join_rollouts(parts), restored.device)
-    return take_rows(rollout, rollout.prompt_index.argsort(stable=True))
-
-
-def _on(rollout: Rollout, device: torch.device) -> Rollout:
-    values: dict[str, Any] = {
-        key: value.to(device) for key, value in vars(rollout).items() if isinstance(value, Tensor)
-    }
-    return dataclasses.replace(rollout, **values)

@@ -31,7 +31,7 @@ from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.restored import RestoredTrainer
 
 NEUTRAL_LOSS = {"use_adaptive_entropy": False, "off_policy_mask_threshold": None}
-NUM_FOLDS = 8  # of a step in training, by default
+NUM_FOLDS = 8  # of a step in training, of all processes
 
 
 def loss_weights(restored: RestoredTrainer, update: UpdateBuffer) -> LossWeights:
@@ -51,7 +51,7 @@ def batch_of(restored: RestoredTrainer, update: UpdateBuffer) -> Batch:
         scores=restored.policy.score_rollout(rollout),
         loss_weights=_of_advantages(restored, rollout),
         microbatch_rows=ranges_of([size] * (rollout.num_sequences // size)),
-        fold=split_prompts(rollout.prompt_index, NUM_FOLDS),
+        fold=split_prompts(rollout.prompt_index, -(-NUM_FOLDS // restored.num_ranks)),
         responses_per_prompt=update.responses_per_prompt,
         rollout_number=0,
     )
@@ -102,7 +102,7 @@ def step_of(restored: RestoredTrainer, batch: Batch) -> Step:
         complete_prompts=True,
         whole_prompts=True,
         folds_of_gradient=True,
-        num_folds=batch.num_folds,
+        num_folds=int(restored.reduce(torch.tensor(batch.num_folds, device=restored.device))),
         reused=False,
         multi_epoch=False,
         other_terms=False,
