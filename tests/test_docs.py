@@ -70,11 +70,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     mine: dict[str, Any] = {}
     exec(example("how_to/write_a_probe.md", "class RewardSpreadProbe"), mine)
     (folder / "mine.py").write_text(example("how_to/write_an_intervention.md", "def softer"), encoding="utf-8")
-    probes = [
-        *every_probe(),
-        mine["RewardSpreadProbe"](),
-        InterventionsProbe(["bonus", f"{folder / 'mine.py'}:softer:0.5"], every=1, num_folds=2),
-    ]
+    interventions = InterventionsProbe(["bonus", f"{folder / 'mine.py'}:softer:0.5"], every=1)
+    interventions.min_folds = 1  # it has names to say where it has no numbers
+    probes = [*every_probe(), mine["RewardSpreadProbe"](), interventions]
     trainer = trainer_maker(folder)(probes=probes, buffer=FilteredBuffer(), num_generations=4, **FEW)
     trainer.train()
     names = {*trainer.attachment.latest, *(name for row in trainer.state.log_history for name in row)}

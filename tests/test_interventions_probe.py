@@ -274,21 +274,27 @@ def reasons(answers: dict[str, Estimate], quantity: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    ("settings", "num_folds", "said"),
+    ("settings", "said"),
     [
-        ({}, 4, "it needs 8 folds of prompts"),
-        ({"steps_per_generation": 8, "gradient_accumulation_steps": 4}, NUM_FOLDS, "use one step per rollout"),
-        ({"num_iterations": 2}, NUM_FOLDS, "num_iterations > 1"),
+        ({"steps_per_generation": 8, "gradient_accumulation_steps": 4}, "use one step per rollout"),
+        ({"num_iterations": 2}, "num_iterations > 1"),
     ],
 )
 def test_where_nothing_can_be_predicted_the_reason_is_given(
-    make_trainer: Callable[..., Any], settings: dict[str, Any], num_folds: int, said: str
+    make_trainer: Callable[..., Any], settings: dict[str, Any], said: str
 ) -> None:
-    probe = Answers(["bonus", "lr"], num_folds)
+    probe = Answers(["bonus", "lr"])
     make_trainer(probes=[probe], **settings).train()
     assert all(said in reason for reason in reasons(probe.all[-1], "delta_h").values())
     assert len(probe.all[-1]) == 2 * 9 + 4
     assert all(math.isnan(estimate.value) for estimate in probe.all[-1].values())
+
+
+def test_a_training_with_too_few_folds_is_refused_with_a_number_that_would_do(make_trainer: Callable[..., Any]) -> None:
+    """Four microbatches of two prompts: a fold for each microbatch, or for each prompt."""
+    with pytest.raises(ValueError, match=r"a step has 4 folds .* needs 8: set probes.interventions.num_folds=8, or"):
+        make_trainer(probes=[Answers(num_folds=None)]).train()
+    make_trainer(probes=[Answers(["lr"], num_folds=8)], max_steps=1).train()
 
 
 def test_of_another_loss_what_needs_dr_grpo_s_own_weights_is_missing(make_trainer: Callable[..., Any]) -> None:

@@ -20,9 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from trainers import trainer_maker
 
-from rl_training import Rollout, measured_loop
+from rl_training import Estimate, Rollout, measured_loop
 from rl_training.engine.batch import take_rows
 from rl_training.engine.capabilities import CHOSEN_REUSED, Fixes
+from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop import MeasuredLoop
 from rl_training.hosts.trl.refusals import FIXES
 from rl_training.probes import (
@@ -481,3 +482,12 @@ def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
         assert all(reason.endswith(f": {fixes.whole_prompts}") for reason in reasons)
         assert known.why_no_split_of_trace().endswith(f": {fixes.dr_grpo}")
         assert any("attach" in reason or "Trainer" in reason for reason in reasons) == (fixes is FIXES)
+
+
+def test_of_many_missing_estimates_a_warning_names_three(caplog: pytest.LogCaptureFixture) -> None:
+    """At the second step that has none, and once."""
+    missing = {f"a/{number}": Estimate.missing("no reference") for number in range(5)}
+    writer = EstimateWriter(None, lambda name, value: None, speaks=True)
+    for step in (1, 2, 3):
+        writer.write(step, 1, {"probe": missing})
+    assert [line.message for line in caplog.records] == ["not measured: a/0, a/1, a/2 and 2 more: no reference"]

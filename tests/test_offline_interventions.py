@@ -260,6 +260,17 @@ def test_one_step_of_a_branch_is_the_changed_step(
     assert abs(float(change.value[0])) > 1e-4
 
 
+def test_two_processes_share_eight_folds_of_u(
+    restored: RestoredTrainer,  # noqa: F811
+    analysed: Analysis,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """So that what the training probe says there is not of more folds, the more processes there are."""
+    assert batch_of(restored, analysed.update_buffer).num_folds == 8
+    monkeypatch.setattr(RestoredTrainer, "num_ranks", 2)
+    assert batch_of(restored, analysed.update_buffer).num_folds == 4
+
+
 def test_an_analysis_of_interventions_moves_nothing(restored: RestoredTrainer, analysed: Analysis) -> None:  # noqa: F811
     def state() -> list[Tensor]:
         moments = [v for s in restored.trainer.optimizer.state.values() for v in s.values()]

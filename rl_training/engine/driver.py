@@ -70,6 +70,7 @@ class StepDriver:
         """Records which parameters are trained; to be called when training begins."""
         self.close()
         self._loop = loop
+        self._refuse_few_folds()
         loop.sharding.refuse_what_does_not_fit(self._num_vectors())
         self._parameters: Mapping[str, nn.Parameter] = loop.sharding.trained()
         self._padding = PaddingCheck()
@@ -272,6 +273,17 @@ class StepDriver:
         if number is None or (len(sizes) != shape.microbatches and number > len(sizes)):
             number = default
         return fold_ranges(sizes, number, shape.responses_per_prompt)
+
+    def _refuse_few_folds(self) -> None:
+        shape = self._loop.shape
+        folds = shape.num_ranks * len(self.plan_folds(shape))
+        for probe in self.probes:
+            if folds < probe.min_folds:
+                each = -(-probe.min_folds // (shape.num_ranks * shape.microbatches)) * shape.microbatches
+                raise ValueError(
+                    f"{probe.name}: a step has {folds} folds of prompts over all processes, and this probe needs "
+                    f"{probe.min_folds}: set probes.{probe.name}.num_folds={each}, or make microbatches smaller"
+                )
 
     def _num_vectors(self) -> int:
         """Returns how many fp32 vectors of all trained parameters a measured step holds on the device."""

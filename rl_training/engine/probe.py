@@ -40,6 +40,7 @@ class Probe:
     needs      what must be kept for it
     every      measure each `every`-th step, the first one included
     num_folds  with FOLD_GRADIENTS: folds of whole prompts on each rank; None for the default, one per microbatch
+    min_folds  over all ranks: a training whose steps have fewer is refused
     offload    with FOLD_GRADIENTS: keep them in the CPU's memory
     entropy    with ENTROPY_CHANGE: how the entropy gradient is estimated; None for what another probe says, or default
     """
@@ -47,6 +48,7 @@ class Probe:
     name: str
     needs: Need = Need.NOTHING
     num_folds: int | None = None
+    min_folds: int = 1
     offload: bool = False
     entropy: EntropySettings | None = None
 

@@ -17,6 +17,8 @@ from rl_training.records.jsonl import Records
 
 logger = logging.getLogger(__name__)
 
+NAMED = 3  # of the missing estimates, in a warning: the report has them all
+
 
 class EstimateWriter:
     """Writes the estimates of each measured step.
@@ -67,4 +69,5 @@ class EstimateWriter:
         for reason, names in missing.items():
             self._times_missing[reason] += 1
             if self._times_missing[reason] == 2 and self._speaks:
-                logger.warning(f"not measured: {', '.join(names)}: {reason}")
+                more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+                logger.warning(f"not measured: {', '.join(names[:NAMED])}{more}: {reason}")

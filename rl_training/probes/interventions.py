@@ -40,9 +40,7 @@ OF_PLAIN = tuple(
     f"intervention/{PLAIN}_{name}" for name in ("delta_h", "delta_reward", "mean_delta_h", "mean_delta_reward")
 )
 OFF_POLICY = "off-policy: predictions of what ratios change came out 1.6 times too large; use one step per rollout"
-FEW_FOLDS = (
-    f"it needs {MIN_FOLDS_FOR_STDERR} folds of prompts: set num_folds={MIN_FOLDS_FOR_STDERR}, or more microbatches"
-)
+FEW_FOLDS = f"it needs {MIN_FOLDS_FOR_STDERR} folds of prompts, and this step has fewer"
 
 
 class InterventionsProbe(Probe):
@@ -56,6 +54,7 @@ class InterventionsProbe(Probe):
 
     name = "interventions"
     needs = Need.ENTROPY_CHANGE
+    min_folds = MIN_FOLDS_FOR_STDERR
 
     def __init__(
         self, which: Sequence[str] = USUAL, every: int = 10, num_folds: int | None = None, decay: float = 0.9
