@@ -11,7 +11,7 @@ each of them several batches U and one large sample E are drawn, and for each in
 
 Of differences between the two, over tasks, states, batches and interventions whose measured |ΔH| is above 1e-4 nats:
 
-    coverage   share of the probe's 95 % intervals, E's own noise added, that hold what was measured
+    coverage   share of the probe's 95 % intervals, E's own noise added, that hold what was measured; of Δreward, too
     sign       share of the probe's intervals without 0 whose sign is that of what was measured
     rank       Spearman's correlation over interventions, from one batch, and of the means over a state's batches
     slope      of what was measured on what was predicted, through 0, over the means of a state's batches
@@ -202,10 +202,16 @@ def minutes(folder: Path, part: str) -> str:
     return f"{len(found)} states, {sum(found) / 60:.0f} minutes of processor time."
 
 
-def half_width(row: dict[str, Any], with_truth: bool) -> float:
+def half_width(row: dict[str, Any], with_truth: bool, of: str = "delta_h") -> float:
     """Returns half of the 95 % interval that the probe gives; with the noise of what it is held against."""
-    own = float(stdtrit(FOLDS - 1, 0.975)) * row["in_loop_delta_h_se"]
-    return math.hypot(own, 1.96 * row["measured_delta_h_se"]) if with_truth else own
+    own = float(stdtrit(FOLDS - 1, 0.975)) * row[f"in_loop_{of}_se"]
+    return math.hypot(own, 1.96 * row[f"measured_{of}_se"]) if with_truth else own
+
+
+def coverage(rows: Sequence[dict[str, Any]], of: str) -> str:
+    """Returns the share of intervals that hold what was measured, over effects above SMALLEST."""
+    effects = [row for row in rows if abs(row[f"measured_{of}"]) > SMALLEST]
+    return share([abs(r[f"in_loop_{of}"] - r[f"measured_{of}"]) <= half_width(r, True, of) for r in effects])
 
 
 def is_known(row: dict[str, Any]) -> bool:
@@ -230,8 +236,6 @@ def pooled(rows: Sequence[dict[str, Any]]) -> dict[str, tuple[float, float]]:
 
 def case_row(rows: Sequence[dict[str, Any]]) -> tuple[list[str], float]:
     """Returns the cells of one task with one kind of weights, and its pooled rank correlation (median over states)."""
-    effects = [row for row in rows if abs(row["measured_delta_h"]) > SMALLEST]
-    covered = [abs(r["in_loop_delta_h"] - r["measured_delta_h"]) <= half_width(r, True) for r in effects]
     asserted = [row for row in rows if abs(row["in_loop_delta_h"]) > half_width(row, False)]
     right = [row["in_loop_delta_h"] * row["measured_delta_h"] > 0 for row in asserted]
     single, together, pairs = [], [], []
@@ -246,7 +250,8 @@ def case_row(rows: Sequence[dict[str, Any]]) -> tuple[list[str], float]:
     slope = sum(p * m for p, m in pairs) / sum(p * p for p, _ in pairs)
     middle = statistics.median(together)
     ranks = [f"{statistics.median(single):.2f}", " ".join(f"{value:.2f}" for value in together)]
-    return [share(covered), share(right), *ranks, f"{slope:.2f}"], middle
+    covered = [coverage(rows, of) for of in ("delta_h", "delta_reward")]
+    return [*covered, share(right), *ranks, f"{slope:.2f}"], middle
 
 
 def print_single(folder: Path) -> None:
@@ -254,8 +259,10 @@ def print_single(folder: Path) -> None:
     rows = [row for row in known if row["name"] not in NOTHINGS]
     if not rows:
         return
-    print("\n| task | weights | coverage (effects) | sign (asserted) | rank, one batch | pooled, by state | slope |")
-    print("|---|---|---|---|---|---|---|")
+    print(
+        "\n| task | weights | coverage (effects) | of Δreward | sign (asserted) | rank, one batch | pooled, by state | slope |"
+    )
+    print("|---|---|---|---|---|---|---|---|")
     middles = []
     for weights, task in sorted({(row["weights"], row["task"]) for row in rows}):
         cells, middle = case_row([row for row in rows if (row["weights"], row["task"]) == (weights, task)])
@@ -263,7 +270,8 @@ def print_single(folder: Path) -> None:
         print(f"| {task} | {weights} | {' | '.join(cells)} |")
     apart = [{**row, "state": (row["task"], row["weights"], row["state"])} for row in rows]
     cells, _ = case_row(apart)
-    print(f"| all | | {cells[0]} | {cells[1]} | {cells[2]} | median {statistics.median(middles):.2f} | {cells[4]} |")
+    cells[4] = f"median {statistics.median(middles):.2f}"
+    print(f"| all | | {' | '.join(cells)} |")
     exact = [row["in_loop_delta_h"] == row["measured_delta_h"] == 0.0 for row in known if row["name"] in NOTHINGS]
     print(f"\nExactly 0 on-policy ({', '.join(NOTHINGS)}): {sum(exact)} of {len(exact)}. {minutes(folder, SINGLE)}")
 

@@ -93,8 +93,9 @@ class InterventionsTwin(Twin):
         return tuple(factor * self.adamw(g, max_grad_norm=threshold)[0] for g in (mean, without))
 
     def answers(self, name: str) -> dict[str, float]:
-        """ΔH, Δreward and their errors, by delete-one-fold over the folds of X, at these steps."""
-        without = self.steps_with(name, self.gradients_with(name))[1] - self.update_without
+        """ΔH, Δreward and their errors, by delete-one-fold: of X at these steps, of J with the steps' own."""
+        whole, without = self.steps_with(name, self.gradients_with(name))
+        whole, without = whole - self.update, without - self.update_without
         x = self.x[0] - self.level * self.x[1]
         j = -self.gradients * L_MAX * G / (G - 1)
         sizes = torch.tensor([len(fold) for fold in self.folds]).double()
@@ -106,7 +107,8 @@ class InterventionsTwin(Twin):
             values = []
             for out in range(len(sizes)):
                 kept = [k for k in range(len(sizes)) if k != out]
-                values.append(float(sizes[kept] @ own[kept] / units[kept].sum()))
+                moved = own if direction is x else own + direction @ (without[out] - whole)
+                values.append(float(sizes[kept] @ moved[kept] / units[kept].sum()))
             mean = sum(values) / len(values)
             variance = (len(values) - 1) / len(values) * sum((v - mean) ** 2 for v in values)
             found[f"{quantity}_se"] = math.sqrt(variance)
@@ -359,7 +361,7 @@ def test_only_what_is_not_a_multiple_takes_its_own_backward() -> None:
 
 
 def test_the_guard_of_memory_counts_what_the_probe_holds_beside_the_rows() -> None:
-    """Of 8 folds: X and a basis by fold, the basis over all; the rows; 4 of X · δθ; 3 gathered."""
+    """Of 8 folds: X and a basis by fold; over all the basis and J; the rows; 4 of X · δθ; 3 gathered."""
 
     class Counting:
         def refuse_what_does_not_fit(self, vectors: int) -> None:
@@ -372,4 +374,4 @@ def test_the_guard_of_memory_counts_what_the_probe_holds_beside_the_rows() -> No
         return int(error.value.args[0])
 
     assert counted(SimpleEntropyProbe()) == 8 + 4 + 3
-    assert counted(SimpleEntropyProbe(), InterventionsProbe()) == (2 * 8 + 1) + 8 + 4 + 3
+    assert counted(SimpleEntropyProbe(), InterventionsProbe()) == 2 * 9 + 8 + 4 + 3

@@ -19,7 +19,7 @@ from rl_training.engine.batch import Batch
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.policy import Policy
 from rl_training.engine.updates import Piece, StepsWithoutFolds, clipping
-from rl_training.mathematics.vectors import Layout, Vector, add, pairs_dot
+from rl_training.mathematics.vectors import Layout, Vector, add, pairs_dot, rows_dot
 
 AT_ONCE = 2**28  # bytes of bases' rows that are held together
 
@@ -49,9 +49,10 @@ class Basis:
 
 @dataclass(frozen=True)
 class Direction:
-    """A direction of each fold of this rank, factor · rows."""
+    """A direction of each fold of this rank, factor · rows, and perhaps its sum over all ranks, factor · total."""
 
     rows: Vector  # (K, n) of each bucket
+    total: Vector | None = None  # Σ n_k rows_k, where the step is not taken as given
     factor: float = 1.0
 
 
@@ -111,7 +112,10 @@ def weighed(weights: Sequence[LossWeights]) -> Tensor:
 
 
 class ChangedSteps:
-    """The steps without each fold of this rank, and what they would be with changes that share a basis."""
+    """The steps without each fold of this rank, and what they would be with changes that share a basis.
+
+    Tables have a row for each fold that is left out, and last one for the whole step.
+    """
 
     def __init__(self, plain: StepsWithoutFolds, basis: Basis | None = None) -> None:
         self._plain = plain
@@ -120,38 +124,48 @@ class ChangedSteps:
             self._sources.append(dataclasses.replace(plain, gradient=basis.mean, rows=basis.rows))
         self._squares = self._inner_products()
 
-    def products(self, changes: Sequence[Change | None], directions: Sequence[Direction]) -> Tensor:
-        """Returns X_k · Δ_(−k) of each fold, (changes, K, directions).
+    def products(
+        self, changes: Sequence[Change | None], directions: Sequence[Direction]
+    ) -> list[tuple[Tensor, Tensor]]:
+        """Returns X_k · Δ_(−k) of each fold and Σ_{j≠l} n_j X_j · (Δ_(−l) − Δ) without each, both (K, directions).
 
-        For each change, and each direction X. None for the plain step itself, δθ_(−k) in the place of Δ_(−k).
+        For each change, and each direction X; the second is 0 of a direction without a total. A change of None is the
+        plain step itself, δθ in the place of Δ.
         """
-        found = self._plain.sizes.new_zeros(len(changes), len(self._plain.sizes), len(directions))
+        sizes = self._plain.sizes.unsqueeze(1)
+        own, lost = (sizes.new_zeros(len(changes), len(sizes), len(directions)) for _ in range(2))
         for piece in self._plain.pieces:
             gradients = self._gradients(piece)
             plain = self._steps(piece, gradients, Change())
             for c, change in enumerate(changes):
                 moved = plain if change is None else self._steps(piece, gradients, change).sub_(plain)
+                without, whole = moved[:-1], moved[-1]
                 for number, direction in enumerate(directions):
                     rows = piece.of(direction.rows).to(moved.device)
-                    found[c, :, number] += direction.factor * pairs_dot(rows, moved)
-        return found
+                    own[c, :, number] += direction.factor * pairs_dot(rows, without)
+                    if direction.total is not None:
+                        less = without - whole
+                        of_all = rows_dot(less, piece.of(direction.total))
+                        lost[c, :, number] += direction.factor * (of_all - sizes[:, 0] * pairs_dot(rows, less))
+        return list(zip(own, lost, strict=True))
 
     def forward(self, change: Change, direction: Direction) -> Tensor:
         """Returns Σ_k n_k X_k · δθ_(−k)(changed) over the folds of this rank, a scalar."""
         products = torch.zeros_like(self._plain.sizes)
         for piece in self._plain.pieces:
-            moved = self._steps(piece, self._gradients(piece), change)
+            moved = self._steps(piece, self._gradients(piece), change)[:-1]
             products += pairs_dot(piece.of(direction.rows).to(moved.device), moved)
         return direction.factor * (self._plain.sizes @ products)
 
     def _gradients(self, piece: Piece) -> list[Tensor]:
-        """Returns those of the step and of the basis, not clipped, (K, n) each."""
-        return [of.gradients(slice(None), piece) for of in self._sources]
+        """Returns those of the step and of the basis, not clipped, (K + 1, n) each."""
+        everything = slice(None)
+        return [torch.cat([of.gradients(everything, piece), piece.of(of.gradient)[None]]) for of in self._sources]
 
     def _inner_products(self) -> Tensor:
-        """Returns (K, s, s): g · g, and with a basis g · D and D · D."""
+        """Returns (K + 1, s, s): g · g, and with a basis g · D and D · D."""
         count = len(self._sources)
-        squares = self._plain.sizes.new_zeros(len(self._plain.sizes), count, count)
+        squares = self._plain.sizes.new_zeros(len(self._plain.sizes) + 1, count, count)
         for piece in self._plain.pieces:
             gradients = self._gradients(piece)
             for one in range(count):
@@ -160,7 +174,7 @@ class ChangedSteps:
         return squares
 
     def _steps(self, piece: Piece, gradients: Sequence[Tensor], change: Change) -> Tensor:
-        """Returns the steps that the optimizer makes of the changed gradients in this piece, (K, n)."""
+        """Returns the steps that the optimizer makes of the changed gradients in this piece, (K + 1, n)."""
         shares = (1.0 + change.own, change.of_basis)[: len(gradients)]
         of = self._squares.new_tensor(shares)
         square = (self._squares @ of @ of).clamp(min=0.0)  # below 0 by rounding only

@@ -52,7 +52,7 @@ class Effects:
         self._steps = self._plain_steps()
         self._directions = [self._entropy_gradient(), *([self._reward_gradient()] if self.has_reward else [])]
         self._number_and_length = step.ranks.reduce(torch.stack([self._sizes.sum(), self._lengths.sum()]))
-        self.plain = self._pair(ChangedSteps(self._steps).products([None], self._directions)[0])
+        self.plain = self._pair(*ChangedSteps(self._steps).products([None], self._directions)[0])
         self.pairs: dict[str, Pair] = {}
         self.halves: dict[str, Estimate] = {}
         self._remedied = {of.name: [of(part) for part in loss] for of in which}
@@ -117,35 +117,37 @@ class Effects:
         return Direction(rows)
 
     def _reward_gradient(self) -> Direction:
-        """Returns J of each fold: the step's own gradient, or of another loss one of its own."""
+        """Returns J of each fold, with its sum: the step's own gradient, or of another loss one of its own."""
         step, steps, group = self._step, self._steps, self._step.batch.responses_per_prompt
         batch, of_others = step.batch, group / (group - 1)
         if self._is_dr_grpo:
             assert batch.loss_settings is not None
             factor = -batch.loss_settings.max_length * of_others
-            return Direction(steps.rows, factor)
+            return Direction(steps.rows, [steps.total_size * part for part in steps.gradient], factor)
         rewards, mask = batch.rollout.rewards, batch.scores.mask
         assert rewards is not None
         advantages = over_the_others(rewards, batch.rollout.prompt_index)
         weights = LossWeights((advantages.unsqueeze(1) * mask * (of_others / len(mask))).to(batch.scores.logps), None)
         known = (batch, step.policy, list(step.gradients.parameters.values()), step.entropy_change.layout)
         ((_, basis),) = bases_of(*known, [weights], step.ranks.reduce)
-        return Direction(basis.rows)
+        return Direction(basis.rows, [steps.total_size * part for part in basis.mean])
 
     # --- sums over folds --------------------------------------------------------------------------------------------
 
-    def _pair(self, products: Tensor) -> Pair:
-        """Returns (ΔH, Δreward) of one change, from its products by fold. Their errors take the step as given."""
+    def _pair(self, own: Tensor, lost: Tensor) -> Pair:
+        """Returns (ΔH, Δreward) of one change, from its products by fold."""
         reduce, sizes = self._step.ranks.reduce, self._sizes.unsqueeze(1)
-        by_fold = torch.cat([sizes, self._lengths.unsqueeze(1), sizes * products], dim=1)
-        total = torch.cat([self._number_and_length, reduce((sizes * products).sum(dim=0))])
-        values, covariance = _per_unit(total), jackknife_covariance(_per_unit, total, total - by_fold, reduce)
+        by_fold = torch.cat([sizes, self._lengths.unsqueeze(1), sizes * own], dim=1)
+        total = torch.cat([self._number_and_length, reduce((sizes * own).sum(dim=0))])
+        without = total - by_fold
+        without[:, 2:] += lost
+        values, covariance = _per_unit(total), jackknife_covariance(_per_unit, total, without, reduce)
         return Pair(values.cpu(), covariance.cpu(), self._step.capabilities.num_folds - 1)
 
     def _measure(self, steps: ChangedSteps, changes: Mapping[str, Change]) -> None:
         products = steps.products(list(changes.values()), self._directions)
         for (name, change), of_change in zip(changes.items(), products, strict=True):
-            pair = self._pair(of_change)
+            pair = self._pair(*of_change)
             self.pairs[name] = pair
             self.halves[name] = self._halving(self._which[name], steps, change, float(pair.values[0]))
 
