@@ -259,9 +259,7 @@ def print_single(folder: Path) -> None:
     rows = [row for row in known if row["name"] not in NOTHINGS]
     if not rows:
         return
-    print(
-        "\n| task | weights | coverage (effects) | of Δreward | sign (asserted) | rank, one batch | pooled, by state | slope |"
-    )
+    print("\n| task | weights | coverage (effects) | of Δreward | sign (asserted) | rank, one batch | pooled | slope |")
     print("|---|---|---|---|---|---|---|---|")
     middles = []
     for weights, task in sorted({(row["weights"], row["task"]) for row in rows}):
