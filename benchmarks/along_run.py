@@ -32,11 +32,10 @@ import rl_training.job.silence  # noqa: F401
 
 import torch
 from along_run_tables import DIRECTIONS, QUANTITIES, UNITS, print_tables
-from default_task import default_trainer
+from default_task import Progress, default_trainer
 from peft import LoraConfig
 from torch import Tensor
 from tqdm import tqdm
-from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe
@@ -222,16 +221,6 @@ def _change(after: Tensor, before: Tensor) -> Tensor:
         influences.append(torch.stack([token, totals[:, 0] - entropy], dim=1))
     stderr = (influences[0] - influences[1]).std(dim=0) / math.sqrt(len(after))
     return torch.stack([values[0] - values[1], stderr], dim=1)
-
-
-class Progress(TrainerCallback):
-    """A bar over the steps."""
-
-    def __init__(self, bar: tqdm) -> None:
-        self.bar = bar
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.bar.update()
 
 
 def run(

@@ -21,7 +21,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import rl_training.job.silence  # noqa: F401
 
@@ -30,10 +30,9 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
-from default_task import default_trainer
+from default_task import Progress, default_trainer
 from torch import Tensor
 from tqdm import tqdm
-from transformers import TrainerCallback
 
 from rl_training import Estimate
 from rl_training.engine.step import Step
@@ -91,16 +90,6 @@ class TruthOfEachStep(GroundTruthProbe):
             yield f"linearity_ess/{exponent}", Estimate(ess)
         for name, param in step.gradients.parameters.items():
             param.copy_(new[name])
-
-
-class Progress(TrainerCallback):
-    """A bar over the steps of all runs."""
-
-    def __init__(self, bar: tqdm) -> None:
-        self.bar = bar
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.bar.update()
 
 
 class Pair(NamedTuple):

@@ -31,7 +31,7 @@ from typing import Any
 import rl_training.job.silence  # noqa: F401
 
 import torch
-from default_task import default_trainer
+from default_task import Progress, default_trainer
 from torch import Tensor
 from tqdm import tqdm
 from transformers import TrainerCallback
@@ -165,16 +165,6 @@ def measure(
         trainer.add_callback(Progress(bar))
         trainer.train()
     return probe, true_changes(probe, torch.stack(probe.updates))
-
-
-class Progress(TrainerCallback):
-    """A bar over the batches."""
-
-    def __init__(self, bar: tqdm) -> None:
-        self.bar = bar
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.bar.update()
 
 
 def true_changes(probe: Batches, updates: Tensor) -> dict[str, Tensor]:

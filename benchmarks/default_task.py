@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers import PrinterCallback, set_seed
+from tqdm import tqdm
+from transformers import PrinterCallback, TrainerCallback, set_seed
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
 from rl_training.records.jsonl import Records
@@ -68,3 +69,13 @@ def default_trainer(
     )
     trainer.remove_callback(PrinterCallback)  # a log line per step
     return trainer
+
+
+class Progress(TrainerCallback):
+    """A bar over the steps of all runs."""
+
+    def __init__(self, bar: tqdm) -> None:
+        self.bar = bar
+
+    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+        self.bar.update()

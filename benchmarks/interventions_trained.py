@@ -26,8 +26,8 @@ from typing import Any
 import rl_training.job.silence  # noqa: F401
 
 import torch
-from default_task import default_trainer
-from leaderboard_runs import TASKS, Progress, model_of
+from default_task import Progress, default_trainer
+from leaderboard_runs import TASKS, model_of
 from scipy.stats import spearmanr
 from tqdm import tqdm
 

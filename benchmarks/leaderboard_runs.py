@@ -17,12 +17,11 @@ from typing import Any
 
 import numpy as np
 import torch
-from default_task import default_trainer
+from default_task import Progress, default_trainer
 from peft import LoraConfig
 from predictors import StepFacts
 from torch import Tensor
 from tqdm import tqdm
-from transformers import TrainerCallback
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe
@@ -199,16 +198,6 @@ def next_token_sums(step: Step) -> tuple[Tensor, ...]:
     squares = p.square()
     sums = sampled, -(p * logps).sum(-1), squares.sum(-1), (squares * logps).sum(-1)
     return rollout.completion_mask.bool(), *sums
-
-
-class Progress(TrainerCallback):
-    """A bar over the steps of all runs."""
-
-    def __init__(self, bar: tqdm) -> None:
-        self.bar = bar
-
-    def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-        self.bar.update()
 
 
 def model_of(folder: Path, setting: Setting) -> Path:

@@ -19,7 +19,6 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from omegaconf import DictConfig
-from transformers.integrations import INTEGRATION_TO_CALLBACK
 
 from rl_training.evaluation.display import Progress, print_table
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
@@ -27,7 +26,7 @@ from rl_training.evaluation.responses import GREEDY, Response
 from rl_training.evaluation.workers import reason_of
 from rl_training.job.evaluation_plan import EvaluationPlan, fingerprint, read_plan
 from rl_training.job.evaluation_worker import CheckpointResponses, ask, join
-from rl_training.job.loggers import LOGGERS, MetricsLogger
+from rl_training.job.loggers import MetricsLogger, loggers_of
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import consolidate, locked, read_table, write_step
 from rl_training.records.folder import LOGS_FOLDER
@@ -139,7 +138,7 @@ class _Evaluation:
 
     def _log(self, step: int, metrics: dict[str, Estimate]) -> None:
         if self.loggers is None:
-            self.loggers = _loggers(self.plan)
+            self.loggers = [] if self.plan.run is None else loggers_of(self.plan.run, self.plan.config)
             for dashboard in self.loggers:
                 dashboard.start(after_step=0)
         named = {f"{self.plan.prefix}{name}": e for name, e in metrics.items()}
@@ -190,18 +189,6 @@ def _evaluate_together(plan: EvaluationPlan) -> int:
 def _device(number: int) -> str:
     """Returns the device of the job of this number: its own GPU, if there are enough."""
     return f"cuda:{number % torch.cuda.device_count()}" if torch.cuda.is_available() else "cpu"
-
-
-def _loggers(plan: EvaluationPlan) -> list[MetricsLogger]:
-    """Returns the run's own loggers, which go on in its dashboards."""
-    if plan.run is None:
-        return []
-    trainer = plan.config.get("trainer", {})
-    asked = trainer.get("report_to") or []
-    names = [asked] if isinstance(asked, str) else asked
-    callbacks = {INTEGRATION_TO_CALLBACK.get(name) for name in names}
-    project, name = trainer.get("project", "huggingface"), trainer.get("run_name") or plan.run.resolve().name
-    return [kind(plan.run, project, name, plan.config) for kind in LOGGERS if kind.replaces in callbacks]
 
 
 def _line(response: Response, prompt: Any) -> dict[str, Any]:

@@ -17,16 +17,20 @@ import json
 import math
 import os
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback
 from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
+from transformers.utils import logging
 
-from rl_training.hosts.trl.trainer import DrGRPOTrainer
+from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.workspace import SECTIONS, Panel
+
+logger = logging.get_logger(__name__)
 
 WANDB_RUN_ID = "wandb_run_id"  # file in logs/: the run that a resumed training goes on writing to
 STDERRS = 2  # in the half of a band: about a 95 % interval
@@ -217,6 +221,22 @@ def _ends(name: str) -> tuple[str, str]:
 
 
 LOGGERS: tuple[type[MetricsLogger], ...] = (WandbLogger, TensorBoardLogger, TrackioLogger)
+
+
+def loggers_of(run: Path, config: Mapping[str, Any]) -> list[MetricsLogger]:
+    """Returns the dashboards of a run that has ended, to add to, and warns of one that is not installed here."""
+    trainer = config.get("trainer", {})
+    found: list[MetricsLogger] = []
+    for kind in LOGGERS:
+        library = kind.__name__.removesuffix("Logger").lower()
+        if library not in (trainer.get("report_to") or []):
+            continue
+        if find_spec(library) is None:
+            logger.warning(f"{library} is not installed here: nothing is sent to its dashboard")
+            continue
+        name = trainer.get("run_name") or run.resolve().name
+        found.append(kind(run, trainer.get("project", DrGRPOConfig.project), name, dict(config)))
+    return found
 
 
 def put_loggers(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
-from rl_training.extras import how_to_install
+from rl_training.extras import EXTRA_OF, how_to_install
 from rl_training.job.explain import did_you_mean, load_plain, quoted
 from rl_training.job.shipped import CONF
 from rl_training.job.stored_settings import GONE
@@ -93,8 +93,9 @@ def check_run(cfg: DictConfig) -> int:
         responses_per_prompt=cfg.trainer.num_generations,
     )
     asked = cfg.trainer.get("report_to") or []
-    for library in [asked] if isinstance(asked, str) else asked:
-        if (fix := how_to_install(library)) and importlib.util.find_spec(library) is None:
+    for library in EXTRA_OF:
+        if library in asked and importlib.util.find_spec(library) is None:
+            fix = how_to_install(library)
             raise ValueError(f"logger={library}: {library} is not installed: {fix}, or choose another logger")
     return accumulation
 
