@@ -15,17 +15,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from rl_training.engine.asked import Asked
 from rl_training.engine.batch import Batch, Rollout
 from rl_training.engine.capabilities import Capabilities, is_first_of_adam
 from rl_training.engine.clock import Clock
-from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.gradient_rows import GradientRows
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.open_step import Loop, OpenStep, Shape
@@ -34,13 +32,9 @@ from rl_training.engine.padding import PaddingCheck
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Gradients, Step
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.folds import fold_ranges, ranges_of
+from rl_training.mathematics.folds import ranges_of
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import Layout, Vector
-
-RANKS_THAT_ARE_FOLDS = 8  # from so many ranks on, each is one fold by default: enough for an error bar
-VECTORS_BESIDE_FOLDS = 4  # of an entropy change: δθ, the one before, one entropy gradient and the sum of all
-GATHERED_VECTORS = 3  # of a measured step: the gradient and Adam's two moments
 
 
 class StepDriver:
@@ -53,13 +47,7 @@ class StepDriver:
 
     def __init__(self, probes: Sequence[Probe]) -> None:
         self.probes = tuple(probes)
-        _refuse_the_same_name(probes)
-        self._needs = functools.reduce(lambda a, b: a | b, (probe.needs for probe in probes), Need.NOTHING)
-        folding = [probe for probe in probes if Need.FOLD_GRADIENTS in probe.needs]
-        self._num_folds = _common({p.name: p.num_folds for p in folding if p.num_folds is not None}, "num_folds")
-        entropy = _common({p.name: p.entropy for p in probes if p.entropy is not None}, "entropy gradient")
-        self._entropy = entropy or EntropySettings()
-        self._offload = any(probe.offload for probe in folding)
+        self._asked = Asked.by(probes)
         self.open_step: OpenStep | None = None  # the step that has begun, if one has
         self._learned: tuple[int, set[int]] = (0, set())  # rollout, prompts of it that a step has learned from
         self._rows: GradientRows | None = None  # these two while a training lasts
@@ -70,20 +58,25 @@ class StepDriver:
         """Records which parameters are trained; to be called when training begins."""
         self.close()
         self._loop = loop
-        self._refuse_few_folds()
-        loop.sharding.refuse_what_does_not_fit(self._num_vectors())
+        self._asked.refuse_few_folds(loop.shape)
+        loop.sharding.refuse_what_does_not_fit(self._asked.num_vectors(loop.shape))
         self._parameters: Mapping[str, nn.Parameter] = loop.sharding.trained()
         self._padding = PaddingCheck()
         self._clock = Clock(next(iter(self._parameters.values())).device)
-        if not self._needs:
+        needs, offload = self._asked.needs, self._asked.offload
+        if not needs:
             return
         with loop.sharding.whole_weights():  # elsewhere they may be empty
             layout = Layout(self._parameters)
-        keep = Need.FOLD_GRADIENTS in self._needs, Need.MICROBATCH_SQ_NORMS in self._needs
-        self._rows = GradientRows(self._parameters, layout, *keep, offload=self._offload)
-        if Need.ENTROPY_CHANGE in self._needs:
-            self._memory = StepMemory(layout, self._entropy, self._offload, Need.HALVES in self._needs)
+        keep = Need.FOLD_GRADIENTS in needs, Need.MICROBATCH_SQ_NORMS in needs
+        self._rows = GradientRows(self._parameters, layout, *keep, offload=offload)
+        if Need.ENTROPY_CHANGE in needs:
+            self._memory = StepMemory(layout, self._asked.entropy, offload, Need.HALVES in needs)
             self._memory.load_state_dict(self._memory_state)
+
+    def refuse_impossible_folds(self, shape: Shape) -> None:
+        """Raises ValueError, naming a number that would do, where the steps of a training cannot have these folds."""
+        self._asked.folds(shape, shape.sizes)
 
     # --- the five calls, in the order of a step -----------------------------------------------------------------------
 
@@ -97,7 +90,7 @@ class StepDriver:
             self.open_step = OpenStep(number, probes)
             return
         sizes = self._loop.shape.sizes if sizes is None else sizes
-        folds = self.plan_folds(self._loop.shape, sizes)
+        folds = self._asked.folds(self._loop.shape, sizes)
         with self._loop.sharding.whole_weights():
             optimizer = view_optimizer(self._loop.sharding, self._parameters)
         if self._rows is not None:
@@ -262,51 +255,7 @@ class StepDriver:
             self._rows.fill_slices(step.folds, batch.microbatch_rows, batch.loss_weights, score)
         return self._rows.rows
 
-    def plan_folds(self, shape: Shape, sizes: Sequence[int] | None = None) -> tuple[range, ...]:
-        """Returns the rows of this rank's folds: by default one per microbatch, on many ranks one each.
-
-        ValueError, naming a number that would do, where as many folds as the probes ask for are impossible.
-        """
-        sizes, number = shape.sizes if sizes is None else sizes, self._num_folds
-        default = 1 if shape.num_ranks >= RANKS_THAT_ARE_FOLDS else len(sizes)
-        # The last step of an epoch may be short, and where tokens are counted, steps differ in size.
-        if number is None or (len(sizes) != shape.microbatches and number > len(sizes)):
-            number = default
-        return fold_ranges(sizes, number, shape.responses_per_prompt)
-
-    def _refuse_few_folds(self) -> None:
-        shape = self._loop.shape
-        folds = shape.num_ranks * len(self.plan_folds(shape))
-        for probe in self.probes:
-            if folds < probe.min_folds:
-                each = -(-probe.min_folds // (shape.num_ranks * shape.microbatches)) * shape.microbatches
-                raise ValueError(
-                    f"{probe.name}: a step has {folds} folds of prompts over all processes, and this probe needs "
-                    f"{probe.min_folds}: set probes.{probe.name}.num_folds={each}, or make microbatches smaller"
-                )
-
-    def _num_vectors(self) -> int:
-        """Returns how many fp32 vectors of all trained parameters a measured step holds on the device."""
-        num_folds = len(self.plan_folds(self._loop.shape))
-        rows = num_folds * (Need.FOLD_GRADIENTS in self._needs and not self._offload)
-        beside = VECTORS_BESIDE_FOLDS * (Need.ENTROPY_CHANGE in self._needs)
-        at_a_time = max((probe.num_vectors(num_folds) for probe in self.probes), default=0)
-        return GATHERED_VECTORS + rows + beside + at_a_time
-
     def disarm(self) -> None:
         """Removes the hooks before the next call: the loop's backward is over."""
         if self._rows is not None:
             self._rows.disarm()
-
-
-def _refuse_the_same_name(probes: Sequence[Probe]) -> None:
-    twice = [name for name, count in Counter(probe.name for probe in probes).items() if count > 1]
-    if twice:
-        raise ValueError(f"two probes have the same name: {twice}")
-
-
-def _common(wanted: Mapping[str, Any], what: str) -> Any:
-    """Returns what all probes ask for, None where none asks. ValueError when they do not agree."""
-    if len(set(wanted.values())) > 1:
-        raise ValueError(f"all probes share one {what}: give {list(wanted)} the same")
-    return next(iter(wanted.values()), None)

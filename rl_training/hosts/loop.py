@@ -113,7 +113,7 @@ class MeasuredLoop:
 
     def __init__(self, probes: Sequence[Probe], loop: Loop, policy: LoopPolicy, records: Records | None) -> None:
         self._driver, self._loop, self._policy = StepDriver(probes), loop, policy
-        self._driver.plan_folds(loop.shape)  # raises if it cannot
+        self._driver.refuse_impossible_folds(loop.shape)
         self._records = records if rank() == 0 else None
         self._writer = EstimateWriter(self._records, self._log, speaks=rank() == 0)
         self._undo = contextlib.ExitStack()

@@ -72,7 +72,7 @@ class Attachment(TrainerCallback):
             warn_of_rare_logs(trainer)
         self._trainer = trainer
         self.driver = StepDriver(probes)
-        self.driver.plan_folds(self._shape())  # raises if it cannot
+        self.driver.refuse_impossible_folds(self._shape())
         self.probes = self.driver.probes
         self._records = records if trainer.accelerator.is_main_process else None
         self._writer = EstimateWriter(self._records, self._log, trainer.accelerator.is_main_process)

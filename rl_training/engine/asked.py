@@ -1,0 +1,84 @@
+"""What probes ask of the engine, taken together: what is kept, folds, the entropy gradient, memory."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from rl_training.engine.entropy_gradients import EntropySettings
+from rl_training.engine.open_step import Shape
+from rl_training.engine.probe import Need, Probe
+from rl_training.mathematics.folds import fold_ranges
+
+RANKS_THAT_ARE_FOLDS = 8  # from so many ranks on, each is one fold by default: enough for an error bar
+VECTORS_BESIDE_FOLDS = 4  # of an entropy change: δθ, the one before, one entropy gradient and the sum of all
+GATHERED_VECTORS = 3  # of a measured step: the gradient and Adam's two moments
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What some probes ask for together.
+
+    num_folds  on each rank; None where no probe says        offload  of the folds' gradients, to the CPU's memory
+    """
+
+    probes: Sequence[Probe]
+    needs: Need
+    num_folds: int | None
+    entropy: EntropySettings
+    offload: bool
+
+    @classmethod
+    def by(cls, probes: Sequence[Probe]) -> Asked:
+        """ValueError when two probes have the same name, or ask for different folds or entropy gradients."""
+        twice = [name for name, count in Counter(probe.name for probe in probes).items() if count > 1]
+        if twice:
+            raise ValueError(f"two probes have the same name: {twice}")
+        needs = functools.reduce(lambda a, b: a | b, (probe.needs for probe in probes), Need.NOTHING)
+        folding = [probe for probe in probes if Need.FOLD_GRADIENTS in probe.needs]
+        num_folds = _common({p.name: p.num_folds for p in folding if p.num_folds is not None}, "num_folds")
+        entropy = _common({p.name: p.entropy for p in probes if p.entropy is not None}, "entropy gradient")
+        return cls(probes, needs, num_folds, entropy or EntropySettings(), any(probe.offload for probe in folding))
+
+    def folds(self, shape: Shape, sizes: Sequence[int]) -> tuple[range, ...]:
+        """Returns the rows of this rank's folds: by default one per microbatch, on many ranks one each.
+
+        sizes  sequences of each microbatch of this step on this rank
+
+        ValueError, naming a number that would do, where as many folds as the probes ask for are impossible.
+        """
+        number = self.num_folds
+        default = 1 if shape.num_ranks >= RANKS_THAT_ARE_FOLDS else len(sizes)
+        # The last step of an epoch may be short, and where tokens are counted, steps differ in size.
+        if number is None or (len(sizes) != shape.microbatches and number > len(sizes)):
+            number = default
+        return fold_ranges(sizes, number, shape.responses_per_prompt)
+
+    def refuse_few_folds(self, shape: Shape) -> None:
+        """Raises ValueError where the steps of a training have fewer folds than a probe needs."""
+        folds = shape.num_ranks * len(self.folds(shape, shape.sizes))
+        for probe in self.probes:
+            if folds < probe.min_folds:
+                each = -(-probe.min_folds // (shape.num_ranks * shape.microbatches)) * shape.microbatches
+                raise ValueError(
+                    f"{probe.name}: a step has {folds} folds of prompts over all processes, and this probe needs "
+                    f"{probe.min_folds}: set probes.{probe.name}.num_folds={each}, or make microbatches smaller"
+                )
+
+    def num_vectors(self, shape: Shape) -> int:
+        """Returns how many fp32 vectors of all trained parameters a measured step holds on the device."""
+        num_folds = len(self.folds(shape, shape.sizes))
+        rows = num_folds * (Need.FOLD_GRADIENTS in self.needs and not self.offload)
+        beside = VECTORS_BESIDE_FOLDS * (Need.ENTROPY_CHANGE in self.needs)
+        at_a_time = max((probe.num_vectors(num_folds) for probe in self.probes), default=0)
+        return GATHERED_VECTORS + rows + beside + at_a_time
+
+
+def _common(wanted: Mapping[str, Any], what: str) -> Any:
+    """Returns what all probes ask for, None where none asks. ValueError when they do not agree."""
+    if len(set(wanted.values())) > 1:
+        raise ValueError(f"all probes share one {what}: give {list(wanted)} the same")
+    return next(iter(wanted.values()), None)
