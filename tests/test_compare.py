@@ -182,6 +182,13 @@ def test_where_no_step_is_taken_since_the_branching_point_nothing_differs_and_se
     assert since_branching(plain, branch[:1], 8) == {}
 
 
+def test_of_a_run_that_ended_where_its_branch_begins_the_page_says_that_nothing_can_be_compared(tmp_path: Path) -> None:
+    plain = record(tmp_path / "plain0", steps=5)
+    (branch,) = branches_of(plain, 5, 0.2)
+    (said,) = write_comparison([plain, branch], tmp_path / "page.html")[1]
+    assert said.endswith(": no step is recorded in both, and there is nothing to compare.")
+
+
 def test_means_of_a_run_and_of_a_late_branch_are_over_the_same_steps_and_a_run_that_went_on_is_shown_later_too(
     tmp_path: Path,
 ) -> None:

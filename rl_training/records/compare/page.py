@@ -26,6 +26,7 @@ from rl_training.records.report.page import render
 from rl_training.records.report.summary import in_words
 
 IN_WORDS = ("reward", "token entropy")  # differences that the page opens with
+NO_COMMON_STEP = "no step is recorded in both, and there is nothing to compare"
 ANOTHER_SEED = " This is a single seed: another may change it by more than the noise within a run."
 
 
@@ -71,6 +72,9 @@ def sentences(groups: Sequence[Group]) -> list[str]:
     found = []
     for pair in pairs:
         told = [_told(pair, label) for label in IN_WORDS if label in pair.figures]
+        if not told:
+            found.append(f"{pair.second.name} against {pair.first.name}: {NO_COMMON_STEP}.")
+            continue
         caveat = ANOTHER_SEED if pair.single_seed else ""
         found.append(f"{pair.second.name} against {pair.first.name}, at step {pair.step}: {'; '.join(told)}.{caveat}")
     return found
