@@ -53,10 +53,10 @@ def dot(a: list[float], b: list[float]) -> float:
 @pytest.mark.parametrize("name", written_out())
 def test_each_direction_has_the_real_steps_length_or_its_gain(name: str) -> None:
     restored, update, direction = asked()
-    row = {row.name: row for row in condition(restored, update, direction)}[name]
+    row = {row["name"]: row for row in condition(restored, update, direction)}[name]
     step, real, g = written_out()[name], update.delta.tolist(), [CLIP * value for value in G]
     length = math.sqrt(dot(real, real) / dot(step, step))
-    assert row.delta_h1 == pytest.approx(length * dot(X[0], step), rel=1e-9)
-    assert row.delta_h1_sequence == pytest.approx(length * dot(X[1], step), rel=1e-9)
-    assert row.delta_h1_same_gain == pytest.approx(dot(g, real) / dot(g, step) * dot(X[0], step), rel=1e-9)
-    assert row.cosine == pytest.approx(dot(real, step) / math.sqrt(dot(real, real) * dot(step, step)), rel=1e-9)
+    assert row["delta_h1"] == pytest.approx(length * dot(X[0], step), rel=1e-9)
+    assert row["delta_h1_sequence"] == pytest.approx(length * dot(X[1], step), rel=1e-9)
+    assert row["delta_h1_same_gain"] == pytest.approx(dot(g, real) / dot(g, step) * dot(X[0], step), rel=1e-9)
+    assert row["cosine"] == pytest.approx(dot(real, step) / math.sqrt(dot(real, real) * dot(step, step)), rel=1e-9)

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,21 +30,14 @@ from rl_training.offline.update import Update
 NAMES = ("adam", "momentum-free adam", "rms-only", "identity", "sgd")
 
 
-@dataclass(frozen=True)
-class Conditioned:
-    """δH₁ under one preconditioner, in nats; nan where the step has no such form."""
-
-    name: str
-    delta_h1: float  # per token, at the real step's norm
-    delta_h1_sequence: float
-    delta_h1_same_gain: float  # per token, at the real step's first-order gain in reward
-    cosine: float  # of the direction with the real step
-
-
-def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> list[Conditioned]:
-    """Returns δH₁ under each preconditioner. Empty where the optimizer is not Adam: it has none.
+def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> list[dict[str, Any]]:
+    """Returns δH₁ under each preconditioner, in nats. Empty where the optimizer is not Adam: it has none.
 
     direction  (2, P), X̄ per token and per sequence
+
+        delta_h1, delta_h1_sequence  at the real step's norm
+        delta_h1_same_gain           per token, at the real step's first-order gain in reward; nan where that has none
+        cosine                       of the direction with the real step
     """
     if not all(isinstance(piece.state, AdamWState) for piece in update.pieces):
         return []
@@ -54,18 +47,18 @@ def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> l
     return [_compare(name, next(steps), update.delta, gradient, gain, direction) for name in NAMES]
 
 
-def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, gain: float, direction: Tensor) -> Conditioned:
+def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, gain: float, direction: Tensor) -> dict[str, Any]:
     norm, real_norm, own_gain = math.sqrt(_dot(step, step)), math.sqrt(_dot(real, real)), -_dot(gradient, step)
     to_norm = real_norm / norm
     to_gain = gain / own_gain if own_gain > 0 and gain > 0 else math.nan
     of_token = _dot(direction[TOKEN], step)
-    return Conditioned(
-        name=name,
-        delta_h1=to_norm * of_token,
-        delta_h1_sequence=to_norm * _dot(direction[SEQUENCE], step),
-        delta_h1_same_gain=to_gain * of_token,
-        cosine=_dot(real, step) / (real_norm * norm),
-    )
+    return {
+        "name": name,
+        "delta_h1": to_norm * of_token,
+        "delta_h1_sequence": to_norm * _dot(direction[SEQUENCE], step),
+        "delta_h1_same_gain": to_gain * of_token,
+        "cosine": _dot(real, step) / (real_norm * norm),
+    }
 
 
 def _directions(restored: RestoredTrainer, update: Update, gradient: Tensor) -> Iterator[Tensor]:

@@ -87,7 +87,7 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
         ]
     if settings.conditioning and first_order is not None:
         with short_memory_says_what_to_lower("conditioning"):
-            tables["conditioning"] = [vars(row) for row in condition(restored, update, first_order.direction)]
+            tables["conditioning"] = condition(restored, update, first_order.direction)
     return Analysis(
         found.values, found.reasons, tables, phases.seconds, evaluation, update_buffer, update, first_order, truth
     )  # fmt: skip

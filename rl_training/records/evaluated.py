@@ -122,18 +122,29 @@ def consolidate(folder: Path) -> Path:
 
 
 def read_table(folder: Path) -> list[EvaluatedMetric]:
-    """Returns the rows of an evaluation's consolidated table; none where there is no table yet."""
+    """Returns the rows of an evaluation's consolidated table; none where there is no table yet.
+
+    Raises ValueError for a damaged one, naming it. Tables may be older than the columns `low` and `high`.
+    """
     path = folder / TABLE_FILE
     if not path.is_file():
         return []
-    with open(path, encoding="utf-8", newline="") as file:
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            header, *rows = csv.reader(file)
+        found = [dict(zip(header, row, strict=True)) for row in rows]
         return [
             EvaluatedMetric(
                 int(r["step"]), r["metric"], float(r["value"]), float(r["stderr"]), int(r["num_prompts"]),
                 *(float(r.get(end) or "nan") for end in ("low", "high")),
             )
-            for r in csv.DictReader(file)
+            for r in found
         ]  # fmt: skip
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"{path} is not a table of {', '.join(EvaluatedMetric._fields[:5])} ({error}): delete it, and evaluate "
+            "the run again; finished checkpoints are not evaluated again"
+        ) from error
 
 
 def read_tables(run_dir: Path) -> dict[str, list[EvaluatedMetric]]:

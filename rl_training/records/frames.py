@@ -20,7 +20,7 @@ import pandas as pd
 from scipy.special import stdtrit
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.records.evaluated import EVALUATIONS, TABLE_FILE, EvaluatedMetric
+from rl_training.records.evaluated import EvaluatedMetric, read_tables
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE, read_estimates, read_evaluations, read_metrics
 from rl_training.records.rollout_file import read_rollouts
@@ -33,8 +33,7 @@ ROLLOUT_COLUMNS = [
     "step", "prompt", "response", "prompt_index", "reward", "advantage", "length", "logp", "importance_ratio",
 ]  # fmt: skip
 TEXTS = ("prompt", "response", "probe", "name", "reason", "evaluation", "metric")
-EVALUATION_COLUMNS = ["evaluation", "step", "metric", "value", "stderr", "num_prompts"]
-ENDS = ["low", "high"]  # of its 95 % interval, where that is not symmetric; tables may be older than these
+EVALUATION_COLUMNS = ["evaluation", *EvaluatedMetric._fields]
 
 
 def metrics(run: str | Path) -> pd.DataFrame:
@@ -72,26 +71,15 @@ def rollouts(run: str | Path) -> pd.DataFrame:
 
 
 def evaluations(run: str | Path) -> pd.DataFrame:
-    """Returns all evaluations of a run's checkpoints: a row per evaluation, step and metric; EVALUATION_COLUMNS, ENDS.
+    """Returns all evaluations of a run's checkpoints: a row per evaluation, step and metric; see EVALUATION_COLUMNS.
 
     `evaluation` is the folder's name in RUN/evaluations, or "in training" for those that the trainer made itself
     (logs/evaluations.jsonl: their metrics without the leading eval_, and without errors). No rows when there are none.
     Raises as `metrics` does.
     """
-    tables = [_in_training(_logs(run))]
-    for file in sorted(Path(run).glob(f"{EVALUATIONS}/*/{TABLE_FILE}")):
-        try:
-            table = pd.read_csv(file)
-            table = table[EVALUATION_COLUMNS[1:]].join(table.reindex(columns=ENDS, fill_value=float("nan")))
-        except (KeyError, ValueError) as error:
-            raise ValueError(
-                f"{file} is not a table of {', '.join(EVALUATION_COLUMNS[1:])} ({error}): delete it, and evaluate the "
-                "run again; finished checkpoints are not evaluated again"
-            ) from error
-        table.insert(0, "evaluation", file.parent.name)
-        tables.append(table)
-    filled = [table for table in tables if len(table)]
-    return pd.concat(filled, ignore_index=True) if filled else _no_rows([*EVALUATION_COLUMNS, *ENDS])
+    rows = _in_training(_logs(run))
+    rows += [{"evaluation": name, **row._asdict()} for name, found in read_tables(Path(run)).items() for row in found]
+    return pd.DataFrame(rows, columns=EVALUATION_COLUMNS) if rows else _no_rows(EVALUATION_COLUMNS)
 
 
 def estimate_of(row: Any) -> Estimate:
@@ -128,16 +116,15 @@ def _logs(run: str | Path) -> Path:
     return logs
 
 
-def _in_training(logs: Path) -> pd.DataFrame:
+def _in_training(logs: Path) -> list[dict[str, Any]]:
     """Returns the trainer's own evaluations in long form, each step's last."""
     lines = {row["step"]: row for row in read_evaluations(logs)}
-    rows = [
+    return [
         {"evaluation": IN_TRAINING, "step": step, "metric": name.removeprefix("eval_"), "value": value}
         for step, row in lines.items()
         for name, value in row.items()
         if name.startswith("eval_") and isinstance(value, int | float)  # infinite ones are recorded as strings
     ]
-    return pd.DataFrame(rows, columns=[*EVALUATION_COLUMNS, *ENDS])
 
 
 def _no_rows(columns: list[str]) -> pd.DataFrame:
