@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -40,3 +43,13 @@ def parsed_lines(path: Path, lines: Iterable[str]) -> Iterator[Any]:
         except ValueError as error:
             raise ValueError(f"{path}, line {number} is damaged ({error}): mend or delete that line") from error
         yield content
+
+
+def complete_lines(path: Path) -> Iterator[str]:
+    """Yields the lines of a text file, packed or not, without what a kill has left of the last one."""
+    if path.suffix == ".gz":
+        with gzip.open(path, "rt", encoding="utf-8") as packed, suppress(EOFError, zlib.error, gzip.BadGzipFile):
+            yield from (line for line in packed if line.endswith("\n"))
+    else:
+        with open(path, encoding="utf-8") as file:
+            yield from (line for line in file if line.endswith("\n"))

@@ -19,7 +19,7 @@ from typing import Any
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import cannot_write, write_atomically
-from rl_training.records.json_values import from_json, parsed_lines, to_json
+from rl_training.records.json_values import complete_lines, from_json, parsed_lines, to_json
 from rl_training.records.rollout_file import MAKE_ROOM, ROLLOUTS_FILE, append_rollouts, drop_rollouts_after
 
 METRICS_FILE = "metrics.jsonl"
@@ -91,14 +91,9 @@ class Records:
             raise cannot_write(self.folder / name, error, MAKE_ROOM) from error
 
 
-def _complete_lines(path: Path) -> list[str]:
-    """Returns the lines of a JSONL file, without an unfinished last line that a kill left."""
-    return [line for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if line.endswith("\n")]
-
-
 def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields each line with what it says. ValueError with the number of a line that cannot be read."""
-    lines = _complete_lines(path)
+    lines = list(complete_lines(path))
     for number, (line, row) in enumerate(zip(lines, parsed_lines(path, lines), strict=True), start=1):
         if not isinstance(row, dict) or not isinstance(row.get("step"), int):
             raise ValueError(f"{path}, line {number} has no `step`: mend or delete that line")

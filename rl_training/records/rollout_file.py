@@ -7,13 +7,12 @@ from __future__ import annotations
 
 import gzip
 import json
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.json_values import from_json, parsed_lines, to_json
+from rl_training.records.json_values import complete_lines, from_json, parsed_lines, to_json
 
 ROLLOUTS_FILE = "rollouts.jsonl.gz"
 MAKE_ROOM = "the run's records cannot be written: make room, then go on with resume=latest"
@@ -46,19 +45,8 @@ def read_rollouts(folder: str | Path) -> list[dict[str, Any]]:
 def iterate_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
     """Yields what `read_rollouts` returns, line by line."""
     path = Path(folder) / ROLLOUTS_FILE
-    yield from map(from_json, parsed_lines(path, _complete_lines(path)))
-
-
-def _complete_lines(path: Path) -> Iterator[str]:
-    if not path.is_file():
-        return
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        try:
-            for line in file:
-                if line.endswith("\n"):
-                    yield line
-        except (EOFError, zlib.error, gzip.BadGzipFile):
-            return  # the unfinished last member
+    if path.is_file():
+        yield from map(from_json, parsed_lines(path, complete_lines(path)))
 
 
 def _line(row: Mapping[str, Any]) -> str:
