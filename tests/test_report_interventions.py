@@ -104,8 +104,8 @@ def test_what_the_run_trains_with_already_is_kept_in_the_lines(tmp_path: Path) -
 
 def test_the_table_says_one_step_and_kept_and_why_there_is_no_strength(tmp_path: Path) -> None:
     rows = {row[0]: row for row in told(record(tmp_path / "run")).rows}
-    assert rows["bonus:0.02"][2] == "+2.000"  # ten times the .2 of a step
-    assert rows["lr"][2] == "+1.000"
+    assert rows["bonus:0.02"][2] == "+2.00 ± 0.24"  # ten times the .2 of a step, and its error of .01 by t = 2.36
+    assert rows["lr"][2] == "+1.00 ± 0.24"
     assert rows["psr"][5] == "– it has no strength"
 
 

@@ -9,7 +9,7 @@ import math
 import re
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import is_significant
@@ -173,9 +173,10 @@ def _asked(run: Run, of: _Measured) -> str:
 
 
 def _row(of: _Measured) -> list[str]:
-    kept = f"{MILLI * of.kept * of.delta_h.value:+.3f}" if math.isfinite(of.kept * of.delta_h.value) else MISSING
+    kept = replace(of.delta_h, value=of.kept * of.delta_h.value, stderr=of.kept * of.delta_h.stderr)
     halves = f"{of.halves_at.value:.2g}" if math.isfinite(of.halves_at.value) else f"{MISSING} {of.halves_at.reason}"
-    return [of.name, _milli(of.delta_h), kept, _milli(of.delta_reward), in_words(of.price), halves, of.delta_h.reason]
+    changes = map(_milli, (of.delta_h, kept, of.delta_reward))
+    return [of.name, *changes, in_words(of.price), halves, of.delta_h.reason]
 
 
 def _name(of: _Measured) -> str:
