@@ -37,7 +37,8 @@ HEADINGS = [
 MOST_LINES = 3
 ONE_STEP = (
     "All of this is predicted from single steps, and extrapolated linearly for “when kept”. Ten real steps agreed "
-    "with the order in part, and not with the sizes; an effect that grows with distance (KL) is missed. Try one, and compare."
+    "with the order in part, and not with the sizes; an effect that grows with distance (KL) is missed. "
+    "Try one, and compare."
 )
 
 
