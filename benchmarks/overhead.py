@@ -45,6 +45,7 @@ from rl_training.probes import (
     GradientNoiseScaleProbe,
     InterventionsProbe,
     SimpleEntropyProbe,
+    TokenClassesProbe,
 )
 
 PROBES: dict[str, Callable[..., Probe]] = {
@@ -53,6 +54,7 @@ PROBES: dict[str, Callable[..., Probe]] = {
     "ess": EffectiveSampleSizeProbe,
     "interventions": InterventionsProbe,
     "four_families": functools.partial(InterventionsProbe, ["bonus", "psr", "nsr", "lr", "clip_cov", "top_entropy"]),
+    "token_classes": TokenClassesProbe,
 }
 SETS = ("simple", "gns+ess", "simple+gns+ess")
 COLLECTIVES = ("all_reduce", "all_gather", "all_gather_into_tensor", "broadcast")

@@ -46,6 +46,7 @@ from rl_training.probes import (
     GroundTruthProbe,
     InterventionsProbe,
     SimpleEntropyProbe,
+    TokenClassesProbe,
 )
 from rl_training.records.jsonl import Records
 from rl_training.tasks.arithmetic import arithmetic
@@ -141,6 +142,7 @@ def probes_of(run: str) -> list[Probe]:
     if run.endswith("interventions"):
         return [
             InterventionsProbe(["bonus:0.5", "nsr", "w_reinforce:0.5", "lr:0.5", "top_entropy"], every=1),
+            TokenClassesProbe(every=1),
             Recorder(),
         ]
     simple = SimpleEntropyProbe(per_sequence=True, own_prompts=True)

@@ -25,6 +25,7 @@ from rl_training.probes import (
     GradientNoiseScaleProbe,
     InterventionsProbe,
     SimpleEntropyProbe,
+    TokenClassesProbe,
 )
 from rl_training.records.jsonl import Records, read_estimates, read_metrics
 
@@ -114,7 +115,7 @@ def test_training_is_bitwise_the_same_when_responses_are_reused_and_forward_pass
 
 
 def test_training_with_everything_that_probes_can_do_is_bitwise_the_training_without(make_trainer) -> None:
-    probes = [*every_probe(num_folds=8, offload=True), InterventionsProbe(every=1)]
+    probes = [*every_probe(num_folds=8, offload=True), InterventionsProbe(every=1), TokenClassesProbe(every=1)]
     assert differing(ending(make_trainer(probes=probes)), bare_ending()) == []
 
 

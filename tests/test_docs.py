@@ -19,12 +19,15 @@ from trainers import FEW, every_probe, trainer_maker
 from rl_training import DrGRPOTrainer
 from rl_training.hosts.trl.alert import EntropyAlert
 from rl_training.hosts.trl.buffer import FilteredBuffer
-from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
+from rl_training.probes import InterventionsProbe, SimpleEntropyProbe, TokenClassesProbe
 
 DOCS = Path(__file__).parents[1] / "docs"
 TUTORIALS = sorted(path for path in DOCS.glob("tutorials/*.md") if "{code-cell}" in path.read_text(encoding="utf-8"))
 SCRIPTS = {"train": "train.py", "analyze": "offline.py", "evaluate": "evaluate.py"}
-OURS = ("delta_h", "entropy/", "gns", "ess", "covariance", "intervention", "forecast", "buffer", "probe_cost", "calib")
+OURS = (
+    *("delta_h", "entropy/", "gns", "ess", "covariance", "intervention", "tokens/"),
+    *("forecast", "buffer", "probe_cost", "calib"),
+)
 
 
 def blocks(page: Path, opening: str) -> list[str]:
@@ -73,8 +76,9 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     exec(example("how_to/write_a_probe.md", "class RewardSpreadProbe"), mine)
     (folder / "mine.py").write_text(example("how_to/write_an_intervention.md", "def softer"), encoding="utf-8")
     interventions = InterventionsProbe(["bonus", f"{folder / 'mine.py'}:softer:0.5"], every=1)
-    interventions.min_folds = 1  # it has names to say where it has no numbers
-    probes = [*every_probe(), mine["RewardSpreadProbe"](), interventions]
+    tokens = TokenClassesProbe(every=1)
+    interventions.min_folds = tokens.min_folds = 1  # they have names to say where they have no numbers
+    probes = [*every_probe(), mine["RewardSpreadProbe"](), interventions, tokens]
     trainer = trainer_maker(folder)(probes=probes, buffer=FilteredBuffer(), num_generations=4, **FEW)
     trainer.train()
     names = {*trainer.attachment.latest, *(name for row in trainer.state.log_history for name in row)}
@@ -90,11 +94,11 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
 
 
 def rows_of_the_page() -> dict[str, re.Pattern[str]]:
-    """The metrics of docs/reference/metrics.md, and what matches them: … and NAME stand for anything."""
+    """The metrics of docs/reference/metrics.md, and what matches them: …, NAME and KIND stand for anything."""
     lines = (DOCS / "reference" / "metrics.md").read_text(encoding="utf-8").splitlines()
     names = [found[1] for line in lines if (found := re.match(r"\| `([^`]+)` \|", line))]
     return {
-        name: re.compile(re.escape(name).replace("…", ".+").replace("NAME", ".+") + "(_sequence)?(_se|_low|_high)?")
+        name: re.compile(re.sub("…|NAME|KIND", ".+", re.escape(name)) + "(_sequence)?(_se|_low|_high)?")
         for name in names
     }
 

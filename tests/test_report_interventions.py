@@ -1,7 +1,8 @@
-"""What a run's report says of interventions, from records whose numbers can be followed by hand."""
+"""What a run's report says of interventions and token classes, from records whose numbers can be followed by hand."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -137,3 +138,23 @@ def test_the_page_has_the_picture_the_sentences_and_the_lines(tmp_path: Path) ->
 def test_names_are_shown_and_never_obeyed(tmp_path: Path, name: str) -> None:
     page = write_report(record(tmp_path / "run", which={name: MEASURED["psr"]})).read_text(encoding="utf-8")
     assert "<b>" not in page
+
+
+def test_the_table_of_token_classes_has_the_last_means_of_those_that_have_tokens(tmp_path: Path) -> None:
+    records, missing = Records(tmp_path / "logs"), Estimate.missing("fewer than 8 folds")
+    for step, of_step in ((11, {"text/end": 1e-3, "text/top<b>": -2e-3, "text/word": 0.0}), (21, {})):
+        records.write_metrics(step, {"reward": 0.5, "entropy": 0.5})
+        estimates = {}
+        for name, share in (("text/end", 0.25), ("text/top<b>", 0.75), ("text/word", 0.0)):
+            found = Estimate(of_step[name], 1e-4, 8, "measured steps: 2") if of_step else missing
+            estimates |= {f"tokens/{name}/mean_delta_h": found, f"tokens/{name}/share_of_tokens": Estimate(share)}
+        records.write_estimates(step, 1, "token_classes", estimates)
+    page = write_report(tmp_path).read_text(encoding="utf-8")
+    table = page.partition("Which tokens change entropy</h2>")[2].partition("</table>")[0]
+    rows = [re.findall(r"<td>(.*?)</td>", row) for row in table.split("<tr>")[2:]]
+    bar = f"{T_7 * 0.1:.3f}"
+    assert rows == [
+        ["its text", "end", "25.0%", f"+1.000 ± {bar}", "measured steps: 2"],
+        ["its text", "top&lt;b&gt;", "75.0%", f"-2.000 ± {bar}", "measured steps: 2"],
+    ]
+    assert "Single tokens are\nnoise" in page

@@ -50,7 +50,7 @@ LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 
 
 
 def every_probe(**of_simple: Any) -> list[Probe]:
-    """Returns one of each, which measures all it can; without `interventions`, whose list is a test's own."""
+    """Returns one of each, which measures all it can; without those that need eight folds."""
     return [
         SimpleEntropyProbe(per_sequence=True, own_prompts=True, **of_simple),
         GroundTruthProbe(every=1, sequences=16),

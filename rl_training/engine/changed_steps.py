@@ -66,14 +66,14 @@ def bases_of(
 ) -> Iterator[tuple[int, Basis]]:
     """Yields the number and the gradient by fold of each of these weights, in an order that is the same on all ranks.
 
-    A forward pass over the sequences that have any, and a backward: weights on at least half of the sequences share
-    their forward passes, as many of them as fit AT_ONCE. A collective: means over ranks are of parameter size, as
-    training's own.
+    A forward pass over the sequences that have any, and a backward: weights on at least half of those that any of them
+    are on share their forward passes, as many of them as fit AT_ONCE. A collective: means over ranks are of parameter
+    size, as training's own.
     """
     if not weights:
         return
-    counts = [float(weighed([of]).sum()) for of in weights]
-    shares = reduce(torch.tensor([*counts, float(len(batch.fold))], dtype=torch.float64, device=batch.fold.device))
+    counts = [float(weighed(some).sum()) for some in (*([of] for of in weights), weights)]
+    shares = reduce(torch.tensor(counts, dtype=torch.float64, device=batch.fold.device))
     dense = [number for number in range(len(weights)) if 2.0 * shares[number] >= shares[-1]]
     at_once = max(1, AT_ONCE // (layout.dtype.itemsize * batch.num_folds * layout.num_entries))
     together = [dense[first : first + at_once] for first in range(0, len(dense), at_once)]
@@ -182,3 +182,17 @@ class ChangedSteps:
         gradient = clips.to(gradients[0]).unsqueeze(1) * sum(a * g for a, g in zip(shares, gradients, strict=True))
         state = dataclasses.replace(piece.state, lr=change.lr_factor * piece.state.lr)
         return state.delta(piece.param, gradient).total
+
+
+class GradientParts(ChangedSteps):
+    """The part of each step that a basis has in its fresh gradient.
+
+        a_(−k) D_(−k),      a the factor on the gradient: of AdamW −lr P (1−β1)/(1−β1^t), clipping included
+
+    a is the plain step's, so bases that add up to g have parts that add up to that of g, which is the part without a
+    basis. `products([None], …)` are products with these parts.
+    """
+
+    def _steps(self, piece: Piece, gradients: Sequence[Tensor], change: Change) -> Tensor:
+        clips = clipping(self._squares[:, 0, 0], self._plain.max_grad_norm).to(gradients[0]).unsqueeze(1)
+        return piece.state.gradient_factor(piece.param, clips * gradients[0]) * clips * gradients[-1]

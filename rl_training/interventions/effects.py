@@ -9,21 +9,16 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor, nn
-
 from rl_training.engine.changed_steps import Change, ChangedSteps, Direction, bases_of
-from rl_training.engine.entropy_gradients import fold_gradients
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.step import Step
-from rl_training.engine.updates import StepsWithoutFolds
+from rl_training.engine.step_by_folds import StepByFolds
 from rl_training.interventions.bases import groups_of
 from rl_training.interventions.loss import LossInputs, Remedied, over_the_others
 from rl_training.interventions.named import RATIOS_ARE_ONE, Intervention
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.false_position import crossing
-from rl_training.mathematics.jackknife import jackknife_covariance
 from rl_training.mathematics.running_pairs import Pair
 
 QUANTITIES = ("delta_h", "delta_h_kept", "delta_reward", "price", "halves_at")
@@ -47,12 +42,10 @@ class Effects:
         self._step, batch = step, step.batch
         self._is_dr_grpo = step.capabilities.dr_grpo and batch.loss_settings is not None
         self.has_reward = self._is_dr_grpo or batch.rollout.rewards is not None
-        self._sizes = torch.bincount(batch.fold).double()
-        self._lengths = torch.zeros_like(self._sizes).index_add_(0, batch.fold, batch.scores.mask.sum(dim=1).double())
-        self._steps = self._plain_steps()
-        self._directions = [self._entropy_gradient(), *([self._reward_gradient()] if self.has_reward else [])]
-        self._number_and_length = step.ranks.reduce(torch.stack([self._sizes.sum(), self._lengths.sum()]))
-        self.plain = self._pair(*ChangedSteps(self._steps).products([None], self._directions)[0])
+        self._folds = StepByFolds(step)
+        self._steps = self._folds.without
+        self._directions = [self._folds.entropy, *([self._reward_gradient()] if self.has_reward else [])]
+        self.plain = self._folds.pair(*ChangedSteps(self._steps).products([None], self._directions)[0])
         self.pairs: dict[str, Pair] = {}
         self.halves: dict[str, Estimate] = {}
         self._remedied = {of.name: [of(part) for part in loss] for of in which}
@@ -91,30 +84,7 @@ class Effects:
         first = FIRST_OF_ADAM if self._step.capabilities.first_of_adam else ""
         return "; ".join(remark for remark in (of.remedy.remark, first, small) if remark)
 
-    # --- the step, the directions -----------------------------------------------------------------------------------
-
-    def _plain_steps(self) -> StepsWithoutFolds:
-        step, change = self._step, self._step.entropy_change
-        assert step.gradients.rows is not None
-        total = float(step.ranks.reduce(self._sizes.sum()))
-        threshold = step.optimizer.max_grad_norm
-        return StepsWithoutFolds(change.pieces, change.gradient, step.gradients.rows, self._sizes, total, threshold)
-
-    def _entropy_gradient(self) -> Direction:
-        """Returns E[T] ∂H_tok of each fold. A collective, of two numbers."""
-        step, change = self._step, self._step.entropy_change
-        batch, reduce, layout = step.batch, step.ranks.reduce, change.layout
-        assert change.ratios is not None
-        entropies = batch.scores.entropies.double().masked_fill(batch.scores.mask == 0, 0.0).sum()
-        entropy, length = reduce(torch.stack([entropies, self._lengths.sum()])).tolist()
-        settings = dataclasses.replace(change.settings, per_sequence=False, own_prompts=False)
-        parameters = list(step.gradients.parameters.values())
-        rows = layout.zeros(batch.num_folds)
-        gradients = fold_gradients(batch, step.policy, parameters, layout, change.ratios, entropy / length, settings)
-        for k, fold in enumerate(gradients):
-            for part, x in zip(rows, fold.entropy[0], strict=True):
-                part[k] = x
-        return Direction(rows)
+    # --- the direction of the reward ----------------------------------------------------------------------------------
 
     def _reward_gradient(self) -> Direction:
         """Returns J of each fold, with its sum: the step's own gradient, or of another loss one of its own."""
@@ -134,20 +104,10 @@ class Effects:
 
     # --- sums over folds --------------------------------------------------------------------------------------------
 
-    def _pair(self, own: Tensor, lost: Tensor) -> Pair:
-        """Returns (ΔH, Δreward) of one change, from its products by fold."""
-        reduce, sizes = self._step.ranks.reduce, self._sizes.unsqueeze(1)
-        by_fold = torch.cat([sizes, self._lengths.unsqueeze(1), sizes * own], dim=1)
-        total = torch.cat([self._number_and_length, reduce((sizes * own).sum(dim=0))])
-        without = total - by_fold
-        without[:, 2:] += lost
-        values, covariance = _per_unit(total), jackknife_covariance(_per_unit, total, without, reduce)
-        return Pair(values.cpu(), covariance.cpu(), self._step.capabilities.num_folds - 1)
-
     def _measure(self, steps: ChangedSteps, changes: Mapping[str, Change]) -> None:
         products = steps.products(list(changes.values()), self._directions)
         for (name, change), of_change in zip(changes.items(), products, strict=True):
-            pair = self._pair(*of_change)
+            pair = self._folds.pair(*of_change)
             self.pairs[name] = pair
             self.halves[name] = self._halving(self._which[name], steps, change, float(pair.values[0]))
 
@@ -158,7 +118,7 @@ class Effects:
         if why:
             return Estimate.missing(why)
         assert remedy.nothing is not None
-        length = float(self._number_and_length[1])
+        length = self._folds.length
 
         def above(factor: float) -> float:
             forward = self._step.ranks.reduce(steps.forward(change.times(factor), self._directions[0]))
@@ -170,16 +130,6 @@ class Effects:
         if factor is None:
             return Estimate.missing(NEVER_HALF)
         return Estimate(remedy.nothing + factor * span, reason=NO_BAR)
-
-
-def _per_unit(sums: Tensor) -> Tensor:
-    """Returns (..., 2): ΔH per token and Δreward per response, nan where that has no gradient.
-
-    sums  (..., 2 + directions): responses, tokens, Σ n_k X_k · Δ_(−k), and perhaps Σ n_k J_k · Δ_(−k)
-    """
-    number, length = sums[..., 0:1], sums[..., 1:2]
-    values = sums[..., 2:] / torch.cat([length, number], dim=-1)[..., : sums.shape[-1] - 2]
-    return nn.functional.pad(values, (0, 2 - values.shape[-1]), value=torch.nan)
 
 
 def _kept(step: Step, remedied: Remedied) -> float:

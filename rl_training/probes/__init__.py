@@ -8,6 +8,7 @@ from rl_training.probes.ground_truth import GroundTruthProbe
 from rl_training.probes.interventions import InterventionsProbe
 from rl_training.probes.responses import ResponsesProbe
 from rl_training.probes.simple import SimpleEntropyProbe
+from rl_training.probes.token_classes import TokenClassesProbe
 
 __all__ = [
     "CovariancePredictorProbe",
@@ -18,4 +19,5 @@ __all__ = [
     "InterventionsProbe",
     "ResponsesProbe",
     "SimpleEntropyProbe",
+    "TokenClassesProbe",
 ]

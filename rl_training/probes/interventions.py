@@ -25,9 +25,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from rl_training.engine.capabilities import REUSED
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
+from rl_training.engine.step_by_folds import why_no_folds
 from rl_training.interventions.effects import LOST, NO_REWARD, QUANTITIES, Effects, kept_halving
 from rl_training.interventions.loss import loss_inputs
 from rl_training.interventions.named import intervention
@@ -41,7 +41,6 @@ OF_PLAIN = tuple(
     f"intervention/{PLAIN}_{name}" for name in ("delta_h", "delta_reward", "mean_delta_h", "mean_delta_reward")
 )
 OFF_POLICY = "off-policy: predictions of what ratios change came out 1.6 times too large; use one step per rollout"
-FEW_FOLDS = f"it needs {MIN_FOLDS_FOR_STDERR} folds of prompts, and this step has fewer"
 
 
 class InterventionsProbe(Probe):
@@ -74,7 +73,7 @@ class InterventionsProbe(Probe):
         self._means = {name: RunningPair(decay) for name in (*names, PLAIN)}
 
     def prepare(self, step: Step) -> None:
-        why = _why_none(step)
+        why = why_no_folds(step, OFF_POLICY)
         self._answers = {}
         if why:
             for of in self.which:
@@ -118,17 +117,6 @@ class InterventionsProbe(Probe):
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         for name, mean in self._means.items():  # those that were not asked for before begin anew
             mean.state = state.get(name, torch.zeros_like(mean.state))
-
-
-def _why_none(step: Step) -> str:
-    """Returns why nothing can be predicted at this step, "" if it can. A collective."""
-    known = step.capabilities
-    if known.reused:
-        return REUSED
-    if not step.batch.rollout.on_policy:
-        return OFF_POLICY
-    reason = step.entropy_change.why_none or step.entropy_change.why_no_forward
-    return reason or (FEW_FOLDS if known.num_folds < MIN_FOLDS_FOR_STDERR else "")
 
 
 def _rewarded(pair: Pair, has_reward: bool, remark: str = "") -> tuple[Estimate, Estimate]:

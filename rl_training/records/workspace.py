@@ -90,6 +90,12 @@ SECTIONS = {
         Panel("The same for the reward", pattern=r"^intervention/.*/mean_delta_reward$"),
         Panel("Reward given up per nat kept", pattern=r"^intervention/.*/mean_price$"),
     ],
+    "token classes": [
+        Panel("By entropy at the token", pattern=r"^tokens/entropy/.*/mean_delta_h$", unit=NATS),
+        Panel("By its text", pattern=r"^tokens/text/.*/mean_delta_h$", unit=NATS),
+        Panel("By place in its response", pattern=r"^tokens/position/.*/mean_delta_h$", unit=NATS),
+        Panel("By its response", pattern=r"^tokens/response/.*/mean_delta_h$", unit=NATS),
+    ],
     "noise scale": [
         Panel(
             "Noise scale",

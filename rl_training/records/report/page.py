@@ -20,6 +20,7 @@ from rl_training.records.report.opening import opening
 from rl_training.records.report.samples import samples_over_time
 from rl_training.records.report.series import Run, gaps, probe_costs
 from rl_training.records.report.summary import Row, evaluation_tables
+from rl_training.records.report.token_classes import token_classes_of_run
 from rl_training.version import VERSION
 
 CONTENTS = Markup("<!-- contents -->")
@@ -73,6 +74,7 @@ def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture], anal
         opening=[*opening(run), *(told for section in analyses for told in section.verdicts[-1:])],
         provenance=run.settings.get("provenance") or {},
         interventions=interventions_of_run(run),
+        token_classes=token_classes_of_run(run),
         rows=rows,
         pictures=pictures,
         analyses=analyses,

@@ -1,0 +1,230 @@
+"""The probe of token classes: against a slow twin with a backward for each token, and what it refuses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from simple_twin import Recorder, Twin
+from torch import Tensor
+from trainers import graded, trainer_maker
+
+from rl_training import Estimate
+from rl_training.engine.changed_steps import Basis, Direction, GradientParts
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.updates import StepsWithoutFolds, optimizer_pieces
+from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.sgd import SGDState
+from rl_training.mathematics.vectors import Layout
+from rl_training.probes import SimpleEntropyProbe, TokenClassesProbe
+from rl_training.probes.token_classes import CLASSES
+from rl_training.tasks.models import load_tiny
+
+NUM_FOLDS, LENGTH = 8, 12
+# Nine prompts, in eight folds: the last one holds two of them.
+SETTINGS: dict[str, Any] = {
+    "num_generations": 2, "per_device_train_batch_size": 2, "gradient_accumulation_steps": 9, "max_steps": 2,
+    "adam_epsilon": 1e-4, "max_completion_length": LENGTH, "max_grad_norm": 0.05, "reward": graded,
+    "dtype": torch.float64,
+}  # fmt: skip
+
+
+class Answers(TokenClassesProbe):
+    """The probe, with its answers kept."""
+
+    def __init__(self, every: int = 1, num_folds: int | None = NUM_FOLDS) -> None:
+        super().__init__(every, num_folds)
+        self.all: list[dict[str, Estimate]] = []
+
+    def results(self) -> dict[str, Estimate]:
+        self.all.append(super().results())
+        return self.all[-1]
+
+
+class NanInPadding(Answers):
+    """The same, where all that is known of padding is nan."""
+
+    name = "nan_in_padding"
+
+    def prepare(self, step: Any) -> None:
+        scores, padding = step.batch.scores, step.batch.scores.mask == 0
+        assert padding.any()
+        logps, entropies, weights = (
+            of.masked_fill(padding, math.nan) for of in (scores.logps, scores.entropies, step.batch.loss_weights.logps)
+        )
+        shown = Scores(logps, entropies, scores.mask)
+        batch = dataclasses.replace(step.batch, scores=shown, loss_weights=LossWeights(weights, None))
+        super().prepare(dataclasses.replace(step, batch=batch))
+
+
+class TokensTwin(Twin):
+    """The classes of a step with a backward for each token, all in float64."""
+
+    def tokens(self) -> Iterator[tuple[int, int]]:
+        return ((i, t) for i, length in enumerate(self.lengths) for t in range(length))
+
+    def classes(self) -> dict[str, dict[tuple[int, int], str]]:
+        """The class of each token, by kind."""
+        ordered = sorted(self.entropies[i][t].item() for i, t in self.tokens())
+        half, most = (ordered[math.ceil(share * len(ordered)) - 1] for share in (0.5, 0.8))
+        rollout, pieces = self.step.rollout, load_tiny()[1].convert_ids_to_tokens
+        found: dict[str, dict[tuple[int, int], str]] = {kind: {} for kind in CLASSES}
+        for i, t in self.tokens():
+            entropy, advantage = self.entropies[i][t].item(), float(rollout.advantages[i])
+            quarter = CLASSES["position"][sum(4 * t >= q * self.lengths[i] for q in (1, 2, 3))]
+            piece = pieces(int(rollout.completion_ids[i, t]))
+            found["entropy"][i, t] = "lower_half" if entropy <= half else "middle" if entropy <= most else "top_fifth"
+            found["position"][i, t] = quarter
+            found["response"][i, t] = "right" if advantage > 0 else "wrong" if advantage < 0 else "neither"
+            found["text"][i, t] = (
+                "end" if piece in ("<eos>", "<pad>", "<unk>")
+                else "tag" if piece[0] == "<" and len(piece) > 1
+                else "space" if piece in ("Ġ", "Ċ")
+                else "number" if piece.isdigit()
+                else "word" if piece.isalpha() else "sign"
+            )  # fmt: skip
+        return found
+
+    def of_tokens(self) -> dict[tuple[int, int], Tensor]:
+        """What each token has in the loss's gradient, summed over responses, (P,)."""
+        advantages = self.step.rollout.advantages.tolist()
+        return {(i, t): self.gradient(-advantages[i] / self.max_length * self.logps[i][t]) for i, t in self.tokens()}
+
+    def answer(
+        self, members: list[tuple[int, int]], of_tokens: dict[tuple[int, int], Tensor]
+    ) -> tuple[float, float, float]:
+        """ΔH of a class, its error, by delete-one-fold in this step, and what it would be without angles."""
+        zero = torch.zeros_like(self.step.parameters)
+        by_fold = [sum((of_tokens[i, t] for i, t in members if i in fold), zero) / len(fold) for fold in self.folds]
+        rows = torch.stack(by_fold)
+        parts = self.factor(self.without) * self.means_without(rows)
+        x = self.x[0] - self.level * self.x[1]
+        sizes = torch.tensor([len(fold) for fold in self.folds]).double()
+        tokens = torch.tensor([sum(self.lengths[i] for i in fold) for fold in self.folds]).double()
+        own, values = torch.linalg.vecdot(x, parts), []
+        for out in range(len(sizes)):
+            kept = [k for k in range(len(sizes)) if k != out]
+            values.append(float(sizes[kept] @ own[kept] / tokens[kept].sum()))
+        mean = sum(values) / len(values)
+        variance = (len(values) - 1) / len(values) * sum((v - mean) ** 2 for v in values)
+        lengths = x.norm(dim=1) * parts.norm(dim=1)
+        return float(sizes @ own / tokens.sum()), math.sqrt(variance), float(sizes @ lengths / tokens.sum())
+
+    def factor(self, gradients: Tensor) -> Tensor:
+        """What the optimizer and clipping make of each entry; 0 of an embedding that is not used."""
+        return (self.parts(self.clipped(gradients))["gradient"] / gradients).nan_to_num()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Answers, NanInPadding, Recorder, dict[str, Estimate]]:
+    probes = Answers(), NanInPadding(), Recorder()
+    trainer = trainer_maker(tmp_path_factory.mktemp("tokens"))(probes=[*probes, SimpleEntropyProbe()], **SETTINGS)
+    trainer.train()
+    return *probes, dict(trainer.attachment.latest)
+
+
+def test_a_class_is_the_sum_over_its_tokens_of_a_backward_for_each(run: tuple[Any, ...]) -> None:
+    """Of unequal folds, where the gradient is clipped: to 1e-5 of the lengths of the vectors that are multiplied.
+
+    The trainer's scores and the model's norms are fp32.
+    """
+    twin = TokensTwin(run[2].steps[-1], responses=1, max_length=LENGTH)
+    assert len({len(fold) for fold in twin.folds}) == 2
+    assert float(twin.mean(twin.gradients).norm()) > SETTINGS["max_grad_norm"]
+    answers, of_tokens, compared = run[0].all[-1], twin.of_tokens(), 0
+    for kind, of_kind in twin.classes().items():
+        for name in CLASSES[kind]:
+            members = [at for at in twin.tokens() if of_kind[at] == name]
+            share = answers[f"tokens/{kind}/{name}/share_of_tokens"].value
+            assert share == pytest.approx(len(members) / sum(twin.lengths)), (kind, name)
+            found = answers[f"tokens/{kind}/{name}/delta_h"]
+            value, stderr, scale = twin.answer(members, of_tokens)
+            assert found.value == pytest.approx(value, abs=1e-5 * scale), (kind, name)
+            assert found.stderr == pytest.approx(stderr, abs=1e-5 * scale), (kind, name)
+            compared += value != 0
+    assert compared >= 10
+
+
+def test_the_classes_of_each_kind_add_up_to_the_gradient_s_part_of_forward(run: tuple[Any, ...]) -> None:
+    whole = run[3]["delta_h/part/gradient"].value
+    for kind, names in CLASSES.items():
+        answers = [run[0].all[-1][f"tokens/{kind}/{name}/delta_h"] for name in names]
+        assert sum(answer.value for answer in answers) == pytest.approx(whole, rel=1e-9)
+        assert all(answer.num_samples == NUM_FOLDS for answer in answers)
+
+
+def test_values_in_padded_positions_do_not_matter(run: tuple[Any, ...]) -> None:
+    assert run[0].all[-1]["tokens/entropy/top_fifth/delta_h"].value != 0
+    assert repr(run[0].all) == repr(run[1].all)
+
+
+def test_the_parts_of_a_basis_in_two_steps_are_those_worked_by_hand() -> None:
+    """One parameter, SGD with rate .1, folds of 1 and 3 with X of 1 and 2, and D of 2 and 0.
+
+    Without fold 1 the part is −.1 · 0, without fold 2 −.1 · 2.
+    """
+    layout = Layout({"w": torch.zeros(1).double()})
+    state = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)
+    pieces = optimizer_pieces(layout, {"w": torch.zeros(1).double()}, {"w": state})
+    one, rows = torch.ones(1).double(), torch.tensor([[4.0], [0.0]]).double()
+    steps = StepsWithoutFolds(pieces, [one], [rows], torch.tensor([1.0, 3.0]).double(), 4.0, math.inf)
+    basis = Basis([0.5 * one], [0.5 * rows])
+    direction = Direction([torch.tensor([[1.0], [2.0]]).double()])
+    ((products, _),) = GradientParts(steps, basis).products([None], [direction])
+    assert products.flatten().tolist() == pytest.approx([0.0, 2 * -0.2])
+
+
+def test_means_go_on_from_their_state_as_if_never_stopped(run: tuple[Any, ...]) -> None:
+    resumed = Answers()
+    resumed.load_state_dict(run[0].state_dict())
+    assert repr(resumed.state_dict()) == repr(run[0].state_dict())
+    only = run[0].all[-1]  # the first step of Adam is not measured: a mean of one
+    for name in ("entropy/top_fifth", "text/number"):
+        once, mean = only[f"tokens/{name}/delta_h"], only[f"tokens/{name}/mean_delta_h"]
+        assert (mean.value, mean.stderr) == pytest.approx((once.value, once.stderr))
+        assert mean.reason == "measured steps: 1"
+
+
+@pytest.mark.parametrize(
+    ("settings", "num_folds", "said"),
+    [
+        ({"max_steps": 1}, NUM_FOLDS, "Adam's first step"),
+        ({"steps_per_generation": 8}, NUM_FOLDS, "use one step per rollout"),
+        ({"num_iterations": 2}, NUM_FOLDS, "num_iterations > 1"),
+        ({"optim": "adafactor"}, NUM_FOLDS, "adafactor"),
+    ],
+)
+def test_where_no_class_has_a_share_it_is_said_and_tokens_are_counted(
+    make_trainer: Callable[..., Any], settings: dict[str, Any], num_folds: int, said: str
+) -> None:
+    probe = Answers(num_folds=num_folds)
+    make_trainer(probes=[probe], max_completion_length=8, reward=graded, **settings).train()
+    for kind, names in CLASSES.items():
+        shares = [probe.all[-1][f"tokens/{kind}/{name}/share_of_tokens"].value for name in names]
+        assert sum(shares) == pytest.approx(1.0)
+        for name in names:
+            for quantity in ("delta_h", "mean_delta_h"):
+                estimate = probe.all[-1][f"tokens/{kind}/{name}/{quantity}"]
+                assert math.isnan(estimate.value)
+                assert said.lower() in estimate.reason.lower()
+
+
+def test_a_training_with_too_few_folds_for_an_error_is_refused(make_trainer: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match=r"needs 8: set probes.token_classes.num_folds=8"):
+        make_trainer(probes=[Answers(num_folds=4)]).train()
+
+
+def test_without_a_tokenizer_only_kinds_of_text_are_missing(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probe = Answers()
+    trainer = make_trainer(probes=[probe], max_completion_length=8, reward=graded)
+    monkeypatch.setattr("rl_training.hosts.trl.policy.TrainerPolicy.decode", lambda self, ids: str(ids))
+    trainer.train()
+    missing = {name.split("/")[1] for name, estimate in probe.all[-1].items() if math.isnan(estimate.value)}
+    assert missing == {"text"}
+    assert "how tokens are decoded is not known" in probe.all[-1]["tokens/text/word/delta_h"].reason
