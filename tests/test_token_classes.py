@@ -61,6 +61,18 @@ class NanInPadding(Answers):
         super().prepare(dataclasses.replace(step, batch=batch))
 
 
+class InfiniteWeight(Answers):
+    """The same, where the tokens of the first response have infinite weights."""
+
+    name = "infinite_weight"
+
+    def prepare(self, step: Any) -> None:
+        weights = step.batch.loss_weights.logps.clone()
+        weights[0] = math.inf
+        batch = dataclasses.replace(step.batch, loss_weights=LossWeights(weights, None))
+        super().prepare(dataclasses.replace(step, batch=batch))
+
+
 class TokensTwin(Twin):
     """The classes of a step with a backward for each token, all in float64."""
 
@@ -160,6 +172,14 @@ def test_the_classes_of_each_kind_add_up_to_the_gradient_s_part_of_forward(run: 
 def test_values_in_padded_positions_do_not_matter(run: tuple[Any, ...]) -> None:
     assert run[0].all[-1]["tokens/entropy/top_fifth/delta_h"].value != 0
     assert repr(run[0].all) == repr(run[1].all)
+
+
+def test_a_gradient_that_is_not_finite_is_said_and_not_kept(make_trainer: Callable[..., Any]) -> None:
+    probe = InfiniteWeight()
+    make_trainer(probes=[probe], max_completion_length=8, reward=graded).train()
+    found = {name: e for name, e in probe.all[-1].items() if name.startswith("tokens/position/first_quarter/d")}
+    assert [estimate.reason for estimate in found.values()] == ["a gradient of the step is not finite"]
+    assert not probe.state_dict()["position/first_quarter"].any()
 
 
 def test_the_parts_of_a_basis_in_two_steps_are_those_worked_by_hand() -> None:

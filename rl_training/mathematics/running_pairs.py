@@ -15,6 +15,8 @@ from torch import Tensor
 
 from rl_training.mathematics.estimate import Estimate
 
+NOT_FINITE = "a gradient of the step is not finite"
+
 
 def fieller_interval(means: Tensor, covariance: Tensor, degrees: float, coverage: float = 0.95) -> tuple[float, float]:
     """Returns Fieller's interval of numerator / denominator.
@@ -51,7 +53,9 @@ class Pair:
     degrees: float  # of freedom of the covariance
 
     def estimate(self, number: int, remark: str = "") -> Estimate:
-        """Returns one of the two with its error."""
+        """Returns one of the two with its error; missing where it is not finite."""
+        if not bool(self.values[number].isfinite()):
+            return Estimate.missing(remark or NOT_FINITE)
         variance = float(self.covariance[number, number])
         return Estimate(float(self.values[number]), math.sqrt(max(variance, 0.0)), int(self.degrees) + 1, remark)
 
@@ -82,7 +86,9 @@ class RunningPair:
         self.state = torch.zeros(8, dtype=torch.float64)
 
     def add(self, pair: Pair) -> None:
-        """Takes in the pair of another step."""
+        """Takes in the pair of another step; one that is not finite would end the mean, and is left out."""
+        if not bool(pair.values[0].isfinite()):
+            return
         decay, cov = self._decay, pair.covariance
         square = cov[0, 0].square() / pair.degrees
         new = torch.stack([torch.ones_like(square), *pair.values, cov[0, 0], cov[0, 1], cov[1, 1], square])
