@@ -62,7 +62,7 @@ class TokenClassesProbe(Probe):
     needs = Need.ENTROPY_CHANGE
     min_folds = MIN_FOLDS_FOR_STDERR
 
-    def __init__(self, every: int = 10, num_folds: int | None = None) -> None:
+    def __init__(self, every: int = 20, num_folds: int | None = None) -> None:
         super().__init__(every)
         self.num_folds = num_folds
         self._means = {f"{kind}/{name}": RunningPair(DECAY) for kind, names in CLASSES.items() for name in names}

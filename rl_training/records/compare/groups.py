@@ -191,13 +191,17 @@ def _letter(index: int) -> str:
     return letters[index] if index < 26 else _letter(index // 26 - 1) + letters[index % 26]
 
 
+def _said(name: str, value: str) -> str:
+    return f"no {name}" if value == "None" else f"{name}={value}"
+
+
 def _labels(groups: Sequence[Group]) -> list[str]:
     """Returns a short label that distinguishes each group: its settings, or the names of their first runs."""
     differing = differences(groups)
     labels = []
     for settings in (group.members[0].settings or {} for group in groups):
         labels.append(
-            ", ".join(f"{name.rpartition('.')[2]}={settings[name]}" for name in differing if name in settings)
+            ", ".join(_said(name.rpartition(".")[2], settings[name]) for name in differing if name in settings)
         )
     fits = len(set(labels)) == len(labels) and all(0 < len(label) <= LABEL_LENGTH for label in labels)
     return labels if fits else [group.members[0].run.name for group in groups]
