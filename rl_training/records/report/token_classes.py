@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.report.plane import MILLI
 from rl_training.records.report.series import Run
-from rl_training.records.report.summary import MISSING
+from rl_training.records.report.summary import MISSING, plus_minus
 
 NAMES = re.compile(r"^tokens/([^/]+)/([^/]+)/mean_delta_h$")
-HEADINGS = ["by", "class", "of all tokens", "change of entropy, a step", ""]
+HEADINGS = ["by", "class", "of all tokens", "change of entropy, a step"]
 KINDS = {
     "entropy": "entropy at the token",
     "position": "place in its response",
@@ -26,15 +26,16 @@ KINDS = {
 
 @dataclass(frozen=True)
 class TokenClasses:
-    """A row for each class that has tokens."""
+    """A row for each class that has tokens; and how many steps were measured, in words."""
 
     headings: list[str]
     rows: list[list[str]]
+    steps: str
 
 
 def token_classes_of_run(run: Run) -> TokenClasses | None:
     """Returns the table, of classes that have tokens; None where none was measured."""
-    rows = []
+    rows, steps = [], ""
     for kind, name in (match.groups() for match in map(NAMES.match, run.estimates) if match):
         changes, shares = (
             run.measured(f"tokens/{kind}/{name}/{quantity}") for quantity in ("mean_delta_h", "share_of_tokens")
@@ -42,11 +43,11 @@ def token_classes_of_run(run: Run) -> TokenClasses | None:
         known = [step for step, change in changes.items() if math.isfinite(change.value)]
         share = shares[known[-1]].value if known else 0.0
         if share > 0:
-            words = [KINDS.get(kind, kind), name.replace("_", " ")]
-            rows.append([*words, f"{share:.1%}", _milli(changes[known[-1]]), changes[known[-1]].reason])
-    return TokenClasses(HEADINGS, rows) if rows else None
+            change, steps = changes[known[-1]], changes[known[-1]].reason
+            rows.append([KINDS.get(kind, kind), name.replace("_", " "), f"{share:.1%}", _milli(change)])
+    return TokenClasses(HEADINGS, rows, steps) if rows else None
 
 
 def _milli(change: Estimate) -> str:
     half = change.half_width()
-    return f"{MILLI * change.value:+.3f} ± {MILLI * half:.3f}" if math.isfinite(half) else MISSING
+    return plus_minus(MILLI * change.value, MILLI * half, "+") if math.isfinite(half) else MISSING
