@@ -150,7 +150,7 @@ class PeakMeter(TrainerCallback):
 def extra_memory(workload: Workload, probes: str) -> float:
     """Returns the peak with the probes minus that without, in fp32 vectors over the trainable parameters."""
     peaks = []
-    for names in (make_probes(probes), []):
+    for names in (make_probes(probes, every=1), []):
         trainer = make_trainer(workload, names, max_steps=2)
         meter = PeakMeter(trainer)
         trainer.train()
@@ -188,7 +188,7 @@ def _process(rank: int, port: int, workload: Workload, sets: tuple[str, ...], qu
     totals = []
     for names in ("", *sets):
         sent: list[int] = []
-        trainer = make_trainer(small, make_probes(names) if names else [], max_steps=2, config=config)
+        trainer = make_trainer(small, make_probes(names, every=1) if names else [], max_steps=2, config=config)
         with counted(sent):
             trainer.train()
         totals.append(sum(sent))
