@@ -60,7 +60,7 @@ def test_it_is_in_log_records_report_and_dashboard_and_ends_the_run_if_asked_to(
     assert alerts(records) == ([3], 0, 0)
     row = next(row for row in summarize(records) if row.label == "alerts")
     assert row.value == "at step 3"
-    assert "0 of 0" in row.note
+    assert "0 of the 0" in row.note
     forecast = EntropyForecast()
     for step in (1, 2, 3, 4):
         line = lines[step]
