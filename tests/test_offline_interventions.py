@@ -396,6 +396,7 @@ def row(name: str, delta_h: float, half: float, reward: float = 0.0, remark: str
 def test_the_sentences_say_what_keeps_entropy_and_how_certain_the_order_of_prices_is() -> None:
     rows = [
         row("plain", -3e-3, 1e-3),
+        row("unpriced", 4e-3, 1e-3) | {f"measured_price{end}": math.nan for end in ("", "_low", "_high")},
         row("dear", 2e-3, 1e-3, reward=-16e-3),
         row("cheap", 1e-3, 5e-4, reward=-2e-3),
         row("middling", 2e-3, 1e-3, reward=-7e-3),
@@ -407,7 +408,8 @@ def test_the_sentences_say_what_keeps_entropy_and_how_certain_the_order_of_price
     assert in_words(rows) == [
         "Significantly more entropy than the step as it is (95 %), in order of price: "
         "cheap +1.00 ± 0.50 at a price of 2.0 (1.0 … 3.0); "
-        "middling +2.0 ± 1.0 at a price of 3.5 (2.5 … 4.5); dear +2.0 ± 1.0 at a price of 8.0 (7.0 … 9.0). "
+        "middling +2.0 ± 1.0 at a price of 3.5 (2.5 … 4.5); dear +2.0 ± 1.0 at a price of 8.0 (7.0 … 9.0); "
+        "unpriced +4.0 ± 1.0 (price not measured: no reward in E changed). "
         "Prices whose intervals do not overlap: cheap costs less than dear; middling costs less than dear. "
         "The rest of their order is not certain.",
         "Significantly less entropy: spends -4.0 ± 1.0.",

@@ -37,6 +37,7 @@ from rl_training.offline.update import make_update
 from rl_training.probes import InterventionsProbe
 
 NOT_KNOWN = "the interval of its ΔH includes 0, or it was not measured"
+SAME_REWARDS = "it changed the reward of no response of E, whose number is too small to tell the price"
 QUANTITIES = ("delta_h", "delta_reward")
 
 
@@ -110,6 +111,8 @@ def columns_of(kind: str, some: Sequence[Replicates]) -> dict[str, float]:
         columns |= {f"{kind}_{quantity}": estimate.value, f"{kind}_{quantity}_se": estimate.stderr}
         columns[f"{kind}_{quantity}_half"] = estimate.half_width()
     price = pair.minus_ratio(NOT_KNOWN) if some else Estimate.missing(NOT_KNOWN)
+    if some and pair.covariance[1, 1] == 0:
+        price = Estimate.missing(SAME_REWARDS)
     low, high = price.ends()
     return columns | {f"{kind}_price": price.value, f"{kind}_price_low": low, f"{kind}_price_high": high}
 

@@ -176,7 +176,7 @@ def in_words(rows: Sequence[Mapping[str, Any]], checkpoint: str = "") -> list[st
             untold.append(row["name"])
         else:
             (keeps if value > 0 else spends).append(row)
-    keeps.sort(key=lambda row: row["measured_price"])
+    keeps.sort(key=lambda row: (is_nan(row["measured_price"]), row["measured_price"]))
     spends.sort(key=lambda row: row["measured_delta_h"])
     said = [
         (
@@ -190,7 +190,7 @@ def in_words(rows: Sequence[Mapping[str, Any]], checkpoint: str = "") -> list[st
     ]
     sentences = [f"{words}: {'; '.join(names)}." for words, names in said if names]
     if keeps:
-        sentences[0] += certain_order({row["name"]: _price(row) for row in keeps})
+        sentences[0] += certain_order({row["name"]: _price(row) for row in keeps if not is_nan(row["measured_price"])})
     if keeps and checkpoint:
         branch = f"rl-training train branch={checkpoint} run_dir=NEW intervention={keeps[0]['asked']}"
         sentences.append(f"To train with the first of them from here: {branch}")
@@ -211,6 +211,8 @@ def _price(row: Mapping[str, Any]) -> Estimate:
 
 
 def _priced(row: Mapping[str, Any]) -> str:
+    if is_nan(row["measured_price"]):
+        return f"{row['name']} {_changes(row)} (price not measured: no reward in E changed)"
     return f"{row['name']} {_changes(row)} at a price of {estimate_in_words(_price(row))}"
 
 
