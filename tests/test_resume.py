@@ -182,7 +182,7 @@ def test_a_checkpoint_of_two_processes_is_said_not_to_go_on_bitwise_with_one(
     shutil.copy(checkpoint / "rng_state.pth", checkpoint / "rng_state_1.pth")
     (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
     run_of(run_dir, "resume=latest")
-    assert "checkpoint-3 was written by 2 process(es) and continues with 1: random numbers differ" in caplog.text
+    assert "checkpoint-3: the number of processes changes from 2 to 1: random numbers differ" in caplog.text
 
 
 @pytest.mark.parametrize(

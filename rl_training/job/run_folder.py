@@ -61,7 +61,7 @@ def find_run_folder(cfg: DictConfig) -> RunFolder:
         else:
             if written != state.num_processes:
                 logger.warning(
-                    f"{checkpoint.name} was written by {written} process(es) and continues with {state.num_processes}: "
+                    f"{checkpoint.name}: the number of processes changes from {written} to {state.num_processes}: "
                     "random numbers differ, so it is not bitwise the uninterrupted run"
                 )
             logger.warning(f"continuing {run} from step {taken}")
@@ -132,7 +132,7 @@ def check_number_of_processes(num_processes: int) -> None:
     asked = int(os.environ.get("WORLD_SIZE", "1"))
     if asked != num_processes:
         raise ValueError(
-            f"WORLD_SIZE={asked}, but {num_processes} process(es) joined: start them with accelerate launch or "
+            f"WORLD_SIZE={asked}, but the number of processes is {num_processes}: start them with accelerate launch or "
             "torchrun, or unset WORLD_SIZE"
         )
     met_alone = "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ

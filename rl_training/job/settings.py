@@ -214,7 +214,7 @@ def accumulation_steps(
         fitting = max(round(sequences_per_step / at_once), 1) * at_once
         raise ValueError(
             f"batch.sequences_per_step={sequences_per_step} is not a multiple of batch.microbatch_size="
-            f"{microbatch_size} x {num_processes} process(es) = {at_once}: use batch.sequences_per_step={fitting}"
+            f"{microbatch_size} x {num_processes} (processes) = {at_once}: use batch.sequences_per_step={fitting}"
         )
     return sequences_per_step // at_once
 
