@@ -380,7 +380,7 @@ def test_asking_for_two_processes_and_getting_one_is_an_error(tmp_path: Path) ->
 def test_a_process_that_did_not_join_the_others_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     check_number_of_processes(2)
-    with pytest.raises(ValueError, match="WORLD_SIZE=2, but 1 process"):
+    with pytest.raises(ValueError, match="WORLD_SIZE=2, but the number of processes is 1:"):
         check_number_of_processes(1)
 
 
