@@ -18,8 +18,14 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
 from rl_training.hosts.trl import sampling
-from rl_training.hosts.trl.buffer import FilteredBuffer, are_mixed, prompt_weights, start_buffer
-from rl_training.hosts.trl.refill import RolloutSlots, merge_metrics
+from rl_training.hosts.trl.buffer import (
+    FilteredBuffer,
+    are_mixed,
+    fill_slots,
+    merge_metrics,
+    prompt_weights,
+    start_buffer,
+)
 from rl_training.job.build import TrainingRun, build_run
 from rl_training.probes import EffectiveSampleSizeProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import BUFFER_STATE, save_buffer_state
@@ -157,15 +163,13 @@ def test_options_that_make_no_sense_are_refused(option: dict[str, Any], message:
 
 
 def test_a_mixed_prompt_takes_the_place_of_a_rejected_one_and_no_other() -> None:
-    """By hand, two processes with three slots. Group 4 of process 1 is a surplus."""
-    slots = RolloutSlots(2, 3)
-    slots.put(torch.tensor([[False, True, False], [True, True, False]]))
-    assert (slots.missing, slots.filled) == (2, 0.5)
-    slots.put(torch.tensor([[False, True], [True, True]]))
-    assert (slots.missing, slots.filled) == (1, 5 / 6)
-    assert slots.groups == [[4, 1, 2], [0, 1, 3]]
-    slots.put(torch.tensor([[True], [True]]))
-    assert (slots.missing, slots.groups) == (0, [[4, 1, 5], [0, 1, 3]])
+    """By hand, two processes with three slots. Group 4 of the second is a surplus."""
+    one, other = torch.tensor([[0, 1, 0, 0, 1, 1], [1, 1, 0, 1, 1, 1]]).bool()
+    filled = [[fill_slots(mixed[:generated], 3) for generated in (3, 5, 6)] for mixed in (one, other)]
+    assert [[(groups.tolist(), empty) for groups, empty in of_process] for of_process in filled] == [
+        [([0, 1, 2], 2), ([4, 1, 2], 1), ([4, 1, 5], 0)],
+        [([0, 1, 2], 1), ([0, 1, 3], 0), ([0, 1, 3], 0)],
+    ]
 
 
 def test_metrics_of_several_attempts_are_those_of_all_their_sequences() -> None:

@@ -1,4 +1,4 @@
-"""A reward function that is wrong is named, with what is wrong: it raises, lacks a column, or returns no rewards."""
+"""A reward function that is wrong is named, with what is wrong: it raises, lacks a column, or returns no numbers."""
 
 from __future__ import annotations
 
@@ -27,10 +27,6 @@ def looks_up(completions: list[str], **columns: Any) -> list[float]:
     return [float(target == "x") for target in columns["target"]]
 
 
-def one(completions: list[str], **columns: Any) -> list[float]:
-    return [1.0]
-
-
 def words(completions: list[str], **columns: Any) -> list[str]:
     return ["good"] * len(completions)
 
@@ -39,8 +35,8 @@ def nothing(completions: list[str], **columns: Any) -> None:
     pass
 
 
-async def later(completions: list[str], **columns: Any) -> list[float]:
-    return [1.0, 2.0, 3.0]
+async def later(completions: list[str], **columns: Any) -> int:
+    return 1
 
 
 class Judge:
@@ -48,8 +44,8 @@ class Judge:
 
     __name__ = "judge"
 
-    def __call__(self, completions: list[str], **columns: Any) -> list[float]:
-        return [1.0]
+    def __call__(self, completions: list[str], **columns: Any) -> list[str]:
+        return ["bad"]
 
 
 GIVEN = {"prompts": ["1", "2"], "completions": ["a", "b"], "completion_ids": [[1], [2]], "answer": ["3", "4"],
@@ -65,17 +61,13 @@ def named(function: Any, name: str) -> Any:
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (
-            raises,
-            r"raises raised ZeroDivisionError: no tests ran \(.*functions.py:\d+\); .*prompt, answer$",
-        ),
-        (asks, "asks needs solution, and the data set has the columns prompt, answer$"),
-        (looks_up, "looks_up raised KeyError: 'target' .* has the columns prompt, answer$"),
-        (one, "one returned 1 rewards for 2 completions"),
-        (words, r"words returned \['good', 'good'\] instead of a list of numbers"),
-        (nothing, "nothing returned None instead of a list of numbers"),
-        (later, "later returned 3 rewards for 2 completions"),
-        (Judge(), "judge returned 1 rewards for 2 completions"),
+        (raises, r"raises failed: ZeroDivisionError: no tests ran \(.*functions.py:\d+\); .*prompt, answer$"),
+        (asks, "asks failed: TypeError: .*'solution' .* has the columns prompt, answer$"),
+        (looks_up, "looks_up failed: KeyError: 'target' .* has the columns prompt, answer$"),
+        (words, "words failed: ValueError: could not convert string to float: 'good'"),
+        (nothing, "nothing failed: TypeError: 'NoneType' object is not iterable"),
+        (later, "later failed: TypeError: 'int' object is not iterable"),
+        (Judge(), "judge failed: ValueError: could not convert string to float: 'bad'"),
     ],
 )
 def test_whatever_is_wrong_with_a_reward_function_its_name_is_said(function: Any, message: str) -> None:
@@ -96,7 +88,7 @@ def test_rewards_and_what_is_no_opinion_come_as_they_are() -> None:
 def test_a_trainer_of_ones_own_with_probes_names_it_until_they_are_removed(make_trainer: Any) -> None:
     trainer = make_trainer(GRPOTrainer, reward=asks)
     arguments = [{"prompt": "1+1=", "answer": "2"}], ["1+1="], ["2"], [[3]]
-    with attach(trainer, []), pytest.raises(ValueError, match="reward function asks needs solution"):
+    with attach(trainer, []), pytest.raises(ValueError, match="asks failed: TypeError"):
         trainer._calculate_rewards(*arguments)
     with pytest.raises(TypeError):
         trainer._calculate_rewards(*arguments)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from rl_training.hosts.trl import batches
-from rl_training.hosts.trl.rollouts import Rollouts
+from rl_training.hosts.trl.batches import Rollouts
 
 NONE: Any = None
 
@@ -50,4 +50,4 @@ def test_a_prompt_whose_responses_lie_on_two_processes_is_one(rank: int, expecte
     rollouts = rollouts_of(rank)
     output = batch(6)
     rollouts.begin(output, keep_logps=False)
-    assert (rollouts.read(output).prompt_index - rollouts.generation.number * 6).tolist() == expected
+    assert (rollouts.read(output).prompt_index - rollouts.number * 6).tolist() == expected

@@ -23,8 +23,8 @@ from rl_training.engine.batch import LossSettings
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.probe import Probe
-from rl_training.engine.step import Ranks
 from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.processes import all_ranks
 from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.patches import check_behaviour, refuse_missing_members, wrap
 from rl_training.hosts.trl.policy import LogpsAndEntropies, TrainerPolicy
@@ -36,7 +36,6 @@ from rl_training.hosts.trl.refusals import (
 )
 from rl_training.hosts.trl.remedied import RemediedLoss
 from rl_training.hosts.trl.reward_functions import named_rewards
-from rl_training.hosts.trl.rollouts import Rollouts
 from rl_training.hosts.trl.sampling import why_no_fresh_responses, why_sampling_mismatch
 from rl_training.hosts.trl.sharding import sharding_of
 from rl_training.interventions.named import Intervention
@@ -78,7 +77,7 @@ class Attachment(TrainerCallback):
         self._writer = EstimateWriter(self._records, self._log, trainer.accelerator.is_main_process)
         self._policy = TrainerPolicy(trainer)
         self._remedied = RemediedLoss(trainer, self._policy, interventions)
-        self._rollouts = Rollouts(trainer, self._policy, whole_prompts)
+        self._rollouts = batches.Rollouts(trainer, self._policy, whole_prompts)
         self._trained = False
         self._complete = False  # all gradients of the step are in
         self._in_loss = False
@@ -161,7 +160,7 @@ class Attachment(TrainerCallback):
 
     def _gradients_ready(self) -> None:
         self._complete = True
-        self.driver.gradients_ready(self._rollouts.generation.number)
+        self.driver.gradients_ready(self._rollouts.number)
 
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)
@@ -222,7 +221,7 @@ class Attachment(TrainerCallback):
                 shape=self._shape(),
                 sharding=sharding_of(trainer),
                 policy=self._policy,
-                ranks=Ranks(trainer.accelerator.num_processes, functools.partial(batches.sum_over_ranks, trainer)),
+                ranks=all_ranks(),
                 multi_epoch=trainer.num_iterations > 1,
                 autocast=trainer.args.bf16,
                 dr_grpo=self.loss_settings.is_dr_grpo,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
 
-from rl_training.engine.batch import LossSettings, Rollout
+from rl_training.engine.batch import LossSettings, Rollout, in_one_width
+from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.mathematics.scores import Scores
 
 # Keys that ride along in TRL's batch dictionaries.
 ROLLOUT_ROW = "rollout_row"  # the row before TRL's shuffle
@@ -25,8 +27,6 @@ IMAGE_INPUTS = (
     *("spatial_shapes", "pixel_attention_mask", "token_type_ids", "mm_token_type_ids"),
 )
 SAMPLING_LOGPS = "old_per_token_logps"  # TRL's own
-
-
 # What makes a loss Dr-GRPO's: no division by a group's standard deviation or a length, no other term, no mask.
 DR_GRPO: dict[str, Any] = {
     "loss_type": "dr_grpo",
@@ -164,8 +164,65 @@ def _up_to_last_token(ids: Tensor, pad_token_id: int) -> Tensor:
     return (real.flip(1).cumsum(dim=1).flip(1) > 0).to(real)
 
 
-def sum_over_ranks(trainer: GRPOTrainer, tensor: Tensor) -> Tensor:
-    """Returns the sum of a small tensor over the ranks. A collective."""
-    if trainer.accelerator.num_processes == 1:
-        return tensor
-    return trainer.accelerator.reduce(tensor, reduction="sum")
+class Rollouts:
+    """The rollouts of a trainer: adds to TRL's batches what TRL leaves out, and reads it back.
+
+    whole_prompts  the responses of a prompt are put into one microbatch
+    """
+
+    def __init__(self, trainer: GRPOTrainer, policy: TrainerPolicy, whole_prompts: bool) -> None:
+        self._trainer, self._policy, self._whole_prompts = trainer, policy, whole_prompts
+        self._tool_mask: list[list[int]] | None = None  # of the latest rollout, this rank's
+        self._rewards: Tensor | None = None  # of the latest rollout, all ranks
+        self.number = 0  # of the rollout that training learns from at present
+        self._sampled_at = -1  # global_step
+
+    def on_turns(self, original: Callable[..., tuple], prompts: list) -> tuple:
+        generated = original(prompts)
+        self._tool_mask = generated[2]
+        return generated
+
+    def on_rewards(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        by_function = original(*args, **kwargs)
+        self._rewards = (by_function * self._trainer.reward_weights.to(by_function.device)).nansum(dim=1)
+        return by_function
+
+    def begin(self, output: dict, keep_logps: bool) -> None:
+        """Begins with a fresh rollout, TRL's batch of this rank, and adds to it what TRL does not hand on."""
+        trainer, ids = self._trainer, output["completion_ids"]
+        if self._tool_mask is not None and trainer.mask_truncated_completions:
+            rows = [torch.tensor([mask], device=ids.device) for mask in self._tool_mask]
+            output[POLICY_MASK] = in_one_width(rows, at_least=ids.shape[1])
+        output[ROLLOUT_ROW] = torch.arange(len(ids), device=ids.device)
+        if self._rewards is not None and REWARD not in output:  # a buffer has put its own there
+            first = trainer.accelerator.process_index * len(ids)  # rewards are of all ranks
+            output[REWARD] = self._rewards[first : first + len(ids)].to(ids.device)
+        self.number, self._sampled_at = self.number + 1, trainer.state.global_step
+        if keep_logps and trainer.mask_truncated_completions and steps_per_rollout(trainer.args) > 1:
+            rollout, logps = self.read(output), output[SAMPLING_LOGPS]
+            scores = Scores(logps, torch.zeros_like(logps), rollout.completion_mask)
+            output[SAMPLED_LOGPS] = self._policy.with_hidden(scores, rollout, are_hidden(output)).logps
+
+    def on_prepare_inputs(self, original: Callable[..., dict], generation_batch: Any) -> dict:
+        before = self.number
+        inputs = original(generation_batch)
+        if self._whole_prompts and self.number != before:
+            buffered = self._trainer._buffered_inputs
+            position = next(i for i, batch in enumerate(buffered) if batch is inputs)
+            self._trainer._buffered_inputs = in_whole_prompt_order(buffered)
+            inputs = self._trainer._buffered_inputs[position]
+        return inputs
+
+    def read(self, inputs: dict) -> Rollout:
+        """Returns the sequences of one of TRL's batch dictionaries, a microbatch or the whole rollout of this rank."""
+        trainer = self._trainer
+        size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+        return read_rollout(
+            inputs,
+            first_prompt=self.number * size,
+            responses_per_prompt=trainer.num_generations,
+            on_policy=self._sampled_at == trainer.state.global_step,
+            begun=trainer.accelerator.process_index * size % trainer.num_generations,
+            pad_token_id=trainer._tokenizer.pad_token_id if trainer.mask_truncated_completions else None,
+            ends=[*trainer.eos_token_ids, trainer._tokenizer.pad_token_id],
+        )

@@ -3,7 +3,7 @@
 A prompt whose responses all get the same reward has zero advantage and contributes no gradient. Two remedies:
 
     rejection   such a prompt is replaced by another one, until the rollout is full or `max_attempts` generations were
-                made (refill.py)
+                made. Every process knows all rewards, so all decide the same without communicating
     weights     a prompt is drawn in proportion to   floor + (1 - floor) 4 E[p (1 - p)],   at most 1
 
 p is the chance that the present policy answers the prompt right, and p (1 - p) the variance of a 0/1 reward. The
@@ -21,11 +21,20 @@ all rewards are equal, all prompts are drawn with equal weight.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence, Sized
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence, Sized
+from typing import Any
 
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
+
+from rl_training.engine.batch import in_one_width
+from rl_training.hosts.trl import batches
+
+Generate = Callable[[list[dict[str, Any]]], tuple[dict[str, Any], Tensor]]  # rows → TRL's output, rewards of all ranks
+Metrics = Mapping[str, Sequence[float]]
 
 PRIOR_RESPONSES = 2.0  # weight of the prior, the success rate of all prompts, in responses: as wide as a uniform p
 
@@ -156,3 +165,116 @@ def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
             "prompts, a smaller batch.sequences_per_step, or buffer=plain"
         )
     buffer.start(num_prompts)
+
+
+# --- a rollout ----------------------------------------------------------------------------------------------------
+
+
+def fill_slots(mixed: Tensor, num_slots: int) -> tuple[Tensor, int]:
+    """Returns which group of a process fills each of its slots, and how many slots have no mixed group.
+
+    mixed  (groups,), whether each group generated so far is mixed. The first ones have their own slots; a mixed one
+           that comes later takes the first slot whose group is not. Surplus groups are dropped
+    """
+    groups = torch.arange(num_slots)
+    empty, later = (~mixed[:num_slots]).nonzero().flatten(), mixed[num_slots:].nonzero().flatten()
+    filled = min(len(empty), len(later))
+    groups[empty[:filled]] = num_slots + later[:filled]
+    return groups, len(empty) - filled
+
+
+def fill_rollout(trainer: GRPOTrainer, buffer: FilteredBuffer, generate: Generate, num_rows: int) -> dict[str, Any]:
+    """Returns a rollout of `num_rows` sequences of this process, rewards too, as full of mixed prompts as can be.
+
+    Slots that stay empty keep the prompt of the first attempt, whose advantages are 0. An attempt has the same size on
+    all processes: as many groups as the process with most empty slots needs.
+    """
+    size, world, rank = trainer.num_generations, trainer.accelerator.num_processes, trainer.accelerator.process_index
+    num_slots = num_rows // size
+    mixed, empty = torch.zeros(world, 0, dtype=torch.bool), [num_slots] * world
+    outputs: list[dict[str, Any]] = []
+    metrics: list[Metrics] = []
+    tried: list[int] = []
+    buffer.forget()
+    while (each := max(empty)) and len(outputs) < buffer.max_attempts:
+        if each * world > buffer.num_prompts - len(tried):
+            break  # no prompts are left to try
+        prompts = buffer.draw(each * world, tried)
+        rows = [dict(trainer.train_dataset[i]) for i in prompts[rank * each : (rank + 1) * each] for _ in range(size)]
+        kept, trainer._metrics["train"] = trainer._metrics["train"], defaultdict(list)
+        try:
+            output, rewards = generate(rows)
+        finally:
+            logged, trainer._metrics["train"] = trainer._metrics["train"], kept
+        rewards = rewards.view(world, each, size)
+        output[batches.REWARD] = rewards[rank].flatten().to(output["completion_ids"].device)
+        buffer.learn(prompts, rewards.flatten(0, 1))
+        mixed = torch.cat([mixed, are_mixed(rewards).cpu()], dim=1)
+        empty = [fill_slots(of_process, num_slots)[1] for of_process in mixed]
+        tried += prompts
+        outputs.append(output)
+        metrics.append(logged)
+    sequences = [len(output["completion_ids"]) * world for output in outputs]
+    lengths = [logged["completions/mean_length"][-1] for logged in metrics]
+    merged = merge_metrics(metrics, sequences) | {
+        "buffer/attempts": float(len(outputs)),
+        "buffer/acceptance": int(mixed.sum()) / len(tried),
+        "buffer/filled": 1 - sum(empty) / (num_slots * world),
+        "buffer/generated_tokens": float(sum(round(t * n) for t, n in zip(lengths, sequences, strict=True))),
+    }
+    for name, value in merged.items():
+        trainer._metrics["train"][name].append(value)
+    trainer._metrics["train"]["num_tokens"] = list(metrics[-1]["num_tokens"])  # a running count, not an average
+    return _joined(trainer, outputs, fill_slots(mixed[rank], num_slots)[0])
+
+
+def merge_metrics(attempts: Sequence[Metrics], num_sequences: Sequence[int]) -> dict[str, float]:
+    """Returns what TRL logged in each attempt as one number per name: the mean over all their sequences.
+
+    Of a minimum it is the least one, of a maximum the largest; of a standard deviation the mean of the attempts' own.
+    What is logged of the sequences that ended by themselves, `…_terminated_length`, is merged over those.
+    """
+    merged = {}
+    ended = [n * (1 - of["completions/clipped_ratio"][-1]) for of, n in zip(attempts, num_sequences, strict=True)]
+    for name in {name: None for attempt in attempts for name in attempt}:
+        weights = ended if name.endswith("_terminated_length") else num_sequences
+        values = [
+            (attempt[name][-1], weight)
+            for attempt, weight in zip(attempts, weights, strict=True)
+            if weight > 0 and name in attempt and not math.isnan(attempt[name][-1])
+        ]
+        kind = name.rpartition("/")[2].partition("_")[0]
+        if not values:
+            merged[name] = math.nan
+        elif kind in ("min", "max"):
+            merged[name] = {"min": min, "max": max}[kind](value for value, _ in values)
+        else:
+            merged[name] = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
+    return merged
+
+
+def _joined(trainer: GRPOTrainer, outputs: Sequence[dict[str, Any]], groups: Tensor) -> dict[str, Any]:
+    """Returns these groups, counted through TRL's outputs, as one output: no wider than its longest sequence needs."""
+    size = trainer.num_generations
+    rows = (groups.unsqueeze(1) * size + torch.arange(size)).flatten().to(outputs[0]["completion_ids"].device)
+    joined = {}
+    for key, first in outputs[0].items():
+        if first.ndim == 0:  # num_items_in_batch, counted anew below
+            continue
+        parts = [output[key] for output in outputs]
+        if first.ndim == 2:
+            value = trainer._tokenizer.pad_token_id if key.endswith("_ids") else 0
+            joined[key] = in_one_width(parts, on_the_left=key.startswith("prompt"), value=value)[rows]
+        else:
+            joined[key] = torch.cat(parts)[rows]
+    multiple = trainer.pad_to_multiple_of or 1
+    for side in ("prompt", "completion"):
+        longest = max(1, int(joined[f"{side}_mask"].sum(dim=1).max()))
+        width, padded = -(-longest // multiple) * multiple, joined[f"{side}_mask"].shape[1]
+        if side == "completion" and trainer.mask_truncated_completions:
+            continue  # the mask hides the longest responses
+        for key, tensor in joined.items():
+            if tensor.ndim == 2 and tensor.shape[1] == padded and key.startswith("prompt") == (side == "prompt"):
+                joined[key] = tensor[:, -width:] if side == "prompt" else tensor[:, :width]
+    joined["num_items_in_batch"] = trainer.accelerator.gather(joined["completion_mask"].sum()).sum()
+    return joined

@@ -1,7 +1,7 @@
 """The private members of TRL and transformers that this package relies on, and `wrap`.
 
 One table, checked once in `attach`, with one forward pass over four tokens: a version that lacks a member, or
-returns something else, is refused by name before training begins. DeepSpeed's are in zero.py, FSDP2's in
+returns something else, is refused by name before training begins. DeepSpeed's are in sharding.py, FSDP2's in
 engine/fsdp2.py.
 """
 
@@ -13,8 +13,7 @@ import inspect
 import types
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import Trainer
@@ -26,8 +25,7 @@ logger = logging.get_logger(__name__)
 WRITTEN_FOR = {"trl": "1.16", "transformers": "5.23", "accelerate": "1.15"}
 
 
-@dataclass(frozen=True)
-class Method:
+class Method(NamedTuple):
     """A method that we call or wrap, with the names of the parameters that we rely on."""
 
     owner: type
@@ -36,16 +34,6 @@ class Method:
 
     def __str__(self) -> str:
         return f"{self.owner.__name__}.{self.name}"
-
-    def why_not(self) -> str:
-        """Returns what is wrong with it in the installed version, "" if nothing is."""
-        method = getattr(self.owner, self.name, None)
-        if method is None:
-            return f"{self} is gone"
-        found = tuple(inspect.signature(method).parameters)[1:]  # less self
-        if not set(self.parameters) <= set(found):
-            return f"{self} takes ({', '.join(found)}), not ({', '.join(self.parameters)}, …)"
-        return ""
 
 
 METHODS = (
@@ -83,20 +71,24 @@ TRAINER_ATTRIBUTES = (
 
 def refuse_missing_members(trainer: GRPOTrainer) -> None:
     """Raises ValueError, naming what is missing or takes other arguments; warns once of an untested version."""
-    for method in METHODS:
-        _refuse(method.why_not(), "transformers" if method.owner is Trainer else "trl")
+    for of in METHODS:
+        library = "transformers" if of.owner is Trainer else "trl"
+        _demand(hasattr(of.owner, of.name), f"{of} is gone", library)
+        found = list(inspect.signature(getattr(of.owner, of.name)).parameters)[1:]  # less self
+        others = f"{of} takes ({', '.join(found)}), not ({', '.join(of.parameters)}, …)"
+        _demand(set(of.parameters) <= set(found), others, library)
     for name in TRAINER_ATTRIBUTES:
-        _refuse("" if hasattr(trainer, name) else f"GRPOTrainer.{name} is gone", "trl")
-    untried = {
-        library: found
-        for library, tried in WRITTEN_FOR.items()
-        if not (found := importlib.metadata.version(library)).startswith(f"{tried}.")
-    }
+        _demand(hasattr(trainer, name), f"GRPOTrainer.{name} is gone")
+    installed = {library: importlib.metadata.version(library) for library in WRITTEN_FOR}
+    untried = [
+        f"{library} {version} (tested: {WRITTEN_FOR[library]})"
+        for library, version in installed.items()
+        if not version.startswith(f"{WRITTEN_FOR[library]}.")
+    ]
     if untried:
-        found = ", ".join(
-            f"{library} {version} (tested: {WRITTEN_FOR[library]})" for library, version in untried.items()
+        logger.warning_once(
+            f"probes have not been tested with {', '.join(untried)}; the methods that they rely on are present"
         )
-        logger.warning_once(f"probes have not been tested with {found}; the methods that they rely on are present")
 
 
 def check_behaviour(trainer: GRPOTrainer) -> None:
@@ -114,11 +106,11 @@ def check_behaviour(trainer: GRPOTrainer) -> None:
             trainer.model, ids, torch.ones_like(ids), logits_to_keep=2, compute_entropy=True
         )
     scores = "GRPOTrainer._get_per_token_logps_and_entropies"
-    _refuse("" if isinstance(found, tuple) and len(found) == 3 else f"{scores} does not return three values", "trl")
+    _demand(isinstance(found, tuple) and len(found) == 3, f"{scores} does not return three values")
     for name, values in zip(("log-probabilities", "entropies"), found, strict=False):
         shape = f"of shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else "no tensor"
-        _refuse("" if shape == "of shape (1, 2)" else f"the {name} of {scores} are {shape}", "trl")
-    _refuse("" if found[0].grad_fn is not None else f"the log-probabilities of {scores} have no graph", "trl")
+        _demand(shape == "of shape (1, 2)", f"the {name} of {scores} are {shape}")
+    _demand(found[0].grad_fn is not None, f"the log-probabilities of {scores} have no graph")
 
 
 def _without_profiling(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -138,8 +130,9 @@ def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) 
         undo.callback(setattr, owner, name, before)
 
 
-def _refuse(what: str, library: str) -> None:
-    if what:
+def _demand(there: bool, what: str, library: str = "trl") -> None:
+    """Raises ValueError, saying what is wrong with the installed version, where a thing is not as it must be."""
+    if not there:
         raise ValueError(
             f"written for {library} {WRITTEN_FOR[library]}, found {importlib.metadata.version(library)}: {what}; "
             f"install {library}=={WRITTEN_FOR[library]}.*"

@@ -15,6 +15,7 @@ from transformers.utils import logging
 from trl import GRPOTrainer
 
 from rl_training.engine.capabilities import Fixes
+from rl_training.hosts.trl.sharding import has_sharded_weights
 
 logger = logging.get_logger(__name__)
 
@@ -29,41 +30,24 @@ FIXES = Fixes(
 
 def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
     """Raises ValueError, saying what to do, where probes would corrupt training or could measure nothing."""
-    _refuse_backwards_that_are_corrupted(trainer)
-    _refuse_sharded_states(trainer)
-
-
-def _refuse_backwards_that_are_corrupted(trainer: GRPOTrainer) -> None:
-    args = trainer.args
+    args, state, ddp = trainer.args, trainer.accelerator.state, trainer.accelerator.ddp_handler
     if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
-        if trainer.is_deepspeed_enabled and trainer.accelerator.state.deepspeed_plugin.zero_stage == 3:
-            raise ValueError(
-                "TRL makes gradient checkpointing of adapters reentrant under ZeRO-3, which gives a second backward no "
-                "gradients: leave gradient_checkpointing out, or use ZeRO-2 (launch/zero2.yaml)"
-            )
         raise ValueError(
             "reentrant gradient checkpointing gives a second backward no gradients: "
-            'set gradient_checkpointing_kwargs={"use_reentrant": False}'
+            'set gradient_checkpointing_kwargs={"use_reentrant": False}, or leave gradient_checkpointing out where TRL '
+            "makes it reentrant, for adapters under ZeRO-3"
         )
-    ddp = trainer.accelerator.ddp_handler
     if args.ddp_static_graph or (ddp is not None and ddp.static_graph):
         raise ValueError("a second backward silently corrupts DDP's static_graph: set ddp_static_graph=False")
     if args.fp16:
         raise ValueError("fp16 scales the loss, and with it the gradients that probes read: use bf16 or fp32")
-
-
-def _refuse_sharded_states(trainer: GRPOTrainer) -> None:
-    cuts_weights = ""
     if trainer.is_fsdp_enabled:
-        refuse_fsdp_that_cannot_be_read(trainer.accelerator.state.fsdp_plugin)
-        cuts_weights = "FSDP2"
+        refuse_fsdp_that_cannot_be_read(state.fsdp_plugin)
     if trainer.is_deepspeed_enabled:
-        plugin = trainer.accelerator.state.deepspeed_plugin
-        refuse_deepspeed_that_cannot_be_read(plugin.deepspeed_config)
-        cuts_weights = "ZeRO-3" if plugin.zero_stage == 3 else ""
-    if cuts_weights and trainer.mask_truncated_completions:
+        refuse_deepspeed_that_cannot_be_read(state.deepspeed_plugin.deepspeed_config)
+    if trainer.mask_truncated_completions and has_sharded_weights(trainer):
         raise ValueError(
-            f"mask_truncated_completions needs one more forward pass inside training's own, where {cuts_weights} has "
+            "mask_truncated_completions needs one more forward pass inside training's own, where FSDP2 and ZeRO-3 have "
             "sharded the weights: use ZeRO-2 (launch/zero2.yaml), or train without probes (probe=none)"
         )
 

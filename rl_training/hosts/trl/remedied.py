@@ -19,6 +19,7 @@ from trl import GRPOTrainer
 from rl_training.engine.batch import Rollout
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.policy import Policy
+from rl_training.hosts.processes import all_ranks
 from rl_training.hosts.trl import batches
 from rl_training.interventions import remedies
 from rl_training.interventions.loss import LossInputs, of_microbatch, silent_share
@@ -68,10 +69,7 @@ class RemediedLoss:
     def begin(self, rollout: Rollout) -> None:
         """Registers a fresh rollout of this rank. A collective."""
         if self._on_loss:
-            trainer = self._trainer
-            self._silent_share = silent_share(
-                rollout.advantages, rollout.prompt_index, lambda mine: batches.sum_over_ranks(trainer, mine)
-            )
+            self._silent_share = silent_share(rollout.advantages, rollout.prompt_index, all_ranks().reduce)
 
     def __call__(self, loss: Tensor, rollout: Rollout, scores: Scores, reference_logps: Tensor | None) -> Tensor:
         """Returns the loss of a microbatch with the gradient that the interventions ask for.

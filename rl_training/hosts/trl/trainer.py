@@ -26,8 +26,7 @@ from trl import GRPOConfig, GRPOTrainer
 from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.attachment import Attachment
 from rl_training.hosts.trl.batches import loss_in_words, steps_per_rollout
-from rl_training.hosts.trl.buffer import FilteredBuffer, start_buffer
-from rl_training.hosts.trl.refill import fill_rollout
+from rl_training.hosts.trl.buffer import FilteredBuffer, fill_rollout, start_buffer
 from rl_training.interventions.named import intervention
 from rl_training.records.checkpoint_states import load_buffer_state, save_buffer_state, writing
 from rl_training.records.jsonl import Records
