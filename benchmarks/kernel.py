@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import io
+import math
 import statistics
 import tempfile
 import time
@@ -27,7 +28,6 @@ from typing import Any
 import rl_training.job.silence  # noqa: F401
 
 import torch
-from torch import Tensor
 from workload import SHAPES, Workload, make_trainer
 
 from rl_training.engine.batch import Rollout
@@ -38,10 +38,10 @@ from rl_training.mathematics.sketches import CountSketches
 from rl_training.mathematics.vectors import Layout
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
-from rl_training.offline.kernel_blocks import plan_blocks, row_products
+from rl_training.offline.kernel_blocks import KernelInputs, RowSummarizer, plan_blocks, row_products
 from rl_training.offline.kernel_files import load_kernel
-from rl_training.offline.kernel_rows import RowSummarizer
-from rl_training.offline.kernel_types import KernelInputs, KernelSettings, KernelStep
+from rl_training.offline.settings import KernelSettings
+from rl_training.offline.update import Update, in_parts
 
 PAIRS = 7
 
@@ -77,19 +77,18 @@ def random_rollout(count: int, prompt: int, completion: int, vocabulary: int, de
     )
 
 
-def step_of(rows: GradientRows, trainer: object, inputs: KernelInputs) -> KernelStep:
-    """Returns a first step's, whose moments are zero: its numbers mean nothing, its costs do."""
+def inputs_of(rows: GradientRows, trainer: object, e: Rollout, u: Rollout, max_length: int) -> KernelInputs:
+    """Returns those of a first step, whose moments are zero: its numbers mean nothing, its costs do."""
     view = view_optimizer(replicated(trainer), dict(rows.parameters))  # type: ignore[arg-type]
-    u, e = inputs.update, inputs.evaluation
-    weights = -(u.advantages / (u.num_sequences * inputs.max_length)).unsqueeze(1) * u.completion_mask
-    gradient = sum(rows.sum(u, batch, weights) for batch in rows.batches(range(u.num_sequences)))
-    of_e, of_h = (w / e.num_sequences for w in (inputs.logp_weights, inputs.entropy_weights))
-    x = sum(rows.sum(e, batch, of_e, of_h) for batch in rows.batches(range(e.num_sequences)))
-    assert isinstance(gradient, Tensor)
-    assert isinstance(x, Tensor)
+    weights = torch.randn(e.completion_mask.shape, device=e.advantages.device)
+    pairs = weights / e.num_sequences, torch.ones_like(weights) / e.num_sequences
+    of_u = -(u.advantages / (u.num_sequences * max_length)).unsqueeze(1) * u.completion_mask
+    gradient = torch.stack([rows.sum(u, batch, of_u) for batch in rows.batches(range(u.num_sequences))]).sum(dim=0)
+    x = torch.stack([rows.sum(e, batch, *pairs) for batch in rows.batches(range(e.num_sequences))]).sum(dim=0)
     pieces = optimizer_pieces(Layout(rows.parameters), rows.parameters, view.states)
-    factor = torch.cat([p.state.gradient_factor(p.param, gradient[p.flat]) for p in pieces])
-    return KernelStep(gradient, x, 1.0, (-factor).sqrt(), torch.stack([0 * factor, factor * gradient, 0 * factor]))
+    parts, clip = in_parts(pieces, gradient, math.inf)
+    step = Update(gradient, clip, parts, parts.total, pieces, gradient[None], (0,), torch.ones(1), math.inf)
+    return KernelInputs(e, weights, torch.ones_like(weights), x, u, step, max_length)
 
 
 def arguments() -> argparse.Namespace:
@@ -132,7 +131,7 @@ def print_sizes(sketch_seconds: float, rate: float) -> None:
 
 
 def print_whole(
-    args: argparse.Namespace, rows: GradientRows, trainer: Any, inputs: KernelInputs, parameters: Mapping[str, Any]
+    args: argparse.Namespace, rows: GradientRows, inputs: KernelInputs, parameters: Mapping[str, Any]
 ) -> tuple[float, float]:
     """Prints what a whole kernel takes, and what the formula says; returns a sketch's seconds a coordinate, and F."""
     size = sum(p.numel() for p in parameters.values())
@@ -145,8 +144,8 @@ def print_whole(
     product_seconds, product = interleaved(lambda: held @ streamed.T, lambda: row_products(held, streamed))
     sketch = CountSketches({name: p.numel() for name, p in parameters.items()})
     sketch_seconds = min(seconds(lambda: sketch(streamed)) for _ in range(3)) / streamed.numel()
-    step, settings = step_of(rows, trainer, inputs), KernelSettings(args.memory_gb, microbatch_size=args.microbatch)
-    summarizer = RowSummarizer(rows, step, settings)
+    settings = KernelSettings(args.memory_gb, microbatch_size=args.microbatch)
+    summarizer = RowSummarizer(inputs, rows.parameters, settings)
 
     def rates() -> tuple[float, float, float]:
         """Returns t, s and F of the formula."""
@@ -164,7 +163,7 @@ def print_whole(
     e, u = args.evaluation, args.update
     num_blocks = len(plan_blocks(e, size, memory_bytes=1e9 * args.memory_gb, microbatch=args.microbatch))
     with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
-        took = seconds(lambda: calculate_kernel(rows, step, inputs, settings, Path(folder)))
+        took = seconds(lambda: calculate_kernel(rows, inputs, settings, Path(folder)))
         error = float(load_kernel(Path(folder)).about["identity_error"])
     per_sequence, kept, rate = (statistics.median(x) for x in zip(*before, *(rates() for _ in range(3)), strict=True))
     passes = u * num_blocks + 1.6 * e  # the first pass over U is the analysis's own
@@ -187,12 +186,11 @@ def main() -> None:
     rows = GradientRows(trainer, parameters, args.microbatch)
     e, u = (random_rollout(n, args.prompt_tokens, args.completion_tokens, vocabulary, device)
             for n in (args.evaluation, args.update))  # fmt: skip
-    weights = torch.randn(e.completion_mask.shape, device=device)
-    inputs = KernelInputs(e, weights, torch.ones_like(weights), u, args.completion_tokens)
+    inputs = inputs_of(rows, trainer, e, u, args.completion_tokens)
     tokens = f"{args.prompt_tokens} + {args.completion_tokens} tokens"
     print(f"{args.shape}, LoRA rank {args.rank}, {size:,} trained, {tokens}\n")
     print_gradients(rows, inputs, rows.batches(range(args.microbatch))[0], args.microbatch)
-    sketch_seconds, rate = print_whole(args, rows, trainer, inputs, parameters)
+    sketch_seconds, rate = print_whole(args, rows, inputs, parameters)
     if args.sizes:
         print_sizes(sketch_seconds, rate)
 

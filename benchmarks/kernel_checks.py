@@ -41,15 +41,15 @@ from rl_training.job.run_settings import run_settings
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.importance import LOGP, sequence_totals
 from rl_training.mathematics.sketches import CountSketches, cosines, inner_products
+from rl_training.mathematics.vectors import pairs_dot
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.gradient_rows import GradientRows
-from rl_training.offline.kernel_at_checkpoint import kernel_of_analysis, kernel_step
-from rl_training.offline.kernel_blocks import row_products, square_norms
-from rl_training.offline.kernel_types import KernelSettings
+from rl_training.offline.kernel_at_checkpoint import kernel_of_analysis
+from rl_training.offline.kernel_blocks import metric_root, row_products
 from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.probe import Analysis, analyse
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.settings import Evaluation, Memory, Settings, TruthSettings, UpdateConfig
+from rl_training.offline.settings import Evaluation, KernelSettings, Memory, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.structure import Row, Structure
 from rl_training.offline.truth import by_name
 from rl_training.offline.update import Update, make_update
@@ -108,13 +108,12 @@ def sketches_table(checkpoint: Path, prompts: int, seeds: int = 3) -> None:
     kernel_of_analysis(
         restored, found, KernelSettings(store_gradients=True, sketch_buckets=64, sketch_repeats=2), folder
     )
-    assert found.first_order is not None
-    root = kernel_step(found.update, found.first_order.direction[TOKEN]).root
+    root = metric_root(found.update)
     of_e, of_u = (
         torch.cat([load_file(path)["W"] for path in sorted(folder.glob(f"gradients-{name}-*"))]) * root
         for name in ("evaluation", "update")
     )
-    exact, sq_e, sq_u = row_products(of_e, of_u), square_norms(of_e), square_norms(of_u)
+    exact, sq_e, sq_u = row_products(of_e, of_u), pairs_dot(of_e, of_e), pairs_dot(of_u, of_u)
     cosine = exact / (sq_e.unsqueeze(1) * sq_u).sqrt()
     sizes = {name: p.numel() for name, p in restored.parameters.items()}
     print(f"rms cosine {float(cosine.square().mean().sqrt()):.3f}, {len(root):,} coordinates, {seeds} seeds")
@@ -171,10 +170,10 @@ def shares_table(checkpoint: Path, draws: int, tokens: bool) -> None:
         folder = Path(tempfile.mkdtemp())
         kernel_of_analysis(restored, found, KernelSettings(sketch_buckets=64, sketch_repeats=2), folder)
         s = Structure.read(folder)
-        parts = [float(s.contributions[s.is_of_class(name)].sum()) for name in ("same text", "same prompt, other text")]
+        parts = [float(s.contributions[s.classes[name]].sum()) for name in ("same text", "same prompt, other text")]
         parts += [float(s.contributions.sum()) - sum(parts), float(s.contributions.sum())]
         others = [float(s.kernel.about[f"delta_h/part/{cause}"]) for cause in CAUSES if cause != "gradient"]
-        counts = [float(s.is_of_class(name).double().mean()) for name in ("same text", "same prompt, other text")]
+        counts = [float(s.classes[name].double().mean()) for name in ("same text", "same prompt, other text")]
         diagonal = token_diagonal(restored, found, s) if tokens else math.nan
         rows.append([1e3 * x for x in (*parts, *others, diagonal)] + counts)
         line(draw, *rows[-1])
@@ -190,8 +189,7 @@ def token_diagonal(restored: RestoredTrainer, found: Analysis, s: Structure) -> 
     e, scores = found.evaluation.rollout, found.evaluation.scores
     e = take_rows(e, e.prompt_index.argsort(stable=True))
     weights = surrogate_weights(scores.entropies, scores.mask, e.prompt_index, "token", "buffer")  # of E in this order
-    assert found.first_order is not None
-    metric = kernel_step(found.update, found.first_order.direction[TOKEN]).root.double().square()
+    metric = metric_root(found.update).double().square()
     rows, total = GradientRows(restored.trainer, restored.parameters, 32), 0.0
     hashes = [row["hash"] for row in s.evaluation]
     for text in sorted(set(hashes)):

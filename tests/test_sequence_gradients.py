@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
@@ -24,7 +24,7 @@ from transformers import (
 )
 from trl.trainer.utils import add_fused_lm_head
 
-from rl_training.offline.flat_vectors import FlatVectors
+from rl_training.mathematics.vectors import Layout
 from rl_training.offline.sequence_gradients import Recording, SequenceGradients
 
 BATCH, LENGTH, VOCABULARY, PADDING = 4, 9, 23, 0
@@ -90,10 +90,16 @@ def weights_of(ids: Tensor) -> Tensor:
 
 def by_hooks(model: nn.Module, score: Callable[[], Tensor], weights: Tensor) -> Tensor:
     parameters = trained(model)
-    buffer = FlatVectors(parameters, len(weights))
     scored, recording = SequenceGradients(model, parameters).record(score)
-    recording.fill(buffer, [scored], [weights.to(scored)])
-    return buffer.matrix
+    rows = room_for(parameters)
+    recording.fill(rows, [scored], [weights.to(scored)])
+    return rows
+
+
+def room_for(parameters: Mapping[str, Tensor]) -> Tensor:
+    """Returns a matrix for a batch's rows, in which what stood before must not matter."""
+    layout = Layout(parameters)
+    return torch.full((BATCH, layout.num_entries), torch.nan, dtype=layout.dtype)
 
 
 def one_by_one(model: nn.Module, score_of: Callable[[nn.Module, Tensor], Callable[[], Tensor]], ids: Tensor) -> Tensor:
@@ -165,12 +171,12 @@ def test_norms_of_every_kind_are_right(kind: str, ids: Tensor) -> None:
     model = nn.Sequential(embed, norm)
     model.get_input_embeddings = lambda: embed  # type: ignore[assignment]
     parameters = dict(norm.named_parameters())
-    buffer, weights = FlatVectors(parameters, BATCH), torch.randn(BATCH, LENGTH, 4, dtype=torch.float64)
+    found, weights = room_for(parameters), torch.randn(BATCH, LENGTH, 4, dtype=torch.float64)
     y, recording = SequenceGradients(model, parameters).record(lambda: model(ids))
-    recording.fill(buffer, [y], [weights])
+    recording.fill(found, [y], [weights])
     rows = [torch.autograd.grad(model(ids)[i], list(parameters.values()), weights[i]) for i in range(BATCH)]
     expected = torch.stack([torch.cat(row) for row in rows])
-    assert_equal(buffer.matrix, expected, 1e-12)
+    assert_equal(found, expected, 1e-12)
 
 
 def test_fp32_agrees_to_1e_5(ids: Tensor) -> None:
@@ -193,12 +199,12 @@ def test_several_payloads_are_taken_from_one_forward(ids: Tensor) -> None:
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
     parameters, weights = trained(model), weights_of(ids)
-    buffer = FlatVectors(parameters, BATCH)
+    found = room_for(parameters)
     scored, recording = SequenceGradients(model, parameters).record(scorer(model, ids))
     rows = []
     for outputs, payload in (([scored], [weights]), ([scored, scored.exp()], [weights, 2 * weights])):
-        recording.fill(buffer, outputs, payload, keep_graph=True)
-        rows.append(buffer.matrix.clone())
+        recording.fill(found, outputs, payload, keep_graph=True)
+        rows.append(found.clone())
     twice = weights + 2 * weights * scored.detach().exp()
     assert_equal(rows[0], by_hooks(model, scorer(model, ids), weights), 1e-12)
     assert_equal(rows[1], by_hooks(model, scorer(model, ids), twice), 1e-12)
@@ -259,7 +265,7 @@ def test_a_module_that_no_gradient_comes_back_to_is_named(ids: Tensor) -> None:
     assert isinstance(recording, Recording)
     aside = recording._roots[0].sum(dim=2) + other.sum(dim=2)  # does not go through the layers
     with pytest.raises(ValueError, match=r"no gradient came back to .*lora_A"):
-        recording.fill(FlatVectors(trained(model), BATCH), [aside], [torch.ones_like(aside)])
+        recording.fill(room_for(trained(model)), [aside], [torch.ones_like(aside)])
 
 
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {

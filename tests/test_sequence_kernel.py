@@ -34,15 +34,14 @@ from rl_training.mathematics.sketches import cosines
 from rl_training.offline.buffers import EvaluationBuffer, UpdateBuffer
 from rl_training.offline.first_order import TOKEN, predict
 from rl_training.offline.gradient_rows import GradientRows
-from rl_training.offline.kernel import calculate_kernel
-from rl_training.offline.kernel_at_checkpoint import kernel_of_analysis, kernel_step
+from rl_training.offline.kernel import calculate_kernel, prove_identity
+from rl_training.offline.kernel_at_checkpoint import kernel_of_analysis
+from rl_training.offline.kernel_blocks import KernelInputs
 from rl_training.offline.kernel_files import load_kernel
-from rl_training.offline.kernel_proofs import prove_identity
-from rl_training.offline.kernel_types import KernelInputs, KernelSettings, KernelStep, Ranks
 from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.probe import analyse
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.settings import Evaluation, Memory, Settings, TruthSettings, UpdateConfig
+from rl_training.offline.settings import Evaluation, KernelSettings, Memory, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.structure import Structure, headline
 from rl_training.offline.update import make_update
 from rl_training.tasks.arithmetic import arithmetic
@@ -61,7 +60,6 @@ class Case:
     trainer: GRPOTrainer
     restored: RestoredTrainer
     inputs: KernelInputs
-    step: KernelStep
 
     @property
     def parameters(self) -> Mapping[str, torch.nn.Parameter]:
@@ -106,7 +104,7 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
     evaluation = EvaluationBuffer(of_e, of_e.prompt_index, scores, ())
     direction = predict(restored, evaluation, update, 4).direction[TOKEN]
     weights = surrogate_weights(scores.entropies, scores.mask, of_e.prompt_index, "token", "buffer")
-    return Case(trainer, restored, KernelInputs(of_e, *weights, of_u, max_length=24), kernel_step(update, direction))
+    return Case(trainer, restored, KernelInputs(of_e, *weights, direction, of_u, update, max_length=24))
 
 
 SETTINGS_OF: dict[str, dict[str, Any]] = {
@@ -136,7 +134,7 @@ def cases(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Case]:
 
 
 def calculated(case: Case, folder: Path, settings: KernelSettings = SETTINGS, **more: Any) -> dict[str, Tensor]:
-    calculate_kernel(case.rows(), case.step, case.inputs, settings, folder, **more)
+    calculate_kernel(case.rows(), case.inputs, settings, folder, **more)
     return dict(load_kernel(folder).tensors)
 
 
@@ -231,7 +229,7 @@ def test_entries_are_those_of_single_backwards_and_adamw_written_out(name: str, 
 def test_blocks_and_microbatches_do_not_matter(cases: Any, finished: Any, tmp_path: Path) -> None:
     case, whole = cases("adapter"), load_kernel(finished("adapter")).tensors
     parts = calculated(case, tmp_path / "parts", in_blocks_of(case, 2))
-    calculate_kernel(case.rows(4), case.step, case.inputs, SETTINGS, tmp_path / "fours")
+    calculate_kernel(case.rows(4), case.inputs, SETTINGS, tmp_path / "fours")
     for other in (parts, load_file(tmp_path / "fours" / "kernel.safetensors")):
         assert other.keys() == whole.keys()
         for key, value in whole.items():
@@ -289,7 +287,7 @@ def test_what_if_is_the_step_taken_anew_without_these_sequences(
         told = what_if(s, without)
         left = dataclasses.replace(q.update, advantages=q.update.advantages.masked_fill(without, 0.0))
         delta = make_update(case.restored, UpdateBuffer(left, NUM_U, 1), Memory(4)).delta.double()
-        true_entropy, true_logp = float(case.step.entropy_gradient.double() @ delta), float((w @ delta)[right].mean())
+        true_entropy, true_logp = float(case.inputs.entropy_gradient.double() @ delta), float((w @ delta)[right].mean())
         for key, true in (("deltaH1", true_entropy), ("log_probability_of_right", true_logp)):
             changed = abs(true - told[f"{key}_before"])
             assert abs(told[key] - true) <= rounding * abs(true), (text, key)
@@ -318,7 +316,7 @@ def test_a_killed_run_goes_on_after_its_last_block(cases: Any, tmp_path: Path, c
     whole = calculated(case, tmp_path / "whole", settings)
     folder = tmp_path / "killed"
     dying = Killed(case.trainer, case.parameters, 3)
-    child = FORK.Process(target=calculate_kernel, args=(dying, case.step, case.inputs, settings, folder))
+    child = FORK.Process(target=calculate_kernel, args=(dying, case.inputs, settings, folder))
     child.start()
     child.join(timeout=100)
     assert child.exitcode == -signal.SIGKILL
@@ -341,15 +339,13 @@ def test_the_folder_of_another_kernel_is_refused(cases: Any, finished: Any) -> N
     )
     for other, named in ((longer, "max_length"), (otherwise_taught, "advantages")):
         with pytest.raises(ValueError, match=f"holds a kernel with other {named}:"):
-            calculate_kernel(case.rows(), case.step, other, SETTINGS, finished("adapter"))
+            calculate_kernel(case.rows(), other, SETTINGS, finished("adapter"))
 
 
 def share(rank: int, port: int, case: Case, folder: Path) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     dist.init_process_group("gloo", rank=rank, world_size=2, timeout=timedelta(seconds=60))
-
-    ranks = Ranks(rank, 2, dist.barrier)
-    calculate_kernel(case.rows(), case.step, case.inputs, SETTINGS, folder, ranks)
+    calculate_kernel(case.rows(), case.inputs, SETTINGS, folder)
     dist.destroy_process_group()
 
 
@@ -422,7 +418,7 @@ class Mixing(GradientRows):
 def test_rows_that_are_wrong_end_the_run(broken: type[GradientRows], message: str, cases: Any, tmp_path: Path) -> None:
     case = cases("full")
     with pytest.raises(ValueError, match=message):
-        calculate_kernel(broken(case.trainer, case.parameters, 4), case.step, case.inputs, SETTINGS, tmp_path)
+        calculate_kernel(broken(case.trainer, case.parameters, 4), case.inputs, SETTINGS, tmp_path)
     assert not (tmp_path / "kernel.safetensors").exists()
 
 
@@ -430,15 +426,15 @@ def test_a_kernel_that_lost_a_row_is_refused(cases: Any, finished: Any) -> None:
     case, found = cases("full"), dict(load_kernel(finished("full")).tensors)
     value = float(load_kernel(finished("full")).about["pairs_sum"])
     by_rows = torch.tensor([value, 50 * abs(value)], dtype=torch.float64)
-    proof = prove_identity(found, case.inputs, case.step, by_rows, value, 1e-4)
+    proof = prove_identity(found, case.inputs, by_rows, value, 1e-4)
     assert float(proof["identity_error"]) == 0.0
     found["entropy_kernel"][2] = 0.0
     with pytest.raises(ValueError, match="rows of the kernel are missing or wrong"):
-        prove_identity(found, case.inputs, case.step, by_rows, value, 1e-4)
+        prove_identity(found, case.inputs, by_rows, value, 1e-4)
 
 
 def test_a_budget_for_no_row_says_what_would_do(cases: Any, tmp_path: Path) -> None:
     case = cases("full")
     tight = dataclasses.replace(SETTINGS, memory_gb=1e-4)
     with pytest.raises(ValueError, match=r"give at least kernel.memory_gb=0\.00\d"):
-        calculate_kernel(case.rows(), case.step, case.inputs, tight, tmp_path)
+        calculate_kernel(case.rows(), case.inputs, tight, tmp_path)

@@ -12,9 +12,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_training.job.analysis_settings import check_analysis, name_of
 from rl_training.offline.interventions import InterventionSettings
-from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.logs import LogSettings
-from rl_training.offline.settings import Settings
+from rl_training.offline.settings import KernelSettings, Settings
 from rl_training.offline.sweep import SweepSettings, refuse_sweep
 from rl_training.records.analyses import OFFLINE, RESULT_FILE
 from rl_training.records.checkpoints import checkpoints_named

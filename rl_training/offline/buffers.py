@@ -189,6 +189,12 @@ def tokens_of(rollout: Rollout, row: int) -> tuple[list[int], list[int]]:
     return prompt.tolist(), response.tolist()
 
 
+def text_of(restored: RestoredTrainer, rollout: Rollout, row: int) -> dict[str, str]:
+    """Returns prompt and response of a row as texts."""
+    prompt, response = (restored.policy.decode(torch.tensor(ids)) for ids in tokens_of(rollout, row))
+    return {"prompt": prompt, "response": response}
+
+
 def rewards_of(restored: RestoredTrainer, prompts: Sequence[Any], rollout: Rollout) -> Tensor:
     """Returns the rewards of E, (N_E,); nan for a prompt that no row of the training or evaluation set has."""
     trainer, rewards = restored.trainer, torch.full((rollout.num_sequences,), math.nan)

@@ -11,7 +11,7 @@ The pairs add up to the gradient part of δH₁ only. Momentum and decay, with t
 times δθ by cause.
 
 Every run checks itself, or ends with an error: Σ_j A_j W_j against the batch gradient of the first pass, three rows
-against a backward of that sequence alone, and the sum over all pairs against x̄·δθ of those rows: kernel_proofs.py.
+against a backward of that sequence alone, and the sum over all pairs against x̄·δθ of those rows.
 
 A folder holds update.safetensors (U's side), block-N.safetensors (rows of E) as they are ready, each written under
 another name and moved, so that a killed run resumes after the last; at the end, kernel.safetensors.
@@ -22,184 +22,253 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
 
-from rl_training.engine.batch import Rollout
 from rl_training.engine.updates import CAUSES
 from rl_training.mathematics.sketches import inner_products
-from rl_training.offline.buffers import tokens_of
 from rl_training.offline.gradient_rows import GradientRows
-from rl_training.offline.kernel_blocks import plan_blocks, row_products, weighted_sum
-from rl_training.offline.kernel_files import KERNEL_FILE, UPDATE_FILE, block_file, claim, save_tensors
-from rl_training.offline.kernel_proofs import MAX_IDENTITY_ERROR, gradient_part, prove_identity, prove_row, prove_sum
-from rl_training.offline.kernel_rows import RowSummarizer, expectation
-from rl_training.offline.kernel_types import ALONE, DTYPES, KernelInputs, KernelSettings, KernelStep, Ranks
-from rl_training.offline.sequences import token_hash
+from rl_training.offline.kernel_blocks import (
+    KernelInputs,
+    RowSummarizer,
+    expectation,
+    plan_blocks,
+    row_products,
+    weighted_sum,
+)
+from rl_training.offline.kernel_files import KERNEL_FILE, UPDATE_FILE, block_file, claim, save_tensors, text_hashes
+from rl_training.offline.settings import KernelSettings
 
 GRADIENT_PART = "gradient_part"  # in UPDATE_FILE
+MAX_ERROR = 1e-4  # of Σ A_j W_j against the batch gradient, and of a row against that sequence's own backward, in fp32
+MAX_IDENTITY_ERROR = {"float32": 1e-4, "bfloat16": 1e-2}  # of the sum over all pairs, by what rows are held in
 
 
 def calculate_kernel(
-    rows: GradientRows, step: KernelStep, inputs: KernelInputs, settings: KernelSettings, folder: Path,
-    ranks: Ranks = ALONE, about: Mapping[str, str] | None = None,
+    rows: GradientRows, inputs: KernelInputs, settings: KernelSettings, folder: Path,
+    about: Mapping[str, str] | None = None,
 ) -> Path:  # fmt: skip
-    """Returns the file with the kernel of these sequences; resumes a killed run.
+    """Returns the file with the kernel of these sequences; resumes a killed run. Processes share the blocks.
 
     about  further metadata for the file
 
     Raises ValueError when the folder holds another kernel, the budget fits no row, or a proof fails.
     """
-    done = folder / KERNEL_FILE
+    done, rank, num_ranks = folder / KERNEL_FILE, 0, 1
+    if dist.is_initialized():
+        rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    of_kernel = _Calculation(rows, inputs, settings, folder)
     blocks = plan_blocks(
         inputs.evaluation.num_sequences,
-        len(step.root),
+        len(inputs.root),
         memory_bytes=settings.memory_gb * 1e9,
         microbatch=rows.microbatch,
-        bytes_per_entry=DTYPES[settings.dtype].itemsize,
-        num_ranks=ranks.count,
+        bytes_per_entry=of_kernel.dtype.itemsize,
+        num_ranks=num_ranks,
     )
-    of_kernel = _Calculation(rows, step, inputs, settings, folder, RowSummarizer(rows, step, settings))
-    if ranks.rank == 0:
-        claim(folder, of_kernel.identity(blocks))
+    identity = of_kernel.identity(blocks)
+    if rank == 0:
+        claim(folder, identity)
         if not done.is_file():
-            print(expectation(rows, inputs, of_kernel.summarizer, blocks, ranks))
-    ranks.wait()
+            print(expectation(rows, inputs, of_kernel.summarizer, blocks, num_ranks))
+    _wait()
     if not done.is_file():
-        of_kernel.calculate(blocks, ranks)
-        ranks.wait()
-        if ranks.rank == 0:
-            of_kernel.join(len(blocks), about or {})
-    ranks.wait()
+        of_kernel.calculate(blocks, range(rank, len(blocks), num_ranks))
+        _wait()
+        if rank == 0:
+            of_kernel.join(len(blocks), identity, about or {})
+    _wait()
     return done
 
 
-@dataclass(frozen=True)
+def _wait() -> None:
+    if dist.is_initialized():
+        dist.barrier()
+
+
 class _Calculation:
     """The second pass over U, and its files."""
 
-    rows: GradientRows
-    step: KernelStep
-    inputs: KernelInputs
-    settings: KernelSettings
-    folder: Path
-    summarizer: RowSummarizer
+    def __init__(self, rows: GradientRows, inputs: KernelInputs, settings: KernelSettings, folder: Path) -> None:
+        self._rows, self._inputs, self._settings, self._folder = rows, inputs, settings, folder
+        self.dtype: torch.dtype = getattr(torch, settings.dtype)
+        self.summarizer = RowSummarizer(inputs, rows.parameters, settings)
 
-    def calculate(self, blocks: Sequence[range], ranks: Ranks) -> None:
-        """Calculates this process's missing blocks; the first one of process 0 also writes U's side."""
-        own = range(ranks.rank, len(blocks), ranks.count)
-        missing = [number for number in own if not block_file(self.folder, number).is_file()]
-        total = sum(len(blocks[number]) + self.inputs.update.num_sequences for number in missing)
-        with tqdm(total=total, desc="kernel", unit="sequence", disable=ranks.rank != 0) as bar:
+    def calculate(self, blocks: Sequence[range], own: range) -> None:
+        """Calculates the missing ones of this process's own blocks; the first one of process 0 also writes U's side."""
+        missing = [number for number in own if not block_file(self._folder, number).is_file()]
+        total = sum(len(blocks[number]) + self._inputs.update.num_sequences for number in missing)
+        with tqdm(total=total, desc="kernel", unit="sequence", disable=own.start != 0) as bar:
             for number in missing:
-                with_update = ranks.rank == 0 and not (self.folder / UPDATE_FILE).is_file()
-                save_tensors(self._block(blocks[number], with_update, bar), block_file(self.folder, number))
+                with_update = own.start == 0 and not (self._folder / UPDATE_FILE).is_file()
+                save_tensors(self._block(blocks[number], with_update, bar), block_file(self._folder, number))
 
     def _block(self, of_block: range, with_update: bool, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
         """Returns the kernel's rows of a block of E, with what else is stored about them."""
-        step, update, summarizer = self.step, self.inputs.update, self.summarizer
-        dtype, device = DTYPES[self.settings.dtype], step.root.device
-        w, x = (torch.empty(len(of_block), len(step.root), dtype=dtype, device=device) for _ in range(2))
+        inputs, update, root = self._inputs, self._inputs.update, self._inputs.root
+        w, x = (root.new_empty(len(of_block), len(root), dtype=self.dtype) for _ in range(2))
         found = self._hold(of_block, w, x, bar)
         kernel = [torch.empty(len(of_block), update.num_sequences, dtype=torch.float64) for _ in range(2)]
-        total, side = torch.zeros_like(step.root, dtype=torch.float64), []
-        for batch in self.rows.batches(range(update.num_sequences)):
-            streamed = self.rows.log_probability(update, batch)
+        total, side = torch.zeros_like(root, dtype=torch.float64), []
+        for batch in self._rows.batches(range(update.num_sequences)):
+            streamed = self._rows.log_probability(update, batch)
             total += weighted_sum(update.advantages[batch], streamed)
             if with_update:
                 self._store_gradients(f"update-{int(batch[0]):06d}", W=streamed)
-                side.append({"plain": summarizer.sketch_for_norms(streamed), **summarizer.scale(streamed)})
+                side.append({"plain": self.summarizer.sketch_of_norms(streamed), **self.summarizer.scale(streamed)})
             else:
-                streamed *= step.root
+                streamed *= root
             for out, of_held in zip(kernel, (w, x), strict=True):
                 out[:, batch.cpu()] = row_products(of_held, streamed).cpu()
             bar.update(len(batch))
-        prove_sum(self.rows, self.inputs, step, total)
+        prove_sum(self._rows, inputs, total)
         if with_update:
-            kept = {key: torch.cat([part[key] for part in side]) for key in side[0]}
+            kept = _joined(side)
             plain = kept.pop("plain")
             kept["gram"] = inner_products(plain, plain)[0]  # W_j · W_k, for the norm of the gradient without some
-            kept[GRADIENT_PART] = gradient_part(self.inputs, step, total)
-            save_tensors(kept, self.folder / UPDATE_FILE)
+            kept[GRADIENT_PART] = gradient_part(inputs, total)
+            save_tensors(kept, self._folder / UPDATE_FILE)
         return {**found, "kernel": kernel[0], "entropy_kernel": kernel[1]}
 
     def _hold(self, of_block: range, w: Tensor, x: Tensor, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
         """Fills √M W_i and √M x_i of a block of E and returns what else is stored about them."""
-        inputs, found = self.inputs, []
+        inputs, found = self._inputs, []
         proven = {of_block[0], of_block[len(of_block) // 2], of_block[-1]}
-        for batch in self.rows.batches(of_block):
-            place = slice(int(batch[0]) - of_block[0], int(batch[-1]) - of_block[0] + 1)
-            both = self.rows.both(inputs.evaluation, batch, inputs.logp_weights, inputs.entropy_weights)
+        for batch in self._rows.batches(of_block):
+            first, last = int(batch[0]), int(batch[-1])
+            place = slice(first - of_block[0], last - of_block[0] + 1)
+            both = self._rows.both(inputs.evaluation, batch, inputs.logp_weights, inputs.entropy_weights)
             own = next(both)
             for row in proven & set(batch.tolist()):
-                prove_row(self.rows, inputs, row, own[row - int(batch[0])])
-            self._store_gradients(f"evaluation-{int(batch[0]):06d}", W=own)
+                prove_row(self._rows, inputs, row, own[row - first])
+            self._store_gradients(f"evaluation-{first:06d}", W=own)
             kept = self.summarizer.scale(own)
             w[place] = own
             of_entropy = next(both)
-            self._store_gradients(f"entropy-{int(batch[0]):06d}", x=of_entropy)
+            self._store_gradients(f"entropy-{first:06d}", x=of_entropy)
             found.append({**kept, **self.summarizer.scale_entropy(of_entropy)})
             x[place] = of_entropy
             bar.update(len(batch))
-        return {key: torch.cat([part[key] for part in found]) for key in found[0]}
+        return _joined(found)
 
     def _store_gradients(self, name: str, **rows: Tensor) -> None:
-        if self.settings.store_gradients:
-            dtype, path = DTYPES[self.settings.dtype], self.folder / f"gradients-{name}.safetensors"
-            save_tensors({key: part.to(dtype) for key, part in rows.items()}, path)
+        if self._settings.store_gradients:
+            path = self._folder / f"gradients-{name}.safetensors"
+            save_tensors({key: part.to(self.dtype) for key, part in rows.items()}, path)
 
     def identity(self, blocks: Sequence[range]) -> dict[str, Any]:
         """Returns what must be the same for two runs to be parts of one kernel."""
-        settings = dataclasses.asdict(self.settings)
+        settings = dataclasses.asdict(self._settings)
         return {
-            "evaluation": text_hashes(self.inputs.evaluation),
-            "update": text_hashes(self.inputs.update),
-            "advantages": self.inputs.update.advantages.tolist(),
-            "max_length": self.inputs.max_length,
-            "parameters": {name: list(p.shape) for name, p in self.rows.parameters.items()},
-            "metric_norm": float(f"{float(self.step.root.double().square().sum()):.5g}"),  # P's: of this step
+            "evaluation": text_hashes(self._inputs.evaluation),
+            "update": text_hashes(self._inputs.update),
+            "advantages": self._inputs.update.advantages.tolist(),
+            "max_length": self._inputs.max_length,
+            "parameters": {name: list(p.shape) for name, p in self._rows.parameters.items()},
+            "metric_norm": float(f"{float(self._inputs.root.double().square().sum()):.5g}"),  # P's: of this step
             "rows_per_block": len(blocks[0]),
             **{key: value for key, value in settings.items() if key != "memory_gb"},
         }
 
-    def join(self, num_blocks: int, about: Mapping[str, str]) -> None:
-        """Writes the blocks as one file, with the identity checked, and removes them."""
-        step, inputs, files = self.step, self.inputs, [block_file(self.folder, n) for n in range(num_blocks)]
-        parts = [load_file(path) for path in files]
-        joined = {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
-        of_update = load_file(self.folder / UPDATE_FILE)
+    def join(self, num_blocks: int, identity: Mapping[str, Any], about: Mapping[str, str]) -> None:
+        """Writes the blocks as one file, with the sum over all pairs checked, and removes them."""
+        inputs, step = self._inputs, self._inputs.step
+        files = [block_file(self._folder, number) for number in range(num_blocks)]
+        joined, of_update = _joined([load_file(path) for path in files]), load_file(self._folder / UPDATE_FILE)
         by_rows = of_update.pop(GRADIENT_PART)
         joined |= {f"update_{key}": value for key, value in of_update.items()}
         joined["advantages"] = inputs.update.advantages.double().cpu()
-        by_cause = row_products(step.entropy_gradient.unsqueeze(0), step.update)[0]
-        by_batch = float(by_cause[CAUSES.index("gradient")])
-        limit = self.rows.rounding(100.0) * MAX_IDENTITY_ERROR[self.settings.dtype]
+        by_cause = row_products(inputs.entropy_gradient.unsqueeze(0), torch.stack(step.parts))[0].tolist()
+        limit = self._rows.slack * MAX_IDENTITY_ERROR[self._settings.dtype]
         metadata = {
-            "evaluation": json.dumps(text_hashes(inputs.evaluation)),
-            "update": json.dumps(text_hashes(inputs.update)),
-            "parameters": json.dumps({name: list(p.shape) for name, p in self.rows.parameters.items()}),
-            "settings": json.dumps(dataclasses.asdict(self.settings)),
-            "metric_sha256": hashlib.sha256(step.root.cpu().numpy().tobytes()).hexdigest(),
+            **{key: json.dumps(value) for key, value in identity.items()},
+            "metric_sha256": hashlib.sha256(inputs.root.cpu().numpy().tobytes()).hexdigest(),
             "clip_coefficient": repr(step.clip),
             "gradient_norm": repr(float(step.gradient.double().norm())),
             "max_grad_norm": repr(step.max_grad_norm),
-            "max_length": str(inputs.max_length),
-            **prove_identity(joined, inputs, step, by_rows, by_batch, limit),
-            **{f"delta_h/part/{cause}": repr(float(value)) for cause, value in zip(CAUSES, by_cause, strict=True)},
+            **prove_identity(joined, inputs, by_rows, by_cause[CAUSES.index("gradient")], limit),
+            **{f"delta_h/part/{cause}": repr(value) for cause, value in zip(CAUSES, by_cause, strict=True)},
             **about,
         }
-        save_tensors(joined, self.folder / KERNEL_FILE, metadata)
-        for path in (*files, self.folder / UPDATE_FILE):
+        save_tensors(joined, self._folder / KERNEL_FILE, metadata)
+        for path in (*files, self._folder / UPDATE_FILE):
             path.unlink()
 
 
-def text_hashes(rollout: Rollout) -> list[str]:
-    """Returns a hash of the tokens of each sequence, prompt and response, whatever the padding."""
-    return [token_hash(*tokens_of(rollout, row)) for row in range(rollout.num_sequences)]
+def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+
+
+# --- what every kernel must pass --------------------------------------------------------------------------------------
+
+
+def prove_sum(rows: GradientRows, inputs: KernelInputs, total: Tensor) -> None:
+    """Raises ValueError when the rows of U do not add up to the batch gradient."""
+    expected = -inputs.update.num_sequences * inputs.max_length * inputs.step.gradient.double()
+    if expected.any():  # else no sequence has an advantage
+        _refuse_if_apart(
+            total, expected, rows.slack,
+            "the sum of the update sequences' gradients differs from the batch gradient by {}: some use of a parameter "
+            "is not seen by hooks in this model, and its kernel would be wrong",
+        )  # fmt: skip
+
+
+def prove_row(rows: GradientRows, inputs: KernelInputs, row: int, own: Tensor) -> None:
+    """Raises ValueError when a row is not the gradient that an ordinary backward of its sequence alone gives."""
+    alone = rows.sum(inputs.evaluation, rows.batches([row])[0], torch.ones_like(inputs.logp_weights))
+    _refuse_if_apart(
+        own, alone, rows.slack,
+        f"the gradient of evaluation sequence {row} differs from its own backward by {{}}: the model mixes sequences "
+        "of a batch, or a use of a parameter is not seen by hooks",
+    )  # fmt: skip
+
+
+def _refuse_if_apart(found: Tensor, expected: Tensor, slack: float, message: str) -> None:
+    error, limit = float((found - expected).norm() / expected.norm()), MAX_ERROR * slack
+    if not error <= limit:
+        raise ValueError(message.format(f"{error:.2g} of it (limit {limit:.2g})"))
+
+
+def gradient_part(inputs: KernelInputs, total: Tensor) -> Tensor:
+    """Returns (x̄·δθ, |x̄| |δθ|), (2,) fp64, of δθ = c M total /(N_U L): this step's gradient as U's rows have it.
+
+    total  (P,) fp64, Σ_j A_j W_j.  Norms are in the metric M; the second number bounds the first.
+    """
+    x, moved = (v.double() * inputs.root.double() for v in (inputs.entropy_gradient, total))
+    return inputs.scale * torch.stack([x @ moved, x.norm() * moved.norm()]).cpu()
+
+
+def prove_identity(
+    kernel: Mapping[str, Tensor], inputs: KernelInputs, by_rows: Tensor, by_batch: float, limit: float
+) -> dict[str, str]:
+    """Returns what the sum over all pairs and its errors are, for the file; raises ValueError where it is wrong.
+
+    by_rows   (2,), `gradient_part`: with U's gradient as the sum of its rows
+    by_batch  x̄·δθ with U's batch gradient from the first pass
+    limit     of the difference from `by_rows`, relative to its bound
+
+        identity_error  of the sum, relative to by_rows: the rounding of products, stored rows and sums
+        cancellation    the bound of by_rows over its value: fp32 rounds at about 1e-7 of the bound
+        rounding_error  of by_batch, relative to by_rows: one gradient summed in two orders in fp32. It is large where a
+                        young Adam divides by entries that are nearly 0: P has no more digits than they have
+    """
+    contributions = kernel["entropy_kernel"] @ kernel["advantages"].double()
+    total, (value, most) = inputs.scale * float(contributions.mean()), by_rows.tolist()
+    if not abs(total - value) <= limit * most:
+        raise ValueError(
+            f"the pairs add up to {total:.6g}, and the gradient part of the entropy change is {value:.6g}: rows of the "
+            "kernel are missing or wrong; remove its folder and calculate it anew"
+        )
+    identity, rounding = ((abs(v - value) / abs(value) if value else abs(v)) for v in (total, by_batch))
+    return {
+        "pairs_sum": repr(total), "identity_error": repr(identity), "rounding_error": repr(rounding),
+        "cancellation": repr(most / abs(value) if value else math.inf),
+    }  # fmt: skip

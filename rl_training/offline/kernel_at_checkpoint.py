@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from rl_training.engine.batch import Rollout
 from rl_training.hosts.trl.sampling import as_rollout
@@ -22,11 +21,11 @@ from rl_training.offline.buffers import of_all_processes, tokens_of
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
-from rl_training.offline.kernel_types import KernelInputs, KernelSettings, KernelStep, Ranks
+from rl_training.offline.kernel_blocks import KernelInputs
+from rl_training.offline.kernel_files import write_sequences
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.sequences import write_sequences
-from rl_training.offline.update import Update
+from rl_training.offline.settings import KernelSettings
 from rl_training.records.atomic_write import write_atomically
 
 TEXTS_FILE = "kernel_texts.json"
@@ -45,24 +44,26 @@ def kernel_of_analysis(
         raise ValueError("kernel.enabled=true needs the entropy gradient: set first_order.enabled=true")
     rows = GradientRows(restored.trainer, restored.parameters, settings.microbatch_size)
     of_e, of_u = (of_all_processes(b.rollout, restored) for b in (analysis.evaluation, analysis.update_buffer))
-    scores, prompts = analysis.evaluation.scores, analysis.evaluation.prompts
-    direction: Tensor | None = analysis.first_order.direction[TOKEN]
-    written_by = restored.step
+    written_by, prompts = restored.step, analysis.evaluation.prompts
     if texts is not None and settings.source == "fixed":
         written_by, of_e, prompts = _fixed(restored, texts, of_e, prompts)
-        if written_by != restored.step:
-            scores, direction = restored.policy.score_rollout(of_e), None
+    own = written_by == restored.step
+    scores = analysis.evaluation.scores if own else restored.policy.score_rollout(of_e)
     weights = surrogate_weights(scores.entropies, scores.mask, of_e.prompt_index, "token", "buffer")
-    inputs = KernelInputs(of_e, *weights, of_u, restored.trainer.max_completion_length)
-    if direction is None:
-        direction = _mean_row(rows, inputs)
-    ranks = Ranks(restored.rank, restored.num_ranks, restored.trainer.accelerator.wait_for_everyone)
+    if own:
+        entropy_gradient = analysis.first_order.direction[TOKEN]
+    else:
+        mean = [w / of_e.num_sequences for w in weights]
+        batches = rows.batches(range(of_e.num_sequences))
+        entropy_gradient = torch.stack([rows.sum(of_e, batch, *mean).double() for batch in batches]).sum(dim=0).float()
+    longest = restored.trainer.max_completion_length
+    inputs = KernelInputs(of_e, *weights, entropy_gradient, of_u, analysis.update, longest)
     about = {
         "checkpoint": str(restored.checkpoint), "step": str(restored.step + 1), "baseline": "buffer",
         "texts_of_step": str(written_by + 1),
     }  # fmt: skip
-    path = calculate_kernel(rows, kernel_step(analysis.update, direction), inputs, settings, folder, ranks, about)
-    write_sequences(restored, prompts, analysis.update, of_e, of_u, folder)
+    path = calculate_kernel(rows, inputs, settings, folder, about)
+    write_sequences(restored, prompts, analysis.update.delta, of_e, of_u, folder)
     return path
 
 
@@ -86,24 +87,3 @@ def _fixed(
     )
     rollout = as_rollout(restored.trainer, prompt_ids, completion_ids, range(len(prompt_ids)))
     return content["step"], rollout, tuple(content["prompts"])
-
-
-def _mean_row(rows: GradientRows, inputs: KernelInputs) -> Tensor:
-    """Returns x̄ of the inputs' E, (P,), by ordinary backwards."""
-    e = inputs.evaluation
-    weights = [w / e.num_sequences for w in (inputs.logp_weights, inputs.entropy_weights)]
-    parts = [rows.sum(e, batch, *weights).double() for batch in rows.batches(range(e.num_sequences))]
-    return torch.stack(parts).sum(dim=0).float()
-
-
-def kernel_step(update: Update, entropy_gradient: Tensor) -> KernelStep:
-    """Returns the step that U makes, with the metric M in which it takes this step's gradient.
-
-    entropy_gradient  (P,), x̄
-    """
-    root = torch.empty_like(update.gradient)
-    for piece in update.pieces:
-        factor = piece.state.gradient_factor(piece.param, update.clip * update.gradient[piece.flat])
-        root[piece.flat] = (-factor).sqrt()
-    parts = torch.stack(list(update.parts))
-    return KernelStep(update.gradient, entropy_gradient, update.clip, root, parts, update.max_grad_norm)

@@ -19,13 +19,55 @@ its summary (sketches, sketches.py; norm; products with δθ), F operations per 
 from __future__ import annotations
 
 import math
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from rl_training.engine.batch import Rollout
 from rl_training.engine.precision import ieee_fp32
+from rl_training.mathematics.sketches import CountSketches
+from rl_training.mathematics.vectors import pairs_dot
+from rl_training.offline.gradient_rows import GradientRows
+from rl_training.offline.settings import KernelSettings
+from rl_training.offline.update import Update
 
 COLUMNS = 2**14  # whose products are summed in fp32; beyond that, in fp64
+NORM_BUCKETS = 2**13  # of each of two sketches: the norm of a sum is right to 0.6 % (one standard error)
+
+
+@dataclass(frozen=True)
+class KernelInputs:
+    """What is asked of a checkpoint's next step: all sequences of all processes, on each of them."""
+
+    evaluation: Rollout  # E, N_E sequences
+    logp_weights: Tensor  # (N_E, T), w: x̄ is the mean over E of Σ_k w_k ∂log π(t_k) + u_k ∂h_k
+    entropy_weights: Tensor  # (N_E, T), u
+    entropy_gradient: Tensor  # (P,), x̄
+    update: Rollout  # U, N_U sequences with their advantages
+    step: Update  # that U makes
+    max_length: int  # L of the loss
+
+    @cached_property
+    def root(self) -> Tensor:
+        return metric_root(self.step)
+
+    @property
+    def scale(self) -> float:
+        """c /(N_U L)."""
+        return self.step.clip / (self.update.num_sequences * self.max_length)
+
+
+def metric_root(step: Update) -> Tensor:
+    """Returns √M, (P,), of the metric M in which the step takes its own gradient."""
+    root = torch.empty_like(step.gradient)
+    for piece in step.pieces:
+        factor = piece.state.gradient_factor(piece.param, step.clip * step.gradient[piece.flat])
+        root[piece.flat] = (-factor).sqrt()
+    return root
 
 
 def row_products(rows: Tensor, others: Tensor) -> Tensor:
@@ -46,11 +88,6 @@ def weighted_sum(weights: Tensor, rows: Tensor) -> Tensor:
     """Returns Σ_i weights_i rows_i, (P,) fp64, of (n,) weights and (n, P) rows; all sums are in fp64."""
     weights = weights.double()
     return torch.cat([weights @ part.double() for part in rows.split(COLUMNS, dim=1)])
-
-
-def square_norms(rows: Tensor) -> Tensor:
-    """Returns Σ_α rows_iα², (n,) fp64, of (n, P) rows; within COLUMNS columns the sum is in fp32."""
-    return torch.stack([part.square().sum(dim=1).double() for part in rows.split(COLUMNS, dim=1)]).sum(dim=0)
 
 
 def plan_blocks(
@@ -84,3 +121,67 @@ def plan_blocks(
         )
     size = min(math.ceil(num_held / math.ceil(num_held / fitting)), math.ceil(num_held / num_ranks))
     return [range(first, min(first + size, num_held)) for first in range(0, num_held, size)]
+
+
+class RowSummarizer:
+    """Keeps of every sequence's gradient its sketches, its norm, and what the step does to it."""
+
+    def __init__(self, inputs: KernelInputs, parameters: Mapping[str, Tensor], settings: KernelSettings) -> None:
+        sizes = {name: p.numel() for name, p in parameters.items()}
+        self._root, self._parts = inputs.root, torch.stack(inputs.step.parts)
+        self._sketch = CountSketches(sizes, settings.sketch_buckets, settings.sketch_repeats, settings.sketch_seed)
+        # Of the unscaled rows W, (n, 2, NORM_BUCKETS), from which norms of their sums follow.
+        self.sketch_of_norms = CountSketches(sizes, NORM_BUCKETS, repeats=2, seed=settings.sketch_seed)
+
+    def scale(self, own: Tensor) -> dict[str, Tensor]:
+        """Makes √M W of the rows W, (n, P), in place, and returns what is kept of them.
+
+        sketches  of √M W                 sq_norms  |√M W|², (n,)                products  W·δθ by cause, (n, 3)
+        """
+        products, sq_norms = self._scale(own)
+        return {"sketches": self._sketch(own), "sq_norms": sq_norms, "products": products}
+
+    def scale_entropy(self, own: Tensor) -> dict[str, Tensor]:
+        """Makes √M x of the rows x, (n, P), in place, and returns x·δθ by cause and |√M x|²."""
+        products, sq_norms = self._scale(own)
+        return {"entropy_products": products, "entropy_sq_norms": sq_norms}
+
+    def _scale(self, own: Tensor) -> tuple[Tensor, Tensor]:
+        products = row_products(own, self._parts)
+        own *= self._root
+        return products, pairs_dot(own, own)
+
+
+def expectation(
+    rows: GradientRows, inputs: KernelInputs, summarizer: RowSummarizer, blocks: list[range], num_ranks: int
+) -> str:
+    """Returns a line on the size and the expected time, by the formula above.
+
+    Each of its terms is timed on one microbatch.
+    """
+    of_u, of_e = (rows.batches(range(r.num_sequences))[0] for r in (inputs.update, inputs.evaluation))
+    both = rows.both(inputs.evaluation, of_e, inputs.logp_weights, inputs.entropy_weights)
+    holding = _seconds(lambda: [summarizer.scale_entropy(part) for part in both])
+    own: list[Tensor] = []
+    streaming = _seconds(lambda: own.append(rows.log_probability(inputs.update, of_u)))
+    streaming += _seconds(lambda: weighted_sum(inputs.update.advantages[of_u], own[0]))
+    keeping = _seconds(lambda: summarizer.scale(own[0]))
+    a, b = (torch.ones(count, 2**16, device=own[0].device) for count in (len(blocks[0]), 32))
+    row_products(a, b)
+    multiplying = _seconds(lambda: row_products(a, b)) / (len(a) * len(b) * a.shape[1])
+    num_held, num_streamed = inputs.evaluation.num_sequences, inputs.update.num_sequences
+    num_parameters, held = own[0].shape[1], num_held / num_ranks
+    seconds = num_streamed * -(-len(blocks) // num_ranks) * streaming / len(of_u) + held * holding / len(of_e)
+    seconds += (num_streamed + held) * keeping / len(of_u) + 2 * held * num_streamed * num_parameters * multiplying
+    return (
+        f"kernel: {num_held} × {num_streamed} sequences, {num_parameters:,} parameters, "
+        f"{len(blocks)} block{'s' * (len(blocks) > 1)} of {len(blocks[0])} rows; about {seconds:.0f} s"
+    )
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter() - started

@@ -14,10 +14,9 @@ import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from rl_training.mathematics.clusters import average_linkage, participation_ratio
-from rl_training.mathematics.sketches import cosines
+from rl_training.mathematics.clusters import average_linkage
 from rl_training.offline.kernel_report import signed_root, write_csv
-from rl_training.offline.structure import OTHER_PROMPT, Row, Structure, cosine_table
+from rl_training.offline.structure import OTHER_PROMPT, Row, Structure, cosine_table, sketched_cosines
 
 DRAWN = {
     "kernel/share_coupling": "share of the gradient part\nfrom pairs of other texts",
@@ -38,44 +37,38 @@ def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], fol
     """
     folder.mkdir(parents=True, exist_ok=True)
     order = sorted(range(len(columns)), key=lambda n: columns[n]["step"])
-    ordered, within = [structures[n] for n in order], [_within(structures[n]) for n in order]
+    ordered = [structures[n] for n in order]
+    within, ratios = zip(*(_within(s) for s in ordered), strict=True)
+    texts = [[row["hash"] for row in s.evaluation] for s in ordered]
+    same_texts = [own == texts[0] for own in texts]
     rows = [
-        {**columns[n], **_numbers(s, own, ordered[0], within[0])}
-        for n, s, own in zip(order, ordered, within, strict=True)
+        {**columns[n], **_numbers(s, own, within[0] if alike else None), "participation_ratio_E": ratio}
+        for n, s, own, ratio, alike in zip(order, ordered, within, ratios, same_texts, strict=True)
     ]
     write_csv(folder / "evolution.csv", rows)
     _draw_numbers(rows, folder / "evolution.png")
-    _draw_cosines(rows, within, _same_texts(ordered), folder / "evolution_cosines.png")
+    _draw_cosines(rows, within, all(same_texts), folder / "evolution_cosines.png")
     _draw_spectrum(rows, within, folder / "evolution_spectrum.png")
 
 
-def _within(s: Structure) -> Tensor:
-    """Returns the cosines within E, (n, n), estimated from sketches, for sequences with a nonzero gradient."""
-    own = s.kernel.tensors["sq_norms"] > 0
-    sketches, norms = s.kernel.tensors["sketches"][own], s.kernel.tensors["sq_norms"][own]
-    values, _ = cosines(sketches, sketches, norms, norms)
-    return values.fill_diagonal_(1.0)
+def _within(s: Structure) -> tuple[Tensor, float]:
+    """Returns the cosines within E and their participation ratio, of the sequences with a gradient that is not 0."""
+    sketches, norms = s.kernel.tensors["sketches"], s.kernel.tensors["sq_norms"]
+    return sketched_cosines(sketches[norms > 0], norms[norms > 0])
 
 
-def _same_texts(structures: Sequence[Structure]) -> bool:
-    texts = [[row["hash"] for row in s.evaluation] for s in structures]
-    return all(own == texts[0] for own in texts)
-
-
-def _numbers(s: Structure, within: Tensor, first: Structure, within_first: Tensor) -> Row:
-    tensors = s.kernel.tensors
-    scaled = tensors["sketches"].double() / tensors["sq_norms"].sqrt().view(-1, 1, 1)
-    scaled = scaled[tensors["sq_norms"] > 0]
+def _numbers(s: Structure, within: Tensor, first: Tensor | None) -> Row:
+    """Returns a kernel's further numbers. first: the cosines within the same texts at the first checkpoint."""
     other = next(row for row in cosine_table(s) if row["within"] == "E" and row["pairs"] == OTHER_PROMPT)
-    alike = _same_texts([first, s]) and within.shape == within_first.shape
-    pairs = torch.ones_like(within, dtype=torch.bool).triu(1)
-    both = torch.stack([within[pairs], within_first[pairs]]) if alike else torch.full((2, 2), math.nan)
+    both = torch.full((2, 2), math.nan)
+    if first is not None and first.shape == within.shape:
+        pairs = torch.ones_like(within, dtype=torch.bool).triu(1)
+        both = torch.stack([within[pairs], first[pairs]])
     return {
         "cosine_within_E_mean": other["cosine_mean"],
         "cosine_within_E_sd": other["cosine_sd"],
         "cosine_correlation": float(torch.corrcoef(both)[0, 1]),
-        "participation_ratio_E": participation_ratio(torch.einsum("nsm,qsm->snq", scaled, scaled)),
-        "median_norm": float(tensors["sq_norms"].sqrt().median()),
+        "median_norm": float(s.kernel.tensors["sq_norms"].sqrt().median()),
     }
 
 

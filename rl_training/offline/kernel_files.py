@@ -1,9 +1,13 @@
-"""The files of a kernel: each is written under another name and moved, so that no file is ever incomplete."""
+"""The files of a kernel, and its sequences as lines of sequences.jsonl, to read beside its numbers.
+
+Each is written under another name and moved, so that no file is ever incomplete.
+"""
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +16,17 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rl_training.engine.batch import Rollout
+from rl_training.mathematics.importance import LOGP, sequence_totals
+from rl_training.offline.buffers import rewards_of, text_of, tokens_of
+from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.truth import by_name
 from rl_training.records.atomic_write import write_atomically
+from rl_training.records.json_values import from_json, to_json
 
 KERNEL_FILE, UPDATE_FILE, PLAN_FILE = "kernel.safetensors", "update.safetensors", "plan.json"
+SEQUENCES_FILE = "sequences.jsonl"
+EVALUATION, UPDATE = "evaluation", "update"
 
 
 def block_file(folder: Path, number: int) -> Path:
@@ -22,7 +34,6 @@ def block_file(folder: Path, number: int) -> Path:
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
-    """Writes the file under another name and moves it, so that it is never incomplete."""
     scratch = path.with_suffix(".tmp")
     try:
         save_file({k: t.detach().cpu().contiguous() for k, t in tensors.items()}, scratch, dict(metadata or {}))
@@ -72,3 +83,58 @@ def load_kernel(folder: Path) -> Kernel:
         return Kernel(load_file(path), about)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged ({error}): remove it, and run rl-training analyze again") from error
+
+
+def text_hashes(rollout: Rollout) -> list[str]:
+    """Returns a hash of the tokens of each sequence, prompt and response, whatever the padding."""
+    return [_token_hash(*tokens_of(rollout, row)) for row in range(rollout.num_sequences)]
+
+
+def write_sequences(
+    restored: RestoredTrainer, prompts: Sequence[Any], delta: Tensor, of_e: Rollout, of_u: Rollout, folder: Path
+) -> None:
+    """Writes a line for each sequence, E's first: texts, tokens, log-probability, entropy, reward and advantage, and
+    the change of its log-probability by the step delta, (P,).
+
+    Every process calls it, one writes. E's rewards use the data set's row with the same prompt.
+
+    prompts  (N_E,) of E, as the data set has them
+    """
+    rewards = rewards_of(restored, prompts, of_e)
+    if restored.rank != 0:
+        return
+    assert of_u.rewards is not None
+    shift = by_name(restored, delta)
+    rows = [*_lines(restored, EVALUATION, of_e, rewards, shift), *_lines(restored, UPDATE, of_u, of_u.rewards, shift)]
+    write_atomically({folder / SEQUENCES_FILE: "".join(json.dumps(row) + "\n" for row in rows).encode()})
+
+
+def read_sequences(folder: Path) -> list[dict[str, Any]]:
+    """Returns the lines of sequences.jsonl, null as nan."""
+    lines = (folder / SEQUENCES_FILE).read_text(encoding="utf-8").splitlines()
+    return [from_json(json.loads(line)) for line in lines]
+
+
+def _token_hash(*parts: Sequence[int]) -> str:
+    return hashlib.sha256(json.dumps([list(part) for part in parts]).encode()).hexdigest()[:16]
+
+
+def _lines(
+    restored: RestoredTrainer, buffer: str, rollout: Rollout, rewards: Tensor, shift: Mapping[str, Tensor]
+) -> list[dict[str, Any]]:
+    totals = sequence_totals(restored.policy.score_rollout(rollout))
+    with restored.policy.shifted(shift):
+        changes = sequence_totals(restored.policy.score_rollout(rollout))[:, LOGP] - totals[:, LOGP]
+    lines = []
+    for row in range(rollout.num_sequences):
+        prompt, response = tokens_of(rollout, row)
+        logp, entropy, length = totals[row].tolist()
+        values = {"reward": rewards[row], "advantage": rollout.advantages[row], "logp": logp, "entropy": entropy,
+                  "logp_change": changes[row]}  # fmt: skip
+        lines.append({
+            "buffer": buffer, "row": row, "prompt_hash": _token_hash(prompt), "hash": _token_hash(prompt, response),
+            "tokens": int(length), "ids": response,
+            **to_json({key: float(value) for key, value in values.items()}),
+            **text_of(restored, rollout, row),
+        })  # fmt: skip
+    return lines

@@ -8,16 +8,16 @@ import math
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
 
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
 
+from rl_training.mathematics.clusters import average_linkage
 from rl_training.offline.kernel_at_checkpoint import TEXTS_FILE, kernel_of_analysis
-from rl_training.offline.kernel_types import KernelSettings
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import KernelSettings
 from rl_training.offline.structure import (
     CLASSES,
     Distinct,
@@ -37,6 +37,7 @@ from rl_training.records.json_values import to_json
 PAGE = "kernel.html"
 NUM_CLUSTERS = 8
 BINS = 40
+SHOWN = ("row", "reward", "advantage", "tokens", "logp", "prompt", "response")  # of a sequence
 
 
 def add_kernel(
@@ -55,60 +56,58 @@ def write_report(folder: Path) -> Path:
     """Writes tables, pictures and the page of the finished kernel in this folder, and returns the page."""
     s = Structure.read(folder)
     distinct = distinct_texts(s)
-    clusters, order = distinct.clusters(NUM_CLUSTERS)
+    clusters, dendrogram = average_linkage(distinct.cosines, NUM_CLUSTERS)
     tables = {
         "pairs": pair_table(s), "cosines": cosine_table(s), "top_pairs": top_pairs(s),
         "clusters": _members(distinct, clusters), "log_probabilities": predictions(s),
     }  # fmt: skip
     for name, rows in tables.items():
         write_csv(folder / f"{name}.csv", rows)
-    orders = {"prompt": _by_prompt(s), "cluster": _by_cluster(s, distinct, order)}
+    place = {distinct.rows[n]["hash"]: position for position, n in enumerate(dendrogram.tolist())}
+    buffers = {"evaluation": s.evaluation, "update": s.update}
+    orders = {
+        "prompt": {of: _order([(row["prompt"], row["response"]) for row in rows]) for of, rows in buffers.items()},
+        "cluster": {of: _order([place.get(row["hash"], len(place)) for row in rows]) for of, rows in buffers.items()},
+    }
     _draw(s, orders, folder)
     data = {
         "about": _about(s, distinct),
-        "evaluation": [_shown(row) for row in s.evaluation],
-        "update": [_shown(row) for row in s.update],
-        "cosine": _json(s.cosines),
-        "contribution": _json(s.contributions),
-        "kind": _kinds(s),
+        **{of: [{key: row[key] for key in SHOWN} for row in rows] for of, rows in buffers.items()},
+        "cosine": s.cosines.tolist(),
+        "contribution": s.contributions.tolist(),
+        "kind": torch.stack(list(s.classes.values())).long().argmax(dim=0).tolist(),
         "kinds": CLASSES,
-        "order": {name: {"evaluation": e, "update": u} for name, (e, u) in orders.items()},
-        "pairs": _json(tables["pairs"]),
-        "within": _json(tables["cosines"]),
-        "top": _json(tables["top_pairs"]),
-        "clusters": _json(tables["clusters"]),
-        "histograms": {name: _histogram(s.cosines[s.is_of_class(name)]).long().tolist() for name in CLASSES},
+        "order": orders,
+        "pairs": tables["pairs"],
+        "within": tables["cosines"],
+        "top": tables["top_pairs"],
+        "clusters": tables["clusters"],
+        "histograms": {name: torch.histc(_within_bins(s, name), BINS, -1, 1).long().tolist() for name in CLASSES},
     }
-    template = files("rl_training.offline").joinpath(PAGE).read_text(encoding="utf-8")
+    rounded = json.loads(json.dumps(data), parse_float=lambda text: float(f"{float(text):.3g}"))
     # The model's text may contain "</script>": escape it.
-    filled = template.replace(
-        "/*DATA*/null", json.dumps(data, ensure_ascii=True, separators=(",", ":")).replace("<", "\\u003c")
-    )
-    write_atomically({folder / PAGE: filled.encode()})
+    filled = json.dumps(to_json(rounded), separators=(",", ":")).replace("<", "\\u003c")
+    template = files("rl_training.offline").joinpath(PAGE).read_text(encoding="utf-8")
+    write_atomically({folder / PAGE: template.replace("/*DATA*/null", filled).encode()})
     return folder / PAGE
 
 
 def _about(s: Structure, distinct: Distinct) -> str:
-    kernel = s.kernel
-    parts = {key: float(kernel.about[f"delta_h/part/{key}"]) for key in ("gradient", "momentum", "decay")}
-    whole = sum(parts.values())
+    about = s.kernel.about
+    parts = {key: float(about[f"delta_h/part/{key}"]) for key in ("gradient", "momentum", "decay")}
+    said = (
+        f"The pairs add up to the gradient part of the predicted entropy change, {parts['gradient']:+.3g} of "
+        f"{sum(parts.values()):+.3g} nats per token; momentum is {parts['momentum']:+.3g}, decay {parts['decay']:+.3g}."
+    )
     if not s.on_policy:
-        return (
-            f"{kernel.about.get('checkpoint', '')}, step {kernel.about.get('step', '?')}. E's texts are of step "
-            f"{kernel.about['texts_of_step']}: cosines and changes of log π are valid, contributions to the entropy "
-            f"change are not. {len(distinct.rows)} distinct texts, participation ratio "
-            f"{distinct.participation_ratio:.3g}."
+        said = (
+            f"E's texts are of step {about['texts_of_step']}: cosines and changes of log π are valid, contributions to "
+            "the entropy change are not."
         )
     return (
-        f"{kernel.about.get('checkpoint', '')}, step {kernel.about.get('step', '?')}. The pairs add up to the gradient "
-        f"part of the predicted entropy change, {parts['gradient']:+.3g} of {whole:+.3g} nats per token; momentum is "
-        f"{parts['momentum']:+.3g}, decay {parts['decay']:+.3g}. {len(distinct.rows)} distinct texts, participation "
-        f"ratio {distinct.participation_ratio:.3g}."
+        f"{about.get('checkpoint', '')}, step {about.get('step', '?')}. {said} {len(distinct.rows)} distinct texts, "
+        f"participation ratio {distinct.participation_ratio:.3g}."
     )
-
-
-def _shown(row: Row) -> Row:
-    return {key: _json(row[key]) for key in ("row", "reward", "advantage", "tokens", "logp", "prompt", "response")}
 
 
 def _members(distinct: Distinct, clusters: Tensor) -> list[Row]:
@@ -121,38 +120,21 @@ def _members(distinct: Distinct, clusters: Tensor) -> list[Row]:
     return sorted(rows, key=lambda row: row["cluster"])
 
 
-def _kinds(s: Structure) -> list[str]:
-    """Returns a string for each row of E: at each column of U, the digit of the pair's class in CLASSES."""
-    kinds = torch.stack([s.is_of_class(name).long() for name in CLASSES]).argmax(dim=0)
-    return ["".join(map(str, row)) for row in kinds.tolist()]
+def _order(keys: Sequence[tuple[str, str]] | Sequence[int]) -> list[int]:
+    return sorted(range(len(keys)), key=keys.__getitem__)
 
 
-def _by_prompt(s: Structure) -> tuple[list[int], list[int]]:
-    def order(rows: Sequence[Row]) -> list[int]:
-        return sorted(range(len(rows)), key=lambda i: (rows[i]["prompt"], rows[i]["response"]))
-
-    return order(s.evaluation), order(s.update)
-
-
-def _by_cluster(s: Structure, distinct: Distinct, order: Tensor) -> tuple[list[int], list[int]]:
-    """Returns both orders, sorted as the texts are in the dendrogram."""
-    place = {distinct.rows[n]["hash"]: position for position, n in enumerate(order.tolist())}
-
-    def sort(rows: Sequence[Row]) -> list[int]:
-        return sorted(range(len(rows)), key=lambda i: place.get(rows[i]["hash"], len(place)))
-
-    return sort(s.evaluation), sort(s.update)
+def _within_bins(s: Structure, name: str) -> Tensor:
+    """Returns the cosines of a class of pairs, those beyond ±1 by rounding put there."""
+    values = s.cosines[s.classes[name]]
+    return values[values.isfinite()].float().clamp(-1, 1)
 
 
-def _histogram(values: Tensor) -> Tensor:
-    return torch.histc(values[values.isfinite()].float().clamp(-1, 1), BINS, -1, 1)
-
-
-def _draw(s: Structure, orders: dict[str, tuple[list[int], list[int]]], folder: Path) -> None:
+def _draw(s: Structure, orders: dict[str, dict[str, list[int]]], folder: Path) -> None:
     """Draws cosines.png, the matrix in both orders, distributions.png and log_probabilities.png."""
     figure = Figure(figsize=(13, 6), layout="constrained")
-    for axes, (name, (e, u)) in zip(figure.subplots(1, 2), orders.items(), strict=True):
-        values = s.cosines[e][:, u]
+    for axes, (name, order) in zip(figure.subplots(1, 2), orders.items(), strict=True):
+        values = s.cosines[order["evaluation"]][:, order["update"]]
         image = axes.imshow(signed_root(values), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
         axes.set(title=f"cosine of gradients, by {name}", xlabel="update sequence", ylabel="evaluation sequence")
     ticks = [-1, -0.5, -0.1, 0, 0.1, 0.5, 1]
@@ -160,11 +142,10 @@ def _draw(s: Structure, orders: dict[str, tuple[list[int], list[int]]], folder: 
     bar.set_ticklabels([str(t) for t in ticks])
     figure.savefig(folder / "cosines.png", dpi=120)
     figure = Figure(figsize=(12, 3.2), layout="constrained")
-    centres = torch.linspace(-1, 1, BINS + 1)[:-1] + 1 / BINS
     for axes, name in zip(figure.subplots(1, len(CLASSES)), CLASSES, strict=True):
-        counts = _histogram(s.cosines[s.is_of_class(name)])
-        axes.bar(centres.numpy(), counts.numpy(), width=2 / BINS)
-        axes.set(title=f"{name} ({int(counts.sum())})", xlabel="cosine")
+        cosines = _within_bins(s, name)
+        axes.hist(cosines, BINS, (-1, 1))
+        axes.set(title=f"{name} ({len(cosines)})", xlabel="cosine")
     figure.savefig(folder / "distributions.png", dpi=120)
     figure = Figure(figsize=(5, 4.6), layout="constrained")
     axes, rows = figure.subplots(), predictions(s)
@@ -187,16 +168,3 @@ def write_csv(path: Path, rows: Sequence[Row]) -> None:
         writer = csv.DictWriter(file, list(rows[0]) if rows else [])
         writer.writeheader()
         writer.writerows(rows)
-
-
-def _json(value: Any) -> Any:
-    """Returns the value with nan as null, which JSON knows, and numbers at three digits."""
-    if isinstance(value, Tensor):
-        return _json(value.tolist())
-    if isinstance(value, list):
-        return [_json(part) for part in value]
-    if isinstance(value, dict):
-        return {key: _json(part) for key, part in value.items()}
-    if isinstance(value, float):
-        return to_json(float(f"{value:.3g}"))
-    return value

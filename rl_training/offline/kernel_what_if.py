@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rl_training.engine.updates import CAUSES
 from rl_training.mathematics.adamw import clip_coefficient
-from rl_training.offline.structure import Row, Structure, log_probability_moves
+from rl_training.offline.structure import Row, Structure
 
 GRADIENT = CAUSES.index("gradient")
 Chooser = Callable[[Structure], Tensor]
@@ -59,7 +59,6 @@ def what_if(s: Structure, without: Tensor) -> Row:
     kept *= clip / clip_before
     by_cause = s.kernel.tensors["products"]
     others = by_cause.sum(dim=1) - by_cause[:, GRADIENT]
-    moves = log_probability_moves(s)
     right = s.right(s.evaluation)
     measured = torch.tensor([row["logp_change"] for row in s.evaluation], dtype=torch.float64)
     parts = {cause: float(s.kernel.about[f"delta_h/part/{cause}"]) for cause in CAUSES}
@@ -71,7 +70,7 @@ def what_if(s: Structure, without: Tensor) -> Row:
         "deltaH1": sum(parts.values()) - parts["gradient"] + gradient,
         "deltaH1_before": sum(parts.values()) if s.on_policy else math.nan,
         "deltaH1/part/gradient": gradient,
-        "log_probability_of_right": _mean((others + (moves * kept).sum(dim=1))[right]),
+        "log_probability_of_right": _mean((others + (s.log_probability_moves * kept).sum(dim=1))[right]),
         "log_probability_of_right_before": _mean(by_cause.sum(dim=1)[right]),
         "log_probability_of_right_before_measured": _mean(measured[right]),
     }

@@ -30,6 +30,7 @@ from torch import Tensor
 
 from rl_training.engine.batch import Rollout
 from rl_training.mathematics.importance import LOGP, sequence_totals
+from rl_training.offline.buffers import text_of
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.records.atomic_write import write_atomically
@@ -193,15 +194,7 @@ def _update_rows(restored: RestoredTrainer, analysis: Analysis, asked: LogSettin
 
 
 def _texts(restored: RestoredTrainer, rollout: Rollout, asked: LogSettings) -> list[dict[str, str]]:
-    if not asked.sequences:
-        return [{} for _ in range(rollout.num_sequences)]
-    decode = restored.policy.decode
-    return [
-        {"prompt": decode(asked_ids[asked_mask.bool()]), "response": decode(ids[mask.bool()])}
-        for asked_ids, asked_mask, ids, mask in zip(
-            rollout.prompt_ids, rollout.prompt_mask, rollout.completion_ids, rollout.completion_mask, strict=True
-        )
-    ]
+    return [text_of(restored, rollout, row) if asked.sequences else {} for row in range(rollout.num_sequences)]
 
 
 def _token_rows(analysis: Analysis) -> list[dict[str, Any]]:

@@ -21,15 +21,16 @@ Source: Goodfellow 2015, "Efficient per-example gradient computations"; Yousefpo
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
-from rl_training.offline.flat_vectors import FlatVectors
+from rl_training.mathematics.vectors import Layout
 
 Scored = TypeVar("Scored")
 ADVICE = "freeze it (requires_grad_(False)), or train a LoRA adapter on linear layers"
@@ -64,6 +65,7 @@ class SequenceGradients:
 
     def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
         self._root: nn.Module = model.get_input_embeddings()  # type: ignore[operator]
+        self.layout = Layout(parameters)
         name_of = {param: name for name, param in parameters.items()}
         self._owners = []
         for path, module in model.named_modules():
@@ -96,17 +98,12 @@ class SequenceGradients:
                 x = args[0] if args else next(iter(kwargs.values()))
                 uses.append(_Use(owner_of[module], x.detach(), y))
 
-        handles: list[RemovableHandle] = [
-            module.register_forward_hook(on_forward, with_kwargs=True) for module in {*owner_of, self._root}
-        ]
-        try:
-            with torch.enable_grad():
-                scored = forward()
-        finally:
-            for handle in handles:
-                handle.remove()
+        with contextlib.ExitStack() as hooks, torch.enable_grad():
+            for module in {*owner_of, self._root}:
+                hooks.enter_context(module.register_forward_hook(on_forward, with_kwargs=True))
+            scored = forward()
         self._refuse_what_was_not_seen(uses, roots)
-        return scored, Recording(uses, roots)
+        return scored, Recording(self.layout, uses, roots)
 
     def _refuse_what_was_not_seen(self, uses: Sequence[_Use], roots: Sequence[Tensor]) -> None:
         if not roots:
@@ -116,8 +113,8 @@ class SequenceGradients:
         for owner in self._owners:
             if owner.path not in called:
                 raise ValueError(
-                    f"{owner.path} was not called in the forward, though {_first(owner)} is trained: a fused head or "
-                    f"kernel uses the weight directly. Score with the model's own logits, or {ADVICE}"
+                    f"{owner.path} was not called in the forward, though {min(owner.names.values())} is trained: "
+                    f"a fused head or kernel uses the weight directly. Score with the model's own logits, or {ADVICE}"
                 )
         for use in uses:
             tokens = 2 if isinstance(use.owner.module, nn.Embedding) else 3
@@ -136,45 +133,31 @@ class SequenceGradients:
 class Recording:
     """One forward, from which gradients can be taken any number of times."""
 
-    def __init__(self, uses: Sequence[_Use], roots: Sequence[Tensor]) -> None:
-        self._uses = uses
-        self._roots = roots
-
-    @property
-    def num_sequences(self) -> int:
-        return len(self._roots[0])
+    def __init__(self, layout: Layout, uses: Sequence[_Use], roots: Sequence[Tensor]) -> None:
+        self._layout, self._uses, self._roots = layout, uses, roots
 
     def fill(
-        self, buffer: FlatVectors, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False
+        self, rows: Tensor, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False
     ) -> None:
-        """Writes into row i of the buffer, (B, P), the gradient of Σ weights[i]·outputs[i], summed over all outputs.
+        """Writes into row i of `rows`, (B, P), the gradient of Σ weights[i]·outputs[i], summed over all outputs.
 
         outputs, weights  (B, ·) each: of log-probabilities with weights 1 it is W_i = ∂S_i
         keep_graph        for another call
         """
-        if buffer.num_rows != self.num_sequences:
-            raise ValueError(f"a buffer of {buffer.num_rows} rows cannot hold {self.num_sequences} gradients")
-        buffer.matrix.zero_()
-        seen = [False] * len(self._uses)
+        entries = self._layout.by_name(self._layout.split(rows.zero_()))
+        missing = dict(enumerate(self._uses))
 
         def on_backward(number: int, dy: Tensor) -> None:
-            use = self._uses[number]
-            _add(buffer, use, dy)
-            seen[number] = True
+            _add(entries, self._uses[number], dy.detach())
+            missing.pop(number, None)
 
-        handles = [
-            use.y.register_hook(lambda dy, number=number: on_backward(number, dy))
-            for number, use in enumerate(self._uses)
-        ]
-        try:
+        with contextlib.ExitStack() as hooks:
+            for number, use in enumerate(self._uses):
+                hooks.enter_context(use.y.register_hook(functools.partial(on_backward, number)))
             # Only gradients between roots and outputs are calculated: none of a parameter, nothing in `.grad`.
             torch.autograd.grad(outputs, self._roots, weights, retain_graph=keep_graph)
-        finally:
-            for handle in handles:
-                handle.remove()
-        for use, was_seen in zip(self._uses, seen, strict=True):
-            if not was_seen:
-                raise ValueError(f"no gradient came back to {use.owner.path}: its share of the gradients is missing")
+        for use in missing.values():
+            raise ValueError(f"no gradient came back to {use.owner.path}: its share of the gradients is missing")
 
 
 def _refuse_unknown_kinds(path: str, module: nn.Module, names: Mapping[str, str]) -> None:
@@ -190,32 +173,26 @@ def _refuse_unknown_kinds(path: str, module: nn.Module, names: Mapping[str, str]
         )
 
 
-def _first(owner: _Owner) -> str:
-    return next(iter(owner.names.values()))
-
-
-def _add(buffer: FlatVectors, use: _Use, dy: Tensor) -> None:
-    """Adds what this use of a module contributes to the gradients of its parameters."""
-    module, kind = use.owner.module, type(use.owner.module).forward
-    x, dy = use.x, dy.detach()
+def _add(entries: Mapping[str, Tensor], use: _Use, dy: Tensor) -> None:
+    """Adds what this use of a module contributes to the gradients of its parameters, (B, entries) each by name."""
+    module, kind, x = use.owner.module, type(use.owner.module).forward, use.x
+    rows = {own: entries[name].view(len(x), *getattr(module, own).shape) for own, name in use.owner.names.items()}
+    dtype = next(iter(rows.values())).dtype
     if kind is nn.Linear.forward:
-        dy = dy.flatten(1, -2).to(buffer.matrix.dtype)
-        if "weight" in use.owner.names:
-            x = x.flatten(1, -2).to(buffer.matrix.dtype)
-            buffer.view(use.owner.names["weight"]).baddbmm_(dy.transpose(1, 2), x)
-        if "bias" in use.owner.names:
-            buffer.view(use.owner.names["bias"]).add_(dy.sum(dim=1))
-    elif kind is nn.Embedding.forward:
-        assert isinstance(module, nn.Embedding)
+        dy = dy.flatten(1, -2).to(dtype)
+        if "weight" in rows:
+            rows["weight"].baddbmm_(dy.transpose(1, 2), x.flatten(1, -2).to(dtype))
+        if "bias" in rows:
+            rows["bias"].add_(dy.sum(dim=1))
+    elif isinstance(module, nn.Embedding) and kind is nn.Embedding.forward:
         if module.padding_idx is not None:  # autograd gives it no gradient either
             dy = dy.masked_fill((x == module.padding_idx).unsqueeze(-1), 0.0)
-        rows = torch.arange(len(x), device=x.device).view(-1, *(1 for _ in x.shape[1:])).expand_as(x)
-        buffer.view(use.owner.names["weight"]).index_put_((rows, x), dy.to(buffer.matrix.dtype), accumulate=True)
+        number = torch.arange(len(x), device=x.device).view(-1, *(1 for _ in x.shape[1:])).expand_as(x)
+        rows["weight"].index_put_((number, x), dy.to(dtype), accumulate=True)
     else:
-        for own, gradient in (_of_norm if use.owner.slope is not None else _by_vector_jacobian_product)(
-            use, dy
-        ).items():
-            buffer.view(use.owner.names[own]).add_(gradient)
+        gradients = _by_vector_jacobian_product(use, dy) if use.owner.slope is None else _of_norm(use, dy)
+        for own, gradient in gradients.items():
+            rows[own].add_(gradient)
 
 
 def _relative_slope(module: nn.Module, names: Mapping[str, str]) -> Tensor | None:

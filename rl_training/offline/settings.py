@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 Overlap = Literal["forbidden", "allowed", "wanted"]
+Source = Literal["own", "fixed"]
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,28 @@ class Memory:
     microbatch_size: int = 32
     generation_size: int = 128
     offload: bool = False
+
+
+@dataclass(frozen=True)
+class KernelSettings:
+    """`kernel` of the configuration."""
+
+    memory_gb: float = 8.0  # for rows that are held and rows that stream by
+    dtype: str = "float32"  # of the held rows; bfloat16 halves them, and costs 2e-4 of the kernel's norm
+    microbatch_size: int = 32  # sequences in a forward; hooks keep as many fp32 gradients
+    source: Source = "own"  # of the kernel's E: the analysis's own, or texts that stay over checkpoints
+    store_gradients: bool = False
+    sketch_buckets: int = 512
+    sketch_repeats: int = 8
+    sketch_seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"kernel.dtype={self.dtype}: choose float32 or bfloat16")
+        if self.source not in get_args(Source):
+            raise ValueError(f"kernel.source={self.source}: choose own or fixed")
+        if self.memory_gb <= 0:
+            raise ValueError(f"kernel.memory_gb={self.memory_gb} must be positive")
 
 
 @dataclass(frozen=True)

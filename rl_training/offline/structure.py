@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +22,9 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.updates import CAUSES
-from rl_training.mathematics.clusters import average_linkage, participation_ratio
+from rl_training.mathematics.clusters import participation_ratio
 from rl_training.mathematics.sketches import cosines
-from rl_training.offline.kernel_files import Kernel, load_kernel
-from rl_training.offline.sequences import EVALUATION, read_sequences
+from rl_training.offline.kernel_files import EVALUATION, Kernel, load_kernel, read_sequences
 
 SAME_TEXT, SAME_PROMPT, OTHER_PROMPT = "same text", "same prompt, other text", "other prompt"
 CLASSES = (SAME_TEXT, SAME_PROMPT, OTHER_PROMPT)
@@ -44,8 +44,8 @@ class Structure:
     def read(cls, folder: Path) -> Structure:
         """Returns the kernel in this folder. Raises ValueError when it is not finished."""
         kernel, lines = load_kernel(folder), read_sequences(folder)
-        of_e = [line for line in lines if line["buffer"] == EVALUATION]
-        return cls(kernel, of_e, [line for line in lines if line["buffer"] != EVALUATION])
+        of_e, of_u = ([line for line in lines if (line["buffer"] == EVALUATION) == own] for own in (True, False))
+        return cls(kernel, of_e, of_u)
 
     @property
     def on_policy(self) -> bool:
@@ -68,9 +68,15 @@ class Structure:
         tensors = self.kernel.tensors
         return tensors["kernel"] / (tensors["sq_norms"].unsqueeze(1) * tensors["update_sq_norms"]).sqrt()
 
-    def is_of_class(self, name: str) -> Tensor:
-        """Returns which pairs are of one of the CLASSES, (N_E, N_U)."""
-        return _classes(self.evaluation, self.update)[name]
+    @property
+    def log_probability_moves(self) -> Tensor:
+        """(N_E, N_U): what each pair moves log π(i) by, nats."""
+        return self.kernel.scale * self.kernel.tensors["kernel"] * self.advantages
+
+    @cached_property
+    def classes(self) -> dict[str, Tensor]:
+        """Which pairs are of each of the CLASSES, (N_E, N_U) bool."""
+        return _classes(self.evaluation, self.update)
 
     def right(self, rows: Sequence[Row]) -> Tensor:
         """Returns which sequences got more than half of what lies between the lowest and the highest reward in U."""
@@ -90,44 +96,34 @@ def _classes(a: Sequence[Row], b: Sequence[Row]) -> dict[str, Tensor]:
 
 def pair_table(s: Structure) -> list[Row]:
     """Returns a row for each class of pairs: its share of the pairs and of δH₁'s gradient part, and its cosines."""
-    masks = _classes(s.evaluation, s.update)
-    masks[COUPLING] = ~masks[SAME_TEXT]
+    whole, cosine, moved = s.contributions, s.cosines, s.log_probability_moves
+    masks = {"all": torch.ones_like(whole, dtype=torch.bool), **s.classes, COUPLING: ~s.classes[SAME_TEXT]}
     right_e, right_u = s.right(s.evaluation), s.right(s.update)
     for e, of_e in (("right", right_e), ("wrong", ~right_e)):
         for u, of_u in (("right", right_u), ("wrong", ~right_u)):
             masks[f"{e} in E, {u} in U"] = of_e.unsqueeze(1) & of_u
-    whole, cosine, moved = s.contributions, s.cosines, log_probability_moves(s)
-    return [{"pairs": "all", **_of_pairs(torch.ones_like(whole, dtype=torch.bool), whole, cosine, moved)}] + [
-        {"pairs": name, **_of_pairs(mask, whole, cosine, moved)} for name, mask in masks.items()
+    total = float(whole.sum())
+    return [
+        {
+            "pairs": name,
+            "count": int(mask.sum()),
+            "contribution": float(whole[mask].sum()),
+            "share": float(whole[mask].sum()) / total if total else math.nan,
+            **_distribution(cosine[mask]),
+            "log_probability_change": float(moved[mask].sum()) / len(mask),
+        }
+        for name, mask in masks.items()
     ]
-
-
-def log_probability_moves(s: Structure) -> Tensor:
-    """Returns what each pair moves log π(i) by, (N_E, N_U), nats."""
-    return s.kernel.scale * s.kernel.tensors["kernel"] * s.advantages
-
-
-def _of_pairs(mask: Tensor, contributions: Tensor, cosine: Tensor, moved: Tensor) -> Row:
-    total = float(contributions.sum())
-    part = float(contributions[mask].sum())
-    return {
-        "count": int(mask.sum()),
-        "contribution": part,
-        "share": part / total if total else math.nan,
-        **_distribution(cosine[mask]),
-        "log_probability_change": float(moved[mask].sum()) / len(mask),
-    }
 
 
 def _distribution(cosine: Tensor) -> Row:
     own = cosine[cosine.isfinite()]
-    low, middle, high = own.quantile(own.new_tensor([0.05, 0.5, 0.95])).tolist() if len(own) else [math.nan] * 3
+    if not len(own):
+        own = own.new_tensor([math.nan])
     return {
-        "cosine_mean": float(own.mean()) if len(own) else math.nan,
+        "cosine_mean": float(own.mean()),
         "cosine_sd": float(own.std()) if len(own) > 1 else math.nan,
-        "cosine_5": low,
-        "cosine_50": middle,
-        "cosine_95": high,
+        **{f"cosine_{q}": float(own.quantile(q / 100)) for q in (5, 50, 95)},
     }
 
 
@@ -205,12 +201,7 @@ class Distinct:
 
     rows: list[Row]  # with `times`, how often the text is there
     cosines: Tensor  # (n, n)
-    stderr: Tensor  # (n, n)
     participation_ratio: float
-
-    def clusters(self, count: int) -> tuple[Tensor, Tensor]:
-        """Returns clusters and dendrogram order by average linkage: see clusters.py."""
-        return average_linkage(self.cosines, count)
 
 
 def distinct_texts(s: Structure) -> Distinct:
@@ -224,12 +215,15 @@ def distinct_texts(s: Structure) -> Distinct:
             first.setdefault(row["hash"], number)
     chosen = torch.tensor(list(first.values()))
     times = {key: sum(row["hash"] == key for row in rows) for key in first}
-    own, norms = sketches[chosen], sq_norms[chosen]
-    values, stderr = cosines(own, own, norms, norms)
-    values.fill_diagonal_(1.0)
-    scaled = own.double() / norms.sqrt().view(-1, 1, 1)
-    ratio = participation_ratio(torch.einsum("nsm,qsm->snq", scaled, scaled))
-    return Distinct([{**rows[n], "times": times[key]} for key, n in first.items()], values, stderr, ratio)
+    distinct = [{**rows[n], "times": times[key]} for key, n in first.items()]
+    return Distinct(distinct, *sketched_cosines(sketches[chosen], sq_norms[chosen]))
+
+
+def sketched_cosines(sketches: Tensor, sq_norms: Tensor) -> tuple[Tensor, float]:
+    """Returns the cosines of these sequences with each other, (n, n), and their participation ratio."""
+    values, _ = cosines(sketches, sketches, sq_norms, sq_norms)
+    scaled = sketches.double() / sq_norms.sqrt().view(-1, 1, 1)
+    return values.fill_diagonal_(1.0), participation_ratio(torch.einsum("nsm,qsm->snq", scaled, scaled))
 
 
 # --- the numbers of an analysis --------------------------------------------------------------------------------------
