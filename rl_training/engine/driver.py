@@ -240,6 +240,8 @@ class StepDriver:
             first_of_adam=is_first_of_adam(optimizer.states),
             fixes=loop.fixes,
         )
+        if self._memory is not None:
+            self._memory.keep_rows = any(Need.ENTROPY_ROWS in probe.needs for probe in step.probes)
         known = (batch, gradients, optimizer, loop.policy, loop.ranks, capabilities)
         return Step(step.number, *known, self._memory)
 

@@ -16,7 +16,7 @@ Without fold l the steps of the other folds lose l too, δθ_(−k,−l) − δ�
     Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)  =  S · (δθ_(−l) − δθ) − n_l X_l · (δθ_(−l) − δθ).
 
 So only S and one entropy gradient at a time are held in memory: besides the K rows of the folds' gradients, a step
-holds δθ, the previous δθ, S and one X.
+holds δθ, the previous δθ, S and one X; and all X_k only for probes that multiply them with changes of the step.
 """
 
 from __future__ import annotations
@@ -120,6 +120,7 @@ class EntropyChange:
         self._batch, self._gradients, self._optimizer = step.batch, step.gradients, step.optimizer
         self._policy, self._ranks, self._capabilities = step.policy, step.ranks, step.capabilities
         self._memory = memory
+        self.sizes = torch.bincount(step.batch.fold).double()  # (K,), n_k
 
     # --- whether there is one ---------------------------------------------------------------------------------------
 
@@ -181,10 +182,10 @@ class EntropyChange:
         """The sums over folds of everything that is reported. Only where `why_none` is ""."""
         batch, reduce, settings = self._batch, self._ranks.reduce, self.settings
         assert self.ratios is not None
-        sizes, levels = torch.bincount(batch.fold).double(), levels_of_folds(batch, self.ratios)
+        sizes, levels = self.sizes, levels_of_folds(batch, self.ratios)
         of_fold = torch.cat([torch.ones_like(sizes).unsqueeze(1), sizes.unsqueeze(1), levels], dim=1)
         num_folds, total_size, sequences, entropy, length = reduce(of_fold.sum(dim=0)).tolist()
-        products = self._products(sizes, total_size)
+        products = self._products(total_size)
         parameters = list(self._gradients.parameters.values())
         gradients = fold_gradients(
             batch, self._policy, parameters, self.layout, self.ratios, entropy / length, settings
@@ -245,26 +246,42 @@ class EntropyChange:
         assert self.sums is not None
         return self._halves
 
-    def _products(self, sizes: Tensor, total_size: float) -> FoldProducts:
+    @property
+    def rows(self) -> Vector:
+        """E[T] ∂H_tok of each fold of this rank, (K, n) of each bucket; where a probe needs Need.ENTROPY_ROWS."""
+        assert self.sums is not None
+        assert self._rows is not None
+        return self._rows
+
+    @property
+    def steps_without(self) -> StepsWithoutFolds:
+        """The steps without each fold of this rank; only where `why_no_forward` is ""."""
+        assert self.sums is not None
+        assert self._steps is not None
+        return self._steps
+
+    def _products(self, total_size: float) -> FoldProducts:
         settings, rows = self.settings, self._gradients.rows
-        can_leave_out = bool(self.pieces) and rows is not None and float(sizes.max()) < total_size
-        steps = None
-        if can_leave_out and rows is not None:
+        self._steps, self._rows = None, None
+        if self.pieces and rows is not None and float(self.sizes.max()) < total_size:
             moments = self._block.without if self._block is not None else None
-            threshold = self._optimizer.max_grad_norm
-            steps = StepsWithoutFolds(self.pieces, self.gradient, rows, sizes, total_size, threshold, moments)
+            known = (self.pieces, self.gradient, rows, self.sizes, total_size, self._optimizer.max_grad_norm)
+            self._steps = StepsWithoutFolds(*known, moments)
+        if self._memory.keep_rows:
+            self._rows = self.layout.zeros(self._batch.num_folds)
         return FoldProducts(
             layout=self.layout,
-            sizes=sizes,
+            sizes=self.sizes,
             attribution=self.attribution,
             update=self.update,
             previous=self._memory.history.before(self.layout, self.number),
-            steps=steps,
+            steps=self._steps,
             block=self._block,
             clip=self.clip,
             chosen_share=settings.responses_per_prompt / self._batch.responses_per_prompt,
             num_targets=1 + settings.per_sequence,
             num_sums=1 + self._memory.keep_halves,
+            rows=self._rows,
         )
 
     # --- what outlives the step -------------------------------------------------------------------------------------

@@ -31,6 +31,7 @@ class FoldProducts:
     steps     those without a fold, None where none can be left out
     block     what an earlier step has learned from these folds, if it has
     num_sums  sums of entropy gradients that are kept: 1, or 2 for that of the even and that of the odd folds
+    rows      (K, n) of each bucket, where each fold's own, per token, is kept; None: it is not
     """
 
     layout: Layout
@@ -44,6 +45,7 @@ class FoldProducts:
     chosen_share: float  # of each prompt's responses that X is taken from
     num_targets: int
     num_sums: int
+    rows: Vector | None
     _sums: list[list[Vector]] = field(default_factory=list)  # [parity][target]: Σ n_k X_k
     _own: list[Tensor] = field(default_factory=list)  # by fold, (targets,): X_k · (δθ_(−k) − δθ)
     _own_of_last: list[Tensor] = field(default_factory=list)
@@ -55,6 +57,8 @@ class FoldProducts:
         """Returns X_k · δθ of PRODUCTS and of forward's splits, (·, targets) fp64."""
         for total, x in zip(self._sums[k % self.num_sums], fold.entropy, strict=True):
             add(total, x, float(self.sizes[k]))
+        if self.rows is not None:
+            add([part[k] for part in self.rows], fold.entropy[0])
         whole = self._dots(self.update, fold.entropy)
         forward, unclipped, split = self._forward(k, fold.entropy)
         backward = before = self._dots(self.previous, fold.entropy)

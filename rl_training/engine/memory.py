@@ -24,6 +24,7 @@ class StepMemory:
         self, layout: Layout, settings: EntropySettings, offload: bool = False, keep_halves: bool = False
     ) -> None:
         self.layout, self.settings, self.keep_halves = layout, settings, keep_halves
+        self.keep_rows = False  # at the present step
         self.errors = RunningVariance(settings.error_decay)
         self.history = UpdateHistory()
         self.moments = FoldMoments(layout, "cpu" if offload else None)

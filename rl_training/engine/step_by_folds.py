@@ -1,17 +1,12 @@
-"""A step by its folds: the steps without each, the entropy gradient of each, and sums of their products with errors."""
+"""Sums over a step's folds of products with its changes: ΔH and Δreward, with errors."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import torch
 from torch import Tensor, nn
 
 from rl_training.engine.capabilities import REUSED
-from rl_training.engine.changed_steps import Direction
-from rl_training.engine.entropy_gradients import fold_gradients
 from rl_training.engine.step import Step
-from rl_training.engine.updates import StepsWithoutFolds
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import jackknife_covariance
 from rl_training.mathematics.running_pairs import Pair
@@ -34,56 +29,30 @@ def why_no_folds(step: Step, off_policy: str) -> str:
 
 
 class StepByFolds:
-    """What products with a step's changes are made of. Only where `why_no_folds` is "". A collective."""
+    """The numbers that products by fold are divided by. Only where `why_no_folds` is "". A collective."""
 
     def __init__(self, step: Step) -> None:
-        self._step, batch = step, step.batch
-        self.sizes = torch.bincount(batch.fold).double()
-        self._lengths = torch.zeros_like(self.sizes).index_add_(0, batch.fold, batch.scores.mask.sum(dim=1).double())
-        self.without = self._steps_without()
-        self.entropy = self._entropy_gradient()
-        self._number_and_length = step.ranks.reduce(torch.stack([self.sizes.sum(), self._lengths.sum()]))
+        self._step = step
+        lengths = step.batch.sum_by_fold(step.batch.scores.mask.sum(dim=1).double())
+        self._by_fold = torch.stack([step.entropy_change.sizes, lengths], dim=1)
+        self._total = step.ranks.reduce(self._by_fold.sum(dim=0))
 
     @property
     def length(self) -> float:
         """The tokens of the step, over all ranks."""
-        return float(self._number_and_length[1])
+        return float(self._total[1])
 
     def pair(self, own: Tensor, lost: Tensor) -> Pair:
         """Returns ΔH per token and Δreward per response of one change, from its products by fold. A collective.
 
         own, lost  (K, directions), as ChangedSteps.products has them, of X, or of X and the gradient of the reward
         """
-        reduce, sizes = self._step.ranks.reduce, self.sizes.unsqueeze(1)
-        by_fold = torch.cat([sizes, self._lengths.unsqueeze(1), sizes * own], dim=1)
-        total = torch.cat([self._number_and_length, reduce((sizes * own).sum(dim=0))])
-        without = total - by_fold
+        reduce, products = self._step.ranks.reduce, self._by_fold[:, :1] * own
+        total = torch.cat([self._total, reduce(products.sum(dim=0))])
+        without = total - torch.cat([self._by_fold, products], dim=1)
         without[:, 2:] += lost
         values, covariance = _per_unit(total), jackknife_covariance(_per_unit, total, without, reduce)
         return Pair(values.cpu(), covariance.cpu(), self._step.capabilities.num_folds - 1)
-
-    def _steps_without(self) -> StepsWithoutFolds:
-        step, change = self._step, self._step.entropy_change
-        assert step.gradients.rows is not None
-        total = float(step.ranks.reduce(self.sizes.sum()))
-        threshold = step.optimizer.max_grad_norm
-        return StepsWithoutFolds(change.pieces, change.gradient, step.gradients.rows, self.sizes, total, threshold)
-
-    def _entropy_gradient(self) -> Direction:
-        """Returns E[T] ∂H_tok of each fold. A collective, of two numbers."""
-        step, change = self._step, self._step.entropy_change
-        batch, reduce, layout = step.batch, step.ranks.reduce, change.layout
-        assert change.ratios is not None
-        entropies = batch.scores.entropies.double().masked_fill(batch.scores.mask == 0, 0.0).sum()
-        entropy, length = reduce(torch.stack([entropies, self._lengths.sum()])).tolist()
-        settings = dataclasses.replace(change.settings, per_sequence=False, own_prompts=False)
-        parameters = list(step.gradients.parameters.values())
-        rows = layout.zeros(batch.num_folds)
-        gradients = fold_gradients(batch, step.policy, parameters, layout, change.ratios, entropy / length, settings)
-        for k, fold in enumerate(gradients):
-            for part, x in zip(rows, fold.entropy[0], strict=True):
-                part[k] = x
-        return Direction(rows)
 
 
 def _per_unit(sums: Tensor) -> Tensor:

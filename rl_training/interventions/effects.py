@@ -43,8 +43,9 @@ class Effects:
         self._is_dr_grpo = step.capabilities.dr_grpo and batch.loss_settings is not None
         self.has_reward = self._is_dr_grpo or batch.rollout.rewards is not None
         self._folds = StepByFolds(step)
-        self._steps = self._folds.without
-        self._directions = [self._folds.entropy, *([self._reward_gradient()] if self.has_reward else [])]
+        self._steps = step.entropy_change.steps_without
+        of_entropy = Direction(step.entropy_change.rows)
+        self._directions = [of_entropy, *([self._reward_gradient()] if self.has_reward else [])]
         self.plain = self._folds.pair(*ChangedSteps(self._steps).products([None], self._directions)[0])
         self.pairs: dict[str, Pair] = {}
         self.halves: dict[str, Estimate] = {}

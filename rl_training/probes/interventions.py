@@ -53,7 +53,7 @@ class InterventionsProbe(Probe):
     """
 
     name = "interventions"
-    needs = Need.ENTROPY_CHANGE
+    needs = Need.ENTROPY_ROWS
     min_folds = MIN_FOLDS_FOR_STDERR
 
     def __init__(

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from rl_training.engine.batch import Batch
 from rl_training.engine.capabilities import OTHER_TERMS
-from rl_training.engine.changed_steps import Basis, GradientParts, bases_of
+from rl_training.engine.changed_steps import Basis, Direction, GradientParts, bases_of
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
@@ -59,7 +59,7 @@ class TokenClassesProbe(Probe):
     """
 
     name = "token_classes"
-    needs = Need.ENTROPY_CHANGE
+    needs = Need.ENTROPY_ROWS
     min_folds = MIN_FOLDS_FOR_STDERR
 
     def __init__(self, every: int = 20, num_folds: int | None = None) -> None:
@@ -170,17 +170,18 @@ def _pairs(step: Step, kinds: Mapping[str, Tensor], sums: Mapping[str, Tensor]) 
 
     The class with the most weight gets what the others leave of the whole: one backward less for each kind.
     """
-    folds, known = StepByFolds(step), (step.policy, list(step.gradients.parameters.values()))
+    folds, change = StepByFolds(step), step.entropy_change
+    known = (step.policy, list(step.gradients.parameters.values()), change.layout)
     most = {kind: int(of[1].argmax()) for kind, of in sums.items()}
     weighed = [(kind, c) for kind, of in sums.items() for c in of[1].nonzero().flatten().tolist() if c != most[kind]]
     weights = [weights_of(step.batch, kinds[kind] == c) for kind, c in weighed]
 
     def products(basis: Basis | None) -> Tensor:
-        own, _ = GradientParts(folds.without, basis).products([None], [folds.entropy])[0]
+        own, _ = GradientParts(change.steps_without, basis).products([None], [Direction(change.rows)])[0]
         return own
 
     found = {}
-    for number, basis in bases_of(step.batch, *known, step.entropy_change.layout, weights, step.ranks.reduce):
+    for number, basis in bases_of(step.batch, *known, weights, step.ranks.reduce):
         found[weighed[number]] = products(basis)
     whole = products(None)
     for kind in kinds:
