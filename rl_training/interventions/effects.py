@@ -9,6 +9,8 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 
+from scipy.optimize import brentq
+
 from rl_training.engine.changed_steps import Change, ChangedSteps, Direction, bases_of
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.step import Step
@@ -18,7 +20,6 @@ from rl_training.interventions.loss import LossInputs, Remedied, over_the_others
 from rl_training.interventions.named import RATIOS_ARE_ONE, Intervention
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.false_position import crossing
 from rl_training.mathematics.running_pairs import Pair
 
 QUANTITIES = ("delta_h", "delta_h_kept", "delta_reward", "price", "halves_at")
@@ -31,7 +32,8 @@ NO_STRENGTH = "it has no strength"
 NO_FALL = "entropy does not fall significantly at this step"
 NO_BAR = "no error bar"
 NEVER_HALF = "no strength halves the fall: the rest of it comes from momentum"
-HALF = 0.02  # relative tolerance of the search for a half
+TOLERANCE = 0.01  # relative, of the strength that halves the fall
+FURTHEST = 4.0**7  # times an intervention's own strength
 FIRST_OF_ADAM = "Adam's first step, whose size does not depend on the gradient's"
 
 
@@ -121,15 +123,22 @@ class Effects:
         assert remedy.nothing is not None
         length = self._folds.length
 
+        known = {0.0: 0.5 * fall, 1.0: 0.5 * fall + effect}
+
         def above(factor: float) -> float:
-            forward = self._step.ranks.reduce(steps.forward(change.times(factor), self._directions[0]))
-            return float(forward) / length - 0.5 * fall
+            if factor not in known:
+                forward = self._step.ranks.reduce(steps.forward(change.times(factor), self._directions[0]))
+                known[factor] = float(forward) / length - 0.5 * fall
+            return known[factor]
 
         span = of.strength - remedy.nothing
-        limit = ((remedy.high if span > 0 else remedy.low) - remedy.nothing) / span
-        factor = crossing(above, 0.5 * fall, 0.5 * fall + effect, limit, tolerance=-0.5 * HALF * fall)
-        if factor is None:
-            return Estimate.missing(NEVER_HALF)
+        limit = min(FURTHEST, ((remedy.high if span > 0 else remedy.low) - remedy.nothing) / span)
+        low, high = 0.0, 1.0
+        while above(high) < 0.0:
+            if high >= limit:
+                return Estimate.missing(NEVER_HALF)
+            low, high = high, min(4.0 * high, limit)
+        factor = float(brentq(above, low, high, rtol=TOLERANCE))
         return Estimate(remedy.nothing + factor * span, reason=NO_BAR)
 
 
