@@ -45,7 +45,7 @@ LOOPS = {"trl", "accelerate", "deepspeed"}
 LIBRARIES = {
     "mathematics": {"torch", "scipy"},
     "engine": {"torch"},
-    "interventions": {"torch"},
+    "interventions": {"torch", "scipy"},
     "probes": {"torch"},
     "records": {
         "torch", "safetensors", "rich", "matplotlib", "numpy", "jinja2", "markupsafe", "PIL", "wandb",
