@@ -37,7 +37,7 @@ NO_ERROR_BARS = "needs the standard errors of prediction and truth"
 
 
 def interval_covers(difference: float, stderr: float, num_samples: int, other_stderr: float) -> float:
-    """Returns 1 when the 95 % interval of this difference holds 0, else 0; nan without both standard errors.
+    """Returns 1 when the 95 % interval of this difference includes 0, else 0; nan without both standard errors.
 
     stderr        of the one, with num_samples − 1 degrees of freedom
     other_stderr  of the other, known as if from infinitely many

@@ -48,7 +48,7 @@ class TrapezoidTerms(NamedTuple):
 
 
 class TrapezoidSum:
-    """Sums trapezoids over consecutive steps. A nan in any of them stays: a sum with a hole is no sum."""
+    """Sums trapezoids over consecutive steps. Once one of them is nan, the sum stays nan."""
 
     def __init__(self) -> None:
         self._state: dict[str, Tensor] = {}
@@ -56,7 +56,7 @@ class TrapezoidSum:
     def add(self, step: int, batch: BatchTerms) -> TrapezoidTerms:
         """Returns the sums up to this batch. At the first one no step is closed: the sums are 0, the trapezoid nan.
 
-        A step that does not follow the last one leaves a hole: the predicted sum is nan from then on.
+        After a step that does not follow the last one, the predicted sum is nan from then on.
         """
         level, (ahead, ahead_stderr, ahead_batches), backward, half_step_stderr = batch
         zero, one, nan = torch.zeros_like(ahead), torch.ones_like(ahead), torch.full_like(ahead, torch.nan)
