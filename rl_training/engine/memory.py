@@ -21,10 +21,15 @@ class StepMemory:
     """
 
     def __init__(
-        self, layout: Layout, settings: EntropySettings, offload: bool = False, keep_halves: bool = False
+        self,
+        layout: Layout,
+        settings: EntropySettings,
+        offload: bool = False,
+        keep_halves: bool = False,
+        keep_rows: bool = False,
     ) -> None:
         self.layout, self.settings, self.keep_halves = layout, settings, keep_halves
-        self.keep_rows = False  # at the present step
+        self.keep_rows = keep_rows  # the driver says so for each step
         self.errors = RunningVariance(settings.error_decay)
         self.history = UpdateHistory()
         self.moments = FoldMoments(layout, "cpu" if offload else None)

@@ -118,5 +118,5 @@ def step_of(restored: RestoredTrainer, batch: Batch) -> Step:
         policy=restored.policy,
         ranks=Ranks(restored.num_ranks, restored.reduce),
         capabilities=capabilities,
-        memory=StepMemory(layout, EntropySettings()),
+        memory=StepMemory(layout, EntropySettings(), keep_rows=True),
     )
