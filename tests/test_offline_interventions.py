@@ -18,8 +18,7 @@ from torch import Tensor
 
 from rl_training.interventions.loss import LossInputs, Remedied
 from rl_training.interventions.named import intervention
-from rl_training.job.analysis import analyse_checkpoints
-from rl_training.job.analysis_plan import read_plan
+from rl_training.job.analysis import analyse_checkpoints, read_plan
 from rl_training.job.build import build_restored
 from rl_training.job.explain import CONF
 from rl_training.job.run_settings import gather_run_settings, run_settings

@@ -17,8 +17,7 @@ from test_offline import checkpoint, run  # noqa: F401
 from test_report import record_run
 from test_verdict import found
 
-from rl_training.job.analysis import analyse_checkpoints
-from rl_training.job.analysis_plan import read_plan
+from rl_training.job.analysis import analyse_checkpoints, read_plan
 from rl_training.job.shipped import CONF
 from rl_training.offline.results import read_result
 from rl_training.offline.settings import Evaluation, Settings, TruthSettings

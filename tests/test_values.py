@@ -10,10 +10,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.job.analysis_settings import check_analysis, name_of
-from rl_training.job.evaluation_settings import check_evaluation
 from rl_training.job.run_settings import run_settings
-from rl_training.job.settings import check_run
+from rl_training.job.settings import check_analysis, check_evaluation, check_run, name_of
 from rl_training.job.shipped import CONF
 from rl_training.job.stored_settings import load_settings
 
@@ -24,7 +22,7 @@ def composed(name: str, *overrides: str) -> DictConfig:
 
 
 def test_what_judges_values_imports_neither_torch_nor_trl() -> None:
-    modules = ("settings", "analysis_settings", "evaluation_settings", "command_line")
+    modules = ("settings", "command_line")
     lines = ["import sys", *(f"import rl_training.job.{name}" for name in modules)]
     lines.append("sys.exit(', '.join({'torch', 'trl', 'transformers'} & sys.modules.keys()))")
     ended = subprocess.run([sys.executable, "-c", "\n".join(lines)], capture_output=True, text=True, check=False)

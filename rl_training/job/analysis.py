@@ -4,28 +4,52 @@ from __future__ import annotations
 
 import gc
 import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from accelerate import PartialState
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging
 
-from rl_training.job.analysis_plan import Plan, read_plan
-from rl_training.job.analysis_shown import tell_dashboards, write_pages
 from rl_training.job.build import build_restored
+from rl_training.job.loggers import loggers_of
 from rl_training.job.run_settings import run_settings
+from rl_training.job.settings import check_analysis, name_of
 from rl_training.offline import probe
-from rl_training.offline.interventions import intervention_tables
+from rl_training.offline.interventions import InterventionSettings, intervention_tables
 from rl_training.offline.kernel_report import add_kernel
-from rl_training.offline.logs import write_log
+from rl_training.offline.logs import LogSettings, write_log
 from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.results import print_table, write_result
-from rl_training.offline.sweep import sweep_tables
-from rl_training.records.folder import LOGS_FOLDER
+from rl_training.offline.settings import KernelSettings, Settings
+from rl_training.offline.sweep import SweepSettings, refuse_sweep, sweep_tables
+from rl_training.records.analyses import OFFLINE, RESULT_FILE, read_analysis
+from rl_training.records.checkpoints import checkpoints_named
+from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
+from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.report import write_report
+from rl_training.records.report.checkpoint_analyses import core_numbers, describe_analyses, write_analyses_page
+from rl_training.records.report.series import read_run
 
 logger = logging.get_logger(__name__)
 
 OF_LATER_STEPS = ("trainer.epsilon", "trainer.epsilon_high", "trainer.delta")  # bounds of ratios, which are all 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Checkpoints, what is asked of each, and everything that conf/offline.yaml has."""
+
+    values: Mapping[str, Any]  # of conf/offline.yaml, as given
+    results: Mapping[Path, Path]  # by checkpoint, the file that its numbers go to
+    analysis: Settings
+    kernel: KernelSettings | None
+    sweep: SweepSettings
+    interventions: InterventionSettings
+    log: LogSettings
 
 
 def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
@@ -41,12 +65,50 @@ def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
     for checkpoint in plan.results:
         _analyse(checkpoint, plan)
     if PartialState().is_main_process:
-        for page in write_pages(plan.results) if plan.values["report"] else ():
-            print(f" {page}")
+        if plan.values["report"]:
+            _write_pages(plan.results)
         if plan.values["dashboards"]:
-            tell_dashboards(plan.results)
+            _tell_dashboards(plan.results)
     PartialState().wait_for_everyone()
     return list(plan.results.values())
+
+
+def read_plan(cfg: DictConfig) -> Plan:
+    """Returns the plan that the configuration describes. Raises ValueError for whatever the user got wrong in it."""
+    analysis = check_analysis(cfg)
+    values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    kernel = dict(values["kernel"])
+    plan = Plan(
+        values,
+        _result_files(values),
+        analysis,
+        KernelSettings(**kernel) if kernel.pop("enabled") else None,
+        SweepSettings(**values["sweep"]),
+        InterventionSettings(**values["interventions"]),
+        LogSettings(**values["log"]),
+    )
+    refuse_sweep(plan.sweep, analysis)
+    return plan
+
+
+def _result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
+    """Returns by checkpoint the file of its results: in RUN/offline, or in `offline` beside one that lies in no run."""
+    named = values["checkpoint"]
+    checkpoints = checkpoints_named(named if isinstance(named, str) else list(named), Path(values["runs_dir"]))
+    name = name_of(str(values["name"]))
+    folders = {}
+    for checkpoint in checkpoints:
+        home = Path(values["output"] or (_run_of(checkpoint) or checkpoint.resolve().parent) / OFFLINE)
+        folders[checkpoint] = home / name / checkpoint.name
+    folder, times = Counter(folders.values()).most_common(1)[0]
+    if times > 1:
+        raise ValueError(f"{times} checkpoints would write their results to {folder}: analyse each run separately")
+    return {checkpoint: folder / RESULT_FILE for checkpoint, folder in folders.items()}
+
+
+def _run_of(checkpoint: Path) -> Path | None:
+    run = checkpoint.resolve().parents[1]
+    return run if (run / CONFIG_FILE).is_file() else None
 
 
 def _analyse(checkpoint: Path, plan: Plan) -> None:
@@ -77,3 +139,23 @@ def _analyse(checkpoint: Path, plan: Plan) -> None:
         print_table(analysis, restored, path)
     del restored, analysis
     gc.collect()  # a model in a reference cycle would stay in memory beside the next checkpoint's
+
+
+def _write_pages(results: Mapping[Path, Path]) -> None:
+    """Rewrites the page of each run's analyses of this name, and the run's report; prints where the pages are."""
+    for folder, run in {result.parents[1]: _run_of(checkpoint) for checkpoint, result in results.items()}.items():
+        logged = run if run is not None and (run / LOGS_FOLDER / METRICS_FILE).is_file() else None
+        section = describe_analyses(folder, read_run(logged) if logged else None)
+        print(f" {write_analyses_page(folder, section)}")
+        if logged:
+            write_report(logged, {folder.resolve(): section})
+
+
+def _tell_dashboards(results: Mapping[Path, Path]) -> None:
+    """Sends the core numbers of these analyses to the dashboards of each run, at the steps of their checkpoints."""
+    for checkpoint, result in results.items():
+        run, analysis = _run_of(checkpoint), read_analysis(result)
+        for dashboard in loggers_of(run, analysis["settings"]["run"]) if run is not None else ():
+            dashboard.start(after_step=0)
+            dashboard.log(analysis["step"], core_numbers(analysis))
+            dashboard.finish(pictures=[])

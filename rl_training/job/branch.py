@@ -14,7 +14,7 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.job.settings import SAME_AS
+from rl_training.job.settings import SAME_AS, value_of
 from rl_training.job.shipped import CONF
 from rl_training.job.stored_settings import flat, load_settings
 from rl_training.records.checkpoints import find_checkpoint
@@ -54,9 +54,8 @@ def branched(cfg: DictConfig) -> DictConfig:
                 f"model.name={checkpoint}"
             )
     settings.branch = str(checkpoint)
-    for name, source in SAME_AS.items():
-        value = f"{settings.run_dir}/{TRAINING_STATE}" if name == "output_dir" else OmegaConf.select(settings, source)
-        settings.trainer[name] = value
+    for name in SAME_AS:
+        settings.trainer[name] = value_of(settings, name)
     return settings
 
 

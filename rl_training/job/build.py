@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import re
 import tempfile
 from pathlib import Path
@@ -27,6 +26,7 @@ from rl_training.job.run import TrainingRun
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
 from rl_training.job.settings import check_run, check_settings
 from rl_training.job.stopping import StopAtStepEnd
+from rl_training.job.values import check_kind
 from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.restored import RestoredTrainer, restore
 from rl_training.records.checkpoints import steps_taken
@@ -37,7 +37,6 @@ from rl_training.records.provenance import provenance
 from rl_training.records.workspace import CORE
 from rl_training.tasks.task import Task
 
-KINDS = {"int": (int,), "float": (int, float), "bool": (bool,), "None": (type(None),)}  # in annotations of fields
 EVAL_BATCH = 4  # microbatches at once in evaluation, which keeps nothing for a backward
 
 
@@ -163,22 +162,16 @@ def _check_fields(trainer: DictConfig) -> None:
     fields = {field.name: field for field in dataclasses.fields(DrGRPOConfig) if field.init}
     for name, value in zip(map(str, trainer), trainer.values(), strict=True):
         if name in fields:
-            _check_field(f"trainer.{name}", fields[name].type, value)
+            annotation = fields[name].type
+            names = set(re.findall(r"\w+", getattr(annotation, "__name__", str(annotation))))
+            kinds = [kind for kind in (float, int, bool) if kind.__name__ in names]
+            # Text, lists and what has a maker of its own are for their reader to check.
+            if names <= {"float", "int", "bool", "None"} and (value is not None or "None" not in names):
+                check_kind(f"trainer.{name}", value, kinds[0](), ", or null" * ("None" in names))
         elif name != "_target_":
             close = difflib.get_close_matches(name, fields, n=3)
             hint = f"did you mean {' or '.join(f'trainer.{c}' for c in close)}?" if close else "see trl.GRPOConfig"
             raise ValueError(f"trainer.{name} is not a field of DrGRPOConfig: {hint}")
-
-
-def _check_field(key: str, annotation: Any, value: Any) -> None:
-    names = re.findall(r"\w+", getattr(annotation, "__name__", str(annotation)))
-    if not names or not set(names) <= KINDS.keys():
-        return  # text, lists and what has a maker of its own
-    if type(value) not in [kind for name in names for kind in KINDS[name]]:
-        wanted = "true or false" if "bool" in names else f"a {'whole ' * ('float' not in names)}number"
-        raise ValueError(f"{key}={value} must be {wanted}{', or null' * ('None' in names)}")
-    if isinstance(value, float) and not math.isfinite(value):
-        raise ValueError(f"{key}={value} must be finite")
 
 
 def _check_sharding(trainer: DrGRPOTrainer) -> None:

@@ -70,7 +70,7 @@ def analyze() -> None:
 
 @composed("offline")
 def _analyze(cfg: DictConfig) -> None:
-    from rl_training.job.analysis_settings import check_analysis
+    from rl_training.job.settings import check_analysis
 
     check_analysis(cfg)  # again by its plan; here it waits for no import
     with importing():
@@ -89,7 +89,7 @@ def evaluate() -> None:
 
 @composed("evaluate")
 def _evaluate(cfg: DictConfig) -> None:
-    from rl_training.job.evaluation_settings import check_evaluation
+    from rl_training.job.settings import check_evaluation
 
     check_evaluation(cfg)  # again by its plan; here it waits for no import
     with importing():

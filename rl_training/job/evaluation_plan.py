@@ -16,7 +16,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_training.evaluation.metrics import BUILT_IN, Metric
 from rl_training.evaluation.responses import Sampling, choose_rows
-from rl_training.job.evaluation_settings import check_evaluation
+from rl_training.job.settings import check_evaluation
 from rl_training.job.stored_settings import load_settings
 from rl_training.records.checkpoints import checkpoints_of
 from rl_training.records.evaluated import EVALUATIONS, SETTINGS, read_step, write_settings

@@ -1,4 +1,4 @@
-"""Checks of train.py's configuration, before anything is written: each mistake an error that names the fix.
+"""Checks of what train.py, offline.py and evaluate.py are given, before anything is written.
 
 Nothing here imports torch: a mistyped value fails at once. What only TRL knows of its fields is checked in build.py.
 """
@@ -6,40 +6,27 @@ Nothing here imports torch: a mistyped value fails at once. What only TRL knows 
 from __future__ import annotations
 
 import importlib.util
-import math
 import os
-from collections.abc import Mapping
+import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from rl_training.extras import EXTRA_OF, how_to_install
 from rl_training.job.explain import did_you_mean, load_plain, quoted
 from rl_training.job.shipped import CONF
 from rl_training.job.stored_settings import GONE
+from rl_training.job.values import Range, check_kind, refuse_other_kinds, refuse_unset
+from rl_training.offline.settings import (
+    Evaluation,
+    FirstOrderSettings,
+    Memory,
+    Settings,
+    TruthSettings,
+    UpdateConfig,
+)
 from rl_training.records.folder import TRAINING_STATE
-
-
-class Range(NamedTuple):
-    """The numbers that mean something: from `least`, which is left out if `open`, to `most`."""
-
-    kind: type
-    least: float
-    most: float = math.inf
-    open: bool = False
-    or_none: bool = False
-
-    def check(self, key: str, value: Any, hint: str = "") -> None:
-        """Raises ValueError, with the hint, for another value."""
-        if value is None and self.or_none:
-            return
-        hint = f"{', or null' * self.or_none}{hint}"
-        _check_kind(key, value, self.kind(0), hint)
-        if not (self.least < value if self.open else self.least <= value) or value > self.most:
-            most = f" and at most {self.most:.10g}" if self.most < math.inf else ""
-            raise ValueError(f"{key}={value} must be {'above' if self.open else 'at least'} {self.least:g}{most}{hint}")
-
 
 PATHS = ("run_dir", "resume", "branch", "data.path", "model.name")
 # Outside of these a run would silently train nothing, or something else. A config.yaml may be older than a setting.
@@ -64,17 +51,24 @@ COUNTS = {name: Range(int, 0) for name in ("every", "responses_per_prompt", "cou
     "sequences": Range(int, 0, 2**16),  # of a buffer that a probe validates on
     "num_folds": Range(int, 0, or_none=True),
 }
+OF_EVALUATION = {
+    "fraction": Range(float, 0, 1, open=True), "responses_per_prompt": Range(int, 1), "k": Range(int, 1, or_none=True),
+    "temperature": Range(float, 0, open=True, or_none=True), "max_completion_length": Range(int, 1, or_none=True),
+    "seed": Range(int, 0), "batch_size": Range(int, 1), "jobs": Range(int, 1),
+}  # fmt: skip
 HINTS = {
     "trainer.max_grad_norm": "; 0 switches clipping off",
     "sequences": ": more would take hours at each validation",
     "num_folds": " for one per microbatch",
     "alert.below": " for no alert",
+    "evaluation.temperature": "; evaluation.greedy decodes greedily",
 }
 SAME_AS = {
     "per_device_train_batch_size": "batch.microbatch_size",
     "seed": "seed",
     "output_dir": "run_dir",
 }
+UNFIT = re.compile(r"[^\w.,=+-]+")  # for the name of a folder
 
 
 def check_run(cfg: DictConfig) -> int:
@@ -86,18 +80,17 @@ def check_run(cfg: DictConfig) -> int:
         if isinstance(value, str) and value.startswith("~"):
             OmegaConf.update(cfg, key, str(Path(value).expanduser()))
     check_settings(cfg)
-    accumulation = accumulation_steps(
-        cfg.batch.sequences_per_step,
-        cfg.batch.microbatch_size,
-        num_processes=int(os.environ.get("WORLD_SIZE", "1")),
-        responses_per_prompt=cfg.trainer.num_generations,
-    )
     asked = cfg.trainer.get("report_to") or []
     for library in EXTRA_OF:
         if library in asked and importlib.util.find_spec(library) is None:
             fix = how_to_install(library)
             raise ValueError(f"logger={library}: {library} is not installed: {fix}, or choose another logger")
-    return accumulation
+    return accumulation_steps(
+        cfg.batch.sequences_per_step,
+        cfg.batch.microbatch_size,
+        num_processes=int(os.environ.get("WORLD_SIZE", "1")),
+        responses_per_prompt=cfg.trainer.num_generations,
+    )
 
 
 def check_settings(cfg: DictConfig) -> None:
@@ -111,6 +104,9 @@ def check_settings(cfg: DictConfig) -> None:
             OmegaConf.update(cfg, key, value)
         if value is not ...:
             numbers.check(key, value, HINTS.get(key, ""))
+    for key, instead in GONE.items():
+        if OmegaConf.select(cfg, key) is not None:
+            raise ValueError(f"{key}: this setting is gone: {instead}")
     _check_probes(cfg.get("probes"))
     for key in ("data.path", "model.name"):
         value = OmegaConf.select(cfg, key)
@@ -120,10 +116,25 @@ def check_settings(cfg: DictConfig) -> None:
     if shown not in ("core", "all"):
         raise ValueError(f"logger.metrics={shown}: choose core (about 15 numbers) or all")
     if "alert" in cfg:
-        _check_alert(cfg.alert)
+        check_kind("alert.stop", cfg.alert.stop, False)
+        if cfg.alert.stop and cfg.alert.below is None:
+            raise ValueError("alert.stop needs the alert, which is off: give alert.below=0.05")
     if cfg.model.get("quantization") and not cfg.adapter:
         raise ValueError("4-bit weights cannot be trained: use adapter=qlora, or model.quantization=null")
     _check_trainer(cfg)
+
+
+def _check_probes(probes: Any) -> None:
+    if not isinstance(probes, DictConfig):
+        raise ValueError("there is nothing in `probes`: for a run without probes give probe=none")
+    for probe in map(str, probes):
+        if not isinstance(probes[probe], DictConfig):
+            raise ValueError(f"probes.{probe}={probes[probe]}: to run without it, leave it out of the list probe=[…]")
+        file = CONF / "probe" / f"{probe}.yaml"
+        if file.is_file():
+            refuse_other_kinds(probes[probe], load_plain(file)[probe], f"probes.{probe}.")
+        for name in COUNTS.keys() & probes[probe].keys():
+            COUNTS[name].check(f"probes.{probe}.{name}", probes[probe][name], HINTS.get(name, ""))
 
 
 def _check_trainer(cfg: DictConfig) -> None:
@@ -146,9 +157,13 @@ def _check_trainer(cfg: DictConfig) -> None:
     if cfg.trainer.get("max_steps") == 0:
         raise ValueError("trainer.max_steps=0 trains nothing: give at least 1, or -1 for trainer.num_train_epochs")
     for name, source in SAME_AS.items():
-        expected = f"{cfg.run_dir}/{TRAINING_STATE}" if name == "output_dir" else OmegaConf.select(cfg, source)
-        if cfg.trainer[name] != expected:
+        if cfg.trainer[name] != value_of(cfg, name):
             raise ValueError(f"trainer.{name}={cfg.trainer[name]} follows from {source}: set {source} instead")
+
+
+def value_of(cfg: DictConfig, name: str) -> Any:
+    """Returns what a field of the trainer has to be that follows from another setting, one of SAME_AS."""
+    return f"{cfg.run_dir}/{TRAINING_STATE}" if name == "output_dir" else OmegaConf.select(cfg, SAME_AS[name])
 
 
 def check_resume(cfg: DictConfig) -> None:
@@ -173,32 +188,6 @@ def check_resume(cfg: DictConfig) -> None:
         raise ValueError("additional_steps is added to a run's last step: give resume=latest, or trainer.max_steps")
 
 
-def _check_alert(alert: DictConfig) -> None:
-    if "within_steps" in alert:
-        raise ValueError(f"alert.within_steps: this setting is gone: {GONE['alert.within_steps']}")
-    if type(alert.stop) is not bool:
-        raise ValueError(f"alert.stop={alert.stop} must be true or false")
-    if alert.stop and alert.below is None:
-        raise ValueError("alert.stop needs the alert, which is off: give alert.below=0.05")
-
-
-def _check_probes(probes: Any) -> None:
-    if not isinstance(probes, DictConfig):
-        raise ValueError("there is nothing in `probes`: for a run without probes give probe=none")
-    for probe in map(str, probes):
-        if not isinstance(probes[probe], DictConfig):
-            raise ValueError(f"probes.{probe}={probes[probe]}: to run without it, leave it out of the list probe=[…]")
-        file = CONF / "probe" / f"{probe}.yaml"
-        if file.is_file():
-            refuse_other_kinds(probes[probe], load_plain(file)[probe], f"probes.{probe}.")
-        for option, value in probes[probe].items():
-            key, name = f"probes.{probe}.{option}", str(option)
-            if key in GONE:
-                raise ValueError(f"{key}: this setting is gone: {GONE[key]}")
-            if name in COUNTS:
-                COUNTS[name].check(key, value, HINTS.get(name, ""))
-
-
 def accumulation_steps(
     sequences_per_step: int, microbatch_size: int, num_processes: int, responses_per_prompt: int
 ) -> int:
@@ -219,41 +208,43 @@ def accumulation_steps(
     return sequences_per_step // at_once
 
 
-def refuse_unset(cfg: DictConfig) -> None:
-    """Raises ValueError where a value has to be given and is not."""
-    unset = sorted(OmegaConf.missing_keys(cfg))
-    if unset:
-        raise ValueError(f"{unset[0]} is not set: give {unset[0]}=VALUE, see --help")
+def check_analysis(cfg: DictConfig) -> Settings:
+    """Returns what is asked of a checkpoint. Raises ValueError for values that are not set, or mean nothing."""
+    refuse_unset(cfg)
+    values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    refuse_other_kinds(values, load_plain(CONF / "offline.yaml"))
+    name_of(str(values["name"]))
+    return Settings(
+        evaluation=Evaluation(**values["evaluation"]),
+        update=UpdateConfig(**values["update"]),
+        first_order=FirstOrderSettings(**values["first_order"]),
+        truth=TruthSettings(**values["truth"]),
+        conditioning=values["conditioning"],
+        memory=Memory(**values["memory"]),
+    )
 
 
-def refuse_other_kinds(given: Mapping[Any, Any], standard: Mapping[Any, Any], prefix: str = "") -> None:
-    """Raises ValueError for a value of another kind than the standard one: text for a number, a number for a list.
+def name_of(name: str) -> str:
+    """Returns the folder for an analysis of this name. Raises ValueError for a name that is none of a folder.
 
-    Settings that are null, unset or absent in the standard may have any value. Settings that are text there may have
-    any value but null, for their reader to check.
+    What follows a comma names a job of a sweep by its settings, and is made fit.
     """
-    for key, default in standard.items():
-        if key in given and default is not None:
-            _check_kind(f"{prefix}{key}", given[key], default)
+    typed = name.partition(",")[0]
+    if UNFIT.search(typed) or typed.startswith(".") or not typed:
+        raise ValueError(f"name={typed} names a folder in RUN/offline: use only letters, digits and . = + - _")
+    return UNFIT.sub("", name)
 
 
-def _check_kind(key: str, value: Any, default: Any, hint: str = "") -> None:
-    if isinstance(default, Mapping):
-        if not isinstance(value, Mapping):
-            raise ValueError(f"{key}={value} must be a group of settings: {key}.NAME=VALUE")
-        refuse_other_kinds(value, default, f"{key}.")
-    elif isinstance(default, list | ListConfig):
-        if not isinstance(value, list | ListConfig):
-            raise ValueError(f"{key}={value} must be a list: '{key}=[…]'")
-        for element in value if default else ():
-            _check_kind(key, element, default[0], " in the list")
-    elif isinstance(default, str):
-        if value is None:
-            raise ValueError(f"{key}=null has no meaning: leave it out")
-    elif isinstance(default, bool):
-        if type(value) is not bool:
-            raise ValueError(f"{key}={value} must be true or false{hint}")
-    elif type(value) is not int and (isinstance(default, int) or type(value) is not float):
-        raise ValueError(f"{key}={value} must be a {'whole ' * isinstance(default, int)}number{hint}")
-    elif not math.isfinite(value):
-        raise ValueError(f"{key}={value} must be finite{hint}")
+def check_evaluation(cfg: DictConfig) -> None:
+    """Raises ValueError for values that are not set, or mean nothing."""
+    refuse_unset(cfg)
+    refuse_other_kinds(cfg, load_plain(CONF / "evaluate.yaml"))
+    asked = cfg.evaluation
+    for name, numbers in OF_EVALUATION.items():
+        key = f"evaluation.{name}"
+        numbers.check(key, asked[name], HINTS.get(key, ""))
+    if asked.k is not None and asked.k > asked.responses_per_prompt:
+        raise ValueError(
+            f"evaluation.k={asked.k} is above evaluation.responses_per_prompt={asked.responses_per_prompt}: pass@k "
+            f"needs at least k responses; use evaluation.responses_per_prompt={asked.k}"
+        )

@@ -1,0 +1,70 @@
+"""Checks of single values in a configuration: each mistake an error that names the key, the value and the fix."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from omegaconf import DictConfig, ListConfig, OmegaConf
+
+
+class Range(NamedTuple):
+    """The numbers that mean something: from `least`, which is left out if `open`, to `most`."""
+
+    kind: type
+    least: float
+    most: float = math.inf
+    open: bool = False
+    or_none: bool = False
+
+    def check(self, key: str, value: Any, hint: str = "") -> None:
+        """Raises ValueError, with the hint, for another value."""
+        if value is None and self.or_none:
+            return
+        hint = f"{', or null' * self.or_none}{hint}"
+        check_kind(key, value, self.kind(0), hint)
+        if not (self.least < value if self.open else self.least <= value) or value > self.most:
+            most = f" and at most {self.most:.10g}" if self.most < math.inf else ""
+            raise ValueError(f"{key}={value} must be {'above' if self.open else 'at least'} {self.least:g}{most}{hint}")
+
+
+def refuse_unset(cfg: DictConfig) -> None:
+    """Raises ValueError where a value has to be given and is not."""
+    unset = sorted(OmegaConf.missing_keys(cfg))
+    if unset:
+        raise ValueError(f"{unset[0]} is not set: give {unset[0]}=VALUE, see --help")
+
+
+def refuse_other_kinds(given: Mapping[Any, Any], standard: Mapping[Any, Any], prefix: str = "") -> None:
+    """Raises ValueError for a value of another kind than the standard one: text for a number, a number for a list.
+
+    Settings that are null, unset or absent in the standard may have any value. Settings that are text there may have
+    any value but null, for their reader to check.
+    """
+    for key, default in standard.items():
+        if key in given and default is not None:
+            check_kind(f"{prefix}{key}", given[key], default)
+
+
+def check_kind(key: str, value: Any, default: Any, hint: str = "") -> None:
+    """Raises ValueError, with the hint, for a value of another kind than the default."""
+    if isinstance(default, Mapping):
+        if not isinstance(value, Mapping):
+            raise ValueError(f"{key}={value} must be a group of settings: {key}.NAME=VALUE")
+        refuse_other_kinds(value, default, f"{key}.")
+    elif isinstance(default, list | ListConfig):
+        if not isinstance(value, list | ListConfig):
+            raise ValueError(f"{key}={value} must be a list: '{key}=[…]'")
+        for element in value if default else ():
+            check_kind(key, element, default[0], " in the list")
+    elif isinstance(default, str):
+        if value is None:
+            raise ValueError(f"{key}=null has no meaning: leave it out")
+    elif isinstance(default, bool):
+        if type(value) is not bool:
+            raise ValueError(f"{key}={value} must be true or false{hint}")
+    elif type(value) is not int and (isinstance(default, int) or type(value) is not float):
+        raise ValueError(f"{key}={value} must be a {'whole ' * isinstance(default, int)}number{hint}")
+    elif not math.isfinite(value):
+        raise ValueError(f"{key}={value} must be finite{hint}")
