@@ -18,9 +18,9 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 from rl_training.job.build import TrainingRun, build_run
-from rl_training.job.explain import explain
+from rl_training.job.explain import GONE, explain
+from rl_training.job.run_settings import load_settings, refuse_other_settings
 from rl_training.job.settings import accumulation_steps, check_settings
-from rl_training.job.stored_settings import GONE, load_settings, refuse_other_settings
 from rl_training.probes import SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
 from rl_training.tasks.models import load_causal_lm, load_tiny
@@ -177,11 +177,11 @@ def test_a_mistake_is_named_with_the_fix(tmp_path: Path, overrides: list[str], m
             "Choose from all, covariance, error_shares, ess, gns, ground_truth, interventions, none, responses, simple",
         ),
         ("model=tyni", "Choose from hub, qwen2_5_1_5b, tiny; did you mean tiny?"),
-        ("bathc.microbatch_size=3", "there is no such setting, see --help; did you mean batch?"),
-        ("probes.simple.evry=5", "did you mean every?"),
+        ("bathc.microbatch_size=3", "there is no such setting, see --help; did you mean batch.microbatch_size?"),
+        ("probes.simple.evry=5", "did you mean probes.simple.every?"),
         ("probes.gns.lags=16", "probes.gns.lags: this setting is gone"),
         ("probes.simple.validate_every=10", "give probe=[simple,ground_truth] probes.ground_truth.every=10"),
-        ("probes.gns.every=5", "this run has no probe gns; choose it with probe=gns"),
+        ("probes.gns.every=5", "what this run has chosen lacks this setting; probe=gns would have it"),
     ],
 )
 def test_a_mistyped_override_is_explained_in_one_line(override: str, explanation: str) -> None:

@@ -10,10 +10,9 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.job.run_settings import run_settings
+from rl_training.job.run_settings import load_settings, run_settings
 from rl_training.job.settings import check_analysis, check_evaluation, check_run, name_of
 from rl_training.job.shipped import CONF
-from rl_training.job.stored_settings import load_settings
 
 
 def composed(name: str, *overrides: str) -> DictConfig:

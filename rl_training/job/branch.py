@@ -14,9 +14,10 @@ from hydra import compose
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 
+from rl_training.job.run_settings import load_settings
 from rl_training.job.settings import SAME_AS, value_of
 from rl_training.job.shipped import CONF
-from rl_training.job.stored_settings import flat, load_settings
+from rl_training.job.values import flat
 from rl_training.records.checkpoints import find_checkpoint
 from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
 

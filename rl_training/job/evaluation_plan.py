@@ -16,8 +16,8 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_training.evaluation.metrics import BUILT_IN, Metric
 from rl_training.evaluation.responses import Sampling, choose_rows
+from rl_training.job.run_settings import load_settings
 from rl_training.job.settings import check_evaluation
-from rl_training.job.stored_settings import load_settings
 from rl_training.records.checkpoints import checkpoints_of
 from rl_training.records.evaluated import EVALUATIONS, SETTINGS, read_step, write_settings
 from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE

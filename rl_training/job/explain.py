@@ -15,7 +15,20 @@ from omegaconf import OmegaConf
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 
 from rl_training.job.shipped import CONF, conf_folders
-from rl_training.job.stored_settings import GONE
+from rl_training.job.values import flat
+
+GONE = {  # settings, and what to do instead
+    "alert.within_steps": "it looks 20 steps ahead for a level in nats, give alert.below=0.05",
+    "probes.simple.estimator": "'score' needs sixteen times the sequences, leave it out",
+    "probes.gns.lags": "what persists of the gradient is no longer measured, leave it out",
+    "probes.simple.draw": "it was not better than the first responses of each prompt, leave it out",
+    "probes.simple.prompt_share": "fewer prompts were not better, leave it out",
+    "probes.simple.split_error": "give probe=[simple,error_shares]",
+    "probes.simple.top_responses": "give probe=[simple,responses] probes.responses.count=3",
+    "probes.simple.validate_every": "give probe=[simple,ground_truth] probes.ground_truth.every=10",
+    "probes.simple.validate_sequences": "give probe=[simple,ground_truth] probes.ground_truth.sequences=512",
+    "probes.simple.seed": "give probe=[simple,ground_truth] probes.ground_truth.seed=0",
+}
 
 
 def explain(error: BaseException) -> str:
@@ -57,40 +70,31 @@ def _how_to_quote(override: str) -> str:
 
 def quoted(key: str, value: str) -> str:
     """Returns the word to type in a shell for a value that is to be taken as it stands."""
+    return shlex.quote(f"{key}={as_text(value)}")
+
+
+def as_text(value: str) -> str:
+    """Returns a text in double quotes, from which Hydra's grammar reads it as it stands."""
     value = re.sub(r'(\\*)"', r'\1\1\\"', value)  # a quote, and the backslashes before it, are escaped
     value = re.sub(r"(\\+)$", r"\1\1", value)  # so are those before the closing one
-    return shlex.quote(f'{key}="{value}"')
+    return f'"{value}"'
 
 
 def _no_such_setting(key: str) -> str:
     if key in GONE:
         return f"this setting is gone: {GONE[key]}"
-    first, last = key.split(".")[0], key.split(".")[-1]
-    probe = key.split(".")[1] if first == "probes" and key.count(".") == 2 else ""
-    if probe and (CONF / "probe" / f"{probe}.yaml").is_file():
-        options = [name for name in load_plain(CONF / "probe" / f"{probe}.yaml")[probe] if name != "_target_"]
-        if last in options:
-            return f"this run has no probe {probe}; choose it with probe={probe}, or in a list by probe=[…,{probe}]"
-        return f"the probe has the options {', '.join(options)}{did_you_mean(last, options)}"
-    if key.count(".") == 1 and (CONF / first).is_dir():
-        by_file = {path.stem: _options(path, first) for path in sorted((CONF / first).glob("*.yaml"))}
-        having = [f"{first}={name}" for name, options in by_file.items() if last in options]
-        if having:
-            return f"this run's choice of {first} has no such setting; {' and '.join(having)} would have it"
-        known = sorted({option for options in by_file.values() for option in options})
-        return f"{first} has the settings {', '.join(known)}{did_you_mean(last, known)}"
-    groups = [path.name for path in CONF.iterdir() if path.is_dir() and path.name != "hydra"]
+    having: dict[str, list[str]] = {}  # by setting, what would have it: GROUP=OPTION
+    for path in sorted(CONF.glob("*/*.yaml")):
+        group, content = path.parent.name, load_plain(path)
+        content = content.get(group, content)  # under the group's name or without it
+        for name in flat({"probes" if group == "probe" else group: content}):
+            having.setdefault(name, []).append(f"{group}={path.stem}")
+    if key in having:
+        return f"what this run has chosen lacks this setting; {' and '.join(having[key])} would have it"
     command = Path(sys.argv[0]).stem.replace("analyze", "offline")
-    if not (CONF / f"{command}.yaml").is_file():
-        command = "train"
-    known = [name for name in (*load_plain(CONF / f"{command}.yaml"), *groups) if name not in ("defaults", "hydra")]
-    return f"there is no such setting, see --help{did_you_mean(first, known)}"
-
-
-def _options(path: Path, group: str) -> list[str]:
-    """Returns the settings in a file of a group, which stand there under the group's name or without it."""
-    content = load_plain(path)
-    return [name for name in content.get(group, content) if name not in ("_target_", "defaults")]
+    own = CONF / f"{command}.yaml" if command in ("offline", "evaluate") else CONF / "train.yaml"
+    groups = [path.name for path in CONF.iterdir() if path.is_dir()]
+    return f"there is no such setting, see --help{did_you_mean(key, [*flat(load_plain(own)), *having, *groups])}"
 
 
 def load_plain(path: Path) -> dict[str, Any]:

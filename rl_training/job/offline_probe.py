@@ -5,12 +5,14 @@
     found = OfflineEntropyProbe.from_config_file("probe_configs/quick_test.yaml").run_mixed_probe(CHECKPOINT)
     found["deltaH1"], found["deltaH_true"], found["diagnostics"]["ESS"]
 
-The configuration is translated in probe_config.py, and run as offline.py runs its own.
+probe_configs/full_example.yaml has every key of a configuration, with what it does. They are translated into words of
+offline.py's command line, and run as offline.py runs its own; defaults are those of conf/offline.yaml or the run's.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -20,21 +22,47 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from rl_training.job.probe_config import ProbeConfig, read_probe_config
+from rl_training.job.explain import as_text, did_you_mean, load_plain
 from rl_training.job.run_settings import gather_run_settings
 from rl_training.job.shipped import CONF, PROBE_CONFIGS
+from rl_training.job.values import check_kind, flat
+from rl_training.records.folder import CONFIG_FILE
 
+# A configuration's keys, and what they are called on offline.py's command line.
+SETTINGS = {
+    "checkpoint.backbone": "model", "checkpoint.dtype": "model.dtype", "batch_config.dataset_name": "data",
+    "batch_config.split": "evaluation.source", "batch_config.B_E": "evaluation.prompts",
+    "batch_config.B_U": "update.prompts", "batch_config.G": "trainer.num_generations",
+    "probe_rework.compute_delta_h1": "first_order.enabled", "importance.enabled": "truth.enabled",
+    "memory_config.microbatch_size": "memory.microbatch_size", "detailed_logging.level": "log.level",
+    "detailed_logging.log_sequences": "log.sequences", "detailed_logging.log_tokens": "log.tokens",
+    "detailed_logging.log_raw_tensors": "log.raw_tensors", "detailed_logging.output_directory": "log.directory",
+    "detailed_logging.compress": "log.compress",
+}  # fmt: skip
+# By key, the values that it can have, each with what it is called today.
+CHOICES = {
+    "checkpoint.backbone": {path.stem: path.stem for path in (CONF / "model").glob("*.yaml")}
+    | {"qwen2_5_15": "qwen2_5_1_5b"},
+    "checkpoint.dtype": {name: name for name in ("float32", "bfloat16", "auto")},
+    "batch_config.dataset_name": {path.stem: path.stem for path in (CONF / "data").glob("*.yaml")}
+    | {"gsm8k_r1_template": "gsm8k"},
+    "batch_config.split": {"train": "train", "test": "eval"},
+    "importance.is_mode": {"pdis": "true", "snis": "snis"},  # the result that is called deltaH_true
+    "detailed_logging.level": {name: name for name in ("minimal", "standard", "detailed", "debug")},
+}
+# Results go to RUN/offline/mixed_probe. A script may call it often; `overrides` can ask for report and dashboards.
+ALWAYS = ("name=mixed_probe", "report=false", "dashboards=false")
 SIZES = ("B_E", "B_U", "G")
 LENGTHS = ("avg_generation_length", "avg_reward")
 
 
 class OfflineEntropyProbe:
-    """What a checkpoint's next step does to entropy, by a configuration of nested dictionaries: see probe_config.py."""
+    """What a checkpoint's next step does to entropy, by a configuration of nested dictionaries."""
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Takes a configuration. Raises ValueError for a key that is not known, and for a value that means nothing."""
         self.config = dict(config)
-        read_probe_config(self.config, checkpoint="any")
+        self._given = _read(config)
 
     @classmethod
     def from_config_file(cls, path: str | Path) -> OfflineEntropyProbe:
@@ -48,6 +76,22 @@ class OfflineEntropyProbe:
         if not isinstance(config, dict):
             raise ValueError(f"{path}: it must hold sections with settings; see {PROBE_CONFIGS}")
         return cls(config)  # type: ignore[arg-type]
+
+    def words(self, checkpoint_path: str | Path | None = None) -> list[str]:
+        """Returns what to type after offline.py. ValueError where no checkpoint is named."""
+        path = checkpoint_path or self._given.get("checkpoint.checkpoint_path")
+        if path is None:
+            raise ValueError("checkpoint.checkpoint_path is not set: set it in the file, or give --checkpoint PATH")
+        words = [f"checkpoint={as_text(str(path))}", *ALWAYS]
+        for key, setting in SETTINGS.items():
+            if key in self._given:
+                value = self._given[key]
+                text = as_text(value) if isinstance(value, str) else str(value).lower()
+                words.append(f"{setting}={CHOICES[key][value] if key in CHOICES else text}")
+        words += _adapter_words(Path(path))
+        if self._given.get("detailed_logging.enabled") is False:
+            words.append("log.level=none")
+        return [*words, *self._given.get("overrides", [])]
 
     def run_mixed_probe(self, checkpoint_path: str | Path | None = None) -> dict[str, Any]:
         """Returns the numbers of one checkpoint, in nats (per token, or per sequence if so configured).
@@ -67,27 +111,60 @@ class OfflineEntropyProbe:
         from rl_training.job.analysis import analyse_checkpoints  # seconds of imports
         from rl_training.offline.results import read_result
 
-        asked = read_probe_config(self.config, str(checkpoint_path) if checkpoint_path else None)
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            cfg = compose("offline", overrides=gather_run_settings(asked.words))
+            cfg = compose("offline", overrides=gather_run_settings(self.words(checkpoint_path)))
             paths = analyse_checkpoints(cfg)
         if len(paths) > 1:
             raise ValueError(f"{cfg.checkpoint} holds {len(paths)} checkpoints: name one, or use rl-training analyze")
-        return _in_old_words(read_result(paths[0]), asked)
+        return self._in_old_words(read_result(paths[0]))
+
+    def _in_old_words(self, result: Mapping[str, Any]) -> dict[str, Any]:
+        found: dict[str, float] = result["results"]
+        unit = "" if self._given.get("importance.report_per_token", True) else "_sequence"
+        answer: dict[str, Any] = {}
+        if self._given.get("probe_rework.compute_delta_h1", True):
+            predicted, rate = found[f"deltaH1{unit}"], found["learning_rate"]
+            answer |= {"deltaH1": predicted, "bars_dot": predicted / rate, "learning_rate": rate}
+        if self._given.get("importance.enabled", True):
+            called = CHOICES["importance.is_mode"][self._given.get("importance.is_mode", "pdis")]
+            change, before = found[f"deltaH_{called}{unit}"], found[f"H_orig{unit}"]
+            answer |= {"deltaH_true": change, "H_orig": before, "H_upd": before + change}
+        answer |= {size: int(found[size]) for size in SIZES} | {key: found[key] for key in LENGTHS}
+        return answer | {"timing": result["timing"], "diagnostics": found, "log": result["log"]}
 
 
-def _in_old_words(result: Mapping[str, Any], asked: ProbeConfig) -> dict[str, Any]:
-    found: dict[str, float] = result["results"]
-    unit = "" if asked.per_token else "_sequence"
-    answer: dict[str, Any] = {}
-    if asked.predicts:
-        predicted, rate = found[f"deltaH1{unit}"], found["learning_rate"]
-        answer |= {"deltaH1": predicted, "bars_dot": predicted / rate, "learning_rate": rate}
-    if asked.measures:
-        change, before = found[f"deltaH_{'true' if asked.is_mode == 'pdis' else 'snis'}{unit}"], found[f"H_orig{unit}"]
-        answer |= {"deltaH_true": change, "H_orig": before, "H_upd": before + change}
-    answer |= {size: int(found[size]) for size in SIZES} | {key: found[key] for key in LENGTHS}
-    return answer | {"timing": result["timing"], "diagnostics": found, "log": result["log"]}
+def _read(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is given, by dotted keys; null is nothing. Raises ValueError for what means nothing."""
+    standard = load_plain(PROBE_CONFIGS / "full_example.yaml")
+    known = standard | flat(standard)
+    given = {key: value for key, value in flat(config).items() if value is not None}
+    for key in [*config, *given]:
+        if key not in known:
+            hint = did_you_mean(key.rpartition(".")[2].lower(), {k.rpartition(".")[2].lower(): k for k in known})
+            raise ValueError(f"{key}: there is no such setting; {PROBE_CONFIGS / 'full_example.yaml'} has all{hint}")
+        if key in given and known[key] is not None:
+            check_kind(key, given[key], known[key])
+    for key, choices in CHOICES.items():
+        if key in given and given[key] not in choices:
+            hint = did_you_mean(str(given[key]), choices.keys())
+            raise ValueError(f"{key}={given[key]}: choose from {', '.join(sorted(choices))}{hint}")
+    if not all(isinstance(word, str) and "=" in word for word in given.get("overrides", [])):
+        raise ValueError("overrides must be a list of settings, each KEY=VALUE")
+    return given
+
+
+def _adapter_words(checkpoint: Path) -> list[str]:
+    """Returns the settings of an adapter that lies in no run, from its adapter_config.json."""
+    file = checkpoint / "adapter_config.json"
+    if not file.is_file() or (checkpoint.resolve().parents[1] / CONFIG_FILE).is_file():
+        return []
+    adapter = json.loads(file.read_text(encoding="utf-8"))
+    modules = adapter["target_modules"]
+    target = modules if isinstance(modules, str) else f"[{','.join(sorted(modules))}]"
+    return [
+        "adapter=lora", f"adapter.r={adapter['r']}", f"adapter.lora_alpha={adapter['lora_alpha']}",
+        f"adapter.target_modules={target}",
+    ]  # fmt: skip
 
 
 def main() -> None:

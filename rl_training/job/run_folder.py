@@ -13,7 +13,7 @@ from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
 from transformers.utils import logging
 
-from rl_training.job.stored_settings import refuse_other_settings
+from rl_training.job.run_settings import refuse_other_settings
 from rl_training.records.checkpoints import (
     SHARDED_BY,
     find_checkpoint,

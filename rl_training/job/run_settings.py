@@ -1,7 +1,8 @@
 """The settings of a run, as its config.yaml has them, and changes to them in the words of train.py.
 
-On offline.py's command line they stand beside its own: `gather_run_settings` puts them into one list, `run=[…]`, which
-Hydra hands on, and `run_settings` applies that list.
+A config.yaml that an earlier version has written is read as it would be written today. On offline.py's command line
+the changes stand beside its own settings: `gather_run_settings` puts them into one list, `run=[…]`, which Hydra hands
+on, and `run_settings` applies that list.
 """
 
 from __future__ import annotations
@@ -11,20 +12,26 @@ from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
+import yaml
 from hydra import compose
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.job.explain import did_you_mean
+from rl_training.job.explain import GONE, as_text, did_you_mean, load_plain
 from rl_training.job.shipped import CONF
-from rl_training.job.stored_settings import load_settings
-from rl_training.records.folder import CONFIG_FILE
+from rl_training.job.values import flat
+from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING
+from rl_training.records.masking import without_secrets
 
 UNLISTED = ("trainer.", "model.dtype")  # any field of DrGRPOConfig; every loader of a model takes a dtype
-INTERVENTIONS = re.compile(r"^interventions=")  # short for the list of them
 NEEDED = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "probes")  # of build_restored
+MOVED = {
+    "rl_training.models.": "rl_training.tasks.models.",
+    "rl_training.buffer.": "rl_training.hosts.trl.buffer.",
+    "rl_training.live.buffer.": "rl_training.hosts.trl.buffer.",
+}
 
 
 def gather_run_settings(arguments: Sequence[str]) -> list[str]:
@@ -33,16 +40,17 @@ def gather_run_settings(arguments: Sequence[str]) -> list[str]:
     Example: ["checkpoint=R", "trainer.beta=0"] becomes ["checkpoint=R", 'run=["trainer.beta=0"]'].
     `interventions=all` is written out: interventions.which=all.
     """
-    arguments = [INTERVENTIONS.sub(r"interventions.which=", word) for word in arguments]
-    own = {str(key) for key in OmegaConf.load(CONF / "offline.yaml")}
+    arguments = [re.sub(r"^interventions=", "interventions.which=", word) for word in arguments]
+    own = load_plain(CONF / "offline.yaml")
     of_run = [
-        word for word in arguments if "=" in word and word.lstrip("+~-").partition("=")[0].split(".")[0] not in own
+        word
+        for word in arguments
+        if "=" in word and not word.startswith("-") and re.split(r"[.=]", word.lstrip("+~"))[0] not in own
     ]
-    of_run = [word for word in of_run if not word.startswith("-")]
     if not of_run:
-        return list(arguments)
+        return arguments
     choices = product(*map(_choices, of_run))  # of a sweep; one, where nothing is swept
-    lists = (f"[{','.join(map(_quoted, chosen))}]" for chosen in choices)
+    lists = (f"[{','.join(map(as_text, chosen))}]" for chosen in choices)
     return [*(word for word in arguments if word not in of_run), f"run={','.join(lists)}"]
 
 
@@ -78,10 +86,6 @@ def _parsed(words: Sequence[str]) -> list[Override]:
     return OverridesParser.create().parse_overrides(list(words))
 
 
-def _quoted(word: str) -> str:
-    return '"' + word.replace("\\", "\\\\").replace('"', '\\"') + '"'
-
-
 def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
     """Returns the configuration of the run that a checkpoint belongs to, with these changes.
 
@@ -92,46 +96,71 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
     stored = checkpoint.resolve().parents[1] / CONFIG_FILE
     if not stored.is_file():
         chosen = {change.partition("=")[0] for change in changes}
-        missing = [group for group in ("model", "data") if group not in chosen]
+        missing = [f"{group}=…" for group in ("model", "data") if group not in chosen]
         if missing:
             raise ValueError(
-                f"{checkpoint} is not in a run (there is no {stored}): give "
-                f"{' '.join(f'{group}=…' for group in missing)}, and adapter=lora if it is an adapter; see --help"
+                f"{checkpoint} is not in a run (there is no {stored}): give {' '.join(missing)}, and adapter=lora if "
+                "it is an adapter; see --help"
             )
-        return compose("train", overrides=[_unlisted(change) for change in changes])
+        return compose("train", overrides=[f"++{word}" if word.startswith(UNLISTED) else word for word in changes])
     cfg = load_settings(stored)
     for change in _parsed(changes):
         key, value = change.key_or_group, change.value()
         if (CONF / key).is_dir():
             cfg[key] = compose("train", overrides=[change.input_line or ""])[key]
         elif not key.startswith(UNLISTED) and OmegaConf.select(cfg, key, default=None) is None:
-            known = _keys(cfg)
+            known = [*flat(OmegaConf.to_container(cfg)), *flat(load_plain(CONF / "offline.yaml"))]
             hint = did_you_mean(key, known)
             raise ValueError(f"{key}: neither the analysis nor the run in {stored.parent} has this setting{hint}")
         else:
             OmegaConf.update(cfg, key, value, force_add=True)
-    _refuse_missing(cfg, stored)
-    return cfg
-
-
-def _refuse_missing(cfg: DictConfig, stored: Path) -> None:
-    """Raises ValueError where the run's config.yaml lacks what a trainer is made of."""
     missing = [key for key in NEEDED if key not in cfg]
     if missing:
         groups = [f"{key}=…" for key in missing if (CONF / key).is_dir()]
-        give = f", or give {' '.join(groups)}" if groups == [f"{key}=…" for key in missing] else ""
+        give = f", or give {' '.join(groups)}" if len(groups) == len(missing) else ""
         raise ValueError(f"{stored} lacks {', '.join(missing)}, which a run needs: mend the file{give}")
+    return cfg
 
 
-def _unlisted(change: str) -> str:
-    """Returns the change as Hydra wants it: of some groups more can be set than their files list."""
-    return f"++{change}" if change.startswith(UNLISTED) else change
+def load_settings(path: Path) -> DictConfig:
+    """Returns what a config.yaml holds: moved settings under their present names, without those that are gone.
+
+    Raises ValueError where it cannot be read, or holds no settings.
+    """
+    try:
+        settings = OmegaConf.load(path)
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path} cannot be read ({' '.join(str(error).split())}): mend or delete it") from error
+    if not isinstance(settings, DictConfig):
+        raise ValueError(f"{path} holds no settings: mend or delete it")
+    for key in GONE:
+        above, _, name = key.rpartition(".")
+        node = OmegaConf.select(settings, above)
+        if isinstance(node, DictConfig):
+            node.pop(name, None)
+    text = OmegaConf.to_yaml(settings)
+    for before, now in MOVED.items():
+        text = text.replace(f"_target_: {before}", f"_target_: {now}")
+    return OmegaConf.create(text)  # type: ignore[return-value]
 
 
-def _keys(cfg: DictConfig, prefix: str = "") -> list[str]:
-    nested = {str(key): cfg.get(key) for key in cfg}
-    below = [
-        key for name, node in nested.items() if isinstance(node, DictConfig) for key in _keys(node, f"{prefix}{name}.")
+def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
+    """Raises ValueError when a run would be resumed with other settings than it has: some of them would be ignored."""
+    stored = run_dir / CONFIG_FILE
+    if not stored.is_file():
+        return
+    try:
+        started = load_settings(stored)
+    except ValueError as error:
+        raise ValueError(f"{error}; without it the settings are not compared") from error
+    before, now = (flat(without_secrets(OmegaConf.to_container(c, resolve=True))) for c in (started, cfg))
+    changed = [
+        f"{key}={now.get(key)!r} (was {before.get(key)!r})"
+        for key in sorted({*before, *now})
+        if before.get(key) != now.get(key) and not key.startswith(NOT_OF_TRAINING)
     ]
-    own = [str(key) for key in OmegaConf.load(CONF / "offline.yaml")] if not prefix else []
-    return [*(f"{prefix}{name}" for name in nested), *below, *own]
+    if changed:
+        raise ValueError(
+            f"resume: {run_dir} was started with other settings: {', '.join(changed)}. Give the same ones (its "
+            f"{CONFIG_FILE} has them all), or start a new run from its weights: model=hub model.name=CHECKPOINT"
+        )

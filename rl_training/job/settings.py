@@ -14,9 +14,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.extras import EXTRA_OF, how_to_install
-from rl_training.job.explain import did_you_mean, load_plain, quoted
+from rl_training.job.explain import GONE, did_you_mean, load_plain, quoted
 from rl_training.job.shipped import CONF
-from rl_training.job.stored_settings import GONE
 from rl_training.job.values import Range, check_kind, refuse_other_kinds, refuse_unset
 from rl_training.offline.settings import (
     Evaluation,

@@ -68,3 +68,12 @@ def check_kind(key: str, value: Any, default: Any, hint: str = "") -> None:
         raise ValueError(f"{key}={value} must be a {'whole ' * isinstance(default, int)}number{hint}")
     elif not math.isfinite(value):
         raise ValueError(f"{key}={value} must be finite{hint}")
+
+
+def flat(node: Any, prefix: str = "") -> dict[str, Any]:
+    """Returns the values of a nested configuration by their dotted keys."""
+    if isinstance(node, DictConfig):
+        node = OmegaConf.to_container(node, resolve=True)
+    if not isinstance(node, Mapping):
+        return {prefix.removesuffix("."): node}
+    return {key: value for name in node for key, value in flat(node[name], f"{prefix}{name}.").items()}
