@@ -107,9 +107,9 @@ def test_a_branch_goes_on_exactly_from_its_own_checkpoints(original: Path, tmp_p
 @pytest.mark.parametrize(
     ("overrides", "step", "said"),
     [
-        (["+model.dtype=bfloat16"], 1, "its run has model.dtype=None, and this one would have bfloat16"),
+        (["+model.dtype=bfloat16"], 1, "would have model.dtype='bfloat16' (was None)"),
         (["adapter=lora"], 1, "a branch keeps model, adapter, data and optimizer"),
-        (["++trainer.optim=sgd"], 1, "its run has trainer.optim=None, and this one would have sgd"),
+        (["++trainer.optim=sgd"], 1, "would have trainer.optim='sgd' (was None)"),
         ([], 3, "has taken 3 steps, and trainer.max_steps=3: give a larger one, or additional_steps=20"),
         ([], 7, "there is no such folder"),
     ],

@@ -232,7 +232,7 @@ def test_another_task_than_the_runs_has_a_table_of_its_own_and_must_be_readable(
     rows = [{"question": f"Say {n} €", "answer": f"#### {n}"} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     plan = read_plan(configured("evaluate", f"run={run}", "data=gsm8k", f"data.path={tmp_path / 'rows.jsonl'}"))
-    assert (plan.folder.name, plan.prefix, plan.max_completion_length) == ("gsm8k", "evaluation/gsm8k/", 512)
+    assert (plan.folder.name, plan.prefix, plan.asked.max_completion_length) == ("gsm8k", "evaluation/gsm8k/", 512)
     loaded = policy.load_policy(
         plan.checkpoints[1], None, with_reference=False, temperature=1.0, max_completion_length=4
     )
@@ -245,7 +245,7 @@ def test_a_bare_checkpoint_is_evaluated_on_the_task_that_is_given(run: Path, tmp
     asked = [f"checkpoints=[{bare}]", "data=arithmetic", f"output={tmp_path}"]
     plan = read_plan(configured("evaluate", *asked))
     assert plan.checkpoints == {0: bare}
-    assert (plan.max_completion_length, plan.temperature, plan.kl, plan.run) == (36, 1.0, False, None)
+    assert (plan.asked.max_completion_length, plan.asked.temperature, plan.run) == (36, 1.0, None)
 
 
 @pytest.mark.parametrize("missing", ["model.safetensors", "trainer_state.json"])
@@ -518,7 +518,7 @@ def test_the_table_in_the_terminal_says_how_many_prompts_and_what_is_possible_wh
     metrics = response_metrics(right, max_k=1, right_reward=1.0, answers=True, reward_range=(0.0, 1.0))
     evaluated.write_step(tmp_path, 4, {}, metrics, [])
     evaluated.consolidate(tmp_path)
-    print_table(tmp_path, evaluated.read_table(tmp_path), {}, {})
+    print_table(tmp_path, evaluated.read_table(tmp_path), [])
     shown = capsys.readouterr().out
     assert "mean ± standard error over 4 prompts" in shown
     assert "1.000-0.490" in shown  # of 4 of 4: 4/7.8415 to 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from rich.console import Console
@@ -23,7 +23,7 @@ class Progress:
     def __init__(self, num_checkpoints: int, num_finished: int, responses_each: int) -> None:
         left = num_checkpoints - num_finished
         every = 0.2 if sys.stderr.isatty() else 10.0  # seconds between two drawings
-        self._checkpoints = tqdm(total=num_checkpoints, initial=num_finished, unit="checkpoint", position=0)
+        self.checkpoints = tqdm(total=num_checkpoints, initial=num_finished, unit="checkpoint", position=0)
         self._responses = tqdm(
             total=left * responses_each, unit="response", position=1, leave=False, mininterval=every, maxinterval=every
         )
@@ -31,23 +31,12 @@ class Progress:
     def add(self, num_responses: int) -> None:
         self._responses.update(num_responses)
 
-    def finish_one(self) -> None:
-        self._checkpoints.update()
-
-    def say(self, message: str) -> None:
-        tqdm.write(message)
-
     def close(self) -> None:
         self._responses.close()
-        self._checkpoints.close()
+        self.checkpoints.close()
 
 
-def print_table(
-    folder: Path,
-    rows: Sequence[EvaluatedMetric],
-    failures: Mapping[int, str],
-    errors: Mapping[int, Sequence[str]],
-) -> None:
+def print_table(folder: Path, rows: Sequence[EvaluatedMetric], problems: Sequence[str]) -> None:
     """Prints a line per checkpoint, the best reward in bold, and below it what failed and why."""
     largest_k = max((int(r.metric.rsplit("_", 1)[1]) for r in rows if r.metric.startswith("pass_at_")), default=1)
     columns = {
@@ -75,11 +64,8 @@ def print_table(
     if by_step:
         Console(highlight=False, width=max(console.width, WIDTH)).print(table)
         console.print(Text(f"All numbers: {folder / TABLE_FILE}"), soft_wrap=True)
-    for step, reason in sorted(failures.items()):
-        console.print(Text(f"step {step} failed: {reason}"), soft_wrap=True)
-    for step, messages in sorted(errors.items()):
-        for message in messages:
-            console.print(Text(f"step {step}: {message}"), soft_wrap=True)
+    for problem in problems:
+        console.print(Text(problem), soft_wrap=True)
 
 
 def _cell(row: EvaluatedMetric) -> str:

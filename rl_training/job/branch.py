@@ -17,12 +17,12 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.job.run_settings import load_settings
 from rl_training.job.settings import SAME_AS, value_of
 from rl_training.job.shipped import CONF
-from rl_training.job.values import flat
+from rl_training.job.values import differences, flat
 from rl_training.records.checkpoints import find_checkpoint
 from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
 
 ITS_OWN = ("run_dir", "resume", "branch", "additional_steps")
-KEPT = ("model", "adapter", "data", "trainer.optim")
+KEPT = ("model.", "adapter.", "data.", "trainer.optim")
 
 
 def branched(cfg: DictConfig) -> DictConfig:
@@ -46,14 +46,11 @@ def branched(cfg: DictConfig) -> DictConfig:
         settings[key] = cfg[key]
     for key in _given(cfg):
         OmegaConf.update(settings, key, OmegaConf.select(cfg, key), merge=False, force_add=True)
-    now = _kept(settings)
-    for key in sorted({*before, *now}):
-        if before.get(key) != now.get(key):
-            raise ValueError(
-                f"branch={checkpoint}: its run has {key}={before.get(key)}, and this one would have {now.get(key)}: a "
-                "branch keeps model, adapter, data and optimizer. Start a new run from its weights with model=hub "
-                f"model.name={checkpoint}"
-            )
+    if changed := differences(before, _kept(settings)):
+        raise ValueError(
+            f"branch={checkpoint} would have {changed}: a branch keeps model, adapter, data and optimizer. Start a new "
+            f"run from its weights with model=hub model.name={checkpoint}"
+        )
     settings.branch = str(checkpoint)
     for name in SAME_AS:
         settings.trainer[name] = value_of(settings, name)
@@ -61,20 +58,16 @@ def branched(cfg: DictConfig) -> DictConfig:
 
 
 def _kept(settings: DictConfig) -> dict[str, Any]:
-    nodes = {part: OmegaConf.select(settings, part, default=None) for part in KEPT}
-    return {key: value for part, node in nodes.items() for key, value in flat(node, f"{part}.").items()}
+    return {key: value for key, value in flat(settings).items() if key.startswith(KEPT)}
 
 
 def _given(cfg: DictConfig) -> list[str]:
     """Returns the keys that were set on the command line: single ones, and the nodes that a group has filled."""
     plain, now = flat(compose("train")), flat(cfg)
     changed = [key for key in now if key not in plain or now[key] != plain[key]]
-    typed = [word.partition("=")[0].lstrip("+~") for word in _typed() if "=" in word]
+    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    typed = [word.partition("=")[0].lstrip("+~") for word in overrides if "=" in word]
     groups = [key for key in typed if (CONF / key).is_dir()]
     nodes = [{"probe": "probes"}.get(key, key) for key in groups]
     single = [key for key in dict.fromkeys([*typed, *changed]) if key not in groups and not key.startswith("hydra")]
     return [*ITS_OWN, *(node for node in nodes if node in cfg and node != "trainer"), *single]
-
-
-def _typed() -> list[str]:
-    return list(HydraConfig.get().overrides.task) if HydraConfig.initialized() else []

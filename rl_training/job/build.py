@@ -7,12 +7,9 @@ import difflib
 import re
 import tempfile
 from pathlib import Path
-from typing import Any
 
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from transformers import PrinterCallback, ProgressCallback, set_seed
 
@@ -26,7 +23,7 @@ from rl_training.job.run import TrainingRun
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
 from rl_training.job.settings import check_run, check_settings
 from rl_training.job.stopping import StopAtStepEnd
-from rl_training.job.values import check_kind
+from rl_training.job.values import check_kind, make
 from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.restored import RestoredTrainer, restore
 from rl_training.records.checkpoints import steps_taken
@@ -56,8 +53,10 @@ def _build(cfg: DictConfig) -> TrainingRun:
     cfg.run_dir = str(run_dir)
     records = Records(run_dir / LOGS_FOLDER, cfg.rollouts.every) if PartialState().is_main_process else None
     evaluated_at_once = cfg.trainer.get("per_device_eval_batch_size", EVAL_BATCH * cfg.batch.microbatch_size)
-    args = _make(cfg.trainer, gradient_accumulation_steps=accumulation, per_device_eval_batch_size=evaluated_at_once)
-    probes = [_make(probe) for probe in cfg.probes.values()]
+    args = make(
+        "trainer", cfg.trainer, gradient_accumulation_steps=accumulation, per_device_eval_batch_size=evaluated_at_once
+    )
+    probes = [make(f"probes.{name}", probe) for name, probe in cfg.probes.items()]
     trainer, task = _make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
     trainer.branches_off = checkpoint is not None and not checkpoint.resolve().is_relative_to(run_dir.resolve())
     if not args.disable_tqdm:
@@ -102,7 +101,7 @@ def build_restored(
             OmegaConf.update(cfg, f"trainer.{key}", value, force_add=True)
         check_settings(cfg)
         _check_fields(cfg.trainer)
-        args = _make(cfg.trainer, gradient_accumulation_steps=1)
+        args = make("trainer", cfg.trainer, gradient_accumulation_steps=1)
         check_number_of_processes(args.world_size)
         trainer, _ = _make_trainer(cfg, args, [], None, with_evaluation=True)
         return restore(trainer, checkpoint, learning_rate, keep_first)
@@ -113,9 +112,9 @@ def _make_trainer(
 ) -> tuple[DrGRPOTrainer, Task]:
     """Returns the trainer, with the evaluation split of its task if asked for, and the task."""
     set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
-    task = _make(cfg.data)
-    model, tokenizer = _make(cfg.model)
-    adapter, buffer = _make(cfg.adapter), _make(cfg.buffer)
+    task = make("data", cfg.data)
+    model, tokenizer = make("model", cfg.model)
+    adapter, buffer = make("adapter", cfg.adapter), make("buffer", cfg.buffer)
     interventions = _interventions_of(cfg)
     trainer = DrGRPOTrainer(
         model=model,
@@ -145,16 +144,6 @@ def _interventions_of(cfg: DictConfig) -> list[str]:
     if not all(isinstance(name, str) for name in names):
         raise ValueError(f"intervention={given}: give a name such as bonus or bonus:0.02, or a list of them")
     return [str(name) for name in names]
-
-
-def _make(node: DictConfig, **values: Any) -> Any:
-    """Returns the object that a node describes; its errors are raised without Hydra's wrapping."""
-    try:
-        return instantiate(node, _convert_="all", **values)
-    except InstantiationException as error:
-        if error.__cause__ is None:
-            raise
-        raise error.__cause__ from None
 
 
 def _check_fields(trainer: DictConfig) -> None:

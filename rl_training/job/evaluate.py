@@ -19,13 +19,13 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from omegaconf import DictConfig
+from tqdm import tqdm
 
 from rl_training.evaluation.display import Progress, print_table
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response
 from rl_training.evaluation.workers import reason_of
-from rl_training.job.evaluation_plan import EvaluationPlan, fingerprint, read_plan
-from rl_training.job.evaluation_worker import CheckpointResponses, ask, join
+from rl_training.job.evaluation_plan import CheckpointResponses, EvaluationPlan, ask, fingerprint, join, read_plan
 from rl_training.job.loggers import MetricsLogger, loggers_of
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import consolidate, locked, read_table, write_step
@@ -56,8 +56,7 @@ class _Evaluation:
         self.task = plan.task()
         self.custom = plan.custom_metrics()
         self.pending = plan.pending()
-        self.failures: dict[int, str] = {}
-        self.errors: dict[int, list[str]] = {}
+        self.problems: list[str] = []  # what failed, and why
         self.loggers: list[MetricsLogger] | None = None
         share = sum(map(len, plan.sampling.batches(0, num_shares)))
         self.progress = Progress(len(plan.checkpoints), len(plan.checkpoints) - len(self.pending), share)
@@ -66,7 +65,7 @@ class _Evaluation:
         """Evaluates what is pending, `jobs` at once, and returns the exit code."""
         devices: queue.Queue[str] = queue.Queue()
         stopped = threading.Event()
-        for job in range(self.plan.jobs):
+        for job in range(self.plan.asked.jobs):
             devices.put(_device(job))
 
         def received(num_responses: int) -> None:
@@ -81,7 +80,7 @@ class _Evaluation:
             finally:
                 devices.put(device)
 
-        pool = ThreadPoolExecutor(self.plan.jobs)
+        pool = ThreadPoolExecutor(self.plan.asked.jobs)
         try:
             for future in as_completed([pool.submit(work, step) for step in self.pending]):
                 self.finish(*future.result())
@@ -104,14 +103,19 @@ class _Evaluation:
             except (OSError, ValueError) as error:
                 reason = reason_of(error)
         if reason:
-            self.failures[step] = reason
-            self.progress.say(f"step {step}: {reason} ({self.plan.checkpoints[step]})")
-        self.progress.finish_one()
+            self._report(f"step {step} failed: {reason} ({self.plan.checkpoints[step]})")
+        self.progress.checkpoints.update()
+
+    def _report(self, problem: str) -> None:
+        self.problems.append(problem)
+        tqdm.write(problem)
 
     def _write(self, step: int, answers: CheckpointResponses) -> None:
         plan, checkpoint = self.plan, self.plan.checkpoints[step]
         can_read = self.task.given_answer is not None
-        metrics = response_metrics(answers.responses, plan.max_k, plan.right_reward, can_read, self.task.reward_range)
+        max_k = plan.asked.k or plan.asked.responses_per_prompt
+        right = plan.asked.right_reward
+        metrics = response_metrics(answers.responses, max_k, right, can_read, self.task.reward_range)
         sampled, _ = by_row(answers.responses)
         errors = []
         for name, metric in self.custom.items():
@@ -119,7 +123,7 @@ class _Evaluation:
                 metrics |= custom_metrics(name, metric, sampled, self.task.eval_dataset)
             except ValueError as error:
                 errors.append(str(error))
-                self.progress.say(f"step {step}: {error}")
+                self._report(f"step {step}: {error}")
         about = {
             "checkpoint": str(checkpoint),
             "fingerprint": fingerprint(checkpoint),
@@ -130,10 +134,8 @@ class _Evaluation:
         responses = sorted(answers.responses, key=lambda r: (r.row, r.number))
         rows = {row: self.task.eval_dataset[row] for row in plan.sampling.rows}
         lines = [_line(response, rows[response.row]["prompt"]) for response in responses]
-        write_step(plan.folder, step, about, metrics, lines, plan.gzip)
+        write_step(plan.folder, step, about, metrics, lines, plan.asked.gzip)
         consolidate(plan.folder)
-        if errors:
-            self.errors[step] = errors
         self._log(step, metrics)
 
     def _log(self, step: int, metrics: dict[str, Estimate]) -> None:
@@ -149,18 +151,18 @@ class _Evaluation:
     def close(self) -> int:
         """Shows the table, closes the dashboards, makes the run's report anew, and returns the exit code."""
         self.progress.close()
-        print_table(self.plan.folder, read_table(self.plan.folder), self.failures, self.errors)
+        print_table(self.plan.folder, read_table(self.plan.folder), self.problems)
         for dashboard in self.loggers or []:
             dashboard.finish(pictures=[])
         run = self.plan.run
         if self.loggers is not None and run is not None and (run / LOGS_FOLDER / METRICS_FILE).is_file():
             print(f"Report: {write_report(run)}")
-        return 1 if self.failures or self.errors else 0
+        return 1 if self.problems else 0
 
 
 def _evaluate_together(plan: EvaluationPlan) -> int:
     """Evaluates with all processes of a launch, and returns the exit code."""
-    if plan.jobs > 1:
+    if plan.asked.jobs > 1:
         raise ValueError("evaluation.jobs is for one process: several processes share the rows of each checkpoint")
     state = PartialState(cpu=True, timeout=PATIENCE)  # the work is done in other processes: here they only meet
     rank, num_ranks = state.process_index, state.num_processes

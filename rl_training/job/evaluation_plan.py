@@ -1,23 +1,32 @@
-"""What is to be evaluated: the configuration of the run with what the command changes, read and checked."""
+"""What is to be evaluated, read and checked, and the process that does it for one checkpoint.
+
+That process imports this file, and with it only what it needs: no trainer, no report.
+"""
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import InstantiationException
-from hydra.utils import instantiate
+import rl_training.job.silence  # noqa: F401
+
 from omegaconf import DictConfig, OmegaConf
+from transformers.utils import logging
 
 from rl_training.evaluation.metrics import BUILT_IN, Metric
-from rl_training.evaluation.responses import Sampling, choose_rows
+from rl_training.evaluation.policy import load_policy
+from rl_training.evaluation.responses import Response, Sampling, choose_rows, generate_responses
+from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.run_settings import load_settings
 from rl_training.job.settings import check_evaluation
+from rl_training.job.values import differences, make
 from rl_training.records.checkpoints import checkpoints_of
 from rl_training.records.evaluated import EVALUATIONS, SETTINGS, read_step, write_settings
 from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
@@ -38,15 +47,8 @@ class EvaluationPlan:
     prefix: str  # of the metrics' names in dashboards
     checkpoints: dict[int, Path]  # by step, in order
     sampling: Sampling
-    temperature: float
-    max_completion_length: int
-    max_k: int
-    right_reward: float
-    kl: bool
+    asked: DictConfig  # `evaluation` of conf/evaluate.yaml, with the run's temperature and length where none is given
     metrics: dict[str, Any]  # nodes of the user's own
-    jobs: int
-    gzip: bool
-    overwrite: bool
     settings: dict[str, Any]  # what must be equal for two results to share a table
 
     def task(self) -> Task:
@@ -57,7 +59,7 @@ class EvaluationPlan:
 
     def pending(self) -> dict[int, Path]:
         """Returns the checkpoints that are not finished: new, failed, written anew, or with a metric that raised."""
-        if self.overwrite:
+        if self.asked.overwrite:
             return self.checkpoints
         return {step: path for step, path in self.checkpoints.items() if not self._is_finished(step, path)}
 
@@ -67,19 +69,14 @@ class EvaluationPlan:
 
     def start(self) -> None:
         """Makes the evaluation's folder. ValueError when one of this name holds results of other settings."""
-        if self.overwrite:
+        if self.asked.overwrite:
             shutil.rmtree(self.folder, ignore_errors=True)
         elif not any(self.folder.glob("step_*")):
             (self.folder / SETTINGS).unlink(missing_ok=True)  # an evaluation without results imposes no settings
         before = write_settings(self.folder, self.settings)
-        changed = [
-            f"{key}={self.settings.get(key)!r} (was {before.get(key)!r})"
-            for key in sorted({*before, *self.settings})
-            if before.get(key) != self.settings.get(key)
-        ]
-        if changed:
+        if changed := differences(before, self.settings):
             raise ValueError(
-                f"{self.folder} was made with other settings: {', '.join(changed)}. Write this one beside it with "
+                f"{self.folder} was made with other settings: {changed}. Write this one beside it with "
                 "evaluation.name=NAME, or replace it with evaluation.overwrite=true"
             )
 
@@ -87,61 +84,41 @@ class EvaluationPlan:
 def read_plan(cfg: DictConfig) -> EvaluationPlan:
     """Returns the evaluation that the configuration asks for. ValueError for whatever the user got wrong."""
     check_evaluation(cfg)
-    asked: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    run, checkpoints = _find_checkpoints(asked["run"], asked["checkpoints"])
-    config, own_task = _lay_over(_config_of(run), asked)
-    e = asked["evaluation"]
-    trainer = config.get("trainer", {})
-    max_length = e["max_completion_length"] or trainer.get("max_completion_length") or 256
-    temperature = e["temperature"] or trainer.get("temperature") or 1.0
+    values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
+    run, checkpoints = _find_checkpoints(values["run"], values["checkpoints"])
+    config, own_task = _lay_over(_config_of(run), values)
     task_name = config["data"]["_target_"].rsplit(".", 1)[-1]
-    name = str(e["name"] or task_name)
+    asked, metrics = OmegaConf.create(values["evaluation"]), values["metrics"]
+    for key, default in (("max_completion_length", 256), ("temperature", 1.0)):
+        asked[key] = asked[key] or config.get("trainer", {}).get(key) or default
+    name = str(asked.name or task_name)
     if "/" in name or name.startswith("."):
         raise ValueError(f"evaluation.name={name} names a folder: use letters, digits and dashes")
-    root = Path(asked["output"]) if asked["output"] else run
+    root = Path(values["output"]) if values["output"] else run
     if root is None:
         raise ValueError(f"{next(iter(checkpoints.values()))} is not in a run folder: say where to write, output=PATH")
-    for metric in asked["metrics"]:
+    for metric in metrics:
         if metric in BUILT_IN:
             raise ValueError(f"metrics.{metric}: there is a built-in metric {metric}; give yours another name")
     num_rows = len(make("data", config["data"]).eval_dataset)
     if num_rows == 0:
         raise ValueError(f"the evaluation split of {task_name} has no rows: give data of your own, data.path=FILE")
-    rows = choose_rows(num_rows, e["fraction"], e["seed"])
-    settings = {key: value for key, value in e.items() if key not in FREE}
-    settings |= {"temperature": temperature, "max_completion_length": max_length, "metrics": asked["metrics"]}
-    settings |= {group: config.get(group) for group in GROUPS}
+    rows = choose_rows(num_rows, asked.fraction, asked.seed)
     plan = EvaluationPlan(
         run=run,
         config=config,
         folder=root / EVALUATIONS / name,
         prefix="evaluation/" if own_task and name == task_name else f"evaluation/{name}/",
         checkpoints=checkpoints,
-        sampling=Sampling(rows, e["responses_per_prompt"], e["greedy"], e["batch_size"], e["seed"]),
-        temperature=temperature,
-        max_completion_length=max_length,
-        max_k=e["k"] or e["responses_per_prompt"],
-        right_reward=e["right_reward"],
-        kl=e["kl"] and bool(config.get("model")),
-        metrics=asked["metrics"],
-        jobs=e["jobs"],
-        gzip=e["gzip"],
-        overwrite=e["overwrite"],
-        settings=settings,
+        sampling=Sampling(rows, asked.responses_per_prompt, asked.greedy, asked.batch_size, asked.seed),
+        asked=asked,
+        metrics=metrics,
+        settings={str(key): value for key, value in asked.items() if key not in FREE}
+        | {"metrics": metrics}
+        | {group: config.get(group) for group in GROUPS},
     )
     plan.custom_metrics()  # one that cannot be found is refused before anything is written
     return plan
-
-
-def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
-    """Returns what a node of the configuration describes. ValueError, naming the key, when it describes nothing."""
-    try:
-        return instantiate(dict(node), _convert_="all", **values)
-    except InstantiationException as error:
-        cause = error.__cause__
-        if isinstance(cause, ValueError | OSError):
-            raise cause from None  # of a maker's own, in its words
-        raise ValueError(f"{key}: {' '.join(str(cause or error).split())}") from error
 
 
 def fingerprint(checkpoint: Path) -> str:
@@ -164,29 +141,27 @@ def _find_checkpoints(run: str | None, checkpoints: list[str] | str | None) -> t
     folder = None if run is None else Path(run)
     if folder is not None and not folder.is_dir():
         raise ValueError(f"run={run}: there is no such folder")
-    if checkpoints:
-        paths = [Path(path) for path in ([checkpoints] if isinstance(checkpoints, str) else checkpoints)]
-        if folder is None:
-            folder = _run_of(paths)
-    else:
-        assert folder is not None
+    paths = [Path(path) for path in ([checkpoints] if isinstance(checkpoints, str) else checkpoints or [])]
+    if folder is None:
+        folder = _run_of(paths)
+    elif not paths:
         if not (folder / CONFIG_FILE).is_file():
-            raise ValueError(f"run={run} is not a run folder: it has no {CONFIG_FILE}. For bare checkpoints: "
-                             "'checkpoints=[PATH,...]'")  # fmt: skip
+            raise ValueError(
+                f"run={run} is not a run folder: it has no {CONFIG_FILE}; bare checkpoints are 'checkpoints=[PATH,...]'"
+            )
         paths = checkpoints_of(folder)
         if not paths:
-            raise ValueError(f"run={run} has no checkpoints ({TRAINING_STATE}/checkpoint-N): a run writes them every "
-                             "trainer.save_steps")  # fmt: skip
-    by_step: dict[int, Path] = {}
-    for path in paths:
-        step = step_of(path)
-        if step in by_step:
-            raise ValueError(f"{by_step[step]} and {path} are both of step {step}: evaluate them separately")
-        by_step[step] = path
+            raise ValueError(
+                f"run={run} has no checkpoints ({TRAINING_STATE}/checkpoint-N): a run writes them every "
+                "trainer.save_steps"
+            )
+    by_step = {_step_of(path): path for path in paths}
+    if len(by_step) < len(paths):
+        raise ValueError(f"two of {', '.join(map(str, paths))} are of the same step: evaluate them separately")
     return folder, dict(sorted(by_step.items()))
 
 
-def step_of(checkpoint: Path) -> int:
+def _step_of(checkpoint: Path) -> int:
     """Returns the optimizer step that a checkpoint's folder is named after or its trainer wrote down; else 0."""
     last = checkpoint.resolve().name.rsplit("-", 1)[-1]
     if last.isdigit():
@@ -202,7 +177,7 @@ def _run_of(checkpoints: list[Path]) -> Path | None:
     runs = {path.resolve().parent.parent for path in checkpoints if path.resolve().parent.name == TRAINING_STATE}
     if len(runs) > 1:
         raise ValueError(
-            f"the checkpoints are of several runs, {', '.join(map(str, sorted(runs)))}: evaluate each separately"
+            f"the checkpoints are of several runs, {', '.join(map(str, sorted(runs)))}: evaluate each alone"
         )
     return next(iter(runs), None)
 
@@ -228,3 +203,69 @@ def _lay_over(config: dict[str, Any], asked: dict[str, Any]) -> tuple[dict[str, 
     if not own_task:  # its lengths go with it
         laid["trainer"] = {**config.get("trainer", {}), **asked.get("trainer", {})}
     return laid, own_task
+
+
+@dataclass
+class CheckpointResponses:
+    """The result of one checkpoint: its responses, the time they took, or why there are none."""
+
+    responses: list[Response] = field(default_factory=list)
+    seconds: dict[str, float] = field(default_factory=dict)
+    reason: str = ""
+
+
+def ask(
+    plan: EvaluationPlan,
+    checkpoint: Path,
+    device: str,
+    share: int = 0,
+    num_shares: int = 1,
+    on_responses: Callable[[int], None] | None = None,
+) -> CheckpointResponses:
+    """Returns the result of one checkpoint, from its own process."""
+    answers = CheckpointResponses()
+
+    def receive(content: list[Response] | dict[str, float]) -> None:
+        if isinstance(content, dict):
+            answers.seconds = content
+        else:
+            answers.responses += content
+            if on_responses:
+                on_responses(len(content))
+
+    start = time.perf_counter()
+    work = functools.partial(_answer, plan, checkpoint, device, share, num_shares)
+    answers.reason = run_in_process(work, receive, imports=[__name__])
+    answers.seconds["total"] = time.perf_counter() - start
+    return answers
+
+
+def _answer(plan: EvaluationPlan, checkpoint: Path, device: str, share: int, num_shares: int, send: Send) -> None:
+    """Sends the responses of this checkpoint, batch by batch, and then the seconds that it all took."""
+    logging.disable_progress_bar()
+    start = time.perf_counter()
+    model = plan.config.get("model") or {}
+    policy = load_policy(
+        checkpoint,
+        functools.partial(make, "model", model) if model else None,
+        with_reference=plan.asked.kl and bool(model),
+        temperature=plan.asked.temperature,
+        max_completion_length=plan.asked.max_completion_length,
+        device=device,
+        dtype=model.get("dtype", "float32"),
+        quantization=model.get("quantization"),
+    )
+    task = plan.task()
+    seconds = {"load": time.perf_counter() - start}
+    batches = plan.sampling.batches(share, num_shares)
+    for responses in generate_responses(policy, task, batches, plan.sampling.seed, seconds):
+        send(responses)
+    send(seconds)
+
+
+def join(parts: list[CheckpointResponses]) -> CheckpointResponses:
+    """Returns the merged results of all processes; times are those of the slowest."""
+    reasons = [f"process {rank}: {part.reason}" for rank, part in enumerate(parts) if part.reason]
+    names = {name for part in parts for name in part.seconds}
+    seconds = {name: max(part.seconds.get(name, 0.0) for part in parts) for name in sorted(names)}
+    return CheckpointResponses([r for part in parts for r in part.responses], seconds, "; ".join(reasons))

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_training.job.explain import GONE, as_text, did_you_mean, load_plain
 from rl_training.job.shipped import CONF
-from rl_training.job.values import flat
+from rl_training.job.values import differences, flat
 from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING
 from rl_training.records.masking import without_secrets
 
@@ -153,14 +153,12 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
         started = load_settings(stored)
     except ValueError as error:
         raise ValueError(f"{error}; without it the settings are not compared") from error
-    before, now = (flat(without_secrets(OmegaConf.to_container(c, resolve=True))) for c in (started, cfg))
-    changed = [
-        f"{key}={now.get(key)!r} (was {before.get(key)!r})"
-        for key in sorted({*before, *now})
-        if before.get(key) != now.get(key) and not key.startswith(NOT_OF_TRAINING)
-    ]
-    if changed:
+    before, now = (
+        {key: value for key, value in flat(without_secrets(c)).items() if not key.startswith(NOT_OF_TRAINING)}
+        for c in (OmegaConf.to_container(started, resolve=True), OmegaConf.to_container(cfg, resolve=True))
+    )
+    if changed := differences(before, now):
         raise ValueError(
-            f"resume: {run_dir} was started with other settings: {', '.join(changed)}. Give the same ones (its "
+            f"resume: {run_dir} was started with other settings: {changed}. Give the same ones (its "
             f"{CONFIG_FILE} has them all), or start a new run from its weights: model=hub model.name=CHECKPOINT"
         )

@@ -1,4 +1,7 @@
-"""Checks of single values in a configuration: each mistake an error that names the key, the value and the fix."""
+"""The values of a configuration: checked one by one, compared, and made into objects.
+
+Each mistake is an error that names the key, the value and the fix.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from hydra.errors import InstantiationException
+from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
 
 
@@ -77,3 +82,20 @@ def flat(node: Any, prefix: str = "") -> dict[str, Any]:
     if not isinstance(node, Mapping):
         return {prefix.removesuffix("."): node}
     return {key: value for name in node for key, value in flat(node[name], f"{prefix}{name}.").items()}
+
+
+def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> str:
+    """Returns what is set otherwise now, by its keys; "" where nothing is."""
+    changed = (key for key in sorted({*before, *now}) if before.get(key) != now.get(key))
+    return ", ".join(f"{key}={now.get(key)!r} (was {before.get(key)!r})" for key in changed)
+
+
+def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
+    """Returns what a node of the configuration describes. ValueError, naming the key, when it describes nothing."""
+    try:
+        return instantiate(node, _convert_="all", **values)
+    except InstantiationException as error:
+        cause = error.__cause__
+        if isinstance(cause, ValueError | OSError) or (isinstance(cause, ImportError) and cause.name):
+            raise cause from None  # of a maker's own, in its words
+        raise ValueError(f"{key}: {' '.join(str(cause or error).split())}") from error
