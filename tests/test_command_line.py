@@ -5,6 +5,7 @@ Each command line is train.py in a fork of this process, which has imported ever
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import os
@@ -24,7 +25,6 @@ import transformers.integrations
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
 import rl_training.job.build  # noqa: F401, for the forks
-from rl_training.job import silence
 from rl_training.job.command_line import importing
 from rl_training.job.explain import explain
 from rl_training.records.checkpoints import what_is_wrong_with
@@ -32,6 +32,7 @@ from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE, read_metrics
 
 ROOT = Path(__file__).parents[1]
+PRINTS = "transformers.integrations.integration_utils"
 SMALL = [
     "trainer.max_steps=2",
     "trainer.num_generations=4",
@@ -294,9 +295,9 @@ def test_an_import_does_not_say_that_wandb_is_offline(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setattr(transformers.integrations, silence.PRINTS.rpartition(".")[2], None)  # put back in the end
-    for finders, said in (([silence.ImportsInSilence()], ""), ([], "[INFO] Running in WANDB offline mode\n")):
-        monkeypatch.delitem(sys.modules, silence.PRINTS)
-        monkeypatch.setattr(sys, "meta_path", [*finders, *sys.meta_path])
-        assert importlib.import_module(silence.PRINTS).WandbCallback
+    monkeypatch.setattr(transformers.integrations, PRINTS.rpartition(".")[2], None)  # put back in the end
+    for context, said in ((importing(), ""), (contextlib.nullcontext(), "[INFO] Running in WANDB offline mode\n")):
+        monkeypatch.delitem(sys.modules, PRINTS)
+        with context:
+            assert importlib.import_module(PRINTS).WandbCallback
         assert capsys.readouterr().out == said

@@ -167,7 +167,7 @@ def test_tensorboard_has_predicted_and_measured_with_bands_in_one_chart_and_the_
 
 
 def test_core_shows_the_core_numbers_and_those_only(tmp_path: Path) -> None:
-    logger = TensorBoardLogger(tmp_path, "p", "run", {}, CORE)
+    logger = TensorBoardLogger(tmp_path, {}, CORE)
     logger.start(0)
     logger.on_log(None, TrainerState(global_step=1), None, {**dict.fromkeys(CORE, 1.0), "delta_h/layer/0": 2.0})
     logger.finish([])
@@ -195,7 +195,7 @@ def test_an_alert_reaches_wandb_and_trackio(tmp_path: Path) -> None:
     """By the dashboards' own calls, offline; and what is logged afterwards still arrives."""
     said = ("entropy is collapsing", "step 12: token entropy is 0.1 nats")
     for kind in (WandbLogger, TrackioLogger):
-        dashboard = kind(tmp_path, "alerts", "run", {})
+        dashboard = kind(tmp_path, {"trainer": {"project": "alerts"}})
         dashboard.start(0)
         dashboard.alert(*said)
         dashboard.log(12, {"reward": 0.5})

@@ -7,14 +7,14 @@ import logging
 from types import SimpleNamespace
 
 import pytest
+from transformers import trainer_callback
 
-from rl_training.job import progress
 from rl_training.job.progress import StepProgress
 
 
 def test_the_bar_fits_into_80_columns_with_the_entropy_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
-    screen, tqdm = io.StringIO(), progress.tqdm
-    monkeypatch.setattr(progress, "tqdm", lambda **settings: tqdm(**settings, file=screen, ncols=80))
+    screen, tqdm = io.StringIO(), trainer_callback.tqdm
+    monkeypatch.setattr(trainer_callback, "tqdm", lambda total, **_: tqdm(total=total, file=screen, ncols=80))
     state = SimpleNamespace(max_steps=1000, global_step=0, is_world_process_zero=True)
     bar = StepProgress()
     bar.on_train_begin(None, state, None)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import io
 import json
 import os
 import signal
@@ -135,11 +136,13 @@ def _in_plain_words(error: BaseException) -> str:
 def importing() -> Iterator[None]:
     """A context for slow imports, which --help does not wait for: with garbage collection off, an eighth less time.
 
-    Later collections skip the imported objects: they live as long as the process.
+    Later collections skip the imported objects: they live as long as the process. What libraries print while they are
+    imported is not shown: transformers says that W&B is offline, used or not.
     """
     gc.disable()
     try:
-        yield
+        with contextlib.redirect_stdout(io.StringIO()):
+            yield
     finally:
         gc.freeze()
         gc.enable()

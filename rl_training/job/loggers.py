@@ -39,18 +39,19 @@ PANELS = [panel for panels in SECTIONS.values() for panel in panels]
 
 
 class MetricsLogger(TrainerCallback):
-    """What the three have in common: `start` before training, `log` at each step, `finish` after the report."""
+    """What the three have in common: `start` before training, `log` at each step, `finish` after the report.
+
+    config   of the whole run, resolved
+    metrics  that are shown; None: all. The records have all of them, whatever is shown
+    """
 
     replaces: type[TrainerCallback]  # what transformers makes for the same entry of `report_to`
 
-    def __init__(
-        self, run_dir: Path, project: str, name: str, config: dict[str, Any], metrics: Collection[str] | None = None
-    ) -> None:
-        self.run_dir = run_dir
-        self.config = config  # of the whole run, resolved
-        self.project = project
-        self.name = name
-        self.metrics = metrics  # shown; None: all. The records have all of them, whatever is shown
+    def __init__(self, run_dir: Path, config: Mapping[str, Any], metrics: Collection[str] | None = None) -> None:
+        self.run_dir, self.config, self.metrics = run_dir, dict(config), metrics
+        trainer = config.get("trainer", {})
+        self.project = trainer.get("project", DrGRPOConfig.project)
+        self.name = trainer.get("run_name") or run_dir.resolve().name
 
     def start(self, after_step: int) -> None:
         """Opens the dashboard's run; `after_step` > 0 when training is resumed."""
@@ -166,22 +167,17 @@ class TrackioLogger(MetricsLogger):
     def start(self, after_step: int) -> None:
         import trackio
 
+        self._trackio = trackio
         trackio.init(project=self.project, name=self.name, config=self.config, resume="allow", embed=False)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        import trackio
-
-        trackio.log(metrics, step=step)
+        self._trackio.log(metrics, step=step)
 
     def alert(self, title: str, text: str) -> None:
-        import trackio
-
-        trackio.alert(title=title, text=text)
+        self._trackio.alert(title=title, text=text)
 
     def finish(self, pictures: Sequence[Path]) -> None:
-        import trackio
-
-        trackio.finish()
+        self._trackio.finish()
 
 
 def tensorboard_layout() -> Any:
@@ -225,32 +221,22 @@ LOGGERS: tuple[type[MetricsLogger], ...] = (WandbLogger, TensorBoardLogger, Trac
 
 def loggers_of(run: Path, config: Mapping[str, Any]) -> list[MetricsLogger]:
     """Returns the dashboards of a run that has ended, to add to, and warns of one that is not installed here."""
-    trainer = config.get("trainer", {})
-    found: list[MetricsLogger] = []
-    for kind in LOGGERS:
-        library = kind.__name__.removesuffix("Logger").lower()
-        if library not in (trainer.get("report_to") or []):
-            continue
-        if find_spec(library) is None:
-            logger.warning(f"{library} is not installed here: nothing is sent to its dashboard")
-            continue
-        name = trainer.get("run_name") or run.resolve().name
-        found.append(kind(run, trainer.get("project", DrGRPOConfig.project), name, dict(config)))
-    return found
+    asked = config.get("trainer", {}).get("report_to") or []
+    libraries = {kind: kind.__name__.removesuffix("Logger").lower() for kind in LOGGERS}
+    for library in (library for library in libraries.values() if library in asked and find_spec(library) is None):
+        logger.warning(f"{library} is not installed here: nothing is sent to its dashboard")
+    return [kind(run, config) for kind, library in libraries.items() if library in asked and find_spec(library)]
 
 
 def put_loggers(
-    trainer: DrGRPOTrainer, run_dir: Path, config: dict[str, Any], metrics: Collection[str] | None
+    trainer: DrGRPOTrainer, run_dir: Path, config: Mapping[str, Any], metrics: Collection[str] | None
 ) -> list[MetricsLogger]:
     """Returns this package's loggers, in place of the transformers callbacks that `report_to` selects.
 
     None on other processes than the main one.
     """
     kinds = [kind for kind in LOGGERS if trainer.pop_callback(kind.replaces)]
-    if not trainer.accelerator.is_main_process:
-        return []
-    args = trainer.args
-    loggers = [kind(run_dir, args.project, args.run_name or run_dir.resolve().name, config, metrics) for kind in kinds]
+    loggers = [kind(run_dir, config, metrics) for kind in kinds] if trainer.accelerator.is_main_process else []
     for dashboard in loggers:
         trainer.add_callback(dashboard)
     return loggers
