@@ -12,7 +12,6 @@ training nor the worked examples of the warm start ever show a prompt that evalu
 import random
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -25,31 +24,7 @@ MAX_OPERANDS = 7
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
-@dataclass(frozen=True)
-class Chain:
-    """One exercise, given by its partial results: `Chain((7, 9, 6))` is 7+2-3."""
-
-    partial_results: tuple[int, ...]
-
-    @property
-    def steps(self) -> list[str]:
-        """The signed operands after the first, such as `["+2", "-3"]`."""
-        return [f"{after - before:+d}" for before, after in pairwise(self.partial_results)]
-
-    @property
-    def prompt(self) -> str:
-        """The exercise as the model reads it, such as `7+2-3=?<think>`."""
-        return f"{self.partial_results[0]}{''.join(self.steps)}=?<think>"
-
-    @property
-    def answer(self) -> str:
-        """The last partial result."""
-        return str(self.partial_results[-1])
-
-    @property
-    def held_out(self) -> bool:
-        """Whether the chain belongs to evaluation; a property of the prompt alone, not of any seed."""
-        return is_held_out(self.prompt)
+Chain = tuple[int, ...]  # the partial results of an exercise: (7, 9, 6) is 7+2-3
 
 
 def arithmetic(
@@ -101,32 +76,39 @@ def worked_examples(seed: int) -> Iterator[WorkedExample]:
     rng = random.Random(seed)
     while True:
         chain = _draw(rng, (MIN_OPERANDS, MAX_OPERANDS))
-        if chain.held_out:
+        if is_held_out(_prompt(chain)):
             continue
-        thought = _running_result(chain) if rng.random() < 0.5 else ""
-        yield WorkedExample(chain.prompt, f"{thought}</think><answer>{chain.answer}</answer>")
+        pairs = zip(_steps(chain), chain[1:], strict=True)
+        running = str(chain[0]) + "".join(f"{step}={result}" for step, result in pairs)
+        thought = running if rng.random() < 0.5 else ""
+        yield WorkedExample(_prompt(chain), f"{thought}</think><answer>{chain[-1]}</answer>")
 
 
 def _dataset(num_rows: int, operands: tuple[int, int], *, held_out: bool, seed: int) -> Dataset:
     rng = random.Random(f"{seed}, held out: {held_out}")
-    chains: dict[Chain, None] = {}  # a set that keeps the order of drawing
-    while len(chains) < num_rows:
+    answers: dict[str, str] = {}  # by prompt, in the order of drawing
+    while len(answers) < num_rows:
         chain = _draw(rng, operands)
-        if chain.held_out == held_out:
-            chains[chain] = None
-    return Dataset.from_dict({"prompt": [c.prompt for c in chains], "answer": [c.answer for c in chains]})
+        if is_held_out(_prompt(chain)) == held_out:
+            answers[_prompt(chain)] = str(chain[-1])
+    return Dataset.from_dict({"prompt": list(answers), "answer": list(answers.values())})
 
 
 def _draw(rng: random.Random, operands: tuple[int, int]) -> Chain:
     results = [rng.randrange(10)]
     for _ in range(rng.randint(*operands) - 1):
         results.append((results[-1] + rng.randrange(1, 10)) % 10)
-    return Chain(tuple(results))
+    return tuple(results)
 
 
-def _running_result(chain: Chain) -> str:
-    first, *later = chain.partial_results
-    return str(first) + "".join(f"{step}={result}" for step, result in zip(chain.steps, later, strict=True))
+def _steps(chain: Chain) -> list[str]:
+    """The signed operands after the first, such as `["+2", "-3"]`."""
+    return [f"{after - before:+d}" for before, after in pairwise(chain)]
+
+
+def _prompt(chain: Chain) -> str:
+    """The exercise as the model reads it, such as `7+2-3=?<think>`."""
+    return f"{chain[0]}{''.join(_steps(chain))}=?<think>"
 
 
 def given_answer(completion: str) -> str | None:

@@ -11,17 +11,17 @@ goes to math_verify (`\frac{36}{2}`, `x = 18`), in a process of its own (see
 `rl_training.tasks.math_check`).
 """
 
+import importlib.util
 import json
 import logging
 import re
-from collections.abc import Iterable, Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, load_dataset
 
-from rl_training.tasks.math_check import MAX_CHARS, are_equal, require_math_verify
+from rl_training.tasks.math_check import INSTALL, MAX_CHARS, are_equal
 from rl_training.tasks.task import Task
 
 logger = logging.getLogger(__name__)
@@ -65,7 +65,8 @@ def gsm8k(path: str | None = None, name: str = "openai/gsm8k", config: str = "ma
     Raises FileNotFoundError, ValueError (naming file and line) or ConnectionError when the data cannot be
     had, ImportError without math_verify.
     """
-    require_math_verify()
+    if importlib.util.find_spec("math_verify") is None:
+        raise ImportError(f"math_verify, which compares answers, is not installed: {INSTALL}")
     if path is None:
         train, held_out = _hub_rows(name, config)
     elif (place := Path(path).expanduser()).is_dir():
@@ -176,22 +177,19 @@ def _file_rows(file: Path) -> list[dict[str, str]]:
         raise FileNotFoundError(
             f"{file} does not exist. Give data.path=FILE.jsonl, or a folder with train.jsonl and test.jsonl."
         )
+    rows = []
     with file.open("rb") as lines:
-        rows = [_row(record, where) for where, record in _records(lines, file)]
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():  # an empty last line is common
+                continue
+            where = f"{file}, line {number}"
+            try:
+                rows.append(_row(json.loads(line), where))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                raise ValueError(f"{where} is not JSON ({error}); write one object on each line.") from error
     if not rows:
         raise ValueError(f"{file} has no rows: give data.path=FILE.jsonl with a question and its answer on each line.")
     return rows
-
-
-def _records(lines: Iterable[bytes], file: Path) -> Iterator[tuple[str, Any]]:
-    for number, line in enumerate(lines, start=1):
-        where = f"{file}, line {number}"
-        if line.strip():  # an empty last line is common
-            try:
-                record = json.loads(line)
-            except ValueError as error:  # not JSON, or not UTF-8
-                raise ValueError(f"{where} is not JSON ({error}); write one object on each line.") from error
-            yield where, record
 
 
 def _row(record: Any, where: str) -> dict[str, str]:

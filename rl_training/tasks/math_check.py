@@ -10,21 +10,20 @@ at all, and installs an audit hook, which cannot be taken out again, that refuse
 (`simplify` writes code for polynomials in several unknowns: refused as well, so `\log_{2}{8}` is not seen to be 3.)
 
 It may not end. `9^{9^{9^9}}` is one power of big integers, and no signal handler runs before that returns. So the
-check lives in another process with limited memory, which the kernel kills when the time for an answer is up; the next
-one is started in about a second. This very file, run as a script, is that process; it reads and writes one line of
-JSON per check and imports neither torch nor TRL. One for each rank, none before the first check, none left at exit.
+check lives in another process with limited memory, which asks the kernel to kill it when the time for an answer is up;
+the next one is started in about a second. This very file, run as a script, is that process; it reads and writes one
+line of JSON per check and imports neither torch nor TRL. One for each rank, none before the first check, none left at
+exit.
 
 Example: `are_equal([(r"\frac{36}{2}", Fraction(18)), ("9^{9^{9^9}}", Fraction(18))])` is `[True, False]`.
 """
 
 import atexit
 import contextlib
-import importlib.util
 import json
 import logging
 import os
 import re
-import selectors
 import signal
 import subprocess
 import sys
@@ -39,21 +38,14 @@ logger = logging.getLogger(__name__)
 MAX_CHARS = 200  # no number needs more; the time to parse grows faster than the length
 DEADLINE_SECONDS = 2.0  # for one answer
 BUDGET_SECONDS = 10.0  # for all the answers of one call: the other ranks wait meanwhile
-_START_SECONDS = 120.0  # importing sympy takes a second, but a minute on a cold network drive
-_LATE_SECONDS = 10.0  # what a busy machine may add to a deadline; a reply that is later will not come
+_START_SECONDS = 120  # importing sympy takes a second, but a minute on a cold network drive
 _MAX_WORKER_BYTES = 1 << 30  # sympy with the grammar needs 70 MB
-_INSTALL = f"pip install math-verify, for {sys.executable}"
+INSTALL = f"pip install math-verify, for {sys.executable}"
 _NUMERAL = re.compile(r"[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?")
 _LATEX_TEXT_OR_COMMAND = re.compile(r"\\(?:text|mbox|mathrm)\s*\{[^{}]*\}|\\[a-zA-Z]+")
 _PROSE = re.compile(r"[A-Za-z]{3,}[\s,.:;]+[A-Za-z]{2,}")
 # The grammar takes `9 9`, `9 (9)` and `8\,10` for the mixed number 18, and `18_000` for 18.
 _MISREAD = re.compile(r"[0-9](?:\s|~|\\[,;:! ])+[0-9]|[0-9)]\s*\(\s*[-+]?[0-9.]+\s*\)|[0-9]_")
-
-
-def require_math_verify() -> None:
-    """Raises ImportError when math_verify is not installed, so that a run fails before it trains."""
-    if importlib.util.find_spec("math_verify") is None:
-        raise ImportError(f"math_verify, which compares answers, is not installed: {_INSTALL}")
 
 
 def is_worth_asking(answer: str) -> bool:
@@ -99,86 +91,70 @@ def are_equal(
 
 
 class MathWorker:
-    """The process that checks, seen from the trainer's side: started when needed, killed when it does not answer."""
+    """The process that checks, seen from the trainer's side: started when needed, ended by the kernel or by `close`."""
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()  # a line belongs to the request before it
+        self._lock = threading.RLock()  # a line belongs to the request before it
 
     @property
     def pid(self) -> int | None:
         """The process id while there is a process, otherwise None."""
         return None if self._process is None else self._process.pid
 
-    def start(self) -> None:
-        """Starts the process unless it is alive; raises RuntimeError with the reason when it cannot."""
+    def start(self) -> subprocess.Popen[bytes]:
+        """Returns the process, alive; raises RuntimeError with the reason when it cannot start."""
         with self._lock:
-            self._started()
+            if self._process is not None and self._process.poll() is None:
+                return self._process
+            self.close()
+            command, pipe = [sys.executable, __file__], subprocess.PIPE
+            self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0)
+            line = self._reply(self._process)
+            failure = json.loads(line)["failure"] if line else f"it died or took over {_START_SECONDS} s"
+            if failure is not None:
+                self.close()
+                raise RuntimeError(f"The process that checks answers could not start ({failure}): {INSTALL}")
+            return self._process
 
     def check(self, answer: str, number: Fraction, seconds: float) -> bool | None:
         """Whether answer and number are equal; None when the time (`seconds`) or the memory for it ran out."""
-        request = {"answer": answer, "number": str(number), "seconds": seconds}
+        request = json.dumps({"answer": answer, "number": str(number), "seconds": seconds}).encode() + b"\n"
         with self._lock:
-            process = self._started()
-            assert process.stdin is not None
-            try:
-                process.stdin.write(json.dumps(request).encode() + b"\n")
-                line = _read_line(process, time.monotonic() + seconds + _LATE_SECONDS)
-            except BrokenPipeError:
-                line = b""
-            except BaseException:  # Ctrl-C: the reply, coming late, would be taken for the next one's
-                self._kill()
-                raise
+            line = self._reply(self.start(), request)
             if line:
                 return json.loads(line)["equal"]
-            self._kill()
+            self.close()
             return None
+
+    def _reply(self, process: subprocess.Popen[bytes], request: bytes = b"") -> bytes:
+        """Returns the next line of the process's output; empty when it has ended."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        try:
+            process.stdin.write(request)
+            return process.stdout.readline()
+        except BrokenPipeError:
+            return b""
+        except BaseException:  # Ctrl-C: the reply, coming late, would be taken for the next one's
+            self.close()
+            raise
 
     def close(self) -> None:
         """Kills the process, if any, and waits for it, so that no zombie is left."""
         with self._lock:
-            self._kill()
+            process, self._process = self._process, None
+            if process is not None:
+                with process:  # closes the pipes, and waits
+                    process.kill()
 
     def forget_after_fork(self) -> None:
         """In a forked child: lets go of the parent's process, which goes on serving the parent."""
-        self._lock = threading.Lock()  # the old one may be held by a thread that does not exist here
+        self._lock = threading.RLock()  # the old one may be held by a thread that does not exist here
         process, self._process = self._process, None
         if process is not None:
             process.returncode = 0  # it is not our child: Popen must neither wait for it nor warn
             process.__exit__(None, None, None)  # closes the pipes
-
-    def _started(self) -> subprocess.Popen[bytes]:
-        if self._process is not None and self._process.poll() is None:
-            return self._process
-        self._kill()
-        command, pipe = [sys.executable, __file__], subprocess.PIPE
-        self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, bufsize=0)
-        try:
-            line = _read_line(self._process, time.monotonic() + _START_SECONDS)
-        except BaseException:  # Ctrl-C
-            self._kill()
-            raise
-        failure = json.loads(line)["failure"] if line else f"it died or took over {_START_SECONDS:g} s"
-        if failure is not None:
-            self._kill()
-            raise RuntimeError(f"The process that checks answers could not start ({failure}): {_INSTALL}")
-        return self._process
-
-    def _kill(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            with process:  # closes the pipes, and waits
-                process.kill()
-
-
-def _read_line(process: subprocess.Popen[bytes], end: float) -> bytes:
-    """The next line of the process's output; empty when its exit or `end` (monotonic) came first."""
-    assert process.stdout is not None
-    with selectors.DefaultSelector() as selector:
-        selector.register(process.stdout, selectors.EVENT_READ)
-        if not selector.select(max(0.0, end - time.monotonic())):
-            return b""
-    return process.stdout.readline()  # which was written at once
 
 
 # What follows runs in the worker.
@@ -239,6 +215,7 @@ def _serve() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the trainer's to handle
     signal.signal(signal.SIGALRM, signal.SIG_DFL)  # the kernel ends this process, even within one operation
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGALRM})  # whatever the trainer made of it
+    signal.alarm(_START_SECONDS)
     logging.disable()  # math_verify warns that it has no timeout of its own; it has this process's
 
     def reply(message: Mapping[str, str | bool | None]) -> None:
