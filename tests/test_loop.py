@@ -487,7 +487,7 @@ def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
 def test_of_many_missing_estimates_a_warning_names_three(caplog: pytest.LogCaptureFixture) -> None:
     """At the second step that has none, and once."""
     missing = {f"a/{number}": Estimate.missing("no reference") for number in range(5)}
-    writer = EstimateWriter(None, lambda name, value: None, speaks=True)
+    writer = EstimateWriter(None)
     for step in (1, 2, 3):
-        writer.write(step, 1, {"probe": missing})
+        writer.write(step, {"probe": missing})
     assert [line.message for line in caplog.records] == ["not measured: a/0, a/1, a/2 and 2 more: no reference"]

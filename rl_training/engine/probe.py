@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -44,6 +45,7 @@ class Probe:
     min_folds  over all ranks: a training whose steps have fewer is refused
     offload    with FOLD_GRADIENTS: keep them in the CPU's memory
     entropy    with ENTROPY_CHANGE: how the entropy gradient is estimated; None for what another probe says, or default
+    running    averages over steps, with state_dict and load_state_dict, which a checkpoint keeps; None: none
     """
 
     name: str
@@ -52,6 +54,7 @@ class Probe:
     min_folds: int = 1
     offload: bool = False
     entropy: EntropySettings | None = None
+    running: Any = None
 
     def __init__(self, every: int = 1) -> None:
         if every < 1:
@@ -95,9 +98,11 @@ class Probe:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns what a resumed run needs to go on as if never stopped, the same on every rank."""
-        return {}
+        return {} if self.running is None else self.running.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes back what `state_dict` returned."""
-        if state:
+        if state and self.running is not None:
+            self.running.load_state_dict(state)
+        elif state:
             raise ValueError(f"{self.name}: the checkpoint holds state {sorted(state)} that this probe does not have")

@@ -1,4 +1,4 @@
-"""Writes a step's estimates to the records and the loop's log, and warns of those that are missing."""
+"""Writes what is known of a step: its estimates, the sequences that it was trained on, and averages."""
 
 from __future__ import annotations
 
@@ -6,13 +6,18 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
+from rl_training.engine.batch import Rollout, join_rollouts
 from rl_training.engine.driver import StepDriver
-from rl_training.hosts.sequences_of_step import sequences_of_step
+from rl_training.engine.open_step import OpenStep
+from rl_training.hosts.processes import all_ranks, rank
 from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.scores import Scores
 from rl_training.records.jsonl import Records
 
 logger = logging.getLogger(__name__)
@@ -21,44 +26,64 @@ NAMED = 3  # of the missing estimates, in a warning: the report has them all
 
 
 class EstimateWriter:
-    """Writes the estimates of each measured step.
+    """Writes the estimates of each measured step to the records, by rank 0, and warns of those that are missing."""
 
-    records  None on ranks that write none
-    log      called with a name and a value, nan where the loop's log must not keep an older one
-    speaks   whether this rank warns of missing estimates
-    """
-
-    def __init__(self, records: Records | None, log: Callable[[str, float], None], speaks: bool) -> None:
-        self._records, self._log, self._speaks = records, log, speaks
+    def __init__(self, records: Records | None) -> None:
+        self.records = records if rank() == 0 else None
         self.latest: dict[str, Estimate] = {}  # by name, of the last step that each was measured at
         self._times_missing: Counter[str] = Counter()  # by reason
 
     def finish(
-        self, driver: StepDriver, number: int, world_size: int, decode: Callable[[Tensor], str], started: float
+        self, driver: StepDriver, number: int, decode: Callable[[Tensor], str], started: float
     ) -> dict[str, float]:
-        """Ends the driver's step, writes its sequences and estimates, and returns what measuring them has cost.
+        """Ends the driver's step, writes its sequences and estimates, and returns these, their errors and their cost.
+
+        nan what is missing; nothing where no probe measured the step.
 
         started  time.perf_counter() when the step began
         """
         step = driver.open_step
-        if step is not None and self._records is not None and self._records.wants_rollouts_of(number):
-            self._records.write_rollouts(number, sequences_of_step(step.rollouts, step.scores, decode))
+        if step is not None and self.records is not None and self.records.wants_rollouts_of(number):
+            self.records.write_rollouts(number, _sequences(step.rollouts, step.scores, decode))
         estimates = driver.finish()
         if not estimates:
             return {}
-        self.write(number, world_size, estimates)
-        return {f"probe_cost/{name}": cost for name, cost in driver.costs(time.perf_counter() - started).items()}
+        numbers = self.write(number, estimates)
+        costs = driver.costs(time.perf_counter() - started)
+        return numbers | {f"probe_cost/{name}": cost for name, cost in costs.items()}
 
-    def write(self, number: int, world_size: int, estimates: Mapping[str, Mapping[str, Estimate]]) -> None:
-        """Takes the estimates of one step, by probe and name."""
+    def finish_line(
+        self,
+        driver: StepDriver,
+        number: int,
+        decode: Callable[[Tensor], str],
+        started: float,
+        line: dict[str, Any],
+    ) -> dict[str, float]:
+        """The same for a loop that logs nothing itself: completes and writes its line of metrics.jsonl. A collective.
+
+        line  what the loop knows of the step
+        """
+        assert driver.open_step is not None
+        line |= _known(_averages(driver.open_step))
+        measured = _known(self.finish(driver, number, decode, started))
+        line |= measured | {"step_time": time.perf_counter() - started}
+        if self.records is not None:
+            row = {name: value.item() if isinstance(value, Tensor) else value for name, value in line.items()}
+            self.records.write_metrics(number, row)
+        return measured
+
+    def write(self, number: int, estimates: Mapping[str, Mapping[str, Estimate]]) -> dict[str, float]:
+        """Takes the estimates of one step, by probe and name; returns all values and errors."""
+        numbers: dict[str, float] = {}
         for probe, by_name in estimates.items():
-            if self._records is not None:
-                self._records.write_estimates(number, world_size, probe, by_name)
+            if self.records is not None:
+                self.records.write_estimates(number, all_ranks().count, probe, by_name)
             self.latest.update(by_name)
             for name, estimate in by_name.items():
-                self._log(name, estimate.value)
-                self._log(f"{name}_se", estimate.stderr)
+                numbers |= {name: estimate.value, f"{name}_se": estimate.stderr}
             self._warn_of_missing(by_name)
+        return numbers
 
     def _warn_of_missing(self, estimates: Mapping[str, Estimate]) -> None:
         """Warns once of each reason why numbers are missing, from its second step on: at the first, some must be."""
@@ -68,6 +93,62 @@ class EstimateWriter:
                 missing.setdefault(estimate.reason, []).append(name)
         for reason, names in missing.items():
             self._times_missing[reason] += 1
-            if self._times_missing[reason] == 2 and self._speaks:
+            if self._times_missing[reason] == 2 and rank() == 0:
                 more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
                 logger.warning(f"not measured: {', '.join(names[:NAMED])}{more}: {reason}")
+
+
+def _known(numbers: Mapping[str, float]) -> dict[str, float]:
+    return {name: value for name, value in numbers.items() if not math.isnan(value)}
+
+
+def _averages(step: OpenStep) -> dict[str, float]:
+    """Returns the means of a step over all ranks under TRL's names, nan for what is not known. A collective."""
+    rollout = join_rollouts(step.rollouts)
+    lengths = rollout.completion_mask.sum(dim=1).double()
+    rewards = torch.full_like(lengths, torch.nan) if rollout.rewards is None else rollout.rewards.to(lengths)
+    group = rollout.prompt_index.unique(return_inverse=True)[1]
+    spreads = torch.stack([rewards[group == g].std() for g in range(int(group.max()) + 1)])
+    parts = {
+        "reward": rewards,
+        "reward_std": spreads,
+        "frac_reward_zero_std": torch.where(spreads.isnan(), spreads, (spreads == 0).double()),
+        "completions/mean_length": lengths,
+        "entropy": torch.cat([scores.entropies[scores.mask.bool()] for scores in step.scores]).double(),
+    }
+    reduce = all_ranks().reduce
+    totals = reduce(torch.stack([values.sum() for values in parts.values()]))
+    counts = reduce(torch.tensor([len(v) for v in parts.values()], device=totals.device).double())
+    return dict(zip(parts, (totals / counts).tolist(), strict=True))
+
+
+def _sequences(
+    rollouts: Sequence[Rollout], scores: Sequence[Scores], decode: Callable[[Tensor], str]
+) -> Iterator[dict[str, Any]]:
+    """Yields a row per sequence of this rank: texts, reward, advantage, length in tokens, log-probability and ratio.
+
+    logp              Σ_t log π(t), in nats, at the parameters that the step starts from
+    importance_ratio  π(sequence) / π_sampled(sequence); 1 where it was sampled at these parameters, nan where the
+                      log-probabilities of older parameters were not kept
+    """
+    for rollout, said in zip(rollouts, scores, strict=True):
+        mask = rollout.completion_mask.bool()
+        logps = said.logps.double().masked_fill(~mask, 0.0).sum(dim=1)
+        ratios = torch.full_like(logps, 1.0 if rollout.on_policy else math.nan)
+        if rollout.sampling_logps is not None:
+            sampled = rollout.sampling_logps.double().masked_fill(~mask, 0.0).sum(dim=1)
+            ratios = (logps - sampled).exp()
+        rewards = torch.full_like(logps, math.nan) if rollout.rewards is None else rollout.rewards
+        columns = {  # each read from the device at once
+            "prompt_index": rollout.prompt_index.tolist(),
+            "reward": rewards.tolist(),
+            "advantage": rollout.advantages.tolist(),
+            "length": mask.sum(dim=1).tolist(),
+            "logp": logps.tolist(),
+            "importance_ratio": ratios.tolist(),
+        }
+        prompts = zip(rollout.prompt_ids.cpu(), rollout.prompt_mask.cpu().bool(), strict=True)
+        responses = zip(rollout.completion_ids.cpu(), rollout.token_mask.cpu().bool(), strict=True)
+        for row, (asked, given) in enumerate(zip(prompts, responses, strict=True)):
+            texts = {"prompt": decode(asked[0][asked[1]]), "response": decode(given[0][given[1]])}
+            yield texts | {name: values[row] for name, values in columns.items()}

@@ -44,8 +44,7 @@ from rl_training.engine.sharding import Sharding
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy
-from rl_training.hosts.processes import all_ranks, rank
-from rl_training.hosts.step_averages import step_averages
+from rl_training.hosts.processes import all_ranks
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.records.checkpoint_states import NamedStateful
@@ -114,8 +113,7 @@ class MeasuredLoop:
     def __init__(self, probes: Sequence[Probe], loop: Loop, policy: LoopPolicy, records: Records | None) -> None:
         self._driver, self._loop, self._policy = StepDriver(probes), loop, policy
         self._driver.refuse_impossible_folds(loop.shape)
-        self._records = records if rank() == 0 else None
-        self._writer = EstimateWriter(self._records, self._log, speaks=rank() == 0)
+        self._writer = EstimateWriter(records)
         self._undo = contextlib.ExitStack()
         self._place = OUTSIDE
         self._number: int | None = None  # of the latest step that was made
@@ -159,8 +157,8 @@ class MeasuredLoop:
         rollout_number  which rollout the step learns from, where several steps learn from one; None: from its own
         """
         self._expect(BETWEEN, "begin step(...) inside `with measured_loop(...)`, after the previous step has ended")
-        if self._number is None and self._records is not None:
-            self._records.start(after_step=number - 1)
+        if self._number is None and self._writer.records is not None:
+            self._writer.records.start(after_step=number - 1)
         if number != (self._number or number - 1) + 1:
             raise ValueError(f"step {number} follows step {self._number}: number the optimizer steps consecutively")
         self._rollout_number = number if rollout_number is None else rollout_number
@@ -169,7 +167,8 @@ class MeasuredLoop:
             self._driver.begin(number)
             yield self._metrics
             self._expect(STEPPED, f"optimizer.step() was not called in step {number}")
-            self._finish(number)
+            self._writer.finish_line(self._driver, number, self._policy.decode, self._started, self._metrics)
+            self._started += self._metrics["step_time"]
             self._number, self._learned = number, self._rollout_number
         finally:
             self._driver.disarm()
@@ -219,23 +218,6 @@ class MeasuredLoop:
         if self._place == READY:
             self._driver.stepped()
             self._place = STEPPED
-
-    def _finish(self, number: int) -> None:
-        """Writes what was measured. A collective."""
-        loop = self._loop
-        for name, value in step_averages(self._step(), loop.ranks).items():
-            self._log(name, value)
-        costs = self._writer.finish(self._driver, number, loop.ranks.count, self._policy.decode, self._started)
-        now = time.perf_counter()
-        self._metrics |= {**costs, "step_time": now - self._started}
-        self._started = now
-        if self._records is not None:
-            row = {name: v.item() if isinstance(v, Tensor) else v for name, v in self._metrics.items()}
-            self._records.write_metrics(number, row)
-
-    def _log(self, name: str, value: float) -> None:
-        if value == value:
-            self._metrics[name] = value
 
     # --- the state of a checkpoint ------------------------------------------------------------------------------------
 

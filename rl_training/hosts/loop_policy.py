@@ -11,8 +11,7 @@ from torch import Tensor, nn
 from rl_training.engine.batch import Rollout, in_one_width, join_rollouts
 from rl_training.engine.policy import Policy
 from rl_training.engine.scorer import Scorer
-from rl_training.hosts.processes import all_ranks, rank
-from rl_training.hosts.random_streams import seed_torch, streams_put_back
+from rl_training.hosts.processes import all_ranks, rank, seed_torch, streams_put_back
 
 NO_SAMPLE = "fresh responses are needed, and the loop does not say how to sample them: measured_loop(..., sample=...)"
 

@@ -1,7 +1,13 @@
-"""The processes of torch.distributed that train together: one where it was not started."""
+"""The processes that train together, by torch.distributed, and their random streams."""
 
 from __future__ import annotations
 
+import contextlib
+import random
+from collections.abc import Iterator
+
+import numpy as np
+import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -9,7 +15,7 @@ from rl_training.engine.step import Ranks
 
 
 def rank() -> int:
-    """Returns the number of this process."""
+    """Returns the number of this process; 0 where torch.distributed was not started."""
     return dist.get_rank() if dist.is_initialized() else 0
 
 
@@ -19,8 +25,28 @@ def all_ranks() -> Ranks:
 
 
 def _sum_over_ranks(tensor: Tensor) -> Tensor:
-    """Returns the sum of a small tensor over all processes. A collective."""
     total = tensor.clone()
     if dist.is_initialized():
         dist.all_reduce(total)
     return total
+
+
+@contextlib.contextmanager
+def streams_put_back(device: torch.device) -> Iterator[None]:
+    """A context that restores the random streams of Python, NumPy and torch when it ends: a measurement draws in it."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
+def seed_torch(*seed: int, device: torch.device) -> None:
+    """Seeds the CPU's stream and this device's, and no other device's, as torch.manual_seed would."""
+    number = int(np.random.SeedSequence(seed).generate_state(1, np.uint64)[0])
+    torch.default_generator.manual_seed(number)
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            torch.cuda.manual_seed(number)

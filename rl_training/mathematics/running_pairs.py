@@ -7,6 +7,7 @@ Batches of different steps are independent, so that of the mean Σ w x / Σ w, w
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -105,3 +106,16 @@ class RunningPair:
         covariance = torch.stack([first, mixed, mixed, second]).view(2, 2) / weight.square()
         degrees = float(first.square() / squares) if squares > 0 else 1.0
         return Pair(torch.stack([one, two]) / weight, covariance, degrees)
+
+
+class RunningPairs(dict[str, RunningPair]):
+    """Averages of pairs over steps, by name."""
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """Returns the sums of each."""
+        return {name: mean.state for name, mean in self.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Takes back what `state_dict` returned; those that were not there begin anew."""
+        for name, mean in self.items():
+            mean.state = state.get(name, torch.zeros_like(mean.state))

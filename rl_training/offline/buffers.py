@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout, join_rollouts, take_rows
-from rl_training.hosts.random_streams import seed_torch, streams_put_back
+from rl_training.hosts.processes import seed_torch, streams_put_back
 from rl_training.hosts.trl import batches, sampling
 from rl_training.hosts.trl.buffer import FilteredBuffer, start_buffer
 from rl_training.mathematics.jackknife import JackknifeUnits

@@ -9,8 +9,6 @@ come from the same prompts; its share may be negative. Each share is a ratio of 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
@@ -53,33 +51,21 @@ class ErrorSharesProbe(Probe):
         super().__init__(every)
         if not 0.0 <= error_decay < 1.0:
             raise ValueError(f"error_shares: error_decay={error_decay} must lie in [0, 1); 0.5 averages over three")
-        self._terms = RunningVariance(error_decay)
+        self.running = RunningVariance(error_decay)
 
     def prepare(self, step: Step) -> None:
         suffixes = ("", "_sequence")[: 1 + step.entropy_change.settings.per_sequence]
         metrics = [[f"delta_h/error_share/{share}{suffix}" for suffix in suffixes] for share in SHARES]
-        reason = _why_none(step)
-        if reason:
-            self._answers = {name: Estimate.missing(reason) for names in metrics for name in names}
+        reason = SEVERAL_PROCESSES if step.ranks.count > 1 else ""
+        reason = reason or step.entropy_change.why_none or step.entropy_change.why_no_forward
+        if reason or step.capabilities.num_folds < MIN_FOLDS_FOR_STDERR:
+            self._answers = {name: Estimate.missing(reason or FEW_FOLDS) for names in metrics for name in names}
             return
         sums = step.entropy_change.sums
-        terms, _ = self._terms.add(error_terms(sums).cpu())
+        terms, _ = self.running.add(error_terms(sums).cpu())
         shares = terms / terms.sum(dim=0)
         self._answers = {
             name: Estimate(value, num_samples=sums.num_folds, reason=NO_ERROR if value == value else NOT_FINITE)
             for names, values in zip(metrics, shares.tolist(), strict=True)
             for name, value in zip(names, values, strict=False)
         }
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self._terms.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        self._terms.load_state_dict(state)
-
-
-def _why_none(step: Step) -> str:
-    if step.ranks.count > 1:
-        return SEVERAL_PROCESSES
-    reason = step.entropy_change.why_none or step.entropy_change.why_no_forward
-    return reason or (FEW_FOLDS if step.capabilities.num_folds < MIN_FOLDS_FOR_STDERR else "")

@@ -10,7 +10,7 @@ those of the Dr-GRPO gradient, Σ_i A_i Σ_k ∂log π(t_ik):
 A truncated response that the loss leaves out (mask_truncated_completions) has no weight: A_i = 0 here. The responses of
 a prompt that are all right, or all wrong, have zero advantage: `zero_advantage` is the share of such sequences,
 `zero_advantage_prompts` of such prompts. These are properties of the batch at hand, not estimates of something beyond
-it: they have no error bar. A few scalars go over the network, once; no forward pass, no backward, no vector.
+it: they have no error bar. A few scalars go over the network, once.
 """
 
 from __future__ import annotations
@@ -45,31 +45,21 @@ class EffectiveSampleSizeProbe(Probe):
         ratio_sums = kish_sums(ratios) if ratios is not None else step.batch.scores.logps.new_full((2,), torch.nan)
         sums = step.ranks.reduce(torch.cat([ratio_sums.double(), _sums(step)])).tolist()
         *size_sums, num_sequences, num_zero, num_prompts, num_zero_prompts = sums
-        count = int(num_sequences)
 
-        def known(value: float) -> Estimate:
-            return Estimate(value, num_samples=count, reason=NO_ERROR_BAR)
+        def estimate(value: float, reason: str = "") -> Estimate:
+            return Estimate(math.nan if reason else value, math.nan, int(num_sequences), reason or NO_ERROR_BAR)
 
-        def missing(reason: str) -> Estimate:
-            return Estimate(math.nan, num_samples=count, reason=reason)
-
-        answers = {
-            "ess/zero_advantage": known(num_zero / num_sequences),
-            "ess/zero_advantage_prompts": (
-                missing(step.capabilities.split_prompts)
-                if step.capabilities.split_prompts
-                else known(num_zero_prompts / num_prompts)
-            ),
-        }
-        importance = kish_size_of_sums(*size_sums[:2])
+        importance, split = kish_size_of_sums(*size_sums[:2]), step.capabilities.split_prompts
         no_importance = step.capabilities.sampling_mismatch or (NO_SAMPLING_LOGPS if math.isnan(importance) else "")
-        answers["ess/importance"] = missing(no_importance) if no_importance else known(importance)
+        self._answers = {
+            "ess/zero_advantage": estimate(num_zero / num_sequences),
+            "ess/zero_advantage_prompts": estimate(math.nan if split else num_zero_prompts / num_prompts, split),
+            "ess/importance": estimate(importance, no_importance),
+        }
         for name, sums in (("ess/advantage", size_sums[2:4]), ("ess/token_weight", size_sums[4:])):
             size = kish_size_of_sums(*sums)
-            reason = NO_WEIGHT if sums[1] == 0 else NOT_FINITE
-            for metric, value in ((name, size), (f"{name}_fraction", size / num_sequences)):
-                answers[metric] = missing(reason) if math.isnan(value) else known(value)
-        self._answers = answers
+            reason = (NO_WEIGHT if sums[1] == 0 else NOT_FINITE) if math.isnan(size) else ""
+            self._answers |= {name: estimate(size, reason), f"{name}_fraction": estimate(size / num_sequences, reason)}
 
 
 def _sums(step: Step) -> Tensor:

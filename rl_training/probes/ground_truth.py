@@ -23,7 +23,6 @@ and a backward more for the prediction. Ranks exchange sums for each position, n
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -97,7 +96,7 @@ class GroundTruthProbe(Probe):
         self._buffer: FreshSequences | None = None
         self._predicted: tuple[Replicates, JackknifeUnits] | None = None
         self._forward: Estimate | None = None  # what is held against the truth
-        self._calibration = Calibration()
+        self.running = Calibration()
 
     def prepare(self, step: Step) -> None:
         self._buffer = self._predicted = None
@@ -125,18 +124,11 @@ class GroundTruthProbe(Probe):
             self._answers |= self._measured(step, self._buffer)
         self._buffer = self._predicted = None
         if self._forward is not None:
-            self._calibration.add(self._forward, self._answers["delta_h/true"])
-        self._answers |= {f"calibration/{name}": e for name, e in self._calibration.estimates().items()}
+            self.running.add(self._forward, self._answers["delta_h/true"])
+        self._answers |= {f"calibration/{name}": e for name, e in self.running.estimates().items()}
 
     def reads_new_weights(self) -> bool:
         return self._buffer is not None
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return self._calibration.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        if state:
-            self._calibration.load_state_dict(state)
 
     def _draw(self, step: Step) -> FreshSequences:
         """Returns the evaluation buffer, sampled and scored at the present parameters."""

@@ -22,9 +22,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
-from torch import Tensor
-
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.engine.step_by_folds import why_no_folds
@@ -32,7 +29,7 @@ from rl_training.interventions.effects import LOST, NO_REWARD, QUANTITIES, Effec
 from rl_training.interventions.loss import loss_inputs
 from rl_training.interventions.named import intervention
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
-from rl_training.mathematics.running_pairs import Pair, RunningPair
+from rl_training.mathematics.running_pairs import Pair, RunningPair, RunningPairs
 
 USUAL = ("bonus", "psr", "nsr", "lr", "clip_cov")
 MEANS = ("mean_delta_h", "mean_delta_reward", "mean_price", "kept_halves_at")
@@ -70,7 +67,7 @@ class InterventionsProbe(Probe):
         if twice:
             raise ValueError(f"interventions: which has {', '.join(twice)} twice")
         self.num_folds = num_folds
-        self._means = {name: RunningPair(decay) for name in (*names, PLAIN)}
+        self.running = RunningPairs({name: RunningPair(decay) for name in (*names, PLAIN)})
 
     def prepare(self, step: Step) -> None:
         why = why_no_folds(step, OFF_POLICY)
@@ -94,7 +91,7 @@ class InterventionsProbe(Probe):
                 self._answer(of.name, {name: Estimate.missing(missing[of.name]) for name in (*QUANTITIES, *MEANS)})
                 continue
             mean = self._mean_with(of.name, measured.pairs[of.name])
-            delta, reward = _rewarded(mean, measured.has_reward, f"measured steps: {self._means[of.name].steps}")
+            delta, reward = _rewarded(mean, measured.has_reward, f"measured steps: {self.running[of.name].steps}")
             price = mean.minus_ratio(LOST) if measured.has_reward else reward
             halves = kept_halving(of, mean, plain, measured.kept(of))
             means = dict(zip(MEANS, (delta, reward, price, halves), strict=True))
@@ -105,18 +102,11 @@ class InterventionsProbe(Probe):
         return 2 * (num_folds + 1)
 
     def _mean_with(self, name: str, pair: Pair) -> Pair:
-        self._means[name].add(pair)
-        return self._means[name].mean()
+        self.running[name].add(pair)
+        return self.running[name].mean()
 
     def _answer(self, name: str, estimates: Mapping[str, Estimate]) -> None:
         self._answers |= {f"intervention/{name}/{quantity}": estimate for quantity, estimate in estimates.items()}
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: mean.state for name, mean in self._means.items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        for name, mean in self._means.items():  # those that were not asked for before begin anew
-            mean.state = state.get(name, torch.zeros_like(mean.state))
 
 
 def _rewarded(pair: Pair, has_reward: bool, remark: str = "") -> tuple[Estimate, Estimate]:

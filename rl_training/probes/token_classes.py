@@ -33,7 +33,7 @@ from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.engine.step_by_folds import StepByFolds, why_no_folds
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
-from rl_training.mathematics.running_pairs import Pair, RunningPair
+from rl_training.mathematics.running_pairs import Pair, RunningPair, RunningPairs
 
 CLASSES = {  # of each kind, in the order of their numbers
     "entropy": ("lower_half", "middle", "top_fifth"),
@@ -65,7 +65,8 @@ class TokenClassesProbe(Probe):
     def __init__(self, every: int = 20, num_folds: int | None = None) -> None:
         super().__init__(every)
         self.num_folds = num_folds
-        self._means = {f"{kind}/{name}": RunningPair(DECAY) for kind, names in CLASSES.items() for name in names}
+        classes = [f"{kind}/{name}" for kind, names in CLASSES.items() for name in names]
+        self.running = RunningPairs({name: RunningPair(DECAY) for name in classes})
 
     def prepare(self, step: Step) -> None:
         kinds = self.kinds(step)
@@ -85,7 +86,7 @@ class TokenClassesProbe(Probe):
                     share = sums[kind][0, number] / sums[kind][0].sum()
                     self._answers[f"{start}/share_of_tokens"] = Estimate(float(share))
                 if (kind, number) in pairs:
-                    mean, pair = self._means[f"{kind}/{name}"], pairs[kind, number]
+                    mean, pair = self.running[f"{kind}/{name}"], pairs[kind, number]
                     mean.add(pair)
                     self._answers[f"{start}/delta_h"] = pair.estimate(0)
                     self._answers[f"{start}/mean_delta_h"] = mean.mean().estimate(0, f"measured steps: {mean.steps}")
@@ -113,13 +114,6 @@ class TokenClassesProbe(Probe):
     def num_vectors(self, num_folds: int) -> int:
         """X by fold, and the gradient of one class, by fold and over all folds."""
         return 2 * num_folds + 1
-
-    def state_dict(self) -> dict[str, Tensor]:
-        return {name: mean.state for name, mean in self._means.items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        for name, mean in self._means.items():
-            mean.state = state.get(name, torch.zeros_like(mean.state))
 
 
 def entropy_classes(entropies: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:

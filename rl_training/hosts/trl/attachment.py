@@ -73,8 +73,8 @@ class Attachment(TrainerCallback):
         self.driver = StepDriver(probes)
         self.driver.refuse_impossible_folds(self._shape())
         self.probes = self.driver.probes
-        self._records = records if trainer.accelerator.is_main_process else None
-        self._writer = EstimateWriter(self._records, self._log, trainer.accelerator.is_main_process)
+        self._writer = EstimateWriter(records)
+        self._records = self._writer.records
         self._policy = TrainerPolicy(trainer)
         self._remedied = RemediedLoss(trainer, self._policy, interventions)
         self._rollouts = batches.Rollouts(trainer, self._policy, whole_prompts)
@@ -256,17 +256,13 @@ class Attachment(TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trained = True
-        processes = self._trainer.accelerator.num_processes
-        costs = self._writer.finish(self.driver, state.global_step, processes, self._policy.decode, self._step_started)
-        for name, value in costs.items():
-            self._trainer._metrics["train"][name].append(value)
-
-    def _log(self, name: str, value: float) -> None:
-        """Keeps the latest step's value: the trainer's own log would average over `logging_steps`, and drop nan."""
         metrics = self._trainer._metrics["train"]
-        metrics.pop(name, None)
-        if value == value:
-            metrics[name].append(value)
+        measured = self._writer.finish(self.driver, state.global_step, self._policy.decode, self._step_started)
+        for name, value in measured.items():
+            if not name.startswith("probe_cost/"):
+                metrics.pop(name, None)  # keeps the latest step's value: the log is the mean since the last one
+            if value == value:
+                metrics[name].append(value)
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
         if self._records is not None and "loss" in logs:

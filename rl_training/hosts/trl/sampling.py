@@ -27,7 +27,7 @@ from trl.models import unwrap_model_for_generation
 
 from rl_training.engine.batch import Rollout
 from rl_training.engine.precision import measuring
-from rl_training.hosts.random_streams import seed_torch, streams_put_back
+from rl_training.hosts.processes import seed_torch, streams_put_back
 from rl_training.hosts.trl.sharding import is_gathered
 
 # Options of generate beside the temperature, each with the value that switches it off; None always does.

@@ -99,10 +99,6 @@ def entropies_of(logits: Tensor, lengths: Sequence[int], temperature: float) -> 
     else:
         rows = [row[:length] for row, length in zip(logits, lengths, strict=True)]
     positions = max(1, CHUNK_LOGITS // logits.shape[-1])
+    parts = (part.float() / temperature for row in rows for part in row.split(positions))
     with torch.no_grad():
-        return torch.cat([_entropies(part, temperature) for row in rows for part in row.split(positions)])
-
-
-def _entropies(logits: Tensor, temperature: float) -> Tensor:
-    anything = torch.zeros(len(logits), dtype=torch.long, device=logits.device)
-    return scores_of_logits(logits.float() / temperature, anything)[1]
+        return torch.cat([scores_of_logits(part, part.new_zeros(len(part), dtype=torch.long))[1] for part in parts])

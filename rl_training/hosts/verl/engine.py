@@ -32,7 +32,7 @@ class ProbedEngine(FSDPEngineWithLMHead):
 
     _measurement: Measurement | None = None
     _checkpoint: Path | None = None  # that training goes on from
-    _open = False  # between the first forward pass of a step and its end
+    _open: Measurement | None = None  # the same, while a step is measured
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
         settings = tensordict_utils.get(data, SETTINGS)
@@ -40,31 +40,24 @@ class ProbedEngine(FSDPEngineWithLMHead):
             return super().train_batch(data, loss_function)
         if self._measurement is None:
             self._measurement = Measurement(self, settings, loss_function, data, self._checkpoint)
-        self._measurement.settings = settings
-        self._open = True
+        microbatches = prepare_micro_batches(data=data, dp_group=self.get_data_parallel_group())[0]
+        self._open = self._measurement
         try:
+            self._open.begin(settings, [len(part) for part in microbatches])
             outputs = super().train_batch(data, loss_function)
-            outputs["metrics"] |= self._measurement.finish(outputs)
+            outputs["metrics"] |= self._open.finish(outputs)
         finally:
-            self._open = False
-            self._measurement.driver.disarm()
+            self._open.driver.disarm()
+            self._open = None
         return outputs
 
-    def forward_backward_batch(
-        self, data: TensorDict, loss_function: Callable[..., Any], forward_only: bool = False
-    ) -> Any:
-        if self._open and self._measurement is not None:
-            of_ranks = {"dp_group": self.get_data_parallel_group(), "same_micro_num_in_dp": True}
-            self._measurement.begin([len(part) for part in prepare_micro_batches(data=data, **of_ranks)[0]])
-        return super().forward_backward_batch(data, loss_function, forward_only)
-
     def forward_step(self, micro_batch: TensorDict, loss_function: Callable[..., Any], forward_only: bool) -> Any:
-        if not self._open:
+        measurement = self._open
+        if measurement is None:
             return super().forward_step(micro_batch, loss_function, forward_only)
 
         def watched(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None) -> Any:
-            assert self._measurement is not None
-            seen = self._measurement.microbatch(model_output, data)
+            seen = measurement.microbatch(model_output, data)
             return loss_function(model_output=seen, data=data, dp_group=dp_group)
 
         return super().forward_step(micro_batch, watched, forward_only)
@@ -73,22 +66,22 @@ class ProbedEngine(FSDPEngineWithLMHead):
         self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
     ) -> Any:
         result = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
-        if self._open and self._measurement is not None and "entropy" not in result:
-            self._measurement.keep_entropies(output.logits, micro_batch)
+        if self._open is not None and "entropy" not in result:
+            self._open.keep_entropies(output.logits, micro_batch)
         return result
 
     def optimizer_step(self) -> Any:
-        if not self._open or self._measurement is None:
+        if self._open is None:
             return super().optimizer_step()
         gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
         # The condition under which verl skips the step: then there is none, and parameters and states stay.
-        if torch.isfinite(torch.nn.utils.get_total_norm(gradients)):
-            self._measurement.gradients_ready()
-            norm = super().optimizer_step()
-            self._measurement.stepped(norm)
-            return norm
-        self._measurement.driver.abandon()
-        return super().optimizer_step()
+        if not torch.isfinite(torch.nn.utils.get_total_norm(gradients)):
+            self._open.driver.abandon()
+            return super().optimizer_step()
+        self._open.gradients_ready()
+        norm = super().optimizer_step()
+        self._open.stepped(norm)
+        return norm
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)
@@ -107,17 +100,13 @@ def register() -> None:
         raise ValueError(f"probes are written against verl 0.9, and this is {installed}: pip install 'verl>=0.9,<0.10'")
     for name, method in vars(ProbedEngine).items():
         if inspect.isfunction(method):
-            _refuse_other_signature(name, method)
+            ours = [p.name for p in inspect.signature(method).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
+            of_verl = list(inspect.signature(getattr(FSDPEngineWithLMHead, name)).parameters)
+            if of_verl[: len(ours)] != ours:
+                raise ValueError(
+                    f"verl's engine has {name}({', '.join(of_verl)}), and probes expect ({', '.join(ours)}): "
+                    "pip install 'verl>=0.9,<0.10'"
+                )
     device = os.getenv("VERL_ENGINE_DEVICE") or get_device_name()
     vendor = os.getenv("VERL_ENGINE_VENDOR") or get_vendor()
     EngineRegistry.register("language_model", ["fsdp2"], device, vendor)(ProbedEngine)
-
-
-def _refuse_other_signature(name: str, method: Callable[..., Any]) -> None:
-    ours = [p.name for p in inspect.signature(method).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
-    of_verl = list(inspect.signature(getattr(FSDPEngineWithLMHead, name)).parameters)
-    if of_verl[: len(ours)] != ours:
-        raise ValueError(
-            f"verl's engine has {name}({', '.join(of_verl)}), and probes expect ({', '.join(ours)}): pip install "
-            "'verl>=0.9,<0.10'"
-        )

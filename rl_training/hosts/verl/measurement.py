@@ -17,12 +17,11 @@ from rl_training.engine.batch import LossSettings
 from rl_training.engine.capabilities import Fixes
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.fsdp2 import FullyShard
-from rl_training.engine.open_step import Loop, OpenStep, Shape
+from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.scorer import Scorer
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop_policy import LoopPolicy
 from rl_training.hosts.processes import all_ranks, rank
-from rl_training.hosts.step_averages import step_averages
 from rl_training.hosts.verl.batch import Tokens, entropies_of, read_rollout
 from rl_training.mathematics.scores import Scores
 from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
@@ -62,11 +61,9 @@ class Measurement:
         self._prompts: dict[str, int] = {}  # of that rollout: uid → number
         if checkpoint is not None:
             load_probe_states([*self.driver.probes, self.driver, self], checkpoint)
-        self._records = None
-        if rank() == 0:
-            self._records = Records(settings["folder"], settings["rollouts_every"])
-            self._records.start(after_step=self._steps)
-        self._writer = EstimateWriter(self._records, self._log, speaks=rank() == 0)
+        self._writer = EstimateWriter(Records(settings["folder"], settings["rollouts_every"]) if rank() == 0 else None)
+        if self._writer.records is not None:
+            self._writer.records.start(after_step=self._steps)
         self._metrics: dict[str, Any] = {}
         self._entropies: Tensor | None = None
         self._loop = _loop_of(engine, settings, loss_function, data)
@@ -75,19 +72,17 @@ class Measurement:
 
     # --- the hooks of a step ------------------------------------------------------------------------------------------
 
-    def begin(self, sizes: Sequence[int]) -> None:
+    def begin(self, settings: Mapping[str, Any], sizes: Sequence[int]) -> None:
         """Begins an optimizer step in microbatches of these sizes."""
-        self._metrics = {}
-        if self.settings["rollout"] != self._rollout:
-            self._prompts = {}
-            self._fresh = self.settings["fresh"]
-        self._rollout = self.settings["rollout"]
+        self.settings, self._metrics = settings, {}
+        if settings["rollout"] != self._rollout:
+            self._rollout, self._prompts, self._fresh = settings["rollout"], {}, settings["fresh"]
         self.driver.begin(self._steps + 1, sizes)
 
     def keep_entropies(self, logits: Tensor, data: TensorDict) -> None:
         """Keeps the entropies of a microbatch where verl does not calculate them."""
-        step = self._step()
-        if step.probes:
+        step = self.driver.open_step
+        if step is not None and step.probes:
             lengths = data["input_ids"].offsets().diff().tolist()
             self._entropies = entropies_of(logits, lengths, self._loop.policy.scorer.temperature)
 
@@ -125,29 +120,16 @@ class Measurement:
         if step is None:  # verl has skipped it
             return {}
         loss = ranks.reduce(torch.tensor(outputs["loss"], device=step.scores[0].logps.device).sum())
-        averages = step_averages(step, ranks) | {"loss": float(loss) / ranks.count}
-        self._metrics |= {name: value for name, value in averages.items() if value == value}
-        row, self._metrics = self._metrics | {"training/global_step": self._rollout}, {}
+        self._metrics |= {"loss": float(loss) / ranks.count, "training/global_step": self._rollout}
         decode = self._loop.policy.decode
-        self._metrics |= self._writer.finish(self.driver, self._steps, ranks.count, decode, self._started)
-        now = time.perf_counter()
-        if self._records is not None:
-            self._records.write_metrics(self._steps, row | self._metrics | {"step_time": now - self._started})
-        self._started = now
-        return {name: [value] for name, value in self._metrics.items()}
-
-    def _log(self, name: str, value: float) -> None:
-        if value == value:
-            self._metrics[name] = value
+        measured = self._writer.finish_line(self.driver, self._steps, decode, self._started, self._metrics)
+        self._started += self._metrics["step_time"]
+        return {name: [value] for name, value in measured.items()}
 
     def _number_of(self, uid: str) -> int:
         """Returns the number of a prompt, unique across ranks and rollouts."""
         own = self._prompts.setdefault(uid, len(self._prompts))
         return (self._rollout * self._loop.ranks.count + rank()) * int(self.settings["prompts"]) + own
-
-    def _step(self) -> OpenStep:
-        assert self.driver.open_step is not None
-        return self.driver.open_step
 
     # --- the state of a checkpoint ------------------------------------------------------------------------------------
 
