@@ -81,13 +81,12 @@ class GradientNoiseScaleProbe(Probe):
 
     def prepare(self, step: Step) -> None:
         index, microbatches = step.batch.rollout.prompt_index, step.batch.microbatch_rows
-        of_block = torch.tensor([len(index[rows.start : rows.stop].unique()) for rows in microbatches]).double()
-        mine = torch.stack([torch.tensor(float(len(of_block))), of_block.sum(), of_block.reciprocal().sum()])
-        blocks, batch_size, inverse_sizes = step.ranks.reduce(mine.double().to(index.device)).tolist()
+        sizes = [len(index[rows.start : rows.stop].unique()) for rows in microbatches]
+        mine = [len(sizes), sum(sizes), sum(1 / size for size in sizes)]
+        blocks, batch_size, inverse_sizes = step.ranks.reduce(index.new_tensor(mine, dtype=torch.float64)).tolist()
         reason = step.capabilities.why_no_blocks(blocks)
         if reason:
-            names = NAMES + SPLIT * bool(self.split_prompts)
-            self._answers = {name: Estimate.missing(reason) for name in names}
+            self._answers = dict.fromkeys(NAMES + SPLIT * bool(self.split_prompts), Estimate.missing(reason))
             return
         assert step.gradients.microbatch_sq_norms is not None
         block = step.ranks.reduce(step.gradients.microbatch_sq_norms.sum(dim=0)) / blocks
@@ -152,15 +151,14 @@ def _mean_product_within_prompts(step: Step, num_prompts: int) -> Tensor:
     """Returns the mean of r_i·r_j over pairs of responses of one prompt, i from its first half, j from the second."""
     index = step.batch.rollout.prompt_index
     parameters = list(step.gradients.parameters.values())
-    products, count = [], 0
-    for prompt in index.unique()[:num_prompts]:
+    prompts, products = index.unique()[:num_prompts], []
+    for prompt in prompts:
         rows = (index == prompt).nonzero().squeeze(1)
         fresh = step.policy.score(step.batch.rollout, rows)
         half = torch.arange(len(rows), device=rows.device).unsqueeze(1) < len(rows) // 2
         one = step.batch.loss_weights.gradient(fresh, rows, parameters, half / half.sum(), keep_graph=True)
         other = step.batch.loss_weights.gradient(fresh, rows, parameters, ~half / (~half).sum())
         products += [flat_dot(as_flat(a), as_flat(b)).double() for a, b in zip(one, other, strict=True)]
-        count += 1
     total = torch.stack(products).sum()
-    total, num_products = step.ranks.reduce(torch.stack([total, total.new_tensor(count)]))
+    total, num_products = step.ranks.reduce(torch.stack([total, total.new_tensor(len(prompts))]))
     return total / num_products

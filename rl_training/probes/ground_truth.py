@@ -99,7 +99,6 @@ class GroundTruthProbe(Probe):
         self.running = Calibration()
 
     def prepare(self, step: Step) -> None:
-        self._buffer = self._predicted = None
         no_truth, change = step.capabilities.no_fresh_responses, step.entropy_change
         self._forward = None if change.why_none else change.quantities["forward"].estimates(change.sums.num_folds)[0]
         targets = TARGETS[: 1 + change.settings.per_sequence]
@@ -108,14 +107,11 @@ class GroundTruthProbe(Probe):
             (f"{name}{suffix}" for name in PREDICTED for suffix in SUFFIXES[: len(targets)]),
             Estimate.missing(why_no_prediction or "not measured yet"),
         )
-        if not no_truth:
-            self._buffer = self._draw(step)
+        self._buffer, self._predicted = None if no_truth else self._draw(step), None
         if self._buffer is not None and not why_no_prediction:
-            blocks = blocks_of(step, self._buffer.rollout, self.sequences)
-            self._predicted = (
-                evaluation_change(step, self._buffer.rollout, self._buffer.scores, blocks, targets),
-                blocks,
-            )
+            rollout, scores = self._buffer.rollout, self._buffer.scores
+            blocks = blocks_of(step, rollout, self.sequences)
+            self._predicted = evaluation_change(step, rollout, scores, blocks, targets), blocks
 
     def after_step(self, step: Step) -> None:
         if self._buffer is None:
@@ -130,10 +126,14 @@ class GroundTruthProbe(Probe):
     def reads_new_weights(self) -> bool:
         return self._buffer is not None
 
+    def _sample(self, step: Step) -> tuple[Rollout, JackknifeUnits]:
+        """Returns N responses at the present parameters, the same random numbers at each call, each a unit."""
+        rollout = step.policy.sample(self.sequences, (self.seed << 32) + step.number)
+        return rollout, JackknifeUnits(rollout.prompt_index, self.sequences, step.ranks.reduce)
+
     def _draw(self, step: Step) -> FreshSequences:
         """Returns the evaluation buffer, sampled and scored at the present parameters."""
-        rollout = step.policy.sample(self.sequences, self._seed_of(step))
-        sequences = JackknifeUnits(rollout.prompt_index, self.sequences, step.ranks.reduce)
+        rollout, sequences = self._sample(step)
         scores = step.policy.score_rollout(rollout)
         totals = sequences.gather(sequence_totals(scores))
         width = int(sequences.gather(rollout.token_mask.sum(dim=1).double()).max())
@@ -147,7 +147,10 @@ class GroundTruthProbe(Probe):
         after = _widened(after, buffer.scores.mask.shape[1])
         weights = importance_weights(buffer.totals, totals)
         resampled = weights.ess < MIN_ESS_SHARE * self.sequences  # the same on every rank; not where it is nan
-        fresh = self._fresh_totals(step) if resampled else None
+        fresh = None
+        if resampled:
+            drawn, sequences = self._sample(step)
+            fresh = sequences.gather(sequence_totals(step.policy.score_rollout(drawn)))
 
         def true_change(units: JackknifeUnits) -> Replicates:
             if fresh is None:
@@ -158,50 +161,36 @@ class GroundTruthProbe(Probe):
         change = true_change(buffer.sequences)
         snis = reweighted_replicates(buffer.totals, totals)
         floor = per_decision_change(buffer.scores, buffer.again, buffer.sequences)
-        with_stderr = zip([*change.value, snis.value[0]], [*change.stderr, snis.stderr[0]], strict=True)
-        alone = (floor.value[0], resampled, weights.ess, weights.largest, weights.smallest)
-        measured = [self._known(float(value), float(stderr)) for value, stderr in with_stderr]
-        measured += [self._known(float(value)) for value in alone]
-        answers = dict(zip(MEASURED, measured, strict=True))
+        alone = floor.value[0], resampled, weights.ess, weights.largest, weights.smallest
+        values = [*change.value, snis.value[0], *alone]
+        stderrs = [*change.stderr, snis.stderr[0], *(math.nan for _ in alone)]
+        answers = {
+            name: _estimate(float(value), float(stderr), self.sequences)
+            for name, value, stderr in zip(MEASURED, values, stderrs, strict=True)
+        }
         if self._predicted is not None:
             predicted, blocks = self._predicted
             answers |= _compared(predicted, true_change(blocks))
         return answers
 
-    def _fresh_totals(self, step: Step) -> Tensor:
-        """Returns (N, 3) totals of responses drawn and scored at the new parameters, with common random numbers."""
-        fresh = step.policy.sample(self.sequences, self._seed_of(step))
-        sequences = JackknifeUnits(fresh.prompt_index, self.sequences, step.ranks.reduce)
-        return sequences.gather(sequence_totals(step.policy.score_rollout(fresh)))
-
-    def _seed_of(self, step: Step) -> int:
-        return (self.seed << 32) + step.number
-
-    def _known(self, value: float, stderr: float = math.nan) -> Estimate:
-        """Returns the estimate over all N sequences, nan with its reason when it is not a finite number."""
-        if not math.isfinite(value):
-            reason = OVERFLOW if math.isinf(value) else NOT_FINITE
-            return Estimate(math.nan, num_samples=self.sequences, reason=reason)
-        return Estimate(value, stderr, self.sequences, NO_ERROR_BAR if math.isnan(stderr) else "")
-
 
 def _compared(predicted: Replicates, true: Replicates) -> dict[str, Estimate]:
     """Returns the prediction from E, per token and as far as asked for per sequence, and how far it is off."""
     error = predicted - Replicates(true.value[: len(predicted.value)], true.without[:, : len(predicted.value)])
-    answers = {}
-    for name, replicates in zip(PREDICTED, (predicted, error), strict=True):
-        for suffix, value, stderr in zip(SUFFIXES, replicates.value, replicates.stderr, strict=False):
-            answers[f"{name}{suffix}"] = _of_blocks(float(value), float(stderr), len(replicates.without))
-    return answers
+    count = len(predicted.without)
+    enough = count >= MIN_FOLDS_FOR_STDERR
+    few = f"{count} blocks of sequences: an error bar needs {MIN_FOLDS_FOR_STDERR}"
+    return {
+        f"{name}{suffix}": _estimate(float(value), float(stderr) if enough else math.nan, count, few)
+        for name, replicates in zip(PREDICTED, (predicted, error), strict=True)
+        for suffix, value, stderr in zip(SUFFIXES, replicates.value, replicates.stderr, strict=False)
+    }
 
 
-def _of_blocks(value: float, stderr: float, num_blocks: int) -> Estimate:
+def _estimate(value: float, stderr: float, count: int, no_bar: str = NO_ERROR_BAR) -> Estimate:
     if not math.isfinite(value):
-        return Estimate(math.nan, num_samples=num_blocks, reason=NOT_FINITE)
-    if num_blocks < MIN_FOLDS_FOR_STDERR:
-        reason = f"{num_blocks} blocks of sequences: an error bar needs {MIN_FOLDS_FOR_STDERR}"
-        return Estimate(value, num_samples=num_blocks, reason=reason)
-    return Estimate(value, stderr, num_blocks)
+        return Estimate(math.nan, num_samples=count, reason=OVERFLOW if math.isinf(value) else NOT_FINITE)
+    return Estimate(value, stderr, count, no_bar if math.isnan(stderr) else "")
 
 
 def _scored_by_length(policy: Policy, rollout: Rollout) -> Scores:

@@ -23,9 +23,8 @@ import math
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Rollout, take_rows
+from rl_training.engine.batch import take_rows
 from rl_training.engine.entropy_change import EntropyChange
-from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.mathematics.estimate import Estimate
@@ -75,13 +74,12 @@ def contributions(step: Step) -> Tensor:
     """Returns each response's contribution to the change of token entropy, (B,) fp64, nats per token."""
     batch, loss, change = step.batch, step.batch.loss_weights, step.entropy_change
     total = torch.zeros(batch.rollout.num_sequences, dtype=torch.float64, device=loss.logps.device)
-    differences = _Differences(step)
     for parity in (0, 1):
         direction = _times_optimizer_factor(change, change.halves[1 - parity])
         folds = [(batch.fold == fold).nonzero().squeeze(1) for fold in range(parity, batch.num_folds, 2)]
-        size = differences.step_size(direction, folds[0]) if folds else 0.0
+        size = _step_size(step, direction, folds[0]) if folds else 0.0
         for rows in folds:
-            of_logps, of_entropies = differences.half_changes(direction, size, rows) / size
+            of_logps, of_entropies = _half_changes(step, direction, size, rows) / size
             total[rows] = (loss.logps[rows].double() * of_logps).sum(dim=1) / step.ranks.count
             if loss.entropies is not None:
                 total[rows] += (loss.entropies[rows].double() * of_entropies).sum(dim=1) / step.ranks.count
@@ -97,36 +95,29 @@ def _times_optimizer_factor(change: EntropyChange, direction: Vector) -> Vector:
     return scaled
 
 
-class _Differences:
-    """Central differences of the scores of a step's responses along a direction of the parameters."""
+def _step_size(step: Step, direction: Vector, rows: Tensor) -> float:
+    """Returns the factor of `direction` that changes these rows' log-probabilities by CHANGE, or a smaller one."""
+    parameters = step.entropy_change.layout.vector(p.detach() for p in step.gradients.parameters.values())
+    length = float(dot(direction, direction).sqrt()) or torch.finfo(direction[0].dtype).tiny
+    size = LARGEST * float(dot(parameters, parameters).sqrt()) / length
+    of_logps, _ = _half_changes(step, direction, size, rows)
+    change = float((of_logps.square().sum() / step.batch.rollout.completion_mask[rows].sum()).sqrt())
+    return size * min(1.0, CHANGE / change) if change > 0 else size
 
-    def __init__(self, step: Step) -> None:
-        self._policy: Policy = step.policy
-        self._rollout: Rollout = step.batch.rollout
-        self._parameters, self._layout = step.gradients.parameters, step.entropy_change.layout
 
-    def step_size(self, direction: Vector, rows: Tensor) -> float:
-        """Returns the factor of `direction` that changes these rows' log-probabilities by CHANGE, or a smaller one."""
-        parameters = self._layout.vector(p.detach() for p in self._parameters.values())
-        length = float(dot(direction, direction).sqrt()) or torch.finfo(direction[0].dtype).tiny
-        size = LARGEST * float(dot(parameters, parameters).sqrt()) / length
-        of_logps, _ = self.half_changes(direction, size, rows)
-        change = float((of_logps.square().sum() / self._rollout.completion_mask[rows].sum()).sqrt())
-        return size * min(1.0, CHANGE / change) if change > 0 else size
+def _half_changes(step: Step, direction: Vector, size: float, rows: Tensor) -> Tensor:
+    """Returns half of what log-probabilities and entropies change from θ − step to θ + step, (2, rows, T) fp64.
 
-    def half_changes(self, direction: Vector, size: float, rows: Tensor) -> Tensor:
-        """Returns half of what log-probabilities and entropies change from θ − step to θ + step, (2, rows, T) fp64.
-
-        The step is `size` times the direction. Zero at padding.
-        """
-        along, ends = self._layout.by_name(direction), []
-        for sign in (size, -size):
-            shift = {name: (sign * along[name]).view(p.shape).to(p) for name, p in self._parameters.items()}
-            with self._policy.shifted(shift):
-                scores = self._policy.score_rollout(take_rows(self._rollout, rows))
-            both = torch.stack([scores.logps, scores.entropies]).double()
-            ends.append(both.masked_fill(scores.mask == 0, 0.0))
-        return (ends[0] - ends[1]) / 2.0
+    The step is `size` times the direction. Zero at padding.
+    """
+    along, ends = step.entropy_change.layout.by_name(direction), []
+    for sign in (size, -size):
+        shift = {name: (sign * along[name]).view(p.shape).to(p) for name, p in step.gradients.parameters.items()}
+        with step.policy.shifted(shift):
+            scores = step.policy.score_rollout(take_rows(step.batch.rollout, rows))
+        both = torch.stack([scores.logps, scores.entropies]).double()
+        ends.append(both.masked_fill(scores.mask == 0, 0.0))
+    return (ends[0] - ends[1]) / 2.0
 
 
 def _describe(step: Step, row: int) -> dict[str, str | float]:

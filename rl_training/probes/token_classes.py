@@ -71,7 +71,8 @@ class TokenClassesProbe(Probe):
     def prepare(self, step: Step) -> None:
         kinds = self.kinds(step)
         sums = {kind: _sums(step, kind, classes) for kind, classes in kinds.items()}
-        why = _why_none(step)
+        further = FIRST if step.capabilities.first_of_adam else OTHER_TERMS if step.capabilities.other_terms else ""
+        why = why_no_folds(step, OFF_POLICY) or further
         pairs = {} if why else _pairs(step, kinds, sums)
         self._answers = {}
         for kind, names in CLASSES.items():
@@ -150,13 +151,6 @@ def text_class(text: str) -> int:
             return 3
         return 2 if any(map(str.isdigit, stripped)) else 4
     return 5 if text else 0
-
-
-def _why_none(step: Step) -> str:
-    """Returns why nothing can be split at this step, "" if it can. A collective."""
-    known = step.capabilities
-    further = FIRST if known.first_of_adam else OTHER_TERMS if known.other_terms else ""
-    return why_no_folds(step, OFF_POLICY) or further
 
 
 def _pairs(step: Step, kinds: Mapping[str, Tensor], sums: Mapping[str, Tensor]) -> dict[tuple[str, int], Pair]:
