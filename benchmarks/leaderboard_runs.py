@@ -28,7 +28,7 @@ from rl_training import Estimate, Probe
 from rl_training.engine.batch import Rollout
 from rl_training.engine.probe import Need
 from rl_training.engine.step import Step
-from rl_training.hosts.trl.sampling import as_rollout, respond
+from rl_training.hosts.trl.policy import as_rollout, respond
 from rl_training.mathematics.importance import (
     MIN_ESS_SHARE,
     change_terms,

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from rl_training import Estimate, Probe
 from rl_training.engine.step import Step
-from rl_training.hosts.trl.sampling import as_rollout, respond
+from rl_training.hosts.trl.policy import as_rollout, respond
 from rl_training.mathematics.entropy import surrogate_weights
 
 RESPONSES, PROMPTS, FOLDS = 8, 32, 8  # of a prompt; of a batch

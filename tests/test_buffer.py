@@ -17,7 +17,6 @@ from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
-from rl_training.hosts.trl import sampling
 from rl_training.hosts.trl.buffer import (
     FilteredBuffer,
     are_mixed,
@@ -26,6 +25,7 @@ from rl_training.hosts.trl.buffer import (
     prompt_weights,
     start_buffer,
 )
+from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.job.build import TrainingRun, build_run
 from rl_training.probes import EffectiveSampleSizeProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import BUFFER_STATE, save_buffer_state
@@ -324,7 +324,7 @@ def test_the_sequences_that_hold_a_prediction_against_the_truth_are_unfiltered(m
     bare, filtered = make_trainer(), make_trainer(buffer=buffer)
     buffer.learn(range(256), torch.tensor([0.0, 1.0]).repeat(256, 1).where(torch.arange(256)[:, None] < 8, 1.0))
     assert buffer.weights()[8:].max() < buffer.weights()[:8].min()
-    fresh = [sampling.sample(trainer, 32, seed=5) for trainer in (bare, filtered)]
+    fresh = [TrainerPolicy(trainer).sample(32, seed=5) for trainer in (bare, filtered)]
     assert torch.equal(fresh[0].prompt_ids, fresh[1].prompt_ids)
     assert torch.equal(fresh[0].completion_ids, fresh[1].completion_ids)
 

@@ -31,7 +31,6 @@ from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.policy import Policy
 from rl_training.engine.step import Step
 from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.hosts.trl.sampling import sample
 from rl_training.mathematics.scores import Scores
 from rl_training.probes import GroundTruthProbe
 from rl_training.tasks.models import load_tiny
@@ -84,7 +83,7 @@ class Validated(TruthProbe):
 
     def prepare(self, step: Any) -> None:
         super().prepare(step)
-        self.rollout = step.policy.sample(self.sequences, self._seed_of(step))
+        self.rollout = self._sample(step)[0]
         self.before = step.policy.score_rollout(self.rollout)
         size, sides, parameters = 1 / 16, [], step.gradients.parameters
         update = step.entropy_change.update
@@ -344,7 +343,7 @@ def test_ess_and_weights_are_those_of_the_two_scorings(make_trainer) -> None:
     class Keeps(TruthProbe):
         def prepare(self, step: Any) -> None:
             super().prepare(step)
-            self.rollout = step.policy.sample(16, self._seed_of(step))
+            self.rollout = step.policy.sample(16, (self.seed << 32) + step.number)
             self.before = step.policy.score_rollout(self.rollout)
 
         def after_step(self, step: Any) -> None:
@@ -440,6 +439,10 @@ def test_options_that_make_no_sense_are_refused(options) -> None:
 
 
 # --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def sample(trainer: GRPOTrainer, number: int, seed: int) -> Rollout:
+    return TrainerPolicy(trainer).sample(number, seed)
 
 
 def test_the_same_seed_gives_the_same_responses_and_another_seed_others(make_trainer) -> None:

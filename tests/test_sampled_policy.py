@@ -14,7 +14,7 @@ from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
 from rl_training.hosts.trl import batches
-from rl_training.hosts.trl.sampling import why_sampling_mismatch
+from rl_training.hosts.trl.policy import why_sampling_mismatch
 from rl_training.offline.restored import restore
 from rl_training.probes import (
     EffectiveSampleSizeProbe,

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from rl_training.engine.batch import Rollout, join_rollouts, take_rows
 from rl_training.hosts.processes import seed_torch, streams_put_back
-from rl_training.hosts.trl import batches, sampling
+from rl_training.hosts.trl import batches, policy
 from rl_training.hosts.trl.buffer import FilteredBuffer, start_buffer
 from rl_training.mathematics.jackknife import JackknifeUnits
 from rl_training.mathematics.scores import Scores
@@ -256,7 +256,7 @@ def respond(
     number: list[int] = []
     for first in range(restored.rank * chunk, total, chunk * restored.num_ranks):
         rows = range(first, min(first + chunk, total))
-        asked, given = sampling.respond(restored.trainer, [prompts[i] for i in rows], seed, RESPONSES, first // chunk)
+        asked, given = policy.respond(restored.trainer, [prompts[i] for i in rows], seed, RESPONSES, first // chunk)
         prompt_ids, completion_ids, number = prompt_ids + asked, completion_ids + given, [*number, *rows]
         progress(min(len(rows) * restored.num_ranks, total))
     if not number:
@@ -264,5 +264,5 @@ def respond(
             f"evaluation: {total} sequences leave process {restored.rank} of {restored.num_ranks} without one: ask for "
             f"at least {2 * restored.num_ranks}"
         )
-    rollout = sampling.as_rollout(restored.trainer, prompt_ids, completion_ids, number)
+    rollout = policy.as_rollout(restored.trainer, prompt_ids, completion_ids, number)
     return rollout, torch.tensor(number, device=restored.device)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from rl_training.engine.batch import Rollout
-from rl_training.hosts.trl.sampling import as_rollout
+from rl_training.hosts.trl.policy import as_rollout
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.offline.buffers import of_all_processes, tokens_of
 from rl_training.offline.first_order import TOKEN

@@ -29,8 +29,7 @@ from rl_training.engine.batch import Rollout
 from rl_training.engine.optimizer import view_optimizer
 from rl_training.engine.step import OptimizerView
 from rl_training.hosts.trl.batches import loss_settings
-from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.hosts.trl.sampling import why_sampling_mismatch
+from rl_training.hosts.trl.policy import TrainerPolicy, why_sampling_mismatch
 from rl_training.hosts.trl.sharding import replicated
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.mathematics.adamw import AdamWState

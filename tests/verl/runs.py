@@ -44,7 +44,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 
 import rl_training.hosts.verl  # noqa: F401, it registers the engine
 from rl_training.engine.probe import Need, Probe
-from rl_training.hosts.verl.measurement import SETTINGS
+from rl_training.hosts.verl.engine import SETTINGS
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.vectors import Layout
 from rl_training.tasks.models import load_tiny

@@ -23,7 +23,7 @@ from verl.workers.utils.padding import no_padding_2_padding
 from rl_training.hosts.verl import engine
 from rl_training.hosts.verl.__main__ import with_group
 from rl_training.hosts.verl.batch import Tokens, entropies_of, read_rollout
-from rl_training.hosts.verl.measurement import dr_grpo
+from rl_training.hosts.verl.engine import dr_grpo
 from rl_training.hosts.verl.trainer import TRAINER, about_rollout, in_whole_prompts, with_probes
 
 # Two prompts of 2 and 1 tokens with responses of 3 and 2; of the first, a tool wrote the second token.

@@ -27,7 +27,12 @@ from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.processes import all_ranks
 from rl_training.hosts.trl import batches
 from rl_training.hosts.trl.patches import check_behaviour, refuse_missing_members, wrap
-from rl_training.hosts.trl.policy import LogpsAndEntropies, TrainerPolicy
+from rl_training.hosts.trl.policy import (
+    LogpsAndEntropies,
+    TrainerPolicy,
+    why_no_fresh_responses,
+    why_sampling_mismatch,
+)
 from rl_training.hosts.trl.refusals import (
     FIXES,
     refuse_split_prompts,
@@ -36,7 +41,6 @@ from rl_training.hosts.trl.refusals import (
 )
 from rl_training.hosts.trl.remedied import RemediedLoss
 from rl_training.hosts.trl.reward_functions import named_rewards
-from rl_training.hosts.trl.sampling import why_no_fresh_responses, why_sampling_mismatch
 from rl_training.hosts.trl.sharding import sharding_of
 from rl_training.interventions.named import Intervention
 from rl_training.mathematics.estimate import Estimate

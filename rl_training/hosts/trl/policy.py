@@ -1,22 +1,49 @@
 """The policy of a trainer, for probes: it scores, samples and decodes exactly as training would.
 
 The trainer may be running, or restored at a checkpoint without taking steps.
+
+Fresh responses are for measurements that need sequences of their own, not those that training learns from. The sampled
+and the scored policy are the same: the unwrapped model in the precision of its weights (autocast off), without dropout,
+at the trainer's temperature. Where TRL generates with vLLM it is the same policy up to vLLM's numerics. There is no
+collective. Restored bit for bit afterwards: the random streams of Python, NumPy and torch, the train / eval mode of
+every module, gradient checkpointing, autocast.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import GenerationConfig
 from trl import GRPOTrainer
+from trl.models import unwrap_model_for_generation
 
 from rl_training.engine.batch import Rollout
 from rl_training.engine.policy import Policy
+from rl_training.engine.precision import measuring
 from rl_training.engine.scorer import Scorer
-from rl_training.hosts.trl import sampling
+from rl_training.hosts.processes import seed_torch, streams_put_back
+from rl_training.hosts.trl.sharding import is_gathered
 from rl_training.mathematics.scores import Scores
 
 LogpsAndEntropies = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
+# Options of generate beside the temperature, by the value that switches them off; None always does.
+NEUTRAL_SAMPLING: dict[str, Any] = {
+    "do_sample": True,
+    **dict.fromkeys(("num_beams", "num_beam_groups"), 1),
+    **dict.fromkeys(("top_p", "typical_p", "repetition_penalty", "encoder_repetition_penalty", "guidance_scale"), 1.0),
+    **dict.fromkeys(("min_p", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "diversity_penalty"), 0.0),
+    **dict.fromkeys(("top_k", "min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), 0),
+    **dict.fromkeys(("bad_words_ids", "suppress_tokens", "begin_suppress_tokens", "forced_bos_token_id")),
+    **dict.fromkeys(("forced_eos_token_id", "sequence_bias", "exponential_decay_length_penalty")),
+    **dict.fromkeys(("watermarking_config", "top_h")),
+}
 
 
 class TrainerPolicy(Policy):
@@ -67,9 +94,151 @@ class TrainerPolicy(Policy):
         return Scores(logps, entropies, scores.mask)
 
     def sample(self, num_sequences: int, seed: int) -> Rollout:
-        """Returns this rank's share of so many fresh responses to random prompts: see sampling.py."""
-        return sampling.sample(self._trainer, num_sequences, seed)
+        """Returns this rank's share of `num_sequences` fresh responses, one each to random prompts of the training set.
+
+        Prompts are drawn with replacement, so that sequences are independent; `prompt_index` numbers the draws over all
+        ranks, of which rank r has r, r + ranks, ... The same seed gives the same prompts and the same random numbers at
+        each place in each response, whatever the parameters: common random numbers. There are no advantages: nan.
+        """
+        trainer, accelerator = self._trainer, self._trainer.accelerator
+        if not hasattr(trainer.train_dataset, "__len__"):
+            raise ValueError(
+                "prompts can be drawn at random only from a training set with a length: load it without streaming, "
+                "or measure without fresh samples"
+            )
+        rows = np.random.default_rng([seed, 0]).integers(len(trainer.train_dataset), size=num_sequences)
+        mine = range(accelerator.process_index, num_sequences, accelerator.num_processes)
+        if not mine:
+            raise ValueError(
+                f"{num_sequences} sequences cannot be shared among {accelerator.num_processes} processes: "
+                f"sample at least one for each"
+            )
+        prompts = [trainer.train_dataset[int(rows[i])]["prompt"] for i in mine]
+        size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
+        prompt_ids, completion_ids = [], []
+        for number, start in enumerate(range(0, len(mine), size)):
+            # A seed per batch: how many numbers a batch uses depends on its longest response, hence on the parameters.
+            asked, given = respond(trainer, prompts[start : start + size], seed, 1 + accelerator.process_index, number)
+            prompt_ids += asked
+            completion_ids += given
+        return as_rollout(trainer, prompt_ids, completion_ids, mine)
 
     def decode(self, ids: Tensor) -> str:
         """Returns the text of one sequence of tokens, as TRL decodes completions."""
         return self._trainer._tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the token ids of these prompts and of a response to each, generated in one batch.
+
+    The response to a prompt depends on the seed, and on the prompts that are in the batch with it.
+    """
+    device = trainer.accelerator.device
+    with generating(trainer):
+        prompt_ids = [torch.tensor(ids, device=device) for ids in trainer._tokenize_prompts(list(prompts))[0]]
+        seed_torch(*seed, device=device)
+        return prompt_ids, _generate(trainer, prompt_ids)
+
+
+def as_rollout(
+    trainer: GRPOTrainer, prompt_ids: list[Tensor], completion_ids: list[Tensor], prompt_index: Sequence[int]
+) -> Rollout:
+    """Returns these responses, at least one, as a rollout without rewards."""
+    pad, device = trainer._tokenizer.pad_token_id, trainer.accelerator.device
+    return Rollout(
+        prompt_ids=pad_sequence(prompt_ids, True, pad, padding_side="left"),
+        prompt_mask=pad_sequence([torch.ones_like(ids) for ids in prompt_ids], True, padding_side="left"),
+        completion_ids=pad_sequence(completion_ids, True, pad),
+        completion_mask=pad_sequence([torch.ones_like(ids) for ids in completion_ids], True),
+        advantages=torch.full((len(prompt_ids),), torch.nan, device=device),
+        rewards=None,
+        prompt_index=torch.tensor(prompt_index, device=device),
+        sampling_logps=None,
+        on_policy=True,
+    )
+
+
+def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
+    """Returns a response to each prompt as TRL's own generation makes it, cut after the first end-of-sequence token."""
+    pad = trainer._tokenizer.pad_token_id
+    overrides = {} if trainer.use_vllm else trainer.args.generation_kwargs or {}  # vLLM's have other names
+    config = GenerationConfig(
+        **{
+            "max_new_tokens": trainer.max_completion_length,
+            "do_sample": True,
+            "pad_token_id": pad,
+            "bos_token_id": trainer._tokenizer.bos_token_id,
+            "eos_token_id": trainer.eos_token_ids,
+            "temperature": trainer.temperature,
+            "top_p": trainer.top_p,  # neutral, like the next three, or this is not asked: why_sampling_mismatch
+            "top_k": trainer.top_k,
+            "min_p": trainer.min_p,
+            "repetition_penalty": trainer.repetition_penalty,
+            "cache_implementation": trainer.args.cache_implementation,
+            "disable_compile": True,
+            **overrides,
+        }
+    )
+    ids = pad_sequence(prompt_ids, True, pad, padding_side="left")
+    mask = pad_sequence([torch.ones_like(row) for row in prompt_ids], True, padding_side="left")
+    with unwrap_model_for_generation(
+        trainer.model_wrapped,
+        trainer.accelerator,
+        gather_deepspeed3_params=trainer.args.ds3_gather_for_generation and not is_gathered(trainer.model),
+        gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
+    ) as model:
+        # Sharded weights are gathered by now: no process waits for another's tokens.
+        sequences = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=False)
+    completions = sequences[:, ids.shape[1] :]
+    is_end = torch.isin(completions, torch.tensor(trainer.eos_token_ids, device=completions.device))
+    lengths = (is_end.cumsum(dim=1) - is_end.long() == 0).sum(dim=1)  # tokens with no end before them
+    return [row[:length] for row, length in zip(completions, lengths.tolist(), strict=True)]
+
+
+@contextlib.contextmanager
+def generating(trainer: GRPOTrainer) -> Iterator[None]:
+    """A context to sample in: a measurement's precision, no graph, random streams restored at the end.
+
+    Not inference mode: what a model caches under it (rotary tables) would break the next forward pass of training.
+    """
+    own = vars(trainer.model).pop("forward", None)  # accelerate's, in an autocast of its own
+    try:
+        with torch.no_grad(), streams_put_back(trainer.accelerator.device), measuring(trainer.model):
+            yield
+    finally:
+        if own is not None:
+            trainer.model.forward = own
+
+
+def why_sampling_mismatch(trainer: GRPOTrainer) -> str:
+    """Returns why responses are not sampled from the policy that is scored, with the fix; "" if they are.
+
+    Where top-p and the like cut the distribution, no entropy gradient can be estimated from training's responses; norms
+    of gradients and sizes of weights can.
+    """
+    args = trainer.args
+    asked = {key: getattr(args, key) for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    asked |= {"do_sample": True, **(args.generation_kwargs or {})}
+    of_model = {} if args.use_vllm else trainer.model.generation_config.to_dict()  # fills what is not asked for
+    effective = {**of_model, **{key: value for key, value in asked.items() if value is not None}}
+    for key, neutral in {**NEUTRAL_SAMPLING, "temperature": args.temperature}.items():
+        value = effective.get(key)
+        if value is not None and value != neutral:
+            where = "" if asked.get(key) == value else " in the model's generation_config.json"
+            return (
+                f"{key}={value}{where} makes the sampled policy differ from the scored one, so its entropy gradient "
+                f"cannot be estimated from these samples: set {key}={neutral}"
+            )
+    return ""
+
+
+def why_no_fresh_responses(trainer: GRPOTrainer) -> str:
+    """Returns why no extra responses can be sampled during training, "" if they can."""
+    if trainer.tools or trainer.environment_factories is not None or trainer.rollout_func is not None:
+        return (
+            "fresh responses would call the tools, environments or rollout_func once more; if these keep state, "
+            "training would differ from training without probes"
+        )
+    if trainer._is_vlm:
+        return "fresh responses can only be sampled for text prompts: validate in a run without images"
+    return ""

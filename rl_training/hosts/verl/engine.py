@@ -1,4 +1,4 @@
-"""verl's FSDP2 engine, which reports each optimizer step to the probes and trains as it would without them.
+"""verl's FSDP2 engine with probes: it reports each optimizer step to them and trains as it would without them.
 
 A subclass under the platform's own vendor, a key that verl looks up before its own. What is to be measured comes with
 the data, from trainer.py; without that nothing is. The reference policy comes by the same key, and never trains.
@@ -6,14 +6,17 @@ the data, from trainer.py; without that nothing is. The reference policy comes b
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from hydra.utils import instantiate
 from tensordict import TensorDict
 from torch import Tensor
 from verl.utils import tensordict_utils
@@ -22,9 +25,175 @@ from verl.workers.engine import EngineRegistry
 from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
 from verl.workers.engine.utils import prepare_micro_batches
 
-from rl_training.hosts.verl.measurement import SETTINGS, Measurement
+from rl_training.engine.batch import LossSettings
+from rl_training.engine.capabilities import Fixes
+from rl_training.engine.driver import StepDriver
+from rl_training.engine.fsdp2 import FullyShard
+from rl_training.engine.open_step import Loop, Shape
+from rl_training.engine.scorer import Scorer
+from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.loop_policy import LoopPolicy
+from rl_training.hosts.processes import all_ranks, rank
+from rl_training.hosts.verl.batch import Tokens, entropies_of, read_rollout
+from rl_training.mathematics.scores import Scores
+from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
+from rl_training.records.jsonl import Records
 
 VERSIONS = (0, 9)  # whose engine this is written against: its interface is said to change
+SETTINGS = "rl_training"  # the key of a batch under which the trainer says what is to be measured
+DR_GRPO = (
+    "set actor.loss_agg_mode=seq-mean-token-sum-norm, actor.loss_scale_factor=<max response length> and "
+    "algorithm.norm_adv_by_std_in_grpo=False, with no KL term and no entropy_coeff"
+)
+NO_SAMPLE = "fresh responses are needed, and verl's rollout server sleeps while the engine trains"
+
+
+class Measurement:
+    """Probes on an engine, from its first optimizer step on.
+
+    settings    what trainer.py reports about the rollout
+    checkpoint  from which training resumes; None at the start
+    """
+
+    name = "verl"  # of its own state in a checkpoint
+
+    def __init__(
+        self,
+        engine: ProbedEngine,
+        settings: Mapping[str, Any],
+        loss_function: Callable[..., Any],
+        data: TensorDict,
+        checkpoint: Path | None,
+    ) -> None:
+        self.settings = settings
+        self.driver = StepDriver([instantiate(probe, _convert_="all") for probe in settings["probes"].values()])
+        self._steps = self._rollout = 0  # optimizer steps made; the rollout that the last one learned from
+        self._prompts: dict[str, int] = {}  # of that rollout: uid → number
+        if checkpoint is not None:
+            load_probe_states([*self.driver.probes, self.driver, self], checkpoint)
+        self._writer = EstimateWriter(Records(settings["folder"], settings["rollouts_every"]) if rank() == 0 else None)
+        if self._writer.records is not None:
+            self._writer.records.start(after_step=self._steps)
+        self._metrics: dict[str, Any] = {}
+        self._entropies: Tensor | None = None
+        self._loop = _loop_of(engine, settings, loss_function, data)
+        self.driver.start(self._loop)
+        self._started = time.perf_counter()
+
+    # --- the hooks of a step ------------------------------------------------------------------------------------------
+
+    def begin(self, settings: Mapping[str, Any], sizes: Sequence[int]) -> None:
+        """Begins an optimizer step in microbatches of these sizes."""
+        self.settings, self._metrics = settings, {}
+        if settings["rollout"] != self._rollout:
+            self._rollout, self._prompts, self._fresh = settings["rollout"], {}, settings["fresh"]
+        self.driver.begin(self._steps + 1, sizes)
+
+    def keep_entropies(self, logits: Tensor, data: TensorDict) -> None:
+        """Keeps the entropies of a microbatch where verl does not calculate them."""
+        step = self.driver.open_step
+        if step is not None and step.probes:
+            lengths = data["input_ids"].offsets().diff().tolist()
+            self._entropies = entropies_of(logits, lengths, self._loop.policy.scorer.temperature)
+
+    def microbatch(self, model_output: dict[str, Tensor], data: TensorDict) -> dict[str, Tensor]:
+        """Returns what the loss must be computed from: the same numbers, watched."""
+        tokens = Tokens.of(data)
+        longest, ends = self.settings["max_response_length"], self.settings["ends"]
+        rollout = read_rollout(data, self._number_of, self._fresh, longest, ends)
+        logps = tokens.of_responses(model_output["log_probs"].values())
+        seen = {"log_probs": tokens.put_back(logps, model_output["log_probs"])}
+        if "entropy" in model_output:
+            entropies = tokens.of_responses(model_output["entropy"].values())
+            seen["entropy"] = tokens.put_back(entropies, model_output["entropy"])
+        elif self._entropies is not None:
+            entropies = tokens.of_responses(self._entropies)
+        else:
+            entropies = torch.full_like(logps, torch.nan)
+        self._entropies = None
+        self.driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask))
+        return model_output | seen
+
+    def gradients_ready(self) -> None:
+        self.driver.gradients_ready(self._rollout)
+
+    def stepped(self, norm: float) -> None:
+        self._metrics["grad_norm"] = norm
+        self._metrics["learning_rate"] = float(self._loop.sharding.optimizer.param_groups[0]["lr"])
+        self.driver.stepped()
+        self._steps += 1
+        self._fresh = False
+
+    def finish(self, outputs: Mapping[str, Any]) -> dict[str, list[float]]:
+        """Returns what verl's loggers get, and writes the records. A collective."""
+        step, ranks = self.driver.open_step, self._loop.ranks
+        if step is None:  # verl has skipped it
+            return {}
+        loss = ranks.reduce(torch.tensor(outputs["loss"], device=step.scores[0].logps.device).sum())
+        self._metrics |= {"loss": float(loss) / ranks.count, "training/global_step": self._rollout}
+        decode = self._loop.policy.decode
+        measured = self._writer.finish_line(self.driver, self._steps, decode, self._started, self._metrics)
+        self._started += self._metrics["step_time"]
+        return {name: [value] for name, value in measured.items()}
+
+    def _number_of(self, uid: str) -> int:
+        """Returns the number of a prompt, unique across ranks and rollouts."""
+        own = self._prompts.setdefault(uid, len(self._prompts))
+        return (self._rollout * self._loop.ranks.count + rank()) * int(self.settings["prompts"]) + own
+
+    # --- the state of a checkpoint ------------------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Writes the probes' states beside verl's. On all ranks."""
+        if rank() == 0:
+            save_probe_states([*self.driver.probes, self.driver, self], folder, self._loop.ranks.count)
+        torch.distributed.barrier()
+
+    def state_dict(self) -> dict[str, Tensor]:
+        return {"steps": torch.tensor(self._steps)}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        self._steps = int(state["steps"])
+
+
+def _loop_of(
+    engine: ProbedEngine, settings: Mapping[str, Any], loss_function: Callable[..., Any], data: TensorDict
+) -> Loop:
+    """Returns what the driver must know of verl's loop."""
+    dtype, device = engine._autocast_dtype, next(engine.module.parameters()).device.type
+    autocast = contextlib.nullcontext if dtype == torch.float32 else lambda: torch.autocast(device, dtype)
+    scorer = Scorer(engine.module, float(data["temperature"]), autocast=autocast)
+    config, ranks, group = engine.engine_config, all_ranks(), int(settings["responses_per_prompt"])
+    size = group if config.use_dynamic_bsz else int(config.micro_batch_size_per_gpu)
+    loss = dr_grpo(loss_function, data) if settings["plain_advantages"] else None
+    tokenizer = engine.model_config.tokenizer
+    decode = str if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
+    return Loop(
+        shape=Shape(group, size, max(1, len(data) // size), ranks.count),
+        sharding=FullyShard(engine.module, engine.optimizer, engine.optimizer_config.clip_grad),
+        policy=LoopPolicy(engine.module, scorer, size, None, decode),
+        ranks=ranks,
+        multi_epoch=settings["epochs"] > 1,
+        autocast=dtype != torch.float32,
+        dr_grpo=loss is not None,
+        loss_settings=loss,
+        sampling_mismatch=settings["sampling_mismatch"],
+        no_fresh_responses=NO_SAMPLE,
+        fixes=Fixes(settings["keep_prompts_whole"], DR_GRPO),
+    )
+
+
+def dr_grpo(loss_function: Callable[..., Any], data: TensorDict) -> LossSettings | None:
+    """Returns what Dr-GRPO's loss is set to; None where the loss is another, or not verl's own."""
+    config = getattr(loss_function, "keywords", {}).get("config")
+    if config is None or "rollout_is_weights" in data or config.use_kl_loss or config.entropy_coeff != 0:
+        return None
+    if config.policy_loss.get("loss_mode", "vanilla") != "vanilla" or config.loss_scale_factor is None:
+        return None
+    if config.loss_agg_mode != "seq-mean-token-sum-norm":
+        return None
+    low, high = (config.clip_ratio if e is None else e for e in (config.clip_ratio_low, config.clip_ratio_high))
+    return LossSettings(int(config.loss_scale_factor), low, high, hides_truncated=False)
 
 
 class ProbedEngine(FSDPEngineWithLMHead):
