@@ -89,28 +89,22 @@ class EntropyAlert(TrainerCallback):
         if self._forecast.step != step:
             return None
         self._last.append(entropy)
-        self._check(step)
-        ahead = self._forecast.ahead(AHEAD)
-        likely = ahead.chance_below(self.below) >= FIRES and self._forecast.misses >= FIRST_MISSES
-        self._news = self._news or not self._is_below()
-        if likely and step >= self._quiet_until and self._news:
-            self.alerts += 1
-            self._news = False
-            self._quiet_until = step + AHEAD
-            self._due = 0 if self._is_below() else step + AHEAD  # entropy is below already: nothing was forecast
-        return ahead
-
-    def _is_below(self) -> bool:
-        return statistics.fmean(self._last) < self.below
-
-    def _check(self, step: int) -> None:
-        """Counts the open alert once it has come true or its time has run out."""
-        if self._due and (self._is_below() or step >= self._due):
-            came_true = self._is_below() and step <= self._due
+        is_below = statistics.fmean(self._last) < self.below
+        if self._due and (is_below or step >= self._due):  # the last alert has come true, or its time has run out
+            came_true = is_below and step <= self._due
             self.right += came_true
             self.checked += 1
             self._due = 0
             self._news = self._news and not came_true
+        ahead = self._forecast.ahead(AHEAD)
+        likely = ahead.chance_below(self.below) >= FIRES and self._forecast.misses >= FIRST_MISSES
+        self._news = self._news or not is_below
+        if likely and step >= self._quiet_until and self._news:
+            self.alerts += 1
+            self._news = False
+            self._quiet_until = step + AHEAD
+            self._due = 0 if is_below else step + AHEAD  # entropy is below already: nothing was forecast
+        return ahead
 
     def _speak(self, state: Any, ahead: Ahead, ends: bool) -> None:
         low, high = ahead.range

@@ -50,7 +50,7 @@ from rl_training.records.jsonl import Records
 from rl_training.records.workspace import CORE
 
 
-class Attachment(TrainerCallback):
+class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"]):
     """Probes attached to a trainer, until `remove`. Made by `attach`.
 
     interventions  what the trainer trains with, one after another
@@ -134,9 +134,6 @@ class Attachment(TrainerCallback):
         self.driver.close()
         self._undo_engine.close()
         self._undo.close()
-
-    def __enter__(self) -> Attachment:
-        return self
 
     def __exit__(self, *exc_info: object) -> None:
         self.remove()
@@ -283,8 +280,7 @@ class Attachment(TrainerCallback):
     def _on_save(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)
         if self._trainer.args.should_save:
-            processes = self._trainer.accelerator.num_processes
-            save_probe_states([*self.probes, self.driver], Path(output_dir), processes)
+            save_probe_states([*self.probes, self.driver], Path(output_dir), all_ranks().count)
 
     def _on_save_rng_state(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)

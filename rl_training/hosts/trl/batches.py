@@ -52,15 +52,6 @@ def loss_settings(trainer: GRPOTrainer) -> LossSettings:
     )
 
 
-def loss_in_words(trainer: GRPOTrainer, interventions: Sequence[str]) -> str:
-    """Returns "Dr-GRPO", and how the loss that is trained with differs from it."""
-    settings = loss_settings(trainer)
-    differing = [f"{name}={getattr(trainer.args, name)}" for name in DR_GRPO if name in settings.differs]
-    differing += ["mask_truncated_completions=true"] * settings.hides_truncated
-    differing += [f"intervention={name}" for name in interventions]
-    return f"Dr-GRPO except for {', '.join(differing)}" if differing else "Dr-GRPO"
-
-
 def steps_per_rollout(args: GRPOConfig) -> int:
     """Returns after how many optimizer steps a rollout is used up.
 

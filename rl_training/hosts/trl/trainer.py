@@ -25,7 +25,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.attachment import Attachment
-from rl_training.hosts.trl.batches import loss_in_words, steps_per_rollout
+from rl_training.hosts.trl.batches import DR_GRPO, loss_settings, steps_per_rollout
 from rl_training.hosts.trl.buffer import FilteredBuffer, fill_rollout, start_buffer
 from rl_training.interventions.named import intervention
 from rl_training.records.checkpoint_states import load_buffer_state, save_buffer_state, writing
@@ -150,23 +150,21 @@ class DrGRPOTrainer(GRPOTrainer):
     @property
     def loss_in_words(self) -> str:
         """Returns "Dr-GRPO", and how the loss that is trained with differs from it."""
-        return loss_in_words(self, self.interventions)
+        settings = loss_settings(self)
+        differing = [f"{name}={getattr(self.args, name)}" for name in DR_GRPO if name in settings.differs]
+        differing += ["mask_truncated_completions=true"] * settings.hides_truncated
+        differing += [f"intervention={name}" for name in self.interventions]
+        return f"Dr-GRPO except for {', '.join(differing)}" if differing else "Dr-GRPO"
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Returns TRL's rollout of these rows; in training with a buffer one of rows that the buffer draws."""
         generate = super()._generate_and_score_completions
-        with self._naming_divergence():
+        try:
             if self.buffer is None or not self.model.training:
                 return generate(inputs)
             return fill_rollout(self, self.buffer, lambda rows: (generate(rows), self._latest_rewards), len(inputs))
-
-    @contextlib.contextmanager
-    def _naming_divergence(self) -> Iterator[None]:
-        """A context that turns torch's error on sampling from nan into one that names the step and the cause."""
-        try:
-            yield
         except RuntimeError as error:
-            if "probability tensor contains" not in str(error):
+            if "probability tensor contains" not in str(error):  # torch's, on sampling from nan
                 raise
             raise ValueError(self._diverged("the policy's probabilities are nan")) from error
 
