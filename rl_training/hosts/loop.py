@@ -1,20 +1,14 @@
 """Probes on a training loop in plain PyTorch: one process, or DDP. Three calls in a step:
 
-    with measured_loop(model, optimizer, probes, responses_per_prompt=8, microbatch_size=32, microbatches=8,
-                       max_grad_norm=1.0, records=Records("runs/mine/logs")) as measured:
+    with measured_loop(model, optimizer, probes, …) as measured:
         for number in range(1, steps + 1):
-            rollout = Rollout(...)                              # as you sample and reward, whole prompts in a row
             with measured.step(number) as metrics:
-                for rows in torch.arange(256).split(32):
-                    part = take_rows(rollout, rows)
+                for part in microbatches:
                     logps, entropies = …                        # of your own forward pass
                     measured.microbatch(part, logps, entropies)
-                    loss = …                                    # made of these very logps
-                    loss.backward()
+                    …                                           # a loss made of these very logps, and its backward
                 measured.gradients_ready()                      # before the gradient is clipped
-                metrics["grad_norm"] = clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
+                …                                               # clip, optimizer.step(), optimizer.zero_grad()
 
 At the end of a step `metrics` has what was measured, and logs/ has a line of it. A whole loop: examples/plain_loop.py.
 

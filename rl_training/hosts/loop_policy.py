@@ -17,7 +17,7 @@ NO_SAMPLE = "fresh responses are needed, and the loop does not say how to sample
 
 
 class LoopPolicy(Policy):
-    """The policy of a loop, with its own functions.
+    """See the module's docstring.
 
     sample  sample(n) returns n fresh responses to random prompts, drawn with torch's random numbers alone; None: none
     """

@@ -4,16 +4,16 @@
 
 X and δθ from one batch share their noise, and their plain product always claims that entropy falls. Hence `forward`,
 the change on NEW prompts; `own_prompts`, that on the batch's OWN prompts; `backward`, from the next step's fresh
-rollouts, independent by construction; and `reuse`, the biased product, a diagnostic only. For their formulas and errors
-see engine/entropy_change.py. Added to them is
+rollouts, independent by construction; and `reuse`, the biased product, a diagnostic only: engine/entropy_change.py.
+Added to them is
 
     trapezoid    ½ (forward + backward)        exact to second order: compare this with the measured change
 
 in nats per token and, if asked for, in nats per sequence. forward is split by cause (momentum, this step's gradient,
 weight decay), by layer and by kind of module, and set beside what it would be without gradient clipping.
 
-The variances of single steps are averaged over about three, because one batch can miss rare responses and look too
-certain (running_variance.py). Sums use each batch's own, but for the end of their last step.
+The variances of single steps are averaged over about three (running_variance.py). Sums use each batch's own, but for
+the end of their last step.
 """
 
 from __future__ import annotations
@@ -82,7 +82,11 @@ class SimpleEntropyProbe(Probe):
     def prepare(self, step: Step) -> None:
         change = step.entropy_change
         if change.why_none:
-            self._answers = self._without_entropy_gradient(step)
+            names = ("entropy", *PRODUCTS, *change.attribution.labels, *SUMS)
+            missing = Estimate.missing(change.why_none)
+            self._answers = dict.fromkeys((metric for name in names for metric in self._metrics(name)), missing)
+            if step.capabilities.sampling_mismatch:
+                self._answers |= visited_entropy(step)
             return
         rows = [*change.quantities.values(), *self._sums(change)]
         self._answers = {
@@ -100,16 +104,10 @@ class SimpleEntropyProbe(Probe):
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {(len(UNITS),)}")
         self._sum.load_state_dict({k.removeprefix("sum."): v for k, v in state.items() if k.startswith("sum.")})
 
-    def _without_entropy_gradient(self, step: Step) -> dict[str, Estimate]:
-        """Returns what can be said of a step without X: that it is missing, and entropies where they mean something."""
-        change = step.entropy_change
-        names = ("entropy", *PRODUCTS, *change.attribution.labels, *SUMS)
-        answers = {metric: Estimate.missing(change.why_none) for name in names for metric in self._metrics(name)}
-        return answers | (visited_entropy(step) if step.capabilities.sampling_mismatch else {})
-
     def _sums(self, change: EntropyChange) -> list[Quantity]:
         """Returns the trapezoid of the step before and the sums since the first, with this step taken in."""
-        level, forward, backward = (_term(change.quantities[name]) for name in ("entropy", "forward", "backward"))
+        of_batch = [change.quantities[name] for name in ("entropy", "forward", "backward")]
+        level, forward, backward = (Term(row.value, row.stderr, row.batches) for row in of_batch)
         closed = self._sum.add(change.number, BatchTerms(level, forward, backward, change.stderrs[-1]))
         before = change.number - 1
         no_trapezoid = change.why_no_backward or change.why_no_forward or HALF
@@ -128,10 +126,6 @@ class SimpleEntropyProbe(Probe):
         return pair if self.per_sequence or quantity == "cumulative_measured" else pair[:1]
 
 
-def _term(row: Quantity) -> Term:
-    return Term(row.value, row.stderr, row.batches)
-
-
 def visited_entropy(step: Step) -> dict[str, Estimate]:
     """Returns Σ h / Σ T, nats per token, and Σ h / N, nats per sequence, of the visited prefixes. A collective.
 
@@ -139,10 +133,10 @@ def visited_entropy(step: Step) -> dict[str, Estimate]:
     how often, the cut or penalised policy decides. So this is no H_tok or H_seq of either policy.
     """
     sequences = torch.ones(step.batch.rollout.num_sequences, dtype=torch.float64, device=step.batch.fold.device)
-
-    def per_token_and_sequence(sums: Tensor) -> Tensor:
-        count, entropy, length = sums.unbind(-1)
-        return torch.stack([entropy / length, entropy / count], dim=-1)
-
-    by_fold, num_folds = levels_of_folds(step.batch, sequences), step.capabilities.num_folds
-    return estimates_over_folds(VISITED, per_token_and_sequence, by_fold, num_folds, step.ranks.reduce)
+    return estimates_over_folds(
+        VISITED,
+        lambda sums: sums[..., 1:2] / sums[..., [2, 0]],  # of the number, entropies and lengths of sequences
+        levels_of_folds(step.batch, sequences),
+        step.capabilities.num_folds,
+        step.ranks.reduce,
+    )
