@@ -215,8 +215,6 @@ def test_a_filled_rollout_holds_mixed_prompts_only_and_each_row_its_own_reward(m
         assert (rollout.advantages.view(-1, 4).abs().amax(dim=1) > 0).all()
         assert prompts[::4] == prompts[1::4] == prompts[3::4]
         assert len(set(prompts)) == 8
-        assert int(rollout.completion_mask.sum(dim=1).max()) == rollout.completion_ids.shape[1]
-        assert int(rollout.prompt_mask.sum(dim=1).max()) == rollout.prompt_ids.shape[1]
         assert (rollout.completion_ids[rollout.completion_mask == 0] == trainer._tokenizer.pad_token_id).all()
     indices = [rollout.prompt_index.tolist() for rollout in rollouts.seen]
     assert [len(set(index)) for index in indices] == [8, 8, 8]

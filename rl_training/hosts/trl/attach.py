@@ -1,10 +1,4 @@
-"""Probes on a running trl.GRPOTrainer, ours or a user's own.
-
-    attachment = attach(trainer, [SimpleEntropyProbe()])
-    trainer.train()
-
-Importing this is fast: the call imports what does the work (attachment.py).
-"""
+"""Probes on a running trl.GRPOTrainer. Importing this is fast: the call imports what does the work (attachment.py)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """The probes that `attach` puts on a running trl.GRPOTrainer.
 
-TRL has no callback between forward pass and backward, so a few methods of the trainer INSTANCE are wrapped, listed in
-`Attachment._wrappers`, and DeepSpeed's engine.step: the engine steps before training_step returns. `remove` undoes
-every wrap. What happens at each hook is up to the driver: engine/driver.py.
+TRL has no callback between forward pass and backward, so a few methods of the trainer INSTANCE are wrapped, and
+DeepSpeed's engine.step: the engine steps before training_step returns.
 """
 
 from __future__ import annotations

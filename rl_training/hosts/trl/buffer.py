@@ -254,7 +254,7 @@ def merge_metrics(attempts: Sequence[Metrics], num_sequences: Sequence[int]) -> 
 
 
 def _joined(trainer: GRPOTrainer, outputs: Sequence[dict[str, Any]], groups: Tensor) -> dict[str, Any]:
-    """Returns these groups, counted through TRL's outputs, as one output: no wider than its longest sequence needs."""
+    """Returns these groups, counted through TRL's outputs, as one output."""
     size = trainer.num_generations
     rows = (groups.unsqueeze(1) * size + torch.arange(size)).flatten().to(outputs[0]["completion_ids"].device)
     joined = {}
@@ -267,14 +267,5 @@ def _joined(trainer: GRPOTrainer, outputs: Sequence[dict[str, Any]], groups: Ten
             joined[key] = in_one_width(parts, on_the_left=key.startswith("prompt"), value=value)[rows]
         else:
             joined[key] = torch.cat(parts)[rows]
-    multiple = trainer.pad_to_multiple_of or 1
-    for side in ("prompt", "completion"):
-        longest = max(1, int(joined[f"{side}_mask"].sum(dim=1).max()))
-        width, padded = -(-longest // multiple) * multiple, joined[f"{side}_mask"].shape[1]
-        if side == "completion" and trainer.mask_truncated_completions:
-            continue  # the mask hides the longest responses
-        for key, tensor in joined.items():
-            if tensor.ndim == 2 and tensor.shape[1] == padded and key.startswith("prompt") == (side == "prompt"):
-                joined[key] = tensor[:, -width:] if side == "prompt" else tensor[:, :width]
     joined["num_items_in_batch"] = trainer.accelerator.gather(joined["completion_mask"].sum()).sum()
     return joined

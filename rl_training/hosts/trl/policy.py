@@ -2,11 +2,10 @@
 
 The trainer may be running, or restored at a checkpoint without taking steps.
 
-Fresh responses are for measurements that need sequences of their own, not those that training learns from. The sampled
-and the scored policy are the same: the unwrapped model in the precision of its weights (autocast off), without dropout,
-at the trainer's temperature. Where TRL generates with vLLM it is the same policy up to vLLM's numerics. There is no
-collective. Restored bit for bit afterwards: the random streams of Python, NumPy and torch, the train / eval mode of
-every module, gradient checkpointing, autocast.
+Fresh responses, for measurements that need sequences of their own, come from the policy that is scored: the unwrapped
+model in the precision of its weights (autocast off), without dropout, at the trainer's temperature. Where TRL generates
+with vLLM it is the same policy up to vLLM's numerics. Restored bit for bit afterwards: the random streams of Python,
+NumPy and torch, the train / eval mode of every module, gradient checkpointing, autocast.
 """
 
 from __future__ import annotations
@@ -153,8 +152,6 @@ def as_rollout(
         advantages=torch.full((len(prompt_ids),), torch.nan, device=device),
         rewards=None,
         prompt_index=torch.tensor(prompt_index, device=device),
-        sampling_logps=None,
-        on_policy=True,
     )
 
 
@@ -211,11 +208,7 @@ def generating(trainer: GRPOTrainer) -> Iterator[None]:
 
 
 def why_sampling_mismatch(trainer: GRPOTrainer) -> str:
-    """Returns why responses are not sampled from the policy that is scored, with the fix; "" if they are.
-
-    Where top-p and the like cut the distribution, no entropy gradient can be estimated from training's responses; norms
-    of gradients and sizes of weights can.
-    """
+    """Returns why responses are not sampled from the policy that is scored, with the fix; "" if they are."""
     args = trainer.args
     asked = {key: getattr(args, key) for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
     asked |= {"do_sample": True, **(args.generation_kwargs or {})}

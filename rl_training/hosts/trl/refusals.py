@@ -1,7 +1,5 @@
 """Settings under which probes would corrupt training, or nothing could be measured: refused, with what to do instead.
 
-Settings under which part of what is measured is not shown: one warning, with what to do.
-
 A setting that only one estimate cannot handle is not refused: that estimate is nan, see engine/capabilities.py.
 """
 
