@@ -1,4 +1,4 @@
-"""What probes ask of the engine, taken together: what is kept, folds, the entropy gradient, memory."""
+"""What all probes together ask of the engine: what to keep, folds, the entropy gradient, memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ GATHERED_VECTORS = 3  # of a measured step: the gradient and Adam's two moments
 class Asked:
     """What some probes ask for together.
 
-    num_folds  on each rank; None where no probe says        offload  of the folds' gradients, to the CPU's memory
+    num_folds  on each rank; None for the default        offload  keep the folds' gradients in the CPU's memory
     """
 
     probes: Sequence[Probe]
@@ -48,7 +48,7 @@ class Asked:
 
         sizes  sequences of each microbatch of this step on this rank
 
-        ValueError, naming a number that would do, where as many folds as the probes ask for are impossible.
+        ValueError, naming a number that would do, where the number that the probes ask for is impossible.
         """
         number = self.num_folds
         default = 1 if shape.num_ranks >= RANKS_THAT_ARE_FOLDS else len(sizes)
@@ -78,7 +78,7 @@ class Asked:
 
 
 def _common(wanted: Mapping[str, Any], what: str) -> Any:
-    """Returns what all probes ask for, None where none asks. ValueError when they do not agree."""
+    """Returns what the probes ask for, None where none does. ValueError when they do not agree."""
     if len(set(wanted.values())) > 1:
         raise ValueError(f"all probes share one {what}: give {list(wanted)} the same")
     return next(iter(wanted.values()), None)

@@ -1,7 +1,7 @@
 """Which part of a sum over parameters comes from where: by cause of the update, by layer and by kind of module.
 
-Each of the three splits adds up to the whole. Kinds and layers are read from names, those of the Hugging Face models; a
-LoRA parameter counts to the module that it adapts.
+Each of the three splits adds up to the whole. Kinds and layers are read from parameter names of Hugging Face models.
+A LoRA parameter counts towards the module that it adapts.
 """
 
 from __future__ import annotations

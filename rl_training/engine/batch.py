@@ -1,10 +1,10 @@
-"""The sequences of a step: what was sampled from a policy, what it says of them, and how the loss weighs them.
+"""The sequences of a step: what was sampled from a policy, the policy's scores, and the weights in the loss.
 
 Shape legend, used in every comment of this package:
     B  sequences (of a microbatch, of the whole step on this rank, or of an evaluation buffer)
     P  prompt tokens, left-padded
     T  completion tokens, right-padded; the end-of-sequence token counts, padding never. Over several turns a
-       completion holds tokens that an environment wrote between the policy's: conditions of what follows, no actions
+       completion holds tokens that an environment wrote between the policy's: context for what follows, not actions
     G  responses per prompt
     K  microbatches of an optimizer step on this rank
 """
@@ -26,7 +26,7 @@ from rl_training.mathematics.scores import Scores
 
 @dataclass(frozen=True)
 class Rollout:
-    """Sequences sampled from the policy, with what the policy said of them. Everything is detached."""
+    """Sequences sampled from the policy, with its log-probabilities at sampling. Everything is detached."""
 
     prompt_ids: Tensor  # (B, P)
     prompt_mask: Tensor  # (B, P), 1 on tokens
@@ -124,17 +124,17 @@ def _join_images(parts: Sequence[Rollout]) -> dict[str, Any] | None:
 
 @dataclass(frozen=True)
 class LossSettings:
-    """What a loss is set to; Dr-GRPO's is −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) over all tokens, over b L."""
+    """The settings of a loss; Dr-GRPO's is −min(ρ A, clip(ρ, 1 − ε_low, 1 + ε_high) A) over all tokens, over b L."""
 
     max_length: int  # L
     epsilon_low: float
     epsilon_high: float
     hides_truncated: bool  # it leaves truncated responses out
-    differs: frozenset[str] = frozenset()  # where it differs from Dr-GRPO's, by the names of TRL's settings
+    differs: frozenset[str] = frozenset()  # names of TRL's settings in which it differs from Dr-GRPO's
 
     @property
     def is_dr_grpo(self) -> bool:
-        """Whether it is Dr-GRPO's on all responses, and nothing else's."""
+        """Whether it is exactly Dr-GRPO's, on all responses."""
         return not self.differs and not self.hides_truncated
 
 

@@ -42,7 +42,7 @@ ONE_BLOCK = "there is only one block: use smaller microbatches, or more processe
 
 @dataclass(frozen=True)
 class Fixes:
-    """What to do, in the words of the loop, so that more can be measured: reasons end in it."""
+    """What to do so that more can be measured, in the words of the loop. Reasons end with it."""
 
     whole_prompts: str = "keep all responses to a prompt in one microbatch"
     dr_grpo: str = "train with that loss"
@@ -81,13 +81,13 @@ class Capabilities:
         return "" if self.whole_prompts else f"{MIXED_PROMPTS}: {self.fixes.whole_prompts}"
 
     def why_no_entropy_gradient(self, ratios: Tensor | None) -> str:
-        """X needs samples of the policy with their baselines, and, off-policy, importance ratios."""
+        """X needs samples of the policy with all responses to each prompt, and, off-policy, importance ratios."""
         if self.sampling_mismatch:
             return self.sampling_mismatch
         return self.split_prompts or (NO_SAMPLING_LOGPS if ratios is None else "")
 
     def why_no_forward(self, followed: bool) -> str:
-        """No fold can be left out of the step.
+        """Returns why no fold can be left out of the step.
 
         followed  the moments that never saw a fold are known, where the optimizer's own have seen it
         """
@@ -100,19 +100,19 @@ class Capabilities:
         return "" if followed or not self.reused else REUSED
 
     def why_no_own_prompts(self, responses_per_prompt: int, all_responses: int) -> str:
-        """The responses of X cannot be left out of the step alone."""
+        """Returns why the responses of X alone cannot be left out of the step."""
         if responses_per_prompt >= all_responses:
             return "every response is in the entropy gradient, leaving none for the update: lower responses_per_prompt"
         return self._why_no_single_response()
 
     def why_no_responses(self, folds_of_rank: int) -> str:
-        """No response's share of forward can be told."""
+        """Returns why no response's share of forward is available."""
         if self.autocast and self.first_of_adam:
             return FIRST_IN_BF16
         return self._why_no_single_response() or (ONE_FOLD if folds_of_rank < 2 else "")
 
     def why_no_blocks(self, blocks: float) -> str:
-        """The microbatches are not independent blocks, two at least, from which the noise of the gradient follows."""
+        """Returns why the microbatches are not at least two independent blocks, from which the noise follows."""
         if not self.whole_prompts:
             return f"{MIXED_BLOCKS}: {self.fixes.whole_prompts}"
         if self.reused:
@@ -120,7 +120,7 @@ class Capabilities:
         return ONE_BLOCK if blocks < 2 else ""
 
     def why_no_split_of_trace(self) -> str:
-        """The noise cannot be told apart into that of prompts and that of responses."""
+        """Returns why the noise cannot be split into that of prompts and that of responses."""
         return self.sampling_mismatch or ("" if self.dr_grpo else f"{NOT_DR_GRPO}: {self.fixes.dr_grpo}")
 
     def _why_no_single_response(self) -> str:

@@ -1,6 +1,6 @@
 """The effect of changing a step: products of each fold's directions with the difference of the two steps.
 
-    Δ_(−k) = δθ_(−k)(changed) − δθ_(−k)          the other folds alone would have made both, each with its own clipping
+    Δ_(−k) = δθ_(−k)(changed) − δθ_(−k)          both made by the other folds alone, each with its own clipping
 
 A change gives the step another gradient, (1 + a) g + b D, where D is the gradient of further weights on the same
 scores (a basis), other learning rates, or another threshold of clipping. One basis serves all its multiples.
@@ -34,7 +34,7 @@ class Change:
     max_grad_norm: float | None = None  # None: as it is
 
     def times(self, factor: float) -> Change:
-        """Returns so much of the change in gradient and learning rates."""
+        """Returns `factor` times this change of gradient and learning rates."""
         lr_factor = 1.0 + factor * (self.lr_factor - 1.0)
         return Change(factor * self.own, factor * self.of_basis, lr_factor, self.max_grad_norm)
 
@@ -66,9 +66,9 @@ def bases_of(
 ) -> Iterator[tuple[int, Basis]]:
     """Yields the number and the gradient by fold of each of these weights, in an order that is the same on all ranks.
 
-    A forward pass over the sequences that have any, and a backward: weights on at least half of those that any of them
-    are on share their forward passes, as many of them as fit AT_ONCE. A collective: means over ranks are of parameter
-    size, as training's own.
+    A forward pass over the sequences with any weight, and a backward. Weights on at least half of all such sequences
+    share their forward passes, as many as fit AT_ONCE. A collective: the means over ranks are of parameter size, as
+    training's own.
     """
     if not weights:
         return
@@ -185,12 +185,12 @@ class ChangedSteps:
 
 
 class GradientParts(ChangedSteps):
-    """The part of each step that a basis has in its fresh gradient.
+    """The part of each step that comes from a basis, as a summand of its fresh gradient.
 
         a_(−k) D_(−k),      a the factor on the gradient: of AdamW −lr P (1−β1)/(1−β1^t), clipping included
 
-    a is the plain step's, so bases that add up to g have parts that add up to that of g, which is the part without a
-    basis. `products([None], …)` are products with these parts.
+    a is the plain step's, so parts of bases that add up to g add up to the part of g, which is the one without a basis.
+    `products([None], …)` are products with these parts.
     """
 
     def _steps(self, piece: Piece, gradients: Sequence[Tensor], change: Change) -> Tensor:

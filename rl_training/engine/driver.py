@@ -55,7 +55,7 @@ class StepDriver:
         self._memory_state: Mapping[str, Tensor] = {}
 
     def start(self, loop: Loop) -> None:
-        """Records which parameters are trained; to be called when training begins."""
+        """Records which parameters are trained. Call it when training begins."""
         self.close()
         self._loop = loop
         self._asked.refuse_few_folds(loop.shape)
@@ -137,7 +137,7 @@ class StepDriver:
                 if follows_entropy and not step.view.entropy_change.why_none:
                     step.view.entropy_change.keep_update()
         learned = self._prompts_learned_from(rollout_number)
-        for rollout in step.rollouts:  # measured or not: a later iteration over them may be
+        for rollout in step.rollouts:  # also where this step is not measured: a later one on them may be
             learned.update(rollout.prompt_index.tolist())
         self._learned = rollout_number, learned
 
@@ -248,7 +248,7 @@ class StepDriver:
     def _rows_by_fold(self, step: OpenStep, batch: Batch, whole_prompts: bool) -> Vector | None:
         """Returns the gradients of this rank's folds, None where they are not kept or not of whole prompts."""
         folding = next((probe for probe in step.probes if Need.FOLD_GRADIENTS in probe.needs), None)
-        sliced = step.other_terms and len(step.folds) > len(batch.microbatch_rows)  # whose part of those is not known
+        sliced = step.other_terms and len(step.folds) > len(batch.microbatch_rows)  # a slice's share is not known
         if self._rows is None or folding is None or not whole_prompts or sliced:
             return None
         with self._clock.timed(folding.name):

@@ -59,8 +59,8 @@ FORWARD, BACKWARD, REUSE, OWN_PROMPTS, UNCLIPPED = range(len(PRODUCTS))
 def statistic(sums: Tensor) -> Tensor:
     """Returns (..., 1 + products + 1, 2): the entropy, each product and ½(forward + backward), from sums over folds.
 
-    The last dimension is per token, per sequence. ½(forward + backward) of ONE batch is this batch's share of the
-    cumulative trapezoid; its error is not that of two independent numbers.
+    The last dimension is per token, per sequence. ½(forward + backward) of ONE batch is its share of the cumulative
+    trapezoid; the two are not independent, so its error is taken from the sum.
     """
     sequences, entropy, length = sums[..., :LEVELS].unbind(-1)
     number = torch.stack([length, sequences], dim=-1).unsqueeze(-2)  # of tokens, of sequences
@@ -88,7 +88,7 @@ def sums_without(total: Tensor, by_fold: Tensor, of_step: Tensor, of_last: Tenso
     total            (columns,), over all folds of all ranks
     by_fold          (K, columns), what each fold of this rank adds
     of_step, of_last (K, 2), Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ), of this step and of the last one
-    level            the H_tok inside of X: row l is put to that of the other folds; None: it is taken as given
+    level            the H_tok in X, which row l replaces by that of the other folds; None: it is taken as given
     """
     without = total - by_fold
     pairs = without[:, LEVELS:].unflatten(1, (-1, 2))
@@ -111,7 +111,7 @@ def levels_of_folds(batch: Batch, ratios: Tensor) -> Tensor:
 class EntropyChange:
     """The first-order change of entropy of one step; each part is calculated when it is first asked for.
 
-    `why_none`, `sums` and `update` are collectives on first access, so all ranks must access them.
+    `why_none`, `sums` and `update` are collectives on first access: all ranks must access them.
     """
 
     def __init__(self, step: Step, memory: StepMemory) -> None:

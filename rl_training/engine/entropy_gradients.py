@@ -1,4 +1,4 @@
-"""The entropy gradient of each fold of a step: a small forward pass over some responses of every prompt, and backwards.
+"""The entropy gradient of each fold of a step, by a small forward and backward over some responses of every prompt.
 
 Where the step is off-policy, every mean over sequences is weighted by the importance ratio
 
@@ -26,7 +26,7 @@ from rl_training.mathematics.vectors import Layout, Vector
 
 @dataclass(frozen=True)
 class EntropySettings:
-    """How the entropy gradient X of a step is estimated, and what else the same passes compute.
+    """How the entropy gradient X of a step is estimated, and what else the same passes give.
 
     responses_per_prompt  of every prompt, the first ones; all for G or more. Baselines use all responses
     per_sequence          compute X per sequence too: a second backward
@@ -115,7 +115,7 @@ def entropy_gradient(
     """Returns Σ_ik w_ik ∂log π(t_ik) + u_ik ∂h_ik over some rows, for each pair of weights (w, u).
 
     fresh       scores of these rows, with graph
-    weights     (rows, width) each, as wide as the scores, divided by the number of sequences of the mean that is meant
+    weights     (rows, width) each, as wide as the scores, already divided by the number of sequences of the mean
     keep_graph  for another backward through the same scores
 
     One backward for each pair. A parameter that these rows do not reach has 0.

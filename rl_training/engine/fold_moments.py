@@ -1,8 +1,8 @@
 """The optimizer's moments as if no step since the rollout had learned from a given fold.
 
-Where a rollout serves several optimizer steps of the same responses (num_iterations > 1), the second one's momentum
-holds their noise: leaving fold k out of its gradient alone does not give a step that never saw fold k. So from the
-first step that learns from a fold on, moments of its own are carried along beside the optimizer's,
+Where several optimizer steps learn from the same responses (num_iterations > 1), the second step's momentum holds their
+noise: leaving fold k out of its gradient alone does not give a step that never saw fold k. So from the first step that
+learns from a fold, moments without it are carried along beside the optimizer's,
 
     (m, v)_(−k)  ←  the optimizer's rule with g_(−k), clipped by its own norm, where the step learns from fold k
                     and with the step's clipped g, where it learns from other responses of the rollout
@@ -58,7 +58,7 @@ class FoldMoments:
         gradient: Vector,
         without: Callable[[slice, Piece], Tensor],
     ) -> None:
-        """Advances the moments by this step; call `before` for the same step first.
+        """Advances the moments by this step. Call `before` for the same step first.
 
         gradient  of the whole step, clipped
         without   folds, piece → (folds, n), that of the other folds, clipped: what the step without each is made from

@@ -25,9 +25,9 @@ def as_pairs(values: Tensor) -> Tensor:
 
 @dataclass
 class FoldProducts:
-    """Takes the folds of this rank one after another, and holds one entropy gradient at a time, and their sum.
+    """Takes the folds of this rank one by one. It holds one entropy gradient at a time, and their sum.
 
-    update    δθ of the step, None without a formula           previous  that of the step before, None if not known
+    update    δθ of the step, None without a formula           previous  of the step before, None if not known
     steps     those without a fold, None where none can be left out
     block     what an earlier step has learned from these folds, if it has
     num_sums  sums of entropy gradients that are kept: 1, or 2 for that of the even and that of the odd folds
@@ -99,7 +99,7 @@ class FoldProducts:
         ]
 
     def follow(self, moments: FoldMoments, number: int, batch: Batch, reused: bool) -> None:
-        """Takes the moments without each fold through this step."""
+        """Advances the moments without each fold by this step."""
         steps = self.steps
         if steps is None:
             return

@@ -3,8 +3,8 @@
 A hook on the leaf sees this rank's gradient of this microbatch alone — before DDP averages it and before it is added to
 `.grad` — which differences of `.grad` do not give on the last microbatch under DDP.
 
-A loop's loss is a mean over the B sequences of the step, so what a hook sees of a microbatch of b is b/B of its mean
-gradient; that is undone here, once. The optimizer's gradient is then the mean of the rows, weighted by their sequences
+A loop's loss is a mean over the B sequences of the step, so for a microbatch of b a hook sees b/B of its mean gradient;
+that is undone here, once. The optimizer's gradient is then the mean of the rows, weighted by their sequences
 (over ranks too).
 """
 
@@ -31,8 +31,8 @@ class GradientRows:
     keep_sq_norms  keep their square norms, measured as they stream by: `sq_norms`
     offload        keep the rows in host memory: a row is collected where the parameters are, and copied once
 
-    The hooks exist only between `arm` and `disarm`, around the loop's own backward: a probe's own backward would fire
-    them too. Nothing of parameter size is held between `release` and the next `start_step`.
+    The hooks exist only between `arm` and `disarm`, around the loop's own backward: a probe's backward would fire them
+    too. Nothing of parameter size is held between `release` and the next `start_step`.
     """
 
     def __init__(
@@ -65,9 +65,9 @@ class GradientRows:
     ) -> None:
         """Makes room for the step that begins.
 
-        row_of_microbatch  the row that each microbatch's gradient goes into; rows that none goes into stay zero
+        row_of_microbatch  the row that each microbatch's gradient is added to; the other rows stay zero
         states             AdamW's, for square norms in its metric; those that are not warm yet are nan
-        sizes              sequences of each microbatch; None: of all alike
+        sizes              sequences of each microbatch; None: all have the same number
         """
         self.release()
         if self._keep_rows:
@@ -163,8 +163,8 @@ class GradientRows:
     ) -> None:
         """Splits each microbatch's gradient, in the row of its first fold, among the folds that cut it in slices.
 
-        A slice's gradient comes from a forward pass and a backward of its own, that of the last slice from the
-        difference: for s slices that costs (s − 1)/s of what the training's own cost. Without slices, nothing is done.
+        Each slice's gradient takes a forward pass and a backward, except the last one's, which is the difference: s
+        slices cost (s − 1)/s of training's own passes. Without slices, nothing is done.
         """
         assert self.rows is not None
         for microbatch in microbatch_rows:

@@ -1,4 +1,4 @@
-"""The training loss as a function of the scores: what it hands back to each log-probability and to each entropy.
+"""The training loss as a function of the scores: its derivatives by each log-probability and each entropy.
 
     ∂loss = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik
 
@@ -21,7 +21,7 @@ class LossWeights:
     """∂loss/∂score of all sequences of a step on this rank: their gradient is the sum over both."""
 
     logps: Tensor  # (B, T), c
-    entropies: Tensor | None  # (B, T), d; None where the loss does not know entropies
+    entropies: Tensor | None  # (B, T), d; None where the loss does not depend on entropies
 
     @property
     def num_sequences(self) -> int:

@@ -17,7 +17,7 @@ from rl_training.mathematics.vectors import Layout
 class StepMemory:
     """What outlives a step: δθ of the one before, variances of the last few, and moments without each fold.
 
-    The last live as long as a rollout, where responses are used again; the others go into the checkpoint.
+    The moments last as long as their rollout, where responses are used again. The others go into the checkpoint.
     """
 
     def __init__(

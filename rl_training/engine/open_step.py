@@ -37,7 +37,7 @@ class Shape:
 
 @dataclass(frozen=True)
 class Loop:
-    """What the driver must know of a training loop, once that has laid out what it trains."""
+    """What the driver must know about a training loop, once its parameters are laid out over processes."""
 
     shape: Shape
     sharding: Sharding
@@ -72,12 +72,12 @@ class OpenStep:
         return ranges_of([rollout.num_sequences for rollout in self.rollouts])
 
     def watch_loss(self, scores: Scores) -> None:
-        """Keeps what the loop's own backward will hand back to these scores."""
+        """Keeps the gradients that the loop's own backward will give these scores."""
         weights: dict[str, Tensor] = {}
         self.loss_weights.append(weights)
 
         def keep(name: str, weight: Tensor | None) -> None:
-            if weight is not None:  # a score that the loss does not know
+            if weight is not None:  # None: the loss does not depend on this score
                 weights[name] = weight
 
         scores.logps.register_hook(functools.partial(keep, "logps"))

@@ -20,8 +20,8 @@ def mean_gradients(
 ) -> tuple[dict[str, Tensor], OptimizerView]:
     """Returns the gradients of the step by name, mean over microbatches and ranks, not clipped; and what steps on them.
 
-    A parameter that the loss does not reach has zeros, and torch's optimizers do not update it. (ZeRO's do: its zeros
-    are gradients like others.) Raises ValueError when none has a gradient.
+    A parameter that the loss does not reach gets zeros, and torch's optimizers do not update it. (ZeRO's do: to them
+    zeros are a gradient.) Raises ValueError when none has a gradient.
     """
     of_param = sharding.mean_gradients(parameters.values())
     gradients = {name: of_param[param] for name, param in parameters.items()}
@@ -57,7 +57,7 @@ def view_optimizer(sharding: Sharding, parameters: Mapping[str, nn.Parameter]) -
 
 
 def _with_steps_as_numbers(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
-    """Returns the states with their numbers of steps read from the device at once: fused optimizers keep them there."""
+    """Returns the states with all step numbers read from the device at once: fused optimizers keep them there."""
     steps = {name: state["step"] for name, state in states.items() if isinstance(state.get("step"), Tensor)}
     if not steps:
         return dict(states)

@@ -1,4 +1,4 @@
-"""Whether a response has one log-probability, whatever padding lies on the left of its prompt."""
+"""Whether a response's log-probability is independent of the padding on the left of its prompt."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class PaddingCheck:
         self._reason = ""
 
     def why_it_matters(self, batch: Batch, policy: Policy, reduce: Callable[[Tensor], Tensor]) -> str:
-        """Returns why a response has no one log-probability, "" if it has. A collective: the ranks answer alike."""
+        """Returns why the padding matters, "" if it does not. A collective: all ranks get the same answer."""
         self._count += 1
         if self._reason or self._count < self._next:
             return self._reason

@@ -21,7 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-WARM_STEPS = 10  # steps after which the preconditioner of the step before is a metric worth measuring in
+WARM_STEPS = 10  # from here on the preconditioner of the step before serves as a metric
 CLIP_EPSILON = 1e-6  # torch.nn.utils.clip_grad_norm_ adds it to the norm
 
 
@@ -85,7 +85,7 @@ class AdamWState:
 
     @property
     def is_warm(self) -> bool:
-        """Whether v̂ has seen enough gradients for its square root to be a scale and not a sign, or scales none."""
+        """Whether v̂ has seen enough gradients for its square root to be a scale and not a sign, or scales nothing."""
         return self.step >= WARM_STEPS or not self.moves
 
     def preconditioner(self) -> Tensor:

@@ -6,14 +6,14 @@ For a softmax policy over single actions whose logits each move by η A(a) (natu
 
 The entropy falls where likely actions are rewarded. In language models the same covariance is taken over the tokens of
 a batch, each with its response's advantage. That is a heuristic: weights are shared between tokens, the optimizer is
-not the natural gradient, momentum and step size are not in it, and its scale is unknown. What it says in nats per unit
-of η is compared with measured changes by their correlation.
+not the natural gradient, it ignores momentum and step size, and its scale is unknown. It is in nats per unit of η;
+only its correlation with measured changes means something.
 
     per token       −Cov over all tokens of the batch of log π(t_ik) and A_i
     per sequence    −Cov over its sequences of S_i = Σ_k log π(t_ik) and A_i
 
-Both are centred by means over the WHOLE batch, all microbatches and processes. Centring within microbatches would leave
-out what differs between them, and change with their size.
+Both are centred by means over the WHOLE batch, all microbatches and processes. Centring within microbatches would drop
+the differences between them, and the result would depend on their size.
 
 Source: Cui et al. 2025, "The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models"
 (arXiv 2505.22617), theorems 1 and 2.
@@ -30,7 +30,7 @@ from rl_training.mathematics.scores import Scores
 def covariance_terms(scores: Scores, advantages: Tensor) -> Tensor:
     """Returns (B, 2, 4) in float64, what each sequence adds: count, Σx, Σy, Σxy with x = log π, y = A.
 
-    Of its tokens, and of itself as one value. Sums of these over any sequences are what `minus_covariance` takes.
+    First over its tokens, then over the sequence as one value. `minus_covariance` takes sums of these over sequences.
     """
     mask = scores.mask.bool()
     logp = scores.logps.double().masked_fill(~mask, 0.0).sum(dim=1)

@@ -10,9 +10,9 @@ step:
     sign_agreement   share of pairs with p t > 0
     coverage         share of pairs with |p − t| ≤ q √(s² + τ²): 0.95 when the error bars are honest
 
-q is the 97.5 % quantile of Student's t with Welch's degrees of freedom ν (1 + τ²/s²)²; the truth's own are hundreds,
-and count as infinitely many. Standard errors are the delete-one jackknife over pairs, folds.py: steps share momentum,
-but the noise of p and of t is fresh at every step, and that is most of the scatter.
+q is the 97.5 % quantile of Student's t with Welch's degrees of freedom ν (1 + τ²/s²)²; the truth has hundreds,
+which count as infinitely many. Standard errors are the delete-one jackknife over pairs, jackknife.py: steps share
+momentum, but the noise of p and of t is fresh at every step, and that is most of the scatter.
 
 Sources: Fuller 1987, "Measurement error models", ch. 1 (the correction); Welch 1947 (the degrees of freedom).
 """
@@ -39,8 +39,8 @@ NO_ERROR_BARS = "needs the standard errors of prediction and truth"
 def interval_covers(difference: float, stderr: float, num_samples: int, other_stderr: float) -> float:
     """Returns 1 when the 95 % interval of this difference includes 0, else 0; nan without both standard errors.
 
-    stderr        of the one, with num_samples − 1 degrees of freedom
-    other_stderr  of the other, known as if from infinitely many
+    stderr        of one of the two, with num_samples − 1 degrees of freedom
+    other_stderr  of the other, with infinitely many
     """
     if math.isnan(stderr) or math.isnan(other_stderr):
         return math.nan
@@ -52,7 +52,7 @@ def interval_covers(difference: float, stderr: float, num_samples: int, other_st
 class Calibration:
     """Pairs of predictions and truths, accumulated, and the calibration of the predictions.
 
-    Pairs of which one side is nan are left out of everything; `num_samples` of each estimate is the number it is from.
+    A pair with a nan on either side is left out. `num_samples` of each estimate is the number of pairs behind it.
     """
 
     def __init__(self) -> None:

@@ -13,7 +13,7 @@ def participation_ratio(repeats: Tensor) -> float:
 
     repeats  (S, n, n), independent unbiased estimates of C, such as S sketches give, with 1 on the diagonal
 
-    Products of different repeats estimate the squares without the noise of either, so the ratio is not dragged down.
+    Products of different repeats estimate the squares without bias: their noise is independent.
     """
     count, num = repeats.shape[0], repeats.shape[1]
     total, squares = repeats.double().sum(dim=0), repeats.double().square().sum(dim=0)

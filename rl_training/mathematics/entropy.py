@@ -15,12 +15,12 @@ The estimate is a mean over sequences of  Σ_k w_k ∂log π(t_k) + u_k ∂h_k  
 loo_k is the mean over the OTHER responses of the same prompt that are still alive at k, 0 if none is.
 Leaving oneself out matters: a mean that includes the response itself shrinks the estimate by (G−1)/G. Dropping the w
 term altogether — the gradient of the mean measured entropy — is biased: it ignores that the visited prefixes change.
-Where sequences answer prompts of their own, the others are all the others: they say less of what to expect after this
-prompt, but are as independent of the response, so that the estimate stays unbiased. Copies of one response are not.
+Where each sequence answers a prompt of its own, the baseline is the mean over all other sequences. It predicts less,
+but is just as independent of the response, so the estimate stays unbiased. Copies of one response are not independent.
 
 Over several turns an environment (a tool, a user) answers between the policy's tokens. What it writes does not depend
-on the parameters given what came before, so the same forms hold with k and j over the policy's tokens only, and
-its randomness is part of E: docs/explanation/theory.md.
+on the parameters given what came before. So the same forms hold with k and j over the policy's tokens only, and E
+includes the environment's randomness: docs/explanation/theory.md.
 
 Source: the score-function identity with reward-to-go h and a leave-one-out baseline (Kool et al. 2019, "Buy 4
 REINFORCE samples, get a baseline for free"); the Rao-Blackwell step replaces −log π(t_k) by its mean h_k. The classic

@@ -25,11 +25,11 @@ class Estimate:
     value        the estimate; nan when it is not available here, never clamped
     stderr       its standard error (one sigma); nan when unknown
     num_samples  independent units behind the error: folds of prompts for a jackknife; where errors of several steps are
-                 averaged, as many as give their degrees of freedom. Student-t has num_samples − 1
+                 averaged, the number with their degrees of freedom. Student's t has num_samples − 1
     reason       why `value` or `stderr` is nan; else empty, or a remark
     about_step   the optimizer step it refers to, when that is not the step at which it was measured
     detail       further facts about it, written to probes.jsonl
-    interval     ends of its 95 % interval, where value ± half_width() is none: of a share near 1, of a ratio
+    interval     ends of its 95 % interval where that is not value ± half_width(): of a share near 1, of a ratio
     """
 
     value: float
@@ -62,5 +62,5 @@ class Estimate:
         return float(stdtrit(self.num_samples - 1, 0.5 + 0.5 * coverage)) * self.stderr
 
     def ends(self) -> tuple[float, float]:
-        """Returns the ends of the 95 % interval, whichever it has; nan where it has none."""
+        """Returns the ends of the 95 % interval, `interval` if that is given; nan without an error."""
         return self.interval or (self.value - self.half_width(), self.value + self.half_width())

@@ -2,15 +2,15 @@
 
     x' = x + v + N(0, Q1)       x = log H, v = its change by one step
     v' = φ v + N(0, Q2)         a rate is half forgotten after ln 2 / −ln φ steps, 8 at φ = .92
-    log H measured = x ± se/H,  its variance averaged over steps; without an error bar ± one of UNKNOWN_NOISE
+    log H measured = x ± se/H,  its variance averaged over steps; ± one of UNKNOWN_NOISE without error bars
     forward / H    = v ± se/H
 
     in n steps: x + v (1 − φⁿ)/(1 − φ), its variance carried along; H itself is lognormal and never below 0
 
-Q1 and Q2 were chosen on other runs (105k parameters). So a filter runs for each pair of multiples of them, and a run
-weighs these by how well they have foretold its next values: p(constants | values so far), with a prior around those
-chosen. At the scale that weighs most, one-step misses over their standard deviations have variance 1. A forecast has
-the mean and the variance of that mixture. A miss counts as three standard deviations at most in the filter, and by
+Q1 and Q2 were chosen on other runs (105k parameters). So one filter runs for each pair of multiples of them, weighted
+by how well it has predicted this run's next values: p(constants | values so far), with a prior around those chosen.
+With the scale of largest weight, one-step misses over their standard deviations have variance 1. A forecast has the
+mean and the variance of that mixture. A miss counts as three standard deviations at most in the filter, and by
 Huber's loss in the weights: one odd batch says little.
 
 Sources: Kalman 1960; the damped rate, Gardner & McKenzie 1985; several models at once, Magill 1965; Huber 1964.
@@ -28,7 +28,7 @@ HORIZONS = (10, 20, 50)  # steps; beyond the last, no forecast skill was found
 FEWEST = 20  # misses with which a run begins to know its own constants
 FACTORS = (1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0, 8.0)
 PRIOR_SPREAD = math.log(4)  # one standard deviation of the logarithm of a factor
-UNKNOWN_NOISE = (0.02, 0.04, 0.08, 0.16)  # of a batch's entropy, relative, where nobody says how large it is
+UNKNOWN_NOISE = (0.02, 0.04, 0.08, 0.16)  # relative, of a batch's entropy that comes without an error
 CUT = 3.0  # standard deviations
 NORMAL_975 = 1.959964
 
@@ -108,7 +108,7 @@ class EntropyForecast:
             self._observe(1, change / level, (change_se / level).square())
 
     def _relative_variance(self, relative_stderr: float) -> Tensor:
-        """Returns the variance of log H measured: averaged, for the error of one step's error bar is large."""
+        """Returns the variance of log H measured: averaged, because one step's error bar is itself uncertain."""
         if math.isfinite(relative_stderr):
             total, weight = self._seen_variance
             self._seen_variance = [0.8 * total + relative_stderr**2, 0.8 * weight + 1]
@@ -151,7 +151,7 @@ class EntropyForecast:
         return Ahead(float(mean), math.sqrt(float(variance)))
 
     def constants(self) -> tuple[float, float]:
-        """Returns Q1 and Q2 as this run knows them so far: the means of their logarithms, back from those."""
+        """Returns Q1 and Q2 as estimated from this run so far: geometric means over the weights."""
         weight = self._log_weight.softmax(0)
         level, rate = (math.exp(float(weight @ noise.log())) for noise in self._noise)
         return level, rate

@@ -5,12 +5,12 @@ sums without fold l,
 
     se² = (K−1)/K Σ_l (f(s_(−l)) − mean_l f(s_(−l)))²         K folds over all ranks.
 
-`Replicates` keeps the f(s_(−l)), so that what follows from several numbers of the same units has the right error: in a
-difference of two that share their noise, the noise is gone.
+`Replicates` keeps the f(s_(−l)), so that numbers computed from several of them have the right error: in a difference of
+two that share their noise, the noise cancels.
 
 `JackknifeUnits` are what it leaves out, independent of each other: a sequence where each answers a prompt of its own,
-a prompt with all its responses, or a block of such that lies on one process. Over the network go sums of tables, never
-the sequences themselves.
+a prompt with all its responses, or a block of prompts on one process. Processes exchange sums of tables, never the
+sequences themselves.
 
 Source: Efron & Stein 1981, "The jackknife estimate of variance".
 """
@@ -129,7 +129,7 @@ class Replicates:
 
 
 def unchanged(tensor: Tensor) -> Tensor:
-    """Returns what one process alone has: the sum over all of them."""
+    """Returns the tensor: on a single process it is the sum over all processes."""
     return tensor
 
 
@@ -162,7 +162,7 @@ class JackknifeUnits:
     def largest(self, values: Tensor) -> Tensor:
         """Returns the maximum of (B, …) over all rows of all processes, (…)."""
         first = torch.zeros(self.count, dtype=torch.float64, device=values.device)
-        first[self.number.min()] = 1.0  # each process is known by its first unit
+        first[self.number.min()] = 1.0  # a process is identified by its first unit
         first = self.reduce(first)
         table = values.new_zeros(int(first.sum()), *values.shape[1:])
         table[int(first[: int(self.number.min())].sum())] = values.amax(dim=0)

@@ -48,7 +48,7 @@ def kish_size(weights: Tensor) -> float:
 def without_rounding(advantages: Tensor) -> Tensor:
     """Returns (prompts, G) advantages, those of a prompt set to exactly 0 when they are all the same number.
 
-    A prompt's advantages add up to zero, so equal ones are zero. They may come out as rounding: eight rewards of 0.1,
-    less their mean, are −7e-9 each in fp32, and would pass for eight sequences of equal weight.
+    A prompt's advantages add up to zero, so equal ones are zero. Rounding may leave a rest: eight rewards of 0.1 less
+    their mean are −7e-9 each in fp32, and would count as eight sequences of equal weight.
     """
     return advantages.masked_fill((advantages == advantages[:, :1]).all(dim=1, keepdim=True), 0.0)

@@ -6,7 +6,7 @@
     ∂(w log p(t) + u h) / ∂z = w (onehot_t − p) − u p ⊙ (log p + h)
 
 The forward keeps two numbers a position, the backward calculates each chunk's logits again. N positions, V tokens,
-H features. Products of half-precision factors are summed, and everything behind them is calculated, in fp32.
+H features. Products of half-precision factors are summed in fp32, and everything after them is computed in fp32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 @dataclass(frozen=True)
 class LogitMap:
-    """What a model does to the head's product before the softmax, z = c tanh(s y / c) / τ."""
+    """What a model does to the head's output y before the softmax, z = c tanh(s y / c) / τ."""
 
     scale: float = 1.0
     softcap: float | None = None
@@ -34,7 +34,7 @@ class LogitMap:
         return (product * (self.scale / self.softcap)).tanh() * (self.softcap / self.temperature)
 
     def slope(self, z: Tensor) -> Tensor | float:
-        """Returns ∂z/∂y, where the map gives z."""
+        """Returns ∂z/∂y at the y that is mapped to z."""
         slope = self.scale / self.temperature
         return slope if self.softcap is None else slope * (1 - (z * (self.temperature / self.softcap)).square())
 
@@ -43,7 +43,7 @@ def scores_of_logits(z: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """Returns log-probabilities of the targets, (...), and entropies, (...), of all logits (..., V), by autograd."""
     logps = z.log_softmax(dim=-1)
     p = logps.exp()
-    # A token that is ruled out adds nothing: not 0 · −inf.
+    # A token of probability 0 adds nothing: not 0 · −inf.
     entropies = -(p * logps.masked_fill(p == 0, 0.0)).sum(dim=-1)
     return logps.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropies
 
@@ -145,7 +145,7 @@ def _chunks(
 ) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
     """Yields, chunk by chunk, which positions, their logits, and the two factors x and W as they are multiplied."""
     exact = torch.promote_types(dtype, torch.float32)
-    # A GPU multiplies halves and sums them up in fp32; elsewhere it is the same numbers in fp32.
+    # A GPU multiplies halves and sums in fp32. Elsewhere the same rounded numbers are multiplied in fp32.
     factor = dtype if hidden.device.type == "cuda" else exact
     matrix = weight.to(dtype).to(factor)
     for start in range(0, len(hidden), rows):

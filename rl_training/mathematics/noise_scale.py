@@ -6,9 +6,8 @@ B = M b of them,
 
     |G|²^ = (B |g_B|² − b mean|g_b|²) / (B − b)         tr Σ^ = (mean|g_b|² − |g_B|²) / (1/b − 1/B).
 
-Both are unbiased, and |G|²^ may come out negative. So the noise scale may have no value, and |G|² / tr Σ, its inverse,
-always has one: the signal-to-noise ratio of one unit. Below, what averages over steps say of both, as estimates:
-values, errors, ends of intervals, reasons.
+Both are unbiased, and |G|²^ may come out negative. Then the noise scale has no value, while its inverse |G|² / tr Σ,
+the signal-to-noise ratio of one unit, always has one. Below, estimates of both from averages over steps.
 
 Source: McCandlish et al. 2018, "An empirical model of large-batch training", appendix A.1.
 """
@@ -93,8 +92,8 @@ def average(history: Tensor, decay: float) -> Averages:
 
     history  (steps, 2), oldest first; the weight of a step is w = decay^age. Rows that are not finite are not counted.
 
-    The steps averaged are worth (Σw)²/Σw² equal ones. Their variance is itself a sum with weights w², so that it has
-    the degrees of freedom of (Σw²)²/Σw⁴ equal terms (Satterthwaite 1946), less one: 18 with decay .95.
+    The average is worth (Σw)²/Σw² equally weighted steps. Its variance is a sum with weights w², with the degrees
+    of freedom of (Σw²)²/Σw⁴ equal terms (Satterthwaite 1946), less one: 18 with decay .95.
     """
     ages = torch.arange(len(history) - 1, -1, -1, dtype=history.dtype)
     known = history.isfinite().all(dim=1)
@@ -124,7 +123,7 @@ def signal_to_noise_interval(averages: Averages, coverage: float = 0.95) -> tupl
 
 
 def noise_scale_interval(signal_to_noise: tuple[float, float]) -> tuple[float, float]:
-    """Returns the interval of tr Σ / |G|², in which only positive ones are: ∞ where |G|² = 0 cannot be ruled out.
+    """Returns the interval of tr Σ / |G|², positive values only: up to ∞ where |G|² = 0 cannot be ruled out.
 
     Example: noise_scale_interval((-0.01, 0.05)) == (20, inf).
     """
@@ -178,7 +177,7 @@ def noise_scale(averages: Averages) -> list[Estimate]:
 
 
 def with_bounds(name: str, estimates: Sequence[Estimate], factor: float = 1.0) -> dict[str, Estimate]:
-    """Returns so many times a value and the ends of its interval, by their names."""
+    """Returns a value and the ends of its interval, times `factor`, by their names."""
     return {
         f"{name}{end}": Estimate(of.value * factor, of.stderr * factor, of.num_samples, of.reason)
         for end, of in zip(BOUNDS, estimates, strict=True)

@@ -23,7 +23,7 @@ def pass_at_k(num_right: Tensor, num_responses: int, k: int) -> Tensor:
 
     num_right      (P,) c, how many of a prompt's responses are right
     num_responses  n, the same for all prompts
-    k              1 … n; ValueError otherwise: fewer than k responses say nothing of k without bias
+    k              1 … n; ValueError otherwise: from fewer than k responses there is no unbiased estimate
 
     Example: two right ones of four, k = 2: 1 − C(2,2)/C(4,2) = 5/6.
     """
@@ -35,10 +35,10 @@ def pass_at_k(num_right: Tensor, num_responses: int, k: int) -> Tensor:
 
 
 def majority_vote(answers: Sequence[str | None], is_right: Sequence[bool]) -> float:
-    """Returns the chance that the answer given most often is right; of answers given equally often each is as likely.
+    """Returns the chance that the most frequent answer is right; ties are broken at random.
 
-    answers   of one prompt's responses; None has no vote, and where nobody votes the outcome is wrong: 0
-    is_right  whether each response is right; if those of one answer differ, their share counts
+    answers   of one prompt's responses; None does not vote, and without any vote the outcome counts as wrong: 0
+    is_right  whether each response is right; if responses with the same answer differ, their share counts
 
     Example: answers 3, 3, 7, 7, 5 with 7 right: 1/2.
     """

@@ -8,14 +8,14 @@ only, where importance.py weights the whole sequence: for sequences t_i ~ π sco
     T'     = Σ_k  Σ_i ρ_ik m_ik       / Σ_i ρ_ik
     ΔH_seq = H'_seq − mean H,   ΔH_tok = H'_seq / T' − Σ H / Σ T
 
-The normaliser of position k runs over ALL N sequences. One that has ended is an outcome like any other, with an entropy
-of 0 from there on and the ratio that it ended with: leaving it out, or giving it weight 1, is wrong where the step
-makes responses longer or shorter.
+The normaliser of position k runs over ALL N sequences. One that has ended counts with entropy 0 from there on and with
+the ratio that it ended with. Leaving it out, or giving it weight 1, is wrong where the step makes responses longer or
+shorter.
 
-To first order in the step this is the `rb` estimator of entropy.py with the baseline of the buffer (one that counts
-ended sequences as 0), as SNIS is one with the whole sequence's weight, which is noisier. So PDIS and `rb` on the same
-sequences share their noise, and their difference is the curvature of the step. `first_order_change` is `rb` from the
-slopes of every token along the step.
+To first order in the step this is the estimator of entropy.py with the baseline of the buffer, in which ended sequences
+count as 0; SNIS corresponds to a noisier one. So PDIS and `first_order_change` on the same sequences share their noise,
+and their difference is the curvature of the step. That function works from the slopes of every
+token along the step.
 
 Errors are delete-one jackknife over sequences, or over units of them that are independent, such as prompts with several
 responses: each left-out value is exact, baseline and normalisers included.
@@ -39,7 +39,7 @@ def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | N
     before  scores under the policy that they were sampled from
     after   scores of the same tokens under the other
     units   what is left out at a time instead of one sequence, and over which processes the sequences are spread, whose
-            tables must be of one width. A few sums for each position go over the network
+            tables must be of one width. Processes exchange a few sums for each position
 
     Example: a = "x." and b = ".", h = 1 everywhere before the step, h' = 2 at the first tokens and 4 after "x". The
     step makes "x" 1.5 times as likely and "." at the start half as likely, so that at k = 1 ρ_a = 1.5, and b has ended
@@ -79,7 +79,7 @@ def prefix_ess(before: Scores, after: Scores) -> Tensor:
 def first_order_change(
     scores: Scores, logp_slopes: Tensor, entropy_slopes: Tensor, units: JackknifeUnits | None = None
 ) -> Replicates:
-    """Returns X·δθ, (2,) nats per token and per sequence, and without each sequence, (N, 2): `rb`, baseline "buffer".
+    """Returns X·δθ, (2,) nats per token and per sequence, and without each sequence, (N, 2); baseline "buffer".
 
     logp_slopes, entropy_slopes  (N, T): ∂log π(t_ik)·δθ and ∂h_ik·δθ; see `slopes`
     units                        what is left out at a time instead of one sequence

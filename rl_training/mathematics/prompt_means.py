@@ -6,15 +6,15 @@ standard error is that over P prompts, of a mean
     x̄ = Σ x_p / P,      se² = Σ (x_p − x̄)² / (P (P−1)),
 
 and of a ratio of sums (entropy per token: nats of all prompts over tokens of all prompts) by the delete-one-prompt
-jackknife. It speaks of prompts like these, not of these alone: the spread between prompts is part of it.
+jackknife. It covers the spread between prompts: it is the error for prompts like these, not for these alone.
 
 A mean of values that lie in [0, 1], a share, has an interval that does. Where x̄ ± t se leaves it, or is empty because
 all prompts say the same, it is Wilson's: the π for which
 
     (x̄ − π)² ≤ q² π (1 − π) / n,
 
-with n = x̄ (1 − x̄) / se², the draws of 0 or 1 that have this error, and q = t of P − 1 degrees of freedom; where se = 0,
-n = P and q that of the normal distribution. So 20 prompts that are all right leave .84 to 1 possible.
+with n = x̄ (1 − x̄) / se², the number of draws of 0 or 1 with this error, and q Student's t of P − 1 degrees of freedom.
+Where se = 0, n = P and q is normal: 20 prompts that are all right give .84 to 1.
 
 Source: Wilson 1927, "Probable inference, the law of succession, and statistical inference"; with the effective number
 of draws Korn and Graubard 1998, "Confidence intervals for proportions with small expected number of positive counts".

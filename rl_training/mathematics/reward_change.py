@@ -1,10 +1,10 @@
 """The change of the mean reward between two policies, from responses that were sampled from the first. Pure functions.
 
-A reward is of a whole response, so that its weight is the whole response's, w = π'(t)/π(t), self-normalised:
+A reward belongs to a whole response, and so does its weight, w = π'(t)/π(t), self-normalised:
 
     ΔR = Σ w r / Σ w − mean r           to first order, with s = ∂ log π(t)·δθ:   mean(r s) − mean(r) mean(s)
 
-Errors leave out one unit at a time, as in per_decision.py.
+Errors are the delete-one-unit jackknife, as in per_decision.py.
 
 Source: Owen 2013, "Monte Carlo theory, methods and examples", ch. 9.2.
 """

@@ -1,7 +1,7 @@
 """Reward as a function of entropy, R = −a e^H + b, and the ceiling that it implies where entropy is used up.
 
 Runs that trade entropy for reward lie on such a curve (Cui et al., arXiv 2505.22617, who fitted it to Qwen2.5 and
-others): reward then is foreseeable, and b − a, its value at H = 0, is the most that goes on like this can reach.
+others). Reward can then be foreseen, and b − a, its value at H = 0, is the ceiling of such a run.
 
 The law is a line in x = e^H, fitted by least squares over n points. With s² = Σ residual² / (n − 2), and C the
 covariance of slope and intercept:
@@ -9,9 +9,9 @@ covariance of slope and intercept:
     variance of the line at x          (x, 1) C (x, 1)ᵀ
     variance of a new point at x       s² + that
 
-with Student's t of n − 2 degrees of freedom. The errors are those of scatter about the curve: it must hold for them to
-mean something, and points with correlated errors (neighbouring checkpoints of one run) make them too small. Noise in H,
-which is not taken out, pulls a towards 0, by the share of it in the variance of e^H.
+with Student's t of n − 2 degrees of freedom. The errors come from the scatter about the curve, and assume that it
+holds. Points with correlated errors (neighbouring checkpoints of one run) make them too small. Noise in H, which is not
+taken out, pulls a towards 0, by its share in the variance of e^H.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Two estimates whose errors are known together: the interval of their ratio, and their means over steps.
+"""Two estimates with their joint covariance: the interval of their ratio, and their means over steps.
 
-Batches of different steps are independent, so that of the mean Σ w x / Σ w, with w = decay^age, the covariance is
-Σ w² C / (Σ w)². The degrees of freedom of the first one's variance are Satterthwaite's, (Σ w² V)² / Σ (w² V)² / ν.
+Batches of different steps are independent, so the covariance of the mean Σ w x / Σ w, with w = decay^age, is
+Σ w² C / (Σ w)². Its degrees of freedom are Satterthwaite's for the first one, (Σ w² V)² / Σ (w² V)² / ν.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def fieller_interval(means: Tensor, covariance: Tensor, degrees: float, coverage
     means       (2,), denominator T and numerator S          covariance  (2, 2), of the two
     degrees     of freedom of the covariance, for Student-t
 
-    It contains the ρ that the data do not reject: with q Student's quantile,
+    It contains each ρ that the data do not reject: with q Student's quantile,
 
         (S − ρT)² ≤ q² (V_SS − 2ρ V_TS + ρ² V_TT).
 
@@ -87,7 +87,7 @@ class RunningPair:
         self.state = torch.zeros(8, dtype=torch.float64)
 
     def add(self, pair: Pair) -> None:
-        """Takes in the pair of another step; one that is not finite would end the mean, and is left out."""
+        """Adds the pair of another step; one that is not finite is left out, because the mean would stay so."""
         if not bool(pair.values[0].isfinite()):
             return
         decay, cov = self._decay, pair.covariance

@@ -5,8 +5,8 @@ slowly along a run, so the average over the last steps, with weights w = decay^a
 
     s² = Σ w s_j² / Σ w                    of (Σ w s_j²)² / Σ (w s_j²)² batches of equal variance
 
-The second is Satterthwaite's count, 1 for one batch, 3 for decay ½ where variances are alike, and hardly more than 1
-where a single one of them makes most of the sum. Student's t has that many times one batch's degrees of freedom.
+The second is Satterthwaite's count: 1 for one batch, 3 for decay ½ and equal variances, and hardly more than 1 where
+one variance dominates. Student's t has that many times one batch's degrees of freedom.
 
 Source: Satterthwaite 1946, "An approximate distribution of estimates of variance components".
 """

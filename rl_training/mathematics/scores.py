@@ -1,4 +1,4 @@
-"""A policy's scores of sampled tokens: all that formulas need of it. B sequences, T completion tokens."""
+"""A policy's scores of sampled tokens: all that the formulas need. B sequences, T completion tokens."""
 
 from __future__ import annotations
 

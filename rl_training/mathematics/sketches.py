@@ -5,12 +5,12 @@ A CountSketch of m buckets puts coordinate α with a random sign s(α) into a ra
     a'_k = Σ_{α: b(α) = k} s(α) a_α            E[a'·b'] = a·b,   Var[a'·b'] ≤ (|a|² |b|² + (a·b)²) / m
 
 S independent ones of one vector give S independent answers: their mean, its standard error, and Student's t with S − 1
-degrees of freedom. (The buckets of a single sketch do not: each has seen other coordinates.) Side by side and divided
+degrees of freedom. (The buckets of a single sketch do not: each holds other coordinates.) Side by side and divided
 by √S they are a sparse Johnson–Lindenstrauss transform of S·m rows with S entries a column: one code for both.
 
-b and s are bits of a hash of a seed, the parameter's name and the coordinate: never stored, the same on every machine,
-process and block of columns, so that sketches made at different times can be multiplied. Of its 64 mixed bits each of
-several sketches has some of its own.
+b and s are bits of a hash of a seed, the parameter's name and the coordinate: never stored, and the same on every
+machine, process and block of columns, so that sketches made at different times can be multiplied. Several sketches use
+different bits of one 64-bit hash.
 
 Source: Charikar, Chen & Farach-Colton 2002, "Finding frequent items in data streams"; Kane & Nelson 2014, "Sparser
 Johnson–Lindenstrauss transforms"; the mixing of the hash is SplitMix64's (Steele, Lea & Flood 2014).
@@ -45,7 +45,7 @@ class CountSketches:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Returns the sketches, (n, repeats, buckets) fp32, of rows, (n, P), in the order of the parameters."""
-        # The sign is one more bit of the bucket: adding up what has either sign, and subtracting once, is the quickest.
+        # The sign is one more bit of the bucket: it is quickest to sum both signs apart and to subtract once.
         sums = torch.zeros(len(rows), self.repeats, 2 * self.buckets, device=rows.device)
         of_parameters = rows.split(list(self.sizes.values()), dim=1)
         width = self.buckets.bit_length()  # bits of a bucket and its sign
@@ -97,10 +97,10 @@ def _mixed(index: Tensor, key: int) -> Tensor:
 
 
 def _shifted(bits: Tensor, by: int) -> Tensor:
-    """Returns the bits moved to the right, with zeros coming in: torch's own shift of an int64 repeats the sign."""
+    """Returns the bits shifted right and filled with zeros: torch's shift of an int64 repeats the sign."""
     return (bits >> by) & ((1 << (64 - by)) - 1)
 
 
 def _signed(bits: int) -> int:
-    """Returns the int64 of these 64 bits: torch has no unsigned product. Its int64 wraps around, as it should."""
+    """Returns the int64 of these 64 bits: torch has no unsigned product, and its int64 wraps around as needed."""
     return bits - (1 << 64) if bits >> 63 else bits

@@ -14,7 +14,7 @@ from rl_training.mathematics.vectors import JOINED, as_flat, flat_dot, join
 class AdamMetric:
     """Adam's metric Σ P g², P that of the step before; nan for parameters without a warm state of AdamW's.
 
-    The √P of parameters that are measured together is kept, one fp32 vector over them: every microbatch asks for it.
+    The √P of parameters that are measured together is kept as one fp32 vector, for every microbatch.
     """
 
     def __init__(self, states: Mapping[str, object] | None) -> None:
@@ -46,7 +46,7 @@ class AdamMetric:
 class SqNormMeter:
     """Measures |g|² and Σ P g² of gradients that stream by.
 
-    In a hook the calls cost more than their work, so small gradients wait and are measured together, as one vector.
+    In a hook, calls cost more than their work, so small gradients wait and are measured together, as one vector.
     """
 
     def __init__(self, metric: AdamMetric) -> None:
@@ -66,7 +66,7 @@ class SqNormMeter:
             self.flush()
 
     def flush(self) -> None:
-        """Measures the gradients that wait, and lets go of them."""
+        """Measures the gradients that wait, and frees them."""
         if self._waiting:
             self._measure(self._waiting)
         self._waiting, self._num_waiting = {}, 0

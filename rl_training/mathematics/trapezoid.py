@@ -10,7 +10,7 @@ F_j and B_j share batch j, and the variances of the terms on the right add up. �
 degrees of freedom of (Σ v)²/Σ v² equal ones (Satterthwaite).
 
 The variances v of ½F_s and w of ½B_{s+1} may be averages over the same batches before, worth n and m of them. At worst
-their errors, v/√n and w/√m but for a factor, add up: v + w is known as of (v + w)²/(v/√n + w/√m)² batches.
+their errors, v/√n and w/√m up to a factor, add up. Then v + w is worth (v + w)²/(v/√n + w/√m)² batches.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class TrapezoidSum:
             }
             return TrapezoidTerms(Term(nan, nan, one), Term(zero, zero, one), Term(zero, zero, one))
         forward = last["forward"] if int(last["step"]) == step - 1 else nan
-        # Before there were numbers of batches: one.
+        # A state of before numbers of batches were kept: one.
         forward_batches, forward_variance = last.get("forward_batches", one), last["forward_stderr"].square()
         trapezoid = Term(
             0.5 * (forward + backward.value),
@@ -85,7 +85,7 @@ class TrapezoidSum:
         )
         variance = last["variance"] + last["half_step_variance"]
         end = (0.5 * backward.stderr).square()
-        # Before there were squares: as if all the variance so far were one batch's.
+        # A state of before squares were kept: as if all the variance so far were one batch's.
         squares = last.get("squares", last["variance"].square()) + last["half_step_variance"].square()
         sum_of_squares = squares + end.square()
         batches = torch.where(sum_of_squares > 0, (variance + end).square() / sum_of_squares, 1.0)
@@ -104,6 +104,6 @@ class TrapezoidSum:
 
 
 def _batches_of_sum(one: Tensor, of_one: Tensor, other: Tensor, of_other: Tensor) -> Tensor:
-    """Returns of how many equal batches one + other is known, two variances that are known of so many, and together."""
+    """Returns how many batches of equal variance would give one + other as precisely; each is worth `of_…` batches."""
     error = one / of_one.sqrt() + other / of_other.sqrt()
     return torch.where(error > 0, ((one + other) / error).square(), 1.0)

@@ -1,9 +1,8 @@
 """Vectors over named parameters, in buckets, and their inner products.
 
-A vector is a list of tensors, one for each bucket of its layout. A bucket is one large parameter, or several small ones
-that follow one another, joined: there may be hundreds of these, and an operation costs more than its work. Several
-vectors are the same list with a leading dimension. No bucket is ever joined with another, so nothing is as large as all
-parameters together, and no row of a matrix is longer than one parameter.
+A vector is a list of tensors, one for each bucket of its layout. A bucket is one large parameter, or several small
+neighbours joined, because there may be hundreds of these, and an operation costs more than its work. Several vectors
+are the same list with a leading dimension. No tensor is as large as all parameters together.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 mean         se = sd/√n, n − 1 degrees of freedom
 difference   se² = se₁² + se₂², with ν = se⁴ / (se₁⁴/ν₁ + se₂⁴/ν₂) degrees of freedom, rounded down (Welch 1947)
 
-Where one of two has an interval (l, u) of its own about its value x, as a share near 1 has, so has their difference,
+Where one of the two has an asymmetric interval (l, u) about its value x, as a share near 1 has, their difference has
 
     x₁ − x₂ − √((x₁ − l₁)² + (u₂ − x₂)²)   to   x₁ − x₂ + √((u₁ − x₁)² + (x₂ − l₂)²)
 
