@@ -18,12 +18,12 @@ from matplotlib.figure import Figure
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.compare import write_comparison
-from rl_training.records.compare.branches import since_branching
 from rl_training.records.compare.command import main
 from rl_training.records.compare.final import (
     compare_groups,
     final_figures,
     last_common_step,
+    since_branching,
 )
 from rl_training.records.compare.groups import branching_steps, common_steps, differences, read_groups
 from rl_training.records.compare.law import fit_law
@@ -103,7 +103,7 @@ def test_what_runs_branch_off_from_is_drawn_once_up_to_there_where_it_is_not_com
         [("plain0", 5)], [("plain0_0.2", 8), ("plain0", 5)],
     ]  # fmt: skip
     trunk = groups[0].trunks[0]
-    assert set(trunk.evaluations["step"]) == {4}
+    assert set(trunk.run.evaluations["sums"]["reward"]) == {4}
     assert max(trunk.run.measured("delta_h/cumulative_measured")) == 5
     drawn: list[Any] = []
 
@@ -114,7 +114,7 @@ def test_what_runs_branch_off_from_is_drawn_once_up_to_there_where_it_is_not_com
         def axvline(self, step: int, **kwargs: Any) -> None:
             drawn.append(step)
 
-    _draw_trunks(Axes(), groups, lambda member: member.run.measured("delta_h/cumulative_measured"))  # type: ignore[arg-type]
+    _draw_trunks(Axes(), groups, lambda run: run.measured("delta_h/cumulative_measured"))  # type: ignore[arg-type]
     assert drawn == [([1, 2, 3, 4, 5], "before they branch off"), ([6, 7, 8], None), 5, 8]
     assert [picture.file for picture in draw_overlays(groups)] == ["reward.png", "entropy.png", "change.png"]
 

@@ -11,7 +11,6 @@ A step's folder and the table are there whole or not at all: written under anoth
 from __future__ import annotations
 
 import contextlib
-import csv
 import fcntl
 import gzip
 import io
@@ -23,11 +22,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
+import pandas as pd
+
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import cannot_write, write_atomically
+from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.json_values import to_json
+from rl_training.records.jsonl import read_evaluations
 
 EVALUATIONS = "evaluations"  # folder of a run
+IN_TRAINING = "in training"  # the name of the evaluation that the trainer itself makes, with trainer.eval_strategy
 TABLE_FILE = "consolidated_metrics.csv"
 METRICS = "metrics.json"
 RESPONSES = "responses.jsonl"
@@ -44,14 +48,15 @@ class EvaluatedMetric(NamedTuple):
     metric: str
     value: float
     stderr: float
-    num_prompts: int
+    num_prompts: float
     low: float = math.nan
     high: float = math.nan
 
     def estimate(self) -> Estimate:
         interval = None if math.isnan(self.low) else (self.low, self.high)
         why = "" if math.isfinite(self.stderr) else "no error bar" if math.isfinite(self.value) else WHY
-        return Estimate(self.value, self.stderr, self.num_prompts, why, interval=interval)
+        prompts = 0 if math.isnan(self.num_prompts) else int(self.num_prompts)
+        return Estimate(self.value, self.stderr, prompts, why, interval=interval)
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,17 +112,15 @@ def read_step(folder: Path, step: int) -> dict[str, Any] | None:
 def consolidate(folder: Path) -> Path:
     """Returns the path of the rebuilt table of all evaluated steps, in their order."""
     path = folder / TABLE_FILE
-    steps = sorted(int(step.name.removeprefix("step_")) for step in folder.glob("step_*") if (step / METRICS).is_file())
-    table = io.StringIO()
-    writer = csv.writer(table, lineterminator="\n")
-    writer.writerow(EvaluatedMetric._fields)
-    for step in steps:
-        content = read_step(folder, step)
-        assert content is not None
-        for name, row in content["metrics"].items():
-            ends = map(repr, row.get("interval") or (math.nan, math.nan))
-            writer.writerow([step, name, repr(row["value"]), repr(row["stderr"]), row["num_prompts"], *ends])
-    write_atomically({path: table.getvalue().encode()}, MAKE_ROOM)
+    steps = sorted(int(step.name.removeprefix("step_")) for step in folder.glob("step_*"))
+    rows = [
+        EvaluatedMetric(step, name, row["value"], row["stderr"], row["num_prompts"], *(row.get("interval") or ()))
+        for step in steps
+        if (content := read_step(folder, step))
+        for name, row in content["metrics"].items()
+    ]
+    table = pd.DataFrame(rows, columns=EvaluatedMetric._fields).to_csv(index=False, na_rep="nan")
+    write_atomically({path: table.encode()}, MAKE_ROOM)
     return path
 
 
@@ -126,32 +129,36 @@ def read_table(folder: Path) -> list[EvaluatedMetric]:
 
     Raises ValueError for a damaged one, naming it. Tables may be older than the columns `low` and `high`.
     """
-    path = folder / TABLE_FILE
+    path, needed = folder / TABLE_FILE, EvaluatedMetric._fields[:5]
     if not path.is_file():
         return []
     try:
-        with open(path, encoding="utf-8", newline="") as file:
-            header, *rows = csv.reader(file)
-        found = [dict(zip(header, row, strict=True)) for row in rows]
-        return [
-            EvaluatedMetric(
-                int(r["step"]), r["metric"], float(r["value"]), float(r["stderr"]), int(r["num_prompts"]),
-                *(float(r.get(end) or "nan") for end in ("low", "high")),
-            )
-            for r in found
-        ]  # fmt: skip
+        table = pd.read_csv(path, float_precision="round_trip", dtype={"step": int, "metric": str, "num_prompts": int})
+        table = table[[*needed, *(end for end in ("low", "high") if end in table)]]
+        table = table.astype({"value": float, "stderr": float})
     except (KeyError, ValueError) as error:
         raise ValueError(
-            f"{path} is not a table of {', '.join(EvaluatedMetric._fields[:5])} ({error}): delete it, and evaluate "
-            "the run again; finished checkpoints are not evaluated again"
+            f"{path} is not a table of {', '.join(needed)} ({error}): delete it, and evaluate the run again; finished "
+            "checkpoints are not evaluated again"
         ) from error
+    return [EvaluatedMetric(*row) for row in table.itertuples(index=False)]
 
 
-def read_tables(run_dir: Path) -> dict[str, list[EvaluatedMetric]]:
-    """Returns the consolidated tables of a run by the name of the evaluation; empty when there are none."""
+def read_tables(run: Path) -> dict[str, list[EvaluatedMetric]]:
+    """Returns the evaluations of a run by name, the trainer's own first (IN_TRAINING); not those without a number.
+
+    The trainer's own metrics have no leading eval_, no error, and nan prompts; of several at a step, the last counts.
+    """
+    of_step = {row["step"]: row for row in read_evaluations(run / LOGS_FOLDER)}
     tables = {
-        path.parent.name: read_table(path.parent) for path in sorted(run_dir.glob(f"{EVALUATIONS}/*/{TABLE_FILE}"))
+        IN_TRAINING: [
+            EvaluatedMetric(step, name.removeprefix("eval_"), float(value), math.nan, math.nan)
+            for step, row in of_step.items()
+            for name, value in row.items()
+            if name.startswith("eval_") and isinstance(value, int | float)  # infinite ones are recorded as strings
+        ]
     }
+    tables |= {path.parent.name: read_table(path.parent) for path in sorted(run.glob(f"{EVALUATIONS}/*/{TABLE_FILE}"))}
     return {name: rows for name, rows in tables.items() if rows}
 
 

@@ -12,20 +12,16 @@ Of several runs: `pd.concat({run.name: metrics(run) for run in find_runs("runs")
 
 from __future__ import annotations
 
-import math
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 from scipy.special import stdtrit
 
-from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import EvaluatedMetric, read_tables
 from rl_training.records.folder import LOGS_FOLDER
-from rl_training.records.jsonl import METRICS_FILE, read_estimates, read_evaluations, read_metrics
+from rl_training.records.jsonl import METRICS_FILE, read_estimates, read_metrics
 from rl_training.records.rollout_file import read_rollouts
 
-IN_TRAINING = "in training"  # the name of the evaluation that the trainer itself makes, with trainer.eval_strategy
 PROBE_COLUMNS = [
     "step", "about_step", "world_size", "probe", "name", "value", "stderr", "half_width", "num_samples", "reason",
 ]  # fmt: skip
@@ -77,16 +73,9 @@ def evaluations(run: str | Path) -> pd.DataFrame:
     (logs/evaluations.jsonl: their metrics without the leading eval_, and without errors). No rows when there are none.
     Raises as `metrics` does.
     """
-    rows = _in_training(_logs(run))
-    rows += [{"evaluation": name, **row._asdict()} for name, found in read_tables(Path(run)).items() for row in found]
+    tables = read_tables(_logs(run).parent)
+    rows = [{"evaluation": name, **row._asdict()} for name, found in tables.items() for row in found]
     return pd.DataFrame(rows, columns=EVALUATION_COLUMNS) if rows else _no_rows(EVALUATION_COLUMNS)
-
-
-def estimate_of(row: Any) -> Estimate:
-    """Returns a row of `evaluations` as the estimate that it was."""
-    num_prompts = 0 if math.isnan(row.num_prompts) else int(row.num_prompts)
-    ends = float(row.low), float(row.high)
-    return EvaluatedMetric(row.step, row.metric, float(row.value), float(row.stderr), num_prompts, *ends).estimate()
 
 
 def find_runs(folder: str | Path) -> list[Path]:
@@ -114,17 +103,6 @@ def _logs(run: str | Path) -> Path:
             "that holds logs/"
         )
     return logs
-
-
-def _in_training(logs: Path) -> list[dict[str, Any]]:
-    """Returns the trainer's own evaluations in long form, each step's last."""
-    lines = {row["step"]: row for row in read_evaluations(logs)}
-    return [
-        {"evaluation": IN_TRAINING, "step": step, "metric": name.removeprefix("eval_"), "value": value}
-        for step, row in lines.items()
-        for name, value in row.items()
-        if name.startswith("eval_") and isinstance(value, int | float)  # infinite ones are recorded as strings
-    ]
 
 
 def _no_rows(columns: list[str]) -> pd.DataFrame:

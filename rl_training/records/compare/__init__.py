@@ -22,12 +22,12 @@ def write_comparison(folders: Sequence[str | Path], out: str | Path) -> tuple[Pa
     """
     # Here, because --help waits for no slow import.
     from rl_training.records.compare.groups import read_groups
-    from rl_training.records.compare.page import render_comparison, sentences
+    from rl_training.records.compare.page import render_comparison
 
     groups = read_groups(folders)
     if sum(len(group.members) + len(group.repeats) for group in groups) < 2:
         raise ValueError(f"{groups[0].members[0].run.folder} is one run: a comparison needs at least two")
     page = Path(out) / COMPARISON_FILE if Path(out).is_dir() else Path(out)
-    findings = sentences(groups)
-    write_atomically({page: render_comparison(groups, findings).encode()})
+    html, findings = render_comparison(groups)
+    write_atomically({page: html.encode()})
     return page, findings

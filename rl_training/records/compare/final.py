@@ -11,8 +11,19 @@ Several seeds' noise scale is 1 / the mean of 1/B, the signal-to-noise ratio, wi
 turned over; one seed's has Fieller's interval, as its run's own report.
 
 A difference has se² = se₁² + se₂², and Student's t with Welch's degrees of freedom. That the same seeds in two groups
-share data and initial weights is not used: it makes the interval too wide, if anything. That runs are one run up to a
-branching point is used for changes of entropy: branches.py. Means over logged steps are over the same steps in both.
+share data and initial weights is not used: it makes the interval too wide, if anything. Means over logged steps are
+over the same steps in both.
+
+Changes of entropy of two runs that are one run up to a branching point are compared from there on: the errors of the
+steps before it are the same in both, and cancel. With `first`, the step after it, whose weights are the same in both,
+
+measured    H(step) of one run − H(step) of the other: entropy at `first` is the same
+predicted   Σ ½(F_j + B_{j+1}) over first ≤ j < step of each: ½F_first + Σ_{first<j<step} ½(F_j + B_j) + ½B_step, whose
+            terms have independent errors (mathematics/trapezoid.py). Σ v of their variances has the degrees of freedom
+            of (Σ v)²/Σ v² batches (Satterthwaite)
+
+The two runs' errors since then count as independent. That the batch at `first` is the same in both, and that later ones
+share random numbers, makes the interval too wide, if anything.
 """
 
 from __future__ import annotations
@@ -20,25 +31,21 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.noise_scale import noise_scale_interval
 from rl_training.mathematics.welch import difference, mean_of
-from rl_training.records.compare.branches import since_branching
-from rl_training.records.compare.groups import Group, Member
-from rl_training.records.frames import IN_TRAINING, estimate_of
-from rl_training.records.report.series import Measurements
+from rl_training.records.compare.groups import Group, Member, common_steps
+from rl_training.records.evaluated import IN_TRAINING
+from rl_training.records.report.series import Measurements, Run, finite
 from rl_training.records.report.summary import MAX_WINDOW
 
-PROBED = {
-    "measured ΔH": "delta_h/cumulative_measured",
-    "predicted ΔH": "delta_h/cumulative_predicted",
-}
-NOISE_SCALE = "noise scale (prompts)"
+MEASURED, PREDICTED, NOISE_SCALE = "measured ΔH", "predicted ΔH", "noise scale (prompts)"
 # Of the trainer's own evaluations: what it logs beside these is of its clipping and its clock.
 OF_TRAINING = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "completions/mean_length")
 MANY_GROUPS = 4  # with so many, each is held against the first only
+NOT_RECORDED = Estimate.missing("it is not recorded")
 
 
 @dataclass(frozen=True)
@@ -71,9 +78,14 @@ def final_figures(group: Group, step: int, since: int = 0) -> dict[str, Estimate
 
     since  where all runs that these are compared with have begun: no mean is over an earlier step
     """
-    of_runs = [figures_of(member, step, since) for member in members_at(group, step)]
-    labels = [label for label in of_runs[0] if all(label in figures for figures in of_runs)]
-    return {label: _over_seeds(label, [figures[label] for figures in of_runs]) for label in labels}
+    first, *others = (figures_of(member.run, step, since) for member in members_at(group, step))
+    found = {}
+    for label in first:
+        if all(label in other for other in others):
+            estimates = [first[label], *(other[label] for other in others)]
+            mean = mean_noise_scale if label == NOISE_SCALE else mean_over_runs
+            found[label] = mean(estimates) if others else first[label]
+    return found
 
 
 def begun(groups: Sequence[Group], step: int) -> int:
@@ -81,27 +93,25 @@ def begun(groups: Sequence[Group], step: int) -> int:
     return max(int(member.run.metrics[0]["step"]) for group in groups for member in members_at(group, step))
 
 
-def figures_of(member: Member, step: int, since: int = 0) -> dict[str, Estimate]:
+def figures_of(run: Run, step: int, since: int = 0) -> dict[str, Estimate]:
     """Returns one run's figures at `step`: means over the last logged steps, sums of a probe, the last evaluation."""
-    entropy = {s: e.value for s, e in member.run.measured("entropy/token").items() if math.isfinite(e.value)}
     figures = {
-        "reward": _mean_until(member.run.logged("reward"), step, since),
-        "token entropy": _mean_until(entropy or member.run.logged("entropy"), step, since),
+        "reward": _mean_until(run.logged("reward"), step, since),
+        "token entropy": _mean_until(run.token_entropy(), step, since),
     }
-    for label, name in PROBED.items():
-        known = {s: e for s, e in member.run.measured(name).items() if s <= step and math.isfinite(e.value)}
-        if known:
-            figures[label] = known[max(known)]
-    scales = {s: e for s, e in noise_scales(member).items() if s <= step}
-    if scales:
-        figures[NOISE_SCALE] = scales[max(scales)]
-    table = member.evaluations
-    told = (table["evaluation"] != IN_TRAINING) | table["metric"].isin(OF_TRAINING)
-    for (evaluation, metric), rows in table[told & (table["step"] <= step)].groupby(["evaluation", "metric"]):
-        row = rows.loc[rows["step"].idxmax()]
-        if math.isfinite(row["value"]):
-            figures[f"{metric} · {evaluation}"] = estimate_of(row)
-    return {label: estimate for label, estimate in figures.items() if math.isfinite(estimate.value)}
+    measured: dict[str, Measurements] = {
+        MEASURED: run.known("delta_h/cumulative_measured"),
+        PREDICTED: run.known("delta_h/cumulative_predicted"),
+        NOISE_SCALE: noise_scales(run),
+    }
+    for evaluation, metrics in sorted(run.evaluations.items()):
+        told = OF_TRAINING if evaluation == IN_TRAINING else metrics
+        measured |= {f"{metric} · {evaluation}": metrics[metric] for metric in sorted(metrics) if metric in told}
+    for label, by_step in measured.items():
+        last = max((s for s in by_step if s <= step), default=None)
+        if last is not None:
+            figures[label] = by_step[last]
+    return finite(figures)
 
 
 def compare_groups(groups: Sequence[Group]) -> list[Difference]:
@@ -121,14 +131,7 @@ def compare_groups(groups: Sequence[Group]) -> list[Difference]:
 def _mean_until(values: dict[int, float], step: int, since: int) -> Estimate:
     """Returns the mean over the last few logged steps up to `step`; its error is their scatter: a trend widens it."""
     known = [value for s, value in values.items() if since <= s <= step]
-    last = known[-min(MAX_WINDOW, max(len(known) // 2, 1)) :]
-    return mean_of(last)
-
-
-def _over_seeds(label: str, estimates: Sequence[Estimate]) -> Estimate:
-    if len(estimates) == 1:
-        return estimates[0]
-    return (mean_noise_scale if label == NOISE_SCALE else mean_over_runs)(estimates)
+    return mean_of(known[-min(MAX_WINDOW, max(len(known) // 2, 1)) :])
 
 
 def mean_over_runs(estimates: Sequence[Estimate]) -> Estimate:
@@ -138,9 +141,9 @@ def mean_over_runs(estimates: Sequence[Estimate]) -> Estimate:
     return mean_of([estimate.value for estimate in estimates])
 
 
-def noise_scales(member: Member) -> Measurements:
-    """Returns one run's noise scale by step, in prompts, with Fieller's interval; where |G|² was not lost in noise."""
-    measured = member.run.with_interval("gns/noise_scale_prompts")
+def noise_scales(run: Run) -> Measurements:
+    """Returns the noise scale by step, in prompts, with Fieller's interval; where |G|² was not lost in noise."""
+    measured = run.with_interval("gns/noise_scale_prompts")
     return {step: estimate for step, estimate in measured.items() if 0 < estimate.value < math.inf}
 
 
@@ -152,3 +155,48 @@ def mean_noise_scale(scales: Sequence[Estimate]) -> Estimate:
     ratio = mean_of([1 / scale.value for scale in scales])
     ends = None if math.isnan(ratio.stderr) else noise_scale_interval(ratio.ends())
     return Estimate(1 / ratio.value, num_samples=ratio.num_samples, reason=ratio.reason, interval=ends)
+
+
+def since_branching(first: Sequence[Member], second: Sequence[Member], step: int) -> dict[str, Estimate]:
+    """Returns second − first of the changes of entropy since their branching points; nothing where they share no steps.
+
+    Several runs are pairs, each of them in one: the mean over pairs, with the error between pairs.
+    """
+    pairs = [(one.run, other.run, common_steps(one, other) + 1) for one in first for other in second]
+    branched = [(one, other, start) for one, other, start in pairs if start > 1]
+    if not len(branched) == len(first) == len(second):
+        return {}
+    found = {}
+    for label, change in ((MEASURED, _measured_since), (PREDICTED, _predicted_since)):
+        apart = [difference(change(other, start, step), change(one, start, step)) for one, other, start in branched]
+        if all(math.isfinite(e.value) for e in apart):
+            found[label] = apart[0] if len(apart) == 1 else mean_of([e.value for e in apart])
+    return found
+
+
+def _measured_since(run: Run, start: int, step: int) -> Estimate:
+    """Returns H(step); the 0 ± 0 by which it has changed at `start`, where the weights of both runs are the same."""
+    if step <= start:
+        return Estimate(0.0, 0.0, 1)
+    return run.measured("entropy/token").get(step, NOT_RECORDED)
+
+
+def _predicted_since(run: Run, start: int, step: int) -> Estimate:
+    """Returns the sum of trapezoids of the steps from `start` until before `step`; nan where records lack a part."""
+    if step <= start:
+        return Estimate(0.0, 0.0, 1)
+    sums, forward, backward = (
+        run.measured(f"delta_h/{name}") for name in ("cumulative_predicted", "forward", "backward")
+    )
+    later = range(start + 1, step + 1)
+    if start not in sums or start not in forward or any(s not in sums or s not in backward for s in later):
+        return NOT_RECORDED
+    value = sums[step].value - sums[start].value
+    ends = [0.25 * backward[s].stderr ** 2 for s in later]
+    until = [sums[s].stderr ** 2 - end for s, end in zip(later, ends, strict=True)]  # of whole batches before s
+    variances = [0.25 * forward[start].stderr ** 2, *(after - before for before, after in pairwise(until)), ends[-1]]
+    total, squares = sum(variances), sum(variance**2 for variance in variances)
+    if not squares > 0:
+        return Estimate(value, 0.0 if total == 0 else math.nan, 1, sums[step].reason)
+    folds = run.measured("entropy/token")[step].num_samples
+    return Estimate(value, math.sqrt(total), 1 + int((folds - 1) * total**2 / squares + 1e-9))

@@ -13,13 +13,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import yaml
 
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, NOT_OF_TRAINING
-from rl_training.records.frames import evaluations, find_runs
+from rl_training.records.frames import find_runs
 from rl_training.records.jsonl import METRICS_FILE
-from rl_training.records.report.series import Run, read_run
+from rl_training.records.report.series import Run, read_config, read_run
 
 SEEDS = ("seed", "data_seed")  # last segments of a setting's name
 LENGTHS = ("trainer.max_steps", "trainer.num_train_epochs")
@@ -27,17 +26,16 @@ ABSENT = "–"
 LABEL_LENGTH = 42  # of a group: longer ones do not fit above a picture
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Member:
     """A run in a comparison."""
 
     run: Run
     settings: dict[str, str] | None  # dotted name → value, without what does not count; None without a config.yaml
     seed: str
-    evaluations: pd.DataFrame
     planned_steps: str = ""
     most_reward: float = math.nan  # that a response can earn, where the run has said so
-    branch: Path | None = None  # the checkpoint of another run that it has branched off from
+    branch: tuple[Path, int] | None = None  # the run that it has branched off from, and the step
 
     @property
     def last_step(self) -> int:
@@ -50,15 +48,14 @@ class Group:
 
     members  one per seed
     repeats  further runs of a member's seed: the same run again, not a second sample
+    trunks   what its runs have branched off from, up to there, where that is not compared itself
     """
 
     letter: str
     members: list[Member]
     repeats: list[Member]
     label: str = ""
-    trunks: Sequence[
-        Member
-    ] = ()  # what its runs have branched off from, up to there, where that is not compared itself
+    trunks: Sequence[Member] = ()
 
     @property
     def name(self) -> str:
@@ -91,27 +88,31 @@ def differences(groups: Sequence[Group]) -> dict[str, list[str]]:
 def _read_member(path: Path) -> Member:
     run = read_run(path)
     if run.config is None:
-        return Member(run, None, ABSENT, evaluations(path))
-    flat = _settings(path / CONFIG_FILE, run.config)
+        return Member(run, None, ABSENT)
+    flat = _settings(path)
     counts = {name: value for name, value in flat.items() if _counts(name, flat)}
     branch = _branch(flat)
-    counts |= {} if branch is None else {"branch at step": str(_step(branch))}
+    counts |= {} if branch is None else {"branch at step": str(branch[1])}
     seed, steps = flat.get("seed", flat.get("trainer.seed", ABSENT)), flat.get("trainer.max_steps", "")
-    return Member(run, counts, seed, evaluations(path), steps, float(flat.get("provenance.most_reward", "nan")), branch)
+    return Member(run, counts, seed, steps, float(flat.get("provenance.most_reward", "nan")), branch)
 
 
-def _settings(path: Path, text: str) -> dict[str, str]:
-    """Returns the settings of a config.yaml by their dotted names."""
+def _settings(folder: Path) -> dict[str, str]:
+    """Returns the settings of a run by their dotted names."""
     try:
-        config = yaml.safe_load(text)
+        config = yaml.safe_load(read_config(folder) or "")
     except yaml.YAMLError as error:
         where = " ".join(str(error).split())
-        raise ValueError(f"{path} cannot be read ({where}): repair or remove it") from error
+        raise ValueError(f"{folder / CONFIG_FILE} cannot be read ({where}): repair or remove it") from error
     return dict(_flatten(config if isinstance(config, dict) else {}))
 
 
-def _branch(settings: Mapping[str, str]) -> Path | None:
-    return None if settings.get("branch", "None") == "None" else Path(settings["branch"])
+def _branch(settings: Mapping[str, str]) -> tuple[Path, int] | None:
+    """Returns the run and the step that `branch`, a checkpoint folder, names."""
+    if settings.get("branch", "None") == "None":
+        return None
+    checkpoint = Path(settings["branch"])
+    return checkpoint.parents[1], int(checkpoint.name.rpartition("-")[2])
 
 
 def _flatten(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
@@ -130,58 +131,46 @@ def _counts(name: str, settings: Mapping[str, str]) -> bool:
     return name.rpartition(".")[2] not in SEEDS and name != "branch" and not name.startswith(NOT_OF_TRAINING)
 
 
-def _step(checkpoint: Path) -> int:
-    return int(checkpoint.name.rpartition("-")[2])
-
-
 def _trunks(members: Sequence[Member], compared: Sequence[Path]) -> list[Member]:
     """Returns the runs that these have branched off from, each up to the step where it was; not those compared too."""
-    found: dict[Path, Member] = {}
+    found: dict[tuple[Path, int], Member] = {}
     for member in members:
-        while member.branch is not None and member.branch not in found:
-            of, step = member.branch.parents[1], _step(member.branch)
+        for of, step in _way_of(member).items():
             if of in compared or not (of / LOGS_FOLDER / METRICS_FILE).is_file():
                 break
-            checkpoint, member = member.branch, _read_member(of)
-            metrics = [row for row in member.run.metrics if int(row["step"]) <= step]
-            estimates = {k: {s: e for s, e in v.items() if s <= step} for k, v in member.run.estimates.items()}
-            evaluated = member.evaluations[member.evaluations["step"] <= step]
-            found[checkpoint] = replace(
-                member, run=replace(member.run, metrics=metrics, estimates=estimates), evaluations=evaluated
-            )
+            if (of, step) not in found:
+                trunk = _read_member(of)
+                found[of, step] = replace(trunk, run=trunk.run.until(step))
     return list(found.values())
 
 
 def common_steps(one: Member, other: Member) -> int:
     """Returns how many steps two runs have in common: up to where they branch off from each other, or from a third."""
-    steps, of_other = _way_of(one), _way_of(other)
+    steps, of_other = ({m.run.folder: m.last_step} | _way_of(m) for m in (one, other))
     return max((min(step, of_other[run]) for run, step in steps.items() if run in of_other), default=0)
 
 
 def _way_of(member: Member) -> dict[Path, int]:
-    """Returns the runs that it goes on from, each with the step where it has left it; itself with its last."""
-    steps, branch = {member.run.folder: member.last_step}, member.branch
+    """Returns the runs that it goes on from, the nearest first, each with the step where it has left it."""
+    steps, branch = {}, member.branch
     while branch is not None:
-        of, config = branch.parents[1], branch.parents[1] / CONFIG_FILE
-        steps[of] = _step(branch)
-        text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else ""
-        branch = _branch(_settings(config, text))
+        of, step = branch
+        steps[of] = step
+        branch = _branch(_settings(of))
     return steps
 
 
 def branching_steps(groups: Sequence[Group]) -> list[int]:
     """Returns the steps at which runs have branched off."""
-    return sorted({_step(member.branch) for group in groups for member in group.members if member.branch is not None})
+    return sorted({member.branch[1] for group in groups for member in group.members if member.branch is not None})
 
 
 def _make_group(letter: str, members: list[Member], compared: Sequence[Path]) -> Group:
-    furthest: dict[str, Member] = {}
+    by_seed: dict[str, list[Member]] = {}
     for member in members:
-        known = furthest.get(member.seed)
-        if known is None or member.last_step > known.last_step:
-            furthest[member.seed] = member
-    chosen = list(furthest.values())
-    repeats = [member for member in members if not any(member is m for m in chosen)]
+        by_seed.setdefault(member.seed, []).append(member)
+    chosen = [max(of_seed, key=lambda member: member.last_step) for of_seed in by_seed.values()]
+    repeats = [member for member in members if member not in chosen]
     return Group(letter, chosen, repeats, trunks=_trunks(chosen, compared))
 
 
@@ -192,16 +181,13 @@ def _letter(index: int) -> str:
 
 
 def _said(name: str, value: str) -> str:
-    return f"no {name}" if value == "None" else f"{name}={value}"
+    last = name.rpartition(".")[2]
+    return f"no {last}" if value == "None" else f"{last}={value}"
 
 
 def _labels(groups: Sequence[Group]) -> list[str]:
     """Returns a short label that distinguishes each group: its settings, or the names of their first runs."""
-    differing = differences(groups)
-    labels = []
-    for settings in (group.members[0].settings or {} for group in groups):
-        labels.append(
-            ", ".join(_said(name.rpartition(".")[2], settings[name]) for name in differing if name in settings)
-        )
+    differing, known = differences(groups), [group.members[0].settings or {} for group in groups]
+    labels = [", ".join(_said(name, settings[name]) for name in differing if name in settings) for settings in known]
     fits = len(set(labels)) == len(labels) and all(0 < len(label) <= LABEL_LENGTH for label in labels)
     return labels if fits else [group.members[0].run.name for group in groups]

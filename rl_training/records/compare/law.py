@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.reward_entropy import MIN_POINTS, RewardLaw, fit_reward_law
-from rl_training.records.compare.groups import Group, Member
+from rl_training.records.compare.groups import Group
 from rl_training.records.evaluated import EVALUATIONS, read_step
-from rl_training.records.frames import IN_TRAINING
+from rl_training.records.report.series import finite
 
 BLOCKS = 10  # of consecutive steps: one step's batch is too noisy to be a point
 
 
-@dataclass(frozen=True)
-class Point:
+class Point(NamedTuple):
     """Entropy (nats per token) and mean reward of a policy, at a step."""
 
     step: int
@@ -77,13 +78,10 @@ def _evaluated(group: Group) -> tuple[list[Point], str, float] | None:
     """
     by_evaluation: dict[str, list[Point]] = {}
     for member in group.members:
-        table = member.evaluations[member.evaluations["metric"].isin(["entropy/token", "reward"])]
-        wide = table.pivot_table(index=["evaluation", "step"], columns="metric", values="value")
-        if {"entropy/token", "reward"} <= set(wide.columns):
-            for (evaluation, step), row in wide.dropna().iterrows():
-                point = Point(int(step), float(row["entropy/token"]), float(row["reward"]))
-                by_evaluation.setdefault(str(evaluation), []).append(point)
-    by_evaluation.pop(IN_TRAINING, None)
+        for name, metrics in sorted(member.run.of_checkpoints.items()):
+            entropies, rewards = (finite(metrics.get(metric, {})) for metric in ("entropy/token", "reward"))
+            points = [Point(s, entropies[s].value, rewards[s].value) for s in sorted(rewards) if s in entropies]
+            by_evaluation.setdefault(name, []).extend(points)
     name = max(by_evaluation, key=lambda evaluation: len(by_evaluation[evaluation]), default="")
     if len(by_evaluation.get(name, [])) < MIN_POINTS:
         return None
@@ -98,24 +96,13 @@ def _trained(group: Group) -> tuple[list[Point], str, float]:
     """Returns means over blocks of logged steps."""
     points, sizes = [], set()
     for member in group.members:
-        steps = _steps_with_both(member)
+        reward, entropy = member.run.logged("reward"), member.run.token_entropy()
+        steps = [Point(step, entropy[step], reward[step]) for step in reward if step in entropy]
         size = max(math.ceil(len(steps) / BLOCKS), 1)
         sizes.add(size)
         for start in range(0, len(steps) - size + 1, size):
-            points.append(_mean(steps[start : start + size]))
+            block = steps[start : start + size]
+            _, entropy_there, reward_there = np.mean(block, axis=0)
+            points.append(Point(block[-1].step, float(entropy_there), float(reward_there)))
     averaged = f"{' or '.join(map(str, sorted(sizes)))} step{'s' * (max(sizes) > 1)}"
     return points, f"training, means over {averaged}", group.members[0].most_reward
-
-
-def _steps_with_both(member: Member) -> list[Point]:
-    reward = member.run.logged("reward")
-    probed = {s: e.value for s, e in member.run.measured("entropy/token").items() if math.isfinite(e.value)}
-    entropy = probed or member.run.logged("entropy")
-    return [Point(step, entropy[step], reward[step]) for step in reward if step in entropy]
-
-
-def _mean(points: Sequence[Point]) -> Point:
-    entropy, reward = (
-        statistics.fmean(values) for values in zip(*((p.entropy, p.reward) for p in points), strict=True)
-    )
-    return Point(points[-1].step, entropy, reward)

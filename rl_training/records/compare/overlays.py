@@ -4,33 +4,34 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.compare.final import mean_noise_scale, mean_over_runs, noise_scales
-from rl_training.records.compare.groups import Group, Member, branching_steps
+from rl_training.records.compare.groups import Group, branching_steps
 from rl_training.records.compare.law import FittedLaw
-from rl_training.records.frames import IN_TRAINING, estimate_of
+from rl_training.records.evaluated import IN_TRAINING
 from rl_training.records.report.drawing import GREY, Picture, frame_shares, legend, picture, running_window
 from rl_training.records.report.hover import BAND_OF
-from rl_training.records.report.series import Measurements, curve
+from rl_training.records.report.series import Measurements, Run, curve, finite
 
 # Okabe and Ito's colours, which everyone can tell apart, and then the same in other strokes.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
 STROKES = ("-", "--", ":")
+DOTTED = (0, (1, 1))
 EVALUATED = ("reward", "greedy_accuracy", "pass_at_1", "majority", "entropy/token", "kl/token", "length")
+SHARES = ("reward", "greedy_accuracy", "pass_at_", "majority", "truncated", "format")  # a reward mostly is one
+FAR = 1e3
 BAND = (
     "Bands are 95 % intervals: between seeds where a group has several (thin lines are its runs), else within the run. "
     "The frame fits the curves and may cut off wide bands. A dotted vertical line marks where runs branch off."
 )
 
-SHARES = ("reward", "greedy_accuracy", "pass_at_", "majority", "truncated", "format")  # a reward mostly is one
-FAR = 1e3
-
-Series = Callable[[Member], Measurements]
+Series = Callable[[Run], Measurements]
 Mean = Callable[[Sequence[Estimate]], Estimate]
 
 
@@ -40,24 +41,14 @@ def draw_overlays(groups: Sequence[Group]) -> list[Picture]:
         _overlay(groups, "reward", "Reward", "mean reward, running mean", _reward, share=True),
         _overlay(groups, "entropy", "Entropy", "token entropy (nats)", _entropy),
         _overlay(groups, "change", "Change of entropy: measured, and predicted (dotted)",
-                 "change since the first step\n(nats per token)", _probed("delta_h/cumulative_measured"),
-                 _probed("delta_h/cumulative_predicted")),
+                 "change since the first step\n(nats per token)", lambda run: run.known("delta_h/cumulative_measured"),
+                 dotted=lambda run: run.known("delta_h/cumulative_predicted")),
         _overlay(groups, "noise_scale", "Gradient noise scale", "prompts", noise_scales, mean=mean_noise_scale),
     ]  # fmt: skip
     for evaluation, metric in _evaluated_metrics(groups):
-        title = f"Evaluation “{evaluation}”: {metric}"
-        share = metric.startswith(SHARES)
-        pictures.append(
-            _overlay(
-                groups,
-                f"{evaluation}_{metric}",
-                title,
-                metric,
-                _evaluated(evaluation, metric),
-                share=share,
-                floor=0.1 if metric == "length" else 0.0,
-            )
-        )
+        file, title = f"{evaluation}_{metric}", f"Evaluation “{evaluation}”: {metric}"
+        share, floor = metric.startswith(SHARES), 0.1 if metric == "length" else 0.0
+        pictures.append(_overlay(groups, file, title, metric, _evaluated(evaluation, metric), share=share, floor=floor))
     return [drawn for drawn in pictures if drawn is not None]
 
 
@@ -79,20 +70,19 @@ def _overlay(
     share   the frame does not go beyond 0 and 1 where no curve does
     floor   the frame goes beyond the curves by this part of their height at least: a token of 200 is no news
     """
-    having = [group for group in groups if any(series(member) for member in group.members)]
+    having = [group for group in groups if any(series(member.run) for member in group.members)]
     if not having:
         return None
 
     def draw(axes: Axes) -> None:
+        framed = [e for group in having for trunk in group.trunks for e in series(trunk.run).values()]
         for group in having:
             color, stroke = _look(groups.index(group))
-            _draw_group(axes, group, series, mean, color, stroke, group.name)
+            framed += _draw_group(axes, group, series, mean, color, stroke, group.name)
             if dotted:
-                _draw_group(axes, group, dotted, mean, color, (0, (1, 1)), None)
+                _draw_group(axes, group, dotted, mean, color, DOTTED, None)
         _draw_trunks(axes, groups, series)
-        drawn = [pool([series(member) for member in group.members if series(member)], mean) for group in having]
-        drawn += [dict(series(trunk)) for group in having for trunk in group.trunks]
-        _frame_the_means(axes, [estimate for means in drawn for estimate in means.values()], share, floor)
+        _frame_the_means(axes, framed, share, floor)
         axes.set_ylabel(label)
         legend(axes)
 
@@ -104,7 +94,7 @@ def _draw_trunks(axes: Axes, groups: Sequence[Group], series: Series) -> None:
     """Draws what runs have branched off from, once, where it is not compared itself, and the steps where they have."""
     trunks = {(trunk.run.folder, trunk.last_step): trunk for group in groups for trunk in group.trunks}
     for number, trunk in enumerate(trunks.values()):
-        drawn = curve(series(trunk))
+        drawn = curve(series(trunk.run))
         axes.plot(drawn.steps, drawn.values, color=GREY, lw=2, label=None if number else "before they branch off")
     for step in branching_steps(groups):
         axes.axvline(step, color=GREY, lw=1, ls=(0, (1, 2)))
@@ -112,18 +102,20 @@ def _draw_trunks(axes: Axes, groups: Sequence[Group], series: Series) -> None:
 
 def _draw_group(
     axes: Axes, group: Group, series: Series, mean_of_runs: Mean, color: str, stroke: object, label: str | None
-) -> None:
-    of_runs = [measured for measured in map(series, group.members) if measured]
+) -> list[Estimate]:
+    """Draws the group's mean with its band, and thin lines of its runs; returns the means."""
+    of_runs = [measured for member in group.members if (measured := series(member.run))]
     if len(of_runs) > 1:
         for measured in of_runs:
             drawn = curve(measured)
             axes.plot(drawn.steps, drawn.values, "-", color=color, lw=0.8, alpha=0.35)
-    mean = curve(pool(of_runs, mean_of_runs))
-    axes.plot(
-        mean.steps, mean.values, ls=stroke, color=color, lw=2, label=label, marker="o" if len(mean.steps) < 2 else ""
-    )
+    pooled = pool(of_runs, mean_of_runs)
+    mean = curve(pooled)
+    marker = "o" if len(mean.steps) < 2 else ""
+    axes.plot(mean.steps, mean.values, ls=stroke, color=color, lw=2, label=label, marker=marker)
     highs = np.minimum(mean.highs, FAR * max(map(abs, mean.values), default=0.0))  # the frame cuts an infinite end
     axes.fill_between(mean.steps, mean.lows, highs, color=color, alpha=0.14, lw=0, label=f"{BAND_OF}{label}")
+    return list(pooled.values())
 
 
 def _frame_the_means(axes: Axes, means: Sequence[Estimate], share: bool, floor: float) -> None:
@@ -156,54 +148,39 @@ def pool(of_runs: Sequence[Measurements], mean: Mean = mean_over_runs) -> dict[i
     """Returns the mean over runs at each step that all of them have, its error between them; of one run, that run."""
     if len(of_runs) < 2:
         return dict(of_runs[0]) if of_runs else {}
-    finite = [{s: e for s, e in run.items() if math.isfinite(e.value)} for run in of_runs]
-    common = sorted(set.intersection(*map(set, finite)))
-    return {step: mean([run[step] for run in finite]) for step in common}
+    known = [finite(run) for run in of_runs]
+    return {step: mean([run[step] for run in known]) for step in sorted(set.intersection(*map(set, known)))}
 
 
-def _reward(member: Member) -> Measurements:
-    values = member.run.logged("reward")
-    half = running_window(len(values)) // 2
-    items = list(values.items())
-    smooth = {
-        step: statistics.fmean(value for _, value in items[max(i - half, 0) : i + half + 1])
-        for i, (step, _) in enumerate(items)
-    }
-    return _without_errors(smooth)
+def _reward(run: Run) -> Measurements:
+    values = pd.Series(run.logged("reward"), dtype=float)
+    smooth = values.rolling(running_window(len(values)), center=True, min_periods=1).mean()
+    return _without_errors(zip(smooth.index, smooth, strict=True))
 
 
-def _entropy(member: Member) -> Measurements:
-    return member.run.measured("entropy/token") or _without_errors(member.run.logged("entropy"))
+def _entropy(run: Run) -> Measurements:
+    return run.measured("entropy/token") or _without_errors(run.logged("entropy").items())
 
 
-def _without_errors(values: Mapping[int, float]) -> Measurements:
-    return {step: Estimate(value, reason="a logged number has no error") for step, value in values.items()}
-
-
-def _probed(name: str) -> Series:
-    return lambda member: {s: e for s, e in member.run.measured(name).items() if math.isfinite(e.value)}
+def _without_errors(values: Iterable[tuple[int, float]]) -> Measurements:
+    return {step: Estimate(value, reason="a logged number has no error") for step, value in values}
 
 
 def _evaluated(evaluation: str, metric: str) -> Series:
-    def series(member: Member) -> Measurements:
-        table = member.evaluations
-        rows = table[(table["evaluation"] == evaluation) & (table["metric"] == metric)].dropna(subset="value")
-        return {int(row.step): estimate_of(row) for row in rows.sort_values("step").itertuples()}
-
-    return series
+    return lambda run: finite(run.evaluations.get(evaluation, {}).get(metric, {}))
 
 
 def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[str, str]]:
     """Returns the (evaluation, metric) that are drawn: those of EVALUATED, and pass@k at the largest k."""
     found: dict[str, set[str]] = {}
     for member in (member for group in groups for member in group.members):
-        for evaluation, rows in member.evaluations.dropna(subset="value").groupby("evaluation"):
-            found.setdefault(str(evaluation), set()).update(rows["metric"])
+        for evaluation, metrics in member.run.evaluations.items():
+            found.setdefault(evaluation, set()).update(name for name in metrics if finite(metrics[name]))
     chosen = []
-    for evaluation, metrics in sorted(found.items()):
-        largest = max((m for m in metrics if m.startswith("pass_at_")), key=lambda m: int(m[8:]), default="")
+    for evaluation, names in sorted(found.items()):
+        largest = max((m for m in names if m.startswith("pass_at_")), key=lambda m: int(m[8:]), default="")
         wanted = ("reward",) if evaluation == IN_TRAINING else dict.fromkeys([*EVALUATED[:3], largest, *EVALUATED[3:]])
-        chosen += [(evaluation, metric) for metric in wanted if metric in metrics]
+        chosen += [(evaluation, metric) for metric in wanted if metric in names]
     return chosen
 
 
@@ -215,15 +192,15 @@ def draw_law(groups: Sequence[Group], laws: Sequence[FittedLaw]) -> Picture:
         for fitted in drawn:
             assert fitted.law
             color, stroke = _look(groups.index(fitted.group))
-            entropies = [point.entropy for point in fitted.points]
-            axes.plot(entropies, [point.reward for point in fitted.points], "o", color=color, ms=5, alpha=0.7, mew=0)
+            _, entropies, rewards = zip(*fitted.points, strict=True)
+            axes.plot(entropies, rewards, "o", color=color, ms=5, alpha=0.7, mew=0)
             grid = np.linspace(0, max(entropies), 60)
             on_curve = [fitted.law.reward(entropy) for entropy in grid]
-            values, halves = (np.array(v) for v in zip(*((e.value, e.half_width()) for e in on_curve), strict=True))
-            axes.plot(grid, values, ls=stroke, color=color, lw=2, label=fitted.group.name)
-            axes.fill_between(grid, values - halves, values + halves, color=color, alpha=0.14, lw=0)
+            axes.plot(grid, [e.value for e in on_curve], ls=stroke, color=color, lw=2, label=fitted.group.name)
+            lows, highs = zip(*(e.ends() for e in on_curve), strict=True)
+            axes.fill_between(grid, lows, highs, color=color, alpha=0.14, lw=0)
             if fitted.first:
-                axes.plot(grid, [fitted.first.reward(h).value for h in grid], ls=(0, (1, 1)), color=color, lw=1.5)
+                axes.plot(grid, [fitted.first.reward(h).value for h in grid], ls=DOTTED, color=color, lw=1.5)
         axes.axvline(0, color=GREY, lw=1)
         too_high = [law.most for law in drawn if law.leads_too_high]
         if too_high:
@@ -238,9 +215,8 @@ def draw_law(groups: Sequence[Group], laws: Sequence[FittedLaw]) -> Picture:
         "bands assume that points scatter independently about the curve."
     )
     missing = [f"{law.group.name} – {law.reason}" for law in laws if not law.law]
-    height = 4 + 0.13 * len(drawn)
     return picture("law.png", "Reward against entropy: R = −a e^H + b", caption, missing, draw if drawn else None,
-                   height=height, over_steps=False)  # fmt: skip
+                   height=4 + 0.13 * len(drawn), over_steps=False)  # fmt: skip
 
 
 def _look(index: int) -> tuple[str, str]:

@@ -12,12 +12,8 @@ from rl_training.records.report.series import Run
 
 def draw_calibration(run: Run) -> list[Picture]:
     """Returns the picture of each step's true change of entropy against forward; none where no truth was measured."""
-    truth, forward = run.measured("delta_h/true"), run.measured("delta_h/forward")
-    pairs = [
-        (forward[step], true)
-        for step, true in truth.items()
-        if step in forward and math.isfinite(true.value + forward[step].value)
-    ]
+    truth, forward = run.known("delta_h/true"), run.known("delta_h/forward")
+    pairs = [(forward[step], true) for step, true in truth.items() if step in forward]
     if not pairs:
         return []
 
@@ -41,8 +37,7 @@ def _in_figures(run: Run) -> str:
     names = {"slope_corrected": "slope, corrected for prediction noise", "coverage": "share within the error bars"}
     told = []
     for name, label in names.items():
-        finite = [e for e in run.measured(f"calibration/{name}").values() if math.isfinite(e.value)]
-        if finite:
-            error = "" if math.isnan(finite[-1].stderr) else f" ± {finite[-1].stderr:.2f}"
-            told.append(f"{label}: {finite[-1].value:.2f}{error}")
+        for last in [*run.known(f"calibration/{name}").values()][-1:]:
+            error = "" if math.isnan(last.stderr) else f" ± {last.stderr:.2f}"
+            told.append(f"{label}: {last.value:.2f}{error}")
     return "; ".join(told).capitalize() + "." if told else ""

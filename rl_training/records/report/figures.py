@@ -48,7 +48,7 @@ def draw_figures(run: Run) -> list[Picture]:
         pictures.append(draw_predictors(run))
     if run.measured("ess/advantage"):
         pictures.append(_effective_sample_size(run))
-    return pictures + [draw(run, name) for name in run.evaluations for draw in (_solved, _certainty)]
+    return pictures + [draw(run, name) for name in run.of_checkpoints for draw in (_solved, _certainty)]
 
 
 def _reward(run: Run) -> Picture:

@@ -15,16 +15,10 @@ FEWEST_TO_DRAW = 10  # measured steps; before that the ranges are too narrow
 AHEAD = 20  # of the sentence and of the alert: what can be told best
 
 
-def token_entropy(run: Run) -> dict[int, float]:
-    """Returns token entropy by step, nats: as a probe measured it, else as the trainer logged it."""
-    probed = {step: e.value for step, e in run.measured("entropy/token").items() if math.isfinite(e.value)}
-    return probed or run.logged("entropy")
-
-
 def forecast_of(run: Run) -> EntropyForecast | None:
     """Returns the forecast from the last measured step on; None with fewer than ten measured steps."""
     forecast, level, forward = EntropyForecast(), run.measured("entropy/token"), run.measured("delta_h/forward")
-    for step, entropy in token_entropy(run).items():
+    for step, entropy in run.token_entropy().items():
         stderr = level[step].stderr if step in level else math.nan
         change = (forward[step].value, forward[step].stderr) if step in forward else (math.nan, math.nan)
         forecast.see(step, entropy, stderr, *change)
@@ -59,7 +53,7 @@ def draw_forecast(run: Run) -> list[Picture]:
     forecast = forecast_of(run)
     if forecast is None:
         return []
-    entropy = {step: value for step, value in token_entropy(run).items() if value > 0}
+    entropy = {step: value for step, value in run.token_entropy().items() if value > 0}
     ahead = {forecast.step + steps: forecast.ahead(steps) for steps in range(1, HORIZONS[-1] + 1)}
     medians = [a.median for a in ahead.values()]
     lows, highs = ([a.range[end] for a in ahead.values()] for end in (0, 1))

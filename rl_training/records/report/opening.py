@@ -7,7 +7,7 @@ import statistics
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
-from rl_training.records.report.forecast import in_twenty_steps, token_entropy
+from rl_training.records.report.forecast import in_twenty_steps
 from rl_training.records.report.series import Run
 from rl_training.records.report.summary import MAX_WINDOW, in_words
 
@@ -20,7 +20,7 @@ def opening(run: Run) -> list[str]:
 
 
 def _level(run: Run) -> str:
-    values = list(token_entropy(run).values())
+    values = list(run.token_entropy().values())
     window = min(MAX_WINDOW, len(values) // 2)
     if not window:
         return ""

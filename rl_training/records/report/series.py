@@ -17,21 +17,21 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import yaml
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.records.evaluated import read_tables
+from rl_training.records.evaluated import IN_TRAINING, read_tables
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
-from rl_training.records.frames import IN_TRAINING
-from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, read_estimates, read_evaluations, read_metrics
+from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, read_estimates, read_metrics
 
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
 BEGAN_ELSEWHERE = "the other sums began in the run that this one continues, whose steps are not recorded here"
 NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"
 
 Measurements = Mapping[int, Estimate]  # by the step at which it was measured, in order
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,6 @@ class Run:
     estimates: dict[str, dict[int, Estimate]]  # metric name → step → estimate
     config: str | None  # config.yaml as it stands; None when there is none
     evaluations: dict[str, dict[str, dict[int, Estimate]]]  # name of the evaluation → metric → step → estimate
-    while_training: dict[int, float]  # step → mean reward on held-out prompts, where the trainer evaluated
 
     @property
     def name(self) -> str:
@@ -58,9 +57,18 @@ class Run:
             return {}
         return config if isinstance(config, dict) else {}
 
+    @property
+    def of_checkpoints(self) -> dict[str, dict[str, dict[int, Estimate]]]:
+        """The evaluations but the trainer's own."""
+        return {name: metrics for name, metrics in self.evaluations.items() if name != IN_TRAINING}
+
     def measured(self, name: str) -> Measurements:
         """Returns this metric's estimates by step; empty when no probe measured it."""
         return self.estimates.get(name, {})
+
+    def known(self, name: str) -> dict[int, Estimate]:
+        """Returns those of this metric's estimates that are finite."""
+        return finite(self.measured(name))
 
     def with_interval(self, name: str) -> Measurements:
         """Returns this metric's estimates with the intervals that are recorded beside them, NAME_low and NAME_high."""
@@ -76,6 +84,20 @@ class Run:
         """Returns this metric of metrics.jsonl by step, where it is a finite number."""
         by_step = {int(line["step"]): number(line.get(name)) for line in self.metrics}
         return {step: value for step, value in by_step.items() if math.isfinite(value)}
+
+    def until(self, step: int) -> Run:
+        """Returns its records up to this step."""
+
+        def cut(quantities: Mapping[str, Measurements]) -> dict[str, dict[int, Estimate]]:
+            return {name: {s: e for s, e in of.items() if s <= step} for name, of in quantities.items()}
+
+        metrics = [line for line in self.metrics if int(line["step"]) <= step]
+        evaluations = {name: cut(metrics) for name, metrics in self.evaluations.items()}
+        return replace(self, metrics=metrics, estimates=cut(self.estimates), evaluations=evaluations)
+
+    def token_entropy(self) -> dict[int, float]:
+        """Returns token entropy by step, nats: as a probe measured it, else as the trainer logged it."""
+        return {step: e.value for step, e in self.known("entropy/token").items()} or self.logged("entropy")
 
 
 @dataclass(frozen=True)
@@ -97,6 +119,11 @@ class Gap:
     names: list[str]
     first_step: int
     num_steps: int
+
+
+def finite(measurements: Mapping[Key, Estimate]) -> dict[Key, Estimate]:
+    """Returns the estimates whose value is finite."""
+    return {key: estimate for key, estimate in measurements.items() if math.isfinite(estimate.value)}
 
 
 def number(value: Any) -> float:
@@ -127,36 +154,23 @@ def read_run(folder: Path) -> Run:
     estimates: dict[str, dict[int, Estimate]] = {}
     for row in rows:
         estimates.setdefault(str(row["name"]), {})[int(row["step"])] = _to_estimate(row)
+    evaluations: dict[str, dict[str, dict[int, Estimate]]] = {}
+    for name, table in read_tables(folder).items():
+        for metric in table:
+            evaluations.setdefault(name, {}).setdefault(metric.metric, {})[metric.step] = metric.estimate()
+    return Run(folder, metrics, estimates, read_config(folder), evaluations)
+
+
+def read_config(folder: Path) -> str | None:
+    """Returns the text of a run's config.yaml; None when there is none."""
     config = folder / CONFIG_FILE
-    text = config.read_text(encoding="utf-8", errors="replace") if config.is_file() else None
-    return Run(folder, metrics, estimates, text, evaluations_of(folder), _rewards_while_training(logs))
-
-
-def evaluations_of(folder: Path) -> dict[str, dict[str, dict[int, Estimate]]]:
-    """Returns what the evaluations of a run's checkpoints have measured: name → metric → step → estimate."""
-    found: dict[str, dict[str, dict[int, Estimate]]] = {}
-    for name, rows in read_tables(folder).items():
-        for row in rows:
-            found.setdefault(name, {}).setdefault(row.metric, {})[row.step] = row.estimate()
-    return found
-
-
-def _rewards_while_training(logs: Path) -> dict[int, float]:
-    rewards = {int(row["step"]): number(row.get("eval_reward")) for row in read_evaluations(logs)}
-    return {step: value for step, value in rewards.items() if math.isfinite(value)}
+    return config.read_text(encoding="utf-8", errors="replace") if config.is_file() else None
 
 
 def held_out_rewards(run: Run) -> dict[str, Measurements]:
     """Returns the mean reward on prompts that training never sees, by step, for each way in which it was measured."""
-    found: dict[str, Measurements] = {}
-    if run.while_training:
-        reason = "no error bar: the trainer logs the mean alone"
-        found[f"evaluation {IN_TRAINING}"] = {s: Estimate(v, reason=reason) for s, v in run.while_training.items()}
-    for name, metrics in run.evaluations.items():
-        rewards = {s: e for s, e in sorted(metrics.get("reward", {}).items()) if math.isfinite(e.value)}
-        if rewards:
-            found[f"evaluation {name}"] = rewards
-    return found
+    found = {f"evaluation {name}": finite(metrics.get("reward", {})) for name, metrics in run.evaluations.items()}
+    return {label: rewards for label, rewards in found.items() if rewards}
 
 
 def _to_estimate(row: Mapping[str, Any]) -> Estimate:
@@ -196,8 +210,8 @@ def origins(run: Run) -> list[int]:
 
 def goes_on(run: Run) -> bool:
     """Says whether the cumulative sums began in another run, which this one has branched off from."""
-    sums = run.measured("delta_h/cumulative_measured").values()
-    return not origins(run) and any(math.isfinite(estimate.value) for estimate in sums)
+    sums = run.measured("delta_h/cumulative_measured")
+    return not origins(run) and bool(finite(sums))
 
 
 def naive_of(run: Run) -> dict[int, Estimate]:
@@ -212,8 +226,7 @@ def curve(measurements: Measurements, at_about_step: bool = False) -> Curve:
     """Returns the finite values with intervals, at the step they were measured at or at the one they speak about."""
     drawn = {
         estimate.about_step if at_about_step and estimate.about_step is not None else step: estimate
-        for step, estimate in measurements.items()
-        if math.isfinite(estimate.value)
+        for step, estimate in finite(measurements).items()
     }
     lows, highs = ([e.ends()[end] for e in drawn.values()] for end in (0, 1))
     return Curve(list(drawn), [e.value for e in drawn.values()], lows, highs)
@@ -227,10 +240,10 @@ def why_it_ends(measurements: Measurements) -> str:
     if math.isfinite(last.value):
         return ""
     reason = last.reason or "not a finite number"
-    finite = [step for step, estimate in measurements.items() if math.isfinite(estimate.value)]
-    if not finite:
+    known = finite(measurements)
+    if not known:
         return reason
-    return f"from step {min(step for step in measurements if step > max(finite))} on: {reason}"
+    return f"from step {min(step for step in measurements if step > max(known))} on: {reason}"
 
 
 def gaps(run: Run) -> list[Gap]:

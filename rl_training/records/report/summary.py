@@ -8,11 +8,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.records.report.forecast import AHEAD, alerts, token_entropy
+from rl_training.records.report.forecast import AHEAD, alerts
 from rl_training.records.report.series import (
     NO_LATER_BATCH,
     NO_PROBE,
     Run,
+    finite,
     goes_on,
     held_out_rewards,
     naive_of,
@@ -44,7 +45,7 @@ def summarize(run: Run) -> list[Row]:
         _first_to_last("reward", run.logged("reward"), drawn),
         *(_held_out_row(label, rewards) for label, rewards in held_out_rewards(run).items()),
         *([_first_to_last("accepted prompts", acceptance, kept)] if acceptance else []),
-        _first_to_last("token entropy", token_entropy(run), unit),
+        _first_to_last("token entropy", run.token_entropy(), unit),
         *_alert_rows(run),
         *_change_rows(run),
         *_batch_rows(run),
@@ -89,8 +90,7 @@ def _alert_rows(run: Run) -> list[Row]:
 def _change_rows(run: Run) -> list[Row]:
     """Returns the rows that hold the predicted change of entropy against the measured one, at the same step."""
     measured, predicted = run.measured("delta_h/cumulative_measured"), run.measured("delta_h/cumulative_predicted")
-    finite = [step for step, estimate in measured.items() if math.isfinite(estimate.value)]
-    last = max(finite or measured, default=0)
+    last = max(finite(measured) or measured, default=0)
     first = max((step for step in origins(run) if step <= last), default=None)
     span = "nats per token" if first is None else f"nats per token, from step {first} to step {last}"
     if goes_on(run):
@@ -170,8 +170,8 @@ def _batch_rows(run: Run) -> list[Row]:
             _scale_row(*(_with_interval(run, f"gns/{name}") for name in ("noise_scale_prompts", "batch_ratio")))
         )
     if run.measured("ess/advantage"):
-        shares = [e.value for e in run.measured("ess/advantage_fraction").values() if math.isfinite(e.value)]
-        idle = [e.value for e in run.measured("ess/zero_advantage_prompts").values() if math.isfinite(e.value)]
+        shares = [e.value for e in run.known("ess/advantage_fraction").values()]
+        idle = [e.value for e in run.known("ess/zero_advantage_prompts").values()]
         value = f"{statistics.fmean(shares):.0%}" if shares else MISSING
         note = "of the sequences carry the update (Kish size of |A|, mean over steps)"
         if idle:
@@ -231,7 +231,7 @@ def evaluation_tables(run: Run) -> list[EvaluationTable]:
     Where all prompts agree there is no error; a share then shows its 95 % interval: 1 (0.839 … 1).
     """
     tables = []
-    for name, metrics in run.evaluations.items():
+    for name, metrics in run.of_checkpoints.items():
         steps = sorted({step for by_step in metrics.values() for step in by_step})
         rows = [(metric, [_with_error(by_step.get(step)) for step in steps]) for metric, by_step in metrics.items()]
         tables.append(EvaluationTable(name, steps, rows))
