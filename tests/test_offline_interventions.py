@@ -40,7 +40,7 @@ from rl_training.offline.results import read_result
 from rl_training.offline.settings import Memory, UpdateConfig
 from rl_training.offline.truth import by_name
 from rl_training.offline.update import make_update
-from rl_training.records.report.plane import crosses_of, in_words, plane
+from rl_training.records.report.plane import effects_of, in_words, plane
 from rl_training.records.report.summary import plus_minus
 
 NAMES = ["bonus:0.5", "psr", "nsr", "w_reinforce:0.5", "lr:0.5", "max_grad_norm:0.05", "clip_cov:0.1"]
@@ -429,12 +429,12 @@ def test_the_sentences_say_what_keeps_entropy_and_how_certain_the_order_of_price
 
 def test_the_plane_has_a_cross_for_each_that_does_something() -> None:
     rows = [row("plain", -3e-3, 1e-3), row("$one", 2e-3, 1e-3, -1e-3), row("zero", 0.0, 0.0), row("no", math.nan, 0.0)]
-    crosses = crosses_of(rows, "measured")
-    assert [cross.name for cross in crosses if cross.is_there] == ["$one"]
-    drawn = plane("x.png", "title", "caption", crosses_of(rows, "predicted"), crosses)
+    effects = effects_of(rows, "measured")
+    assert [of.name for of in effects if of.is_there] == ["$one"]
+    drawn = plane("x.png", "title", "caption", effects_of(rows, "predicted"), effects)
     assert drawn.missing == []
     assert len(drawn.png) > 10_000
-    assert plane("x.png", "title", "caption", [], crosses[1:]).missing == ["no intervention has a known effect"]
+    assert plane("x.png", "title", "caption", [], effects[1:]).missing == ["no intervention has a known effect"]
 
 
 def softer(loss: LossInputs, strength: float) -> Remedied:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pandas as pd
 
+from rl_training.records.json_values import from_json
+
 OFFLINE = "offline"  # folder of a run that holds analyses of its checkpoints
 RESULT_FILE = "result.json"
 ABOUT = ["analysis", "checkpoint", "step", "kind"]
@@ -39,9 +41,9 @@ def analysis_results(folder: str | Path) -> pd.DataFrame:
 
 
 def read_analysis(path: str | Path) -> dict[str, Any]:
-    """Returns what a result.json holds; null where a number is not available, with the reason in `reasons`."""
+    """Returns what a result.json holds; nan where a number is not available, with the reason in `reasons`."""
     try:
-        content: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+        content: dict[str, Any] = from_json(json.loads(Path(path).read_text(encoding="utf-8")))
         content["results"], content["step"], content["settings"]["offline"]
     except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{path} is no result of a checkpoint analysis ({error}): delete it") from error
@@ -61,10 +63,8 @@ def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
     bare = {name: whole[name] for name in (*ABOUT, *VARIED)}
     for row in tables.get("eta", []):
         if row["eta"] != 1.0:
-            predicted = {
-                name: None if results[name] is None else row["eta"] * results[name]
-                for name in ("deltaH1", "deltaH1_se", "deltaH1_sequence", "deltaH1_sequence_se")
-            }
+            linear = ("deltaH1", "deltaH1_se", "deltaH1_sequence", "deltaH1_sequence_se")
+            predicted = {name: row["eta"] * results[name] for name in linear}
             yield {**bare, "kind": "eta", **predicted, **row}
     for kind, name in (("size", "sizes"), ("update", "updates")):
         for row in tables.get(name, []):

@@ -19,10 +19,10 @@ from rl_training.records.report.one_analysis import one_analysis
 from rl_training.records.report.page import render
 from rl_training.records.report.plane import Interventions, interventions_of
 from rl_training.records.report.series import Run, curve
+from rl_training.records.report.summary import MILLI
 from rl_training.records.verdict import verdict
 
 TABLE_FILE, PAGE_FILE = "sweep.csv", "analyses.html"
-MILLI = 1e3
 MIN_POINTS = 3  # of a line whose slope is to mean something
 HEADINGS = {
     "deltaH1": "predicted", "deltaH_true": "measured", "paired_error": "predicted − measured",
@@ -263,7 +263,7 @@ def _conditioning(content: Mapping[str, Any], name: str) -> Picture | None:
         for offset, key, color, label in (
             (-0.2, "delta_h1", BLUE, "same ‖δθ‖"), (0.2, "delta_h1_same_gain", ORANGE, "same gain in reward"),
         ):  # fmt: skip
-            values = [math.nan if row[key] is None else MILLI * row[key] for row in rows]
+            values = [MILLI * row[key] for row in rows]
             axes.barh(places + offset, values, height=0.38, color=color, label=label)
         axes.axvline(0, color=GREY, lw=1)
         axes.set_yticks(places, names)
@@ -285,4 +285,4 @@ def core_numbers(analysis: Mapping[str, Any]) -> dict[str, float]:
     """Returns the core numbers of an analysis for dashboards, under offline/…, without those that are not available."""
     names = ("deltaH1", "deltaH_true", "deltaH_odd", "paired_error", "H_orig", "ESS", "avg_reward")
     results = analysis["results"]
-    return {f"offline/{name}": results[name] for name in names if results.get(name) is not None}
+    return {f"offline/{name}": results[name] for name in names if math.isfinite(results.get(name, math.nan))}

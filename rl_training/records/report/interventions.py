@@ -10,13 +10,14 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import is_significant
 from rl_training.records.checkpoints import checkpoints_of
-from rl_training.records.report.plane import MILLI, Cross, Interventions, certain_order, plane
+from rl_training.records.report.plane import Effect, Interventions, certain_order, in_order_of_price, plane
 from rl_training.records.report.series import Run
-from rl_training.records.report.summary import MISSING, in_words, plus_minus
+from rl_training.records.report.summary import MISSING, in_words, milli
 
 NAMES = re.compile(r"^intervention/(.+)/mean_delta_h$")
 PLAIN = "intervention/plain_mean_"
@@ -43,20 +44,25 @@ ONE_STEP = (
 
 
 @dataclass(frozen=True)
-class _Measured:
+class _Measured(Effect):
     """An intervention at the last step at which it was measured."""
 
-    name: str
-    delta_h: Estimate
-    delta_reward: Estimate
-    price: Estimate
     halves_at: Estimate  # when it is kept
     kept: float  # times of one step's effect
     steps: int  # measured ones
 
     @property
-    def keeps(self) -> bool:
-        return is_significant(self.delta_h) and self.delta_h.value > 0
+    def bare_name(self) -> str:
+        """Its name without a strength."""
+        return self.name.partition(":")[0]
+
+    @property
+    def halves(self) -> bool:
+        return math.isfinite(self.halves_at.value)
+
+    @property
+    def at_price(self) -> str:
+        return f" (price {in_words(self.price)})" if math.isfinite(self.price.value) else ""
 
 
 def interventions_of_run(run: Run) -> Interventions | None:
@@ -65,8 +71,7 @@ def interventions_of_run(run: Run) -> Interventions | None:
     if not names:
         return None
     found = [_measured(run, name) for name in names]
-    crosses = [_cross(of) for of in found]
-    drawn = plane("interventions.png", "What would change entropy, and at what price", CAPTION, crosses, [])
+    drawn = plane("interventions.png", "What would change entropy, and at what price", CAPTION, found, [])
     return Interventions(drawn.title, _sentences(run, found), HEADINGS, [_row(of) for of in found], drawn,
                          _lines(run, found))  # fmt: skip
 
@@ -83,37 +88,30 @@ def _measured(run: Run, name: str) -> _Measured:
         delta_h,
         last("mean_delta_reward"),
         last("mean_price"),
-        last("kept_halves_at"),
-        kept.value / once.value if once.value else math.nan,
-        int(number.group(1)) if number else 0,
-    )
-
-
-def _cross(of: _Measured) -> Cross:
-    return Cross(
-        of.name, of.delta_reward.value, of.delta_reward.half_width(), of.delta_h.value, of.delta_h.half_width()
+        halves_at=last("kept_halves_at"),
+        kept=kept.value / once.value if once.value else math.nan,
+        steps=int(number.group(1)) if number else 0,
     )
 
 
 def _sentences(run: Run, found: Sequence[_Measured]) -> list[str]:
+    ordered = in_order_of_price(found)
+    halving = [of for of in ordered if of.halves]
+    keeping, spending = [of for of in ordered if of.keeps], [of for of in ordered if of.spends]
     said = [_fall(run)]
-    halving = sorted((of for of in found if math.isfinite(of.halves_at.value)), key=lambda of: _by_price(of))
     if halving:
-        told = "; ".join(f"{_name(of)} {of.halves_at.value:.2g}{_at_price(of)}" for of in halving)
-        how_certain = certain_order({_name(of): of.price for of in halving})
+        told = "; ".join(f"{of.bare_name} {of.halves_at.value:.2g}{of.at_price}" for of in halving)
+        how_certain = certain_order({of.bare_name: of.price for of in halving})
         said.append(f"What would halve the fall when it is kept, in order of price: {told}.{how_certain}")
-    groups = (
-        ("Keeps entropy significantly (95 %) as set, per step, in order of price", [of for of in found if of.keeps]),
-        ("Spends significantly more entropy", [of for of in found if is_significant(of.delta_h) and not of.keeps]),
-    )
-    for words, some in groups:
+    for words, some in (
+        ("Keeps entropy significantly (95 %) as set, per step, in order of price", keeping),
+        ("Spends significantly more entropy", spending),
+    ):
         if some:
-            some = sorted(some, key=_by_price)
-            told = "; ".join(f"{of.name} {_milli(of.delta_h)}{_at_price(of)}" for of in some)
-            how_certain = certain_order({of.name: of.price for of in some if of.keeps})
+            told = "; ".join(f"{of.name} {milli(of.delta_h)}{of.at_price}" for of in some)
+            how_certain = certain_order({of.name: of.price for of in some}) if some is keeping else ""
             said.append(f"{words}, in thousandths of a nat: {told}.{how_certain}")
-    untold = [of for of in found if math.isfinite(of.delta_h.half_width()) and of.delta_h.half_width() > 0]
-    untold = [of for of in untold if not is_significant(of.delta_h)]
+    untold = [of for of in found if of.delta_h.half_width() > 0 and not is_significant(of.delta_h)]
     if untold:
         said.append(f"No significant effect on entropy: {'; '.join(_needed(run, of) for of in untold)}.")
     return [*said, ONE_STEP]
@@ -123,16 +121,15 @@ def _fall(run: Run) -> str:
     fall, gain = ([*run.measured(f"{PLAIN}{name}").values()][-1:] for name in ("delta_h", "delta_reward"))
     if not fall or math.isnan(fall[0].value):
         return "How fast entropy falls is not known here."
-    told = f"{_milli(fall[0])} thousandths of a nat of entropy"
-    told += f" and {_milli(gain[0])} thousandths of reward" if gain and math.isfinite(gain[0].value) else ""
+    told = f"{milli(fall[0])} thousandths of a nat of entropy"
+    told += f" and {milli(gain[0])} thousandths of reward" if gain and math.isfinite(gain[0].value) else ""
     sure = is_significant(fall[0]) and fall[0].value < 0
     return f"A step changes {told}.{'' if sure else ' Entropy does not fall significantly: there is nothing to halve.'}"
 
 
 def _needed(run: Run, of: _Measured) -> str:
     """Returns the name, and how many more measured steps would make its present value significant."""
-    probe = (run.settings.get("probes") or {}).get("interventions") or {}
-    decay = probe.get("decay", 0.9)
+    decay = _probe(run).get("decay", 0.9)
     most = (1 + decay) / (1 - decay) if decay < 1 else math.inf  # effective number of steps in the mean, at most
     times = (of.delta_h.half_width() / of.delta_h.value) ** 2 if of.delta_h.value else math.inf
     needed = max(of.steps, 1) * times
@@ -143,22 +140,22 @@ def _needed(run: Run, of: _Measured) -> str:
 
 def _lines(run: Run, found: Sequence[_Measured]) -> list[str]:
     """Returns commands: a branch for each of the cheapest that halve the fall or keep entropy, and a comparison."""
-    steps = sorted((int(path.name.rpartition("-")[2]), path) for path in checkpoints_of(run.folder))
-    chosen = [of for of in found if math.isfinite(of.halves_at.value) or of.keeps]
-    chosen = sorted(chosen, key=_by_price)[:MOST_LINES]
-    if not steps or not chosen:
+    checkpoints = checkpoints_of(run.folder)
+    chosen = in_order_of_price([of for of in found if of.halves or of.keeps])[:MOST_LINES]
+    if not checkpoints or not chosen:
         return []
-    start = ["rl-training", "train", f"branch={steps[-1][1]}", "additional_steps=20"]
+    last = max(checkpoints, key=lambda path: int(path.name.rpartition("-")[2]))
+    start = ["rl-training", "train", f"branch={last}", "additional_steps=20"]
     folders = [f"{run.folder}_plain"]  # to compare with: the run itself, as far as the others go
     lines = [shlex.join([*start, f"run_dir={folders[0]}"])]
+    given = run.settings.get("intervention") or []
     for of in chosen:
-        halving = math.isfinite(of.halves_at.value)
-        text = (
-            f"{_asked(run, of).partition(of.name)[0]}{_name(of)}:{of.halves_at.value:.2g}"
-            if halving
-            else _asked(run, of)
+        # A custom function was selected by its file too.
+        text = next(
+            (asked for asked in map(str, _probe(run).get("which") or []) if asked.endswith(f":{of.name}")), of.name
         )
-        given = run.settings.get("intervention") or []
+        if of.halves:
+            text = f"{text.removesuffix(of.name)}{of.bare_name}:{of.halves_at.value:.2g}"
         several = [*([given] if isinstance(given, str) else given), text]
         folder = f"{run.folder}_{re.sub(r'[^A-Za-z0-9.]+', '_', text.rpartition('/')[2])}"
         folders.append(folder)
@@ -167,33 +164,13 @@ def _lines(run: Run, found: Sequence[_Measured]) -> list[str]:
     return [*lines, shlex.join(["rl-training", "report", *folders])]
 
 
-def _asked(run: Run, of: _Measured) -> str:
-    """Returns the text that selected it; a custom function's includes its file."""
-    asked = ((run.settings.get("probes") or {}).get("interventions") or {}).get("which") or []
-    return next((str(text) for text in asked if str(text).endswith(f":{of.name}")), of.name)
+def _probe(run: Run) -> dict[str, Any]:
+    """Returns the settings of the probe."""
+    return (run.settings.get("probes") or {}).get("interventions") or {}
 
 
 def _row(of: _Measured) -> list[str]:
     kept = replace(of.delta_h, value=of.kept * of.delta_h.value, stderr=of.kept * of.delta_h.stderr)
-    halves = f"{of.halves_at.value:.2g}" if math.isfinite(of.halves_at.value) else f"{MISSING} {of.halves_at.reason}"
-    changes = map(_milli, (of.delta_h, kept, of.delta_reward))
+    halves = f"{of.halves_at.value:.2g}" if of.halves else f"{MISSING} {of.halves_at.reason}"
+    changes = map(milli, (of.delta_h, kept, of.delta_reward))
     return [of.name, *changes, in_words(of.price), halves, of.delta_h.reason]
-
-
-def _name(of: _Measured) -> str:
-    """Returns its name without a strength."""
-    return of.name.partition(":")[0]
-
-
-def _by_price(of: _Measured) -> float:
-    return of.price.value if math.isfinite(of.price.value) else math.inf
-
-
-def _at_price(of: _Measured) -> str:
-    return f" (price {in_words(of.price)})" if math.isfinite(of.price.value) else ""
-
-
-def _milli(estimate: Estimate) -> str:
-    if math.isnan(estimate.value):
-        return MISSING
-    return plus_minus(MILLI * estimate.value, MILLI * estimate.half_width(), "+")

@@ -10,8 +10,8 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from rl_training.records.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, Picture, picture
+from rl_training.records.report.summary import MILLI
 
-MILLI = 1e3
 WHOLE = {  # of a result, and how it is drawn
     "deltaH1": ("predicted", BLUE, "o"),
     "deltaH_true": ("measured", BLACK, "D"),
@@ -41,8 +41,7 @@ def one_analysis(content: Mapping[str, Any], name: str) -> Picture:
         for place in begins:
             axes.axhline(place - 0.5, color=GREY, lw=1)
         for place, (key, _, color, marker) in enumerate(rows):
-            stderr = results.get(f"{key}_se")
-            half = 0.0 if stderr is None else 1.96 * MILLI * stderr
+            half = 1.96 * MILLI * results.get(f"{key}_se", 0.0)
             axes.errorbar(MILLI * results[key], place, xerr=half, fmt=marker, color=color, ms=6, lw=1.6)
         axes.set_yticks(np.arange(len(rows)), [label for _, label, _, _ in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
@@ -56,8 +55,7 @@ def one_analysis(content: Mapping[str, Any], name: str) -> Picture:
 
 
 def _is_there(results: Mapping[str, Any], key: str) -> bool:
-    value = results.get(key)
-    return value is not None and math.isfinite(value) and not key.endswith("_sequence")
+    return math.isfinite(results.get(key, math.nan)) and not key.endswith("_sequence")
 
 
 def _caption(content: Mapping[str, Any]) -> str:

@@ -5,22 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 
 from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.welch import is_significant
 from rl_training.records.report.drawing import BLACK, BLUE, GREY, ORANGE, Picture, picture
-from rl_training.records.report.summary import MISSING, plus_minus
+from rl_training.records.report.summary import MILLI, MISSING, milli
 from rl_training.records.report.summary import in_words as estimate_in_words
 
-MILLI = 1e3
 PLAIN = "plain"
 PRICES = (1.0, 3.0, 10.0)  # of the lines, in points of reward per thousandth of a nat
-
-
 ONE_STEP = (
     "How each intervention would change the next step, relative to the step as it is (the square): left gives up "
     "reward, up keeps entropy. All points on a dotted line have the same price; flatter lines are dearer. "
@@ -33,44 +31,68 @@ SEVERAL_STEPS = (
 
 
 @dataclass(frozen=True)
-class Cross:
-    """One intervention in the plane: two values, and halves of their 95 % intervals. In nats, and in reward."""
+class Effect:
+    """What an intervention changes, compared with the step as it is: entropy (nats per token), reward, at a price."""
 
     name: str
-    delta_reward: float
-    reward_half: float
-    delta_h: float
-    h_half: float
+    delta_h: Estimate
+    delta_reward: Estimate
+    price: Estimate
 
     @property
     def is_there(self) -> bool:
-        values = self.delta_reward, self.delta_h
+        values = self.delta_reward.value, self.delta_h.value
         return all(map(math.isfinite, values)) and any(values)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it keeps entropy significantly."""
+        return is_significant(self.delta_h) and self.delta_h.value > 0
+
+    @property
+    def spends(self) -> bool:
+        return is_significant(self.delta_h) and self.delta_h.value < 0
+
+
+Some = TypeVar("Some", bound=Effect)
+
+
+@dataclass(frozen=True)
+class Interventions:
+    """What a page says of the interventions at one checkpoint, at one step or after several."""
+
+    title: str
+    sentences: list[str]
+    headings: list[str]
+    rows: list[list[str]]
+    picture: Picture
+    lines: Sequence[str] = ()  # commands that try what is said
 
 
 def plane(
-    file: str, title: str, caption: str, predicted: Sequence[Cross], measured: Sequence[Cross], per: str = "step"
+    file: str, title: str, caption: str, predicted: Sequence[Effect], measured: Sequence[Effect], per: str = "step"
 ) -> Picture:
     """Returns the picture: each intervention is a cross of two bars (predicted filled, measured open); plain is 0, 0.
 
     Names are listed at the side, ordered by ΔH. Unknown and exactly zero changes are not drawn.
     """
-    shown = {cross.name: cross for cross in (*predicted, *measured) if cross.is_there}  # the measured one's name, last
-    order = sorted(shown.values(), key=lambda cross: -cross.delta_h)
+    shown = {of.name: of for of in (*predicted, *measured) if of.is_there}  # the measured one's name, last
+    order = sorted(shown.values(), key=lambda of: -of.delta_h.value)
 
     def draw(axes: Axes) -> None:
         axes.axhline(0, color=GREY, lw=1)
         axes.axvline(0, color=GREY, lw=1)
         handles = [axes.plot([0], [0], "s", color=BLACK, ms=7, label="the step as it is")[0]]
-        for crosses, color, face, kind in (
+        for effects, color, face, kind in (
             (predicted, BLUE, BLUE, "predicted"), (measured, ORANGE, "white", "measured"),
         ):  # fmt: skip
-            if not crosses:
+            if not effects:
                 continue
-            for cross in (cross for cross in crosses if cross.is_there):
+            for of in (of for of in effects if of.is_there):
+                x, y = of.delta_reward, of.delta_h
                 axes.errorbar(
-                    MILLI * cross.delta_reward, MILLI * cross.delta_h, MILLI * cross.h_half, MILLI * cross.reward_half,
-                    fmt="o", color=color, mfc=face, ms=6, mew=1.5, elinewidth=0.8, label=f"{cross.name}, {kind}",
+                    MILLI * x.value, MILLI * y.value, MILLI * (y.ends()[1] - y.value), MILLI * (x.ends()[1] - x.value),
+                    fmt="o", color=color, mfc=face, ms=6, mew=1.5, elinewidth=0.8, label=f"{of.name}, {kind}",
                 )  # fmt: skip
             handles.append(Line2D([], [], ls="", marker="o", color=color, mfc=face, mew=1.5, label=kind))
         axes.set_xlabel(f"difference in reward, 1e-3 per {per}")
@@ -92,28 +114,15 @@ def _draw_prices(axes: Axes) -> Line2D:
     return Line2D([], [], ls=":", color=GREY, lw=0.8, label=f"price {', '.join(f'{price:g}' for price in PRICES)}")
 
 
-def _name_at_the_side(axes: Axes, order: Sequence[Cross]) -> None:
+def _name_at_the_side(axes: Axes, order: Sequence[Effect]) -> None:
     low, high = axes.get_ylim()
-    places = np.linspace(high, low, len(order) + 2)[1:-1]
     right = axes.get_xlim()[1]
-    for cross, place in zip(order, places, strict=True):
+    for of, place in zip(order, np.linspace(high, low, len(order) + 2)[1:-1], strict=True):
         axes.annotate(
-            cross.name.replace("$", r"\$"), (MILLI * cross.delta_reward, MILLI * cross.delta_h), (right, place),
+            of.name.replace("$", r"\$"), (MILLI * of.delta_reward.value, MILLI * of.delta_h.value), (right, place),
             textcoords="data", fontsize=10, va="center", annotation_clip=False,
             arrowprops={"arrowstyle": "-", "color": GREY, "lw": 0.5, "shrinkA": 1, "shrinkB": 3},
         )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Interventions:
-    """What a page says of the interventions at one checkpoint, at one step or after several."""
-
-    title: str
-    sentences: list[str]
-    headings: list[str]
-    rows: list[list[str]]
-    picture: Picture
-    lines: Sequence[str] = ()  # commands that try what is said
 
 
 def interventions_of(content: Mapping[str, Any], name: str) -> Iterator[Interventions]:
@@ -124,35 +133,40 @@ def interventions_of(content: Mapping[str, Any], name: str) -> Iterator[Interven
         if not rows:
             continue
         steps = rows[0].get("steps", 1)
-        of_steps = "1 step" if steps == 1 else f"{steps} steps"
-        title = f"Offline {name}: interventions at step {step}" if key == "interventions" else (
-            f"Offline {name}: {of_steps} with each intervention, from step {step} on"
-        )  # fmt: skip
-        updates = max(row["updates"] for row in rows)
-        caption = ONE_STEP if key == "interventions" else SEVERAL_STEPS
-        crosses = {kind: crosses_of(rows, kind) if kind in kinds else [] for kind in ("predicted", "measured")}
-        drawn = plane(
-            f"offline_{name}_{key}_{step}.png", title, f"{caption} Means over {updates} U, 95 % intervals.", **crosses,
-            per="step" if key == "interventions" else of_steps,
-        )  # fmt: skip
-        headings = [
-            "intervention",
-            *(f"{what}, {kind}" for what in ("entropy", "reward") for kind in kinds),
-            "price",
-            "note",
-        ]
+        per = "1 step" if steps == 1 else f"{steps} steps"
+        title, caption = f"Offline {name}: {per} with each intervention, from step {step} on", SEVERAL_STEPS
+        if key == "interventions":
+            title, caption, per = f"Offline {name}: interventions at step {step}", ONE_STEP, "step"
+        caption += f" Means over {max(row['updates'] for row in rows)} U, 95 % intervals."
+        predicted = effects_of(rows, "predicted") if "predicted" in kinds else []
+        file = f"offline_{name}_{key}_{step}.png"
+        drawn = plane(file, title, caption, predicted, effects_of(rows, "measured"), per)
+        numbers = (f"{what}, {kind}" for what in ("entropy", "reward") for kind in kinds)
+        headings = ["intervention", *numbers, "price", "note"]
         yield Interventions(title, in_words(rows, content["checkpoint"]), headings, table_of(rows, kinds), drawn)
 
 
-def crosses_of(rows: Sequence[Mapping[str, Any]], kind: str) -> list[Cross]:
-    """Returns the crosses of a table's rows, `kind` predicted or measured; that of the step as it is left out."""
+def effects_of(rows: Sequence[Mapping[str, Any]], kind: str) -> list[Effect]:
+    """Returns the effects in a table of result.json, `kind` predicted or measured, without that of the plain step."""
+    return [
+        Effect(row["name"], _estimate(row, f"{kind}_delta_h"), _estimate(row, f"{kind}_delta_reward"), _price(row))
+        for row in rows
+        if row["name"] != PLAIN
+    ]
 
-    def number(row: Mapping[str, Any], key: str) -> float:
-        value = row.get(f"{kind}_{key}")
-        return math.nan if value is None else float(value)
 
-    keys = ("delta_reward", "delta_reward_half", "delta_h", "delta_h_half")
-    return [Cross(row["name"], *(number(row, key) for key in keys)) for row in rows if row["name"] != PLAIN]
+def _estimate(row: Mapping[str, Any], key: str) -> Estimate:
+    value, half = row[key], row[f"{key}_half"]
+    return Estimate(value, reason=row["remark"] or "its error is not known", interval=(value - half, value + half))
+
+
+def _price(row: Mapping[str, Any]) -> Estimate:
+    """Returns its measured price with Fieller's interval."""
+    price, low, high = (row[f"measured_price{end}"] for end in ("", "_low", "_high"))
+    if math.isnan(price):
+        return Estimate.missing("no reward in E changed")
+    interval = None if math.isnan(low + high) else (low, high)
+    return Estimate(price + 0.0, reason="its interval is not symmetric", interval=interval)
 
 
 def in_words(rows: Sequence[Mapping[str, Any]], checkpoint: str = "") -> list[str]:
@@ -161,73 +175,52 @@ def in_words(rows: Sequence[Mapping[str, Any]], checkpoint: str = "") -> list[st
     rows        of a table with what was measured of each intervention
     checkpoint  where the command that trains with the cheapest would start
     """
-    keeps: list[Mapping[str, Any]] = []
-    spends: list[Mapping[str, Any]] = []
-    untold, nothing, missing = [], [], []
-    for row in rows:
-        value, half = row["measured_delta_h"], row["measured_delta_h_half"]
-        if row["name"] == PLAIN:
-            continue
-        if is_nan(value):
-            missing.append(f"{row['name']} ({row['remark']})")
-        elif value == 0.0 and row["measured_delta_reward"] == 0.0:
-            nothing.append(row["name"])
-        elif abs(value) <= half:
-            untold.append(row["name"])
-        else:
-            (keeps if value > 0 else spends).append(row)
-    keeps.sort(key=lambda row: (is_nan(row["measured_price"]), row["measured_price"]))
-    spends.sort(key=lambda row: row["measured_delta_h"])
+    effects = effects_of(rows, "measured")
+    keeps = in_order_of_price([of for of in effects if of.keeps])
+    spends = sorted((of for of in effects if of.spends), key=lambda of: of.delta_h.value)
+    missing = [of for of in effects if math.isnan(of.delta_h.value)]
+    nothing = [of for of in effects if of.delta_h.value == of.delta_reward.value == 0]
+    untold = [of for of in effects if of not in (*keeps, *spends, *missing, *nothing)]
     said = [
-        (
-            "Significantly more entropy than the step as it is (95 %), in order of price",
-            [_priced(row) for row in keeps],
-        ),
-        ("Significantly less entropy", [f"{row['name']} {_changes(row)}" for row in spends]),
-        ("No significant effect on entropy (more U would help: sweep.update_seeds)", untold),
-        ("Exactly no effect here", nothing),
-        ("Not available", missing),
+        ("Significantly more entropy than the step as it is (95 %), in order of price", map(_priced, keeps)),
+        ("Significantly less entropy", (f"{of.name} {milli(of.delta_h)}" for of in spends)),
+        ("No significant effect on entropy (more U would help: sweep.update_seeds)", (of.name for of in untold)),
+        ("Exactly no effect here", (of.name for of in nothing)),
+        ("Not available", (f"{of.name} ({of.delta_h.reason})" for of in missing)),
     ]
-    sentences = [f"{words}: {'; '.join(names)}." for words, names in said if names]
+    sentences = [f"{words}: {told}." for words, names in said if (told := "; ".join(names))]
     if keeps:
-        sentences[0] += certain_order({row["name"]: _price(row) for row in keeps if not is_nan(row["measured_price"])})
+        sentences[0] += certain_order({of.name: of.price for of in keeps})
     if keeps and checkpoint:
-        branch = f"rl-training train branch={checkpoint} run_dir=NEW intervention={keeps[0]['asked']}"
+        asked = next(row["asked"] for row in rows if row["name"] == keeps[0].name)
+        branch = f"rl-training train branch={checkpoint} run_dir=NEW intervention={asked}"
         sentences.append(f"To train with the first of them from here: {branch}")
     return sentences
 
 
-def _changes(row: Mapping[str, Any]) -> str:
-    return _cell(row, "measured_delta_h")
+def _priced(of: Effect) -> str:
+    if math.isnan(of.price.value):
+        return f"{of.name} {milli(of.delta_h)} (price not measured: {of.price.reason})"
+    return f"{of.name} {milli(of.delta_h)} at a price of {estimate_in_words(of.price)}"
 
 
-def _price(row: Mapping[str, Any]) -> Estimate:
-    """Returns its price with Fieller's interval."""
-    price, low, high = (row[f"measured_price{end}"] for end in ("", "_low", "_high"))
-    if is_nan(price):
-        return Estimate.missing("it has no price")
-    interval = None if is_nan(low) or is_nan(high) else (low, high)
-    return Estimate(price + 0.0, reason="its interval is not symmetric", interval=interval)
-
-
-def _priced(row: Mapping[str, Any]) -> str:
-    if is_nan(row["measured_price"]):
-        return f"{row['name']} {_changes(row)} (price not measured: no reward in E changed)"
-    return f"{row['name']} {_changes(row)} at a price of {estimate_in_words(_price(row))}"
+def in_order_of_price(effects: Sequence[Some]) -> list[Some]:
+    """Returns the effects, the cheapest first, those without a price last."""
+    return sorted(effects, key=lambda of: of.price.value if math.isfinite(of.price.value) else math.inf)
 
 
 def certain_order(prices: Mapping[str, Estimate]) -> str:
-    """Returns the sentence that says how certain the order of these prices is; "" of a single one.
+    """Returns the sentence that says how certain the order of these prices is; "" of fewer than two known ones.
 
     Two whose 95 % intervals do not overlap differ. What they share of the noise makes that a cautious answer.
     """
-    if len(prices) < 2:
+    ends = {name: price.ends() for name, price in prices.items() if math.isfinite(price.value)}
+    if len(ends) < 2:
         return ""
-    ends = {name: price.ends() for name, price in prices.items()}
     dearer = {name: [other for other in ends if ends[other][0] > ends[name][1]] for name in ends}
     told = "; ".join(f"{name} costs less than {', '.join(others)}" for name, others in dearer.items() if others)
     if told:
-        is_whole = 2 * sum(map(len, dearer.values())) == len(prices) * (len(prices) - 1)
+        is_whole = 2 * sum(map(len, dearer.values())) == len(ends) * (len(ends) - 1)
         rest = "" if is_whole else " The rest of their order is not certain."
         return f" Prices whose intervals do not overlap: {told}.{rest}"
     return " The intervals of these prices all overlap: their order is not certain."
@@ -238,19 +231,9 @@ def table_of(rows: Sequence[Mapping[str, Any]], kinds: Sequence[str]) -> list[li
     return [
         [
             row["name"],
-            *(_cell(row, f"{kind}_{quantity}") for quantity in ("delta_h", "delta_reward") for kind in kinds),
+            *(milli(_estimate(row, f"{kind}_{what}")) for what in ("delta_h", "delta_reward") for kind in kinds),
             MISSING if row["name"] == PLAIN else estimate_in_words(_price(row)),
             row["remark"],
         ]
         for row in rows
     ]
-
-
-def is_nan(value: float | None) -> bool:
-    """Returns whether a number of result.json is not known."""
-    return value is None or math.isnan(value)
-
-
-def _cell(row: Mapping[str, Any], key: str) -> str:
-    value, half = row[key], row[f"{key}_half"]
-    return MISSING if is_nan(value) else plus_minus(MILLI * value, MILLI * half, "+")

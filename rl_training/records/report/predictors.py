@@ -10,9 +10,9 @@ from matplotlib.axes import Axes
 
 from rl_training.records.report.drawing import BLUE, GREY, ORANGE, Picture, legend, picture
 from rl_training.records.report.series import Measurements, Run
+from rl_training.records.report.summary import MILLI
 
 MIN_POINTS = 3
-MILLI = 1e3
 
 
 def draw_predictors(run: Run) -> Picture:

@@ -21,6 +21,7 @@ from rl_training.records.report.series import (
 )
 
 MISSING = "–"
+MILLI = 1e3  # changes of a step are shown in thousandths
 MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
 
 
@@ -145,6 +146,13 @@ def plus_minus(value: float, half: float, sign: str = "") -> str:
         return f"{value:{sign}.3g}"
     decimals = _decimals(half)
     return f"{value:{sign}.{decimals}f} ± {half:.{decimals}f}"
+
+
+def milli(change: Estimate) -> str:
+    """Returns a change in thousandths, with its sign ± half of its 95 % interval; MISSING without a value."""
+    if math.isnan(change.value):
+        return MISSING
+    return plus_minus(MILLI * change.value, MILLI * (change.ends()[1] - change.value), "+")
 
 
 def _decimals(half: float) -> int:

@@ -9,10 +9,8 @@ import math
 import re
 from dataclasses import dataclass
 
-from rl_training.mathematics.estimate import Estimate
-from rl_training.records.report.plane import MILLI
 from rl_training.records.report.series import Run
-from rl_training.records.report.summary import MISSING, plus_minus
+from rl_training.records.report.summary import milli
 
 NAMES = re.compile(r"^tokens/([^/]+)/([^/]+)/mean_delta_h$")
 HEADINGS = ["by", "class", "of all tokens", "change of entropy, a step"]
@@ -44,10 +42,5 @@ def token_classes_of_run(run: Run) -> TokenClasses | None:
         share = shares[known[-1]].value if known else 0.0
         if share > 0:
             change, steps = changes[known[-1]], changes[known[-1]].reason
-            rows.append([KINDS.get(kind, kind), name.replace("_", " "), f"{share:.1%}", _milli(change)])
+            rows.append([KINDS.get(kind, kind), name.replace("_", " "), f"{share:.1%}", milli(change)])
     return TokenClasses(HEADINGS, rows, steps) if rows else None
-
-
-def _milli(change: Estimate) -> str:
-    half = change.half_width()
-    return plus_minus(MILLI * change.value, MILLI * half, "+") if math.isfinite(half) else MISSING
