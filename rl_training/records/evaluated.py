@@ -18,7 +18,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, cast
 
@@ -160,6 +160,13 @@ def read_tables(run: Path) -> dict[str, list[EvaluatedMetric]]:
     }
     tables |= {path.parent.name: read_table(path.parent) for path in sorted(run.glob(f"{EVALUATIONS}/*/{TABLE_FILE}"))}
     return {name: rows for name, rows in tables.items() if rows}
+
+
+def largest_pass_at(metrics: Iterable[str]) -> str:
+    """Returns the metric pass_at_k of the largest k; "" where there is none."""
+    return max(
+        (m for m in metrics if m.startswith("pass_at_")), key=lambda m: int(m.removeprefix("pass_at_")), default=""
+    )
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.records.compare.final import mean_noise_scale, mean_over_runs, noise_scales
 from rl_training.records.compare.groups import Group, branching_steps
 from rl_training.records.compare.law import FittedLaw
-from rl_training.records.evaluated import IN_TRAINING
+from rl_training.records.evaluated import IN_TRAINING, largest_pass_at
 from rl_training.records.report.drawing import GREY, Picture, frame_shares, legend, picture, running_window
 from rl_training.records.report.hover import BAND_OF
 from rl_training.records.report.series import Measurements, Run, curve, finite
@@ -178,8 +178,8 @@ def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[str, str]]:
             found.setdefault(evaluation, set()).update(name for name in metrics if finite(metrics[name]))
     chosen = []
     for evaluation, names in sorted(found.items()):
-        largest = max((m for m in names if m.startswith("pass_at_")), key=lambda m: int(m[8:]), default="")
-        wanted = ("reward",) if evaluation == IN_TRAINING else dict.fromkeys([*EVALUATED[:3], largest, *EVALUATED[3:]])
+        several = dict.fromkeys([*EVALUATED[:3], largest_pass_at(names), *EVALUATED[3:]])
+        wanted = ("reward",) if evaluation == IN_TRAINING else several
         chosen += [(evaluation, metric) for metric in wanted if metric in names]
     return chosen
 

@@ -13,11 +13,10 @@ import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.patches import Patch
 from matplotlib.ticker import MaxNLocator
 
 from rl_training.records.report.hover import BAND_OF, hover_points
-from rl_training.records.report.series import Curve, Measurements, why_it_ends
+from rl_training.records.report.series import Curve, Measurements, curve, finite, why_it_ends
 
 # Okabe and Ito's colours, which everyone can tell apart.
 BLACK, BLUE, ORANGE, GREEN, GREY = "#000000", "#0072B2", "#D55E00", "#009E73", "#8C8C8C"
@@ -54,27 +53,20 @@ class Picture:
     hover: list[list[Any]]  # hover_points of it
 
 
-def what_is_missing(quantities: Mapping[str, Measurements]) -> list[str]:
-    """Returns why quantities are not in a picture, or not to its end: a line for each reason."""
-    labels: dict[str, list[str]] = {}
+def what_is_missing(quantities: Mapping[str, Measurements], values: bool = True, bands: bool = True) -> list[str]:
+    """Returns a line for each reason why quantities are not in a picture, or not to its end, or have no error bar."""
+    ends: dict[str, list[str]] = {}
+    without: dict[str, list[tuple[str, int]]] = {}
     for label, measurements in quantities.items():
-        labels.setdefault(why_it_ends(measurements), []).append(label)
-    return [f"{', '.join(names)} – {reason}" for reason, names in labels.items() if reason]
-
-
-def bands_that_are_missing(quantities: Mapping[str, Measurements]) -> list[str]:
-    """Returns why values that are drawn have no error bar: a line for each reason, with the steps."""
-    found: dict[str, tuple[dict[str, None], set[int]]] = {}
-    for label, measurements in quantities.items():
-        for step, estimate in measurements.items():
-            if math.isfinite(estimate.value) and math.isnan(estimate.stderr):
-                labels, steps = found.setdefault(estimate.reason, ({}, set()))
-                labels[label] = None
-                steps.add(step)
-    return [
-        f"error bars of {', '.join(labels)}, steps {min(steps)}–{max(steps)} – {reason}"
-        for reason, (labels, steps) in found.items()
-    ]
+        ends.setdefault(why_it_ends(measurements), []).append(label)
+        for step, estimate in finite(measurements).items():
+            if math.isnan(estimate.stderr):
+                without.setdefault(estimate.reason, []).append((label, step))
+    told = [f"{', '.join(labels)} – {reason}" for reason, labels in ends.items() if reason and values]
+    for reason, found in without.items() if bands else ():
+        labels, steps = (list(dict.fromkeys(of)) for of in zip(*found, strict=True))
+        told.append(f"error bars of {', '.join(labels)}, steps {min(steps)}–{max(steps)} – {reason}")
+    return told
 
 
 def line(axes: Axes, drawn: Curve, color: str, style: str, label: str) -> None:
@@ -118,10 +110,9 @@ def running_window(num_values: int) -> int:
     return max(5, num_values // 20 // 2 * 2 + 1)
 
 
-def legend(axes: Axes, *more: Patch) -> None:
+def legend(axes: Axes) -> None:
     """Sets the legend above the frame, where it hides no data, in as many lines as its words need."""
-    handles = [*axes.get_legend_handles_labels()[0], *more]
-    labels = [str(handle.get_label()) for handle in handles]
+    handles, labels = axes.get_legend_handles_labels()
     columns = max(1, CHARACTERS // (max(map(len, labels), default=1) + 6))
     names = [label.replace("$", r"\$") for label in labels]  # names are not math text
     axes.legend(handles, names, loc="lower left", bbox_to_anchor=(0, 1), ncols=min(len(handles), columns) or 1,
@@ -156,6 +147,30 @@ def picture(
         figure.savefig(buffer, format="png", metadata={"Software": None})
     # After it was saved, since only then the frame's place in the picture is settled.
     return Picture(file, title, caption if draw else "", missing, buffer.getvalue(), hover_points(axes))
+
+
+def picture_of_lines(
+    file: str,
+    title: str,
+    caption: str,
+    unit: str,
+    quantities: Mapping[str, Measurements],
+    styles: Sequence[tuple[str, str]],
+    around: Callable[[Axes], object] = lambda axes: None,
+    missing: Sequence[str] = (),
+) -> Picture:
+    """Returns the picture of quantities by label over steps, a line with its band each, and what `around` adds."""
+    lines = {label: curve(measurements) for label, measurements in quantities.items()}
+
+    def draw(axes: Axes) -> None:
+        for (label, drawn), style in zip(lines.items(), styles, strict=False):
+            if drawn.steps:
+                line(axes, drawn, *style, label)
+        around(axes)
+        axes.set_ylabel(unit)
+        legend(axes)
+
+    return picture(file, title, caption, [*missing], draw if any(drawn.steps for drawn in lines.values()) else None)
 
 
 def _count_steps(axes: Axes) -> None:

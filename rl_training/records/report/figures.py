@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from functools import partial
 from itertools import cycle
 
 import numpy as np
+import pandas as pd
 from matplotlib.axes import Axes
-from matplotlib.patches import Patch
 
-from rl_training.records.report.calibration import draw_calibration
+from rl_training.records.evaluated import largest_pass_at
 from rl_training.records.report.drawing import (
     BLACK,
     BLUE,
@@ -20,21 +19,30 @@ from rl_training.records.report.drawing import (
     OFFSET,
     ORANGE,
     Picture,
-    bands_that_are_missing,
     dots,
     frame_shares,
     legend,
     line,
     picture,
+    picture_of_lines,
     points,
     running_window,
     what_is_missing,
 )
 from rl_training.records.report.forecast import draw_forecast
-from rl_training.records.report.predictors import draw_predictors
-from rl_training.records.report.series import NO_LATER_BATCH, Run, curve, held_out_rewards, naive_of, origins
+from rl_training.records.report.predictions import draw_calibration, draw_predictors
+from rl_training.records.report.series import (
+    NO_LATER_BATCH,
+    Measurements,
+    Run,
+    curve,
+    held_out_rewards,
+    naive_of,
+    origins,
+)
 
 HELD_OUT_STYLES = ((ORANGE, "s-"), (GREEN, "D-"), (BLACK, "^-"))
+EVALUATION_STYLES = ((BLUE, "o-"), (ORANGE, "^-"), (GREEN, "s-"), (BLACK, "d-"))
 
 
 def draw_figures(run: Run) -> list[Picture]:
@@ -77,31 +85,25 @@ def _reward(run: Run) -> Picture:
 
 
 def _entropy(run: Run) -> Picture:
-    measured, predicted = run.measured("delta_h/cumulative_measured"), run.measured("delta_h/cumulative_predicted")
+    sums: dict[str, Measurements] = {
+        "measured": run.measured("delta_h/cumulative_measured"),
+        "predicted": run.measured("delta_h/cumulative_predicted"),
+    }
     naive = naive_of(run)
+    missing = what_is_missing({**sums, "naive product": naive}, bands=False) + what_is_missing(sums, values=False)
     styles = {"measured": (BLACK, "o-"), "predicted": (BLUE, "s-"), "naive product (biased)": (ORANGE, "^--")}
-    lines = dict(zip(styles, (curve(measured), curve(predicted), curve(naive)), strict=True))
-    lines = {
-        label: drawn for label, drawn in lines.items() if len(drawn.steps) > 1
-    }  # the 0 they start from says nothing
-    missing = what_is_missing({"measured": measured, "predicted": predicted, "naive product": naive})
-    missing += bands_that_are_missing({"measured": measured, "predicted": predicted})
-    if not lines and not missing:
-        missing = [NO_LATER_BATCH]
-
+    quantities = {**sums, "naive product (biased)": naive}
+    drawn = {label: of for label, of in quantities.items() if len(curve(of).steps) > 1}  # the 0 of a start says nothing
     starts = origins(run)
-    at_start = run.measured("entropy/token").get(starts[0]) if len(starts) == 1 else None
+    at_start = run.known("entropy/token").get(starts[0]) if len(starts) == 1 else None
 
-    def draw(axes: Axes) -> None:
-        axes.axhline(0, color=GREY, lw=1)
-        for label, drawn in lines.items():
-            line(axes, drawn, *styles[label], label)
-        axes.set_ylabel("change of token entropy\nsince the first step (nats per token)")
-        if at_start and math.isfinite(at_start.value):
+    def around(axes: Axes) -> None:
+        axes.axhline(0, color=GREY, lw=1, zorder=1)
+        axes.fill_between([], [], color=GREY, alpha=0.4, lw=0, label="95 % interval")
+        if at_start:
             level = at_start.value  # of the first batch, the origin of the black curve
             scale = axes.secondary_yaxis("right", functions=(partial(np.add, level), partial(np.add, -level)))
             scale.set_ylabel("token entropy (nats)")
-        legend(axes, Patch(color=GREY, alpha=0.4, lw=0, label="95 % interval"))
 
     caption = (
         "Blue (the sum of predictions) should follow black (token entropy of each step's batch minus the first's) "
@@ -109,19 +111,27 @@ def _entropy(run: Run) -> Picture:
         "update from the same batch: their shared noise makes it drift away. "
         "The scale on the right is the token entropy itself: at 0 none is left."
     )
-    return picture("entropy.png", "Entropy: predicted against measured", caption, missing, draw if lines else None)
+    return picture_of_lines(
+        "entropy.png",
+        "Entropy: predicted against measured",
+        caption,
+        "change of token entropy\nsince the first step (nats per token)",
+        drawn,
+        [styles[label] for label in drawn],
+        around,
+        missing or [NO_LATER_BATCH] * (not drawn),
+    )
 
 
 def _delta_h(run: Run) -> Picture:
     quantities = {"forward": run.measured("delta_h/forward"), "backward": run.measured("delta_h/backward")}
     forward, backward = (curve(measurements, at_about_step=True) for measurements in quantities.values())
-    true = curve(run.measured("delta_h/true"))
 
     def draw(axes: Axes) -> None:
         axes.axhline(0, color=GREY, lw=1)
         points(axes, forward, BLUE, "o", -OFFSET, "forward, from this step's batch")
         points(axes, backward, GREEN, "s", OFFSET, "backward, from the next step's batch")
-        points(axes, true, BLACK, "D", 0, "true, on a separate buffer")
+        points(axes, curve(run.measured("delta_h/true")), BLACK, "D", 0, "true, on a separate buffer")
         axes.set_ylabel("predicted change of token entropy\nby this step's update (nats per token)")
         legend(axes)
 
@@ -131,54 +141,46 @@ def _delta_h(run: Run) -> Picture:
         "curve sums their mean, the trapezoid. Where the two stay apart, do not trust forward alone."
     )
     drawn = draw if forward.steps or backward.steps else None
-    missing = what_is_missing(quantities) + bands_that_are_missing(quantities)
-    return picture("delta_h.png", "Each update's effect on entropy", caption, missing, drawn)
+    return picture("delta_h.png", "Each update's effect on entropy", caption, what_is_missing(quantities), drawn)
 
 
 def _causes(run: Run) -> Picture:
     colors = {"momentum": BLUE, "gradient": ORANGE, "decay": GREEN}
     parts = {cause: run.measured(f"delta_h/part/{cause}") for cause in colors}
-    lines = {cause: curve(measurements) for cause, measurements in parts.items()}
-    nothing = [cause for cause, drawn in lines.items() if drawn.steps and not any(drawn.values)]
+    values = {cause: curve(part).values for cause, part in parts.items()}
+    nothing = [cause for cause in parts if values[cause] and not any(values[cause])]
+    drawn = {cause: part for cause, part in parts.items() if cause not in nothing}
     total = curve(run.measured("delta_h/forward"))
 
-    def draw(axes: Axes) -> None:
-        axes.axhline(0, color=GREY, lw=1)
-        axes.plot(total.steps, total.values, "-", color=BLACK, lw=1.5, label="forward, their sum")
-        for cause, drawn in lines.items():
-            if drawn.steps and cause not in nothing:
-                line(axes, drawn, colors[cause], "o-", cause)
-        axes.set_ylabel("part of forward\n(nats per token)")
-        legend(axes)
+    def around(axes: Axes) -> None:
+        axes.axhline(0, color=GREY, lw=1, zorder=1)
+        axes.plot(total.steps, total.values, "-", color=BLACK, lw=1.5, label="forward, their sum", zorder=1.5)
 
     caption = (
         "What moves the entropy in each update: the momentum of earlier gradients, this step's own gradient, weight "
         "decay. They add up to forward. The 95 % bands ignore how a fold changes the others' updates."
         + "".join(f" The part of {cause} is 0 at every step, and not drawn." for cause in nothing)
     )
-    drawable = draw if any(drawn.steps for drawn in lines.values()) else None
-    missing = what_is_missing(parts) + bands_that_are_missing(parts)
-    return picture("causes.png", "Causes: momentum, gradient, decay", caption, missing, drawable)
+    styles = [(colors[cause], "o-") for cause in drawn]
+    title, unit = "Causes: momentum, gradient, decay", "part of forward\n(nats per token)"
+    return picture_of_lines("causes.png", title, caption, unit, drawn, styles, around, what_is_missing(parts))
 
 
 def _layers(run: Run) -> Picture:
     prefix = "delta_h/layer/"
-    by_layer = {
-        name.removeprefix(prefix): curve(measurements)
-        for name, measurements in run.estimates.items()
+    parts = {
+        name.removeprefix(prefix): {step: estimate.value for step, estimate in run.known(name).items()}
+        for name in run.estimates
         if name.startswith(prefix) and not name.endswith("_sequence")
     }
-    labels = sorted(by_layer, key=lambda label: (not label.isdigit(), int(label) if label.isdigit() else 0, label))
-    steps = sorted({step for drawn in by_layer.values() for step in drawn.steps})
-    table = np.full((len(labels), len(steps)), np.nan)
-    for row, label in enumerate(labels):
-        columns = [steps.index(step) for step in by_layer[label].steps]
-        table[row, columns] = by_layer[label].values
+    labels = sorted(parts, key=lambda label: (not label.isdigit(), int(label) if label.isdigit() else 0, label))
+    table = pd.DataFrame(parts).sort_index().T.reindex(labels)  # a row per layer, a column per step
 
     def draw(axes: Axes) -> None:
         # A quantile, not the largest: the first steps of Adam would take the colour from all others.
-        largest = float(np.nanquantile(np.abs(table), 0.9)) or float(np.nanmax(np.abs(table))) or 1.0
-        edges = (steps[0] - 0.5, steps[-1] + 0.5, len(labels) - 0.5, -0.5)
+        sizes = table.abs().to_numpy()
+        largest = float(np.nanquantile(sizes, 0.9)) or float(np.nanmax(sizes)) or 1.0
+        edges = (table.columns[0] - 0.5, table.columns[-1] + 0.5, len(labels) - 0.5, -0.5)
         image = axes.imshow(
             table, cmap="PuOr", vmin=-largest, vmax=largest, aspect="auto", extent=edges, interpolation="nearest"
         )
@@ -191,8 +193,8 @@ def _layers(run: Run) -> Picture:
         "Which layer pushes the entropy up (purple) or down (orange) at each step. The rows add up to forward. "
         "The colours saturate at the 90 % quantile of the sizes."
     )
-    missing = what_is_missing({"layers": run.measured("delta_h/forward")})
-    return picture("layers.png", "Causes: layer by layer", caption, missing, draw if steps else None)
+    missing = what_is_missing({"layers": run.measured("delta_h/forward")}, bands=False)
+    return picture("layers.png", "Causes: layer by layer", caption, missing, None if table.empty else draw)
 
 
 def _noise_scale(run: Run) -> Picture:
@@ -207,94 +209,65 @@ def _noise_scale(run: Run) -> Picture:
         axes.plot(list(batch), list(batch.values()), "--", color=BLACK, lw=1.5, label="batch in use")
         top = 1.5 * max(*drawn.values[len(drawn.values) // 4 :], *batch.values())
         low, high = ([min(end[step].value, 2 * top) for step in known] for end in ends)
-        axes.fill_between(known, low, high, color=BLUE, alpha=0.16, lw=0)
+        axes.fill_between(known, low, high, color=BLUE, alpha=0.16, lw=0, label="95 % interval")
         axes.set_ylabel("prompts")
         axes.set_ylim(0, top)
-        legend(axes, Patch(color=GREY, alpha=0.4, lw=0, label="95 % interval"))
+        legend(axes)
 
     caption = (
         "The batch size, in prompts, at which the gradient's noise equals its signal. Well below it, a larger batch "
         "gains nearly in proportion to its size; well above it, more prompts are mostly redundant. Where the band "
         "reaches the top, the noise scale has no known upper bound: the gradient itself may be 0."
     )
-    missing = what_is_missing({"noise scale": scale}) + (
-        [] if known else bands_that_are_missing({"noise scale": scale})
-    )
+    missing = what_is_missing({"noise scale": scale}, bands=not known)
     return picture("noise_scale.png", "Gradient noise scale", caption, missing, draw if drawn.steps else None)
 
 
 def _effective_sample_size(run: Run) -> Picture:
     names = {"advantage": "weights |A|", "token_weight": "weights |A|·T", "importance": "importance ratios"}
     sizes = {label: run.measured(f"ess/{name}") for name, label in names.items()}
-    styles = dict(zip(sizes, ((BLUE, "o-"), (GREEN, "s-"), (GREY, "--")), strict=True))
-    lines = {label: curve(measurements) for label, measurements in sizes.items()}
-
-    def draw(axes: Axes) -> None:
-        for label, drawn in lines.items():
-            if drawn.steps:
-                line(axes, drawn, *styles[label], label)
-        axes.set_ylabel("effective number of sequences")
-        axes.set_ylim(bottom=0)
-        legend(axes)
-
     caption = (
         "The number of equally weighted sequences that each step's weights amount to (Kish). Prompts whose responses "
         "all have the same reward have zero weight."
     )
-    drawable = draw if any(drawn.steps for drawn in lines.values()) else None
-    missing = what_is_missing(sizes) + bands_that_are_missing(sizes)
-    return picture("ess.png", "Effective sample size", caption, missing, drawable)
+    title, unit, styles = (
+        "Effective sample size",
+        "effective number of sequences",
+        ((BLUE, "o-"), (GREEN, "s-"), (GREY, "--")),
+    )
+    return picture_of_lines(
+        "ess.png", title, caption, unit, sizes, styles, lambda axes: axes.set_ylim(bottom=0), what_is_missing(sizes)
+    )
 
 
 def _solved(run: Run, name: str) -> Picture:
-    largest_k = max(int(metric.rpartition("_")[2]) for metric in run.evaluations[name] if metric.startswith("pass_at_"))
+    measured = run.evaluations[name]
+    pass_at = largest_pass_at(measured)
     labels = {
         "reward": "reward",
         "greedy_accuracy": "greedy",
-        f"pass_at_{largest_k}": f"pass@{largest_k}",
+        pass_at: pass_at.replace("pass_at_", "pass@"),
         "majority": "majority",
     }
+    quantities = {label: measured.get(metric, {}) for metric, label in labels.items()}
     caption = (
         "At each checkpoint: mean reward of the sampled responses; share of prompts solved by the greedy response, by "
         "at least one sampled response, and by the most frequent answer. Shaded: 95 % intervals over prompts."
     )
-    title = f"Evaluation {name}: what is solved"
-    return _evaluated(
-        run, name, f"evaluation_{name}_solved.png", title, labels, "share of prompts; reward", caption, True
-    )
+
+    def around(axes: Axes) -> None:
+        frame_shares(axes, [value for of in quantities.values() for value in curve(of).values])
+
+    file, title = f"evaluation_{name}_solved.png", f"Evaluation {name}: what is solved"
+    return picture_of_lines(file, title, caption, "share of prompts; reward", quantities, EVALUATION_STYLES, around)
 
 
 def _certainty(run: Run, name: str) -> Picture:
     labels = {"entropy/token": "entropy", "kl/token": "KL to the first model"}
+    quantities = {label: run.evaluations[name].get(metric, {}) for metric, label in labels.items()}
     caption = (
         "Exact next-token entropies and divergences, averaged over the tokens of the sampled responses; shaded: 95 % "
         "intervals over prompts."
     )
-    title = f"Evaluation {name}: entropy and distance"
-    return _evaluated(run, name, f"evaluation_{name}_entropy.png", title, labels, "nats per token", caption)
-
-
-def _evaluated(
-    run: Run,
-    name: str,
-    file: str,
-    title: str,
-    labels: Mapping[str, str],
-    unit: str,
-    caption: str,
-    shares: bool = False,
-) -> Picture:
-    measured = run.evaluations[name]
-    lines = {label: curve(measured.get(metric, {})) for metric, label in labels.items()}
-    styles = ((BLUE, "o-"), (ORANGE, "^-"), (GREEN, "s-"), (BLACK, "d-"))
-
-    def draw(axes: Axes) -> None:
-        for (label, drawn), style in zip(lines.items(), styles, strict=False):
-            if drawn.steps:
-                line(axes, drawn, *style, label)
-        if shares:
-            frame_shares(axes, [value for drawn in lines.values() for value in drawn.values])
-        axes.set_ylabel(unit)
-        legend(axes)
-
-    return picture(file, title, caption, [], draw if any(drawn.steps for drawn in lines.values()) else None)
+    file, title = f"evaluation_{name}_entropy.png", f"Evaluation {name}: entropy and distance"
+    return picture_of_lines(file, title, caption, "nats per token", quantities, EVALUATION_STYLES)

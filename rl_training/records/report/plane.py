@@ -165,7 +165,7 @@ def _price(row: Mapping[str, Any]) -> Estimate:
     price, low, high = (row[f"measured_price{end}"] for end in ("", "_low", "_high"))
     if math.isnan(price):
         return Estimate.missing("no reward in E changed")
-    interval = None if math.isnan(low + high) else (low, high)
+    interval = None if math.isnan(low) or math.isnan(high) else (low, high)
     return Estimate(price + 0.0, reason="its interval is not symmetric", interval=interval)
 
 
