@@ -24,9 +24,8 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 from moto.server import ThreadedMotoServer
 
-from rl_training.records.sync.command import main
-from rl_training.records.sync.copying import Connection, sync_once, target_of
-from rl_training.records.sync.listing import SourceFile, has_ended, shown
+from rl_training.records.sync import main, sync_once, target_of
+from rl_training.records.sync_source import Connection, SourceFile, has_ended, shown
 
 RUN = {
     "run_a/config.yaml": b"seed: 0\n",
@@ -154,12 +153,12 @@ def test_logs_reports_evaluations_and_configuration_are_copied_and_only_once(
     home = tmp_path / "home"
     first = sync_once(connect(url), home)
     assert brought(home) == RUN
-    assert (first.copied, first.copied_bytes) == (len(RUN), sum(map(len, RUN.values())))
+    assert {file.relative: file.size for file in first.copied} == {name: len(data) for name, data in RUN.items()}
     again = sync_once(connect(url), home)
-    assert (again.copied, again.unchanged) == (0, len(RUN))
+    assert (again.copied, again.unchanged) == ([], len(RUN))
     put("run_a/logs/metrics.jsonl", b'{"step": 1}\n{"step": 2}\n')
     (home / "notes.txt").write_bytes(b"mine")  # nothing is deleted that the source does not have
-    assert sync_once(connect(url), home).copied == 1
+    assert [file.relative for file in sync_once(connect(url), home).copied] == ["run_a/logs/metrics.jsonl"]
     assert brought(home) == RUN | {"run_a/logs/metrics.jsonl": b'{"step": 1}\n{"step": 2}\n', "notes.txt": b"mine"}
 
 
@@ -189,9 +188,9 @@ def test_a_change_that_size_and_time_hide_is_found_by_checksum(run_there: Path, 
     before = config.stat()
     config.write_bytes(b"seed: 9\n")
     os.utime(config, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert sync_once(connect(str(run_there)), home).copied == 0
+    assert sync_once(connect(str(run_there)), home).copied == []
     outcome = sync_once(connect(str(run_there)), home, checksum=True)
-    assert (outcome.copied, outcome.unchanged) == (1, len(RUN) - 1)
+    assert ([file.relative for file in outcome.copied], outcome.unchanged) == (["config.yaml"], len(RUN) - 1)
     assert (home / "config.yaml").read_bytes() == b"seed: 9\n"
 
 
