@@ -14,20 +14,27 @@ from matplotlib.axes import Axes
 
 from rl_training.records.analyses import OFFLINE, RESULT_FILE, analysis_results, read_analysis
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, Picture, legend, line, picture
-from rl_training.records.report.one_analysis import one_analysis
+from rl_training.records.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, Draw, Picture, legend, line, picture
 from rl_training.records.report.page import render
 from rl_training.records.report.plane import Interventions, interventions_of
+from rl_training.records.report.predictions import MIN_POINTS, scaled
 from rl_training.records.report.series import Run, curve
-from rl_training.records.report.summary import MILLI
+from rl_training.records.report.summary import MILLI, MISSING
 from rl_training.records.verdict import verdict
 
 TABLE_FILE, PAGE_FILE = "sweep.csv", "analyses.html"
-MIN_POINTS = 3  # of a line whose slope is to mean something
-HEADINGS = {
-    "deltaH1": "predicted", "deltaH_true": "measured", "paired_error": "predicted − measured",
-    "deltaH_odd": "measured, odd", "paired_error_odd": "predicted − odd",
-}  # fmt: skip
+Z_95 = 1.96
+STYLES = {  # of a result: its name, colour and marker
+    "deltaH1": ("predicted", BLUE, "o"),
+    "deltaH_true": ("measured", BLACK, "D"),
+    "paired_error": ("predicted − measured", ORANGE, "^"),
+    "deltaH_odd": ("measured, odd", GREEN, "s"),
+    "paired_error_odd": ("predicted − odd", GREEN, "v"),
+    "deltaH_snis": ("measured (SNIS)", GREY, "d"),
+}
+IN_TABLE = list(STYLES)[:5]
+SPLITS = {"part": "cause", "kind": "kind", "layer": "layer"}
+MOST_ROWS = 40  # of a split; a deep model's layers are in the table of results
 
 
 @dataclass(frozen=True)
@@ -63,69 +70,116 @@ def describe_analyses(folder: Path, run: Run | None) -> AnalysesSection:
 
     run  whose in-loop predictions are drawn beside them
     """
-    table = analysis_results(folder)
+    table, name = analysis_results(folder), folder.name
+    contents = [read_analysis(path) for path in folder.glob(f"*/{RESULT_FILE}")]
+    contents.sort(key=lambda analysis: analysis["step"])
     whole = table[table["kind"] == "whole"].sort_values("step")
-    contents = sorted(
-        (read_analysis(path) for path in folder.glob(f"*/{RESULT_FILE}")), key=lambda analysis: analysis["step"]
-    )
-    drawn = [one_analysis(contents[-1], folder.name), _agreement(table, folder.name)]
+    pictures = [_numbers(contents[-1], name), _agreement(table, name)]
     if (table["kind"] == "size").any():
-        drawn.append(_relative_error(table, folder.name))
+        pictures.append(_relative_error(table, name))
     if (table["kind"] == "eta").sum() + 1 >= MIN_POINTS:
-        drawn.append(_step_size(table, folder.name))
+        pictures.append(_step_size(table, name))
     if len(whole) > 1:
-        drawn.append(_evolution(whole, folder.name, run))
-    conditioning = _conditioning(contents[-1], folder.name)
-    if conditioning is not None:
-        drawn.append(conditioning)
-    headings = ["step", "U", *HEADINGS.values(), "ESS / N", "H"]
+        pictures.append(_evolution(whole, name, run))
+    if contents[-1]["tables"].get("conditioning"):
+        pictures.append(_conditioning(contents[-1], name))
+    headings = ["step", "U", *(STYLES[key][0] for key in IN_TABLE), "ESS / N", "H"]
     verdicts = [told for analysis in contents if (told := verdict(analysis["step"] + 1, analysis["results"]))]
-    return AnalysesSection(folder.name, verdicts, drawn, headings, [_cells(row) for row in _whole_and_updates(table)],
-                        [told for content in contents for told in interventions_of(content, folder.name)])  # fmt: skip
+    interventions = [told for content in contents for told in interventions_of(content, name)]
+    return AnalysesSection(name, verdicts, pictures, headings, _rows(table), interventions)
 
 
-def _whole_and_updates(table: pd.DataFrame) -> list[Mapping[str, Any]]:
+def core_numbers(analysis: Mapping[str, Any]) -> dict[str, float]:
+    """Returns the core numbers of an analysis for dashboards, under offline/…, without those that are not available."""
+    names = ("deltaH1", "deltaH_true", "deltaH_odd", "paired_error", "H_orig", "ESS", "avg_reward")
+    results = analysis["results"]
+    return {f"offline/{name}": results[name] for name in names if _is_there(results, name)}
+
+
+def _rows(table: pd.DataFrame) -> list[list[str]]:
     shown = table[table["kind"].isin(["whole", "update"])].sort_values(["step", "kind"], ascending=[True, False])
-    return shown.to_dict("records")
-
-
-def _cells(row: Mapping[str, Any]) -> list[str]:
-    filtered = ", filtered" if row["update_filtered"] else ""
     return [
-        str(int(row["step"]) + 1),
-        f"{row['update_prompts']:.0f} prompts, seed {row['update_seed']:.0f}{filtered}",
-        *(_with_error(row[name], row[f"{name}_se"]) for name in HEADINGS),
-        "–" if math.isnan(row["ESS"]) else f"{row['ESS'] / row['evaluation_size']:.3f}",
-        "–" if math.isnan(row["H_orig"]) else f"{row['H_orig']:.4f}",
+        [
+            str(row["step"] + 1),
+            "{update_prompts:.0f} prompts, seed {update_seed:.0f}".format(**row)
+            + ", filtered" * row["update_filtered"],
+            *(_with_error(row[key], row[f"{key}_se"]) for key in IN_TABLE),
+            MISSING if math.isnan(row["ESS"]) else f"{row['ESS'] / row['evaluation_size']:.3f}",
+            MISSING if math.isnan(row["H_orig"]) else f"{row['H_orig']:.4f}",
+        ]
+        for row in shown.to_dict("records")
     ]
 
 
 def _with_error(value: float, stderr: float) -> str:
-    if math.isnan(value):
-        return "–"
-    return f"{MILLI * value:+.3f}" + ("" if math.isnan(stderr) else f" ± {MILLI * stderr:.3f}")
+    told = MISSING if math.isnan(value) else f"{MILLI * value:+.3f}"
+    return told if math.isnan(stderr) else f"{told} ± {MILLI * stderr:.3f}"
+
+
+def _is_there(results: Mapping[str, Any], key: str) -> bool:
+    return math.isfinite(results.get(key, math.nan))
+
+
+def _picture(
+    name: str, key: str, title: str, caption: str, draw: Draw | None, why: str = "", height: float = 4
+) -> Picture:
+    """Returns the picture of the analyses of this name; without `draw`, one that says why."""
+    file, title, over_steps = f"offline_{name}_{key}.png", f"Offline {name}: {title}", key == "checkpoints"
+    return picture(file, title, caption, [] if draw else [why], draw, height, over_steps)
+
+
+def _numbers(content: Mapping[str, Any], name: str) -> Picture:
+    """Returns the picture of a result.json: a row for each number with its 95 % interval, per token."""
+    results = content["results"]
+    rows = [(key, *STYLES[key]) for key in IN_TABLE if _is_there(results, key)]
+    begins: list[int] = []  # of a split
+    for split, words in SPLITS.items():
+        keys = [key for key in results if key.startswith(f"deltaH1/{split}/") and _is_there(results, key)]
+        parts = [key for key in keys if "_se" not in key and not key.endswith("_sequence")]
+        if 1 < len(parts) <= MOST_ROWS:
+            begins.append(len(rows))
+            rows += [(key, f"{words}: {key.rpartition('/')[2]}", BLUE, ".") for key in parts]
+
+    def draw(axes: Axes) -> None:
+        axes.axvline(0, color=GREY, lw=1)
+        for place in begins:
+            axes.axhline(place - 0.5, color=GREY, lw=1)
+        for place, (key, _, color, marker) in enumerate(rows):
+            half = Z_95 * MILLI * results.get(f"{key}_se", math.nan)
+            axes.errorbar(MILLI * results[key], place, xerr=half, fmt=marker, color=color, ms=6, lw=1.6)
+        axes.set_yticks(np.arange(len(rows)), [label for _, label, _, _ in rows])
+        axes.set_ylim(len(rows) - 0.5, -0.5)
+        axes.set_xlabel("change of token entropy, 1e-3 nats")
+
+    caption = (
+        f"The step after checkpoint {content['step']}, 95 % intervals, from {results['B_E']:.0f} evaluation sequences "
+        f"and {results['B_U']:.0f} × {results['G']:.0f} update sequences, sampled independently. The prediction's "
+        "interval has the noise of both. Prediction and truth share E, so their difference is known more precisely. "
+        "Odd is half the difference of a step and a step back: the second order cancels. Causes, kinds of module and "
+        "layers each add up to the prediction."
+    )
+    missing = "neither prediction nor truth is a finite number"
+    height = 1.0 + 0.3 * len(rows)
+    return _picture(name, "step", f"step {content['step'] + 1}", caption, draw if rows else None, missing, height)
 
 
 def _agreement(table: pd.DataFrame, name: str) -> Picture:
     shown = table[table["kind"] != "size"].dropna(subset=["deltaH1", "deltaH_true"])
 
     def draw(axes: Axes) -> None:
-        ends = [0.0]
-        for truth, color, marker, label in (
-            ("deltaH_true", BLACK, "o", "measured"), ("deltaH_odd", GREEN, "s", "measured without second order"),
-        ):  # fmt: skip
+        for truth in ("deltaH_true", "deltaH_odd"):
+            label, color, marker = STYLES[truth]
             rows = shown.dropna(subset=[truth])
             if len(rows):
                 x, y = MILLI * rows[truth], MILLI * rows["deltaH1"]
                 bars = {"xerr": MILLI * rows[f"{truth}_se"], "yerr": MILLI * rows["deltaH1_se"].fillna(0)}
                 axes.errorbar(x, y, **bars, fmt=marker, color=color, ms=4, lw=1, alpha=0.8, label=label)
-                ends += [x.min(), x.max(), y.min(), y.max()]
         rows = shown[shown["kind"] != "eta"].dropna(subset=["covariance"])
         if len(rows) >= MIN_POINTS:
             x, y = rows["deltaH_true"].to_numpy(), rows["covariance"].to_numpy()
             r = {key: np.corrcoef(x, rows[key])[0, 1] for key in ("deltaH1", "covariance")}
             label = f"−Cov(log π, A), scaled: r = {r['covariance']:.2f} (predicted: {r['deltaH1']:.2f})"
-            axes.plot(MILLI * x, MILLI * y * (x @ y) / (y @ y), "^", color=ORANGE, ms=5, mew=0, label=label)
+            axes.plot(MILLI * x, MILLI * scaled(y, x), "^", color=ORANGE, ms=5, mew=0, label=label)
         axes.axline((0, 0), slope=1, color=GREY, lw=1.2, ls="--", label="y = x")
         axes.set_xlabel("measured change of token entropy (1e-3 nats)")
         axes.set_ylabel("predicted (1e-3 nats)")
@@ -138,29 +192,19 @@ def _agreement(table: pd.DataFrame, name: str) -> Picture:
         "covariance of arXiv 2505.22617, times the one factor that fits best; r is the correlation with the measured "
         "change."
     )
-    missing = [] if len(shown) else ["prediction or truth was not asked for"]
-    return picture(
-        f"offline_{name}_agreement.png", f"Offline {name}: prediction against truth", caption, missing,
-        draw if len(shown) else None, over_steps=False,
-    )  # fmt: skip
+    missing = "prediction or truth was not asked for"
+    return _picture(name, "agreement", "prediction against truth", caption, draw if len(shown) else None, missing)
 
 
 def _relative_error(table: pd.DataFrame, name: str) -> Picture:
-    sizes = table[table["kind"] == "size"]
-    styles = {
-        "deltaH1": (BLUE, "o-", "predicted"), "deltaH_true": (BLACK, "s-", "measured"),
-        "deltaH_snis": (GREY, "d-", "measured (SNIS)"), "paired_error": (ORANGE, "^-", "predicted − measured"),
-        "paired_error_odd": (GREEN, "v-", "predicted − odd"),
-    }  # fmt: skip
+    sizes, whole = table[table["kind"] == "size"], table[table["kind"] == "whole"].set_index("step")
+    truth = sizes["step"].map(whole["deltaH_odd"].fillna(whole["deltaH_true"]).abs())
 
     def draw(axes: Axes) -> None:
-        whole = table[table["kind"] == "whole"].set_index("step")
-        truth = whole["deltaH_odd"].fillna(whole["deltaH_true"]).abs()
-        relative = sizes.assign(truth=sizes["step"].map(truth))
-        for key, (color, style, label) in styles.items():
-            error = (relative[f"{key}_se"] / relative["truth"]).groupby(relative["evaluation_size"]).mean().dropna()
+        for key, (label, color, marker) in STYLES.items():
+            error = (sizes[f"{key}_se"] / truth).groupby(sizes["evaluation_size"]).mean().dropna()
             if len(error):
-                axes.plot(error.index, error.values, style, color=color, ms=4, lw=1.6, label=label)
+                axes.plot(error.index, error, f"{marker}-", color=color, ms=4, lw=1.6, label=label)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         ticks = sorted(sizes["evaluation_size"].unique())
@@ -174,8 +218,7 @@ def _relative_error(table: pd.DataFrame, name: str) -> Picture:
         "order, measured on all of E; means over checkpoints). The sets are nested: each is the beginning of the next. "
         "A difference on the same sequences is known far more precisely than either of its parts."
     )
-    title = f"Offline {name}: error against |E|"
-    return picture(f"offline_{name}_sizes.png", title, caption, [], draw, over_steps=False)
+    return _picture(name, "sizes", "error against |E|", caption, draw)
 
 
 def log_slope(etas: np.ndarray, changes: np.ndarray) -> tuple[float, float]:
@@ -186,30 +229,23 @@ def log_slope(etas: np.ndarray, changes: np.ndarray) -> tuple[float, float]:
     (1.0, 1.0)
     """
     x, y = np.log(etas), np.log(np.abs(changes))
-    slope, level = np.polyfit(x, y, 1)
-    left = y - (slope * x + level)
-    return float(slope), float(1 - (left @ left) / ((y - y.mean()) @ (y - y.mean())))
+    return float(np.polyfit(x, y, 1)[0]), float(np.corrcoef(x, y)[0, 1] ** 2)
 
 
 def _step_size(table: pd.DataFrame, name: str) -> Picture:
     shown = table[table["kind"].isin(["whole", "eta"])].sort_values("eta")
-    styles = {
-        "deltaH1": (BLUE, "--", "predicted"), "deltaH_true": (BLACK, "o-", "measured"),
-        "deltaH_snis": (GREY, "d-", "SNIS"), "deltaH_odd": (GREEN, "s-", "odd"),
-    }  # fmt: skip
 
     def draw(axes: Axes) -> None:
         for step, at in shown.groupby("step"):
             strong = step == shown["step"].min()
-            for key, (color, style, label) in styles.items():
+            for key in ("deltaH1", "deltaH_true", "deltaH_snis", "deltaH_odd"):
+                label, color, marker = STYLES[key]
                 rows = at.dropna(subset=[key])
                 etas, changes = rows["eta"].to_numpy(), rows[key].to_numpy()
                 if strong and len(rows) >= MIN_POINTS and key != "deltaH1":
-                    slope, fit = log_slope(etas, changes)
-                    label = f"{label}: slope {slope:.3f}, R² {fit:.6f}"
-                words = label if strong and len(rows) else None
-                alpha = 1.0 if strong else 0.3
-                axes.plot(etas, MILLI * np.abs(changes), style, color=color, ms=4, lw=1.4, alpha=alpha, label=words)
+                    label = "{}: slope {:.3f}, R² {:.6f}".format(label, *log_slope(etas, changes))
+                style = {"alpha": 1.0, "label": label} if strong and len(rows) else {"alpha": 0.3}
+                axes.plot(etas, MILLI * np.abs(changes), f"{marker}-", color=color, ms=4, lw=1.4, **style)
         axes.set_xscale("log", base=2)
         axes.set_yscale("log")
         axes.set_xlabel("η, multiple of the step")
@@ -220,27 +256,18 @@ def _step_size(table: pd.DataFrame, name: str) -> Picture:
         "The measured change for fractions of the step, on logarithmic axes: first order is a line of slope 1. Strong "
         "lines and slopes are those of the first checkpoint, faint lines others."
     )
-    return picture(
-        f"offline_{name}_eta.png", f"Offline {name}: the change against the step's size", caption, [], draw,
-        over_steps=False,
-    )  # fmt: skip
+    return _picture(name, "eta", "the change against the step's size", caption, draw)
 
 
 def _evolution(whole: pd.DataFrame, name: str, run: Run | None) -> Picture:
     def draw(axes: Axes) -> None:
         axes.axhline(0, color=GREY, lw=1)
-        if run is not None:
-            forward = curve(run.measured("delta_h/forward"))
-            if forward.steps:
-                line(axes, forward, GREY, "-", "in training: forward")
-        steps = whole["step"] + 1
-        for key, color, marker, label, offset in (
-            ("deltaH1", BLUE, "o", "predicted offline", -0.15), ("deltaH_true", BLACK, "D", "measured offline", 0.15),
-        ):  # fmt: skip
-            axes.errorbar(
-                steps + offset, whole[key], 1.96 * whole[f"{key}_se"].fillna(0), fmt=marker, color=color, ms=5, lw=1.4,
-                label=label,
-            )  # fmt: skip
+        if run is not None and run.known("delta_h/forward"):
+            line(axes, curve(run.measured("delta_h/forward")), GREY, "-", "in training: forward")
+        for key, offset in (("deltaH1", -0.15), ("deltaH_true", 0.15)):
+            label, color, marker = STYLES[key]
+            steps, half = whole["step"] + 1 + offset, Z_95 * whole[f"{key}_se"].fillna(0)
+            axes.errorbar(steps, whole[key], half, fmt=marker, color=color, ms=5, lw=1.4, label=f"{label} offline")
         axes.set_ylabel("change of token entropy\nby this step's update (nats per token)")
         legend(axes)
 
@@ -248,25 +275,19 @@ def _evolution(whole: pd.DataFrame, name: str, run: Run | None) -> Picture:
         "The step after each checkpoint, from separate samples, beside the probe's value in training (grey, where it "
         "ran); 95 % intervals. The two use different batches: they agree within their errors, not at each step."
     )
-    return picture(f"offline_{name}_checkpoints.png", f"Offline {name}: over checkpoints", caption, [], draw)
+    return _picture(name, "checkpoints", "over checkpoints", caption, draw)
 
 
-def _conditioning(content: Mapping[str, Any], name: str) -> Picture | None:
-    """Returns the picture of δH₁ under other preconditioners; None where there is none."""
-    rows = content["tables"].get("conditioning")
-    if not rows:
-        return None
+def _conditioning(content: Mapping[str, Any], name: str) -> Picture:
+    """Returns the picture of δH₁ under other preconditioners."""
+    table = pd.DataFrame(content["tables"]["conditioning"])
+    places = np.arange(len(table))
 
     def draw(axes: Axes) -> None:
-        names = [row["name"] for row in rows]
-        places = np.arange(len(rows))
-        for offset, key, color, label in (
-            (-0.2, "delta_h1", BLUE, "same ‖δθ‖"), (0.2, "delta_h1_same_gain", ORANGE, "same gain in reward"),
-        ):  # fmt: skip
-            values = [MILLI * row[key] for row in rows]
-            axes.barh(places + offset, values, height=0.38, color=color, label=label)
+        axes.barh(places - 0.2, MILLI * table["delta_h1"], 0.38, color=BLUE, label="same ‖δθ‖")
+        axes.barh(places + 0.2, MILLI * table["delta_h1_same_gain"], 0.38, color=ORANGE, label="same gain in reward")
         axes.axvline(0, color=GREY, lw=1)
-        axes.set_yticks(places, names)
+        axes.set_yticks(places, table["name"])
         axes.invert_yaxis()
         axes.set_xlabel("predicted change of token entropy (1e-3 nats)")
         legend(axes)
@@ -275,14 +296,4 @@ def _conditioning(content: Mapping[str, Any], name: str) -> Picture | None:
         f"From checkpoint {content['step']}: the same samples and gradient under other preconditioners, scaled to "
         "the real step's length, or to its first-order gain in reward. No bar where a step would lose reward."
     )
-    return picture(
-        f"offline_{name}_conditioning.png", f"Offline {name}: what the preconditioner does", caption, [],
-        draw, over_steps=False,
-    )  # fmt: skip
-
-
-def core_numbers(analysis: Mapping[str, Any]) -> dict[str, float]:
-    """Returns the core numbers of an analysis for dashboards, under offline/…, without those that are not available."""
-    names = ("deltaH1", "deltaH_true", "deltaH_odd", "paired_error", "H_orig", "ESS", "avg_reward")
-    results = analysis["results"]
-    return {f"offline/{name}": results[name] for name in names if math.isfinite(results.get(name, math.nan))}
+    return _picture(name, "conditioning", "what the preconditioner does", caption, draw)

@@ -40,6 +40,8 @@ MAX_BARS = 80  # with more points than this, error bars would hide them
 MARGIN = 0.02  # of a frame beyond 0 and 1, for the line's own width
 OFFSET = 0.14  # of a step: keeps the two error bars of a step apart
 
+Draw = Callable[[Axes], object]
+
 
 @dataclass(frozen=True)
 class Picture:
@@ -124,7 +126,7 @@ def picture(
     title: str,
     caption: str,
     missing: list[str],
-    draw: Callable[[Axes], None] | None,
+    draw: Draw | None,
     height: float = 4,
     over_steps: bool = True,
 ) -> Picture:
@@ -156,7 +158,7 @@ def picture_of_lines(
     unit: str,
     quantities: Mapping[str, Measurements],
     styles: Sequence[tuple[str, str]],
-    around: Callable[[Axes], object] = lambda axes: None,
+    around: Draw = lambda axes: None,
     missing: Sequence[str] = (),
 ) -> Picture:
     """Returns the picture of quantities by label over steps, a line with its band each, and what `around` adds."""
