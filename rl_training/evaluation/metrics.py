@@ -74,14 +74,14 @@ def response_metrics(
         )
     for k in range(1, max_k + 1):
         metrics[f"pass_at_{k}"] = share_over_prompts(pass_at_k(num_right, num_responses, k))
-    metrics["majority"] = metrics_format = Estimate.missing(NO_ANSWER)
+    metrics["majority"] = has_answer = Estimate.missing(NO_ANSWER)
     if answers:
         votes = [
             majority_vote([r.answer for r in group], right.tolist())
             for group, right in zip(sampled.values(), is_right, strict=True)
         ]
         metrics["majority"] = share_over_prompts(torch.tensor(votes, dtype=torch.float64))
-        metrics_format = share_over_prompts(_table(sampled, lambda r: float(r.answer is not None)).mean(dim=1))
+        has_answer = share_over_prompts(_table(sampled, lambda r: float(r.answer is not None)).mean(dim=1))
     metrics |= _per_token_and_sequence("entropy", _table(sampled, lambda r: r.entropies.sum()), lengths)
     if next(iter(sampled.values()))[0].kl is None:
         reason = "no first model to compare with (evaluation.kl, or a checkpoint without a run)"
@@ -91,7 +91,7 @@ def response_metrics(
     return metrics | {
         "length": mean_over_prompts(lengths.mean(dim=1)),
         "truncated": share_over_prompts(_table(sampled, lambda r: float(r.truncated)).mean(dim=1)),
-        "format": metrics_format,
+        "format": has_answer,
     }
 
 
@@ -110,8 +110,8 @@ def custom_metrics(name: str, metric: Metric, sampled: ByRow, dataset: Any) -> d
 
     ValueError, naming the metric and the row, when it raises or returns something else than numbers by name.
     """
-    numbers: dict[str, list[float]] = {}
-    for position, (index, group) in enumerate(sampled.items()):
+    by_prompt: list[dict[str, float]] = []
+    for index, group in sampled.items():
         row = dataset[index]
         try:
             returned = metric(
@@ -123,17 +123,15 @@ def custom_metrics(name: str, metric: Metric, sampled: ByRow, dataset: Any) -> d
             )
             if not isinstance(returned, Mapping):
                 raise TypeError(f"it returned {returned!r:.60} instead of numbers by name, such as {{'mine': 0.5}}")
-            values = {str(key): float(value) for key, value in returned.items()}
+            by_prompt.append({str(key): float(value) for key, value in returned.items()})
         except Exception as error:  # of code that is not ours
             raise ValueError(
                 f"metric {name} raised at row {index} (prompt {str(row['prompt'])[:60]!r}): "
                 f"{type(error).__name__}: {error}"
             ) from error
-        for key, value in values.items():
-            numbers.setdefault(key, [math.nan] * position).append(value)
-        for column in numbers.values():
-            column.extend([math.nan] * (position + 1 - len(column)))
-    return {f"{name}/{key}": mean_over_prompts(torch.tensor(numbers[key], dtype=torch.float64)) for key in numbers}
+    keys = dict.fromkeys(key for numbers in by_prompt for key in numbers)
+    columns = {key: [numbers.get(key, math.nan) for numbers in by_prompt] for key in keys}
+    return {f"{name}/{key}": mean_over_prompts(torch.tensor(columns[key], dtype=torch.float64)) for key in keys}
 
 
 def _per_token_and_sequence(name: str, sums: Tensor, lengths: Tensor) -> dict[str, Estimate]:

@@ -22,9 +22,8 @@ def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None],
 
     imports  modules that take long: on Linux they are imported once, in a server from which each process is forked
     """
-    # Libraries survive a fork only on Linux.
     context: ForkServerContext | SpawnContext = multiprocessing.get_context("spawn")
-    if sys.platform == "linux":
+    if sys.platform == "linux":  # only there do libraries survive a fork
         context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(imports))
     here, there = context.Pipe(duplex=False)

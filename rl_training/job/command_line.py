@@ -17,10 +17,8 @@ module imports nothing slow and no library of an extra, not even Hydra, so that 
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import io
-import json
 import os
 import signal
 import sys
@@ -29,15 +27,12 @@ import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import rl_training.job.silence  # noqa: F401
 
 from rl_training.extras import what_is_missing
 from rl_training.job.launch import Launch
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
 
 PACKAGE = Path(__file__).parents[1]
 DEBUG_VARIABLE = "RL_TRAINING_DEBUG"
@@ -53,25 +48,12 @@ class Interrupted(BaseException):
         self.signum = signum
 
 
-class _Carried(BaseException):
+class Carried(BaseException):
     """Carries an error through Hydra, which prints its own line about every Exception in every process."""
 
     def __init__(self, error: Exception) -> None:
         super().__init__()
         self.error = error
-
-
-def past_hydra(task: Callable[[DictConfig], None]) -> Callable[[DictConfig], None]:
-    """Returns a Hydra task whose errors reach `run_command` without a word of Hydra's."""
-
-    @functools.wraps(task)
-    def carrying(cfg: DictConfig) -> None:
-        try:
-            task(cfg)
-        except Exception as error:
-            raise _Carried(error) from error
-
-    return carrying
 
 
 def run_command(main: Callable[[], object]) -> None:
@@ -92,7 +74,7 @@ def run_command(main: Callable[[], object]) -> None:
         _end(launch, 128 + stop.signum, "" if _rank() else str(stop))
     except KeyboardInterrupt:  # a library's own handler
         _end(launch, 128 + signal.SIGINT, "" if _rank() else "ended by SIGINT")
-    except _Carried as carried:
+    except Carried as carried:
         _fail(launch, carried.error, debug)
     except Exception as error:
         _fail(launch, error, debug)
@@ -120,16 +102,13 @@ def _raised_in(folder: Path, error: BaseException) -> bool:
 
 def in_one_line(error: BaseException) -> str:
     """Returns the message of an error without line breaks; an unforeseen one has its type in front."""
-    message = " ".join((what_is_missing(error) or _in_plain_words(error)).split())
+    told = what_is_missing(error) or str(error)
+    if _is_of_hydra(error):
+        from rl_training.job.explain import explain  # imports Hydra, which is there
+
+        told = explain(error)
+    message = " ".join(told.split())
     return message if is_foreseen(error) and message else f"{type(error).__name__}: {message}".removesuffix(": ")
-
-
-def _in_plain_words(error: BaseException) -> str:
-    if not _is_of_hydra(error):
-        return str(error)
-    from rl_training.job.explain import explain  # imports Hydra, which is there
-
-    return explain(error)
 
 
 @contextlib.contextmanager
@@ -179,7 +158,6 @@ def _end(launch: Launch, code: int, line: str, shown: str = "") -> NoReturn:
         signal.signal(signum, signal.SIG_DFL)  # a second one ends it at once
     if line:
         time.sleep(SECONDS_TO_BE_ENDED * ((_rank() > 0) + (int(os.environ.get("LOCAL_RANK", "0")) > 0)))
-        _tell_torchrun(line)
         sys.stdout.flush()
         print(shown, end="", file=sys.stderr, flush=True)
         launch.say_last(line)
@@ -188,11 +166,3 @@ def _end(launch: Launch, code: int, line: str, shown: str = "") -> NoReturn:
 
 def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
-
-
-def _tell_torchrun(line: str) -> None:
-    """Writes the line where torchrun reads it, to be printed at the end of its table of failures."""
-    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if path:
-        message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
-        Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")

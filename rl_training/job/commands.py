@@ -1,8 +1,5 @@
 """train, analyze and evaluate: the commands whose settings Hydra composes from conf/.
 
-    @composed("train")
-    def _train(cfg: DictConfig) -> None: ...
-
 A folder that is given by `--config-dir` comes before the package's own: its files win, and may add to each group.
 """
 
@@ -17,8 +14,9 @@ from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig
 
-from rl_training.job.command_line import importing, past_hydra
+from rl_training.job.command_line import Carried, importing
 from rl_training.job.run_settings import gather_run_settings, name_each_job
+from rl_training.job.settings import check_analysis, check_evaluation, check_run
 from rl_training.job.shipped import CONF, conf_folders
 
 
@@ -33,24 +31,29 @@ class _UsersFirst(SearchPathPlugin):
 Plugins.instance().register(_UsersFirst)
 
 
-def composed(name: str) -> Callable[[Callable[[DictConfig], None]], Callable[[], None]]:
-    """Returns a decorator that makes a command of a task: its settings are conf/NAME.yaml with those of sys.argv."""
-    of_hydra = hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)
-    return lambda task: of_hydra(past_hydra(task))
+def _composed(name: str, task: Callable[[DictConfig], None], unlisted: tuple[str, ...] = ()) -> None:
+    """Runs a task with the settings of conf/NAME.yaml and those of sys.argv.
+
+    unlisted  what settings start with that can be set without being listed in conf/: Hydra would ask for a + before
+              them
+    """
+
+    def carrying(cfg: DictConfig) -> None:
+        try:
+            task(cfg)
+        except Exception as error:
+            raise Carried(error) from error
+
+    sys.argv[1:] = [f"++{word}" if unlisted and word.startswith(unlisted) else word for word in sys.argv[1:]]
+    hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(carrying)()
 
 
 def train() -> None:
     """Trains with GRPO and probes, and writes the report."""
-    # Any field of DrGRPOConfig can be set, listed in conf/trainer or not: Hydra would ask for a + before the unlisted.
-    # A mistyped name is refused in build_run.
-    sys.argv[1:] = [f"++{arg}" if arg.startswith("trainer.") else arg for arg in sys.argv[1:]]
-    _train()
+    _composed("train", _train, unlisted=("trainer.",))  # any field of DrGRPOConfig; build_run refuses a mistyped one
 
 
-@composed("train")
 def _train(cfg: DictConfig) -> None:
-    from rl_training.job.settings import check_run
-
     check_run(cfg)  # checked again in build_run; here before slow imports
     with importing():
         from rl_training.job.branch import branched
@@ -65,13 +68,10 @@ def _train(cfg: DictConfig) -> None:
 def analyze() -> None:
     """Analyzes checkpoints: what the next step of each does to entropy, predicted and measured."""
     sys.argv[1:] = name_each_job(gather_run_settings(sys.argv[1:]))
-    _analyze()
+    _composed("offline", _analyze)
 
 
-@composed("offline")
 def _analyze(cfg: DictConfig) -> None:
-    from rl_training.job.settings import check_analysis
-
     check_analysis(cfg)  # again by its plan; here it waits for no import
     with importing():
         from rl_training.job.analysis import analyse_checkpoints
@@ -82,15 +82,10 @@ def _analyze(cfg: DictConfig) -> None:
 def evaluate() -> None:
     """Evaluates the checkpoints of a run."""
     # Settings of the run's own configuration, and names of metrics, which conf/evaluate.yaml cannot list.
-    laid_over = ("data.", "model.", "adapter.", "metrics.")
-    sys.argv[1:] = [f"++{arg}" if arg.startswith(laid_over) else arg for arg in sys.argv[1:]]
-    _evaluate()
+    _composed("evaluate", _evaluate, unlisted=("data.", "model.", "adapter.", "metrics."))
 
 
-@composed("evaluate")
 def _evaluate(cfg: DictConfig) -> None:
-    from rl_training.job.settings import check_evaluation
-
     check_evaluation(cfg)  # again by its plan; here it waits for no import
     with importing():
         from rl_training.job.evaluate import evaluate

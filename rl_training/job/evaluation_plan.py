@@ -59,13 +59,12 @@ class EvaluationPlan:
 
     def pending(self) -> dict[int, Path]:
         """Returns the checkpoints that are not finished: new, failed, written anew, or with a metric that raised."""
-        if self.asked.overwrite:
-            return self.checkpoints
-        return {step: path for step, path in self.checkpoints.items() if not self._is_finished(step, path)}
-
-    def _is_finished(self, step: int, checkpoint: Path) -> bool:
-        found = read_step(self.folder, step)
-        return found is not None and not found["errors"] and found["fingerprint"] == fingerprint(checkpoint)
+        left = {}
+        for step, checkpoint in self.checkpoints.items():
+            found = None if self.asked.overwrite else read_step(self.folder, step)
+            if found is None or found["errors"] or found["fingerprint"] != fingerprint(checkpoint):
+                left[step] = checkpoint
+        return left
 
     def start(self) -> None:
         """Makes the evaluation's folder. ValueError when one of this name holds results of other settings."""
@@ -86,7 +85,10 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
     check_evaluation(cfg)
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     run, checkpoints = _find_checkpoints(values["run"], values["checkpoints"])
-    config, own_task = _lay_over(_config_of(run), values)
+    own: Any = {}
+    if run is not None and (run / CONFIG_FILE).is_file():
+        own = OmegaConf.to_container(load_settings(run / CONFIG_FILE), resolve=True)
+    config, own_task = _lay_over(own, values)
     task_name = config["data"]["_target_"].rsplit(".", 1)[-1]
     asked, metrics = OmegaConf.create(values["evaluation"]), values["metrics"]
     for key, default in (("max_completion_length", 256), ("temperature", 1.0)):
@@ -143,7 +145,10 @@ def _find_checkpoints(run: str | None, checkpoints: list[str] | str | None) -> t
         raise ValueError(f"run={run}: there is no such folder")
     paths = [Path(path) for path in ([checkpoints] if isinstance(checkpoints, str) else checkpoints or [])]
     if folder is None:
-        folder = _run_of(paths)
+        runs = {path.resolve().parents[1] for path in paths if path.resolve().parent.name == TRAINING_STATE}
+        if len(runs) > 1:
+            raise ValueError(f"the checkpoints are of several runs, {', '.join(map(str, runs))}: evaluate each alone")
+        folder = next(iter(runs), None)
     elif not paths:
         if not (folder / CONFIG_FILE).is_file():
             raise ValueError(
@@ -170,22 +175,6 @@ def _step_of(checkpoint: Path) -> int:
         return int(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
     except (OSError, ValueError, KeyError):
         return 0
-
-
-def _run_of(checkpoints: list[Path]) -> Path | None:
-    """Returns the run whose checkpoints these are; None when they are of no run. ValueError when of several."""
-    runs = {path.resolve().parent.parent for path in checkpoints if path.resolve().parent.name == TRAINING_STATE}
-    if len(runs) > 1:
-        raise ValueError(
-            f"the checkpoints are of several runs, {', '.join(map(str, sorted(runs)))}: evaluate each alone"
-        )
-    return next(iter(runs), None)
-
-
-def _config_of(run: Path | None) -> dict[str, Any]:
-    if run is None or not (run / CONFIG_FILE).is_file():
-        return {}
-    return OmegaConf.to_container(load_settings(run / CONFIG_FILE), resolve=True)  # type: ignore[return-value]
 
 
 def _lay_over(config: dict[str, Any], asked: dict[str, Any]) -> tuple[dict[str, Any], bool]:

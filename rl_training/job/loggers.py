@@ -1,13 +1,7 @@
 """Dashboards: every number of metrics.jsonl, under the same name, in W&B, TensorBoard and trackio.
 
 transformers' own callbacks put `train/` in front of every name. Dashboards make a section of each name's first segment,
-so everything would lie in one. These three replace them one for one:
-
-    logger=wandb         WandbLogger        with the resolved configuration and the report's pictures
-    logger=tensorboard   TensorBoardLogger  with the report's pictures, and charts of several metrics with their
-                                            error bands: custom scalars
-    logger=trackio       TrackioLogger
-
+so everything would lie in one. These three replace them one for one; W&B and TensorBoard get the report's pictures too.
 A resumed training goes on in the same run of each. Only the main process logs. The x-axis is the optimizer step.
 """
 
@@ -114,7 +108,7 @@ class WandbLogger(MetricsLogger):
 
 
 class TensorBoardLogger(MetricsLogger):
-    """TensorBoard, in logs/tensorboard.
+    """TensorBoard, in logs/tensorboard, with charts of several metrics and their error bands: custom scalars.
 
     It sorts its cards by name, so standard errors and the ends of bands get a section of their own, near the end.
     """
