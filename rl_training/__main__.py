@@ -37,7 +37,7 @@ def main() -> None:
     """Runs the command that the first argument names."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
-        # As `python -m rl_training.COMMAND` has it. How it was really typed, job/launch.py finds out.
+        # As `python -m rl_training.COMMAND` has it. How it was really typed, job/command_line.py finds out.
         sys.argv = [str(Path(__file__).with_name(f"{name}.py")), *sys.argv[2:]]
         command(name)
     elif name in ("-h", "--help"):

@@ -12,8 +12,8 @@ import yaml
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
-from rl_training.job.branch import branched
 from rl_training.job.build import TrainingRun, build_run
+from rl_training.job.run_settings import branched
 from rl_training.job.shipped import CONF
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import read_metrics

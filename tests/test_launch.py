@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from rl_training.job.launch import Launch
+from rl_training.job.command_line import Launch
 
 LAUNCHER = """
 import subprocess, sys
@@ -22,7 +22,7 @@ SCRIPT = """
 import sys
 from rl_training.job.command_line import run_command
 from rl_training.job.values import Range
-from rl_training.job.launch import Launch
+from rl_training.job.command_line import Launch
 def main():
     Range(int, 1).check(Launch.of_this_process().typed, 0)
 run_command(main)

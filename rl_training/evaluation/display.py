@@ -7,14 +7,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
+import pandas as pd
 from tqdm import tqdm
 
 from rl_training.records.evaluated import TABLE_FILE, EvaluatedMetric
 
-WIDTH = 100  # minimum of the table: truncated numbers would be useless
+COLUMNS = {
+    "reward": "reward", "greedy_accuracy": "greedy", "pass_at": "pass@{}", "majority": "majority",
+    "entropy/token": "entropy/token", "kl/token": "KL/token", "length": "length",
+}  # fmt: skip
 
 
 class Progress:
@@ -37,40 +38,24 @@ class Progress:
 
 
 def print_table(folder: Path, rows: Sequence[EvaluatedMetric], problems: Sequence[str]) -> None:
-    """Prints a line per checkpoint, the best reward in bold, and below it what failed and why."""
-    largest_k = max((int(r.metric.rsplit("_", 1)[1]) for r in rows if r.metric.startswith("pass_at_")), default=1)
-    columns = {
-        "reward": "reward", "greedy_accuracy": "greedy", f"pass_at_{largest_k}": f"pass@{largest_k}",
-        "majority": "majority", "entropy/token": "entropy/token", "kl/token": "KL/token", "length": "length",
-    }  # fmt: skip
-    by_step: dict[int, dict[str, EvaluatedMetric]] = {}
-    for row in rows:
-        by_step.setdefault(row.step, {})[row.metric] = row
-    shown = [name for name in columns if any(math.isfinite(step[name].value) for step in by_step.values())]
-    best = max(by_step, key=lambda step: by_step[step]["reward"].value, default=None)
-    prompts = max((row.num_prompts for row in rows if row.metric == "reward"), default=0)
-    title = Text(f"{folder.name}: mean ± standard error over {prompts} prompts", style="bold")
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("step", justify="right")
-    for name in shown:
-        table.add_column(columns[name], justify="right", no_wrap=True)
-    for step, metrics in by_step.items():
-        cells = [_cell(metrics[name]) for name in shown]
-        table.add_row(str(step), *cells, style="bold" if step == best and len(by_step) > 1 else "")
-    console = Console(highlight=False)
-    if any(row.stderr == 0 and not math.isnan(row.low) for row in rows if row.metric in shown):
-        table.caption = Text("- or + alone: all prompts gave the same value; the 95 % interval extends that far")
-        table.caption_justify = "left"
-    if by_step:
-        Console(highlight=False, width=max(console.width, WIDTH)).print(table)
-        console.print(Text(f"All numbers: {folder / TABLE_FILE}"), soft_wrap=True)
+    """Prints a line per checkpoint, pass@k of the largest k, and below it what failed and why."""
+    most = max((int(row.metric.rsplit("_", 1)[1]) for row in rows if row.metric.startswith("pass_at_")), default=1)
+    titles = {name.replace("pass_at", f"pass_at_{most}"): title.format(most) for name, title in COLUMNS.items()}
+    shown = [row for row in rows if row.metric in titles and math.isfinite(row.value)]
+    if shown:
+        prompts = max(row.num_prompts for row in shown)
+        cells = pd.DataFrame({"step": row.step, "title": titles[row.metric], "cell": _cell(row)} for row in shown)
+        table = cells.pivot(index="step", columns="title", values="cell").fillna("–").reset_index()
+        print(f"{folder.name}: mean ± standard error over {prompts} prompts")
+        print(table[["step", *(title for title in titles.values() if title in table)]].to_string(index=False))
+        if any(row.stderr == 0 and not math.isnan(row.low) for row in shown):
+            print("- or + alone: all prompts gave the same value; the 95 % interval extends that far")
+        print(f"All numbers: {folder / TABLE_FILE}")
     for problem in problems:
-        console.print(Text(problem), soft_wrap=True)
+        print(problem)
 
 
 def _cell(row: EvaluatedMetric) -> str:
-    if math.isnan(row.value):
-        return "–"
     decimals = 1 if abs(row.value) >= 10 else 3
     if row.stderr > 0:
         return f"{row.value:.{decimals}f}±{row.stderr:.{decimals}f}"

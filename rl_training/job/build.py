@@ -38,7 +38,7 @@ EVAL_BATCH = 4  # microbatches at once in evaluation, which keeps nothing for a 
 
 
 def build_run(cfg: DictConfig) -> TrainingRun:
-    """Returns the run that the configuration describes, of a branch as branch.py returns it.
+    """Returns the run that the configuration describes, of a branch as `branched` returns it.
 
     Raises ValueError for whatever the user got wrong.
     """

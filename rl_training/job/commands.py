@@ -15,7 +15,7 @@ from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig
 
 from rl_training.job.command_line import Carried, importing
-from rl_training.job.run_settings import gather_run_settings, name_each_job
+from rl_training.job.run_settings import branched, gather_run_settings, name_each_job
 from rl_training.job.settings import check_analysis, check_evaluation, check_run
 from rl_training.job.shipped import CONF, conf_folders
 
@@ -56,7 +56,6 @@ def train() -> None:
 def _train(cfg: DictConfig) -> None:
     check_run(cfg)  # checked again in build_run; here before slow imports
     with importing():
-        from rl_training.job.branch import branched
         from rl_training.job.build import build_run
 
     run = build_run(branched(cfg))

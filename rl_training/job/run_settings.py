@@ -11,22 +11,27 @@ import re
 from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import yaml
 from hydra import compose
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.job.explain import GONE, as_text, did_you_mean, load_plain
+from rl_training.job.settings import SAME_AS, value_of
 from rl_training.job.shipped import CONF
 from rl_training.job.values import differences, flat
-from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING
+from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
 from rl_training.records.masking import without_secrets
 
 UNLISTED = ("trainer.", "model.dtype")  # any field of DrGRPOConfig; every loader of a model takes a dtype
 NEEDED = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "probes")  # of build_restored
+ITS_OWN = ("run_dir", "resume", "branch", "additional_steps")
+KEPT = ("model.", "adapter.", "data.", "trainer.optim")
 MOVED = {
     "rl_training.models.": "rl_training.tasks.models.",
     "rl_training.buffer.": "rl_training.hosts.trl.buffer.",
@@ -162,3 +167,54 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
             f"resume: {run_dir} was started with other settings: {changed}. Give the same ones (its "
             f"{CONFIG_FILE} has them all), or start a new run from its weights: model=hub model.name=CHECKPOINT"
         )
+
+
+def branched(cfg: DictConfig) -> DictConfig:
+    """Returns the run's settings; for branch=CHECKPOINT, those of the run that it comes from, with the changes applied.
+
+    Weights, optimizer, random numbers and position in the data are the checkpoint's: a branch without changes is its
+    run bit for bit. ValueError where there is no such checkpoint, or where model, adapter or data would change.
+    """
+    if cfg.get("branch") is None:
+        return cfg
+    from rl_training.records.checkpoints import find_checkpoint  # imports torch: --help need not wait for it
+
+    checkpoint = find_checkpoint(str(Path(str(cfg.branch)).expanduser()), Path(), asked_by="branch").resolve()
+    stored = checkpoint.parents[1] / CONFIG_FILE
+    if checkpoint.parent.name != TRAINING_STATE or not stored.is_file():
+        raise ValueError(
+            f"branch={cfg.branch} is not in a run folder (RUN/{TRAINING_STATE}/checkpoint-N beside RUN/{CONFIG_FILE}): "
+            "start a new run from its weights with model=hub model.name=CHECKPOINT"
+        )
+    settings = load_settings(stored)
+    settings.pop("provenance", None)
+    before = _kept(settings)
+    for key in (key for key in cfg if key not in settings):  # a config.yaml may be older than a setting
+        settings[key] = cfg[key]
+    for key in _given(cfg):
+        OmegaConf.update(settings, key, OmegaConf.select(cfg, key), merge=False, force_add=True)
+    if changed := differences(before, _kept(settings)):
+        raise ValueError(
+            f"branch={checkpoint} would have {changed}: a branch keeps model, adapter, data and optimizer. Start a new "
+            f"run from its weights with model=hub model.name={checkpoint}"
+        )
+    settings.branch = str(checkpoint)
+    for name in SAME_AS:
+        settings.trainer[name] = value_of(settings, name)
+    return settings
+
+
+def _kept(settings: DictConfig) -> dict[str, Any]:
+    return {key: value for key, value in flat(settings).items() if key.startswith(KEPT)}
+
+
+def _given(cfg: DictConfig) -> list[str]:
+    """Returns the keys that were set on the command line: single ones, and the nodes that a group has filled."""
+    plain, now = flat(compose("train")), flat(cfg)
+    changed = [key for key in now if key not in plain or now[key] != plain[key]]
+    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
+    typed = [word.partition("=")[0].lstrip("+~") for word in overrides if "=" in word]
+    groups = [key for key in typed if (CONF / key).is_dir()]
+    nodes = [{"probe": "probes"}.get(key, key) for key in groups]
+    single = [key for key in dict.fromkeys([*typed, *changed]) if key not in groups and not key.startswith("hydra")]
+    return [*ITS_OWN, *(node for node in nodes if node in cfg and node != "trainer"), *single]

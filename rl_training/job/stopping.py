@@ -21,8 +21,7 @@ from accelerate.utils import gather
 from transformers import TrainerCallback
 
 from rl_training.hosts.trl.batches import steps_per_rollout
-from rl_training.job.command_line import SIGNALS
-from rl_training.job.launch import Launch
+from rl_training.job.command_line import SIGNALS, Launch
 
 ALERT = 1024  # asks in the place of a signal: no signal has this number
 SECONDS_OF_ECHO = 2.0  # a launcher passes on what the terminal has sent to all: not a second signal

@@ -1,12 +1,11 @@
 """The default task: chains of one-digit additions and subtractions, easy enough for 100k parameters.
 
-A chain has 3 to 7 operands, or as many as asked for, and every partial result is a digit: `7+2-3=?<think>`
-has the partial results 7, 9, 6 and the answer 6. A chain is drawn by its partial results: a walk on 0..9 in
-which each step goes to one of the nine other digits with equal chance. So there are 10 * 9^(n-1) chains of n
-operands, and no operand after the first is 0.
+Every partial result is a digit: `7+2-3=?<think>` has the partial results 7, 9, 6 and the answer 6. They are drawn as a
+walk on 0..9 in which each step goes to one of the nine other digits with equal chance. So there are 10 * 9^(n-1) chains
+of n operands, and no operand after the first is 0.
 
-A fixed eighth of all chains, picked by a checksum of the prompt, is held out: whatever the seeds, neither
-training nor the worked examples of the warm start ever show a prompt that evaluation asks.
+A fixed eighth of all chains, picked by a checksum of the prompt, is held out: whatever the seeds, neither training nor
+the worked examples of the warm start ever show a prompt that evaluation asks.
 """
 
 import random

@@ -1,14 +1,11 @@
 r"""GSM8K: grade-school word problems whose answer is one number (Cobbe et al. 2021, arXiv:2110.14168).
 
 Data: the dataset of that name on the Hugging Face Hub, or a local copy of its JSON lines,
-`{"question": "…", "answer": "… #### 18"}`. Rows: `prompt`, plain text for base models and without a chat
-template, in the manner of DeepSeek-R1 (arXiv:2501.12948): think first, then answer; and `answer`, the number
-as the data spells it.
+`{"question": "…", "answer": "… #### 18"}`. Prompts are plain text for base models, without a chat template, in the
+manner of DeepSeek-R1 (arXiv:2501.12948): think first, then answer.
 
-Reward: 1.0 if the last complete `<answer>…</answer>` holds that number, otherwise 0.0. Numbers are compared
-exactly: first as fractions read by a regular expression (`18`, `$1,000.50`, `18 dollars`, `36/2`); anything else
-goes to math_verify (`\frac{36}{2}`, `x = 18`), in a process of its own (see
-`rl_training.tasks.math_check`).
+Numbers are compared exactly: first as fractions read by a regular expression (`18`, `$1,000.50`, `18 dollars`,
+`36/2`); anything else goes to math_verify (`\frac{36}{2}`, `x = 18`), in a process of its own (math_check.py).
 """
 
 import importlib.util

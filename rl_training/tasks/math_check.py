@@ -2,11 +2,10 @@ r"""A guard around math_verify: checks at bounded cost whether text that a model
 
 A model writes arbitrary text, and passing that to computer algebra is dangerous for two reasons.
 
-It may be run. math_verify has two ways to read an expression. `ExprExtractionConfig` ends in sympy's `parse_expr`,
-which is Python's `eval`: never used here. The LaTeX grammar (latex2sympy2_extended) builds the expression by hand, but
-calls `sympy.Number(text)` for every numeral, which is `eval` again; only the lexer stands between. So the worker uses
-the LaTeX grammar alone, tells sympy, through `sympify`'s own table of converters, to read a string as a numeral or not
-at all, and installs an audit hook, which cannot be taken out again, that refuses to run code compiled from any text.
+It may be run. Of math_verify's two readers, `ExprExtractionConfig` ends in sympy's `parse_expr`, which is Python's
+`eval`: never used here. The LaTeX grammar (latex2sympy2_extended) calls `sympy.Number(text)` for every numeral, which
+is `eval` again. So the worker tells sympy, through `sympify`'s own table of converters, to read a string as a numeral
+or not at all, and installs an audit hook, which cannot be taken out again, that refuses to run code compiled from text.
 (`simplify` writes code for polynomials in several unknowns: refused as well, so `\log_{2}{8}` is not seen to be 3.)
 
 It may not end. `9^{9^{9^9}}` is one power of big integers, and no signal handler runs before that returns. So the

@@ -13,6 +13,9 @@ _HELD_OUT_ONE_IN = 8
 class Task:
     """A dataset with its reward; `train_dataset` and `eval_dataset` share columns and no prompt.
 
+    The reward takes what TRL hands to a reward function and returns one number per completion; TRL logs it as
+    `rewards/<name of the function>/mean`.
+
     Example: `GRPOTrainer(model, reward_funcs=task.reward, train_dataset=task.train_dataset, ...)`.
     """
 

@@ -1,14 +1,12 @@
 """The embedded default model: a Qwen2 of about 105k parameters that half knows the arithmetic task.
 
-`TINY_PATH` is a checkpoint in the package, for `AutoModelForCausalLM.from_pretrained` and
-`AutoTokenizer.from_pretrained`: no download, a training step of half a second on one CPU core. It was warmed
-up on worked examples in two styles, with and without the running result, and answers in each about half of
-the time; only the first is mostly right. So there is something for reinforcement learning to find, and
-entropy for it to spend.
+`TINY_PATH` is a checkpoint in the package: no download, a training step of half a second on one CPU core. It was warmed
+up on worked examples in two styles, with and without the running result, and answers in each about half of the time;
+only the first is mostly right. So there is something for reinforcement learning to find, and entropy for it to spend.
 
 Remake the checkpoint with `python -m rl_training.tasks.tiny`; `--task NAME` makes the same model for a task of
-reasoning-gym instead, warmed up on answers alone. The same seed gives bitwise the same weights on the same
-kind of machine. Another seed's checkpoint starts and ends elsewhere, which is why one is shipped.
+reasoning-gym instead, warmed up on answers alone. The same seed gives bitwise the same weights on the same kind of
+machine. Another seed's checkpoint starts and ends elsewhere, which is why one is shipped.
 """
 
 import argparse
@@ -47,12 +45,11 @@ _IGNORED = -100  # the label that the loss leaves out
 def build_tokenizer() -> PreTrainedTokenizerFast:
     """The tokenizer of 103 tokens: one per printable ASCII character, newline, four tags, pad, eos and unk.
 
-    The tags are added tokens but not special ones: TRL decodes with `skip_special_tokens=True` before it asks
-    the reward, which has to see them. Any other character is dropped: this kind of tokenizer never emits unk.
+    The tags are added tokens but not special ones: TRL decodes with `skip_special_tokens=True` before it asks the
+    reward, which has to see them. Any other character is dropped: this kind of tokenizer never emits unk.
     """
-    # AutoTokenizer makes a Qwen2Tokenizer of whatever stands beside a Qwen2 model, and takes over only the
-    # vocabulary and the merges. So be one from the start: byte-level BPE without merges, where Ċ is newline
-    # and Ġ is space.
+    # AutoTokenizer makes a Qwen2Tokenizer of whatever stands beside a Qwen2 model, and takes over only the vocabulary
+    # and the merges. So be one from the start: byte-level BPE without merges, where Ċ is newline and Ġ is space.
     characters = (*"ĊĠ", *string.digits, *string.ascii_letters, *string.punctuation)
     tokenizer = Qwen2Tokenizer(
         vocab={token: index for index, token in enumerate((_PAD, _EOS, _UNK, *_TAGS, *characters))},
@@ -125,15 +122,10 @@ def _collate(tokenizer: PreTrainedTokenizerFast, examples: list[WorkedExample]) 
         prompt = tokenizer(example.prompt).input_ids
         completion = tokenizer(example.completion + _EOS).input_ids
         if len(prompt) + len(completion) > _MAX_LENGTH:
-            raise ValueError(
-                f"{example.prompt!r} with its answer is longer than {_MAX_LENGTH} tokens: use another task"
-            )
+            raise ValueError(f"{example.prompt!r} with its answer has over {_MAX_LENGTH} tokens: use another task")
         rows.append(torch.tensor(prompt + completion))
         labels.append(torch.tensor([_IGNORED] * len(prompt) + completion))
-    return (
-        pad_sequence(rows, batch_first=True, padding_value=tokenizer.pad_token_id),
-        pad_sequence(labels, batch_first=True, padding_value=_IGNORED),
-    )
+    return pad_sequence(rows, True, tokenizer.pad_token_id), pad_sequence(labels, True, _IGNORED)
 
 
 def main() -> None:
