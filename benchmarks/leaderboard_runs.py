@@ -106,7 +106,7 @@ class LeaderboardProbe(Probe):
     """Keeps what predictors may see of each step, and at some the truth."""
 
     name = "leaderboard"
-    needs = Need.HALVES
+    needs = Need.ENTROPY_ROWS
 
     def __init__(self, every: int, seed: int) -> None:
         super().__init__()
@@ -122,9 +122,8 @@ class LeaderboardProbe(Probe):
         products = {name: change.quantities[name].estimates(change.sums.num_folds)[0] for name in names}
         update = change.update
         assert update is not None
-        both = [0.5 * (even + odd) for even, odd in zip(*change.halves, strict=True)]
         rate = float(next(iter(step.optimizer.states.values())).lr)
-        products["sgd"] = Estimate(-rate * change.clip * float(dot(both, change.gradient)))
+        products["sgd"] = Estimate(-rate * change.clip * float(dot(change.gradient_of(slice(None)), change.gradient)))
         seconds["engine"] = time.perf_counter() - seconds.pop("start")
         self._buffer = None
         if step.number % self._truth_every == 0:

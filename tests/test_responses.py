@@ -14,9 +14,11 @@ from trainers import FEW, bare_ending, differing, ending
 
 from rl_training import Estimate, Probe
 from rl_training.engine.probe import Need
+from rl_training.mathematics.vectors import dot
 from rl_training.probes import ResponsesProbe
 from rl_training.probes.responses import contributions
 
+EVEN, ODD = slice(0, None, 2), slice(1, None, 2)
 FOUR_FOLDS = {**FEW, "gradient_accumulation_steps": 4}
 
 
@@ -27,7 +29,7 @@ class Differences(Probe):
     """
 
     name = "differences"
-    needs = Need.HALVES
+    needs = Need.ENTROPY_ROWS
 
     def prepare(self, step: Any) -> None:
         if step.number != 2:
@@ -36,7 +38,9 @@ class Differences(Probe):
         generator = torch.Generator().manual_seed(0)
         directions = torch.randn(2, layout.num_entries, generator=generator, dtype=layout.dtype)
         assert step.entropy_change.sums is not None
-        step.entropy_change._halves = [list(layout.split(direction)) for direction in directions]
+        self.whole, self.halves = self._products(step)
+        halves = [list(layout.split(direction)) for direction in directions]
+        step.entropy_change.gradient_of = lambda folds: halves[folds.start]
         before = {name: (p.data_ptr(), p.detach().clone()) for name, p in parameters.items()}
         self.by_difference = contributions(step)
         # One of two ranks with as many sequences: its loss is a mean over its own, the step's gradient that of both.
@@ -70,6 +74,13 @@ class Differences(Probe):
     def results(self) -> dict[str, Estimate]:
         return {"differences/one": Estimate(1.0)}
 
+    def _products(self, step: Any) -> tuple[float, float]:
+        """Returns what ∂H_tok · δθ, of all folds and as the mean of both halves, is off `reuse`, relative to it."""
+        change = step.entropy_change
+        expected = float(change.quantities["reuse"].value[0])
+        of = [float(dot(change.gradient_of(folds), change.update)) for folds in (slice(None), EVEN, ODD)]
+        return of[0] / expected - 1, 0.5 * (of[1] + of[2]) / expected - 1
+
 
 def test_contributions_equal_the_products_of_each_responses_own_gradient(make_trainer) -> None:
     probe = Differences()
@@ -78,6 +89,7 @@ def test_contributions_equal_the_products_of_each_responses_own_gradient(make_tr
     assert float(expected.abs().max()) > 0
     torch.testing.assert_close(probe.by_difference, expected, rtol=0.02, atol=0.02 * float(expected.abs().max()))
     torch.testing.assert_close(probe.as_one_of_two_ranks, probe.by_difference, rtol=1e-9, atol=0)
+    assert (probe.whole, probe.halves) == pytest.approx((0.0, 0.0), abs=1e-9)
 
 
 class Keeping(ResponsesProbe):

@@ -71,7 +71,8 @@ class Asked:
     def num_vectors(self, shape: Shape) -> int:
         """Returns how many fp32 vectors of all trained parameters a measured step holds on the device."""
         num_folds = len(self.folds(shape, shape.sizes))
-        rows = num_folds * (Need.FOLD_GRADIENTS in self.needs and not self.offload)
+        by_fold = (Need.FOLD_GRADIENTS in self.needs) + (Need.ENTROPY_ROWS in self.needs)
+        rows = 0 if self.offload else num_folds * by_fold
         beside = VECTORS_BESIDE_FOLDS * (Need.ENTROPY_CHANGE in self.needs)
         at_a_time = max((probe.num_vectors(num_folds) for probe in self.probes), default=0)
         return GATHERED_VECTORS + rows + beside + at_a_time

@@ -71,7 +71,7 @@ class StepDriver:
         keep = Need.FOLD_GRADIENTS in needs, Need.MICROBATCH_SQ_NORMS in needs
         self._rows = GradientRows(self._parameters, layout, *keep, offload=offload)
         if Need.ENTROPY_CHANGE in needs:
-            self._memory = StepMemory(layout, self._asked.entropy, offload, Need.HALVES in needs)
+            self._memory = StepMemory(layout, self._asked.entropy, offload)
             self._memory.load_state_dict(self._memory_state)
 
     def refuse_impossible_folds(self, shape: Shape) -> None:

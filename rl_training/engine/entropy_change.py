@@ -184,7 +184,7 @@ class EntropyChange:
         assert self.ratios is not None
         sizes, levels = self.sizes, levels_of_folds(batch, self.ratios)
         of_fold = torch.cat([torch.ones_like(sizes).unsqueeze(1), sizes.unsqueeze(1), levels], dim=1)
-        num_folds, total_size, sequences, entropy, length = reduce(of_fold.sum(dim=0)).tolist()
+        num_folds, total_size, _, entropy, length = reduce(of_fold.sum(dim=0)).tolist()
         products = self._products(total_size)
         parameters = list(self._gradients.parameters.values())
         gradients = fold_gradients(
@@ -198,8 +198,6 @@ class EntropyChange:
         of_step, of_last = map(as_pairs, products.lost_with_a_fold())
         level = entropy / length if settings.per_sequence and entropy > 0 else None  # without any entropy none to vary
         without = sums_without(total, by_fold, of_step, of_last, level)
-        if self._memory.keep_halves:
-            self._halves = products.mean_of_halves(sequences / length)
         if self._capabilities.multi_epoch:
             products.follow(self._memory.moments, self.number, batch, self._capabilities.reused)
         return FoldSums(total, without, int(num_folds))
@@ -241,17 +239,18 @@ class EntropyChange:
         return by_name
 
     @property
-    def halves(self) -> list[Vector]:
-        """∂H_tok of this rank's even folds, and of its odd ones; kept where a probe needs Need.HALVES."""
-        assert self.sums is not None
-        return self._halves
-
-    @property
     def rows(self) -> Vector:
         """E[T] ∂H_tok of each fold of this rank, (K, n) of each bucket; where a probe needs Need.ENTROPY_ROWS."""
         assert self.sums is not None
         assert self._rows is not None
         return self._rows
+
+    def gradient_of(self, folds: slice) -> Vector:
+        """Returns ∂H_tok of some folds of this rank, from `rows`; zeros where there are none."""
+        sequences, _, length = self.sums.total[:LEVELS].tolist()
+        sizes = self.sizes[folds]
+        shares = sizes * (sequences / length / max(float(sizes.sum()), 1.0))
+        return [(shares.to(part) @ part[folds]).to(self.layout.device) for part in self.rows]
 
     @property
     def steps_without(self) -> StepsWithoutFolds:
@@ -268,7 +267,7 @@ class EntropyChange:
             known = (self.pieces, self.gradient, rows, self.sizes, total_size, self._optimizer.max_grad_norm)
             self._steps = StepsWithoutFolds(*known, moments)
         if self._memory.keep_rows:
-            self._rows = self.layout.zeros(self._batch.num_folds)
+            self._rows = self.layout.zeros(self._batch.num_folds, device=self._memory.device)
         return FoldProducts(
             layout=self.layout,
             sizes=self.sizes,
@@ -280,7 +279,6 @@ class EntropyChange:
             clip=self.clip,
             chosen_share=settings.responses_per_prompt / self._batch.responses_per_prompt,
             num_targets=1 + settings.per_sequence,
-            num_sums=1 + self._memory.keep_halves,
             rows=self._rows,
         )
 

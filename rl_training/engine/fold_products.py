@@ -30,8 +30,7 @@ class FoldProducts:
     update    δθ of the step, None without a formula           previous  of the step before, None if not known
     steps     those without a fold, None where none can be left out
     block     what an earlier step has learned from these folds, if it has
-    num_sums  sums of entropy gradients that are kept: 1, or 2 for that of the even and that of the odd folds
-    rows      (K, n) of each bucket, where each fold's own, per token, is kept; None: it is not
+    rows      (K, n) of each bucket, where X_k per token of each fold is kept; None: it is not
     """
 
     layout: Layout
@@ -44,18 +43,17 @@ class FoldProducts:
     clip: float
     chosen_share: float  # of each prompt's responses that X is taken from
     num_targets: int
-    num_sums: int
     rows: Vector | None
-    _sums: list[list[Vector]] = field(default_factory=list)  # [parity][target]: Σ n_k X_k
+    _sums: list[Vector] = field(default_factory=list)  # by target: S = Σ n_k X_k
     _own: list[Tensor] = field(default_factory=list)  # by fold, (targets,): X_k · (δθ_(−k) − δθ)
     _own_of_last: list[Tensor] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._sums = [[self.layout.zeros() for _ in range(self.num_targets)] for _ in range(self.num_sums)]
+        self._sums = [self.layout.zeros() for _ in range(self.num_targets)]
 
     def add(self, k: int, fold: FoldGradients) -> Tensor:
         """Returns X_k · δθ of PRODUCTS and of forward's splits, (·, targets) fp64."""
-        for total, x in zip(self._sums[k % self.num_sums], fold.entropy, strict=True):
+        for total, x in zip(self._sums, fold.entropy, strict=True):
             add(total, x, float(self.sizes[k]))
         if self.rows is not None:
             add([part[k] for part in self.rows], fold.entropy[0])
@@ -74,7 +72,7 @@ class FoldProducts:
         0 of the last one, where it has not learned from these folds.
         """
         own, own_of_last = torch.stack(self._own), torch.stack(self._own_of_last)
-        sizes, sums = self.sizes.unsqueeze(1), self._total()
+        sizes, sums = self.sizes.unsqueeze(1), self._sums
         of_last = torch.zeros_like(own)
         if self.block is not None:
             last = torch.stack([self.block.dots(x) for x in sums], dim=1)
@@ -86,17 +84,6 @@ class FoldProducts:
             moved = parts.total
             products += torch.stack([rows_dot(moved, piece.of(x)) for x in sums], dim=1)
         return products - self._dots(self.update, sums) - sizes * own, of_last
-
-    def mean_of_halves(self, per_token: float) -> list[Vector]:
-        """Returns ∂H_tok of the even and of the odd folds; zeros of a half without folds.
-
-        per_token  1 / E[T]
-        """
-        counts = [float(self.sizes[half::2].sum()) for half in range(2)]
-        return [
-            [part * (per_token / count) for part in sums[0]] if count else sums[0]
-            for count, sums in zip(counts, self._sums, strict=True)
-        ]
 
     def follow(self, moments: FoldMoments, number: int, batch: Batch, reused: bool) -> None:
         """Advances the moments without each fold by this step."""
@@ -110,12 +97,6 @@ class FoldProducts:
 
         whole = [self.clip * part for part in steps.gradient]
         moments.follow(number, batch, reused, steps.pieces, whole, without)
-
-    def _total(self) -> list[Vector]:
-        """Returns S = Σ n_k X_k of each target."""
-        if self.num_sums == 1:
-            return self._sums[0]
-        return [[a + b for a, b in zip(*both, strict=True)] for both in zip(*self._sums, strict=True)]
 
     def _dots(self, update: Vector | None, directions: list[Vector]) -> Tensor:
         """Returns X · δθ of each direction, (targets,) fp64; nan of an update that is not known."""

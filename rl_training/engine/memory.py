@@ -21,18 +21,14 @@ class StepMemory:
     """
 
     def __init__(
-        self,
-        layout: Layout,
-        settings: EntropySettings,
-        offload: bool = False,
-        keep_halves: bool = False,
-        keep_rows: bool = False,
+        self, layout: Layout, settings: EntropySettings, offload: bool = False, keep_rows: bool = False
     ) -> None:
-        self.layout, self.settings, self.keep_halves = layout, settings, keep_halves
-        self.keep_rows = keep_rows  # the driver says so for each step
+        self.layout, self.settings = layout, settings
+        self.device = "cpu" if offload else None  # of what is kept by fold; None: the parameters'
+        self.keep_rows = keep_rows  # X of each fold; the driver says so for each step
         self.errors = RunningVariance(settings.error_decay)
         self.history = UpdateHistory()
-        self.moments = FoldMoments(layout, "cpu" if offload else None)
+        self.moments = FoldMoments(layout, self.device)
         self.attribution = Attribution(layout.names)
 
     @property

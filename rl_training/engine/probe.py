@@ -31,8 +31,7 @@ class Need(enum.Flag):
     FOLD_GRADIENTS = 1  # one parameter-size fp32 row per fold: step.gradients.rows
     MICROBATCH_SQ_NORMS = 2  # a few numbers per parameter and microbatch: step.gradients.microbatch_sq_norms
     ENTROPY_CHANGE = 4 | FOLD_GRADIENTS  # step.entropy_change, for which δθ of the step before is kept
-    HALVES = 8 | ENTROPY_CHANGE  # one parameter-size row more: step.entropy_change.halves
-    ENTROPY_ROWS = 16 | ENTROPY_CHANGE  # one more per fold: step.entropy_change.rows
+    ENTROPY_ROWS = 8 | ENTROPY_CHANGE  # one more such row per fold: step.entropy_change.rows
 
 
 class Probe:

@@ -98,8 +98,8 @@ class InterventionsProbe(Probe):
             self._answer(of.name, measured.estimates(of) | means)
 
     def num_vectors(self, num_folds: int) -> int:
-        """X and one basis of changes by fold, and over all folds the basis and the gradient of the reward."""
-        return 2 * (num_folds + 1)
+        """One basis of changes by fold, and over all folds the basis and the gradient of the reward."""
+        return num_folds + 2
 
     def _mean_with(self, name: str, pair: Pair) -> Pair:
         self.running[name].add(pair)

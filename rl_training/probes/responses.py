@@ -13,7 +13,7 @@ run without autocast and dropout: rounding to bf16 would be larger than the diff
 x is the entropy gradient of the OTHER half of this rank's folds, so that no response is multiplied with itself.
 
 Cost: two forward passes over all responses and two more over those of two folds, which say how long a step the model's
-curvature allows; four parameter-size vectors for a moment.
+curvature allows; K rows of X are held, and three parameter-size vectors for a moment.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ResponsesProbe(Probe):
     """
 
     name = "responses"
-    needs = Need.HALVES
+    needs = Need.ENTROPY_ROWS
 
     def __init__(self, count: int = 3, every: int = 1) -> None:
         super().__init__(every)
@@ -75,7 +75,7 @@ def contributions(step: Step) -> Tensor:
     batch, loss, change = step.batch, step.batch.loss_weights, step.entropy_change
     total = torch.zeros(batch.rollout.num_sequences, dtype=torch.float64, device=loss.logps.device)
     for parity in (0, 1):
-        direction = _times_optimizer_factor(change, change.halves[1 - parity])
+        direction = _times_optimizer_factor(change, change.gradient_of(slice(1 - parity, None, 2)))
         folds = [(batch.fold == fold).nonzero().squeeze(1) for fold in range(parity, batch.num_folds, 2)]
         size = _step_size(step, direction, folds[0]) if folds else 0.0
         for rows in folds:

@@ -113,8 +113,8 @@ class TokenClassesProbe(Probe):
         return {kind: classes.masked_fill(~mask, -1) for kind, classes in kinds.items()}
 
     def num_vectors(self, num_folds: int) -> int:
-        """X by fold, and the gradient of one class, by fold and over all folds."""
-        return 2 * num_folds + 1
+        """The gradient of one class, by fold and over all folds."""
+        return num_folds + 1
 
 
 def entropy_classes(entropies: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
