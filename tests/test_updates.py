@@ -105,27 +105,26 @@ def test_a_large_parameter_is_not_copied(monkeypatch) -> None:
 
 def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() -> None:
     layout = Layout({"w": torch.zeros(3)})
-    history, update, nowhere = UpdateHistory(), [torch.tensor([1.0, -2.0, 0.5])], [torch.zeros(3)]
+    history, update, nowhere = UpdateHistory(layout), [torch.tensor([1.0, -2.0, 0.5])], [torch.zeros(3)]
     assert "first measured step" in history.why_none(1)
     history.keep(4, update, nowhere)
-    resumed = UpdateHistory()
+    resumed = UpdateHistory(layout)
     resumed.load_state_dict(history.state_dict())
     for kept in (history, resumed):
-        assert kept.before(layout, 5)[0].tolist() == [1.0, -2.0, 0.5]
+        assert kept.before(5)[0].tolist() == [1.0, -2.0, 0.5]
         assert kept.why_none(5) == ""
-        assert kept.before(layout, 6) is None
+        assert kept.before(6) is None
         assert "step 5 was not measured" in kept.why_none(6)
-    resumed.load_state_dict(history.state_dict())
     with pytest.raises(ValueError, match="3 numbers, and 2 are trained"):
-        resumed.before(Layout({"w": torch.zeros(2)}), 5)
+        UpdateHistory(Layout({"w": torch.zeros(2)})).load_state_dict(history.state_dict())
 
 
 def test_a_step_without_a_formula_is_known_by_the_parameters_after_it() -> None:
-    history, layout = UpdateHistory(), Layout({"w": torch.zeros(2)})
+    history = UpdateHistory(Layout({"w": torch.zeros(2)}))
     parameters = [torch.tensor([1.0, 2.0])]
     history.keep(1, None, parameters)
     assert history.is_open(1)
     parameters[0] += torch.tensor([0.25, -1.0])
     history.finish(1, parameters)
     assert not history.is_open(1)
-    assert history.before(layout, 2)[0].tolist() == [0.25, -1.0]
+    assert history.before(2)[0].tolist() == [0.25, -1.0]

@@ -273,7 +273,7 @@ class EntropyChange:
             sizes=self.sizes,
             attribution=self.attribution,
             update=self.update,
-            previous=self._memory.history.before(self.layout, self.number),
+            previous=self._memory.history.before(self.number),
             steps=self._steps,
             block=self._block,
             clip=self.clip,

@@ -27,7 +27,7 @@ class StepMemory:
         self.device = "cpu" if offload else None  # of what is kept by fold; None: the parameters'
         self.keep_rows = keep_rows  # X of each fold; the driver says so for each step
         self.errors = RunningVariance(settings.error_decay)
-        self.history = UpdateHistory()
+        self.history = UpdateHistory(layout)
         self.moments = FoldMoments(layout, self.device)
         self.attribution = Attribution(layout.names)
 

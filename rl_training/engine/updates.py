@@ -172,9 +172,9 @@ class UpdateHistory:
     Where a step has no formula, the parameters before it are kept until those after it are there.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, layout: Layout) -> None:
+        self._layout = layout
         self._update: Vector | None = None
-        self._saved: Tensor | None = None  # flat, as a checkpoint has it
         self._step: int | None = None
         self._before: Vector | None = None
 
@@ -182,18 +182,8 @@ class UpdateHistory:
     def num_bytes(self) -> int:
         return num_bytes(self._update) + num_bytes(self._before)
 
-    def before(self, layout: Layout, step: int) -> Vector | None:
+    def before(self, step: int) -> Vector | None:
         """Returns δθ of step − 1, None if it is not known."""
-        if self._saved is not None:
-            if len(self._saved) != layout.num_entries:
-                raise ValueError(
-                    f"the update in the checkpoint has {len(self._saved)} numbers, and {layout.num_entries} are "
-                    "trained: it belongs to another model. Delete its probes.safetensors, and the probes start afresh"
-                )
-            # Copies: sums over a part depend, in the last bits, on where in memory it begins.
-            parts = layout.split(self._saved)
-            self._update = [part.to(layout.device, layout.dtype, copy=True) for part in parts]
-            self._saved = None
         return self._update if self._step == step - 1 else None
 
     def why_none(self, step: int) -> str:
@@ -221,13 +211,21 @@ class UpdateHistory:
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns δθ, flat and in host memory, and its step; nothing before the first."""
-        if self._step is None:
+        if self._step is None or self._update is None:
             return {}
-        flat = self._saved if self._saved is not None else torch.cat([part.cpu() for part in self._update or ()])
-        return {"update": flat, "update_step": torch.tensor(self._step)}
+        return {"update": torch.cat([part.cpu() for part in self._update]), "update_step": torch.tensor(self._step)}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what `state_dict` returned; of nothing, it begins anew."""
-        self._update = self._before = None
-        self._saved = state.get("update")
-        self._step = int(state["update_step"]) if "update_step" in state else None
+        """Takes back what `state_dict` returned; of nothing, it begins anew. ValueError for another model's."""
+        self._update = self._step = self._before = None
+        if "update" not in state:
+            return
+        flat, layout = state["update"], self._layout
+        if len(flat) != layout.num_entries:
+            raise ValueError(
+                f"the update in the checkpoint has {len(flat)} numbers, and {layout.num_entries} are trained: it "
+                "belongs to another model. Delete its probes.safetensors, and the probes start afresh"
+            )
+        # Copies: sums over a part depend, in the last bits, on where in memory it begins.
+        self._update = [part.to(layout.device, layout.dtype, copy=True) for part in layout.split(flat)]
+        self._step = int(state["update_step"])
