@@ -8,24 +8,14 @@ from typing import TYPE_CHECKING, Any
 from rl_training.extras import of_an_extra
 
 if TYPE_CHECKING:
-    from rl_training.engine.batch import Rollout
-    from rl_training.engine.probe import Probe
-    from rl_training.hosts.loop import measured_loop
-    from rl_training.hosts.trl.attach import attach
-    from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
-    from rl_training.job.offline_probe import OfflineEntropyProbe
-    from rl_training.mathematics.estimate import Estimate
-
-__all__ = [
-    "DrGRPOConfig",
-    "DrGRPOTrainer",
-    "Estimate",
-    "OfflineEntropyProbe",
-    "Probe",
-    "Rollout",
-    "attach",
-    "measured_loop",
-]
+    from rl_training.engine.batch import Rollout as Rollout
+    from rl_training.engine.probe import Probe as Probe
+    from rl_training.hosts.loop import measured_loop as measured_loop
+    from rl_training.hosts.trl.attach import attach as attach
+    from rl_training.hosts.trl.trainer import DrGRPOConfig as DrGRPOConfig
+    from rl_training.hosts.trl.trainer import DrGRPOTrainer as DrGRPOTrainer
+    from rl_training.job.offline_probe import OfflineEntropyProbe as OfflineEntropyProbe
+    from rl_training.mathematics.estimate import Estimate as Estimate
 
 _HOME = {
     "DrGRPOConfig": "hosts.trl.trainer",
@@ -37,6 +27,7 @@ _HOME = {
     "attach": "hosts.trl.attach",
     "measured_loop": "hosts.loop",
 }
+__all__ = [*_HOME]
 
 
 def __getattr__(name: str) -> Any:

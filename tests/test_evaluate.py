@@ -31,7 +31,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from rl_training.evaluation import examples, policy
 from rl_training.evaluation.display import Progress, print_table
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
-from rl_training.evaluation.responses import GREEDY, Response, Sampling, choose_rows, generate_responses, judge
+from rl_training.evaluation.responses import GREEDY, Response, batches_of, choose_rows, generate_responses, judge
 from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.evaluate import evaluate
 from rl_training.job.evaluation_plan import fingerprint, read_plan
@@ -360,10 +360,10 @@ def test_truncated_is_what_has_no_end_not_what_is_as_long_as_can_be() -> None:
 
 
 def test_two_processes_say_exactly_what_one_does(run: Path) -> None:
-    sampling = Sampling(rows=(0, 3, 5, 11), responses_per_prompt=3, greedy=True, batch_size=5, seed=0)
+    batches = batches_of(rows=(0, 3, 5, 11), responses_per_prompt=3, greedy=True, batch_size=5)
     checkpoint = run / "training_state" / "checkpoint-1"
-    one = sampled_at(checkpoint, sampling.batches())
-    two = [*sampled_at(checkpoint, sampling.batches(0, 2)), *sampled_at(checkpoint, sampling.batches(1, 2))]
+    one = sampled_at(checkpoint, batches)
+    two = [*sampled_at(checkpoint, batches[0::2]), *sampled_at(checkpoint, batches[1::2])]
     assert len(one) == 4 * (3 + 1)
     for a, b in zip(*(sorted(part, key=lambda r: (r.row, r.number)) for part in (one, two)), strict=True):
         assert (a.row, a.number, a.text, a.reward) == (b.row, b.number, b.text, b.reward)

@@ -10,17 +10,6 @@
 
 A response is right if it earns at least `right_reward`. Intervals of shares, and of rewards whose range the task names,
 stay within that range.
-
-A metric of one's own is a function that is called once per prompt, by keyword, and returns numbers by name:
-
-    def metric(row, responses, rewards, logps, entropies) -> dict[str, float]
-
-    row               the task's row: prompt, and the columns that its reward reads
-    responses         texts of the sampled responses
-    rewards           one for each
-    logps, entropies  for each an array over its tokens, nats
-
-What it returns is averaged over the prompts that have it; nan, or a name left out, means that this prompt has none.
 """
 
 from __future__ import annotations
@@ -106,7 +95,10 @@ def by_row(responses: Sequence[Response]) -> tuple[dict[int, list[Response]], di
 
 
 def custom_metrics(name: str, metric: Metric, sampled: ByRow, dataset: Any) -> dict[str, Estimate]:
-    """Returns `name/…` for every number that a user's metric returns, averaged over prompts.
+    """Returns `name/…` for every number that a user's metric returns, averaged over the prompts that have it.
+
+    It is called once per prompt, by keyword: with the task's row, and of each sampled response its text, its reward and
+    arrays over its tokens, nats. For nan, or a name that it leaves out, this prompt has no number.
 
     ValueError, naming the metric and the row, when it raises or returns something else than numbers by name.
     """

@@ -41,29 +41,17 @@ class Response:
         return len(self.logps)
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """Which rows are answered, how often and in which batches."""
-
-    rows: tuple[int, ...]
-    responses_per_prompt: int
-    greedy: bool  # one more response to each row, decoded greedily
-    batch_size: int  # sequences
-    seed: int
-
-    def batches(self, share: int = 0, num_shares: int = 1) -> list[list[tuple[int, int]]]:
-        """Returns the (row, number) pairs of each batch of one process; greedy ones are never among sampled ones."""
-        sampled = [(row, number) for row in self.rows for number in range(self.responses_per_prompt)]
-        greedy = [(row, GREEDY) for row in self.rows] if self.greedy else []
-        size = self.batch_size
-        batches = [part[start : start + size] for part in (sampled, greedy) for start in range(0, len(part), size)]
-        return batches[share::num_shares]
+def batches_of(
+    rows: Sequence[int], responses_per_prompt: int, greedy: bool, batch_size: int
+) -> list[list[tuple[int, int]]]:
+    """Returns the (row, number) pairs of each batch; greedy ones, one of each row, are never among sampled ones."""
+    sampled = [(row, number) for row in rows for number in range(responses_per_prompt)]
+    parts = (sampled, [(row, GREEDY) for row in rows] if greedy else [])
+    return [part[start : start + batch_size] for part in parts for start in range(0, len(part), batch_size)]
 
 
 def choose_rows(num_rows: int, fraction: float, seed: int) -> tuple[int, ...]:
     """Returns the rows of a seeded random subset in their order; at least one."""
-    if fraction == 1:
-        return tuple(range(num_rows))
     chosen = np.random.default_rng([seed]).permutation(num_rows)[: max(1, round(fraction * num_rows))]
     return tuple(sorted(int(row) for row in chosen))
 

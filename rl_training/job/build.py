@@ -6,11 +6,12 @@ import dataclasses
 import difflib
 import re
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
-from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from transformers import PrinterCallback, ProgressCallback, set_seed
 
 from rl_training.engine.probe import Probe
@@ -140,10 +141,10 @@ def _make_trainer(
 def _interventions_of(cfg: DictConfig) -> list[str]:
     """Returns the names of what is trained with, of `intervention=psr` or a list; none in an older config.yaml."""
     given = cfg.get("intervention")
-    names = list(given) if isinstance(given, ListConfig) else [] if given is None else [given]
-    if not all(isinstance(name, str) for name in names):
+    names = [given] if isinstance(given, str) else given or []
+    if not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
         raise ValueError(f"intervention={given}: give a name such as bonus or bonus:0.02, or a list of them")
-    return [str(name) for name in names]
+    return list(names)
 
 
 def _check_fields(trainer: DictConfig) -> None:

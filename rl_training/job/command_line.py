@@ -63,17 +63,14 @@ class Launch:
     @classmethod
     def of_this_process(cls) -> Launch:
         """Returns how this process was started; call it while the launcher lives, which Ctrl-C may end first."""
-        launched = any(name in os.environ for name in LAUNCHED)
-        if not launched:
-            words = _without_interpreter(_before_the_settings(sys.orig_argv))
-            return cls(None, shlex.join(words or ("python", sys.argv[0])))
+        if not any(name in os.environ for name in LAUNCHED):
+            return cls(None, _typed(sys.orig_argv) or shlex.join(("python", sys.argv[0])))
         launcher = os.getppid()
         try:
             said = Path(f"/proc/{launcher}/cmdline").read_text(encoding="utf-8").split("\0")
         except (OSError, UnicodeDecodeError):  # not Linux
             said = []
-        words = _without_interpreter(_before_the_settings(said))
-        return cls(launcher, shlex.join(words) or f"accelerate launch … {shlex.quote(sys.argv[0])}")
+        return cls(launcher, _typed(said) or f"accelerate launch … {shlex.quote(sys.argv[0])}")
 
     def say_last(self, line: str) -> None:
         """Prints the line on stderr, on a terminal below what the launcher has to say of how its processes ended."""
@@ -84,23 +81,20 @@ class Launch:
         subprocess.Popen(arguments, stdin=subprocess.DEVNULL, stdout=sys.stderr, stderr=subprocess.DEVNULL)
 
 
-def _before_the_settings(words: Sequence[str]) -> tuple[str, ...]:
-    """Returns the words up to this process's script or module, () where neither is among them."""
+def _typed(words: Sequence[str]) -> str:
+    """Returns the words up to this process's script or module as they were typed, "" where neither is among them."""
     spec = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
     for number, word in enumerate(words, 1):
-        if Path(word).name in ("rl-training", "rl_training"):  # its command comes behind it
-            return tuple(words[: number + 1])
-        if word == sys.argv[0] or (spec is not None and word == spec.name):
-            return tuple(words[:number])
-    return ()
-
-
-def _without_interpreter(words: tuple[str, ...]) -> tuple[str, ...]:
-    """Returns the words as they were typed: python stands before a program that was called by its name."""
-    if len(words) < 2 or words[1].startswith("-") or words[1].endswith(".py"):
-        return words
-    name = Path(words[1]).name
-    return (name if shutil.which(name) == words[1] else words[1], *words[2:])
+        behind = Path(word).name in ("rl-training", "rl_training")  # its command comes behind it
+        if behind or word == sys.argv[0] or (spec is not None and word == spec.name):
+            typed = list(words[: number + behind])
+            break
+    else:
+        return ""
+    if len(typed) > 1 and not typed[1].startswith("-") and not typed[1].endswith(".py"):
+        name = Path(typed[1]).name  # python stands before a program that was called by its name
+        typed = [name if shutil.which(name) == typed[1] else typed[1], *typed[2:]]
+    return shlex.join(typed)
 
 
 class Interrupted(BaseException):
@@ -113,10 +107,6 @@ class Interrupted(BaseException):
 
 class Carried(BaseException):
     """Carries an error through Hydra, which prints its own line about every Exception in every process."""
-
-    def __init__(self, error: Exception) -> None:
-        super().__init__()
-        self.error = error
 
 
 def run_command(main: Callable[[], object]) -> None:
@@ -138,7 +128,7 @@ def run_command(main: Callable[[], object]) -> None:
     except KeyboardInterrupt:  # a library's own handler
         _end(launch, 128 + signal.SIGINT, "" if _rank() else "ended by SIGINT")
     except Carried as carried:
-        _fail(launch, carried.error, debug)
+        _fail(launch, carried.args[0], debug)
     except Exception as error:
         _fail(launch, error, debug)
 

@@ -58,7 +58,7 @@ class _Evaluation:
         self.pending = plan.pending()
         self.problems: list[str] = []  # what failed, and why
         self.loggers: list[MetricsLogger] | None = None
-        share = sum(map(len, plan.sampling.batches(0, num_shares)))
+        share = sum(map(len, plan.batches(0, num_shares)))
         self.progress = Progress(len(plan.checkpoints), len(plan.checkpoints) - len(self.pending), share)
 
     def run_side_by_side(self) -> int:
@@ -132,7 +132,7 @@ class _Evaluation:
             "seconds": {name: round(value, 3) for name, value in answers.seconds.items()},
         }
         responses = sorted(answers.responses, key=lambda r: (r.row, r.number))
-        rows = {row: self.task.eval_dataset[row] for row in plan.sampling.rows}
+        rows = {row: self.task.eval_dataset[row] for row in plan.rows}
         lines = [_line(response, rows[response.row]["prompt"]) for response in responses]
         write_step(plan.folder, step, about, metrics, lines, plan.asked.gzip)
         consolidate(plan.folder)

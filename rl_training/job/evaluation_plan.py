@@ -22,7 +22,7 @@ from transformers.utils import logging
 
 from rl_training.evaluation.metrics import BUILT_IN, Metric
 from rl_training.evaluation.policy import load_policy
-from rl_training.evaluation.responses import Response, Sampling, choose_rows, generate_responses
+from rl_training.evaluation.responses import Response, batches_of, choose_rows, generate_responses
 from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.run_settings import load_settings
 from rl_training.job.settings import check_evaluation
@@ -46,13 +46,18 @@ class EvaluationPlan:
     folder: Path  # evaluations/<name>
     prefix: str  # of the metrics' names in dashboards
     checkpoints: dict[int, Path]  # by step, in order
-    sampling: Sampling
+    rows: tuple[int, ...]  # of the task's evaluation split
     asked: DictConfig  # `evaluation` of conf/evaluate.yaml, with the run's temperature and length where none is given
     metrics: dict[str, Any]  # nodes of the user's own
     settings: dict[str, Any]  # what must be equal for two results to share a table
 
     def task(self) -> Task:
         return make("data", self.config["data"])
+
+    def batches(self, share: int, num_shares: int) -> list[list[tuple[int, int]]]:
+        """Returns the batches of one of so many processes."""
+        asked = self.asked
+        return batches_of(self.rows, asked.responses_per_prompt, asked.greedy, asked.batch_size)[share::num_shares]
 
     def custom_metrics(self) -> dict[str, Metric]:
         return {name: make(f"metrics.{name}", node, _partial_=True) for name, node in self.metrics.items()}
@@ -105,14 +110,13 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
     num_rows = len(make("data", config["data"]).eval_dataset)
     if num_rows == 0:
         raise ValueError(f"the evaluation split of {task_name} has no rows: give data of your own, data.path=FILE")
-    rows = choose_rows(num_rows, asked.fraction, asked.seed)
     plan = EvaluationPlan(
         run=run,
         config=config,
         folder=root / EVALUATIONS / name,
         prefix="evaluation/" if own_task and name == task_name else f"evaluation/{name}/",
         checkpoints=checkpoints,
-        sampling=Sampling(rows, asked.responses_per_prompt, asked.greedy, asked.batch_size, asked.seed),
+        rows=choose_rows(num_rows, asked.fraction, asked.seed),
         asked=asked,
         metrics=metrics,
         settings={str(key): value for key, value in asked.items() if key not in FREE}
@@ -246,8 +250,7 @@ def _answer(plan: EvaluationPlan, checkpoint: Path, device: str, share: int, num
     )
     task = plan.task()
     seconds = {"load": time.perf_counter() - start}
-    batches = plan.sampling.batches(share, num_shares)
-    for responses in generate_responses(policy, task, batches, plan.sampling.seed, seconds):
+    for responses in generate_responses(policy, task, plan.batches(share, num_shares), plan.asked.seed, seconds):
         send(responses)
     send(seconds)
 

@@ -55,6 +55,10 @@ OF_EVALUATION = {
     "temperature": Range(float, 0, open=True, or_none=True), "max_completion_length": Range(int, 1, or_none=True),
     "seed": Range(int, 0), "batch_size": Range(int, 1), "jobs": Range(int, 1),
 }  # fmt: skip
+OF_ANALYSIS: dict[str, Any] = {
+    "evaluation": Evaluation, "update": UpdateConfig, "first_order": FirstOrderSettings, "truth": TruthSettings,
+    "memory": Memory,
+}  # fmt: skip
 HINTS = {
     "trainer.max_grad_norm": "; 0 switches clipping off",
     "sequences": ": more would take hours at each validation",
@@ -213,14 +217,8 @@ def check_analysis(cfg: DictConfig) -> Settings:
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     refuse_other_kinds(values, load_plain(CONF / "offline.yaml"))
     name_of(str(values["name"]))
-    return Settings(
-        evaluation=Evaluation(**values["evaluation"]),
-        update=UpdateConfig(**values["update"]),
-        first_order=FirstOrderSettings(**values["first_order"]),
-        truth=TruthSettings(**values["truth"]),
-        conditioning=values["conditioning"],
-        memory=Memory(**values["memory"]),
-    )
+    parts = {name: kind(**values[name]) for name, kind in OF_ANALYSIS.items()}
+    return Settings(conditioning=values["conditioning"], **parts)
 
 
 def name_of(name: str) -> str:

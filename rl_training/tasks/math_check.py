@@ -68,25 +68,21 @@ def are_equal(
     many those were. The first start of the worker is not charged to the budget, later ones are. Raises
     RuntimeError when the worker cannot start.
     """
-    verdicts = dict.fromkeys(pairs, False)
-    asked = [pair for pair in verdicts if is_worth_asking(pair[0])]
+    asked = dict.fromkeys(pair for pair in pairs if is_worth_asking(pair[0]))
     if asked:
         _worker.start()
     end = time.monotonic() + budget_seconds
-    undecided = set()
+    verdicts: dict[tuple[str, Fraction], bool | None] = {}  # None: not decided in time
     for answer, number in asked:
         seconds = min(deadline_seconds, end - time.monotonic())
-        verdict = _worker.check(answer, number, seconds) if seconds > 0 else None
-        if verdict is None:
-            undecided.add((answer, number))
-        verdicts[answer, number] = verdict is True
+        verdicts[answer, number] = _worker.check(answer, number, seconds) if seconds > 0 else None
+    undecided = sum(verdicts.get(pair, False) is None for pair in pairs)
     if undecided:
-        number_undecided = sum(pair in undecided for pair in pairs)
         logger.warning(
-            f"{number_undecided} of {len(pairs)} answers count as wrong: math_verify did not decide in time "
+            f"{undecided} of {len(pairs)} answers count as wrong: math_verify did not decide in time "
             f"({deadline_seconds:g} s each, {budget_seconds:g} s in all)."
         )
-    return [verdicts[pair] for pair in pairs]
+    return [verdicts.get(pair) is True for pair in pairs]
 
 
 class MathWorker:
