@@ -98,8 +98,8 @@ def build_restored(
         cfg = cfg.copy()
         cfg.run_dir = scratch
         changes = {"report_to": [], "eval_strategy": "no", "save_strategy": "no"}
-        for key, value in {"output_dir": f"{scratch}/{TRAINING_STATE}", **changes}.items():
-            OmegaConf.update(cfg, f"trainer.{key}", value, force_add=True)
+        changes |= {"output_dir": f"{scratch}/{TRAINING_STATE}"}
+        OmegaConf.update(cfg, "trainer", changes, merge=True, force_add=True)
         check_settings(cfg)
         _check_fields(cfg.trainer)
         args = make("trainer", cfg.trainer, gradient_accumulation_steps=1)

@@ -35,7 +35,12 @@ def explain(error: BaseException) -> str:
     """Returns what is wrong with the command line, and the fix; the message of an error of any other kind."""
     message = str(error)
     if isinstance(error, OverrideParseException):
-        return _how_to_quote(error.override.removeprefix("++"))
+        typed = error.override.removeprefix("++")
+        key, equals, value = typed.partition("=")
+        if not equals:
+            return f"{typed}: a setting is KEY=VALUE, see --help"
+        signs = "signs like = ~ ( ) [ ] , { } and letters outside of ASCII"
+        return f"{typed}: {signs} need quotes: {quoted(key, value)}"
     several = re.search(r"(?:Ambiguous value for argument|Sweep parameters) '(.*)'", message)
     if several:
         key, value = several.group(1).split("=", 1)
@@ -58,14 +63,6 @@ def explain(error: BaseException) -> str:
     if setting:
         return f"{setting.group(1)}: {_no_such_setting(setting.group(1))}"
     return message.split("\nSee http")[0]
-
-
-def _how_to_quote(override: str) -> str:
-    """Returns what to type for an override that Hydra's grammar cannot read: its value in double quotes."""
-    key, equals, value = override.partition("=")
-    if not equals:
-        return f"{override}: a setting is KEY=VALUE, see --help"
-    return f"{override}: signs like = ~ ( ) [ ] , {{ }} and letters outside of ASCII need quotes: {quoted(key, value)}"
 
 
 def quoted(key: str, value: str) -> str:

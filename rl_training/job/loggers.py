@@ -179,18 +179,16 @@ def tensorboard_layout() -> Any:
 
     SummaryWriter.add_custom_scalars knows no chart of several metrics with bands.
     """
-    from tensorboard.compat.proto.summary_pb2 import Summary, SummaryMetadata
-    from tensorboard.compat.proto.tensor_pb2 import TensorProto
-    from tensorboard.plugins.custom_scalar import layout_pb2, metadata
+    from tensorboard.plugins.custom_scalar import layout_pb2
+    from torch.utils.tensorboard.summary import custom_scalars
 
     categories = [
         layout_pb2.Category(title=section, chart=[_chart(panel) for panel in panels])
         for section, panels in SECTIONS.items()
     ]
-    content = layout_pb2.Layout(category=categories).SerializeToString()
-    plugin = SummaryMetadata(plugin_data=SummaryMetadata.PluginData(plugin_name=metadata.PLUGIN_NAME))
-    tensor = TensorProto(dtype="DT_STRING", string_val=[content])
-    return Summary(value=[Summary.Value(tag=metadata.CONFIG_SUMMARY_TAG, tensor=tensor, metadata=plugin)])
+    summary = custom_scalars({})
+    summary.value[0].tensor.string_val[0] = layout_pb2.Layout(category=categories).SerializeToString()
+    return summary
 
 
 def _chart(panel: Panel) -> Any:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +18,7 @@ from rl_training.extras import EXTRA_OF, how_to_install
 from rl_training.job.explain import GONE, did_you_mean, load_plain, quoted
 from rl_training.job.shipped import CONF
 from rl_training.job.values import Range, check_kind, refuse_other_kinds, refuse_unset
-from rl_training.offline.settings import (
-    Evaluation,
-    FirstOrderSettings,
-    Memory,
-    Settings,
-    TruthSettings,
-    UpdateConfig,
-)
+from rl_training.offline.settings import Settings
 from rl_training.records.folder import TRAINING_STATE
 
 PATHS = ("run_dir", "resume", "branch", "data.path", "model.name")
@@ -54,10 +48,6 @@ OF_EVALUATION = {
     "fraction": Range(float, 0, 1, open=True), "responses_per_prompt": Range(int, 1), "k": Range(int, 1, or_none=True),
     "temperature": Range(float, 0, open=True, or_none=True), "max_completion_length": Range(int, 1, or_none=True),
     "seed": Range(int, 0), "batch_size": Range(int, 1), "jobs": Range(int, 1),
-}  # fmt: skip
-OF_ANALYSIS: dict[str, Any] = {
-    "evaluation": Evaluation, "update": UpdateConfig, "first_order": FirstOrderSettings, "truth": TruthSettings,
-    "memory": Memory,
 }  # fmt: skip
 HINTS = {
     "trainer.max_grad_norm": "; 0 switches clipping off",
@@ -217,8 +207,8 @@ def check_analysis(cfg: DictConfig) -> Settings:
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     refuse_other_kinds(values, load_plain(CONF / "offline.yaml"))
     name_of(str(values["name"]))
-    parts = {name: kind(**values[name]) for name, kind in OF_ANALYSIS.items()}
-    return Settings(conditioning=values["conditioning"], **parts)
+    kinds: dict[str, Any] = {part.name: part.default_factory for part in fields(Settings)}  # MISSING of a plain value
+    return Settings(**{key: values[key] if kind is MISSING else kind(**values[key]) for key, kind in kinds.items()})
 
 
 def name_of(name: str) -> str:
