@@ -112,11 +112,11 @@ def _make_trainer(
     cfg: DictConfig, args: DrGRPOConfig, probes: list[Probe], records: Records | None, with_evaluation: bool
 ) -> tuple[DrGRPOTrainer, Task]:
     """Returns the trainer, with the evaluation split of its task if asked for, and the task."""
+    interventions = _interventions_of(cfg)
     set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
     task = make("data", cfg.data)
     model, tokenizer = make("model", cfg.model)
     adapter, buffer = make("adapter", cfg.adapter), make("buffer", cfg.buffer)
-    interventions = _interventions_of(cfg)
     trainer = DrGRPOTrainer(
         model=model,
         reward_funcs=task.reward,

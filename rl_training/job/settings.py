@@ -17,7 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from rl_training.extras import EXTRA_OF, how_to_install
 from rl_training.job.explain import GONE, did_you_mean, load_plain, quoted
 from rl_training.job.shipped import CONF
-from rl_training.job.values import Range, check_kind, refuse_other_kinds, refuse_unset
+from rl_training.job.values import Range, check_kind, refuse_other_kinds
 from rl_training.offline.settings import Settings
 from rl_training.records.folder import TRAINING_STATE
 
@@ -157,6 +157,13 @@ def _check_trainer(cfg: DictConfig) -> None:
 def value_of(cfg: DictConfig, name: str) -> Any:
     """Returns what a field of the trainer has to be that follows from another setting, one of SAME_AS."""
     return f"{cfg.run_dir}/{TRAINING_STATE}" if name == "output_dir" else OmegaConf.select(cfg, SAME_AS[name])
+
+
+def refuse_unset(cfg: DictConfig) -> None:
+    """Raises ValueError where a value has to be given and is not."""
+    unset = sorted(OmegaConf.missing_keys(cfg))
+    if unset:
+        raise ValueError(f"{unset[0]} is not set: give {unset[0]}=VALUE, see --help")
 
 
 def check_resume(cfg: DictConfig) -> None:

@@ -34,13 +34,6 @@ class Range(NamedTuple):
             raise ValueError(f"{key}={value} must be {'above' if self.open else 'at least'} {self.least:g}{most}{hint}")
 
 
-def refuse_unset(cfg: DictConfig) -> None:
-    """Raises ValueError where a value has to be given and is not."""
-    unset = sorted(OmegaConf.missing_keys(cfg))
-    if unset:
-        raise ValueError(f"{unset[0]} is not set: give {unset[0]}=VALUE, see --help")
-
-
 def refuse_other_kinds(given: Mapping[Any, Any], standard: Mapping[Any, Any], prefix: str = "") -> None:
     """Raises ValueError for a value of another kind than the standard one: text for a number, a number for a list.
 
