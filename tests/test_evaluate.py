@@ -27,9 +27,10 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tqdm import tqdm
 
 from rl_training.evaluation import examples, policy
-from rl_training.evaluation.display import Progress, print_table
+from rl_training.evaluation.display import print_table
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response, batches_of, choose_rows, generate_responses, judge
 from rl_training.evaluation.workers import Send, run_in_process
@@ -145,7 +146,7 @@ def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call
     )  # fmt: skip
     second: list[str] = []
 
-    def kill_at_the_first_batch(progress: Progress, num_responses: int) -> None:
+    def kill_at_the_first_batch(bar: tqdm, num_responses: int) -> None:
         with pytest.raises(ValueError, match="is being written to by process") as refused:
             evaluate(cfg)
         second.append(str(refused.value))
@@ -153,7 +154,7 @@ def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call
             process.kill()
 
     with monkeypatch.context() as patched:
-        patched.setattr(Progress, "add", kill_at_the_first_batch)
+        patched.setattr(tqdm, "update", kill_at_the_first_batch)
         assert evaluate(cfg) == 1
     assert second
     assert "step 1 failed: its process was killed by SIGKILL" in capsys.readouterr().out

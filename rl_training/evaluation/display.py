@@ -1,14 +1,12 @@
-"""What the terminal shows of evaluations: two bars while they run, a table at the end."""
+"""The table that an evaluation ends with in the terminal."""
 
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 import pandas as pd
-from tqdm import tqdm
 
 from rl_training.records.evaluated import TABLE_FILE, EvaluatedMetric
 
@@ -16,25 +14,6 @@ COLUMNS = {
     "reward": "reward", "greedy_accuracy": "greedy", "pass_at": "pass@{}", "majority": "majority",
     "entropy/token": "entropy/token", "kl/token": "KL/token", "length": "length",
 }  # fmt: skip
-
-
-class Progress:
-    """A bar over checkpoints, and below it one over the responses to their rows."""
-
-    def __init__(self, num_checkpoints: int, num_finished: int, responses_each: int) -> None:
-        left = num_checkpoints - num_finished
-        every = 0.2 if sys.stderr.isatty() else 10.0  # seconds between two drawings
-        self.checkpoints = tqdm(total=num_checkpoints, initial=num_finished, unit="checkpoint", position=0)
-        self._responses = tqdm(
-            total=left * responses_each, unit="response", position=1, leave=False, mininterval=every, maxinterval=every
-        )
-
-    def add(self, num_responses: int) -> None:
-        self._responses.update(num_responses)
-
-    def close(self) -> None:
-        self._responses.close()
-        self.checkpoints.close()
 
 
 def print_table(folder: Path, rows: Sequence[EvaluatedMetric], problems: Sequence[str]) -> None:

@@ -21,7 +21,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from rl_training.evaluation.display import Progress, print_table
+from rl_training.evaluation.display import print_table
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response
 from rl_training.evaluation.workers import reason_of
@@ -58,8 +58,11 @@ class _Evaluation:
         self.pending = plan.pending()
         self.problems: list[str] = []  # what failed, and why
         self.loggers: list[MetricsLogger] | None = None
+        self.num_finished = len(plan.checkpoints) - len(self.pending)
         share = sum(map(len, plan.batches(0, num_shares)))
-        self.progress = Progress(len(plan.checkpoints), len(plan.checkpoints) - len(self.pending), share)
+        every = 0.2 if sys.stderr.isatty() else 10.0  # seconds between two drawings
+        self.bar = tqdm(total=len(self.pending) * share, unit="response", mininterval=every, maxinterval=every)
+        self._show_finished()
 
     def run_side_by_side(self) -> int:
         """Evaluates what is pending, `jobs` at once, and returns the exit code."""
@@ -71,7 +74,7 @@ class _Evaluation:
         def received(num_responses: int) -> None:
             if stopped.is_set():  # it was only starting when the others were killed
                 raise RuntimeError("stopped")
-            self.progress.add(num_responses)
+            self.bar.update(num_responses)
 
         def work(step: int) -> tuple[int, CheckpointResponses]:
             device = devices.get()
@@ -89,7 +92,7 @@ class _Evaluation:
             pool.shutdown(wait=False, cancel_futures=True)
             for process in multiprocessing.active_children():
                 process.kill()
-            self.progress.close()
+            self.bar.close()
             raise
         pool.shutdown()
         return self.close()
@@ -104,7 +107,11 @@ class _Evaluation:
                 reason = reason_of(error)
         if reason:
             self._report(f"step {step} failed: {reason} ({self.plan.checkpoints[step]})")
-        self.progress.checkpoints.update()
+        self.num_finished += 1
+        self._show_finished()
+
+    def _show_finished(self) -> None:
+        self.bar.set_description(f"{self.num_finished} of {len(self.plan.checkpoints)} checkpoints")
 
     def _report(self, problem: str) -> None:
         self.problems.append(problem)
@@ -150,7 +157,7 @@ class _Evaluation:
 
     def close(self) -> int:
         """Shows the table, closes the dashboards, makes the run's report anew, and returns the exit code."""
-        self.progress.close()
+        self.bar.close()
         print_table(self.plan.folder, read_table(self.plan.folder), self.problems)
         for dashboard in self.loggers or []:
             dashboard.finish(pictures=[])
@@ -179,7 +186,7 @@ def _evaluate_together(plan: EvaluationPlan) -> int:
     if refusal:
         raise ValueError(refusal)
     for step, checkpoint in pending.items():
-        progress = evaluation.progress.add if evaluation else None
+        progress = evaluation.bar.update if evaluation else None
         answers = ask(plan, checkpoint, _device(state.local_process_index), rank, num_ranks, progress)
         parts: list[CheckpointResponses] = gather_object([answers])
         if evaluation:

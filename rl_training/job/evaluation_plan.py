@@ -213,7 +213,7 @@ def ask(
     device: str,
     share: int = 0,
     num_shares: int = 1,
-    on_responses: Callable[[int], None] | None = None,
+    on_responses: Callable[[int], object] | None = None,
 ) -> CheckpointResponses:
     """Returns the result of one checkpoint, from its own process."""
     answers = CheckpointResponses()

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import threading
 import time
 from collections.abc import Iterator
 from types import FrameType
@@ -39,9 +38,6 @@ class StopAtStepEnd(TrainerCallback):
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """A context that handles signals; outside of it they act as before."""
-        if threading.current_thread() is not threading.main_thread():  # where Python forbids handlers
-            yield
-            return
         before = {signum: signal.signal(signum, self._take) for signum in SIGNALS}
         try:
             yield
