@@ -17,10 +17,9 @@ from rl_training.mathematics.welch import is_significant
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.report.drawing import Picture
 from rl_training.records.report.interventions import interventions_of_run
-from rl_training.records.report.opening import opening
 from rl_training.records.report.samples import samples_over_time
 from rl_training.records.report.series import Run, gaps, probe_costs
-from rl_training.records.report.summary import Row, evaluation_tables, in_words
+from rl_training.records.report.summary import Row, in_words, opening, with_stderr
 from rl_training.records.report.token_classes import token_classes_of_run
 from rl_training.version import VERSION
 
@@ -38,7 +37,7 @@ def render(name: str, **values: Any) -> str:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"embedded": _embedded, "in_words": in_words}
+    environment.filters |= {"embedded": _embedded, "in_words": in_words, "with_stderr": with_stderr}
     environment.tests["significant"] = is_significant
     environment.filters["csp_hash"] = lambda text: f"sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}"
     script = loader.get_source(environment, "hover.js")[0]
@@ -82,6 +81,5 @@ def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture], anal
         analyses=analyses,
         gaps=gaps(run),
         costs=probe_costs(run),
-        evaluations=evaluation_tables(run),
         samples=samples_over_time(run.folder / LOGS_FOLDER),
     )

@@ -1,14 +1,15 @@
-"""Series → the lines of the summary, the same for the terminal and the page."""
+"""What a report says of a run in words: how it opens, the lines of its summary, and how an estimate is written."""
 
 from __future__ import annotations
 
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.records.report.forecast import AHEAD, alerts
+from rl_training.mathematics.welch import difference, is_significant
+from rl_training.records.report.forecast import AHEAD, alerts, in_twenty_steps
 from rl_training.records.report.series import (
     NO_LATER_BATCH,
     NO_PROBE,
@@ -23,15 +24,112 @@ from rl_training.records.report.series import (
 MISSING = "–"
 MILLI = 1e3  # changes of a step are shown in thousandths
 MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
+LAST_STEPS = 10  # over which the present rate is taken
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A line of the summary. `value` is MISSING when it is not available, and `note` then says why."""
 
     label: str
     value: str
     note: str = ""
+
+
+def in_words(estimate: Estimate | None, signed: bool = False) -> str:
+    """Returns value ± half width of the 95 % interval, with two digits of the latter; MISSING without a value.
+
+    Of an interval that is not symmetric: value (low … high).
+    """
+    if estimate is None or math.isnan(estimate.value):
+        return MISSING
+    sign, ends = "+" if signed else "", estimate.ends()
+    half = max((abs(end - estimate.value) for end in ends if math.isfinite(end)), default=math.nan)
+    if estimate.interval and half > 0:
+        value, low, high = (f"{number:{sign}.{_decimals(half)}f}" for number in (estimate.value, *ends))
+        return f"{value} ({low} … {high})".replace("inf", "∞")
+    return plus_minus(estimate.value, half, sign)
+
+
+def plus_minus(value: float, half: float, sign: str = "") -> str:
+    """Returns value ± half, with two digits of `half`; the value alone where that is 0 or not known.
+
+    >>> plus_minus(1.8234, 0.2618, "+")
+    '+1.82 ± 0.26'
+    """
+    if not half > 0:
+        return f"{value:{sign}.3g}"
+    decimals = _decimals(half)
+    return f"{value:{sign}.{decimals}f} ± {half:.{decimals}f}"
+
+
+def milli(change: Estimate) -> str:
+    """Returns a change in thousandths, with its sign ± half of its 95 % interval; MISSING without a value."""
+    if math.isnan(change.value):
+        return MISSING
+    return plus_minus(MILLI * change.value, MILLI * (change.ends()[1] - change.value), "+")
+
+
+def with_stderr(estimate: Estimate | None) -> str:
+    """Returns value ± one standard error; of a share on which all prompts agree its 95 % interval: 1 (0.839 … 1)."""
+    if estimate is None or math.isnan(estimate.value):
+        return MISSING
+    if estimate.stderr > 0:
+        return f"{estimate.value:.4g} ± {estimate.stderr:.2g}"
+    interval = " ({:.3g} … {:.3g})".format(*estimate.interval) if estimate.interval else ""
+    return f"{estimate.value:.4g}{interval}"
+
+
+def _decimals(half: float) -> int:
+    """Returns how many decimals say two digits of a half width: the rest of the value is noise."""
+    return max(0, 1 - math.floor(math.log10(half)))
+
+
+def opening(run: Run) -> list[str]:
+    """Returns up to four sentences: is entropy collapsing, how fast, and can the predictions be trusted here.
+
+    Those that the records say nothing about are left out.
+    """
+    return [sentence for sentence in (_level(run), in_twenty_steps(run), _rate(run), _trust(run)) if sentence]
+
+
+def _level(run: Run) -> str:
+    values = list(run.token_entropy().values())
+    window = min(MAX_WINDOW, len(values) // 2)
+    if not window:
+        return ""
+    first, last = statistics.fmean(values[:window]), statistics.fmean(values[-window:])
+    change = f", by {abs(last / first - 1):.0%}" if first > 0 else ""
+    return f"Token entropy has {'fallen' if last < first else 'risen'} from {first:.3f} to {last:.3f} nats{change}."
+
+
+def _rate(run: Run) -> str:
+    """Returns how fast entropy changes now: the mean of the last forward predictions."""
+    forward = [e for e in run.known("delta_h/forward").values() if math.isfinite(e.stderr)][-LAST_STEPS:]
+    if not forward:
+        return ""
+    stderr = math.sqrt(sum(e.stderr**2 for e in forward)) / len(forward)
+    rate = Estimate(statistics.fmean(e.value for e in forward), stderr, min(e.num_samples for e in forward))
+    over = f"over the last {len(forward)} steps" if len(forward) > 1 else "by the last step"
+    told = f"{in_words(rate, signed=True)} nats a step {over}"
+    if not is_significant(rate):
+        return f"It is not predicted to move by more than noise now ({told})."
+    return f"It is {'predicted to rise' if rate.value > 0 else 'falling'} now: {told}."
+
+
+def _trust(run: Run) -> str:
+    measured, predicted = (run.known(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted"))
+    steps = [step for step in measured if step in predicted]
+    if not steps or predicted[steps[-1]].stderr == 0:
+        return ""
+    truth, sum_of_predictions = measured[steps[-1]], predicted[steps[-1]]
+    apart = difference(sum_of_predictions, truth)
+    if math.isnan(apart.stderr):
+        return "Whether the predictions can be trusted is unknown: predictions or measurements have no error bar."
+    told = in_words(sum_of_predictions, signed=True)
+    figures = f"they add up to {told} nats, and {in_words(truth, signed=True)} was measured"
+    if is_significant(apart):
+        return f"Do not trust the predictions here: {figures}, which is further apart than their errors allow."
+    return f"The predictions hold so far: {figures}."
 
 
 def summarize(run: Run) -> list[Row]:
@@ -40,18 +138,23 @@ def summarize(run: Run) -> list[Row]:
     unit = "nats per token; " if run.measured("entropy/token") else "nats per token, as TRL logs it; "
     acceptance = run.logged("buffer/acceptance")
     drawn = "of all that was generated, prompts drawn by difficulty; " if acceptance else ""
-    kept = "share of the prompts generated; "
-    return [
+    rows = [
         Row("steps", str(steps[-1]), "" if len(steps) == steps[-1] else f"{len(steps)} of them logged"),
         _first_to_last("reward", run.logged("reward"), drawn),
         *(_held_out_row(label, rewards) for label, rewards in held_out_rewards(run).items()),
-        *([_first_to_last("accepted prompts", acceptance, kept)] if acceptance else []),
-        _first_to_last("token entropy", run.token_entropy(), unit),
-        *_alert_rows(run),
-        *_change_rows(run),
-        *_batch_rows(run),
-        _cost_row(run),
     ]
+    if acceptance:
+        rows.append(_first_to_last("accepted prompts", acceptance, "share of the prompts generated; "))
+    rows += [_first_to_last("token entropy", run.token_entropy(), unit), *_alert_rows(run), *_change_rows(run)]
+    if run.measured("gns/noise_scale_prompts"):
+        rows.append(_scale_row(run))
+    if run.measured("ess/advantage"):
+        rows.append(_sample_row(run))
+    costs = list(run.logged("probe_cost/fraction_of_step").values())
+    if not costs:
+        return [*rows, Row("probe cost", MISSING, "no probe was timed")]
+    note = f"of a step's time; median over the measured steps ({len(costs)})"
+    return [*rows, Row("probe cost", f"{100 * statistics.median(costs):.1f} %", note)]
 
 
 def _held_out_row(label: str, rewards: Mapping[int, Estimate]) -> Row:
@@ -83,9 +186,10 @@ def _alert_rows(run: Run) -> list[Row]:
     if found is None:
         return []
     steps, checked, right = found
-    value = f"at step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}" if steps else "none"
+    if not steps:
+        return [Row("alerts", "none", f"entropy was never likely to be below its level in {AHEAD} steps")]
     note = f"forecast below its level within {AHEAD} steps; {right} of the {checked} that could be checked were right"
-    return [Row("alerts", value, note if steps else f"entropy was never likely to be below its level in {AHEAD} steps")]
+    return [Row("alerts", f"at step{'s' * (len(steps) > 1)} {', '.join(map(str, steps))}", note)]
 
 
 def _change_rows(run: Run) -> list[Row]:
@@ -101,107 +205,45 @@ def _change_rows(run: Run) -> list[Row]:
     else:
         absent = Estimate.missing(NO_PROBE)
         truth, trapezoid, product = (sums.get(last, absent) for sums in (measured, predicted, naive_of(run)))
-    rows = [
-        _change_row("measured ΔH", truth, span),
-        _change_row("predicted ΔH", trapezoid, "sum of trapezoids"),
-        _change_row("naive product", product, "sum of same-batch products"),
-    ]
-    reasons = {row.note if row.value == MISSING else "" for row in rows}
-    if len(reasons) == 1 and "" not in reasons:  # three lines would say the same
-        return [Row("change of entropy", MISSING, *reasons)]
-    return rows + _ratio_rows({"predicted": trapezoid, "naive": product}, truth)
-
-
-def _change_row(label: str, estimate: Estimate, note: str) -> Row:
-    if math.isnan(estimate.value):
-        return Row(label, MISSING, estimate.reason)
-    has_error = math.isfinite(estimate.stderr) and estimate.stderr > 0
-    remark = "± 95 %" if has_error else estimate.reason or "no error bar"
-    return Row(label, in_words(estimate, signed=True), f"{note}; {remark}")
-
-
-def in_words(estimate: Estimate | None, signed: bool = False) -> str:
-    """Returns value ± half width of the 95 % interval, with two digits of the latter; MISSING without a value.
-
-    Of an interval that is not symmetric: value (low … high).
-    """
-    if estimate is None or math.isnan(estimate.value):
-        return MISSING
-    sign, (low, high) = "+" if signed else "", estimate.ends()
-    half = max((abs(end - estimate.value) for end in (low, high) if math.isfinite(end)), default=math.nan)
-    if estimate.interval and half > 0:
-        decimals = _decimals(half)
-        low_told, high_told = (f"{end:{sign}.{decimals}f}".replace("inf", "∞") for end in (low, high))
-        return f"{estimate.value:{sign}.{decimals}f} ({low_told} … {high_told})"
-    return plus_minus(estimate.value, half, sign)
-
-
-def plus_minus(value: float, half: float, sign: str = "") -> str:
-    """Returns value ± half, with two digits of `half`; the value alone where that is 0 or not known.
-
-    >>> plus_minus(1.8234, 0.2618, "+")
-    '+1.82 ± 0.26'
-    """
-    if not half > 0:
-        return f"{value:{sign}.3g}"
-    decimals = _decimals(half)
-    return f"{value:{sign}.{decimals}f} ± {half:.{decimals}f}"
-
-
-def milli(change: Estimate) -> str:
-    """Returns a change in thousandths, with its sign ± half of its 95 % interval; MISSING without a value."""
-    if math.isnan(change.value):
-        return MISSING
-    return plus_minus(MILLI * change.value, MILLI * (change.ends()[1] - change.value), "+")
-
-
-def _decimals(half: float) -> int:
-    """Returns how many decimals say two digits of a half width: the rest of the value is noise."""
-    return max(0, 1 - math.floor(math.log10(half)))
-
-
-def _ratio_rows(parts: Mapping[str, Estimate], whole: Estimate) -> list[Row]:
-    """Returns the rows of the ratios that are available; the rows of their inputs say why others are not."""
-    half = whole.half_width()
-    if whole.value == 0 or abs(whole.value) <= half:
-        return [Row("predicted / measured", MISSING, "the measured change is within its own error of 0")]
-    note = "no error bar on the measured change" if math.isnan(half) else ""
-    ratios = {f"{label} / measured": part.value / whole.value for label, part in parts.items()}
-    return [Row(label, f"{ratio:.2f}", note) for label, ratio in ratios.items() if not math.isnan(ratio)]
-
-
-def _batch_rows(run: Run) -> list[Row]:
-    """Returns what the noise scale and the effective sample size say of the batch, as far as they were measured."""
+    changes = {
+        "measured ΔH": (truth, span),
+        "predicted ΔH": (trapezoid, "sum of trapezoids"),
+        "naive product": (product, "sum of same-batch products"),
+    }
+    if all(math.isnan(e.value) for e, _ in changes.values()) and truth.reason == trapezoid.reason == product.reason:
+        return [Row("change of entropy", MISSING, truth.reason)]  # three lines would say the same
     rows = []
-    if run.measured("gns/noise_scale_prompts"):
-        rows.append(
-            _scale_row(*(_with_interval(run, f"gns/{name}") for name in ("noise_scale_prompts", "batch_ratio")))
-        )
-    if run.measured("ess/advantage"):
-        shares = [e.value for e in run.known("ess/advantage_fraction").values()]
-        idle = [e.value for e in run.known("ess/zero_advantage_prompts").values()]
-        value = f"{statistics.fmean(shares):.0%}" if shares else MISSING
-        note = "of the sequences carry the update (Kish size of |A|, mean over steps)"
-        if idle:
-            note += f"; {statistics.fmean(idle):.0%} of the prompts have zero advantage: all their rewards are equal"
-        rows.append(Row("effective sample", value, note))
-    return rows
+    for label, (estimate, note) in changes.items():
+        remark = "± 95 %" if estimate.stderr > 0 else estimate.reason or "no error bar"
+        note = estimate.reason if math.isnan(estimate.value) else f"{note}; {remark}"
+        rows.append(Row(label, in_words(estimate, signed=True), note))
+    half = truth.half_width()
+    if truth.value == 0 or abs(truth.value) <= half:
+        return [*rows, Row("predicted / measured", MISSING, "the measured change is within its own error of 0")]
+    note = "no error bar on the measured change" if math.isnan(half) else ""
+    ratios = {"predicted / measured": trapezoid.value / truth.value, "naive / measured": product.value / truth.value}
+    return rows + [Row(label, f"{ratio:.2f}", note) for label, ratio in ratios.items() if not math.isnan(ratio)]
 
 
-def _with_interval(run: Run, name: str) -> tuple[Estimate, float, float]:
-    """Returns the last estimate, and the ends of its interval; nan where they are not known."""
-    *_, estimate = run.with_interval(name).values()
-    return estimate, *(estimate.interval or (math.nan, math.nan))
+def _sample_row(run: Run) -> Row:
+    shares = [e.value for e in run.known("ess/advantage_fraction").values()]
+    idle = [e.value for e in run.known("ess/zero_advantage_prompts").values()]
+    note = "of the sequences carry the update (Kish size of |A|, mean over steps)"
+    if idle:
+        note += f"; {statistics.fmean(idle):.0%} of the prompts have zero advantage: all their rewards are equal"
+    return Row("effective sample", f"{statistics.fmean(shares):.0%}" if shares else MISSING, note)
 
 
-def _scale_row(scale: tuple[Estimate, float, float], ratio: tuple[Estimate, float, float]) -> Row:
-    label, (value, low, high) = "noise scale", scale
-    if math.isnan(low):
-        return Row(label, MISSING if math.isnan(value.value) else f"{value.value:.0f} prompts", value.reason)
-    note = f"95 %; {_advice(*ratio[1:])}"
+def _scale_row(run: Run) -> Row:
+    """Returns the last noise scale with its interval, and the advice on batch size that follows from batch / scale."""
+    label = "noise scale"
+    scale, ratio = ([*run.with_interval(f"gns/{name}").values()][-1] for name in ("noise_scale_prompts", "batch_ratio"))
+    if scale.interval is None:
+        return Row(label, MISSING if math.isnan(scale.value) else f"{scale.value:.0f} prompts", scale.reason)
+    (low, high), note = scale.interval, f"95 %; {_advice(*(ratio.interval or (math.nan, math.nan)))}"
     if math.isinf(high):
         return Row(label, "no end to it" if math.isinf(low) else f"above {low:.0f} prompts", note)
-    return Row(label, f"{value.value:.0f} ({low:.0f} … {high:.0f}) prompts", note)
+    return Row(label, f"{scale.value:.0f} ({low:.0f} … {high:.0f}) prompts", note)
 
 
 def _advice(low: float, high: float) -> str:
@@ -214,42 +256,3 @@ def _advice(low: float, high: float) -> str:
     if low >= 0.5 and high <= 2:
         return f"{between}: it is about right; beyond it gains shrink"
     return f"{between}: whether another batch size pays is not known yet"
-
-
-def _cost_row(run: Run) -> Row:
-    values = list(run.logged("probe_cost/fraction_of_step").values())
-    if not values:
-        return Row("probe cost", MISSING, "no probe was timed")
-    note = f"of a step's time; median over the measured steps ({len(values)})"
-    return Row("probe cost", f"{100 * statistics.median(values):.1f} %", note)
-
-
-@dataclass(frozen=True)
-class EvaluationTable:
-    """The metrics of an evaluation, a column per checkpoint."""
-
-    name: str
-    steps: list[int]
-    rows: list[tuple[str, list[str]]]  # metric, cells
-
-
-def evaluation_tables(run: Run) -> list[EvaluationTable]:
-    """Returns all numbers of the run's evaluations as value ± standard error, MISSING where there is none.
-
-    Where all prompts agree there is no error; a share then shows its 95 % interval: 1 (0.839 … 1).
-    """
-    tables = []
-    for name, metrics in run.of_checkpoints.items():
-        steps = sorted({step for by_step in metrics.values() for step in by_step})
-        rows = [(metric, [_with_error(by_step.get(step)) for step in steps]) for metric, by_step in metrics.items()]
-        tables.append(EvaluationTable(name, steps, rows))
-    return tables
-
-
-def _with_error(estimate: Estimate | None) -> str:
-    if estimate is None or math.isnan(estimate.value):
-        return MISSING
-    if estimate.stderr > 0:
-        return f"{estimate.value:.4g} ± {estimate.stderr:.2g}"
-    interval = " ({:.3g} … {:.3g})".format(*estimate.interval) if estimate.interval else ""
-    return f"{estimate.value:.4g}{interval}"
