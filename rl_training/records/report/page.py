@@ -14,13 +14,11 @@ from markupsafe import Markup
 from PIL import Image
 
 from rl_training.mathematics.welch import is_significant
-from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.report.drawing import Picture
 from rl_training.records.report.interventions import interventions_of_run
-from rl_training.records.report.samples import samples_over_time
-from rl_training.records.report.series import Run, gaps, probe_costs
+from rl_training.records.report.series import Run
 from rl_training.records.report.summary import Row, in_words, opening, with_stderr
-from rl_training.records.report.token_classes import token_classes_of_run
+from rl_training.records.report.tables import gaps, probe_costs, samples_over_time, token_classes
 from rl_training.version import VERSION
 
 CONTENTS = Markup("<!-- contents -->")
@@ -75,11 +73,11 @@ def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture], anal
         opening=[*opening(run), *(told for section in analyses for told in section.verdicts[-1:])],
         provenance=run.settings.get("provenance") or {},
         interventions=interventions_of_run(run),
-        token_classes=token_classes_of_run(run),
+        token_classes=token_classes(run),
         rows=rows,
         pictures=pictures,
         analyses=analyses,
         gaps=gaps(run),
         costs=probe_costs(run),
-        samples=samples_over_time(run.folder / LOGS_FOLDER),
+        samples=samples_over_time(run),
     )

@@ -11,7 +11,6 @@ and no sum includes the last step's `forward` and `reuse`: no later batch has me
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -108,17 +107,6 @@ class Curve:
     values: list[float]
     lows: list[float]
     highs: list[float]
-
-
-@dataclass(frozen=True)
-class Gap:
-    """Why estimates, or only their error bars, are missing: one per reason."""
-
-    reason: str
-    what: str  # "value" | "error bar"
-    names: list[str]
-    first_step: int
-    num_steps: int
 
 
 def finite(measurements: Mapping[Key, Estimate]) -> dict[Key, Estimate]:
@@ -244,23 +232,3 @@ def why_it_ends(measurements: Measurements) -> str:
     if not known:
         return reason
     return f"from step {min(step for step in measurements if step > max(known))} on: {reason}"
-
-
-def gaps(run: Run) -> list[Gap]:
-    """Returns the reasons of whatever is nan in probes.jsonl, each once, in the order of their first steps."""
-    found: dict[tuple[str, str], tuple[dict[str, None], dict[int, None]]] = {}
-    for name, measurements in run.estimates.items():
-        for step, estimate in measurements.items():
-            if estimate.reason and not math.isfinite(estimate.value + estimate.stderr):  # else it is a remark
-                what = "value" if math.isnan(estimate.value) else "error bar"
-                names, steps = found.setdefault((estimate.reason, what), ({}, {}))
-                names[name], steps[step] = None, None
-    listed = [Gap(reason, what, [*names], min(steps), len(steps)) for (reason, what), (names, steps) in found.items()]
-    return sorted(listed, key=lambda gap: gap.first_step)
-
-
-def probe_costs(run: Run) -> list[tuple[str, float, float, int]]:
-    """Returns (name, median, largest, number of measured steps) of each `probe_cost/` metric."""
-    names = dict.fromkeys(name for line in run.metrics for name in line if name.startswith("probe_cost/"))
-    costs = [(name, list(run.logged(name).values())) for name in names]
-    return [(name, statistics.median(values), max(values), len(values)) for name, values in costs if values]
