@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rl_training import Estimate
-from rl_training.records import checksums
+from rl_training.records import checkpoint_states
 from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, read_estimates, read_metrics
 
 
@@ -89,8 +89,8 @@ def test_a_checksum_is_of_the_whole_file_in_however_many_pieces_it_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Cbf43926 is what every description of CRC-32 gives for the nine digits."""
-    monkeypatch.setattr(checksums, "CHUNK", 4)
+    monkeypatch.setattr(checkpoint_states, "CHUNK", 4)
     (tmp_path / "digits").write_bytes(b"123456789")
-    assert checksums.checksum(tmp_path / "digits") == "cbf43926"
+    assert checkpoint_states.checksum(tmp_path / "digits") == "cbf43926"
     (tmp_path / "digits").write_bytes(b"023456789")  # the last piece is the same
-    assert checksums.changed_files(tmp_path, {"digits": "cbf43926"}) == ["digits"]
+    assert checkpoint_states.changed_files(tmp_path, {"digits": "cbf43926"}) == ["digits"]

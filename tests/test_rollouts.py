@@ -11,9 +11,8 @@ from trainers import trainer_maker
 from trl import GRPOTrainer
 
 from rl_training.records import rollouts
-from rl_training.records.jsonl import Records, read_metrics
+from rl_training.records.jsonl import ROLLOUTS_FILE, Records, iterate_rollouts, read_metrics
 from rl_training.records.report import write_report
-from rl_training.records.rollout_file import ROLLOUTS_FILE, append_rollouts, drop_rollouts_after, read_rollouts
 
 
 @pytest.fixture(scope="module")
@@ -43,30 +42,33 @@ def test_every_sequence_of_the_asked_for_steps_is_there_with_the_numbers_that_tr
 
 
 def test_it_is_read_up_to_where_a_kill_cut_it_and_goes_on_from_there(tmp_path: Path) -> None:
+    records = Records(tmp_path)
     for step in (1, 2, 3):
-        append_rollouts(tmp_path, step, [{"response": "é<b>\n" * 50, "reward": float("nan")}] * 2)
+        records.write_rollouts(step, [{"response": "é<b>\n" * 50, "reward": float("nan")}] * 2)
     path = tmp_path / ROLLOUTS_FILE
     path.write_bytes(path.read_bytes()[:-30])
-    assert {row["step"] for row in read_rollouts(tmp_path)} >= {1, 2}
-    drop_rollouts_after(tmp_path, 2)
-    append_rollouts(tmp_path, 3, [{"response": "x"}])
-    rows = read_rollouts(tmp_path)
+    assert {row["step"] for row in iterate_rollouts(tmp_path)} >= {1, 2}
+    records.start(after_step=2)
+    records.write_rollouts(3, [{"response": "x"}])
+    rows = list(iterate_rollouts(tmp_path))
     assert [row["step"] for row in rows] == [1, 1, 2, 2, 3]
     assert rows[0]["response"] == "é<b>\n" * 50
     assert rows[0]["reward"] != rows[0]["reward"]
     with gzip.open(path, "ab") as file:
         file.write(b"no json\n")
     with pytest.raises(ValueError, match="line 6 is damaged"):
-        read_rollouts(tmp_path)
+        list(iterate_rollouts(tmp_path))
 
 
 def test_none_are_written_unless_asked_for(tmp_path: Path) -> None:
-    assert read_rollouts(tmp_path) == []
+    assert list(iterate_rollouts(tmp_path)) == []
     assert not any(Records(tmp_path).wants_rollouts_of(step) for step in range(1, 9))
 
 
 def test_the_report_shows_some_and_escapes_them(run: Path) -> None:
-    append_rollouts(run / "logs", 5, [{**rollouts(run).iloc[0].to_dict(), "step": 5, "response": "<script>alert(1)"}])
+    Records(run / "logs").write_rollouts(
+        5, [{**next(iterate_rollouts(run / "logs")), "step": 5, "response": "<script>alert(1)"}]
+    )
     page = write_report(run).read_text(encoding="utf-8")
     assert "What the model said" in page
     assert "&lt;script&gt;alert(1)" in page

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 from rl_training.extras import of_an_extra
 
 if TYPE_CHECKING:
-    from rl_training.records.analyses import analysis_results
-    from rl_training.records.analysis_logs import probe_logs, read_probe_log
+    from rl_training.records.analyses import analysis_results, probe_logs, read_probe_log
     from rl_training.records.frames import evaluations, find_runs, metrics, probes, rollouts
 
 __all__ = [
@@ -26,21 +25,13 @@ __all__ = [
     "rollouts",
 ]
 
-_HOME = {
-    "analysis_results": "analyses",
-    "evaluations": "frames",
-    "find_runs": "frames",
-    "metrics": "frames",
-    "probe_logs": "analysis_logs",
-    "probes": "frames",
-    "read_probe_log": "analysis_logs",
-    "rollouts": "frames",
-}
+OF_ANALYSES = ("analysis_results", "probe_logs", "read_probe_log")
 
 
 def __getattr__(name: str) -> Any:
     """Returns a public name, imported on first use: writing records needs no pandas."""
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with of_an_extra():
-        return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+        home = importlib.import_module(f"{__name__}.{'analyses' if name in OF_ANALYSES else 'frames'}")
+    return getattr(home, name)

@@ -1,7 +1,11 @@
-"""Checkpoint analyses (RUN/offline/NAME/checkpoint-N/result.json) as one pandas DataFrame."""
+"""Checkpoint analyses as pandas DataFrames: RUN/offline/NAME/checkpoint-N/result.json, and their logs.
+
+What the logs hold: docs/reference/analysis_logs.md.
+"""
 
 from __future__ import annotations
 
+import gzip
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,10 +21,13 @@ ABOUT = ["analysis", "checkpoint", "step", "kind"]
 VARIED = ["evaluation_size", "eta", "update_prompts", "update_filtered", "update_seed"]
 NUMBERS = ["deltaH1", "deltaH_true", "deltaH_snis", "deltaH_odd", "paired_error", "paired_error_odd", "covariance"]
 ALONE = ["ESS", "H_orig", "avg_reward", "learning_rate"]
+LINEAR = ["deltaH1", "deltaH1_se", "deltaH1_sequence", "deltaH1_sequence_se"]  # in the size of the step
 COLUMNS = [
     *ABOUT, *VARIED, *(f"{name}{unit}{se}" for name in NUMBERS for unit in ("", "_sequence") for se in ("", "_se")),
     *ALONE,
 ]  # fmt: skip
+SUMMARY = "_summary.json"  # ends the name of a log's summary
+ROWS = ("evaluation", "update", "tokens")
 
 
 def analysis_results(folder: str | Path) -> pd.DataFrame:
@@ -63,9 +70,69 @@ def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
     bare = {name: whole[name] for name in (*ABOUT, *VARIED)}
     for row in tables.get("eta", []):
         if row["eta"] != 1.0:
-            linear = ("deltaH1", "deltaH1_se", "deltaH1_sequence", "deltaH1_sequence_se")
-            predicted = {name: row["eta"] * results[name] for name in linear}
+            predicted = {name: row["eta"] * results[name] for name in LINEAR}
             yield {**bare, "kind": "eta", **predicted, **row}
     for kind, name in (("size", "sizes"), ("update", "updates")):
-        for row in tables.get(name, []):
-            yield {**bare, "kind": kind, **row}
+        yield from ({**bare, "kind": kind, **row} for row in tables.get(name, []))
+
+
+def probe_logs(folder: str | Path) -> pd.DataFrame:
+    """Returns a row per log in a folder, at any depth: its path, checkpoint, step, time, level, and its core numbers.
+
+    Sorted by step and time. Unfinished logs are not listed. What is not available is nan.
+    """
+    rows = []
+    # By the name without its end: a second log of one second, …_2, comes after the first.
+    stems = sorted(str(path).removesuffix(SUMMARY) for path in Path(folder).rglob(f"entropy_probe_*{SUMMARY}"))
+    for stem in stems:
+        content = json.loads(Path(stem + SUMMARY).read_text(encoding="utf-8"))
+        log = f"{stem}.json.gz" if Path(f"{stem}.json.gz").is_file() else f"{stem}.json"
+        about = {key: content[key] for key in ("checkpoint", "step", "time", "level")}
+        rows.append({"path": log, **about, **content["core"], "seconds": content["timing"].get("all")})
+    table = pd.DataFrame(rows)
+    return table if table.empty else table.sort_values(["step", "time"], ignore_index=True)
+
+
+def read_probe_log(path: str | Path) -> dict[str, pd.DataFrame]:
+    """Returns the tables of a log, those that its level has.
+
+    results       name, value, stderr, reason: the core numbers alone at level minimal
+    timing        phase, seconds
+    statistics    a row per quantity: mean, sd, min, q25, median, q75, max
+    eta           the change at each multiple of the step; conditioning: under each preconditioner
+    evaluation    a row per sequence of E; update: of U
+    tokens        a row per token of E: sequence, position, log-probability, entropy, …
+
+    Raises FileNotFoundError when there is no such file, and ValueError when it is none of these logs.
+    """
+    path = Path(path)
+    data = path.read_bytes()
+    try:
+        content = json.loads(gzip.decompress(data) if path.suffix == ".gz" else data)
+        timing = pd.DataFrame({"phase": list(content["timing"]), "seconds": list(content["timing"].values())})
+        tables = {"results": _results(content), "timing": timing}
+    except (KeyError, ValueError, OSError) as error:
+        raise ValueError(f"{path} is no log of a checkpoint analysis ({error})") from error
+    if "statistics" in content:
+        tables["statistics"] = pd.DataFrame(content["statistics"]).T
+    tables |= {name: pd.DataFrame(rows) for name, rows in content.get("tables", {}).items()}
+    tables |= {name: pd.DataFrame(content[name]) for name in ROWS if name in content}
+    if "tokens" in tables:
+        tables["tokens"] = _one_row_per_token(tables["tokens"])
+    return tables
+
+
+def _results(content: dict[str, Any]) -> pd.DataFrame:
+    numbers, reasons = content.get("results", content["core"]), content["reasons"]
+    rows = [
+        {"name": name, "value": value, "stderr": numbers.get(f"{name}_se"), "reason": reasons.get(name, "")}
+        for name, value in numbers.items()
+        if not name.endswith("_se")
+    ]
+    return pd.DataFrame(rows).astype({"value": float, "stderr": float})
+
+
+def _one_row_per_token(table: pd.DataFrame) -> pd.DataFrame:
+    table = table.explode([column for column in table if column != "sequence"], ignore_index=True)
+    table.insert(1, "position", table.groupby("sequence").cumcount())
+    return table.astype({column: float for column in table if column not in ("sequence", "position")})

@@ -1,4 +1,7 @@
-"""What is added to the trainer's checkpoint: the states of probes and buffer, who wrote it, and its checksums."""
+"""What is added to the trainer's checkpoint: the states of probes and buffer, who wrote it, and its checksums.
+
+Of weights: safetensors keep none, and a changed byte in them would go unnoticed.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import contextlib
 import json
 import logging
 import shutil
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
@@ -14,12 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from rl_training.records.checksums import checksum
-
 logger = logging.getLogger(__name__)
 
 PROBE_STATES = "probes.safetensors"
 BUFFER_STATE = "buffer.safetensors"
+CHUNK = 2**24  # bytes of a file read at once
 ENGINE = "engine"  # whose state is beside those of the probes
 MOVED_FROM_SIMPLE = (  # what keys began with, whose they are now, and what of them is left out
     ("update", ENGINE, ""),
@@ -66,6 +69,24 @@ def about(checkpoint: Path) -> dict[str, str]:
         return {}
     with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
         return file.metadata() or {}
+
+
+def checksum(path: Path) -> str:
+    """Returns the CRC-32 of a file, in hexadecimal digits."""
+    crc = 0
+    with open(path, "rb") as file:
+        while chunk := file.read(CHUNK):
+            crc = zlib.crc32(chunk, crc)
+    return f"{crc:08x}"
+
+
+def changed_files(folder: Path, checksums: Mapping[str, str]) -> list[str]:
+    """Returns which files in a folder are missing or do not match these checksums."""
+    return [
+        name
+        for name, expected in checksums.items()
+        if not (folder / name).is_file() or checksum(folder / name) != expected
+    ]
 
 
 def save_probe_states(probes: Sequence[NamedStateful], checkpoint: Path, num_processes: int) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from rl_training.records.checkpoint_states import BUFFER_STATE, PROBE_STATES, about
-from rl_training.records.checksums import changed_files
+from rl_training.records.checkpoint_states import BUFFER_STATE, PROBE_STATES, about, changed_files
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE
 

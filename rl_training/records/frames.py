@@ -19,8 +19,7 @@ from scipy.special import stdtrit
 
 from rl_training.records.evaluated import EvaluatedMetric, read_tables
 from rl_training.records.folder import LOGS_FOLDER
-from rl_training.records.jsonl import METRICS_FILE, read_estimates, read_metrics
-from rl_training.records.rollout_file import read_rollouts
+from rl_training.records.jsonl import METRICS_FILE, iterate_rollouts, read_estimates, read_metrics
 
 PROBE_COLUMNS = [
     "step", "about_step", "world_size", "probe", "name", "value", "stderr", "half_width", "num_samples", "reason",
@@ -28,7 +27,6 @@ PROBE_COLUMNS = [
 ROLLOUT_COLUMNS = [
     "step", "prompt", "response", "prompt_index", "reward", "advantage", "length", "logp", "importance_ratio",
 ]  # fmt: skip
-TEXTS = ("prompt", "response", "probe", "name", "reason", "evaluation", "metric")
 EVALUATION_COLUMNS = ["evaluation", *EvaluatedMetric._fields]
 
 
@@ -49,12 +47,11 @@ def probes(run: str | Path) -> pd.DataFrame:
     `reason` says why a value or an error is nan. No rows when no probe ran. Raises as `metrics` does.
     """
     table = pd.DataFrame(read_estimates(_logs(run)))
-    if table.empty:
-        return _no_rows(PROBE_COLUMNS)
+    table = table.reindex(columns=[*PROBE_COLUMNS, *(column for column in table if column not in PROBE_COLUMNS)])
     for column in ("value", "stderr"):
         table[column] = pd.to_numeric(table[column], errors="coerce")
-    table["half_width"] = stdtrit(table["num_samples"] - 1, 0.975) * table["stderr"]
-    return table[[*PROBE_COLUMNS, *(column for column in table if column not in PROBE_COLUMNS)]]
+    table["half_width"] = stdtrit(table["num_samples"].astype(float) - 1, 0.975) * table["stderr"]
+    return table
 
 
 def rollouts(run: str | Path) -> pd.DataFrame:
@@ -62,8 +59,7 @@ def rollouts(run: str | Path) -> pd.DataFrame:
 
     No rows when none were recorded (rollouts.every). Raises ValueError for a damaged line.
     """
-    table = pd.DataFrame(read_rollouts(_logs(run)))
-    return _no_rows(ROLLOUT_COLUMNS) if table.empty else table[ROLLOUT_COLUMNS]
+    return pd.DataFrame(iterate_rollouts(_logs(run)), columns=ROLLOUT_COLUMNS)
 
 
 def evaluations(run: str | Path) -> pd.DataFrame:
@@ -75,7 +71,7 @@ def evaluations(run: str | Path) -> pd.DataFrame:
     """
     tables = read_tables(_logs(run).parent)
     rows = [{"evaluation": name, **row._asdict()} for name, found in tables.items() for row in found]
-    return pd.DataFrame(rows, columns=EVALUATION_COLUMNS) if rows else _no_rows(EVALUATION_COLUMNS)
+    return pd.DataFrame(rows, columns=EVALUATION_COLUMNS)
 
 
 def find_runs(folder: str | Path) -> list[Path]:
@@ -103,9 +99,3 @@ def _logs(run: str | Path) -> Path:
             "that holds logs/"
         )
     return logs
-
-
-def _no_rows(columns: list[str]) -> pd.DataFrame:
-    """Returns an empty table whose columns have the types of a full one."""
-    kinds = {column: str if column in TEXTS else float for column in columns}
-    return pd.DataFrame({column: pd.Series(dtype=kind) for column, kind in kinds.items()})

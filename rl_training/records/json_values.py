@@ -1,14 +1,9 @@
-"""Non-finite numbers in JSON: nan is null, an infinite number null or text; and a reader of JSON lines."""
+"""Non-finite numbers in JSON: nan is null, an infinite number null or text."""
 
 from __future__ import annotations
 
-import gzip
-import json
 import math
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import suppress
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -33,23 +28,3 @@ def from_json(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: inner if key == "settings" else from_json(inner) for key, inner in value.items()}
     return [from_json(inner) for inner in value] if isinstance(value, list) else value
-
-
-def parsed_lines(path: Path, lines: Iterable[str]) -> Iterator[Any]:
-    """Yields the value of each line of a file. ValueError with the number of a line that cannot be read."""
-    for number, line in enumerate(lines, start=1):
-        try:
-            content = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{path}, line {number} is damaged ({error}): mend or delete that line") from error
-        yield content
-
-
-def complete_lines(path: Path) -> Iterator[str]:
-    """Yields the lines of a text file, packed or not, without what a kill has left of the last one."""
-    if path.suffix == ".gz":
-        with gzip.open(path, "rt", encoding="utf-8") as packed, suppress(EOFError, zlib.error, gzip.BadGzipFile):
-            yield from (line for line in packed if line.endswith("\n"))
-    else:
-        with open(path, encoding="utf-8") as file:
-            yield from (line for line in file if line.endswith("\n"))

@@ -1,30 +1,34 @@
-"""What a run leaves behind: logs/metrics.jsonl and logs/probes.jsonl, written line by line, and their reader.
+"""What a run leaves behind in logs/, written line by line, and its readers.
 
     metrics.jsonl   one flat line per log (with logging_steps=1: per optimizer step); key `step`
     evaluations.jsonl   the same for evaluations, where the trainer makes some
     probes.jsonl    one line per estimate: step, about_step, world_size, probe, name, value, stderr, num_samples, reason
                     (and, for some, what they describe: prompt, response, reward, advantage)
-    rollouts.jsonl.gz   on request, the sequences of some steps: rollouts.py
+    rollouts.jsonl.gz   on request (rollouts.every=N), the sequences of some steps, a line each
 
-Every line is flushed as it is written, so that a killed run keeps what it measured. nan is written as
-null, an infinite number as a string.
+Every line is flushed as it is written, so that a killed run keeps what it measured; the sequences of a step are a gzip
+member of their own. nan is written as null, an infinite number as a string (as null among sequences).
 """
 
 from __future__ import annotations
 
+import gzip
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import cannot_write, write_atomically
-from rl_training.records.json_values import complete_lines, from_json, parsed_lines, to_json
-from rl_training.records.rollout_file import MAKE_ROOM, ROLLOUTS_FILE, append_rollouts, drop_rollouts_after
+from rl_training.records.json_values import from_json, to_json
 
 METRICS_FILE = "metrics.jsonl"
 PROBES_FILE = "probes.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
+ROLLOUTS_FILE = "rollouts.jsonl.gz"
+MAKE_ROOM = "the run's records cannot be written: make room, then go on with resume=latest"
 
 
 class Records:
@@ -40,12 +44,11 @@ class Records:
 
     def start(self, after_step: int) -> None:
         """Drops the lines of steps that come after `after_step`: a resumed run takes those steps again."""
-        for name in (METRICS_FILE, PROBES_FILE, EVALUATIONS_FILE):
+        for name in (METRICS_FILE, PROBES_FILE, EVALUATIONS_FILE, ROLLOUTS_FILE):
             path = self.folder / name
             if path.exists():
-                kept = [line for line, row in _parsed(path) if row["step"] <= after_step]
-                write_atomically({path: "".join(kept).encode()}, MAKE_ROOM)  # a kill or a full disk loses nothing
-        drop_rollouts_after(self.folder, after_step)
+                kept = "".join(line for line, row in _parsed(path) if row["step"] <= after_step)
+                write_atomically({path: _packed(path, kept)}, MAKE_ROOM)  # a kill or a full disk loses nothing
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._append(METRICS_FILE, [{"step": step, **metrics}])
@@ -77,45 +80,64 @@ class Records:
         return self.rollouts_every > 0 and (step - 1) % self.rollouts_every == 0
 
     def write_rollouts(self, step: int, sequences: Iterable[Mapping[str, Any]]) -> None:
-        try:
-            append_rollouts(self.folder, step, sequences)
-        except OSError as error:
-            raise cannot_write(self.folder / ROLLOUTS_FILE, error, MAKE_ROOM) from error
+        self._append(ROLLOUTS_FILE, [{"step": step, **sequence} for sequence in sequences], infinite_as_text=False)
 
-    def _append(self, name: str, rows: list[dict[str, Any]]) -> None:
-        lines = (json.dumps(to_json(row, infinite_as_text=True)) + "\n" for row in rows)
+    def _append(self, name: str, rows: list[dict[str, Any]], infinite_as_text: bool = True) -> None:
+        path = self.folder / name
+        lines = (json.dumps(to_json(row, infinite_as_text)) + "\n" for row in rows)
         try:
-            with open(self.folder / name, "a", encoding="utf-8") as file:  # closed, hence flushed, at each step
-                file.write("".join(lines))
+            with open(path, "ab") as file:  # closed, hence flushed, at each step
+                file.write(_packed(path, "".join(lines)))
         except OSError as error:  # a full disk: the half of a line that may be there is dropped by the next `start`
-            raise cannot_write(self.folder / name, error, MAKE_ROOM) from error
+            raise cannot_write(path, error, MAKE_ROOM) from error
+
+
+def _packed(path: Path, text: str) -> bytes:
+    return gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode()
 
 
 def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields each line with what it says. ValueError with the number of a line that cannot be read."""
-    lines = list(complete_lines(path))
-    for number, (line, row) in enumerate(zip(lines, parsed_lines(path, lines), strict=True), start=1):
-        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-            raise ValueError(f"{path}, line {number} has no `step`: mend or delete that line")
-        yield line, row
+    """Yields each line of a file that is there with what it says, but what a kill has left of the last one.
+
+    Raises ValueError with the number of a line that cannot be read.
+    """
+    # What a kill has left of a gzip member is read up to there.
+    with (
+        (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file,
+        suppress(EOFError, zlib.error, gzip.BadGzipFile),
+    ):
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return
+            try:
+                row = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number} is damaged ({error}): mend or delete that line") from error
+            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+                raise ValueError(f"{path}, line {number} has no `step`: mend or delete that line")
+            yield line, row
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:
     """Returns the lines of metrics.jsonl as dictionaries, null as nan. Raises FileNotFoundError naming the file."""
-    return _read(Path(folder) / METRICS_FILE)
+    return [from_json(row) for _, row in _parsed(Path(folder) / METRICS_FILE)]
 
 
 def read_estimates(folder: str | Path) -> list[dict[str, Any]]:
     """Returns the lines of probes.jsonl as dictionaries, null as nan; empty when no probe ran."""
-    path = Path(folder) / PROBES_FILE
-    return _read(path) if path.exists() else []
+    return list(_iterate(Path(folder) / PROBES_FILE))
 
 
 def read_evaluations(folder: str | Path) -> list[dict[str, Any]]:
     """Returns the lines of evaluations.jsonl as dictionaries, null as nan; empty when the trainer evaluated nothing."""
-    path = Path(folder) / EVALUATIONS_FILE
-    return _read(path) if path.exists() else []
+    return list(_iterate(Path(folder) / EVALUATIONS_FILE))
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
-    return [from_json(row) for _, row in _parsed(path)]
+def iterate_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
+    """Yields the lines of rollouts.jsonl.gz as dictionaries, null as nan; none where none were asked for."""
+    return _iterate(Path(folder) / ROLLOUTS_FILE)
+
+
+def _iterate(path: Path) -> Iterator[dict[str, Any]]:
+    if path.exists():
+        yield from (from_json(row) for _, row in _parsed(path))

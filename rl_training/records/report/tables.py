@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import pandas as pd
 
 from rl_training.records.folder import LOGS_FOLDER
+from rl_training.records.jsonl import iterate_rollouts
 from rl_training.records.report.series import Run
 from rl_training.records.report.summary import milli
-from rl_training.records.rollout_file import iterate_rollouts
 
 TOKEN_CLASS = re.compile(r"^tokens/([^/]+)/([^/]+)/mean_delta_h$")
 KINDS = {
