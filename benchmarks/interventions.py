@@ -46,9 +46,8 @@ from rl_training.interventions.named import Intervention, intervention
 from rl_training.job.build import build_restored, build_run
 from rl_training.job.explain import CONF
 from rl_training.job.run_settings import run_settings
-from rl_training.offline.branches import branches
 from rl_training.offline.buffers import sample_evaluation, sample_update
-from rl_training.offline.intervention_effects import OnEvaluation, changed_steps
+from rl_training.offline.intervention_effects import OnEvaluation, branches, changed_steps
 from rl_training.offline.interventions import columns_of, said_in_training
 from rl_training.offline.loss import batch_of
 from rl_training.offline.restored import RestoredTrainer

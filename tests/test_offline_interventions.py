@@ -23,9 +23,15 @@ from rl_training.job.build import build_restored
 from rl_training.job.explain import CONF
 from rl_training.job.run_settings import gather_run_settings, run_settings
 from rl_training.mathematics.jackknife import Replicates
-from rl_training.offline.branches import branches
 from rl_training.offline.buffers import sample_update
-from rl_training.offline.intervention_effects import NOTHING, OnEvaluation, changed_steps, effects, inputs_of
+from rl_training.offline.intervention_effects import (
+    NOTHING,
+    OnEvaluation,
+    branches,
+    changed_steps,
+    effects,
+    inputs_of,
+)
 from rl_training.offline.interventions import (
     InterventionSettings,
     intervention_tables,
@@ -373,7 +379,7 @@ def test_what_is_not_available_is_said_and_the_others_are_there(
 ) -> None:
     batch = batch_of(restored, analysed.update_buffer)
     some = dict(effects(on, restored, analysed.update, batch, [intervention("kl"), intervention("lr:0.5")]))
-    missing, there, _ = rows_of({name: [some[name]] for name in ("kl", "lr:0.5", "plain")}, 1)
+    missing, there, _ = rows_of({name: [some[name]] for name in ("kl", "lr:0.5", "plain")}, update_seed=1)
     assert missing["remark"].startswith("it needs the log-probabilities of a reference model, and there is none")
     assert math.isnan(missing["measured_delta_h"])
     assert there["measured_delta_h"] != 0.0

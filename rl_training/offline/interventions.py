@@ -5,7 +5,7 @@ probe, which needs only U. The error of the mean over several U includes their s
 
     se² = se²_E + s²_U / number of U
 
-This is one step; `branches.py` takes several.
+This is one step; branches take several.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import math
 import operator
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -26,9 +26,8 @@ from rl_training.interventions.named import REMEDIES, Intervention, intervention
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.running_pairs import Pair
-from rl_training.offline.branches import branches
 from rl_training.offline.buffers import sample_update
-from rl_training.offline.intervention_effects import Effect, OnEvaluation, effects
+from rl_training.offline.intervention_effects import Effect, OnEvaluation, branches, effects
 from rl_training.offline.loss import batch_of, step_of
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
@@ -39,6 +38,7 @@ from rl_training.probes import InterventionsProbe
 NOT_KNOWN = "the interval of its ΔH includes 0, or it was not measured"
 SAME_REWARDS = "it changed the reward of no response of E, whose number is too small to tell the price"
 QUANTITIES = ("delta_h", "delta_reward")
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -74,31 +74,25 @@ class InterventionSettings:
         return any("reference" in of.remedy.needs for of in self.named)
 
 
-def rows_of(effects_of: Mapping[str, Sequence[Effect | str]], seed: int | None) -> list[dict[str, Any]]:
-    """Returns a row for each name: what was predicted and measured, the mean over several U.
+def rows_of(
+    found_of: Mapping[str, Sequence[Effect | str]], kinds: Sequence[str] = ("predicted", "measured"), **about: Any
+) -> list[Row]:
+    """Returns a row for each name: what was predicted and measured, the mean over several U, each with a remark that
+    has the number of U it applies to unless it applies to all.
 
-    seed  of the one U; None: of several
+    about  further columns
     """
     rows = []
-    for name, found in effects_of.items():
+    for name, found in found_of.items():
         some = [effect for effect in found if isinstance(effect, Effect)]
         remarks = Counter(effect.remark if isinstance(effect, Effect) else effect for effect in found)
-        row: dict[str, Any] = {
-            "name": name,
-            "update_seed": seed,
-            "updates": len(some),
-            "remark": _of_all(remarks),
-        }
-        for kind in ("predicted", "measured"):
+        total = len(found)
+        remark = "; ".join(f"{w} with {n} of {total} U" if n < total else w for w, n in remarks.items() if w)
+        row: Row = {"name": name, **about, "updates": len(some), "remark": remark}
+        for kind in kinds:
             row |= columns_of(kind, [getattr(effect, kind) for effect in some])
         rows.append(row)
     return rows
-
-
-def _of_all(remarks: Counter[str], total: int | None = None) -> str:
-    """Returns the remarks on several U, each with the number of U it applies to unless it applies to all."""
-    total = total or remarks.total()
-    return "; ".join(f"{w} with {n} of {total} U" if n < total else w for w, n in remarks.items() if w)
 
 
 def columns_of(kind: str, some: Sequence[Replicates]) -> dict[str, float]:
@@ -152,44 +146,36 @@ def said_in_training(restored: RestoredTrainer, batch: Batch, texts: Sequence[st
 
 def intervention_tables(
     restored: RestoredTrainer, analysis: Analysis, settings: Settings, seeds: Sequence[int], asked: InterventionSettings
-) -> dict[str, list[dict[str, Any]]]:
-    """Returns "interventions", a row for each on the mean over all U, and "interventions_by_update", a row for each U.
+) -> dict[str, list[Row]]:
+    """Returns "interventions", a row for each on the mean over all U, and "interventions_by_update", a row for each U;
+    and "branches", after several steps with each, if any are asked for.
 
     seeds  of further U, beside the analysis's own
     """
-    own, memory, which = settings.update, settings.memory, asked.named
+    own, which = settings.update, asked.named
     on = OnEvaluation(restored, analysis.evaluation)
-    by_update: list[dict[str, Any]] = []
-    found: dict[str, list[Effect | str]] = {}
-    all_seeds = list(dict.fromkeys([own.seed, *seeds]))
+    by_update: list[Row] = []
+    found: dict[str, list[Effect | str]] = defaultdict(list)
+    after_steps: dict[str, list[Effect | str]] = defaultdict(list)
     hidden = restored.rank > 0 or restored.trainer.args.disable_tqdm
-    for seed in tqdm(all_seeds, desc="interventions", unit="update", disable=hidden):
+    for seed in tqdm(list(dict.fromkeys([own.seed, *seeds])), desc="interventions", unit="update", disable=hidden):
         buffer, update = analysis.update_buffer, analysis.update
         if seed != own.seed:
-            buffer = sample_update(restored, replace(own, seed=seed), memory.generation_size)
-            update = make_update(restored, buffer, memory)
+            buffer = sample_update(restored, replace(own, seed=seed), settings.memory.generation_size)
+            update = make_update(restored, buffer, settings.memory)
         batch = batch_of(restored, buffer)
         of_seed = dict(effects(on, restored, update, batch, which))
         in_loop = said_in_training(restored, batch, asked.texts)
-        for row in rows_of({name: [effect] for name, effect in of_seed.items()}, seed):
+        for row in rows_of({name: [effect] for name, effect in of_seed.items()}, update_seed=seed):
             by_update.append(row | in_loop.get(row["name"], {}))
         for name, effect in of_seed.items():
-            found.setdefault(name, []).append(effect)
-    tables = {"interventions": rows_of(found, None), "interventions_by_update": by_update}
-    typed = {of.name: text for of, text in zip(which, asked.texts, strict=True)}
+            found[name].append(effect)
+        for name, change in branches(on, restored, settings, which, asked.steps, seed) if asked.steps else ():
+            after_steps[name].append(change if isinstance(change, str) else Effect(None, change))
+    tables = {"interventions": rows_of(found, update_seed=None), "interventions_by_update": by_update}
     if asked.steps:
-        after_steps: dict[str, list[Replicates | str]] = {}
-        for seed in tqdm(all_seeds, desc="branches", unit="update", disable=hidden):
-            for name, change in branches(on, restored, settings, which, asked.steps, seed):
-                after_steps.setdefault(name, []).append(change)
-        tables["branches"] = [_branch_row(name, asked.steps, some) for name, some in after_steps.items()]
+        tables["branches"] = rows_of(after_steps, ["measured"], steps=asked.steps)
+    typed = {of.name: text for of, text in zip(which, asked.texts, strict=True)}
     for row in (*tables["interventions"], *tables.get("branches", ())):
         row["asked"] = typed.get(row["name"], "")
     return tables
-
-
-def _branch_row(name: str, steps: int, found: Sequence[Replicates | str]) -> dict[str, Any]:
-    some = [change for change in found if isinstance(change, Replicates)]
-    remarks = Counter(change for change in found if isinstance(change, str))
-    row = {"name": name, "steps": steps, "updates": len(some), "remark": _of_all(remarks, len(found))}
-    return row | columns_of("measured", some)

@@ -56,7 +56,7 @@ def batch_of(restored: RestoredTrainer, update: UpdateBuffer) -> Batch:
         rollout_number=0,
     )
     changed = [_with_terms(part, trainer.args) for part in loss_inputs(batch, restored.reduce)]
-    batch = dataclasses.replace(batch, loss_weights=joined(changed))
+    batch = dataclasses.replace(batch, loss_weights=_joined(changed))
     return dataclasses.replace(batch, loss_settings=loss_settings(trainer))
 
 
@@ -83,7 +83,7 @@ def _of_advantages(restored: RestoredTrainer, rollout: Rollout) -> LossWeights:
     return LossWeights(-unit * rollout.advantages.unsqueeze(1) * rollout.completion_mask, None)
 
 
-def joined(parts: Sequence[LossWeights]) -> LossWeights:
+def _joined(parts: Sequence[LossWeights]) -> LossWeights:
     """Returns the weights of all microbatches as one, (B, T)."""
     entropies = [part.entropies for part in parts if part.entropies is not None]
     return LossWeights(torch.cat([part.logps for part in parts]), torch.cat(entropies) if entropies else None)
