@@ -120,7 +120,7 @@ def test_blocks_are_whole_prompts_as_many_as_a_microbatch_holds_but_32_if_there_
 def test_a_first_part_of_e_is_measured_as_the_whole_of_a_smaller_e_with_the_same_prompts(far: float) -> None:
     line = Line(far)
     e = evaluation(line, responses=2)
-    row, whole = over_sizes(e, measured(line, e), [6, 8])
+    row, whole = over_sizes(measured(line, e), [6, 8])
     found = measured(line, e)
     for key, replicates in (("deltaH_true", found.at[0].true), ("deltaH_snis", found.at[0].snis)):
         assert row[key] == pytest.approx(float(replicates.without[3, 0]), rel=1e-12)  # all but the last prompt

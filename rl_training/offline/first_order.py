@@ -20,11 +20,12 @@ from torch import Tensor
 
 from rl_training.engine.attribution import Attribution
 from rl_training.engine.entropy_gradients import entropy_gradient
+from rl_training.mathematics.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.vectors import Layout, rows_dot
-from rl_training.offline.buffers import EvaluationBuffer
+from rl_training.offline.buffers import EvaluationBuffer, UpdateBuffer
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.update import Update
@@ -135,3 +136,15 @@ def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) 
         for k, number in enumerate(update.fold_number):
             without[number] = _by_label(layout, splits, direction, update.without_fold(k))
     return Replicates(value, restored.reduce(without))
+
+
+def covariance_of(restored: RestoredTrainer, update: UpdateBuffer) -> Replicates:
+    """Returns −Cov(log π, A), (2,) per token and per sequence over all of U, and without each prompt. One scoring of U.
+
+    The entropy predictor of Cui et al., whose scale is unknown: see mathematics/advantage_covariance.py.
+    """
+    terms = covariance_terms(restored.policy.score_rollout(update.rollout), update.rollout.advantages)
+    of_prompt = terms.new_zeros(update.num_prompts, *terms.shape[1:])
+    of_prompt = restored.reduce(of_prompt.index_add_(0, update.rollout.prompt_index, terms))
+    total = of_prompt.sum(dim=0)
+    return Replicates(minus_covariance(total), minus_covariance(total - of_prompt))

@@ -34,21 +34,14 @@ from rl_training.interventions.bases import groups_of
 from rl_training.interventions.loss import LossInputs, loss_inputs
 from rl_training.interventions.named import Intervention
 from rl_training.mathematics.adamw import clip_coefficient
-from rl_training.mathematics.importance import (
-    LOGP,
-    MIN_ESS_SHARE,
-    importance_weights,
-    paired_replicates,
-    sequence_totals,
-)
+from rl_training.mathematics.importance import LOGP, paired_replicates, sequence_totals
 from rl_training.mathematics.jackknife import Replicates
-from rl_training.mathematics.per_decision import first_order_change, per_decision_change, slopes
+from rl_training.mathematics.per_decision import first_order_change
 from rl_training.mathematics.reward_change import mean_of, reward_change, reward_slope
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import Layout
 from rl_training.offline.buffers import (
     EvaluationBuffer,
-    gather_scores,
     of_all_processes,
     rewards_of,
     sample_again,
@@ -57,7 +50,7 @@ from rl_training.offline.buffers import (
 from rl_training.offline.loss import batch_of
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings
-from rl_training.offline.truth import SLOPE_STEP, by_name
+from rl_training.offline.truth import SLOPE_STEP, AtStep, Line, by_name
 from rl_training.offline.update import Update, in_parts
 
 Answers = tuple[Scores, Tensor]  # of responses to E's prompts, with their rewards
@@ -95,25 +88,19 @@ class OnEvaluation:
 
         size  the norm of a step: scores are taken as linear up to SLOPE_STEP of it
         """
-        eta = SLOPE_STEP * size / float(delta.double().norm())
         before = self.evaluation.scores
-        along = slopes(self._scores_at(eta * delta), self._scores_at(-eta * delta), eta)
+        along = self._along(delta).slopes(SLOPE_STEP * size / float(delta.double().norm()))
         of_logps = along[0].masked_fill(before.mask == 0, 0.0).sum(dim=1)
         return _two(first_order_change(before, *along, self.units), reward_slope(self.rewards, of_logps, self.units))
 
     def measured(self, delta: Tensor) -> tuple[Replicates, str]:
         """Returns ΔH and Δreward at θ + delta, (P,), and a note where E's importance weights were not trusted."""
-        before, after = self.evaluation.scores, self._scores_at(delta)
-        totals = sequence_totals(before), sequence_totals(after)
-        ess = importance_weights(*totals).ess
-        if ess < MIN_ESS_SHARE * len(before.mask):
-            with self._restored.policy.shifted(by_name(self._restored, delta)):
-                fresh = self.answers()
-            return self.difference((before, self.rewards), fresh), UNTRUSTED.format(ess, len(before.mask))
-        log_ratios = totals[1][:, LOGP] - totals[0][:, LOGP]
-        return _two(
-            per_decision_change(before, after, self.units), reward_change(self.rewards, log_ratios, self.units)
-        ), ""
+        at = AtStep(1.0, self.evaluation.scores, self.units, self._along(delta).at(1.0), None)
+        if at.ahead.rollout is None:
+            log_ratios = (sequence_totals(at.ahead.scores) - sequence_totals(at.before))[:, LOGP]
+            return _two(at.true, reward_change(self.rewards, log_ratios, self.units)), ""
+        reward = mean_of(self._rewards_of(at.ahead.rollout) - self.rewards, self.units)
+        return _two(at.true, reward), UNTRUSTED.format(at.weights.ess, len(at.before.mask))
 
     def answers(self) -> Answers:
         """Returns scores and rewards of fresh responses to E's prompts, with common random numbers."""
@@ -130,10 +117,8 @@ class OnEvaluation:
         everything = of_all_processes(rollout, self._restored)
         return rewards_of(self._restored, self.evaluation.prompts, everything).double()
 
-    def _scores_at(self, delta: Tensor) -> Scores:
-        evaluation = self.evaluation
-        with self._restored.policy.shifted(by_name(self._restored, delta)):
-            return gather_scores(self._restored, evaluation.rollout, evaluation.number, evaluation.num_sequences)
+    def _along(self, delta: Tensor) -> Line:
+        return Line(self._restored, self.evaluation, delta)
 
 
 def effects(

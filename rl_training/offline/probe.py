@@ -19,23 +19,34 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from torch import Tensor
-
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import Replicates
 from rl_training.offline.buffers import EvaluationBuffer, UpdateBuffer, sample_evaluation, sample_update
 from rl_training.offline.conditioning import condition
-from rl_training.offline.covariance import covariance_of
-from rl_training.offline.first_order import SEQUENCE, TOKEN, FirstOrder, predict
+from rl_training.offline.first_order import SEQUENCE, TOKEN, FirstOrder, covariance_of, predict
 from rl_training.offline.phases import Phases, short_memory_says_what_to_lower
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings
 from rl_training.offline.truth import Truth, measure, num_scorings
 from rl_training.offline.update import Update, make_update
 
-FEW_UNITS = f"fewer than {MIN_FOLDS_FOR_STDERR} blocks of E or folds of U: no error bar"
-NOT_ASKED = "not asked for: {}"
-SEVERAL_RATES = "parameter groups have different learning rates: there is no single one to divide by"
+UNITS = (("", TOKEN), ("_sequence", SEQUENCE))
+MEASURED = ("H_orig", "H_upd", "deltaH_true", "deltaH_snis", "deltaH_odd", "second_order", "paired_error")
+# Why a number is nan, by what its key begins with; what comes first holds.
+NOT_PREDICTED = dict.fromkeys(
+    ("deltaH1", "bars_dot", "covariance", "paired_error"), "not asked for: first_order.enabled=true predicts"
+)
+NOT_MEASURED = dict.fromkeys(MEASURED, "not asked for: truth.enabled=true measures")
+NOT_ODD = dict.fromkeys(("deltaH_odd", "second_order", "paired_error_odd"), "not asked for: set truth.odd=true")
+NOT_KNOWN = {
+    "deltaH1": f"fewer than {MIN_FOLDS_FOR_STDERR} blocks of E or folds of U: no error bar",
+    **dict.fromkeys(
+        ("bars_dot", "learning_rate"),
+        "parameter groups have different learning rates: there is no single one to divide by",
+    ),
+    "w_max": "a weight is beyond what float64 holds",
+    "": "not a finite number",
+}
 
 
 @dataclass(frozen=True)
@@ -73,120 +84,100 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
         etas = sorted({1.0, *settings.truth.etas}, reverse=True)
         with phases("truth", total * num_scorings(etas, settings.truth.odd)) as progress:
             truth = measure(restored, evaluation, update.delta, etas, settings.truth.odd, progress)
-    found = _Results()
-    found.add_buffers(evaluation, update_buffer, update, restored)
-    found.add_first_order(first_order, restored.learning_rate)
-    found.add_replicates("covariance", covariance, NOT_ASKED.format("set first_order.enabled=true"))
-    found.add_truth(truth, first_order)
+    found = {
+        **_of_buffers(restored, evaluation, update_buffer, update),
+        **_predicted(first_order, restored.learning_rate),
+        **in_both_units({"covariance": covariance}),
+        **_measured(truth, first_order),
+    }
+    found = {key: value if math.isfinite(value) else math.nan for key, value in found.items()}
     tables = {}
     if truth is not None:
         tables["eta"] = [
-            {"eta": at.eta, "ESS": at.weights.ess, "resampled": at.resampled}
-            | in_both_units({"deltaH_true": at.true, "deltaH_snis": at.snis, "deltaH_odd": at.odd})
+            {"eta": at.eta, "ESS": at.weights.ess, "resampled": at.resampled} | in_both_units(at.changes())
             for at in truth.at
         ]
     if settings.conditioning and first_order is not None:
         with short_memory_says_what_to_lower("conditioning"):
             tables["conditioning"] = condition(restored, update, first_order.direction)
     return Analysis(
-        found.values, found.reasons, tables, phases.seconds, evaluation, update_buffer, update, first_order, truth
+        found, _reasons(found, settings), tables, phases.seconds, evaluation, update_buffer, update, first_order, truth
     )  # fmt: skip
 
 
-class _Results:
-    """Collects numbers with their errors, per token and per sequence, and the reasons of those that are nan."""
+def _reasons(found: Mapping[str, float], settings: Settings) -> dict[str, str]:
+    known = {} if settings.first_order.enabled else NOT_PREDICTED
+    known = known | ({} if settings.truth.enabled else NOT_MEASURED) | ({} if settings.truth.odd else NOT_ODD)
+    return {
+        key: next(reason for start, reason in [*known.items(), *NOT_KNOWN.items()] if key.startswith(start))
+        for key, value in found.items()
+        if math.isnan(value)
+    }
 
-    def __init__(self) -> None:
-        self.values: dict[str, float] = {}
-        self.reasons: dict[str, str] = {}
 
-    def add(self, key: str, value: float, reason: str = "not a finite number") -> None:
-        self.values[key] = float(value) if math.isfinite(value) else math.nan
-        if math.isnan(self.values[key]):
-            self.reasons[key] = reason
+def _of_buffers(restored: RestoredTrainer, e: EvaluationBuffer, u: UpdateBuffer, update: Update) -> dict[str, float]:
+    rollout = u.rollout
+    assert rollout.rewards is not None
+    rewards, mask = rollout.rewards.double(), rollout.completion_mask.double()
+    sums = [rewards.sum(), mask.sum(), (rollout.advantages == 0).double().sum()]
+    reward, length, idle = (float(restored.reduce(x)) / u.num_sequences for x in sums)
+    return {
+        "B_E": float(len(e.prompts)),
+        "B_U": float(u.num_prompts),
+        "G": float(u.responses_per_prompt),
+        "avg_generation_length": float(e.scores.mask.double().sum()) / e.num_sequences,
+        "avg_update_length": length,
+        "avg_reward": reward,
+        "zero_advantage": idle,
+        "clip_coefficient": update.clip,
+        "update_norm": float(update.delta.double().norm()),
+        "gradient_norm": float(update.gradient.double().norm()),
+    }
 
-    def add_pair(self, key: str, value: Tensor, stderr: Tensor, reason: str = "not a finite number") -> None:
-        """Adds (2,) numbers, per token and per sequence, and their standard errors."""
-        for suffix, column in (("", TOKEN), ("_sequence", SEQUENCE)):
-            self.add(f"{key}{suffix}", float(value[column]), reason)
-            self.add(f"{key}{suffix}_se", float(stderr[column]), reason)
 
-    def add_replicates(self, key: str, replicates: Replicates | None, reason: str) -> None:
-        """Adds these numbers; nan with the reason where there are none."""
-        for name, number in in_both_units({key: replicates}).items():
-            self.add(name, number, *([reason] if replicates is None else []))
+def _predicted(first_order: FirstOrder | None, learning_rate: float) -> dict[str, float]:
+    if first_order is None:
+        return {"learning_rate": learning_rate, "bars_dot": math.nan, **in_both_units({"deltaH1": None})}
+    value, stderr = first_order.value.tolist(), first_order.stderr.tolist()
+    found = {
+        "learning_rate": learning_rate,
+        "bars_dot": value[0][TOKEN] / learning_rate,
+        "bars_dot_se": stderr[0][TOKEN] / learning_rate,
+        "deltaH1_se_evaluation": float(first_order.of_evaluation.stderr[0, TOKEN]),
+    }
+    for number, label in enumerate(first_order.labels):
+        key = f"deltaH1/{label}" if number else "deltaH1"
+        for suffix, column in UNITS:
+            found |= {f"{key}{suffix}": value[number][column], f"{key}{suffix}_se": stderr[number][column]}
+    return found
 
-    def add_buffers(self, e: EvaluationBuffer, u: UpdateBuffer, update: Update, restored: RestoredTrainer) -> None:
-        rollout = u.rollout
-        assert rollout.rewards is not None
-        rewards, mask = rollout.rewards.double(), rollout.completion_mask.double()
-        sums = [rewards.sum(), mask.sum(), (rollout.advantages == 0).double().sum()]
-        reward, length, idle = (float(restored.reduce(x)) / u.num_sequences for x in sums)
-        self.values |= {
-            "B_E": float(len(e.prompts)),
-            "B_U": float(u.num_prompts),
-            "G": float(u.responses_per_prompt),
-            "avg_generation_length": float(e.scores.mask.double().sum()) / e.num_sequences,
-            "avg_update_length": length,
-            "avg_reward": reward,
-            "zero_advantage": idle,
-            "clip_coefficient": update.clip,
-            "update_norm": float(update.delta.double().norm()),
-            "gradient_norm": float(update.gradient.double().norm()),
-        }
 
-    def add_first_order(self, first_order: FirstOrder | None, learning_rate: float) -> None:
-        self.add("learning_rate", learning_rate, SEVERAL_RATES)
-        if first_order is None:
-            reason = NOT_ASKED.format("first_order.enabled=true predicts")
-            for key in ("deltaH1", "deltaH1_se", "deltaH1_sequence", "deltaH1_sequence_se", "bars_dot"):
-                self.add(key, math.nan, reason)
-            return
-        value, stderr, of_evaluation = first_order.value, first_order.stderr, first_order.of_evaluation.stderr
-        self.add_pair("deltaH1", value[0], stderr[0], FEW_UNITS)
-        self.add("deltaH1_se_evaluation", float(of_evaluation[0, TOKEN]), FEW_UNITS)
-        self.add("bars_dot", float(value[0, TOKEN]) / learning_rate, SEVERAL_RATES)
-        self.add("bars_dot_se", float(stderr[0, TOKEN]) / learning_rate, SEVERAL_RATES)
-        for number, label in enumerate(first_order.labels[1:], start=1):
-            self.add_pair(f"deltaH1/{label}", value[number], stderr[number], FEW_UNITS)
-
-    def add_truth(self, truth: Truth | None, first_order: FirstOrder | None) -> None:
-        reason = NOT_ASKED.format("truth.enabled=true measures")
-        if truth is None:
-            for key in ("deltaH_true", "deltaH_snis", "deltaH_odd", "H_orig", "H_upd", "paired_error"):
-                self.add_replicates(key, None, reason)
-            return
-        at = truth.whole_step
-        second = None if at.odd is None else at.true - at.odd
-        unasked = NOT_ASKED.format("set truth.odd=true")
-        self.add_replicates("H_orig", truth.before, reason)
-        self.add_replicates("H_upd", truth.before + at.true, reason)
-        self.add_replicates("deltaH_true", at.true, reason)
-        self.add_replicates("deltaH_snis", at.snis, reason)
-        self.add_replicates("deltaH_odd", at.odd, unasked)
-        self.add_replicates("second_order", second, unasked)
-        if first_order is not None:
-            predicted = replace(truth.first_order, value=first_order.value[0])  # the backward's; errors are of E alone
-            self.add_replicates("paired_error", predicted - at.true, reason)
-            self.add_replicates("paired_error_odd", None if at.odd is None else predicted - at.odd, unasked)
-            off = (truth.first_order.value - first_order.value[0]).abs() / truth.first_order.stderr
-            self.add("slope_check", float(off.max()))
-        self.values |= {
-            "floor": float(truth.floor.value[TOKEN]),
-            "floor_sequence": float(truth.floor.value[SEQUENCE]),
-            "resampled": float(at.resampled),
-        }
-        self.add("ESS", at.weights.ess)
-        self.add("ESS_last_position", at.ess_last_position)
-        self.add("w_max", at.weights.largest, "a weight is beyond what float64 holds")
-        self.add("w_min", at.weights.smallest)
+def _measured(truth: Truth | None, first_order: FirstOrder | None) -> dict[str, float]:
+    if truth is None:
+        return in_both_units(dict.fromkeys(MEASURED))
+    at = truth.whole_step
+    numbers: dict[str, Replicates | None] = {"H_orig": truth.before, "H_upd": truth.before + at.true, **at.changes()}
+    found = in_both_units(numbers | {"second_order": None if at.odd is None else at.true - at.odd})
+    if first_order is not None:
+        predicted = replace(truth.first_order, value=first_order.value[0])  # the backward's; errors are of E alone
+        off = (truth.first_order.value - first_order.value[0]).abs() / truth.first_order.stderr
+        found |= in_both_units(at.errors_of(predicted)) | {"slope_check": float(off.max())}
+    return found | {
+        "floor": float(truth.floor.value[TOKEN]),
+        "floor_sequence": float(truth.floor.value[SEQUENCE]),
+        "resampled": float(at.resampled),
+        "ESS": at.weights.ess,
+        "ESS_last_position": at.ess_last_position,
+        "w_max": at.weights.largest,
+        "w_min": at.weights.smallest,
+    }
 
 
 def in_both_units(numbers: Mapping[str, Replicates | None]) -> dict[str, float]:
     """Returns (2,) numbers with their standard errors, per token and per sequence; nan where there is none."""
     columns = {}
     for key, replicates in numbers.items():
-        for suffix, column in (("", TOKEN), ("_sequence", SEQUENCE)):
+        for suffix, column in UNITS:
             columns[f"{key}{suffix}"] = float(replicates.value[column]) if replicates else math.nan
             columns[f"{key}{suffix}_se"] = float(replicates.stderr[column]) if replicates else math.nan
     return columns

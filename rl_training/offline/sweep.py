@@ -19,16 +19,15 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 
-from rl_training.mathematics.importance import MIN_SEQUENCES, reweighted_replicates, sequence_totals
-from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
+from rl_training.mathematics.importance import MIN_SEQUENCES
+from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.per_decision import first_order_change
-from rl_training.offline.buffers import EvaluationBuffer, sample_update
-from rl_training.offline.covariance import covariance_of
-from rl_training.offline.first_order import SEQUENCE, TOKEN, without_folds
-from rl_training.offline.probe import Analysis, in_both_units
+from rl_training.offline.buffers import sample_update
+from rl_training.offline.first_order import covariance_of, without_folds
+from rl_training.offline.probe import UNITS, Analysis, in_both_units
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings, UpdateConfig
-from rl_training.offline.truth import Truth, first_rows, measure
+from rl_training.offline.truth import AtStep, Truth, measure
 from rl_training.offline.update import make_update
 
 
@@ -77,26 +76,20 @@ def sweep_tables(
     tables = {}
     if sweep.evaluation_sizes:
         assert analysis.truth is not None
-        tables["sizes"] = over_sizes(analysis.evaluation, analysis.truth, sorted(sweep.evaluation_sizes))
+        tables["sizes"] = over_sizes(analysis.truth, sorted(sweep.evaluation_sizes))
     if sweep.updates:
         tables["updates"] = over_updates(restored, analysis, settings, sweep)
     return tables
 
 
-def over_sizes(evaluation: EvaluationBuffer, truth: Truth, sizes: Sequence[int]) -> list[dict[str, Any]]:
+def over_sizes(truth: Truth, sizes: Sequence[int]) -> list[dict[str, Any]]:
     """Returns a row for the first n sequences of E, for each n: prediction, truth, and the difference of both."""
-    at, whole = truth.whole_step, evaluation.units
     rows = []
     for size in sizes:
-        before, ahead = first_rows(evaluation.scores, size), at.ahead.first(size)
-        units = JackknifeUnits(whole.number[:size], int(whole.number[size - 1]) + 1)
-        predicted = first_order_change(before, truth.slopes[0][:size], truth.slopes[1][:size], units)
-        true = ahead.change_from(before, units)
-        snis = reweighted_replicates(sequence_totals(before), sequence_totals(ahead.scores), units)
-        odd = None
-        if at.behind is not None:
-            odd = (true - at.behind.first(size).change_from(before, units)) * 0.5
-        rows.append({"evaluation_size": size, **_columns(predicted, true, snis, odd)})
+        at = truth.whole_step.first(size)
+        of_logps, of_entropies = (slopes[:size] for slopes in truth.slopes)
+        predicted = first_order_change(at.before, of_logps, of_entropies, at.units)
+        rows.append({"evaluation_size": size, **_columns(predicted, at)})
     return rows
 
 
@@ -118,9 +111,9 @@ def over_updates(
         value = of_update.value[0]
         stderr = of_update.stderr[0] if update.num_folds > 1 else torch.full_like(value, math.nan)
         predicted = Replicates(value, truth.first_order.without - truth.first_order.value + value)
-        columns = _columns(predicted, at.true, at.snis, at.odd)
+        columns = _columns(predicted, at)
         columns |= in_both_units({"covariance": covariance_of(restored, buffer)})
-        for suffix, column in (("", TOKEN), ("_sequence", SEQUENCE)):  # of E alone so far
+        for suffix, column in UNITS:  # of E alone so far
             columns[f"deltaH1{suffix}_se"] = math.hypot(columns[f"deltaH1{suffix}_se"], float(stderr[column]))
         rows.append({
             "update_prompts": asked.prompts, "update_filtered": bool(asked.filtered), "update_seed": asked.seed,
@@ -129,8 +122,5 @@ def over_updates(
     return rows
 
 
-def _columns(predicted: Replicates, true: Replicates, snis: Replicates, odd: Replicates | None) -> dict[str, float]:
-    return in_both_units({
-        "deltaH1": predicted, "deltaH_true": true, "deltaH_snis": snis, "deltaH_odd": odd,
-        "paired_error": predicted - true, "paired_error_odd": None if odd is None else predicted - odd,
-    })  # fmt: skip
+def _columns(predicted: Replicates, at: AtStep) -> dict[str, float]:
+    return in_both_units({"deltaH1": predicted, **at.changes(), **at.errors_of(predicted)})

@@ -18,13 +18,14 @@ all tokens along δθ (central differences over ±SLOPE_STEP·δθ, two scorings
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import cached_property
 
 from torch import Tensor
 
-from rl_training.engine.batch import take_rows
+from rl_training.engine.batch import Rollout, take_rows
 from rl_training.mathematics.importance import (
     MIN_ESS_SHARE,
     Weights,
@@ -54,7 +55,8 @@ class Moved:
     """Scores of E's sequences at moved parameters, and fresh responses there if importance weights are not trusted."""
 
     scores: Scores  # (N, L)
-    fresh: Tensor | None  # (N, 3) totals of responses drawn afresh, where E's weights are not trusted
+    fresh: Tensor | None = None  # (N, 3) totals of responses drawn afresh, where E's weights are not trusted
+    rollout: Rollout | None = None  # this process's part of these
 
     def first(self, size: int) -> Moved:
         """Returns the same of the first sequences of E."""
@@ -76,18 +78,50 @@ class AtStep:
     """What is measured at θ + η δθ; replicates are (2,) per token and per sequence, over E's prompts."""
 
     eta: float
-    true: Replicates
-    snis: Replicates
-    odd: Replicates | None
-    weights: Weights
-    ess_last_position: float
+    before: Scores  # (N, L), of E
+    units: JackknifeUnits
     ahead: Moved
     behind: Moved | None  # at θ − η δθ, where odd is asked for
+
+    @cached_property
+    def true(self) -> Replicates:
+        return self.ahead.change_from(self.before, self.units)
+
+    @cached_property
+    def snis(self) -> Replicates:
+        return reweighted_replicates(sequence_totals(self.before), sequence_totals(self.ahead.scores), self.units)
+
+    @cached_property
+    def odd(self) -> Replicates | None:
+        return None if self.behind is None else (self.true - self.behind.change_from(self.before, self.units)) * 0.5
+
+    @cached_property
+    def weights(self) -> Weights:
+        return importance_weights(sequence_totals(self.before), sequence_totals(self.ahead.scores))
+
+    @property
+    def ess_last_position(self) -> float:
+        return float(prefix_ess(self.before, self.ahead.scores)[-1])
 
     @property
     def resampled(self) -> bool:
         """Whether `true` is of responses drawn afresh."""
         return self.ahead.fresh is not None
+
+    def changes(self) -> dict[str, Replicates | None]:
+        """Returns the measured changes by the names that they have in results."""
+        return {"deltaH_true": self.true, "deltaH_snis": self.snis, "deltaH_odd": self.odd}
+
+    def errors_of(self, predicted: Replicates) -> dict[str, Replicates | None]:
+        """Returns how far a prediction from the same prompts is from what is measured."""
+        odd = None if self.odd is None else predicted - self.odd
+        return {"paired_error": predicted - self.true, "paired_error_odd": odd}
+
+    def first(self, size: int) -> AtStep:
+        """Returns the same of the first sequences of E, which are whole prompts."""
+        units = JackknifeUnits(self.units.number[:size], int(self.units.number[size - 1]) + 1)
+        behind = None if self.behind is None else self.behind.first(size)
+        return AtStep(self.eta, first_rows(self.before, size), units, self.ahead.first(size), behind)
 
 
 @dataclass(frozen=True)
@@ -114,60 +148,48 @@ def measure(
     progress: Progress = silent,
 ) -> Truth:
     """Returns the change of entropy along delta, (P,); the parameters are back, bit for bit, when it is done."""
-    line = _Line(restored, evaluation, delta, progress)
-    along = slopes(line.score_at(SLOPE_STEP), line.score_at(-SLOPE_STEP), SLOPE_STEP)
-    again, units = _in_other_batches(restored, evaluation), evaluation.units
+    line, before, units = Line(restored, evaluation, delta, progress), evaluation.scores, evaluation.units
+    along = line.slopes(SLOPE_STEP)
+    again = _in_other_batches(restored, evaluation)
     progress(evaluation.num_sequences)
     return Truth(
-        at=tuple(line.at(eta, odd) for eta in etas),
-        before=mean_entropy(evaluation.scores, units),
-        floor=per_decision_change(evaluation.scores, again, units),
-        first_order=first_order_change(evaluation.scores, *along, units),
+        at=tuple(AtStep(eta, before, units, line.at(eta), line.at(-eta) if odd else None) for eta in etas),
+        before=mean_entropy(before, units),
+        floor=per_decision_change(before, again, units),
+        first_order=first_order_change(before, *along, units),
         slopes=along,
     )
 
 
 @dataclass(frozen=True)
-class _Line:
+class Line:
     """The parameters θ + η δθ, as E sees them."""
 
     restored: RestoredTrainer
     evaluation: EvaluationBuffer
-    delta: Tensor
-    progress: Progress
+    delta: Tensor  # (P,)
+    progress: Progress = silent
 
-    def score_at(self, eta: float) -> Scores:
+    def slopes(self, eta: float) -> tuple[Tensor, Tensor]:
+        """Returns ∂log π·δθ and ∂h·δθ of E's tokens, (N, L) each, by differences over ± η."""
+        return slopes(self._score_at(eta), self._score_at(-eta), eta)
+
+    def at(self, eta: float) -> Moved:
+        """Returns E scored at θ + η δθ, and responses drawn afresh there where the weights are not to be trusted."""
+        scores = self._score_at(eta)
+        before, after = sequence_totals(self.evaluation.scores), sequence_totals(scores)
+        if not importance_weights(before, after).ess < MIN_ESS_SHARE * len(before):  # nor where it is nan
+            return Moved(scores)
+        with self._shifted(eta):
+            rollout, fresh = sample_again(self.restored, self.evaluation)
+        return Moved(scores, sequence_totals(fresh), rollout)
+
+    def _score_at(self, eta: float) -> Scores:
         evaluation = self.evaluation
         with self._shifted(eta):
             scores = gather_scores(self.restored, evaluation.rollout, evaluation.number, evaluation.num_sequences)
         self.progress(evaluation.num_sequences)
         return scores
-
-    def at(self, eta: float, odd: bool) -> AtStep:
-        scores, units = self.evaluation.scores, self.evaluation.units
-        ahead, behind = self._moved(eta), self._moved(-eta) if odd else None
-        before, after = sequence_totals(scores), sequence_totals(ahead.scores)
-        true = ahead.change_from(scores, units)
-        return AtStep(
-            eta=eta,
-            true=true,
-            snis=reweighted_replicates(before, after, units),
-            odd=None if behind is None else (true - behind.change_from(scores, units)) * 0.5,
-            weights=importance_weights(before, after),
-            ess_last_position=float(prefix_ess(scores, ahead.scores)[-1]),
-            ahead=ahead,
-            behind=behind,
-        )
-
-    def _moved(self, eta: float) -> Moved:
-        """Returns E scored at θ + η δθ, and responses drawn afresh there where the weights are not to be trusted."""
-        scores = self.score_at(eta)
-        before, after = sequence_totals(self.evaluation.scores), sequence_totals(scores)
-        if not importance_weights(before, after).ess < MIN_ESS_SHARE * len(before):  # nor where it is nan
-            return Moved(scores, None)
-        with self._shifted(eta):
-            _, fresh = sample_again(self.restored, self.evaluation)
-        return Moved(scores, sequence_totals(fresh))
 
     def _shifted(self, eta: float) -> AbstractContextManager[None]:
         return self.restored.policy.shifted(by_name(self.restored, eta * self.delta))
@@ -185,7 +207,7 @@ def _in_other_batches(restored: RestoredTrainer, evaluation: EvaluationBuffer) -
     return gather_scores(restored, rollout, evaluation.number[order], evaluation.num_sequences)
 
 
-def by_name(restored: RestoredTrainer, flat: Tensor) -> Mapping[str, Tensor]:
+def by_name(restored: RestoredTrainer, flat: Tensor) -> dict[str, Tensor]:
     sizes = [param.numel() for param in restored.parameters.values()]
     pieces = zip(restored.parameters.items(), flat.split(sizes), strict=True)
     return {name: piece.view(param.shape).to(param.dtype) for (name, param), piece in pieces}
