@@ -49,10 +49,9 @@ from rl_training.job.run_settings import run_settings
 from rl_training.offline.buffers import sample_evaluation, sample_update
 from rl_training.offline.intervention_effects import OnEvaluation, branches, changed_steps
 from rl_training.offline.interventions import columns_of, said_in_training
-from rl_training.offline.loss import batch_of
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, Memory, Settings, UpdateConfig
-from rl_training.offline.update import make_update
+from rl_training.offline.update import batch_of, make_update
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.json_values import from_json, to_json
 from rl_training.tasks.reasoning_gym import answered_examples

@@ -38,10 +38,9 @@ from rl_training.engine.changed_steps import bases_of
 from rl_training.engine.step import Step
 from rl_training.offline.buffers import sample_evaluation, sample_update
 from rl_training.offline.first_order import predict
-from rl_training.offline.loss import batch_of, step_of
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, Memory, UpdateConfig
-from rl_training.offline.update import Update, make_update
+from rl_training.offline.update import Update, batch_of, make_update, step_of
 from rl_training.probes.token_classes import CLASSES, TokenClassesProbe, weights_of
 
 PART = "token_classes"

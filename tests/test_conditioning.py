@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from rl_training.mathematics.adamw import AdamWState
-from rl_training.offline.conditioning import condition
+from rl_training.offline.first_order import condition
 
 BETAS, EPS, RATE, DECAY, STEPS, CLIP = (0.8, 0.9), 1e-2, 0.1, 0.2, 3, 0.5
 G, M, V = [0.6, -2.0, 1.0], [0.5, 0.3, -0.2], [0.04, 0.25, 1.0]  # of two tensors, the first with two entries

@@ -21,9 +21,8 @@ from torch import Tensor
 from rl_training.mathematics.clusters import average_linkage, participation_ratio
 from rl_training.mathematics.sketches import CountSketches
 from rl_training.offline.kernel_command import run
-from rl_training.offline.kernel_evolution import write_evolution
 from rl_training.offline.kernel_files import KERNEL_FILE, SEQUENCES_FILE, Kernel, load_kernel
-from rl_training.offline.kernel_report import PAGE
+from rl_training.offline.kernel_report import PAGE, write_evolution
 from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.structure import (
     CLASSES,

@@ -39,13 +39,12 @@ from rl_training.offline.interventions import (
     rows_of,
     said_in_training,
 )
-from rl_training.offline.loss import batch_of, step_of
 from rl_training.offline.probe import Analysis, analyse
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.results import read_result
 from rl_training.offline.settings import Memory, UpdateConfig
 from rl_training.offline.truth import by_name
-from rl_training.offline.update import make_update
+from rl_training.offline.update import batch_of, make_update, step_of
 from rl_training.records.report.plane import effects_of, in_words, plane
 from rl_training.records.report.summary import plus_minus
 

@@ -20,7 +20,7 @@ from rl_training.job.run_settings import run_settings
 from rl_training.job.settings import check_analysis, name_of
 from rl_training.offline import probe
 from rl_training.offline.interventions import InterventionSettings, intervention_tables
-from rl_training.offline.kernel_report import add_kernel
+from rl_training.offline.kernel_at_checkpoint import add_kernel
 from rl_training.offline.logs import LogSettings, write_log
 from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.results import print_table, write_result

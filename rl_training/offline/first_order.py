@@ -7,24 +7,38 @@ the jackknife leaves out one block of E's prompts, or one fold of U's, at a time
 
 Leaving out a block keeps the level H_tok inside X and its sequences' baselines fixed. Leaving out a fold recomputes the
 optimizer's step, clipping included.
+
+`condition` asks how much of it is due to the optimizer: the same X̄ and U under other preconditioners. With g the
+clipped gradient of U, m ← β1 m + (1−β1) g, v̂ and P = 1/(√v̂ + ε) of this step, the directions are
+
+    adam                the real step, weight decay included
+    momentum-free adam  −P g                     what this batch alone asks for
+    rms-only            −m / rms(√v̂)             one scale for each tensor of weights, none within
+    identity            −m                       no preconditioner
+    sgd                 −g                       neither preconditioner nor momentum
+
+each scaled to the ‖δθ‖ of the real step, or to its first-order gain in reward, −g·δθ. Where that is negative, as it
+can be with momentum, a scale to the same gain has no meaning and the number is nan.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rl_training.engine.attribution import Attribution
 from rl_training.engine.entropy_gradients import entropy_gradient
+from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
-from rl_training.mathematics.vectors import Layout, rows_dot
+from rl_training.mathematics.vectors import CHUNK, Layout, rows_dot
 from rl_training.offline.buffers import EvaluationBuffer, UpdateBuffer
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
@@ -32,6 +46,7 @@ from rl_training.offline.update import Update
 
 MOST_BLOCKS = 32
 WHOLE = "whole"
+PRECONDITIONERS = ("adam", "momentum-free adam", "rms-only", "identity", "sgd")
 TOKEN, SEQUENCE = 0, 1
 
 
@@ -148,3 +163,73 @@ def covariance_of(restored: RestoredTrainer, update: UpdateBuffer) -> Replicates
     of_prompt = restored.reduce(of_prompt.index_add_(0, update.rollout.prompt_index, terms))
     total = of_prompt.sum(dim=0)
     return Replicates(minus_covariance(total), minus_covariance(total - of_prompt))
+
+
+# --- other preconditioners --------------------------------------------------------------------------------------------
+
+
+def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> list[dict[str, Any]]:
+    """Returns δH₁ under each preconditioner, in nats. Empty where the optimizer is not Adam: it has none.
+
+    direction  (2, P), X̄ per token and per sequence
+
+        delta_h1, delta_h1_sequence  at the real step's norm
+        delta_h1_same_gain           per token, at the real step's first-order gain in reward; nan where that has none
+        cosine                       of the direction with the real step
+    """
+    if not all(isinstance(piece.state, AdamWState) for piece in update.pieces):
+        return []
+    gradient = update.clip * update.gradient
+    gain = -_inner(gradient, update.delta)
+    steps = _directions(restored, update, gradient)
+    return [_compare(name, next(steps), update.delta, gradient, gain, direction) for name in PRECONDITIONERS]
+
+
+def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, gain: float, direction: Tensor) -> dict[str, Any]:
+    norm, real_norm, own_gain = math.sqrt(_inner(step, step)), math.sqrt(_inner(real, real)), -_inner(gradient, step)
+    to_norm = real_norm / norm
+    to_gain = gain / own_gain if own_gain > 0 and gain > 0 else math.nan
+    of_token = _inner(direction[TOKEN], step)
+    return {
+        "name": name,
+        "delta_h1": to_norm * of_token,
+        "delta_h1_sequence": to_norm * _inner(direction[SEQUENCE], step),
+        "delta_h1_same_gain": to_gain * of_token,
+        "cosine": _inner(real, step) / (real_norm * norm),
+    }
+
+
+def _directions(restored: RestoredTrainer, update: Update, gradient: Tensor) -> Iterator[Tensor]:
+    """Yields the five directions, (P,) each, in the order of PRECONDITIONERS; their scale is arbitrary.
+
+    One at a time: each is as large as all trainable parameters.
+    """
+    yield update.delta
+    root = _of_pieces(update, gradient, _root)
+    eps = _of_pieces(update, gradient, lambda state, own: torch.full_like(own, state.eps))
+    yield gradient / -eps.add_(root)
+    del eps
+    momentum = _of_pieces(update, gradient, lambda state, own: torch.lerp(own, state.exp_avg, state.betas[0]))
+    sizes = [param.numel() for param in restored.parameters.values()]
+    of_tensors = zip(momentum.split(sizes), root.split(sizes), strict=True)
+    yield torch.cat([-m / rms.square().mean().sqrt() for m, rms in of_tensors])
+    del root
+    yield momentum.neg_()
+    yield -gradient
+
+
+def _of_pieces(update: Update, gradient: Tensor, form: Callable[[AdamWState, Tensor], Tensor]) -> Tensor:
+    """Returns a flat vector, (P,), from what each piece's state makes of its gradient."""
+    return torch.cat([form(piece.state, gradient[piece.flat]) for piece in update.pieces])  # type: ignore[arg-type]
+
+
+def _root(state: AdamWState, gradient: Tensor) -> Tensor:
+    """Returns √v̂ of this step."""
+    beta2 = state.betas[1]
+    second = torch.lerp(gradient.square(), state.exp_avg_sq, beta2)
+    return (second / (1.0 - beta2 ** (state.step + 1))).sqrt()
+
+
+def _inner(a: Tensor, b: Tensor) -> float:
+    """Returns the inner product in fp64, of which there is only a chunk at a time."""
+    return float(sum(x.double() @ y.double() for x, y in zip(a.split(CHUNK), b.split(CHUNK), strict=True)))

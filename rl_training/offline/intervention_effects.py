@@ -47,11 +47,10 @@ from rl_training.offline.buffers import (
     sample_again,
     sample_update,
 )
-from rl_training.offline.loss import batch_of
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings
 from rl_training.offline.truth import SLOPE_STEP, AtStep, Line, by_name
-from rl_training.offline.update import Update, in_parts
+from rl_training.offline.update import Update, batch_of, in_parts
 
 Answers = tuple[Scores, Tensor]  # of responses to E's prompts, with their rewards
 PLAIN = "plain"

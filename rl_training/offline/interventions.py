@@ -28,11 +28,10 @@ from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.running_pairs import Pair
 from rl_training.offline.buffers import sample_update
 from rl_training.offline.intervention_effects import Effect, OnEvaluation, branches, effects
-from rl_training.offline.loss import batch_of, step_of
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings
-from rl_training.offline.update import make_update
+from rl_training.offline.update import batch_of, make_update, step_of
 from rl_training.probes import InterventionsProbe
 
 NOT_KNOWN = "the interval of its ΔH includes 0, or it was not measured"

@@ -23,12 +23,26 @@ from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
 from rl_training.offline.kernel_blocks import KernelInputs
 from rl_training.offline.kernel_files import write_sequences
+from rl_training.offline.kernel_report import PAGE, write_report
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import KernelSettings
+from rl_training.offline.structure import Structure, headline
 from rl_training.records.atomic_write import write_atomically
 
 TEXTS_FILE = "kernel_texts.json"
+
+
+def add_kernel(
+    restored: RestoredTrainer, analysis: Analysis, settings: KernelSettings, folder: Path
+) -> dict[str, float]:
+    """Returns the headline numbers of an analysis's kernel, which this calculates, stores and draws in `folder`."""
+    kernel_of_analysis(restored, analysis, settings, folder, texts=folder.parents[1] / TEXTS_FILE)
+    if restored.rank == 0:
+        write_report(folder)
+        print(f"kernel: {folder / PAGE}")
+    restored.trainer.accelerator.wait_for_everyone()
+    return headline(Structure.read(folder))
 
 
 def kernel_of_analysis(

@@ -43,8 +43,7 @@ def run(folders: list[Path], without: list[str], out: Path | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from rl_training.offline.kernel_evolution import write_evolution
-    from rl_training.offline.kernel_report import write_report
+    from rl_training.offline.kernel_report import write_evolution, write_report
     from rl_training.offline.kernel_what_if import chooser, what_if
     from rl_training.offline.structure import Structure, headline
 

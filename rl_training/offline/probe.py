@@ -22,8 +22,7 @@ from typing import Any
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import Replicates
 from rl_training.offline.buffers import EvaluationBuffer, UpdateBuffer, sample_evaluation, sample_update
-from rl_training.offline.conditioning import condition
-from rl_training.offline.first_order import SEQUENCE, TOKEN, FirstOrder, covariance_of, predict
+from rl_training.offline.first_order import SEQUENCE, TOKEN, FirstOrder, condition, covariance_of, predict
 from rl_training.offline.phases import Phases, short_memory_says_what_to_lower
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings

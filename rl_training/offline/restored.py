@@ -33,8 +33,12 @@ from rl_training.hosts.trl.policy import TrainerPolicy, why_sampling_mismatch
 from rl_training.hosts.trl.sharding import replicated
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.mathematics.adamw import AdamWState
-from rl_training.offline.checkpoint_weights import refuse_frozen, refuse_other_names, refuse_other_weights, some
-from rl_training.offline.shards import load_shards
+from rl_training.offline.checkpoint_files import (
+    load_shards,
+    refuse_other_names,
+    refuse_other_weights,
+    some,
+)
 from rl_training.records.checkpoints import state_folder, steps_taken, what_is_wrong_with_weights
 
 T = TypeVar("T")
@@ -103,7 +107,11 @@ def restore(
         first = {name: param.detach().clone() for name, param in model.named_parameters() if param.requires_grad}
     trainer._load_from_checkpoint(str(checkpoint))
     parameters = {name: param for name, param in model.named_parameters() if param.requires_grad}
-    refuse_frozen(parameters, checkpoint)  # G1
+    if not parameters:
+        raise ValueError(
+            f"G1: no parameter is trainable after loading {checkpoint}: an adapter must be loaded with "
+            "is_trainable=True, not merged, not disabled"
+        )
     refuse_other_names(parameters, checkpoint)  # G2
     trainer.accelerator.prepare_model(model, evaluation_mode=True)  # its autocast; no DDP, whose reducer would be idle
     if trainer.args.activation_checkpointing:  # as Trainer.train would switch it on

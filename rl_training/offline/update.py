@@ -1,11 +1,12 @@
 """The step that the optimizer would make from the checkpoint with U, in parts, and without each fold of U.
 
-The loss is training's at its first step on fresh responses, where every ratio is 1 (loss.py): Dr-GRPO's gradient is the
-mean of
+The loss is training's at its first step on fresh responses, where every ratio is 1: Dr-GRPO's gradient is the mean of
 
     −(A_i / L) ∂S_i        A_i the advantage, S_i the log-probability of sequence i, L the longest completion allowed
 
-over all sequences of U. Those with A_i = 0 count in the mean and need no backward.
+over all sequences of U. Those with A_i = 0 count in the mean and need no backward. If the run trains with an entropy
+bonus or an entropy quantile, the interventions of these names change these weights (interventions/remedies.py). With
+both, as in TRL, the bonus is on the quantile's tokens.
 
 Folds are consecutive prompts, at most MOST_FOLDS of them for any U and any number of processes: a fold's prompts do not
 depend on where they were generated. So a fold may be spread over several processes; each keeps the gradients of some of
@@ -14,24 +15,35 @@ the folds.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_training.engine.changed_steps import weighed
+from rl_training.engine.batch import Batch, Rollout
+from rl_training.engine.capabilities import Capabilities, is_first_of_adam
+from rl_training.engine.changed_steps import bases_of, weighed
+from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.memory import StepMemory
+from rl_training.engine.step import Gradients, Ranks, Step
 from rl_training.engine.updates import Piece, optimizer_pieces
+from rl_training.hosts.trl.batches import loss_settings
+from rl_training.interventions.loss import LossInputs, loss_inputs
+from rl_training.interventions.remedies import bonus, highest_entropies
 from rl_training.mathematics.adamw import UpdateParts, clip_coefficient
-from rl_training.mathematics.folds import leave_fold_out, split_prompts
+from rl_training.mathematics.folds import leave_fold_out, ranges_of, split_prompts
 from rl_training.mathematics.vectors import Layout
 from rl_training.offline.buffers import UpdateBuffer
-from rl_training.offline.loss import loss_weights
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Memory
 
 MOST_FOLDS = 16  # a vector over the trainable parameters each
+NUM_FOLDS = 8  # of a step in training, of all processes
+NEUTRAL_LOSS = {"use_adaptive_entropy": False, "off_policy_mask_threshold": None}
 
 
 @dataclass(frozen=True)
@@ -62,46 +74,34 @@ class Update:
 
 
 def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory, progress: Progress = silent) -> Update:
-    """Returns the step that U makes."""
-    weights = loss_weights(restored, update)
-    prompts = torch.arange(update.num_prompts, device=restored.device)
-    fold_of_prompt = split_prompts(prompts, MOST_FOLDS)
-    fold_prompts = torch.bincount(fold_of_prompt)
-    fold = fold_of_prompt[update.rollout.prompt_index]
+    """Returns the step that U makes. ValueError for a term of the loss that is not read."""
+    args, rollout, group = restored.trainer.args, update.rollout, update.responses_per_prompt
+    if args.entropy_coef != 0.0 or args.top_entropy_quantile != 1.0:
+        weights = batch_of(restored, update).loss_weights
+    else:  # which no score changes
+        weights = _of_advantages(restored, rollout)
+    learned = weighed([weights])
+    fold_of_prompt = split_prompts(torch.arange(update.num_prompts, device=restored.device), MOST_FOLDS)
+    fold, fold_prompts = fold_of_prompt[rollout.prompt_index], torch.bincount(fold_of_prompt)
     kept = tuple(range(restored.rank, len(fold_prompts), restored.num_ranks))
-    parameters = dict(restored.parameters)
-    layout = Layout(parameters)
+    parameters, layout = list(restored.parameters.values()), Layout(restored.parameters)
     mean = torch.zeros(layout.num_entries, dtype=layout.dtype, device=restored.device)
     folds = mean.new_zeros(len(kept), len(mean), device="cpu" if memory.offload else None)
     for number, size in enumerate(fold_prompts.tolist()):
-        rows, out = (fold == number).nonzero().squeeze(1), torch.zeros_like(mean)
-        of_fold = restored.reduce(_gradient_sum(restored, update, rows, weights, memory.microbatch_size, out))
-        of_fold /= size * update.responses_per_prompt
+        of_fold, rows = torch.zeros_like(mean), (learned & (fold == number)).nonzero().squeeze(1)
+        for batch in rows.split(memory.microbatch_size) if len(rows) else ():
+            gradient = weights.gradient(restored.policy.score(rollout, batch), batch, parameters)
+            of_fold += torch.cat(layout.vector(gradient))
+        of_fold = restored.reduce(of_fold)
+        of_fold /= size * group
         mean += (size / update.num_prompts) * of_fold
         if number in kept:
             folds[kept.index(number)] = of_fold
-        progress(size * update.responses_per_prompt)
-    pieces = optimizer_pieces(layout, parameters, restored.optimizer.states)
+        progress(size * group)
+    pieces = optimizer_pieces(layout, restored.parameters, restored.optimizer.states)
     max_norm = restored.optimizer.max_grad_norm
     parts, clip = in_parts(pieces, mean, max_norm)
     return Update(mean, clip, parts, parts.total, pieces, folds, kept, fold_prompts, max_norm)
-
-
-def _gradient_sum(
-    restored: RestoredTrainer,
-    update: UpdateBuffer,
-    rows: Tensor,
-    weights: LossWeights,
-    microbatch_size: int,
-    out: Tensor,
-) -> Tensor:
-    """Returns `out`, (P,), with the gradients of the loss of these sequences of this process added to it."""
-    parameters = list(restored.parameters.values())
-    learned = rows[weighed([weights])[rows]]
-    for batch in learned.split(microbatch_size) if len(learned) else ():
-        gradients = weights.gradient(restored.policy.score(update.rollout, batch), batch, parameters)
-        out += torch.cat([gradient.reshape(-1).to(out.dtype) for gradient in gradients])
-    return out
 
 
 def in_parts(pieces: list[Piece], gradient: Tensor, max_grad_norm: float) -> tuple[UpdateParts, float]:
@@ -110,3 +110,81 @@ def in_parts(pieces: list[Piece], gradient: Tensor, max_grad_norm: float) -> tup
     gradient = clip * gradient
     parts = [piece.state.delta(piece.param, gradient[piece.flat]) for piece in pieces]
     return UpdateParts(*(torch.cat(part) for part in zip(*parts, strict=True))), clip
+
+
+# --- U as training sees it --------------------------------------------------------------------------------------------
+
+
+def batch_of(restored: RestoredTrainer, update: UpdateBuffer) -> Batch:
+    """Returns this process's part of U as a batch of training, scored. ValueError as `make_update`."""
+    trainer, rollout = restored.trainer, update.rollout
+    size = math.gcd(rollout.num_sequences, trainer.args.per_device_train_batch_size)
+    batch = Batch(
+        rollout=rollout,
+        scores=restored.policy.score_rollout(rollout),
+        loss_weights=_of_advantages(restored, rollout),
+        microbatch_rows=ranges_of([size] * (rollout.num_sequences // size)),
+        fold=split_prompts(rollout.prompt_index, -(-NUM_FOLDS // restored.num_ranks)),
+        responses_per_prompt=update.responses_per_prompt,
+        rollout_number=0,
+    )
+    parts = [_with_terms(part, trainer.args) for part in loss_inputs(batch, restored.reduce)]
+    entropies = [part.entropies for part in parts if part.entropies is not None]
+    weights = LossWeights(torch.cat([part.logps for part in parts]), torch.cat(entropies) if entropies else None)
+    return replace(batch, loss_weights=weights, loss_settings=loss_settings(trainer))
+
+
+def _with_terms(part: LossInputs, args: Any) -> LossWeights:
+    """Returns the weights of a microbatch with the run's quantile of entropies and its bonus, on the same tokens."""
+    weights = part.weights
+    if args.top_entropy_quantile != 1.0:
+        kept = highest_entropies(part, args.top_entropy_quantile)
+        weights = LossWeights(weights.logps * kept, weights.entropies)
+        part = replace(part, scores=replace(part.scores, mask=kept.long()))
+    if args.entropy_coef != 0.0:
+        weights = bonus(replace(part, weights=weights), args.entropy_coef).weights or weights
+    return weights
+
+
+def _of_advantages(restored: RestoredTrainer, rollout: Rollout) -> LossWeights:
+    for name, neutral in NEUTRAL_LOSS.items():
+        value = getattr(restored.trainer.args, name, neutral)
+        if value != neutral:
+            raise ValueError(
+                f"trainer.{name}={value} adds a term to the loss that is not read here: set it to {neutral}"
+            )
+    unit = 1.0 / (rollout.num_sequences * restored.trainer.max_completion_length)
+    return LossWeights(-unit * rollout.advantages.unsqueeze(1) * rollout.completion_mask, None)
+
+
+def step_of(restored: RestoredTrainer, batch: Batch) -> Step:
+    """Returns the step that U makes as a probe in training sees it: all gradients are in, the step is not taken yet."""
+    parameters = restored.parameters
+    layout = Layout(parameters)
+    known = (batch, restored.policy, list(parameters.values()), layout)
+    ((_, plain),) = bases_of(*known, [batch.loss_weights], restored.reduce)
+    capabilities = Capabilities(
+        sampling_mismatch="",
+        no_fresh_responses="",
+        no_formula=restored.optimizer.reason,
+        complete_prompts=True,
+        whole_prompts=True,
+        folds_of_gradient=True,
+        num_folds=int(restored.reduce(torch.tensor(batch.num_folds, device=restored.device))),
+        reused=False,
+        multi_epoch=False,
+        other_terms=False,
+        autocast=restored.trainer.accelerator.mixed_precision != "no",
+        dr_grpo=batch.loss_settings is not None and batch.loss_settings.is_dr_grpo,
+        first_of_adam=is_first_of_adam(restored.optimizer.states),
+    )
+    return Step(
+        number=restored.step + 1,
+        batch=batch,
+        gradients=Gradients(parameters, layout.by_name(plain.mean), plain.rows, None),
+        optimizer=restored.optimizer,
+        policy=restored.policy,
+        ranks=Ranks(restored.num_ranks, restored.reduce),
+        capabilities=capabilities,
+        memory=StepMemory(layout, EntropySettings(), keep_rows=True),
+    )

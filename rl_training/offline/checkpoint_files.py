@@ -1,0 +1,168 @@
+"""What lies in a checkpoint's files: its weights are checked to be this model's, and DeepSpeed's shards are read.
+
+Another adapter's weights would be ignored silently. Of ZeRO stages 1 and 2 the optimizer's state is put together from
+the ranks' shards: `latest` names a folder with mp_rank_00_model_states.pt, whose param_shapes says which parameters lie
+in which group and in which order, and a file per rank with its slice of every group: fp32 weights, exp_avg and
+exp_avg_sq. A group is the ranks' slices one after another, with padding at the end, cut by these shapes.
+
+That order is checked every time: the fp32 weights, assembled in the same way as the moments, must equal the model's
+from model.safetensors (or the adapter's file), bit for bit.
+
+Written against deepspeed 0.19. The files are pickles of DeepSpeed's own classes, so it has to be installed to read
+them: load only checkpoints that you trust.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
+
+from rl_training.extras import how_to_install
+
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def _names_in(checkpoint: Path) -> set[str]:
+    """Returns the names of the tensors in a checkpoint's weights; an adapter's only, where it is one."""
+    index = checkpoint / SAFE_WEIGHTS_INDEX_NAME
+    if index.is_file():
+        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
+    for name in (ADAPTER_WEIGHTS, SAFE_WEIGHTS_NAME):
+        if (checkpoint / name).is_file():
+            with safe_open(checkpoint / name, framework="pt") as file:
+                return set(file.keys())
+    raise ValueError(f"{checkpoint} has no weights ({SAFE_WEIGHTS_NAME} or {ADAPTER_WEIGHTS})")
+
+
+def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
+    """Raises ValueError where only one of model and checkpoint has an adapter, and where it holds other weights."""
+    has_adapter, is_adapter = hasattr(model, "peft_config"), (checkpoint / ADAPTER_WEIGHTS).is_file()
+    if has_adapter != is_adapter:
+        way = "adapter=lora (or qlora)" if is_adapter else "adapter=none"
+        raise ValueError(
+            f"{checkpoint} holds {'an adapter' if is_adapter else 'all weights'}, and the model "
+            f"{'has none' if is_adapter else 'has an adapter'}: use {way}"
+        )
+    if is_adapter:
+        _refuse_other_rank(model, checkpoint)
+        return
+    unknown = _names_in(checkpoint) - set(model.state_dict())
+    if unknown:
+        raise ValueError(
+            f"{checkpoint} holds {some(unknown)}, which this model does not have: it was written for another model"
+        )
+
+
+def _refuse_other_rank(model: nn.Module, checkpoint: Path) -> None:
+    """Raises ValueError where the adapter's shapes differ: PEFT would keep the fresh weights, with a warning."""
+    shapes = {_without_adapter_name(name): param.shape for name, param in model.named_parameters()}
+    with safe_open(checkpoint / ADAPTER_WEIGHTS, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118, it is not a dictionary
+            found, expected = tuple(file.get_slice(name).get_shape()), shapes.get(name)
+            if expected is not None and found != tuple(expected):
+                raise ValueError(
+                    f"{checkpoint}: {name} has the shape {found}, and this adapter {tuple(expected)}: set adapter.r "
+                    "and adapter.target_modules as in its adapter_config.json"
+                )
+
+
+def refuse_other_names(parameters: Mapping[str, nn.Parameter], checkpoint: Path) -> None:
+    """Raises ValueError when what is trainable is not what the checkpoint holds: another adapter, or half of it."""
+    stored, trained = _names_in(checkpoint), {_without_adapter_name(name) for name in parameters}
+    if (checkpoint / ADAPTER_WEIGHTS).is_file() and stored - trained:
+        raise ValueError(
+            f"G2: {some(stored - trained)} of {ADAPTER_WEIGHTS} is not trainable: another adapter is active, or it is "
+            "frozen"
+        )
+    if trained - stored:
+        raise ValueError(
+            f"G2: {some(trained - stored)} is trainable, and {checkpoint} does not hold it: set the adapter's "
+            "target_modules, or the model, as the run had them"
+        )
+
+
+def _without_adapter_name(name: str) -> str:
+    return name.replace(".default.", ".")
+
+
+def some(names: Iterable[str]) -> str:
+    first, *others = sorted(names)
+    return f"{first!r}" + (f" (and {len(others)} more)" if others else "")
+
+
+# --- the optimizer in shards ------------------------------------------------------------------------------------------
+
+
+def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], checkpoint: Path) -> None:
+    """Gives torch's optimizer the hyperparameters and states that DeepSpeed's had in this checkpoint.
+
+    parameters  by name, trainable, with the checkpoint's weights
+
+    Raises ValueError when the shards are incomplete, of another optimizer, or give other weights.
+    """
+    if not importlib.util.find_spec("deepspeed"):
+        raise ValueError(f"{checkpoint} was written by DeepSpeed, needed to read it: {how_to_install('deepspeed')}")
+    folder = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
+    shapes, ranks = _read(folder)
+    groups = ranks[0]["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
+    group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
+    for number, shapes_of_group in enumerate(shapes):
+        slices = [_slices(rank, number) for rank in ranks]
+        assembled = {key: _assemble([own[key] for own in slices], shapes_of_group) for key in ("weights", *MOMENTS)}
+        for name, weight in assembled["weights"].items():
+            param = parameters.get(name)
+            if param is None or not torch.equal(weight.to(param), param.detach()):
+                what = "is not trainable here" if param is None else "differs from the model's weight"
+                raise ValueError(f"{folder}: {name}, joined from the ranks' shards, {what}: it is of another model")
+            group_of[param].update({k: v for k, v in groups[number].items() if k in group_of[param] and k != "params"})
+            optimizer.state[param] = {
+                "step": torch.tensor(float(slices[0]["step"])),
+                **{key: assembled[key][name].clone().to(param.device) for key in MOMENTS},
+            }
+    missing = set(parameters) - {name for of_group in shapes for name in of_group}
+    if missing:
+        raise ValueError(f"{folder} holds no state of {min(missing)!r}: it is of another adapter or model")
+
+
+def _read(folder: Path) -> tuple[Sequence[Mapping[str, torch.Size]], list[Any]]:
+    """Returns the shapes by name of each group, and what each rank has written, in the order of ranks."""
+
+    def rank_of(path: Path) -> int:
+        return int(re.findall(r"rank_(\d+)", path.name)[0])
+
+    model = folder / "mp_rank_00_model_states.pt"
+    paths = sorted(folder.glob("*zero_pp_rank_*_optim_states.pt"), key=rank_of)  # 10 comes after 9
+    if not model.is_file() or not paths:
+        raise ValueError(f"{folder} has no {model.name if paths else 'optimizer shards'}: the checkpoint is incomplete")
+    shapes = torch.load(model, map_location="cpu", weights_only=False)["param_shapes"]
+    ranks = [torch.load(path, map_location="cpu", weights_only=False) for path in paths]
+    counts = ranks[0]["optimizer_state_dict"]["partition_count"]
+    if len(ranks) != max(counts if isinstance(counts, list) else [counts]):
+        raise ValueError(f"{folder} has the shards of {len(ranks)} ranks of {counts}: the checkpoint is incomplete")
+    if ranks[0]["optimizer_state_dict"]["zero_stage"] not in (1, 2):
+        raise ValueError(f"{folder} was written by ZeRO-3, whose shards are not read: use ZeRO-1, ZeRO-2 or DDP")
+    return shapes, ranks
+
+
+def _slices(rank: Any, group: int) -> dict[str, Any]:
+    """Returns a rank's slice of a group: weights, exp_avg, exp_avg_sq, and the number of steps."""
+    state = rank["optimizer_state_dict"]
+    of_group = state["base_optimizer_state"]["state"][group]
+    return {"weights": state["single_partition_of_fp32_groups"][group], **of_group}
+
+
+def _assemble(slices: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:
+    """Returns the parameters' pieces of the slices, one after another."""
+    flat, sizes = torch.cat([part.reshape(-1) for part in slices]), [shape.numel() for shape in shapes.values()]
+    pieces = flat[: sum(sizes)].split(sizes)  # what is left is padding
+    return {name: piece.view(shape) for (name, shape), piece in zip(shapes.items(), pieces, strict=True)}
