@@ -34,7 +34,7 @@ from rl_training.interventions.bases import groups_of
 from rl_training.interventions.loss import LossInputs, loss_inputs
 from rl_training.interventions.named import Intervention
 from rl_training.mathematics.adamw import clip_coefficient
-from rl_training.mathematics.importance import LOGP, paired_replicates, sequence_totals
+from rl_training.mathematics.importance import paired_replicates, sequence_totals
 from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.per_decision import first_order_change
 from rl_training.mathematics.reward_change import mean_of, reward_change, reward_slope
@@ -96,8 +96,7 @@ class OnEvaluation:
         """Returns ΔH and Δreward at θ + delta, (P,), and a note where E's importance weights were not trusted."""
         at = AtStep(1.0, self.evaluation.scores, self.units, self._along(delta).at(1.0), None)
         if at.ahead.rollout is None:
-            log_ratios = (sequence_totals(at.ahead.scores) - sequence_totals(at.before))[:, LOGP]
-            return _two(at.true, reward_change(self.rewards, log_ratios, self.units)), ""
+            return _two(at.true, reward_change(self.rewards, at.log_ratios, self.units)), ""
         reward = mean_of(self._rewards_of(at.ahead.rollout) - self.rewards, self.units)
         return _two(at.true, reward), UNTRUSTED.format(at.weights.ess, len(at.before.mask))
 

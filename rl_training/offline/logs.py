@@ -16,6 +16,7 @@ What the keys mean: docs/reference/analysis_logs.md; rl_training.records.read_pr
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import time
 from collections.abc import Mapping
@@ -29,7 +30,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout
-from rl_training.mathematics.importance import LOGP, sequence_totals
+from rl_training.mathematics.importance import sequence_totals
 from rl_training.offline.buffers import text_of
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
@@ -75,33 +76,29 @@ def write_log(
     if asked.level == "none":
         return None
     content = log_content(restored, analysis, asked)  # all processes: each has a part of the sequences
-    day, now = time.strftime("%Y-%m-%d"), time.strftime("%H-%M-%S")
-    own = restored.checkpoint.resolve()
-    stem = f"entropy_probe_{now}_{own.parent.name if own.name == 'model' else own.name}"
-    place = Path(asked.directory or folder) / day
+    own, ending = restored.checkpoint.resolve(), f".json{'.gz' * asked.compress}"
+    place = Path(asked.directory or folder) / time.strftime("%Y-%m-%d")
+    stem = f"entropy_probe_{time.strftime('%H-%M-%S')}_{own.parent.name if own.name == 'model' else own.name}"
     if restored.rank == 0:
         stem = _not_taken(place, stem)
-        files: dict[Path, bytes] = {}
-        if asked.reaches("debug") and asked.raw_tensors:
-            files[place / f"{stem}_tensors.safetensors"] = save(_tensors(analysis))
-        text = json.dumps(to_json(content), ensure_ascii=False).encode()
-        files[place / f"{stem}.json{'.gz' * asked.compress}"] = gzip.compress(text, mtime=0) if asked.compress else text
-        files[place / f"{stem}_config.yaml"] = yaml.safe_dump(dict(settings), sort_keys=False).encode()
-        files[place / f"{stem}_summary.json"] = json.dumps(
-            to_json(_summary(restored, analysis, asked)), indent=1
-        ).encode()
-        write_atomically(files)
-    stem = restored.gather(stem)[0]
-    return place / f"{stem}.json{'.gz' * asked.compress}"
+        text, summary = json.dumps(to_json(content), ensure_ascii=False), _summary(restored, analysis, asked)
+        files = (
+            {"_tensors.safetensors": save(_tensors(analysis))} if asked.reaches("debug") and asked.raw_tensors else {}
+        )
+        files |= {
+            ending: gzip.compress(text.encode(), mtime=0) if asked.compress else text.encode(),
+            "_config.yaml": yaml.safe_dump(dict(settings), sort_keys=False).encode(),
+            "_summary.json": json.dumps(to_json(summary), indent=1).encode(),
+        }
+        write_atomically({place / f"{stem}{end}": data for end, data in files.items()})
+    return place / f"{restored.gather(stem)[0]}{ending}"
 
 
 def log_content(restored: RestoredTrainer, analysis: Analysis, asked: LogSettings) -> dict[str, Any]:
     """Returns the content of a log of this level. Call it on all processes."""
     content = _summary(restored, analysis, asked)
     if asked.reaches("standard"):
-        content["results"] = analysis.results
-        content["reasons"] = analysis.reasons
-        content["tables"] = analysis.tables
+        content |= {"results": analysis.results, "reasons": analysis.reasons, "tables": analysis.tables}
         content["statistics"] = _statistics(restored, analysis)
     if asked.reaches("detailed"):
         content["evaluation"] = _evaluation_rows(restored, analysis, asked)
@@ -141,7 +138,7 @@ def _statistics(restored: RestoredTrainer, analysis: Analysis) -> dict[str, dict
         "update_length": of_update[:, 2],
     }
     if analysis.truth is not None:
-        columns["importance_weight"] = _weights(analysis)
+        columns["importance_weight"] = analysis.truth.whole_step.log_ratios.exp()
     return {name: _describe(values.double().cpu()) for name, values in columns.items()}
 
 
@@ -150,33 +147,18 @@ def _describe(values: Tensor) -> dict[str, float]:
     return {"mean": float(values.mean()), "sd": float(values.std()), **spread}
 
 
-def _weights(analysis: Analysis) -> Tensor:
-    """Returns π'(t)/π(t) of each sequence of E, (N,), at the whole step."""
-    assert analysis.truth is not None
-    at = analysis.truth.whole_step
-    return (sequence_totals(at.ahead.scores)[:, LOGP] - sequence_totals(analysis.evaluation.scores)[:, LOGP]).exp()
-
-
 def _evaluation_rows(restored: RestoredTrainer, analysis: Analysis, asked: LogSettings) -> list[dict[str, Any]]:
     e = analysis.evaluation
-    totals = sequence_totals(e.scores).tolist()
-    columns: dict[str, list[float]] = {}
+    logps, entropies, lengths = sequence_totals(e.scores).unbind(dim=1)
+    columns = {"length": lengths.long(), "logp": logps, "entropy": entropies}
     if analysis.truth is not None:
         at = analysis.truth.whole_step
-        ahead = sequence_totals(at.ahead.scores)
-        columns = {
-            "logp_after": ahead[:, 0].tolist(),
-            "entropy_after": ahead[:, 1].tolist(),
-            "weight": _weights(analysis).tolist(),
-        }
-    texts = _texts(restored, e.rollout, asked)
-    own = dict(zip(e.number.tolist(), texts, strict=True))
-    by_number = {number: text for part in restored.gather(own) for number, text in part.items()}
-    return [
-        {"sequence": i, **by_number[i], "length": int(length), "logp": logp, "entropy": entropy}
-        | {name: values[i] for name, values in columns.items()}
-        for i, (logp, entropy, length) in enumerate(totals)
-    ]
+        after = sequence_totals(at.ahead.scores)
+        columns |= {"logp_after": after[:, 0], "entropy_after": after[:, 1], "weight": at.log_ratios.exp()}
+    own = dict(zip(e.number.tolist(), _texts(restored, e.rollout, asked), strict=True))
+    texts = {number: text for part in restored.gather(own) for number, text in part.items()}
+    numbers = [dict(zip(columns, row, strict=True)) for row in zip(*map(Tensor.tolist, columns.values()), strict=True)]
+    return [{"sequence": i, **texts[i], **of_sequence} for i, of_sequence in enumerate(numbers)]
 
 
 def _update_rows(restored: RestoredTrainer, analysis: Analysis, asked: LogSettings) -> list[dict[str, Any]]:
@@ -212,11 +194,8 @@ def _token_rows(analysis: Analysis) -> list[dict[str, Any]]:
 
 
 def _tensors(analysis: Analysis) -> dict[str, Tensor]:
-    tensors = {
-        "delta": analysis.update.delta,
-        "gradient": analysis.update.gradient,
-        "mask": analysis.evaluation.scores.mask,
-    }
+    update, mask = analysis.update, analysis.evaluation.scores.mask
+    tensors = {"delta": update.delta, "gradient": update.gradient, "mask": mask}
     if analysis.first_order is not None:
         tensors["direction"] = analysis.first_order.direction
     if analysis.truth is not None:
@@ -226,5 +205,5 @@ def _tensors(analysis: Analysis) -> dict[str, Tensor]:
 
 def _not_taken(folder: Path, stem: str) -> str:
     """Returns the name, with a number appended if another analysis of the same second took it."""
-    names = [stem, *(f"{stem}_{number}" for number in range(2, 1000))]
+    names = (stem if number == 1 else f"{stem}_{number}" for number in itertools.count(1))
     return next(name for name in names if not (folder / f"{name}_summary.json").exists())

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from rl_training.engine.batch import Rollout, take_rows
 from rl_training.mathematics.importance import (
+    LOGP,
     MIN_ESS_SHARE,
     Weights,
     importance_weights,
@@ -98,6 +99,11 @@ class AtStep:
     @cached_property
     def weights(self) -> Weights:
         return importance_weights(sequence_totals(self.before), sequence_totals(self.ahead.scores))
+
+    @property
+    def log_ratios(self) -> Tensor:
+        """log π'(t)/π(t) of each sequence of E, (N,)."""
+        return (sequence_totals(self.ahead.scores) - sequence_totals(self.before))[:, LOGP]
 
     @property
     def ess_last_position(self) -> float:
