@@ -137,8 +137,7 @@ def sample_evaluation(
 
     update  whose prompts E's may overlap with, or not
     """
-    drawn = _prompts_of_evaluation(restored, asked, update)
-    prompts = tuple(prompt for prompt in drawn for _ in range(asked.responses))
+    prompts = tuple(p for p in _prompts_of_evaluation(restored, asked, update) for _ in range(asked.responses))
     rollout, number = respond(restored, prompts, asked.seed, chunk_size, progress)
     scores = gather_scores(restored, rollout, number, len(prompts))
     return EvaluationBuffer(rollout, number, scores, prompts, asked.responses, asked.seed, chunk_size)
@@ -164,8 +163,7 @@ def gather_scores(restored: RestoredTrainer, rollout: Rollout, number: Tensor, t
         everything[number, : known.shape[1]] = known
         return restored.reduce(everything)  # each row is one process's, so their sum is all of them
 
-    logps, entropies, mask = (gather(v) for v in (scores.logps, scores.entropies, scores.mask))
-    return Scores(logps, entropies, mask.bool())
+    return Scores(gather(scores.logps), gather(scores.entropies), gather(scores.mask).bool())
 
 
 def of_all_processes(rollout: Rollout, restored: RestoredTrainer) -> Rollout:
@@ -176,9 +174,7 @@ def of_all_processes(rollout: Rollout, restored: RestoredTrainer) -> Rollout:
 
 
 def _on(rollout: Rollout, device: torch.device) -> Rollout:
-    values: dict[str, Any] = {
-        key: value.to(device) for key, value in vars(rollout).items() if isinstance(value, Tensor)
-    }
+    values: dict[str, Any] = {key: v.to(device) for key, v in vars(rollout).items() if isinstance(v, Tensor)}
     return dataclasses.replace(rollout, **values)
 
 
@@ -198,17 +194,15 @@ def text_of(restored: RestoredTrainer, rollout: Rollout, row: int) -> dict[str, 
 def rewards_of(restored: RestoredTrainer, prompts: Sequence[Any], rollout: Rollout) -> Tensor:
     """Returns the rewards of E, (N_E,); nan for a prompt that no row of the training or evaluation set has."""
     trainer, rewards = restored.trainer, torch.full((rollout.num_sequences,), math.nan)
-    wanted = {json.dumps(prompt) for prompt in prompts}
-    row_of: dict[str, dict[str, Any]] = {}
-    for data in (trainer.train_dataset, trainer.eval_dataset):
-        for number, prompt in enumerate(data["prompt"][:] if data is not None else ()):
-            key = json.dumps(prompt)
-            if key in wanted and key not in row_of:
-                row_of[key] = dict(data[number])
-    known = [i for i, prompt in enumerate(prompts) if json.dumps(prompt) in row_of]
+    place = {
+        json.dumps(prompt): (data, number)  # the first row with this prompt: it comes last here
+        for data in (trainer.eval_dataset, trainer.train_dataset)
+        for number, prompt in reversed([*enumerate(data["prompt"][:] if data is not None else ())])
+    }
+    known = {i: place[json.dumps(prompt)] for i, prompt in enumerate(prompts) if json.dumps(prompt) in place}
     if known:
-        rows = [row_of[json.dumps(prompts[i])] for i in known]
-        rewards[known] = trainer.rewards_of(rows, [tokens_of(rollout, i)[1] for i in known]).cpu().float()
+        rows = [dict(data[number]) for data, number in known.values()]
+        rewards[list(known)] = trainer.rewards_of(rows, [tokens_of(rollout, i)[1] for i in known]).cpu().float()
     return rewards
 
 
@@ -251,9 +245,7 @@ def respond(
     chunk = max(1, min(chunk_size, -(-total // 2)))
     if -(-total // chunk) < restored.num_ranks:
         chunk = max(1, -(-total // restored.num_ranks))
-    prompt_ids: list[Tensor] = []
-    completion_ids: list[Tensor] = []
-    number: list[int] = []
+    prompt_ids, completion_ids, number = list[Tensor](), list[Tensor](), list[int]()
     for first in range(restored.rank * chunk, total, chunk * restored.num_ranks):
         rows = range(first, min(first + chunk, total))
         asked, given = policy.respond(restored.trainer, [prompts[i] for i in rows], seed, RESPONSES, first // chunk)

@@ -34,9 +34,7 @@ def chooser(text: str) -> Chooser:
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    chosen = torch.zeros(len(values), dtype=torch.bool)
-    chosen[values.topk(min(count, len(values))).indices] = True
-    return chosen
+    return values.argsort(descending=True).argsort() < count
 
 
 def what_if(s: Structure, without: Tensor) -> Row:
@@ -54,9 +52,8 @@ def what_if(s: Structure, without: Tensor) -> Row:
 
     Raises ValueError for a kernel without these norms.
     """
-    kept = (~without).double()
-    clip_before, clip = float(s.kernel.about["clip_coefficient"]), clip_of_kept(s, kept)
-    kept *= clip / clip_before
+    clip_before, clip = float(s.kernel.about["clip_coefficient"]), clip_of_kept(s, (~without).double())
+    kept = (~without).double() * (clip / clip_before)
     by_cause = s.kernel.tensors["products"]
     others = by_cause.sum(dim=1) - by_cause[:, GRADIENT]
     right = s.right(s.evaluation)
@@ -70,9 +67,9 @@ def what_if(s: Structure, without: Tensor) -> Row:
         "deltaH1": sum(parts.values()) - parts["gradient"] + gradient,
         "deltaH1_before": sum(parts.values()) if s.on_policy else math.nan,
         "deltaH1/part/gradient": gradient,
-        "log_probability_of_right": _mean((others + (s.log_probability_moves * kept).sum(dim=1))[right]),
-        "log_probability_of_right_before": _mean(by_cause.sum(dim=1)[right]),
-        "log_probability_of_right_before_measured": _mean(measured[right]),
+        "log_probability_of_right": float((others + (s.log_probability_moves * kept).sum(dim=1))[right].mean()),
+        "log_probability_of_right_before": float(by_cause.sum(dim=1)[right].mean()),
+        "log_probability_of_right_before_measured": float(measured[right].mean()),
     }
 
 
@@ -92,7 +89,3 @@ def clip_of_kept(s: Structure, kept: Tensor) -> float:
     share = math.sqrt(of_kept / of_all) if of_all else 0.0
     norm = torch.tensor(share * float(about["gradient_norm"]), dtype=torch.float64)
     return float(clip_coefficient(norm, float(about["max_grad_norm"])))
-
-
-def _mean(values: Tensor) -> float:
-    return float(values.mean()) if len(values) else math.nan

@@ -175,21 +175,20 @@ def top_pairs(s: Structure, count: int = 10) -> list[Row]:
 
 def edit_distance(a: Sequence[int], b: Sequence[int]) -> int:
     """Returns how many tokens must be inserted, deleted or replaced to turn one into the other: (1,2,3), (1,3) → 1."""
-    before = list(range(len(b) + 1))
+    row = list(range(len(b) + 1))
     for i, x in enumerate(a, start=1):
-        now = [i]
-        for j, y in enumerate(b, start=1):
-            now.append(min(before[j] + 1, now[j - 1] + 1, before[j - 1] + (x != y)))
-        before = now
-    return before[-1]
+        before, row = row, [i]
+        for j, y in enumerate(b):
+            row.append(min(before[j + 1] + 1, row[j] + 1, before[j] + (x != y)))
+    return row[-1]
 
 
 def single_predictions(s: Structure) -> tuple[float, float]:
     """Returns slope and correlation of the measured change of log π of E's sequences on the predicted W_i·δθ."""
     predicted = s.kernel.tensors["products"].sum(dim=1)
-    measured = torch.tensor([row["logp_change"] for row in s.evaluation], dtype=torch.float64)
-    x, y = predicted - predicted.mean(), measured - measured.mean()
-    return float((x @ y) / (x @ x)), float((x @ y) / (x.norm() * y.norm()))
+    measured = predicted.new_tensor([row["logp_change"] for row in s.evaluation])
+    pairs = torch.stack([predicted, measured])
+    return float(torch.cov(pairs)[0, 1] / predicted.var()), float(torch.corrcoef(pairs)[0, 1])
 
 
 # --- E and U together, from sketches ----------------------------------------------------------------------------------
