@@ -16,7 +16,7 @@ from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.step import Step
 from rl_training.engine.step_by_folds import StepByFolds
 from rl_training.interventions.bases import groups_of
-from rl_training.interventions.loss import LossInputs, Remedied, over_the_others
+from rl_training.interventions.loss import LossInputs, over_the_others
 from rl_training.interventions.named import RATIOS_ARE_ONE, Intervention
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.estimate import Estimate
@@ -77,8 +77,22 @@ class Effects:
         return dict(zip(QUANTITIES, (delta, of_kept, reward, price, self.halves[of.name]), strict=True))
 
     def kept(self, of: Intervention) -> float:
-        """Returns its effect, as a multiple of one step's, once all of the momentum includes it: see `_kept`."""
-        return _kept(self._step, self._remedied[of.name][0])
+        """Returns its effect, as a multiple of one step's, once all of the momentum includes it.
+
+        1/(1 − β1) in a warm Adam; 1 where only learning rates change, which act at once; nan where parameters differ.
+        """
+        remedied = self._remedied[of.name][0]
+        if remedied.weights is None and remedied.max_grad_norm is None:
+            return 1.0
+        factors = set()
+        for state in (self._step.optimizer.states or {}).values():
+            if isinstance(state, AdamWState):
+                beta = state.betas[0]
+                factor = (1.0 - beta ** (state.step + 1)) / (1.0 - beta)
+            else:
+                factor = 1.0 / (1.0 - state.momentum)
+            factors |= {factor} if state.moves else set()
+        return factors.pop() if len(factors) == 1 else math.nan
 
     def _remark(self, of: Intervention, pair: Pair) -> str:
         if of.remedy.nothing_on_policy:
@@ -140,25 +154,6 @@ class Effects:
             low, high = high, min(4.0 * high, limit)
         factor = float(brentq(above, low, high, rtol=TOLERANCE))
         return Estimate(remedy.nothing + factor * span, reason=NO_BAR)
-
-
-def _kept(step: Step, remedied: Remedied) -> float:
-    """Returns an intervention's effect, as a multiple of one step's, once all of the momentum includes it.
-
-    1/(1 − β1) in a warm Adam; 1 where only learning rates change, which act at once; nan where parameters differ.
-    """
-    if remedied.weights is None and remedied.max_grad_norm is None:
-        return 1.0
-    factors = set()
-    for state in (step.optimizer.states or {}).values():
-        if not state.moves:
-            continue
-        if isinstance(state, AdamWState):
-            beta = state.betas[0]
-            factors.add((1.0 - beta ** (state.step + 1)) / (1.0 - beta))
-        else:
-            factors.add(1.0 / (1.0 - state.momentum))
-    return factors.pop() if len(factors) == 1 else math.nan
 
 
 def _why_no_strength(of: Intervention, plain: Pair) -> str:

@@ -201,9 +201,7 @@ def _strength(name: str, remedy: Remedy, text: str) -> float:
     except ValueError:
         raise ValueError(f"{name}:{text}: the strength must be a number, as in {name}:{remedy.strength:g}") from None
     if not remedy.low < value < math.inf or value > remedy.high or value == remedy.nothing:
-        bounds = (
-            f"above {remedy.low:g}" if math.isinf(remedy.high) else f"above {remedy.low:g}, at most {remedy.high:g}"
-        )
+        bounds = f"above {remedy.low:g}" + ("" if math.isinf(remedy.high) else f", at most {remedy.high:g}")
         apart = "" if remedy.nothing is None else f", and not {remedy.nothing:g}, which has no effect"
         raise ValueError(f"{name}:{text}: the strength must lie {bounds}{apart}")
     return value

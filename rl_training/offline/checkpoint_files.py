@@ -114,10 +114,14 @@ def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
         raise ValueError(f"{checkpoint} was written by DeepSpeed, needed to read it: {how_to_install('deepspeed')}")
     folder = checkpoint / (checkpoint / "latest").read_text(encoding="utf-8").strip()
     shapes, ranks = _read(folder)
-    groups = ranks[0]["optimizer_state_dict"]["base_optimizer_state"]["param_groups"]
+    groups = ranks[0]["base_optimizer_state"]["param_groups"]
     group_of = {param: group for group in optimizer.param_groups for param in group["params"]}
     for number, shapes_of_group in enumerate(shapes):
-        slices = [_slices(rank, number) for rank in ranks]
+        slices = [
+            {"weights": state["single_partition_of_fp32_groups"][number]}
+            | state["base_optimizer_state"]["state"][number]
+            for state in ranks
+        ]
         assembled = {key: _assemble([own[key] for own in slices], shapes_of_group) for key in ("weights", *MOMENTS)}
         for name, weight in assembled["weights"].items():
             param = parameters.get(name)
@@ -145,20 +149,13 @@ def _read(folder: Path) -> tuple[Sequence[Mapping[str, torch.Size]], list[Any]]:
     if not model.is_file() or not paths:
         raise ValueError(f"{folder} has no {model.name if paths else 'optimizer shards'}: the checkpoint is incomplete")
     shapes = torch.load(model, map_location="cpu", weights_only=False)["param_shapes"]
-    ranks = [torch.load(path, map_location="cpu", weights_only=False) for path in paths]
-    counts = ranks[0]["optimizer_state_dict"]["partition_count"]
+    ranks = [torch.load(path, map_location="cpu", weights_only=False)["optimizer_state_dict"] for path in paths]
+    counts = ranks[0]["partition_count"]
     if len(ranks) != max(counts if isinstance(counts, list) else [counts]):
         raise ValueError(f"{folder} has the shards of {len(ranks)} ranks of {counts}: the checkpoint is incomplete")
-    if ranks[0]["optimizer_state_dict"]["zero_stage"] not in (1, 2):
+    if ranks[0]["zero_stage"] not in (1, 2):
         raise ValueError(f"{folder} was written by ZeRO-3, whose shards are not read: use ZeRO-1, ZeRO-2 or DDP")
     return shapes, ranks
-
-
-def _slices(rank: Any, group: int) -> dict[str, Any]:
-    """Returns a rank's slice of a group: weights, exp_avg, exp_avg_sq, and the number of steps."""
-    state = rank["optimizer_state_dict"]
-    of_group = state["base_optimizer_state"]["state"][group]
-    return {"weights": state["single_partition_of_fp32_groups"][group], **of_group}
 
 
 def _assemble(slices: Sequence[Tensor], shapes: Mapping[str, torch.Size]) -> dict[str, Tensor]:

@@ -24,7 +24,7 @@ can be with momentum, a scale to the same gain has no meaning and the number is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,6 @@ from rl_training.offline.update import Update
 
 MOST_BLOCKS = 32
 WHOLE = "whole"
-PRECONDITIONERS = ("adam", "momentum-free adam", "rms-only", "identity", "sgd")
 TOKEN, SEQUENCE = 0, 1
 
 
@@ -72,14 +71,11 @@ class FirstOrder:
 
 
 def predict(
-    restored: RestoredTrainer,
-    evaluation: EvaluationBuffer,
-    update: Update,
-    microbatch_size: int,
+    restored: RestoredTrainer, evaluation: EvaluationBuffer, update: Update, microbatch_size: int,
     progress: Progress = silent,
-) -> FirstOrder:
+) -> FirstOrder:  # fmt: skip
     """Returns δH₁ of the step `update`, with its splits and errors. Two backwards through each forward over E."""
-    layout = Layout(restored.parameters)
+    layout, parameters = Layout(restored.parameters), list(restored.parameters.values())
     splits = Attribution(list(restored.parameters))
     scores, number, count = evaluation.scores, evaluation.number, evaluation.num_sequences
     known = (scores.entropies, scores.mask, torch.arange(count, device=number.device))
@@ -91,29 +87,18 @@ def predict(
     for b in block.unique().tolist():
         own = (block == b).nonzero().squeeze(1)
         for rows in own.split(microbatch_size):
-            gradient = _gradients(restored, evaluation, rows, weights, layout).div_(count)
+            with restored.policy.measuring():
+                fresh = restored.policy.score(evaluation.rollout, rows)
+                at = number[rows], slice(fresh.logps.shape[1])
+                pairs = [(w[at].to(fresh.logps), u[at].to(fresh.entropies)) for w, u in weights]
+                gradients = entropy_gradient(fresh, pairs, parameters, layout)
+            gradient = torch.stack([torch.cat(of) for of in gradients]).div_(count)
             direction += gradient
             sums[b] += _by_label(layout, splits, gradient, update.parts)
         progress(len(own) * restored.num_ranks)
     sums, direction = restored.reduce(sums), restored.reduce(direction)
     of_evaluation = without_blocks(sums, scores.mask, blocks)
     return FirstOrder((WHOLE, *splits.labels), of_evaluation, without_folds(restored, update, direction), direction)
-
-
-def _gradients(
-    restored: RestoredTrainer,
-    evaluation: EvaluationBuffer,
-    rows: Tensor,
-    weights: Sequence[tuple[Tensor, Tensor]],
-    layout: Layout,
-) -> Tensor:
-    """Returns Σ over these rows of Σ_k w_k ∂log π(t_k) + u_k ∂h_k, (2, P), for each pair of weights (N, L)."""
-    with restored.policy.measuring():
-        fresh = restored.policy.score(evaluation.rollout, rows)
-        places, width = evaluation.number[rows], fresh.logps.shape[1]
-        pairs = [(w[places, :width].to(fresh.logps), u[places, :width].to(fresh.entropies)) for w, u in weights]
-        gradients = entropy_gradient(fresh, pairs, list(restored.parameters.values()), layout)
-        return torch.stack([torch.cat(gradient) for gradient in gradients])
 
 
 def _by_label(layout: Layout, splits: Attribution, directions: Tensor, parts: Sequence[Tensor]) -> Tensor:
@@ -180,42 +165,35 @@ def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> l
     if not all(isinstance(piece.state, AdamWState) for piece in update.pieces):
         return []
     gradient = update.clip * update.gradient
-    gain = -_inner(gradient, update.delta)
-    steps = _directions(restored, update, gradient)
-    return [_compare(name, next(steps), update.delta, gradient, gain, direction) for name in PRECONDITIONERS]
+    root = _of_pieces(update, gradient, _root)
+    momentum = _of_pieces(update, gradient, lambda state, own: torch.lerp(own, state.exp_avg, state.betas[0]))
+    sizes = [param.numel() for param in restored.parameters.values()]
+    # Their scale is arbitrary. One at a time: each is as large as all trainable parameters.
+    directions: dict[str, Callable[[], Tensor]] = {
+        "adam": lambda: update.delta,
+        "momentum-free adam": lambda: (
+            -_of_pieces(update, gradient, lambda state, own: own / (_root(state, own) + state.eps))
+        ),
+        "rms-only": lambda: torch.cat(
+            [-m / rms.square().mean().sqrt() for m, rms in zip(momentum.split(sizes), root.split(sizes), strict=True)]
+        ),
+        "identity": lambda: -momentum,
+        "sgd": lambda: -gradient,
+    }
+    return [_compare(name, step(), update.delta, gradient, direction) for name, step in directions.items()]
 
 
-def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, gain: float, direction: Tensor) -> dict[str, Any]:
-    norm, real_norm, own_gain = math.sqrt(_inner(step, step)), math.sqrt(_inner(real, real)), -_inner(gradient, step)
-    to_norm = real_norm / norm
-    to_gain = gain / own_gain if own_gain > 0 and gain > 0 else math.nan
+def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, direction: Tensor) -> dict[str, Any]:
+    norm, real_norm = math.sqrt(_inner(step, step)), math.sqrt(_inner(real, real))
+    gain, own_gain = -_inner(gradient, real), -_inner(gradient, step)
     of_token = _inner(direction[TOKEN], step)
     return {
         "name": name,
-        "delta_h1": to_norm * of_token,
-        "delta_h1_sequence": to_norm * _inner(direction[SEQUENCE], step),
-        "delta_h1_same_gain": to_gain * of_token,
+        "delta_h1": real_norm / norm * of_token,
+        "delta_h1_sequence": real_norm / norm * _inner(direction[SEQUENCE], step),
+        "delta_h1_same_gain": gain / own_gain * of_token if own_gain > 0 and gain > 0 else math.nan,
         "cosine": _inner(real, step) / (real_norm * norm),
     }
-
-
-def _directions(restored: RestoredTrainer, update: Update, gradient: Tensor) -> Iterator[Tensor]:
-    """Yields the five directions, (P,) each, in the order of PRECONDITIONERS; their scale is arbitrary.
-
-    One at a time: each is as large as all trainable parameters.
-    """
-    yield update.delta
-    root = _of_pieces(update, gradient, _root)
-    eps = _of_pieces(update, gradient, lambda state, own: torch.full_like(own, state.eps))
-    yield gradient / -eps.add_(root)
-    del eps
-    momentum = _of_pieces(update, gradient, lambda state, own: torch.lerp(own, state.exp_avg, state.betas[0]))
-    sizes = [param.numel() for param in restored.parameters.values()]
-    of_tensors = zip(momentum.split(sizes), root.split(sizes), strict=True)
-    yield torch.cat([-m / rms.square().mean().sqrt() for m, rms in of_tensors])
-    del root
-    yield momentum.neg_()
-    yield -gradient
 
 
 def _of_pieces(update: Update, gradient: Tensor, form: Callable[[AdamWState, Tensor], Tensor]) -> Tensor:

@@ -40,13 +40,7 @@ from rl_training.mathematics.per_decision import first_order_change
 from rl_training.mathematics.reward_change import mean_of, reward_change, reward_slope
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import Layout
-from rl_training.offline.buffers import (
-    EvaluationBuffer,
-    of_all_processes,
-    rewards_of,
-    sample_again,
-    sample_update,
-)
+from rl_training.offline.buffers import EvaluationBuffer, of_all_processes, rewards_of, sample_again, sample_update
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Settings
 from rl_training.offline.truth import SLOPE_STEP, AtStep, Line, by_name

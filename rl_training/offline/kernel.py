@@ -150,12 +150,11 @@ class _Calculation:
             for row in proven & set(batch.tolist()):
                 prove_row(self._rows, inputs, row, own[row - first])
             self._store_gradients(f"evaluation-{first:06d}", W=own)
-            kept = self.summarizer.scale(own)
+            found.append(self.summarizer.scale(own))
             w[place] = own
             of_entropy = next(both)
             self._store_gradients(f"entropy-{first:06d}", x=of_entropy)
-            found.append({**kept, **self.summarizer.scale_entropy(of_entropy)})
-            x[place] = of_entropy
+            x[place] = of_entropy.mul_(inputs.root)
             bar.update(len(batch))
         return _joined(found)
 

@@ -1,12 +1,8 @@
 """Products of many long rows with many others, in blocks under a memory budget: the arithmetic of the sequence kernel.
 
-With W_i = ∂S_i the gradient of sequence i's log-probability, δθ = −M ⊙ g the part of the optimizer's step that is this
-step's gradient (M = κP: for AdamW κ = lr (1−β1)/(1−β1^t), P = 1/(√v̂ + ε) of THIS step; for SGD M = lr), c the clip
-coefficient and g = −(1/N_U) Σ_j (A_j/L) W_j Dr-GRPO's gradient of the update sequences U,
-
-    K(i, j) = Σ_α W_iα M_α W_jα                              what a step on j does to log π(i)
-    X̃(i, j) = Σ_α x_iα M_α W_jα                              what it does to entropy as i sees it, x̄ = mean_i x_i = ∂H
-    δH₁(gradient) = c /(N_E N_U L) Σ_i Σ_j X̃(i, j) A_j
+With g = −(1/N_U) Σ_j (A_j/L) W_j Dr-GRPO's gradient of the update sequences U and δθ = −M ⊙ c g the part of the
+optimizer's step that is this step's gradient, M = κP: for AdamW κ = lr (1−β1)/(1−β1^t), P = 1/(√v̂ + ε) of THIS step;
+for SGD M = lr. What is multiplied, and why: kernel.py.
 
 √M goes into both sides, which leaves plain matrix products. E's rows are held, n_b at a time, U's stream by:
 
@@ -138,18 +134,9 @@ class RowSummarizer:
 
         sketches  of √M W                 sq_norms  |√M W|², (n,)                products  W·δθ by cause, (n, 3)
         """
-        products, sq_norms = self._scale(own)
-        return {"sketches": self._sketch(own), "sq_norms": sq_norms, "products": products}
-
-    def scale_entropy(self, own: Tensor) -> dict[str, Tensor]:
-        """Makes √M x of the rows x, (n, P), in place, and returns x·δθ by cause and |√M x|²."""
-        products, sq_norms = self._scale(own)
-        return {"entropy_products": products, "entropy_sq_norms": sq_norms}
-
-    def _scale(self, own: Tensor) -> tuple[Tensor, Tensor]:
         products = row_products(own, self._parts)
         own *= self._root
-        return products, pairs_dot(own, own)
+        return {"sketches": self._sketch(own), "sq_norms": pairs_dot(own, own), "products": products}
 
 
 def expectation(
@@ -161,7 +148,7 @@ def expectation(
     """
     of_u, of_e = (rows.batches(range(r.num_sequences))[0] for r in (inputs.update, inputs.evaluation))
     both = rows.both(inputs.evaluation, of_e, inputs.logp_weights, inputs.entropy_weights)
-    holding = _seconds(lambda: [summarizer.scale_entropy(part) for part in both])
+    holding = _seconds(lambda: list(both))
     own: list[Tensor] = []
     streaming = _seconds(lambda: own.append(rows.log_probability(inputs.update, of_u)))
     streaming += _seconds(lambda: weighted_sum(inputs.update.advantages[of_u], own[0]))

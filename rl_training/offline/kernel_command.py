@@ -31,10 +31,7 @@ def main() -> None:
     )  # fmt: skip
     parser.add_argument("--out", type=Path, help="where to write the evolution over several folders")
     args = parser.parse_args()
-    try:
-        run(args.folders, args.without, args.out)
-    except ValueError as error:
-        parser.exit(1, f"error: {error}\n")
+    run(args.folders, args.without, args.out)
 
 
 def run(folders: list[Path], without: list[str], out: Path | None) -> None:

@@ -33,12 +33,7 @@ from rl_training.hosts.trl.policy import TrainerPolicy, why_sampling_mismatch
 from rl_training.hosts.trl.sharding import replicated
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.mathematics.adamw import AdamWState
-from rl_training.offline.checkpoint_files import (
-    load_shards,
-    refuse_other_names,
-    refuse_other_weights,
-    some,
-)
+from rl_training.offline.checkpoint_files import load_shards, refuse_other_names, refuse_other_weights, some
 from rl_training.records.checkpoints import state_folder, steps_taken, what_is_wrong_with_weights
 
 T = TypeVar("T")

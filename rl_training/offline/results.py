@@ -106,8 +106,7 @@ def _print_interventions(analysis: Analysis, checkpoint: Path, console: Console)
         steps = rows[0].get("steps", 1)
         when = "at this step" if key == "interventions" else f"after {steps} step{'s' * (steps > 1)}"
         title = f"interventions {when}, relative to no intervention: 1e-3, ± 95 %"
-        table = Table(title=title, title_justify="left", box=SIMPLE)
-        table.add_column("intervention", no_wrap=True)
+        table = Table("intervention", title=title, title_justify="left", box=SIMPLE)
         for heading in (*(f"{what},\n{kind}" for what in ("entropy", "reward") for kind in kinds), "price"):
             table.add_column(heading, justify="right", no_wrap=True)
         for name, *cells, _ in table_of(rows, kinds):
