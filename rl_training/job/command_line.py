@@ -1,12 +1,6 @@
 """How a command was started, and how it ends: well, or with one line that says what was wrong and what to do about it.
 
-    def main() -> None: ...
-
-    if __name__ == "__main__":
-        run_command(main)
-
-    exit code 2          an error that was foreseen: what the user asked for cannot be, or needs an extra that is not
-                         installed; one line, no traceback
+    exit code 2          an error that was foreseen, in what the user asked for or has installed: one line
     exit code 1          any other: the traceback, then one line
     exit code 130, 143   ended by SIGINT (Ctrl-C) or SIGTERM
 

@@ -49,21 +49,16 @@ def show_conf() -> None:
 
 
 def copy_launch_file() -> None:
-    """Copies a launch file to ./launch, where it is not yet, and prints its path; without a name lists them."""
-    names = sorted(path.stem for path in LAUNCH.glob("*.yaml"))
+    """Copies a launch file to ./launch, where it is not yet, and prints its path."""
+    names = [*sorted(path.stem for path in LAUNCH.glob("*.yaml")), "train.slurm"]
     parser = argparse.ArgumentParser(
         prog="rl-training launch-file",
         description="Copy a configuration of accelerate launch to ./launch, and print its path. A file that is there "
-        "already stays as it is. Without NAME it lists them.",
+        "already stays as it is.",
         epilog="accelerate launch --config_file $(rl-training launch-file ddp) --num_processes 8 -m rl_training.train",
     )
-    parser.add_argument("name", metavar="NAME", nargs="?", choices=[*names, "train.slurm"], help=", ".join(names))
+    parser.add_argument("name", metavar="NAME", choices=names, help=", ".join(names))
     name = parser.parse_args().name
-    if name is None:
-        for each in names:
-            what = (LAUNCH / f"{each}.yaml").read_text(encoding="utf-8").splitlines()[1].removeprefix("# ")
-            print(f"{each:10}{what}")
-        return
     copies = [name] if name == "train.slurm" else [f"{name}.yaml", f"{name}.json"]  # of DeepSpeed's, the settings
     for copy in copies:
         if (LAUNCH / copy).is_file() and not (Path("launch") / copy).exists():

@@ -17,12 +17,7 @@ SILENCED = {
     "transformers.trainer": "missing keys in the checkpoint model loaded: ['lm_head.weight']",
 }
 
-
-def _says_something_else(record: logging.LogRecord) -> bool:
-    return SILENCED[record.name] not in record.getMessage()
-
-
 for name in SILENCED:
-    logging.getLogger(name).addFilter(_says_something_else)
+    logging.getLogger(name).addFilter(lambda record: SILENCED[record.name] not in record.getMessage())
 # TRL still uses names that transformers has deprecated.
 warnings.filterwarnings("ignore", category=FutureWarning, module="transformers")
