@@ -29,7 +29,7 @@ from transformers import PrinterCallback, ProgressCallback
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
 from rl_training.engine.step import Step
-from rl_training.job.progress import StepProgress
+from rl_training.job.run import StepProgress
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.probes import GradientNoiseScaleProbe
 from rl_training.tasks.arithmetic import arithmetic

@@ -30,11 +30,10 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tqdm import tqdm
 
 from rl_training.evaluation import examples, policy
-from rl_training.evaluation.display import print_table
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response, batches_of, choose_rows, generate_responses, judge
 from rl_training.evaluation.workers import Send, run_in_process
-from rl_training.job.evaluate import evaluate
+from rl_training.job.evaluate import evaluate, print_table
 from rl_training.job.evaluation_plan import fingerprint, read_plan
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.next_token import PositionScores

@@ -51,7 +51,7 @@ LIBRARIES = {
         "torch", "safetensors", "rich", "matplotlib", "numpy", "jinja2", "markupsafe", "PIL", "wandb",
         "wandb_workspaces", "pandas", "scipy", "fsspec", "yaml", "tqdm",
     },
-    "evaluation": {"torch", "transformers", "peft", "numpy", "pandas"},
+    "evaluation": {"torch", "transformers", "peft", "numpy"},
     "hosts": {"torch", "numpy"},
     "hosts/trl": {"torch", "transformers", "numpy", *LOOPS},  # deepspeed only while it trains
     "hosts/verl": {"torch", "tensordict", "verl", "ray", "hydra", "omegaconf"},
@@ -63,7 +63,7 @@ LIBRARIES = {
     },
     "job": {
         "torch", "transformers", "accelerate", "hydra", "omegaconf", "yaml", "tqdm", "wandb", "trackio", "tensorboard",
-        "matplotlib",
+        "matplotlib", "pandas",
     },
 }  # fmt: skip
 COMMANDS = {

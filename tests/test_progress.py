@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from transformers import trainer_callback
 
-from rl_training.job.progress import StepProgress
+from rl_training.job.run import StepProgress
 
 
 def test_the_bar_fits_into_80_columns_with_the_entropy_of_the_report(monkeypatch: pytest.MonkeyPatch) -> None:

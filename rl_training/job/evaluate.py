@@ -6,33 +6,41 @@ batches; the main one measures and writes. With one, `evaluation.jobs` checkpoin
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import queue
 import sys
 import threading
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather_object
 from omegaconf import DictConfig
 from tqdm import tqdm
 
-from rl_training.evaluation.display import print_table
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
 from rl_training.evaluation.responses import GREEDY, Response
 from rl_training.evaluation.workers import reason_of
 from rl_training.job.evaluation_plan import CheckpointResponses, EvaluationPlan, ask, fingerprint, join, read_plan
 from rl_training.job.loggers import MetricsLogger, loggers_of
 from rl_training.mathematics.estimate import Estimate
-from rl_training.records.evaluated import consolidate, locked, read_table, write_step
+from rl_training.records.evaluated import TABLE_FILE, EvaluatedMetric, consolidate, locked, read_table, write_step
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report import write_report
 
+# Columns of the table in the terminal, by metric.
+COLUMNS = {
+    "reward": "reward", "greedy_accuracy": "greedy", "pass_at": "pass@{}", "majority": "majority",
+    "entropy/token": "entropy/token", "kl/token": "KL/token", "length": "length",
+}  # fmt: skip
 PATIENCE = timedelta(days=7)  # for which processes wait for the slowest one
 
 
@@ -215,3 +223,30 @@ def _line(response: Response, prompt: Any) -> dict[str, Any]:
         "mean_entropy": float(response.entropies.mean()),
         "mean_kl": None if response.kl is None else float(response.kl.mean()),
     }
+
+
+def print_table(folder: Path, rows: Sequence[EvaluatedMetric], problems: Sequence[str]) -> None:
+    """Prints a line per checkpoint, pass@k of the largest k, and below it what failed and why."""
+    most = max((int(row.metric.rsplit("_", 1)[1]) for row in rows if row.metric.startswith("pass_at_")), default=1)
+    titles = {name.replace("pass_at", f"pass_at_{most}"): title.format(most) for name, title in COLUMNS.items()}
+    shown = [row for row in rows if row.metric in titles and math.isfinite(row.value)]
+    if shown:
+        prompts = max(row.num_prompts for row in shown)
+        cells = pd.DataFrame({"step": row.step, "title": titles[row.metric], "cell": _cell(row)} for row in shown)
+        table = cells.pivot(index="step", columns="title", values="cell").fillna("–").reset_index()
+        print(f"{folder.name}: mean ± standard error over {prompts} prompts")
+        print(table[["step", *(title for title in titles.values() if title in table)]].to_string(index=False))
+        if any(row.stderr == 0 and not math.isnan(row.low) for row in shown):
+            print("- or + alone: all prompts gave the same value; the 95 % interval extends that far")
+        print(f"All numbers: {folder / TABLE_FILE}")
+    for problem in problems:
+        print(problem)
+
+
+def _cell(row: EvaluatedMetric) -> str:
+    decimals = 1 if abs(row.value) >= 10 else 3
+    if row.stderr > 0:
+        return f"{row.value:.{decimals}f}±{row.stderr:.{decimals}f}"
+    # A standard error of 0 is no estimate: all prompts gave the same value.
+    reaches = (("-", row.value - row.low), ("+", row.high - row.value))
+    return f"{row.value:.{decimals}f}" + "".join(f"{sign}{reach:.{decimals}f}" for sign, reach in reaches if reach > 0)

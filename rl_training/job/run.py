@@ -1,27 +1,130 @@
-"""A run: trains, reports, and ends, well or where a signal has stopped it."""
+"""A run: trains, with a bar of its steps, reports, and ends, well or where a signal has stopped it.
+
+SIGINT (Ctrl-C), SIGTERM (Slurm before it preempts, `kill`) and a launcher that is gone ask for its end: it finishes its
+step and writes a checkpoint that resumes exactly. Of several processes one request is enough: they agree at the end of
+each step. A second signal ends the process at once.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shlex
 import signal
 import sys
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather
+from tqdm.contrib.logging import logging_redirect_tqdm
+from transformers import ProgressCallback, TrainerCallback
 from transformers.utils import logging
 
+from rl_training.hosts.trl.batches import steps_per_rollout
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
-from rl_training.job.command_line import Interrupted, libraries_refuse
+from rl_training.job.command_line import SIGNALS, Interrupted, Launch, libraries_refuse
 from rl_training.job.explain import quoted
 from rl_training.job.loggers import MetricsLogger
-from rl_training.job.stopping import StopAtStepEnd
 from rl_training.records.checkpoints import steps_taken
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report import print_summary, write_report
 
 logger = logging.get_logger(__name__)
+
+ALERT = 1024  # asks in the place of a signal: no signal has this number
+SECONDS_OF_ECHO = 2.0  # a launcher passes on what the terminal has sent to all: not a second signal
+# By label, the metrics that it can be and how it is written. Entropy over all tokens, as in the report, where a probe
+# measures it.
+SHOWN = {
+    "reward": (("reward",), ".3f"),
+    "entropy": (("entropy/token", "entropy"), ".3f"),
+    "δH": (("delta_h/forward",), "+.4f"),
+}
+# Without tqdm's rate, and with a bar of fixed width, all numbers fit into 80 columns.
+FORMAT = "{percentage:3.0f}%|{bar:8}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
+
+
+class StopAtStepEnd(TrainerCallback):
+    """Ends training after the step in which a signal has come; `signum` then says which one, else it is 0."""
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self._asked = 0  # of this process
+        self._asked_at = 0.0
+        self.launch = Launch.of_this_process()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """A context that handles signals; outside of it they act as before."""
+        before = {signum: signal.signal(signum, self._take) for signum in SIGNALS}
+        try:
+            yield
+        finally:
+            for signum, handler in before.items():
+                signal.signal(signum, handler)
+
+    def _take(self, signum: int, frame: FrameType | None) -> None:
+        now = time.monotonic()
+        if self._asked and now - self._asked_at > SECONDS_OF_ECHO:
+            self._say(f"ended by {signal.Signals(signum).name}")
+            os._exit(128 + signum)  # of several processes, those that clean up first would wait for one another
+        if not self._asked:
+            self._asked, self._asked_at = signum, now
+            self._say(
+                f"{signal.Signals(signum).name}: after this step a checkpoint and the report; a second one ends at once"
+            )
+
+    def after_alert(self) -> None:
+        """Asks for the end of training, as a signal would; the run then ends like a finished one."""
+        self._asked = self._asked or ALERT
+
+    def _say(self, line: str) -> None:
+        if PartialState().is_main_process:
+            os.write(2, f"\n{line}\n".encode())  # print may be in the middle of something
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if self.launch.launcher not in (None, os.getppid()) and not self._asked:
+            self._asked = signal.SIGTERM
+            self._say("the launcher is gone: a checkpoint and the report, then this run ends")
+        own = torch.tensor([self._asked], device=PartialState().device)
+        asked = int(gather(own).max())
+        # A rollout that later steps use is not saved: training goes on exactly only from where one ends.
+        if asked and state.global_step % steps_per_rollout(args) == 0:
+            self.signum = 0 if asked == ALERT else asked
+            control.should_training_stop = control.should_save = True
+            control.should_evaluate = False
+
+
+class StepProgress(ProgressCallback):
+    """transformers' bar with these numbers in it: one line that is redrawn at each step, on the main process."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_begin(args, state, control, **kwargs)
+        self._lines = contextlib.ExitStack()
+        self._lines.enter_context(logging_redirect_tqdm())  # else what is logged stands behind the bar
+        self.current_step = state.global_step
+        if self.training_bar is not None:
+            self.training_bar.bar_format = FORMAT
+            self.training_bar.initial = self.training_bar.n = state.global_step
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        found = {label: next((logs[key] for key in keys if logs.get(key) is not None), None)
+                 for label, (keys, _) in SHOWN.items()}  # fmt: skip
+        shown = {label: format(value, SHOWN[label][1]) for label, value in found.items() if value is not None}
+        if shown and self.training_bar is not None:
+            self.training_bar.set_postfix(shown)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        super().on_train_end(args, state, control, **kwargs)
+        self._lines.close()
 
 
 @dataclass(frozen=True)
