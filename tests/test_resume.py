@@ -291,9 +291,9 @@ def test_one_command_starts_a_run_and_goes_on_with_it(trained: Path, tmp_path: P
 
 def test_auto_lets_only_one_of_two_starts_at_once_use_a_folder(tmp_path: Path) -> None:
     first, second = (run_folder.find_run_folder(composed(tmp_path / "run", "resume=auto")) for _ in range(2))
-    run_folder.save_config({"seed": 0}, first.path, first.is_its_own)
+    run_folder.save_config({"seed": 0}, first[0], first[2])
     with pytest.raises(ValueError, match="already holds a run"):
-        run_folder.save_config({"seed": 0}, second.path, second.is_its_own)
+        run_folder.save_config({"seed": 0}, second[0], second[2])
 
 
 def test_a_folder_named_by_the_time_would_never_be_found_again() -> None:

@@ -19,11 +19,9 @@ from typing import Any
 
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from rl_training.job.explain import as_text, did_you_mean, load_plain
-from rl_training.job.run_settings import gather_run_settings
+from rl_training.job.run_settings import gather_run_settings, load_settings
 from rl_training.job.shipped import CONF, PROBE_CONFIGS
 from rl_training.job.values import check_kind, flat
 from rl_training.records.folder import CONFIG_FILE
@@ -69,13 +67,7 @@ class OfflineEntropyProbe:
         """Returns the probe that a YAML file describes. ValueError where it is not there or cannot be read."""
         if not Path(path).is_file():
             raise ValueError(f"{path}: there is no such file; two examples are in {PROBE_CONFIGS}")
-        try:
-            config = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
-        except (YAMLError, OmegaConfBaseException, OSError) as error:
-            raise ValueError(f"{path} cannot be read as YAML: {error}") from error
-        if not isinstance(config, dict):
-            raise ValueError(f"{path}: it must hold sections with settings; see {PROBE_CONFIGS}")
-        return cls(config)  # type: ignore[arg-type]
+        return cls(OmegaConf.to_container(load_settings(Path(path)), resolve=True))  # type: ignore[arg-type]
 
     def words(self, checkpoint_path: str | Path | None = None) -> list[str]:
         """Returns what to type after offline.py. ValueError where no checkpoint is named."""

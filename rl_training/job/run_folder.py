@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -30,17 +30,10 @@ logger = logging.get_logger(__name__)
 ANOTHERS = "run_dir={} already holds a run: continue it with resume=latest, choose another, or delete it"
 
 
-class RunFolder(NamedTuple):
-    """A run's folder, and where the run resumes."""
+def find_run_folder(cfg: DictConfig) -> tuple[Path, Path | None, bool]:
+    """Returns the run folder, made and the same on every process, and the checkpoint to go on from, if there is one.
 
-    path: Path
-    checkpoint: Path | None  # to resume from; None: from the start
-    is_its_own: bool  # it holds this run's config.yaml already
-
-
-def find_run_folder(cfg: DictConfig) -> RunFolder:
-    """Returns the run folder, made and the same on every process, and the checkpoint to go on from.
-
+    Last, whether the folder holds this run's config.yaml already.
     `additional_steps` are added to those that were taken, and then spent: config.yaml says how far the run goes.
     """
     use_cpu = bool(cfg.trainer.get("use_cpu", False)) or not torch.accelerator.is_available()
@@ -82,7 +75,7 @@ def find_run_folder(cfg: DictConfig) -> RunFolder:
             f"branch={checkpoint} has taken {taken} steps, and trainer.max_steps={cfg.trainer.max_steps}: give a "
             "larger one, or additional_steps=20"
         )
-    return RunFolder(run, checkpoint, is_its_own=goes_on)
+    return run, checkpoint, goes_on
 
 
 def _resumed(resume: str, run_dir: Path) -> tuple[Path, Path | None]:
