@@ -143,6 +143,11 @@ def test_the_first_of_several_processes_reports_and_the_others_wait_to_be_ended(
     assert second.lines == []
 
 
+def test_torchrun_finds_the_line_for_its_table_of_failures(tmp_path: Path) -> None:
+    assert train(tmp_path, "seed=-1", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json")).end() == 2
+    assert "error: seed=-1 must be at least 0" in (tmp_path / "error.json").read_text()
+
+
 @pytest.mark.parametrize("value", ["/a b", "a=b", "(1)", "[x", "ä", "a,b", 'say "x"', "back\\", 'both\\"', "{", "'"])
 def test_the_line_to_type_for_a_path_gives_hydra_that_path(value: str) -> None:
     parser = OverridesParser.create()

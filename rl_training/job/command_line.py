@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import io
+import json
 import os
 import shlex
 import shutil
@@ -205,6 +206,9 @@ def _end(launch: Launch, code: int, line: str, shown: str = "") -> NoReturn:
         signal.signal(signum, signal.SIG_DFL)  # a second one ends it at once
     if line:
         time.sleep(SECONDS_TO_BE_ENDED * ((_rank() > 0) + (int(os.environ.get("LOCAL_RANK", "0")) > 0)))
+        if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):  # torchrun prints it at the end of its table of failures
+            message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+            Path(path).write_text(json.dumps({"message": message}), encoding="utf-8")
         sys.stdout.flush()
         print(shown, end="", file=sys.stderr, flush=True)
         launch.say_last(line)
