@@ -86,15 +86,15 @@ class RunningPair:
         self._decay = decay
         self.state = torch.zeros(8, dtype=torch.float64)
 
-    def add(self, pair: Pair) -> None:
-        """Adds the pair of another step; one that is not finite is left out, because the mean would stay so."""
-        if not bool(pair.values[0].isfinite()):
-            return
-        decay, cov = self._decay, pair.covariance
-        square = cov[0, 0].square() / pair.degrees
-        new = torch.stack([torch.ones_like(square), *pair.values, cov[0, 0], cov[0, 1], cov[1, 1], square])
-        powers = new.new_tensor([1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 4.0])
-        self.state = torch.cat([decay**powers * self.state[:7] + new, self.state[7:] + 1.0])
+    def add(self, pair: Pair) -> Pair:
+        """Returns the mean with the pair of another step; one that is not finite is left out, as it would stay so."""
+        if bool(pair.values[0].isfinite()):
+            decay, cov = self._decay, pair.covariance
+            square = cov[0, 0].square() / pair.degrees
+            new = torch.stack([torch.ones_like(square), *pair.values, cov[0, 0], cov[0, 1], cov[1, 1], square])
+            powers = new.new_tensor([1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 4.0])
+            self.state = torch.cat([decay**powers * self.state[:7] + new, self.state[7:] + 1.0])
+        return self.mean()
 
     @property
     def steps(self) -> int:

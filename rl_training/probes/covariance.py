@@ -1,9 +1,6 @@
 """The covariance probe: −Cov(log π, A) over the batch of each step, the entropy predictor of Cui et al.
 
-It costs almost nothing: log-probabilities and advantages exist, and eight numbers go over the network. Its scale is
-unknown (see mathematics/advantage_covariance.py), so it is compared with measured changes by correlation; the report
-draws it beside delta_h/forward, which has a scale.
-
+Its scale is unknown (see mathematics/advantage_covariance.py), so it is compared with measured changes by correlation.
 Errors are delete-one-fold jackknife over folds of whole prompts. Source: Cui et al. 2025, arXiv 2505.22617.
 """
 

@@ -9,8 +9,7 @@ those of the Dr-GRPO gradient, Σ_i A_i Σ_k ∂log π(t_ik):
 
 A truncated response that the loss leaves out (mask_truncated_completions) has no weight: A_i = 0 here. The responses of
 a prompt that are all right, or all wrong, have zero advantage: `zero_advantage` is the share of such sequences,
-`zero_advantage_prompts` of such prompts. These are properties of the batch at hand, not estimates of something beyond
-it: they have no error bar. A few scalars go over the network, once.
+`zero_advantage_prompts` of such prompts. These are properties of the batch at hand: they have no error bar.
 """
 
 from __future__ import annotations

@@ -1,16 +1,14 @@
 """The gradient noise scale, in the loop: how large a batch still pays, from square norms that stream by.
 
-B_simple = tr Σ / |G|² is the batch size at which noise and signal are equal: much smaller batches waste no data, much
-larger ones waste compute. Both are estimated from the mean gradients of blocks (microbatches, over all ranks) and of
-the whole batch, see mathematics/noise_scale.py. The unit is the PROMPT with its responses, whose advantages sum to zero
-and are not independent.
+B_simple = tr Σ / |G|² is the batch size at which noise and signal are equal. Both are estimated from the mean gradients
+of blocks (microbatches, over all ranks) and of the whole batch, see mathematics/noise_scale.py. The unit is the PROMPT
+with its responses, whose advantages sum to zero and are not independent.
 
 One step is too noisy, so tr Σ and |G|² are averaged over steps with weights decay^age, apart, and divided last, both
 ways: |G|² / tr Σ always has a value; its inverse, the noise scale, has none where the averaged |G|² is not above 0, and
 an interval (Fieller's) that has no upper end where |G|² may be 0. Errors are a delete-one-step jackknife's. In Adam's
 metric |x|² is Σ P x² with P of the step before, where v > 0, once v is warm.
 
-No further pass, and only norms are kept; during a step also Adam's preconditioner of small parameters, one fp32 vector.
 Measured before clipping. On request (`split_prompts`) tr Σ is split into the noise that more responses per prompt would
 average away and that which only more prompts do, from two backwards over halves of a prompt's responses.
 

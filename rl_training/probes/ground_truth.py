@@ -15,9 +15,6 @@ numbers, and ΔH is the difference of the two samples, pair by pair. `delta_h/tr
 
 `delta_h/true_floor` is the effect of rounding alone: the same computation with δθ = 0, between two scorings of E at
 θ that put its sequences into different batches. A prediction below it cannot be checked against the truth.
-
-Cost: N responses generated and three forward passes over them, two more of each where E is drawn afresh; a forward pass
-and a backward more for the prediction. Ranks exchange sums for each position, never the scores of tokens.
 """
 
 from __future__ import annotations

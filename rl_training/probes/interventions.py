@@ -8,9 +8,8 @@
 leave-fold-out over whole-prompt folds, as `simple` has it, with AdamW and clipping calculated anew for the weights w.
 The error is the jackknife's of the DIFFERENCE to the plain step, in which the noise of X is shared. ΔH's takes this
 batch's two steps as given. Δreward's leaves each fold out of the steps too, because J and the step are one gradient
-with one noise: bars that take the steps as given held .911 of 3053 changes, these .973. What it costs is a
-forward pass and a backward over the sequences whose weights change, once for all interventions that are multiples of
-one another. K rows of X are held, and K rows of as many of these gradients as fit 256 MiB, of one at least.
+with one noise. It costs a forward pass and a backward over the sequences whose weights change, once for all
+interventions that are multiples of one another.
 
 One step is not many. `…/delta_h` is this step; a warm Adam step has 1 − β1 of its gradient in it, and `…_kept` is what
 a step does when the intervention has long been there, ×1/(1 − β1). Adam undoes a mere scaling of the gradient within
@@ -20,7 +19,7 @@ a step does when the intervention has long been there, ×1/(1 − β1). Adam und
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
@@ -70,43 +69,33 @@ class InterventionsProbe(Probe):
         self.running = RunningPairs({name: RunningPair(decay) for name in (*names, PLAIN)})
 
     def prepare(self, step: Step) -> None:
-        why = why_no_folds(step, OFF_POLICY)
-        self._answers = {}
-        if why:
-            for of in self.which:
-                self._answer(of.name, {name: Estimate.missing(why) for name in (*QUANTITIES, *MEANS)})
-            self._answers |= {name: Estimate.missing(why) for name in OF_PLAIN}
-            return
-        with_reference = any("reference" in of.remedy.needs for of in self.which)
-        reference = step.policy.reference_logps(step.batch.rollout) if with_reference else None
-        loss = loss_inputs(step.batch, step.ranks.reduce, reference)
-        missing = {of.name: of.why_none(loss[0]) for of in self.which}
-        there = [of for of in self.which if not missing[of.name]]
-        measured = Effects(step, loss, there)
-        plain = self._mean_with(PLAIN, measured.plain)
-        of_plain = (*_rewarded(measured.plain, measured.has_reward), *_rewarded(plain, measured.has_reward))
-        self._answers |= dict(zip(OF_PLAIN, of_plain, strict=True))
+        why, names = why_no_folds(step, OFF_POLICY), (*QUANTITIES, *MEANS)
+        self._answers = dict.fromkeys(OF_PLAIN, Estimate.missing(why)) if why else {}
+        missing = dict.fromkeys((of.name for of in self.which), why)
+        if not why:
+            with_reference = any("reference" in of.remedy.needs for of in self.which)
+            reference = step.policy.reference_logps(step.batch.rollout) if with_reference else None
+            loss = loss_inputs(step.batch, step.ranks.reduce, reference)
+            missing = {of.name: of.why_none(loss[0]) for of in self.which}
+            measured = Effects(step, loss, [of for of in self.which if not missing[of.name]])
+            plain = self.running[PLAIN].add(measured.plain)
+            of_plain = (*_rewarded(measured.plain, measured.has_reward), *_rewarded(plain, measured.has_reward))
+            self._answers |= dict(zip(OF_PLAIN, of_plain, strict=True))
         for of in self.which:
             if missing[of.name]:
-                self._answer(of.name, {name: Estimate.missing(missing[of.name]) for name in (*QUANTITIES, *MEANS)})
-                continue
-            mean = self._mean_with(of.name, measured.pairs[of.name])
-            delta, reward = _rewarded(mean, measured.has_reward, f"measured steps: {self.running[of.name].steps}")
-            price = mean.minus_ratio(LOST) if measured.has_reward else reward
-            halves = kept_halving(of, mean, plain, measured.kept(of))
-            means = dict(zip(MEANS, (delta, reward, price, halves), strict=True))
-            self._answer(of.name, measured.estimates(of) | means)
+                estimates = dict.fromkeys(names, Estimate.missing(missing[of.name]))
+            else:
+                mean = self.running[of.name].add(measured.pairs[of.name])
+                delta, reward = _rewarded(mean, measured.has_reward, f"measured steps: {self.running[of.name].steps}")
+                price = mean.minus_ratio(LOST) if measured.has_reward else reward
+                halves = kept_halving(of, mean, plain, measured.kept(of))
+                means = dict(zip(MEANS, (delta, reward, price, halves), strict=True))
+                estimates = measured.estimates(of) | means
+            self._answers |= {f"intervention/{of.name}/{quantity}": e for quantity, e in estimates.items()}
 
     def num_vectors(self, num_folds: int) -> int:
         """One basis of changes by fold, and over all folds the basis and the gradient of the reward."""
         return num_folds + 2
-
-    def _mean_with(self, name: str, pair: Pair) -> Pair:
-        self.running[name].add(pair)
-        return self.running[name].mean()
-
-    def _answer(self, name: str, estimates: Mapping[str, Estimate]) -> None:
-        self._answers |= {f"intervention/{name}/{quantity}": estimate for quantity, estimate in estimates.items()}
 
 
 def _rewarded(pair: Pair, has_reward: bool, remark: str = "") -> tuple[Estimate, Estimate]:

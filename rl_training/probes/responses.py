@@ -1,8 +1,6 @@
-"""The responses probe: how much each training response moves the entropy.
+"""The responses probe: how much of the gradient's part of δH forward comes from each training response.
 
-That is its share of the part of δH forward that is this step's gradient.
-
-The gradient part of δH is linear in the gradient, and the gradient is a sum over responses, g = Σ_j r_j / ranks with
+That part is linear in the gradient, and the gradient is a sum over responses, g = Σ_j r_j / ranks with
 r_j = Σ_k c_jk ∂log π(t_jk) + d_jk ∂h_jk, c and d the loss's derivatives (loss_weights.py). So response j contributes
 
     x · (a ⊙ r_j) / ranks  =  Σ_k c_jk · (y · ∂log π(t_jk)) / ranks + d_jk · (y · ∂h_jk) / ranks,        y = a ⊙ x,
@@ -10,10 +8,8 @@ r_j = Σ_k c_jk ∂log π(t_jk) + d_jk ∂h_jk, c and d the loss's derivatives (
 with x = ∂H_tok and a the optimizer's factor on the gradient, elementwise (AdamW's −lr (1−β1) P / (1−β1^t)). The
 derivative along y of all scores at once is a central difference of two forward passes: no backward per response. They
 run without autocast and dropout: rounding to bf16 would be larger than the difference.
-x is the entropy gradient of the OTHER half of this rank's folds, so that no response is multiplied with itself.
-
-Cost: two forward passes over all responses and two more over those of two folds, which say how long a step the model's
-curvature allows; K rows of X are held, and three parameter-size vectors for a moment.
+x is the entropy gradient of the OTHER half of this rank's folds, so that no response is multiplied with itself. Two
+further forward passes over the responses of two folds say how long a step the model's curvature allows.
 """
 
 from __future__ import annotations

@@ -8,13 +8,10 @@ leave-fold-out over whole-prompt folds, as `simple` has it: c_t and d_t are the 
 factor that the optimizer puts on the gradient in the step without fold k (AdamW's −lr P (1−β1)/(1−β1^t), clipping
 included). Classes of one kind hold each token once: they add up to `delta_h/part/gradient`. The error is the
 delete-one-fold jackknife's, which takes the step as given: that other batches would make other steps is not in it.
-Single tokens are noise and are not given: X of one batch has too large an error for them.
 
 It is a share of this step's own gradient, not what training without these tokens would come to: a warm Adam step
-consists of momentum to β1, and P holds all tokens.
-
-What it costs is a forward pass over the sequences whose loss has any weight, and a backward for each class but one of a
-kind. K rows of X are held, and K rows of as many classes as fit 256 MiB, of one at least.
+consists of momentum to β1, and P holds all tokens. It costs a forward pass over the sequences whose loss has any
+weight, and a backward for each class but one of a kind.
 """
 
 from __future__ import annotations
@@ -87,10 +84,10 @@ class TokenClassesProbe(Probe):
                     share = sums[kind][0, number] / sums[kind][0].sum()
                     self._answers[f"{start}/share_of_tokens"] = Estimate(float(share))
                 if (kind, number) in pairs:
-                    mean, pair = self.running[f"{kind}/{name}"], pairs[kind, number]
-                    mean.add(pair)
+                    running, pair = self.running[f"{kind}/{name}"], pairs[kind, number]
+                    mean = running.add(pair)
                     self._answers[f"{start}/delta_h"] = pair.estimate(0)
-                    self._answers[f"{start}/mean_delta_h"] = mean.mean().estimate(0, f"measured steps: {mean.steps}")
+                    self._answers[f"{start}/mean_delta_h"] = mean.estimate(0, f"measured steps: {running.steps}")
 
     def kinds(self, step: Step) -> dict[str, Tensor]:
         """Returns the number of each token's class, (B, T), −1 where no token is, by kind. A collective."""

@@ -83,8 +83,6 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._rollouts = batches.Rollouts(trainer, self._policy, whole_prompts)
         self._trained = False
         self._complete = False  # all gradients of the step are in
-        self._in_loss = False
-        self._latest_scores: tuple[Tensor, Tensor, bool] | None = None  # with graph; whether the loss has other terms
         self._undo = contextlib.ExitStack()
         self._undo_engine = contextlib.ExitStack()
         for name, method in self._wrappers().items():
@@ -109,7 +107,6 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             "_generate": self._rollouts.on_turns,  # which tokens a tool wrote, before truncated responses are taken out
             "_calculate_rewards": self._rollouts.on_rewards,  # which TRL does not hand on
             "_prepare_inputs": self._rollouts.on_prepare_inputs,  # whole-prompt order of the microbatches
-            "_get_per_token_logps_and_entropies": self._on_scores,  # of the training's own forward pass
             # Between the returns of these two lies the trainer's own backward.
             "compute_loss": self._on_loss,
             "training_step": self._on_training_step,
@@ -165,35 +162,30 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)
         if self._trainer.model.training:
-            self._rollouts.begin(output, keep_logps=bool(self.probes) or self._remedied.changes_loss)
+            self._rollouts.begin(output, keep_logps=bool(self.probes or self._remedied.on_loss))
             self._remedied.begin(self._rollouts.read(output))
         return output
-
-    def _on_scores(
-        self, original: LogpsAndEntropies, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        logps, entropies, aux_loss = original(*args, **kwargs)
-        if self._in_loss:
-            self._latest_scores = logps, entropies, aux_loss is not None
-        return logps, entropies, aux_loss
 
     def _on_loss(self, original: Callable[..., Tensor], model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Tensor:
         trainer, step = self._trainer, self.driver.open_step
         if not trainer.model.training or step is None:
             return original(model, inputs, *args, **kwargs)
-        self._in_loss = True
-        try:
+        scored: list[tuple[Tensor, Tensor, Tensor | None]] = []
+
+        def keep(original: LogpsAndEntropies, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+            scored.append(original(*args, **kwargs))
+            return scored[-1]
+
+        with contextlib.ExitStack() as undo:
+            wrap(trainer, "_get_per_token_logps_and_entropies", keep, undo)  # training's own forward pass
             loss = original(model, inputs, *args, **kwargs)
-        finally:
-            self._in_loss = False
-        assert self._latest_scores is not None
-        (logps, entropies, other_terms), self._latest_scores = self._latest_scores, None
+        logps, entropies, aux_loss = scored[-1]
         rollout = self._rollouts.read(inputs)
         scores, seen = Scores(logps, entropies, rollout.completion_mask), None
         loss = self._remedied(loss, rollout, scores, inputs.get("ref_per_token_logps"))
         if trainer.mask_truncated_completions and (step.probes or self._records is not None):
             seen = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
-        self.driver.microbatch(rollout, scores, other_terms, seen)
+        self.driver.microbatch(rollout, scores, aux_loss is not None, seen)
         return loss
 
     # --- the callbacks ------------------------------------------------------------------------------------------------

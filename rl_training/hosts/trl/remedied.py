@@ -40,7 +40,7 @@ class RemediedLoss:
 
     def __init__(self, trainer: GRPOTrainer, policy: Policy, which: Sequence[Intervention]) -> None:
         self._trainer, self._policy = trainer, policy
-        self._on_loss = [of for of in which if of.remedy.function not in OF_OPTIMIZER]
+        self.on_loss = [of for of in which if of.remedy.function not in OF_OPTIMIZER]
         self._silent_share = 0.0  # of the rollout's prompts
         for of in which:
             self._refuse(of)
@@ -52,23 +52,18 @@ class RemediedLoss:
                 trainer.args.max_grad_norm = of.strength
 
     @property
-    def changes_loss(self) -> bool:
-        return bool(self._on_loss)
-
-    @property
     def differs(self) -> frozenset[str]:
         """How they change the loss, see LossSettings: by a term on log-probabilities other than the advantage's."""
-        names = set()
-        for of in self._on_loss:
-            if of.remedy.function is remedies.bonus:
-                names.add("entropy_coef")
-            else:
-                names.add("intervention" if "advantages" in of.remedy.needs else "beta")
-        return frozenset(names)
+        return frozenset(
+            "entropy_coef"
+            if of.remedy.function is remedies.bonus
+            else ("intervention" if "advantages" in of.remedy.needs else "beta")
+            for of in self.on_loss
+        )
 
     def begin(self, rollout: Rollout) -> None:
         """Registers a fresh rollout of this rank. A collective."""
-        if self._on_loss:
+        if self.on_loss:
             self._silent_share = silent_share(rollout.advantages, rollout.prompt_index, all_ranks().reduce)
 
     def __call__(self, loss: Tensor, rollout: Rollout, scores: Scores, reference_logps: Tensor | None) -> Tensor:
@@ -77,10 +72,10 @@ class RemediedLoss:
         scores           with graph, those that the loss is made of
         reference_logps  (b, T), where the trainer has them
         """
-        if not self._on_loss:
+        if not self.on_loss:
             return loss
         c, d = torch.autograd.grad(loss, [scores.logps, scores.entropies], retain_graph=True, allow_unused=True)
-        if reference_logps is None and any("reference" in of.remedy.needs for of in self._on_loss):
+        if reference_logps is None and any("reference" in of.remedy.needs for of in self.on_loss):
             reference_logps = self._policy.reference_logps(rollout)
         seen = Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask)
         settings = batches.loss_settings(self._trainer)
@@ -89,7 +84,7 @@ class RemediedLoss:
             microbatches=self._trainer.current_gradient_accumulation_steps,
             silent_share=self._silent_share,
         )
-        for of in self._on_loss:
+        for of in self.on_loss:
             known = dataclasses.replace(known, weights=_weights(of, known))
         new = known.weights
         further = ((new.logps - c) * scores.logps).sum()
