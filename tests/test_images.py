@@ -199,9 +199,6 @@ def test_rows_are_picked_from_every_layout_of_trls(layout: str) -> None:
     assert_same(unsplit_pixel_values_by_grid(images_of(rollout, torch.tensor([2, 0]))), expected)
     twice = join_rollouts([rollout, rollout])
     assert_same(unsplit_pixel_values_by_grid(images_of(twice, torch.tensor([5, 0]))), expected)
-    in_order = batches.in_whole_prompt_order([{**batch, batches.ROLLOUT_ROW: torch.tensor([1, 0, 2])}])[0]
-    again = rollout_of({name: in_order[name] for name in batch})
-    assert_same(unsplit_pixel_values_by_grid(images_of(again, torch.tensor([2, 1]))), expected)
 
 
 def test_types_of_tokens_widen_with_prompts_and_completions() -> None:

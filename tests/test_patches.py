@@ -9,10 +9,11 @@ from typing import Any
 import pytest
 import torch
 from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
 
 from rl_training import attach
 from rl_training.hosts.trl import patches
-from rl_training.hosts.trl.patches import METHODS, TRAINER_ATTRIBUTES, WRITTEN_FOR, Method
+from rl_training.hosts.trl.patches import METHODS, SHUFFLE, TRAINER_ATTRIBUTES, WRITTEN_FOR, Method
 from rl_training.probes import EffectiveSampleSizeProbe
 
 
@@ -44,6 +45,12 @@ def test_a_method_with_other_parameters_is_named(
 ) -> None:
     monkeypatch.setattr(method.owner, method.name, lambda self, something_else: None)
     with pytest.raises(ValueError, match=rf"{method} takes \(something_else\), not \({method.parameters[0]}, "):
+        attach(trainer, [EffectiveSampleSizeProbe()])
+
+
+def test_a_shuffle_that_is_gone_is_named(trainer: GRPOTrainer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(grpo_trainer, SHUFFLE)
+    with pytest.raises(ValueError, match=f"grpo_trainer.{SHUFFLE} is gone"):
         attach(trainer, [EffectiveSampleSizeProbe()])
 
 

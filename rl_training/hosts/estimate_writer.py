@@ -53,12 +53,7 @@ class EstimateWriter:
         return numbers | {f"probe_cost/{name}": cost for name, cost in costs.items()}
 
     def finish_line(
-        self,
-        driver: StepDriver,
-        number: int,
-        decode: Callable[[Tensor], str],
-        started: float,
-        line: dict[str, Any],
+        self, driver: StepDriver, number: int, decode: Callable[[Tensor], str], started: float, line: dict[str, Any]
     ) -> dict[str, float]:
         """The same for a loop that logs nothing itself: completes and writes its line of metrics.jsonl. A collective.
 

@@ -24,20 +24,9 @@ from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.probe import Probe
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.processes import all_ranks
-from rl_training.hosts.trl import batches
+from rl_training.hosts.trl import batches, refusals
 from rl_training.hosts.trl.patches import check_behaviour, refuse_missing_members, wrap
-from rl_training.hosts.trl.policy import (
-    LogpsAndEntropies,
-    TrainerPolicy,
-    why_no_fresh_responses,
-    why_sampling_mismatch,
-)
-from rl_training.hosts.trl.refusals import (
-    FIXES,
-    refuse_split_prompts,
-    refuse_what_cannot_be_measured,
-    warn_of_rare_logs,
-)
+from rl_training.hosts.trl.policy import LogpsAndEntropies, TrainerPolicy, why_no_fresh_responses, why_sampling_mismatch
 from rl_training.hosts.trl.remedied import RemediedLoss
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.sharding import sharding_of
@@ -67,11 +56,11 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):
             raise ValueError("this trainer already has probes attached: remove() those first, or pass all in one list")
         if whole_prompts:
-            refuse_split_prompts(trainer)
+            refusals.refuse_split_prompts(trainer)
         if probes:
-            refuse_what_cannot_be_measured(trainer)
+            refusals.refuse_what_cannot_be_measured(trainer)
             check_behaviour(trainer)
-            warn_of_rare_logs(trainer)
+            refusals.warn_of_rare_logs(trainer)
         self._trainer = trainer
         self.driver = StepDriver(probes)
         self.driver.refuse_impossible_folds(self._shape())
@@ -220,7 +209,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 loss_settings=self.loss_settings,
                 sampling_mismatch=why_sampling_mismatch(trainer),
                 no_fresh_responses=why_no_fresh_responses(trainer),
-                fixes=FIXES,
+                fixes=refusals.FIXES,
             )
         )
         if trainer.is_deepspeed_enabled:

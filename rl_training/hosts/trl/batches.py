@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from trl import GRPOConfig, GRPOTrainer
-from trl.trainer.utils import split_pixel_values_by_grid, unsplit_pixel_values_by_grid
+from trl.trainer import grpo_trainer
+from trl.trainer.utils import split_pixel_values_by_grid
 
 from rl_training.engine.batch import LossSettings, Rollout, in_one_width
+from rl_training.hosts.trl.patches import SHUFFLE, wrap
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.mathematics.scores import Scores
 
@@ -59,26 +62,6 @@ def steps_per_rollout(args: GRPOConfig) -> int:
     """
     microbatches = args.steps_per_generation * args.num_iterations
     return math.lcm(microbatches, args.gradient_accumulation_steps) // args.gradient_accumulation_steps
-
-
-def in_whole_prompt_order(buffered: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Returns TRL's buffered microbatches with their sequences back in rollout order, where prompts are contiguous.
-
-    TRL shuffles a generation batch before it splits it. Undoing that leaves its use of the random stream as it is.
-    """
-    buffered = [split_pixel_values_by_grid(batch) for batch in buffered]
-    order = torch.cat([batch[ROLLOUT_ROW] for batch in buffered]).argsort().split(len(buffered[0][ROLLOUT_ROW]))
-
-    def pick(values: list[Any], rows: Tensor) -> Any:
-        if isinstance(values[0], Tensor) and values[0].ndim > 0:
-            return torch.cat(values)[rows]
-        if isinstance(values[0], list):
-            joined = [item for part in values for item in part]
-            return [joined[i] for i in rows]
-        return values[0]  # one value for the whole generation batch
-
-    in_order = [{key: pick([batch[key] for batch in buffered], rows) for key in buffered[0]} for rows in order]
-    return [unsplit_pixel_values_by_grid(batch) for batch in in_order]
 
 
 def image_inputs(inputs: Mapping[str, Any]) -> dict[str, Any] | None:
@@ -155,6 +138,12 @@ def _up_to_last_token(ids: Tensor, pad_token_id: int) -> Tensor:
     return (real.flip(1).cumsum(dim=1).flip(1) > 0).to(real)
 
 
+def _in_whole_prompts(shuffle: Callable[[dict], dict], generation_batch: dict) -> dict:
+    """Returns a generation batch in rollout order, where prompts are contiguous; draws the numbers of TRL's shuffle."""
+    shuffle(generation_batch)
+    return generation_batch
+
+
 class Rollouts:
     """The rollouts of a trainer: adds to TRL's batches what TRL leaves out, and reads it back.
 
@@ -195,14 +184,10 @@ class Rollouts:
             output[SAMPLED_LOGPS] = self._policy.with_hidden(scores, rollout, are_hidden(output)).logps
 
     def on_prepare_inputs(self, original: Callable[..., dict], generation_batch: Any) -> dict:
-        before = self.number
-        inputs = original(generation_batch)
-        if self._whole_prompts and self.number != before:
-            buffered = self._trainer._buffered_inputs
-            position = next(i for i, batch in enumerate(buffered) if batch is inputs)
-            self._trainer._buffered_inputs = in_whole_prompt_order(buffered)
-            inputs = self._trainer._buffered_inputs[position]
-        return inputs
+        with ExitStack() as undo:
+            if self._whole_prompts:
+                wrap(grpo_trainer, SHUFFLE, _in_whole_prompts, undo)
+            return original(generation_batch)
 
     def read(self, inputs: dict) -> Rollout:
         """Returns the sequences of one of TRL's batch dictionaries, a microbatch or the whole rollout of this rank."""

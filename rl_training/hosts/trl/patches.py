@@ -19,6 +19,7 @@ import torch
 from transformers import Trainer
 from transformers.utils import logging
 from trl import GRPOTrainer
+from trl.trainer import grpo_trainer
 
 logger = logging.get_logger(__name__)
 
@@ -67,6 +68,7 @@ TRAINER_ATTRIBUTES = (
     "_tokenizer",
     "_is_vlm",
 )
+SHUFFLE = "shuffle_sequence_dict"  # of trl.trainer.grpo_trainer: shuffles a generation batch before it is split
 
 
 def refuse_missing_members(trainer: GRPOTrainer) -> None:
@@ -79,6 +81,7 @@ def refuse_missing_members(trainer: GRPOTrainer) -> None:
         _demand(set(of.parameters) <= set(found), others, library)
     for name in TRAINER_ATTRIBUTES:
         _demand(hasattr(trainer, name), f"GRPOTrainer.{name} is gone")
+    _demand(hasattr(grpo_trainer, SHUFFLE), f"trl.trainer.grpo_trainer.{SHUFFLE} is gone")
     installed = {library: importlib.metadata.version(library) for library in WRITTEN_FOR}
     untried = [
         f"{library} {version} (tested: {WRITTEN_FOR[library]})"
