@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from rl_training.engine.batch import Rollout as Rollout
     from rl_training.engine.probe import Probe as Probe
     from rl_training.hosts.loop import measured_loop as measured_loop
-    from rl_training.hosts.trl.attach import attach as attach
+    from rl_training.hosts.trl import attach as attach
     from rl_training.hosts.trl.trainer import DrGRPOConfig as DrGRPOConfig
     from rl_training.hosts.trl.trainer import DrGRPOTrainer as DrGRPOTrainer
     from rl_training.job.offline_probe import OfflineEntropyProbe as OfflineEntropyProbe
@@ -24,7 +24,7 @@ _HOME = {
     "OfflineEntropyProbe": "job.offline_probe",
     "Probe": "engine.probe",
     "Rollout": "engine.batch",
-    "attach": "hosts.trl.attach",
+    "attach": "hosts.trl",
     "measured_loop": "hosts.loop",
 }
 __all__ = [*_HOME]

@@ -19,6 +19,7 @@ All microbatches have the same size. GradScaler is not supported: train in bf16 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -28,22 +29,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from rl_training.engine.batch import Rollout
+from rl_training.engine.batch import Rollout, in_one_width, join_rollouts
 from rl_training.engine.capabilities import Fixes
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import Loop, OpenStep, Shape
+from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
 from rl_training.engine.scorer import Scorer
 from rl_training.engine.sharding import Sharding
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.loop_policy import NO_SAMPLE, LoopPolicy
-from rl_training.hosts.processes import all_ranks
+from rl_training.hosts.processes import all_ranks, rank, seed_torch, streams_put_back
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.records.checkpoint_states import NamedStateful
 from rl_training.records.jsonl import Records
 
+Sample = Callable[[int], Rollout]
+NO_SAMPLE = "fresh responses are needed, and the loop does not say how to sample them: measured_loop(..., sample=...)"
 # The loop's current phase. Calls in the wrong phase are refused.
 OUTSIDE, BETWEEN = "outside `with measured_loop(...)`", "between two steps"
 BATCHES, READY, STEPPED = "in the microbatches", "past gradients_ready()", "past optimizer.step()"
@@ -62,7 +65,7 @@ def measured_loop(
     temperature: float = 1.0,
     dr_grpo: bool = False,
     autocast: Callable[[], AbstractContextManager[Any]] | None = None,
-    sample: Callable[[int], Rollout] | None = None,
+    sample: Sample | None = None,
     decode: Callable[[Tensor], str] = lambda ids: " ".join(map(str, ids.tolist())),
     sampling_mismatch: str = "",
 ) -> MeasuredLoop:
@@ -238,3 +241,37 @@ class MeasuredLoop:
     def _expect(self, place: str, what: str) -> None:
         if self._place != place:
             raise ValueError(f"{what}: the loop is {self._place}")
+
+
+class LoopPolicy(Policy):
+    """The policy of a loop that supplies its own functions to sample and decode.
+
+    sample  sample(n) returns n fresh responses to random prompts, drawn with torch's random numbers alone; None: none
+    """
+
+    def __init__(
+        self, model: nn.Module, scorer: Scorer, batch_size: int, sample: Sample | None, decode: Callable[[Tensor], str]
+    ) -> None:
+        super().__init__(model, scorer, batch_size)
+        self._sample, self._decode = sample, decode
+
+    def entropies(self, rollout: Rollout) -> Tensor:
+        """Returns the entropies of all rows, (B, T), without graph, as training would score them."""
+        rows = torch.arange(rollout.num_sequences, device=rollout.completion_ids.device)
+        scores = self.scorer.score(rollout, rows, graph=False)
+        return in_one_width([scores.entropies], at_least=rollout.completion_ids.shape[1])
+
+    def sample(self, num_sequences: int, seed: int) -> Rollout:
+        assert self._sample is not None, NO_SAMPLE
+        device = next(self.model.parameters()).device
+        mine = torch.arange(rank(), num_sequences, all_ranks().count)
+        parts = []
+        with torch.no_grad(), streams_put_back(device), self.measuring():
+            for number, rows in enumerate(mine.split(self._batch_size)):
+                # One seed per batch: how many random numbers a batch uses depends on its longest response.
+                seed_torch(seed, rank(), number, device=device)
+                parts.append(self._sample(len(rows)))
+        return dataclasses.replace(join_rollouts(parts), prompt_index=mine.to(device), on_policy=True)
+
+    def decode(self, ids: Tensor) -> str:
+        return self._decode(ids)

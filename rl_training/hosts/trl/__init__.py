@@ -1,1 +1,30 @@
 """The running trainer: the only package that uses internals of TRL, transformers, accelerate and DeepSpeed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from trl import GRPOTrainer
+
+    from rl_training.engine.probe import Probe
+    from rl_training.hosts.trl.attachment import Attachment
+    from rl_training.records.jsonl import Records
+
+
+def attach(
+    trainer: GRPOTrainer, probes: Sequence[Probe], records: Records | None = None, whole_prompts: bool = False
+) -> Attachment:
+    """Returns the attachment of these probes to a trainer: call `.remove()`, or use it as a context manager.
+
+    records        where metrics.jsonl and probes.jsonl are written; without it estimates go to the trainer's log only
+    whole_prompts  keep the responses of a prompt in one microbatch (another order of summation, the same mathematics):
+                   without it what needs folds of whole prompts is nan, with that reason
+
+    Raises ValueError, saying what to change, when the trainer already has probes, or when measuring would harm training
+    or is impossible. What a single probe cannot measure is nan with the reason.
+    """
+    from rl_training.hosts.trl.attachment import Attachment  # here: importing `attach` is fast
+
+    return Attachment(trainer, probes, records, whole_prompts)

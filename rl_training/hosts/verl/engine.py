@@ -32,7 +32,7 @@ from rl_training.engine.fsdp2 import FullyShard
 from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.scorer import Scorer
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.loop_policy import LoopPolicy
+from rl_training.hosts.loop import LoopPolicy
 from rl_training.hosts.processes import all_ranks, rank
 from rl_training.hosts.verl.batch import Tokens, entropies_of, read_rollout
 from rl_training.mathematics.scores import Scores
