@@ -23,6 +23,7 @@ from trainers import trainer_maker
 from rl_training import Estimate, Rollout, measured_loop
 from rl_training.engine.batch import take_rows
 from rl_training.engine.capabilities import CHOSEN_REUSED, Fixes
+from rl_training.engine.driver import StepDriver
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop import MeasuredLoop
 from rl_training.hosts.trl.refusals import FIXES
@@ -487,7 +488,7 @@ def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
 def test_of_many_missing_estimates_a_warning_names_three(caplog: pytest.LogCaptureFixture) -> None:
     """At the second step that has none, and once."""
     missing = {f"a/{number}": Estimate.missing("no reference") for number in range(5)}
-    writer = EstimateWriter(None)
+    writer = EstimateWriter(StepDriver([]), None, str)
     for step in (1, 2, 3):
         writer.write(step, {"probe": missing})
     assert [line.message for line in caplog.records] == ["not measured: a/0, a/1, a/2 and 2 more: no reference"]

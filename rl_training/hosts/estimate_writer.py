@@ -28,40 +28,37 @@ NAMED = 3  # of the missing estimates, in a warning: the report has them all
 class EstimateWriter:
     """Writes the estimates of each measured step to the records, by rank 0, and warns of those that are missing."""
 
-    def __init__(self, records: Records | None) -> None:
+    def __init__(self, driver: StepDriver, records: Records | None, decode: Callable[[Tensor], str]) -> None:
+        self._driver, self._decode = driver, decode
         self.records = records if rank() == 0 else None
         self.latest: dict[str, Estimate] = {}  # by name, of the last step that each was measured at
         self._times_missing: Counter[str] = Counter()  # by reason
 
-    def finish(
-        self, driver: StepDriver, number: int, decode: Callable[[Tensor], str], started: float
-    ) -> dict[str, float]:
+    def finish(self, number: int, started: float) -> dict[str, float]:
         """Ends the driver's step, writes its sequences and estimates, and returns these, their errors and their cost.
 
         nan what is missing; nothing where no probe measured the step.
 
         started  time.perf_counter() when the step began
         """
-        step = driver.open_step
+        step = self._driver.open_step
         if step is not None and self.records is not None and self.records.wants_rollouts_of(number):
-            self.records.write_rollouts(number, _sequences(step.rollouts, step.scores, decode))
-        estimates = driver.finish()
+            self.records.write_rollouts(number, _sequences(step.rollouts, step.scores, self._decode))
+        estimates = self._driver.finish()
         if not estimates:
             return {}
         numbers = self.write(number, estimates)
-        costs = driver.costs(time.perf_counter() - started)
+        costs = self._driver.costs(time.perf_counter() - started)
         return numbers | {f"probe_cost/{name}": cost for name, cost in costs.items()}
 
-    def finish_line(
-        self, driver: StepDriver, number: int, decode: Callable[[Tensor], str], started: float, line: dict[str, Any]
-    ) -> dict[str, float]:
+    def finish_line(self, number: int, started: float, line: dict[str, Any]) -> dict[str, float]:
         """The same for a loop that logs nothing itself: completes and writes its line of metrics.jsonl. A collective.
 
         line  what the loop knows of the step
         """
-        assert driver.open_step is not None
-        line |= _known(_averages(driver.open_step))
-        measured = _known(self.finish(driver, number, decode, started))
+        assert self._driver.open_step is not None
+        line |= _known(_averages(self._driver.open_step))
+        measured = _known(self.finish(number, started))
         line |= measured | {"step_time": time.perf_counter() - started}
         if self.records is not None:
             row = {name: value.item() if isinstance(value, Tensor) else value for name, value in line.items()}

@@ -110,7 +110,7 @@ class MeasuredLoop:
     def __init__(self, probes: Sequence[Probe], loop: Loop, policy: LoopPolicy, records: Records | None) -> None:
         self._driver, self._loop, self._policy = StepDriver(probes), loop, policy
         self._driver.refuse_impossible_folds(loop.shape)
-        self._writer = EstimateWriter(records)
+        self._writer = EstimateWriter(self._driver, records, policy.decode)
         self._undo = contextlib.ExitStack()
         self._place = OUTSIDE
         self._number: int | None = None  # of the latest step that was made
@@ -164,7 +164,7 @@ class MeasuredLoop:
             self._driver.begin(number)
             yield self._metrics
             self._expect(STEPPED, f"optimizer.step() was not called in step {number}")
-            self._writer.finish_line(self._driver, number, self._policy.decode, self._started, self._metrics)
+            self._writer.finish_line(number, self._started, self._metrics)
             self._started += self._metrics["step_time"]
             self._number, self._learned = number, self._rollout_number
         finally:

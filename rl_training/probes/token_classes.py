@@ -74,20 +74,16 @@ class TokenClassesProbe(Probe):
         self._answers = {}
         for kind, names in CLASSES.items():
             for number, name in enumerate(names):
-                start = f"tokens/{kind}/{name}"
-                self._answers |= {
-                    f"{start}/delta_h": Estimate.missing(why or NO_TEXT),
-                    f"{start}/mean_delta_h": Estimate.missing(why or NO_TEXT),
-                    f"{start}/share_of_tokens": Estimate.missing(NO_TEXT),
-                }
-                if kind in kinds:
-                    share = sums[kind][0, number] / sums[kind][0].sum()
-                    self._answers[f"{start}/share_of_tokens"] = Estimate(float(share))
-                if (kind, number) in pairs:
-                    running, pair = self.running[f"{kind}/{name}"], pairs[kind, number]
+                pair, running = pairs.get((kind, number)), self.running[f"{kind}/{name}"]
+                estimates = [Estimate.missing(why or NO_TEXT)] * 2
+                if pair is not None:
                     mean = running.add(pair)
-                    self._answers[f"{start}/delta_h"] = pair.estimate(0)
-                    self._answers[f"{start}/mean_delta_h"] = mean.estimate(0, f"measured steps: {running.steps}")
+                    estimates = [pair.estimate(0), mean.estimate(0, f"measured steps: {running.steps}")]
+                share = Estimate.missing(NO_TEXT)
+                if kind in kinds:
+                    share = Estimate(float(sums[kind][0, number] / sums[kind][0].sum()))
+                metrics = [f"tokens/{kind}/{name}/{of}" for of in ("delta_h", "mean_delta_h", "share_of_tokens")]
+                self._answers |= dict(zip(metrics, [*estimates, share], strict=True))
 
     def kinds(self, step: Step) -> dict[str, Tensor]:
         """Returns the number of each token's class, (B, T), −1 where no token is, by kind. A collective."""
@@ -179,13 +175,10 @@ def _pairs(step: Step, kinds: Mapping[str, Tensor], sums: Mapping[str, Tensor]) 
 
 def _sums(step: Step, kind: str, classes: Tensor) -> Tensor:
     """Returns (2, number of classes), over all ranks: the tokens of each, and the absolute sum of their weights."""
-    table = torch.zeros(2, len(CLASSES[kind]), dtype=torch.float64, device=classes.device)
-    for number in range(table.shape[1]):
-        there = classes == number
-        table[0, number] = there.sum()
-        for part in vars(weights_of(step.batch, there)).values():
-            table[1, number] += 0.0 if part is None else part.double().abs().sum()
-    return step.ranks.reduce(table)
+    parts = (part for part in vars(step.batch.loss_weights).values() if part is not None)
+    sizes, there, count = sum(part.double().abs() for part in parts), classes >= 0, len(CLASSES[kind])
+    tokens = classes[there].bincount(minlength=count).double()
+    return step.ranks.reduce(torch.stack([tokens, classes[there].bincount(sizes[there], minlength=count)]))
 
 
 def weights_of(batch: Batch, there: Tensor) -> LossWeights:

@@ -65,9 +65,9 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self.driver = StepDriver(probes)
         self.driver.refuse_impossible_folds(self._shape())
         self.probes = self.driver.probes
-        self._writer = EstimateWriter(records)
-        self._records = self._writer.records
         self._policy = TrainerPolicy(trainer)
+        self._writer = EstimateWriter(self.driver, records, self._policy.decode)
+        self._records = self._writer.records
         self._remedied = RemediedLoss(trainer, self._policy, interventions)
         self._rollouts = batches.Rollouts(trainer, self._policy, whole_prompts)
         self._trained = False
@@ -238,8 +238,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trained = True
         metrics = self._trainer._metrics["train"]
-        measured = self._writer.finish(self.driver, state.global_step, self._policy.decode, self._step_started)
-        for name, value in measured.items():
+        for name, value in self._writer.finish(state.global_step, self._step_started).items():
             if not name.startswith("probe_cost/"):
                 metrics.pop(name, None)  # keeps the latest step's value: the log is the mean since the last one
             if value == value:

@@ -12,8 +12,7 @@ posterior of p is Beta(a, b), so that E[p (1 - p)] = a b / ((a + b) (a + b + 1))
     a = 2 m + successes,  b = 2 (1 - m) + failures
 
 of the prompt's responses, m being the success rate of all responses. A prompt not yet asked thus gets the average
-weight, less than that of one known to lie near 1/2; after 8 right answers of 8 it is drawn a third as often as after 4.
-Because the policy changes, a response counts half after `half_life` rollouts.
+weight. Because the policy changes, a response counts half after `half_life` rollouts.
 
 Rewards need not be 0 and 1: each is scaled linearly from the lowest (0) to the highest (1) reward seen so far. While
 all rewards are equal, all prompts are drawn with equal weight.

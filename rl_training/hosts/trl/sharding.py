@@ -3,14 +3,12 @@
 The only file that uses DeepSpeed's internals, written against 0.19. It reads objects that the trainer already holds.
 
 Stages 1 and 2 lay the parameters of an optimizer group side by side in one flat vector and cut it into a slice per
-rank. A rank keeps fp32 weights, exp_avg, exp_avg_sq and the gradient's mean over ranks for its own slice only. One
-all-gather per group and quantity joins the slices: three parameter-size vectors on every rank, for as long as a
-measured step lasts. safe_get_full_optimizer_state is of no use: with two groups it finds no exp_avg in the second.
+rank. A rank keeps fp32 weights, exp_avg, exp_avg_sq and the gradient's mean over ranks for its own slice only; an
+all-gather per group and quantity joins the slices. (safe_get_full_optimizer_state finds no exp_avg in a second group.)
 
 Stage 3 shards the weights too: a parameter is empty unless a forward or backward needs it. During a measured step, and
 only then, every process holds all of them gathered, as TRL does to generate, and the engine's hooks, which would shard
-them again, are removed. Gradients and states come from the optimizer's own getters, one all-gather per parameter and
-quantity.
+them again, are removed. Gradients and states come from the optimizer's own getters.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Dr-GRPO (Liu et al. 2025, "Understanding R1-Zero-like training") removes two biases of GRPO: advantages are not divided
 by the group's standard deviation, and a sequence's loss is summed over its tokens and divided by a constant, the
-maximum completion length. There is no KL term. Every other loss of TRL's can be set.
+maximum completion length. Every other loss of TRL's can be set.
 """
 
 from __future__ import annotations

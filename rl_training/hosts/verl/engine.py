@@ -71,12 +71,13 @@ class Measurement:
         self._prompts: dict[str, int] = {}  # of that rollout: uid → number
         if checkpoint is not None:
             load_probe_states([*self.driver.probes, self.driver, self], checkpoint)
-        self._writer = EstimateWriter(Records(settings["folder"], settings["rollouts_every"]) if rank() == 0 else None)
-        if self._writer.records is not None:
-            self._writer.records.start(after_step=self._steps)
         self._metrics: dict[str, Any] = {}
         self._entropies: Tensor | None = None
         self._loop = _loop_of(engine, settings, loss_function, data)
+        records = Records(settings["folder"], settings["rollouts_every"]) if rank() == 0 else None
+        if records is not None:
+            records.start(after_step=self._steps)
+        self._writer = EstimateWriter(self.driver, records, self._loop.policy.decode)
         self.driver.start(self._loop)
         self._started = time.perf_counter()
 
@@ -114,15 +115,15 @@ class Measurement:
         self.driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask))
         return model_output | seen
 
-    def gradients_ready(self) -> None:
+    def step(self, optimizer_step: Callable[[], float]) -> float:
+        """Returns what the optimizer's step returns, the gradient's norm."""
         self.driver.gradients_ready(self._rollout)
-
-    def stepped(self, norm: float) -> None:
-        self._metrics["grad_norm"] = norm
-        self._metrics["learning_rate"] = float(self._loop.sharding.optimizer.param_groups[0]["lr"])
+        norm = optimizer_step()
+        learning_rate = float(self._loop.sharding.optimizer.param_groups[0]["lr"])
+        self._metrics |= {"grad_norm": norm, "learning_rate": learning_rate}
         self.driver.stepped()
-        self._steps += 1
-        self._fresh = False
+        self._steps, self._fresh = self._steps + 1, False
+        return norm
 
     def finish(self, outputs: Mapping[str, Any]) -> dict[str, list[float]]:
         """Returns what verl's loggers get, and writes the records. A collective."""
@@ -131,8 +132,7 @@ class Measurement:
             return {}
         loss = ranks.reduce(torch.tensor(outputs["loss"], device=step.scores[0].logps.device).sum())
         self._metrics |= {"loss": float(loss) / ranks.count, "training/global_step": self._rollout}
-        decode = self._loop.policy.decode
-        measured = self._writer.finish_line(self.driver, self._steps, decode, self._started, self._metrics)
+        measured = self._writer.finish_line(self._steps, self._started, self._metrics)
         self._started += self._metrics["step_time"]
         return {name: [value] for name, value in measured.items()}
 
@@ -188,9 +188,8 @@ def dr_grpo(loss_function: Callable[..., Any], data: TensorDict) -> LossSettings
     config = getattr(loss_function, "keywords", {}).get("config")
     if config is None or "rollout_is_weights" in data or config.use_kl_loss or config.entropy_coeff != 0:
         return None
-    if config.policy_loss.get("loss_mode", "vanilla") != "vanilla" or config.loss_scale_factor is None:
-        return None
-    if config.loss_agg_mode != "seq-mean-token-sum-norm":
+    is_plain = config.policy_loss.get("loss_mode", "vanilla") == "vanilla"
+    if not is_plain or config.loss_scale_factor is None or config.loss_agg_mode != "seq-mean-token-sum-norm":
         return None
     low, high = (config.clip_ratio if e is None else e for e in (config.clip_ratio_low, config.clip_ratio_high))
     return LossSettings(int(config.loss_scale_factor), low, high, hides_truncated=False)
@@ -240,17 +239,12 @@ class ProbedEngine(FSDPEngineWithLMHead):
         return result
 
     def optimizer_step(self) -> Any:
-        if self._open is None:
-            return super().optimizer_step()
-        gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
-        # The condition under which verl skips the step: then there is none, and parameters and states stay.
-        if not torch.isfinite(torch.nn.utils.get_total_norm(gradients)):
-            self._open.driver.abandon()
-            return super().optimizer_step()
-        self._open.gradients_ready()
-        norm = super().optimizer_step()
-        self._open.stepped(norm)
-        return norm
+        if self._open is not None:
+            gradients = [p.grad for p in self.module.parameters() if p.grad is not None]
+            if torch.isfinite(torch.nn.utils.get_total_norm(gradients)):
+                return self._open.step(super().optimizer_step)
+            self._open.driver.abandon()  # verl skips such a step: parameters and states stay
+        return super().optimizer_step()
 
     def save_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().save_checkpoint(local_path, *args, **kwargs)

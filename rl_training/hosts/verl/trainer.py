@@ -43,7 +43,7 @@ MEASURED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
     ("algorithm.adv_estimator", ("grpo", "grpo_passk", "rloo", "opo"), "probes measure one advantage per response"),
 )
 # Settings that truncate the sampled distribution, and the values that switch them off.
-NEUTRAL: dict[str, tuple[Any, ...]] = {"top_p": (1, 1.0), "top_k": (-1, 0), "do_sample": (True,)}
+NEUTRAL: dict[str, tuple[Any, ...]] = {"top_p": (1,), "top_k": (-1, 0), "do_sample": (True,)}
 
 
 @register_trainer(TRAINER)
@@ -56,7 +56,8 @@ class ProbedTrainer(PPOTrainerSync):
 
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         batch = super()._balance_batch(batch, metrics, *args, **kwargs)
-        rows = in_whole_prompts(batch.keys, [tag["seq_len"] for tag in batch.tags], self._ranks())
+        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
+        rows = in_whole_prompts(batch.keys, [tag["seq_len"] for tag in batch.tags], ranks)
         if rows is not None:
             batch.reorder(rows)
         return batch
@@ -69,9 +70,6 @@ class ProbedTrainer(PPOTrainerSync):
         if actor.use_dynamic_bsz and _longest_group(config) <= actor.ppo_max_token_len_per_gpu:
             batch.extra_info["force_group_size"] = config.actor_rollout_ref.rollout.n
         return super()._update_actor(batch, metrics)
-
-    def _ranks(self) -> int:
-        return max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
 
 
 def in_whole_prompts(keys: list[str], lengths: list[int], ranks: int) -> list[int] | None:
@@ -109,15 +107,10 @@ def about_rollout(config: DictConfig, tags: list[dict[str, Any]], step: int, end
         "sampling_mismatch": why_sampling_mismatch(rollout),
         "max_response_length": config.data.max_response_length,
         "ends": [] if end is None else [end],
-        "keep_prompts_whole": _what_keeps_prompts_whole(config),
+        "keep_prompts_whole": f"set {ACTOR}.ppo_max_token_len_per_gpu={_longest_group(config)} or more"
+        if config.actor_rollout_ref.actor.use_dynamic_bsz
+        else f"set {ACTOR}.ppo_micro_batch_size_per_gpu to a multiple of {ROLLOUT}.n={rollout.n}",
     }
-
-
-def _what_keeps_prompts_whole(config: DictConfig) -> str:
-    """Returns the setting that keeps all responses to a prompt in one microbatch."""
-    if config.actor_rollout_ref.actor.use_dynamic_bsz:
-        return f"set {ACTOR}.ppo_max_token_len_per_gpu={_longest_group(config)} or more"
-    return f"set {ACTOR}.ppo_micro_batch_size_per_gpu to a multiple of {ROLLOUT}.n={config.actor_rollout_ref.rollout.n}"
 
 
 def _longest_group(config: DictConfig) -> int:
