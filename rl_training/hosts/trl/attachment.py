@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -71,7 +70,6 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._remedied = RemediedLoss(trainer, self._policy, interventions)
         self._rollouts = batches.Rollouts(trainer, self._policy, whole_prompts)
         self._trained = False
-        self._complete = False  # all gradients of the step are in
         self._undo = contextlib.ExitStack()
         self._undo_engine = contextlib.ExitStack()
         for name, method in self._wrappers().items():
@@ -128,25 +126,21 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def _on_training_step(self, original: Callable[..., Tensor], *args: Any, **kwargs: Any) -> Tensor:
         trainer = self._trainer
         if self.driver.open_step is None:
-            self._complete = False
             sizes = [trainer.args.per_device_train_batch_size] * trainer.current_gradient_accumulation_steps
             self.driver.begin(trainer.state.global_step + 1, sizes)
         try:
             loss = original(*args, **kwargs)
         finally:
             self.driver.disarm()
-        if trainer.accelerator.sync_gradients and not self._complete:  # DeepSpeed's engine has stepped already
-            self._gradients_ready()
+        step = self.driver.open_step
+        if trainer.accelerator.sync_gradients and step is not None and step.view is None:
+            self.driver.gradients_ready(self._rollouts.number)
         return loss
 
     def _on_engine_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if self._trainer.accelerator.sync_gradients:
-            self._gradients_ready()
+            self.driver.gradients_ready(self._rollouts.number)
         original(*args, **kwargs)
-
-    def _gradients_ready(self) -> None:
-        self._complete = True
-        self.driver.gradients_ready(self._rollouts.number)
 
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)
@@ -213,18 +207,11 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             )
         )
         if trainer.is_deepspeed_enabled:
-            engine = trainer.model_wrapped
-            engine.step = functools.partial(self._on_engine_step, engine.step)
-            self._undo_engine.callback(delattr, engine, "step")
+            wrap(trainer.model_wrapped, "step", self._on_engine_step, self._undo_engine)
 
     def _shape(self) -> Shape:
-        args = self._trainer.args
-        return Shape(
-            responses_per_prompt=self._trainer.num_generations,
-            microbatch_size=args.per_device_train_batch_size,
-            microbatches=args.gradient_accumulation_steps,
-            num_ranks=self._trainer.accelerator.num_processes,
-        )
+        group, args = self._trainer.num_generations, self._trainer.args
+        return Shape(group, args.per_device_train_batch_size, args.gradient_accumulation_steps, all_ranks().count)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._undo_engine.close()
