@@ -25,6 +25,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence, Sized
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from trl import GRPOTrainer
@@ -166,9 +167,6 @@ def start_buffer(trainer: GRPOTrainer, buffer: FilteredBuffer) -> None:
     buffer.start(num_prompts)
 
 
-# --- a rollout ----------------------------------------------------------------------------------------------------
-
-
 def fill_slots(mixed: Tensor, num_slots: int) -> tuple[Tensor, int]:
     """Returns which group of a process fills each of its slots, and how many slots have no mixed group.
 
@@ -236,19 +234,16 @@ def merge_metrics(attempts: Sequence[Metrics], num_sequences: Sequence[int]) -> 
     merged = {}
     ended = [n * (1 - of["completions/clipped_ratio"][-1]) for of, n in zip(attempts, num_sequences, strict=True)]
     for name in {name: None for attempt in attempts for name in attempt}:
-        weights = ended if name.endswith("_terminated_length") else num_sequences
-        values = [
-            (attempt[name][-1], weight)
-            for attempt, weight in zip(attempts, weights, strict=True)
-            if weight > 0 and name in attempt and not math.isnan(attempt[name][-1])
-        ]
+        values = np.array([attempt.get(name, [math.nan])[-1] for attempt in attempts])
+        weights = np.array(ended if name.endswith("_terminated_length") else num_sequences)
+        known = (weights > 0) & ~np.isnan(values)
         kind = name.rpartition("/")[2].partition("_")[0]
-        if not values:
+        if not known.any():
             merged[name] = math.nan
         elif kind in ("min", "max"):
-            merged[name] = {"min": min, "max": max}[kind](value for value, _ in values)
+            merged[name] = float(getattr(values[known], kind)())
         else:
-            merged[name] = sum(value * weight for value, weight in values) / sum(weight for _, weight in values)
+            merged[name] = float(np.average(values[known], weights=weights[known]))
     return merged
 
 

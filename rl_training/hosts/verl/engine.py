@@ -81,8 +81,6 @@ class Measurement:
         self.driver.start(self._loop)
         self._started = time.perf_counter()
 
-    # --- the hooks of a step ------------------------------------------------------------------------------------------
-
     def begin(self, settings: Mapping[str, Any], sizes: Sequence[int]) -> None:
         """Begins an optimizer step in microbatches of these sizes."""
         self.settings, self._metrics = settings, {}
@@ -140,8 +138,6 @@ class Measurement:
         """Returns the number of a prompt, unique across ranks and rollouts."""
         own = self._prompts.setdefault(uid, len(self._prompts))
         return (self._rollout * self._loop.ranks.count + rank()) * int(self.settings["prompts"]) + own
-
-    # --- the state of a checkpoint ------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
         """Writes the probes' states beside verl's. On all ranks."""
