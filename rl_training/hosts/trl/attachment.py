@@ -25,7 +25,7 @@ from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.processes import all_ranks
 from rl_training.hosts.trl import batches, refusals
 from rl_training.hosts.trl.patches import check_behaviour, refuse_missing_members, wrap
-from rl_training.hosts.trl.policy import LogpsAndEntropies, TrainerPolicy, why_no_fresh_responses, why_sampling_mismatch
+from rl_training.hosts.trl.policy import TrainerPolicy, why_no_fresh_responses, why_sampling_mismatch
 from rl_training.hosts.trl.remedied import RemediedLoss
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.sharding import sharding_of
@@ -155,7 +155,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             return original(model, inputs, *args, **kwargs)
         scored: list[tuple[Tensor, Tensor, Tensor | None]] = []
 
-        def keep(original: LogpsAndEntropies, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+        def keep(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             scored.append(original(*args, **kwargs))
             return scored[-1]
 

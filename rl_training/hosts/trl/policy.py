@@ -11,7 +11,7 @@ NumPy and torch, the train / eval mode of every module, gradient checkpointing, 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,10 +27,8 @@ from rl_training.engine.policy import Policy
 from rl_training.engine.precision import measuring
 from rl_training.engine.scorer import Scorer
 from rl_training.hosts.processes import seed_torch, streams_put_back
-from rl_training.hosts.trl.sharding import is_gathered
 from rl_training.mathematics.scores import Scores
 
-LogpsAndEntropies = Callable[..., tuple[Tensor, Tensor, Tensor | None]]
 # Options of generate beside the temperature, by the value that switches them off; None always does.
 NEUTRAL_SAMPLING: dict[str, Any] = {
     "do_sample": True,
@@ -178,10 +176,11 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
     )
     ids = pad_sequence(prompt_ids, True, pad, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in prompt_ids], True, padding_side="left")
+    is_sharded = any(param.numel() == 0 for param in trainer.model.parameters())  # ZeRO-3's, and not gathered
     with unwrap_model_for_generation(
         trainer.model_wrapped,
         trainer.accelerator,
-        gather_deepspeed3_params=trainer.args.ds3_gather_for_generation and not is_gathered(trainer.model),
+        gather_deepspeed3_params=trainer.args.ds3_gather_for_generation and is_sharded,
         gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
     ) as model:
         # Sharded weights are gathered by now: no process waits for another's tokens.

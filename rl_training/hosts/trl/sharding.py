@@ -15,9 +15,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -28,8 +26,6 @@ from trl.models.utils import add_hooks, remove_hooks
 
 from rl_training.engine.fsdp2 import FullyShard
 from rl_training.engine.sharding import ByParameter, Sharding, refuse_what_does_not_fit
-
-WHOLE: WeakSet[nn.Module] = WeakSet()  # models whose weights are gathered at the moment
 
 
 def sharding_of(trainer: GRPOTrainer) -> Sharding:
@@ -54,27 +50,6 @@ def _of(trainer: GRPOTrainer) -> tuple[Any, ...]:
     optimizer = trainer.optimizer
     own = optimizer.optimizer if isinstance(optimizer, AcceleratedOptimizer) else optimizer
     return trainer.model, own, trainer.args.max_grad_norm
-
-
-def is_gathered(model: nn.Module) -> bool:
-    """Returns whether all parameters are gathered, by `gathered`."""
-    return model in WHOLE
-
-
-@contextlib.contextmanager
-def gathered(engine: Any) -> Iterator[None]:
-    """A context in which every process has all parameters gathered and no engine hook shards them. A collective."""
-    import deepspeed
-
-    model = engine.module
-    with deepspeed.zero.GatheredParameters(list(model.parameters())):
-        remove_hooks(engine)
-        WHOLE.add(model)
-        try:
-            yield
-        finally:
-            WHOLE.discard(model)
-            add_hooks(engine)
 
 
 class Zero(Sharding):
@@ -131,8 +106,16 @@ class Zero3(Zero):
 
     KIND = "DeepSpeedZeroOptimizer_Stage3"
 
-    def whole_weights(self) -> AbstractContextManager[None]:
-        return gathered(self._engine)
+    @contextlib.contextmanager
+    def whole_weights(self) -> Iterator[None]:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters(list(self._engine.module.parameters())):
+            remove_hooks(self._engine)  # which would shard them again
+            try:
+                yield
+            finally:
+                add_hooks(self._engine)
 
     def mean_gradients(self, parameters: Iterable[nn.Parameter]) -> Mapping[nn.Parameter, Tensor | None]:
         return {param: self._zero.get_fp32_grad_for_param(param) for param in parameters}
