@@ -131,7 +131,11 @@ def _sequences(
             sampled = rollout.sampling_logps.double().masked_fill(~mask, 0.0).sum(dim=1)
             ratios = (logps - sampled).exp()
         rewards = torch.full_like(logps, math.nan) if rollout.rewards is None else rollout.rewards
+        asked = zip(rollout.prompt_ids.cpu(), rollout.prompt_mask.cpu().bool(), strict=True)
+        given = zip(rollout.completion_ids.cpu(), rollout.token_mask.cpu().bool(), strict=True)
         columns = {  # each read from the device at once
+            "prompt": [decode(ids[there]) for ids, there in asked],
+            "response": [decode(ids[there]) for ids, there in given],
             "prompt_index": rollout.prompt_index.tolist(),
             "reward": rewards.tolist(),
             "advantage": rollout.advantages.tolist(),
@@ -139,8 +143,4 @@ def _sequences(
             "logp": logps.tolist(),
             "importance_ratio": ratios.tolist(),
         }
-        prompts = zip(rollout.prompt_ids.cpu(), rollout.prompt_mask.cpu().bool(), strict=True)
-        responses = zip(rollout.completion_ids.cpu(), rollout.token_mask.cpu().bool(), strict=True)
-        for row, (asked, given) in enumerate(zip(prompts, responses, strict=True)):
-            texts = {"prompt": decode(asked[0][asked[1]]), "response": decode(given[0][given[1]])}
-            yield texts | {name: values[row] for name, values in columns.items()}
+        yield from (dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True))
