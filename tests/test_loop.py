@@ -26,7 +26,7 @@ from rl_training.engine.capabilities import CHOSEN_REUSED, Fixes
 from rl_training.engine.driver import StepDriver
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop import MeasuredLoop
-from rl_training.hosts.trl.refusals import FIXES
+from rl_training.hosts.trl.patches import FIXES
 from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,

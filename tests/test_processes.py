@@ -30,7 +30,7 @@ from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 
 from rl_training.engine.sharding import refuse_what_does_not_fit
-from rl_training.hosts.trl.refusals import (
+from rl_training.hosts.trl.patches import (
     READABLE_STAGES,
     refuse_deepspeed_that_cannot_be_read,
     refuse_fsdp_that_cannot_be_read,

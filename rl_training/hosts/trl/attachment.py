@@ -23,8 +23,8 @@ from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.probe import Probe
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.processes import all_ranks
-from rl_training.hosts.trl import batches, refusals
-from rl_training.hosts.trl.patches import check_behaviour, refuse_missing_members, wrap
+from rl_training.hosts.trl import batches, patches
+from rl_training.hosts.trl.patches import wrap
 from rl_training.hosts.trl.policy import TrainerPolicy, why_no_fresh_responses, why_sampling_mismatch
 from rl_training.hosts.trl.remedied import RemediedLoss
 from rl_training.hosts.trl.reward_functions import named_rewards
@@ -51,15 +51,15 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         whole_prompts: bool,
         interventions: Sequence[Intervention] = (),
     ) -> None:
-        refuse_missing_members(trainer)
+        patches.refuse_missing_members(trainer)
         if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):
             raise ValueError("this trainer already has probes attached: remove() those first, or pass all in one list")
         if whole_prompts:
-            refusals.refuse_split_prompts(trainer)
+            patches.refuse_split_prompts(trainer)
         if probes:
-            refusals.refuse_what_cannot_be_measured(trainer)
-            check_behaviour(trainer)
-            refusals.warn_of_rare_logs(trainer)
+            patches.refuse_what_cannot_be_measured(trainer)
+            patches.check_behaviour(trainer)
+            patches.warn_of_rare_logs(trainer)
         self._trainer = trainer
         self.driver = StepDriver(probes)
         self.driver.refuse_impossible_folds(self._shape())
@@ -203,7 +203,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 loss_settings=self.loss_settings,
                 sampling_mismatch=why_sampling_mismatch(trainer),
                 no_fresh_responses=why_no_fresh_responses(trainer),
-                fixes=refusals.FIXES,
+                fixes=patches.FIXES,
             )
         )
         if trainer.is_deepspeed_enabled:
