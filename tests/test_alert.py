@@ -77,7 +77,6 @@ def listen(entropies: Iterable[float], below: float, **settings: Any) -> tuple[E
     """Returns the alert, the steps at which it spoke, and the lines of a log of TRL's own entropy from step 1 on."""
     told: list[int] = []
     listener = EntropyAlert(below, tell=lambda _, text: told.append(int(text.split()[1].rstrip(":"))), **settings)
-    listener.on_train_begin(None, SimpleNamespace(log_history=[]), None)
     lines = []
     for step, entropy in enumerate(entropies, start=1):
         lines.append({"loss": 0.0, "entropy": entropy})
@@ -152,7 +151,6 @@ def test_it_asks_for_the_end_at_a_chance_of_four_fifths_also_while_it_is_quiet()
 def test_what_a_probe_measures_counts_alone_from_the_step_on_at_which_it_does() -> None:
     probed = {"entropy/token": 0.2, "entropy/token_se": 0.002, "delta_h/forward": -0.01, "delta_h/forward_se": 0.001}
     listener = EntropyAlert(below=0.05)
-    listener.on_train_begin(None, SimpleNamespace(log_history=[]), None)
     state = SimpleNamespace(global_step=1, is_world_process_zero=True)
     listener.on_log(None, state, None, {"entropy": 7.0, **probed})
     between = {"entropy": 7.0}

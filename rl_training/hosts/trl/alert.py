@@ -46,8 +46,9 @@ class EntropyAlert(TrainerCallback):
         self.below = below
         self.tell = tell
         self.stop = stop
+        self._begin()
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+    def _begin(self) -> None:
         self._forecast = EntropyForecast()
         self._probed = False  # then TRL's number, which is averaged otherwise, no longer counts
         self._last: deque[float] = deque(maxlen=WINDOW)
@@ -55,6 +56,9 @@ class EntropyAlert(TrainerCallback):
         self._news = True  # that it is below: it has been above since it was said, or since it came true
         self._due = 0  # the step by which the last alert has to come true; 0: none is open
         self.alerts = self.checked = self.right = 0  # in this run; checked: come true, or their 20 steps have passed
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._begin()
         for row in state.log_history:  # of the checkpoint that training goes on from
             self._take(row["step"], row)
 
