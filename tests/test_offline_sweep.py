@@ -148,7 +148,7 @@ def test_a_sweep_that_cannot_be_is_refused_before_anything_is_sampled(sweep: dic
         refuse_sweep(SweepSettings(**sweep), Settings(truth=TruthSettings(enabled="evaluation_sizes" in sweep)))
     with pytest.raises(ValueError, match=r"12 sequences are not two prompts .* multiples of evaluation.responses=8"):
         refuse_sweep(SweepSettings([16, 12]), Settings(Evaluation(32, 8)))
-    with pytest.raises(ValueError, match=r"sweep.evaluation_sizes: 1 must be a whole number, at least 2"):
+    with pytest.raises(ValueError, match=r"sweep.evaluation_sizes=1 must be a whole number, at least 2"):
         SweepSettings(evaluation_sizes=[1])
 
 

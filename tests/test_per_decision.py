@@ -18,7 +18,6 @@ from rl_training.mathematics.per_decision import (
     first_order_change,
     mean_entropy,
     per_decision_change,
-    prefix_ess,
     slopes,
 )
 from rl_training.mathematics.scores import Scores
@@ -183,13 +182,6 @@ def test_ratios_matter_only_relative_to_one_another_and_never_overflow(shift: fl
     after = as_scores(moved(OLD, 0.5), draws(30, 1))
     shifted = Scores(after.logps + torch.tensor([shift, 0, 0]), after.entropies, after.mask)
     assert torch.allclose(per_decision_change(before, shifted).value, per_decision_change(before, after).value)
-
-
-def test_effective_numbers_are_kishs_at_each_position() -> None:
-    mask = torch.ones(2, 3)
-    before = Scores(torch.zeros(2, 3), mask, mask)
-    after = Scores(torch.tensor([[math.log(3), 0.0, 9.0], [0.0, 0.0, 9.0]]), mask, mask)
-    assert prefix_ess(before, after).tolist() == pytest.approx([2.0, 1.6, 1.6])
 
 
 # --- the first order on the same sequences ----------------------------------------------------------------------------

@@ -70,12 +70,6 @@ def mean_entropy(scores: Scores, units: JackknifeUnits | None = None) -> Replica
     return _per_token_and_sequence(_ratio(sums, _sums(torch.ones_like(mask[:, :1]), units)))
 
 
-def prefix_ess(before: Scores, after: Scores) -> Tensor:
-    """Returns the effective number of sequences at each position, (T,): Kish's (Σ_i ρ_ik)² / Σ_i ρ_ik²."""
-    ratios = _relative_ratios(before, after, JackknifeUnits.of_rows(before.mask))
-    return ratios.sum(dim=0).square() / ratios.square().sum(dim=0)
-
-
 def first_order_change(
     scores: Scores, logp_slopes: Tensor, entropy_slopes: Tensor, units: JackknifeUnits | None = None
 ) -> Replicates:

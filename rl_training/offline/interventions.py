@@ -30,7 +30,7 @@ from rl_training.offline.buffers import sample_update
 from rl_training.offline.intervention_effects import Effect, OnEvaluation, branches, effects
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.settings import Settings
+from rl_training.offline.settings import Settings, refuse_less
 from rl_training.offline.update import batch_of, make_update, step_of
 from rl_training.probes import InterventionsProbe
 
@@ -50,8 +50,7 @@ class InterventionSettings:
     def __post_init__(self) -> None:
         if isinstance(self.which, str) and self.which not in ("none", "all"):
             raise ValueError(f"interventions={self.which}: choose all, none, or a list, interventions=[{self.which}]")
-        if type(self.steps) is not int or self.steps < 0:
-            raise ValueError(f"interventions.steps={self.steps} must be a whole number, at least 0")
+        refuse_less("interventions.steps", self.steps, 0)
         if self.steps and not self.named:
             raise ValueError(f"interventions.steps={self.steps} takes steps with interventions: give interventions=all")
         names = [of.name for of in self.named]

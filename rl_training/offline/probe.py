@@ -166,7 +166,6 @@ def _measured(truth: Truth | None, first_order: FirstOrder | None) -> dict[str, 
         "floor_sequence": float(truth.floor.value[SEQUENCE]),
         "resampled": float(at.resampled),
         "ESS": at.weights.ess,
-        "ESS_last_position": at.ess_last_position,
         "w_max": at.weights.largest,
         "w_min": at.weights.smallest,
     }

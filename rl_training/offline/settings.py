@@ -92,16 +92,19 @@ class Settings:
         _refuse_nonsense(self)
 
 
+def refuse_less(name: str, value: object, least: int) -> None:
+    if type(value) is not int or value < least:
+        raise ValueError(f"{name}={value} must be a whole number, at least {least}")
+
+
 def _refuse_nonsense(settings: Settings) -> None:
-    """Raises ValueError for meaningless values, naming them."""
     e, u, memory = settings.evaluation, settings.update, settings.memory
     for name, value, least in (
         ("evaluation.prompts", e.prompts, 2), ("evaluation.responses", e.responses, 1), ("evaluation.seed", e.seed, 0),
         ("update.prompts", u.prompts, 1), ("update.seed", u.seed, 0),
         ("memory.microbatch_size", memory.microbatch_size, 1), ("memory.generation_size", memory.generation_size, 1),
     ):  # fmt: skip
-        if type(value) is not int or value < least:
-            raise ValueError(f"{name}={value} must be a whole number, at least {least}")
+        refuse_less(name, value, least)
     if e.overlap not in get_args(Overlap):
         raise ValueError(f"evaluation.overlap={e.overlap}: choose from {', '.join(get_args(Overlap))}")
     if isinstance(e.source, str) and e.source not in ("train", "eval"):

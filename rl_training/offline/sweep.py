@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product as combinations
 from typing import Any
 
@@ -26,7 +26,7 @@ from rl_training.offline.buffers import sample_update
 from rl_training.offline.first_order import covariance_of, without_folds
 from rl_training.offline.probe import UNITS, Analysis, in_both_units
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.settings import Settings, UpdateConfig
+from rl_training.offline.settings import Settings, UpdateConfig, refuse_less
 from rl_training.offline.truth import AtStep, Truth, measure
 from rl_training.offline.update import make_update
 
@@ -36,16 +36,14 @@ class SweepSettings:
     """What is varied; an empty list varies nothing."""
 
     evaluation_sizes: Sequence[int] = ()  # sequences of E, at most all of them
-    update_seeds: Sequence[int] = field(default_factory=list)
+    update_seeds: Sequence[int] = ()
     update_prompts: Sequence[int] = ()
     update_filtered: Sequence[bool] = ()
 
     def __post_init__(self) -> None:
-        least = (("evaluation_sizes", MIN_SEQUENCES), ("update_prompts", 1), ("update_seeds", 0))
-        for name, smallest in least:
-            wrong = [v for v in getattr(self, name) if type(v) is not int or v < smallest]
-            if wrong:
-                raise ValueError(f"sweep.{name}: {wrong[0]} must be a whole number, at least {smallest}")
+        for name, least in (("evaluation_sizes", MIN_SEQUENCES), ("update_prompts", 1), ("update_seeds", 0)):
+            for value in getattr(self, name):
+                refuse_less(f"sweep.{name}", value, least)
 
     @property
     def updates(self) -> bool:

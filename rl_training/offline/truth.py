@@ -36,13 +36,7 @@ from rl_training.mathematics.importance import (
     sequence_totals,
 )
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
-from rl_training.mathematics.per_decision import (
-    first_order_change,
-    mean_entropy,
-    per_decision_change,
-    prefix_ess,
-    slopes,
-)
+from rl_training.mathematics.per_decision import first_order_change, mean_entropy, per_decision_change, slopes
 from rl_training.mathematics.scores import Scores
 from rl_training.offline.buffers import EvaluationBuffer, gather_scores, sample_again
 from rl_training.offline.phases import Progress, silent
@@ -104,10 +98,6 @@ class AtStep:
     def log_ratios(self) -> Tensor:
         """log π'(t)/π(t) of each sequence of E, (N,)."""
         return (sequence_totals(self.ahead.scores) - sequence_totals(self.before))[:, LOGP]
-
-    @property
-    def ess_last_position(self) -> float:
-        return float(prefix_ess(self.before, self.ahead.scores)[-1])
 
     @property
     def resampled(self) -> bool:
