@@ -34,7 +34,9 @@ def chooser(text: str) -> Chooser:
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    return values.argsort(descending=True).argsort() < count
+    chosen = torch.zeros(len(values), dtype=torch.bool)
+    chosen[values.topk(min(count, len(values))).indices] = True
+    return chosen
 
 
 def what_if(s: Structure, without: Tensor) -> Row:

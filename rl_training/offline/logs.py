@@ -1,16 +1,11 @@
-"""The log of one checkpoint analysis: three files in DIRECTORY/YYYY-MM-DD/, all complete or none.
+"""The log of one checkpoint analysis: files in DIRECTORY/YYYY-MM-DD/entropy_probe_HH-MM-SS_CHECKPOINT…, all or none.
 
-    entropy_probe_HH-MM-SS_CHECKPOINT.json.gz            everything that the level asks for
-    entropy_probe_HH-MM-SS_CHECKPOINT_config.yaml        the settings of the analysis and of the run
-    entropy_probe_HH-MM-SS_CHECKPOINT_summary.json       the core numbers; moved last: if it exists, all do
-    entropy_probe_HH-MM-SS_CHECKPOINT_tensors.safetensors    at level debug: δθ, the gradient of U, X̄, slopes of tokens
+    .json.gz            everything that the level asks for
+    _config.yaml        the settings of the analysis and of the run
+    _summary.json       the core numbers; moved last: if it exists, all do
+    _tensors.safetensors    at level debug: δθ, the gradient of U, X̄, slopes of tokens
 
-    minimal     core numbers, sizes, times
-    standard    every number, and the distributions of length, reward, advantage, importance weight
-    detailed    each sequence of E and U, with its text
-    debug       each token of E, and the tensors
-
-What the keys mean: docs/reference/analysis_logs.md; rl_training.records.read_probe_log gives them as DataFrames.
+What levels have and keys mean: docs/reference/analysis_logs.md; rl_training.records.read_probe_log gives DataFrames.
 """
 
 from __future__ import annotations
@@ -49,7 +44,7 @@ QUANTILES = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}
 
 @dataclass(frozen=True)
 class LogSettings:
-    """What an analysis writes down beside its results. See the module's docstring."""
+    """What an analysis writes down beside its results."""
 
     level: Level = "standard"
     sequences: bool = True  # texts, from detailed on

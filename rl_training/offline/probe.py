@@ -1,15 +1,7 @@
 """One checkpoint analysis: sample E and U, predict, measure, compare. The results are one flat dictionary.
 
-    deltaH1              predicted change of entropy, nats per token; deltaH1_sequence, nats per sequence
-    deltaH1/part/…       the same split by cause, deltaH1/layer/… and deltaH1/kind/… by place
-    bars_dot             X̄·Ȳ = deltaH1 / learning_rate
-    covariance           −Cov(log π, A) of U, whose scale is unknown (Cui et al.)
-    deltaH_true          measured (PDIS); deltaH_snis, deltaH_odd beside it, all with …_sequence
-    paired_error         deltaH1 − deltaH_true on the same E, with its own error; paired_error_odd against deltaH_odd
-    second_order         deltaH_true − deltaH_odd
-
-`…_se` is one standard error. That of deltaH1 includes the noise of E and U, the others only E's: they are for this
-step. What is not available is nan, with the reason in `reasons`.
+What each is called: docs/reference/analysis_logs.md. `…_se` is one standard error. That of deltaH1 includes the noise
+of E and U, the others only E's: they are for this step. What is not available is nan, with the reason in `reasons`.
 """
 
 from __future__ import annotations
