@@ -23,7 +23,7 @@ from rl_training.offline.update import Update, make_update
 
 UNITS = (("", TOKEN), ("_sequence", SEQUENCE))
 MEASURED = ("H_orig", "H_upd", "deltaH_true", "deltaH_snis", "deltaH_odd", "second_order", "paired_error")
-# Why a number is nan, by what its key begins with; what comes first holds.
+# Why a number is nan, by what its key begins with.
 NOT_PREDICTED = dict.fromkeys(
     ("deltaH1", "bars_dot", "covariance", "paired_error"), "not asked for: first_order.enabled=true predicts"
 )
@@ -97,8 +97,9 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
 
 
 def _reasons(found: Mapping[str, float], settings: Settings) -> dict[str, str]:
-    known = {} if settings.first_order.enabled else NOT_PREDICTED
-    known = known | ({} if settings.truth.enabled else NOT_MEASURED) | ({} if settings.truth.odd else NOT_ODD)
+    known = {} if settings.truth.odd else NOT_ODD
+    known = known | ({} if settings.first_order.enabled else NOT_PREDICTED)
+    known = known | ({} if settings.truth.enabled else NOT_MEASURED)
     return {
         key: next(reason for start, reason in [*known.items(), *NOT_KNOWN.items()] if key.startswith(start))
         for key, value in found.items()
