@@ -17,7 +17,6 @@ from matplotlib.figure import Figure
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
-from rl_training.records.compare import write_comparison
 from rl_training.records.compare.command import main
 from rl_training.records.compare.final import (
     compare_groups,
@@ -28,6 +27,7 @@ from rl_training.records.compare.final import (
 from rl_training.records.compare.groups import branching_steps, common_steps, differences, read_groups
 from rl_training.records.compare.law import fit_law
 from rl_training.records.compare.overlays import _draw_trunks, _frame_the_means, draw_overlays, pool
+from rl_training.records.compare.page import write_comparison
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report.summary import in_words
 

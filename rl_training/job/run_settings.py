@@ -26,7 +26,7 @@ from rl_training.job.settings import SAME_AS, value_of
 from rl_training.job.shipped import CONF
 from rl_training.job.values import differences, flat
 from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
-from rl_training.records.masking import without_secrets
+from rl_training.records.provenance import without_secrets
 
 UNLISTED = ("trainer.", "model.dtype")  # any field of DrGRPOConfig; every loader of a model takes a dtype
 NEEDED = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "probes")  # of build_restored

@@ -8,7 +8,7 @@ import re
 import shutil
 import zipfile
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
@@ -35,34 +35,44 @@ def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "", asked_by: 
 
     Raises ValueError when there is none, saying what was looked at; incomplete ones are skipped with a warning.
     """
-    if resume != "latest":
-        path = Path(resume)
-        if (path / TRAINING_STATE).is_dir():
-            return _newest([path], f"{asked_by}={resume}", sharded_by)
+    path, asked = Path(resume), f"{asked_by}={resume}"
+    if resume != "latest" and not (path / TRAINING_STATE).is_dir():
         if not path.is_dir():
-            raise ValueError(
-                f"{asked_by}={resume}: there is no such folder; give a checkpoint-N folder or a run folder"
-            )
+            raise ValueError(f"{asked}: there is no such folder; give a checkpoint-N folder or a run folder")
         flaw = what_is_wrong_with(path, sharded_by)
         if flaw:
-            raise ValueError(
-                f"{asked_by}={resume} cannot be resumed from: {flaw}. Choose an earlier checkpoint-N folder"
-            )
+            raise ValueError(f"{asked} cannot be resumed from: {flaw}. Choose an earlier checkpoint-N folder")
         return path
-    if (run_dir / TRAINING_STATE).is_dir():
-        return _newest([run_dir], f"resume=latest in {run_dir}", sharded_by)
-    runs = sorted(run_dir.parent.glob("run_*"), key=_last_step_at, reverse=True)
-    return _newest(runs, f"resume=latest in {run_dir.parent}", sharded_by)
+    if resume != "latest":
+        runs = [path]
+    elif (run_dir / TRAINING_STATE).is_dir():
+        runs, asked = [run_dir], f"{asked} in {run_dir}"
+    else:
+        runs, asked = (
+            sorted(run_dir.parent.glob("run_*"), key=_last_step_at, reverse=True),
+            f"{asked} in {run_dir.parent}",
+        )
+    found = next(filter(None, (newest_checkpoint(run, sharded_by) for run in runs)), None)
+    if found is None:
+        raise ValueError(f"{asked}: no complete checkpoint there; give resume=PATH, or start a new run without resume")
+    return found
 
 
 def newest_checkpoint(run: Path, sharded_by: str = "") -> Path | None:
     """Returns the newest complete checkpoint of a run, None when there is none; others are skipped with a warning."""
-    for checkpoint in sorted(checkpoints_of(run), key=_step, reverse=True):
-        flaw = what_is_wrong_with(checkpoint, sharded_by)
-        if not flaw:
-            return checkpoint
-        logger.warning(f"skipping {checkpoint}: {flaw}")
-    return None
+    return next(
+        _flawless(checkpoints_of(run)[::-1], lambda checkpoint: what_is_wrong_with(checkpoint, sharded_by)), None
+    )
+
+
+def _flawless(checkpoints: Sequence[Path], flaw_of: Callable[[Path], str]) -> Iterator[Path]:
+    """Yields those without a flaw; the others are left out with a warning."""
+    for checkpoint in checkpoints:
+        flaw = flaw_of(checkpoint)
+        if flaw:
+            logger.warning(f"skipping {checkpoint}: {flaw}")
+        else:
+            yield checkpoint
 
 
 def _last_step_at(run: Path) -> float:
@@ -71,21 +81,13 @@ def _last_step_at(run: Path) -> float:
     return max((path.stat().st_mtime for path in written if path.is_file()), default=0.0)
 
 
-def _newest(runs: list[Path], asked: str, sharded_by: str) -> Path:
-    for run in runs:
-        checkpoint = newest_checkpoint(run, sharded_by)
-        if checkpoint is not None:
-            return checkpoint
-    raise ValueError(f"{asked}: no complete checkpoint there; give resume=PATH, or start a new run without resume")
-
-
 def checkpoints_of(run: Path) -> list[Path]:
-    """Returns the checkpoint-N folders of a run, whole or not, in no order."""
+    """Returns the checkpoint-N folders of a run, whole or not, by their steps."""
     return _checkpoints_in(run / TRAINING_STATE)
 
 
 def _checkpoints_in(folder: Path) -> list[Path]:
-    return [path for path in folder.glob("checkpoint-*") if path.name.split("-")[1].isdigit()]
+    return sorted((path for path in folder.glob("checkpoint-*") if path.name.split("-")[1].isdigit()), key=_step)
 
 
 def _step(checkpoint: Path) -> int:
@@ -104,7 +106,7 @@ def checkpoints_named(asked: str | Sequence[str], runs: Path) -> list[Path]:
         return [path for one in asked for path in checkpoints_named(str(one), runs)]
     if asked in ("latest", "all"):
         for run in sorted(runs.glob("run_*"), reverse=True):  # named by date and time
-            found = _whole(run / TRAINING_STATE)
+            found = list(_flawless(checkpoints_of(run), what_is_wrong_with_weights))
             if found:
                 return found if asked == "all" else found[-1:]
         raise ValueError(f"checkpoint={asked}: no run in {runs} has a complete checkpoint; give checkpoint=RUN")
@@ -112,7 +114,8 @@ def checkpoints_named(asked: str | Sequence[str], runs: Path) -> list[Path]:
     if not path.is_dir():
         raise ValueError(f"checkpoint={asked}: there is no such folder; give a run, a checkpoint-N folder, or latest")
     if (path / TRAINING_STATE).is_dir() or any(path.glob("checkpoint-*")):
-        found = _whole(path / TRAINING_STATE)[-1:] or _whole(path)
+        found = list(_flawless(checkpoints_of(path), what_is_wrong_with_weights))[-1:]
+        found = found or list(_flawless(_checkpoints_in(path), what_is_wrong_with_weights))
         if not found:
             raise ValueError(f"checkpoint={asked}: no complete checkpoint there")
         return found
@@ -120,18 +123,6 @@ def checkpoints_named(asked: str | Sequence[str], runs: Path) -> list[Path]:
     if flaw:
         raise ValueError(f"checkpoint={asked}: {flaw}")
     return [path]
-
-
-def _whole(folder: Path) -> list[Path]:
-    """Returns the checkpoint-N folders in a folder, by their steps; damaged ones are left out with a warning."""
-    found = []
-    for checkpoint in sorted(_checkpoints_in(folder), key=_step):
-        flaw = what_is_wrong_with_weights(checkpoint)
-        if flaw:
-            logger.warning(f"skipping {checkpoint}: {flaw}")
-        else:
-            found.append(checkpoint)
-    return found
 
 
 def steps_taken(checkpoint: Path) -> int:
@@ -178,55 +169,44 @@ def what_is_wrong_with(checkpoint: Path, sharded_by: str = "") -> str:
     flaw = what_is_wrong_with_weights(checkpoint)
     if flaw:
         return flaw
-    written = _sharded_by(checkpoint)
+    written, optimizer = _sharded_by(checkpoint)
     if written != sharded_by:
         launch = f"under {written}" if written else f"without {sharded_by}"
         return f"it was written {launch}: resume with the same launch file"
-    for name in (*_optimizer_files(checkpoint, written), "scheduler.pt", *_rng_files(checkpoint)):
+    for name in (*optimizer, "scheduler.pt", *_rng_files(checkpoint)):
         flaw = _flaw_of_zip(checkpoint / name)
         if flaw:
             return f"{name} is {flaw}"
     return ""
 
 
-def _sharded_by(checkpoint: Path) -> str:
-    """Returns which of SHARDED_BY wrote this checkpoint, "" for none."""
+def _sharded_by(checkpoint: Path) -> tuple[str, list[str]]:
+    """Returns which of SHARDED_BY wrote this checkpoint ("": none), and the files of its optimizer."""
     if (checkpoint / "latest").exists():  # where DeepSpeed says in which folder its engine's state is
-        return "DeepSpeed"
-    return "FSDP" if any(checkpoint.glob("pytorch_model_fsdp*")) else ""
-
-
-def _optimizer_files(checkpoint: Path, sharded_by: str) -> list[str]:
-    """Returns the names of the files with the optimizer and any other state that the launch resumes from."""
-    if sharded_by == "FSDP":
-        return ["optimizer.bin", "pytorch_model_fsdp.bin"]
-    if sharded_by == "DeepSpeed":
         folder = (checkpoint / "latest").read_text(encoding="utf-8").strip()
-        return [f"{folder}/{path.name}" for path in sorted((checkpoint / folder).glob("*.pt"))] or [folder]
-    return ["optimizer.pt"]
+        return "DeepSpeed", [f"{folder}/{path.name}" for path in sorted((checkpoint / folder).glob("*.pt"))] or [folder]
+    if any(checkpoint.glob("pytorch_model_fsdp*")):
+        return "FSDP", ["optimizer.bin", "pytorch_model_fsdp.bin"]
+    return "", ["optimizer.pt"]
 
 
 def what_is_wrong_with_weights(checkpoint: Path) -> str:
-    """Returns why this checkpoint folder's weights are incomplete or damaged, or "" if they are neither."""
+    """Returns why this checkpoint folder's weights are incomplete or damaged, or "" if they are neither.
+
+    Of a folder `model` of weights alone: also what its parent lacks.
+    """
     if state_folder(checkpoint) != checkpoint:
-        return _what_is_wrong_with_weights_alone(checkpoint)
+        needed = [state_folder(checkpoint) / "optimizer.pt"]
+        if (checkpoint / "adapter_config.json").is_file() or not (checkpoint / "config.json").is_file():
+            needed = [checkpoint / "adapter_config.json", checkpoint / "adapter_model.safetensors", *needed]
+        missing = [str(path) for path in needed if not path.is_file()]
+        return f"it lacks {' and '.join(missing)}" if missing else _what_is_wrong_with_tensors(checkpoint)
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except FileNotFoundError:
         return "it has no trainer_state.json, so it was not written completely"
     except ValueError:
         return "its trainer_state.json is damaged"
-    return _what_is_wrong_with_tensors(checkpoint)
-
-
-def _what_is_wrong_with_weights_alone(checkpoint: Path) -> str:
-    """Returns why a folder `model` and its parent are no checkpoint, naming what is missing, or ""."""
-    adapter = (checkpoint / "adapter_config.json").is_file()
-    weights = "adapter_model.safetensors" if adapter or not (checkpoint / "config.json").is_file() else ""
-    needed = [checkpoint / "adapter_config.json", checkpoint / weights] if weights else []
-    missing = [path for path in (*needed, state_folder(checkpoint) / "optimizer.pt") if not path.is_file()]
-    if missing:
-        return f"it lacks {' and '.join(str(path) for path in missing)}"
     return _what_is_wrong_with_tensors(checkpoint)
 
 

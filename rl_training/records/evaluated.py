@@ -13,14 +13,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import gzip
-import io
 import json
 import math
 import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import pandas as pd
 
@@ -83,10 +82,11 @@ def write_step(
     shutil.rmtree(scratch, ignore_errors=True)  # of a kill before this one
     try:
         scratch.mkdir(parents=True)
-        name = scratch / (RESPONSES + ".gz" if compress else RESPONSES)
-        with _open_text(name, compress) as file:
-            for response in responses:
-                file.write(json.dumps(to_json(response, infinite_as_text=True), ensure_ascii=False) + "\n")
+        rows = (json.dumps(to_json(row, infinite_as_text=True), ensure_ascii=False) + "\n" for row in responses)
+        text = "".join(rows).encode()
+        # Without a time in the header, the same responses make the same bytes.
+        packed = gzip.compress(text, mtime=0) if compress else text
+        (scratch / f"{RESPONSES}{'.gz' * compress}").write_bytes(packed)
         numbers = {
             name: {
                 "value": e.value, "stderr": e.stderr, "num_prompts": e.num_samples, "reason": e.reason,
@@ -94,8 +94,8 @@ def write_step(
             }
             for name, e in metrics.items()
         }  # fmt: skip
-        text = json.dumps(to_json({"step": step, **about, "metrics": numbers}, infinite_as_text=True), indent=2)
-        (scratch / METRICS).write_text(text, encoding="utf-8")
+        content = to_json({"step": step, **about, "metrics": numbers}, infinite_as_text=True)
+        (scratch / METRICS).write_text(json.dumps(content, indent=2), encoding="utf-8")
         shutil.rmtree(final, ignore_errors=True)
         scratch.rename(final)
     except OSError as error:
@@ -106,7 +106,12 @@ def write_step(
 def read_step(folder: Path, step: int) -> dict[str, Any] | None:
     """Returns what metrics.json says of this step, null as nan; None when it was not evaluated."""
     path = folder / f"step_{step}" / METRICS
-    return _with_nan(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    if not path.is_file():
+        return None
+    content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    for row in content["metrics"].values():
+        row["value"], row["stderr"] = (math.nan if row[key] is None else float(row[key]) for key in ("value", "stderr"))
+    return content
 
 
 def consolidate(folder: Path) -> Path:
@@ -193,16 +198,3 @@ def locked(folder: Path) -> Iterator[None]:
         file.write(f"process {os.getpid()} on {os.uname().nodename}")
         file.flush()
         yield
-
-
-def _open_text(path: Path, compress: bool) -> IO[str]:
-    if not compress:
-        return open(path, "w", encoding="utf-8")
-    # Without a time in the header, the same responses make the same bytes.
-    return io.TextIOWrapper(cast(IO[bytes], gzip.GzipFile(path, "wb", mtime=0)), encoding="utf-8")
-
-
-def _with_nan(content: dict[str, Any]) -> dict[str, Any]:
-    for row in content["metrics"].values():
-        row["value"], row["stderr"] = (math.nan if row[key] is None else float(row[key]) for key in ("value", "stderr"))
-    return content

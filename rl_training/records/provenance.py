@@ -1,4 +1,7 @@
-"""Where a run comes from: version, commit, command, machine, date, library versions."""
+"""Where a run comes from: version, commit, command, machine, date, library versions; and secrets, masked everywhere.
+
+Run folders are shared: tokens and passwords are masked in everything that a run writes.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,18 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Mapping
 from datetime import datetime
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from rl_training.version import VERSION
 
 LIBRARIES = ("torch", "transformers", "trl", "accelerate", "peft", "deepspeed", "vllm")
+SECRETS = ("token", "password", "secret", "api_key")  # how the names of secret settings end
+OF_TOKENIZERS = ("eos_", "pad_", "bos_")
+MASK = "***"
 SECRET = re.compile(r"((?:token|key|secret|password)\w*=)\S+", re.IGNORECASE)
 
 
@@ -49,3 +57,11 @@ def _version(name: str) -> str:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return ""
+
+
+def without_secrets(node: Any, name: str = "") -> Any:
+    """Returns a setting, of this name, or a nested mapping of settings, with tokens and passwords masked."""
+    if isinstance(node, Mapping):
+        return {key: without_secrets(value, str(key)) for key, value in node.items()}
+    is_secret = isinstance(node, str) and any(name == word or name.endswith(f"_{word}") for word in SECRETS)
+    return MASK if is_secret and not name.startswith(OF_TOKENIZERS) else node

@@ -6,8 +6,9 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_training.records.compare import COMPARISON_FILE, write_comparison
 from rl_training.records.folder import LOGS_FOLDER
+
+COMPARISON_FILE = "comparison.html"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -28,7 +29,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     chosen = parser.parse_args(arguments)
     try:
-        from rl_training.records.report import print_summary, write_report  # slow, and not for --help
+        # Here, because --help waits for no slow import.
+        from rl_training.records.compare.page import write_comparison
+        from rl_training.records.report import print_summary, write_report
 
         if len(chosen.runs) == 1 and not _holds_runs(Path(chosen.runs[0])):
             if chosen.out:

@@ -5,10 +5,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
+from rl_training.records.atomic_write import write_atomically
+from rl_training.records.compare.command import COMPARISON_FILE
 from rl_training.records.compare.final import (
     Difference,
     begun,
@@ -17,7 +20,7 @@ from rl_training.records.compare.final import (
     last_common_step,
     members_at,
 )
-from rl_training.records.compare.groups import Group, Member, branching_steps, differences
+from rl_training.records.compare.groups import Group, Member, branching_steps, differences, read_groups
 from rl_training.records.compare.law import fit_law
 from rl_training.records.compare.overlays import draw_law, draw_overlays
 from rl_training.records.folder import LOGS_FOLDER
@@ -29,6 +32,21 @@ from rl_training.records.report.summary import in_words
 IN_WORDS = ("reward", "token entropy")  # differences that the page opens with
 NO_COMMON_STEP = "no step is recorded in both, and there is nothing to compare."
 ANOTHER_SEED = " This is a single seed: another may change it by more than the noise within a run."
+
+
+def write_comparison(folders: Sequence[str | Path], out: str | Path) -> tuple[Path, list[str]]:
+    """Returns the path of the page it wrote, and its findings. The page is `out`, or comparison.html in that folder.
+
+    Runs may be finished, running or killed; a folder stands for all runs in it.
+    Raises FileNotFoundError where there is no run, and ValueError for what cannot be read or compared.
+    """
+    groups = read_groups(folders)
+    if sum(len(group.members) + len(group.repeats) for group in groups) < 2:
+        raise ValueError(f"{groups[0].members[0].run.folder} is one run: a comparison needs at least two")
+    page = Path(out) / COMPARISON_FILE if Path(out).is_dir() else Path(out)
+    html, findings = render_comparison(groups)
+    write_atomically({page: html.encode()})
+    return page, findings
 
 
 def render_comparison(groups: Sequence[Group]) -> tuple[str, list[str]]:

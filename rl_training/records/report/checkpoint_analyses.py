@@ -54,7 +54,7 @@ def write_analyses_page(folder: Path, section: AnalysesSection) -> Path:
     page = folder / PAGE_FILE
     files = {folder / TABLE_FILE: analysis_results(folder).to_csv(index=False).encode()}
     pictures = [*section.pictures, *(told.picture for told in section.interventions)]
-    files |= {folder / drawn.file: drawn.png for drawn in pictures}
+    files |= {folder / drawn.file: drawn.png for drawn in pictures if drawn.png}
     write_atomically({**files, page: render("analyses.html", section=section).encode()})
     return page
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import math
-import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -49,9 +48,9 @@ class Picture:
 
     file: str
     title: str
-    caption: str  # how to read it; empty when there is nothing to read
+    caption: str  # how to read it
     missing: list[str]  # what is not in it, and why
-    png: bytes
+    png: bytes  # none where there is nothing to draw
     hover: list[list[Any]]  # hover_points of it
 
 
@@ -130,25 +129,22 @@ def picture(
     height: float = 4,
     over_steps: bool = True,
 ) -> Picture:
-    """Returns the picture that `draw` draws; without it, a small one that says what is missing, and no caption.
+    """Returns the picture that `draw` draws; without it, only what is missing.
 
     over_steps  the x-axis is the optimizer step; else it is what `draw` makes of it
     """
+    if not draw:
+        return Picture(file, title, "", missing, b"", [])
     with matplotlib.style.context(["default", STYLE]):  # not the user's own style: dark on white, always
-        figure = Figure(figsize=(WIDTH, height if draw else 1.2), dpi=160, layout="constrained")
+        figure = Figure(figsize=(WIDTH, height), dpi=160, layout="constrained")
         axes = figure.add_subplot()
-        if draw:
-            draw(axes)
-            if over_steps:
-                _count_steps(axes)
-        else:
-            axes.set_axis_off()
-            words = "\n".join(textwrap.fill(textwrap.shorten(line, 300), 80) for line in missing)
-            axes.text(0.5, 0.5, words, ha="center", va="center", color="#555555", parse_math=False)
+        draw(axes)
+        if over_steps:
+            _count_steps(axes)
         buffer = io.BytesIO()
         figure.savefig(buffer, format="png", metadata={"Software": None})
     # After it was saved, since only then the frame's place in the picture is settled.
-    return Picture(file, title, caption if draw else "", missing, buffer.getvalue(), hover_points(axes))
+    return Picture(file, title, caption, missing, buffer.getvalue(), hover_points(axes))
 
 
 def picture_of_lines(

@@ -46,7 +46,7 @@ EVALUATION_STYLES = ((BLUE, "o-"), (ORANGE, "^-"), (GREEN, "s-"), (BLACK, "d-"))
 
 
 def draw_figures(run: Run) -> list[Picture]:
-    """Returns the pictures of this run. What cannot be drawn leaves an empty frame that says why."""
+    """Returns the pictures of this run. Of what cannot be drawn there is only why."""
     pictures = [_reward(run), _entropy(run), *draw_forecast(run), _delta_h(run), *draw_calibration(run)]
     if run.measured("delta_h/part/momentum"):
         pictures += [_causes(run), _layers(run)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 from matplotlib.axes import Axes
 from matplotlib.ticker import LogLocator, NullFormatter
@@ -40,10 +41,8 @@ def alerts(run: Run) -> tuple[list[int], int, int] | None:
     counts = {name: run.logged(f"forecast/alerts{name}") for name in ("", "_checked", "_right")}
     if not counts[""]:
         return None
-    before, steps = 0.0, []
-    for step, count in counts[""].items():
-        steps += [step] * (count > before)
-        before = count
+    so_far = [(0, 0.0), *counts[""].items()]
+    steps = [step for (_, before), (step, count) in pairwise(so_far) if count > before]
     checked, right = (int([*counts[name].values()][-1]) for name in ("_checked", "_right"))
     return steps, checked, right
 

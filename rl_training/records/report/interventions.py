@@ -144,8 +144,7 @@ def _lines(run: Run, found: Sequence[_Measured]) -> list[str]:
     chosen = in_order_of_price([of for of in found if of.halves or of.keeps])[:MOST_LINES]
     if not checkpoints or not chosen:
         return []
-    last = max(checkpoints, key=lambda path: int(path.name.rpartition("-")[2]))
-    start = ["rl-training", "train", f"branch={last}", "additional_steps=20"]
+    start = ["rl-training", "train", f"branch={checkpoints[-1]}", "additional_steps=20"]
     folders = [f"{run.folder}_plain"]  # to compare with: the run itself, as far as the others go
     lines = [shlex.join([*start, f"run_dir={folders[0]}"])]
     given = run.settings.get("intervention") or []

@@ -1,17 +1,9 @@
-"""Records → series: pure functions, which neither draw nor write.
-
-Step convention. The cumulative estimates at step s cover the change from the first batch to batch s, that is, the
-updates of the steps before s. To be comparable, the naive product's curve at step s is
-
-    naive(s) = Σ_{j<s} reuse(j),    naive(first) = 0,
-
-and no sum includes the last step's `forward` and `reuse`: no later batch has measured that update.
-"""
+"""Records → series: pure functions, which neither draw nor write."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -132,8 +124,6 @@ def read_run(folder: Path) -> Run:
         metrics, rows = read_metrics(logs), read_estimates(logs)
     except (FileNotFoundError, NotADirectoryError):
         metrics = rows = []
-    except ValueError as error:
-        raise ValueError(f"a line of {METRICS_FILE} or {PROBES_FILE} in {logs} is damaged: {error}") from error
     if not metrics:
         raise FileNotFoundError(
             f"{logs / METRICS_FILE} is missing or holds no complete line: give the folder of a run that has logged "
@@ -169,11 +159,18 @@ def _to_estimate(row: Mapping[str, Any]) -> Estimate:
     return Estimate(value, stderr, int(row["num_samples"]), reason, int(row["about_step"]), interval=interval)
 
 
-def naive_sum(reuse: Measurements, starts: Sequence[int]) -> dict[int, Estimate]:
-    """Returns Σ_{j<s} reuse(j) at each measured step s: 0 at each of `starts`, nothing before the first of them.
+def naive_of(run: Run) -> dict[int, Estimate]:
+    """Returns the naive product's sum at each measured step s, to be held against the cumulative estimates there,
 
-    It has no error bar, because its error is a bias. After a missing step all later values are nan.
+        naive(s) = Σ_{j<s} reuse(j),    naive(first) = 0:
+
+    the change from the first batch to batch s is that of the updates before s. It is 0 wherever their sums are, and nan
+    where they began in another run, and after a step that was not measured. Its error is a bias: it has no error bar.
     """
+    reuse = run.measured("delta_h/reuse")
+    if goes_on(run):
+        return dict.fromkeys(reuse, Estimate.missing(BEGAN_ELSEWHERE))
+    starts = origins(run) or list(reuse)[:1]
     no_bar = "no error bar: its error is a bias"
     sums = {s: Estimate(0.0, reason=no_bar) if math.isfinite(e.value) else e for s, e in reuse.items() if s in starts}
     for before, step in pairwise(reuse):
@@ -200,14 +197,6 @@ def goes_on(run: Run) -> bool:
     """Says whether the cumulative sums began in another run, which this one has branched off from."""
     sums = run.measured("delta_h/cumulative_measured")
     return not origins(run) and bool(finite(sums))
-
-
-def naive_of(run: Run) -> dict[int, Estimate]:
-    """Returns the naive product's sum, with the origins of the sums it is compared with; nan if no record has one."""
-    reuse = run.measured("delta_h/reuse")
-    if goes_on(run):
-        return dict.fromkeys(reuse, Estimate.missing(BEGAN_ELSEWHERE))
-    return naive_sum(reuse, origins(run) or list(reuse)[:1])
 
 
 def curve(measurements: Measurements, at_about_step: bool = False) -> Curve:
