@@ -53,7 +53,7 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, Memory, Settings, UpdateConfig
 from rl_training.offline.update import batch_of, make_update
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.json_values import from_json, to_json
+from rl_training.records.jsonl import from_json, to_json
 from rl_training.tasks.reasoning_gym import answered_examples
 from rl_training.tasks.tiny import build_model, build_tokenizer, warm_start
 

@@ -23,11 +23,10 @@ from rl_training.offline.results import read_result
 from rl_training.offline.settings import Evaluation, Settings, TruthSettings
 from rl_training.offline.sweep import SweepSettings, refuse_sweep
 from rl_training.records import analysis_results
-from rl_training.records.analyses import COLUMNS
+from rl_training.records.analyses import COLUMNS, verdict
 from rl_training.records.report.checkpoint_analyses import describe_analyses, log_slope, write_analyses_page
 from rl_training.records.report.page import render_page
 from rl_training.records.report.series import read_run
-from rl_training.records.verdict import verdict
 
 ROOT = Path(__file__).parents[1]
 SMALL = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", "log.level=none"]

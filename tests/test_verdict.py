@@ -7,7 +7,7 @@ import math
 import pytest
 
 from rl_training.offline.results import ROWS
-from rl_training.records.verdict import KEYS, verdict
+from rl_training.records.analyses import KEYS, verdict
 
 
 def found(predicted: float, measured: float, stderr: float, of_predicted: float = 0.1) -> dict[str, float | None]:

@@ -22,7 +22,7 @@ from rl_training.offline.buffers import rewards_of, text_of, tokens_of
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.truth import by_name
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.json_values import from_json, to_json
+from rl_training.records.jsonl import from_json, to_json
 
 KERNEL_FILE, UPDATE_FILE, PLAN_FILE = "kernel.safetensors", "update.safetensors", "plan.json"
 SEQUENCES_FILE = "sequences.jsonl"

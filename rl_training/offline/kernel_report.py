@@ -34,7 +34,7 @@ from rl_training.offline.structure import (
     top_pairs,
 )
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.json_values import to_json
+from rl_training.records.jsonl import to_json
 
 PAGE = "kernel.html"
 NUM_CLUSTERS = 8

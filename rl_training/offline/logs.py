@@ -30,7 +30,7 @@ from rl_training.offline.buffers import text_of
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.json_values import to_json
+from rl_training.records.jsonl import to_json
 from rl_training.version import VERSION
 
 Level = Literal["none", "minimal", "standard", "detailed", "debug"]

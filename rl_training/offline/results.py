@@ -14,10 +14,10 @@ from rich.table import Table
 
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
+from rl_training.records.analyses import verdict
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.json_values import from_json, to_json
+from rl_training.records.jsonl import from_json, to_json
 from rl_training.records.report.plane import in_words, table_of
-from rl_training.records.verdict import verdict
 from rl_training.version import VERSION
 
 MILLI = 1e3  # changes of entropy are shown in thousandths of a nat

@@ -26,8 +26,7 @@ import pandas as pd
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import cannot_write, write_atomically
 from rl_training.records.folder import LOGS_FOLDER
-from rl_training.records.json_values import to_json
-from rl_training.records.jsonl import read_evaluations
+from rl_training.records.jsonl import read_evaluations, to_json
 
 EVALUATIONS = "evaluations"  # folder of a run
 IN_TRAINING = "in training"  # the name of the evaluation that the trainer itself makes, with trainer.eval_strategy

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -22,7 +23,6 @@ from typing import Any
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import cannot_write, write_atomically
-from rl_training.records.json_values import from_json, to_json
 
 METRICS_FILE = "metrics.jsonl"
 PROBES_FILE = "probes.jsonl"
@@ -141,3 +141,26 @@ def iterate_rollouts(folder: str | Path) -> Iterator[dict[str, Any]]:
 def _iterate(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
         yield from (from_json(row) for _, row in _parsed(path))
+
+
+def to_json(value: Any, infinite_as_text: bool = False) -> Any:
+    """Returns the value with null for numbers that are not finite, at any depth.
+
+    >>> to_json({"a": [1.0, float("nan")]}), to_json(float("-inf"), infinite_as_text=True)
+    ({'a': [1.0, None]}, '-inf')
+    """
+    if isinstance(value, float):
+        kept = str(value) if infinite_as_text and not math.isnan(value) else None
+        return value if math.isfinite(value) else kept
+    if isinstance(value, Mapping):
+        return {key: to_json(inner, infinite_as_text) for key, inner in value.items()}
+    return [to_json(inner, infinite_as_text) for inner in value] if isinstance(value, list | tuple) else value
+
+
+def from_json(value: Any) -> Any:
+    """Returns the value with nan for null, settings excepted."""
+    if value is None:
+        return math.nan
+    if isinstance(value, Mapping):
+        return {key: inner if key == "settings" else from_json(inner) for key, inner in value.items()}
+    return [from_json(inner) for inner in value] if isinstance(value, list) else value

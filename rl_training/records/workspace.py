@@ -45,48 +45,32 @@ SECTIONS = {
         Panel("Gradient norm, before clipping", ("grad_norm",)),
     ],
     "entropy: predicted and measured": [
-        Panel(
-            "Change since the first step",
-            ("delta_h/cumulative_measured", "delta_h/cumulative_predicted"),
-            unit=NATS,
-            bands=True,
-        ),
+        Panel("Change since the first step", ("delta_h/cumulative_measured", "delta_h/cumulative_predicted"),
+              unit=NATS, bands=True),
         Panel("Entropy, measured", ("entropy/token",), unit=NATS, bands=True),
         Panel("Entropy in 20 steps, with an alert", ("forecast/median", "forecast/low", "forecast/high"), unit=NATS),
         Panel("Chance that it is below alert.below then", ("forecast/chance_below",)),
-        Panel(
-            "Change by one step", ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid"), unit=NATS, bands=True
-        ),
-        Panel(
-            "Standard errors of that change",
-            ("delta_h/forward_se", "delta_h/backward_se", "delta_h/trapezoid_se"),
-            unit=NATS,
-        ),
+        Panel("Change by one step", ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid"),
+              unit=NATS, bands=True),
+        Panel("Standard errors of that change",
+              ("delta_h/forward_se", "delta_h/backward_se", "delta_h/trapezoid_se"), unit=NATS),
         Panel("Naive product: biased, a diagnostic", ("delta_h/reuse", "delta_h/forward"), unit=NATS),
         Panel("Entropy of a response, measured", ("entropy/sequence",), unit="nats per sequence"),
     ],
     "causes": [
-        Panel(
-            "Parts of the step: momentum, gradient, decay",
-            ("delta_h/part/momentum", "delta_h/part/gradient", "delta_h/part/decay"),
-            unit=NATS,
-        ),
+        Panel("Parts of the step: momentum, gradient, decay",
+              ("delta_h/part/momentum", "delta_h/part/gradient", "delta_h/part/decay"), unit=NATS),
         Panel("Layers", pattern=r"^delta_h/layer/\d+$", unit=NATS),
     ],
     "prediction against truth": [
         Panel("Change by one step, measured", ("delta_h/true", "delta_h/forward"), unit=NATS, bands=True),
         Panel("Slope and coverage", ("calibration/slope_corrected", "calibration/coverage")),
-        Panel(
-            "Shares of forward's variance",
-            ("delta_h/error_share/entropy_gradient", "delta_h/error_share/update", "delta_h/error_share/covariance"),
-        ),
+        Panel("Shares of forward's variance", ("delta_h/error_share/entropy_gradient", "delta_h/error_share/update",
+                                               "delta_h/error_share/covariance")),
     ],
     "interventions": [
-        Panel(
-            "Change of entropy by a step with it, minus a plain step's",
-            pattern=r"^intervention/.*/mean_delta_h$",
-            unit=NATS,
-        ),
+        Panel("Change of entropy by a step with it, minus a plain step's", pattern=r"^intervention/.*/mean_delta_h$",
+              unit=NATS),
         Panel("The same for the reward", pattern=r"^intervention/.*/mean_delta_reward$"),
         Panel("Reward given up per nat kept", pattern=r"^intervention/.*/mean_price$"),
     ],
@@ -97,11 +81,8 @@ SECTIONS = {
         Panel("By its response", pattern=r"^tokens/response/.*/mean_delta_h$", unit=NATS),
     ],
     "noise scale": [
-        Panel(
-            "Noise scale",
-            ("gns/noise_scale_prompts", "gns/noise_scale_prompts_low", "gns/adam_noise_scale_prompts"),
-            unit="prompts",
-        ),
+        Panel("Noise scale", ("gns/noise_scale_prompts", "gns/noise_scale_prompts_low",
+                              "gns/adam_noise_scale_prompts"), unit="prompts"),
         Panel("Batch over noise scale", ("gns/batch_ratio", "gns/batch_ratio_low", "gns/batch_ratio_high")),
         Panel("Noise and signal: tr Σ, |G|²", ("gns/trace", "gns/grad_sq_norm")),
         Panel("Noise scale by kind of module", pattern=r"^gns/kind/[a-z]+$", unit="prompts"),
@@ -121,7 +102,7 @@ SECTIONS = {
         Panel("Each probe", pattern=r"^probe_cost/.*_seconds$", unit="seconds"),
         Panel("A step", ("step_time",), unit="seconds"),
     ],
-}
+}  # fmt: skip
 
 
 def build_workspace(entity: str, project: str, name: str) -> Any:

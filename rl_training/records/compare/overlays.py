@@ -15,8 +15,7 @@ from rl_training.records.compare.final import mean_noise_scale, mean_over_runs, 
 from rl_training.records.compare.groups import Group, branching_steps
 from rl_training.records.compare.law import FittedLaw
 from rl_training.records.evaluated import IN_TRAINING, largest_pass_at
-from rl_training.records.report.drawing import GREY, Picture, frame_shares, legend, picture, running_window
-from rl_training.records.report.hover import BAND_OF
+from rl_training.records.report.drawing import BAND_OF, GREY, Picture, frame_shares, legend, picture, running_window
 from rl_training.records.report.series import Measurements, Run, curve, finite
 
 # Okabe and Ito's colours, which everyone can tell apart, and then the same in other strokes.

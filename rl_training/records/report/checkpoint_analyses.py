@@ -12,15 +12,14 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from rl_training.records.analyses import OFFLINE, RESULT_FILE, analysis_results, read_analysis
+from rl_training.records.analyses import OFFLINE, RESULT_FILE, analysis_results, read_analysis, verdict
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, Draw, Picture, legend, line, picture
 from rl_training.records.report.page import render
 from rl_training.records.report.plane import Interventions, interventions_of
 from rl_training.records.report.predictions import MIN_POINTS, scaled
-from rl_training.records.report.series import Run, curve
-from rl_training.records.report.summary import MILLI, MISSING
-from rl_training.records.verdict import verdict
+from rl_training.records.report.series import MILLI, Run, curve
+from rl_training.records.report.summary import MISSING
 
 TABLE_FILE, PAGE_FILE = "sweep.csv", "analyses.html"
 Z_95 = 1.96

@@ -29,8 +29,7 @@ from rl_training.records.report.drawing import (
     running_window,
     what_is_missing,
 )
-from rl_training.records.report.forecast import draw_forecast
-from rl_training.records.report.predictions import draw_calibration, draw_predictors
+from rl_training.records.report.predictions import draw_calibration, draw_forecast, draw_predictors
 from rl_training.records.report.series import (
     NO_LATER_BATCH,
     Measurements,

@@ -14,7 +14,8 @@ from matplotlib.lines import Line2D
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import is_significant
 from rl_training.records.report.drawing import BLACK, BLUE, GREY, ORANGE, Picture, picture
-from rl_training.records.report.summary import MILLI, MISSING, milli
+from rl_training.records.report.series import MILLI
+from rl_training.records.report.summary import MISSING, milli
 from rl_training.records.report.summary import in_words as estimate_in_words
 
 PLAIN = "plain"

@@ -20,6 +20,7 @@ from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, read_estimates,
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
 BEGAN_ELSEWHERE = "the other sums began in the run that this one continues, whose steps are not recorded here"
 NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"
+MILLI = 1e3  # changes of a step are shown in thousandths
 
 Measurements = Mapping[int, Estimate]  # by the step at which it was measured, in order
 Key = TypeVar("Key")

@@ -9,8 +9,9 @@ from typing import NamedTuple
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
-from rl_training.records.report.forecast import AHEAD, alerts, in_twenty_steps
+from rl_training.records.report.predictions import AHEAD, alerts, in_twenty_steps
 from rl_training.records.report.series import (
+    MILLI,
     NO_LATER_BATCH,
     NO_PROBE,
     Run,
@@ -22,7 +23,6 @@ from rl_training.records.report.series import (
 )
 
 MISSING = "–"
-MILLI = 1e3  # changes of a step are shown in thousandths
 MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
 LAST_STEPS = 10  # over which the present rate is taken
 
