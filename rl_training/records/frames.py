@@ -1,12 +1,5 @@
 """A run's records as pandas DataFrames, for notebooks and analyses of your own.
 
-    from rl_training.records import evaluations, metrics, probes
-
-    metrics("runs/run_…")["reward"].plot()                       # wide: a row per logged step
-    probes("runs/run_…").query("name == 'delta_h/forward'")      # long: a row per estimate
-    evaluations("runs/run_…").query("metric == 'pass@1'")        # long: a row per checkpoint and metric
-    rollouts("runs/run_…").groupby("step")["reward"].mean()      # long: a row per recorded sequence
-
 Of several runs: `pd.concat({run.name: metrics(run) for run in find_runs("runs")}, names=["run"])`.
 """
 

@@ -10,9 +10,8 @@ seeds that ended earlier are left out of its figures. Two groups are compared at
 Several seeds' noise scale is 1 / the mean of 1/B, the signal-to-noise ratio, with the ends of that mean's interval
 turned over; one seed's has Fieller's interval, as its run's own report.
 
-A difference has se² = se₁² + se₂², and Student's t with Welch's degrees of freedom. That the same seeds in two groups
-share data and initial weights is not used: it makes the interval too wide, if anything. Means over logged steps are
-over the same steps in both.
+That the same seeds in two groups share data and initial weights is not used in differences (mathematics/welch.py): it
+makes the interval too wide, if anything. Means over logged steps are over the same steps in both.
 
 Changes of entropy of two runs that are one run up to a branching point are compared from there on: the errors of the
 steps before it are the same in both, and cancel. With `first`, the step after it, whose weights are the same in both,

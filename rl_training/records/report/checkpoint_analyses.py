@@ -143,9 +143,9 @@ def _numbers(content: Mapping[str, Any], name: str) -> Picture:
         axes.axvline(0, color=GREY, lw=1)
         for place in begins:
             axes.axhline(place - 0.5, color=GREY, lw=1)
-        for place, (key, _, color, marker) in enumerate(rows):
+        for place, (key, label, color, marker) in enumerate(rows):
             half = Z_95 * MILLI * results.get(f"{key}_se", math.nan)
-            axes.errorbar(MILLI * results[key], place, xerr=half, fmt=marker, color=color, ms=6, lw=1.6)
+            axes.errorbar(MILLI * results[key], place, xerr=half, fmt=marker, color=color, ms=6, lw=1.6, label=label)
         axes.set_yticks(np.arange(len(rows)), [label for _, label, _, _ in rows])
         axes.set_ylim(len(rows) - 0.5, -0.5)
         axes.set_xlabel("change of token entropy, 1e-3 nats")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,9 +12,9 @@ import matplotlib.style
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.collections import PolyCollection
-from matplotlib.container import BarContainer, ErrorbarContainer
+from matplotlib.container import ErrorbarContainer
 from matplotlib.figure import Figure
-from matplotlib.ticker import FixedLocator, MaxNLocator
+from matplotlib.ticker import MaxNLocator
 
 from rl_training.records.report.series import Curve, Measurements, curve, finite, why_it_ends
 
@@ -192,14 +192,6 @@ def hover_points(axes: Axes) -> list[list[Any]]:
     figure = axes.get_figure()
     assert figure is not None
     found: list[list[Any]] = []
-    for label, x, y, ends in (*_of_lines(axes), *_of_bars(axes)):
-        across, up = figure.transFigure.inverted().transform(axes.transData.transform((x, y)))
-        found.append([round(float(across), 4), round(float(1 - up), 4), _words(axes, label, x, y, ends)])
-    return found
-
-
-def _of_lines(axes: Axes) -> Iterator[tuple[str, float, float, list[Any]]]:
-    """Yields (label, x, y, the ends of each error bar) of the points of curves, dots and error bars."""
     of_bars = {id(bars.lines[0]): bars for bars in axes.containers if isinstance(bars, ErrorbarContainer)}
     for line in axes.get_lines():
         bars = of_bars.get(id(line))
@@ -213,15 +205,10 @@ def _of_lines(axes: Axes) -> Iterator[tuple[str, float, float, list[Any]]]:
         band = {} if bars else _band(axes, label)
         for n in places[:: max(1, math.ceil(len(places) / MOST_POINTS))]:
             x, y = data[n]
-            yield "" if unnamed else label, x, y, [of[n] for of in segments] + band.get(float(x), [])
-
-
-def _of_bars(axes: Axes) -> Iterator[tuple[str, float, float, list[Any]]]:
-    for drawn in axes.containers:
-        for bar in drawn if isinstance(drawn, BarContainer) else ():
-            x, y = bar.get_x() + bar.get_width(), bar.get_y() + bar.get_height() / 2
-            if math.isfinite(x):
-                yield str(drawn.get_label()), x, y, []
+            across, up = figure.transFigure.inverted().transform(axes.transData.transform((x, y)))
+            words = _words(axes, "" if unnamed else label, x, y, [of[n] for of in segments] + band.get(float(x), []))
+            found.append([round(float(across), 4), round(float(1 - up), 4), words])
+    return found
 
 
 def _band(axes: Axes, label: str) -> dict[float, list[Any]]:
@@ -235,12 +222,13 @@ def _band(axes: Axes, label: str) -> dict[float, list[Any]]:
 
 
 def _words(axes: Axes, label: str, x: float, y: float, bars: Sequence[Any]) -> str:
-    """Returns what is said of a point: its name, where it is, and the ends of its error bars."""
-    row = _tick_name(axes, y)
-    title = ", ".join(part for part in (row, label) if part)
-    across = f"step {round(x)}" if axes.get_xlabel() == "optimizer step" and not row else _with_ends(x, bars, 0)
-    told = across if row else f"{across}, {_with_ends(y, bars, 1)}"
-    return f"{title}: {told}" if title else told
+    """Returns what is said of a point: its name, where it is, and the ends of its error bars.
+
+    An axis without a name, as that of rows, has no numbers to say.
+    """
+    across = f"step {round(x)}" if axes.get_xlabel() == "optimizer step" else _with_ends(x, bars, 0)
+    told = f"{across}, {_with_ends(y, bars, 1)}" if axes.get_ylabel() else across
+    return f"{label}: {told}" if label else told
 
 
 def _with_ends(value: float, bars: Sequence[Any], axis: int) -> str:
@@ -249,13 +237,3 @@ def _with_ends(value: float, bars: Sequence[Any], axis: int) -> str:
         if high > low:
             return f"{value:.4g} ({low:.4g} … {high:.4g})"
     return f"{value:.4g}"
-
-
-def _tick_name(axes: Axes, y: float) -> str:
-    """Returns the name of the row at this height, where the rows of a picture have names."""
-    if not isinstance(axes.yaxis.get_major_locator(), FixedLocator):
-        return ""
-    ticks = axes.get_yticks()
-    nearest = int(np.abs(ticks - y).argmin())
-    name = axes.get_yticklabels()[nearest].get_text()
-    return name if abs(ticks[nearest] - y) < 0.5 and any(letter.isalpha() for letter in name) else ""

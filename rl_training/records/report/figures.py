@@ -110,16 +110,13 @@ def _entropy(run: Run) -> Picture:
         "update from the same batch: their shared noise makes it drift away. "
         "The scale on the right is the token entropy itself: at 0 none is left."
     )
-    return picture_of_lines(
-        "entropy.png",
+    title, unit = (
         "Entropy: predicted against measured",
-        caption,
         "change of token entropy\nsince the first step (nats per token)",
-        drawn,
-        [styles[label] for label in drawn],
-        around,
-        missing or [NO_LATER_BATCH] * (not drawn),
     )
+    missing = missing or [NO_LATER_BATCH] * (not drawn)
+    chosen = [styles[label] for label in drawn]
+    return picture_of_lines("entropy.png", title, caption, unit, drawn, chosen, around, missing)
 
 
 def _delta_h(run: Run) -> Picture:
@@ -168,7 +165,7 @@ def _causes(run: Run) -> Picture:
 def _layers(run: Run) -> Picture:
     prefix = "delta_h/layer/"
     parts = {
-        name.removeprefix(prefix): {step: estimate.value for step, estimate in run.known(name).items()}
+        name.removeprefix(prefix): run.values(name)
         for name in run.estimates
         if name.startswith(prefix) and not name.endswith("_sequence")
     }

@@ -26,15 +26,8 @@ CAPTION = (
     "up keeps entropy. All points on a dotted line have the same price; flatter lines are dearer. Running means over "
     "the measured steps, 95 % intervals, for one step; an intervention kept for many steps does more, see the table."
 )
-HEADINGS = [
-    "intervention",
-    "entropy, one step",
-    "entropy, when kept",
-    "reward, one step",
-    "price",
-    "halves the fall, when kept",
-    "note",
-]
+HEADINGS = ["intervention", "entropy, one step", "entropy, when kept", "reward, one step", "price",
+            "halves the fall, when kept", "note"]  # fmt: skip
 MOST_LINES = 3
 ONE_STEP = (
     "All of this is predicted from single steps, and extrapolated linearly for “when kept”. Ten real steps agreed "

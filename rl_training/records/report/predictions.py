@@ -123,7 +123,7 @@ def draw_calibration(run: Run) -> list[Picture]:
 def draw_predictors(run: Run) -> Picture:
     """Returns the picture of delta_h/forward and −Cov(log π, A) of each step against the measured change."""
     truth, source = _measured_changes(run)
-    predicted = {"forward": _values(run, "delta_h/forward"), "−Cov(log π, A), scaled": _values(run, "covariance/token")}
+    predicted = {"forward": run.values("delta_h/forward"), "−Cov(log π, A), scaled": run.values("covariance/token")}
     drawn = {label: sorted(values.keys() & truth.keys()) for label, values in predicted.items()}
 
     def draw(axes: Axes) -> None:
@@ -156,13 +156,9 @@ def scaled(values: np.ndarray, truth: np.ndarray) -> np.ndarray:
 
 def _measured_changes(run: Run) -> tuple[dict[int, float], str]:
     """Returns the measured change by each step's update, and what it was measured on."""
-    true = _values(run, "delta_h/true")
+    true = run.values("delta_h/true")
     if len(true) >= MIN_POINTS:
         return true, "change on separate sequences"
-    entropy = _values(run, "entropy/token")
+    entropy = run.values("entropy/token")
     changes = {step: entropy[after] - entropy[step] for step, after in pairwise(sorted(entropy)) if after == step + 1}
     return changes, "entropy of the next batch minus this one's"
-
-
-def _values(run: Run, name: str) -> dict[int, float]:
-    return {step: estimate.value for step, estimate in run.known(name).items()}

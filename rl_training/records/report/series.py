@@ -62,6 +62,10 @@ class Run:
         """Returns those of this metric's estimates that are finite."""
         return finite(self.measured(name))
 
+    def values(self, name: str) -> dict[int, float]:
+        """Returns the finite values of this metric."""
+        return {step: estimate.value for step, estimate in self.known(name).items()}
+
     def with_interval(self, name: str) -> Measurements:
         """Returns this metric's estimates with the intervals that are recorded beside them, NAME_low and NAME_high."""
         ends = [self.measured(f"{name}_{end}") for end in ("low", "high")]
@@ -89,7 +93,7 @@ class Run:
 
     def token_entropy(self) -> dict[int, float]:
         """Returns token entropy by step, nats: as a probe measured it, else as the trainer logged it."""
-        return {step: e.value for step, e in self.known("entropy/token").items()} or self.logged("entropy")
+        return self.values("entropy/token") or self.logged("entropy")
 
 
 @dataclass(frozen=True)

@@ -226,8 +226,7 @@ def _change_rows(run: Run) -> list[Row]:
 
 
 def _sample_row(run: Run) -> Row:
-    shares = [e.value for e in run.known("ess/advantage_fraction").values()]
-    idle = [e.value for e in run.known("ess/zero_advantage_prompts").values()]
+    shares, idle = (run.values(f"ess/{name}").values() for name in ("advantage_fraction", "zero_advantage_prompts"))
     note = "of the sequences carry the update (Kish size of |A|, mean over steps)"
     if idle:
         note += f"; {statistics.fmean(idle):.0%} of the prompts have zero advantage: all their rewards are equal"

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import re
 import statistics
+from collections import namedtuple
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
@@ -16,12 +17,7 @@ from rl_training.records.report.series import Run
 from rl_training.records.report.summary import milli
 
 TOKEN_CLASS = re.compile(r"^tokens/([^/]+)/([^/]+)/mean_delta_h$")
-KINDS = {
-    "entropy": "entropy at the token",
-    "position": "place in its response",
-    "response": "its response",
-    "text": "its text",
-}
+KINDS = {"entropy": "entropy at the token", "position": "place in its response"}
 STEPS = 5  # of which sequences are shown, from the first recorded one to the last
 OF_A_STEP = 3  # sequences shown, of different prompts
 
@@ -38,7 +34,7 @@ def token_classes(run: Run) -> tuple[list[list[str]], str]:
         share = shares[last].value if changes else 0.0
         if share > 0:
             steps = changes[last].reason
-            rows.append([KINDS.get(kind, kind), name.replace("_", " "), f"{share:.1%}", milli(changes[last])])
+            rows.append([KINDS.get(kind, f"its {kind}"), name.replace("_", " "), f"{share:.1%}", milli(changes[last])])
     return rows, steps
 
 
@@ -55,14 +51,8 @@ def samples_over_time(run: Run) -> list[Mapping[str, Any]]:
     return [row for step in steps for row in found[step].values()]
 
 
-class Gap(NamedTuple):
-    """Why estimates, or only their error bars, are missing: one per reason."""
-
-    reason: str
-    what: str  # "value" | "error bar"
-    names: list[str]
-    first_step: int
-    num_steps: int
+# Why estimates, or only their error bars ("value" or "error bar"), are missing: one per reason.
+Gap = namedtuple("Gap", ["reason", "what", "names", "first_step", "num_steps"])
 
 
 def gaps(run: Run) -> list[Gap]:
