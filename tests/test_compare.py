@@ -21,11 +21,11 @@ from rl_training.records.compare.command import main
 from rl_training.records.compare.final import (
     compare_groups,
     final_figures,
+    fit_law,
     last_common_step,
     since_branching,
 )
 from rl_training.records.compare.groups import branching_steps, common_steps, differences, read_groups
-from rl_training.records.compare.law import fit_law
 from rl_training.records.compare.overlays import _draw_trunks, _frame_the_means, draw_overlays, pool
 from rl_training.records.compare.page import write_comparison
 from rl_training.records.jsonl import METRICS_FILE, Records

@@ -24,9 +24,9 @@ from rl_training.records.evaluated import consolidate, write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.figures import _noise_scale, _reward, draw_figures
+from rl_training.records.report.page import gaps
 from rl_training.records.report.series import BEGAN_ELSEWHERE, curve, naive_of, read_run, why_it_ends
 from rl_training.records.report.summary import MISSING, opening, summarize
-from rl_training.records.report.tables import gaps
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
 HOSTILE = "<script>alert('$\\frac{')</script> [/bold] {{ 7 * 7 }} &amp;"

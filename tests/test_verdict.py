@@ -10,7 +10,7 @@ from rl_training.offline.results import ROWS
 from rl_training.records.analyses import KEYS, verdict
 
 
-def found(predicted: float, measured: float, stderr: float, of_predicted: float = 0.1) -> dict[str, float | None]:
+def found(predicted: float, measured: float, stderr: float, of_predicted: float = 0.1) -> dict[str, float]:
     """Returns results in nats from thousandths: the difference follows."""
     numbers = {"deltaH1": (predicted, of_predicted), "deltaH_true": (measured, of_predicted)}
     numbers["paired_error"] = (predicted - measured, stderr)
@@ -57,10 +57,10 @@ def test_what_is_small_or_noise_is_no_failure(
 
 
 def test_what_is_not_known_is_no_failure_and_a_prediction_may_lack_its_error() -> None:
-    without_bar = {**found(-1.0, 0.0, 0.1), "deltaH1_se": None}
+    without_bar = {**found(-1.0, 0.0, 0.1), "deltaH1_se": math.nan}
     assert "cancel the first" in verdict(1, without_bar)
     assert "cancel the first" in verdict(1, {**without_bar, "deltaH1_se": math.nan})
     for lost in ("paired_error", "paired_error_se", "deltaH1"):
-        assert verdict(1, {**found(-1.0, 0.0, 0.1), lost: None}) == ""
+        assert verdict(1, {**found(-1.0, 0.0, 0.1), lost: math.nan}) == ""
     assert verdict(1, {}) == ""
     assert set(KEYS) <= set(ROWS)

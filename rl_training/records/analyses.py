@@ -141,7 +141,7 @@ def _one_row_per_token(table: pd.DataFrame) -> pd.DataFrame:
     return table.astype({column: float for column in table if column not in ("sequence", "position")})
 
 
-def verdict(step: int, results: Mapping[str, float | None]) -> str:
+def verdict(step: int, results: Mapping[str, float]) -> str:
     """Returns the sentence for a step (counted from 1) at which the first order fails; "" where it holds or is unknown.
 
     It fails where its difference from what was measured on the same sequences is beyond its own error (95 %), and at
@@ -149,20 +149,17 @@ def verdict(step: int, results: Mapping[str, float | None]) -> str:
     second-order difference scales with the square of the step: at η times the step its share of the prediction is η
     times as large. So some η = 1/2, 1/4, … makes it less than half.
 
-    results  of a checkpoint analysis: numbers by key, with `…_se`; None or nan where there is none
+    results  of a checkpoint analysis: numbers by key, with `…_se`; nan where there is none
     """
 
-    def known(key: str) -> float:
-        value = results.get(key)
-        return math.nan if value is None else value
-
-    predicted, _, apart = (known(key) for key in KEYS)
-    size = max(abs(predicted), known("deltaH1_se"))  # the first where the second is nan
-    if not (abs(apart) > Z_95 * known("paired_error_se") and abs(apart) >= HALF * size):
+    known = {f"{key}{se}": results.get(f"{key}{se}", math.nan) for key in KEYS for se in ("", "_se")}
+    predicted, apart = known["deltaH1"], known["paired_error"]
+    size = max(abs(predicted), known["deltaH1_se"])  # the first where the second is nan
+    if not (abs(apart) > Z_95 * known["paired_error_se"] and abs(apart) >= HALF * size):
         return ""
     does = "add to" if apart * predicted <= 0 else "outweigh" if abs(apart) > 1.5 * abs(predicted) else "cancel"
     halvings = math.floor(math.log2(abs(apart) / (HALF * size))) + 1
-    told = (f"{MILLI * known(key):+.3f} ± {MILLI * known(f'{key}_se'):.3f}" for key in KEYS)
+    told = (f"{MILLI * known[key]:+.3f} ± {MILLI * known[f'{key}_se']:.3f}" for key in KEYS)
     return (
         f"Step {step}: higher orders {does} the first: do not trust forward alone at this learning rate. "
         "Predicted {}, measured {}, difference {} (1e-3 nats per token). ".format(*told)

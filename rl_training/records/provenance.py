@@ -27,6 +27,7 @@ SECRET = re.compile(r"((?:token|key|secret|password)\w*=)\S+", re.IGNORECASE)
 
 def provenance() -> dict[str, str]:
     """Returns what is known of this process's code, command and machine, in words."""
+    installed = {distribution.name: distribution.version for distribution in metadata.distributions()}
     return {
         "version": VERSION,
         "commit": _commit(),
@@ -35,7 +36,7 @@ def provenance() -> dict[str, str]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "libraries": ", ".join(f"{name} {version}" for name in LIBRARIES if (version := _version(name))),
+        "libraries": ", ".join(f"{name} {installed[name]}" for name in LIBRARIES if name in installed),
     }
 
 
@@ -50,13 +51,6 @@ def _commit() -> str:
     except (OSError, subprocess.SubprocessError):
         return ""
     return shown[0].strip() + (", with changes that are not committed" if shown[1].strip() else "")
-
-
-def _version(name: str) -> str:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return ""
 
 
 def without_secrets(node: Any, name: str = "") -> Any:

@@ -143,16 +143,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
             workspace = build_workspace(args.entity or "your-entity", args.project, args.name)
             print(workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=2))
         else:
-            account = _entity_of_account()
-            build_workspace(args.entity or account, args.project, args.name).save()
+            with of_an_extra():
+                import wandb
+            if not wandb.login(prompt=False):
+                raise ValueError("this machine has no W&B account: wandb login, or see the view with --dry-run")
+            build_workspace(args.entity or str(wandb.Api().default_entity), args.project, args.name).save()
     except (ImportError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
-
-
-def _entity_of_account() -> str:
-    with of_an_extra():
-        import wandb
-
-    if not wandb.login(prompt=False):
-        raise ValueError("this machine has no W&B account: wandb login, or see the view with --dry-run")
-    return str(wandb.Api().default_entity)

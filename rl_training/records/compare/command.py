@@ -33,7 +33,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from rl_training.records.compare.page import write_comparison
         from rl_training.records.report import print_summary, write_report
 
-        if len(chosen.runs) == 1 and not _holds_runs(Path(chosen.runs[0])):
+        first = Path(chosen.runs[0])
+        holds_runs = not (first / LOGS_FOLDER).is_dir() and any(first.rglob(LOGS_FOLDER))
+        if len(chosen.runs) == 1 and not holds_runs:
             if chosen.out:
                 raise ValueError("--out is for a comparison: the report of one run lies in its folder, RUN/report/")
             write_report(chosen.runs[0])
@@ -43,8 +45,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(*findings, f"Comparison: {page}", sep="\n")
     except (OSError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
-
-
-def _holds_runs(folder: Path) -> bool:
-    """Returns whether this is a folder of runs, not a run."""
-    return folder.is_dir() and not (folder / LOGS_FOLDER).is_dir() and any(folder.rglob(LOGS_FOLDER))

@@ -11,9 +11,8 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.records.compare.final import mean_noise_scale, mean_over_runs, noise_scales
+from rl_training.records.compare.final import FittedLaw, mean_noise_scale, mean_over_runs, noise_scales
 from rl_training.records.compare.groups import Group, branching_steps
-from rl_training.records.compare.law import FittedLaw
 from rl_training.records.evaluated import IN_TRAINING, largest_pass_at
 from rl_training.records.report.drawing import BAND_OF, GREY, Picture, frame_shares, legend, picture, running_window
 from rl_training.records.report.series import Measurements, Run, curve, finite

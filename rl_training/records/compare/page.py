@@ -16,11 +16,11 @@ from rl_training.records.compare.final import (
     begun,
     compare_groups,
     final_figures,
+    fit_law,
     last_common_step,
     members_at,
 )
 from rl_training.records.compare.groups import Group, branching_steps, differences, read_groups
-from rl_training.records.compare.law import fit_law
 from rl_training.records.compare.overlays import draw_law, draw_overlays
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE

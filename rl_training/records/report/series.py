@@ -125,17 +125,14 @@ def read_run(folder: Path) -> Run:
     Raises FileNotFoundError when there are none, and ValueError when they cannot be read, naming the file.
     """
     logs = folder / LOGS_FOLDER
-    try:
-        metrics, rows = read_metrics(logs), read_estimates(logs)
-    except (FileNotFoundError, NotADirectoryError):
-        metrics = rows = []
+    metrics = read_metrics(logs) if (logs / METRICS_FILE).is_file() else []
     if not metrics:
         raise FileNotFoundError(
             f"{logs / METRICS_FILE} is missing or holds no complete line: give the folder of a run that has logged "
             "at least one step, the one that holds logs/. A trainer with logging_steps=1 logs each step"
         )
     estimates: dict[str, dict[int, Estimate]] = {}
-    for row in rows:
+    for row in read_estimates(logs):
         estimates.setdefault(str(row["name"]), {})[int(row["step"])] = _to_estimate(row)
     evaluations: dict[str, dict[str, dict[int, Estimate]]] = {}
     for name, table in read_tables(folder).items():
