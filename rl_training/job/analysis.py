@@ -77,18 +77,17 @@ def read_plan(cfg: DictConfig) -> Plan:
     """Returns the plan that the configuration describes. Raises ValueError for whatever the user got wrong in it."""
     analysis = check_analysis(cfg)
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    kernel = dict(values["kernel"])
-    plan = Plan(
-        values,
-        _result_files(values),
-        analysis,
-        KernelSettings(**kernel) if kernel.pop("enabled") else None,
-        SweepSettings(**values["sweep"]),
-        InterventionSettings(**values["interventions"]),
-        LogSettings(**values["log"]),
+    kernel, sweep = dict(values["kernel"]), SweepSettings(**values["sweep"])
+    refuse_sweep(sweep, analysis)
+    return Plan(
+        values=values,
+        analysis=analysis,
+        kernel=KernelSettings(**kernel) if kernel.pop("enabled") else None,
+        sweep=sweep,
+        interventions=InterventionSettings(**values["interventions"]),
+        log=LogSettings(**values["log"]),
+        results=_result_files(values),  # last: it reads the checkpoints
     )
-    refuse_sweep(plan.sweep, analysis)
-    return plan
 
 
 def _result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
