@@ -103,7 +103,7 @@ def train(tmp_path: Path, *arguments: str, **env: str) -> Command:
         (["probes.simple.validate_sequences=512"], "give probe=[simple,ground_truth] probes.ground_truth.seq"),
         (["data=arithmetic", "+data.num_train=3"], "has 3 prompts, and a rollout needs 8"),
         (["~trainer"], "is missing: a run needs it"),
-        (["model=null"], "Config group override must be a string or a list"),
+        (["model=null"], "model=null: give a name"),
         (["trainer.learning_rate=1e10"], "step 2"),
         (["trainer.learning_rate=1e10", "buffer=filtered", "probe=none"], "step 2: the policy's probabilities are nan"),
     ],

@@ -56,6 +56,9 @@ def explain(error: BaseException) -> str:
         )
     if isinstance(error, OmegaConfBaseException) and "is not in struct" in message:
         return f"{error.full_key} is missing: a run needs it, so it cannot be removed"
+    if message.startswith("Config group override must be a string"):
+        chosen = [arg for arg in sys.argv[1:] if arg.endswith("=null") and (CONF / arg.removesuffix("=null")).is_dir()]
+        return f"{' '.join(chosen)}: give a name, see --help; for several groups it can be none"
     setting = re.search(r"Could not override '([^']+)'", message)
     if setting:
         return f"{setting.group(1)}: {_no_such_setting(setting.group(1))}"

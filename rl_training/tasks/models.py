@@ -40,6 +40,8 @@ def load_causal_lm(
         model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
         tokenizer = AutoTokenizer.from_pretrained(name, padding_side="left")
     except Exception as error:  # each missing or damaged file raises an error of its own library's
+        if str(name).startswith(("/", ".", "~")) and not Path(name).is_dir():
+            raise ValueError(f"model.name={name}: there is no such folder") from error
         raise ValueError(
             f"no model could be loaded from model.name={name}: {type(error).__name__}: {error}\n"
             "Give model.name=FOLDER with config.json, weights and tokenizer files as save_pretrained writes them, "
