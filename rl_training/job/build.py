@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 import tempfile
 from collections.abc import Sequence
@@ -18,6 +17,7 @@ from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.alert import EntropyAlert
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.job.command_line import libraries_refuse
+from rl_training.job.explain import did_you_mean
 from rl_training.job.loggers import put_loggers
 from rl_training.job.run import StepProgress, StopAtStepEnd, TrainingRun
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
@@ -156,9 +156,8 @@ def _check_fields(trainer: DictConfig) -> None:
             if names <= {"float", "int", "bool", "None"} and (value is not None or "None" not in names):
                 check_kind(f"trainer.{name}", value, kinds[0](), ", or null" * ("None" in names))
         elif name != "_target_":
-            close = difflib.get_close_matches(name, fields, n=3)
-            hint = f"did you mean {' or '.join(f'trainer.{c}' for c in close)}?" if close else "see trl.GRPOConfig"
-            raise ValueError(f"trainer.{name} is not a field of DrGRPOConfig: {hint}")
+            hint = did_you_mean(name, {field: f"trainer.{field}" for field in fields})
+            raise ValueError(f"trainer.{name} is not a field of DrGRPOConfig, see trl.GRPOConfig{hint}")
 
 
 def _check_sharding(trainer: DrGRPOTrainer) -> None:
