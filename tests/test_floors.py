@@ -55,7 +55,7 @@ LIBRARIES = {
     "hosts": {"torch", "numpy"},
     "hosts/trl": {"torch", "transformers", "numpy", *LOOPS},  # deepspeed only while it trains
     "hosts/verl": {"torch", "tensordict", "verl", "ray", "hydra", "omegaconf"},
-    "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich", "matplotlib", "yaml"},
+    "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich", "matplotlib", "yaml", "pandas"},
     "tasks": {
         "tqdm",
         "torch", "transformers", "tokenizers", "datasets", "numpy", "math_verify", "sympy", "latex2sympy2_extended",

@@ -37,8 +37,7 @@ def main() -> None:
 def run(folders: list[Path], without: list[str], out: Path | None) -> None:
     """Prints a column of numbers for each kernel, what if, and writes reports and, for several, the evolution."""
     # Here, because --help waits for no slow import.
-    from rich.console import Console
-    from rich.table import Table
+    import pandas as pd
 
     from rl_training.offline.kernel_report import write_evolution, write_report
     from rl_training.offline.kernel_what_if import chooser, what_if
@@ -55,12 +54,7 @@ def run(folders: list[Path], without: list[str], out: Path | None) -> None:
             column |= {f"without {text}: {key}": value for key, value in what_if(structure, choose(structure)).items()}
         columns.append(column)
         print(write_report(folder))
-    table = Table()
-    for title in ("", *(f"step {column['step']}" for column in columns)):
-        table.add_column(title, no_wrap=True)
-    for key in list(columns[0])[1:]:
-        table.add_row(key, *(f"{column[key]:.3g}" for column in columns))
-    Console(soft_wrap=True, markup=False, emoji=False).print(table)  # what was typed stays as it was
+    print(pd.DataFrame(columns).set_index("step").T.to_string(float_format="{:.3g}".format))
     if out is not None:
         write_evolution(structures, columns, out)
 

@@ -7,13 +7,13 @@ step's own P, by the same hashes.
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 
+import pandas as pd
 import torch
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -62,7 +62,7 @@ def write_report(folder: Path) -> Path:
         "clusters": _members(distinct, clusters), "log_probabilities": predictions(s),
     }  # fmt: skip
     for name, rows in tables.items():
-        write_csv(folder / f"{name}.csv", rows)
+        pd.DataFrame(rows).to_csv(folder / f"{name}.csv", index=False)
     place = {distinct.rows[n]["hash"]: position for position, n in enumerate(dendrogram.tolist())}
     buffers = {"evaluation": s.evaluation, "update": s.update}
     orders = {
@@ -112,12 +112,9 @@ def _about(s: Structure, distinct: Distinct) -> str:
 
 def _members(distinct: Distinct, clusters: Tensor) -> list[Row]:
     """Returns a row for each distinct text, cluster by cluster."""
-    rows = [
-        {"cluster": int(cluster), "text": row["prompt"] + row["response"],
-         **{key: row[key] for key in ("times", "reward", "logp", "tokens", "buffer", "prompt_hash")}}
-        for row, cluster in zip(distinct.rows, clusters, strict=True)
-    ]  # fmt: skip
-    return sorted(rows, key=lambda row: row["cluster"])
+    rows = pd.DataFrame(distinct.rows).assign(cluster=clusters, text=lambda row: row["prompt"] + row["response"])
+    columns = ["cluster", "text", "times", "reward", "logp", "tokens", "buffer", "prompt_hash"]
+    return rows.sort_values("cluster", kind="stable")[columns].to_dict("records")
 
 
 def _order(keys: Sequence[tuple[str, str]] | Sequence[int]) -> list[int]:
@@ -162,14 +159,6 @@ def signed_root(values: Tensor) -> Tensor:
     return values.sign() * values.abs().sqrt()
 
 
-def write_csv(path: Path, rows: Sequence[Row]) -> None:
-    """Writes rows with the same keys as a table."""
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]) if rows else [])
-        writer.writeheader()
-        writer.writerows(rows)
-
-
 # --- over training ----------------------------------------------------------------------------------------------------
 
 
@@ -188,7 +177,7 @@ def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], fol
         {**columns[n], **_numbers(s, own, within[0] if alike else None), "participation_ratio_E": ratio}
         for n, s, own, ratio, alike in zip(order, ordered, within, ratios, same_texts, strict=True)
     ]
-    write_csv(folder / "evolution.csv", rows)
+    pd.DataFrame(rows).to_csv(folder / "evolution.csv", index=False)
     _draw_numbers(rows, folder / "evolution.png")
     _draw_cosines(rows, within, all(same_texts), folder / "evolution_cosines.png")
     _draw_spectrum(rows, within, folder / "evolution_spectrum.png")

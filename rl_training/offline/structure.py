@@ -18,6 +18,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import torch
 from torch import Tensor
 
@@ -117,14 +118,9 @@ def pair_table(s: Structure) -> list[Row]:
 
 
 def _distribution(cosine: Tensor) -> Row:
-    own = cosine[cosine.isfinite()]
-    if not len(own):
-        own = own.new_tensor([math.nan])
-    return {
-        "cosine_mean": float(own.mean()),
-        "cosine_sd": float(own.std()) if len(own) > 1 else math.nan,
-        **{f"cosine_{q}": float(own.quantile(q / 100)) for q in (5, 50, 95)},
-    }
+    own = pd.Series(cosine)  # which leaves nan out
+    quantiles = {f"cosine_{q}": own.quantile(q / 100) for q in (5, 50, 95)}
+    return {"cosine_mean": own.mean(), "cosine_sd": own.std(), **quantiles}
 
 
 def cosine_table(s: Structure) -> list[Row]:
