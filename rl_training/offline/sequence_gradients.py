@@ -156,8 +156,9 @@ class Recording:
                 hooks.enter_context(use.y.register_hook(functools.partial(on_backward, number)))
             # Only gradients between roots and outputs are calculated: none of a parameter, nothing in `.grad`.
             torch.autograd.grad(outputs, self._roots, weights, retain_graph=keep_graph)
-        for use in missing.values():
-            raise ValueError(f"no gradient came back to {use.owner.path}: its share of the gradients is missing")
+        if missing:
+            path = next(iter(missing.values())).owner.path
+            raise ValueError(f"no gradient came back to {path}: its share of the gradients is missing")
 
 
 def _refuse_unknown_kinds(path: str, module: nn.Module, names: Mapping[str, str]) -> None:
