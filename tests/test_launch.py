@@ -21,7 +21,6 @@ print(f"launcher: exit {code}", file=sys.stderr)
 SCRIPT = """
 import sys
 from rl_training.job.command_line import run_command
-from rl_training.job.values import Range
 from rl_training.job.command_line import Launch
 def main():
     Range(int, 1).check(Launch.of_this_process().typed, 0)

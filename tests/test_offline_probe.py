@@ -18,9 +18,9 @@ from test_offline import RUN, checkpoint, composed, run  # noqa: F401
 from rl_training import OfflineEntropyProbe
 from rl_training.job.analysis import analyse_checkpoints
 from rl_training.job.build import build_run
+from rl_training.job.explain import flat
 from rl_training.job.offline_probe import CHOICES, SETTINGS, main
 from rl_training.job.shipped import CONF, PROBE_CONFIGS
-from rl_training.job.values import flat
 from rl_training.offline.results import read_result
 from rl_training.records import probe_logs, read_probe_log
 from rl_training.records.atomic_write import write_atomically

@@ -17,12 +17,11 @@ from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.alert import EntropyAlert
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.job.command_line import libraries_refuse
-from rl_training.job.explain import did_you_mean
+from rl_training.job.explain import check_kind, did_you_mean, make
 from rl_training.job.loggers import put_loggers
 from rl_training.job.run import StepProgress, StopAtStepEnd, TrainingRun
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
 from rl_training.job.settings import check_run, check_settings
-from rl_training.job.values import check_kind, make
 from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.restored import RestoredTrainer, restore
 from rl_training.records.checkpoints import steps_taken

@@ -24,9 +24,9 @@ from rl_training.evaluation.metrics import BUILT_IN, Metric
 from rl_training.evaluation.policy import load_policy
 from rl_training.evaluation.responses import Response, batches_of, choose_rows, generate_responses
 from rl_training.evaluation.workers import Send, run_in_process
+from rl_training.job.explain import differences, make
 from rl_training.job.run_settings import load_settings
 from rl_training.job.settings import check_evaluation
-from rl_training.job.values import differences, make
 from rl_training.records.checkpoints import checkpoints_of
 from rl_training.records.evaluated import EVALUATIONS, SETTINGS, read_step, write_settings
 from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE

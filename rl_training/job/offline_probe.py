@@ -20,10 +20,9 @@ from typing import Any
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from rl_training.job.explain import as_text, did_you_mean, load_plain
+from rl_training.job.explain import as_text, check_kind, did_you_mean, flat, load_plain
 from rl_training.job.run_settings import gather_run_settings, load_settings
 from rl_training.job.shipped import CONF, PROBE_CONFIGS
-from rl_training.job.values import check_kind, flat
 from rl_training.records.folder import CONFIG_FILE
 
 # A configuration's keys, and what they are called on offline.py's command line.

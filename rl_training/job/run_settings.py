@@ -21,10 +21,9 @@ from hydra.core.override_parser.types import Override
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.job.explain import GONE, as_text, did_you_mean, load_plain
+from rl_training.job.explain import GONE, as_text, did_you_mean, differences, flat, load_plain
 from rl_training.job.settings import SAME_AS, value_of
 from rl_training.job.shipped import CONF
-from rl_training.job.values import differences, flat
 from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
 from rl_training.records.provenance import without_secrets
 

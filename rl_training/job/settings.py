@@ -15,9 +15,8 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.extras import EXTRA_OF, how_to_install
-from rl_training.job.explain import GONE, did_you_mean, load_plain, quoted
+from rl_training.job.explain import GONE, Range, check_kind, did_you_mean, load_plain, quoted, refuse_other_kinds
 from rl_training.job.shipped import CONF
-from rl_training.job.values import Range, check_kind, refuse_other_kinds
 from rl_training.offline.settings import Settings
 from rl_training.records.folder import TRAINING_STATE
 
