@@ -20,8 +20,8 @@ print(f"launcher: exit {code}", file=sys.stderr)
 """
 SCRIPT = """
 import sys
-from rl_training.job.command_line import run_command
-from rl_training.job.command_line import Launch
+from rl_training.job.command_line import Launch, run_command
+from rl_training.job.explain import Range
 def main():
     Range(int, 1).check(Launch.of_this_process().typed, 0)
 run_command(main)
