@@ -394,6 +394,7 @@ def test_the_page_fetches_nothing_and_obeys_nothing(tmp_path: Path) -> None:
     html = write_comparison([tmp_path], tmp_path)[0].read_text(encoding="utf-8")
     assert not any(word in html for word in ("http://", "https://", "url(", "@import", "<script>alert", "<i>"))
     assert html.count("data:image/png;base64,") == 6  # reward, entropy, change, two evaluated metrics, the law
+    assert "The best checkpoint" in html
 
 
 def test_every_picture_says_which_group_has_nothing_to_show_in_it(tmp_path: Path) -> None:

@@ -6,9 +6,10 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.welch import is_significant
+from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.compare.command import COMPARISON_FILE
 from rl_training.records.compare.final import (
@@ -20,11 +21,12 @@ from rl_training.records.compare.final import (
     last_common_step,
     members_at,
 )
-from rl_training.records.compare.groups import Group, branching_steps, differences, read_groups
+from rl_training.records.compare.groups import Group, Member, branching_steps, differences, read_groups
 from rl_training.records.compare.overlays import draw_law, draw_overlays
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.page import render
+from rl_training.records.report.series import finite
 from rl_training.records.report.summary import in_words
 
 IN_WORDS = ("reward", "token entropy")  # differences that the page opens with
@@ -72,6 +74,7 @@ def render_comparison(groups: Sequence[Group]) -> tuple[str, list[str]]:
         pairs=pairs,
         pair_figures=_by_label([pair.figures for pair in pairs]),
         branched=bool(branching_steps(groups)),
+        best=[row for group in groups for member in group.members for row in _best_rows(member)],
         pictures=[*draw_overlays(groups), draw_law(groups, laws)],
         laws=laws,
     )
@@ -112,3 +115,14 @@ def _run_rows(group: Group) -> Iterator[tuple[str, ...]]:
         steps = f"{member.last_step} of {member.planned_steps}" if member.planned_steps else str(member.last_step)
         when = time.strftime("%Y-%m-%d %H:%M UTC", written)
         yield group.letter, member.run.name, member.seed, steps, when, note
+
+
+def _best_rows(member: Member) -> Iterator[dict[str, Any]]:
+    """Yields the checkpoint with the largest mean reward, for each evaluation that has errors."""
+    for evaluation, metrics in sorted(member.run.evaluations.items()):
+        by_step = {s: e for s, e in finite(metrics.get("reward", {})).items() if math.isfinite(e.stderr)}
+        if by_step:
+            best = max(by_step, key=lambda step: by_step[step].value)
+            near = [s for s, e in by_step.items() if s != best and not is_significant(difference(by_step[best], e))]
+            reward = by_step[best]
+            yield {"run": member.run.name, "evaluation": evaluation, "step": best, "reward": reward, "near": near}
