@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import io
 import json
 import os
 import shlex
@@ -163,14 +162,16 @@ def in_one_line(error: BaseException) -> str:
 def importing() -> Iterator[None]:
     """A context for slow imports, which --help does not wait for: with garbage collection off, an eighth less time.
 
-    Later collections skip the imported objects: they live as long as the process. What libraries print while they are
-    imported is not shown: transformers says that W&B is offline, used or not.
+    Later collections skip the imported objects: they live as long as the process. transformers, which would print that
+    W&B is offline, used or not, is not told so meanwhile.
     """
     gc.disable()
+    mode = os.environ.pop("WANDB_MODE", None)
     try:
-        with contextlib.redirect_stdout(io.StringIO()):
-            yield
+        yield
     finally:
+        if mode is not None:
+            os.environ["WANDB_MODE"] = mode
         gc.freeze()
         gc.enable()
 

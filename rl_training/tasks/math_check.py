@@ -224,6 +224,7 @@ def _serve() -> None:
     except ImportError as error:
         reply({"failure": str(error)})
         return
+    signal.alarm(0)
     reply({"failure": None})
     with contextlib.suppress(BrokenPipeError, MemoryError):  # the trainer is gone; what is left is not to be trusted
         for line in sys.stdin:
