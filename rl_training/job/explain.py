@@ -107,7 +107,8 @@ def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
         return instantiate(node, _convert_="all", **values)
     except InstantiationException as error:
         cause = error.__cause__
-        if isinstance(cause, ValueError | OSError) or (isinstance(cause, ImportError) and cause.name):
+        told = isinstance(cause, ValueError | OSError) or (isinstance(cause, ImportError) and cause.name)
+        if cause is not None and (told or isinstance(cause, MemoryError | RuntimeError)):  # short memory is either
             raise cause from None  # of a maker's own, in its words
         raise ValueError(f"{key}: {' '.join(str(cause or error).split())}") from error
 
