@@ -183,10 +183,10 @@ def test_whole_prompts_give_a_plain_trainer_the_forward_estimate(make_trainer) -
             ]
 
 
-def test_whole_prompt_order_trains_on_the_same_sequences(make_trainer) -> None:
-    batches = []
+def test_whole_prompt_order_trains_on_the_same_sequences_and_draws_the_same_numbers(make_trainer) -> None:
+    batches, streams = [], []
     for whole in (False, True):
-        witness, trainer = Witness(), make_trainer(GRPOTrainer)
+        witness, trainer = Witness(), make_trainer(GRPOTrainer, max_steps=1)
         with attach(trainer, [witness], whole_prompts=whole):
             trainer.train()
         rollout = witness.steps[0].batch.rollout
@@ -194,7 +194,9 @@ def test_whole_prompt_order_trains_on_the_same_sequences(make_trainer) -> None:
             rollout.completion_ids.tolist(), rollout.advantages.tolist(), rollout.prompt_ids.tolist(), strict=True
         )
         batches.append(sorted(rows))
+        streams.append(torch.random.get_rng_state())
     assert batches[0] == batches[1]
+    assert torch.equal(*streams)
 
 
 def test_nothing_is_left_on_the_trainer_after_remove(make_trainer) -> None:
