@@ -72,7 +72,6 @@ class TrainerPolicy(Policy):
         return super().has_reference or (self._trainer.ref_model is not None and not is_cut)
 
     def reference_logps(self, rollout: Rollout) -> Tensor | None:
-        """Returns the log-probabilities of that model, (B, T), as a measurement; None where there is none."""
         if not self.has_reference or self._trainer.ref_model is None:
             return super().reference_logps(rollout)
         return self.score_rollout(rollout, self._scorer_of(self._trainer.ref_model)).logps
@@ -91,11 +90,10 @@ class TrainerPolicy(Policy):
         return Scores(logps, entropies, scores.mask)
 
     def sample(self, num_sequences: int, seed: int) -> Rollout:
-        """Returns this rank's share of `num_sequences` fresh responses, one each to random prompts of the training set.
+        """Returns this rank's share of so many fresh responses: see Policy. There are no advantages: nan.
 
         Prompts are drawn with replacement, so that sequences are independent; `prompt_index` numbers the draws over all
-        ranks, of which rank r has r, r + ranks, ... The same seed gives the same prompts and the same random numbers at
-        each place in each response, whatever the parameters: common random numbers. There are no advantages: nan.
+        ranks, of which rank r has r, r + ranks, ...
         """
         trainer, accelerator = self._trainer, self._trainer.accelerator
         if not hasattr(trainer.train_dataset, "__len__"):
@@ -121,7 +119,6 @@ class TrainerPolicy(Policy):
         return as_rollout(trainer, prompt_ids, completion_ids, mine)
 
     def decode(self, ids: Tensor) -> str:
-        """Returns the text of one sequence of tokens, as TRL decodes completions."""
         return self._trainer._tokenizer.decode(ids, skip_special_tokens=True)
 
 

@@ -67,11 +67,7 @@ class RemediedLoss:
             self._silent_share = silent_share(rollout.advantages, rollout.prompt_index, all_ranks().reduce)
 
     def __call__(self, loss: Tensor, rollout: Rollout, scores: Scores, reference_logps: Tensor | None) -> Tensor:
-        """Returns the loss of a microbatch with the gradient that the interventions ask for.
-
-        scores           with graph, those that the loss is made of
-        reference_logps  (b, T), where the trainer has them
-        """
+        """Returns the loss of a microbatch, made of these scores, with the gradient that the interventions ask for."""
         if not self.on_loss:
             return loss
         c, d = torch.autograd.grad(loss, [scores.logps, scores.entropies], retain_graph=True, allow_unused=True)

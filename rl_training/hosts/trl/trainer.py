@@ -91,10 +91,9 @@ class SaveBetweenRollouts(TrainerCallback):
 
 @contextlib.contextmanager
 def settings_kept(trainer: GRPOTrainer) -> Iterator[None]:
-    """A context in which optimizer and schedule are loaded from a checkpoint, but keep this trainer's settings.
+    """A context in which moments and the position in the schedule are loaded from a checkpoint, and nothing else.
 
-    Moments and the position in the schedule come from the checkpoint; learning rates, betas, weight decay and when to
-    save do not. ValueError where they cannot be kept.
+    Learning rates, betas, weight decay and when to save are this trainer's. ValueError where they cannot be kept.
     """
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     if trainer.is_deepspeed_enabled or not isinstance(schedule, LambdaLR):
