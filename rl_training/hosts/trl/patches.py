@@ -117,23 +117,17 @@ def check_behaviour(trainer: GRPOTrainer) -> None:
         return
     device = next(trainer.model.parameters()).device
     ids = torch.tensor([[0, 1, 2, 3]], device=device)
+    method = trainer._get_per_token_logps_and_entropies
+    if inspect.ismethod(method):  # less TRL's decorator, which logs its duration to dashboards that are not open yet
+        method = types.MethodType(inspect.unwrap(method.__func__), method.__self__)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []), torch.enable_grad():
-        found = _without_profiling(trainer._get_per_token_logps_and_entropies)(
-            trainer.model, ids, torch.ones_like(ids), logits_to_keep=2, compute_entropy=True
-        )
+        found = method(trainer.model, ids, torch.ones_like(ids), logits_to_keep=2, compute_entropy=True)
     scores = "GRPOTrainer._get_per_token_logps_and_entropies"
     _demand(isinstance(found, tuple) and len(found) == 3, f"{scores} does not return three values")
     for name, values in zip(("log-probabilities", "entropies"), found, strict=False):
         shape = f"of shape {tuple(values.shape)}" if isinstance(values, torch.Tensor) else "no tensor"
         _demand(shape == "of shape (1, 2)", f"the {name} of {scores} are {shape}")
     _demand(found[0].grad_fn is not None, f"the log-probabilities of {scores} have no graph")
-
-
-def _without_profiling(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns the method without TRL's decorator, which logs its duration to dashboards that are not open yet."""
-    if not inspect.ismethod(method):
-        return method
-    return types.MethodType(inspect.unwrap(method.__func__), method.__self__)
 
 
 def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) -> None:

@@ -10,8 +10,7 @@ NumPy and torch, the train / eval mode of every module, gradient checkpointing, 
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -127,11 +126,16 @@ def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[l
 
     The response to a prompt depends on the seed, and on the prompts that are in the batch with it.
     """
-    device = trainer.accelerator.device
-    with generating(trainer):
-        prompt_ids = [torch.tensor(ids, device=device) for ids in trainer._tokenize_prompts(list(prompts))[0]]
-        seed_torch(*seed, device=device)
-        return prompt_ids, _generate(trainer, prompt_ids)
+    device, own = trainer.accelerator.device, vars(trainer.model).pop("forward", None)  # accelerate's, with autocast
+    try:
+        # Not inference mode: what a model caches under it (rotary tables) would break training's next forward pass.
+        with torch.no_grad(), streams_put_back(device), measuring(trainer.model):
+            prompt_ids = [torch.tensor(ids, device=device) for ids in trainer._tokenize_prompts(list(prompts))[0]]
+            seed_torch(*seed, device=device)
+            return prompt_ids, _generate(trainer, prompt_ids)
+    finally:
+        if own is not None:
+            trainer.model.forward = own
 
 
 def as_rollout(
@@ -186,21 +190,6 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
     is_end = torch.isin(completions, torch.tensor(trainer.eos_token_ids, device=completions.device))
     lengths = (is_end.cumsum(dim=1) - is_end.long() == 0).sum(dim=1)  # tokens with no end before them
     return [row[:length] for row, length in zip(completions, lengths.tolist(), strict=True)]
-
-
-@contextlib.contextmanager
-def generating(trainer: GRPOTrainer) -> Iterator[None]:
-    """A context to sample in: a measurement's precision, no graph, random streams restored at the end.
-
-    Not inference mode: what a model caches under it (rotary tables) would break the next forward pass of training.
-    """
-    own = vars(trainer.model).pop("forward", None)  # accelerate's, in an autocast of its own
-    try:
-        with torch.no_grad(), streams_put_back(trainer.accelerator.device), measuring(trainer.model):
-            yield
-    finally:
-        if own is not None:
-            trainer.model.forward = own
 
 
 def why_sampling_mismatch(trainer: GRPOTrainer) -> str:
