@@ -17,7 +17,6 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 
 from rl_training.engine.capabilities import NO_SAMPLING_LOGPS
 from rl_training.engine.entropy_gradients import importance_ratios
@@ -40,16 +39,27 @@ class EffectiveSampleSizeProbe(Probe):
     name = "ess"
 
     def prepare(self, step: Step) -> None:
-        ratios = importance_ratios(step.batch)
-        ratio_sums = kish_sums(ratios) if ratios is not None else step.batch.scores.logps.new_full((2,), torch.nan)
-        sums = step.ranks.reduce(torch.cat([ratio_sums.double(), _sums(step)])).tolist()
-        *size_sums, num_sequences, num_zero, num_prompts, num_zero_prompts = sums
+        batch, known = step.batch, step.capabilities
+        order = batch.rollout.prompt_index.argsort()  # a prompt's responses side by side
+        advantages, split = batch.rollout.advantages[order], known.split_prompts
+        num_prompts, num_zero_prompts = 0, advantages.new_zeros(())
+        if not split:  # else zero is exactly 0: rounding cannot be told from a small advantage
+            by_prompt = without_rounding(advantages.view(-1, batch.responses_per_prompt))
+            num_prompts, num_zero_prompts = len(by_prompt), (by_prompt == 0).all(dim=1).sum()
+            advantages = by_prompt.flatten()
+        lengths, ratios = batch.rollout.completion_mask[order].sum(dim=1), importance_ratios(batch)
+        of_ratios = advantages.new_full((2,), torch.nan) if ratios is None else kish_sums(ratios)
+        sizes = [of_ratios, kish_sums(advantages), kish_sums(advantages.double() * lengths)]
+        counts = advantages.new_tensor([len(advantages), num_prompts], dtype=torch.float64)
+        zeros = torch.stack([count.double() for count in ((advantages == 0).sum(), num_zero_prompts)])
+        sums = step.ranks.reduce(torch.cat([part.double() for part in (*sizes, counts, zeros)])).tolist()
+        *size_sums, num_sequences, num_prompts, num_zero, num_zero_prompts = sums
 
         def estimate(value: float, reason: str = "") -> Estimate:
             return Estimate(math.nan if reason else value, math.nan, int(num_sequences), reason or NO_ERROR_BAR)
 
-        importance, split = kish_size_of_sums(*size_sums[:2]), step.capabilities.split_prompts
-        no_importance = step.capabilities.sampling_mismatch or (NO_SAMPLING_LOGPS if math.isnan(importance) else "")
+        importance = kish_size_of_sums(*size_sums[:2])
+        no_importance = known.sampling_mismatch or (NO_SAMPLING_LOGPS if math.isnan(importance) else "")
         self._answers = {
             "ess/zero_advantage": estimate(num_zero / num_sequences),
             "ess/zero_advantage_prompts": estimate(math.nan if split else num_zero_prompts / num_prompts, split),
@@ -59,23 +69,3 @@ class EffectiveSampleSizeProbe(Probe):
             size = kish_size_of_sums(*sums)
             reason = (NO_WEIGHT if sums[1] == 0 else NOT_FINITE) if math.isnan(size) else ""
             self._answers |= {name: estimate(size, reason), f"{name}_fraction": estimate(size / num_sequences, reason)}
-
-
-def _sums(step: Step) -> Tensor:
-    """Returns this rank's (8,) sums: of |A| and A², of |A|T and (AT)²; sequences, zero ones; prompts, zero ones.
-
-    Zero is exactly 0: where prompts are not complete, `without_rounding` cannot tell rounding from a small advantage.
-    """
-    batch = step.batch
-    order = batch.rollout.prompt_index.argsort()  # a prompt's responses side by side
-    advantages = batch.rollout.advantages[order]
-    num_prompts, num_zero_prompts = 0, advantages.new_zeros(())
-    if step.capabilities.complete_prompts:
-        by_prompt = without_rounding(advantages.view(-1, batch.responses_per_prompt))
-        num_prompts, num_zero_prompts = len(by_prompt), (by_prompt == 0).all(dim=1).sum()
-        advantages = by_prompt.flatten()
-    lengths = batch.rollout.completion_mask[order].sum(dim=1)
-    num_zero = (advantages == 0).sum()
-    sizes = [kish_sums(advantages), kish_sums(advantages.double() * lengths)]
-    counts = [num_zero.new_tensor(len(advantages)), num_zero, num_zero.new_tensor(num_prompts), num_zero_prompts]
-    return torch.cat([*sizes, torch.stack([count.double() for count in counts])])

@@ -23,7 +23,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rl_training.engine.entropy_change import PRODUCTS, EntropyChange, levels_of_folds
+from rl_training.engine.entropy_change import PRODUCTS, levels_of_folds
 from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.quantities import Quantity
@@ -88,7 +88,15 @@ class SimpleEntropyProbe(Probe):
             if step.capabilities.sampling_mismatch:
                 self._answers |= visited_entropy(step)
             return
-        rows = [*change.quantities.values(), *self._sums(change)]
+        of_batch = [change.quantities[name] for name in ("entropy", "forward", "backward")]
+        level, forward, backward = (Term(row.value, row.stderr, row.batches) for row in of_batch)
+        closed = self._sum.add(change.number, BatchTerms(level, forward, backward, change.stderrs[-1]))
+        no_trapezoid = change.why_no_backward or change.why_no_forward or HALF
+        sums = [
+            Quantity(name, term.value, term.stderr, change.number - 1, reason, term.batches)
+            for name, term, reason in zip(SUMS, closed, (no_trapezoid, HOLE_IN_SUM, ""), strict=True)
+        ]
+        rows = [*change.quantities.values(), *sums]
         self._answers = {
             metric: estimate
             for row in rows
@@ -103,18 +111,6 @@ class SimpleEntropyProbe(Probe):
             if name.startswith("sum.") and name != "sum.step" and tensor.shape != (len(UNITS),):
                 raise ValueError(f"{name} has shape {tuple(tensor.shape)}, not {(len(UNITS),)}")
         self._sum.load_state_dict({k.removeprefix("sum."): v for k, v in state.items() if k.startswith("sum.")})
-
-    def _sums(self, change: EntropyChange) -> list[Quantity]:
-        """Returns the trapezoid of the step before and the sums since the first, with this step taken in."""
-        of_batch = [change.quantities[name] for name in ("entropy", "forward", "backward")]
-        level, forward, backward = (Term(row.value, row.stderr, row.batches) for row in of_batch)
-        closed = self._sum.add(change.number, BatchTerms(level, forward, backward, change.stderrs[-1]))
-        before = change.number - 1
-        no_trapezoid = change.why_no_backward or change.why_no_forward or HALF
-        return [
-            Quantity(name, term.value, term.stderr, before, reason, term.batches)
-            for name, term, reason in zip(SUMS, closed, (no_trapezoid, HOLE_IN_SUM, ""), strict=True)
-        ]
 
     def _metrics(self, quantity: str) -> tuple[str, ...]:
         """Returns the metric names of a quantity, per token and per sequence: those that were asked for."""
