@@ -75,7 +75,7 @@ def test_a_response_is_truncated_that_is_as_long_as_may_be_and_does_not_end(
 def test_advantages_that_differ_within_a_response_are_refused_with_the_fix() -> None:
     data = two_rows(([0.5, 0.0, 0.25], [-0.5, -0.5]))
     with pytest.raises(ValueError, match="adv_estimator=grpo"):
-        read_rollout(data, {"b": 0, "a": 1}.__getitem__, True, None, [])
+        read_rollout(data, {"b": 0, "a": 1}.__getitem__, True, 3, [])
 
 
 def test_log_probabilities_of_responses_are_where_verl_has_them_and_go_back_there() -> None:
@@ -83,7 +83,7 @@ def test_log_probabilities_of_responses_are_where_verl_has_them_and_go_back_ther
     data = two_rows()
     flat = torch.arange(8.0, requires_grad=True)
     of_verl = torch.nested.nested_tensor_from_jagged(flat, data["input_ids"].offsets())
-    tokens = Tokens.of(data)
+    tokens = Tokens(data)
     padded = tokens.of_responses(flat)
     assert padded.tolist() == [[1.0, 2.0, 3.0], [5.0, 6.0, 0.0]] == no_padding_2_padding(of_verl, data).tolist()
     back = tokens.put_back(padded, of_verl)

@@ -43,7 +43,21 @@ class RemediedLoss:
         self.on_loss = [of for of in which if of.remedy.function not in OF_OPTIMIZER]
         self._silent_share = 0.0  # of the rollout's prompts
         for of in which:
-            self._refuse(of)
+            if of.remedy.function is remedies.keep_truncated:
+                raise ValueError(
+                    f"intervention={of.name}: TRL's forward pass leaves truncated responses out, so they cannot be "
+                    "trained on: set trainer.mask_truncated_completions=false"
+                )
+            if "reference" in of.remedy.needs and trainer.beta == 0 and not self._policy.has_reference:
+                raise ValueError(
+                    f"intervention={of.name} needs a reference model, and full fine-tuning keeps none: set "
+                    f"trainer.beta={of.strength:g}, for which TRL keeps one, or use adapter=lora"
+                )
+            if of.remedy.function in OF_OPTIMIZER and (trainer.optimizer is not None or trainer.is_deepspeed_enabled):
+                raise ValueError(
+                    f"intervention={of.name}: the optimizer already exists, or is DeepSpeed's: set "
+                    f"trainer.{of.remedy.trl} instead"
+                )
             if of.remedy.nothing_on_policy and batches.steps_per_rollout(trainer.args) == 1:
                 logger.warning(f"intervention={of.name}: {RATIOS_ARE_ONE}: one optimizer step learns from each rollout")
             if of.remedy.function is remedies.lr:
@@ -87,24 +101,6 @@ class RemediedLoss:
         if new.entropies is not None:
             further = further + ((new.entropies if d is None else new.entropies - d) * scores.entropies).sum()
         return loss + further - further.detach()
-
-    def _refuse(self, of: Intervention) -> None:
-        trainer, needs = self._trainer, of.remedy.needs
-        if of.remedy.function is remedies.keep_truncated:
-            raise ValueError(
-                f"intervention={of.name}: TRL's forward pass leaves truncated responses out, so they cannot be trained "
-                "on: set trainer.mask_truncated_completions=false"
-            )
-        if "reference" in needs and trainer.beta == 0 and not self._policy.has_reference:
-            raise ValueError(
-                f"intervention={of.name} needs a reference model, and full fine-tuning keeps none: set "
-                f"trainer.beta={of.strength:g}, for which TRL keeps one, or use adapter=lora"
-            )
-        if of.remedy.function in OF_OPTIMIZER and (trainer.optimizer is not None or trainer.is_deepspeed_enabled):
-            raise ValueError(
-                f"intervention={of.name}: the optimizer already exists, or is DeepSpeed's: set trainer.{of.remedy.trl} "
-                "instead"
-            )
 
 
 def _weights(of: Intervention, known: LossInputs) -> LossWeights:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,12 +15,12 @@ from rl_training.mathematics.linear_head import scores_of_logits
 
 
 def read_rollout(
-    data: TensorDict, number_of: Callable[[str], int], on_policy: bool, longest: int | None, ends: Sequence[int]
+    data: TensorDict, number_of: Callable[[str], int], on_policy: bool, longest: int, ends: Sequence[int]
 ) -> Rollout:
     """Returns the sequences of a microbatch.
 
     number_of  the number of a prompt, by verl's uid
-    longest    tokens at which a response is truncated, if it does not end with one of `ends`; None: unknown
+    longest    tokens at which a response is truncated, if it does not end with one of `ends`
 
     ValueError where advantages differ within a response: probes use one number per response.
     """
@@ -30,10 +29,7 @@ def read_rollout(
     mask = mask.to(there)
     completion_ids = _in_columns(responses)
     lengths = there.sum(dim=1)
-    truncated = None
-    if longest is not None:
-        last = completion_ids.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
-        truncated = (lengths >= longest) & ~torch.isin(last, last.new_tensor(list(ends)))
+    last = completion_ids.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
     return Rollout(
         prompt_ids=_in_columns(prompts, on_the_left=True),
         prompt_mask=_in_columns([torch.ones_like(p) for p in prompts], on_the_left=True),
@@ -45,7 +41,7 @@ def read_rollout(
         sampling_logps=None if on_policy else _in_columns(data["old_log_probs"].unbind()),
         on_policy=on_policy,
         environment_mask=there - mask if bool((there != mask).any()) else None,
-        truncated=truncated,
+        truncated=(lengths >= longest) & ~torch.isin(last, last.new_tensor(list(ends))),
     )
 
 
@@ -64,20 +60,14 @@ def _of_sequence(advantages: Tensor, mask: Tensor) -> Tensor:
     return first.squeeze(1) * (mask.sum(dim=1) > 0)
 
 
-@dataclass(frozen=True)
 class Tokens:
     """Where the tokens of responses are predicted in verl's flat tensors, which hold prompts and responses."""
 
-    at: Tensor  # (n,), indices of one less than each token of a response
-    there: Tensor  # (B, T), bool: the rows and columns that they have here
-
-    @classmethod
-    def of(cls, data: TensorDict) -> Tokens:
+    def __init__(self, data: TensorDict) -> None:
         lengths, ends = data["responses"].offsets().diff(), data["input_ids"].offsets()[1:]
-        there = torch.arange(int(lengths.max()), device=lengths.device) < lengths.unsqueeze(1)
-        first = ends - lengths - 1
-        columns = torch.arange(there.shape[1], device=lengths.device)
-        return cls((first.unsqueeze(1) + columns)[there], there)
+        columns = torch.arange(int(lengths.max()), device=lengths.device)
+        self.there = columns < lengths.unsqueeze(1)  # (B, T), the rows and columns that they have here
+        self.at = ((ends - lengths - 1).unsqueeze(1) + columns)[self.there]  # (n,), one less than each token's index
 
     def of_responses(self, flat: Tensor) -> Tensor:
         """Returns (B, T), 0 where a response has no token; with graph where the flat tensor has one."""

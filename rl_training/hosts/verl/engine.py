@@ -97,7 +97,7 @@ class Measurement:
 
     def microbatch(self, model_output: dict[str, Tensor], data: TensorDict) -> dict[str, Tensor]:
         """Returns what the loss must be computed from: the same numbers, watched."""
-        tokens = Tokens.of(data)
+        tokens = Tokens(data)
         longest, ends = self.settings["max_response_length"], self.settings["ends"]
         rollout = read_rollout(data, self._number_of, self._fresh, longest, ends)
         logps = tokens.of_responses(model_output["log_probs"].values())
