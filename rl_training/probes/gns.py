@@ -26,19 +26,9 @@ from torch import Tensor
 from rl_training.engine.attribution import KINDS, module_kind
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
+from rl_training.mathematics import noise_scale as noise
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.noise_scale import (
-    BOUNDS,
-    average,
-    bound,
-    means,
-    noise_moments,
-    noise_scale,
-    signal_to_noise,
-    signal_to_noise_interval,
-    split_of_trace,
-    with_bounds,
-)
+from rl_training.mathematics.noise_scale import BOUNDS
 from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
 from rl_training.mathematics.vectors import as_flat, flat_dot
 
@@ -93,12 +83,12 @@ class GradientNoiseScaleProbe(Probe):
             meter.add(name, gradient)
         batch = meter.result(step.gradients.mean)
         kinds = [module_kind(name) for name in step.gradients.mean]
-        moments = noise_moments(
+        moments = noise.noise_moments(
             _channels(block.cpu(), kinds), _channels(batch.cpu(), kinds), blocks / inverse_sizes, batch_size
         )
         if self.split_prompts and not step.capabilities.why_no_split_of_trace():
             same_prompt = _mean_product_within_prompts(step, self.split_prompts).cpu()
-            moments[-1] = split_of_trace(same_prompt, moments[0], step.batch.responses_per_prompt)
+            moments[-1] = noise.split_of_trace(same_prompt, moments[0], step.batch.responses_per_prompt)
         remembered = math.ceil(math.log(SMALLEST_WEIGHT) / math.log(self.decay))
         self._history = torch.cat([self._history, moments.unsqueeze(0)])[-remembered:]
         self._answers = self._estimates(step, int(blocks), batch_size)
@@ -117,22 +107,22 @@ class GradientNoiseScaleProbe(Probe):
         raw = self._history[-1, 0]
         why = NO_RAW_ERROR if raw.isfinite().all() else "the step's gradient is not a finite number"
         answers = {n: Estimate(value, math.nan, blocks, why) for n, value in zip(RAW, raw.tolist(), strict=True)}
-        of = {channel: average(self._history[:, number], self.decay) for number, channel in enumerate(CHANNELS)}
+        of = {channel: noise.average(self._history[:, number], self.decay) for number, channel in enumerate(CHANNELS)}
         everything, adam = of["all"], of["adam"]
-        answers |= dict(zip(AVERAGED, means(everything), strict=True))
-        signal, scale = signal_to_noise(everything), noise_scale(everything)
-        ends = [bound(everything, end) for end in signal_to_noise_interval(everything)]
+        answers |= dict(zip(AVERAGED, noise.means(everything), strict=True))
+        signal, scale = noise.signal_to_noise(everything), noise.noise_scale(everything)
+        ends = [noise.bound(everything, end) for end in noise.signal_to_noise_interval(everything)]
         answers["gns/signal_to_noise"] = signal
-        answers |= with_bounds("gns/noise_scale_prompts", scale)
-        answers |= with_bounds("gns/noise_scale_sequences", scale, step.batch.responses_per_prompt)
-        answers |= with_bounds("gns/batch_ratio", [signal, *ends], batch_size)
-        answers["gns/adam_signal_to_noise"] = signal_to_noise(adam)
-        answers |= with_bounds("gns/adam_noise_scale_prompts", noise_scale(adam))
+        answers |= noise.with_bounds("gns/noise_scale_prompts", scale)
+        answers |= noise.with_bounds("gns/noise_scale_sequences", scale, step.batch.responses_per_prompt)
+        answers |= noise.with_bounds("gns/batch_ratio", [signal, *ends], batch_size)
+        answers["gns/adam_signal_to_noise"] = noise.signal_to_noise(adam)
+        answers |= noise.with_bounds("gns/adam_noise_scale_prompts", noise.noise_scale(adam))
         there = [kind for kind in KINDS if of[kind].steps > 0]  # a model need not have every kind
-        answers |= {f"gns/kind/{kind}": noise_scale(of[kind])[0] for kind in there}
+        answers |= {f"gns/kind/{kind}": noise.noise_scale(of[kind])[0] for kind in there}
         if self.split_prompts:
             why_not = step.capabilities.why_no_split_of_trace()
-            split = [Estimate.missing(why_not)] * 2 if why_not else means(of["split"])
+            split = [Estimate.missing(why_not)] * 2 if why_not else noise.means(of["split"])
             answers |= dict(zip(SPLIT, split, strict=True))
         return answers
 

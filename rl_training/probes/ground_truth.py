@@ -30,18 +30,10 @@ from rl_training.engine.entropy_gradients import entropy_gradient
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
+from rl_training.mathematics import importance
 from rl_training.mathematics.calibration import Calibration
 from rl_training.mathematics.entropy import Target, surrogate_weights
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
-from rl_training.mathematics.importance import (
-    MIN_ESS_SHARE,
-    MIN_SEQUENCES,
-    change_terms,
-    importance_weights,
-    replicates_of_terms,
-    reweighted_replicates,
-    sequence_totals,
-)
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.per_decision import per_decision_change
 from rl_training.mathematics.scores import Scores
@@ -85,8 +77,8 @@ class GroundTruthProbe(Probe):
 
     def __init__(self, every: int = 10, sequences: int = 512, seed: int = 0) -> None:
         super().__init__(every)
-        if sequences < MIN_SEQUENCES:
-            raise ValueError(f"ground_truth: sequences={sequences} must be at least {MIN_SEQUENCES}")
+        if sequences < importance.MIN_SEQUENCES:
+            raise ValueError(f"ground_truth: sequences={sequences} must be at least {importance.MIN_SEQUENCES}")
         if seed < 0:
             raise ValueError(f"ground_truth: seed={seed} must not be negative")
         self.sequences, self.seed = sequences, seed
@@ -132,7 +124,7 @@ class GroundTruthProbe(Probe):
         """Returns the evaluation buffer, sampled and scored at the present parameters."""
         rollout, sequences = self._sample(step)
         scores = step.policy.score_rollout(rollout)
-        totals = sequences.gather(sequence_totals(scores))
+        totals = sequences.gather(importance.sequence_totals(scores))
         width = int(sequences.gather(rollout.token_mask.sum(dim=1).double()).max())
         again = _widened(_scored_by_length(step.policy, rollout), width)
         return FreshSequences(rollout, sequences, totals, _widened(scores, width), again)
@@ -140,23 +132,23 @@ class GroundTruthProbe(Probe):
     def _measured(self, step: Step, buffer: FreshSequences) -> dict[str, Estimate]:
         """Returns the change of entropy since the buffer was drawn, and how it is known."""
         after = step.policy.score_rollout(buffer.rollout)
-        totals = buffer.sequences.gather(sequence_totals(after))
+        totals = buffer.sequences.gather(importance.sequence_totals(after))
         after = _widened(after, buffer.scores.mask.shape[1])
-        weights = importance_weights(buffer.totals, totals)
-        resampled = weights.ess < MIN_ESS_SHARE * self.sequences  # the same on every rank; not where it is nan
+        weights = importance.importance_weights(buffer.totals, totals)
+        resampled = weights.ess < importance.MIN_ESS_SHARE * self.sequences  # on every rank; not where nan
         fresh = None
         if resampled:
             drawn, sequences = self._sample(step)
-            fresh = sequences.gather(sequence_totals(step.policy.score_rollout(drawn)))
+            fresh = sequences.gather(importance.sequence_totals(step.policy.score_rollout(drawn)))
 
         def true_change(units: JackknifeUnits) -> Replicates:
             if fresh is None:
                 return per_decision_change(buffer.scores, after, units)
-            pairs = change_terms(buffer.totals, fresh, torch.ones_like(fresh[:, 0]))
-            return replicates_of_terms(units.gather(pairs[buffer.rollout.prompt_index]))
+            pairs = importance.change_terms(buffer.totals, fresh, torch.ones_like(fresh[:, 0]))
+            return importance.replicates_of_terms(units.gather(pairs[buffer.rollout.prompt_index]))
 
         change = true_change(buffer.sequences)
-        snis = reweighted_replicates(buffer.totals, totals)
+        snis = importance.reweighted_replicates(buffer.totals, totals)
         floor = per_decision_change(buffer.scores, buffer.again, buffer.sequences)
         alone = floor.value[0], resampled, weights.ess, weights.largest, weights.smallest
         values = [*change.value, snis.value[0], *alone]
