@@ -6,18 +6,17 @@ import logging
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Rollout, join_rollouts
+from rl_training.engine.batch import join_rollouts
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import OpenStep
 from rl_training.hosts.processes import all_ranks, rank
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.scores import Scores
 from rl_training.records.jsonl import Records
 
 logger = logging.getLogger(__name__)
@@ -43,7 +42,7 @@ class EstimateWriter:
         """
         step = self._driver.open_step
         if step is not None and self.records is not None and self.records.wants_rollouts_of(number):
-            self.records.write_rollouts(number, _sequences(step.rollouts, step.scores, self._decode))
+            self.records.write_rollouts(number, _sequences(step, self._decode))
         estimates = self._driver.finish()
         if not estimates:
             return {}
@@ -114,16 +113,14 @@ def _averages(step: OpenStep) -> dict[str, float]:
     return dict(zip(parts, (totals / counts).tolist(), strict=True))
 
 
-def _sequences(
-    rollouts: Sequence[Rollout], scores: Sequence[Scores], decode: Callable[[Tensor], str]
-) -> Iterator[dict[str, Any]]:
+def _sequences(step: OpenStep, decode: Callable[[Tensor], str]) -> Iterator[dict[str, Any]]:
     """Yields a row per sequence of this rank: texts, reward, advantage, length in tokens, log-probability and ratio.
 
     logp              Σ_t log π(t), in nats, at the parameters that the step starts from
     importance_ratio  π(sequence) / π_sampled(sequence); 1 where it was sampled at these parameters, nan where the
                       log-probabilities of older parameters were not kept
     """
-    for rollout, said in zip(rollouts, scores, strict=True):
+    for rollout, said in zip(step.rollouts, step.scores, strict=True):
         mask = rollout.completion_mask.bool()
         logps = said.logps.double().masked_fill(~mask, 0.0).sum(dim=1)
         ratios = torch.full_like(logps, 1.0 if rollout.on_policy else math.nan)

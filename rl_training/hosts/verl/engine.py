@@ -51,26 +51,20 @@ NO_SAMPLE = "fresh responses are needed, and verl's rollout server sleeps while 
 class Measurement:
     """Probes on an engine, from its first optimizer step on.
 
-    settings    what trainer.py reports about the rollout
-    checkpoint  from which training resumes; None at the start
+    settings  what trainer.py reports about the rollout
     """
 
     name = "verl"  # of its own state in a checkpoint
 
     def __init__(
-        self,
-        engine: ProbedEngine,
-        settings: Mapping[str, Any],
-        loss_function: Callable[..., Any],
-        data: TensorDict,
-        checkpoint: Path | None,
+        self, engine: ProbedEngine, settings: Mapping[str, Any], loss_function: Callable[..., Any], data: TensorDict
     ) -> None:
         self.settings = settings
         self.driver = StepDriver([instantiate(probe, _convert_="all") for probe in settings["probes"].values()])
         self._steps = self._rollout = 0  # optimizer steps made; the rollout that the last one learned from
         self._prompts: dict[str, int] = {}  # of that rollout: uid → number
-        if checkpoint is not None:
-            load_probe_states([*self.driver.probes, self.driver, self], checkpoint)
+        if engine.resumed_from is not None:
+            load_probe_states([*self.driver.probes, self.driver, self], engine.resumed_from)
         self._metrics: dict[str, Any] = {}
         self._entropies: Tensor | None = None
         self._loop = _loop_of(engine, settings, loss_function, data)
@@ -195,7 +189,7 @@ class ProbedEngine(FSDPEngineWithLMHead):
     """See the module's docstring."""
 
     _measurement: Measurement | None = None
-    _checkpoint: Path | None = None  # that training goes on from
+    resumed_from: Path | None = None  # a checkpoint
     _open: Measurement | None = None  # the same, while a step is measured
 
     def train_batch(self, data: TensorDict, loss_function: Callable[..., Any]) -> Any:
@@ -203,7 +197,7 @@ class ProbedEngine(FSDPEngineWithLMHead):
         if settings is None:
             return super().train_batch(data, loss_function)
         if self._measurement is None:
-            self._measurement = Measurement(self, settings, loss_function, data, self._checkpoint)
+            self._measurement = Measurement(self, settings, loss_function, data)
         microbatches = prepare_micro_batches(data=data, dp_group=self.get_data_parallel_group())[0]
         self._open = self._measurement
         try:
@@ -249,7 +243,7 @@ class ProbedEngine(FSDPEngineWithLMHead):
 
     def load_checkpoint(self, local_path: str, *args: Any, **kwargs: Any) -> None:
         super().load_checkpoint(local_path, *args, **kwargs)
-        self._checkpoint = Path(local_path)
+        self.resumed_from = Path(local_path)
 
 
 def register() -> None:
