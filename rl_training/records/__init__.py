@@ -5,7 +5,6 @@ from rl_training.records import evaluations, find_runs, metrics, probes, rollout
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING, Any
 
 from rl_training.extras import of_an_extra
@@ -25,13 +24,11 @@ __all__ = [
     "rollouts",
 ]
 
-OF_ANALYSES = ("analysis_results", "probe_logs", "read_probe_log")
-
 
 def __getattr__(name: str) -> Any:
     """Returns a public name, imported on first use: writing records needs no pandas."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     with of_an_extra():
-        home = importlib.import_module(f"{__name__}.{'analyses' if name in OF_ANALYSES else 'frames'}")
-    return getattr(home, name)
+        from rl_training.records import analyses, frames
+    return getattr(frames, name, None) or getattr(analyses, name)

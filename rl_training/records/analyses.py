@@ -80,10 +80,7 @@ def _rows_of(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def probe_logs(folder: str | Path) -> pd.DataFrame:
-    """Returns a row per log in a folder, at any depth: its path, checkpoint, step, time, level, and its core numbers.
-
-    Sorted by step and time. Unfinished logs are not listed. What is not available is nan.
-    """
+    """Returns a row per finished log in a folder, at any depth, by step and time: what it is of, its core numbers."""
     rows = []
     # By the name without its end: a second log of one second, …_2, comes after the first.
     stems = sorted(str(path).removesuffix(SUMMARY) for path in Path(folder).rglob(f"entropy_probe_*{SUMMARY}"))

@@ -90,10 +90,7 @@ def changed_files(folder: Path, checksums: Mapping[str, str]) -> list[str]:
 
 
 def save_probe_states(probes: Sequence[NamedStateful], checkpoint: Path, num_processes: int) -> None:
-    """Writes the probes' states into the checkpoint folder, when its weights and its optimizer are there.
-
-    With their names, the number of processes and the checksums of the weights.
-    """
+    """Writes the probes' states, the number of processes and checksums into a checkpoint that has its weights."""
     tensors = {
         f"{probe.name}/{key}": tensor.detach().clone()  # safetensors refuses tensors that share memory
         for probe in probes

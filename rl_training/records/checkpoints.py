@@ -20,7 +20,7 @@ from rl_training.records.jsonl import METRICS_FILE
 logger = logging.getLogger(__name__)
 
 SET_ASIDE = "set_aside"  # folder in it, with checkpoints of steps that are taken again
-WEIGHTS_ALONE = "model"  # folder of weights whose parent holds the optimizer
+WEIGHTS_ALONE = "model"  # folder of weights whose parent holds the optimizer, as some other trainers have it
 SHARDED_BY = ("DeepSpeed", "FSDP")  # launches whose checkpoints store the optimizer in their own format
 
 
@@ -138,20 +138,13 @@ def steps_taken(checkpoint: Path) -> int:
 
 
 def state_folder(checkpoint: Path) -> Path:
-    """Returns the folder that holds optimizer and scheduler: the checkpoint, or the one around a folder of weights.
-
-    Such a folder is called `model`; some trainers other than transformers' use this layout.
-    """
+    """Returns the folder that holds optimizer and scheduler: the checkpoint, or the one around weights in `model`."""
     alone = checkpoint.resolve().name == WEIGHTS_ALONE and not (checkpoint / "trainer_state.json").is_file()
     return checkpoint.resolve().parent if alone else checkpoint
 
 
 def set_aside_later(run: Path, after_step: int) -> None:
-    """Moves checkpoints of later steps out of the way, for a run that takes those steps again.
-
-    Otherwise `latest` might pick one of them after the next kill: one from a history that the records do not have, or
-    one half overwritten.
-    """
+    """Moves checkpoints of later steps away for a run that takes those steps again: `latest` might pick one of them."""
     aside = run / TRAINING_STATE / SET_ASIDE
     for later in checkpoints_of(run):
         if _step(later) > after_step:
@@ -191,10 +184,7 @@ def _sharded_by(checkpoint: Path) -> tuple[str, list[str]]:
 
 
 def what_is_wrong_with_weights(checkpoint: Path) -> str:
-    """Returns why this checkpoint folder's weights are incomplete or damaged, or "" if they are neither.
-
-    Of a folder `model` of weights alone: also what its parent lacks.
-    """
+    """Returns why this folder's weights are incomplete or damaged, or what the parent of weights alone lacks; or ""."""
     if state_folder(checkpoint) != checkpoint:
         needed = [state_folder(checkpoint) / "optimizer.pt"]
         if (checkpoint / "adapter_config.json").is_file() or not (checkpoint / "config.json").is_file():

@@ -175,16 +175,9 @@ def largest_pass_at(metrics: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """A context that one process at a time can enter. Raises ValueError, naming the other process, if it is taken.
-
-    The operating system's lock ends with its process, however that ends; a file left by a killed one locks nothing.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115, closed below
-    except OSError as error:
-        raise cannot_write(folder / LOCK, error, MAKE_ROOM) from error
-    with file:
+    """A context that one process at a time can enter, however it ends. ValueError names the process that is in it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / LOCK, "a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

@@ -12,7 +12,7 @@ from scipy.special import stdtrit
 
 from rl_training.records.evaluated import EvaluatedMetric, read_tables
 from rl_training.records.folder import LOGS_FOLDER
-from rl_training.records.jsonl import METRICS_FILE, iterate_rollouts, read_estimates, read_metrics
+from rl_training.records.jsonl import METRICS_FILE, iterate_rollouts, logs_of, read_estimates, read_metrics
 
 PROBE_COLUMNS = [
     "step", "about_step", "world_size", "probe", "name", "value", "stderr", "half_width", "num_samples", "reason",
@@ -29,7 +29,7 @@ def metrics(run: str | Path) -> pd.DataFrame:
     What a step did not log is nan. Raises FileNotFoundError when the folder is no run, and ValueError for a damaged
     line, naming the file.
     """
-    table = pd.DataFrame(read_metrics(_logs(run))).set_index("step")
+    table = pd.DataFrame(read_metrics(logs_of(run))).set_index("step")
     return table.apply(pd.to_numeric, errors="coerce")  # an infinite number is recorded as a string
 
 
@@ -39,7 +39,7 @@ def probes(run: str | Path) -> pd.DataFrame:
     `half_width` is that of the 95 % Student-t interval, t_{.975, num_samples−1} · stderr; nan without an error.
     `reason` says why a value or an error is nan. No rows when no probe ran. Raises as `metrics` does.
     """
-    table = pd.DataFrame(read_estimates(_logs(run)))
+    table = pd.DataFrame(read_estimates(logs_of(run)))
     table = table.reindex(columns=[*PROBE_COLUMNS, *(column for column in table if column not in PROBE_COLUMNS)])
     for column in ("value", "stderr"):
         table[column] = pd.to_numeric(table[column], errors="coerce")
@@ -52,7 +52,7 @@ def rollouts(run: str | Path) -> pd.DataFrame:
 
     No rows when none were recorded (rollouts.every). Raises ValueError for a damaged line.
     """
-    return pd.DataFrame(iterate_rollouts(_logs(run)), columns=ROLLOUT_COLUMNS)
+    return pd.DataFrame(iterate_rollouts(logs_of(run)), columns=ROLLOUT_COLUMNS)
 
 
 def evaluations(run: str | Path) -> pd.DataFrame:
@@ -62,7 +62,7 @@ def evaluations(run: str | Path) -> pd.DataFrame:
     (logs/evaluations.jsonl: their metrics without the leading eval_, and without errors). No rows when there are none.
     Raises as `metrics` does.
     """
-    tables = read_tables(_logs(run).parent)
+    tables = read_tables(logs_of(run).parent)
     rows = [{"evaluation": name, **row._asdict()} for name, found in tables.items() for row in found]
     return pd.DataFrame(rows, columns=EVALUATION_COLUMNS)
 
@@ -82,13 +82,3 @@ def find_runs(folder: str | Path) -> list[Path]:
             "a run that has logged at least one step, the one that holds logs/, or a folder of such runs"
         )
     return runs
-
-
-def _logs(run: str | Path) -> Path:
-    logs = Path(run) / LOGS_FOLDER
-    if not (logs / METRICS_FILE).is_file():
-        raise FileNotFoundError(
-            f"{logs / METRICS_FILE} is missing: give the folder of a run that has logged at least one step, the one "
-            "that holds logs/"
-        )
-    return logs

@@ -23,6 +23,7 @@ from typing import Any
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import cannot_write, write_atomically
+from rl_training.records.folder import LOGS_FOLDER
 
 METRICS_FILE = "metrics.jsonl"
 PROBES_FILE = "probes.jsonl"
@@ -116,6 +117,17 @@ def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
             if not isinstance(row, dict) or not isinstance(row.get("step"), int):
                 raise ValueError(f"{path}, line {number} has no `step`: mend or delete that line")
             yield line, row
+
+
+def logs_of(run: str | Path) -> Path:
+    """Returns the folder of a run's logs. Raises FileNotFoundError where no complete line of metrics.jsonl is there."""
+    path = Path(run) / LOGS_FOLDER / METRICS_FILE
+    if next(_iterate(path), None) is None:
+        raise FileNotFoundError(
+            f"{path} is missing or holds no complete line: give the folder of a run that has logged at least one step, "
+            "the one that holds logs/. A trainer with logging_steps=1 logs each step"
+        )
+    return path.parent
 
 
 def read_metrics(folder: str | Path) -> list[dict[str, Any]]:

@@ -43,14 +43,12 @@ def provenance() -> dict[str, str]:
 def _commit() -> str:
     """Returns the commit of the checkout that this package lies in, and whether it was changed; "" outside of one."""
     here = Path(__file__).parent
+    words = ["git", "describe", "--always", "--dirty", "--exclude=*", "--abbrev=40"]
     try:
-        shown = [
-            subprocess.run(["git", *words], cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        ]
+        shown = subprocess.run(words, cwd=here, capture_output=True, text=True, check=True, timeout=10).stdout
     except (OSError, subprocess.SubprocessError):
         return ""
-    return shown[0].strip() + (", with changes that are not committed" if shown[1].strip() else "")
+    return shown.strip().replace("-dirty", ", with changes that are not committed")
 
 
 def without_secrets(node: Any, name: str = "") -> Any:

@@ -1,8 +1,7 @@
 """rl-training sync SOURCE DESTINATION: runs from a folder, another machine or a store are copied here, while they run.
 
-A file arrives whole or not at all; nothing is deleted, and nothing written outside. It is unchanged when size and time
-are those of the copy, whose time is set to the source's. A log that grows while it is copied is copied as it is; its
-listed time is older than the growth, so the next pass copies it again.
+A file is unchanged when size and time are those of the copy, whose time is set to the source's. A log that grows while
+it is copied is copied as it is; its listed time is older than the growth, so the next pass copies it again.
 """
 
 from __future__ import annotations
@@ -12,11 +11,10 @@ import filecmp
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fsspec import AbstractFileSystem
 from tqdm import tqdm
@@ -64,12 +62,10 @@ def sync_once(
     destination: Path,
     checkpoints: Checkpoints = "none",
     checksum: bool = False,
-    progress: Callable[[Sequence[SourceFile]], Sequence[SourceFile]] = lambda files: files,
 ) -> Outcome:
     """Returns what one pass over the source did.
 
     checksum  compare contents, not times: every file of the same size is fetched to be compared
-    progress  goes over the files that are to be fetched
 
     Raises FileNotFoundError where there is no source, ValueError for a name that leads out of the destination,
     ConnectionError when retries did not help, OSError when the destination cannot be written to.
@@ -78,7 +74,7 @@ def sync_once(
     outcome = Outcome(listed, wanted(listed, checkpoints))
     targets = {file: target_of(file.relative, destination) for file in outcome.files}  # refused before anything is done
     due = [file for file, target in targets.items() if checksum or not _looks_the_same(file, target)]
-    for file in progress(due):
+    for file in tqdm(due, unit="file", leave=False, file=sys.stderr, disable=not due):
         try:
             if _fetch(connection, file, targets[file], checksum):
                 outcome.copied.append(file)
@@ -169,10 +165,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _one_pass(connection: Connection, chosen: argparse.Namespace) -> Outcome:
-    def bar(files: Sequence[SourceFile]) -> Any:
-        return tqdm(files, unit="file", leave=False, file=sys.stderr) if files else files
-
-    outcome = sync_once(connection, chosen.destination, chosen.checkpoints, chosen.checksum, bar)
+    outcome = sync_once(connection, chosen.destination, chosen.checkpoints, chosen.checksum)
     if not outcome.files:
         raise ValueError(f"{shown(chosen.source)} holds no run: give the folder that has {METRICS}, or one above it")
     vanished = f", {outcome.vanished} deleted there meanwhile" if outcome.vanished else ""

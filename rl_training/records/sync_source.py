@@ -103,10 +103,7 @@ def _way_out(error: BaseException | None) -> str:
 
 
 def open_source(source: str) -> tuple[AbstractFileSystem, str]:
-    """Returns a new connection to the source, and the path in it.
-
-    Raises ValueError for a source without a path, and for a protocol that nothing installed can speak.
-    """
+    """Returns a new connection to the source, and the path in it. ValueError where nothing installed speaks to it."""
     if re.fullmatch(r"\w+:/*", source):
         raise ValueError(f"{source} has no path: give BUCKET/path or HOST/path after it, see --help")
     # Those of ~/.ssh/known_hosts; the default of sshfs is to trust whoever answers.

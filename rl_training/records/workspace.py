@@ -127,9 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Saves or prints the workspace that the command line asks for; exits with 2, saying why, if it cannot."""
     parser = argparse.ArgumentParser(
         prog="rl-training dashboard",
-        description="Save a W&B workspace for the runs of logger=wandb, with the sections: "
-        + ", ".join(SECTIONS)
-        + ".",
+        description=f"Save a W&B workspace for the runs of logger=wandb, with the sections: {', '.join(SECTIONS)}.",
         epilog="Needs the extra dashboard (pip install 'rl-training[dashboard]') and, unless --dry-run, an account "
         "(wandb login). Runs that were kept offline appear in it after wandb sync.",
     )

@@ -61,11 +61,7 @@ class Difference:
     second: Group
     step: int
     figures: dict[str, Estimate]
-
-    @property
-    def single_seed(self) -> bool:
-        """Whether one of them has one seed there, so that the spread between seeds is not in the error."""
-        return any(len(members_at(group, self.step)) < 2 for group in (self.first, self.second))
+    single_seed: bool  # of one of them there: the spread between seeds is not in the error
 
 
 def last_common_step(group: Group) -> int:
@@ -129,7 +125,8 @@ def compare_groups(groups: Sequence[Group]) -> list[Difference]:
         before, after = final_figures(first, step, since), final_figures(second, step, since)
         common = {label: difference(after[label], before[label]) for label in before if label in after}
         common |= since_branching(members_at(first, step), members_at(second, step), step)
-        differences.append(Difference(first, second, step, common))
+        single_seed = any(len(members_at(group, step)) < 2 for group in (first, second))
+        differences.append(Difference(first, second, step, common, single_seed))
     return differences
 
 
@@ -261,10 +258,7 @@ def _fit(points: Sequence[Point]) -> tuple[RewardLaw | None, str]:
 
 
 def _evaluated(group: Group) -> tuple[list[Point], str, float] | None:
-    """Returns the evaluated checkpoints, of the evaluation that has most of them, and the most that is earned there.
-
-    None where there are too few.
-    """
+    """Returns the checkpoints of the evaluation that has most of them, and the most that is earned there, if enough."""
     by_evaluation: dict[str, list[Point]] = {}
     for member in group.members:
         for name, metrics in sorted(member.run.of_checkpoints.items()):

@@ -44,9 +44,13 @@ def draw_overlays(groups: Sequence[Group]) -> list[Picture]:
         _overlay(groups, "noise_scale", "Gradient noise scale", "prompts", noise_scales, mean=mean_noise_scale),
     ]  # fmt: skip
     for evaluation, metric in _evaluated_metrics(groups):
+
+        def evaluated(run: Run, of: tuple[str, str] = (evaluation, metric)) -> Measurements:
+            return finite(run.evaluations.get(of[0], {}).get(of[1], {}))
+
         file, title = f"{evaluation}_{metric}", f"Evaluation “{evaluation}”: {metric}"
         share, floor = metric.startswith(SHARES), 0.1 if metric == "length" else 0.0
-        pictures.append(_overlay(groups, file, title, metric, _evaluated(evaluation, metric), share=share, floor=floor))
+        pictures.append(_overlay(groups, file, title, metric, evaluated, share=share, floor=floor))
     return [drawn for drawn in pictures if drawn is not None]
 
 
@@ -162,10 +166,6 @@ def _entropy(run: Run) -> Measurements:
 
 def _without_errors(values: Iterable[tuple[int, float]]) -> Measurements:
     return {step: Estimate(value, reason="a logged number has no error") for step, value in values}
-
-
-def _evaluated(evaluation: str, metric: str) -> Series:
-    return lambda run: finite(run.evaluations.get(evaluation, {}).get(metric, {}))
 
 
 def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[str, str]]:

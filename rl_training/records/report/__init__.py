@@ -1,10 +1,6 @@
 """The report of a run: records → pictures, one self-contained HTML page, and a short table for the terminal.
 
-    write_report(run_dir)     writes report/report.html and its pictures into the run folder
-    print_summary(run_dir)    prints the table
-    rl-training report RUN_DIR    both, from the records of any run: finished, killed or still going
-
-The report shows only what the records hold; a missing value is "–" with the reason.
+It shows only what the records of any run hold, finished, killed or still going; a missing value is "–" with the reason.
 """
 
 from __future__ import annotations

@@ -186,8 +186,7 @@ BAND_OF = "_band of "  # begins the label of a shaded band, before the name of i
 def hover_points(axes: Axes) -> list[list[Any]]:
     """Returns [across, down, words] for each labelled point that is drawn, placed in fractions of the picture.
 
-    Curves, dots and error bars are read from the axes after the picture was drawn, so that no picture has to be
-    described twice. A point with an error bar says both ends of it.
+    Read from the axes, so that no picture has to be described twice. A point says both ends of its error bar or band.
     """
     figure = axes.get_figure()
     assert figure is not None

@@ -55,7 +55,7 @@ def draw_figures(run: Run) -> list[Picture]:
         pictures.append(draw_predictors(run))
     if run.measured("ess/advantage"):
         pictures.append(_effective_sample_size(run))
-    return pictures + [draw(run, name) for name in run.of_checkpoints for draw in (_solved, _certainty)]
+    return pictures + [drawn for name in run.of_checkpoints for drawn in _evaluated(run, name)]
 
 
 def _reward(run: Run) -> Picture:
@@ -236,34 +236,37 @@ def _effective_sample_size(run: Run) -> Picture:
     )
 
 
-def _solved(run: Run, name: str) -> Picture:
+def _evaluated(run: Run, name: str) -> list[Picture]:
+    """Returns the pictures of an evaluation of checkpoints: what is solved; entropy and distance."""
     measured = run.evaluations[name]
     pass_at = largest_pass_at(measured)
-    labels = {
+    solved = {
         "reward": "reward",
         "greedy_accuracy": "greedy",
-        pass_at: pass_at.replace("pass_at_", "pass@"),
+        pass_at: pass_at.replace("_at_", "@"),
         "majority": "majority",
     }
-    quantities = {label: measured.get(metric, {}) for metric, label in labels.items()}
+    certain = {"entropy/token": "entropy", "kl/token": "KL to the first model"}
+    shares, nats = (
+        {label: measured.get(metric, {}) for metric, label in labels.items()} for labels in (solved, certain)
+    )
+
+    def frame(axes: Axes) -> None:
+        frame_shares(axes, [value for of in shares.values() for value in curve(of).values])
+
     caption = (
         "At each checkpoint: mean reward of the sampled responses; share of prompts solved by the greedy response, by "
         "at least one sampled response, and by the most frequent answer. Shaded: 95 % intervals over prompts."
     )
-
-    def around(axes: Axes) -> None:
-        frame_shares(axes, [value for of in quantities.values() for value in curve(of).values])
-
-    file, title = f"evaluation_{name}_solved.png", f"Evaluation {name}: what is solved"
-    return picture_of_lines(file, title, caption, "share of prompts; reward", quantities, EVALUATION_STYLES, around)
-
-
-def _certainty(run: Run, name: str) -> Picture:
-    labels = {"entropy/token": "entropy", "kl/token": "KL to the first model"}
-    quantities = {label: run.evaluations[name].get(metric, {}) for metric, label in labels.items()}
+    file, title, unit = (
+        f"evaluation_{name}_solved.png",
+        f"Evaluation {name}: what is solved",
+        "share of prompts; reward",
+    )
+    first = picture_of_lines(file, title, caption, unit, shares, EVALUATION_STYLES, frame)
     caption = (
         "Exact next-token entropies and divergences, averaged over the tokens of the sampled responses; shaded: 95 % "
         "intervals over prompts."
     )
     file, title = f"evaluation_{name}_entropy.png", f"Evaluation {name}: entropy and distance"
-    return picture_of_lines(file, title, caption, "nats per token", quantities, EVALUATION_STYLES)
+    return [first, picture_of_lines(file, title, caption, "nats per token", nats, EVALUATION_STYLES)]

@@ -10,7 +10,6 @@ import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import is_significant
@@ -122,7 +121,7 @@ def _fall(run: Run) -> str:
 
 def _needed(run: Run, of: _Measured) -> str:
     """Returns the name, and how many more measured steps would make its present value significant."""
-    decay = _probe(run).get("decay", 0.9)
+    decay = run.probe("interventions").get("decay", 0.9)
     most = (1 + decay) / (1 - decay) if decay < 1 else math.inf  # effective number of steps in the mean, at most
     times = (of.delta_h.half_width() / of.delta_h.value) ** 2 if of.delta_h.value else math.inf
     needed = max(of.steps, 1) * times
@@ -144,7 +143,12 @@ def _lines(run: Run, found: Sequence[_Measured]) -> list[str]:
     for of in chosen:
         # A custom function was selected by its file too.
         text = next(
-            (asked for asked in map(str, _probe(run).get("which") or []) if asked.endswith(f":{of.name}")), of.name
+            (
+                asked
+                for asked in map(str, run.probe("interventions").get("which") or [])
+                if asked.endswith(f":{of.name}")
+            ),
+            of.name,
         )
         if of.halves:
             text = f"{text.removesuffix(of.name)}{of.bare_name}:{of.halves_at.value:.2g}"
@@ -154,11 +158,6 @@ def _lines(run: Run, found: Sequence[_Measured]) -> list[str]:
         setting = f"intervention={text}" if len(several) == 1 else f"intervention=[{','.join(several)}]"
         lines.append(shlex.join([*start, f"run_dir={folder}", setting]))
     return [*lines, shlex.join(["rl-training", "report", *folders])]
-
-
-def _probe(run: Run) -> dict[str, Any]:
-    """Returns the settings of the probe."""
-    return (run.settings.get("probes") or {}).get("interventions") or {}
 
 
 def _row(of: _Measured) -> list[str]:

@@ -38,11 +38,7 @@ def render(name: str, **values: Any) -> str:
     """Returns the page of this template, with its list of contents; whatever is put into it is escaped."""
     loader = PackageLoader(__name__.rpartition(".")[0])
     environment = Environment(
-        loader=loader,
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
     environment.filters |= {"embedded": _embedded, "in_words": in_words, "with_stderr": with_stderr}
     environment.tests["significant"] = is_significant
@@ -96,10 +92,8 @@ def token_classes(run: Run) -> tuple[list[list[str]], str]:
     """Returns a row for each class that has tokens, with the probe's last running means; and their steps, in words."""
     rows, steps = [], ""
     for kind, name in (match.groups() for match in map(TOKEN_CLASS.match, run.estimates) if match):
-        changes, shares = (
-            run.known(f"tokens/{kind}/{name}/mean_delta_h"),
-            run.measured(f"tokens/{kind}/{name}/share_of_tokens"),
-        )
+        metric = f"tokens/{kind}/{name}"
+        changes, shares = run.known(f"{metric}/mean_delta_h"), run.measured(f"{metric}/share_of_tokens")
         last = max(changes, default=0)
         share = shares[last].value if changes else 0.0
         if share > 0:

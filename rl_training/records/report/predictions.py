@@ -14,6 +14,7 @@ from rl_training.records.report.drawing import BLACK, BLUE, GREY, ORANGE, Pictur
 from rl_training.records.report.series import MILLI, Run
 
 FEWEST_TO_DRAW = 10  # measured steps; before that the ranges are too narrow
+MIN_POINTS = 3  # of a correlation, or of a line whose slope is to mean something
 AHEAD = 20  # of the sentence and of the alert: what can be told best
 
 
@@ -71,24 +72,18 @@ def draw_forecast(run: Run) -> list[Picture]:
         axes.set_ylabel("token entropy (nats), log scale")
         legend(axes)
 
-    return [picture("forecast.png", "Entropy, and where it may go", _caption(forecast), [], draw)]
-
-
-def _caption(forecast: EntropyForecast) -> str:
-    every = ((steps, forecast.ahead(steps)) for steps in HORIZONS)
-    told = "; ".join(f"{a.median:.2g} in {steps} steps, × or ÷ {a.range[1] / a.median:.2g}" for steps, a in every)
-    known = (
-        "its noise is learned from this run's one-step forecast errors"
-        if forecast.misses >= FEWEST
-        else f"its noise is still mostly that of other runs ({forecast.misses} of {FEWEST} steps seen)"
+    marks = {steps: forecast.ahead(steps) for steps in HORIZONS}
+    told = "; ".join(
+        f"{a.median:.2g} in {steps} steps, × or ÷ {a.range[1] / a.median:.2g}" for steps, a in marks.items()
     )
-    return (
+    known = "its noise is learned from this run's one-step forecast errors"
+    if forecast.misses < FEWEST:
+        known = f"its noise is still mostly that of other runs ({forecast.misses} of {FEWEST} steps seen)"
+    caption = (
         f"If training continues as it is: {told} (median, 95 % range). The ranges are wide because entropy is hard to "
         f"forecast: a rate is half forgotten after eight steps. The forecast follows log entropy and its rate; {known}."
     )
-
-
-MIN_POINTS = 3  # of a correlation, or of a line whose slope is to mean something
+    return [picture("forecast.png", "Entropy, and where it may go", caption, [], draw)]
 
 
 def draw_calibration(run: Run) -> list[Picture]:

@@ -14,8 +14,8 @@ import yaml
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.evaluated import IN_TRAINING, read_tables
-from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
-from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, read_estimates, read_metrics
+from rl_training.records.folder import CONFIG_FILE
+from rl_training.records.jsonl import PROBES_FILE, logs_of, read_estimates, read_metrics
 
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
 BEGAN_ELSEWHERE = "the other sums began in the run that this one continues, whose steps are not recorded here"
@@ -48,6 +48,9 @@ class Run:
         except yaml.YAMLError:
             return {}
         return config if isinstance(config, dict) else {}
+
+    def probe(self, name: str) -> dict[str, Any]:
+        return (self.settings.get("probes") or {}).get(name) or {}
 
     @property
     def of_checkpoints(self) -> dict[str, dict[str, dict[int, Estimate]]]:
@@ -124,13 +127,7 @@ def read_run(folder: Path) -> Run:
 
     Raises FileNotFoundError when there are none, and ValueError when they cannot be read, naming the file.
     """
-    logs = folder / LOGS_FOLDER
-    metrics = read_metrics(logs) if (logs / METRICS_FILE).is_file() else []
-    if not metrics:
-        raise FileNotFoundError(
-            f"{logs / METRICS_FILE} is missing or holds no complete line: give the folder of a run that has logged "
-            "at least one step, the one that holds logs/. A trainer with logging_steps=1 logs each step"
-        )
+    logs = logs_of(folder)
     estimates: dict[str, dict[int, Estimate]] = {}
     for row in read_estimates(logs):
         estimates.setdefault(str(row["name"]), {})[int(row["step"])] = _to_estimate(row)
@@ -138,7 +135,7 @@ def read_run(folder: Path) -> Run:
     for name, table in read_tables(folder).items():
         for metric in table:
             evaluations.setdefault(name, {}).setdefault(metric.metric, {})[metric.step] = metric.estimate()
-    return Run(folder, metrics, estimates, read_config(folder), evaluations)
+    return Run(folder, read_metrics(logs), estimates, read_config(folder), evaluations)
 
 
 def read_config(folder: Path) -> str | None:

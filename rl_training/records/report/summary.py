@@ -85,10 +85,7 @@ def _decimals(half: float) -> int:
 
 
 def opening(run: Run) -> list[str]:
-    """Returns up to four sentences: is entropy collapsing, how fast, and can the predictions be trusted here.
-
-    Those that the records say nothing about are left out.
-    """
+    """Returns up to four sentences: is entropy collapsing, how fast, and can the predictions be trusted here."""
     return [sentence for sentence in (_level(run), in_twenty_steps(run), _rate(run), _trust(run)) if sentence]
 
 
