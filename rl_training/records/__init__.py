@@ -1,7 +1,4 @@
-"""A run's output and its readers: records, checkpoints, dashboards, the report.
-
-from rl_training.records import evaluations, find_runs, metrics, probes, rollouts    # as pandas DataFrames
-"""
+"""A run's output and its readers: records (here, as pandas DataFrames), checkpoints, dashboards, the report."""
 
 from __future__ import annotations
 
@@ -14,15 +11,8 @@ if TYPE_CHECKING:
     from rl_training.records.frames import evaluations, find_runs, metrics, probes, rollouts
 
 __all__ = [
-    "analysis_results",
-    "evaluations",
-    "find_runs",
-    "metrics",
-    "probe_logs",
-    "probes",
-    "read_probe_log",
-    "rollouts",
-]
+    "analysis_results", "evaluations", "find_runs", "metrics", "probe_logs", "probes", "read_probe_log", "rollouts",
+]  # fmt: skip
 
 
 def __getattr__(name: str) -> Any:

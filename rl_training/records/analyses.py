@@ -118,7 +118,10 @@ def read_probe_log(path: str | Path) -> dict[str, pd.DataFrame]:
     tables |= {name: pd.DataFrame(rows) for name, rows in content.get("tables", {}).items()}
     tables |= {name: pd.DataFrame(content[name]) for name in ROWS if name in content}
     if "tokens" in tables:
-        tables["tokens"] = _one_row_per_token(tables["tokens"])
+        names = [column for column in tables["tokens"] if column != "sequence"]
+        table = tables["tokens"].explode(names, ignore_index=True).astype(dict.fromkeys(names, float))
+        table.insert(1, "position", table.groupby("sequence").cumcount())
+        tables["tokens"] = table
     return tables
 
 
@@ -130,12 +133,6 @@ def _results(content: dict[str, Any]) -> pd.DataFrame:
         if not name.endswith("_se")
     ]
     return pd.DataFrame(rows).astype({"value": float, "stderr": float})
-
-
-def _one_row_per_token(table: pd.DataFrame) -> pd.DataFrame:
-    table = table.explode([column for column in table if column != "sequence"], ignore_index=True)
-    table.insert(1, "position", table.groupby("sequence").cumcount())
-    return table.astype({column: float for column in table if column not in ("sequence", "position")})
 
 
 def verdict(step: int, results: Mapping[str, float]) -> str:

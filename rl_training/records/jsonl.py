@@ -98,11 +98,8 @@ def _packed(path: Path, text: str) -> bytes:
 
 
 def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yields each line of a file that is there with what it says, but what a kill has left of the last one.
-
-    Raises ValueError with the number of a line that cannot be read.
-    """
-    # What a kill has left of a gzip member is read up to there.
+    """Yields each whole line of a file with what it says. ValueError with the number of one that cannot be read."""
+    # What a kill has left, a part of a line or of a gzip member, is read up to there.
     with (
         (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file,
         suppress(EOFError, zlib.error, gzip.BadGzipFile),

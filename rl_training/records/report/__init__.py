@@ -33,9 +33,8 @@ def write_report(run_dir: str | Path, analyses: Mapping[Path, AnalysesSection] |
     run = read_run(Path(run_dir))
     figures, page = draw_figures(run), run.folder / REPORT_FOLDER / PAGE_FILE
     files = {page.with_name(figure.file): figure.png for figure in figures if figure.png}
-    write_atomically(
-        {**files, page: render_page(run, summarize(run), figures, analyses_of(run, analyses or {})).encode()}
-    )
+    html = render_page(run, summarize(run), figures, analyses_of(run, analyses or {}))
+    write_atomically({**files, page: html.encode()})
     return page
 
 

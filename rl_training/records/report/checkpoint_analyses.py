@@ -12,7 +12,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 
-from rl_training.records.analyses import OFFLINE, RESULT_FILE, analysis_results, read_analysis, verdict
+from rl_training.records.analyses import OFFLINE, RESULT_FILE, Z_95, analysis_results, read_analysis, verdict
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, Draw, Picture, legend, line, picture
 from rl_training.records.report.page import render
@@ -22,7 +22,6 @@ from rl_training.records.report.series import MILLI, Run, curve
 from rl_training.records.report.summary import MISSING
 
 TABLE_FILE, PAGE_FILE = "sweep.csv", "analyses.html"
-Z_95 = 1.96
 STYLES = {  # of a result: its name, colour and marker
     "deltaH1": ("predicted", BLUE, "o"),
     "deltaH_true": ("measured", BLACK, "D"),

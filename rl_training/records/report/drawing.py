@@ -221,10 +221,7 @@ def _band(axes: Axes, label: str) -> dict[float, list[Any]]:
 
 
 def _words(axes: Axes, label: str, x: float, y: float, bars: Sequence[Any]) -> str:
-    """Returns what is said of a point: its name, where it is, and the ends of its error bars.
-
-    An axis without a name, as that of rows, has no numbers to say.
-    """
+    """Returns what is said of a point: its name, where it is (but not in which row), and its error bars' ends."""
     across = f"step {round(x)}" if axes.get_xlabel() == "optimizer step" else _with_ends(x, bars, 0)
     told = f"{across}, {_with_ends(y, bars, 1)}" if axes.get_ylabel() else across
     return f"{label}: {told}" if label else told

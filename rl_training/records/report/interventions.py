@@ -64,8 +64,8 @@ def interventions_of_run(run: Run) -> Interventions | None:
         return None
     found = [_measured(run, name) for name in names]
     drawn = plane("interventions.png", "What would change entropy, and at what price", CAPTION, found, [])
-    return Interventions(drawn.title, _sentences(run, found), HEADINGS, [_row(of) for of in found], drawn,
-                         _lines(run, found))  # fmt: skip
+    rows = [_row(of) for of in found]
+    return Interventions(_sentences(run, found), HEADINGS, rows, drawn, _lines(run, found))
 
 
 def _measured(run: Run, name: str) -> _Measured:

@@ -6,7 +6,6 @@ import base64
 import io
 import math
 import re
-import statistics
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
 from hashlib import sha256
@@ -137,6 +136,5 @@ def gaps(run: Run) -> list[Gap]:
 
 def probe_costs(run: Run) -> list[tuple[str, float, float, int]]:
     """Returns (name, median, largest, number of measured steps) of each `probe_cost/` metric."""
-    names = dict.fromkeys(name for line in run.metrics for name in line if name.startswith("probe_cost/"))
-    costs = [(name, list(run.logged(name).values())) for name in names]
-    return [(name, statistics.median(values), max(values), len(values)) for name, values in costs if values]
+    costs = pd.DataFrame(run.metrics).filter(regex="^probe_cost/").apply(pd.to_numeric, errors="coerce")
+    return [(str(name), of.median(), of.max(), int(of.count())) for name, of in costs.items() if of.count()]

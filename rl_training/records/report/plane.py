@@ -62,7 +62,6 @@ Some = TypeVar("Some", bound=Effect)
 class Interventions:
     """What a page says of the interventions at one checkpoint, at one step or after several."""
 
-    title: str
     sentences: list[str]
     headings: list[str]
     rows: list[list[str]]
@@ -144,7 +143,7 @@ def interventions_of(content: Mapping[str, Any], name: str) -> Iterator[Interven
         drawn = plane(file, title, caption, predicted, effects_of(rows, "measured"), per)
         numbers = (f"{what}, {kind}" for what in ("entropy", "reward") for kind in kinds)
         headings = ["intervention", *numbers, "price", "note"]
-        yield Interventions(title, in_words(rows, content["checkpoint"]), headings, table_of(rows, kinds), drawn)
+        yield Interventions(in_words(rows, content["checkpoint"]), headings, table_of(rows, kinds), drawn)
 
 
 def effects_of(rows: Sequence[Mapping[str, Any]], kind: str) -> list[Effect]:
