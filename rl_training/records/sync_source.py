@@ -41,17 +41,12 @@ OURS = {  # errors of the local disk that a retry cannot cure, with the fix
 
 @dataclass(frozen=True)
 class SourceFile:
-    """A file of the source.
+    """A file of the source."""
 
-    path      as the file system names it
-    relative  in the source, with / between its parts
-    modified  seconds since 1970; None when the source does not say
-    """
-
-    path: str
-    relative: str
+    path: str  # as the file system names it
+    relative: str  # in the source, with / between its parts
     size: int
-    modified: float | None
+    modified: float | None  # seconds since 1970; None when the source does not say
 
 
 class Connection:

@@ -214,21 +214,16 @@ class Point(NamedTuple):
 
 @dataclass(frozen=True)
 class FittedLaw:
-    """The fit to a group's points, and how well its first half predicts the second.
-
-    law, first   None where there is no fit; `reason` and `miss` then say why
-    miss         mean of the rewards of the second half minus what the first half's curve gives for their entropies
-    most         that a response can earn; nan where no record says so
-    """
+    """The fit to a group's points, and how well its first half predicts the second."""
 
     group: Group
     source: str
     points: list[Point]
     law: RewardLaw | None
-    reason: str
-    first: RewardLaw | None
-    miss: Estimate
-    most: float = math.nan
+    reason: str  # why there is no law
+    first: RewardLaw | None  # the fit to the first half; `miss` says why there is none
+    miss: Estimate  # mean of the rewards of the second half minus what `first` gives for their entropies
+    most: float = math.nan  # that a response can earn; nan where no record says so
 
     @property
     def leads_too_high(self) -> bool:

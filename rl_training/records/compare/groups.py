@@ -44,18 +44,13 @@ class Member:
 
 @dataclass(frozen=True)
 class Group:
-    """Runs that were trained alike but for their seed.
-
-    members  one per seed
-    repeats  further runs of a member's seed: the same run again, not a second sample
-    trunks   what its runs have branched off from, up to there, where that is not compared itself
-    """
+    """Runs that were trained alike but for their seed."""
 
     letter: str
-    members: list[Member]
-    repeats: list[Member]
+    members: list[Member]  # one per seed
+    repeats: list[Member]  # further runs of a member's seed: the same run again, not a second sample
     label: str = ""
-    trunks: Sequence[Member] = ()
+    trunks: Sequence[Member] = ()  # what they have branched off from, up to there, where that is not compared itself
 
     @property
     def name(self) -> str:
