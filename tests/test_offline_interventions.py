@@ -405,6 +405,7 @@ def test_the_sentences_say_what_keeps_entropy_and_how_certain_the_order_of_price
         row("cheap", 1e-3, 5e-4, reward=-2e-3),
         row("middling", 2e-3, 1e-3, reward=-7e-3),
         row("lost", 1e-3, 2e-3),
+        row("unsure", 1e-3, math.nan),
         row("spends", -4e-3, 1e-3, reward=1e-3),
         row("zero", 0.0, 0.0),
         row("absent", math.nan, math.nan, remark="no reference"),
@@ -417,7 +418,7 @@ def test_the_sentences_say_what_keeps_entropy_and_how_certain_the_order_of_price
         "Prices whose intervals do not overlap: cheap costs less than dear; middling costs less than dear. "
         "The rest of their order is not certain.",
         "Significantly less entropy: spends -4.0 ± 1.0.",
-        "No significant effect on entropy (more U would help: sweep.update_seeds): lost.",
+        "No significant effect on entropy (more U would help: sweep.update_seeds): lost; unsure.",
         "Exactly no effect here: zero.",
         "Not available: absent (no reference).",
     ]
