@@ -24,6 +24,7 @@ DOTTED = (0, (1, 1))
 EVALUATED = ("reward", "greedy_accuracy", "pass_at_1", "majority", "entropy/token", "kl/token", "length")
 SHARES = ("reward", "greedy_accuracy", "pass_at_", "majority", "truncated", "format")  # a reward mostly is one
 FAR = 1e3
+MARKED = 12  # of fewer values, each is marked: of checkpoints, say
 BAND = (
     "Bands are 95 % intervals: between seeds where a group has several (thin lines are its runs), else within the run. "
     "The frame fits the curves and may cut off wide bands. A dotted vertical line marks where runs branch off."
@@ -113,8 +114,8 @@ def _draw_group(
             axes.plot(drawn.steps, drawn.values, "-", color=color, lw=0.8, alpha=0.35)
     pooled = pool(of_runs, mean_of_runs)
     mean = curve(pooled)
-    marker = "o" if len(mean.steps) < 2 else ""
-    axes.plot(mean.steps, mean.values, ls=stroke, color=color, lw=2, label=label, marker=marker)
+    marker = "o" if len(mean.steps) < MARKED else ""
+    axes.plot(mean.steps, mean.values, ls=stroke, color=color, lw=2, label=label, marker=marker, ms=5)
     highs = np.minimum(mean.highs, FAR * max(map(abs, mean.values), default=0.0))  # the frame cuts an infinite end
     axes.fill_between(mean.steps, mean.lows, highs, color=color, alpha=0.14, lw=0, label=f"{BAND_OF}{label}")
     return list(pooled.values())
