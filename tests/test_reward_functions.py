@@ -39,6 +39,10 @@ async def later(completions: list[str], **columns: Any) -> int:
     return 1
 
 
+async def one(completions: list[str], **columns: Any) -> list[float]:
+    return [1.0]
+
+
 class Judge:
     """An object that is called."""
 
@@ -66,6 +70,7 @@ def named(function: Any, name: str) -> Any:
         (looks_up, "looks_up failed: KeyError: 'target' .* has the columns prompt, answer$"),
         (words, "words failed: ValueError: could not convert string to float: 'good'"),
         (nothing, "nothing failed: TypeError: 'NoneType' object is not iterable"),
+        (one, "one failed: ValueError: it returned 1 rewards for 2 completions"),
         (later, "later failed: TypeError: 'int' object is not iterable"),
         (Judge(), "judge failed: ValueError: could not convert string to float: 'bad'"),
     ],

@@ -26,12 +26,12 @@ def _named(function: RewardFunction, name: str) -> RewardFunction:
     @functools.wraps(function)
     def checked(**given: Any) -> list[float | None]:
         with _naming(name, given):
-            return _numbers(function(**given))
+            return _numbers(function(**given), len(given["completions"]))
 
     @functools.wraps(function)
     async def checked_later(**given: Any) -> list[float | None]:
         with _naming(name, given):
-            return _numbers(await function(**given))
+            return _numbers(await function(**given), len(given["completions"]))
 
     is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     return checked_later if is_async else checked
@@ -51,5 +51,8 @@ def _naming(name: str, given: Mapping[str, Any]) -> Iterator[None]:
         ) from error
 
 
-def _numbers(rewards: Any) -> list[float | None]:
-    return [None if reward is None else float(reward) for reward in rewards]
+def _numbers(rewards: Any, count: int) -> list[float | None]:
+    numbers = [None if reward is None else float(reward) for reward in rewards]
+    if len(numbers) != count:  # TRL would give all responses the one reward of an asynchronous function
+        raise ValueError(f"it returned {len(numbers)} rewards for {count} completions")
+    return numbers
