@@ -22,7 +22,7 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.open_step import Shape
 from rl_training.interventions.bases import groups_of
-from rl_training.interventions.effects import kept_halving
+from rl_training.interventions.effects import Effects, kept_halving
 from rl_training.interventions.loss import Remedied
 from rl_training.interventions.named import intervention
 from rl_training.mathematics.running_pairs import Pair
@@ -170,6 +170,20 @@ def test_the_strength_that_halves_the_fall_does_so_in_the_twin(
     said = {"w_reinforce:0.5": "the rest of it comes from momentum", "psr": "no strength", "clip_cov:0.1": "not linear"}
     for name, words in said.items():
         assert words in answers[f"intervention/{name}/halves_at"].reason
+
+
+@pytest.mark.parametrize(("effect", "further"), [(math.nan, 0.0), (0.1, math.nan)])
+def test_where_the_effect_is_no_number_no_strength_halves_the_fall_and_nothing_is_raised(
+    effect: float, further: float
+) -> None:
+    step = SimpleNamespace(ranks=SimpleNamespace(reduce=lambda tensor: tensor))
+    plain = Pair(torch.tensor([-1.0, 0.0]), torch.eye(2) * 1e-4, 7)
+    effects = Effects.__new__(Effects)  # of a step at which entropy falls by 1
+    vars(effects).update(_step=step, plain=plain, _folds=SimpleNamespace(length=1.0), _directions=[None])
+    steps: Any = SimpleNamespace(forward=lambda change, direction: torch.tensor(further))
+    found = effects._halving(intervention("bonus:0.5"), steps, Change(of_basis=1.0), effect)
+    assert math.isnan(found.value)
+    assert "not finite" in found.reason
 
 
 def test_what_changes_nothing_is_exactly_zero(run: tuple[Answers, Recorder]) -> None:

@@ -20,7 +20,7 @@ from rl_training.interventions.loss import LossInputs, over_the_others
 from rl_training.interventions.named import RATIOS_ARE_ONE, Intervention
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.running_pairs import Pair
+from rl_training.mathematics.running_pairs import NOT_FINITE, Pair
 
 QUANTITIES = ("delta_h", "delta_h_kept", "delta_reward", "price", "halves_at")
 SMALLEST = 1e-4  # nats: predictions below it were not confirmed
@@ -152,6 +152,8 @@ class Effects:
             if high >= limit:
                 return Estimate.missing(NEVER_HALF)
             low, high = high, min(4.0 * high, limit)
+        if not math.isfinite(above(high)):
+            return Estimate.missing(NOT_FINITE)
         factor = float(brentq(above, low, high, rtol=TOLERANCE))
         return Estimate(remedy.nothing + factor * span, reason=NO_BAR)
 
