@@ -31,8 +31,10 @@ from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.policy import Policy
 from rl_training.engine.step import Step
 from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.scores import Scores
 from rl_training.probes import GroundTruthProbe
+from rl_training.probes.ground_truth import _compared
 from rl_training.tasks.models import load_tiny
 
 L_MAX = 24
@@ -337,6 +339,16 @@ def test_fewer_than_eight_blocks_give_a_prediction_without_an_error(make_trainer
     assert math.isfinite(value)
     assert math.isnan(stderr)
     assert "6 blocks of sequences: an error bar needs 8" in reason
+
+
+def test_an_error_that_is_no_number_is_not_put_down_to_few_blocks() -> None:
+    without = torch.zeros(8, 2, dtype=torch.float64)
+    true = Replicates(without[0], without)
+    predicted = Replicates(without[0], without.index_fill(0, torch.tensor([3]), math.nan))
+    found = _compared(predicted, true)["delta_h/evaluation"]
+    assert (found.value, found.num_samples) == (0.0, 8)
+    assert math.isnan(found.stderr)
+    assert "is not a finite number" in found.reason
 
 
 def test_ess_and_weights_are_those_of_the_two_scorings(make_trainer) -> None:

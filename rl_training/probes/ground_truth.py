@@ -168,9 +168,9 @@ def _compared(predicted: Replicates, true: Replicates) -> dict[str, Estimate]:
     error = predicted - Replicates(true.value[: len(predicted.value)], true.without[:, : len(predicted.value)])
     count = len(predicted.without)
     enough = count >= MIN_FOLDS_FOR_STDERR
-    few = f"{count} blocks of sequences: an error bar needs {MIN_FOLDS_FOR_STDERR}"
+    no_bar = NOT_FINITE if enough else f"{count} blocks of sequences: an error bar needs {MIN_FOLDS_FOR_STDERR}"
     return {
-        f"{name}{suffix}": _estimate(float(value), float(stderr) if enough else math.nan, count, few)
+        f"{name}{suffix}": _estimate(float(value), float(stderr) if enough else math.nan, count, no_bar)
         for name, replicates in zip(PREDICTED, (predicted, error), strict=True)
         for suffix, value, stderr in zip(SUFFIXES, replicates.value, replicates.stderr, strict=False)
     }
