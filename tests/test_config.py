@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import MissingMandatoryValue
 
 from rl_training.job.build import TrainingRun, build_run
-from rl_training.job.explain import GONE, explain
+from rl_training.job.explain import GONE, explain, make
 from rl_training.job.run_settings import load_settings, refuse_other_settings
 from rl_training.job.settings import accumulation_steps, check_settings
 from rl_training.probes import SimpleEntropyProbe
@@ -63,6 +63,15 @@ def test_every_file_composes_and_its_targets_can_be_made(option: str, monkeypatc
     instantiate(cfg.adapter, _convert_="all")
     instantiate(cfg.buffer, _convert_="all")
     assert [p.name for p in map(instantiate, cfg.probes.values())] == list(cfg.probes)
+
+
+def test_an_error_in_ones_own_code_that_a_setting_names_is_told_with_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_task_of_ones_own.py").write_text("def task():\n    return {}['question']\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"^data: KeyError: 'question' \(--debug shows where\)$"):
+        make("data", {"_target_": "a_task_of_ones_own.task"})
 
 
 @pytest.mark.parametrize(

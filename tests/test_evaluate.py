@@ -79,6 +79,20 @@ def sampled_at(checkpoint: Path, batches: list[list[tuple[int, int]]], temperatu
     return [response for part in generate_responses(loaded, arithmetic(), batches, 0, {}) for response in part]
 
 
+@pytest.mark.parametrize(
+    ("config", "of_run", "why"),
+    [('{"base_model_name_or_path": null}', None, "does not name its base model: give model=hub model.name=PATH"),
+     ("{", None, "does not name its base model"), ("{", load_tiny, "its adapter cannot be loaded: ")],
+)  # fmt: skip
+def test_an_adapter_whose_configuration_says_too_little_is_named_as_that(
+    tmp_path: Path, config: str, of_run: Any, why: str
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(config, encoding="utf-8")
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ValueError, match=why):
+        policy.load_policy(tmp_path, of_run, with_reference=False, temperature=1.0, max_completion_length=1)
+
+
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -324,6 +338,13 @@ def hold(folder: Path, send: Send) -> None:
     with evaluated.locked(folder):
         send("locked")
         kill_itself(lambda _: None)
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    told = pytest.raises(OSError, match=r"an evaluation is written here: give output=FOLDER.*file/evaluations/\.lock")
+    with told, evaluated.locked(tmp_path / "file" / "evaluations"):
+        pass
 
 
 def test_two_evaluations_at_once_the_second_says_so_and_a_dead_one_locks_nothing(tmp_path: Path) -> None:

@@ -23,6 +23,18 @@ def test_it_names_version_commit_command_and_libraries(monkeypatch: pytest.Monke
     assert told["commit"].startswith(head.stdout.strip())
 
 
+def test_of_a_library_that_is_installed_twice_it_names_the_version_that_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That is the first one on the path."""
+    told = provenance()["libraries"]
+    later = tmp_path / "torch-0.1.dist-info"
+    later.mkdir()
+    (later / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 0.1\n", encoding="utf-8")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert provenance()["libraries"] == told
+
+
 def test_a_token_on_the_command_line_is_masked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["train.py", "trainer.hub_token=hf_abc", "+api_key=xyz", "seed=1"])
     assert provenance()["command"] == "train.py trainer.hub_token=*** +api_key=*** seed=1"

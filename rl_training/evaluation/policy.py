@@ -7,6 +7,8 @@ so a response depends neither on the other sequences of its batch nor on the num
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -171,10 +173,9 @@ def load_policy(
     require_weights(checkpoint)
     reference: PreTrainedModel | str | None = None
     if (checkpoint / ADAPTER_CONFIG).is_file():
-        from peft import PeftConfig, PeftModel
+        from peft import PeftModel
 
-        name = str(PeftConfig.from_pretrained(str(checkpoint)).base_model_name_or_path)
-        base, tokenizer = load_first() if load_first is not None else load_causal_lm(name, dtype)
+        base, tokenizer = load_first() if load_first is not None else load_causal_lm(_base_of(checkpoint), dtype)
         try:
             model = PeftModel.from_pretrained(base, str(checkpoint)).eval()
         except Exception as error:  # each damaged file raises an error of its own library's
@@ -199,3 +200,11 @@ def require_weights(checkpoint: Path) -> None:
         raise ValueError("it has no weights (model.safetensors or adapter_model.safetensors)")
     if (checkpoint / "optimizer.pt").is_file() and not (checkpoint / "trainer_state.json").is_file():
         raise ValueError("it has no trainer_state.json, so it was not written completely")
+
+
+def _base_of(checkpoint: Path) -> str:
+    with contextlib.suppress(ValueError, OSError):
+        name = json.loads((checkpoint / ADAPTER_CONFIG).read_text(encoding="utf-8")).get("base_model_name_or_path")
+        if name:
+            return str(name)
+    raise ValueError("its adapter does not name its base model: give model=hub model.name=PATH")

@@ -110,7 +110,9 @@ def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
         told = isinstance(cause, ValueError | OSError) or (isinstance(cause, ImportError) and cause.name)
         if cause is not None and (told or isinstance(cause, MemoryError | RuntimeError)):  # short memory is either
             raise cause from None  # of a maker's own, in its words
-        raise ValueError(f"{key}: {' '.join(str(cause or error).split())}") from error
+        own = cause is not None and not isinstance(cause, ImportError)  # of code that the node names
+        said = f"{type(cause).__name__}: {cause} (--debug shows where)" if own else str(cause or error)
+        raise ValueError(f"{key}: {' '.join(said.split())}") from error
 
 
 def explain(error: BaseException) -> str:

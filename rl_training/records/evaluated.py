@@ -176,8 +176,12 @@ def largest_pass_at(metrics: Iterable[str]) -> str:
 @contextlib.contextmanager
 def locked(folder: Path) -> Iterator[None]:
     """A context that one process at a time can enter, however it ends. ValueError names the process that is in it."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with open(folder / LOCK, "a+", encoding="utf-8") as file:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = open(folder / LOCK, "a+", encoding="utf-8")  # noqa: SIM115, closed below
+    except OSError as error:
+        raise cannot_write(folder / LOCK, error, "an evaluation is written here: give output=FOLDER") from error
+    with file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

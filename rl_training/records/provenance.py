@@ -27,7 +27,7 @@ SECRET = re.compile(r"((?:token|key|secret|password)\w*=)\S+", re.IGNORECASE)
 
 def provenance() -> dict[str, str]:
     """Returns what is known of this process's code, command and machine, in words."""
-    installed = {distribution.name: distribution.version for distribution in metadata.distributions()}
+    found = {name: next(iter(metadata.distributions(name=name)), None) for name in LIBRARIES}  # as it is imported
     return {
         "version": VERSION,
         "commit": _commit(),
@@ -36,7 +36,7 @@ def provenance() -> dict[str, str]:
         "system": platform.platform(),
         "python": platform.python_version(),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
-        "libraries": ", ".join(f"{name} {installed[name]}" for name in LIBRARIES if name in installed),
+        "libraries": ", ".join(f"{name} {of.version}" for name, of in found.items() if of),
     }
 
 
