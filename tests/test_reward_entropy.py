@@ -44,6 +44,13 @@ def test_the_error_of_the_mean_miss_is_the_fits_and_that_of_the_new_points() -> 
     assert miss.stderr == pytest.approx(math.sqrt(1.6))
 
 
+def test_where_entropies_hardly_differ_the_fit_has_an_error() -> None:
+    """Rewards 1, 0, 0, 1 at equal distances: s² = ½, and at the mean of e^H of four points the variance is s²/4."""
+    for entropy in (1e-8, *ENTROPIES):
+        law = fit_reward_law([entropy + step * 1e-9 for step in (-3, -1, 1, 3)], [1, 0, 0, 1])
+        assert law.reward(entropy).stderr == pytest.approx(math.sqrt(0.5 / 4), rel=1e-3)
+
+
 def test_the_ceilings_and_the_misss_intervals_hold_the_truth_in_95_of_100_cases() -> None:
     """2000 drawn samples: 95 % ± 1 %."""
     draw = random.Random(0)

@@ -34,7 +34,7 @@ class RewardLaw:
     """R = −a e^H + b, fitted to `num_points` pairs."""
 
     line: Tensor  # (2,) fp64, slope −a and intercept b
-    covariance: Tensor  # (2, 2), C
+    solve: Tensor  # (2, n), `line` as a function of the rewards: C = s² solve solveᵀ
     variance: float  # s², of points about the curve
     num_points: int
 
@@ -69,7 +69,9 @@ class RewardLaw:
     def _combined(self, factors: Sequence[float]) -> Estimate:
         """Returns these multiples of slope and intercept as a sum; Student's t with n − 2 degrees of freedom."""
         of = self.line.new_tensor(factors)
-        return Estimate(float(of @ self.line), math.sqrt(float(of @ self.covariance @ of)), self.num_points - 1)
+        # A norm: where entropies hardly differ, f C fᵀ may be below 0 by rounding.
+        stderr = math.sqrt(self.variance) * float((of @ self.solve).norm())
+        return Estimate(float(of @ self.line), stderr, self.num_points - 1)
 
 
 def fit_reward_law(entropies: Sequence[float], rewards: Sequence[float]) -> RewardLaw:
@@ -86,7 +88,7 @@ def fit_reward_law(entropies: Sequence[float], rewards: Sequence[float]) -> Rewa
     solve = torch.linalg.pinv(design)  # (2, n)
     line = solve @ y
     variance = float((y - design @ line).square().sum()) / (len(x) - 2)
-    return RewardLaw(line, variance * (solve @ solve.T), variance, len(x))
+    return RewardLaw(line, solve, variance, len(x))
 
 
 def _powers(entropies: Sequence[float]) -> Tensor:
