@@ -203,7 +203,8 @@ class _Calculation:
 
 
 def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    return {key: torch.cat([part[key] for part in parts]) for key in parts[0]}
+    common = set.intersection(*map(set, parts))  # blocks of earlier versions have more
+    return {key: torch.cat([part[key] for part in parts]) for key in parts[0] if key in common}
 
 
 # --- what every kernel must pass --------------------------------------------------------------------------------------
