@@ -50,6 +50,7 @@ from rl_training.offline.settings import KernelSettings
 GRADIENT_PART = "gradient_part"  # in UPDATE_FILE
 MAX_ERROR = 1e-4  # of Σ A_j W_j against the batch gradient, and of a row against that sequence's own backward, in fp32
 MAX_IDENTITY_ERROR = {"float32": 1e-4, "bfloat16": 1e-2}  # of the sum over all pairs, by what rows are held in
+MAX_SLACK_OF_PAIRS = 100.0  # on that, under autocast: pairs round each other off
 
 
 def calculate_kernel(
@@ -186,7 +187,7 @@ class _Calculation:
         joined |= {f"update_{key}": value for key, value in of_update.items()}
         joined["advantages"] = inputs.update.advantages.double().cpu()
         by_cause = row_products(inputs.entropy_gradient.unsqueeze(0), torch.stack(step.parts))[0].tolist()
-        limit = self._rows.slack * MAX_IDENTITY_ERROR[self._settings.dtype]
+        limit = min(self._rows.slack, MAX_SLACK_OF_PAIRS) * MAX_IDENTITY_ERROR[self._settings.dtype]
         metadata = {
             **{key: json.dumps(value) for key, value in identity.items()},
             "metric_sha256": hashlib.sha256(inputs.root.cpu().numpy().tobytes()).hexdigest(),
