@@ -74,10 +74,19 @@ def surrogate_weights(
     group = _group_ids(prompt_index if baseline == "prompt" else torch.zeros_like(prompt_index), reduce)
     costs, entropy_weights = _costs(target, entropies, mask, reduce)
     costs = costs * mask
-    to_go = (costs.flip(1).cumsum(1).flip(1) - costs) * mask  # strictly after k
+    to_go = (running_sum(costs.flip(1)).flip(1) - costs) * mask  # strictly after k
     weights = (to_go - _leave_one_out_mean(to_go, mask, group, reduce)) * mask
     weights, entropy_weights = (torch.zeros_like(w).scatter(1, order, w) for w in (weights, entropy_weights))
     return weights, entropy_weights
+
+
+def running_sum(values: Tensor) -> Tensor:
+    """Returns the sums of (B, T) values up to each position.
+
+    On the CPU where torch may use deterministic algorithms only: it has none for this on a GPU, and would raise.
+    """
+    place = "cpu" if torch.are_deterministic_algorithms_enabled() else values.device
+    return values.to(place).cumsum(dim=1).to(values.device)
 
 
 def _costs(

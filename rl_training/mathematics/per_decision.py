@@ -28,6 +28,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rl_training.mathematics.entropy import running_sum
 from rl_training.mathematics.importance import MIN_SEQUENCES
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.scores import Scores
@@ -119,7 +120,7 @@ def _alive(scores: Scores, units: JackknifeUnits) -> Tensor:
 def _relative_ratios(before: Scores, after: Scores, units: JackknifeUnits) -> Tensor:
     """Returns ρ, (B, T), relative to the largest of each position, which cancels: none overflows, not all underflow."""
     steps = (after.logps.double() - before.logps.double()).masked_fill(before.mask == 0, 0.0)
-    log_ratios = torch.nn.functional.pad(steps.cumsum(dim=1), (1, -1))  # of what comes before, and not of the token
+    log_ratios = torch.nn.functional.pad(running_sum(steps), (1, -1))  # of what comes before, and not of the token
     return (log_ratios - units.largest(log_ratios)).exp()
 
 
@@ -145,7 +146,7 @@ def _ratio(sums: Replicates, counts: Replicates) -> Replicates:
 
 def _still_to_come(costs: Tensor) -> Tensor:
     """Returns the sum of the costs strictly after each position, (N, T)."""
-    return costs.flip(1).cumsum(1).flip(1) - costs
+    return running_sum(costs.flip(1)).flip(1) - costs
 
 
 def _centred_products(values: Tensor, slopes: Tensor, alive: Tensor, units: JackknifeUnits) -> Replicates:

@@ -50,7 +50,7 @@ from rl_training.offline.settings import KernelSettings
 GRADIENT_PART = "gradient_part"  # in UPDATE_FILE
 MAX_ERROR = 1e-4  # of Σ A_j W_j against the batch gradient, and of a row against that sequence's own backward, in fp32
 MAX_IDENTITY_ERROR = {"float32": 1e-4, "bfloat16": 1e-2}  # of the sum over all pairs, by what rows are held in
-MAX_SLACK_OF_PAIRS = 100.0  # on that, under autocast: pairs round each other off
+MAX_SLACK_OF_PAIRS = 100.0  # times that at most, under autocast
 
 
 def calculate_kernel(

@@ -204,7 +204,7 @@ def blocks_of(step: Step, buffer: Rollout, num_sequences: int) -> JackknifeUnits
     is_first[buffer.prompt_index[::size]] = 1.0
     is_first = step.ranks.reduce(is_first)
     first = buffer.prompt_index[::size].repeat_interleave(size)[: buffer.num_sequences]
-    return JackknifeUnits((is_first.cumsum(dim=0) - 1.0).long()[first], int(is_first.sum()), step.ranks.reduce)
+    return JackknifeUnits(is_first.long().cumsum(dim=0)[first] - 1, int(is_first.sum()), step.ranks.reduce)
 
 
 def evaluation_change(

@@ -177,8 +177,8 @@ def _sums(step: Step, kind: str, classes: Tensor) -> Tensor:
     """Returns (2, number of classes), over all ranks: the tokens of each, and the absolute sum of their weights."""
     parts = (part for part in vars(step.batch.loss_weights).values() if part is not None)
     sizes, there, count = sum(part.double().abs() for part in parts), classes >= 0, len(CLASSES[kind])
-    tokens = classes[there].bincount(minlength=count).double()
-    return step.ranks.reduce(torch.stack([tokens, classes[there].bincount(sizes[there], minlength=count)]))
+    columns = torch.stack([torch.ones_like(sizes[there]), sizes[there]])
+    return step.ranks.reduce(columns.new_zeros(2, count).index_add_(1, classes[there], columns))
 
 
 def weights_of(batch: Batch, there: Tensor) -> LossWeights:
