@@ -63,7 +63,8 @@ def test_a_run_without_probes_or_evaluations_has_empty_tables_with_their_columns
 def test_a_damaged_table_names_itself_and_the_fix(tmp_path: Path) -> None:
     (record_run(tmp_path) / "evaluations" / "sums").mkdir(parents=True)
     file = tmp_path / "evaluations" / "sums" / "consolidated_metrics.csv"
-    for content in ("", "step,metric\n1,2\n"):
+    too_many = "step,metric,value,stderr,num_prompts\n1,reward,0,5,0,1,8\n"  # with decimal commas
+    for content in ("", "step,metric\n1,2\n", too_many, too_many.replace("reward", "7")):
         file.write_text(content)
         with pytest.raises(ValueError, match=r"sums.consolidated_metrics\.csv is not a table.*delete it"):
             evaluations(tmp_path)

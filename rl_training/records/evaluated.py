@@ -138,6 +138,8 @@ def read_table(folder: Path) -> list[EvaluatedMetric]:
         return []
     try:
         table = pd.read_csv(path, float_precision="round_trip", dtype={"step": int, "metric": str, "num_prompts": int})
+        if not isinstance(table.index, pd.RangeIndex):  # pandas shifts such lines to the left
+            raise ValueError("a line has more fields than the first")
         table = table[[*needed, *(end for end in ("low", "high") if end in table)]]
         table = table.astype({"value": float, "stderr": float})
     except (KeyError, ValueError) as error:
