@@ -109,6 +109,8 @@ def test_the_ready_files_run_and_explain_every_option(
         ({"memory_config": {"microbatch_size": "8"}}, "memory_config.microbatch_size=8 must be a whole number"),
         ({"detailed_logging": True}, "detailed_logging=True must be a group of settings"),
         ({"overrides": ["learning_rate"]}, "overrides must .*each KEY=VALUE"),
+        ({"checkpoint": {"dtype": ["auto"]}}, "checkpoint.dtype=.*choose from auto, bfloat16, float32"),
+        ({5: {"a": 1}}, "5: there is no such setting"),
     ],
 )
 def test_a_key_or_value_that_means_nothing_is_an_error_with_the_nearest(config: dict[str, Any], says: str) -> None:

@@ -129,14 +129,14 @@ def _read(config: Mapping[str, Any]) -> dict[str, Any]:
     standard = load_plain(PROBE_CONFIGS / "full_example.yaml")
     known = standard | flat(standard)
     given = {key: value for key, value in flat(config).items() if value is not None}
-    for key in [*config, *given]:
+    for key in [*map(str, config), *given]:
         if key not in known:
             hint = did_you_mean(key.rpartition(".")[2].lower(), {k.rpartition(".")[2].lower(): k for k in known})
             raise ValueError(f"{key}: there is no such setting; {PROBE_CONFIGS / 'full_example.yaml'} has all{hint}")
         if key in given and known[key] is not None:
             check_kind(key, given[key], known[key])
     for key, choices in CHOICES.items():
-        if key in given and given[key] not in choices:
+        if key in given and (not isinstance(given[key], str) or given[key] not in choices):
             hint = did_you_mean(str(given[key]), choices.keys())
             raise ValueError(f"{key}={given[key]}: choose from {', '.join(sorted(choices))}{hint}")
     if not all(isinstance(word, str) and "=" in word for word in given.get("overrides", [])):

@@ -13,6 +13,7 @@ import re
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -64,6 +65,9 @@ class StopAtStepEnd(TrainerCallback):
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
         """A context that handles signals; outside of it they act as before."""
+        if threading.current_thread() is not threading.main_thread():  # where Python forbids handlers
+            yield
+            return
         before = {signum: signal.signal(signum, self._take) for signum in SIGNALS}
         try:
             yield
