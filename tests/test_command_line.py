@@ -94,6 +94,7 @@ def train(tmp_path: Path, *arguments: str, **env: str) -> Command:
     ("arguments", "message"),
     [
         (["sed=1"], "there is no such setting, see --help; did you mean seed?"),
+        (["alert=null"], "alert=None must be a group of settings: alert.NAME=VALUE"),
         (["probe=simpel"], "did you mean simple?"),
         (["probe=simple,gns"], "'probe=[simple,gns]'"),
         (["trainer.max_stepz=3"], "did you mean trainer.max_steps"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,9 @@ UNFIT = re.compile(r"[^\w.,=+-]+")  # for the name of a folder
 
 def check_run(cfg: DictConfig) -> int:
     """Returns how many microbatches of each process make a step, after all checks that are possible by now."""
+    for group in ("batch", "rollouts", "alert"):  # which conf/train.yaml itself has
+        if not isinstance(cfg.get(group, {}), Mapping):
+            raise ValueError(f"{group}={cfg[group]} must be a group of settings: {group}.NAME=VALUE")
     refuse_unset(cfg)
     check_resume(cfg)
     for key in PATHS:  # a shell does not expand a `~` after a `=`
