@@ -59,8 +59,8 @@ def gsm8k(path: str | None = None, name: str = "openai/gsm8k", config: str = "ma
     at least one row, is held out. There is no shuffling, so all ranks see one split. A training row whose
     prompt is also held out is left out, with a warning.
 
-    Raises FileNotFoundError, ValueError (naming file and line) or ConnectionError when the data cannot be
-    had, ImportError without math_verify.
+    Raises FileNotFoundError, ValueError (naming file and line) or ConnectionError when the data is
+    not available, ImportError without math_verify.
     """
     if importlib.util.find_spec("math_verify") is None:
         raise ImportError(f"math_verify, which compares answers, is not installed: {INSTALL}")
