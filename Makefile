@@ -58,7 +58,7 @@ $(VLLM)/installed: setup.cfg constraints.txt pyproject.toml
 	touch $@
 
 test-vllm: $(VLLM)/installed
-	$(VLLM)/bin/python -m pytest tests/test_vllm.py
+	$(VLLM)/bin/python -m pytest tests/hosts/trl/test_vllm.py
 
 # An environment of its own: verl pins transformers below TRL's world, which is not in it. Of what verl's wheel names, what
 # its engine and its loop import on a CPU.
@@ -73,11 +73,11 @@ $(VERL)/installed: setup.cfg constraints-verl.txt pyproject.toml
 	touch $@
 
 test-verl: $(VERL)/installed
-	$(VERL)/bin/python -m pytest tests/verl -m 'not slow'
+	$(VERL)/bin/python -m pytest tests/hosts/verl -m 'not slow'
 
 # verl's whole loop, a dozen Ray processes and a rollout server of the tests' own: minutes on two cores.
 test-verl-loop: $(VERL)/installed
-	$(VERL)/bin/python -m pytest tests/verl -m slow
+	$(VERL)/bin/python -m pytest tests/hosts/verl -m slow
 
 # The newest releases that the index has, whatever setup.cfg allows; of constraints.txt only torch's build stays.
 COMPAT ?= .venv-compat
@@ -89,8 +89,8 @@ compat:
 	$(COMPAT)/bin/pip uninstall --quiet --yes rl-training
 	$(COMPAT)/bin/pip install --quiet --disable-pip-version-check --constraint $(COMPAT)/constraints.txt --upgrade $(LIBRARIES)
 	$(COMPAT)/bin/pip freeze | grep -iE '^(torch|trl|transformers|peft|accelerate|datasets|huggingface.hub)=='
-	HF_HUB_OFFLINE=1 $(COMPAT)/bin/python -m pytest tests/test_patches.py tests/test_attach.py tests/test_gradients.py \
-	  tests/test_updates.py tests/test_other_losses.py tests/test_bias.py
+	HF_HUB_OFFLINE=1 $(COMPAT)/bin/python -m pytest tests/hosts/trl/test_patches.py tests/hosts/trl/test_attach.py tests/engine/test_gradients.py \
+	  tests/engine/test_updates.py tests/engine/test_other_losses.py tests/mathematics/test_bias.py
 	rm -rf $(COMPAT)/demo
 	$(COMPAT)/bin/accelerate launch --config_file launch/cpu.yaml train.py probe=simple run_dir=$(COMPAT)/demo
 

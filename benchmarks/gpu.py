@@ -148,7 +148,7 @@ def tests(scale: Scale, deadline: float) -> Iterator[str]:
                 self.said.append(f"### {report.nodeid}\n\n```\n{report.longreprtext}\n```")
 
     outcomes = Outcomes()
-    asked = ["-q", "-pno:cacheprovider", "-k", "not [cpu", str(ROOT / "tests" / "test_cuda.py")]
+    asked = ["-q", "-pno:cacheprovider", "-k", "not [cpu", str(ROOT / "tests" / "engine" / "test_cuda.py")]
     code = pytest.main(asked, plugins=[outcomes])
     yield ", ".join(f"{count} {outcome}" for outcome, count in sorted(outcomes.counts.items())) or "none ran"
     yield from outcomes.said

@@ -34,7 +34,7 @@ MOMENTS = [
 
 
 def run(words: list[str], log: Path) -> None:
-    """Runs tests/ended.py, or offline.py itself, in this process, which is a fork."""
+    """Runs tests/killed.py, or offline.py itself, in this process, which is a fork."""
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
@@ -80,7 +80,7 @@ def main() -> None:
             for folder in folders
         ]  # fmt: skip
         for moment in MOMENTS:
-            code = ended(["tests/ended.py", moment, *commands[0]], log)
+            code = ended(["tests/killed.py", moment, *commands[0]], log)
             assert code == -signal.SIGKILL, f"{moment}: ended with {code}\n{log.read_text()[-3000:]}"
             print(f"killed at {moment:26} {check_whole(folders[0])}", flush=True)
         assert [ended(command, log) for command in commands] == [0, 0], log.read_text()[-3000:]

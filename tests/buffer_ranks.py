@@ -1,4 +1,4 @@
-"""Filtered training on two processes, for tests/test_buffer.py: python tests/buffer_ranks.py FOLDER
+"""Filtered training on two processes, for tests/hosts/trl/test_buffer.py: python tests/buffer_ranks.py FOLDER
 
 Rank r writes FOLDER/<run>_<r>.pt for each of the runs
 

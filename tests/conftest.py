@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from spare import spare_trainings
+from shortcuts import spare_trainings
 
 gc.disable()  # until all is imported: see pytest_collection_finish
 # Libraries read these when they are imported: no test module has been yet.
@@ -49,5 +49,5 @@ def pytest_collection_finish() -> None:
     gc.collect()
     spare_trainings()
     gc.enable()
-    if "warm" in sys.modules:
-        sys.modules["warm"].start_server()
+    if "forks" in sys.modules:
+        sys.modules["forks"].start_server()

@@ -1,4 +1,4 @@
-"""Trains on given rollouts under several launches, for tests/test_processes.py: python tests/replay.py FOLDER RUN...
+"""Trains on given rollouts under several launches: python tests/replay.py FOLDER RUN...
 
 A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2, fsdp2_2; behind it `_gpu` or `_bf16`. With
 `_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_truth` the true change is measured; with
@@ -31,8 +31,8 @@ from accelerate import PartialState
 from accelerate.commands.launch import _validate_launch_command, launch_command_parser
 from accelerate.utils import DistributedType
 from accelerate.utils.launch import prepare_multi_gpu_env
-from given import L_MAX, MICROBATCH, PROMPTS, STEPS, G, given_rollout
 from peft import LoraConfig
+from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, STEPS, G, given_rollout
 from torch.distributed.tensor import DTensor
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import reference
 import torch
-from steps import step_of
+from example_steps import step_of
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout

@@ -1,0 +1,211 @@
+"""On a GPU: training with probes is bitwise the training without, values are the CPU's, offloaded rows say the same.
+
+The same on the CPU wherever that claims something, so that all of this has run; with CUDA on the GPU too, by
+benchmarks/gpu.py. Kernels without a deterministic kind are allowed, with a warning.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+os.environ.setdefault("FLASH_ATTENTION_DETERMINISTIC", "1")
+
+import pytest
+import torch
+from peft import LoraConfig
+from replay import STEPS, ReplayTrainer
+from torch import Tensor
+from trainers import LORA, graded
+
+from rl_training import DrGRPOTrainer, Probe
+from rl_training.probes import (
+    CovariancePredictorProbe,
+    EffectiveSampleSizeProbe,
+    ErrorSharesProbe,
+    GradientNoiseScaleProbe,
+    GroundTruthProbe,
+    ResponsesProbe,
+    SimpleEntropyProbe,
+)
+from rl_training.records.jsonl import read_estimates
+from rl_training.tasks.models import load_causal_lm
+from rl_training.tasks.tiny import TINY_PATH
+
+MakeTrainer = Callable[..., DrGRPOTrainer]
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+needs_flash_attention = pytest.mark.skipif(
+    not torch.cuda.is_available() or importlib.util.find_spec("flash_attn") is None, reason="needs CUDA and flash_attn"
+)
+SHORT: dict[str, Any] = {"gradient_accumulation_steps": 2, "max_completion_length": 8, "reward": graded}
+KINDS: dict[str, dict[str, Any]] = {
+    "fp32": {"bf16": False},
+    "bf16": {"bf16": True},
+    "checkpointing": {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": False}},
+    "LoRA in bf16": {"peft_config": LoraConfig(**LORA), "bf16": True},
+}
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=needs_cuda)])
+def device(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(autouse=True)
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def rounded_products(device: str) -> Iterator[None]:
+    """fp32 products with fewer bits, where the machine has them: TF32, on a CPU bf16."""
+    backends: Any = torch.backends
+    setting, kind = (backends.cuda.matmul, "tf32") if device == "cuda" else (backends.mkldnn.matmul, "bf16")
+    before, setting.fp32_precision = setting.fp32_precision, kind
+    yield
+    setting.fp32_precision = before
+
+
+def all_probes(**of_simple: Any) -> list[Probe]:
+    simple = SimpleEntropyProbe(per_sequence=True, own_prompts=True, **of_simple)
+    others = [GradientNoiseScaleProbe(split_prompts=1), EffectiveSampleSizeProbe(), CovariancePredictorProbe()]
+    return [simple, ResponsesProbe(count=2), ErrorSharesProbe(), *others]
+
+
+def parameters(trainer: DrGRPOTrainer) -> dict[str, Tensor]:
+    return {name: p.detach().cpu().clone() for name, p in trainer.model.named_parameters()}
+
+
+def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert [name for name in a if not torch.equal(a[name], b[name])] == []
+
+
+def assert_probes_change_nothing(make_trainer: MakeTrainer, device: str, **settings: Any) -> None:
+    probes = [*all_probes(), GroundTruthProbe(every=1, sequences=8)]
+    found = []
+    for chosen in ([], probes):
+        torch.manual_seed(0)  # of an adapter's weights
+        trainer = make_trainer(probes=chosen, use_cpu=device == "cpu", **SHORT, **settings)
+        before = parameters(trainer)
+        trainer.train()
+        found.append(parameters(trainer))
+    assert next(iter(trainer.model.parameters())).device.type == device
+    assert any(not torch.equal(before[name], found[0][name]) for name in before)
+    assert_equal(*found)
+    assert math.isfinite(trainer.attachment.latest["delta_h/forward"].value)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_with_probes_is_bitwise_the_training_without(
+    make_trainer: MakeTrainer, device: str, kind: str
+) -> None:
+    assert_probes_change_nothing(make_trainer, device, **KINDS[kind])
+
+
+@pytest.mark.usefixtures("rounded_products")
+def test_training_with_probes_in_tf32_is_bitwise_the_training_without(make_trainer: MakeTrainer, device: str) -> None:
+    assert_probes_change_nothing(make_trainer, device, bf16=False)
+
+
+@needs_flash_attention
+def test_training_with_probes_in_flash_attention_is_bitwise_the_training_without(make_trainer: MakeTrainer) -> None:
+    model, _ = load_causal_lm(TINY_PATH, attn_implementation="flash_attention_2")
+    assert_probes_change_nothing(make_trainer, "cuda", bf16=True, model=model)
+
+
+def test_a_measurement_is_in_ieee_fp32_where_training_is_in_tf32(
+    make_trainer: MakeTrainer, device: str, request: pytest.FixtureRequest
+) -> None:
+    trainer = make_trainer(probes=[SimpleEntropyProbe()], use_cpu=device == "cpu", **SHORT)
+    policy = trainer.attachment._policy
+    rollout = policy.sample(8, seed=1)
+    exact = policy.score_rollout(rollout)
+    request.getfixturevalue("rounded_products")
+    again = policy.score_rollout(rollout)
+    assert torch.equal(exact.logps, again.logps)
+    assert torch.equal(exact.entropies, again.entropies)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "LoRA in bf16"])
+def test_rows_in_host_memory_say_what_rows_on_the_gpu_do(make_trainer: MakeTrainer, device: str, kind: str) -> None:
+    settings = {"use_cpu": device == "cpu", **SHORT, **KINDS[kind]}
+    trainers = []
+    for offload in (False, True):
+        torch.manual_seed(0)  # of an adapter's weights
+        trainers.append(make_trainer(probes=all_probes(offload=offload), **settings))
+        trainers[-1].train()
+    here, there = trainers
+    assert_equal(parameters(here), parameters(there))
+    for name in ("forward", "backward", "own_prompts", "part/momentum", "forward_sequence"):
+        a, b = (trainer.attachment.latest[f"delta_h/{name}"] for trainer in (here, there))
+        assert b.value == pytest.approx(a.value, rel=1e-4, abs=1e-4 * a.stderr if a.stderr > 0 else 1e-7), name
+
+
+@needs_cuda
+def test_values_are_those_of_the_cpu_on_the_same_rollouts(make_trainer: MakeTrainer) -> None:
+    class OnItsDevice(ReplayTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Tensor]:
+            rollout = super()._generate_and_score_completions(inputs)
+            return {key: tensor.to(self.accelerator.device) for key, tensor in rollout.items()}
+
+    shape = {"gradient_accumulation_steps": 8, "max_steps": STEPS, "adam_epsilon": 1e-5}
+    kinds = ({"use_cpu": True}, {"bf16": False})
+    cpu, gpu = (make_trainer(OnItsDevice, probes=all_probes(), **shape, **kind) for kind in kinds)
+    for trainer in (cpu, gpu):
+        trainer.train()
+    names = ("delta_h/forward", "delta_h/backward", "delta_h/forward_se", "gns/trace", "ess/token_weight")
+    for a, b in zip(cpu.state.log_history[:STEPS], gpu.state.log_history[:STEPS], strict=True):
+        for name in names:
+            if name in a:
+                scale = a.get(f"{name}_se", 0.0)
+                assert b[name] == pytest.approx(a[name], rel=1e-3, abs=1e-3 * scale), (a["step"], name)
+
+
+@pytest.mark.parametrize("kind", ["fp32", "LoRA in bf16"])
+def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(
+    make_trainer: MakeTrainer, device: str, kind: str, tmp_path: Path
+) -> None:
+    settings = {"save_strategy": "steps", "save_steps": 1, "max_steps": 3, "use_cpu": device == "cpu"}
+    settings |= {**SHORT, **KINDS[kind]}
+    whole, resumed = (make_trainer(probes=all_probes(), **settings) for _ in range(2))
+    whole.train()
+    resumed.train(resume_from_checkpoint=str(tmp_path / "state" / "checkpoint-1"))
+    assert_equal(parameters(whole), parameters(resumed))
+    a, b = (trainer.attachment.latest for trainer in (whole, resumed))
+    assert {name: e.value for name, e in a.items() if not math.isnan(e.value)} == {
+        name: e.value for name, e in b.items() if not math.isnan(e.value)
+    }
+
+
+@needs_cuda
+def test_fsdp2_estimates_what_a_gpu_without_it_does_and_trains_as_it_does_without_probes(tmp_path: Path) -> None:
+    """On the GPUs that there are, two at most: with one, FSDP2 cuts nothing, and all of its code runs."""
+    world = min(torch.cuda.device_count(), 2)
+    plain, sharded, bare = "plain_1_gpu", f"fsdp2_{world}_gpu", f"fsdp2_{world}_gpu_bare"
+    replay = Path(__file__).parents[1] / "replay.py"
+    subprocess.run([sys.executable, str(replay), str(tmp_path), plain, sharded, bare], check=True)
+    with_probes, without = (torch.load(tmp_path / run / "0.pt", map_location="cpu") for run in (sharded, bare))
+    assert_equal(with_probes["parameters"], without["parameters"])
+    one, several = (read_estimates(tmp_path / run / "logs") for run in (plain, sharded))
+    assert [(row["step"], row["name"]) for row in one] == [(row["step"], row["name"]) for row in several]
+    for a, b in zip(one, several, strict=True):
+        if a["name"] in ("delta_h/forward", "delta_h/backward", "gns/trace", "ess/token_weight"):
+            scale = a["stderr"] if math.isfinite(a["stderr"]) else 0.0
+            assert b["value"] == pytest.approx(a["value"], rel=1e-3, abs=1e-3 * scale, nan_ok=True), a
+
+
+def test_measuring_puts_the_random_stream_of_the_device_back(make_trainer: MakeTrainer, device: str) -> None:
+    trainer = make_trainer(probes=[SimpleEntropyProbe()], use_cpu=device == "cpu", **SHORT)
+    state = torch.cuda.get_rng_state if device == "cuda" else torch.get_rng_state
+    before = state()
+    trainer.attachment._policy.sample(8, seed=1)
+    assert torch.equal(state(), before)

@@ -1,0 +1,301 @@
+"""What a run on a real model is made of, on small stand-ins: experiment=qwen_gsm8k, bf16, checkpointing, adapter=qlora.
+
+The stand-in has the architecture of Qwen2.5 with every switch as published, a byte-level BPE of its own, and has seen
+enough answers in the right form to guess some: without rewards nothing would move.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from peft import LoraConfig
+from tokenizers import ByteLevelBPETokenizer
+from torch import Tensor, nn
+from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
+
+from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
+from rl_training.job.build import TrainingRun, build_run
+from rl_training.job.settings import accumulation_steps
+from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
+from rl_training.probes import GroundTruthProbe, SimpleEntropyProbe
+from rl_training.records.jsonl import read_metrics
+from rl_training.tasks import models
+from rl_training.tasks.arithmetic import arithmetic
+from rl_training.tasks.gsm8k import gsm8k
+from rl_training.tasks.models import load_causal_lm, load_tiny
+
+CONF = Path(__file__).parents[2] / "conf"
+LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
+EOS = "<|endoftext|>"
+ROWS = [
+    {"question": f"Mia has {a} {what} and finds {b} more. How many {what} has she?", "answer": f"so\n#### {a + b}"}
+    for what in ("pens", "eggs", "coins")
+    for a in range(1, 5)
+    for b in range(1, 5)
+]
+SMALL = [
+    "trainer.max_steps=2", "trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4",
+    "trainer.max_completion_length=16", "logger=none", "++trainer.disable_tqdm=true", "++trainer.save_strategy=no",
+]  # fmt: skip
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        return compose("train", overrides=list(overrides))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with rows.jsonl, and with the model in bf16 and its tokenizer under model/."""
+    return taught(tmp_path_factory.getbasetemp())
+
+
+@functools.cache
+def taught(temporary: Path) -> Path:
+    folder = temporary / "qwen"
+    folder.mkdir()
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+    prompts = gsm8k(str(folder / "rows.jsonl")).train_dataset["prompt"]
+    tokenizer = trained_tokenizer([f"{prompt} 5 </think> <answer>5</answer>" for prompt in prompts])
+    model = small_qwen(tokenizer)
+    teach_the_form(model, tokenizer, prompts)
+    model.to(torch.bfloat16).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder
+
+
+def trained_tokenizer(texts: list[str]) -> PreTrainedTokenizerBase:
+    bpe = ByteLevelBPETokenizer()
+    bpe.train_from_iterator(texts, vocab_size=400, special_tokens=[EOS], show_progress=False)
+    kept = json.loads(bpe.to_str())["model"]
+    merges = [tuple(pair) for pair in kept["merges"]]
+    return Qwen2Tokenizer(vocab=kept["vocab"], merges=merges, unk_token=EOS, eos_token=EOS, pad_token=EOS)
+
+
+def small_qwen(tokenizer: PreTrainedTokenizerBase) -> Qwen2ForCausalLM:
+    torch.manual_seed(0)
+    model = Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=len(tokenizer),
+            hidden_size=64,
+            intermediate_size=192,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
+            max_position_embeddings=131072,
+            use_sliding_window=False,
+            initializer_range=0.08,
+            bos_token_id=tokenizer.eos_token_id,
+            eos_token_id=tokenizer.eos_token_id,
+        )
+    )
+    eos = tokenizer.eos_token_id
+    model.generation_config = GenerationConfig(bos_token_id=eos, eos_token_id=eos, do_sample=False, max_new_tokens=2048)
+    return model
+
+
+def teach_the_form(model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> None:
+    """Trains until a response is some digit in answer tags."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(50):
+        chosen = torch.randint(len(prompts), (8,), generator=generator).tolist()
+        digits = torch.randint(1, 10, (8,), generator=generator).tolist()
+        texts = [f"{prompts[i]} {d} </think> <answer>{d}</answer>{EOS}" for i, d in zip(chosen, digits, strict=True)]
+        batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
+        labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
+        model(input_ids=batch.input_ids, labels=labels).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+# --- the experiment ---------------------------------------------------------------------------------------------------
+
+
+def experiment(folder: Path, run_dir: Path, *overrides: str) -> TrainingRun:
+    return build_run(
+        composed(
+            "experiment=qwen_gsm8k", f"model.name={folder / 'model'}", f"data.path={folder / 'rows.jsonl'}",
+            f"run_dir={run_dir}", *SMALL, *overrides,
+        )
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(("dtype", "steps"), [("float32", 2), ("bfloat16", 1)])
+def test_the_experiment_trains_lora_in_bf16_with_checkpointing_and_measures(folder, tmp_path, dtype, steps) -> None:
+    truth = ("probe=[simple,gns,ess,ground_truth]", "probes.ground_truth.every=1", "probes.ground_truth.sequences=16")
+    other = [] if dtype == "float32" else [f"model.dtype={dtype}"]
+    run = experiment(folder, tmp_path / "run", f"trainer.max_steps={steps}", *truth, *other)
+    model = run.trainer.model
+    adapted = {name.split(".")[-2] for name, module in model.named_modules() if name.endswith("lora_A")}
+    assert adapted == LINEAR
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+    assert {p.dtype for p in model.parameters() if not p.requires_grad} == {getattr(torch, dtype)}
+    seen: list[tuple[bool, bool, bool, torch.dtype]] = []  # in training, in a backward, autocast, what came out
+
+    def look(module: nn.Module, inputs: Any, output: Tensor) -> None:
+        if torch.is_grad_enabled():
+            in_backward = torch._C._current_graph_task_id() >= 0
+            seen.append((model.training, in_backward, torch.is_autocast_enabled("cpu"), output.dtype))
+
+    model.base_model.model.model.layers[0].mlp.gate_proj.lora_A["default"].register_forward_hook(look)
+    run.train()
+    of_training = {(True, in_backward, True, torch.bfloat16) for in_backward in (True, False)}  # in it: recomputed
+    of_evaluation = {(False, in_backward, False, torch.float32) for in_backward in (True, False)}
+    assert set(seen) == of_training | of_evaluation
+    lines = read_metrics(tmp_path / "run" / "logs")
+    assert [line["step"] for line in lines] == [*range(1, steps + 1)]
+    for line in lines:
+        assert line["reward"] > 0
+        assert all(math.isfinite(line[name]) for name in ("delta_h/forward_se", "delta_h/true", "ess/advantage"))
+        assert line["delta_h/forward"] != 0
+        assert line["gns/trace"] > 0
+    layers = {name for name in lines[0] if name.startswith("delta_h/layer/")}
+    assert {"delta_h/layer/0", "delta_h/layer/1"} <= layers
+
+
+def test_the_batch_of_the_experiment_divides_among_1_2_4_and_8_processes_with_an_error_bar() -> None:
+    cfg = composed("experiment=qwen_gsm8k")
+    batch = (cfg.batch.sequences_per_step, cfg.batch.microbatch_size)
+    steps = {n: accumulation_steps(*batch, n, cfg.trainer.num_generations) for n in (1, 2, 4, 8)}
+    assert steps == {1: 16, 2: 8, 4: 4, 8: 2}
+    assert min(n * (1 if n >= 8 else k) for n, k in steps.items()) >= MIN_FOLDS_FOR_STDERR
+
+
+def test_an_override_wins_over_the_experiment() -> None:
+    cfg = composed("experiment=qwen_gsm8k", "trainer.learning_rate=3e-6", "probe=none", "adapter=none")
+    assert (cfg.trainer.learning_rate, cfg.probes, cfg.adapter) == (3e-6, {}, {})
+
+
+# --- bf16 -------------------------------------------------------------------------------------------------------------
+
+
+def test_weights_that_are_kept_in_bf16_are_not_trained(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"model\.dtype=float32"):
+        experiment(folder, tmp_path / "run", "adapter=none", "model.dtype=bfloat16")
+
+
+def test_the_step_of_bf16_weights_has_no_formula_but_is_known_afterwards(make_trainer, tmp_path: Path) -> None:
+    probe = SimpleEntropyProbe()
+    trainer = make_trainer(dtype=torch.bfloat16, probes=[probe])
+    trainer.train()
+    answers = probe.results()
+    assert math.isnan(answers["delta_h/forward"].value)
+    assert "train weights in float32" in answers["delta_h/forward"].reason
+    assert math.isfinite(answers["delta_h/backward"].value)
+
+
+# --- 4 bits -----------------------------------------------------------------------------------------------------------
+
+
+class StepAndFormula(Probe):
+    """Keeps the change of the parameters at each step, and what the optimizer's formula says of it."""
+
+    name = "step_and_formula"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pairs: list[tuple[Tensor, Tensor]] = []
+
+    def prepare(self, step: Any) -> None:
+        assert step.optimizer.states is not None
+        norm = torch.stack([gradient.norm() for gradient in step.gradients.mean.values()]).norm()
+        scale = min(1.0, step.optimizer.max_grad_norm / (float(norm) + 1e-6))
+        self._before = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
+        self._said = {
+            name: step.optimizer.states[name].delta(p.detach(), scale * step.gradients.mean[name]).total
+            for name, p in step.gradients.parameters.items()
+        }
+
+    def after_step(self, step: Any) -> None:
+        done = torch.cat([(p.detach() - self._before[name]).flatten() for name, p in step.gradients.parameters.items()])
+        self.pairs.append((done, torch.cat([said.flatten() for said in self._said.values()])))
+
+    def results(self) -> dict[str, Estimate]:
+        return {"step_and_formula/one": Estimate(1.0)}
+
+
+def four_bit_run(tmp_path: Path, *probes: Probe) -> dict[str, Tensor]:
+    """Returns the parameters after 2 steps of the embedded default in 4 bits, with checkpointing and autocast."""
+    model, tokenizer = load_tiny("bfloat16", "nf4")
+    task = arithmetic(num_train=64, num_eval=8)
+    args = DrGRPOConfig(
+        str(tmp_path),
+        max_steps=2,
+        per_device_train_batch_size=4,
+        gradient_accumulation_steps=8,
+        num_generations=4,
+        max_completion_length=16,
+        learning_rate=1e-5,  # as real models have it: 0.2 % of an adapter's weight
+        bf16=True,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs={"use_reentrant": False},
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    trainer = DrGRPOTrainer(
+        model, task.reward, args, task.train_dataset, processing_class=tokenizer, peft_config=lora, probes=probes
+    )
+    trainer.train()
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+
+
+def test_a_4_bit_base_is_trained_by_fp32_adapters_that_probes_read_and_do_not_touch(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    simple, truth, steps = SimpleEntropyProbe(), GroundTruthProbe(every=1, sequences=8), StepAndFormula()
+    with_probes, without = four_bit_run(tmp_path, simple, truth, steps), four_bit_run(tmp_path)
+    assert [name for name in without if not torch.equal(with_probes[name], without[name])] == []
+    trained = {name: p.dtype for name, p in without.items() if ".lora_" in name}
+    assert {name.split(".")[-4] for name in trained} == LINEAR
+    assert set(trained.values()) == {torch.float32}
+    assert {p.dtype for name, p in without.items() if "base_layer.weight" in name} == {torch.uint8}
+    for done, said in steps.pairs:
+        torch.testing.assert_close(done, said, rtol=0, atol=1e-8)  # of 1e-5
+        assert done.abs().max() > 5e-6
+    answers = {**simple.results(), **truth.results()}
+    assert all(math.isfinite(answers[name].stderr) for name in ("delta_h/forward", "delta_h/trapezoid"))
+    assert math.isfinite(answers["delta_h/true"].value)
+
+
+def test_qlora_composes_with_the_experiment_and_loads_4_bits(folder: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    cfg = composed("experiment=qwen_gsm8k", "adapter=qlora", f"model.name={folder / 'model'}")
+    assert cfg.adapter == composed("adapter=lora").adapter
+    model, _ = load_causal_lm(cfg.model.name, cfg.model.dtype, cfg.model.quantization)
+    quantised = {name.split(".")[-1] for name, m in model.named_modules() if type(m).__name__ == "Linear4bit"}
+    assert quantised == LINEAR  # not the head, which is the embedding
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["adapter=qlora", "model.quantization=int3"], "use nf4"),
+        (["adapter=qlora", "++trainer.use_vllm=true"], "use adapter=lora model.dtype=float32"),
+        (
+            ["experiment=qwen_gsm8k", "model.dtype=bfloat16", "++trainer.use_vllm=true"],
+            "use adapter=lora model.dtype=float32",
+        ),
+    ],
+)
+def test_frozen_weights_that_would_not_last_are_refused(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(message)):
+        build_run(composed(f"run_dir={tmp_path / 'run'}", *overrides))
+
+
+def test_without_bitsandbytes_4_bits_are_refused_with_the_extra_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(models, "is_bitsandbytes_available", lambda: False)
+    with pytest.raises(ValueError, match=re.escape("pip install 'rl-training[qlora]'")):
+        load_tiny("bfloat16", "nf4")

@@ -1,0 +1,647 @@
+"""Checkpoints evaluated: what is answered, what it leaves, and what a damaged or killed one costs."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import gzip
+import json
+import math
+import multiprocessing
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tqdm import tqdm
+
+from rl_training.evaluation import examples, policy
+from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
+from rl_training.evaluation.responses import GREEDY, Response, batches_of, choose_rows, generate_responses, judge
+from rl_training.evaluation.workers import Send, run_in_process
+from rl_training.job.evaluate import evaluate, print_table
+from rl_training.job.evaluation_plan import fingerprint, read_plan
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.next_token import PositionScores
+from rl_training.records import evaluated
+from rl_training.tasks.arithmetic import arithmetic
+from rl_training.tasks.models import load_tiny
+
+ROOT = Path(__file__).parents[2]
+CONF = str(ROOT / "conf")
+QUICK = ["evaluation.fraction=0.02", "evaluation.responses_per_prompt=4"]
+
+
+def configured(name: str, *overrides: str) -> Any:
+    with initialize_config_dir(CONF, version_base="1.3"):
+        return compose(name, list(overrides))
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with two checkpoints, the first model moved a little and a little more; the second is damaged."""
+    folder = tmp_path_factory.mktemp("runs") / "run"
+    model, tokenizer = load_tiny()
+    generator = torch.Generator().manual_seed(0)
+    for step in (1, 2):
+        for parameter in model.parameters():
+            parameter.data += 0.01 * torch.randn(parameter.shape, generator=generator)
+        checkpoint = folder / "training_state" / f"checkpoint-{step}"
+        model.save_pretrained(checkpoint)
+        tokenizer.save_pretrained(checkpoint)
+        (checkpoint / "trainer_state.json").write_text(json.dumps({"global_step": step}), encoding="utf-8")
+    weights = folder / "training_state" / "checkpoint-2" / "model.safetensors"
+    weights.rename(folder / "whole")
+    weights.write_bytes((folder / "whole").read_bytes()[:100_000])
+    cfg = configured("train", f"run_dir={folder}", "hydra.job.num=0")
+    OmegaConf.save(cfg, folder / "config.yaml", resolve=True)
+    return folder
+
+
+def sampled_at(checkpoint: Path, batches: list[list[tuple[int, int]]], temperature: float = 1.0) -> list[Response]:
+    loaded = policy.load_policy(
+        checkpoint, load_tiny, with_reference=True, temperature=temperature, max_completion_length=36
+    )
+    return [response for part in generate_responses(loaded, arithmetic(), batches, 0, {}) for response in part]
+
+
+@pytest.mark.parametrize(
+    ("config", "of_run", "why"),
+    [('{"base_model_name_or_path": null}', None, "does not name its base model: give model=hub model.name=PATH"),
+     ("{", None, "does not name its base model"), ("{", load_tiny, "its adapter cannot be loaded: ")],
+)  # fmt: skip
+def test_an_adapter_whose_configuration_says_too_little_is_named_as_that(
+    tmp_path: Path, config: str, of_run: Any, why: str
+) -> None:
+    (tmp_path / "adapter_config.json").write_text(config, encoding="utf-8")
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(ValueError, match=why):
+        policy.load_policy(tmp_path, of_run, with_reference=False, temperature=1.0, max_completion_length=1)
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_done_on_the_next_call(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    metrics = "def characters(responses, **others):\n    return {'mean': sum(map(len, responses)) / len(responses)}\n"
+    raising = "def raising(row, **others):\n    raise KeyError('nothing')\n"
+    (tmp_path / "my_metrics.py").write_text(metrics + raising, encoding="utf-8")
+    asked = [f"run={run}", *QUICK, "metric=entropy_by_position", "+metrics.mine._target_=my_metrics.characters"]
+    assert evaluate(configured("evaluate", *asked)) == 1
+    shown = capsys.readouterr().out
+    assert "step 2 failed: its model cannot be loaded" in shown
+    table = run / "evaluations" / "arithmetic" / evaluated.TABLE_FILE
+    first = table.read_text(encoding="utf-8")
+    rows = {row.metric: row for row in evaluated.read_table(table.parent)}
+    assert {row.step for row in rows.values()} == {1}
+    assert {"pass_at_1", "pass_at_4", "kl/sequence", "entropy_by_position/from_001", "mine/mean"} <= set(rows)
+    assert rows["pass_at_1"].value == rows["reward"].value
+    assert rows["kl/token"].value > 0
+    assert rows["reward"].num_prompts == 10
+
+    before = (table.parent / "step_1" / evaluated.METRICS).stat().st_mtime_ns
+    weights = run / "training_state" / "checkpoint-2" / "model.safetensors"
+    weights.write_bytes((run / "whole").read_bytes())
+    assert evaluate(configured("evaluate", *asked)) == 0
+    assert (table.parent / "step_1" / evaluated.METRICS).stat().st_mtime_ns == before, "what was finished is skipped"
+    assert table.read_text(encoding="utf-8").startswith(first)
+    assert {row.step for row in evaluated.read_table(table.parent)} == {1, 2}
+
+    lines = (table.parent / "step_1" / "responses.jsonl").read_text(encoding="utf-8").splitlines()
+    assert len(lines) == 10 * (4 + 1)
+    assert {"prompt", "response", "reward", "length", "mean_logp", "mean_entropy"} <= set(json.loads(lines[0]))
+    events = EventAccumulator(str(run / "logs" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("evaluation/reward")] == [1, 2]
+
+    anew = [
+        *asked[:3],
+        "evaluation.name=anew",
+        f"checkpoints=[{run}/training_state/checkpoint-1]",
+        "+metrics.bad._target_=my_metrics.raising",
+        "evaluation.batch_size=7",
+        "evaluation.gzip=true",
+    ]
+    assert evaluate(configured("evaluate", *anew)) == 1
+    assert "metric bad raised at row" in capsys.readouterr().out
+    again = evaluated.read_table(run / "evaluations" / "anew")
+    assert {row.metric for row in again} == {name for name in rows if "by_position" not in name and "mine" not in name}
+    for row in again:  # another batch size: the same numbers up to rounding, and the same responses
+        assert row.value == pytest.approx(rows[row.metric].value, rel=1e-5, nan_ok=True)
+    with gzip.open(run / "evaluations" / "anew" / "step_1" / "responses.jsonl.gz", "rt", encoding="utf-8") as file:
+        assert [json.loads(line)["response"] for line in file] == [json.loads(line)["response"] for line in lines]
+
+
+def test_a_checkpoint_killed_in_the_middle_is_reported_and_done_on_the_next_call(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """And while one evaluation of a run is at work, another one says so and ends."""
+    cfg = configured(
+        "evaluate", f"checkpoints=[{run}/training_state/checkpoint-1]", *QUICK, f"output={tmp_path}",
+        "evaluation.batch_size=10",
+    )  # fmt: skip
+    second: list[str] = []
+
+    def kill_at_the_first_batch(bar: tqdm, num_responses: int) -> None:
+        with pytest.raises(ValueError, match="is being written to by process") as refused:
+            evaluate(cfg)
+        second.append(str(refused.value))
+        for process in multiprocessing.active_children():
+            process.kill()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(tqdm, "update", kill_at_the_first_batch)
+        assert evaluate(cfg) == 1
+    assert second
+    assert "step 1 failed: its process was killed by SIGKILL" in capsys.readouterr().out
+    folder = tmp_path / "evaluations" / "arithmetic"
+    assert [path.name for path in folder.iterdir()] == ["settings.json"]
+    assert evaluate(cfg) == 0
+    assert {row.step for row in evaluated.read_table(folder)} == {1}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run=nowhere"], "run=nowhere: there is no such folder"),
+        ([], "give run=RUN"),
+        (["run={run}/training_state"], "is not a run folder"),
+        (["run={run}", "evaluation.fraction=0"], "must be above 0 and at most 1"),
+        (["run={run}", "evaluation.fraction=1.5"], "must be above 0 and at most 1"),
+        (["run={run}", "evaluation.fraction=all"], "evaluation.fraction=all must be a number"),
+        (["run={run}", "evaluation.name=a/b"], "names a folder"),
+        (["checkpoints=[{run}/elsewhere]", "data=arithmetic"], "output=PATH"),
+        (["checkpoints=[{run}/elsewhere]", "output=out"], "choose it with data=arithmetic or data=gsm8k"),
+        (["run={run}", "evaluation.k=9"], "use evaluation.responses_per_prompt=9"),
+        (["run={run}", "+metrics.entropy._target_=math.sqrt"], "there is a built-in metric entropy"),
+        (["run={run}", "+metrics.mine._target_=nofile.f"], "metrics.mine: .*nofile.f"),
+        (["run={run}", "+data.num_evil=3"], "data: .*num_evil"),
+        (["run={run}", "evaluation.temperature=0"], "evaluation.greedy decodes greedily"),
+        (["checkpoints=[{run}/training_state/checkpoint-1,/tmp/training_state/checkpoint-2]"], "of several runs"),
+    ],
+)
+def test_bad_input_is_refused_before_anything_is_written(run: Path, overrides: list[str], message: str) -> None:
+    before = sorted(run.rglob("*"))
+    with pytest.raises(ValueError, match=message):
+        evaluate(configured("evaluate", *(o.format(run=run) for o in overrides)))
+    assert sorted(run.rglob("*")) == before
+
+
+def test_a_run_without_checkpoints_says_so(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    with pytest.raises(ValueError, match="has no checkpoints"):
+        read_plan(configured("evaluate", f"run={tmp_path}"))
+
+
+def test_another_setting_under_the_same_name_is_refused(run: Path, tmp_path: Path) -> None:
+    asked = [f"run={run}", f"output={tmp_path}", *QUICK]
+    plan = read_plan(configured("evaluate", *asked))
+    plan.start()
+    evaluated.write_step(plan.folder, 1, {}, {}, [])
+    with pytest.raises(ValueError, match=r"temperature=0.5 \(was 1.0\).*evaluation.name=NAME"):
+        read_plan(configured("evaluate", *asked, "evaluation.temperature=0.5")).start()
+    read_plan(configured("evaluate", *asked, "evaluation.jobs=3", "evaluation.batch_size=1")).start()
+
+
+def test_an_evaluation_that_came_to_nothing_does_not_stand_in_the_way_of_the_right_command(
+    run: Path, tmp_path: Path
+) -> None:
+    asked = [f"run={run}", f"output={tmp_path}", *QUICK]
+    read_plan(configured("evaluate", *asked, "evaluation.temperature=9")).start()  # every checkpoint then fails
+    plan = read_plan(configured("evaluate", *asked))
+    plan.start()
+    assert json.loads((plan.folder / evaluated.SETTINGS).read_text(encoding="utf-8"))["temperature"] == 1.0
+
+
+def test_a_checkpoint_that_was_trained_anew_is_evaluated_anew(run: Path, tmp_path: Path) -> None:
+    """Its weights have the same names and sizes as before: its trainer's log tells them apart."""
+    checkpoint = tmp_path / "training_state" / "checkpoint-1"
+    shutil.copytree(run / "training_state" / "checkpoint-1", checkpoint)
+    (tmp_path / "config.yaml").write_bytes((run / "config.yaml").read_bytes())
+    plan = read_plan(configured("evaluate", f"run={tmp_path}"))
+    evaluated.write_step(plan.folder, 1, {"fingerprint": fingerprint(checkpoint), "errors": []}, {}, [])
+    assert plan.pending() == {}
+    (checkpoint / "trainer_state.json").write_text('{"global_step": 1, "log_history": [{"step_time": 0.3}]}')
+    assert plan.pending() == {1: checkpoint}
+
+
+def test_another_task_than_the_runs_has_a_table_of_its_own_and_must_be_readable(run: Path, tmp_path: Path) -> None:
+    rows = [{"question": f"Say {n} €", "answer": f"#### {n}"} for n in range(40)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    plan = read_plan(configured("evaluate", f"run={run}", "data=gsm8k", f"data.path={tmp_path / 'rows.jsonl'}"))
+    assert (plan.folder.name, plan.prefix, plan.asked.max_completion_length) == ("gsm8k", "evaluation/gsm8k/", 512)
+    loaded = policy.load_policy(
+        plan.checkpoints[1], None, with_reference=False, temperature=1.0, max_completion_length=4
+    )
+    with pytest.raises(ValueError, match="it was made for another task"):
+        list(generate_responses(loaded, plan.task(), [[(0, 0)]], 0, {}))
+
+
+def test_a_bare_checkpoint_is_evaluated_on_the_task_that_is_given(run: Path, tmp_path: Path) -> None:
+    bare = tmp_path / "bare"
+    asked = [f"checkpoints=[{bare}]", "data=arithmetic", f"output={tmp_path}"]
+    plan = read_plan(configured("evaluate", *asked))
+    assert plan.checkpoints == {0: bare}
+    assert (plan.asked.max_completion_length, plan.asked.temperature, plan.run) == (36, 1.0, None)
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "trainer_state.json"])
+def test_a_checkpoint_without_weights_or_left_unfinished_is_named(run: Path, tmp_path: Path, missing: str) -> None:
+    for path in (run / "training_state" / "checkpoint-1").iterdir():
+        if path.name != missing:
+            (tmp_path / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "optimizer.pt").touch()
+    reason = "it has no weights" if missing.endswith("tensors") else "it was not written completely"
+    with pytest.raises(ValueError, match=reason):
+        policy.require_weights(tmp_path)
+
+
+# --- processes --------------------------------------------------------------------------------------------------------
+
+
+def kill_itself(send: Send) -> None:
+    send("begun")
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_out_of_memory(send: Send) -> None:
+    raise MemoryError
+
+
+def leave(send: Send) -> None:
+    os._exit(3)
+
+
+@pytest.mark.parametrize(
+    ("work", "reason"),
+    [
+        (kill_itself, "killed by SIGKILL"),
+        (run_out_of_memory, "a smaller evaluation.batch_size"),
+        (leave, "exit code 3"),
+    ],
+)
+def test_whatever_ends_a_process_has_a_reason(work: Any, reason: str) -> None:
+    received: list[Any] = []
+    assert reason in run_in_process(work, received.append)
+    assert received == (["begun"] if work is kill_itself else [])
+
+
+INTERRUPTED = """
+import signal, sys
+from rl_training.evaluation.workers import run_in_process
+def work(send):
+    import slow
+    send("worked")
+if __name__ == "__main__":
+    print(repr(run_in_process(work, print, imports=["slow"])))
+    print(signal.SIGINT in signal.pthread_sigmask(signal.SIG_BLOCK, set()))
+"""
+
+
+def test_ctrl_c_while_a_process_imports_is_for_the_parent_alone(tmp_path: Path) -> None:
+    """The module that takes long is interrupted while it is imported, once by the server of forks and once more."""
+    (tmp_path / "slow.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
+    (tmp_path / "script.py").write_text(INTERRUPTED)
+    env = {**os.environ, "PYTHONPATH": f"{Path(__file__).parents[2]}:{tmp_path}"}
+    command = [sys.executable, str(tmp_path / "script.py")]
+    ended = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=60)
+    assert (ended.stdout.splitlines(), ended.stderr) == (["worked", "''", "False"], "")
+
+
+@pytest.mark.parametrize("returned", ["much", None, 0.5])
+def test_a_metric_that_returns_no_numbers_by_name_is_told_what_is_needed(returned: Any) -> None:
+    response: Any = SimpleNamespace(text="a", reward=1.0, logps=None, entropies=None)
+    with pytest.raises(
+        ValueError, match=r"metric mine raised at row 0 .* instead of numbers by name, such as \{'mine': 0\.5\}"
+    ):
+        custom_metrics("mine", lambda **_: returned, {0: [response]}, [{"prompt": "p"}])
+
+
+def hold(folder: Path, send: Send) -> None:
+    with evaluated.locked(folder):
+        send("locked")
+        kill_itself(lambda _: None)
+
+
+def test_a_folder_that_cannot_be_written_to_is_named_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    told = pytest.raises(OSError, match=r"an evaluation is written here: give output=FOLDER.*file/evaluations/\.lock")
+    with told, evaluated.locked(tmp_path / "file" / "evaluations"):
+        pass
+
+
+def test_two_evaluations_at_once_the_second_says_so_and_a_dead_one_locks_nothing(tmp_path: Path) -> None:
+    other = pytest.raises(ValueError, match=f"written to by process {os.getpid()}")
+    with evaluated.locked(tmp_path), other, evaluated.locked(tmp_path):
+        pass
+    assert "SIGKILL" in run_in_process(functools.partial(hold, tmp_path), lambda _: None)
+    with evaluated.locked(tmp_path):
+        assert f"process {os.getpid()} on" in (tmp_path / evaluated.LOCK).read_text(encoding="utf-8")
+
+
+# --- responses --------------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Answering(policy.CheckpointPolicy):
+    """A policy whose responses are given, and said with certainty."""
+
+    answers: tuple[list[int], ...]
+
+    def generate(self, prompt_ids: Any, uniforms: Any) -> list[torch.Tensor]:
+        return [torch.tensor(ids) for ids in self.answers]
+
+    def score(self, prompt_ids: Any, completion_ids: Any) -> list[PositionScores]:
+        return [PositionScores(torch.zeros(len(ids)), torch.zeros(len(ids)), None) for ids in completion_ids]
+
+
+def test_truncated_is_what_has_no_end_not_what_is_as_long_as_can_be() -> None:
+    model, tokenizer = load_tiny()
+    end = tokenizer.eos_token_id
+    answering = Answering(model, tokenizer, None, 1.0, 3, answers=([5, 6, end], [5, 6, 7], [5, end]))
+    (answered,) = generate_responses(answering, arithmetic(), [[(0, GREEDY), (1, GREEDY), (2, GREEDY)]], 0, {})
+    assert [(r.length, r.truncated) for r in answered] == [(3, False), (3, True), (2, False)]
+
+
+def test_two_processes_say_exactly_what_one_does(run: Path) -> None:
+    batches = batches_of(rows=(0, 3, 5, 11), responses_per_prompt=3, greedy=True, batch_size=5)
+    checkpoint = run / "training_state" / "checkpoint-1"
+    one = sampled_at(checkpoint, batches)
+    two = [*sampled_at(checkpoint, batches[0::2]), *sampled_at(checkpoint, batches[1::2])]
+    assert len(one) == 4 * (3 + 1)
+    for a, b in zip(*(sorted(part, key=lambda r: (r.row, r.number)) for part in (one, two)), strict=True):
+        assert (a.row, a.number, a.text, a.reward) == (b.row, b.number, b.text, b.reward)
+        for name in ("logps", "entropies", "kl"):
+            assert (getattr(a, name) == getattr(b, name)).all()
+
+
+def test_a_response_depends_neither_on_its_batch_nor_on_the_other_rows_that_are_asked(run: Path) -> None:
+    checkpoint = run / "training_state" / "checkpoint-1"
+    together = {(r.row, r.number): r for r in sampled_at(checkpoint, [[(n, k) for n in range(8) for k in range(2)]])}
+    (alone,) = sampled_at(checkpoint, [[(5, 1)]])
+    assert alone.text == together[5, 1].text
+    assert alone.logps == pytest.approx(together[5, 1].logps, abs=1e-4)
+    assert len({r.text for r in together.values()}) > 8, "responses to one prompt differ"
+
+
+def test_tokens_are_drawn_with_the_policys_probabilities(run: Path) -> None:
+    """The first token of 3000 responses to one prompt, at temperature 2, against its exact distribution: χ²."""
+    checkpoint = run / "training_state" / "checkpoint-1"
+    loaded = policy.load_policy(checkpoint, None, with_reference=False, temperature=2.0, max_completion_length=1)
+    prompt = torch.tensor(loaded.tokenizer(arithmetic().eval_dataset[0]["prompt"])["input_ids"])
+    numbers = torch.stack([policy.uniforms_of(0, 0, number, 1) for number in range(3000)])
+    drawn = torch.stack(loaded.generate([prompt] * 3000, numbers)).squeeze(1).bincount(minlength=103)
+    with torch.no_grad():
+        exact = 3000 * (loaded.model(prompt[None]).logits[0, -1].double() / 2).softmax(dim=-1)
+    common = exact > 5
+    chi2 = float(((drawn - exact)[common].square() / exact[common]).sum())
+    assert common.sum() > 5
+    assert chi2 < common.sum() + 4 * math.sqrt(2 * common.sum())
+
+
+def test_greedy_responses_take_the_likeliest_token(run: Path) -> None:
+    checkpoint = run / "training_state" / "checkpoint-1"
+    loaded = policy.load_policy(checkpoint, None, with_reference=False, temperature=0.5, max_completion_length=36)
+    prompts = [torch.tensor(loaded.tokenizer(f"{'1+1-' * n}1=?<think>")["input_ids"]) for n in (1, 4)]
+    for prompt, answer in zip(prompts, loaded.generate(prompts, None), strict=True):
+        ids = prompt
+        while len(ids) < len(prompt) + 36 and ids[-1] not in loaded.eos_token_ids:
+            with torch.no_grad():
+                ids = torch.cat([ids, loaded.model(ids[None]).logits[0, -1].argmax()[None]])
+        assert answer.tolist() == ids[len(prompt) :].tolist()
+
+
+def test_scores_are_those_of_a_plain_forward_without_padding(run: Path) -> None:
+    checkpoint = run / "training_state" / "checkpoint-1"
+    loaded = policy.load_policy(checkpoint, load_tiny, with_reference=True, temperature=0.7, max_completion_length=36)
+    prompts = [torch.tensor(loaded.tokenizer(f"{'1+1-' * n}1=?<think>")["input_ids"]) for n in (1, 4)]
+    answers = loaded.generate(prompts, torch.full((2, 36), 0.99, dtype=torch.float64))
+    first = load_tiny()[0].eval()
+    for prompt, answer, score in zip(prompts, answers, loaded.score(prompts, answers), strict=True):
+        for k, token in enumerate(answer):
+            prefix = torch.cat([prompt, answer[:k]])[None]
+            with torch.no_grad():
+                p, q = ((m(prefix).logits[0, -1].double() / 0.7).log_softmax(-1) for m in (loaded.model, first))
+            assert score.logps[k].item() == pytest.approx(p[token].item(), abs=1e-4)
+            assert score.entropies[k].item() == pytest.approx(-(p.exp() * p).sum().item(), abs=1e-4)
+            assert score.kl[k].item() == pytest.approx((p.exp() * (p - q)).sum().item(), abs=1e-4)
+
+
+def test_prompts_do_not_count_where_it_is_measured_how_many_sequences_are_scored_at_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Responses of 4 tokens to prompts of 30: 5 columns of logits each, hence four sequences in 4 · 5 · 103 entries."""
+    model, tokenizer = load_tiny()
+    loaded = policy.CheckpointPolicy(model.eval(), tokenizer, None, 1.0, 4)
+    tokens = torch.randint(4, 100, (9, 34), generator=torch.Generator().manual_seed(0))
+    prompts, answers = list(tokens[:, :30]), list(tokens[:, 30:])
+    rows: list[int] = []
+    model.register_forward_pre_hook(lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
+    together = loaded.score(prompts, answers)
+    monkeypatch.setattr(policy, "LOGITS", 4 * 5 * len(tokenizer))
+    apart = loaded.score(prompts, answers)
+    assert rows == [9, 4, 4, 1]
+    for a, b in zip(together, apart, strict=True):
+        assert a.logps.tolist() == pytest.approx(b.logps.tolist(), abs=1e-5)
+
+
+def test_on_a_gpu_of_80_gb_eight_responses_of_512_tokens_are_scored_at_once_at_a_vocabulary_of_152_thousand(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An eighth of it, 10 GB, at 16 bytes an entry is 625 million entries; a sequence has 513 × 151 936, 78 million."""
+    memory = SimpleNamespace(total_memory=80 * 10**9)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
+    assert policy.logits_at_once(torch.device("cuda", 0)) // (513 * 151_936) == 8
+    assert policy.logits_at_once(torch.device("cpu")) == 2**26
+
+
+def test_an_adapters_first_model_is_the_one_below_it(run: Path, tmp_path: Path) -> None:
+    """The divergence from it is 0 while the adapter is still the zero that LoRA starts from."""
+    from peft import LoraConfig, get_peft_model
+
+    adapted = get_peft_model(load_tiny()[0], LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=2))
+    first = load_tiny()[0].eval()
+    for move in (0.0, 0.5):
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.data += move
+        adapted.save_pretrained(tmp_path / f"{move}")
+        (response,) = sampled_at(tmp_path / f"{move}", [[(0, 0)]])
+        prompt = torch.tensor(load_tiny()[1](arithmetic().eval_dataset[0]["prompt"])["input_ids"])[None]
+        with torch.no_grad():
+            p, q = (m.eval()(prompt).logits[0, -1].double().log_softmax(-1) for m in (adapted, first))
+        assert response.kl[0] == pytest.approx((p.exp() * (p - q)).sum().item(), abs=1e-5)
+        assert (response.kl[0] > 1e-3) == (move > 0)
+
+
+# --- metrics ----------------------------------------------------------------------------------------------------------
+
+
+def response(row: int, number: int, reward: float, entropies: list[float], answer: str | None) -> Response:
+    values = np.array(entropies)
+    return Response(row, number, f"{answer}", reward, len(entropies) == 3, answer, -values, values, 2 * values)
+
+
+def given() -> list[Response]:
+    """Two prompts, two responses each and a greedy one."""
+    return [
+        response(0, 0, 1.0, [0.5, 0.1], "3"),
+        response(0, 1, 0.0, [0.9, 0.3, 0.6], None),
+        response(0, GREEDY, 1.0, [0.2], "3"),
+        response(4, 0, 0.0, [0.4], "7"),
+        response(4, 1, 0.0, [0.2, 0.2], "8"),
+        response(4, GREEDY, 0.0, [0.2], "7"),
+    ]
+
+
+def test_the_built_in_metrics_of_two_prompts_by_hand() -> None:
+    metrics = response_metrics(given(), max_k=2, right_reward=1.0, answers=True)
+    expected = {
+        "reward": 0.25, "greedy_accuracy": 0.5, "pass_at_1": 0.25, "pass_at_2": 0.5, "majority": 0.5,
+        "entropy/token": 3.2 / 8, "entropy/sequence": 3.2 / 4, "kl/token": 6.4 / 8, "kl/sequence": 6.4 / 4,
+        "length": 2.0, "truncated": 0.25, "format": 0.75,
+    }  # fmt: skip
+    assert {name: e.value for name, e in metrics.items()} == pytest.approx(expected)
+    assert {e.num_samples for e in metrics.values()} == {2}
+    assert metrics["reward"].stderr == pytest.approx(0.25)  # prompts say 0.5 and 0
+
+
+def test_a_reward_whose_least_and_most_are_known_has_an_interval_between_them() -> None:
+    """Three prompts, all right: Wilson's of 3 of 3 is 3/6.8415 to 1."""
+    right = [response(row, 0, 1.0, [0.5], "3") for row in range(3)]
+    metrics = response_metrics(right, max_k=1, right_reward=1.0, answers=True, reward_range=(0.0, 1.0))
+    for name in ("reward", "pass_at_1", "majority", "format"):
+        assert metrics[name].interval == (pytest.approx(3 / 6.8415, rel=1e-4), 1.0)
+    assert response_metrics(right, max_k=1, right_reward=1.0, answers=True)["reward"].interval is None
+
+
+def test_the_table_in_the_terminal_says_how_many_prompts_and_what_is_possible_where_all_say_the_same(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = [response(row, 0, 1.0, [0.5 + 0.1 * (row % 2)], "3") for row in range(4)]
+    metrics = response_metrics(right, max_k=1, right_reward=1.0, answers=True, reward_range=(0.0, 1.0))
+    evaluated.write_step(tmp_path, 4, {}, metrics, [])
+    evaluated.consolidate(tmp_path)
+    print_table(tmp_path, evaluated.read_table(tmp_path), [])
+    shown = capsys.readouterr().out
+    assert "mean ± standard error over 4 prompts" in shown
+    assert "1.000-0.490" in shown  # of 4 of 4: 4/7.8415 to 1
+    assert "±0.000" not in shown
+    assert "0.550±0.029" in shown  # the entropy, which has an error
+    frame = pd.read_csv(tmp_path / evaluated.TABLE_FILE).set_index("metric")
+    assert (frame.loc["reward", "low"], frame.loc["reward", "high"]) == (pytest.approx(0.5101, abs=1e-4), 1.0)
+    assert math.isnan(frame.loc["length", "low"])
+
+
+def test_a_reward_beyond_what_its_task_says_is_an_error() -> None:
+    task = dataclasses.replace(arithmetic(), reward=lambda completions, **_: [2.0 for _ in completions])
+    with pytest.raises(ValueError, match=r"reward is 2\.0 .* between 0 and 1, as its Task says"):
+        judge(task, [task.eval_dataset[0]], ["6"], [torch.tensor([5])])
+
+
+def test_what_was_not_asked_for_is_nan_with_its_reason() -> None:
+    sampled = [r for r in given() if r.number != GREEDY]
+    metrics = response_metrics(sampled, max_k=1, right_reward=1.0, answers=False)
+    for name, reason in (("greedy_accuracy", "evaluation.greedy"), ("majority", "given_answer"), ("format", "answer")):
+        assert math.isnan(metrics[name].value)
+        assert reason in metrics[name].reason
+
+
+def test_the_shipped_metrics_by_hand() -> None:
+    sampled, _ = by_row(given())
+    dataset = {0: {"prompt": "a"}, 4: {"prompt": "b"}}
+    metrics = custom_metrics("c", examples.entropy_by_correctness, sampled, dataset)
+    assert metrics["c/right"].value == pytest.approx(0.3)
+    assert metrics["c/wrong"].value == pytest.approx((0.6 + 0.8 / 3) / 2)
+    assert metrics["c/wrong_minus_right"].value == pytest.approx(0.3)
+    assert metrics["c/wrong_minus_right"].num_samples == 1
+    metrics = custom_metrics("p", functools.partial(examples.entropy_by_position, edges=(1, 2)), sampled, dataset)
+    assert metrics["p/from_001"].value == pytest.approx((0.7 + 0.3) / 2)
+    assert metrics["p/from_002"].value == pytest.approx((0.2 + 0.2) / 2)
+    assert (metrics["p/from_003"].value, metrics["p/from_003"].num_samples) == (pytest.approx(0.6), 1)
+
+
+def test_the_rows_of_a_fraction_are_fixed_and_at_least_one() -> None:
+    assert choose_rows(5, 1.0, seed=0) == (0, 1, 2, 3, 4)
+    rows = choose_rows(1000, 0.02, seed=0)
+    assert rows == choose_rows(1000, 0.02, seed=0) != choose_rows(1000, 0.02, seed=1)
+    assert len(set(rows)) == 20
+    assert sorted(rows) == list(rows)
+    assert len(choose_rows(10, 0.01, seed=0)) == 1
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def full_disk(limit: int) -> Iterator[None]:
+    """A limit on the size of the files that this process writes, as near to a full disk as a test can be."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
+def test_on_a_full_disk_a_step_is_left_out_whole_and_what_was_there_stays(tmp_path: Path) -> None:
+    metrics = response_metrics(given(), max_k=1, right_reward=1.0, answers=True)
+    evaluated.write_step(tmp_path, 1, {}, metrics, [{"response": "a"}])
+    table = evaluated.consolidate(tmp_path).read_bytes()
+    with full_disk(10_000):
+        with pytest.raises(OSError, match="make room") as raised:
+            evaluated.write_step(tmp_path, 2, {}, metrics, [{"response": "a" * 20_000}])
+        assert str(tmp_path / "step_2") in str(raised.value)
+    with full_disk(100), pytest.raises(OSError, match="make room"):
+        evaluated.consolidate(tmp_path)
+    assert evaluated.consolidate(tmp_path).read_bytes() == table
+    assert sorted(path.name for path in tmp_path.iterdir()) == [evaluated.TABLE_FILE, "step_1"]
+
+
+def test_an_infinite_number_stays_infinite_and_is_not_taken_for_a_missing_one(tmp_path: Path) -> None:
+    """A divergence is infinite where the first model rules out what the policy says."""
+    metrics = {
+        "kl/token": Estimate(math.inf, math.nan, 8, "infinite"),
+        "low": Estimate(-math.inf, math.inf, 8),
+        "format": Estimate.missing("no answers"),
+    }
+    evaluated.write_step(tmp_path, 1, {}, metrics, [])
+    read = evaluated.read_step(tmp_path, 1)
+    assert read is not None
+    assert read["metrics"]["kl/token"]["value"] == math.inf
+    assert (read["metrics"]["low"]["value"], read["metrics"]["low"]["stderr"]) == (-math.inf, math.inf)
+    assert math.isnan(read["metrics"]["format"]["value"])
+    evaluated.consolidate(tmp_path)
+    assert [row.value for row in evaluated.read_table(tmp_path)[:2]] == [math.inf, -math.inf]
+
+
+def test_the_table_reads_back_what_was_measured(tmp_path: Path) -> None:
+    metrics = response_metrics([r for r in given() if r.number != GREEDY], max_k=2, right_reward=1.0, answers=True)
+    for step in (10, 9):
+        evaluated.write_step(tmp_path, step, {}, metrics, [])
+    evaluated.consolidate(tmp_path)
+    rows = evaluated.read_table(tmp_path)
+    assert [row.step for row in rows] == [9] * len(metrics) + [10] * len(metrics)
+    for row, (name, estimate) in zip(rows, metrics.items(), strict=False):
+        assert row.metric == name
+        assert row.value == pytest.approx(estimate.value, abs=0, nan_ok=True)
+        assert row.stderr == pytest.approx(estimate.stderr, abs=0, nan_ok=True)

@@ -1,0 +1,494 @@
+"""The host of a plain loop: what it measures is what `attach` measures, and training stays as it is."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import forks
+import pytest
+import torch
+import torch.distributed as dist
+from example_steps import capabilities
+from replay import L_MAX, MICROBATCH, PROMPTS, G, ReplayTrainer, given_rollout
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+from trainers import trainer_maker
+
+from rl_training import Estimate, Rollout, measured_loop
+from rl_training.engine.batch import take_rows
+from rl_training.engine.capabilities import CHOSEN_REUSED, Fixes
+from rl_training.engine.driver import StepDriver
+from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.loop import MeasuredLoop
+from rl_training.hosts.trl.patches import FIXES
+from rl_training.probes import (
+    CovariancePredictorProbe,
+    EffectiveSampleSizeProbe,
+    GradientNoiseScaleProbe,
+    GroundTruthProbe,
+    SimpleEntropyProbe,
+)
+from rl_training.records.jsonl import Records, read_estimates, read_metrics
+from rl_training.tasks.models import load_tiny
+
+STEPS, CLIP = 3, 0.05  # every step is clipped
+MICROBATCHES = PROMPTS * G // MICROBATCH
+ADAMW: dict[str, Any] = {"lr": 3e-4, "eps": 1e-5}  # a first step that is no sign: rounding would decide that of a zero
+
+
+def probes() -> list[Any]:
+    return [
+        SimpleEntropyProbe(per_sequence=True, own_prompts=True),
+        GradientNoiseScaleProbe(split_prompts=4),
+        EffectiveSampleSizeProbe(),
+        CovariancePredictorProbe(),
+    ]
+
+
+def rollout_of(number: int, rank: int = 0, world: int = 1) -> Rollout:
+    """Returns what ReplayTrainer is given on this rank, which pads to its own longest sequence."""
+    given = given_rollout(number)
+    given.pop("num_items_in_batch")
+    share = PROMPTS * G // world
+    own = {name: values[rank * share : (rank + 1) * share] for name, values in given.items()}
+    width = int(own["completion_mask"].sum(dim=1).max())
+    own |= {name: own[name][:, :width] for name in ("completion_ids", "completion_mask")}
+    return Rollout(**own, rewards=None, prompt_index=torch.arange(share) // G)
+
+
+def scores_of(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
+    ids = torch.cat([part.prompt_ids, part.completion_ids], dim=1)
+    there = torch.cat([part.prompt_mask, part.completion_mask], dim=1)
+    logits = model(input_ids=ids, attention_mask=there).logits
+    logp = logits[:, part.prompt_ids.shape[1] - 1 : -1].log_softmax(dim=-1)
+    return logp.gather(-1, part.completion_ids.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(dim=-1)
+
+
+def loss_of(logps: Tensor, part: Rollout, microbatches: int) -> Tensor:
+    ratios = (logps - logps.detach()).exp()
+    total = (ratios * part.advantages.unsqueeze(1) * part.completion_mask).sum()
+    return -total / (len(logps) * L_MAX) / microbatches
+
+
+def new_loop(
+    measuring: list[Any], world: int = 1, model: Any = None, **facts: Any
+) -> tuple[Any, torch.optim.Optimizer, MeasuredLoop]:
+    """Returns a model with the optimizer that transformers would make, and their loop."""
+    policy = model or load_tiny()[0]
+    policy.train()
+    decayed = {name for name, p in policy.named_parameters() if p.ndim > 1}
+    groups = [
+        {"params": [p for n, p in policy.named_parameters() if (n in decayed) == yes], "weight_decay": 0.1 * yes}
+        for yes in (True, False)
+    ]
+    model = DistributedDataParallel(policy) if world > 1 else policy
+    optimizer = torch.optim.AdamW(groups, **ADAMW)
+    shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": MICROBATCHES // world}
+    return model, optimizer, measured_loop(model, optimizer, measuring, **(shape | {"max_grad_norm": CLIP} | facts))
+
+
+def train(
+    model: Any,
+    optimizer: Any,
+    measured: MeasuredLoop,
+    steps: int = STEPS,
+    entropies: bool = True,
+    forward: Callable[..., tuple[Tensor, Tensor]] = scores_of,
+    rank: int = 0,
+    world: int = 1,
+) -> dict[str, Tensor]:
+    """Returns the weights after some steps of Dr-GRPO on the given rollouts."""
+    with measured:
+        for number in range(1, steps + 1):
+            with measured.step(number) as metrics:
+                for part in microbatches(number, rank, world):
+                    logps, of_model = forward(model, part)
+                    measured.microbatch(part, logps, of_model if entropies else None)
+                    loss_of(logps, part, MICROBATCHES // world).backward()
+                measured.gradients_ready()
+                metrics["grad_norm"] = clip_grad_norm_(model.parameters(), CLIP)
+                optimizer.step()
+                optimizer.zero_grad()
+    return {name: p.detach().clone() for name, p in model.named_parameters()}
+
+
+def microbatches(number: int, rank: int = 0, world: int = 1) -> Iterator[Rollout]:
+    rollout = rollout_of(number, rank, world)
+    for rows in torch.arange(rollout.num_sequences).split(MICROBATCH):
+        yield take_rows(rollout, rows)
+
+
+def farthest(one: Path, other: Path, fields: Sequence[str] = ("value", "stderr")) -> dict[str, float]:
+    """Returns the largest relative difference between two records, by probe; by name for products of one batch.
+
+    Of the value or of its error: a value near 0 is no scale. The addends of forward (delta_h/layer/..., kind, part) may
+    cancel and have no error: theirs is forward's scale. What is nan in one is nan in the other, for the same reason.
+    """
+    mine, theirs = ({(r["step"], r["name"]): r for r in read_estimates(folder)} for folder in (one, other))
+    assert mine.keys() == theirs.keys()
+    found: dict[str, float] = {}
+    for (step, name), row in mine.items():
+        twin, part = theirs[step, name], name.startswith("delta_h/") and name.count("/") == 2
+        assert row["reason"] == twin["reason"], name
+        whole = theirs[step, f"delta_h/forward{'_sequence' * name.endswith('_sequence')}"] if part else twin
+        scale = max(number for number in (abs(whole["value"]), whole["stderr"], 0.0) if number == number)
+        key = "reuse" if "/reuse" in name else row["probe"]
+        for field in fields:
+            a, b = row[field], twin[field]
+            if repr(a) != repr(b):  # nan is nan
+                found[key] = max(found.get(key, 0.0), abs(a - b) / scale)
+                assert found[key] == found[key], (name, a, b)
+            found.setdefault(key, 0.0)
+    return found
+
+
+@pytest.fixture
+def trainer(tmp_path: Path) -> Callable[..., ReplayTrainer]:
+    def make(**settings: Any) -> ReplayTrainer:
+        return trainer_maker(tmp_path)(
+            ReplayTrainer, max_steps=STEPS, max_grad_norm=CLIP, per_device_train_batch_size=MICROBATCH,
+            gradient_accumulation_steps=MICROBATCHES, num_generations=G, max_completion_length=L_MAX,
+            adam_epsilon=ADAMW["eps"], optim="adamw_torch", **settings,
+        )  # fmt: skip
+
+    return make
+
+
+def test_attach_and_the_loop_measure_the_same(tmp_path: Path, trainer: Callable[..., ReplayTrainer]) -> None:
+    """The same sequences, weights and optimizer: TRL's trainer, and a loop, whose loss is made by hand.
+
+    With TRL's forward pass it is the same training, and the same numbers. One by hand rounds otherwise.
+    """
+    trainer(probes=probes(), records=Records(tmp_path / "attach")).train()
+    of_trl = trainer()
+
+    def trl_scores(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
+        ids = torch.cat([part.prompt_ids, part.completion_ids], dim=1)
+        there = torch.cat([part.prompt_mask, part.completion_mask], dim=1)
+        return of_trl._get_per_token_logps_and_entropies(
+            model, ids, there, part.completion_ids.shape[1], compute_entropy=True
+        )[:2]
+
+    loop = new_loop(probes(), model=of_trl.model, records=Records(tmp_path / "loop"), dr_grpo=True)
+    train(*loop, forward=trl_scores)
+    exact = farthest(tmp_path / "loop", tmp_path / "attach")
+    train(*new_loop(probes(), records=Records(tmp_path / "by_hand"), dr_grpo=True))
+    rounded = farthest(tmp_path / "by_hand", tmp_path / "attach")
+    print(f"loop against attach: {exact}; with a forward pass by hand: {rounded}")
+    assert exact.keys() == {"simple", "reuse", "gns", "ess", "covariance"}
+    assert max(exact.values()) < 1e-9
+    assert max(rounded.values()) < 2e-5
+
+
+def test_training_is_bitwise_the_same_with_and_without_probes(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    bare, untouched = train(*new_loop([]), steps=2), torch.random.get_rng_state()
+    torch.manual_seed(0)
+    measured = train(*new_loop(probes(), records=Records(tmp_path)), steps=2, entropies=False)
+    assert all(torch.equal(bare[name], measured[name]) for name in bare)
+    assert torch.equal(untouched, torch.random.get_rng_state())
+
+
+def test_nothing_is_left_after_a_failed_step_and_after_the_context() -> None:
+    model, optimizer, measured = new_loop(probes())
+    before = {id(owner): set(vars(owner)) for owner in (model, optimizer)}
+
+    def fail() -> None:
+        with measured.step(1):
+            a_microbatch(measured, model)
+            assert any(p._backward_hooks for p in model.parameters())
+            raise RuntimeError("of the loop's own")
+
+    with measured:
+        with pytest.raises(RuntimeError, match="of the loop's own"):
+            fail()
+        assert not any(p._backward_hooks for p in model.parameters())
+    assert measured._driver._rows is None  # parameter-size memory
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert {id(owner): set(vars(owner)) for owner in (model, optimizer)} == before
+    assert all("forward" not in vars(module) for module in model.modules())
+
+
+def test_entropies_that_the_loop_does_not_have_are_the_scorers(tmp_path: Path) -> None:
+    """Training's own and those of another forward pass are the same numbers here: there is no dropout."""
+    train(*new_loop([SimpleEntropyProbe()], records=Records(tmp_path / "own")), steps=2)
+    train(*new_loop([SimpleEntropyProbe()], records=Records(tmp_path / "scorer")), steps=2, entropies=False)
+    assert max(farthest(tmp_path / "scorer", tmp_path / "own").values()) < 1e-5
+
+
+def on_rank(rank: int, folder: Path) -> None:
+    dist.init_process_group("gloo")
+    train(*new_loop(probes(), world=2, records=Records(folder)), rank=rank, world=2)
+    dist.destroy_process_group()
+
+
+def test_two_processes_give_the_estimates_of_one(tmp_path: Path) -> None:
+    train(*new_loop(probes(), records=Records(tmp_path / "one")))
+    forks.start_ranks(on_rank, (tmp_path / "two",), 2)
+    found = farthest(tmp_path / "two", tmp_path / "one", fields=["value"])  # errors take units of a rank for granted
+    assert found.pop("reuse") < 1e-4  # rounding, divided by Adam's young v
+    assert max(found.values()) < 1e-5
+    assert {row["world_size"] for row in read_estimates(tmp_path / "two")} == {2}
+    one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
+    for name in ("entropy", "completions/mean_length", "grad_norm"):
+        assert [row[name] for row in two] == pytest.approx([row[name] for row in one], rel=1e-5)
+
+
+def test_a_resumed_loop_measures_what_an_uninterrupted_one_does(tmp_path: Path) -> None:
+    train(*new_loop(probes(), records=Records(tmp_path / "whole")))
+    model, optimizer, first = new_loop(probes(), records=Records(tmp_path / "parts"))
+    train(model, optimizer, first, steps=2)
+    state = torch.load(saved(tmp_path / "state.pt", model, optimizer, first), weights_only=True)
+    model, optimizer, second = new_loop(probes(), records=Records(tmp_path / "parts"))
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+    second.load_state_dict(state["measured"])
+    with second, second.step(3):
+        for part in microbatches(3):
+            logps, entropies = scores_of(model, part)
+            second.microbatch(part, logps, entropies)
+            loss_of(logps, part, MICROBATCHES).backward()
+        second.gradients_ready()
+        clip_grad_norm_(model.parameters(), CLIP)
+        optimizer.step()
+    assert set(farthest(tmp_path / "parts", tmp_path / "whole").values()) == {0.0}
+
+
+def saved(path: Path, model: Any, optimizer: Any, measured: MeasuredLoop) -> Path:
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "measured": measured.state_dict()}
+    torch.save(state, path)
+    return path
+
+
+def respond(model: Any, number: int) -> Rollout:
+    """Returns so many responses of eight tokens, each to a random prompt of four."""
+    prompts = torch.randint(4, 50, (number, 4))
+    there = torch.ones_like(prompts)
+    whole = model.generate(
+        prompts, attention_mask=there, max_new_tokens=8, min_new_tokens=8, do_sample=True, top_k=0, pad_token_id=0
+    )
+    responses = whole[:, 4:]
+    nothing = torch.zeros(number)
+    return Rollout(prompts, there, responses, torch.ones_like(responses), nothing, None, torch.zeros(number).long())
+
+
+def test_fresh_responses_of_the_loops_own_tell_the_truth_and_training_does_not_notice(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    bare, untouched = train(*new_loop([]), steps=1), torch.random.get_rng_state()
+    torch.manual_seed(0)
+    model = load_tiny()[0]
+    asked: list[int] = []
+
+    def sample(number: int) -> Rollout:
+        assert not model.training
+        asked.append(number)
+        return respond(model, number)
+
+    measuring = [SimpleEntropyProbe(), GroundTruthProbe(sequences=64)]
+    measured = train(*new_loop(measuring, model=model, sample=sample, records=Records(tmp_path)), steps=1)
+    assert all(torch.equal(bare[name], measured[name]) for name in bare)
+    assert torch.equal(untouched, torch.random.get_rng_state())
+    assert model.training
+    assert set(asked) == {MICROBATCH}
+    (truth,) = (row for row in read_estimates(tmp_path) if row["name"] == "delta_h/true")
+    assert 0 < abs(truth["value"]) < 1
+    assert truth["num_samples"] == 64
+
+
+def test_a_second_step_on_a_rollout_says_so_and_is_measured_as_one(tmp_path: Path) -> None:
+    model, optimizer, measured = new_loop([SimpleEntropyProbe(own_prompts=True)], records=Records(tmp_path))
+    for group in optimizer.param_groups:
+        group["lr"] = 1e-6  # these responses of chance soon have no chance
+    sampled: list[Tensor] = []
+
+    def make_step(number: int, **known: Any) -> None:
+        with measured.step(number, rollout_number=1):
+            for k, part in enumerate(microbatches(1)):
+                logps, entropies = scores_of(model, part)
+                sampled.append(logps.detach())
+                older = {name: value[k] for name, value in known.items()}
+                measured.microbatch(dataclasses.replace(part, on_policy=not older, **older), logps, entropies)
+                loss_of(logps, part, MICROBATCHES).backward()
+            measured.gradients_ready()
+            optimizer.step()
+            optimizer.zero_grad()
+
+    with measured:
+        make_step(1)
+        with pytest.raises(ValueError, match="on_policy=False, sampling_logps="):
+            make_step(2)
+        optimizer.zero_grad()
+        make_step(2, sampling_logps=sampled[:MICROBATCHES])
+    first, second = (row for row in read_estimates(tmp_path) if row["name"] == "delta_h/own_prompts")
+    assert first["reason"] == ""
+    assert second["reason"] == CHOSEN_REUSED
+
+
+# --- mistakes: each is one line that says what to do ------------------------------------------------------------------
+
+
+def a_microbatch(measured: MeasuredLoop, model: Any, **changed: Any) -> None:
+    part = next(microbatches(1))
+    logps, entropies = scores_of(model, part)
+    measured.microbatch(**({"rollout": part, "logps": logps, "entropies": entropies} | changed))
+
+
+def not_entered(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
+    with measured.step(1):
+        pass
+
+
+def microbatch_between_steps(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
+    with measured:
+        a_microbatch(measured, model)
+
+
+def optimizer_first(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
+    with measured, measured.step(1):
+        optimizer.step()
+
+
+def step_in_a_step(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
+    with measured, measured.step(1), measured.step(2):
+        pass
+
+
+def no_backward(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
+    with measured, measured.step(1):
+        a_microbatch(measured, model)
+        a_microbatch(measured, model)
+
+
+def too_few(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
+    with measured, measured.step(1):
+        measured.gradients_ready()
+
+
+def no_graph(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
+    with measured, measured.step(1):
+        a_microbatch(measured, model, logps=scores_of(model, next(microbatches(1)))[0].detach())
+
+
+def other_shape(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
+    with measured, measured.step(1):
+        a_microbatch(measured, model, logps=scores_of(model, next(microbatches(1)))[0][:, :-1])
+
+
+def other_size(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
+    with measured, measured.step(1):
+        a_microbatch(measured, model, rollout=rollout_of(1))
+
+
+def shifted_by_a_token(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
+    with measured, measured.step(1):
+        a_microbatch(measured, model, logps=scores_of(model, next(microbatches(1)))[0].roll(1, dims=1))
+
+
+def other_probes(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
+    measured.load_state_dict({"gns": {}})
+
+
+@pytest.mark.parametrize(
+    ("mistake", "said"),
+    [
+        (not_entered, r"begin step\(\.\.\.\) inside .*outside"),
+        (microbatch_between_steps, r"call microbatch\(\.\.\.\) inside .*between two steps"),
+        (optimizer_first, r"after gradients_ready\(\): the loop is in the microbatches"),
+        (step_in_a_step, "after the previous step has ended"),
+        (no_backward, "backward of microbatch 1 did not reach its logps"),
+        (too_few, r"0 microbatches given, but measured_loop\(microbatches=8\)"),
+        (no_graph, "logps have no graph"),
+        (other_shape, r"logps have shape \(8, 22\), and completion_ids \(8, 23\)"),
+        (other_size, r"64 sequences, but measured_loop\(microbatch_size=8\)"),
+        (shifted_by_a_token, "nats per token off the model's at temperature=1: check the shift by one token"),
+        (other_probes, r"state is of \['gns'\], and the loop has \['engine', 'simple'\]: give the same probes"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+def test_a_mistake_is_one_line_that_says_what_to_do(mistake: Callable[..., None], said: str) -> None:
+    model, optimizer, measured = new_loop([SimpleEntropyProbe()])
+    with pytest.raises(ValueError, match=said) as caught:
+        mistake(measured, model, optimizer)
+    assert "\n" not in str(caught.value)
+
+
+def reentrant(model: Any) -> None:
+    model.gradient_checkpointing_enable({"use_reentrant": True})
+
+
+def static_graph(model: Any) -> None:
+    model.static_graph = True  # as DDP has it
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+@pytest.mark.parametrize(
+    ("harm", "said"), [(reentrant, "with use_reentrant=False"), (static_graph, "DDP's static_graph")]
+)
+def test_what_a_second_backward_would_corrupt_is_refused_at_once(harm: Callable[[Any], None], said: str) -> None:
+    model = load_tiny()[0]
+    harm(model)
+    with pytest.raises(ValueError, match=said):
+        new_loop([], model=model)
+
+
+def test_a_step_that_never_steps_or_skips_a_number_is_refused_and_may_be_made_again() -> None:
+    model, optimizer, measured = new_loop([], microbatches=1)
+    with measured:
+        with pytest.raises(ValueError, match=r"optimizer.step\(\) was not called in step 5"), measured.step(5):
+            pass
+        with pytest.raises(ValueError, match="once in a step, after gradients_ready"), measured.step(5):
+            optimizer.step()
+        with measured.step(5):
+            part = next(microbatches(1))
+            logps, _ = scores_of(model, part)
+            measured.microbatch(part, logps)
+            loss_of(logps, part, 1).backward()
+            measured.gradients_ready()
+            optimizer.step()
+        with pytest.raises(ValueError, match="step 7 follows step 5: number"), measured.step(7):
+            pass
+
+
+def test_what_the_loop_cannot_sample_is_nan_and_says_so(tmp_path: Path) -> None:
+    train(*new_loop([SimpleEntropyProbe(), GroundTruthProbe()], records=Records(tmp_path)), steps=1)
+    (truth,) = (row for row in read_estimates(tmp_path) if row["name"] == "delta_h/true")
+    assert math.isnan(truth["value"])
+    assert "measured_loop(..., sample=...)" in truth["reason"]
+
+
+def test_the_example_leaves_records_and_a_report(tmp_path: Path) -> None:
+    done = forks.run("examples/plain_loop.py", "--steps", "2", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "report" / "report.html").is_file()
+    rows = [json.loads(line) for line in (tmp_path / "logs" / "metrics.jsonl").read_text("utf-8").splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert {"loss", "reward", "grad_norm", "delta_h/forward", "gns/trace", "probe_cost/fraction_of_step"} <= rows[
+        1
+    ].keys()
+
+
+def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
+    """The engine names no trainer; TRL's host names the switch of its own."""
+    unable = {"complete_prompts": False, "whole_prompts": False, "dr_grpo": False}
+    for fixes in (Fixes(), Fixes("do this", "do that"), FIXES):
+        known = capabilities(**unable, fixes=fixes)
+        reasons = known.why_no_entropy_gradient(None), known.why_no_forward(True), known.why_no_blocks(2.0)
+        assert all(reason.endswith(f": {fixes.whole_prompts}") for reason in reasons)
+        assert known.why_no_split_of_trace().endswith(f": {fixes.dr_grpo}")
+        assert any("attach" in reason or "Trainer" in reason for reason in reasons) == (fixes is FIXES)
+
+
+def test_of_many_missing_estimates_a_warning_names_three(caplog: pytest.LogCaptureFixture) -> None:
+    """At the second step that has none, and once."""
+    missing = {f"a/{number}": Estimate.missing("no reference") for number in range(5)}
+    writer = EstimateWriter(StepDriver([]), None, str)
+    for step in (1, 2, 3):
+        writer.write(step, {"probe": missing})
+    assert [line.message for line in caplog.records] == ["not measured: a/0, a/1, a/2 and 2 more: no reference"]

@@ -1,0 +1,438 @@
+"""Several processes measure what one does, under DDP, ZeRO, FSDP2 alike, and a launch that cannot be ends saying why.
+
+The runs of tests/replay.py train on the same given rollouts. The first half of the sequences, rank 0's share, is up to
+24 tokens long, the second up to 9; at step 2 the second half has no advantage.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import math
+import os
+import re
+import socket
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import forks
+import pytest
+import torch
+from accelerate.commands.launch import (
+    _validate_launch_command,
+    launch_command_parser,
+    prepare_simple_launcher_cmd_env,
+)
+from accelerate.utils import FullyShardedDataParallelPlugin
+from peft import LoraConfig
+from safetensors.torch import load_file, save_file
+
+from rl_training.engine.sharding import refuse_what_does_not_fit
+from rl_training.hosts.trl.patches import (
+    READABLE_STAGES,
+    refuse_deepspeed_that_cannot_be_read,
+    refuse_fsdp_that_cannot_be_read,
+)
+from rl_training.job.build import _check_sharding
+from rl_training.job.run_folder import check_number_of_processes
+from rl_training.offline.restored import restore
+from rl_training.records.checkpoints import what_is_wrong_with
+from rl_training.records.jsonl import read_estimates
+
+ROOT = Path(__file__).parents[3]
+BIN = Path(sys.executable).parent
+NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "needs deepspeed: pip install -e '.[deepspeed]'"
+SHARDED = ["zero1_2", "zero2_2", "zero3_2", "fsdp2_2"]
+INTERVENED = ["plain_2", "zero2_2", "zero3_2", "fsdp2_2"]
+SMALL = ["trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4", "logger=none"]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the runs, a folder each."""
+    folder = tmp_path_factory.mktemp("replay")
+    names = [
+        "plain_1",
+        "plain_2",
+        "plain_2_bare",
+        *SHARDED,
+        *(f"{run}_bare" for run in SHARDED[1:]),
+        *(f"{run}_resumed" for run in SHARDED[2:]),
+        "zero1_2_lora",
+        *(f"{run}_truth" for run in ("plain_2", "zero3_2", "fsdp2_2")),
+        *(f"{run}_interventions" for run in ("plain_1", *INTERVENED)),
+        "plain_1_remedied",
+        "plain_2_remedied",
+        "fsdp2_2_bf16",
+        "fsdp2_2_bf16_bare",
+    ]
+    names = [name for name in names if not (NO_DEEPSPEED and name.startswith("zero"))]
+    ended = forks.run("tests/replay.py", str(folder), *names)
+    assert ended.returncode == 0, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return folder
+
+
+def saved(runs: Path, run: str, rank: int = 0) -> dict[str, Any]:
+    if run.startswith("zero") and NO_DEEPSPEED:
+        pytest.skip(NO_DEEPSPEED)
+    return torch.load(runs / run / f"{rank}.pt")
+
+
+def estimates(runs: Path, run: str) -> dict[tuple[int, str], dict[str, Any]]:
+    return {(row["step"], row["name"]): row for row in read_estimates(runs / run / "logs")}
+
+
+def assert_same_estimates(a: dict, b: dict, with_stderr: bool) -> None:
+    """To 1e-5 of the value or of its standard error: a value near 0 is no scale. What is nan is nan in both.
+
+    Addends of forward (delta_h/kind/..., layer, part) have no error bar, and may cancel: theirs is forward's scale.
+    The same-batch product agrees to 1e-4: it has no error bar, and while Adam's v is young, rounding of the gradient's
+    sum, which depends on the processor, is divided by a v that hardly differs from 0.
+    """
+    assert a.keys() == b.keys()
+    compared = 0
+    for key, row in a.items():
+        step, name = key
+        is_addend = name.startswith("delta_h/") and name.count("/") == 2
+        whole = a[step, f"delta_h/forward{'_sequence' * name.endswith('_sequence')}"] if is_addend else row
+        tolerance = 1e-4 if "/reuse" in name else 1e-5
+        scale = max(abs(whole["value"]), 0.0 if math.isnan(whole["stderr"]) else whole["stderr"])
+        for field in ("value", "stderr")[: 1 + with_stderr]:
+            assert b[key][field] == pytest.approx(row[field], rel=tolerance, abs=tolerance * scale, nan_ok=True), (
+                key,
+                field,
+            )
+            compared += not math.isnan(row[field])
+    assert compared > 60
+
+
+def norm_of(tensors: dict[str, torch.Tensor]) -> float:
+    return math.sqrt(sum(float(x.double().square().sum()) for x in tensors.values()))
+
+
+def assert_same_tensors(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """To 1e-5 of the norm of all of them together."""
+    assert a.keys() == b.keys()
+    assert norm_of({name: a[name] - b[name] for name in a}) <= 1e-5 * norm_of(a)
+
+
+def of_kind(step: dict[str, torch.Tensor], kind: str) -> dict[str, torch.Tensor]:
+    return {name: tensor for name, tensor in step.items() if name.startswith(f"{kind}/")}
+
+
+# --- DDP and ZeRO -----------------------------------------------------------------------------------------------------
+
+
+def test_two_processes_estimate_what_one_does_from_the_same_rollouts(runs: Path) -> None:
+    """All values: δH, noise scale, sample sizes. The error bar of δH may differ: see the limits in README."""
+    assert_same_estimates(estimates(runs, "plain_1"), estimates(runs, "plain_2"), with_stderr=False)
+
+
+@pytest.mark.parametrize("run", INTERVENED)
+def test_two_processes_say_of_interventions_and_tokens_what_one_does(runs: Path, run: str) -> None:
+    """Values and error bars: a fold that is left out is missed in the steps of the other process's folds too."""
+    saved(runs, f"{run}_interventions")  # skipped where DeepSpeed is not installed
+    one, two = (estimates(runs, f"{name}_interventions") for name in ("plain_1", run))
+    assert one.keys() == two.keys()
+    compared = 0
+    for key, row in one.items():
+        if math.isnan(row["value"]):
+            assert math.isnan(two[key]["value"])
+        elif "halves_at" not in row["name"] and row["name"].startswith(("intervention/", "tokens/")):
+            scale = max(abs(row["value"]), 0.0 if math.isnan(row["stderr"]) else row["stderr"])
+            for field in ("value", "stderr"):
+                assert two[key][field] == pytest.approx(row[field], rel=1e-5, abs=1e-5 * scale, nan_ok=True), key
+                compared += not math.isnan(row[field])
+    assert compared > 120
+
+
+def test_two_processes_train_as_one_does(runs: Path) -> None:
+    one, two = saved(runs, "plain_1"), saved(runs, "plain_2")
+    assert len(one["steps"]) == len(two["steps"]) == 3
+    for a, b in zip(one["steps"], two["steps"], strict=True):
+        for kind in ("gradient", "exp_avg", "exp_avg_sq"):
+            assert_same_tensors(of_kind(a, kind), of_kind(b, kind))
+    assert_same_tensors(one["parameters"], two["parameters"])
+
+
+def test_two_processes_train_with_interventions_as_one_does(runs: Path) -> None:
+    """To 1e-5 of what the interventions change, 3e-8 of the weights."""
+    one, two, plain = (saved(runs, run)["parameters"] for run in ("plain_1_remedied", "plain_2_remedied", "plain_1"))
+    changed, off = ({name: weight - other[name] for name, weight in one.items()} for other in (plain, two))
+    assert norm_of(off) <= 1e-5 * norm_of(changed)
+
+
+@pytest.mark.parametrize("run", SHARDED)
+def test_sharded_launches_show_probes_the_gradients_and_states_of_ddp(runs: Path, run: str) -> None:
+    """Before clipping, which every step needs; on every rank, although it keeps only its slice."""
+    for rank in (0, 1):
+        sharded, ddp = saved(runs, run, rank), saved(runs, "plain_2", rank)
+        for a, b in zip(ddp["steps"], sharded["steps"], strict=True):
+            for kind in ("gradient", "exp_avg", "exp_avg_sq"):
+                assert_same_tensors(of_kind(a, kind), of_kind(b, kind))
+        assert_same_tensors(ddp["parameters"], sharded["parameters"])
+    if run.startswith("zero"):  # it was: DDP's own sums are not asked for from Python; FSDP2's parameters are looked at
+        assert max(sharded["collectives"]) > 10_000
+
+
+@pytest.mark.parametrize("run", ["zero1_2", "zero2_2", "zero1_2_lora"])
+def test_a_checkpoint_of_zero_is_restored_with_the_moments_that_its_next_step_had(runs: Path, run: str, make_trainer):
+    """Bit for bit what the third step of the same run found on its processes; the weights are the file's."""
+    third = saved(runs, run)["steps"][2]
+    checkpoint = runs / run / "state" / "checkpoint-2"
+    adapter = LoraConfig.from_pretrained(checkpoint) if run.endswith("lora") else None
+    if adapter:
+        adapter.inference_mode = False  # as it is saved, always, it would be frozen
+    restored = restore(make_trainer(peft_config=adapter, lr_scheduler_type="linear", max_steps=3), checkpoint)
+    assert restored.optimizer.states is not None
+    assert set(restored.optimizer.states) == {name.partition("/")[2] for name in of_kind(third, "exp_avg")}
+    assert restored.learning_rate == pytest.approx(1e-4)
+    weights = load_file(checkpoint / ("adapter_model.safetensors" if adapter else "model.safetensors"))
+    for name, state in restored.optimizer.states.items():
+        for moment in ("exp_avg", "exp_avg_sq"):
+            assert torch.equal(getattr(state, moment), third[f"{moment}/{name}"])
+        assert torch.equal(restored.parameters[name], weights[name.replace(".default.", ".")])
+
+
+def test_a_checkpoint_of_fsdp_is_not_restored(runs: Path, make_trainer) -> None:
+    with pytest.raises(ValueError, match="was written under FSDP, whose optimizer is not read here"):
+        restore(make_trainer(), runs / "fsdp2_2" / "state" / "checkpoint-2")
+
+
+@pytest.mark.parametrize("run", ["plain_2", *SHARDED])
+def test_the_mean_over_ranks_of_their_fold_gradients_is_the_gradient(runs: Path, run: str) -> None:
+    for first, second in zip(saved(runs, run, 0)["steps"], saved(runs, run, 1)["steps"], strict=True):
+        means = {f"gradient/{n.removeprefix('own/')}": (t + second[n]) / 2 for n, t in of_kind(first, "own").items()}
+        assert_same_tensors(of_kind(first, "gradient"), means)
+
+
+@pytest.mark.parametrize("run", SHARDED)
+def test_probes_estimate_under_sharded_launches_what_they_do_under_ddp(runs: Path, run: str) -> None:
+    saved(runs, run)
+    assert_same_estimates(estimates(runs, "plain_2"), estimates(runs, run), with_stderr=True)
+
+
+@pytest.mark.parametrize("run", ["plain_2", *SHARDED[1:], "fsdp2_2_bf16"])
+def test_training_with_probes_is_bitwise_the_training_without_on_every_rank(runs: Path, run: str) -> None:
+    for rank in (0, 1):
+        probed, bare = (saved(runs, name, rank)["parameters"] for name in (run, f"{run}_bare"))
+        assert [name for name in bare if not torch.equal(bare[name], probed[name])] == []
+
+
+@pytest.mark.parametrize(("run", "sharded_by"), [("zero3_2", "DeepSpeed"), ("fsdp2_2", "FSDP")])
+def test_training_with_sharded_weights_resumes_bitwise_from_its_checkpoint(
+    runs: Path, run: str, sharded_by: str
+) -> None:
+    for rank in (0, 1):
+        whole, resumed = (saved(runs, name, rank)["parameters"] for name in (run, f"{run}_resumed"))
+        assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
+    last, again = (
+        {key: (row["value"], row["stderr"]) for key, row in estimates(runs, name).items() if key[0] == 3}
+        for name in (run, f"{run}_resumed")
+    )
+    assert len(last) > 60
+    assert repr(again) == repr(last)  # nan is nan
+    checkpoint = runs / run / "state" / "checkpoint-2"
+    assert what_is_wrong_with(checkpoint, sharded_by) == ""
+    assert what_is_wrong_with(checkpoint) == f"it was written under {sharded_by}: resume with the same launch file"
+
+
+@pytest.mark.parametrize("run", ["zero3_2", "fsdp2_2"])
+def test_gathered_weights_let_a_process_sample_one_batch_more_than_another(runs: Path, run: str) -> None:
+    """transformers would have the processes wait for one another at each token, for ever."""
+    assert [saved(runs, run, rank)["fresh"] for rank in (0, 1)] == [33, 32]
+
+
+@pytest.mark.parametrize("run", ["zero3_2", "fsdp2_2"])
+def test_what_a_step_with_sharded_weights_did_is_measured_at_the_new_ones(runs: Path, run: str) -> None:
+    """As with whole ones: the same responses, and their scores before and after each step."""
+    saved(runs, f"{run}_truth")
+    whole, cut = estimates(runs, "plain_2_truth"), estimates(runs, f"{run}_truth")
+    for step in (1, 2, 3):
+        for name in ("delta_h/true", "delta_h/true_sequence", "delta_h/evaluation"):
+            a, b = whole[step, name], cut[step, name]
+            assert abs(a["value"]) > 0.01 * a["stderr"] > 0
+            assert b["value"] == pytest.approx(a["value"], abs=1e-3 * a["stderr"]), (step, name)
+
+
+def test_in_mixed_precision_fsdp2_shows_probes_the_weights_before_they_are_rounded(runs: Path) -> None:
+    """Measured with rounded ones, a step's true change of entropy is rounding: 13 of its standard errors off."""
+    exact, mixed = estimates(runs, "plain_2"), estimates(runs, "fsdp2_2_bf16")
+    for step in (1, 2, 3):
+        for name in ("delta_h/forward", "delta_h/backward", "delta_h/own_prompts"):
+            a, b = exact[step, name], mixed[step, name]
+            assert b["value"] == pytest.approx(a["value"], abs=0.2 * a["stderr"], nan_ok=True), (step, name)
+    weights = [tensor for tensor in saved(runs, "fsdp2_2_bf16")["parameters"].values() if tensor.is_floating_point()]
+    assert all(tensor.dtype == torch.float32 for tensor in weights)
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights)
+
+
+def test_under_ddp_probes_send_a_few_numbers_over_the_network(runs: Path) -> None:
+    """All that is asked for from Python during training, TRL's own included; the model has 105k parameters."""
+    probed, bare = saved(runs, "plain_2")["collectives"], saved(runs, "plain_2_bare")["collectives"]
+    assert len(probed) > len(bare)
+    assert max(probed) <= 300
+
+
+def test_a_rank_without_any_advantage_takes_part(runs: Path) -> None:
+    rows = estimates(runs, "plain_2")
+    assert rows[2, "ess/zero_advantage"]["value"] == 0.5
+    for name in ("delta_h/forward", "delta_h/backward", "gns/trace_step", "ess/token_weight"):
+        assert math.isfinite(rows[2, name]["value"])
+    assert rows[2, "delta_h/forward"]["num_samples"] >= 8  # 8 folds, and more where the variance is averaged
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}, "leave out offload_param"),
+        ({}, "this is stage 0"),
+        ({"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}, "leave out offload_optimizer"),
+    ],
+)
+def test_deepspeed_that_cannot_be_read_is_refused_with_the_fix(config: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        refuse_deepspeed_that_cannot_be_read(config)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"fsdp_version": 1}, r"probes do not read FSDP1.*: set fsdp_version: 2 \(launch/fsdp2.yaml\)"),
+        ({"fsdp_version": 2, "cpu_offload": True}, "set fsdp_offload_params: false"),
+    ],
+)
+def test_fsdp_that_cannot_be_read_is_refused_with_the_fix(settings: dict, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        refuse_fsdp_that_cannot_be_read(FullyShardedDataParallelPlugin(**settings))
+    refuse_fsdp_that_cannot_be_read(FullyShardedDataParallelPlugin(fsdp_version=2))
+
+
+def test_a_model_whose_weights_do_not_fit_on_a_process_is_refused_with_the_memory_it_would_take() -> None:
+    with torch.device("meta"):
+        model = torch.nn.Sequential(torch.nn.Linear(2**20, 2**20, bias=False), torch.nn.Linear(4, 4, bias=False))
+    model[0].weight.requires_grad_(False)
+    message = (
+        r"under FSDP2 .* all weights \(4398\.0 GB\) and 21 fp32 vectors of what is trained \(0\.0 GB\).*adapter=lora"
+    )
+    with pytest.raises(ValueError, match=message):
+        refuse_what_does_not_fit("FSDP2", model, vectors=21)
+    refuse_what_does_not_fit("FSDP2", model[1], vectors=21)
+
+
+@pytest.mark.parametrize(("processes", "fits"), [("1", True), ("4", False)])
+def test_processes_of_a_machine_share_its_memory(monkeypatch: pytest.MonkeyPatch, processes: str, fits: bool) -> None:
+    """4.096 GB in all; the weights are 2 GB, of which nothing is trained."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 10**6}.__getitem__)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", processes)
+    with torch.device("meta"):
+        model = torch.nn.Linear(10**6, 500, bias=False).requires_grad_(False)
+    refused = contextlib.nullcontext() if fits else pytest.raises(ValueError, match=r"every process, which has 1\.0 GB")
+    with refused:
+        refuse_what_does_not_fit("ZeRO-3", model, vectors=3)
+
+
+def test_the_shipped_deepspeed_configurations_are_readable() -> None:
+    for stage in READABLE_STAGES:
+        refuse_deepspeed_that_cannot_be_read({"zero_optimization": {"stage": stage}})
+        assert f'"stage": {stage}' in (ROOT / "launch" / f"zero{stage}.json").read_text(encoding="utf-8")
+
+
+def test_a_checkpoint_of_deepspeed_is_whole_only_with_its_engines_states_and_only_for_deepspeed(tmp_path: Path) -> None:
+    """A run without DeepSpeed would take the weights and start Adam afresh, silently."""
+    (tmp_path / "trainer_state.json").write_text("{}", encoding="utf-8")
+    save_file({"w": torch.zeros(1)}, tmp_path / "model.safetensors")
+    for name in ("scheduler.pt", "rng_state.pth"):
+        torch.save({}, tmp_path / name)
+    (tmp_path / "latest").write_text("global_step7", encoding="utf-8")
+    assert what_is_wrong_with(tmp_path, "DeepSpeed") == "global_step7 is missing or damaged"
+    (tmp_path / "global_step7").mkdir()
+    for rank in (0, 1):
+        torch.save({}, tmp_path / "global_step7" / f"rank_{rank}_optim_states.pt")
+    assert what_is_wrong_with(tmp_path, "DeepSpeed") == ""
+    assert "it was written under DeepSpeed" in what_is_wrong_with(tmp_path)
+    (tmp_path / "global_step7" / "rank_1_optim_states.pt").write_bytes(b"half")
+    assert "rank_1_optim_states.pt is missing or damaged" in what_is_wrong_with(tmp_path, "DeepSpeed")
+    (tmp_path / "latest").unlink()
+    assert "it was written without DeepSpeed" in what_is_wrong_with(tmp_path, "DeepSpeed")
+
+
+# --- launches that cannot be ------------------------------------------------------------------------------------------
+
+
+def test_asking_for_two_processes_and_getting_one_is_an_error(tmp_path: Path) -> None:
+    asked = ["--cpu", "--num_processes", "2", "train.py", *SMALL, f"run_dir={tmp_path / 'run'}"]
+    arguments, *_ = _validate_launch_command(launch_command_parser().parse_args(asked))
+    (python, *program), env = prepare_simple_launcher_cmd_env(arguments)  # what accelerate launch then starts
+    assert python == sys.executable
+    ended = forks.run(*program, env=env)
+    assert ended.returncode != 0
+    assert "asked for several processes and started only this one: use --config_file launch/cpu_ddp" in ended.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_process_that_did_not_join_the_others_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    check_number_of_processes(2)
+    with pytest.raises(ValueError, match="WORLD_SIZE=2, but the number of processes is 1:"):
+        check_number_of_processes(1)
+
+
+@pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP"])
+def test_asking_for_sharding_and_getting_none_is_an_error(make_trainer, monkeypatch, name: str) -> None:
+    trainer = make_trainer()
+    _check_sharding(trainer)
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    with pytest.raises(ValueError, match=f"{name} was asked for, and accelerate gives DDP instead"):
+        _check_sharding(trainer)
+
+
+def test_a_port_that_is_taken_on_the_first_of_two_machines_is_named(tmp_path: Path) -> None:
+    """As launch/train.slurm starts it. On a single machine accelerate takes another port and says so."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        ended = forks.run(
+            str(BIN / "accelerate"), "launch", "--config_file", "launch/ddp.yaml", "--num_machines", "2",
+            "--machine_rank", "0", "--num_processes", "2",
+            "--main_process_ip", "127.0.0.1", "--main_process_port", port, "train.py", f"run_dir={tmp_path / 'run'}",
+        )  # fmt: skip
+    assert ended.returncode != 0
+    assert f"on port `{port}`, but another process is utilizing it" in ended.stderr
+
+
+def test_when_a_rank_dies_the_other_one_ends_too(tmp_path: Path) -> None:
+    """With an error, and before anybody tells it to. What a launcher says: benchmarks/launched_signals.py."""
+    assert forks.in_fork(exit_code_when_the_other_rank_is_killed, tmp_path) == 1
+    said = (tmp_path / "0.txt").read_text(encoding="utf-8")
+    assert re.search("Connection (closed|reset) by peer", said)  # as the kernel's timing has it
+
+
+def exit_code_when_the_other_rank_is_killed(folder: Path) -> int | None:
+    logs = folder / "run" / "logs" / "metrics.jsonl"
+    first, second = forks.begin_ranks(train_for_long, (folder,), 2).processes
+    try:
+        deadline = time.monotonic() + 300
+        while not logs.exists() and time.monotonic() < deadline:
+            assert first.is_alive()
+            time.sleep(0.1)
+        second.kill()
+        first.join(timeout=60)
+        assert logs.exists()
+        return first.exitcode
+    finally:
+        first.kill()
+
+
+def train_for_long(rank: int, folder: Path) -> None:
+    with open(folder / f"{rank}.txt", "w", encoding="utf-8") as said:
+        os.dup2(said.fileno(), 1)
+        os.dup2(said.fileno(), 2)
+    forks.program_on_rank(rank, ("train.py", *SMALL, "trainer.max_steps=500", f"run_dir={folder / 'run'}"), {})

@@ -1,0 +1,78 @@
+"""With vLLM generating, for real, on the CPU: `make test-vllm` makes the environment that it needs; skipped elsewhere.
+
+The runs are those of tests/vllm_runs.py, each in a process of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import json
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm: make test-vllm")
+PROGRAM = Path(__file__).parents[2] / "vllm_runs.py"
+ROOT = Path(__file__).parents[3]
+
+
+@functools.cache
+def run(kind: str, processes: int = 1) -> dict[str, Any]:
+    """Returns what tests/vllm_runs.py has found."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    launcher = ["-m", "torch.distributed.run", f"--nproc_per_node={processes}", f"--master_port={port}"]
+    with tempfile.TemporaryDirectory() as folder:
+        ended = subprocess.run(
+            [sys.executable, *(launcher if processes > 1 else []), str(PROGRAM), folder, kind],
+            cwd=ROOT, capture_output=True, text=True, timeout=1800,
+        )  # fmt: skip
+    found = [line for line in ended.stdout.splitlines() if line.startswith('{"same"')]
+    assert found, ended.stdout[-2000:] + ended.stderr[-4000:]
+    return json.loads(found[-1])
+
+
+@pytest.mark.parametrize(("kind", "processes"), [("lora", 1), ("plain", 2), ("filtered", 1), ("bf16", 1)])
+def test_training_with_probes_is_bitwise_the_training_without(kind: str, processes: int) -> None:
+    """Trained parameters and what vLLM has sampled, on every process."""
+    found = run(kind, processes)
+    assert found["same"]
+    assert found["processes"] == processes
+    assert all(value is not None for value in found["forward"])
+
+
+@pytest.mark.parametrize(("kind", "processes"), [("lora", 1), ("plain", 2), ("filtered", 1)])
+def test_what_vllm_samples_from_is_the_trainers_policy_where_both_compute_in_fp32(kind: str, processes: int) -> None:
+    assert run(kind, processes)["largest_difference"] < 1e-4
+
+
+def test_left_to_itself_it_samples_in_bf16_and_the_importance_weights_say_so() -> None:
+    low, high = run("bf16")["ratio"]
+    assert 0.8 < low < 1 - 1e-4
+    assert 1 + 1e-4 < high < 1.25
+
+
+def test_what_that_rounding_does_to_forward_is_far_below_its_error_bar() -> None:
+    """Against the same rollouts with each response weighted by the trainer's probability over vLLM's."""
+    found = run("bf16")
+    pairs = zip(found["forward"], found["forward_weighted"], found["forward_se"], strict=True)
+    assert all(abs(plain - weighted) < 0.2 * stderr for plain, weighted, stderr in pairs)
+    assert found["forward"] != found["forward_weighted"]
+
+
+def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does() -> None:
+    found = run("lora")
+    assert found["resumed"]
+    assert found["forward_resumed"] == found["forward"][-1]
+
+
+def test_prompts_that_teach_nothing_are_replaced() -> None:
+    found = run("filtered")
+    assert all(filled > 0 for filled in found["filled"])

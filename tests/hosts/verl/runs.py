@@ -1,0 +1,257 @@
+"""Trains with verl's own worker on given rollouts, below Ray: python tests/hosts/verl/runs.py FOLDER WORLD RUN...
+
+Everything of verl from `train_mini_batch` down: worker, engine, loss, clipping, AdamW, scheduler, metrics. A RUN is a
+name of RUNS, `_bare` behind it for one without probes. Each process gets its contiguous share of the prompts, and rank
+r writes FOLDER/RUN_WORLD/r.pt. Everything is imported once, then the processes are forked, and do all runs in turn.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[2]))
+os.environ |= {
+    "VERL_USE_EXTERNAL_MODULES": "cpu_platform", "VERL_PLATFORM": "cpu", "VERL_ENGINE_DEVICE": "cuda",
+    "WG_BACKEND": "ray", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "GLOO_SOCKET_IFNAME": "lo",
+    "TOKENIZERS_PARALLELISM": "false", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0",
+}  # fmt: skip
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, STEPS, G, given_rollout
+from tensordict import TensorDict
+from torch import Tensor
+from verl.trainer.config import CheckpointConfig
+from verl.utils import tensordict_utils
+from verl.workers.config import (
+    FSDPActorConfig,
+    FSDPEngineConfig,
+    FSDPOptimizerConfig,
+    HFModelConfig,
+    TrainingWorkerConfig,
+)
+from verl.workers.engine_workers import TrainingWorker
+from verl.workers.utils.losses import ppo_loss
+from verl.workers.utils.padding import no_padding_2_padding
+
+import rl_training.hosts.verl  # noqa: F401, it registers the engine
+from rl_training.engine.probe import Need, Probe
+from rl_training.hosts.verl.engine import SETTINGS
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.vectors import Layout
+from rl_training.tasks.models import load_tiny
+
+CLIP, LR, EPS = 0.05, 3e-4, 1e-5  # every step is clipped; a first step that is no sign: rounding would decide it
+INTERVENTIONS = ["bonus:0.5", "nsr", "lr:0.5"]
+PROBES: dict[str, dict[str, Any]] = {
+    "simple": {"_target_": "rl_training.probes.SimpleEntropyProbe", "per_sequence": True, "own_prompts": True},
+    "gns": {"_target_": "rl_training.probes.GradientNoiseScaleProbe", "split_prompts": PROMPTS},
+    "ess": {"_target_": "rl_training.probes.EffectiveSampleSizeProbe"},
+    "covariance": {"_target_": "rl_training.probes.CovariancePredictorProbe"},
+    "interventions": {"_target_": "rl_training.probes.InterventionsProbe", "which": INTERVENTIONS, "every": 1},
+    "recorder": {"_target_": "runs.Recorder"},
+}
+FEW = {"simple": {"_target_": "rl_training.probes.SimpleEntropyProbe"}, **{n: PROBES[n] for n in ("ess", "recorder")}}
+# What differs from: microbatches of 8 sequences, fp32, padded, one step a rollout.
+RUNS: dict[str, dict[str, Any]] = {
+    "plain": {"probes": PROBES},
+    "checkpointing": {"checkpointing": True},
+    "packed": {"packed": True, "probes": PROBES},
+    "dynamic": {"dynamic": 200},
+    "groups": {"dynamic": 200, "group": G},
+    "bf16": {"dtype": "bf16"},
+    "two_steps": {"minis": 2},
+    "two_epochs": {"epochs": 2},
+    "entropies": {"calculate_entropy": True},
+    "bonus": {"calculate_entropy": True, "entropy_coeff": 0.01},
+    "sync_each": {"use_no_sync": False},
+    "all_at_once": {"packed": True, "dynamic": 200, "group": G, "checkpointing": True, "dtype": "bf16"},
+    "lora": {"lora": 4},
+    "ended": {"probes": {**FEW, "ground_truth": {"_target_": "rl_training.probes.GroundTruthProbe", "every": 1}}},
+    "skipped": {"not_finite": 2},
+}
+RUNS["resumed"] = {**RUNS["ended"], "begins": STEPS}  # with the last step, from the checkpoint that `ended` has left
+
+
+class Recorder(Probe):
+    """Keeps the mean gradient of each step, and what this rank's folds make of it."""
+
+    name = "recorder"
+    needs = Need.FOLD_GRADIENTS
+
+    def prepare(self, step: Any) -> None:
+        gradients, sizes = step.gradients, torch.bincount(step.batch.fold).float()
+        share = sizes / sizes.sum() / step.ranks.count
+        mean = {name: gradient.clone() for name, gradient in gradients.mean.items()}  # before it is clipped
+        of_step = {"mean": mean, "rows": {}, "sizes": [len(rows) for rows in step.batch.microbatch_rows]}
+        if gradients.rows is not None:
+            rows = Layout(gradients.parameters).by_name(gradients.rows)
+            for name, p in gradients.parameters.items():
+                of_step["rows"][name] = step.ranks.reduce((share.unsqueeze(1) * rows[name]).sum(dim=0)).view(p.shape)
+        KEPT.append(of_step)
+
+    def results(self) -> dict[str, Estimate]:
+        return {"recorder/steps": Estimate(float(len(KEPT)))}
+
+
+KEPT: list[dict[str, Any]] = []
+
+
+def nested(tensor: Tensor, mask: Tensor) -> Tensor:
+    """Returns the entries under a mask, row by row, as verl's trainer hands them on."""
+    rows = [row[there] for row, there in zip(tensor, mask.bool(), strict=True)]
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def data_of(step: int, rank: int, world: int, **changes: Any) -> TensorDict:
+    """Returns this rank's share of a rollout in verl's form; uids are the numbers of prompts."""
+    given = given_rollout(step)
+    share = PROMPTS * G // world
+    own = {n: v[rank * share : (rank + 1) * share] for n, v in given.items() if n != "num_items_in_batch"} | changes
+    prompt, mask = own["prompt_mask"], own["completion_mask"]
+    there = torch.cat([prompt, mask], dim=1)
+    last = torch.nn.functional.one_hot(mask.sum(dim=1) - 1, mask.shape[1])
+    data = {
+        "prompts": nested(own["prompt_ids"], prompt),
+        "responses": nested(own["completion_ids"], mask),
+        "response_mask": nested(mask, mask),
+        "loss_mask": nested(mask, mask),
+        "input_ids": nested(torch.cat([own["prompt_ids"], own["completion_ids"]], dim=1), there),
+        "position_ids": nested((there.cumsum(dim=1) - 1).clamp(min=0), there),
+        "advantages": nested(own["advantages"].unsqueeze(1) * mask, mask),
+        "rm_scores": nested(own["advantages"].unsqueeze(1) * last, mask),
+    }
+    batch = TensorDict(data, batch_size=share)
+    tensordict_utils.assign_non_tensor_stack(batch, "uid", [str((rank * share + i) // G) for i in range(share)])
+    return batch
+
+
+def new_worker(model: Path, run: dict[str, Any]) -> TrainingWorker:
+    """Returns verl's worker with a fresh engine in it."""
+    of_model = HFModelConfig(
+        path=str(model), load_tokenizer=False, use_remove_padding=run.get("packed", False),
+        enable_gradient_checkpointing=run.get("checkpointing", False), lora_rank=run.get("lora", 0),
+        override_config={"attn_implementation": "sdpa"},
+    )  # fmt: skip
+    precision = {"param_dtype": run.get("dtype", "fp32"), "reduce_dtype": "fp32", "buffer_dtype": "fp32"}
+    dynamic = run.get("dynamic", 0)
+    engine = FSDPEngineConfig(
+        strategy="fsdp2", mixed_precision=precision, use_torch_compile=False, use_dynamic_bsz=dynamic > 0,
+        max_token_len_per_gpu=dynamic, micro_batch_size_per_gpu=MICROBATCH, infer_micro_batch_size_per_gpu=MICROBATCH,
+        infer_max_token_len_per_gpu=dynamic, use_no_sync_for_gradient_accumulation=run.get("use_no_sync", True),
+    )  # fmt: skip
+    optimizer = FSDPOptimizerConfig(
+        lr=LR, weight_decay=0.1, betas=(0.9, 0.999), clip_grad=CLIP, total_training_steps=10,
+        override_optimizer_config={"eps": EPS},
+    )  # fmt: skip
+    actor = FSDPActorConfig(
+        strategy="fsdp2", rollout_n=G, ppo_micro_batch_size_per_gpu=MICROBATCH, use_dynamic_bsz=dynamic > 0,
+        loss_agg_mode=run.get("loss", "seq-mean-token-sum-norm"), loss_scale_factor=L_MAX, clip_ratio=0.2,
+        entropy_coeff=run.get("entropy_coeff", 0.0), fsdp_config=engine, model_config=of_model,
+    )  # fmt: skip
+    worker = TrainingWorker(
+        TrainingWorkerConfig(
+            model_type="language_model", model_config=of_model, engine_config=engine, optimizer_config=optimizer,
+            checkpoint_config=CheckpointConfig(),
+        )
+    )  # fmt: skip
+    worker.reset()
+    worker.set_loss_fn(functools.partial(ppo_loss, config=actor))
+    return worker
+
+
+def settings(folder: Path, step: int, run: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the trainer would say of this rollout."""
+    return {
+        "probes": run.get("probes", FEW), "folder": str(folder / "logs"), "rollouts_every": 1,
+        "responses_per_prompt": G, "prompts": PROMPTS, "rollout": step, "fresh": True, "epochs": run.get("epochs", 1),
+        "plain_advantages": True, "sampling_mismatch": "", "max_response_length": L_MAX, "ends": [3],
+        "keep_prompts_whole": "the fix of verl's trainer",
+    }  # fmt: skip
+
+
+def take_step(worker: TrainingWorker, data: TensorDict, run: dict[str, Any], told: dict[str, Any] | None) -> Any:
+    """Returns verl's metrics of the steps on one rollout."""
+    common = {"temperature": 1.0, "calculate_entropy": run.get("calculate_entropy", False)}
+    tensordict_utils.assign_non_tensor(data, **common, force_group_size=run.get("group", 1))
+    scored = data.clone()
+    tensordict_utils.assign_non_tensor(scored, compute_loss=False, global_token_num=None)
+    logps = no_padding_2_padding(tensordict_utils.get(worker.infer_batch(scored), "log_probs"), data).detach()
+    lengths = data["responses"].offsets().diff()
+    data["old_log_probs"] = nested(logps, torch.arange(logps.shape[1]) < lengths.unsqueeze(1))
+    size = PROMPTS * G // run.get("minis", 1)
+    tensordict_utils.assign_non_tensor(
+        data, global_batch_size=size, mini_batch_size=size, epochs=run.get("epochs", 1), seed=1,
+        dataloader_kwargs={"shuffle": False}, compute_loss=True,
+    )  # fmt: skip
+    if told is not None:
+        tensordict_utils.assign_non_tensor(data, **{SETTINGS: told})
+    return tensordict_utils.get(worker.train_mini_batch(data), "metrics")
+
+
+def whole_weights(worker: TrainingWorker) -> dict[str, Tensor]:
+    state = worker.engine.module.state_dict()
+    return {n: (p.full_tensor() if hasattr(p, "full_tensor") else p).detach().clone() for n, p in state.items()}
+
+
+def train(name: str, folder: Path, model: Path) -> dict[str, Any]:
+    """Returns what a run leaves on this rank."""
+    kind = name.removesuffix("_bare")
+    run, rank, world = RUNS[kind], dist.get_rank(), dist.get_world_size()
+    KEPT.clear()
+    torch.manual_seed(0)
+    worker = new_worker(model, run)
+    metrics, started = [], time.perf_counter()
+    if run.get("begins"):
+        worker.load_checkpoint(str(folder.parent / f"ended_{world}" / "checkpoint"))
+    for step in range(run.get("begins", 1), STEPS + 1):
+        told = None if name != kind else settings(folder, step, run)
+        data = data_of(step, rank, world)
+        if run.get("not_finite") == step:
+            data["advantages"].values()[: int(data["advantages"].offsets()[1])] = torch.inf  # of the first response
+        metrics.append(take_step(worker, data, run, told))
+        if kind == "ended" and step == STEPS - 1:
+            worker.save_checkpoint(str(folder / "checkpoint"), global_step=step)
+    measurement = worker.engine._measurement
+    return {
+        "parameters": whole_weights(worker), "metrics": metrics, "kept": list(KEPT),
+        "latest": {} if measurement is None else dict(measurement._writer.latest),
+        "seconds": (time.perf_counter() - started) / STEPS,
+    }  # fmt: skip
+
+
+def one_rank(rank: int, folder: Path, world: int, names: list[str], store: str) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world)}
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+    for name in names:
+        own = folder / f"{name}_{world}"
+        own.mkdir(parents=True, exist_ok=True)
+        torch.save(train(name, own, folder / "model"), own / f"{rank}.pt")
+    dist.barrier()
+    os._exit(0)
+
+
+def main() -> None:
+    folder, world, names = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3:]
+    if not (folder / "model").exists():
+        load_tiny()[0].save_pretrained(folder / "model")
+    gc.freeze()
+    with tempfile.TemporaryDirectory() as store:
+        torch.multiprocessing.start_processes(
+            one_rank, args=(folder, world, names, f"{store}/store"), nprocs=world, start_method="fork"
+        )
+
+
+if __name__ == "__main__":
+    sys.modules["runs"] = sys.modules["__main__"]  # where the recorder's kept
+    main()

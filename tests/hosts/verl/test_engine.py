@@ -1,0 +1,219 @@
+"""verl's engine with probes trains bitwise as without, and measures what a plain loop measures: make test-verl."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl.workers")
+
+import torch
+from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, STEPS, G, given_rollout
+from torch.nn.utils import clip_grad_norm_
+
+from rl_training.engine.batch import Rollout, take_rows
+from rl_training.hosts.loop import measured_loop
+from rl_training.mathematics.estimate import Estimate
+from rl_training.probes import (
+    CovariancePredictorProbe,
+    EffectiveSampleSizeProbe,
+    GradientNoiseScaleProbe,
+    SimpleEntropyProbe,
+)
+from rl_training.records.jsonl import read_estimates, read_metrics
+from rl_training.tasks.models import load_tiny
+
+RUNS_FILE = Path(__file__).with_name("runs.py")
+COMPARED = ["plain", "checkpointing", "packed", "groups", "bf16", "two_steps", "all_at_once"]  # with and without probes
+ALONE = [*COMPARED, "dynamic", "two_epochs", "entropies", "bonus", "lora", "ended", "resumed", "skipped"]
+TOGETHER = ["plain", "sync_each", "all_at_once"]
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Returns the folder of all runs, of one process and of two: both are launched at once."""
+    folder = tmp_path_factory.mktemp("verl")
+    load_tiny()[0].save_pretrained(folder / "model")
+    with_and_without = {"1": [f"{name}_bare" for name in ALONE[:-3]], "2": [f"{name}_bare" for name in TOGETHER]}
+    launched = [
+        subprocess.Popen(
+            [sys.executable, str(RUNS_FILE), str(folder), world, *names, *with_and_without[world]],
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for world, names in (("1", ALONE), ("2", TOGETHER))
+    ]  # fmt: skip
+    for process in launched:
+        said = process.communicate()[0]
+        assert process.returncode == 0, said[-5000:]
+    return folder
+
+
+@pytest.fixture(scope="session")
+def ranks(folder: Path) -> Callable[[str], list[dict[str, Any]]]:
+    """Returns what each rank of a run has left, by the run's name and its number of processes."""
+
+    def read(name: str) -> list[dict[str, Any]]:
+        return [torch.load(path, weights_only=False) for path in sorted((folder / name).glob("[01].pt"))]
+
+    return read
+
+
+@pytest.mark.parametrize("name", [*(f"{name}_1" for name in ALONE[:-3]), *(f"{name}_2" for name in TOGETHER)])
+def test_training_is_bitwise_the_same_with_probes(name: str, ranks: Callable[..., Any]) -> None:
+    kind, world = name.rsplit("_", 1)
+    with_probes, bare = ranks(name)[0]["parameters"], ranks(f"{kind}_bare_{world}")[0]["parameters"]
+    assert with_probes.keys() == bare.keys()
+    assert not [parameter for parameter in bare if not torch.equal(with_probes[parameter], bare[parameter])]
+
+
+@pytest.mark.parametrize("name", [*(f"{name}_1" for name in COMPARED), *(f"{name}_2" for name in TOGETHER)])
+def test_the_rows_of_all_folds_make_up_the_gradient_of_the_optimizer(name: str, ranks: Callable[..., Any]) -> None:
+    for rank in ranks(name):
+        for step in rank["kept"]:
+            for parameter, mean in step["mean"].items():
+                off = (step["rows"][parameter] - mean).abs().max() / mean.abs().max().clamp(min=1e-30)
+                assert off < 1e-6, (parameter, float(off))
+
+
+def test_microbatches_by_tokens_are_of_unlike_sizes_and_of_whole_prompts(ranks: Callable[..., Any]) -> None:
+    sizes = [step["sizes"] for step in ranks("groups_1")[0]["kept"]]
+    assert any(len(set(of_step)) > 1 for of_step in sizes)
+    assert all(size % G == 0 for of_step in sizes for size in of_step)
+
+
+def estimates_of_a_plain_loop(folder: Path) -> list[dict[str, Any]]:
+    """Returns the estimates of the same steps in a plain loop: the same weights, rollouts and optimizer."""
+    model, _ = load_tiny()
+    model.train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.999), eps=1e-5, weight_decay=0.1)
+    probes = [
+        SimpleEntropyProbe(per_sequence=True, own_prompts=True),
+        GradientNoiseScaleProbe(split_prompts=PROMPTS),
+        EffectiveSampleSizeProbe(),
+        CovariancePredictorProbe(),
+    ]
+    shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": PROMPTS * G // MICROBATCH}
+    answers = []
+    with measured_loop(model, optimizer, probes, **shape, max_grad_norm=0.05, dr_grpo=True) as measured:
+        for number in range(1, STEPS + 1):
+            given = given_rollout(number)
+            given.pop("num_items_in_batch")
+            whole = Rollout(**given, rewards=given["advantages"], prompt_index=torch.arange(PROMPTS * G) // G)
+            with measured.step(number):
+                for rows in torch.arange(PROMPTS * G).split(MICROBATCH):
+                    part = take_rows(whole, rows)
+                    scores = measured.scorer.score(part, torch.arange(MICROBATCH))
+                    missing = part.completion_mask.shape[1] - scores.logps.shape[1]
+                    logps = torch.nn.functional.pad(scores.logps, (0, missing))
+                    entropies = torch.nn.functional.pad(scores.entropies, (0, missing))
+                    measured.microbatch(part, logps, entropies)
+                    ratios = (logps - logps.detach()).exp()
+                    loss = -(ratios * part.advantages.unsqueeze(1) * part.completion_mask).sum() / L_MAX
+                    (loss / (PROMPTS * G)).backward()
+                measured.gradients_ready()
+                clip_grad_norm_(model.parameters(), 0.05)
+                optimizer.step()
+                optimizer.zero_grad()
+            answers.append(dict(measured.latest))
+    return answers
+
+
+def error_of(metric: str, answers: dict[str, Estimate]) -> float:
+    """Returns the error bar of a metric, that of the whole for a part of forward that has none; 0 without any."""
+    of_whole = "delta_h/forward_sequence" if metric.endswith("_sequence") else "delta_h/forward"
+    part_of_forward = metric.startswith(("delta_h/layer/", "delta_h/kind/", "delta_h/reuse"))
+    error = answers[of_whole if part_of_forward else metric].stderr
+    return 0.0 if math.isnan(error) else error
+
+
+@pytest.mark.parametrize("name", ["plain_1", "plain_2", "packed_1"])
+def test_what_is_measured_is_what_a_plain_loop_measures(name: str, folder: Path) -> None:
+    """To 1e-5 of the value, or of its error bar where that is larger; at every step."""
+    written = {(row["step"], row["name"]): row for row in read_estimates(folder / name / "logs")}
+    compared = 0
+    for number, answers in enumerate(estimates_of_a_plain_loop(folder), start=1):
+        for metric, expected in answers.items():
+            row = written[number, metric]
+            assert math.isnan(row["value"]) == math.isnan(expected.value), metric
+            if not math.isnan(expected.value):
+                scale = max(abs(expected.value), error_of(metric, answers))
+                assert abs(row["value"] - expected.value) <= 1e-5 * scale, (number, metric, row["value"], expected)
+                compared += 1
+    assert compared > 100
+
+
+def test_another_split_into_folds_moves_forward_within_its_error_and_backward_not_at_all(
+    ranks: Callable[..., Any],
+) -> None:
+    plain, groups = (ranks(f"{name}_1")[0]["latest"] for name in ("plain", "groups"))
+    assert groups["delta_h/backward"].value == pytest.approx(plain["delta_h/backward"].value, rel=1e-4)
+    assert abs(groups["delta_h/forward"].value - plain["delta_h/forward"].value) < plain["delta_h/forward"].stderr
+
+
+def test_mixed_prompts_are_told_with_verl_s_own_fix(ranks: Callable[..., Any]) -> None:
+    forward = ranks("dynamic_1")[0]["latest"]["delta_h/forward"]
+    assert math.isnan(forward.value)
+    assert forward.reason.endswith("the fix of verl's trainer")
+
+
+def test_fresh_responses_are_missing_with_the_reason(ranks: Callable[..., Any]) -> None:
+    truth = ranks("ended_1")[0]["latest"]["delta_h/true"]
+    assert math.isnan(truth.value)
+    assert "rollout server" in truth.reason
+
+
+def test_a_second_step_on_a_rollout_is_off_policy_and_is_still_measured(ranks: Callable[..., Any]) -> None:
+    latest = ranks("two_steps_1")[0]["latest"]
+    assert math.isfinite(latest["delta_h/forward"].value)
+    assert 0 < latest["ess/importance"].value < PROMPTS * G / 2
+
+
+def test_interventions_are_predicted_on_the_loss_of_verl(ranks: Callable[..., Any]) -> None:
+    """Half the learning rate makes half the step; `nsr` is defined by Dr-GRPO's settings, which are read."""
+    latest = ranks("plain_1")[0]["latest"]
+    assert latest["intervention/lr:0.5/delta_h"].value == pytest.approx(
+        -0.5 * latest["delta_h/forward"].value, rel=1e-3
+    )
+    assert math.isfinite(latest["intervention/bonus:0.5/delta_reward"].value)
+    assert math.isfinite(latest["intervention/nsr/delta_h"].value)
+
+
+def test_estimates_reach_verl_s_own_metrics(ranks: Callable[..., Any], folder: Path) -> None:
+    for rank in ranks("plain_2"):
+        values = rank["metrics"][-1]["delta_h/forward"]
+        assert values == [rank["latest"]["delta_h/forward"].value] * 2  # a list of one from each rank, as verl's own
+
+
+def test_records_have_a_line_for_each_optimizer_step(folder: Path) -> None:
+    rows = read_metrics(folder / "two_steps_1" / "logs")
+    assert [row["step"] for row in rows] == list(range(1, 2 * STEPS + 1))
+    assert [row["training/global_step"] for row in rows] == [1, 1, 2, 2, 3, 3]
+    assert all(math.isfinite(row[name]) for row in rows for name in ("loss", "grad_norm", "reward", "entropy"))
+
+
+def test_a_resumed_training_goes_on_as_if_never_stopped(ranks: Callable[..., Any]) -> None:
+    ended, resumed = ranks("ended_1")[0], ranks("resumed_1")[0]
+    assert not [n for n, p in ended["parameters"].items() if not torch.equal(p, resumed["parameters"][n])]
+    for name, estimate in ended["latest"].items():
+        if not name.startswith("recorder"):
+            assert same(estimate, resumed["latest"][name]), name
+
+
+def same(one: Estimate, other: Estimate) -> bool:
+    return one.reason == other.reason and all(
+        a == b or (math.isnan(a) and math.isnan(b)) for a, b in ((one.value, other.value), (one.stderr, other.stderr))
+    )
+
+
+def test_a_step_that_verl_skips_is_none_for_the_probes_either(ranks: Callable[..., Any], folder: Path) -> None:
+    """The second of three rollouts has a reward that is not finite: the third is the second step."""
+    latest, rows = ranks("skipped_1")[0]["latest"], read_metrics(folder / "skipped_1" / "logs")
+    assert [(row["step"], row["training/global_step"]) for row in rows] == [(1, 1), (2, 3)]
+    assert math.isfinite(latest["delta_h/backward"].value)
+    assert math.isfinite(latest["delta_h/cumulative_predicted"].value)

@@ -1,0 +1,246 @@
+"""What is read of verl's batches, in which order rows are put, and what is refused: by hand-worked values."""
+
+from __future__ import annotations
+
+import functools
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl.workers")
+
+import torch
+from hydra import compose, initialize_config_module
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from verl.utils import tensordict_utils
+from verl.workers.config import FSDPActorConfig, PolicyLossConfig
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.utils.padding import no_padding_2_padding
+
+from rl_training.hosts.verl import engine
+from rl_training.hosts.verl.__main__ import with_group
+from rl_training.hosts.verl.batch import Tokens, entropies_of, read_rollout
+from rl_training.hosts.verl.engine import dr_grpo
+from rl_training.hosts.verl.trainer import TRAINER, about_rollout, in_whole_prompts, with_probes
+
+# Two prompts of 2 and 1 tokens with responses of 3 and 2; of the first, a tool wrote the second token.
+PROMPTS, RESPONSES, MASKS = ([5, 6], [7]), ([8, 9, 2], [3, 4]), ([1, 0, 1], [1, 1])
+
+
+def nested(rows: Any, dtype: torch.dtype = torch.long) -> torch.Tensor:
+    return torch.nested.as_nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
+
+
+def two_rows(advantages: Any = ([0.5, 0.0, 0.5], [-0.5, -0.5])) -> TensorDict:
+    data = {
+        "prompts": nested(PROMPTS),
+        "responses": nested(RESPONSES),
+        "response_mask": nested(MASKS),
+        "input_ids": nested([p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]),
+        "advantages": nested(advantages, torch.float),
+        "rm_scores": nested(([0.0, 0.0, 1.0], [0.0, 0.25]), torch.float),
+        "old_log_probs": nested(([-1.0, -2.0, -3.0], [-4.0, -5.0]), torch.float),
+    }
+    batch = TensorDict(data, batch_size=2)
+    tensordict_utils.assign_non_tensor_stack(batch, "uid", ["b", "a"])
+    return batch
+
+
+def test_a_microbatch_is_read_with_prompts_on_the_left_and_what_a_tool_wrote_apart() -> None:
+    rollout = read_rollout(two_rows(), {"b": 17, "a": 4}.__getitem__, False, longest=3, ends=[2])
+    assert rollout.prompt_ids.tolist() == [[5, 6], [0, 7]]
+    assert rollout.prompt_mask.tolist() == [[1, 1], [0, 1]]
+    assert rollout.completion_ids.tolist() == [[8, 9, 2], [3, 4, 0]]
+    assert rollout.completion_mask.tolist() == [[1, 0, 1], [1, 1, 0]]
+    assert rollout.environment_mask is not None
+    assert rollout.environment_mask.tolist() == [[0, 1, 0], [0, 0, 0]]
+    assert (rollout.advantages.tolist(), rollout.rewards.tolist()) == ([0.5, -0.5], [1.0, 0.25])
+    assert rollout.prompt_index.tolist() == [17, 4]
+    assert rollout.sampling_logps.tolist() == [[-1.0, -2.0, -3.0], [-4.0, -5.0, 0.0]]
+
+
+@pytest.mark.parametrize(("longest", "ends", "truncated"), [(3, [2], [False, False]), (3, [1], [True, False]),
+                                                            (2, [1], [True, True])])  # fmt: skip
+def test_a_response_is_truncated_that_is_as_long_as_may_be_and_does_not_end(
+    longest: int, ends: list[int], truncated: list[bool]
+) -> None:
+    rollout = read_rollout(two_rows(), {"b": 0, "a": 1}.__getitem__, True, longest, ends)
+    assert rollout.truncated.tolist() == truncated
+    assert rollout.sampling_logps is None
+
+
+def test_advantages_that_differ_within_a_response_are_refused_with_the_fix() -> None:
+    data = two_rows(([0.5, 0.0, 0.25], [-0.5, -0.5]))
+    with pytest.raises(ValueError, match="adv_estimator=grpo"):
+        read_rollout(data, {"b": 0, "a": 1}.__getitem__, True, 3, [])
+
+
+def test_log_probabilities_of_responses_are_where_verl_has_them_and_go_back_there() -> None:
+    """verl's flat tensor is shifted by one: entries 1, 2, 3 of the first sequence's five, and 0, 1 of the other's."""
+    data = two_rows()
+    flat = torch.arange(8.0, requires_grad=True)
+    of_verl = torch.nested.nested_tensor_from_jagged(flat, data["input_ids"].offsets())
+    tokens = Tokens(data)
+    padded = tokens.of_responses(flat)
+    assert padded.tolist() == [[1.0, 2.0, 3.0], [5.0, 6.0, 0.0]] == no_padding_2_padding(of_verl, data).tolist()
+    back = tokens.put_back(padded, of_verl)
+    assert back.values().tolist() == flat.tolist()
+    weights = torch.tensor([[1.0, 10.0, 100.0], [1000.0, 10000.0, 0.0]])
+    seen = []
+    padded.register_hook(seen.append)
+    (weights * no_padding_2_padding(back, data)).sum().backward()
+    assert seen[0].tolist() == weights.tolist()
+    assert flat.grad.tolist() == [0.0, 1.0, 10.0, 100.0, 0.0, 1000.0, 10000.0, 0.0]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_entropies_are_those_of_the_tempered_distributions_of_all_positions_but_padding(packed: bool) -> None:
+    """Logits 0 and x at temperature 2: the odds are exp(x / 2)."""
+    odds = torch.tensor([0.0, 1.0, 2.0])
+    logits = torch.stack([torch.zeros(3), 2 * odds], dim=1)
+    far = torch.full((1, 2), 50.0)
+    padded = torch.stack([logits[:2], torch.cat([logits[2:], far])])
+    given = torch.cat([logits, far]).unsqueeze(0) if packed else padded
+    p = odds.sigmoid()
+    expected = -(p * p.log() + (1 - p) * (1 - p).log())
+    torch.testing.assert_close(entropies_of(given, [2, 1], temperature=2.0), expected)
+
+
+def test_prompts_are_whole_and_ranks_have_like_work() -> None:
+    """Two long prompts and two short ones, as they arrive; each rank gets one of each."""
+    keys = [f"{uid}_{session}_0" for session in range(2) for uid in ("a-long", "b-short", "c-short", "d-long")]
+    lengths = [100 if "long" in key else 10 for key in keys]
+    rows = in_whole_prompts(keys, lengths, ranks=2)
+    assert rows is not None
+    uids = [keys[row].split("_")[0] for row in rows]
+    assert uids[::2] == uids[1::2]
+    assert all({uid.split("-")[1] for uid in half} == {"long", "short"} for half in (uids[:4], uids[4:]))
+
+
+@pytest.mark.parametrize("keys", [["a_0_0", "a_1_0", "b_0_0"], ["a_0_0", "a_1_0"]])
+def test_prompts_that_do_not_share_out_stay_as_verl_has_them(keys: list[str]) -> None:
+    assert in_whole_prompts(keys, [5] * len(keys), ranks=2) is None
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+FITTING = ["actor_rollout_ref.actor.strategy=fsdp2", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4",
+           "+probes.simple._target_=rl_training.probes.SimpleEntropyProbe"]  # fmt: skip
+
+
+def config_of(*words: str) -> DictConfig:
+    with initialize_config_module("verl.trainer.config", version_base=None):
+        return compose("ppo_trainer", overrides=[*FITTING, *words])
+
+
+def test_a_fitting_configuration_gets_the_engine_and_the_trainer_and_keeps_the_user_s_library() -> None:
+    config = with_probes(config_of("actor_rollout_ref.model.external_lib=mine"))
+    assert list(config.actor_rollout_ref.model.external_lib) == ["mine", "rl_training.hosts.verl"]
+    assert config.trainer.v1.trainer_mode == TRAINER
+
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"),
+    [
+        (f"{ACTOR}.strategy=fsdp", f"set {ACTOR}.strategy=fsdp2"),
+        ("trainer.v1.trainer_mode=separate_async", "set trainer.v1.trainer_mode=sync"),
+        (f"+{ACTOR}.fsdp_config.mixed_precision.param_dtype=fp16", "param_dtype=bf16"),
+        (f"{ACTOR}.fsdp_config.offload_policy=True", "offload_policy=False"),
+        (f"{ACTOR}.ulysses_sequence_parallel_size=2", "ulysses_sequence_parallel_size=1"),
+        ("actor_rollout_ref.model.use_fused_kernels=True", "use_fused_kernels=False"),
+        ("actor_rollout_ref.model.enable_activation_offload=True", "enable_activation_offload=False"),
+        ("algorithm.adv_estimator=gae", "adv_estimator=grpo"),
+        ("~probes.simple", "probe=all"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_with_the_fix(word: str, fix: str) -> None:
+    with pytest.raises(ValueError, match="main_ppo") as refused:
+        with_probes(config_of(word))
+    assert fix in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def tag(version: int) -> dict[str, int]:
+    return {"min_global_steps": version, "max_global_steps": version}
+
+
+def test_what_the_engine_is_told_of_a_rollout() -> None:
+    told = about_rollout(config_of("algorithm.norm_adv_by_std_in_grpo=False"), [tag(4)] * 8, 5, 2)
+    assert told["probes"] == {"simple": {"_target_": "rl_training.probes.SimpleEntropyProbe"}}
+    assert (told["responses_per_prompt"], told["rollout"], told["fresh"], told["ends"]) == (4, 5, True, [2])
+    assert (told["plain_advantages"], told["sampling_mismatch"], told["epochs"]) == (True, "", 1)
+    assert "ppo_micro_batch_size_per_gpu to a multiple of" in told["keep_prompts_whole"]
+
+
+@pytest.mark.parametrize("tags", [[tag(4), tag(3)], [tag(3)], [{}]])
+def test_responses_of_older_weights_are_not_fresh(tags: list[dict[str, int]]) -> None:
+    assert not about_rollout(config_of(), tags, 5, None)["fresh"]
+
+
+def test_top_p_is_told_with_the_fix_and_normed_advantages_are_not_dr_grpo_s() -> None:
+    told = about_rollout(config_of("actor_rollout_ref.rollout.top_p=0.9"), [tag(0)], 1, None)
+    assert told["sampling_mismatch"].endswith("set actor_rollout_ref.rollout.top_p=1")
+    assert not told["plain_advantages"]
+
+
+def test_the_command_chooses_probes_as_train_does() -> None:
+    assert with_group(["probe=simple", "data.seed=1"])[:2] == ["+probe=simple", "data.seed=1"]
+    assert "+probe=all" in with_group(["data.seed=1"])
+
+
+def test_another_version_of_verl_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engine, "version", lambda _: "0.10.1")
+    with pytest.raises(ValueError, match=r"verl>=0.9,<0.10"):
+        engine.register()
+
+
+def test_an_engine_with_another_signature_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FSDPEngineWithLMHead, "forward_step", lambda self, batch: None)
+    with pytest.raises(ValueError, match="forward_step"):
+        engine.register()
+
+
+def test_the_command_of_the_documentation_is_measured_and_dr_grpo_s() -> None:
+    page = Path(__file__).parents[3] / "docs" / "how_to" / "verl.md"
+    block = page.read_text(encoding="utf-8").split("```bash\n")[2].split("```")[0]
+    words = [word for word in shlex.split(block.replace("\\\n", " ")) if "=" in word]
+    config = with_probes(config_of(*(word for word in words if not word.startswith("probe="))))
+    told = about_rollout(config, [tag(0)], 1, None)
+    assert (told["plain_advantages"], told["fresh"], told["sampling_mismatch"]) == (True, True, "")
+    actor = config.actor_rollout_ref.actor
+    assert actor.loss_scale_factor == config.data.max_response_length
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    assert config.actor_rollout_ref.rollout.n * longest <= actor.ppo_max_token_len_per_gpu
+
+
+DR_GRPO = {"loss_agg_mode": "seq-mean-token-sum-norm", "loss_scale_factor": 12, "clip_ratio_low": 0.1}
+
+
+def settings_of_loss(**changes: Any) -> Any:
+    known = {"strategy": "fsdp2", "rollout_n": 4, "ppo_micro_batch_size_per_gpu": 4, **DR_GRPO, **changes}
+    return dr_grpo(functools.partial(print, config=FSDPActorConfig(**known)), TensorDict({}, batch_size=2))
+
+
+def test_dr_grpo_s_loss_is_known_by_its_settings() -> None:
+    found = settings_of_loss()
+    assert (found.max_length, found.epsilon_low, found.epsilon_high, found.hides_truncated) == (12, 0.1, 0.2, False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"loss_agg_mode": "token-mean"},
+        {"loss_scale_factor": None},
+        {"use_kl_loss": True},
+        {"entropy_coeff": 0.01},
+        {"policy_loss": PolicyLossConfig(loss_mode="gspo")},
+    ],
+)
+def test_another_loss_is_not_taken_for_it(change: dict[str, Any]) -> None:
+    assert settings_of_loss(**change) is None

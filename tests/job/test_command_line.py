@@ -1,0 +1,304 @@
+"""How commands end: well, or with one line that names the mistake and the fix, and the exit code that says which.
+
+Each command line is train.py in a fork of this process, which has imported everything already.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import os
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing.context import ForkProcess
+from pathlib import Path
+
+import pytest
+import transformers.integrations
+from hydra.core.override_parser.overrides_parser import OverridesParser
+
+import rl_training.job.build  # noqa: F401, for the forks
+from rl_training.job.command_line import importing
+from rl_training.job.explain import explain
+from rl_training.records.checkpoints import what_is_wrong_with
+from rl_training.records.folder import TRAINING_STATE
+from rl_training.records.jsonl import METRICS_FILE, read_metrics
+
+ROOT = Path(__file__).parents[2]
+PRINTS = "transformers.integrations.integration_utils"
+SMALL = [
+    "trainer.max_steps=2",
+    "trainer.num_generations=4",
+    "batch.sequences_per_step=32",
+    "batch.microbatch_size=4",
+    "logger=none",
+    "trainer.disable_tqdm=true",
+]
+
+
+@dataclass
+class Command:
+    """train.py in a process of its own."""
+
+    process: ForkProcess
+    log: Path
+
+    @property
+    def lines(self) -> list[str]:
+        return self.log.read_text(encoding="utf-8", errors="replace").splitlines()
+
+    def end(self) -> int:
+        self.process.join(60)
+        assert self.process.exitcode is not None, self.lines
+        return self.process.exitcode
+
+
+def start(log: Path, *arguments: str, script: str = "train.py", **env: str) -> Command:
+    def run() -> None:
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(output, 1)
+        os.dup2(output, 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # pytest has its own
+        os.environ |= env
+        os.chdir(ROOT)
+        sys.argv = [script, *arguments]
+        runpy.run_path(script, run_name="__main__")
+
+    process = ForkProcess(target=run)
+    process.start()
+    return Command(process, log)
+
+
+def wait_for(done: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def train(tmp_path: Path, *arguments: str, **env: str) -> Command:
+    return start(tmp_path / "log", *SMALL, f"run_dir={tmp_path / 'run'}", *arguments, **env)
+
+
+# --- one line ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["sed=1"], "there is no such setting, see --help; did you mean seed?"),
+        (["alert=null"], "alert=None must be a group of settings: alert.NAME=VALUE"),
+        (["probe=simpel"], "did you mean simple?"),
+        (["probe=simple,gns"], "'probe=[simple,gns]'"),
+        (["trainer.max_stepz=3"], "did you mean trainer.max_steps"),
+        (["data.path=/a b (1)=2"], """'data.path="/a b (1)=2"'"""),
+        (["trainer.lr_scheduler_type=foo"], "foo is not a valid SchedulerType"),
+        (["batch.sequences_per_step=31"], "use batch.sequences_per_step=32"),
+        (["probes.simple.validate_sequences=512"], "give probe=[simple,ground_truth] probes.ground_truth.seq"),
+        (["data=arithmetic", "+data.num_train=3"], "has 3 prompts, and a rollout needs 8"),
+        (["~trainer"], "is missing: a run needs it"),
+        (["model=null"], "model=null: give a name"),
+        (["trainer.learning_rate=1e10"], "step 2"),
+        (["trainer.learning_rate=1e10", "buffer=filtered", "probe=none"], "step 2: the policy's probabilities are nan"),
+    ],
+)
+def test_a_mistake_is_reported_in_one_line_with_exit_code_2(tmp_path: Path, arguments: list[str], message: str) -> None:
+    ended = train(tmp_path, *arguments)
+    assert ended.end() == 2
+    assert ended.lines[-1].startswith("error: ")
+    assert message in ended.lines[-1]
+    assert "Traceback" not in "\n".join(ended.lines)
+
+
+@pytest.mark.parametrize("how", [{"arguments": ["--debug"]}, {"env": {"RL_TRAINING_DEBUG": "1"}}], ids=str)
+def test_the_traceback_of_an_expected_error_is_shown_on_request(tmp_path: Path, how: dict) -> None:
+    ended = train(tmp_path, "seed=-1", *how.get("arguments", []), **how.get("env", {}))
+    assert ended.end() == 2
+    assert ended.lines[0].startswith("Traceback")
+    assert ended.lines[-1] == "error: seed=-1 must be at least 0 and at most 4294967295"
+
+
+def test_an_unexpected_error_keeps_its_traceback_and_ends_with_a_line_too(tmp_path: Path) -> None:
+    script = tmp_path / "fails.py"
+    script.write_text("from rl_training.job.command_line import run_command\nrun_command(lambda: [][1])\n")
+    ended = start(tmp_path / "log", script=str(script))
+    assert ended.end() == 1
+    assert ended.lines[0].startswith("Traceback")
+    assert ended.lines[-1] == "error: IndexError: list index out of range (unexpected: the traceback is above)"
+
+
+def test_the_first_of_several_processes_reports_and_the_others_wait_to_be_ended(tmp_path: Path) -> None:
+    first, second = (start(tmp_path / rank, "seed=-1", RANK=rank, LOCAL_RANK=rank) for rank in "01")
+    assert first.end() == 2
+    time.sleep(1)
+    assert second.lines == []
+    second.process.terminate()  # as torchrun does
+    assert second.end() == -signal.SIGTERM
+    assert second.lines == []
+
+
+def test_torchrun_finds_the_line_for_its_table_of_failures(tmp_path: Path) -> None:
+    assert train(tmp_path, "seed=-1", TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json")).end() == 2
+    assert "error: seed=-1 must be at least 0" in (tmp_path / "error.json").read_text()
+
+
+@pytest.mark.parametrize("value", ["/a b", "a=b", "(1)", "[x", "ä", "a,b", 'say "x"', "back\\", 'both\\"', "{", "'"])
+def test_the_line_to_type_for_a_path_gives_hydra_that_path(value: str) -> None:
+    parser = OverridesParser.create()
+    try:
+        parser.parse_overrides([f"run_dir={value}"])
+    except Exception as error:
+        explanation = explain(error)
+    else:
+        pytest.skip("needs no quotes")
+    typed = shlex.split(explanation.split("need quotes: ")[1])
+    assert [override.value() for override in parser.parse_overrides(typed)] == [value]
+
+
+def test_garbage_is_collected_again_after_the_imports_also_of_what_is_not_there() -> None:
+    with pytest.raises(ImportError), importing():
+        import no_such_library  # noqa: F401
+    assert gc.isenabled()
+
+
+# --- signals ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_a_command_with_the_code_of_shells(tmp_path: Path, signum: int, code: int) -> None:
+    script = tmp_path / "waits.py"
+    script.write_text(
+        "import time\nfrom rl_training.job.command_line import run_command\n"
+        "def main():\n    print('ready', flush=True)\n    time.sleep(60)\nrun_command(main)\n"
+    )
+    command = start(tmp_path / "log", script=str(script))
+    wait_for(lambda: command.log.exists() and command.lines)
+    os.kill(command.process.pid, signum)
+    assert command.end() == code
+    assert command.lines == ["ready", f"ended by {signal.Signals(signum).name}"]
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_in_training_finishes_the_step_and_says_how_to_go_on(tmp_path: Path, signum: int, code: int) -> None:
+    run = tmp_path / "run"
+    command = train(tmp_path, "trainer.max_steps=500", "probe=none", "trainer.save_steps=1000")
+    wait_for(lambda: (run / "logs" / METRICS_FILE).exists())
+    os.kill(command.process.pid, signum)
+    assert command.end() == code, command.lines
+    taken = len(read_metrics(run / "logs"))
+    assert 1 <= taken < 500
+    (checkpoint,) = (run / TRAINING_STATE).glob("checkpoint-*")
+    assert checkpoint.name == f"checkpoint-{taken}"
+    assert what_is_wrong_with(checkpoint) == ""
+    assert (run / "report" / "report.html").is_file()
+    assert "Traceback" not in "\n".join(command.lines)
+    ended, typed = command.lines[-1].split("; go on with: ")
+    assert ended == f"ended by {signal.Signals(signum).name} after step {taken} of 500"
+    python, program, *arguments = shlex.split(typed)
+    assert (python, program) == ("python", "train.py")
+    resumed = start(tmp_path / "again", *arguments, f"trainer.max_steps={taken + 1}")
+    assert resumed.end() == 0, resumed.lines
+    assert not [line for line in resumed.lines if "missing keys" in line]  # of a head that is tied
+    assert [row["step"] for row in read_metrics(run / "logs")] == [*range(1, taken + 2)]
+
+
+def test_a_second_signal_ends_training_at_once(tmp_path: Path) -> None:
+    settings = ["batch.sequences_per_step=4096", "trainer.max_steps=9", "probe=none"]  # steps of many seconds
+    command = train(tmp_path, *settings)
+    wait_for(lambda: command.log.exists() and (tmp_path / "run" / "config.yaml").exists())
+    time.sleep(1)
+    os.kill(command.process.pid, signal.SIGTERM)
+    wait_for(lambda: any("a second one ends at once" in line for line in command.lines))
+    os.kill(command.process.pid, signal.SIGTERM)  # at the same moment: a launcher passing on the same signal
+    time.sleep(2.5)
+    asked_again = time.monotonic()
+    os.kill(command.process.pid, signal.SIGTERM)
+    assert command.end() == 143
+    assert time.monotonic() - asked_again < 2
+    assert command.lines[-1] == "ended by SIGTERM"
+    assert not list((tmp_path / "run" / TRAINING_STATE).glob("checkpoint-*"))
+
+
+def test_a_launcher_that_is_gone_leaves_no_orphan(tmp_path: Path) -> None:
+    def launch() -> None:
+        os.environ["ACCELERATE_MIXED_PRECISION"] = "no"
+        command = train(tmp_path, "trainer.max_steps=5000", "probe=none", "trainer.save_steps=1000")
+        (tmp_path / "pid").write_text(str(command.process.pid))
+        command.process.join()
+
+    launcher = ForkProcess(target=launch)
+    launcher.start()
+    wait_for(lambda: (tmp_path / "run" / "logs" / METRICS_FILE).exists())
+    launcher.kill()
+    launcher.join()
+    pid = int((tmp_path / "pid").read_text())
+    wait_for(lambda: not Path(f"/proc/{pid}").exists() or "State:\tZ" in Path(f"/proc/{pid}/status").read_text())
+    lines = (tmp_path / "log").read_text().splitlines()
+    assert lines[-1].startswith("ended by SIGTERM after step")
+
+
+# --- what a run folder holds ------------------------------------------------------------------------------------------
+
+
+def test_of_two_runs_in_one_folder_at_once_one_trains(tmp_path: Path) -> None:
+    both = [
+        start(tmp_path / f"log{i}", *SMALL, "probe=none", f"run_dir={tmp_path / 'run'}", f"seed={i}") for i in (1, 2)
+    ]
+    assert sorted(command.end() for command in both) == [0, 2]
+    refused = next(command for command in both if command.end() == 2)
+    assert refused.lines[-1].startswith(f"error: run_dir={tmp_path / 'run'} already holds a run")
+    seed = both.index(refused) % 2 * -1 + 2  # of the other
+    assert f"seed: {seed}" in (tmp_path / "run" / "config.yaml").read_text()
+    assert [row["step"] for row in read_metrics(tmp_path / "run" / "logs")] == [1, 2]
+
+
+def test_a_tilde_is_the_home_folder_and_tokens_are_masked(tmp_path: Path) -> None:
+    command = start(
+        tmp_path / "log", *SMALL, "trainer.max_steps=1", "logger=tensorboard", 'run_dir="~/run"',
+        "trainer.hub_token=hf_verysecret", HOME=str(tmp_path),
+    )  # fmt: skip
+    assert command.end() == 0, command.lines
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {path.name for path in written} >= {"config.yaml", "metrics.jsonl", "report.html", "training_args.bin"}
+    for path in written:
+        assert b"verysecret" not in path.read_bytes(), path
+    assert "hub_token: '***'" in (tmp_path / "run" / "config.yaml").read_text()
+
+
+HELP = """
+import importlib, sys
+from rl_training.__main__ import COMMANDS
+
+for name, (module, function, _) in COMMANDS.items():
+    sys.argv = [name, "--help"]
+    try:
+        getattr(importlib.import_module(module), function)()
+    except SystemExit as ended:
+        assert not ended.code, name
+    slow = {"torch", "transformers", "pandas", "matplotlib", "datasets", "wandb"} & sys.modules.keys()
+    assert not slow, (name, slow)
+"""
+
+
+def test_help_of_no_command_waits_for_a_slow_import() -> None:
+    ended = subprocess.run([sys.executable, "-c", HELP], capture_output=True, text=True, check=False)
+    assert ended.stderr == ""
+
+
+def test_an_import_does_not_say_that_wandb_is_offline(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(transformers.integrations, PRINTS.rpartition(".")[2], None)  # put back in the end
+    for context, said in ((importing(), ""), (contextlib.nullcontext(), "[INFO] Running in WANDB offline mode\n")):
+        monkeypatch.delitem(sys.modules, PRINTS)
+        with context:
+            assert importlib.import_module(PRINTS).WandbCallback
+        assert capsys.readouterr().out == said

@@ -1,0 +1,287 @@
+"""The configuration: every file composes into objects, what a user types works, and mistakes are named."""
+
+from __future__ import annotations
+
+import functools
+import json
+import operator
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hydra import compose, initialize_config_dir
+from hydra.errors import HydraException
+from hydra.utils import instantiate
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import MissingMandatoryValue
+
+from rl_training.job.build import TrainingRun, build_run
+from rl_training.job.explain import GONE, explain, make
+from rl_training.job.run_settings import load_settings, refuse_other_settings
+from rl_training.job.settings import accumulation_steps, check_settings
+from rl_training.probes import SimpleEntropyProbe
+from rl_training.records.jsonl import read_metrics
+from rl_training.tasks.models import load_causal_lm, load_tiny
+from rl_training.tasks.tiny import TINY_PATH
+
+CONF = Path(__file__).parents[2] / "conf"
+# What an option needs beside its name.
+NEEDS = {"model=hub": ["model.name=somewhere"]}
+OPTIONS = [
+    f"{path.parent.name}={path.stem}"
+    for path in sorted(CONF.glob("*/*.yaml"))
+    if path.parent.name not in ("hydra", "help", "metric")  # metrics are evaluate.py's
+]
+SHRUNK = [
+    "trainer.max_steps=1",
+    "trainer.num_generations=4",
+    "batch.sequences_per_step=32",
+    "batch.microbatch_size=4",
+    "logger=none",
+    "++trainer.disable_tqdm=true",
+]
+
+
+def composed(*overrides: str) -> DictConfig:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("train", overrides=list(overrides))
+    return cfg
+
+
+def built(tmp_path: Path, *overrides: str) -> TrainingRun:
+    return build_run(composed(f"run_dir={tmp_path / 'run'}", *SHRUNK, *overrides))
+
+
+@pytest.mark.parametrize("option", OPTIONS)
+def test_every_file_composes_and_its_targets_can_be_made(option: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cfg = composed(option, *NEEDS.get(option, []), "run_dir=somewhere")
+    OmegaConf.to_container(cfg, resolve=True, throw_on_missing=True)
+    monkeypatch.chdir("/tmp")
+    instantiate(cfg.trainer, _convert_="all", report_to=[], output_dir="/tmp/unused")
+    instantiate(cfg.adapter, _convert_="all")
+    instantiate(cfg.buffer, _convert_="all")
+    assert [p.name for p in map(instantiate, cfg.probes.values())] == list(cfg.probes)
+
+
+def test_an_error_in_ones_own_code_that_a_setting_names_is_told_with_its_kind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a_task_of_ones_own.py").write_text("def task():\n    return {}['question']\n", encoding="utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"^data: KeyError: 'question' \(--debug shows where\)$"):
+        make("data", {"_target_": "a_task_of_ones_own.task"})
+
+
+@pytest.mark.parametrize(
+    ("override", "names"),
+    [
+        ("probe=none", []),
+        ("probe=simple", ["simple"]),
+        ("probe=ess", ["ess"]),
+        ("probe=all", ["simple", "gns", "ess", "covariance"]),
+        ("probe=[simple,none]", ["simple"]),
+        ("probe=[simple,ess]", ["simple", "ess"]),
+    ],
+)
+def test_probes_are_chosen_by_name_or_list(override: str, names: list[str]) -> None:
+    assert list(composed(override).probes) == names
+
+
+def test_an_option_of_a_probe_reaches_it(tmp_path: Path) -> None:
+    run = built(tmp_path, "probes.simple.every=5", "probes.simple.responses_per_prompt=2")
+    (probe,) = run.trainer.attachment.probes
+    assert isinstance(probe, SimpleEntropyProbe)
+    assert (probe.every, probe.entropy.responses_per_prompt) == (5, 2)
+
+
+def test_an_array_tasks_number_from_the_environment_is_a_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
+    cfg = composed("seed=${oc.env:SLURM_ARRAY_TASK_ID}")
+    check_settings(cfg)
+    assert cfg.seed == cfg.trainer.seed == 7
+
+
+def test_any_field_of_the_trainer_can_be_set(tmp_path: Path) -> None:
+    assert built(tmp_path, "++trainer.warmup_steps=7").trainer.args.warmup_steps == 7
+
+
+@pytest.mark.parametrize("adapter", ["none", "lora"])
+def test_a_run_of_the_default_task_leaves_its_records(tmp_path: Path, adapter: str) -> None:
+    run = built(tmp_path, f"adapter={adapter}")
+    run.train()
+    run.report()
+    names = {path.name for path in run.run_dir.iterdir()}
+    assert names == {"config.yaml", "logs", "report", "training_state"}
+    (line,) = read_metrics(run.run_dir / "logs")
+    assert line["step"] == 1
+    assert line["delta_h/forward_se"] > 0
+    trainable = sum(p.numel() for p in run.trainer.model.parameters() if p.requires_grad)
+    assert (trainable == 105_472) == (adapter == "none")
+
+
+@pytest.mark.parametrize(
+    ("sequences", "microbatch", "processes", "steps"), [(256, 32, 1, 8), (256, 32, 2, 4), (64, 8, 4, 2)]
+)
+def test_the_batch_is_given_once_for_all_processes(sequences, microbatch, processes, steps) -> None:
+    assert accumulation_steps(sequences, microbatch, processes, responses_per_prompt=8) == steps
+
+
+@pytest.mark.parametrize(
+    ("sequences", "microbatch", "processes", "way_out"),
+    [
+        (250, 32, 1, "batch.sequences_per_step=256"),
+        (256, 30, 1, "batch.microbatch_size=24"),
+        (256, 4, 1, "batch.microbatch_size=8"),
+        (256, 32, 3, "batch.sequences_per_step=288"),
+        (0, 32, 1, "batch.sequences_per_step=32"),
+    ],
+)
+def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
+    sequences, microbatch, processes, way_out
+) -> None:
+    with pytest.raises(ValueError, match=way_out):
+        accumulation_steps(sequences, microbatch, processes, responses_per_prompt=8)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["++trainer.max_stepz=2"], "did you mean trainer.max_steps"),
+        (["++trainer.gradient_accumulation_steps=2"], "set batch.sequences_per_step"),
+        (["++trainer.deepspeed=launch/zero2.json"], "--config_file launch/zero2.yaml"),
+        (["trainer.max_steps=abc"], "trainer.max_steps=abc must be a whole number"),
+        (["trainer.per_device_train_batch_size=16"], "set batch.microbatch_size instead"),
+        (["trainer.seed=7"], "set seed instead"),
+        (["batch.microbatch_size=0"], "batch.microbatch_size=0 must be at least 1"),
+        (["trainer.num_generations=-4"], "must be at least 2"),
+        (["seed=abc"], "must be a whole number"),
+        (["trainer.num_generations=1"], "trainer.num_generations=1 must be at least 2"),
+        (["intervention=bonnus"], "did you mean bonus"),
+        (["intervention=[psr,clip_cov:2]"], "must lie above 0, at most 1"),
+        (["model=hub", "model.name=/nowhere/at/all"], "model.name=/nowhere/at/all"),
+        (["data=gsm8k", "data.path=/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["resume=/nowhere/checkpoint-3"], "there is no such folder"),
+        (["resume=latest"], "holds no run to continue"),
+        (["run_dir=/dev/null/run"], "choose another with run_dir=PATH"),
+        (["probes.simple.num_folds=1.5"], "num_folds=1.5 must be a whole number, or null"),
+        (["probe=gns", "probes.gns.decay=abc"], "decay=abc must be a number"),
+        (["probe=gns", "++probes.gns.lags=2"], "probes.gns.lags: this setting is gone"),
+        (["probes=null"], "give probe=none"),
+        (["probes.simple=null"], "leave it out of the list"),
+        (["data=gsm8k", "data.path=5"], """is not a path: quote it, 'data.path="5"'"""),
+    ],
+)
+def test_a_mistake_is_named_with_the_fix(tmp_path: Path, overrides: list[str], message: str) -> None:
+    with pytest.raises(Exception, match=message):
+        built(tmp_path, *overrides)
+
+
+@pytest.mark.parametrize(
+    ("override", "explanation"),
+    [
+        (
+            "probe=simpel",
+            "Choose from all, covariance, error_shares, ess, gns, ground_truth, interventions, none, responses, simple",
+        ),
+        ("model=tyni", "Choose from hub, qwen2_5_1_5b, tiny; did you mean tiny?"),
+        ("bathc.microbatch_size=3", "there is no such setting, see --help; did you mean batch.microbatch_size?"),
+        ("probes.simple.evry=5", "did you mean probes.simple.every?"),
+        ("probes.gns.lags=16", "probes.gns.lags: this setting is gone"),
+        ("probes.simple.validate_every=10", "give probe=[simple,ground_truth] probes.ground_truth.every=10"),
+        ("probes.gns.every=5", "what this run has chosen lacks this setting; probe=gns would have it"),
+    ],
+)
+def test_a_mistyped_override_is_explained_in_one_line(override: str, explanation: str) -> None:
+    with pytest.raises(HydraException) as raised:
+        composed(override)
+    assert explanation in explain(raised.value)
+    assert "\n" not in explain(raised.value)
+
+
+def test_a_model_without_name_is_asked_for() -> None:
+    with pytest.raises(MissingMandatoryValue) as raised:
+        OmegaConf.to_container(composed("model=hub"), resolve=True, throw_on_missing=True)
+    assert explain(raised.value) == "model.name is not set: give model.name=VALUE"
+
+
+@pytest.mark.parametrize("setting", [key for key, instead in GONE.items() if "give " in instead])
+def test_what_is_said_to_give_for_a_setting_that_is_gone_can_be_given(setting: str) -> None:
+    cfg = composed(*GONE[setting].partition("give ")[2].split())
+    check_settings(cfg)
+    assert len(cfg.probes) == 1 + setting.startswith("probes.")
+
+
+@pytest.mark.parametrize("place", ["rl_training.buffer.", "rl_training.live.buffer."])
+def test_a_run_whose_config_names_the_places_of_an_earlier_layout_goes_on(tmp_path: Path, place: str) -> None:
+    cfg = composed("buffer=filtered", "run_dir=somewhere")
+    text = OmegaConf.to_yaml(cfg).replace("rl_training.tasks.models.", "rl_training.models.")
+    text = text.replace("rl_training.hosts.trl.buffer.", place)
+    (tmp_path / "config.yaml").write_text(text)
+    assert text.count("_target_: rl_training.models.load_tiny") == 1
+    assert text.count(f"_target_: {place}FilteredBuffer") == 1
+    refuse_other_settings(cfg, tmp_path)
+    assert load_settings(tmp_path / "config.yaml") == cfg
+
+
+def test_a_run_whose_config_has_a_setting_that_is_gone_goes_on_without_it(tmp_path: Path) -> None:
+    cfg = composed("probe=[simple,gns]", "run_dir=somewhere")  # else it is named by the second
+    stored = OmegaConf.to_container(cfg)
+    for number, setting in enumerate(GONE):
+        *above, option = setting.split(".")
+        functools.reduce(operator.getitem, above, stored)[option] = number
+    OmegaConf.save(OmegaConf.create(stored), tmp_path / "config.yaml")
+    refuse_other_settings(cfg, tmp_path)
+    assert load_settings(tmp_path / "config.yaml") == cfg
+
+
+def test_a_run_is_not_resumed_with_other_settings_than_it_has(tmp_path: Path) -> None:
+    OmegaConf.save(composed("run_dir=somewhere"), tmp_path / "config.yaml", resolve=True)
+    refuse_other_settings(composed("run_dir=elsewhere", "trainer.max_steps=99", "probe=none"), tmp_path)
+    with pytest.raises(ValueError, match=r"batch\.sequences_per_step=128 \(was 256\).*seed=3 \(was 0\)"):
+        refuse_other_settings(composed("run_dir=somewhere", "batch.sequences_per_step=128", "seed=3"), tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"seed: [1", b"\xff\xfe", b"- 1"], ids=["no yaml", "no text", "a list"])
+def test_a_config_that_is_broken_is_named_when_its_run_goes_on(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "config.yaml").write_bytes(content)
+    with pytest.raises(ValueError, match=f"(?s){tmp_path / 'config.yaml'} .*mend or delete it"):
+        refuse_other_settings(composed(), tmp_path)
+
+
+def test_a_run_folder_is_not_written_over(tmp_path: Path) -> None:
+    built(tmp_path).train()
+    with pytest.raises(ValueError, match="already holds a run"):
+        built(tmp_path)
+    assert len(read_metrics(tmp_path / "run" / "logs")) == 1
+
+
+def test_a_model_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:
+    for name in ("config.json", "generation_config.json", "model.safetensors"):
+        shutil.copy(TINY_PATH / name, tmp_path)
+    with pytest.raises(ValueError, match=f"model.name={tmp_path} has no tokenizer: put its files there"):
+        load_causal_lm(tmp_path)
+
+
+@pytest.mark.parametrize("damage", ["weights", "config", "tokenizer"])
+def test_a_damaged_model_folder_is_named(tmp_path: Path, damage: str) -> None:
+    model, tokenizer = load_tiny()
+    model.save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    if damage == "weights":
+        (tmp_path / "model" / "model.safetensors").write_bytes(b"not weights")
+    elif damage == "config":
+        (tmp_path / "model" / "config.json").write_text("{")
+    else:
+        (tmp_path / "model" / "tokenizer.json").write_text("{")
+    with pytest.raises(ValueError, match="no model could be loaded from model"):
+        built(tmp_path, "model=hub", f"model.name={tmp_path / 'model'}")
+
+
+def test_the_config_in_the_run_folder_is_resolved(tmp_path: Path) -> None:
+    built(tmp_path)
+    saved: Any = OmegaConf.load(tmp_path / "run" / "config.yaml")
+    assert saved.trainer.output_dir == os.fspath(tmp_path / "run" / "training_state")
+    assert "${" not in (tmp_path / "run" / "config.yaml").read_text()
+    assert json.dumps(OmegaConf.to_container(saved))

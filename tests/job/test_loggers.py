@@ -1,0 +1,223 @@
+"""Dashboards: what W&B, TensorBoard and trackio wrote is read back, and holds every number under its own name."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import sqlite3
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import forks
+import pytest
+import yaml
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar import layout_pb2
+from transformers import TrainerState
+from wandb.proto import wandb_internal_pb2
+
+from rl_training.job.loggers import UNCERTAINTY, TensorBoardLogger, TrackioLogger, WandbLogger
+from rl_training.probes.gns import ADAM, RATIOS
+from rl_training.records.jsonl import read_metrics
+from rl_training.records.workspace import CORE, SECTIONS
+
+SETTINGS = [
+    "buffer=filtered",
+    "alert.below=0.05",
+    "probe=[simple,gns,ess,covariance,ground_truth,error_shares]",
+    "probes.ground_truth.every=1",
+    "probes.ground_truth.sequences=16",
+    "trainer.num_generations=4",
+    "batch.sequences_per_step=32",
+    "batch.microbatch_size=4",
+    "trainer.save_steps=1",
+    "logger=wandb",
+    "++trainer.report_to=[wandb,tensorboard,trackio]",
+]
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of two steps, resumed for a third, with all loggers at once and without an account."""
+    folder = tmp_path_factory.mktemp("loggers")
+    env = {**os.environ, "HOME": str(folder), "NETRC": str(folder / "netrc")}
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        env.pop(name, None)
+    for overrides in (["trainer.max_steps=2"], ["trainer.max_steps=3", "resume=latest"]):
+        ended = forks.run("train.py", *SETTINGS, *overrides, f"run_dir={folder / 'run'}", env=env)
+        assert ended.returncode == 0, ended.stderr
+    return folder / "run"
+
+
+def numbers_of(run_dir: Path) -> dict[int, dict[str, float]]:
+    """Returns what metrics.jsonl holds: {step: {name: value}}."""
+    lines = read_metrics(run_dir / "logs")
+    return {line.pop("step"): {k: v for k, v in line.items() if not math.isnan(v)} for line in lines}
+
+
+def wandb_records(file: Path) -> Iterator[Any]:
+    """Yields the records of a .wandb file: LevelDB's log format, blocks of 32 KiB after a header of 7 bytes."""
+    data, position, record = file.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while position < len(data):
+        left = 32768 - position % 32768
+        if left < 7:  # too short for a chunk's header: padding
+            position += left
+            continue
+        length, kind = struct.unpack("<HB", data[position + 4 : position + 7])
+        record += data[position + 7 : position + 7 + length]
+        position += 7 + length
+        if kind in (1, 4):  # whole, or the last part of one
+            yield wandb_internal_pb2.Record.FromString(record)
+            record = b""
+
+
+def wandb_runs(run_dir: Path) -> list[list[Any]]:
+    files = sorted((run_dir / "logs" / "wandb").glob("offline-run-*/*.wandb"))
+    return [list(wandb_records(file)) for file in files]
+
+
+def history_of(records: list[Any]) -> list[dict[str, Any]]:
+    rows = [record.history.item for record in records if record.WhichOneof("record_type") == "history"]
+    return [{item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in row} for row in rows]
+
+
+def test_wandb_holds_every_metric_at_its_step(run_dir: Path) -> None:
+    expected = numbers_of(run_dir)
+    assert sorted(expected) == [1, 2, 3]
+    logged: dict[int, dict[str, float]] = {}
+    for records in wandb_runs(run_dir):
+        for row in history_of(records):
+            if "reward" in row:
+                assert row["step"] not in logged
+                logged[row["step"]] = {name: row[name] for name in expected[row["step"]]}
+    assert logged == expected
+
+
+def test_wandb_goes_on_in_the_same_run(run_dir: Path) -> None:
+    first, second = (
+        [r.run for r in records if r.WhichOneof("record_type") == "run"] for records in wandb_runs(run_dir)
+    )
+    assert {run.run_id for run in first} == {run.run_id for run in second}
+    assert {(run.project, run.display_name) for run in [*first, *second]} == {("rl-training", "run")}
+
+
+def test_wandb_takes_the_optimizer_step_as_x_axis_of_everything(run_dir: Path) -> None:
+    for records in wandb_runs(run_dir):
+        metrics = [record.metric for record in records if record.WhichOneof("record_type") == "metric"]
+        assert {(m.glob_name or m.name, m.step_metric) for m in metrics} >= {("*", "step"), ("step", "")}
+
+
+def test_wandb_holds_the_resolved_configuration(run_dir: Path) -> None:
+    config: dict[str, Any] = {}
+    for record in wandb_runs(run_dir)[-1]:
+        kind = record.WhichOneof("record_type")
+        updates = record.run.config.update if kind == "run" else record.config.update if kind == "config" else []
+        config |= {update.key: json.loads(update.value_json) for update in updates if update.key}
+    saved = yaml.safe_load((run_dir / "config.yaml").read_text(encoding="utf-8"))
+    assert {name: config[name] for name in saved} == saved
+
+
+def test_wandb_holds_the_pictures_of_the_report(run_dir: Path) -> None:
+    pictures = {f"report/{path.stem}" for path in (run_dir / "report").glob("*.png")}
+    assert len(pictures) >= 3
+    first, last = (
+        {name.removesuffix("/path") for row in history_of(records) for name in row} & pictures
+        for records in wandb_runs(run_dir)
+    )
+    assert last == pictures
+    assert pictures - first == {"report/predictors"}  # needs three steps
+    copies = list((run_dir / "logs" / "wandb").glob("offline-run-*/files/media/images/report/*.png"))
+    assert len(copies) == len(first) + len(last)
+
+
+def test_tensorboard_holds_every_metric_at_its_step(run_dir: Path) -> None:
+    events = EventAccumulator(str(run_dir / "logs" / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    logged: dict[int, dict[str, float]] = {}
+    for tag in (tag for tag in events.Tags()["scalars"] if not tag.startswith(UNCERTAINTY) or tag.endswith("_se")):
+        name = tag.removeprefix(f"{UNCERTAINTY}/")
+        for event in events.Scalars(tag):
+            assert name not in logged.setdefault(event.step, {})
+            logged[event.step][name] = event.value
+    expected = numbers_of(run_dir)
+    assert not any(tag.endswith("_se") and not tag.startswith(UNCERTAINTY) for tag in events.Tags()["scalars"])
+    assert {step: sorted(row) for step, row in logged.items()} == {step: sorted(row) for step, row in expected.items()}
+    for step, row in expected.items():  # TensorBoard keeps fp32
+        assert logged[step] == pytest.approx(row, rel=1e-6, abs=1e-30)
+
+
+def test_tensorboard_has_predicted_and_measured_with_bands_in_one_chart_and_the_reports_pictures(run_dir: Path) -> None:
+    events = EventAccumulator(str(run_dir / "logs" / "tensorboard"))
+    events.Reload()
+    content = events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0]
+    charts = {chart.title: chart for c in layout_pb2.Layout.FromString(content).category for chart in c.chart}
+    drawn = charts["Change since the first step, ± 2 standard errors"].margin.series
+    assert {one.value for one in drawn} == {"delta_h/cumulative_measured", "delta_h/cumulative_predicted"}
+    for one in drawn:  # TensorBoard draws nothing where their steps differ
+        value, low, high = ({e.step: e.value for e in events.Scalars(tag)} for tag in (one.value, one.lower, one.upper))
+        assert low.keys() == value.keys() == high.keys() == {1, 2, 3}
+        row = numbers_of(run_dir)[3]
+        for end, sign in ((low, -1), (high, 1)):
+            assert end[3] == pytest.approx(row[one.value] + sign * 2 * row[f"{one.value}_se"], rel=1e-5)
+    parts = charts["Parts of the step: momentum, gradient, decay"].multiline.tag
+    names = {name for name in events.Tags()["scalars"] if any(re.search(tag, name) for tag in parts)}
+    assert names == {f"delta_h/part/{part}" for part in ("momentum", "gradient", "decay")}
+    assert {f"report/{path.stem}" for path in (run_dir / "report").glob("*.png")} == set(events.Tags()["images"])
+
+
+def test_core_shows_the_core_numbers_and_those_only(tmp_path: Path) -> None:
+    logger = TensorBoardLogger(tmp_path, {}, CORE)
+    logger.start(0)
+    logger.on_log(None, TrainerState(global_step=1), None, {**dict.fromkeys(CORE, 1.0), "delta_h/layer/0": 2.0})
+    logger.finish([])
+    events = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
+    events.Reload()
+    shown = [
+        tag.removeprefix(f"{UNCERTAINTY}/") for tag in events.Tags()["scalars"] if not tag.endswith(("_low", "_high"))
+    ]
+    assert sorted(shown) == sorted(CORE)
+
+
+def test_trackio_holds_every_metric_at_its_step_in_one_run(run_dir: Path) -> None:
+    with sqlite3.connect(Path(os.environ["TRACKIO_DIR"]) / "rl-training.db") as database:
+        rows = database.execute("SELECT run_name, run_id, step, metrics FROM metrics").fetchall()
+        configs = database.execute("SELECT config FROM configs").fetchall()
+    rows = [(name, run_id, step, json.loads(metrics)) for name, run_id, step, metrics in rows]
+    ours = [row for row in rows if "reward" in row[3]]
+    assert {(name, run_id) for name, run_id, _, _ in ours} == {("run", ours[0][1])}
+    assert {step: metrics for _, _, step, metrics in ours} == numbers_of(run_dir)
+    assert len(ours) == 3
+    assert json.loads(configs[0][0])["trainer"]["num_generations"] == 4
+
+
+def test_an_alert_reaches_wandb_and_trackio(tmp_path: Path) -> None:
+    """By the dashboards' own calls, offline; and what is logged afterwards still arrives."""
+    said = ("entropy is collapsing", "step 12: token entropy is 0.1 nats")
+    for kind in (WandbLogger, TrackioLogger):
+        dashboard = kind(tmp_path, {"trainer": {"project": "alerts"}})
+        dashboard.start(0)
+        dashboard.alert(*said)
+        dashboard.log(12, {"reward": 0.5})
+        dashboard.finish([])
+    (records,) = wandb_runs(tmp_path)
+    alerts = [record.alert for record in records if record.WhichOneof("record_type") == "alert"]
+    assert [(alert.title, alert.text, alert.level) for alert in alerts] == [(*said, "WARN")]
+    assert [row["reward"] for row in history_of(records) if "reward" in row] == [0.5]
+    with sqlite3.connect(Path(os.environ["TRACKIO_DIR"]) / "alerts.db") as database:
+        assert database.execute("SELECT title, text, level FROM alerts").fetchall() == [(*said, "warn")]
+        assert len(database.execute("SELECT * FROM metrics").fetchall()) == 1
+
+
+def test_every_panel_of_the_dashboard_has_something_to_show(run_dir: Path) -> None:
+    names = {name for row in numbers_of(run_dir).values() for name in row}
+    for panel in (panel for title, panels in SECTIONS.items() for panel in panels):
+        shown = {name for name in names if name in panel.metrics or (panel.pattern and re.search(panel.pattern, name))}
+        late = set(ADAM) | {name for name in RATIOS if name.endswith(("_low", "_high"))}  # they need 10 and 8 steps
+        late |= {"calibration/slope_corrected", "calibration/coverage"}  # 8 pairs
+        assert shown or set(panel.metrics) <= late, panel.title
+        assert set(panel.metrics) - shown <= late, panel.title

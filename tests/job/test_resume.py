@@ -1,0 +1,383 @@
+"""Resuming: killed at any moment, a run ends where the uninterrupted one does; what is half-written is never taken."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import resource
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import forks
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig, OmegaConf
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from rl_training import DrGRPOTrainer, Estimate, Probe
+from rl_training.engine.driver import StepDriver
+from rl_training.job import run_folder
+from rl_training.job.build import TrainingRun, build_run
+from rl_training.job.settings import check_resume
+from rl_training.probes import ErrorSharesProbe, GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
+from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
+from rl_training.records.checkpoints import find_checkpoint, set_aside_later, steps_taken, what_is_wrong_with
+from rl_training.records.folder import TRAINING_STATE
+from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, Records, read_estimates, read_metrics
+from rl_training.version import VERSION
+
+ROOT = Path(__file__).parents[2]
+SMALL = [
+    "trainer.max_steps=3",
+    "trainer.save_steps=1",
+    "trainer.save_total_limit=9",
+    "trainer.num_generations=4",
+    "batch.sequences_per_step=32",
+    "batch.microbatch_size=8",
+    "logger=none",
+    "++trainer.disable_tqdm=true",
+]
+# What a checkpoint needs, in the order in which it is written.
+PARTS = [
+    "model.safetensors", "optimizer.pt", "scheduler.pt", "probes.safetensors", "rng_state.pth", "trainer_state.json",
+]  # fmt: skip
+
+
+def test_a_run_killed_at_random_moments_ends_bitwise_where_the_uninterrupted_one_does() -> None:
+    """Real SIGKILLs: one anywhere, one where a checkpoint begins to be written."""
+    settings = ["probe=simple", "trainer.max_steps=4", "batch.sequences_per_step=32"]
+    ended = forks.run("benchmarks/kill_resume.py", "--kills", "2", *settings)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    assert "2 kills of 1 process" in ended.stdout
+    assert "bitwise the same as uninterrupted" in ended.stdout
+
+
+# --- where checkpoints are written --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("reuse", [{"steps_per_generation": 8}, {"num_iterations": 2}], ids=lambda d: next(iter(d)))
+def test_checkpoints_lie_between_rollouts_and_resume_to_the_same_end(
+    make_trainer: Callable[..., DrGRPOTrainer],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+    reuse: dict[str, int],
+) -> None:
+    settings = {**reuse, "save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    whole = make_trainer(probes=[SimpleEntropyProbe()], **settings)
+    whole.train()
+    folder = tmp_path / "state"
+    assert sorted(path.name for path in folder.glob("checkpoint-*")) == ["checkpoint-4", "checkpoint-6"]
+    assert "checkpoints are written every 4 steps, not every 3" in caplog.text
+    resumed = make_trainer(probes=[SimpleEntropyProbe()], **settings)
+    resumed.train(resume_from_checkpoint=str(folder / "checkpoint-4"))
+    for (name, a), b in zip(whole.model.named_parameters(), resumed.model.parameters(), strict=True):
+        assert torch.equal(a, b), name
+    seconds = ("seconds", "step_time", "fraction_of_step", "runtime", "per_second", "train_loss", "total_flos")
+
+    def numbers(trainer: DrGRPOTrainer) -> list[dict[str, Any]]:
+        return [{k: v for k, v in row.items() if not k.endswith(seconds)} for row in trainer.state.log_history]
+
+    assert numbers(resumed) == numbers(whole)
+
+
+def test_a_rollout_of_one_step_moves_no_checkpoint(
+    make_trainer: Callable[..., DrGRPOTrainer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_trainer(save_strategy="steps", save_steps=1, max_steps=3).train()
+    assert len(list((tmp_path / "state").glob("checkpoint-*"))) == 3
+    assert "rollout lasts" not in caplog.text
+
+
+def test_a_last_step_within_a_rollout_is_saved_and_said_not_to_resume_exactly(
+    make_trainer: Callable[..., DrGRPOTrainer], tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = {"steps_per_generation": 8, "save_strategy": "steps", "save_steps": 2}
+    make_trainer(**settings, max_steps=1).train()
+    assert "the last checkpoint, of step 1, is inside one" in caplog.text
+    make_trainer(**settings, max_steps=2).train(resume_from_checkpoint=str(tmp_path / "state" / "checkpoint-1"))
+    assert "step 1, where this run resumes, is inside one" in caplog.text
+
+
+# --- which checkpoint is taken ------------------------------------------------------------------------------------
+
+
+def composed(folder: Path, *overrides: str) -> DictConfig:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose("train", overrides=[*SMALL, f"run_dir={folder}", *overrides])
+
+
+def run_of(folder: Path, *overrides: str) -> TrainingRun:
+    """A run of three steps with a checkpoint at each, in this process."""
+    return build_run(composed(folder, *overrides))
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = run_of(
+        tmp_path_factory.mktemp("trained") / "run",
+        "probe=[simple,gns,ground_truth]",
+        "probes.ground_truth.sequences=16",
+    )
+    run.train()
+    return run.run_dir
+
+
+@pytest.fixture
+def run_dir(trained: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(trained, tmp_path / "run"))
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_a_checkpoint_with_a_part_cut_short_is_not_taken(
+    run_dir: Path, part: str, kept: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = run_dir / TRAINING_STATE / "checkpoint-3" / part
+    assert what_is_wrong_with(file.parent) == ""
+    os.truncate(file, int(kept * file.stat().st_size))
+    assert part in what_is_wrong_with(file.parent)
+    with pytest.raises(ValueError, match=f"{part}.* Choose an earlier checkpoint-N folder"):
+        find_checkpoint(str(file.parent), run_dir)
+    assert find_checkpoint("latest", run_dir).name == "checkpoint-2"
+    assert f"skipping {file.parent}: {what_is_wrong_with(file.parent)}" in caplog.messages
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "optimizer.pt"])
+def test_64_flipped_bytes_are_found_and_the_file_is_named(run_dir: Path, part: str) -> None:
+    """Anywhere between the headers: a tensor's numbers, which nothing but a checksum tells from other numbers."""
+    file = run_dir / TRAINING_STATE / "checkpoint-3" / part
+    content = bytearray(file.read_bytes())
+    for position in random.Random(0).sample(range(len(content) // 4, len(content) * 3 // 4), 64):
+        content[position] ^= 0xFF
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=f"{part} is damaged .*checksum.* Choose an earlier checkpoint-N folder"):
+        find_checkpoint(str(file.parent), run_dir)
+    assert find_checkpoint("latest", run_dir).name == "checkpoint-2"
+
+
+def test_latest_without_a_run_is_the_run_with_the_latest_step_whatever_its_name(run_dir: Path) -> None:
+    named_last = Path(shutil.copytree(run_dir, run_dir.parent / "run_test"))
+    dated = run_dir.rename(run_dir.parent / "run_2026-01-01_00-00-00_seed_0")
+    for run, written in ((named_last, 1e9), (dated, 2e9)):
+        for path in run.rglob("*"):
+            os.utime(path, (written, written))
+    assert find_checkpoint("latest", run_dir.parent / "new") == dated / TRAINING_STATE / "checkpoint-3"
+
+
+def test_a_checkpoint_of_two_processes_is_said_not_to_go_on_bitwise_with_one(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
+    run_of(run_dir, "resume=latest")
+    assert "not bitwise" not in caplog.text
+    save_probe_states([SimpleEntropyProbe()], checkpoint, num_processes=2)
+    shutil.copy(checkpoint / "rng_state.pth", checkpoint / "rng_state_1.pth")
+    (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
+    run_of(run_dir, "resume=latest")
+    assert "checkpoint-3: the number of processes changes from 2 to 1: random numbers differ" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("probe", "part"),
+    [(SimpleEntropyProbe(), "sum."), (GroundTruthProbe(), "pairs"), (GradientNoiseScaleProbe(), "history")],
+)
+def test_a_probes_state_of_another_shape_is_named_with_the_fix(run_dir: Path, probe: Probe, part: str) -> None:
+    checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
+    with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
+        about, state = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    twice = {name: torch.stack([t, t], dim=-1) if f"/{part}" in name else t for name, t in state.items()}
+    save_file(twice, checkpoint / PROBE_STATES, about)
+    with pytest.raises(
+        ValueError, match=rf"probes\.safetensors: the state of probe '{probe.name}' does not fit.*{part}.* has shape"
+    ):
+        load_probe_states([probe], checkpoint)
+
+
+def test_what_the_simple_probe_once_kept_goes_to_whom_it_belongs_to_now(run_dir: Path) -> None:
+    """A checkpoint of an earlier version: the update, errors, pairs and shares under its name."""
+    checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
+    with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
+        about, state = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    of_engine = {name.removeprefix("engine/"): t for name, t in state.items() if name.startswith("engine/")}
+    assert {"update", "update_step", "error.sum"} < set(of_engine)
+    others = {"pairs": torch.rand(9, 5).double(), "error_share.sum": torch.rand(3, 2)}
+    sums = {name: t for name, t in state.items() if name.startswith("simple/")}
+    once = {f"simple/{name}": t for name, t in (of_engine | others).items()} | sums
+    save_file(once, checkpoint / PROBE_STATES, {**about, "probes": "simple"})
+    simple, truth, shares = SimpleEntropyProbe(), GroundTruthProbe(), ErrorSharesProbe()
+    driver = StepDriver([simple, truth, shares])
+    load_probe_states([simple, truth, shares, driver], checkpoint)
+    found = [{f"simple/{name}": t for name, t in simple.state_dict().items()}, driver.state_dict()]
+    expected = [sums, of_engine, {"pairs": others["pairs"]}, {"sum": others["error_share.sum"]}]
+    for one, other in zip([*found, truth.state_dict(), shares.state_dict()], expected, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+def test_a_checkpoint_is_complete_with_the_last_of_its_files_only(run_dir: Path, tmp_path: Path) -> None:
+    """In the order in which they are written: whichever is missing at the moment of a kill, it is not taken."""
+    whole = run_dir / TRAINING_STATE / "checkpoint-3"
+    partial = tmp_path / "checkpoint-3"
+    partial.mkdir()
+    for part in PARTS:
+        assert what_is_wrong_with(partial)
+        shutil.copy(whole / part, partial)
+    assert what_is_wrong_with(partial) == ""
+
+
+def test_the_random_states_of_every_process_must_be_there(run_dir: Path) -> None:
+    checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
+    save_probe_states([], checkpoint, num_processes=2)
+    (checkpoint / "rng_state.pth").rename(checkpoint / "rng_state_0.pth")
+    assert what_is_wrong_with(checkpoint) == "rng_state_1.pth is missing or damaged"
+    shutil.copy(checkpoint / "rng_state_0.pth", checkpoint / "rng_state_1.pth")
+    assert what_is_wrong_with(checkpoint) == ""
+
+
+def test_going_back_sets_later_checkpoints_aside(run_dir: Path) -> None:
+    earlier = run_dir / TRAINING_STATE / "checkpoint-1"
+    for _ in range(2):  # also when others of the same name lie there already
+        set_aside_later(run_dir, steps_taken(earlier))
+        assert find_checkpoint("latest", run_dir) == earlier
+        aside = run_dir / TRAINING_STATE / "set_aside"
+        assert sorted(path.name for path in aside.iterdir()) == ["checkpoint-2", "checkpoint-3"]
+        shutil.copytree(aside / "checkpoint-2", run_dir / TRAINING_STATE / "checkpoint-2")
+
+
+def test_a_finished_run_takes_no_step_more_and_a_larger_max_steps_goes_on(
+    run_dir: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for max_steps in (3, 5):
+        run = run_of(run_dir, "resume=latest", f"trainer.max_steps={max_steps}")
+        run.train()
+        run.report()
+        assert [row["step"] for row in read_metrics(run_dir / "logs")] == [*range(1, max_steps + 1)]
+        forward = [row["step"] for row in read_estimates(run_dir / "logs") if row["name"] == "delta_h/forward"]
+        assert forward == [*range(1, max_steps + 1)]
+        assert caplog.text.count("has taken its 3 steps: raise trainer.max_steps to train longer") == 1
+
+
+def test_one_command_starts_a_run_and_goes_on_with_it(trained: Path, tmp_path: Path) -> None:
+    """resume=auto: the start, a start without a whole checkpoint, and the newest whole one; each ends as `trained`."""
+    folder = tmp_path / "run"
+    starts: list[int] = []
+    for kept in ("nothing is there", [], [1]):
+        if folder.exists():  # as a kill would have left it: the next checkpoint is half-written
+            last = max(kept, default=0) + 1
+            for path in sorted((folder / TRAINING_STATE).glob("checkpoint-*")):
+                if int(path.name[11:]) > last:
+                    shutil.rmtree(path)
+            (folder / TRAINING_STATE / f"checkpoint-{last}" / "trainer_state.json").unlink()
+        run = run_of(folder, "resume=auto")
+        starts.append(steps_taken(run.checkpoint) if run.checkpoint else 0)
+        run.train()
+        a, b = (p / TRAINING_STATE / "checkpoint-3" / "model.safetensors" for p in (folder, trained))
+        assert a.read_bytes() == b.read_bytes()
+        assert [row["step"] for row in read_metrics(folder / "logs")] == [1, 2, 3]
+    assert starts == [0, 0, 1]
+    run_of(folder, "resume=auto").train()  # has taken its steps
+    with pytest.raises(ValueError, match="was started with other settings"):
+        run_of(folder, "resume=auto", "seed=3")
+    with pytest.raises(ValueError, match="would add additional_steps again at each start"):
+        run_of(folder, "resume=auto", "additional_steps=1")
+
+
+def test_auto_lets_only_one_of_two_starts_at_once_use_a_folder(tmp_path: Path) -> None:
+    first, second = (run_folder.find_run_folder(composed(tmp_path / "run", "resume=auto")) for _ in range(2))
+    run_folder.save_config({"seed": 0}, first[0], first[2])
+    with pytest.raises(ValueError, match="already holds a run"):
+        run_folder.save_config({"seed": 0}, second[0], second[2])
+
+
+def test_a_folder_named_by_the_time_would_never_be_found_again() -> None:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        cfg = compose("train", overrides=["resume=auto"])
+    with pytest.raises(ValueError, match="is named by the time: give run_dir=PATH"):
+        check_resume(cfg)
+
+
+def test_additional_steps_are_added_to_those_of_the_checkpoint(run_dir: Path) -> None:
+    run_of(run_dir, "resume=latest", "additional_steps=1").train()
+    assert [row["step"] for row in read_metrics(run_dir / "logs")] == [1, 2, 3, 4]
+    config = OmegaConf.load(run_dir / "config.yaml")
+    assert (config.trainer.max_steps, config.additional_steps) == (4, None)
+    with pytest.raises(ValueError, match="give resume=latest, or"):
+        run_of(run_dir.parent / "new", "additional_steps=1")
+
+
+def test_the_config_says_where_the_run_comes_from_and_another_command_goes_on(
+    run_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that would be an interpolation of OmegaConf's, twice."""
+    for command in ("run_dir=${now:%H}", "seed=0"):
+        monkeypatch.setattr(sys, "argv", ["train.py", command])
+        run_of(run_dir, "resume=latest")
+        told = OmegaConf.load(run_dir / "config.yaml").provenance
+        assert shlex.split(told.command) == ["train.py", command]
+        assert told.version == VERSION
+
+
+# --- a full disk --------------------------------------------------------------------------------------------------
+
+
+def test_a_full_disk_is_named_with_the_file_and_the_fix(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).symlink_to("/dev/full")
+    with pytest.raises(OSError, match=r"make room, then go on with resume=latest: .*metrics\.jsonl") as raised:
+        Records(tmp_path).write_metrics(1, {"loss": 0.5})
+    assert raised.value.errno == errno.ENOSPC
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """Within it a write beyond this size writes what fits, and the rest of it fails: as on a disk that fills up."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_disk_that_fills_up_in_the_middle_of_a_line_corrupts_nothing(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    estimates = {f"a/{i}": Estimate(float(i), 0.5, 8) for i in range(9)}
+    records.write_estimates(1, 1, "probe", estimates)
+    size = (tmp_path / PROBES_FILE).stat().st_size
+    with files_of_at_most(size + 200), pytest.raises(OSError, match="make room"):
+        records.write_estimates(2, 1, "probe", estimates)
+    assert (tmp_path / PROBES_FILE).stat().st_size == size + 200  # a line and a half
+    assert [row["step"] for row in read_estimates(tmp_path)] == [1] * 9 + [2]
+    again = Records(tmp_path)
+    again.start(after_step=1)
+    again.write_estimates(2, 1, "probe", estimates)
+    assert [row["step"] for row in read_estimates(tmp_path)] == [1] * 9 + [2] * 9
+
+
+def test_a_disk_that_fills_up_in_a_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(run_dir: Path) -> None:
+    """In the weights, of 420 kB, and in the optimizer, which has twice as much."""
+    way_out = r"checkpoint-4 could not be written \(.*MB are free there\): make room, then go on with resume=latest"
+    for size in (50_000, 600_000):
+        run = run_of(run_dir, "resume=latest", "trainer.max_steps=4")
+        with files_of_at_most(size), pytest.raises(OSError, match=way_out):
+            run.train()
+        assert find_checkpoint("latest", run_dir).name == "checkpoint-3"
+    run_of(run_dir, "resume=latest", "trainer.max_steps=4").train()
+    assert [row["step"] for row in read_metrics(run_dir / "logs")] == [1, 2, 3, 4]
+    assert what_is_wrong_with(run_dir / TRAINING_STATE / "checkpoint-4") == ""
+
+
+def test_a_disk_that_is_full_when_a_run_goes_on_keeps_the_records(tmp_path: Path) -> None:
+    records = Records(tmp_path)
+    for step in range(1, 99):
+        records.write_metrics(step, {"loss": 0.1})
+    before = read_metrics(tmp_path)
+    with files_of_at_most(1000), pytest.raises(OSError, match="make room"):
+        records.start(after_step=90)
+    assert read_metrics(tmp_path) == before

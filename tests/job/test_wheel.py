@@ -1,0 +1,237 @@
+"""What `pip install rl-training` gives: a wheel that runs in any folder, and says which extra is missing.
+
+The environment of the installed wheel is new; the libraries are those of this one, which are not downloaded again.
+"""
+
+from __future__ import annotations
+
+import ast
+import configparser
+import json
+import os
+import re
+import shutil
+import site
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from rl_training.extras import EXTRA_OF
+from rl_training.version import VERSION
+
+ROOT = Path(__file__).parents[2]
+SOURCES = ("rl_training", "conf", "launch", "probe_configs")
+BUILT_FROM = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
+CORE = {"torch", "transformers", "trl", "accelerate", "numpy", "scipy", "safetensors"}
+DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml", "vllm": "trl"}  # that bring what is imported by another name
+# Each command in a fork of one process that has imported what takes seconds.
+COMMANDS = """
+import json, os, sys
+import rl_training.__main__, rl_training.job.build
+assert rl_training.__file__.startswith(sys.prefix), rl_training.__file__
+for words in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        sys.argv = ["rl-training", *words]
+        rl_training.__main__.main()
+        os._exit(0)
+    assert os.wait()[1] == 0, words
+from rl_training import OfflineEntropyProbe
+from rl_training.job.shipped import PROBE_CONFIGS
+OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "quick_test.yaml").run_mixed_probe("run")
+"""
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this checkout, built in a copy: a build folder that is there may hold what is gone."""
+    copy = tmp_path_factory.mktemp("copy")
+    for name in SOURCES:
+        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in BUILT_FROM:
+        shutil.copyfile(ROOT / name, copy / name)
+    _pip("wheel", "--no-deps", "--no-build-isolation", "--wheel-dir", str(copy / "dist"), str(copy))
+    (built,) = (copy / "dist").glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A new environment in which the wheel is installed."""
+    folder = tmp_path_factory.mktemp("environment") / "env"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", folder], check=True)
+    (packages,) = folder.glob("lib/python*/site-packages")
+    _pip("--python", str(folder / "bin" / "python"), "install", "--no-deps", str(wheel))
+    (packages / "libraries.pth").write_text("\n".join(site.getsitepackages()))  # not before: it has an rl-training too
+    return folder
+
+
+def _pip(*arguments: str) -> None:
+    command = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check", *arguments]
+    subprocess.run(command, env=_elsewhere(), check=True)
+
+
+def _elsewhere() -> dict[str, str]:
+    return {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+
+
+def test_the_wheel_holds_every_file_of_the_package_and_the_folders_that_come_with_it(wheel: Path) -> None:
+    there = set(zipfile.ZipFile(wheel).namelist())
+    files = [path for name in SOURCES for path in (ROOT / name).rglob("*") if path.is_file()]
+    names = {str(path.relative_to(ROOT)) for path in files if "__pycache__" not in path.parts}
+    inside = {name if name.startswith("rl_training/") else f"rl_training/{name}" for name in names}
+    assert len(inside) > 200
+    assert {name for name in there if ".dist-info/" not in name} == inside
+
+
+def test_its_description_has_no_relative_link_which_an_index_could_not_follow(wheel: Path) -> None:
+    files = zipfile.ZipFile(wheel)
+    (metadata,) = (files.read(name).decode() for name in files.namelist() if name.endswith("METADATA"))
+    targets = re.findall(r"\]\(([^)]+)\)|^\[[\w-]+\]: (\S+)", metadata, re.MULTILINE)
+    assert len(targets) > 10
+    assert [target for target in map("".join, targets) if not target.startswith(("https://", "#"))] == []
+
+
+def test_a_run_is_trained_analyzed_evaluated_and_reported_without_a_checkout(environment: Path, tmp_path: Path) -> None:
+    small = ["trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4"]
+    commands = [
+        ["train", "probe=simple", *small, "trainer.max_steps=2", "trainer.save_steps=2", "run_dir=run"],
+        ["analyze", "checkpoint=run", "evaluation.prompts=16", "update.prompts=8"],
+        ["evaluate", "run=run", "evaluation.fraction=0.01", "evaluation.responses_per_prompt=2"],
+        ["report", "run"],
+    ]
+    run = [environment / "bin" / "python", "-c", COMMANDS, json.dumps(commands)]
+    ended = subprocess.run(run, cwd=tmp_path, env=_elsewhere(), capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    files = [tmp_path / f"run/offline/{name}/checkpoint-2/result.json" for name in ("default", "mixed_probe")]
+    by_command, by_class = (json.loads(file.read_text())["results"] for file in files)
+    assert abs(by_command["deltaH1"] - by_command["deltaH_true"]) < 6 * by_command["paired_error_se"]
+    assert by_class["deltaH1"] == by_command["deltaH1"]  # the sizes of quick_test.yaml are those given above
+    assert (tmp_path / "run/evaluations/arithmetic/consolidated_metrics.csv").is_file()
+    assert "<img" in (tmp_path / "run/report/report.html").read_text()
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+
+
+def test_the_command_hands_out_the_files_that_come_with_it(environment: Path, tmp_path: Path) -> None:
+    def said(*arguments: str) -> str:
+        command = [environment / "bin" / "rl-training", *arguments]
+        ended = subprocess.run(command, cwd=tmp_path, env=_elsewhere(), capture_output=True, text=True)
+        return ended.stdout + ended.stderr
+
+    assert re.findall(r"^  ([a-z-]+) ", said(), re.MULTILINE) == [
+        "train", "analyze", "evaluate", "report", "sync", "kernel", "dashboard", "config", "launch-file", "rl-training",
+    ]  # fmt: skip
+    assert said("launch-file", "zero2").split() == ["launch/zero2.yaml"]  # which names launch/zero2.json
+    assert {path.name for path in (tmp_path / "launch").iterdir()} == {"zero2.yaml", "zero2.json"}
+    said("config", "--copy", "mine")
+    assert "name a new folder" in said("config", "--copy", "mine")
+    train = tmp_path / "mine" / "train.yaml"
+    train.write_text(train.read_text().replace("seed: 0", "seed: 7"))
+    (tmp_path / "mine" / "probe" / "own.yaml").write_text((tmp_path / "mine" / "probe" / "ess.yaml").read_text())
+    composed = said("train", "--config-dir", "mine", "probe=own", "--cfg", "job")
+    assert "\nseed: 7" in f"\n{composed}"  # a file of the user's wins
+    assert "EffectiveSampleSizeProbe" in composed  # and may be a new choice
+    assert "interventions, none, own, responses" in said("train", "--config-dir", "mine", "probe=o", "--cfg", "job")
+
+
+def test_version_changelog_and_citation_agree() -> None:
+    citation, changelog = ((ROOT / name).read_text(encoding="utf-8") for name in ("CITATION.cff", "CHANGELOG.md"))
+    assert re.findall(r"^version: (.+)$", citation, re.MULTILINE) == [VERSION]
+    assert re.findall(r"^## ([\d.]+)", changelog, re.MULTILINE)[0] == VERSION
+
+
+# --- extras -----------------------------------------------------------------------------------------------------------
+
+
+def module_level_imports(path: Path) -> set[str]:
+    """Returns what is imported together with a module: not by its functions, and not for type checkers."""
+    found: set[str] = set()
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def imported_with(module: str) -> set[str]:
+    """Returns the libraries that come with a module of the package, those of what it imports included."""
+    libraries, seen, ahead = set(), set(), [module]
+    while ahead:
+        name = ahead.pop()
+        if name.partition(".")[0] != "rl_training":
+            libraries.add(name.partition(".")[0])
+            continue
+        path = ROOT / name.replace(".", "/")
+        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        above = name.rpartition(".")[0]
+        ahead += [above] if above and above not in seen else []
+        if file.is_file() and name not in seen:
+            ahead += module_level_imports(file)
+        seen.add(name)
+    return libraries - set(sys.stdlib_module_names)
+
+
+@pytest.mark.parametrize(
+    ("module", "at_most"),
+    [
+        ("hosts.trl", set()),  # from rl_training import attach
+        ("hosts.trl.attachment", CORE),  # its call
+        ("hosts.trl.trainer", CORE),
+        ("hosts.loop", CORE - {"trl", "accelerate"}),
+        ("probes", CORE - {"trl", "accelerate", "transformers"}),
+        ("records.jsonl", CORE - {"trl", "accelerate", "transformers", "torch"}),
+        ("job.command_line", set()),  # and with it every command's --help
+    ],
+)
+def test_what_is_imported_without_an_extra_comes_without_one(module: str, at_most: set[str]) -> None:
+    assert imported_with(f"rl_training.{module}") <= at_most
+
+
+def requirements_of(extra: str) -> set[str]:
+    """Returns the distributions that setup.cfg names for an extra, "" for none, and for those that it refers to."""
+    setup = configparser.ConfigParser()
+    setup.read(ROOT / "setup.cfg")
+    lines = setup["options.extras_require"][extra] if extra else setup["options"]["install_requires"]
+    found: set[str] = set()
+    for line in filter(None, lines.splitlines()):
+        name, others = re.match(r"([\w-]+)(?:\[([\w,-]+)\])?", line).groups()  # type: ignore[union-attr]
+        found |= set().union(*map(requirements_of, others.split(","))) if name == "rl-training" else {name}
+    return found
+
+
+def test_the_core_is_what_attach_needs() -> None:
+    assert requirements_of("") == CORE
+
+
+@pytest.mark.parametrize(("library", "extra"), EXTRA_OF.items())
+def test_the_extra_that_a_message_names_brings_the_library(library: str, extra: str) -> None:
+    assert DISTRIBUTIONS.get(library, library.replace("_", "-")) in requirements_of(extra)
+
+
+@pytest.mark.parametrize(
+    ("without", "program", "line"),
+    [
+        ("hydra", "main('train')", "error: hydra is not installed: pip install 'rl-training[train]'"),
+        ("omegaconf", "main('evaluate')", "error: omegaconf is not installed: pip install 'rl-training[train]'"),
+        ("matplotlib", "main('report', 'r')", "error: matplotlib is not installed: pip install 'rl-training[report]'"),
+        ("fsspec", "main('sync', 'a', 'b')", "error: fsspec is not installed: pip install 'rl-training[sync]'"),
+        ("pandas", "records.metrics", "ImportError: pandas is not installed: pip install 'rl-training[report]'"),
+        ("hydra", "api.OfflineEntropyProbe", "ImportError: hydra is not installed: pip install 'rl-training[train]'"),
+    ],
+)  # fmt: skip
+def test_a_missing_extra_is_one_line_with_the_command_that_installs_it(without: str, program: str, line: str) -> None:
+    start = (
+        f"import sys; sys.modules[{without!r}] = None\n"  # as if it were not installed
+        "import rl_training as api, rl_training.records as records\n"
+        "from rl_training.__main__ import main as command\n"
+        "def main(*words): sys.argv = ['rl-training', *words]; command()\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run([sys.executable, "-c", start + program], env=env, capture_output=True, text=True)
+    assert ended.stderr.splitlines()[-1] == line
+    if line.startswith("error"):
+        assert ended.returncode == 2
+        assert ended.stderr.count("\n") == 1

@@ -1,0 +1,172 @@
+"""Sweeps agree with the analysis that they vary, and what they leave is read, drawn and told to the dashboards."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import forks
+import numpy as np
+import pandas as pd
+import pytest
+from hydra import compose, initialize_config_dir
+from test_offline import checkpoint, run  # noqa: F401
+from test_report import record_run
+from test_verdict import found
+
+from rl_training.job.analysis import analyse_checkpoints, read_plan
+from rl_training.job.shipped import CONF
+from rl_training.offline.results import read_result
+from rl_training.offline.settings import Evaluation, Settings, TruthSettings
+from rl_training.offline.sweep import SweepSettings, refuse_sweep
+from rl_training.records import analysis_results
+from rl_training.records.analyses import COLUMNS, verdict
+from rl_training.records.report.checkpoint_analyses import describe_analyses, log_slope, write_analyses_page
+from rl_training.records.report.page import render_page
+from rl_training.records.report.series import read_run
+
+ROOT = Path(__file__).parents[2]
+SMALL = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", "log.level=none"]
+SWEEP = ["sweep.evaluation_sizes=[16,8]", "sweep.update_seeds=[1,5]", "truth.etas=[0.5,0.25]", "name=sweep"]
+
+
+@pytest.fixture(scope="module")
+def swept(run: Path) -> pd.DataFrame:  # noqa: F811
+    """Two checkpoints, each with everything varied; told to TensorBoard."""
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        asked = [f"checkpoint=[{checkpoint(run, 1)},{checkpoint(run, 2)}]", 'run=["trainer.report_to=[tensorboard]"]']
+        analyse_checkpoints(compose("offline", [*asked, *SMALL, *SWEEP]))
+    return analysis_results(run)
+
+
+def only(table: pd.DataFrame, **where: Any) -> pd.Series[Any]:
+    for column, value in where.items():
+        table = table[table[column] == value]
+    assert len(table) == 1
+    return table.iloc[0]
+
+
+def test_all_of_e_and_the_same_u_are_the_analysis_itself(run: Path, swept: pd.DataFrame) -> None:  # noqa: F811
+    for step in (1, 2):
+        at = swept[swept["step"] == step]
+        whole = only(at, kind="whole")
+        all_of_e, same_u = only(at, kind="size", evaluation_size=16), only(at, kind="update", update_seed=1)
+        for name in ("deltaH_true", "deltaH_snis", "deltaH_odd"):
+            for column in (name, f"{name}_se", f"{name}_sequence"):
+                assert all_of_e[column] == pytest.approx(whole[column], rel=1e-9), column
+                assert same_u[column] == pytest.approx(whole[column], rel=1e-6), column
+        for column in ("deltaH1", "paired_error", "deltaH1_sequence"):
+            scale = abs(whole["deltaH1_sequence" if "sequence" in column else "deltaH1"])
+            assert same_u[column] == pytest.approx(whole[column], rel=1e-5)
+            assert all_of_e[column] == pytest.approx(whole[column], abs=0.02 * scale)  # slopes by differences
+        found = read_result(run / "offline" / "sweep" / f"checkpoint-{step}" / "result.json")["results"]
+        of_update = found["deltaH1_se"] ** 2 - found["deltaH1_se_evaluation"] ** 2
+        assert of_update > 0.1 * found["deltaH1_se"] ** 2
+        assert same_u["deltaH1_se"] ** 2 == pytest.approx(all_of_e["deltaH1_se"] ** 2 + of_update, rel=1e-4)
+        other = only(at, kind="update", update_seed=5)
+        assert other["deltaH1"] != whole["deltaH1"]
+
+
+def test_half_of_e_is_known_less_well_and_fractions_of_the_step_do_less(swept: pd.DataFrame) -> None:
+    errors = swept[swept["kind"] == "size"].groupby("evaluation_size")["deltaH1_se"].mean()
+    assert errors[8] > errors[16]
+    at = swept[swept["step"] == 1]
+    etas = at[at["kind"].isin(["whole", "eta"])].sort_values("eta")
+    assert list(etas["eta"]) == [0.25, 0.5, 1.0]
+    assert list(etas["deltaH1"]) == pytest.approx(list(etas["eta"] * only(at, kind="whole")["deltaH1"]))
+    slope, fit = log_slope(etas["eta"].to_numpy(), etas["deltaH_odd"].to_numpy())
+    assert slope == pytest.approx(1.0, abs=0.05)
+    assert fit > 0.999
+
+
+def test_a_slope_is_that_of_a_power_law_and_noise_lowers_its_fit() -> None:
+    etas = np.array([0.125, 0.25, 0.5, 1.0])
+    assert log_slope(etas, -3.0 * etas**1.5) == pytest.approx((1.5, 1.0))
+    assert log_slope(etas, etas * np.array([1.0, 2.0, 0.5, 1.0]))[1] < 0.9
+
+
+def test_a_step_where_first_order_fails_is_said_on_its_page_and_first_in_the_report(
+    run: Path,  # noqa: F811
+    swept: pd.DataFrame,
+    tmp_path: Path,
+) -> None:
+    content = json.loads((run / "offline" / "sweep" / "checkpoint-2" / "result.json").read_text())
+    content["results"] |= found(-1.0, 0.25, 0.1)
+    folder = tmp_path / "name"
+    (folder / "checkpoint-2").mkdir(parents=True)
+    (folder / "checkpoint-2" / "result.json").write_text(json.dumps(content))
+    section = describe_analyses(folder, None)
+    told = verdict(3, content["results"])
+    assert told.startswith("Step 3: higher orders cancel the first")
+    assert section.verdicts == [told]
+    assert told in write_analyses_page(folder, section).read_text()
+    recorded = read_run(record_run(tmp_path / "run", range(1, 4)))
+    report = render_page(recorded, [], [], [section])
+    assert report.count(told) == 2
+    assert report.index("The predictions hold so far") < report.index(told) < report.index("<table")
+
+
+def test_a_page_stands_alone_and_in_the_runs_report_with_the_table(run: Path, swept: pd.DataFrame) -> None:  # noqa: F811
+    folder = run / "offline" / "sweep"
+    table = pd.read_csv(folder / "sweep.csv")
+    assert list(table) == COLUMNS
+    assert len(table) == len(swept) == 2 * (1 + 2 + 2 + 2)
+    assert {path.name for path in folder.glob("*.png")} == {
+        f"offline_sweep_{name}.png" for name in ("step", "agreement", "sizes", "eta", "checkpoints", "conditioning")
+    }
+    whole = only(swept, kind="whole", step=2)
+    shown = f"{1e3 * whole['deltaH1']:+.3f} ± {1e3 * whole['deltaH1_se']:.3f}"
+    for page in (folder / "analyses.html", run / "report" / "report.html"):
+        text = page.read_text()
+        assert shown in text
+        assert text.count("data:image/png;base64,") >= 5
+        assert not re.search(r'(src|href)="(?!data:|#)', text)
+
+
+def test_dashboards_have_the_core_numbers_at_the_checkpoints_step(run: Path, swept: pd.DataFrame) -> None:  # noqa: F811
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "logs" / "tensorboard"))
+    events.Reload()
+    told = {event.step: event.value for event in events.Scalars("offline/deltaH1")}
+    assert told == pytest.approx({step: only(swept, kind="whole", step=step)["deltaH1"] for step in (1, 2)})
+
+
+@pytest.mark.parametrize(
+    ("sweep", "says"),
+    [
+        ({"evaluation_sizes": [300]}, "goes up to 300, and E has 256 sequences"),
+        ({"update_seeds": [2]}, "compares prediction with truth"),
+    ],
+)
+def test_a_sweep_that_cannot_be_is_refused_before_anything_is_sampled(sweep: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        refuse_sweep(SweepSettings(**sweep), Settings(truth=TruthSettings(enabled="evaluation_sizes" in sweep)))
+    with pytest.raises(ValueError, match=r"12 sequences are not two prompts .* multiples of evaluation.responses=8"):
+        refuse_sweep(SweepSettings([16, 12]), Settings(Evaluation(32, 8)))
+    with pytest.raises(ValueError, match=r"sweep.evaluation_sizes=1 must be a whole number, at least 2"):
+        SweepSettings(evaluation_sizes=[1])
+
+
+def test_a_multirun_leaves_each_analysis_in_a_folder_of_its_own(run: Path) -> None:  # noqa: F811
+    asked = ["evaluation.prompts=8", "memory.microbatch_size=8", "truth.enabled=false", "conditioning=false"]
+    asked += ["log.level=none", "report=false", "update.prompts=4,8", f"checkpoint={checkpoint(run, 1)}"]
+    ended = forks.run("offline.py", "-m", *asked)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    table = analysis_results(run).set_index("analysis")
+    for prompts in (4, 8):
+        assert table.loc[f"default,update.prompts={prompts}", "update_prompts"] == prompts
+    assert not list(ROOT.glob("multirun*"))
+
+
+def test_checkpoints_whose_results_would_lie_in_one_folder_are_refused(run: Path, tmp_path: Path) -> None:  # noqa: F811
+    other = tmp_path / "other" / "training_state"
+    shutil.copytree(checkpoint(run, 1), other / "checkpoint-1")
+    both = f"checkpoint=[{checkpoint(run, 1)},{other / 'checkpoint-1'}]"
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("offline", [both, f"output={tmp_path}"])
+    with pytest.raises(ValueError, match=r"2 checkpoints would write their results to .*/default/checkpoint-1"):
+        read_plan(cfg)

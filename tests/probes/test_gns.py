@@ -1,0 +1,605 @@
+"""The gradient noise scale on drawn gradients of known mean and covariance, through the real hooks and probe."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+import random
+import statistics
+from collections.abc import Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import forks
+import pytest
+import reference
+import torch
+import torch.distributed as dist
+from example_steps import ALONE, step_of
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from rl_training import Estimate
+from rl_training.engine.batch import Rollout
+from rl_training.engine.gradient_rows import GradientRows
+from rl_training.engine.step import Ranks, Step
+from rl_training.mathematics.adamw import WARM_STEPS, AdamWState
+from rl_training.mathematics.folds import ranges_of
+from rl_training.mathematics.noise_scale import (
+    Averages,
+    average,
+    noise_moments,
+    noise_scale_interval,
+    signal_to_noise_interval,
+    split_of_trace,
+)
+from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
+from rl_training.mathematics.vectors import CHUNK, JOINED, Layout, flat_dot
+from rl_training.probes import GradientNoiseScaleProbe
+from rl_training.probes.gns import BOUNDS
+
+G = 2  # responses per prompt: here only a factor
+SHAPES = {"attn": (2, 3), "mlp": (5,), "norm": (3,)}
+KIND_OF = {"attention": slice(0, 6), "mlp": slice(6, 11), "norm": slice(11, 14)}
+DIM = 14
+NUM_RANKS = 2
+NUM_STEPS = 100
+RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
+EVEN = 0.9999  # decay of an average over hundreds of steps that weighs them almost alike
+
+
+class LinearLoss(nn.Module):
+    """Its loss is the mean inner product of its parameters with some vectors, so its gradient is their mean."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in SHAPES.items():
+            self.register_parameter(name, nn.Parameter(torch.zeros(shape, dtype=torch.float64)))
+
+    def forward(self, vectors: Tensor) -> Tensor:
+        """Returns the mean over the prompts of a block; vectors (b, DIM)."""
+        return (vectors @ torch.cat([p.flatten() for p in self.parameters()])).mean()
+
+
+class Truth:
+    """Prompts' gradients: a Gaussian of mean G and covariance L Lᵀ. As much noise as signal at about 24 prompts."""
+
+    def __init__(self) -> None:
+        generator = torch.Generator().manual_seed(0)
+        self.mean = torch.randn(DIM, generator=generator, dtype=torch.float64).sign() * 0.8 / math.sqrt(DIM)
+        self.factor = torch.randn(DIM, DIM, generator=generator, dtype=torch.float64).tril() / math.sqrt(DIM / 2)
+
+    def draw(self, *shape: int, generator: torch.Generator) -> Tensor:
+        noise = torch.randn(*shape, DIM, generator=generator, dtype=torch.float64)
+        return self.mean + noise @ self.factor.T
+
+    def moments(self, metric: Tensor | float = 1.0, columns: slice = slice(None)) -> tuple[float, float]:
+        """Returns (tr Σ, |G|²), in a diagonal metric, of some of the columns."""
+        variance = (self.factor.square().sum(dim=1) * metric)[columns]
+        return float(variance.sum()), float((self.mean.square() * metric)[columns].sum())
+
+
+class NotToBeAsked:
+    """A policy that a probe of norms has no question for."""
+
+    def __getattr__(self, name: str) -> None:
+        pytest.fail(f"the noise scale asked the policy for {name} without split_prompts")
+
+
+class Loop:
+    """A trainer's loop around the probe: the loss over K, backwards under the hooks, the step, the answers."""
+
+    def __init__(
+        self,
+        probe: GradientNoiseScaleProbe,
+        model: nn.Module | None = None,
+        states: dict[str, AdamWState] | None = None,
+        ranks: Ranks = ALONE,
+    ) -> None:
+        self.probe = probe
+        self.model = model or LinearLoss()
+        self.parameters = {name.removeprefix("module."): p for name, p in self.model.named_parameters()}
+        self.rows = GradientRows(self.parameters, Layout(self.parameters), keep_rows=False, keep_sq_norms=True)
+        self.states = states
+        self.ranks = ranks
+        self.steps = 0
+
+    def step(self, vectors: Sequence[Tensor] | Tensor) -> dict[str, Estimate]:
+        """Returns the probe's answers to one step on K vectors (b, DIM): microbatches of b prompts on this rank."""
+        num_microbatches, sizes = len(vectors), [len(block) for block in vectors]
+        self.steps += 1
+        self.rows.start_step(range(num_microbatches), num_microbatches, self.states, sizes)
+        for k, block in enumerate(vectors):
+            if isinstance(self.model, DistributedDataParallel):
+                self.model.require_backward_grad_sync = k == num_microbatches - 1  # as no_sync does on all but the last
+            loss = self.model(block) * len(block) / sum(sizes)
+            self.rows.arm(k)
+            loss.backward()
+            self.rows.disarm()
+        self.probe.prepare(self.view(sizes))
+        for p in self.parameters.values():
+            p.grad = None
+        return self.probe.results()
+
+    def view(self, prompts: Sequence[int]) -> Step:
+        size = sum(prompts) * G
+        ones, zeros = torch.ones(size, 1, dtype=torch.long), torch.zeros(size, 1, dtype=torch.float64)
+        step = step_of(
+            self.steps,
+            Rollout(ones, ones, ones, ones, zeros[:, 0], None, torch.arange(size) // G, None, on_policy=True),
+            Scores(zeros, zeros, ones),
+            zeros,
+            len(prompts),
+            self.parameters,
+            {name: p.grad for name, p in self.parameters.items()},
+            NotToBeAsked(),
+            states=self.states,
+            sq_norms=self.rows.sq_norms,
+            ranks=self.ranks,
+        )
+        rows = ranges_of([number * G for number in prompts])
+        return dataclasses.replace(step, batch=dataclasses.replace(step.batch, microbatch_rows=rows))
+
+
+def seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def adamw_states(*, step: int = WARM_STEPS, dead: int = 1) -> dict[str, AdamWState]:
+    """Returns states whose second moments go up by a factor of 10⁸, the first `dead` of each parameter being 0.
+
+    So do the variances of `Truth`: its noise scale is another in Adam's metric.
+    """
+    states = {}
+    of_all = 10.0 ** torch.linspace(-8, 0, DIM, dtype=torch.float64)
+    parts = of_all.split([math.prod(shape) for shape in SHAPES.values()])
+    for (name, shape), part in zip(SHAPES.items(), parts, strict=True):
+        exp_avg_sq = part.clone().view(shape)
+        exp_avg_sq.view(-1)[:dead] = 0
+        states[name] = AdamWState(torch.zeros(shape), exp_avg_sq, step, 1e-3, (0.9, 0.99), 1e-8, 0.0)
+    return states
+
+
+def preconditioner(states: dict[str, AdamWState]) -> Tensor:
+    """Returns P, (DIM,), 0 where v is 0: from the definition, entry by entry."""
+    return torch.tensor(
+        [
+            1 / (math.sqrt(v / (1 - s.betas[1] ** s.step)) + s.eps) if v > 0 else 0.0
+            for s in states.values()
+            for v in s.exp_avg_sq.flatten().tolist()
+        ],
+        dtype=torch.float64,
+    )
+
+
+def assert_unbiased(values: list[float], truth: float) -> None:
+    error = statistics.stdev(values) / math.sqrt(len(values))
+    assert abs(statistics.mean(values) - truth) < 3 * error
+    assert error < 0.25 * truth  # else it would say nothing
+
+
+def assert_near(estimate: Estimate, truth: float) -> None:
+    assert abs(estimate.value - truth) < 3 * estimate.stderr
+    assert estimate.stderr < 0.3 * truth
+
+
+# --- known truth ------------------------------------------------------------------------------------------------------
+
+
+def test_blocks_of_unlike_sizes_leave_both_moments_unbiased() -> None:
+    """Over all signs of the four gradients ±1: their variance is 1 and their mean 0, however they are split."""
+    loop, answers = Loop(GradientNoiseScaleProbe()), []
+    for signs in itertools.product((-1.0, 1.0), repeat=4):
+        vectors = torch.zeros(4, DIM, dtype=torch.float64)
+        vectors[:, 0] = torch.tensor(signs)
+        answers.append(loop.step([vectors[:1], vectors[1:]]))
+    for name, truth in zip(RAW, (1.0, 0.0), strict=True):
+        assert statistics.mean(answer[name].value for answer in answers) == pytest.approx(truth, abs=1e-12)
+
+
+@pytest.mark.parametrize(("accumulation", "block"), [(2, 32), (4, 16), (8, 8), (16, 1)])
+def test_every_scale_is_unbiased_whatever_the_split_into_blocks(accumulation: int, block: int) -> None:
+    truth, generator, states = Truth(), seeded(100 * accumulation + block), adamw_states()
+    loop = Loop(GradientNoiseScaleProbe(decay=EVEN), states=states)
+    answers = [loop.step(truth.draw(accumulation, block, generator=generator)) for _ in range(NUM_STEPS)]
+    trace, grad_sq_norm = truth.moments()
+    for name, value in zip(RAW, (trace, grad_sq_norm), strict=True):
+        assert_unbiased([answer[name].value for answer in answers], value)
+    last = answers[-1]
+    assert_near(last["gns/noise_scale_prompts"], trace / grad_sq_norm)
+    assert last["gns/noise_scale_sequences"].value == pytest.approx(G * last["gns/noise_scale_prompts"].value)
+    for kind, columns in KIND_OF.items():
+        part = truth.moments(columns=columns)
+        assert_near(last[f"gns/kind/{kind}"], part[0] / part[1])
+    assert not any(name.endswith(("embedding", "other")) for name in last)  # this model has none
+    weighted = truth.moments(preconditioner(states))
+    assert_near(last["gns/adam_noise_scale_prompts"], weighted[0] / weighted[1])
+    assert weighted[0] / weighted[1] < 0.6 * trace / grad_sq_norm  # else it could be the plain one
+
+
+def test_square_of_the_mean_gradient_comes_out_negative_where_noise_is_larger() -> None:
+    """Else it would not be unbiased there; the average over steps is what becomes positive."""
+    truth, generator, loop = Truth(), seeded(1), Loop(GradientNoiseScaleProbe())
+    raw = [loop.step(truth.draw(2, 2, generator=generator)) for _ in range(100)]
+    negative = [answer["gns/grad_sq_norm_step"].value < 0 for answer in raw]
+    assert 20 < sum(negative) < 80
+    assert all(answer["gns/trace_step"].value > 0 for answer in raw)  # a variance between blocks
+
+
+def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
+    """400 runs of 40 steps. All but the last step of a run are drawn at once and handed to the probe as its state."""
+    truth, generator = Truth(), seeded(2)
+    trace, grad_sq_norm = truth.moments()
+    expected = {
+        "gns/trace": trace,
+        "gns/grad_sq_norm": grad_sq_norm,
+        "gns/signal_to_noise": grad_sq_norm / trace,
+        "gns/noise_scale_prompts": trace / grad_sq_norm,
+        "gns/batch_ratio": 32 * grad_sq_norm / trace,
+    }
+    between = dict.fromkeys(("gns/noise_scale_prompts", "gns/batch_ratio"), 0)
+    hits = dict.fromkeys(expected, 0)
+    for _ in range(400):
+        probe = GradientNoiseScaleProbe()
+        blocks = truth.draw(39, 4, 8, generator=generator).mean(dim=2)
+        squares = blocks.square().sum(dim=2).mean(dim=1), blocks.mean(dim=1).square().sum(dim=1)
+        history = torch.full((39, 8, 2), torch.nan, dtype=torch.float64)
+        history[:, 0] = noise_moments(*squares, block_size=8, batch_size=32)
+        probe.load_state_dict({"history": history})
+        last = Loop(probe).step(truth.draw(4, 8, generator=generator))
+        for name, value in expected.items():
+            assert last[name].num_samples == 18  # 40 steps of unequal weight, whose variance is a sum with weights w²
+            hits[name] += abs(last[name].value - value) < last[name].half_width()
+        for name in between:
+            between[name] += last[f"{name}_low"].value < expected[name] < last[f"{name}_high"].value
+    assert all(0.92 < count / 400 < 0.98 for count in (*hits.values(), *between.values())), (hits, between)
+
+
+def test_an_interval_of_the_noise_scale_holds_the_infinite_one_as_often_as_it_says() -> None:
+    """No signal, |G|² = 0: half of the runs still have a finite value, and nearly all an interval without upper end."""
+    truth, generator = Truth(), seeded(13)
+    finite = unbounded = 0
+    for _ in range(400):
+        blocks = (truth.draw(40, 4, 8, generator=generator) - truth.mean).mean(dim=2)
+        squares = blocks.square().sum(dim=2).mean(dim=1), blocks.mean(dim=1).square().sum(dim=1)
+        averages = average(noise_moments(*squares, block_size=8, batch_size=32), decay=0.95)
+        finite += averages.signal_to_noise > 0
+        unbounded += math.isinf(noise_scale_interval(signal_to_noise_interval(averages))[1])
+    assert 0.4 < finite / 400 < 0.6
+    assert unbounded / 400 > 0.96  # all but the 2.5 % whose interval lies above 0
+
+
+@pytest.mark.parametrize("signal", [3.0, 0.2, -0.5])
+def test_fieller_interval_is_every_ratio_that_the_errors_do_not_rule_out(signal: float) -> None:
+    """By trying ratios one after another, from two averages whose errors are correlated."""
+    covariance = torch.tensor([[0.04, 0.05], [0.05, 0.25]], dtype=torch.float64)
+    averages = Averages(torch.tensor([2.0, signal], dtype=torch.float64), covariance, math.nan, 40.0, degrees=5.0)
+    quantile = 2.570581835636314  # of Student's t, 5 degrees
+    tried = torch.linspace(-4, 4, 800_001, dtype=torch.float64)
+    error = (covariance[1, 1] - 2 * tried * covariance[0, 1] + tried.square() * covariance[0, 0]).sqrt()
+    inside = tried[(signal - 2 * tried).abs() <= quantile * error]
+    low, high = signal_to_noise_interval(averages)
+    assert (low, high) == (pytest.approx(float(inside[0]), abs=2e-5), pytest.approx(float(inside[-1]), abs=2e-5))
+    assert low < signal / 2 < high
+
+
+def test_interval_of_the_noise_scale_is_the_reciprocal_of_the_other_without_its_negative_part() -> None:
+    assert noise_scale_interval((0.01, 0.05)) == (20.0, 100.0)
+    assert noise_scale_interval((-0.01, 0.05)) == (20.0, math.inf)
+    assert noise_scale_interval((-0.05, -0.01)) == (math.inf, math.inf)
+
+
+def test_without_a_trace_that_is_known_any_ratio_is_possible() -> None:
+    averages = Averages(torch.tensor([1.0, 1.0]), torch.eye(2), math.nan, 40.0, degrees=5.0)
+    assert signal_to_noise_interval(averages) == (-math.inf, math.inf)
+
+
+# --- two ranks --------------------------------------------------------------------------------------------------------
+
+
+def ddp_worker(rank: int, folder: str) -> None:
+    """Measures NUM_STEPS steps of three microbatches under DDP; every rank draws for all and takes its own."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60)
+    )
+
+    def reduce(tensor: Tensor) -> Tensor:
+        total = tensor.clone()
+        dist.all_reduce(total)
+        return total
+
+    truth, generator = Truth(), seeded(3)
+    loop = Loop(
+        GradientNoiseScaleProbe(decay=EVEN), DistributedDataParallel(LinearLoss()), adamw_states(), Ranks(2, reduce)
+    )
+    drawn = (truth.draw(NUM_RANKS, 3, 4, generator=generator) for _ in range(NUM_STEPS))
+    answers = [{name: e.value for name, e in loop.step(vectors[rank]).items()} for vectors in drawn]
+    torch.save(answers, f"{folder}/rank{rank}.pt")
+    dist.barrier()
+    os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, float]]]:
+    """The answers at every step, of each of two processes."""
+    folder: Path = tmp_path_factory.mktemp("ddp")
+    forks.start_ranks(ddp_worker, (str(folder),), NUM_RANKS)
+    return [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
+
+
+def test_on_two_ranks_both_moments_are_unbiased_and_every_rank_says_the_same(ranks) -> None:
+    for name, value in zip(RAW, Truth().moments(), strict=True):
+        assert_unbiased([answer[name] for answer in ranks[0]], value)
+    assert repr(ranks[0]) == repr(ranks[1])  # nan is not equal to itself
+
+
+def test_two_ranks_say_what_one_says_of_the_same_blocks(ranks) -> None:
+    truth, generator = Truth(), seeded(3)
+    loop = Loop(GradientNoiseScaleProbe(decay=EVEN), states=adamw_states())
+    for answers in ranks[0][:20]:
+        alone = loop.step(truth.draw(NUM_RANKS, 3, 4, generator=generator).view(3 * NUM_RANKS, 4, DIM))
+        assert answers.keys() == alone.keys()
+        for name, estimate in alone.items():
+            assert answers[name] == pytest.approx(estimate.value, rel=1e-9, nan_ok=True), name
+
+
+# --- Adam's metric ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [WARM_STEPS, 10 * WARM_STEPS])
+@pytest.mark.parametrize("dead", [0, 2])
+def test_adam_scale_of_one_step_is_that_of_the_preconditioned_square_norms(steps: int, dead: int) -> None:
+    states = adamw_states(step=steps, dead=dead)
+    vectors = Truth().draw(4, 16, generator=seeded(4)) + 1.0  # |G|²^ is then surely positive
+    answers = Loop(GradientNoiseScaleProbe(), states=states).step(vectors)
+    root = preconditioner(states).sqrt()
+    block = sum(float((root * g).square().sum()) for g in vectors.mean(dim=1)) / 4
+    batch = float((root * vectors.mean(dim=(0, 1))).square().sum())
+    expected = (block - batch) / (1 / 16 - 1 / 64) / ((64 * batch - 16 * block) / (64 - 16))
+    assert answers["gns/adam_noise_scale_prompts"].value == pytest.approx(expected, rel=1e-10)
+
+
+def test_before_adam_is_warm_its_metric_is_nan_and_what_is_measured_later_counts_alone() -> None:
+    truth, generator, probe = Truth(), seeded(5), GradientNoiseScaleProbe()
+    cold, warm = adamw_states(step=WARM_STEPS - 1), adamw_states()
+    vectors = [truth.draw(4, 16, generator=generator) + 1.0 for _ in range(2)]
+    first = Loop(probe, states=cold).step(vectors[0])
+    assert math.isnan(first["gns/adam_noise_scale_prompts"].value)
+    assert f"no AdamW step after the first {WARM_STEPS} was measured" in first["gns/adam_noise_scale_prompts"].reason
+    second = Loop(probe, states=warm).step(vectors[1])["gns/adam_noise_scale_prompts"]
+    alone = Loop(GradientNoiseScaleProbe(), states=warm).step(vectors[1])["gns/adam_noise_scale_prompts"]
+    assert (second.value, second.num_samples) == (alone.value, 1)
+
+
+def test_without_adam_its_metric_is_nan() -> None:
+    answers = Loop(GradientNoiseScaleProbe()).step(Truth().draw(4, 16, generator=seeded(5)) + 1.0)
+    assert math.isnan(answers["gns/adam_noise_scale_prompts"].value)
+    assert math.isfinite(answers["gns/noise_scale_prompts"].value)
+
+
+# --- the averages -----------------------------------------------------------------------------------------------------
+
+
+def test_noise_moments_are_what_one_gets_by_hand() -> None:
+    """Blocks of 2 among 8: tr Σ = (5 − 2) / (1/2 − 1/8) = 8 and |G|² = (8·2 − 2·5) / 6 = 1, so that 2 = 1 + 8/8."""
+    moments = noise_moments(torch.tensor([5.0, 4.0]), torch.tensor([2.0, 4.0]), block_size=2, batch_size=8)
+    assert moments.tolist() == [[8.0, 1.0], [0.0, 4.0]]
+
+
+def test_scale_is_the_ratio_of_the_averages_and_not_the_average_of_ratios() -> None:
+    """Two prompts x, y along one axis have tr Σ = (x − y)²/2 and |G|² = xy: 2 and 1, then 6 and 1/4.
+
+    With weights 1/2 and 1 the averages are as 7 to 3/4; the ratios, 2 and 24, have the average 50/3.
+    """
+    loop = Loop(GradientNoiseScaleProbe(decay=0.5))
+    for gap, total in ((2.0, math.sqrt(8)), (math.sqrt(12), math.sqrt(13))):  # x − y and x + y
+        vectors = torch.zeros(2, 1, DIM, dtype=torch.float64)
+        vectors[:, 0, 0] = torch.tensor([total + gap, total - gap]) / 2
+        answers = loop.step(vectors)
+    assert answers["gns/trace"].value == pytest.approx(7 / 1.5, rel=1e-6)
+    assert answers["gns/grad_sq_norm"].value == pytest.approx(0.75 / 1.5, rel=1e-6)
+    assert answers["gns/noise_scale_prompts"].value == pytest.approx(7 / 0.75, rel=1e-6)
+
+
+def test_what_is_reported_is_the_weighted_mean_of_the_steps_and_its_jackknife() -> None:
+    truth, generator, decay = Truth(), seeded(6), 0.8
+    loop = Loop(GradientNoiseScaleProbe(decay=decay))
+    answers = [loop.step(truth.draw(4, 8, generator=generator)) for _ in range(30)]
+    weights = [decay**age for age in reversed(range(30))]
+    terms = [[w * a[RAW[0]].value, w * a[RAW[1]].value, w] for w, a in zip(weights, answers, strict=True)]
+    statistic = {
+        "gns/trace": lambda s: s[0] / s[2],
+        "gns/grad_sq_norm": lambda s: s[1] / s[2],
+        "gns/signal_to_noise": lambda s: s[1] / s[0],
+        "gns/batch_ratio": lambda s: 32 * s[1] / s[0],
+    }
+    for name, of in statistic.items():
+        estimate = answers[-1][name]
+        assert estimate.value == pytest.approx(of([sum(column) for column in zip(*terms, strict=True)]), rel=1e-10)
+        assert estimate.stderr == pytest.approx(reference.jackknife_stderr(of, terms), rel=1e-9)
+        assert estimate.num_samples == int(sum(w**2 for w in weights) ** 2 / sum(w**4 for w in weights))
+    ratio = answers[-1]["gns/batch_ratio"]
+    for name, unit in (("prompts", 1), ("sequences", G)):
+        scale, low, high = (answers[-1][f"gns/noise_scale_{name}{end}"].value for end in BOUNDS)
+        assert scale == pytest.approx(unit * 32 / ratio.value, rel=1e-12)
+        assert low == pytest.approx(unit * 32 / answers[-1]["gns/batch_ratio_high"].value, rel=1e-12)
+        assert high == pytest.approx(unit * 32 / answers[-1]["gns/batch_ratio_low"].value, rel=1e-12)
+        relative = answers[-1][f"gns/noise_scale_{name}"].stderr / scale
+        assert relative == pytest.approx(ratio.stderr / ratio.value, rel=1e-12)
+
+
+def test_state_stays_small_and_brings_a_resumed_probe_to_the_same_answers() -> None:
+    truth, generator, decay = Truth(), seeded(7), 0.8
+    loop = Loop(GradientNoiseScaleProbe(decay=decay), states=adamw_states())
+    for _ in range(60):
+        loop.step(truth.draw(2, 4, generator=generator))
+    resumed = GradientNoiseScaleProbe(decay=decay)
+    resumed.load_state_dict({name: tensor.clone() for name, tensor in loop.probe.state_dict().items()})
+    assert sum(tensor.numel() for tensor in resumed.state_dict().values()) == 42 * 8 * 2  # .8^42 < 1e-4
+    vectors = truth.draw(2, 4, generator=generator)
+    assert repr(Loop(resumed, states=adamw_states()).step(vectors)) == repr(loop.step(vectors))
+
+
+def test_few_steps_have_values_without_error_bar() -> None:
+    truth, generator, loop = Truth(), seeded(8), Loop(GradientNoiseScaleProbe())
+    answers = [loop.step(truth.draw(4, 16, generator=generator) + 1.0) for _ in range(9)]
+    early, late = answers[6]["gns/noise_scale_prompts"], answers[8]["gns/noise_scale_prompts"]
+    assert math.isnan(early.stderr)
+    assert "needs 8 steps" in early.reason
+    assert late.stderr > 0
+    assert not late.reason
+
+
+# --- nan with a reason ------------------------------------------------------------------------------------------------
+
+
+def test_one_block_measures_nothing_and_says_how_to_get_two() -> None:
+    answers = Loop(GradientNoiseScaleProbe()).step(Truth().draw(1, 16, generator=seeded(9)))
+    assert all(math.isnan(e.value) and "smaller microbatches" in e.reason for e in answers.values())
+
+
+def test_a_gradient_that_is_lost_in_its_noise_has_no_scale() -> None:
+    """Two blocks that point against each other: |G|²^ = −|g_b|² < 0, reported so."""
+    vectors = torch.ones(2, 4, DIM, dtype=torch.float64)
+    vectors[1] *= -1
+    answers = Loop(GradientNoiseScaleProbe()).step(vectors)
+    assert answers["gns/grad_sq_norm"].value == pytest.approx(-DIM)
+    for name in ("gns/noise_scale_prompts", "gns/noise_scale_sequences"):
+        assert math.isnan(answers[name].value)
+        assert "lost in its noise" in answers[name].reason
+    # tr Σ = 4 · 2 DIM from two blocks of 4, at ±1 each entry; 8 prompts in the batch
+    assert answers["gns/signal_to_noise"].value == pytest.approx(-1 / 8)
+    assert answers["gns/batch_ratio"].value == pytest.approx(-1.0)
+
+
+def test_an_unbounded_scale_has_a_value_and_a_lower_end_but_no_error_bar() -> None:
+    truth, generator, loop = Truth(), seeded(14), Loop(GradientNoiseScaleProbe())
+    unbounded = []
+    for _ in range(60):
+        answers = loop.step((truth.draw(2, 2, generator=generator) - truth.mean).contiguous())
+        if math.isinf(answers["gns/noise_scale_prompts_high"].value):
+            unbounded.append((answers["gns/noise_scale_prompts"], answers["gns/noise_scale_prompts_low"].value))
+            assert answers["gns/batch_ratio_low"].value <= 0
+    assert len(unbounded) > 20
+    assert all(math.isnan(scale.stderr) and low > 0 for scale, low in unbounded)
+    assert any("no upper end" in scale.reason and low < scale.value for scale, low in unbounded)
+
+
+def test_a_step_without_any_gradient_has_no_scale_but_moments_of_zero() -> None:
+    answers = Loop(GradientNoiseScaleProbe()).step(torch.zeros(2, 4, DIM, dtype=torch.float64))
+    assert [answers[name].value for name in RAW] == [0.0, 0.0]
+    assert math.isnan(answers["gns/noise_scale_prompts"].value)
+
+
+def test_a_step_that_is_not_finite_is_nan_and_does_not_spoil_the_average() -> None:
+    truth, generator, loop = Truth(), seeded(10), Loop(GradientNoiseScaleProbe())
+    before = loop.step(truth.draw(4, 16, generator=generator) + 1.0)
+    broken = loop.step(torch.full((4, 16, DIM), math.inf, dtype=torch.float64))
+    assert all(math.isnan(broken[name].value) and "not a finite number" in broken[name].reason for name in RAW)
+    assert broken["gns/noise_scale_prompts"].value == pytest.approx(before["gns/noise_scale_prompts"].value, rel=1e-12)
+
+
+def test_a_checkpoint_of_a_version_that_kept_products_over_steps_resumes() -> None:
+    truth, generator, loop = Truth(), seeded(11), Loop(GradientNoiseScaleProbe())
+    loop.step(truth.draw(4, 16, generator=generator))
+    gone = {"lags": torch.zeros(1, 2, 5), "past.rows": torch.zeros(2, DIM), "past.steps": torch.tensor([1, -1])}
+    resumed = Loop(GradientNoiseScaleProbe())
+    resumed.probe.load_state_dict({**loop.probe.state_dict(), **gone})
+    vectors = truth.draw(4, 16, generator=generator)
+    assert repr(resumed.step(vectors)) == repr(loop.step(vectors))
+    assert set(resumed.probe.state_dict()) == {"history"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [({"decay": 1.0}, "between 0 and 1"), ({"decay": 0.0}, "between 0 and 1"), ({"split_prompts": -1}, "or more"),
+     ({"every": 0}, "at least 1")],
+)  # fmt: skip
+def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        GradientNoiseScaleProbe(**options)
+
+
+# --- the hooks --------------------------------------------------------------------------------------------------------
+
+
+def test_square_norms_do_not_depend_on_which_gradients_are_measured_together() -> None:
+    """One as large as is measured alone, two of one optimizer's settings, one of other settings, one not warm yet."""
+    sizes = {"large": JOINED, "one": 7, "two": 5, "other": 6, "cold": 3}
+    gradients, states, expected = {}, {}, []
+    for seed, (name, size) in enumerate(sizes.items()):
+        gradients[name], root = torch.randn(2, size, generator=seeded(seed), dtype=torch.float64)
+        eps, step = (1e-3, 50) if name == "other" else (1e-8, 3 if name == "cold" else 20)
+        states[name] = AdamWState(torch.zeros(size), root.square(), step, 1e-3, (0.9, 0.99), eps, 0.0)
+        weights = 1 / (root.abs() / math.sqrt(1 - 0.99**step) + eps)
+        squares = gradients[name].square()
+        expected.append([float(squares.sum()), math.nan if name == "cold" else float((weights * squares).sum())])
+    meter = SqNormMeter(AdamMetric(states))
+    for name, gradient in gradients.items():
+        meter.add(name, gradient)
+    got = meter.result(sizes).tolist()
+    assert got == [pytest.approx(pair, rel=1e-12, nan_ok=True) for pair in expected]
+
+
+def test_a_parameter_that_a_microbatch_does_not_reach_has_a_square_norm_of_zero_there() -> None:
+    """An expert without tokens: autograd calls no hook at all."""
+    parameters = {name: nn.Parameter(torch.ones(2)) for name in ("expert0", "expert1")}
+    rows = GradientRows(parameters, Layout(parameters), keep_rows=False, keep_sq_norms=True)
+    rows.start_step(range(2), 2)
+    for k, p in enumerate(parameters.values()):
+        rows.arm(k)
+        (3.0 * p.sum() / 2).backward()
+        rows.disarm()
+    assert rows.sq_norms[..., 0].tolist() == [[18.0, 0.0], [0.0, 18.0]]
+
+
+def test_inner_product_of_many_entries_is_exact_where_no_fp32_number_is() -> None:
+    """A chunk of 4s sums to 2^24 without rounding in any order, and 19 chunks add 1 each: fp32 has no 2^24 + 19."""
+    vector = torch.zeros(20, CHUNK)
+    vector[0], vector[1:, 0] = 4.0, 1.0
+    assert float(flat_dot(vector.flatten(), vector.flatten())) == 2.0**24 + 19
+
+
+# --- the split of the trace -------------------------------------------------------------------------------------------
+
+
+def prompt_moments(table: reference.Table, rewards: list[float], group: int) -> tuple[float, Tensor, float]:
+    """Returns E[r_1·r_2], E[g] and E|g|² of a prompt, over all groups of responses: r_i = (R_i − mean R) ∂S_i."""
+    scores = torch.zeros(len(reference.RESPONSES), len(reference.PREFIXES), 3, dtype=torch.float64)
+    for n, response in enumerate(reference.RESPONSES):
+        for row, token in zip(reference.prefix_numbers(response), response, strict=True):
+            scores[n, row] -= torch.tensor(reference.log_softmax(table[row]), dtype=torch.float64).exp()
+            scores[n, row, token] += 1
+    scores = scores.flatten(1)
+    p = torch.tensor([reference.sequence_logp(table, r) for r in reference.RESPONSES], dtype=torch.float64).exp()
+    groups = torch.cartesian_prod(*[torch.arange(len(p))] * group)  # (outcomes, G)
+    chance = p[groups].prod(dim=1)
+    assert float(chance.sum()) == pytest.approx(1, abs=1e-12)
+    reward = torch.tensor(rewards, dtype=torch.float64)[groups]
+    r = (reward - reward.mean(dim=1, keepdim=True)).unsqueeze(2) * scores[groups]
+    g = r.mean(dim=1)
+    return float(chance @ (r[:, 0] * r[:, 1]).sum(dim=1)), chance @ g, float(chance @ g.square().sum(dim=1))
+
+
+@pytest.mark.parametrize("group", [2, 3])
+def test_split_of_the_trace_is_exact_over_all_groups_of_responses(group: int) -> None:
+    """Four prompts, each with its own policy and rewards; tr Σ and its parts from their definitions."""
+    rng = random.Random(group)
+    prompts = []
+    for _ in range(4):
+        table = [[rng.gauss(0, 1) for _ in range(3)] for _ in reference.PREFIXES]
+        prompts.append(prompt_moments(table, [rng.random() for _ in reference.RESPONSES], group))
+    products, means, squares = zip(*prompts, strict=True)
+    for product, mean in zip(products, means, strict=True):
+        between, _ = split_of_trace(torch.tensor(product, dtype=torch.float64), torch.zeros(2).double(), group)
+        assert float(between) == pytest.approx(float(mean.square().sum()), rel=1e-9)  # |E[g | prompt]|²
+    grad_sq_norm = float((sum(means) / 4).square().sum())
+    mean_sq_norm = sum(float(mean.square().sum()) for mean in means) / 4
+    moments = torch.tensor([sum(squares) / 4 - grad_sq_norm, grad_sq_norm], dtype=torch.float64)
+    parts = split_of_trace(torch.tensor(sum(products) / 4, dtype=torch.float64), moments, group)
+    assert parts.tolist() == pytest.approx([mean_sq_norm - grad_sq_norm, sum(squares) / 4 - mean_sq_norm], rel=1e-9)

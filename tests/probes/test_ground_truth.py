@@ -1,0 +1,565 @@
+"""The measured change of entropy on real training steps: right, and not noticed by training."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import forks
+import numpy as np
+import pytest
+import reference
+import torch
+import torch.distributed as dist
+from datasets import Dataset
+from peft import LoraConfig
+from torch import Tensor
+from trainers import FEW, LORA, bare_ending, differing, ending, trainer_maker
+from transformers import PreTrainedModel
+from trl import GRPOTrainer
+
+from rl_training import Estimate, Probe
+from rl_training.engine.batch import Rollout
+from rl_training.engine.entropy_gradients import EntropySettings
+from rl_training.engine.policy import Policy
+from rl_training.engine.step import Step
+from rl_training.hosts.trl.policy import TrainerPolicy
+from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.scores import Scores
+from rl_training.probes import GroundTruthProbe
+from rl_training.probes.ground_truth import _compared
+from rl_training.tasks.models import load_tiny
+
+L_MAX = 24
+ONE_BATCH = {"per_device_train_batch_size": 32, "gradient_accumulation_steps": 1}  # the truth's sequences 32 at a time
+METRICS = {
+    "delta_h/true", "delta_h/true_sequence", "delta_h/true_snis", "delta_h/true_floor", "delta_h/true_resampled",
+    "delta_h/ess", "delta_h/weight_max", "delta_h/weight_min",
+}  # fmt: skip
+
+
+class TruthProbe(GroundTruthProbe):
+    """The probe, with its answers kept."""
+
+    def __init__(self, sequences: int = 512, every: int = 1, **options: Any) -> None:
+        super().__init__(every, sequences, **options)
+        self.answers: list[dict[str, Estimate]] = []
+
+    def results(self) -> dict[str, Estimate]:
+        self.answers.append(dict(super().results()))
+        return self.answers[-1]
+
+
+class AtEveryStep(Probe):
+    """Does something before each optimizer step and keeps what it gives."""
+
+    name = "before"
+
+    def __init__(self, what: Callable[[Step], Any]) -> None:
+        super().__init__()
+        self.what = what
+        self.given: list[Any] = []
+
+    def prepare(self, step: Any) -> None:
+        self.given.append(self.what(step))
+
+    def results(self) -> dict[str, Estimate]:
+        return {"before/one": Estimate(1.0)}
+
+
+class Validated(TruthProbe):
+    """The probe, with all that is known of each of this rank's sequences of E, token by token."""
+
+    entropy = EntropySettings(per_sequence=True)
+
+    def __init__(self, sequences: int) -> None:
+        super().__init__(sequences)
+        self.kept: list[dict[str, Any]] = []  # by step
+
+    def prepare(self, step: Any) -> None:
+        super().prepare(step)
+        self.rollout = self._sample(step)[0]
+        self.before = step.policy.score_rollout(self.rollout)
+        size, sides, parameters = 1 / 16, [], step.gradients.parameters
+        update = step.entropy_change.update
+        along = step.entropy_change.layout.by_name(update) if update is not None else {}
+        for shift in (-2, -1, 1, 2):
+            with step.policy.shifted({n: (shift * size * d).view(parameters[n].shape) for n, d in along.items()}):
+                sides.append(step.policy.score_rollout(self.rollout))
+        tables = [[getattr(side, name) for side in sides] for name in ("logps", "entropies")]
+        self.slopes = [(a - 8 * b + 8 * c - d) / (12 * size) for a, b, c, d in tables]  # error O(size⁴)
+
+    def after_step(self, step: Any) -> None:
+        super().after_step(step)
+        after, lengths = step.policy.score_rollout(self.rollout), self.before.mask.sum(dim=1).tolist()
+        tables = [self.before.logps, self.before.entropies, after.logps, after.entropies, *self.slopes]
+        tokens = [[table[i, :length].tolist() for table in tables] for i, length in enumerate(lengths)]
+        self.known = dict(zip(self.rollout.prompt_index.tolist(), tokens, strict=True))
+
+    def results(self) -> dict[str, Estimate]:
+        answers = {name: (e.value, e.stderr, e.reason) for name, e in super().results().items()}
+        self.kept.append({"sequences": self.known, "answers": answers})
+        return self.answers[-1]
+
+
+def plain_truth(sequences: list[Any]) -> tuple[float, float]:
+    """Returns ΔH per token and per sequence by PDIS, from the definition, position by position."""
+    ratios = [[math.exp(sum(n[:k]) - sum(o[:k])) for k in range(L_MAX)] for o, _, n, *_ in sequences]
+    entropy = length = 0.0
+    for k in range(L_MAX):
+        alive = [i for i, (old, *_) in enumerate(sequences) if k < len(old)]
+        total = sum(row[k] for row in ratios)
+        entropy += sum(ratios[i][k] * sequences[i][3][k] for i in alive) / total
+        length += sum(ratios[i][k] for i in alive) / total
+    old, tokens = sum(sum(s[1]) for s in sequences), sum(len(s[1]) for s in sequences)
+    return entropy / length - old / tokens, entropy - old / len(sequences)
+
+
+def plain_snis(sequences: list[Any]) -> float:
+    weights = [math.exp(sum(n) - sum(o)) for o, _, n, *_ in sequences]
+    after = sum(w * sum(s[3]) for w, s in zip(weights, sequences, strict=True))
+    length = sum(w * len(s[3]) for w, s in zip(weights, sequences, strict=True))
+    return after / length - sum(sum(s[1]) for s in sequences) / sum(len(s[1]) for s in sequences)
+
+
+def plain_comparison(sequences: list[Any], size: int) -> dict[str, tuple[float, float]]:
+    """Returns X_E·δθ and its difference to PDIS, with errors by blocks of `size`, from the slopes of all tokens."""
+    _, entropies, _, _, *slopes = zip(*sequences, strict=True)
+    lengths = [len(row) for row in entropies]
+    blocks = [range(i, min(i + size, len(lengths))) for i in range(0, len(lengths), size)]
+    said = {}
+    for number, (target, suffix) in enumerate((("token", ""), ("sequence", "_sequence"))):
+        w, u = reference.surrogate_weights(entropies, [0] * len(lengths), target)
+        of_one = [
+            sum(a * x + b * y for a, b, x, y in zip(*rows, strict=True)) for rows in zip(w, u, *slopes, strict=True)
+        ]
+        share = [t / sum(lengths) if target == "token" else 1 / len(lengths) for t in lengths]
+        first = sum(of_one) / len(lengths)
+        without = [(first - sum(of_one[i] for i in b) / len(lengths)) / (1 - sum(share[i] for i in b)) for b in blocks]
+        truth = plain_truth(sequences)[number]
+        others = [[s for i, s in enumerate(sequences) if i not in b] for b in blocks]
+        errors = [x - plain_truth(rest)[number] for x, rest in zip(without, others, strict=True)]
+        for name, value, left_out in (("evaluation", first, without), ("evaluation_error", first - truth, errors)):
+            said[f"delta_h/{name}{suffix}"] = (value, math.sqrt((len(blocks) - 1) * np.var(left_out)))
+    return said
+
+
+def assert_as_defined(answers: dict[str, Any], sequences: list[Any], size: int) -> None:
+    token, sequence = plain_truth(sequences)
+    assert answers["delta_h/true"][0] == pytest.approx(token, rel=1e-9)
+    assert answers["delta_h/true_sequence"][0] == pytest.approx(sequence, rel=1e-9)
+    assert answers["delta_h/true_snis"][0] == pytest.approx(plain_snis(sequences), rel=1e-9)
+    assert abs(token - plain_snis(sequences)) > 1e-3 * abs(token)
+    for name, (value, stderr) in plain_comparison(sequences, size).items():
+        assert answers[name][0] == pytest.approx(value, rel=1e-3, abs=0.01 * stderr), name  # slopes are rounded in fp32
+        assert answers[name][1] == pytest.approx(stderr, rel=0.01), name
+
+
+class ScoredBy(Policy):
+    """A policy whose rollouts are scored by this function; all else is asked of the policy itself."""
+
+    def __init__(self, policy: Policy, score_rollout: Callable[[Rollout], Scores]) -> None:
+        super().__init__(policy.model, policy.scorer, batch_size=4)
+        self._policy = policy
+        self.score_rollout = score_rollout
+
+    def sample(self, num_sequences: int, seed: int) -> Rollout:
+        return self._policy.sample(num_sequences, seed)
+
+    def decode(self, ids: Tensor) -> str:
+        return self._policy.decode(ids)
+
+
+# --- training does not notice -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"activation_checkpointing": True}, {"learning_rate": 1e-2}, {"lora": True}, {"bf16": True}],
+    ids=["plain", "checkpointing", "resampled", "lora", "bf16"],
+)
+def test_training_is_bitwise_the_same_with_the_ground_truth(make_trainer, settings) -> None:
+    probe = TruthProbe(12)
+    options = {name: value for name, value in settings.items() if name != "lora"}
+    peft_config = LoraConfig(**LORA) if "lora" in settings else None
+    probed = ending(make_trainer(probes=[probe], peft_config=peft_config, **options, **FEW))
+    assert differing(probed, bare_ending(**settings, **FEW)) == []
+    assert probe.answers[-1]["delta_h/evaluation"].value != 0
+    assert all(answers.keys() >= METRICS for answers in probe.answers)
+    if settings.get("learning_rate"):
+        assert any(answers["delta_h/true_resampled"].value == 1 for answers in probe.answers)
+
+
+def test_two_processes_train_the_same_and_agree_on_the_truth(tmp_path: Path) -> None:
+    forks.start_ranks(train_twice, (tmp_path,), 2)
+    said = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in (0, 1)]
+    for rank in (0, 1):
+        assert said[rank]["world_size"] == 2
+        assert said[rank]["differing"] == []
+        assert said[rank]["shares"] == [[*range(rank, 13, 2)]] * 2  # of 13 sequences
+    assert said[0]["answers"] == said[1]["answers"]
+    for step in (0, 1):
+        first, second = (ranks["validated"][step] for ranks in said)
+        assert first["answers"] == second["answers"]
+        together = {int(i): tokens for i, tokens in (first["sequences"] | second["sequences"]).items()}
+        assert_as_defined(first["answers"], [together[i] for i in range(13)], size=1)
+    one = said[0]["answers"][0]
+    assert 1 < one["delta_h/ess"] <= 13
+    assert one["delta_h/true"] != 0
+
+
+def train_twice(rank: int, out: Path) -> None:
+    """Trains with and without the ground truth on this rank, and writes down what came out."""
+    make = trainer_maker(out / str(rank))
+
+    def share(step: Step) -> list[int]:
+        return step.policy.sample(13, step.number).prompt_index.tolist()
+
+    shares, validated = AtEveryStep(share), Validated(13)
+    plain = ending(make(**FEW))
+    trainer = make(probes=[shares, validated], **FEW)
+    said = {
+        "world_size": trainer.accelerator.num_processes,
+        "differing": differing(plain, ending(trainer)),
+        "shares": shares.given,
+        "answers": [{name: e.value for name, e in answers.items() if name in METRICS} for answers in validated.answers],
+        "validated": validated.kept,
+    }
+    (out / f"rank{rank}.json").write_text(json.dumps(said))
+    dist.barrier()
+    os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it
+
+
+# --- the measured change is right -------------------------------------------------------------------------------------
+
+
+def plain_sequences(model: PreTrainedModel, trainer: GRPOTrainer, seed: int) -> Tensor:
+    """Returns (768, 2): H and T of fresh responses to random prompts, by transformers' generate and logits."""
+    tokenizer, rows = trainer.processing_class, []
+    prompts = random.Random(seed).choices(trainer.train_dataset["prompt"], k=768)
+    batch = tokenizer(prompts, padding=True, padding_side="left", return_tensors="pt")
+    with torch.no_grad(), torch.random.fork_rng():
+        torch.manual_seed(seed)
+        ids = model.eval().generate(**batch, do_sample=True, top_k=0, max_new_tokens=24, use_cache=True)
+        width = batch["input_ids"].shape[1]
+        mask = torch.cat([batch["attention_mask"], torch.ones_like(ids[:, width:])], dim=1)
+        logps = model(ids, attention_mask=mask).logits[:, width - 1 : -1].log_softmax(dim=-1)
+    entropies = -(logps.exp() * logps).sum(dim=-1)
+    for tokens, h in zip(ids[:, width:].tolist(), entropies.tolist(), strict=True):
+        length = tokens.index(tokenizer.eos_token_id) + 1 if tokenizer.eos_token_id in tokens else len(tokens)
+        rows.append([sum(h[:length]), length])
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def plain_change_and_errors(before: Tensor, after: Tensor) -> dict[str, tuple[float, float, float]]:
+    """Returns ΔH per sequence, and per token by the delta method, with its errors as of pairs and of two samples."""
+    (h, t), (new_h, new_t) = before.unbind(dim=1), after.unbind(dim=1)
+    ratio, new_ratio = h.sum() / t.sum(), new_h.sum() / new_t.sum()
+    said = {}
+    for name, change, x, y in (
+        ("delta_h/true_sequence", new_h.mean() - h.mean(), h, new_h),
+        ("delta_h/true", new_ratio - ratio, (h - ratio * t) / t.mean(), (new_h - new_ratio * new_t) / new_t.mean()),
+    ):
+        errors = (float(s) / math.sqrt(len(x)) for s in ((y - x).std(), (x.var() + y.var()).sqrt()))
+        said[name] = (float(change), *errors)
+    return said
+
+
+@pytest.mark.parametrize(("learning_rate", "resampled"), [(3e-4, 0), (1.5e-3, 1)])
+def test_the_measured_change_is_what_many_fresh_samples_say(make_trainer, learning_rate, resampled) -> None:
+    probe = TruthProbe(320)
+    trainer = make_trainer(probes=[probe], learning_rate=learning_rate, max_steps=1, **ONE_BATCH)
+    start = copy.deepcopy(trainer.model.state_dict())
+    trainer.train()
+    twin = type(trainer.model)(trainer.model.config)
+    twin.load_state_dict(start)
+    before = plain_sequences(twin, trainer, seed=0)
+    twin.load_state_dict(trainer.model.state_dict())
+    after = plain_sequences(twin, trainer, seed=0)  # the same prompts and random numbers, which are not those of E
+    answers = probe.answers[0]
+    assert answers["delta_h/true_resampled"].value == resampled
+    plain = plain_change_and_errors(before, after)
+    for name, (change, stderr, _) in plain.items():
+        got = answers[name]
+        assert abs(got.value - change) < 4 * math.hypot(got.stderr, stderr), name
+    change, stderr, of_two_samples = plain["delta_h/true"]
+    assert abs(change) > 4 * stderr  # so that a 0 would have been noticed
+    assert answers["delta_h/true"].stderr < 0.8 * of_two_samples * math.sqrt(
+        len(before) / 320
+    )  # what E in common saves
+
+
+def test_truth_and_prediction_on_one_buffer_are_those_of_their_definitions_and_leave_out_blocks(make_trainer) -> None:
+    """Where training drops attention too: neither of the two does."""
+    probe = Validated(65)  # blocks of two sequences, and one of one
+    model, _ = load_tiny()
+    for layer in model.model.layers:
+        layer.self_attn.attention_dropout = 0.1
+    make_trainer(model=model, probes=[probe], max_steps=1, **ONE_BATCH).train()
+    for kept in probe.kept:
+        assert_as_defined(kept["answers"], [kept["sequences"][i] for i in range(65)], size=2)
+        value, stderr, _ = kept["answers"]["delta_h/evaluation_error"]
+        assert stderr < kept["answers"]["delta_h/true"][1]
+        assert value != 0
+
+
+def test_a_truth_on_fresh_samples_is_compared_pair_by_pair(make_trainer) -> None:
+    probe = Validated(24)
+    make_trainer(probes=[probe], learning_rate=1e-2, max_steps=1, **ONE_BATCH).train()
+    answers = probe.kept[0]["answers"]
+    assert answers["delta_h/true_resampled"][0] == 1
+    for suffix in ("", "_sequence"):
+        predicted, true, error = (answers[f"delta_h/{n}{suffix}"] for n in ("evaluation", "true", "evaluation_error"))
+        assert error[0] == pytest.approx(predicted[0] - true[0], rel=1e-9)
+        assert 0 < error[1] < predicted[1] + true[1] + 1e-9
+
+
+def test_a_step_without_a_formula_has_a_truth_and_no_prediction_and_says_why(make_trainer) -> None:
+    probe = Validated(12)
+    make_trainer(probes=[probe], optim="adafactor", max_steps=1, **FEW).train()
+    answers = probe.kept[0]["answers"]
+    assert math.isfinite(answers["delta_h/true"][0])
+    for name in ("evaluation", "evaluation_sequence", "evaluation_error", "evaluation_error_sequence"):
+        value, _, reason = answers[f"delta_h/{name}"]
+        assert math.isnan(value)
+        assert "Adafactor has no formula here" in reason
+
+
+def test_fewer_than_eight_blocks_give_a_prediction_without_an_error(make_trainer) -> None:
+    probe = Validated(6)
+    make_trainer(probes=[probe], max_steps=1, **FEW).train()
+    value, stderr, reason = probe.kept[0]["answers"]["delta_h/evaluation"]
+    assert math.isfinite(value)
+    assert math.isnan(stderr)
+    assert "6 blocks of sequences: an error bar needs 8" in reason
+
+
+def test_an_error_that_is_no_number_is_not_put_down_to_few_blocks() -> None:
+    without = torch.zeros(8, 2, dtype=torch.float64)
+    true = Replicates(without[0], without)
+    predicted = Replicates(without[0], without.index_fill(0, torch.tensor([3]), math.nan))
+    found = _compared(predicted, true)["delta_h/evaluation"]
+    assert (found.value, found.num_samples) == (0.0, 8)
+    assert math.isnan(found.stderr)
+    assert "is not a finite number" in found.reason
+
+
+def test_ess_and_weights_are_those_of_the_two_scorings(make_trainer) -> None:
+    class Keeps(TruthProbe):
+        def prepare(self, step: Any) -> None:
+            super().prepare(step)
+            self.rollout = step.policy.sample(16, (self.seed << 32) + step.number)
+            self.before = step.policy.score_rollout(self.rollout)
+
+        def after_step(self, step: Any) -> None:
+            self.after = step.policy.score_rollout(self.rollout)
+            super().after_step(step)
+
+    probe = Keeps(16)
+    make_trainer(probes=[probe], max_steps=1, **FEW).train()
+    weights = []
+    for old, new, mask in zip(
+        *(x.tolist() for x in (probe.before.logps, probe.after.logps)), probe.before.mask.tolist(), strict=True
+    ):
+        weights.append(math.exp(sum((b - a) * m for a, b, m in zip(old, new, mask, strict=True))))
+    answers = probe.answers[0]
+    assert answers["delta_h/ess"].value == pytest.approx(sum(weights) ** 2 / sum(w * w for w in weights), rel=1e-5)
+    assert answers["delta_h/weight_max"].value == pytest.approx(max(weights), rel=1e-5)
+    assert answers["delta_h/weight_min"].value == pytest.approx(min(weights), rel=1e-5)
+    assert max(weights) > 1.01
+
+
+def test_floor_is_rounding_and_higher_in_bf16(make_trainer) -> None:
+    floors = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        probe = TruthProbe(40)
+        make_trainer(probes=[probe], dtype=dtype, max_steps=1).train()
+        floors[dtype] = max(abs(answers["delta_h/true_floor"].value) for answers in probe.answers)
+    assert floors[torch.float32] < 1e-7
+    assert floors[torch.bfloat16] > max(1e-7, 10 * floors[torch.float32])
+
+
+def test_floor_scores_the_same_sequences_in_smaller_batches_also_where_one_batch_holds_all(make_trainer) -> None:
+    class Listens(TruthProbe):
+        def prepare(self, step: Any) -> None:
+            def listening(rollout: Rollout) -> Scores:
+                self.scored.append(rollout.prompt_index.tolist())
+                return step.policy.score_rollout(rollout)
+
+            self.scored: list[list[int]] = []
+            super().prepare(dataclasses.replace(step, policy=ScoredBy(step.policy, listening)))
+
+    probe = Listens(8)
+    make_trainer(probes=[probe], max_completion_length=8, max_steps=1).train()
+    whole, *parts = probe.scored
+    assert whole == [*range(8)]
+    assert [len(part) for part in parts] == [4, 4]
+    assert sorted(parts[0] + parts[1]) == whole
+
+
+def test_every_third_step_is_measured_and_no_other(make_trainer) -> None:
+    probe = TruthProbe(8, every=3)
+    make_trainer(probes=[probe], max_steps=4, **FEW).train()
+    assert len(probe.answers) == 2  # of steps 1 and 4
+    assert probe.answers[0]["delta_h/true"].value != probe.answers[1]["delta_h/true"].value
+
+
+def test_every_measured_step_draws_prompts_of_its_own(make_trainer) -> None:
+    class Listens(TruthProbe):
+        def prepare(self, step: Any) -> None:
+            def listening(rollout: Rollout) -> Scores:
+                self.prompts[-1].extend(step.policy.decode(ids) for ids in rollout.prompt_ids)
+                return step.policy.score_rollout(rollout)
+
+            self.prompts.append([])
+            super().prepare(dataclasses.replace(step, policy=ScoredBy(step.policy, listening)))
+
+    probe = Listens(8)
+    probe.prompts = []
+    make_trainer(probes=[probe], **FEW).train()
+    first, second = map(set, probe.prompts)
+    assert len(first - second) > 4
+
+
+def test_a_score_that_is_not_finite_is_nan_with_its_reason(make_trainer) -> None:
+    class Broken(TruthProbe):
+        def after_step(self, step: Any) -> None:
+            def broken(rollout: Rollout) -> Scores:
+                scores = step.policy.score_rollout(rollout)
+                return dataclasses.replace(scores, logps=scores.logps * math.nan)
+
+            super().after_step(dataclasses.replace(step, policy=ScoredBy(step.policy, broken)))
+
+    probe = Broken(8)
+    make_trainer(probes=[probe], max_steps=1, **FEW).train()
+    for name in ("delta_h/true", "delta_h/true_sequence", "delta_h/ess", "delta_h/weight_max"):
+        assert math.isnan(probe.answers[0][name].value)
+        assert "not a finite number" in probe.answers[0][name].reason
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"sequences": 1}, {"seed": -1}])
+def test_options_that_make_no_sense_are_refused(options) -> None:
+    with pytest.raises(ValueError, match=next(iter(options))):
+        GroundTruthProbe(**options)
+
+
+# --- sampling ---------------------------------------------------------------------------------------------------------
+
+
+def sample(trainer: GRPOTrainer, number: int, seed: int) -> Rollout:
+    return TrainerPolicy(trainer).sample(number, seed)
+
+
+def test_the_same_seed_gives_the_same_responses_and_another_seed_others(make_trainer) -> None:
+    trainer = make_trainer()
+    one, same, other = (sample(trainer, 40, seed) for seed in (5, 5, 6))
+    assert torch.equal(one.prompt_ids, same.prompt_ids)
+    assert torch.equal(one.completion_ids, same.completion_ids)
+    assert trainer.processing_class.batch_decode(one.prompt_ids) != trainer.processing_class.batch_decode(
+        other.prompt_ids
+    )
+
+
+def test_the_same_seed_at_nearby_parameters_gives_mostly_the_same_responses_in_every_batch(make_trainer) -> None:
+    trainer = make_trainer(per_device_train_batch_size=8, gradient_accumulation_steps=1, max_completion_length=48)
+    before = sample(trainer, 64, seed=5)
+    noise = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in trainer.model.parameters():
+            parameter += 0.003 * torch.randn(parameter.shape, generator=noise)
+    after = sample(trainer, 64, seed=5)
+    assert torch.equal(before.prompt_ids, after.prompt_ids)
+    texts = [trainer.processing_class.batch_decode(r.completion_ids, skip_special_tokens=True) for r in (before, after)]
+    same = sum(a == b for a, b in zip(*texts, strict=True))
+    assert 56 <= same < 64  # 52 when the random numbers run on from a batch to the next, whose lengths differ
+
+
+def test_responses_are_those_that_trl_samples_from_the_same_random_numbers(make_trainer) -> None:
+    trainer = make_trainer(temperature=0.8)
+    rollout = sample(trainer, 32, seed=3)
+    prompts = [ids[mask.bool()].tolist() for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)]
+    torch.manual_seed(int(np.random.SeedSequence([3, 1, 0]).generate_state(1, np.uint64)[0]))
+    trainer.model.eval()
+    theirs, _ = trainer._generate_single_turn(prompts, None, {}, 4)
+    mine = zip(rollout.completion_ids, rollout.completion_mask, strict=True)
+    assert [ids[mask.bool()].tolist() for ids, mask in mine] == theirs
+    assert any(ids[-1] != trainer.processing_class.eos_token_id for ids in theirs) or len(set(map(len, theirs))) > 1
+
+
+def test_conversations_go_through_the_chat_template(make_trainer) -> None:
+    trainer = make_trainer()
+    trainer.processing_class.chat_template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}{% if add_generation_prompt %}!{% endif %}"
+    )
+    trainer.train_dataset = Dataset.from_dict({"prompt": [[{"role": "user", "content": "7+2=?"}]]})
+    rollout = sample(trainer, 2, seed=0)
+    assert trainer.processing_class.batch_decode(rollout.prompt_ids) == ["user:7+2=?!"] * 2
+
+
+def test_a_stream_of_prompts_is_refused(make_trainer) -> None:
+    trainer = make_trainer()
+    trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
+    with pytest.raises(ValueError, match="without streaming"):
+        sample(trainer, 2, seed=0)
+
+
+def test_sampling_and_scoring_leave_the_trainer_as_it_was(make_trainer) -> None:
+    trainer = make_trainer(peft_config=LoraConfig(**LORA), activation_checkpointing=True)
+    trainer.model.train()
+    trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
+    frozen = trainer.model.get_submodule("base_model.model.model.norm").eval()  # one module in another mode
+    modes = [module.training for module in trainer.model.modules()]
+    attributes, metrics = set(vars(trainer)), copy.deepcopy(trainer._metrics)
+    next_numbers = (random.getstate(), np.random.get_state()[1].copy(), torch.random.get_rng_state())
+    TrainerPolicy(trainer).score_rollout(sample(trainer, 20, seed=1))
+    assert [module.training for module in trainer.model.modules()] == modes
+    assert not frozen.training
+    assert set(vars(trainer)) == attributes
+    assert trainer._metrics == metrics
+    assert trainer.model.is_gradient_checkpointing
+    assert random.getstate() == next_numbers[0]
+    assert (np.random.get_state()[1] == next_numbers[1]).all()
+    assert torch.equal(torch.random.get_rng_state(), next_numbers[2])
+
+
+def test_scores_have_no_dropout_and_no_graph_and_do_not_depend_on_the_batch(make_trainer) -> None:
+    trainer = make_trainer(peft_config=LoraConfig(**LORA))
+    trainer.model.train()
+    for name, parameter in trainer.model.named_parameters():
+        if "lora_B" in name:  # zero at first, which would hide the dropout
+            torch.nn.init.normal_(parameter, std=0.1)
+    rollout = sample(trainer, 20, seed=1)
+    first, second = (TrainerPolicy(trainer).score_rollout(rollout) for _ in range(2))
+    trainer.args.per_device_train_batch_size = 3
+    split = TrainerPolicy(trainer).score_rollout(rollout)
+    assert not first.logps.requires_grad
+    assert torch.equal(first.logps, second.logps)
+    mask = first.mask.bool()
+    torch.testing.assert_close(split.logps[mask], first.logps[mask], rtol=0, atol=1e-5)
+    torch.testing.assert_close(split.entropies[mask], first.entropies[mask], rtol=0, atol=1e-5)
+
+
+def test_under_bf16_autocast_scores_are_still_those_of_fp32(make_trainer) -> None:
+    def logps(step: Step) -> tuple[Rollout, Tensor, Tensor]:
+        rollout = step.policy.sample(8, 0)
+        return (
+            rollout,
+            step.policy.score_rollout(rollout).logps,
+            step.policy.score(step.batch.rollout, torch.arange(8)).logps.detach(),
+        )
+
+    given = {}
+    for bf16 in (False, True):
+        probe = AtEveryStep(logps)
+        make_trainer(probes=[probe], bf16=bf16, max_steps=1, **FEW).train()
+        given[bf16] = probe.given[0]
+    (exact, fp32, _), (mixed, scored, _) = given[False], given[True]
+    assert torch.equal(exact.completion_ids, mixed.completion_ids)
+    assert torch.equal(fp32, scored)

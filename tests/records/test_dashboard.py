@@ -1,0 +1,69 @@
+"""The saved W&B workspace: what it would hold, without an account; its errors say what to do."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rl_training.records import workspace as dashboard
+from rl_training.records.workspace import main
+
+
+def table_of_the_page() -> dict[str, list[str]]:
+    """What docs/how_to/watch_a_run.md tells to look at in each section: {section: names as written there}."""
+    lines = (Path(__file__).parents[2] / "docs" / "how_to" / "watch_a_run.md").read_text(encoding="utf-8").splitlines()
+    start = lines.index("| section | look at | and think |") + 2
+    rows = [line.split("|") for line in itertools.takewhile(bool, lines[start:])]
+    return {row[1].strip(): re.findall(r"`([^`]+)`", row[2]) for row in rows}
+
+
+def test_a_dry_run_prints_the_sections_of_the_page_with_what_to_look_at_over_the_optimizer_step(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    main(["--dry-run", "--project", "mine", "--entity", "me"])
+    spec = json.loads(capsys.readouterr().out)
+    assert (spec["entity"], spec["project"]) == ("me", "mine")
+    sections = spec["spec"]["section"]["panelBankConfig"]["sections"]
+    table = table_of_the_page()
+    assert [section["name"] for section in sections] == list(table)
+    for section in sections:
+        panels = [panel["config"] for panel in section["panels"]]
+        assert all(config["xAxis"] == "step" for config in panels)
+        drawn = [metric for config in panels for metric in config.get("metrics", [])]
+        patterns = [config["metricRegex"] for config in panels if config.get("useMetricRegex")]
+        for name in table[section["name"]]:
+            if name.startswith(("delta_h/layer/", "intervention/", "tokens/")):
+                one = name.replace("…", "0").replace("NAME", "bonus:0.02").replace("KIND", "text")
+                assert any(re.search(pattern, one) for pattern in patterns), name
+            elif "…" in name:  # the end, or the beginning, of several names
+                assert any(metric.startswith(name[:-1]) or metric.endswith(name[1:]) for metric in drawn), name
+            elif "=" not in name:
+                assert {name, f"delta_h/{name}"} & set(drawn), name
+
+
+def test_without_the_package_it_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb_workspaces.reports.v2", None)  # as if it were not installed
+    with pytest.raises(SystemExit) as ended:
+        main(["--dry-run"])
+    assert ended.value.code == 2
+    assert "pip install 'rl-training[dashboard]'" in capsys.readouterr().err
+
+
+def test_without_an_account_it_says_how_to_log_in(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Any
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))  # no .netrc
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    with pytest.raises(SystemExit) as ended:
+        dashboard.main([])
+    assert ended.value.code == 2
+    assert "wandb login" in capsys.readouterr().err

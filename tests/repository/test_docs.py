@@ -1,0 +1,149 @@
+"""The site: tutorials run from the first cell to the last, examples of the guides run, no metric is without a row."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import forks
+import matplotlib.pyplot as plt
+import pytest
+from test_training_with_interventions import SGD, SHAPE, weights
+from trainers import FEW, every_probe, trainer_maker
+
+from rl_training import DrGRPOTrainer
+from rl_training.hosts.trl.alert import EntropyAlert
+from rl_training.hosts.trl.buffer import FilteredBuffer
+from rl_training.probes import InterventionsProbe, SimpleEntropyProbe, TokenClassesProbe
+
+DOCS = Path(__file__).parents[2] / "docs"
+TUTORIALS = sorted(path for path in DOCS.glob("tutorials/*.md") if "{code-cell}" in path.read_text(encoding="utf-8"))
+SCRIPTS = {"train": "train.py", "analyze": "offline.py", "evaluate": "evaluate.py"}
+OURS = (
+    *("delta_h", "entropy/", "gns", "ess", "covariance", "intervention", "tokens/"),
+    *("forecast", "buffer", "probe_cost", "calib"),
+)
+
+
+def blocks(page: Path, opening: str) -> list[str]:
+    text = page.read_text(encoding="utf-8")
+    return re.findall(rf"^```{opening}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+def code_cells(page: Path) -> list[str]:
+    return [re.sub(r"^:tags:.*\n", "", cell) for cell in blocks(page, r"\{code-cell\} python")]
+
+
+def typed_in_a_terminal(line: str, folder: Path) -> None:
+    """Runs `rl-training COMMAND …` as a warm fork, which starts at the root of the repository."""
+    name, command, *arguments = shlex.split(line)
+    assert name == "rl-training"
+    done = forks.run(SCRIPTS[command], *(a.replace("=runs/", f"={folder}/runs/") for a in arguments))
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("page", TUTORIALS, ids=lambda page: page.stem)
+def test_a_tutorial_runs_to_its_end(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    display = ModuleType("IPython.display")  # of the site, not of the tests
+    display.Image = lambda path, **size: Path(path).read_bytes()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "IPython.display", display)
+    names: dict[str, Any] = {"__name__": "__main__"}
+    for cell in code_cells(page):
+        if cell.startswith("!"):
+            typed_in_a_terminal(cell[1:], tmp_path)
+        else:
+            exec(compile(cell, str(page), "exec"), names)
+    plt.close("all")
+    assert list(tmp_path.glob("**/metrics.jsonl"))
+
+
+def example(page: str, marker: str) -> str:
+    """Returns the Python block of a guide that contains the marker."""
+    return next(block for block in blocks(DOCS / page, "python") if marker in block)
+
+
+@pytest.fixture(scope="module")
+def recorded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
+    """The names that a training with everything records, the probe and the intervention of the guides among it."""
+    folder = tmp_path_factory.mktemp("everything")
+    mine: dict[str, Any] = {}
+    exec(example("how_to/write_a_probe.md", "class RewardSpreadProbe"), mine)
+    (folder / "mine.py").write_text(example("how_to/write_an_intervention.md", "def softer"), encoding="utf-8")
+    interventions = InterventionsProbe(["bonus", f"{folder / 'mine.py'}:softer:0.5"], every=1)
+    tokens = TokenClassesProbe(every=1)
+    interventions.min_folds = tokens.min_folds = 1  # they have names to say where they have no numbers
+    probes = [*every_probe(), mine["RewardSpreadProbe"](), interventions, tokens]
+    trainer = trainer_maker(folder)(probes=probes, buffer=FilteredBuffer(), num_generations=4, **FEW)
+    trainer.train()
+    names = {*trainer.attachment.latest, *(name for row in trainer.state.log_history for name in row)}
+    assert trainer.attachment.latest["reward_spread/all"].value > 0
+    mismatched = trainer_maker(folder)(probes=[SimpleEntropyProbe()], top_p=0.9, **FEW)
+    mismatched.train()
+    alert, logs = EntropyAlert(below=0.01), {}
+    state = SimpleNamespace(is_world_process_zero=False, global_step=0, log_history=[])
+    for state.global_step in range(1, 7):
+        logs = {"entropy": 0.2}
+        alert.on_log(None, state, None, logs)
+    return {name for name in {*names, *logs, *mismatched.attachment.latest} if name.startswith(OURS)}
+
+
+def rows_of_the_page() -> dict[str, re.Pattern[str]]:
+    """The metrics of docs/reference/metrics.md, and what matches them: …, NAME and KIND stand for anything."""
+    lines = (DOCS / "reference" / "metrics.md").read_text(encoding="utf-8").splitlines()
+    names = [found[1] for line in lines if (found := re.match(r"\| `([^`]+)` \|", line))]
+    return {
+        name: re.compile(re.sub("…|NAME|KIND", ".+", re.escape(name)) + "(_sequence)?(_se|_low|_high)?")
+        for name in names
+    }
+
+
+def test_the_page_of_metrics_has_a_row_for_whatever_is_recorded_and_no_other(recorded: set[str]) -> None:
+    rows = rows_of_the_page()
+    assert {name for name in recorded if not any(row.fullmatch(name) for row in rows.values())} == set()
+    assert {name for name, row in rows.items() if not any(map(row.fullmatch, recorded))} == set()
+
+
+def test_what_the_guide_gives_a_plain_trainer_trains_as_the_interventions_do(tmp_path: Path) -> None:
+    """Over DrGRPOTrainer's order of the batch, by SGD: weights change the same to 1e-6, and not as without."""
+    mine: dict[str, Any] = {}
+    for marker in ("class PositiveOnly", "class ScaleLearningRate"):
+        exec(example("how_to/entropy_is_falling.md", marker), mine)
+    make = trainer_maker(tmp_path)
+    guided = type("Guided", (mine["PositiveOnly"], DrGRPOTrainer), {})
+    changes = []
+    for kind, names in ((guided, []), (DrGRPOTrainer, ["psr", "lr:0.5"]), (DrGRPOTrainer, [])):
+        trainer = make(kind, interventions=names, **SHAPE | SGD)
+        if kind is guided:
+            trainer.add_callback(mine["ScaleLearningRate"](0.5))
+        first = weights(trainer)
+        trainer.train()
+        changes.append(weights(trainer) - first)
+    guide, own, plain = changes
+    assert float((guide - own).norm() / own.norm()) < 1e-6
+    assert float((guide - plain).norm() / own.norm()) > 1e-3
+
+
+def test_every_setting_says_what_it_is() -> None:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    files = [path for path in generate.CONF.glob("**/*.yaml") if path.parent.name not in ("help", "experiment")]
+    assert len(files) > 25
+    assert {(path.stem, name) for path in files for name, _, what in generate.settings(path) if not what} == set()
+
+
+def test_links_to_files_of_the_repository_lead_somewhere() -> None:
+    """Those that Sphinx does not follow: of README.md, which are absolute, and of pages, which begin with repo:."""
+    pages = [DOCS.parent / "README.md", *DOCS.glob("**/*.md")]
+    link = re.compile(r"(?:rl-training/rl-training/(?:blob/)?main/|\(repo:)([^)#\s]+)")
+    files = {name for page in pages for name in link.findall(page.read_text(encoding="utf-8"))}
+    assert len(files) > 20
+    assert {name for name in files if not (DOCS.parent / name).is_file()} == set()

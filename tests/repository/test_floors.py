@@ -1,0 +1,202 @@
+"""Modules import only downward, and each outside library only in the layers that may know it.
+
+The folder says the floor. What any loop's host needs can be imported where TRL is not installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+
+from rl_training.hosts.trl.patches import METHODS, TRAINER_ATTRIBUTES
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "rl_training"
+# What each layer may import beside itself. Records and probes do not know each other. What is measured offline is
+# measured on a trainer, one that stands still: offline stands on hosts, which know nothing of it.
+BELOW = {
+    "mathematics": set(),
+    "tasks": set(),
+    "engine": {"mathematics"},
+    "interventions": {"mathematics", "engine"},
+    "probes": {"mathematics", "engine", "interventions"},
+    "records": {"mathematics"},
+    "evaluation": {"mathematics", "records", "tasks"},
+    "hosts": {"mathematics", "engine", "interventions", "probes", "records"},
+    "offline": {"mathematics", "engine", "interventions", "probes", "records", "hosts"},
+    "job": {
+        "mathematics",
+        "engine",
+        "interventions",
+        "probes",
+        "records",
+        "hosts",
+        "offline",
+        "tasks",
+        "evaluation",
+    },
+}
+# A loop's own libraries: what stands in hosts itself serves any loop.
+LOOPS = {"trl", "accelerate", "deepspeed"}
+LIBRARIES = {
+    "mathematics": {"torch", "scipy"},
+    "engine": {"torch"},
+    "interventions": {"torch", "scipy"},
+    "probes": {"torch"},
+    "records": {
+        "torch", "safetensors", "rich", "matplotlib", "numpy", "jinja2", "markupsafe", "PIL", "wandb",
+        "wandb_workspaces", "pandas", "scipy", "fsspec", "yaml", "tqdm",
+    },
+    "evaluation": {"torch", "transformers", "peft", "numpy"},
+    "hosts": {"torch", "numpy"},
+    "hosts/trl": {"torch", "transformers", "numpy", *LOOPS},  # deepspeed only while it trains
+    "hosts/verl": {"torch", "tensordict", "verl", "ray", "hydra", "omegaconf"},
+    "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich", "matplotlib", "yaml", "pandas"},
+    "tasks": {
+        "tqdm",
+        "torch", "transformers", "tokenizers", "datasets", "numpy", "math_verify", "sympy", "latex2sympy2_extended",
+        "safetensors", "reasoning_gym",
+    },
+    "job": {
+        "torch", "transformers", "accelerate", "hydra", "omegaconf", "yaml", "tqdm", "wandb", "trackio", "tensorboard",
+        "matplotlib", "pandas",
+    },
+}  # fmt: skip
+COMMANDS = {
+    "kernel",
+    "report",
+    "dashboard",
+    "sync",
+    "train",
+    "analyze",
+    "evaluate",
+}  # python -m rl_training.<name>: each one line that calls the layer's main
+TOP = COMMANDS | {"__init__", "__main__", "extras", "version"}
+FILES = [*sorted(PACKAGE.rglob("*.py")), *(ROOT / f"{command}.py" for command in ("train", "offline", "evaluate"))]
+
+
+def layer_of(path: Path) -> str:
+    """Returns the folder that a module lies in, or "" for what lies above all layers: commands."""
+    parts = path.relative_to(ROOT).parts
+    return parts[1] if len(parts) > 2 and path.name != "__main__.py" else ""
+
+
+def libraries_of(path: Path) -> set[str]:
+    """Returns what a module may import from outside: a loop's libraries in the host of that loop only."""
+    host = "/".join(path.relative_to(PACKAGE).parts[:2])
+    return LIBRARIES[host if host in LIBRARIES else layer_of(path)]
+
+
+def imports_of(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: imports are absolute"
+            module = node.module or ""
+            names |= {f"{module}.{alias.name}" for alias in node.names} if module == "rl_training" else {module}
+    return names
+
+
+def test_every_module_lies_in_a_layer() -> None:
+    assert {p.name for p in PACKAGE.iterdir() if p.is_dir() and p.name != "__pycache__"} == set(BELOW)
+    assert {p.stem for p in PACKAGE.glob("*.py")} == TOP
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))
+def test_imports_go_only_downward(path: Path) -> None:
+    layer = layer_of(path)
+    for name in imports_of(path):
+        top, *rest = name.split(".")
+        if top == "rl_training":
+            if layer and rest[0] not in ("version", "extras"):
+                assert rest[0] in BELOW[layer] | {layer}, f"{layer} imports {name}"
+        elif layer and top not in sys.stdlib_module_names:
+            assert top in libraries_of(path), f"{layer} imports {name}"
+
+
+def test_the_layers_have_an_order() -> None:
+    for layer, below in BELOW.items():
+        for lower in below:
+            assert BELOW[lower] < below, f"what {lower} may import, {layer} may too, and more"
+
+
+def test_probes_do_not_import_one_another() -> None:
+    files = {path.stem: path for path in (PACKAGE / "probes").glob("*.py") if path.stem != "__init__"}
+    probes = {stem for stem, path in files.items() if "(Probe):" in path.read_text(encoding="utf-8")}
+    assert len(probes) == 9
+    for path in files.values():
+        assert not {name for name in imports_of(path) if name.rsplit(".", 1)[-1] in probes}
+
+
+def test_a_loops_libraries_are_imported_only_where_that_loop_is_known() -> None:
+    """By hosts/trl, and by the commands that build a trainer or count processes."""
+    importing = {path: {name.partition(".")[0] for name in imports_of(path)} & LOOPS for path in FILES}
+    folders = {path.relative_to(ROOT).parent.as_posix() for path, names in importing.items() if names}
+    assert folders == {"rl_training/hosts/trl", "rl_training/job"}
+
+
+@functools.cache
+def imported_at_once(path: Path) -> set[str]:
+    """Returns what a module imports while it is imported itself, not what its functions import, nor for types only."""
+    names: set[str] = set()
+    statements = list(ast.parse(path.read_text(encoding="utf-8")).body)
+    for node in statements:  # grows
+        if isinstance(node, ast.If) and ast.unparse(node.test) != "TYPE_CHECKING":
+            statements += node.body + node.orelse
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def imported_with(module: str) -> set[str]:
+    """Returns the libraries that come along when a module of this package is imported, by whatever way."""
+    libraries: set[str] = set()
+    modules = [module]
+    for name in modules:  # grows
+        parts = name.split(".")
+        above = [".".join(parts[:count]) for count in range(1, len(parts))]
+        file = ROOT.joinpath(*parts).with_suffix(".py")
+        file = file if file.exists() else ROOT.joinpath(*parts, "__init__.py")
+        found = imported_at_once(file) if file.exists() else set()  # else it is a name in the module above
+        libraries |= {other.partition(".")[0] for other in found if not other.startswith("rl_training")}
+        modules += {*above, *(other for other in found if other.startswith("rl_training"))} - {*modules}
+    return libraries
+
+
+def test_what_any_host_needs_is_imported_without_trl_and_transformers() -> None:
+    """The same for what writes and reads records; matplotlib comes with pages and pictures only."""
+    layers = ("mathematics", "engine", "interventions", "probes", "records", "hosts")
+    files = [path for layer in layers for path in (PACKAGE / layer).glob("*.py")]
+    assert "matplotlib" in imported_with("rl_training.records.report")
+    assert "trl" in imported_with("rl_training.job.build")
+    for path in files:
+        module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        assert not imported_with(module) & {*LOOPS, "transformers", "peft", "matplotlib"}, module
+
+
+def private_members_named_in(path: Path) -> set[str]:
+    """Returns the names behind `x._name` where x is another object than self."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and not node.attr.startswith("__")
+        and not (isinstance(node.value, ast.Name) and node.value.id in ("self", "cls", "torch"))
+    }
+
+
+def test_private_members_of_the_libraries_are_those_of_the_one_table() -> None:
+    table = {method.name for method in METHODS} | {*TRAINER_ATTRIBUTES}
+    files = [path for path in FILES if layer_of(path) == "hosts" and path.name != "sharding.py"]
+    files = [path for path in files if path.parent.name != "verl"]  # it takes one minor version of verl only
+    named = set().union(*map(private_members_named_in, files))
+    assert named <= table, f"add to hosts/trl/patches.py: {named - table}"

@@ -1,0 +1,72 @@
+"""The notebook runs from the first cell to the last, on runs with everything and one with next to nothing."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import matplotlib.pyplot as plt
+import pytest
+
+from rl_training.mathematics.estimate import Estimate
+from rl_training.records.jsonl import Records
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "training_analysis.ipynb"
+
+
+def record(folder: Path, probed: bool) -> Path:
+    records = Records(folder / "logs")
+    for step in range(1, 7):
+        records.write_metrics(step, {"loss": 0.1, "reward": 0.1 * step, "entropy": 1 / step})
+        if probed:
+            names = ("forward", "backward", "cumulative_measured", "cumulative_predicted")
+            estimates = {f"delta_h/{name}": Estimate(-0.1 * step, 0.01, 8) for name in names}
+            records.write_estimates(step, 1, "simple", estimates)
+    return folder
+
+
+def run_notebook(runs: list[Path], monkeypatch: pytest.MonkeyPatch) -> tuple[str, int]:
+    """Returns what its cells have as values, as text, and how many figures they draw; an exception is raised here.
+
+    In this process: a kernel of Jupyter's would import everything again.
+    """
+    monkeypatch.setenv("RUNS", os.pathsep.join(map(str, runs)))
+    plt.close("all")
+    names: dict[str, object] = {}
+    values = []
+    for cell in cells():
+        statements = ast.parse("".join(cell["source"])).body
+        last = [statements.pop()] if isinstance(statements[-1], ast.Expr) else []
+        exec(compile(ast.Module(statements, []), str(NOTEBOOK), "exec"), names)
+        values += [eval(compile(ast.Expression(each.value), str(NOTEBOOK), "eval"), names) for each in last]
+    figures = len(plt.get_fignums())
+    plt.close("all")
+    return "\n".join(map(str, values)), figures
+
+
+def cells() -> list[dict[str, Any]]:
+    notebook = json.loads(NOTEBOOK.read_text(encoding="utf-8"))
+    return [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+
+
+def test_the_notebook_shows_several_runs_and_leaves_out_what_one_has_not_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = [record(tmp_path / name, probed=name != "bare") for name in ("first", "second", "bare")]
+    folder = runs[0] / "evaluations" / "sums"
+    folder.mkdir(parents=True)
+    table = "step,metric,value,stderr,num_prompts\n4,reward,0.5,0.1,64\n4,kl/token,0.1,0.01,64\n"
+    (folder / "consolidated_metrics.csv").write_text(table)
+    text, figures = run_notebook([tmp_path], monkeypatch)
+    assert all(name in text for name in ("first", "second", "bare"))
+    assert "-0.6" in text  # measured and predicted, at step 6
+    assert figures == 4
+
+
+def test_the_notebook_is_stored_without_outputs() -> None:
+    for cell in cells():
+        assert not cell["outputs"]
+        assert cell["execution_count"] is None
