@@ -1,14 +1,13 @@
-"""rl-training COMMAND …: every command of the package. Each is `python -m rl_training.COMMAND` too.
+"""rl-training COMMAND …, or python -m rl_training COMMAND …: every command of the package.
 
 In a checkout `train.py`, `offline.py` (analyze) and `evaluate.py` are the same. To start several processes:
-`accelerate launch -m rl_training.train …`.
+`accelerate launch -m rl_training train …`.
 """
 
 from __future__ import annotations
 
 import importlib
 import sys
-from pathlib import Path
 
 from rl_training.job.command_line import run_command
 from rl_training.version import VERSION
@@ -37,8 +36,7 @@ def main() -> None:
     """Runs the command that the first argument names."""
     name = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if name in COMMANDS:
-        # As `python -m rl_training.COMMAND` has it. How it was really typed, job/command_line.py finds out.
-        sys.argv = [str(Path(__file__).with_name(f"{name}.py")), *sys.argv[2:]]
+        sys.argv = sys.argv[1:]  # the command reads its own arguments
         command(name)
     elif name in ("-h", "--help"):
         print(_help())
@@ -54,7 +52,7 @@ def _help() -> str:
         f"rl-training {VERSION}: probes inside the GRPO training loop\n\n"
         f"usage: rl-training COMMAND [ARGUMENTS]\n\n{commands}\n\n"
         "  rl-training COMMAND --help says more about each.\n"
-        "  Several processes: accelerate launch -m rl_training.train [ARGUMENTS]"
+        "  Several processes: accelerate launch -m rl_training train [ARGUMENTS]"
     )
 
 

@@ -76,12 +76,11 @@ class Launch:
 
 
 def _typed(words: Sequence[str]) -> str:
-    """Returns the words up to this process's script or module as they were typed, "" where neither is among them."""
-    spec = getattr(sys.modules["__main__"], "__spec__", None)  # of python -m
+    """Returns the words up to this process's script or command as they were typed, "" where neither is among them."""
     for number, word in enumerate(words, 1):
-        behind = Path(word).name in ("rl-training", "rl_training")  # its command comes behind it
-        if behind or word == sys.argv[0] or (spec is not None and word == spec.name):
-            typed = list(words[: number + behind])
+        is_program = Path(word).name in ("rl-training", "rl_training")  # the command's name follows
+        if is_program or word == sys.argv[0]:
+            typed = list(words[: number + is_program])
             break
     else:
         return ""

@@ -11,7 +11,6 @@ offline.py's command line, and run as offline.py runs its own; defaults are thos
 
 from __future__ import annotations
 
-import argparse
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -72,7 +71,7 @@ class OfflineEntropyProbe:
         """Returns what to type after offline.py. ValueError where no checkpoint is named."""
         path = checkpoint_path or self._given.get("checkpoint.checkpoint_path")
         if path is None:
-            raise ValueError("checkpoint.checkpoint_path is not set: set it in the file, or give --checkpoint PATH")
+            raise ValueError("checkpoint.checkpoint_path is not set: set it, or give run_mixed_probe a path")
         words = [f"checkpoint={as_text(str(path))}", *ALWAYS]
         for key, setting in SETTINGS.items():
             if key in self._given:
@@ -156,19 +155,3 @@ def _adapter_words(checkpoint: Path) -> list[str]:
         "adapter=lora", f"adapter.r={adapter['r']}", f"adapter.lora_alpha={adapter['lora_alpha']}",
         f"adapter.target_modules={target}",
     ]  # fmt: skip
-
-
-def main() -> None:
-    """Runs the probe of a configuration file, prints its core numbers, and where the log lies."""
-    parser = argparse.ArgumentParser(
-        prog="python -m rl_training.offline",
-        description="Analyze a checkpoint's next step from a configuration file. rl-training analyze needs none.",
-    )
-    parser.add_argument("--config", required=True, help="a file like those in probe_configs")
-    parser.add_argument("--checkpoint", help="a checkpoint or a run, instead of the file's")
-    arguments = parser.parse_args()
-    found = OfflineEntropyProbe.from_config_file(arguments.config).run_mixed_probe(arguments.checkpoint)
-    for key, value in found.items():
-        if isinstance(value, float | int):
-            print(f" {key} = {value:.6g}")
-    print(f" log: {found['log'] or 'none asked for'}")

@@ -55,7 +55,7 @@ def copy_launch_file() -> None:
         prog="rl-training launch-file",
         description="Copy a configuration of accelerate launch to ./launch, and print its path. A file that is there "
         "already stays as it is.",
-        epilog="accelerate launch --config_file $(rl-training launch-file ddp) --num_processes 8 -m rl_training.train",
+        epilog="accelerate launch --config_file $(rl-training launch-file ddp) --num_processes 8 -m rl_training train",
     )
     parser.add_argument("name", metavar="NAME", choices=names, help=", ".join(names))
     name = parser.parse_args().name

@@ -159,7 +159,7 @@ def test_in_a_folder_that_is_no_checkout_it_runs_the_module_of_the_active_enviro
     (tmp_path / "launch").mkdir()
     (tmp_path / "launch" / "ddp.yaml").touch()
     ended = submitted(tmp_path, eight, environment_folder="bin")
-    assert ended.stdout.split()[-4:-2] == ["-m", "rl_training.train"]
+    assert ended.stdout.split()[-5:-2] == ["-m", "rl_training", "train"]
 
 
 def submitted(tmp_path: Path, given: dict[str, str], environment_folder: str) -> subprocess.CompletedProcess[str]:

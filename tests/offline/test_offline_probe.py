@@ -19,7 +19,7 @@ from rl_training import OfflineEntropyProbe
 from rl_training.job.analysis import analyse_checkpoints
 from rl_training.job.build import build_run
 from rl_training.job.explain import flat
-from rl_training.job.offline_probe import CHOICES, SETTINGS, main
+from rl_training.job.offline_probe import CHOICES, SETTINGS
 from rl_training.job.shipped import CONF, PROBE_CONFIGS
 from rl_training.offline.results import read_result
 from rl_training.records import probe_logs, read_probe_log
@@ -78,24 +78,17 @@ def test_only_the_measured_part_is_run_and_returned(run: Path, tmp_path: Path) -
 
 
 def test_the_ready_files_run_and_explain_every_option(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]  # noqa: F811
-) -> None:  # fmt: skip
+    run: Path,  # noqa: F811
+) -> None:
     probe = OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "full_example.yaml")
     others = {"checkpoint.checkpoint_path", "importance.report_per_token", "detailed_logging.enabled", "overrides"}
     assert flat(probe.config).keys() == {*SETTINGS, *CHOICES} | others
     with initialize_config_dir(str(CONF), version_base="1.3"):
         given, default = compose("offline", probe.words(run)), compose("offline", [f"checkpoint={run}"])
     assert {key for key in default if given[key] != default[key]} == {"name", "report", "dashboards"}
-    monkeypatch.setattr(
-        "sys.argv",
-        ["probe", "--config", str(PROBE_CONFIGS / "quick_test.yaml"), "--checkpoint", str(checkpoint(run, 2))],
-    )
-    main()
-    printed = capsys.readouterr().out
-    log = printed.split(" log: ")[1].strip()
-    assert Path(log).is_relative_to(run / "offline")
-    assert " deltaH1 = " in printed
-    assert len(probe_logs(Path(log).parent)) >= 1
+    found = OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "quick_test.yaml").run_mixed_probe(checkpoint(run, 2))
+    assert Path(found["log"]).is_relative_to(run / "offline")
+    assert len(probe_logs(Path(found["log"]).parent)) >= 1
 
 
 @pytest.mark.parametrize(

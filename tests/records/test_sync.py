@@ -302,7 +302,7 @@ def test_a_kill_in_the_middle_of_a_file_leaves_none_of_it_and_the_next_call_ends
         (served / "killed" / name).parent.mkdir(parents=True)
         (served / "killed" / name).write_bytes(data)
     monkeypatch.setattr(FaultySFTP, "pause", 3.0)
-    command = [sys.executable, "-m", "rl_training.sync", f"{address}/killed", str(tmp_path / "home")]
+    command = [sys.executable, "-m", "rl_training", "sync", f"{address}/killed", str(tmp_path / "home")]
     process = subprocess.Popen(command, env={**os.environ, "HOME": str(user)})
     partial = tmp_path / "home" / "logs" / ".metrics.jsonl.partial"
     until = time.monotonic() + 60

@@ -66,16 +66,7 @@ LIBRARIES = {
         "matplotlib", "pandas",
     },
 }  # fmt: skip
-COMMANDS = {
-    "kernel",
-    "report",
-    "dashboard",
-    "sync",
-    "train",
-    "analyze",
-    "evaluate",
-}  # python -m rl_training.<name>: each one line that calls the layer's main
-TOP = COMMANDS | {"__init__", "__main__", "extras", "version"}
+TOP = {"__init__", "__main__", "extras", "version"}
 FILES = [*sorted(PACKAGE.rglob("*.py")), *(ROOT / f"{command}.py" for command in ("train", "offline", "evaluate"))]
 
 
