@@ -1,17 +1,17 @@
 """Do the predictions come true? Each step's change of entropy, measured on fresh sequences, against what was predicted.
 
-    OMP_NUM_THREADS=1 python benchmarks/calibration.py [--learning-rates 1e-4 3e-4 1e-3] [--seeds 0 1 2] [--steps 40]
+    OMP_NUM_THREADS=1 python benchmarks/calibration.py [--conditions "rate 1e-4" default lora] [--seeds 0 1 2]
 
-Trains the default task once for each learning rate and seed, with the probe `simple`, and measures around every
-optimizer step the true ΔH on an evaluation set of fresh responses to random prompts (probes/ground_truth.py:
-importance weights while they are worth something, else a new sample with the same random numbers). Beside it, what one
-would get from importance weights on the training batch itself, which is no ground truth.
+Trains the default task once for each condition and seed, with the probe `simple`, and measures around every optimizer
+step the true ΔH on an evaluation set of fresh responses to random prompts (probes/ground_truth.py: importance weights
+while they are worth something, else a new sample with the same random numbers). Beside it, what one would get from
+importance weights on the training batch itself, which is no ground truth. The second table has sums over whole runs.
 
 At one step of each run it also moves the parameters by η δθ for η = 2^-6 .. 2 and measures ΔH there, always on the same
 evaluation set: is the change linear in the step?
 
-The measurements lie in OUTPUT/lr_LR_seed_SEED/logs, one run each. A run that is complete there is not repeated: stop
-and go on, or share the runs among several processes. --only-report makes table and picture of what is there.
+The measurements lie in OUTPUT/CONDITION_seed_SEED/logs, one run each. A run that is complete there is not repeated:
+stop and go on, or share the runs among several processes. --only-report makes table and picture of what is there.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import rl_training.job.silence  # noqa: F401
 
@@ -31,23 +31,40 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 import torch
 from default_task import Progress, default_trainer
+from peft import LoraConfig
 from torch import Tensor
 from tqdm import tqdm
 
 from rl_training import Estimate
 from rl_training.engine.step import Step
-from rl_training.mathematics.calibration import Calibration
+from rl_training.mathematics.calibration import Calibration, interval_covers
 from rl_training.mathematics.importance import importance_weights, reweighted_replicates, sequence_totals
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.probes import GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import Records, read_estimates
 
+CONDITIONS: dict[str, dict[str, Any]] = {
+    "rate 1e-4": {"learning_rate": 1e-4},
+    "default": {},
+    "rate 1e-3": {"learning_rate": 1e-3},
+    "lora": {"learning_rate": 2e-3},
+    "sgd": {"optim": "sgd", "learning_rate": 0.05},
+    "temperature 0.7": {"temperature": 0.7},
+    "temperature 1.3": {"temperature": 1.3},
+    "G = 4": {"num_generations": 4},
+    "G = 16": {"num_generations": 16},
+    "decay 1": {"weight_decay": 1.0},
+    "clipping 0.05": {"max_grad_norm": 0.05},
+    "truncation 20": {"max_completion_length": 20},
+}
+DRAWN = ("rate 1e-4", "default", "rate 1e-3")
 TRUE, SAME_BATCH = "delta_h/true", "delta_h/same_batch_snis"
 PREDICTIONS = ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid", "delta_h/reuse", SAME_BATCH)
 LINEARITY_STEP = 11  # Adam is warm by then
 EXPONENTS = range(-6, 2)  # η = 2^e
 SMALL = -2  # exponents up to this one are small steps
 MIN_ESS_FRACTION = 0.5  # below, importance weights are worthless
+Run = dict[str, dict[int, Estimate]]  # every estimate of a run, by name and by the step that it speaks of
 
 
 class TruthOfEachStep(GroundTruthProbe):
@@ -99,8 +116,8 @@ class Pair(NamedTuple):
     truth: Estimate
 
 
-def run_folder(output: Path, learning_rate: float, seed: int) -> Path:
-    return output / f"lr_{learning_rate:g}_seed_{seed}" / "logs"
+def run_folder(output: Path, condition: str, seed: int) -> Path:
+    return output / f"{condition.replace(' ', '_')}_seed_{seed}" / "logs"
 
 
 def is_complete(folder: Path, steps: int) -> bool:
@@ -108,25 +125,27 @@ def is_complete(folder: Path, steps: int) -> bool:
     return any(row["step"] == steps + 1 for row in read_estimates(folder))
 
 
-def train(folder: Path, learning_rate: float, seed: int, steps: int, num_sequences: int, bar: tqdm) -> None:
+def train(folder: Path, condition: str, seed: int, steps: int, num_sequences: int, bar: tqdm) -> None:
     """Trains one run and records every prediction and every truth."""
     probes = [SimpleEntropyProbe(), TruthOfEachStep(num_sequences, seed, min(LINEARITY_STEP, steps))]
+    settings = dict(CONDITIONS[condition])
+    if condition == "lora":
+        settings["peft_config"] = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM")
     with tempfile.TemporaryDirectory() as scratch:
-        trainer = default_trainer(scratch, probes, steps + 1, learning_rate, seed, Records(folder))
+        trainer = default_trainer(scratch, probes, steps + 1, seed=seed, records=Records(folder), **settings)
         trainer.add_callback(Progress(bar))
         trainer.train()
 
 
-def read_run(folder: Path) -> dict[str, dict[int, Estimate]]:
-    """Returns every estimate of a run, by name and by the step that it speaks of."""
-    by_name: dict[str, dict[int, Estimate]] = {}
+def read_run(folder: Path) -> Run:
+    run: Run = {}
     for row in read_estimates(folder):
         estimate = Estimate(row["value"], row["stderr"], row["num_samples"], row["reason"])
-        by_name.setdefault(row["name"], {})[row["about_step"]] = estimate
-    return by_name
+        run.setdefault(row["name"], {})[row["about_step"]] = estimate
+    return run
 
 
-def pairs_of(runs: Sequence[dict[str, dict[int, Estimate]]], name: str, steps: int) -> list[Pair]:
+def pairs_of(runs: Sequence[Run], name: str, steps: int) -> list[Pair]:
     return [Pair(run[name][step], run[TRUE][step]) for run in runs for step in range(1, steps + 1)]
 
 
@@ -144,7 +163,7 @@ def ratio_of_sums(pairs: Sequence[Pair]) -> Estimate:
     return Estimate(float(ratio(sums)), float(jackknife_stderr(ratio, sums, sums - terms, lambda x: x)), len(terms))
 
 
-def prediction_rows(learning_rate: float, runs: Sequence[dict[str, dict[int, Estimate]]], steps: int) -> Iterator[str]:
+def prediction_rows(condition: str, runs: Sequence[Run], steps: int) -> Iterator[str]:
     for name in PREDICTIONS:
         pairs = pairs_of(runs, name, steps)
         calibration = Calibration()
@@ -154,7 +173,7 @@ def prediction_rows(learning_rate: float, runs: Sequence[dict[str, dict[int, Est
         measured = sum(pair.truth.value for pair in pairs) / len(runs)
         stderr = math.hypot(*(pair.truth.stderr for pair in pairs)) / len(runs)
         cells = [
-            f"{learning_rate:g}",
+            condition,
             f"{measured:+.4f} ± {1.96 * stderr:.4f}",
             f"`{name.removeprefix('delta_h/')}`",
             _with_error(ratio_of_sums(pairs)),
@@ -164,7 +183,23 @@ def prediction_rows(learning_rate: float, runs: Sequence[dict[str, dict[int, Est
         yield f"| {' | '.join(cells)} |"
 
 
-def log_log_line(run: dict[str, dict[int, Estimate]], exponents: Sequence[int], step: int) -> tuple[float, float]:
+def sums_row(condition: str, runs: Sequence[Run], steps: int) -> str:
+    """Returns the row of sums over whole runs: means, the ratio of all runs' sums, and how many intervals hold."""
+    sums, held = [], 0
+    for run in runs:
+        predicted = run["delta_h/cumulative_predicted"][steps]
+        truths = [run[TRUE][step] for step in range(1, steps + 1)]
+        measured = Estimate(sum(truth.value for truth in truths), math.hypot(*(truth.stderr for truth in truths)))
+        sums.append(Pair(predicted, measured))
+        error = predicted.value - measured.value
+        held += int(interval_covers(error, predicted.stderr, predicted.num_samples, measured.stderr))
+    means = [sum(pair[side].value for pair in sums) / len(sums) for side in (0, 1)]
+    stderr = math.hypot(*(math.hypot(pair.prediction.stderr, pair.truth.stderr) for pair in sums)) / len(sums)
+    ratio = f"{means[0] / means[1]:.3f} ± {abs(stderr / means[1]):.3f}"
+    return f"| {condition} | {len(runs)} | {means[0]:+.4f} | {means[1]:+.4f} | {ratio} | {held} of {len(runs)} |"
+
+
+def log_log_line(run: Run, exponents: Sequence[int], step: int) -> tuple[float, float]:
     """Returns slope and R² of log|ΔH| on log η."""
     x = torch.tensor([float(e) for e in exponents], dtype=torch.float64)
     y = torch.tensor([run[f"linearity/{e}"][step].value for e in exponents], dtype=torch.float64).abs().log2()
@@ -172,14 +207,14 @@ def log_log_line(run: dict[str, dict[int, Estimate]], exponents: Sequence[int], 
     return float((x @ y) / (x @ x)), float((x @ y) ** 2 / ((x @ x) * (y @ y)))
 
 
-def linearity_rows(learning_rate: float, runs: Sequence[dict[str, dict[int, Estimate]]], step: int) -> Iterator[str]:
+def linearity_rows(condition: str, runs: Sequence[Run], step: int) -> Iterator[str]:
     for seed, run in enumerate(runs):
         small = log_log_line(run, [e for e in EXPONENTS if e <= SMALL], step)
         usable = [e for e in EXPONENTS if run[f"linearity_ess/{e}"][step].value >= MIN_ESS_FRACTION]
         whole = log_log_line(run, usable, step)
         first = run[f"linearity/{EXPONENTS[0]}"][step].value / 2.0 ** EXPONENTS[0]
         kept = run["linearity/0"][step].value / first
-        cells = [f"{learning_rate:g}", str(seed), f"{run['linearity/0'][step].value:+.5f}"]
+        cells = [condition, str(seed), f"{run['linearity/0'][step].value:+.5f}"]
         cells += [f"{small[0]:.3f}", f"{small[1]:.4f}", f"2^{usable[-1]}", f"{whole[0]:.3f}", f"{whole[1]:.4f}"]
         yield f"| {' | '.join([*cells, f'{kept:.2f}'])} |"
 
@@ -192,31 +227,34 @@ def _with_error(estimate: Estimate) -> str:
     return _cell(estimate.value) + ("" if math.isnan(estimate.stderr) else f" ± {estimate.stderr:.2f}")
 
 
-def print_report(runs: dict[float, list[dict[str, dict[int, Estimate]]]], steps: int) -> None:
+def print_report(runs: dict[str, list[Run]], steps: int) -> None:
     print(
-        "\n| learning rate | measured ΔH of a run | prediction | Σ predicted / Σ measured | slope | slope, corrected | "
+        "\n| condition | measured ΔH of a run | prediction | Σ predicted / Σ measured | slope | slope, corrected | "
         "correlation | same sign | coverage |\n|---|---|---|---|---|---|---|---|---|"
     )
-    for learning_rate, of_rate in runs.items():
-        print("\n".join(prediction_rows(learning_rate, of_rate, steps)))
+    for condition, alike in runs.items():
+        print("\n".join(prediction_rows(condition, alike, steps)))
+    print("\n| condition | runs | Σ predicted | Σ measured | ratio | intervals that hold |\n|---|---|---|---|---|---|")
+    for condition, alike in runs.items():
+        print(sums_row(condition, alike, steps))
     print(
-        "\n| learning rate | run | ΔH at η = 1 | slope, η ≤ 1/4 | R² | largest η with ESS ≥ N/2 | slope up to it | "
+        "\n| condition | run | ΔH at η = 1 | slope, η ≤ 1/4 | R² | largest η with ESS ≥ N/2 | slope up to it | "
         "R² | ΔH(1) / linear |\n|---|---|---|---|---|---|---|---|---|"
     )
-    for learning_rate, of_rate in runs.items():
-        print("\n".join(linearity_rows(learning_rate, of_rate, min(LINEARITY_STEP, steps))))
+    for condition, alike in runs.items():
+        print("\n".join(linearity_rows(condition, alike, min(LINEARITY_STEP, steps))))
 
 
 # --- the picture ------------------------------------------------------------------------------------------------------
 
 
-def cumulative(runs: Sequence[dict[str, dict[int, Estimate]]], name: str, steps: int) -> Tensor:
+def cumulative(runs: Sequence[Run], name: str, steps: int) -> Tensor:
     """Returns (steps,): the sum of an estimate up to each step, mean over runs."""
     values = torch.tensor([[run[name][s].value for s in range(1, steps + 1)] for run in runs], dtype=torch.float64)
     return values.mean(dim=0).cumsum(dim=0)
 
 
-def draw(runs: dict[float, list[dict[str, dict[int, Estimate]]]], steps: int, path: Path) -> None:
+def draw(runs: dict[str, list[Run]], steps: int, path: Path) -> None:
     """Draws the sums over steps, a panel per learning rate, and the change along a scaled step."""
     styles = {
         TRUE: ("black", "-", "measured on fresh sequences"),
@@ -228,20 +266,20 @@ def draw(runs: dict[float, list[dict[str, dict[int, Estimate]]]], steps: int, pa
     }
     figure, axes = plt.subplots(1, len(runs) + 1, figsize=(4.2 * (len(runs) + 1), 3.8), layout="constrained")
     x = torch.arange(1, steps + 1)
-    for ax, (learning_rate, of_rate) in zip(axes[:-1], runs.items(), strict=True):
+    for ax, (condition, alike) in zip(axes[:-1], runs.items(), strict=True):
         for name, (color, line, label) in styles.items():
-            ax.plot(x, cumulative(of_rate, name, steps), line, color=color, lw=2 if name == TRUE else 1.5, label=label)
-        ax.set(title=f"learning rate {learning_rate:g}", xlabel="step", ylabel="ΔH since the start, nats per token")
+            ax.plot(x, cumulative(alike, name, steps), line, color=color, lw=2 if name == TRUE else 1.5, label=label)
+        ax.set(title=condition, xlabel="step", ylabel="ΔH since the start, nats per token")
         ax.grid(alpha=0.3)
     axes[0].legend(fontsize=8)
     step, last = min(LINEARITY_STEP, steps), axes[-1]
-    for panel, (learning_rate, of_rate) in enumerate(runs.items()):
-        for number, run in enumerate(of_rate):
+    for panel, (condition, alike) in enumerate(runs.items()):
+        for number, run in enumerate(alike):
             changes = [abs(run[f"linearity/{e}"][step].value) for e in EXPONENTS]
-            label = f"{learning_rate:g}" if number == 0 else None
+            label = condition if number == 0 else None
             last.loglog([2.0**e for e in EXPONENTS], changes, "o-", color=f"C{panel}", ms=3, lw=1, label=label)
     last.set(title="along a scaled step η δθ", xlabel="η", ylabel="|ΔH|, nats per token")
-    last.legend(title="learning rate", fontsize=8)
+    last.legend(fontsize=8)
     last.grid(alpha=0.3)
     figure.savefig(path, dpi=110)
     print(f"\n{path}")
@@ -249,7 +287,7 @@ def draw(runs: dict[float, list[dict[str, dict[int, Estimate]]]], steps: int, pa
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-4, 3e-4, 1e-3])
+    parser.add_argument("--conditions", nargs="+", choices=CONDITIONS, default=list(DRAWN))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument(
@@ -259,22 +297,22 @@ def main() -> None:
     parser.add_argument("--picture", type=Path, default=Path("docs/figures/calibration.png"))
     parser.add_argument("--only-report", action="store_true", help="train nothing: report the runs that are complete")
     options = parser.parse_args()
-    wanted = [(rate, seed) for seed in options.seeds for rate in options.learning_rates]
+    wanted = [(condition, seed) for seed in options.seeds for condition in options.conditions]
     todo = [key for key in wanted if not is_complete(run_folder(options.output, *key), options.steps)]
     if not options.only_report:
         with tqdm(total=len(todo) * (options.steps + 1), unit="step") as bar:
-            for rate, seed in todo:
-                train(run_folder(options.output, rate, seed), rate, seed, options.steps, options.sequences, bar)
+            for condition, seed in todo:
+                folder = run_folder(options.output, condition, seed)
+                train(folder, condition, seed, options.steps, options.sequences, bar)
         todo = []
-    runs: dict[float, list[dict[str, dict[int, Estimate]]]] = {rate: [] for rate in options.learning_rates}
-    for rate, seed in wanted:
-        if (rate, seed) not in todo:
-            runs[rate].append(read_run(run_folder(options.output, rate, seed)))
-    runs = {rate: of_rate for rate, of_rate in runs.items() if of_rate}
+    runs: dict[str, list[Run]] = {}
+    for condition, seed in wanted:
+        if (condition, seed) not in todo:
+            runs.setdefault(condition, []).append(read_run(run_folder(options.output, condition, seed)))
     if not runs:
         parser.error(f"no complete run of {options.steps} steps in {options.output}")
     print_report(runs, options.steps)
-    draw(runs, options.steps, options.picture)
+    draw({condition: alike for condition, alike in runs.items() if condition in DRAWN}, options.steps, options.picture)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ includes the environment's randomness: docs/explanation/theory.md.
 
 Source: the score-function identity with reward-to-go h and a leave-one-out baseline (Kool et al. 2019, "Buy 4
 REINFORCE samples, get a baseline for free"); the Rao-Blackwell step replaces −log π(t_k) by its mean h_k. The classic
-−E[(S − S̄) ∂S] needs sixteen times the sequences for the same error: benchmarks/estimators.py.
+−E[(S − S̄) ∂S] needs sixteen times the sequences for the same error: benchmarks/README.md.
 """
 
 from __future__ import annotations

@@ -409,7 +409,7 @@ def test_a_port_that_is_taken_on_the_first_of_two_machines_is_named(tmp_path: Pa
 
 
 def test_when_a_rank_dies_the_other_one_ends_too(tmp_path: Path) -> None:
-    """With an error, and before anybody tells it to. What a launcher says: benchmarks/launched_signals.py."""
+    """With an error, and before anybody tells it to."""
     assert forks.in_fork(exit_code_when_the_other_rank_is_killed, tmp_path) == 1
     said = (tmp_path / "0.txt").read_text(encoding="utf-8")
     assert re.search("Connection (closed|reset) by peer", said)  # as the kernel's timing has it
