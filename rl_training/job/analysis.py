@@ -19,7 +19,6 @@ from rl_training.job.loggers import loggers_of
 from rl_training.job.run_settings import run_settings
 from rl_training.job.settings import check_analysis, name_of
 from rl_training.offline import probe
-from rl_training.offline.interventions import InterventionSettings, intervention_tables
 from rl_training.offline.kernel_at_checkpoint import add_kernel
 from rl_training.offline.logs import LogSettings, write_log
 from rl_training.offline.phases import short_memory_says_what_to_lower
@@ -48,7 +47,6 @@ class Plan:
     analysis: Settings
     kernel: KernelSettings | None
     sweep: SweepSettings
-    interventions: InterventionSettings
     log: LogSettings
 
 
@@ -84,7 +82,6 @@ def read_plan(cfg: DictConfig) -> Plan:
         analysis=analysis,
         kernel=KernelSettings(**kernel) if kernel.pop("enabled") else None,
         sweep=sweep,
-        interventions=InterventionSettings(**values["interventions"]),
         log=LogSettings(**values["log"]),
         results=_result_files(values),  # last: it reads the checkpoints
     )
@@ -114,8 +111,7 @@ def _analyse(checkpoint: Path, plan: Plan) -> None:
     """Analyses one checkpoint; the log is written first, then the results, so results imply a complete analysis."""
     start = time.perf_counter()
     run = run_settings(checkpoint, plan.values["run"])
-    asked = plan.interventions
-    restored = build_restored(run, checkpoint, plan.values["learning_rate"], asked.needs_reference)
+    restored = build_restored(run, checkpoint, plan.values["learning_rate"])
     seconds = {"load": time.perf_counter() - start}
     analysis = probe.analyse(restored, plan.analysis)
     path = plan.results[checkpoint]
@@ -124,12 +120,6 @@ def _analyse(checkpoint: Path, plan: Plan) -> None:
             analysis.results.update(add_kernel(restored, analysis, plan.kernel, path.parent / "kernel"))
     with short_memory_says_what_to_lower("sweep"):
         analysis.tables.update(sweep_tables(restored, analysis, plan.analysis, plan.sweep))
-    if asked.named:
-        begun = time.perf_counter()
-        with short_memory_says_what_to_lower("interventions"):
-            seeds = plan.sweep.update_seeds
-            analysis.tables.update(intervention_tables(restored, analysis, plan.analysis, seeds, asked))
-        seconds["interventions"] = time.perf_counter() - begun
     analysis.seconds.update(seconds | {"all": time.perf_counter() - start})
     settings = {"offline": plan.values, "run": OmegaConf.to_container(run, resolve=True)}
     log = write_log(path.parents[1] / LOGS_FOLDER, restored, analysis, plan.log, settings)

@@ -82,9 +82,7 @@ def _build(cfg: DictConfig) -> TrainingRun:
     return TrainingRun(trainer, run_dir, checkpoint, loggers, stop)
 
 
-def build_restored(
-    cfg: DictConfig, checkpoint: Path, learning_rate: float | None = None, keep_first: bool = False
-) -> RestoredTrainer:
+def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
     """Returns a trainer of this run's configuration, restored at one of its checkpoints; it writes nothing.
 
     ValueError, saying what to do, where the checkpoint is not of this configuration: see restored.py.
@@ -101,7 +99,7 @@ def build_restored(
         args = make("trainer", cfg.trainer, gradient_accumulation_steps=1)
         check_number_of_processes(args.world_size)
         trainer, _ = _make_trainer(cfg, args, [], None, with_evaluation=True)
-        return restore(trainer, checkpoint, learning_rate, keep_first)
+        return restore(trainer, checkpoint, learning_rate)
 
 
 def _make_trainer(

@@ -37,14 +37,20 @@ MOVED = {
     "rl_training.live.buffer.": "rl_training.hosts.trl.buffer.",
 }
 
+INTERVENTIONS = (
+    "interventions are not measured at a checkpoint any more: a branch from it measures them: rl-training train "
+    "branch=CHECKPOINT additional_steps=4 'probe=[simple,interventions]' probes.interventions.every=1"
+)
+
 
 def gather_run_settings(arguments: Sequence[str]) -> list[str]:
     """Returns the arguments with all settings that conf/offline.yaml lacks collected in one list, `run`.
 
     Example: ["checkpoint=R", "trainer.beta=0"] becomes ["checkpoint=R", 'run=["trainer.beta=0"]'].
-    `interventions=all` is written out: interventions.which=all.
+    ValueError for what earlier versions had, saying what to use.
     """
-    arguments = [re.sub(r"^interventions=", "interventions.which=", word) for word in arguments]
+    if any(word.startswith(("interventions=", "interventions.")) for word in arguments):
+        raise ValueError(INTERVENTIONS)
     own = load_plain(CONF / "offline.yaml")
     of_run = [
         word
@@ -52,7 +58,7 @@ def gather_run_settings(arguments: Sequence[str]) -> list[str]:
         if "=" in word and not word.startswith("-") and re.split(r"[.=]", word.lstrip("+~"))[0] not in own
     ]
     if not of_run:
-        return arguments
+        return list(arguments)
     choices = product(*map(_choices, of_run))  # of a sweep; one, where nothing is swept
     lists = (f"[{','.join(map(as_text, chosen))}]" for chosen in choices)
     return [*(word for word in arguments if word not in of_run), f"run={','.join(lists)}"]

@@ -34,7 +34,6 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rl_training.engine.updates import CAUSES
-from rl_training.mathematics.sketches import inner_products
 from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel_blocks import (
     KernelInputs,
@@ -124,7 +123,7 @@ class _Calculation:
             total += weighted_sum(update.advantages[batch], streamed)
             if with_update:
                 self._store_gradients(f"update-{int(batch[0]):06d}", W=streamed)
-                side.append({"plain": self.summarizer.sketch_of_norms(streamed), **self.summarizer.scale(streamed)})
+                side.append(self.summarizer.scale(streamed))
             else:
                 streamed *= root
             for out, of_held in zip(kernel, (w, x), strict=True):
@@ -133,8 +132,6 @@ class _Calculation:
         prove_sum(self._rows, inputs, total)
         if with_update:
             kept = _joined(side)
-            plain = kept.pop("plain")
-            kept["gram"] = inner_products(plain, plain)[0]  # W_j · W_k, for the norm of the gradient without some
             kept[GRADIENT_PART] = gradient_part(inputs, total)
             save_tensors(kept, self._folder / UPDATE_FILE)
         return {**found, "kernel": kernel[0], "entropy_kernel": kernel[1]}
@@ -192,8 +189,6 @@ class _Calculation:
             **{key: json.dumps(value) for key, value in identity.items()},
             "metric_sha256": hashlib.sha256(inputs.root.cpu().numpy().tobytes()).hexdigest(),
             "clip_coefficient": repr(step.clip),
-            "gradient_norm": repr(float(step.gradient.double().norm())),
-            "max_grad_norm": repr(step.max_grad_norm),
             **prove_identity(joined, inputs, by_rows, by_cause[CAUSES.index("gradient")], limit),
             **{f"delta_h/part/{cause}": repr(value) for cause, value in zip(CAUSES, by_cause, strict=True)},
             **about,

@@ -32,7 +32,6 @@ from rl_training.offline.settings import KernelSettings
 from rl_training.offline.update import Update
 
 COLUMNS = 2**14  # whose products are summed in fp32; beyond that, in fp64
-NORM_BUCKETS = 2**13  # of each of two sketches: the norm of a sum is right to 0.6 % (one standard error)
 
 
 @dataclass(frozen=True)
@@ -126,8 +125,6 @@ class RowSummarizer:
         sizes = {name: p.numel() for name, p in parameters.items()}
         self._root, self._parts = inputs.root, torch.stack(inputs.step.parts)
         self._sketch = CountSketches(sizes, settings.sketch_buckets, settings.sketch_repeats, settings.sketch_seed)
-        # Of the unscaled rows W, (n, 2, NORM_BUCKETS), from which norms of their sums follow.
-        self.sketch_of_norms = CountSketches(sizes, NORM_BUCKETS, repeats=2, seed=settings.sketch_seed)
 
     def scale(self, own: Tensor) -> dict[str, Tensor]:
         """Makes √M W of the rows W, (n, P), in place, and returns what is kept of them.

@@ -19,7 +19,6 @@ LOWER = {  # what to do where a phase runs out of memory
     "truth": "lower batch.microbatch_size, which scores",
     "conditioning": "set conditioning=false",
     "kernel": "lower kernel.memory_gb, or kernel.microbatch_size",
-    "interventions": "lower memory.microbatch_size, or batch.microbatch_size, which scores",
     "sweep": "lower memory.microbatch_size, or batch.microbatch_size, which scores",
 }
 FULL = ("allocate memory", "not enough memory", "out of memory")  # torch's words on Linux, on Windows, on devices

@@ -50,7 +50,6 @@ class RestoredTrainer:
     parameters: Mapping[str, nn.Parameter]  # trainable only
     optimizer: OptimizerView  # before the next step
     policy: TrainerPolicy
-    first: Mapping[str, Tensor] | None = None  # the trained parameters before the run's first step, if asked for
 
     @property
     def rank(self) -> int:
@@ -82,14 +81,11 @@ class RestoredTrainer:
         return parts
 
 
-def restore(
-    trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None = None, keep_first: bool = False
-) -> RestoredTrainer:
+def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | None = None) -> RestoredTrainer:
     """Returns the trainer, restored at the checkpoint.
 
     trainer        of the same model, adapter and optimizer; it must not have trained
     learning_rate  of the step to be analysed, instead of what the checkpoint's scheduler says
-    keep_first     keep the weights that the trainer comes with too: a reference, unless there are adapters
 
     Raises ValueError, saying what is wrong and the fix, when checkpoint and trainer do not fit: see the guards.
     """
@@ -97,9 +93,6 @@ def restore(
     _refuse_damaged(checkpoint)
     model = trainer.model
     refuse_other_weights(model, checkpoint)
-    first = None
-    if keep_first and not hasattr(model, "peft_config"):
-        first = {name: param.detach().clone() for name, param in model.named_parameters() if param.requires_grad}
     trainer._load_from_checkpoint(str(checkpoint))
     parameters = {name: param for name, param in model.named_parameters() if param.requires_grad}
     if not parameters:
@@ -126,7 +119,7 @@ def restore(
     refuse_without_gradients(policy, parameters, trainer.accelerator.device)  # G3 to G6
     optimizer = view_optimizer(replicated(trainer), parameters)
     _refuse_other_moments(parameters, optimizer, checkpoint)
-    return RestoredTrainer(trainer, checkpoint, steps_taken(checkpoint), parameters, optimizer, policy, first)
+    return RestoredTrainer(trainer, checkpoint, steps_taken(checkpoint), parameters, optimizer, policy)
 
 
 def _refuse_other_analyses(trainer: DrGRPOTrainer) -> None:

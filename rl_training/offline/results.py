@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
@@ -17,7 +16,6 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.records.analyses import verdict
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.jsonl import from_json, to_json
-from rl_training.records.report.plane import in_words, table_of
 from rl_training.version import VERSION
 
 MILLI = 1e3  # changes of entropy are shown in thousandths of a nat
@@ -86,36 +84,11 @@ def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> No
     if analysis.tables.get("conditioning"):
         shares = ", ".join(f"{row['name']} {MILLI * row['delta_h1']:+.2f}" for row in analysis.tables["conditioning"])
         console.print(f" predicted per token under other preconditioners, same ‖δθ‖: {shares}")
-    _print_interventions(analysis, restored.checkpoint, console)
     failed = verdict(restored.step + 1, found)
     if failed:
         console.print(f" {failed}", style="bold")
     console.print(" " + ", ".join(f"{name} {seconds:.1f} s" for name, seconds in analysis.seconds.items()))
     console.print(f" {path}")
-
-
-def _print_interventions(analysis: Analysis, checkpoint: Path, console: Console) -> None:
-    # 80 columns hold the errors of what was measured; the page has all of them, and the intervals of prices.
-    for key, kinds, with_error in (
-        ("interventions", ("predicted", "measured"), (1, 3)),
-        ("branches", ("measured",), (0, 1)),
-    ):
-        rows = analysis.tables.get(key)
-        if not rows:
-            continue
-        steps = rows[0].get("steps", 1)
-        when = "at this step" if key == "interventions" else f"after {steps} step{'s' * (steps > 1)}"
-        title = f"interventions {when}, relative to no intervention: 1e-3, ± 95 %"
-        table = Table("intervention", title=title, title_justify="left", box=SIMPLE)
-        for heading in (*(f"{what},\n{kind}" for what in ("entropy", "reward") for kind in kinds), "price"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for name, *cells, _ in table_of(rows, kinds):
-            table.add_row(name, *(cell if n in with_error else cell.partition(" ")[0] for n, cell in enumerate(cells)))
-        console.print(table)
-        for remark in dict.fromkeys(row["remark"] for row in rows if row["remark"]):
-            console.print(f" {', '.join(row['name'] for row in rows if row['remark'] == remark)}: {remark}")
-        for sentence in in_words(rows, str(checkpoint)):
-            console.print(f" {sentence}")
 
 
 def _with_error(found: Mapping[str, float], key: str) -> str:

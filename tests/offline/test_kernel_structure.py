@@ -1,15 +1,15 @@
-"""Tables, clusters and what-if of a kernel follow from its files; the page shows the texts of a cell in a browser."""
+"""Tables and clusters of a kernel follow from its files; the page shows the texts of a cell in a browser."""
 
 from __future__ import annotations
 
 import contextlib
 import csv
-import dataclasses
 import io
 import json
 import math
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +21,8 @@ from torch import Tensor
 from rl_training.mathematics.clusters import average_linkage, participation_ratio
 from rl_training.mathematics.sketches import CountSketches
 from rl_training.offline.kernel_command import run
-from rl_training.offline.kernel_files import KERNEL_FILE, SEQUENCES_FILE, Kernel, load_kernel
+from rl_training.offline.kernel_files import KERNEL_FILE, SEQUENCES_FILE, load_kernel
 from rl_training.offline.kernel_report import PAGE, write_evolution
-from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.structure import (
     CLASSES,
     Structure,
@@ -54,11 +53,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "sq_norms": w_e.double().square().sum(dim=1), "update_sq_norms": w_u.double().square().sum(dim=1),
         "sketches": sketch(w_e), "update_sketches": sketch(w_u),
         "products": torch.randn(NUM_E, 3, generator=generator, dtype=torch.float64),
-        "update_gram": (w_u @ w_u.T).double(),
     }  # fmt: skip
     gradient = CLIP * float((tensors["entropy_kernel"] @ advantages).sum()) / (NUM_E * NUM_U * LENGTH)
     about = {
-        "clip_coefficient": repr(CLIP), "gradient_norm": "2.0", "max_grad_norm": "1.0", "max_length": str(LENGTH),
+        "clip_coefficient": repr(CLIP), "max_length": str(LENGTH),
         "identity_error": "1e-7", "checkpoint": "C",
         "delta_h/part/momentum": "0.25", "delta_h/part/gradient": repr(gradient), "delta_h/part/decay": "-0.125",
     }  # fmt: skip
@@ -142,91 +140,6 @@ def test_edit_distance(a: str, b: str, distance: int) -> None:
     assert edit_distance([ord(c) for c in a], [ord(c) for c in b]) == distance
 
 
-def test_leaving_all_of_u_out_leaves_momentum_and_decay(structure: Structure) -> None:
-    nothing, everything = (what_if(structure, torch.full((NUM_U,), flag)) for flag in (False, True))
-    assert nothing["deltaH1"] == pytest.approx(nothing["deltaH1_before"])
-    assert everything["deltaH1"] == pytest.approx(0.125)
-    products = structure.kernel.tensors["products"]
-    assert everything["log_probability_of_right"] == pytest.approx(float(products[:3, [0, 2]].sum() / 3))
-
-
-@pytest.mark.parametrize(("without", "clip", "change"), [([], 0.6, 7), ([1], 1.0, 3), ([0], 0.75, 4), ([0, 1], 1.0, 0)])
-def test_what_is_left_of_the_gradient_is_clipped_by_its_own_norm(
-    without: list[int], clip: float, change: float
-) -> None:
-    """W of U is (3, 0), (0, 4), (1, 0), advantages 1, 1, 0: the gradient has norm 5/3 and is clipped to 1. x and
-    W of E are (1, 1): the entropy moves by clip · x · Σ A W / 3.
-    """
-    w = torch.tensor([[3.0, 0.0], [0.0, 4.0], [1.0, 0.0]], dtype=torch.float64)
-    moved = w.sum(dim=1).view(1, 3)
-    tensors = {
-        "kernel": moved, "entropy_kernel": moved, "advantages": torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64),
-        "update_gram": w @ w.T, "products": torch.tensor([[0.0, 0.6 * 7 / 3, 0.0]], dtype=torch.float64),
-    }  # fmt: skip
-    about = {
-        "clip_coefficient": "0.6", "gradient_norm": repr(5 / 3), "max_grad_norm": "1.0", "max_length": "1",
-        "delta_h/part/momentum": "0.0", "delta_h/part/gradient": repr(0.6 * 7 / 3), "delta_h/part/decay": "0.5",
-    }  # fmt: skip
-    s = Structure(Kernel(tensors, about), [line("evaluation", 0, "e", "a", True)], [line("update", 0, "u", "b", True),
-                  line("update", 1, "u", "c", False), line("update", 2, "u", "d", False)])  # fmt: skip
-    left_out = torch.tensor([j in without for j in range(3)])
-    told = what_if(s, left_out)
-    assert told["clip_coefficient"] == pytest.approx(clip, rel=1e-5)
-    assert told["clip_coefficient_before"] == 0.6
-    assert told["deltaH1"] == pytest.approx(clip * change / 3 + 0.5, rel=1e-5)
-    assert told["log_probability_of_right"] == pytest.approx(clip * change / 3, rel=1e-5)
-
-
-def test_a_kernel_without_norms_says_what_to_do(structure: Structure) -> None:
-    tensors = {key: value for key, value in structure.kernel.tensors.items() if key != "update_gram"}
-    old = Structure(Kernel(tensors, structure.kernel.about), structure.evaluation, structure.update)
-    with pytest.raises(ValueError, match=r"the kernel of C was calculated before .* remove its folder"):
-        what_if(old, torch.zeros(NUM_U, dtype=torch.bool))
-
-
-@pytest.mark.parametrize(
-    ("text", "rows"), [("wrong", [1, 3, 5]), ("longest:2", [4, 5]), ("prompt:u1", [2, 3]), ("right", [0, 2, 4])]
-)
-def test_words_choose_sequences(text: str, rows: list[int], structure: Structure) -> None:
-    assert chooser(text)(structure).nonzero().squeeze(1).tolist() == rows
-
-
-def test_lowest_chooses_what_lowers_entropy_most(structure: Structure) -> None:
-    of_u = structure.contributions.sum(dim=0)
-    assert of_u[chooser("lowest:2")(structure)].sum() == of_u.sort().values[:2].sum()
-
-
-def test_words_that_choose_nothing_are_refused() -> None:
-    with pytest.raises(ValueError, match="use wrong, right, longest:K"):
-        chooser("longest:many")
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("prompt:zzz", "no sequence of U matches"),
-        ("lowest:9999", "K must be from 1 to the number of sequences in U, here 6"),
-        ("longest:0", "K must be from 1 to"),
-    ],
-)
-def test_leaving_out_no_sequence_or_more_than_exist_is_refused(folder: Path, text: str, message: str) -> None:
-    with pytest.raises(ValueError, match=f"^--without {text}: {message}"):
-        run([folder], [text], None)
-
-
-def test_what_was_typed_is_shown_as_it_was_typed(
-    structure: Structure, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """:zzz: is the name of an emoji, and [b] of a style."""
-    hashed = [{**row, "prompt_hash": "zzz[b]"} for row in structure.update]
-    monkeypatch.setattr(Structure, "read", lambda folder: dataclasses.replace(structure, update=hashed))
-    monkeypatch.setattr("rl_training.offline.kernel_report.write_report", lambda folder: folder)
-    run([Path("folder")], ["prompt:zzz", "prompt:zzz[b]"], None)
-    said = capsys.readouterr().out
-    assert "without prompt:zzz: deltaH1" in said
-    assert "without prompt:zzz[b]: deltaH1" in said
-
-
 def test_a_kernel_that_is_cut_short_is_named(folder: Path, tmp_path: Path) -> None:
     (tmp_path / KERNEL_FILE).write_bytes((folder / KERNEL_FILE).read_bytes()[:-9])
     with pytest.raises(ValueError, match=f"{KERNEL_FILE} is damaged .* remove it"):
@@ -264,13 +177,13 @@ def asked(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, 
     """What the command prints of this kernel, and where its evolution lies; its report is beside the kernel."""
     out, said = tmp_path_factory.mktemp("evolution"), io.StringIO()
     with contextlib.redirect_stdout(said):
-        run([folder], ["wrong"], out)
+        run([folder], out)
     return said.getvalue(), out
 
 
-def test_the_command_asks_what_if_and_follows_kernels_over_training(asked: tuple[str, Path]) -> None:
+def test_the_command_prints_a_kernel_and_follows_kernels_over_training(asked: tuple[str, Path]) -> None:
     said, out = asked
-    assert "without wrong: deltaH1" in said
+    assert "kernel/logp_slope" in said
     with open(out / "evolution.csv", encoding="utf-8", newline="") as file:
         (row,) = csv.DictReader(file)
     assert float(row["cosine_correlation"]) == pytest.approx(1.0)  # with itself
@@ -284,7 +197,7 @@ def test_the_evolution_is_in_the_order_of_steps_and_begins_with_the_first(struct
     tensors = dict(structure.kernel.tensors)
     tensors["sketches"] = tensors["sketches"].flip(2)
     tensors["sketches"][0] *= -1
-    later = Structure(Kernel(tensors, structure.kernel.about), structure.evaluation, structure.update)
+    later = Structure(replace(structure.kernel, tensors=tensors), structure.evaluation, structure.update)
     columns = [{"step": step, **headline(structure)} for step in (9, 5)]
     write_evolution([later, structure], columns, tmp_path)
     with open(tmp_path / "evolution.csv", encoding="utf-8", newline="") as file:

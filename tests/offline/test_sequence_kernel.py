@@ -38,7 +38,6 @@ from rl_training.offline.kernel import calculate_kernel, prove_identity
 from rl_training.offline.kernel_at_checkpoint import kernel_of_analysis
 from rl_training.offline.kernel_blocks import KernelInputs
 from rl_training.offline.kernel_files import load_kernel, save_tensors
-from rl_training.offline.kernel_what_if import chooser, what_if
 from rl_training.offline.probe import analyse
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, KernelSettings, Memory, Settings, TruthSettings, UpdateConfig
@@ -262,38 +261,6 @@ def test_gradients_are_stored_on_request(cases: Any, tmp_path: Path) -> None:
     assert found["kernel"].shape == (NUM_E, NUM_U)
 
 
-def line_of(buffer: str, row: int, tokens: int) -> dict[str, Any]:
-    return {"buffer": buffer, "row": row, "hash": f"{buffer}{row}", "prompt_hash": f"{buffer}{row}", "tokens": tokens,
-            "reward": float(row % 3 == 0), "logp_change": math.nan}  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "rounding"), [("SGD", 1e-5), ("SGD, clipped", 0.02)])
-def test_what_if_is_the_step_taken_anew_without_these_sequences(
-    name: str, rounding: float, cases: Any, finished: Any
-) -> None:
-    """Without the wrong ones, the longest, those that lower entropy most: what leaving them out changes, its own
-    clipping included, whose norms are sketches'. SGD's metric does not move with the gradient, as Adam's does
-    (benchmarks/kernel_checks.py).
-    """
-    case, q = cases(name), cases(name).inputs
-    of_e, of_u = ([line_of(key, i, int(n)) for i, n in enumerate(rollout.completion_mask.sum(dim=1))]
-                  for key, rollout in (("evaluation", q.evaluation), ("update", q.update)))  # fmt: skip
-    s = Structure(load_kernel(finished(name)), of_e, of_u)
-    assert (float(s.kernel.about["clip_coefficient"]) < 0.9) == ("clipped" in name)
-    rows = case.rows(NUM_E)
-    w, right = rows.log_probability(q.evaluation, torch.arange(NUM_E)).double(), s.right(of_e)
-    for text in ("wrong", "longest:4", "lowest:3"):
-        without = chooser(text)(s)
-        told = what_if(s, without)
-        left = dataclasses.replace(q.update, advantages=q.update.advantages.masked_fill(without, 0.0))
-        delta = make_update(case.restored, UpdateBuffer(left, NUM_U, 1), Memory(4)).delta.double()
-        true_entropy, true_logp = float(case.inputs.entropy_gradient.double() @ delta), float((w @ delta)[right].mean())
-        for key, true in (("deltaH1", true_entropy), ("log_probability_of_right", true_logp)):
-            changed = abs(true - told[f"{key}_before"])
-            assert abs(told[key] - true) <= rounding * abs(true), (text, key)
-            assert changed > 0.01 * abs(true)
-
-
 # --- a run that is killed, or shared ----------------------------------------------------------------------------------
 
 
@@ -393,7 +360,6 @@ def test_fixed_texts_stay_over_checkpoints_and_say_nothing_of_another_policys_en
     assert math.isfinite(headline(first)["kernel/share_coupling"])
     of_second = headline(second)
     assert math.isnan(of_second["kernel/share_coupling"])
-    assert math.isnan(what_if(second, torch.zeros(len(second.update), dtype=torch.bool))["deltaH1"])
     assert of_second["kernel/logp_correlation"] > 0.9
 
 

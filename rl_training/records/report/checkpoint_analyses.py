@@ -16,7 +16,6 @@ from rl_training.records.analyses import OFFLINE, RESULT_FILE, Z_95, analysis_re
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, Draw, Picture, legend, line, picture
 from rl_training.records.report.page import render
-from rl_training.records.report.plane import Interventions, interventions_of
 from rl_training.records.report.predictions import MIN_POINTS, scaled
 from rl_training.records.report.series import MILLI, Run, curve
 from rl_training.records.report.summary import MISSING
@@ -44,15 +43,13 @@ class AnalysesSection:
     pictures: list[Picture]
     headings: list[str]
     rows: list[list[str]]  # of cells, in thousandths of a nat per token
-    interventions: list[Interventions]  # of each checkpoint
 
 
 def write_analyses_page(folder: Path, section: AnalysesSection) -> Path:
     """Returns the page that it wrote of the analyses in RUN/offline/NAME; pictures and a CSV table lie beside it."""
     page = folder / PAGE_FILE
     files = {folder / TABLE_FILE: analysis_results(folder).to_csv(index=False).encode()}
-    pictures = [*section.pictures, *(told.picture for told in section.interventions)]
-    files |= {folder / drawn.file: drawn.png for drawn in pictures if drawn.png}
+    files |= {folder / drawn.file: drawn.png for drawn in section.pictures if drawn.png}
     write_atomically({**files, page: render("analyses.html", section=section).encode()})
     return page
 
@@ -83,8 +80,7 @@ def describe_analyses(folder: Path, run: Run | None) -> AnalysesSection:
         pictures.append(_conditioning(contents[-1], name))
     headings = ["step", "U", *(STYLES[key][0] for key in IN_TABLE), "ESS / N", "H"]
     verdicts = [told for analysis in contents if (told := verdict(analysis["step"] + 1, analysis["results"]))]
-    interventions = [told for content in contents for told in interventions_of(content, name)]
-    return AnalysesSection(name, verdicts, pictures, headings, _rows(table), interventions)
+    return AnalysesSection(name, verdicts, pictures, headings, _rows(table))
 
 
 def core_numbers(analysis: Mapping[str, Any]) -> dict[str, float]:

@@ -63,7 +63,7 @@ def interventions_of_run(run: Run) -> Interventions | None:
     if not names:
         return None
     found = [_measured(run, name) for name in names]
-    drawn = plane("interventions.png", "What would change entropy, and at what price", CAPTION, found, [])
+    drawn = plane("interventions.png", "What would change entropy, and at what price", CAPTION, found)
     rows = [_row(of) for of in found]
     return Interventions(_sentences(run, found), HEADINGS, rows, drawn, _lines(run, found))
 
