@@ -95,7 +95,7 @@ OTHERS = [
     "probe=gns probes.gns.split_prompts=99", "probes.gns.every=5", "probes.simple.evry=5", "probes.simple=null",
     "probes=null", "probes.simple.error_decay=2", "probes.simple.responses_per_prompt=9",
     "probe=ground_truth", "probe=ground_truth probes.ground_truth.sequences=1e8",
-    "probe=ground_truth probes.ground_truth.sequences=100000000", "probe=responses probes.responses.count=-1",
+    "probe=ground_truth probes.ground_truth.sequences=100000000", "probe=[simple,responses]",
     "probes.simple._target_=foo.Bar", "probes.simple._target_=os.getcwd", "experiment=foo",
     "experiment=qwen_gsm8k", "hydra.run.dir=/tmp/x", "batch=null", "trainer=null", "model=null",
 ]  # fmt: skip

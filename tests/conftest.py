@@ -35,7 +35,7 @@ LONG = [
     "test_offline", "test_attach", "test_gns_in_training", "test_real_scale", "test_loggers", "test_buffer",
     "test_config", "test_wheel", "test_sequence_kernel", "test_several_turns", "test_tasks_gsm8k", "test_offline_probe",
     "test_gns", "test_offline_ends", "test_offline_sweep", "test_offline_real", "test_report", "test_evaluate",
-    "test_fold_moments", "test_gpu_benchmark", "test_docs",
+    "test_gpu_benchmark", "test_docs",
 ]  # fmt: skip
 
 

@@ -25,8 +25,8 @@ def capabilities(**changes: Any) -> Capabilities:
     """Returns what is known of a step of which everything can be measured, but for these changes."""
     able: dict[str, Any] = {
         "sampling_mismatch": "", "no_fresh_responses": "", "no_formula": "", "complete_prompts": True,
-        "whole_prompts": True, "folds_of_gradient": True, "num_folds": 8, "reused": False, "multi_epoch": False,
-        "other_terms": False, "autocast": False, "dr_grpo": True, "first_of_adam": False,
+        "whole_prompts": True, "folds_of_gradient": True, "num_folds": 8, "reused": False,
+        "other_terms": False, "dr_grpo": True, "first_of_adam": False,
     }  # fmt: skip
     return Capabilities(**able | changes)
 

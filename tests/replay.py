@@ -145,7 +145,7 @@ def probes_of(run: str) -> list[Probe]:
             TokenClassesProbe(every=1),
             Recorder(),
         ]
-    simple = SimpleEntropyProbe(per_sequence=True, own_prompts=True)
+    simple = SimpleEntropyProbe(per_sequence=True)
     return [simple, GradientNoiseScaleProbe(), EffectiveSampleSizeProbe(), Recorder()]
 
 

@@ -23,7 +23,7 @@ L_MAX = 24
 
 
 class Moments(NamedTuple):
-    """Adam's, (P,) or those of several steps, (n, P)."""
+    """Adam's, (P,)."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -129,9 +129,9 @@ class Twin:
         self.folds = [(step.fold == k).nonzero().flatten().tolist() for k in range(int(step.fold.max()) + 1)]
         self.choose(responses)
         self.x, self.gradients, self.d_loss = self.gradients_of_folds()
-        self.update = self.adamw(self.mean(self.gradients))[0]
+        self.update = self.adamw(self.mean(self.gradients))
         self.without = self.means_without(self.gradients)
-        self.update_without = self.adamw(self.without)[0]
+        self.update_without = self.adamw(self.without)
 
     def choose(self, responses: int) -> None:
         """Sets which responses X is computed from, and for how many each of them stands."""
@@ -188,31 +188,6 @@ class Twin:
         numbers = range(len(self.folds))
         return torch.stack([self.mean(of_folds, [j for j in numbers if j != k]) for k in numbers])
 
-    def update_without_chosen(self) -> Tensor:
-        """For each fold k, the step in which the fold's other responses stand for its chosen ones as well."""
-        means = []
-        for k, fold in enumerate(self.folds):
-            gradients = self.gradients.clone()
-            gradients[k] = self.d_loss[[i for i in fold if i not in self.chosen]].mean(dim=0)
-            means.append(self.mean(gradients))
-        return self.adamw(torch.stack(means))[0]
-
-    def contributions(self) -> list[float]:
-        """By sequence: the entropy gradient per token of the folds of the other parity, times its part of the step."""
-        level, length = sum(self.entropy_of) / sum(self.lengths), sum(self.lengths) / len(self.lengths)
-        x_of_half = []
-        for parity in (0, 1):
-            half = range(parity, len(self.folds), 2)
-            x = [self.mean(of_target, half) for of_target in self.x]
-            x_of_half.append((x[0] - level * x[1]) / length)
-        gradient = self.mean(self.gradients)
-        factor = self.parts(self.clipped(gradient))["gradient"] / gradient  # of the optimizer and of clipping
-        total = []
-        for i, fold in enumerate(self.step.fold.tolist()):
-            step = (factor * self.d_loss[i]).nan_to_num()  # 0 / 0: an unused embedding
-            total.append(float(x_of_half[1 - fold % 2] @ step) / len(self.lengths))
-        return total
-
     def clipped(self, gradients: Tensor, max_grad_norm: float | None = None) -> Tensor:
         norm = gradients.norm(dim=-1, keepdim=True)
         return gradients * ((max_grad_norm or self.step.max_grad_norm) / (norm + 1e-6)).clamp(max=1.0)
@@ -227,14 +202,9 @@ class Twin:
         gradient = scale * (1 - beta1) * gradients
         return {"momentum": scale * beta1 * exp_avg, "gradient": gradient, "decay": decay}
 
-    def adamw(
-        self, gradients: Tensor, moments: Moments | None = None, max_grad_norm: float | None = None
-    ) -> tuple[Tensor, Moments]:
-        """The step that torch's AdamW makes of each of these gradients, (…, P), and its moments afterwards.
-
-        moments  those before, by default the recorded ones
-        """
-        moments = moments or self.step.moments
+    def adamw(self, gradients: Tensor, max_grad_norm: float | None = None) -> Tensor:
+        """The step that torch's AdamW makes of each of these gradients, (…, P)."""
+        moments = self.step.moments
         tables = [t.expand_as(gradients).clone() for t in (self.step.parameters, *moments[:2])]
         tables_and_grad = (*tables, self.clipped(gradients, max_grad_norm))
         views = (table.split(list(self.step.sizes.values()), dim=-1) for table in tables_and_grad)
@@ -246,7 +216,7 @@ class Twin:
             step = torch.tensor(float(moments.step))
             optimizer.state[param] = {"step": step, "exp_avg": exp_avg, "exp_avg_sq": exp_avg_sq}
         optimizer.step()
-        return tables[0] - self.step.parameters, Moments(tables[1], tables[2], moments.step + 1)
+        return tables[0] - self.step.parameters
 
     def of_each(self, numbers: Iterable[float]) -> Tensor:
         """A number for each parameter, (P,)."""

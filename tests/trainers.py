@@ -21,10 +21,8 @@ from rl_training import DrGRPOConfig, DrGRPOTrainer, Probe
 from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,
-    ErrorSharesProbe,
     GradientNoiseScaleProbe,
     GroundTruthProbe,
-    ResponsesProbe,
     SimpleEntropyProbe,
 )
 from rl_training.tasks.arithmetic import arithmetic
@@ -52,10 +50,8 @@ LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 
 def every_probe(**of_simple: Any) -> list[Probe]:
     """Returns one of each, which measures all it can; without those that need eight folds."""
     return [
-        SimpleEntropyProbe(per_sequence=True, own_prompts=True, **of_simple),
+        SimpleEntropyProbe(per_sequence=True, **of_simple),
         GroundTruthProbe(every=1, sequences=16),
-        ResponsesProbe(),
-        ErrorSharesProbe(),
         GradientNoiseScaleProbe(split_prompts=1),
         EffectiveSampleSizeProbe(),
         CovariancePredictorProbe(),

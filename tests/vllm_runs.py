@@ -76,7 +76,7 @@ def is_even(completions: list[str], **columns: Any) -> list[float]:
 
 def make_trainer(folder: Path, model: Path, kind: str, probed: bool) -> GRPOTrainer:
     set_seed(0)
-    simple = SimpleEntropyProbe(own_prompts=True, per_sequence=True)
+    simple = SimpleEntropyProbe(per_sequence=True)
     others = [GradientNoiseScaleProbe(), EffectiveSampleSizeProbe(), CovariancePredictorProbe()]
     probes = [simple, GroundTruthProbe(every=2, sequences=16), *others] * probed
     ours = kind in ("lora", "filtered")

@@ -14,22 +14,14 @@ from rl_training.mathematics.kish import kish_size_of_sums, kish_sums
 
 MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless
 REUSED = (
-    "an earlier step has trained on these responses (num_iterations > 1), and not every step since was measured, so "
-    "the optimizer's momentum holds their noise: use every=1"
-)
-CHOSEN_REUSED = (
-    "an earlier step has trained on these responses (num_iterations > 1): the optimizer's momentum holds their noise, "
-    "and moments without each response are not kept"
+    "an earlier step has trained on these responses (num_iterations > 1), and the optimizer's momentum holds their "
+    "noise: use one step per rollout"
 )
 SPLIT_PROMPTS = "the responses of a prompt are spread over several optimizer steps, or processes"
 MIXED_PROMPTS = "the microbatches mix prompts, so no fold of whole prompts can be left out"
 MIXED_BLOCKS = "the microbatches mix prompts, and responses of one prompt are not independent units"
 NO_SAMPLING_LOGPS = (
     "this step is off-policy, and its rollout has no sampling log-probabilities: there are no importance ratios"
-)
-FIRST_IN_BF16 = (
-    "Adam's first step divides by |g|, so bf16 rounding decides where the responses' gradients nearly cancel: "
-    "available from the next step on"
 )
 OTHER_TERMS = (
     "the loss has a term beside log-probabilities and entropies (the auxiliary loss of a mixture of experts), whose "
@@ -63,9 +55,7 @@ class Capabilities:
     folds_of_gradient: bool  # the gradient of each fold is kept
     num_folds: int  # of all ranks
     reused: bool  # an earlier optimizer step has already learned from some of these sequences
-    multi_epoch: bool  # several steps learn from each sequence: num_iterations > 1
     other_terms: bool  # the loss has terms beside log-probabilities and entropies
-    autocast: bool  # training's gradients are computed in bf16
     dr_grpo: bool  # the loss is Dr-GRPO's: −A ∂log π summed over all tokens on one scale, A = reward − group's mean
     first_of_adam: bool  # the optimizer has Adam's moments and they are still zero
     fixes: Fixes = Fixes()
@@ -86,30 +76,15 @@ class Capabilities:
             return self.sampling_mismatch
         return self.split_prompts or (NO_SAMPLING_LOGPS if ratios is None else "")
 
-    def why_no_forward(self, followed: bool) -> str:
-        """Returns why no fold can be left out of the step.
-
-        followed  the moments that never saw a fold are known, where the optimizer's own have seen it
-        """
+    def why_no_forward(self) -> str:
+        """Returns why no fold can be left out of the step."""
         if self.no_formula or self.mixed_prompts:
             return self.no_formula or self.mixed_prompts
         if self.other_terms and not self.folds_of_gradient:
             return f"{OTHER_TERMS}: use at most one fold per microbatch"
         if self.num_folds < 2:
             return ONE_FOLD
-        return "" if followed or not self.reused else REUSED
-
-    def why_no_own_prompts(self, responses_per_prompt: int, all_responses: int) -> str:
-        """Returns why the responses of X alone cannot be left out of the step."""
-        if responses_per_prompt >= all_responses:
-            return "every response is in the entropy gradient, leaving none for the update: lower responses_per_prompt"
-        return self._why_no_single_response()
-
-    def why_no_responses(self, folds_of_rank: int) -> str:
-        """Returns why no response's share of forward is available."""
-        if self.autocast and self.first_of_adam:
-            return FIRST_IN_BF16
-        return self._why_no_single_response() or (ONE_FOLD if folds_of_rank < 2 else "")
+        return REUSED if self.reused else ""
 
     def why_no_blocks(self, blocks: float) -> str:
         """Returns why the microbatches are not at least two independent blocks, from which the noise follows."""
@@ -122,11 +97,6 @@ class Capabilities:
     def why_no_split_of_trace(self) -> str:
         """Returns why the noise cannot be split into that of prompts and that of responses."""
         return self.sampling_mismatch or ("" if self.dr_grpo else f"{NOT_DR_GRPO}: {self.fixes.dr_grpo}")
-
-    def _why_no_single_response(self) -> str:
-        if self.other_terms or self.reused:
-            return OTHER_TERMS if self.other_terms else CHOSEN_REUSED
-        return self.no_formula or self.mixed_prompts
 
 
 def why_too_far_off_policy(ratios: Tensor, batch: Batch, reduce: Callable[[Tensor], Tensor]) -> str:

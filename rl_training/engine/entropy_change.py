@@ -1,7 +1,6 @@
 """What a step does to entropy to first order: X by fold times the optimizer's step, summed over whole-prompt folds.
 
     forward      Σ_k n_k X_k · δθ_(−k) / N     leave-fold-out: the step that the other folds alone would have made
-    own_prompts  Σ_k n_k X_k · δθ_(−c_k) / N   without the responses of X_k only
     backward     Σ_k n_k X_k · δθ_before / N   the step before, which is independent of this batch
     reuse        Σ_k n_k X_k · δθ / N          biased: X and δθ share their noise
 
@@ -32,8 +31,7 @@ from torch import Tensor
 from rl_training.engine.batch import Batch
 from rl_training.engine.capabilities import REUSED, why_too_far_off_policy
 from rl_training.engine.entropy_gradients import fold_gradients, importance_ratios
-from rl_training.engine.fold_moments import Block
-from rl_training.engine.fold_products import FoldProducts, as_pairs
+from rl_training.engine.fold_products import PRODUCTS, FoldProducts, as_pairs
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.quantities import Quantity
 from rl_training.engine.updates import (
@@ -51,9 +49,7 @@ if TYPE_CHECKING:
     from rl_training.engine.step import Step
 
 LEVELS = 3  # columns of a row before the products
-# The products X·δθ in the order of their columns, a pair each; the splits of `forward` come after them.
-PRODUCTS = ("forward", "backward", "reuse", "own_prompts", "forward_unclipped")
-FORWARD, BACKWARD, REUSE, OWN_PROMPTS, UNCLIPPED = range(len(PRODUCTS))
+FORWARD, BACKWARD, REUSE, UNCLIPPED = range(len(PRODUCTS))
 
 
 def statistic(sums: Tensor) -> Tensor:
@@ -82,18 +78,17 @@ class FoldSums:
     num_folds: int  # of all ranks
 
 
-def sums_without(total: Tensor, by_fold: Tensor, of_step: Tensor, of_last: Tensor, level: float | None) -> Tensor:
+def sums_without(total: Tensor, by_fold: Tensor, lost: Tensor, level: float | None) -> Tensor:
     """Returns (K, columns), row l the sums without fold l.
 
-    total            (columns,), over all folds of all ranks
-    by_fold          (K, columns), what each fold of this rank adds
-    of_step, of_last (K, 2), Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ), of this step and of the last one
-    level            the H_tok in X, which row l replaces by that of the other folds; None: it is taken as given
+    total    (columns,), over all folds of all ranks
+    by_fold  (K, columns), what each fold of this rank adds
+    lost     (K, 2), Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)
+    level    the H_tok in X, which row l replaces by that of the other folds; None: it is taken as given
     """
     without = total - by_fold
     pairs = without[:, LEVELS:].unflatten(1, (-1, 2))
-    pairs[:, [FORWARD, OWN_PROMPTS, UNCLIPPED]] += of_step.unsqueeze(1)
-    pairs[:, BACKWARD] += of_last
+    pairs[:, [FORWARD, UNCLIPPED]] += lost.unsqueeze(1)
     if level is not None:  # ∂E[T] is what ∂H_seq and ∂H_seq − H_tok ∂E[T] differ by, over H_tok
         token, sequence = pairs.unbind(-1)
         token += (1.0 - without[:, 1:2] / without[:, 2:3] / level) * (sequence - token)
@@ -140,18 +135,12 @@ class EntropyChange:
     @cached_property
     def why_no_forward(self) -> str:
         """Why no fold can be left out of the step, "" if one can."""
-        return self._capabilities.why_no_forward(self._block is not None)
-
-    @cached_property
-    def _block(self) -> Block | None:
-        """The moments without each fold, where an earlier step has learned from these responses and was followed."""
-        return self._memory.moments.before(self.number, self._batch)
+        return self._capabilities.why_no_forward()
 
     @cached_property
     def why_no_backward(self) -> str:
         """Why the step before cannot be multiplied with X, "" if it can."""
-        not_followed = self._capabilities.reused and self._block is None
-        return self._memory.history.why_none(self.number) or (REUSED if not_followed else "")
+        return self._memory.history.why_none(self.number) or (REUSED if self._capabilities.reused else "")
 
     # --- the step ---------------------------------------------------------------------------------------------------
 
@@ -195,11 +184,8 @@ class EntropyChange:
             for k, fold in enumerate(gradients)
         ])  # fmt: skip
         total = reduce(by_fold.sum(dim=0))
-        of_step, of_last = map(as_pairs, products.lost_with_a_fold())
         level = entropy / length if settings.per_sequence and entropy > 0 else None  # without any entropy none to vary
-        without = sums_without(total, by_fold, of_step, of_last, level)
-        if self._capabilities.multi_epoch:
-            products.follow(self._memory.moments, self.number, batch, self._capabilities.reused)
+        without = sums_without(total, by_fold, as_pairs(products.lost_with_a_fold()), level)
         return FoldSums(total, without, int(num_folds))
 
     @cached_property
@@ -215,13 +201,7 @@ class EntropyChange:
         Variances of products are averaged over a few steps, because one batch can miss rare responses and look too
         certain.
         """
-        responses = self.settings.responses_per_prompt, self._batch.responses_per_prompt
-        reasons = {
-            "entropy": "",
-            "backward": self.why_no_backward,
-            "reuse": self._optimizer.reason,
-            "own_prompts": self._capabilities.why_no_own_prompts(*responses),
-        }
+        reasons = {"entropy": "", "backward": self.why_no_backward, "reuse": self._optimizer.reason}
         values = statistic(self.sums.total).cpu()
         names = ("entropy", *PRODUCTS, *self.attribution.labels)
         rows = [
@@ -263,9 +243,8 @@ class EntropyChange:
         settings, rows = self.settings, self._gradients.rows
         self._steps, self._rows = None, None
         if self.pieces and rows is not None and float(self.sizes.max()) < total_size:
-            moments = self._block.without if self._block is not None else None
-            known = (self.pieces, self.gradient, rows, self.sizes, total_size, self._optimizer.max_grad_norm)
-            self._steps = StepsWithoutFolds(*known, moments)
+            norm = self._optimizer.max_grad_norm
+            self._steps = StepsWithoutFolds(self.pieces, self.gradient, rows, self.sizes, total_size, norm)
         if self._memory.keep_rows:
             self._rows = self.layout.zeros(self._batch.num_folds, device=self._memory.device)
         return FoldProducts(
@@ -275,9 +254,6 @@ class EntropyChange:
             update=self.update,
             previous=self._memory.history.before(self.number),
             steps=self._steps,
-            block=self._block,
-            clip=self.clip,
-            chosen_share=settings.responses_per_prompt / self._batch.responses_per_prompt,
             num_targets=1 + settings.per_sequence,
             rows=self._rows,
         )

@@ -26,17 +26,15 @@ from rl_training.mathematics.vectors import Layout, Vector
 
 @dataclass(frozen=True)
 class EntropySettings:
-    """How the entropy gradient X of a step is estimated, and what else the same passes give.
+    """How the entropy gradient X of a step is estimated.
 
     responses_per_prompt  of every prompt, the first ones; all for G or more. Baselines use all responses
     per_sequence          compute X per sequence too: a second backward
-    own_prompts           the training gradient of the chosen responses too: another backward
     error_decay           weight of a step relative to the next in the average of the variances of single steps
     """
 
     responses_per_prompt: int = 1
     per_sequence: bool = False
-    own_prompts: bool = False
     error_decay: float = 0.5
 
     def __post_init__(self) -> None:
@@ -46,14 +44,6 @@ class EntropySettings:
             raise ValueError(f"per_sequence={self.per_sequence} must be true or false")
         if not 0.0 <= self.error_decay < 1.0:
             raise ValueError(f"error_decay={self.error_decay} must lie in [0, 1); 0.5 averages over three steps")
-
-
-@dataclass(frozen=True)
-class FoldGradients:
-    """The gradients of one fold; baselines use all responses."""
-
-    entropy: list[Vector]  # 1 or 2: Σ ρ (∂H_seq − H_tok ∂E[T]), Σ ρ ∂H_seq, each as a mean over the fold's responses
-    training: Vector | None  # the training gradient of the chosen responses, on the mean scale; if asked for
 
 
 def importance_ratios(batch: Batch) -> Tensor | None:
@@ -75,13 +65,15 @@ def fold_gradients(
     ratios: Tensor,
     level: float,
     settings: EntropySettings,
-) -> Iterator[FoldGradients]:
-    """Yields the gradients of each fold of this rank, in order, from some responses of each of its prompts.
+) -> Iterator[list[Vector]]:
+    """Yields X of each fold of this rank, in order, from some responses of each of its prompts; baselines use all.
+
+    One or two directions, each a mean over the fold's responses: Σ ρ (∂H_seq − H_tok ∂E[T]), and Σ ρ ∂H_seq.
 
     level  H_tok of the whole step: E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] is one direction, for one backward
 
-    One small forward pass per fold on the unwrapped model, and a backward for each direction: per token, per sequence,
-    and of the training loss; `.grad` and the reducer of DDP are not touched.
+    One small forward pass per fold on the unwrapped model, and a backward for each direction; `.grad` and the reducer
+    of DDP are not touched.
     """
     scores, fold = batch.scores, batch.fold
     known = (scores.entropies, scores.mask, batch.rollout.prompt_index)
@@ -97,11 +89,7 @@ def fold_gradients(
         width = fresh.logps.shape[1]
         share = shares[rows].to(fresh.logps.dtype).unsqueeze(1)
         pairs = [(share * weights[rows, :width], share * entropy_weights[rows, :width]) for weights in logp_weights]
-        entropy = entropy_gradient(fresh, pairs, parameters, layout, keep_graph=settings.own_prompts)
-        training = None
-        if settings.own_prompts:
-            training = layout.vector(batch.loss_weights.gradient(fresh, rows, parameters, share=1.0 / len(rows)))
-        yield FoldGradients(entropy, training)
+        yield entropy_gradient(fresh, pairs, parameters, layout)
 
 
 def entropy_gradient(
@@ -109,19 +97,16 @@ def entropy_gradient(
     weights: Sequence[tuple[Tensor, Tensor]],
     parameters: Sequence[Tensor],
     layout: Layout,
-    *,
-    keep_graph: bool = False,
 ) -> list[Vector]:
     """Returns Σ_ik w_ik ∂log π(t_ik) + u_ik ∂h_ik over some rows, for each pair of weights (w, u).
 
-    fresh       scores of these rows, with graph
-    weights     (rows, width) each, as wide as the scores, already divided by the number of sequences of the mean
-    keep_graph  for another backward through the same scores
+    fresh    scores of these rows, with graph
+    weights  (rows, width) each, as wide as the scores, already divided by the number of sequences of the mean
 
     One backward for each pair. A parameter that these rows do not reach has 0.
     """
     last = len(weights) - 1
     return [
-        layout.vector(gradient_of(fresh, *pair, parameters, keep_graph or number < last))
+        layout.vector(gradient_of(fresh, *pair, parameters, keep_graph=number < last))
         for number, pair in enumerate(weights)
     ]

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from rl_training.engine.attribution import Attribution
 from rl_training.engine.entropy_gradients import EntropySettings
-from rl_training.engine.fold_moments import FoldMoments
+from rl_training.engine.fold_products import PRODUCTS
 from rl_training.engine.updates import UpdateHistory
 from rl_training.mathematics.running_variance import RunningVariance
 from rl_training.mathematics.vectors import Layout
 
 
 class StepMemory:
-    """What outlives a step: δθ of the one before, variances of the last few, and moments without each fold.
-
-    The moments last as long as their rollout, where responses are used again. The others go into the checkpoint.
-    """
+    """What outlives a step and goes into the checkpoint: δθ of the one before, and variances of the last few."""
 
     def __init__(
         self, layout: Layout, settings: EntropySettings, offload: bool = False, keep_rows: bool = False
@@ -28,12 +26,11 @@ class StepMemory:
         self.keep_rows = keep_rows  # X of each fold; the driver says so for each step
         self.errors = RunningVariance(settings.error_decay)
         self.history = UpdateHistory(layout)
-        self.moments = FoldMoments(layout, self.device)
         self.attribution = Attribution(layout.names)
 
     @property
     def num_bytes(self) -> int:
-        return self.history.num_bytes + self.moments.num_bytes
+        return self.history.num_bytes
 
     def state_dict(self) -> dict[str, Tensor]:
         return self.history.state_dict() | {f"error.{k}": value for k, value in self.errors.state_dict().items()}
@@ -41,4 +38,8 @@ class StepMemory:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         self.history.load_state_dict(state)
         prefix = "error."
-        self.errors.load_state_dict({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+        errors = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+        if errors and len(errors["sum"]) > len(PRODUCTS) + len(self.attribution.labels):
+            # A checkpoint of an earlier version has a row of `own_prompts`, the fourth, which is no longer measured.
+            errors = {name: torch.cat([rows[:3], rows[4:]]) for name, rows in errors.items()}
+        self.errors.load_state_dict(errors)

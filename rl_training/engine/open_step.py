@@ -43,8 +43,6 @@ class Loop:
     sharding: Sharding
     policy: Policy
     ranks: Ranks
-    multi_epoch: bool = False  # several optimizer steps learn from each sequence
-    autocast: bool = False  # training's gradients are computed in bf16
     dr_grpo: bool = True  # the loss is Dr-GRPO's and nothing else's
     loss_settings: LossSettings | None = None  # None where they are not known
     sampling_mismatch: str = ""  # why responses are not samples of the policy that is scored

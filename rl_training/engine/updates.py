@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -127,7 +127,6 @@ class StepsWithoutFolds:
     gradient      g, the mean over all folds of all ranks, not clipped
     rows          (K, n) of each bucket, g_k, perhaps in host memory; their products are taken where the parameters are
     sizes         (K,), n_k          total_size  N, over all ranks
-    moments       the piece with the moments that never saw these folds, where the optimizer's own have: fold_moments.py
     """
 
     pieces: Sequence[Piece]
@@ -136,7 +135,6 @@ class StepsWithoutFolds:
     sizes: Tensor
     total_size: float
     max_grad_norm: float
-    moments: Callable[[slice, Piece], Piece] | None = None
 
     def gradients(self, folds: slice, piece: Piece) -> Tensor:
         """Returns g_(−k) of some folds, (folds, n), not clipped."""
@@ -146,24 +144,19 @@ class StepsWithoutFolds:
 
     @cached_property
     def own_clips(self) -> Tensor:
-        """The clip coefficients of the gradients without each fold, (K,) fp64."""
-        return self.clips(self.gradients, slice(None))
-
-    def clips(self, gradients: Callable[[slice, Piece], Tensor], folds: slice) -> Tensor:
-        """Returns the clip coefficient of each of these gradients, (folds,) fp64: one pass over all parameters."""
-        count = len(range(*folds.indices(len(self.sizes))))
-        norms = torch.zeros(count, dtype=torch.float64, device=self.gradient[0].device)
+        """The clip coefficients of the gradients without each fold, (K,) fp64: one pass over all parameters."""
+        norms = torch.zeros(len(self.sizes), dtype=torch.float64, device=self.gradient[0].device)
         if self.max_grad_norm != float("inf"):
             for piece in self.pieces:
-                norms += torch.linalg.vector_norm(gradients(folds, piece), dim=-1, dtype=torch.float64).square()
+                gradients = self.gradients(slice(None), piece)
+                norms += torch.linalg.vector_norm(gradients, dim=-1, dtype=torch.float64).square()
         return clipping(norms, self.max_grad_norm)
 
     def parts(self, folds: slice, clips: Tensor) -> Iterator[tuple[Piece, UpdateParts]]:
         """Yields each piece and the parts of these folds' steps in it, (folds, n); with `clips` 1, not clipped."""
         for piece in self.pieces:
-            moved = piece if self.moments is None else self.moments(folds, piece)
             gradient = self.gradients(folds, piece)
-            yield piece, moved.state.delta(moved.param, gradient.mul_(clips.to(gradient).unsqueeze(1)))
+            yield piece, piece.state.delta(piece.param, gradient.mul_(clips.to(gradient).unsqueeze(1)))
 
 
 class UpdateHistory:

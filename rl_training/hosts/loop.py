@@ -95,7 +95,6 @@ def measured_loop(
         sharding=Sharding(module, optimizer, max_grad_norm),
         policy=policy,
         ranks=ranks,
-        autocast=autocast is not None,
         dr_grpo=dr_grpo,
         sampling_mismatch=sampling_mismatch,
         no_fresh_responses="" if sample is not None else NO_SAMPLE,

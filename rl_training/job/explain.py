@@ -24,8 +24,11 @@ GONE = {  # settings, and what to do instead
     "probes.gns.lags": "what persists of the gradient is no longer measured, leave it out",
     "probes.simple.draw": "it was not better than the first responses of each prompt, leave it out",
     "probes.simple.prompt_share": "fewer prompts were not better, leave it out",
-    "probes.simple.split_error": "give probe=[simple,error_shares]",
-    "probes.simple.top_responses": "give probe=[simple,responses] probes.responses.count=3",
+    "probes.error_shares": "probes.simple.responses_per_prompt=2 shows whether the entropy gradient makes the error",
+    "probes.responses": "which responses move entropy: rl-training analyze checkpoint=RUN kernel.enabled=true",
+    "probes.simple.own_prompts": "delta_h/forward is about new prompts, leave it out",
+    "probes.simple.split_error": "leave it out",
+    "probes.simple.top_responses": "leave it out",
     "probes.simple.validate_every": "give probe=[simple,ground_truth] probes.ground_truth.every=10",
     "probes.simple.validate_sequences": "give probe=[simple,ground_truth] probes.ground_truth.sequences=512",
     "probes.simple.seed": "give probe=[simple,ground_truth] probes.ground_truth.seed=0",
@@ -131,9 +134,11 @@ def explain(error: BaseException) -> str:
         return f"{several.group(1)}: one value is needed. For a list: '{key}=[{value}]'; or {quoted(key, value)}"
     if isinstance(error, MissingMandatoryValue):
         return f"{error.full_key} is not set: give {error.full_key}=VALUE"
-    choice = re.search(r"Could not find '(\w+)/([^']+)'", message)
+    choice = re.search(r"Could not (?:find|load) '(\w+)/([^']+)'", message)  # load: in a list
     if choice:
         group, name = choice.groups()
+        if instead := GONE.get(f"{group}s.{name}"):  # what probe=NAME chooses is probes.NAME
+            return f"{group}={name}: this {group} is gone: {instead}"
         options = sorted({path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")})
         return (
             f"{group}={name}: there is no such {group}. Choose from {', '.join(options)}{did_you_mean(name, options)}"

@@ -57,19 +57,6 @@ class AdamWState:
             decay=(-self.lr * decay) * param if self.decoupled else (decay * factor) * param,
         )
 
-    def after(self, param: Tensor, grad: Tensor) -> AdamWState:
-        """Returns the state behind a step with this gradient, after clipping; nothing is modified."""
-        if not self.moves:
-            return self
-        beta1, beta2 = self.betas
-        seen = self._seen(param, grad)
-        return dataclasses.replace(
-            self,
-            exp_avg=beta1 * self.exp_avg + (1.0 - beta1) * seen,
-            exp_avg_sq=torch.addcmul(beta2 * self.exp_avg_sq, seen, seen, value=1.0 - beta2),
-            step=self.step + 1,
-        )
-
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
         """Returns a, elementwise: `delta(param, grad).gradient` is a · grad. Few passes: this is in the hot path."""
         beta1, beta2 = self.betas

@@ -49,15 +49,6 @@ class SGDState:
         momentum = (-self.lr * of_buffer) * buffer if buffer is not None else 0.0 * param
         return UpdateParts(momentum=momentum, gradient=factor * grad, decay=(factor * self.weight_decay) * param)
 
-    def after(self, param: Tensor, grad: Tensor) -> SGDState:
-        """Returns the state behind a step with this gradient, after clipping; nothing is modified."""
-        if self.momentum == 0.0 or not self.moves:
-            return self
-        seen = grad + self.weight_decay * param if self.weight_decay else grad
-        old = self.momentum_buffer
-        buffer = seen.clone() if old is None else self.momentum * old + (1.0 - self.dampening) * seen
-        return dataclasses.replace(self, momentum_buffer=buffer)
-
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:
         """Returns a: `delta(param, grad).gradient` is a · grad."""
         inflow = 1.0 if self.momentum_buffer is None else 1.0 - self.dampening  # how much of d enters b

@@ -172,9 +172,7 @@ def step_of(restored: RestoredTrainer, batch: Batch) -> Step:
         folds_of_gradient=True,
         num_folds=int(restored.reduce(torch.tensor(batch.num_folds, device=restored.device))),
         reused=False,
-        multi_epoch=False,
         other_terms=False,
-        autocast=restored.trainer.accelerator.mixed_precision != "no",
         dr_grpo=batch.loss_settings is not None and batch.loss_settings.is_dr_grpo,
         first_of_adam=is_first_of_adam(restored.optimizer.states),
     )

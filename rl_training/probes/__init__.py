@@ -1,11 +1,9 @@
 """The probes: one file each, with its formula's source, the pure function and the class that feeds it."""
 
 from rl_training.probes.covariance import CovariancePredictorProbe as CovariancePredictorProbe
-from rl_training.probes.error_shares import ErrorSharesProbe as ErrorSharesProbe
 from rl_training.probes.ess import EffectiveSampleSizeProbe as EffectiveSampleSizeProbe
 from rl_training.probes.gns import GradientNoiseScaleProbe as GradientNoiseScaleProbe
 from rl_training.probes.ground_truth import GroundTruthProbe as GroundTruthProbe
 from rl_training.probes.interventions import InterventionsProbe as InterventionsProbe
-from rl_training.probes.responses import ResponsesProbe as ResponsesProbe
 from rl_training.probes.simple import SimpleEntropyProbe as SimpleEntropyProbe
 from rl_training.probes.token_classes import TokenClassesProbe as TokenClassesProbe

@@ -3,8 +3,8 @@
     δH = X · δθ        X = ∂H, the entropy gradient (entropy.py);  δθ, the change the real optimizer makes (adamw.py)
 
 X and δθ from one batch share their noise, and their plain product always claims that entropy falls. Hence `forward`,
-the change on NEW prompts; `own_prompts`, that on the batch's OWN prompts; `backward`, from the next step's fresh
-rollouts, independent by construction; and `reuse`, the biased product, a diagnostic only: engine/entropy_change.py.
+the change on NEW prompts; `backward`, from the next step's fresh rollouts, independent by construction; and `reuse`,
+the biased product, a diagnostic only: engine/entropy_change.py.
 Added to them is
 
     trapezoid    ½ (forward + backward)        exact to second order: compare this with the measured change
@@ -23,8 +23,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from rl_training.engine.entropy_change import PRODUCTS, levels_of_folds
+from rl_training.engine.entropy_change import levels_of_folds
 from rl_training.engine.entropy_gradients import EntropySettings
+from rl_training.engine.fold_products import PRODUCTS
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.quantities import Quantity
 from rl_training.engine.step import Step
@@ -47,7 +48,6 @@ class SimpleEntropyProbe(Probe):
                           are 8 ranks or more. More than microbatches costs what another forward pass and backward do
     per_sequence          predict in nats per sequence too, `…_sequence`: a second backward, from which error bars per
                           token have the noise of the H_tok inside of X as well
-    own_prompts           measure `delta_h/own_prompts` too: another backward, and half as many optimizer steps again
     offload               keep the gradients of the folds in the CPU's memory
     error_decay           weight of a step relative to the next in the average of the variances of single steps; 0 for
                           the bar of the batch alone, which is in probes.jsonl in any case (`stderr_of_batch`)
@@ -62,7 +62,6 @@ class SimpleEntropyProbe(Probe):
         responses_per_prompt: int = 1,
         num_folds: int | None = None,
         per_sequence: bool = False,
-        own_prompts: bool = False,
         offload: bool = False,
         error_decay: float = 0.5,
         every: int = 1,
@@ -71,12 +70,11 @@ class SimpleEntropyProbe(Probe):
         if num_folds is not None and num_folds < 1:
             raise ValueError(f"simple: num_folds={num_folds} must be at least 1, or null for one per microbatch")
         try:
-            self.entropy = EntropySettings(responses_per_prompt, per_sequence, own_prompts, error_decay)
+            self.entropy = EntropySettings(responses_per_prompt, per_sequence, error_decay)
         except ValueError as error:
             raise ValueError(f"simple: {error}") from error
         self.num_folds = num_folds
-        self.per_sequence, self.own_prompts = per_sequence, own_prompts
-        self.offload = offload
+        self.per_sequence, self.offload = per_sequence, offload
         self._sum = TrapezoidSum()
 
     def prepare(self, step: Step) -> None:
@@ -114,8 +112,6 @@ class SimpleEntropyProbe(Probe):
 
     def _metrics(self, quantity: str) -> tuple[str, ...]:
         """Returns the metric names of a quantity, per token and per sequence: those that were asked for."""
-        if quantity == "own_prompts" and not self.own_prompts:
-            return ()
         if quantity == "entropy":
             return "entropy/token", "entropy/sequence"
         pair = f"delta_h/{quantity}", f"delta_h/{quantity}_sequence"

@@ -28,7 +28,6 @@ MOVED_FROM_SIMPLE = (  # what keys began with, whose they are now, and what of t
     ("update", ENGINE, ""),
     ("error.", ENGINE, ""),
     ("pairs", "ground_truth", ""),
-    ("error_share.", "error_shares", "error_share."),
 )
 
 

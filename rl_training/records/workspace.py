@@ -65,8 +65,6 @@ SECTIONS = {
     "prediction against truth": [
         Panel("Change by one step, measured", ("delta_h/true", "delta_h/forward"), unit=NATS, bands=True),
         Panel("Slope and coverage", ("calibration/slope_corrected", "calibration/coverage")),
-        Panel("Shares of forward's variance", ("delta_h/error_share/entropy_gradient", "delta_h/error_share/update",
-                                               "delta_h/error_share/covariance")),
     ],
     "interventions": [
         Panel("Change of entropy by a step with it, minus a plain step's", pattern=r"^intervention/.*/mean_delta_h$",

@@ -29,10 +29,8 @@ from rl_training import DrGRPOTrainer, Probe
 from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,
-    ErrorSharesProbe,
     GradientNoiseScaleProbe,
     GroundTruthProbe,
-    ResponsesProbe,
     SimpleEntropyProbe,
 )
 from rl_training.records.jsonl import read_estimates
@@ -76,9 +74,9 @@ def rounded_products(device: str) -> Iterator[None]:
 
 
 def all_probes(**of_simple: Any) -> list[Probe]:
-    simple = SimpleEntropyProbe(per_sequence=True, own_prompts=True, **of_simple)
+    simple = SimpleEntropyProbe(per_sequence=True, **of_simple)
     others = [GradientNoiseScaleProbe(split_prompts=1), EffectiveSampleSizeProbe(), CovariancePredictorProbe()]
-    return [simple, ResponsesProbe(count=2), ErrorSharesProbe(), *others]
+    return [simple, *others]
 
 
 def parameters(trainer: DrGRPOTrainer) -> dict[str, Tensor]:
@@ -145,7 +143,7 @@ def test_rows_in_host_memory_say_what_rows_on_the_gpu_do(make_trainer: MakeTrain
         trainers[-1].train()
     here, there = trainers
     assert_equal(parameters(here), parameters(there))
-    for name in ("forward", "backward", "own_prompts", "part/momentum", "forward_sequence"):
+    for name in ("forward", "backward", "part/momentum", "forward_sequence"):
         a, b = (trainer.attachment.latest[f"delta_h/{name}"] for trainer in (here, there))
         assert b.value == pytest.approx(a.value, rel=1e-4, abs=1e-4 * a.stderr if a.stderr > 0 else 1e-7), name
 

@@ -15,7 +15,7 @@ from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.probe import Need
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
 from rl_training.mathematics.scores import Scores
-from rl_training.probes import GradientNoiseScaleProbe, ResponsesProbe, SimpleEntropyProbe
+from rl_training.probes import GradientNoiseScaleProbe, SimpleEntropyProbe
 from rl_training.tasks.models import load_tiny
 
 PLAIN = {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.0, "bf16": False, "use_cpu": True}
@@ -117,7 +117,7 @@ def test_a_threshold_of_zero_or_less_does_not_clip(make_trainer, threshold: floa
     assert forwards[0] == forwards[1]
 
 
-def test_shares_of_a_loss_with_an_auxiliary_term_are_missing_and_say_why(make_trainer) -> None:
+def test_a_fold_that_is_a_slice_of_a_microbatch_is_not_left_out_of_a_loss_with_an_auxiliary_term(make_trainer) -> None:
     _, tokenizer = load_tiny()
     torch.manual_seed(0)
     experts = Qwen2MoeForCausalLM(
@@ -135,11 +135,11 @@ def test_shares_of_a_loss_with_an_auxiliary_term_are_missing_and_say_why(make_tr
             router_aux_loss_coef=0.1,
         )
     )
-    probes = [SimpleEntropyProbe(own_prompts=True), ResponsesProbe(count=1)]
-    trainer = make_trainer(probes=probes, model=experts, max_steps=1, learning_rate=1e-3)
-    trainer.train()
-    answers = trainer.attachment.latest
-    for name in ("delta_h/own_prompts", "delta_h/response/1"):
-        assert math.isnan(answers[name].value)
-        assert "the auxiliary loss of a mixture of experts" in answers[name].reason
-    assert math.isfinite(answers["delta_h/forward"].value)
+    settings = {"max_steps": 1, "learning_rate": 1e-3, "max_completion_length": 8, "gradient_accumulation_steps": 2}
+    for num_folds in (None, 4):  # a fold a microbatch, and two
+        trainer = make_trainer(probes=[SimpleEntropyProbe(num_folds=num_folds)], model=experts, **settings)
+        trainer.train()
+        forward = trainer.attachment.latest["delta_h/forward"]
+        assert math.isfinite(forward.value) == (num_folds is None)
+    assert "the auxiliary loss of a mixture of experts" in forward.reason
+    assert "use at most one fold per microbatch" in forward.reason

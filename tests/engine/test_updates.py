@@ -9,6 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from rl_training.engine.entropy_gradients import EntropySettings
+from rl_training.engine.fold_products import PRODUCTS
+from rl_training.engine.memory import StepMemory
 from rl_training.engine.updates import StepsWithoutFolds, UpdateHistory, optimizer_pieces, whole_update
 from rl_training.mathematics import vectors
 from rl_training.mathematics.adamw import AdamWState
@@ -82,7 +85,7 @@ def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(max_grad_n
     rows = [draw(3, bucket.size) for bucket in layout.buckets]
     mean = [(sizes.unsqueeze(1) * part).sum(dim=0) / 8 for part in rows]
     steps = StepsWithoutFolds(optimizer_pieces(layout, parameters, states, 8), mean, rows, sizes, 8.0, max_grad_norm)
-    clips = steps.clips(steps.gradients, slice(None))
+    clips = steps.own_clips
     found = torch.cat([parts.total for _, parts in steps.parts(slice(None), clips)], dim=1)
     for k in range(3):
         others = [i for i in range(3) if i != k]
@@ -128,3 +131,16 @@ def test_a_step_without_a_formula_is_known_by_the_parameters_after_it() -> None:
     history.finish(1, parameters)
     assert not history.is_open(1)
     assert history.before(2)[0].tolist() == [0.25, -1.0]
+
+
+def test_averaged_errors_of_a_checkpoint_that_has_own_prompts_go_to_the_products_that_are_left() -> None:
+    """Its rows were forward, backward, reuse, own_prompts, forward_unclipped, and a row for each split."""
+    memory = StepMemory(Layout({"w": torch.zeros(2)}), EntropySettings())
+    labels = [f"label {number}" for number in range(len(memory.attribution.labels))]
+    before = [*PRODUCTS[:3], "own_prompts", *PRODUCTS[3:], *labels]
+    numbers = torch.arange(len(before), dtype=torch.float64).unsqueeze(1).expand(-1, 2)
+    memory.load_state_dict({f"error.{name}": numbers for name in ("weight", "sum", "squares")})
+    left = [before[int(number)] for number in memory.errors.state_dict()["sum"][:, 0]]
+    assert left == [*PRODUCTS, *labels]
+    memory.load_state_dict(memory.state_dict())  # as it is written today, nothing is left out
+    assert len(memory.errors.state_dict()["sum"]) == len(left)

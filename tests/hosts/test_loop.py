@@ -22,7 +22,7 @@ from trainers import trainer_maker
 
 from rl_training import Estimate, Rollout, measured_loop
 from rl_training.engine.batch import take_rows
-from rl_training.engine.capabilities import CHOSEN_REUSED, Fixes
+from rl_training.engine.capabilities import REUSED, Fixes
 from rl_training.engine.driver import StepDriver
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop import MeasuredLoop
@@ -44,7 +44,7 @@ ADAMW: dict[str, Any] = {"lr": 3e-4, "eps": 1e-5}  # a first step that is no sig
 
 def probes() -> list[Any]:
     return [
-        SimpleEntropyProbe(per_sequence=True, own_prompts=True),
+        SimpleEntropyProbe(per_sequence=True),
         GradientNoiseScaleProbe(split_prompts=4),
         EffectiveSampleSizeProbe(),
         CovariancePredictorProbe(),
@@ -303,7 +303,7 @@ def test_fresh_responses_of_the_loops_own_tell_the_truth_and_training_does_not_n
 
 
 def test_a_second_step_on_a_rollout_says_so_and_is_measured_as_one(tmp_path: Path) -> None:
-    model, optimizer, measured = new_loop([SimpleEntropyProbe(own_prompts=True)], records=Records(tmp_path))
+    model, optimizer, measured = new_loop([SimpleEntropyProbe()], records=Records(tmp_path))
     for group in optimizer.param_groups:
         group["lr"] = 1e-6  # these responses of chance soon have no chance
     sampled: list[Tensor] = []
@@ -326,9 +326,9 @@ def test_a_second_step_on_a_rollout_says_so_and_is_measured_as_one(tmp_path: Pat
             make_step(2)
         optimizer.zero_grad()
         make_step(2, sampling_logps=sampled[:MICROBATCHES])
-    first, second = (row for row in read_estimates(tmp_path) if row["name"] == "delta_h/own_prompts")
+    first, second = (row for row in read_estimates(tmp_path) if row["name"] == "delta_h/forward")
     assert first["reason"] == ""
-    assert second["reason"] == CHOSEN_REUSED
+    assert second["reason"] == REUSED
 
 
 # --- mistakes: each is one line that says what to do ------------------------------------------------------------------
@@ -479,7 +479,7 @@ def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
     unable = {"complete_prompts": False, "whole_prompts": False, "dr_grpo": False}
     for fixes in (Fixes(), Fixes("do this", "do that"), FIXES):
         known = capabilities(**unable, fixes=fixes)
-        reasons = known.why_no_entropy_gradient(None), known.why_no_forward(True), known.why_no_blocks(2.0)
+        reasons = known.why_no_entropy_gradient(None), known.why_no_forward(), known.why_no_blocks(2.0)
         assert all(reason.endswith(f": {fixes.whole_prompts}") for reason in reasons)
         assert known.why_no_split_of_trace().endswith(f": {fixes.dr_grpo}")
         assert any("attach" in reason or "Trainer" in reason for reason in reasons) == (fixes is FIXES)

@@ -183,12 +183,14 @@ def test_a_mistake_is_named_with_the_fix(tmp_path: Path, overrides: list[str], m
     [
         (
             "probe=simpel",
-            "Choose from all, covariance, error_shares, ess, gns, ground_truth, interventions, none, responses, simple",
+            "Choose from all, covariance, ess, gns, ground_truth, interventions, none, simple",
         ),
         ("model=tyni", "Choose from hub, qwen2_5_1_5b, tiny; did you mean tiny?"),
         ("bathc.microbatch_size=3", "there is no such setting, see --help; did you mean batch.microbatch_size?"),
         ("probes.simple.evry=5", "did you mean probes.simple.every?"),
         ("probes.gns.lags=16", "probes.gns.lags: this setting is gone"),
+        ("probe=[simple,responses]", "probe=responses: this probe is gone: which responses move entropy: rl-training"),
+        ("probes.simple.own_prompts=true", "probes.simple.own_prompts: this setting is gone"),
         ("probes.simple.validate_every=10", "give probe=[simple,ground_truth] probes.ground_truth.every=10"),
         ("probes.gns.every=5", "what this run has chosen lacks this setting; probe=gns would have it"),
     ],

@@ -27,7 +27,7 @@ from rl_training.engine.driver import StepDriver
 from rl_training.job import run_folder
 from rl_training.job.build import TrainingRun, build_run
 from rl_training.job.settings import check_resume
-from rl_training.probes import ErrorSharesProbe, GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
+from rl_training.probes import GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
 from rl_training.records.checkpoints import find_checkpoint, set_aside_later, steps_taken, what_is_wrong_with
 from rl_training.records.folder import TRAINING_STATE
@@ -202,22 +202,23 @@ def test_a_probes_state_of_another_shape_is_named_with_the_fix(run_dir: Path, pr
 
 
 def test_what_the_simple_probe_once_kept_goes_to_whom_it_belongs_to_now(run_dir: Path) -> None:
-    """A checkpoint of an earlier version: the update, errors, pairs and shares under its name."""
+    """A checkpoint of an earlier version: the update, errors, pairs and shares of errors under its name."""
     checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
     with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
         about, state = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     of_engine = {name.removeprefix("engine/"): t for name, t in state.items() if name.startswith("engine/")}
     assert {"update", "update_step", "error.sum"} < set(of_engine)
-    others = {"pairs": torch.rand(9, 5).double(), "error_share.sum": torch.rand(3, 2)}
+    others = {"pairs": torch.rand(9, 5).double()}
     sums = {name: t for name, t in state.items() if name.startswith("simple/")}
     once = {f"simple/{name}": t for name, t in (of_engine | others).items()} | sums
+    once["simple/error_share.sum"] = torch.rand(3, 2)  # of a probe that is gone
     save_file(once, checkpoint / PROBE_STATES, {**about, "probes": "simple"})
-    simple, truth, shares = SimpleEntropyProbe(), GroundTruthProbe(), ErrorSharesProbe()
-    driver = StepDriver([simple, truth, shares])
-    load_probe_states([simple, truth, shares, driver], checkpoint)
+    simple, truth = SimpleEntropyProbe(), GroundTruthProbe()
+    driver = StepDriver([simple, truth])
+    load_probe_states([simple, truth, driver], checkpoint)
     found = [{f"simple/{name}": t for name, t in simple.state_dict().items()}, driver.state_dict()]
-    expected = [sums, of_engine, {"pairs": others["pairs"]}, {"sum": others["error_share.sum"]}]
-    for one, other in zip([*found, truth.state_dict(), shares.state_dict()], expected, strict=True):
+    expected = [sums, of_engine, others]
+    for one, other in zip([*found, truth.state_dict()], expected, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 

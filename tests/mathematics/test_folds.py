@@ -13,7 +13,8 @@ import reference
 import torch
 from torch import Tensor
 
-from rl_training.engine.entropy_change import FORWARD, LEVELS, PRODUCTS, REUSE, sums_without
+from rl_training.engine.entropy_change import FORWARD, LEVELS, REUSE, sums_without
+from rl_training.engine.fold_products import PRODUCTS
 from rl_training.mathematics.adamw import adamw_delta
 from rl_training.mathematics.folds import leave_fold_out, response_number, split_prompts
 from rl_training.mathematics.jackknife import jackknife_stderr
@@ -171,14 +172,14 @@ def test_sums_without_a_fold_have_the_level_of_the_other_folds_where_lengths_hav
 
     by_fold = torch.cat([levels, pairs(of_sequence, of_length).repeat(1, len(PRODUCTS))], dim=1)
     lost = pairs(lost_sequence, lost_length).flip(0)  # of the other fold, where this one is left out
-    without = sums_without(by_fold.sum(dim=0), by_fold, lost, torch.zeros_like(lost), level=0.3)
+    without = sums_without(by_fold.sum(dim=0), by_fold, lost, level=0.3)
     # Fold 1 is left at its own level, with a step that has lost fold 0: 5 − 1 − (1 + 0.4)/6; and the reverse.
     expected = torch.tensor([[4.0 - 1.4 / 6, 4.0], [3.5 - 0.5 * 2.2, 3.5]], dtype=torch.float64)
     forward = slice(LEVELS + 2 * FORWARD, LEVELS + 2 * FORWARD + 2)
     torch.testing.assert_close(without[:, forward], expected)
     reuse = slice(LEVELS + 2 * REUSE, LEVELS + 2 * REUSE + 2)  # whose step loses nothing
     torch.testing.assert_close(without[:, reuse], expected.new_tensor([[5 - 1 / 6, 5.0], [3 - 0.5 * 2, 3.0]]))
-    as_given = sums_without(by_fold.sum(dim=0), by_fold, lost, torch.zeros_like(lost), level=None)
+    as_given = sums_without(by_fold.sum(dim=0), by_fold, lost, level=None)
     torch.testing.assert_close(
         as_given[:, forward], expected.new_tensor([[4 - 0.3 * 1.4, 4.0], [3.5 - 0.3 * 2.2, 3.5]])
     )

@@ -90,7 +90,7 @@ class InterventionsTwin(Twin):
         threshold = 0.05 if name.startswith("max_grad_norm") else None
         factor = float(name[3:]) if name.startswith("lr") else 1.0
         mean, without = self.mean(gradients), self.means_without(gradients)
-        return tuple(factor * self.adamw(g, max_grad_norm=threshold)[0] for g in (mean, without))
+        return tuple(factor * self.adamw(g, max_grad_norm=threshold) for g in (mean, without))
 
     def answers(self, name: str) -> dict[str, float]:
         """ΔH, Δreward and their errors, by delete-one-fold: of X at these steps, of J with the steps' own."""

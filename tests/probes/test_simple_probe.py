@@ -20,13 +20,10 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.policy import Policy
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
-    ErrorSharesProbe,
     GradientNoiseScaleProbe,
     GroundTruthProbe,
-    ResponsesProbe,
     SimpleEntropyProbe,
 )
-from rl_training.probes.error_shares import SHARES
 from rl_training.tasks.models import load_tiny
 
 K, G = 8, 4
@@ -35,18 +32,6 @@ EIGHT_FOLDS = {"per_device_train_batch_size": G, "gradient_accumulation_steps": 
 UNEQUAL_FOLDS = {"per_device_train_batch_size": 3 * G, "gradient_accumulation_steps": K // 2}
 # A large epsilon makes the first Adam step smooth; otherwise it is a sign, and fp32 noise decides the sign of a zero.
 SMOOTH = {"adam_epsilon": 1e-5, "max_grad_norm": 0.05}
-
-
-class Shares(ErrorSharesProbe):
-    """The probe of error shares, of each batch alone, with its answers kept."""
-
-    def __init__(self) -> None:
-        super().__init__(error_decay=0.0)
-        self.all: list[dict[str, Estimate]] = []
-
-    def results(self) -> dict[str, Estimate]:
-        self.all.append(super().results())
-        return self.all[-1]
 
 
 def last_update(trainer: Any) -> Tensor:
@@ -73,7 +58,7 @@ def test_every_estimate_equals_the_plain_twin(
         num_folds=K,
     )
     make_trainer(
-        probes=[probe, shares := Shares(), recorder],
+        probes=[probe, recorder],
         dtype=torch.float64,
         temperature=temperature,
         max_completion_length=max_length,
@@ -96,18 +81,13 @@ def test_every_estimate_equals_the_plain_twin(
         """What bars take from sums without a fold: their own H_tok, where lengths have products of their own."""
         return per_sequence if suffix else functools.partial(per_token, level=None if both else twin.level)
 
-    for twin, answer, of_error in zip(twins, probe.all[:2], shares.all[:2], strict=True):
+    for twin, answer in zip(twins, probe.all[:2], strict=True):
         for suffix, statistic in (("", per_token), ("_sequence", per_sequence))[: 1 + both]:
             forward, reuse = (twin.change(updates, statistic) for updates in (twin.update_without, twin.update))
             assert answer[f"delta_h/forward{suffix}"].value == pytest.approx(forward, **same)
             assert answer[f"delta_h/reuse{suffix}"].value == pytest.approx(reuse, **same)
             stderr = twin.stderr(twin.update_without, seen(twin, suffix))
             assert answer[f"delta_h/forward{suffix}"].stderr == pytest.approx(stderr, **same)
-            rows = twin.rows(twin.products(twin.update))  # the step as it is
-            of_x = reference.jackknife_stderr(seen(twin, suffix), rows)
-            parts = [of_error[f"delta_h/error_share/{share}{suffix}"].value for share in SHARES]
-            assert parts[0] == pytest.approx((of_x / stderr) ** 2, **same)
-            assert sum(parts) == pytest.approx(1.0, rel=1e-12)
         assert answer["entropy/token"].value == pytest.approx(sum(twin.entropy_of) / sum(twin.lengths), **same)
         assert answer["entropy/sequence"].value == pytest.approx(sum(twin.entropy_of) / len(twin.lengths), **same)
     first, second, third = probe.all
@@ -128,22 +108,19 @@ def test_every_estimate_equals_the_plain_twin(
 
 
 @pytest.fixture(scope="module")
-def causes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorder, Answers, dict[str, Estimate]]:
+def causes(tmp_path_factory: pytest.TempPathFactory) -> tuple[Recorder, Answers]:
     """Two steps of a training, the second of them from warm moments."""
-    recorder = Recorder()
-    probe, responses = Answers(own_prompts=True, per_sequence=True, num_folds=K), ResponsesProbe(3)
+    recorder, probe = Recorder(), Answers(per_sequence=True, num_folds=K)
     make = trainer_maker(tmp_path_factory.mktemp("causes"))
-    trainer = make(probes=[probe, responses, recorder], dtype=torch.float64, **UNEQUAL_FOLDS, **SMOOTH)
-    trainer.train()
-    return recorder, probe, dict(trainer.attachment.latest)
+    make(probes=[probe, recorder], dtype=torch.float64, **UNEQUAL_FOLDS, **SMOOTH).train()
+    return recorder, probe
 
 
-def test_causes_and_own_prompts_equal_the_plain_twin(causes) -> None:
+def test_causes_equal_the_plain_twin(causes) -> None:
     (step, answer), same = (kept[1] for kept in (causes[0].steps, causes[1].all)), {"rel": 2e-4, "abs": 1e-9}
     twin = Twin(step, responses=1)
-    without_chosen, unclipped = twin.update_without_chosen(), twin.adamw(twin.without, max_grad_norm=math.inf)[0]
+    unclipped = twin.adamw(twin.without, max_grad_norm=math.inf)
     updates = {
-        "own_prompts": without_chosen,
         "forward_unclipped": unclipped,
         **{f"part/{cause}": part for cause, part in twin.parts(twin.clipped(twin.without)).items()},
         **{f"layer/{n}": twin.update_without * twin.named(f"layers.{n}.") for n in (0, 1)},
@@ -154,12 +131,8 @@ def test_causes_and_own_prompts_equal_the_plain_twin(causes) -> None:
         for name, update in updates.items():
             expected = twin.change(update, statistic)
             assert answer[f"delta_h/{name}{suffix}"].value == pytest.approx(expected, **same), name
-        for name, without in (("own_prompts", without_chosen), ("forward_unclipped", unclipped)):
-            stderr = twin.stderr(without, statistic)
-            assert answer[f"delta_h/{name}{suffix}"].stderr == pytest.approx(stderr, rel=1e-3), name
-    lowest = sorted(twin.contributions())[:3]
-    got = [causes[2][f"delta_h/response/{rank}"].value for rank in (1, 2, 3)]
-    assert got == pytest.approx(lowest, rel=0.02)  # a central difference
+        stderr = twin.stderr(unclipped, statistic)
+        assert answer[f"delta_h/forward_unclipped{suffix}"].stderr == pytest.approx(stderr, rel=1e-3)
 
 
 def test_each_split_of_forward_adds_up_to_forward(causes) -> None:
@@ -178,7 +151,7 @@ def test_measuring_per_sequence_adds_a_twin_to_each_change_and_to_bars_per_token
 ) -> None:
     said = []
     for both in (False, True):
-        probes = [SimpleEntropyProbe(own_prompts=True, per_sequence=both, error_decay=0.0), ErrorSharesProbe()]
+        probes = [SimpleEntropyProbe(per_sequence=both, error_decay=0.0)]
         trainer = make_trainer(probes=probes, max_completion_length=12, **EIGHT_FOLDS, **SMOOTH)
         trainer.train()
         said.append(dict(trainer.attachment.latest))
@@ -187,8 +160,7 @@ def test_measuring_per_sequence_adds_a_twin_to_each_change_and_to_bars_per_token
     assert both.keys() - alone.keys() == {name for name in added if "cumulative_measured" not in name}
     for name, estimate in alone.items():
         bars_differ = name.startswith("delta_h/") and "measured" not in name and estimate.stderr > 0
-        if "error_share" not in name:
-            assert both[name].value == pytest.approx(estimate.value, rel=1e-5, abs=1e-9, nan_ok=True), name
+        assert both[name].value == pytest.approx(estimate.value, rel=1e-5, abs=1e-9, nan_ok=True), name
         same = both[name].stderr == pytest.approx(estimate.stderr, rel=1e-6, abs=1e-15, nan_ok=True)
         assert same != bars_differ, name
 
@@ -338,6 +310,18 @@ def test_importance_weights_are_used_down_to_an_effective_sample_size_of_half_th
     assert ("0.47 of the sequences, below 0.5" in probe.all[0]["delta_h/reuse"].reason) != measured
 
 
+def test_a_step_that_learns_from_responses_again_is_not_predicted_and_says_why(make_trainer) -> None:
+    """Each rollout serves two steps. What X alone gives goes on, and so do the steps on a fresh rollout."""
+    probe = Answers()
+    make_trainer(probes=[probe, size := EffectiveSampleSizeProbe()], max_steps=4, num_iterations=2, **FEW).train()
+    assert [math.isfinite(answer["delta_h/forward"].value) for answer in probe.all] == [True, False, True, False]
+    assert [math.isfinite(answer["delta_h/backward"].value) for answer in probe.all] == [False, False, True, False]
+    for name in ("forward", "backward", "part/momentum", "forward_unclipped"):
+        assert "has trained on these responses" in probe.all[3][f"delta_h/{name}"].reason
+    assert all(math.isfinite(probe.all[3][name].value) for name in ("entropy/token", "delta_h/reuse"))
+    assert math.isfinite(size.results()["ess/advantage"].value)
+
+
 def nan_in_padding(scores: Any) -> Any:
     nan = torch.zeros_like(scores.logps).masked_fill(scores.mask == 0, math.nan)
     return dataclasses.replace(scores, logps=scores.logps + nan, entropies=scores.entropies + nan)
@@ -377,9 +361,8 @@ def test_values_in_padded_positions_do_not_matter(make_trainer, monkeypatch) -> 
         if hidden:
             monkeypatch.setattr(StepDriver, "_view", shown)
         probes = [
-            SimpleEntropyProbe(own_prompts=True, per_sequence=True),
+            SimpleEntropyProbe(per_sequence=True),
             GroundTruthProbe(every=1, sequences=12),
-            ResponsesProbe(2),
             GradientNoiseScaleProbe(split_prompts=1),
             EffectiveSampleSizeProbe(),
         ]

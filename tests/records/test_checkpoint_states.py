@@ -19,8 +19,7 @@ OLD = {  # every key that `simple` has ever written, a number each
 PRESENT = {  # by hand
     "engine": {"update": 1.0, "update_step": 2.0, "error.squares": 3.0, "error.sum": 4.0, "error.weight": 5.0},
     "ground_truth": {"pairs": 6.0},
-    "error_shares": {"sum": 7.0, "weight": 8.0},
-    "simple": {"sum.predicted": 9.0, "sum.step": 10.0},
+    "simple": {"error_share.sum": 7.0, "error_share.weight": 8.0, "sum.predicted": 9.0, "sum.step": 10.0},
     "gns": {"history": 11.0},
 }
 
@@ -65,4 +64,4 @@ def test_who_had_no_state_then_starts_afresh_and_the_engine_with_none(tmp_path: 
     found = loaded(tmp_path, probes, {"simple/sum.step": 10.0})
     assert found["simple"] == {"sum.step": 10.0}
     assert found["engine"] == {}
-    assert found["ground_truth"] is found["error_shares"] is None
+    assert found["ground_truth"] is None

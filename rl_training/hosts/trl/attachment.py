@@ -197,8 +197,6 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
                 sharding=sharding_of(trainer),
                 policy=self._policy,
                 ranks=all_ranks(),
-                multi_epoch=trainer.num_iterations > 1,
-                autocast=trainer.args.bf16,
                 dr_grpo=self.loss_settings.is_dr_grpo,
                 loss_settings=self.loss_settings,
                 sampling_mismatch=why_sampling_mismatch(trainer),

@@ -163,8 +163,6 @@ def _loop_of(
         sharding=FullyShard(engine.module, engine.optimizer, engine.optimizer_config.clip_grad),
         policy=LoopPolicy(engine.module, scorer, size, None, decode),
         ranks=ranks,
-        multi_epoch=settings["epochs"] > 1,
-        autocast=dtype != torch.float32,
         dr_grpo=loss is not None,
         loss_settings=loss,
         sampling_mismatch=settings["sampling_mismatch"],

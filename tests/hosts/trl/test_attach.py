@@ -21,7 +21,6 @@ from rl_training.mathematics.vectors import Layout
 from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,
-    ErrorSharesProbe,
     GradientNoiseScaleProbe,
     InterventionsProbe,
     SimpleEntropyProbe,
@@ -358,7 +357,15 @@ def test_probes_that_ask_for_different_entropy_gradients_are_refused(make_traine
 
 
 def test_what_several_probes_ask_of_the_entropys_change_is_calculated_once(make_trainer, monkeypatch) -> None:
-    """As many passes with ground truth's calibration, shares and responses beside `simple` as with it alone."""
+    """As many passes with others that read it beside `simple` as with it alone."""
+
+    class Reader(Witness):
+        needs = Need.ENTROPY_CHANGE
+
+        def prepare(self, step: Any) -> None:
+            super().prepare(step)
+            assert step.entropy_change.quantities
+
     asked = []
     score = Policy.score
 
@@ -369,9 +376,7 @@ def test_what_several_probes_ask_of_the_entropys_change_is_calculated_once(make_
     monkeypatch.setattr(Policy, "score", counted)
     make_trainer(probes=[SimpleEntropyProbe(num_folds=4)], max_steps=1).train()
     alone, asked[:] = list(asked), []
-    make_trainer(
-        probes=[SimpleEntropyProbe(num_folds=4), ErrorSharesProbe(), CovariancePredictorProbe()], max_steps=1
-    ).train()
+    make_trainer(probes=[SimpleEntropyProbe(num_folds=4), Reader(), CovariancePredictorProbe()], max_steps=1).train()
     assert asked == alone
 
 

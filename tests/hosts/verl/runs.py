@@ -52,7 +52,7 @@ from rl_training.tasks.models import load_tiny
 CLIP, LR, EPS = 0.05, 3e-4, 1e-5  # every step is clipped; a first step that is no sign: rounding would decide it
 INTERVENTIONS = ["bonus:0.5", "nsr", "lr:0.5"]
 PROBES: dict[str, dict[str, Any]] = {
-    "simple": {"_target_": "rl_training.probes.SimpleEntropyProbe", "per_sequence": True, "own_prompts": True},
+    "simple": {"_target_": "rl_training.probes.SimpleEntropyProbe", "per_sequence": True},
     "gns": {"_target_": "rl_training.probes.GradientNoiseScaleProbe", "split_prompts": PROMPTS},
     "ess": {"_target_": "rl_training.probes.EffectiveSampleSizeProbe"},
     "covariance": {"_target_": "rl_training.probes.CovariancePredictorProbe"},

@@ -93,7 +93,7 @@ def estimates_of_a_plain_loop(folder: Path) -> list[dict[str, Any]]:
     model.train()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, betas=(0.9, 0.999), eps=1e-5, weight_decay=0.1)
     probes = [
-        SimpleEntropyProbe(per_sequence=True, own_prompts=True),
+        SimpleEntropyProbe(per_sequence=True),
         GradientNoiseScaleProbe(split_prompts=PROMPTS),
         EffectiveSampleSizeProbe(),
         CovariancePredictorProbe(),
