@@ -1,12 +1,14 @@
 """Writes the parts of the reference that would drift by hand: settings from conf/, help texts from the commands.
 
-The pages in docs/reference include what is written here.
+The pages in docs/reference include what is written here. `python docs/generate.py` writes a tutorial as a notebook for
+Colab, notebooks/attach_to_your_trainer.ipynb.
 """
 
 from __future__ import annotations
 
 import importlib
 import inspect
+import json
 import math
 import re
 import subprocess
@@ -19,6 +21,8 @@ from rl_training.interventions.named import NEEDS, REMEDIES
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
 JOBS = ("train", "offline", "evaluate")  # by their files in conf/
+BLOB = "https://github.com/rl-training/rl-training/blob/main/docs"
+INSTALL = '!pip install -q "rl-training[report] @ git+https://github.com/rl-training/rl-training"'
 LINE = re.compile(r"^(?P<indent> *)(?P<key>[\w@/ ]+?):(?: (?P<value>[^#]*?))?(?: *# *(?P<comment>.*))?$")
 
 
@@ -154,3 +158,31 @@ def table(rows: list[tuple[str, str, str]]) -> str:
         for name, value, what in rows
     ]
     return "\n".join(["| setting | default | what it is |", "|---|---|---|", *lines])
+
+
+def as_notebook(page: Path) -> str:
+    """Returns a tutorial as a notebook that installs the package first: its cells, with links that hold anywhere."""
+    text = page.read_text(encoding="utf-8").split("---\n", 2)[2]  # behind the front matter
+    parts = re.split(
+        r"^```\{code-cell\} python\n(.*?)^```\n", text, flags=re.MULTILINE | re.DOTALL
+    )  # in turn text and code
+    cells = [("code", INSTALL)]
+    for i, part in enumerate(parts):
+        source = re.sub(r"^:tags:.*\n+", "", part) if i % 2 else re.sub(r"\]\(\.\./", f"]({BLOB}/", part)
+        source = re.sub(r"^\[!\[Open in Colab.*\n+", "", source, flags=re.MULTILINE)
+        if source.strip():
+            cells.append(("code" if i % 2 else "markdown", source.strip()))
+    written = [
+        {"cell_type": kind, "id": f"cell-{number}", "metadata": {}, "source": source.splitlines(keepends=True)}
+        | ({"execution_count": None, "outputs": []} if kind == "code" else {})
+        for number, (kind, source) in enumerate(cells)
+    ]
+    kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
+    content = {"cells": written, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}
+    return json.dumps(content, indent=1, ensure_ascii=False) + "\n"
+
+
+if __name__ == "__main__":
+    tutorial = "attach_to_your_trainer"
+    text = as_notebook(ROOT / "docs" / "tutorials" / f"{tutorial}.md")
+    (ROOT / "notebooks" / f"{tutorial}.ipynb").write_text(text, encoding="utf-8")

@@ -129,12 +129,23 @@ def test_what_the_guide_gives_a_plain_trainer_trains_as_the_interventions_do(tmp
     assert float((guide - plain).norm() / own.norm()) > 1e-3
 
 
-def test_every_setting_says_what_it_is() -> None:
+@pytest.fixture(scope="module")
+def generate() -> Any:
     spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
     assert spec is not None
     assert spec.loader is not None
-    generate = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(generate)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_notebook_for_colab_is_the_tutorial_as_it_is(generate: Any) -> None:
+    """If not: `python docs/generate.py` writes it."""
+    stored = (DOCS.parent / "notebooks" / "attach_to_your_trainer.ipynb").read_text(encoding="utf-8")
+    assert stored == generate.as_notebook(DOCS / "tutorials" / "attach_to_your_trainer.md")
+
+
+def test_every_setting_says_what_it_is(generate: Any) -> None:
     files = [path for path in generate.CONF.glob("**/*.yaml") if path.parent.name not in ("help", "experiment")]
     assert len(files) > 25
     assert {(path.stem, name) for path in files for name, _, what in generate.settings(path) if not what} == set()
