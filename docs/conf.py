@@ -42,6 +42,7 @@ nb_execution_in_temp = True
 nb_execution_raise_on_error = True
 nb_execution_timeout = 600
 nb_merge_streams = True
+nb_output_stderr = "remove"  # what libraries warn of while they are imported
 
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
