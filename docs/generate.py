@@ -16,7 +16,7 @@ import sys
 from pathlib import Path
 
 from rl_training.__main__ import COMMANDS
-from rl_training.interventions.named import NEEDS, REMEDIES
+from rl_training.interventions.named import INTERVENTIONS, NEEDS
 
 ROOT = Path(__file__).parents[1]
 CONF = ROOT / "conf"
@@ -126,22 +126,22 @@ def parameters(target: str) -> dict[str, str]:
 def interventions() -> str:
     """Returns the table of all interventions, from their functions' docstrings and named.py; and why one is missing."""
     lines = ["| name | what it does | strength | exactly nothing | needs | setting of TRL | source |", "|---" * 7 + "|"]
-    for name, remedy in REMEDIES.items():
-        doc = inspect.getdoc(remedy.function) or ""
-        bounds = f"above {remedy.low:g}" + ("" if math.isinf(remedy.high) else f", at most {remedy.high:g}")
-        nothing = ["on-policy"] if remedy.nothing_on_policy else []
-        nothing += [f"at {remedy.nothing:g}, which is refused"] if remedy.nothing is not None else []
+    for name, known in INTERVENTIONS.items():
+        doc = (inspect.getdoc(known.function) if known.function else None) or f"The optimizer's own `{known.trl}`."
+        bounds = f"above {known.low:g}" + ("" if math.isinf(known.high) else f", at most {known.high:g}")
+        nothing = ["on-policy"] if known.nothing_on_policy else []
+        nothing += [f"at {known.nothing:g}, which is refused"] if known.nothing is not None else []
         cells = [
             f"`{name}`",
             doc.splitlines()[0].replace("|", "\\|"),
-            "none" if remedy.strength is None else f"{remedy.strength:g} ({bounds})",
+            "none" if math.isnan(known.strength) else f"{known.strength:g} ({bounds})",
             "; ".join(nothing),
-            ", ".join(need.replace("_", " ") for need in remedy.needs),
-            f"`{remedy.trl}`" if remedy.trl else "",
-            remedy.source,
+            ", ".join(need.replace("_", " ") for need in known.needs),
+            f"`{known.trl}`" if known.trl else "",
+            known.source,
         ]
         lines.append(f"| {' | '.join(cells)} |")
-    reasons = [f"- **{need.replace('_', ' ')}**: {why}." for need, (_, why) in NEEDS.items()]
+    reasons = [f"- **{need.replace('_', ' ')}**: {why}." for need, why in NEEDS.items()]
     return "\n".join([*lines, "", "What is said where something that is needed is not there:", "", *reasons])
 
 

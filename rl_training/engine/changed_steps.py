@@ -33,11 +33,6 @@ class Change:
     lr_factor: float = 1.0
     max_grad_norm: float | None = None  # None: as it is
 
-    def times(self, factor: float) -> Change:
-        """Returns `factor` times this change of gradient and learning rates."""
-        lr_factor = 1.0 + factor * (self.lr_factor - 1.0)
-        return Change(factor * self.own, factor * self.of_basis, lr_factor, self.max_grad_norm)
-
 
 @dataclass(frozen=True)
 class Basis:
@@ -148,14 +143,6 @@ class ChangedSteps:
                         of_all = rows_dot(less, piece.of(direction.total))
                         lost[c, :, number] += direction.factor * (of_all - sizes[:, 0] * pairs_dot(rows, less))
         return list(zip(own, lost, strict=True))
-
-    def forward(self, change: Change, direction: Direction) -> Tensor:
-        """Returns Σ_k n_k X_k · δθ_(−k)(changed) over the folds of this rank, a scalar."""
-        products = torch.zeros_like(self._plain.sizes)
-        for piece in self._plain.pieces:
-            moved = self._steps(piece, self._gradients(piece), change)[:-1]
-            products += pairs_dot(piece.of(direction.rows).to(moved.device), moved)
-        return direction.factor * (self._plain.sizes @ products)
 
     def _gradients(self, piece: Piece) -> list[Tensor]:
         """Returns those of the step and of the basis, not clipped, (K + 1, n) each."""

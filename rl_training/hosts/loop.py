@@ -111,6 +111,7 @@ class MeasuredLoop:
         self._driver.refuse_impossible_folds(loop.shape)
         self._writer = EstimateWriter(self._driver, records, policy.decode)
         self._undo = contextlib.ExitStack()
+        self._device = next(policy.model.parameters()).device
         self._place = OUTSIDE
         self._number: int | None = None  # of the latest step that was made
         self._learned: int | None = None  # the rollout that it learned from
@@ -202,7 +203,8 @@ class MeasuredLoop:
         if len(step.rollouts) != expected:
             raise ValueError(f"{len(step.rollouts)} microbatches given, but measured_loop(microbatches={expected})")
         loop_refusals.refuse_missing_backward(step)
-        self._driver.gradients_ready(self._rollout_number)
+        with streams_put_back(self._device):  # a probe of one's own may draw
+            self._driver.gradients_ready(self._rollout_number)
         self._metrics["learning_rate"] = float(self._loop.sharding.optimizer.param_groups[0]["lr"])
         self._place = READY
 
@@ -212,7 +214,8 @@ class MeasuredLoop:
 
     def _after_optimizer(self, *args: Any) -> None:
         if self._place == READY:
-            self._driver.stepped()
+            with streams_put_back(self._device):
+                self._driver.stepped()
             self._place = STEPPED
 
     # --- the state of a checkpoint ------------------------------------------------------------------------------------

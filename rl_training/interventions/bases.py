@@ -16,7 +16,6 @@ from torch import Tensor
 
 from rl_training.engine.changed_steps import Change
 from rl_training.engine.loss_weights import LossWeights
-from rl_training.interventions.loss import Remedied
 
 ROUNDING = 1e-11  # of a sum of squares of weights in fp32: what they may be off a multiple
 
@@ -30,41 +29,40 @@ class Group:
 
 
 def groups_of(
-    remedied: Mapping[str, Sequence[Remedied]],
+    changed: Mapping[str, Sequence[LossWeights]],
     plain: LossWeights,
     microbatch_rows: Sequence[range],
     reduce: Callable[[Tensor], Tensor],
 ) -> list[Group]:
     """Returns the interventions in groups, the one without a basis first. A collective: the same groups on all ranks.
 
-    remedied  of each intervention, what it returned for each microbatch        plain  of all of them, (B, T)
+    changed  by intervention, the new weights of each microbatch        plain  the weights of all microbatches, (B, T)
     """
     groups = [Group(None)]
-    of_plain = _stacked(plain)
-    for name, parts in remedied.items():
-        further = _difference(parts, microbatch_rows, of_plain)
-        settings = parts[0].lr_factor, parts[0].max_grad_norm
+    plain_weights = _stacked(plain)
+    for name, parts in changed.items():
+        further = _difference(parts, microbatch_rows, plain_weights)
         for group in groups:
             basis = [] if group.basis is None else [_stacked(group.basis)]
-            shares = multiples(further, [of_plain, *basis], reduce)
+            shares = multiples(further, [plain_weights, *basis], reduce)
             if shares is not None:
-                group.changes[name] = Change(shares[0], shares[1] if basis else 0.0, *settings)
+                group.changes[name] = Change(*shares)
                 break
         else:
             logps, entropies = further
             basis_weights = LossWeights(logps, entropies if entropies.any() else None)  # without: no backward for them
-            groups.append(Group(basis_weights, {name: Change(0.0, 1.0, *settings)}))
-    return [group for group in groups if group.changes]
+            groups.append(Group(basis_weights, {name: Change(0.0, 1.0)}))
+    return groups
 
 
-def multiples(weights: Tensor, of: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]) -> list[float] | None:
+def multiples(weights: Tensor, others: Sequence[Tensor], reduce: Callable[[Tensor], Tensor]) -> list[float] | None:
     """Returns the factors with which weights are a sum of multiples of others; None if they are not. A collective.
 
     >>> one, two = torch.tensor([1.0, 0.0, 2.0]), torch.tensor([0.0, 1.0, 0.0])
     >>> [round(factor, 9) for factor in multiples(3 * one - two, [one, two], lambda x: x)]
     [3.0, -1.0]
     """
-    vectors = torch.stack([vector.double().flatten() for vector in (*of, weights)])
+    vectors = torch.stack([vector.double().flatten() for vector in (*others, weights)])
     products = reduce(vectors @ vectors.T)
     gram, with_weights, square = products[:-1, :-1], products[:-1, -1], products[-1, -1]
     scale = gram.diagonal().sqrt().where(gram.diagonal() > 0, 1.0)
@@ -79,10 +77,10 @@ def _stacked(weights: LossWeights) -> Tensor:
     return torch.stack([weights.logps, entropies])
 
 
-def _difference(parts: Sequence[Remedied], microbatch_rows: Sequence[range], plain: Tensor) -> Tensor:
-    """Returns the weights of all microbatches less the plain ones, (2, B, T); 0 where they are kept."""
+def _difference(parts: Sequence[LossWeights], microbatch_rows: Sequence[range], plain: Tensor) -> Tensor:
+    """Returns the weights of all microbatches less the plain ones, (2, B, T)."""
     further = torch.zeros_like(plain)
     for part, rows in zip(parts, microbatch_rows, strict=True):
-        if part.weights is not None:
-            further[:, rows.start : rows.stop] = _stacked(part.weights) - plain[:, rows.start : rows.stop]
+        own = slice(rows.start, rows.stop)
+        further[:, own] = _stacked(part) - plain[:, own]
     return further

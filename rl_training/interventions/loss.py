@@ -1,11 +1,11 @@
-"""The input and output of an intervention: the loss of one microbatch, and its new weights.
+"""The input of an intervention: what the loss of one microbatch knows.
 
     ∂loss = Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik          (engine/loss_weights.py)
 
 A loss is given by its derivatives with respect to log-probabilities and entropies. So an intervention is a function
 from the loss's inputs to new c and d. Its unit is a microbatch, as in training: the tokens of highest entropy, for
 example, are those of this rank's microbatch. The same functions predict (probes/interventions.py) and train
-(hosts/trl/remedied.py).
+(hosts/trl/trained_loss.py).
 """
 
 from __future__ import annotations
@@ -54,16 +54,7 @@ class LossInputs:
         return 1.0 / (len(self.advantages) * self.microbatches * self.settings.max_length)
 
 
-@dataclass(frozen=True)
-class Remedied:
-    """The weights and settings of the changed step. By default, nothing changes."""
-
-    weights: LossWeights | None = None  # (b, T); None: those of the loss as it is
-    lr_factor: float = 1.0  # on every learning rate
-    max_grad_norm: float | None = None  # None: the threshold that there is
-
-
-Function = Callable[[LossInputs, float], Remedied]
+Function = Callable[[LossInputs, float], LossWeights]
 
 
 def loss_inputs(
@@ -79,7 +70,7 @@ def loss_inputs(
     weights, scores, parts = batch.loss_weights, batch.scores, []
     for row_range in batch.microbatch_rows:
         rows = torch.arange(row_range.start, row_range.stop, device=batch.fold.device)
-        known = of_microbatch(
+        inputs = microbatch_inputs(
             take_rows(batch.rollout, rows),
             Scores(scores.logps[rows], scores.entropies[rows], scores.mask[rows]),
             LossWeights(weights.logps[rows], None if weights.entropies is None else weights.entropies[rows]),
@@ -87,11 +78,11 @@ def loss_inputs(
             None if reference_logps is None else reference_logps[rows],
         )
         share = batch.rollout.num_sequences / len(rows)
-        parts.append(dataclasses.replace(known, microbatches=share, silent_share=silent))
+        parts.append(dataclasses.replace(inputs, microbatches=share, silent_share=silent))
     return parts
 
 
-def of_microbatch(
+def microbatch_inputs(
     rollout: Rollout,
     scores: Scores,
     weights: LossWeights,

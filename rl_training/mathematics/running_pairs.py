@@ -53,6 +53,10 @@ class Pair:
     covariance: Tensor  # (2, 2)
     degrees: float  # of freedom of the covariance
 
+    def times(self, factor: float) -> Pair:
+        """Returns both estimates times a factor."""
+        return Pair(factor * self.values, factor**2 * self.covariance, self.degrees)
+
     def estimate(self, number: int, remark: str = "") -> Estimate:
         """Returns one of the two with its error; missing where it is not finite."""
         if not bool(self.values[number].isfinite()):

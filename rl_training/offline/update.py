@@ -32,7 +32,7 @@ from rl_training.engine.step import Gradients, Ranks, Step
 from rl_training.engine.updates import Piece, optimizer_pieces
 from rl_training.hosts.trl.batches import loss_settings
 from rl_training.interventions.loss import LossInputs, loss_inputs
-from rl_training.interventions.remedies import bonus, highest_entropies
+from rl_training.interventions.reweighting import bonus, highest_entropies
 from rl_training.mathematics.adamw import UpdateParts, clip_coefficient
 from rl_training.mathematics.folds import leave_fold_out, ranges_of, split_prompts
 from rl_training.mathematics.vectors import Layout
@@ -142,7 +142,7 @@ def _with_terms(part: LossInputs, args: Any) -> LossWeights:
         weights = LossWeights(weights.logps * kept, weights.entropies)
         part = replace(part, scores=replace(part.scores, mask=kept.long()))
     if args.entropy_coef != 0.0:
-        weights = bonus(replace(part, weights=weights), args.entropy_coef).weights or weights
+        weights = bonus(replace(part, weights=weights), args.entropy_coef)
     return weights
 
 

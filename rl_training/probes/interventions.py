@@ -3,7 +3,8 @@
     ΔH        Σ_k n_k X_k · [δθ_(−k)(w) − δθ_(−k)] / Σ T    nats per token, beside what the step itself does
     Δreward   Σ_k n_k J_k · [δθ_(−k)(w) − δθ_(−k)] / N      J_k, the gradient of the reward: −g_k L G/(G−1) in Dr-GRPO
     price     −Δreward / ΔH                                 reward given up per nat kept
-    halves    the strength at which the step's own ΔH is half of what it is: at this one step, and when it is kept
+    kept      ΔH once all of the momentum includes the change: × (1 − β1^t) / (1 − β1) at step t of Adam
+    halves    the strength that would leave half of the mean step's ΔH when it is kept, on a straight line
 
 leave-fold-out over whole-prompt folds, as `simple` has it, with AdamW and clipping calculated anew for the weights w.
 The error is the jackknife's of the DIFFERENCE to the plain step, in which the noise of X is shared. ΔH's takes this
@@ -12,31 +13,46 @@ with one noise. It costs a forward pass and a backward over the sequences whose 
 interventions that are multiples of one another.
 
 One step is not many. `…/delta_h` is this step; a warm Adam step has 1 − β1 of its gradient in it, and `…_kept` is what
-a step does when the intervention has long been there, ×1/(1 − β1). Adam undoes a mere scaling of the gradient within
-1/(1 − β2) steps. One batch gives sizes only to a factor of two: compare the means over steps, `…/mean_…`.
-Δreward is on the prompts that training draws.
+a step does when the intervention has long been there. Adam undoes a mere scaling of the gradient within 1/(1 − β2)
+steps. One batch gives sizes only to a factor of two: compare the means over steps, `…/mean_…`, in which the weight of a
+step falls with each optimizer step after it, measured or not. Δreward is on the prompts that training draws.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.engine.step_by_folds import why_no_folds
-from rl_training.interventions.effects import LOST, NO_REWARD, QUANTITIES, Effects, kept_halving
+from rl_training.interventions.effects import Effects, effects_of, kept_factor
 from rl_training.interventions.loss import loss_inputs
-from rl_training.interventions.named import intervention
+from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, interventions_of
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.running_pairs import Pair, RunningPair, RunningPairs
 
 USUAL = ("bonus", "psr", "nsr", "lr", "clip_cov")
-MEANS = ("mean_delta_h", "mean_delta_reward", "mean_price", "kept_halves_at")
-PLAIN = "plain"  # the step as it is
-OF_PLAIN = tuple(
-    f"intervention/{PLAIN}_{name}" for name in ("delta_h", "delta_reward", "mean_delta_h", "mean_delta_reward")
+QUANTITIES = (
+    *("delta_h", "delta_h_kept", "delta_reward", "price"),
+    *("mean_delta_h", "mean_delta_h_kept", "mean_delta_reward", "mean_price", "kept_halves_at"),
 )
+PLAIN_METRICS = tuple(
+    f"intervention/{PLAIN}_{quantity}" for quantity in ("delta_h", "delta_reward", "mean_delta_h", "mean_delta_reward")
+)
+KEPT = "/kept"  # after a name, of the running mean of what it does when it is kept
+SMALLEST = 1e-4  # nats: predictions below it were not confirmed
 OFF_POLICY = "off-policy: predictions of what ratios change came out 1.6 times too large; use one step per rollout"
+NO_REWARD = "the gradient of the reward needs Dr-GRPO's loss, or the rewards, which are not known here"
+LOST = "the interval of its ΔH includes 0"
+TOO_SMALL = f"its ΔH is below {SMALLEST:g} nats"
+FIRST_OF_ADAM = "Adam's first step, whose size does not depend on the gradient's"
+OTHER_BETAS = "parameters with different betas have no common factor"
+NOT_LINEAR = "the gradient is not linear in the strength"
+NO_STRENGTH = "it has no strength"
+NO_FALL = "entropy does not fall significantly at this step"
+NO_BAR = "no error bar"
+NEVER_HALF = "no strength halves the fall: the rest of it comes from momentum"
 
 
 class InterventionsProbe(Probe):
@@ -45,7 +61,7 @@ class InterventionsProbe(Probe):
     which      interventions by name, see interventions/named.py: bonus, bonus:0.02, my.py:softer, …
     every      measure each `every`-th step
     num_folds  folds of whole prompts on each rank; None for what another probe says
-    decay      weight of a measured step relative to the next in the means: 0.9 is about ten of them
+    decay      weight of an optimizer step relative to the next in the means: 0.9 is about ten steps, measured or not
     """
 
     name = "interventions"
@@ -59,44 +75,83 @@ class InterventionsProbe(Probe):
         if not which:
             raise ValueError(f"interventions: which=[] names none: give some, as which=[{','.join(USUAL)}]")
         if not 0.0 < decay <= 1.0:
-            raise ValueError(f"interventions: decay={decay} must lie in (0, 1]; 0.9 averages over ten measured steps")
-        self.which = [intervention(text) for text in which]
-        names = [of.name for of in self.which]
-        twice = sorted({name for name in names if names.count(name) > 1})
-        if twice:
-            raise ValueError(f"interventions: which has {', '.join(twice)} twice")
+            raise ValueError(f"interventions: decay={decay} must lie in (0, 1]; 0.9 averages over about ten steps")
+        self.which = interventions_of(which, "interventions.which")
         self.num_folds = num_folds
-        self.running = RunningPairs({name: RunningPair(decay) for name in (*names, PLAIN)})
+        names = [PLAIN, *(name + end for name in (each.name for each in self.which) for end in ("", KEPT))]
+        self.running = RunningPairs({name: RunningPair(decay**every) for name in names})
 
     def prepare(self, step: Step) -> None:
-        why, names = why_no_folds(step, OFF_POLICY), (*QUANTITIES, *MEANS)
-        self._answers = dict.fromkeys(OF_PLAIN, Estimate.missing(why)) if why else {}
-        missing = dict.fromkeys((of.name for of in self.which), why)
-        if not why:
-            with_reference = any("reference" in of.remedy.needs for of in self.which)
-            reference = step.policy.reference_logps(step.batch.rollout) if with_reference else None
-            loss = loss_inputs(step.batch, step.ranks.reduce, reference)
-            missing = {of.name: of.why_none(loss[0]) for of in self.which}
-            measured = Effects(step, loss, [of for of in self.which if not missing[of.name]])
-            plain = self.running[PLAIN].add(measured.plain)
-            of_plain = (*_rewarded(measured.plain, measured.has_reward), *_rewarded(plain, measured.has_reward))
-            self._answers |= dict(zip(OF_PLAIN, of_plain, strict=True))
-        for of in self.which:
-            if missing[of.name]:
-                estimates = dict.fromkeys(names, Estimate.missing(missing[of.name]))
+        why = why_no_folds(step, OFF_POLICY)
+        if why:
+            self._answers = dict.fromkeys((*PLAIN_METRICS, *self._metrics()), Estimate.missing(why))
+            return
+        with_reference = any("reference" in each.needs for each in self.which)
+        reference = step.policy.reference_logps(step.batch.rollout) if with_reference else None
+        loss = loss_inputs(step.batch, step.ranks.reduce, reference)
+        unavailable = {each.name: each.why_unavailable(loss[0]) for each in self.which}
+        effects = effects_of(step, loss, [each for each in self.which if not unavailable[each.name]])
+        plain = effects.plain, self.running[PLAIN].add(effects.plain)
+        answers = [estimate for pair in plain for estimate in _both(pair, effects.has_reward)]
+        for each in self.which:
+            if unavailable[each.name]:
+                answers += [Estimate.missing(unavailable[each.name])] * len(QUANTITIES)
             else:
-                mean = self.running[of.name].add(measured.pairs[of.name])
-                delta, reward = _rewarded(mean, measured.has_reward, f"measured steps: {self.running[of.name].steps}")
-                price = mean.minus_ratio(LOST) if measured.has_reward else reward
-                halves = kept_halving(of, mean, plain, measured.kept(of))
-                means = dict(zip(MEANS, (delta, reward, price, halves), strict=True))
-                estimates = measured.estimates(of) | means
-            self._answers |= {f"intervention/{of.name}/{quantity}": e for quantity, e in estimates.items()}
+                first = FIRST_OF_ADAM if step.capabilities.first_of_adam else ""
+                answers += self._estimates(each, effects, kept_factor(each, step.optimizer.states or {}), first)
+        self._answers = dict(zip((*PLAIN_METRICS, *self._metrics()), answers, strict=True))
 
     def num_vectors(self, num_folds: int) -> int:
         """One basis of changes by fold, and over all folds the basis and the gradient of the reward."""
         return num_folds + 2
 
+    def _metrics(self) -> list[str]:
+        return [f"intervention/{each.name}/{quantity}" for each in self.which for quantity in QUANTITIES]
 
-def _rewarded(pair: Pair, has_reward: bool, remark: str = "") -> tuple[Estimate, Estimate]:
+    def _estimates(self, each: Intervention, effects: Effects, factor: float, first: str) -> list[Estimate]:
+        """Returns the QUANTITIES of an intervention, and adds this step to the means.
+
+        factor  on its effect when it is kept        first  a remark where this is Adam's first step
+        """
+        pair, has_reward, running = effects.by_name[each.name], effects.has_reward, self.running[each.name]
+        is_small = abs(float(pair.values[0])) < SMALLEST
+        remarks = [RATIOS_ARE_ONE] if each.nothing_on_policy else [each.remark, first, TOO_SMALL if is_small else ""]
+        delta, reward = _both(pair, has_reward, "; ".join(filter(None, remarks)))
+        mean, mean_kept = running.add(pair), self.running[each.name + KEPT].add(pair.times(factor))
+        steps, unknown = f"measured steps: {running.steps}", OTHER_BETAS if math.isnan(factor) else ""
+        mean_delta, mean_reward = _both(mean, has_reward, steps)
+        price, mean_price = (p.minus_ratio(LOST) if has_reward else Estimate.missing(NO_REWARD) for p in (pair, mean))
+        return [
+            delta,
+            pair.times(factor).estimate(0, unknown or delta.reason),
+            reward,
+            Estimate.missing(TOO_SMALL) if is_small and has_reward else price,
+            mean_delta,
+            mean_kept.estimate(0, unknown or steps),
+            mean_reward,
+            mean_price,
+            kept_halving(each, mean_kept, self.running[PLAIN].mean()),
+        ]
+
+
+def kept_halving(intervention: Intervention, mean_kept: Pair, plain: Pair) -> Estimate:
+    """Returns the strength that halves the mean fall once it is long in effect, on a straight line through one step's.
+
+    mean_kept, plain  over steps: what it does when it is kept, and the step as it is
+    """
+    low, high = mean_kept.estimate(0).ends()
+    if not intervention.is_linear or intervention.nothing is None:
+        return Estimate.missing(NO_STRENGTH if math.isnan(intervention.strength) else NOT_LINEAR)
+    if not plain.estimate(0).ends()[1] < 0.0:
+        return Estimate.missing(NO_FALL)
+    if not (low > 0.0 or high < 0.0):
+        return Estimate.missing(LOST)
+    share = -0.5 * float(plain.values[0]) / float(mean_kept.values[0])
+    strength = intervention.nothing + share * (intervention.strength - intervention.nothing)
+    if not intervention.low < strength <= intervention.high:
+        return Estimate.missing(NEVER_HALF)
+    return Estimate(strength, reason=NO_BAR)
+
+
+def _both(pair: Pair, has_reward: bool, remark: str = "") -> tuple[Estimate, Estimate]:
     return pair.estimate(0, remark), pair.estimate(1, remark) if has_reward else Estimate.missing(NO_REWARD)

@@ -35,13 +35,15 @@ from rl_training.mathematics.running_pairs import Pair, RunningPair, RunningPair
 CLASSES = {  # of each kind, in the order of their numbers
     "entropy": ("lower_half", "middle", "top_fifth"),
     "position": ("first_quarter", "second_quarter", "third_quarter", "last_quarter"),
-    "response": ("right", "wrong", "neither"),
+    "advantage": ("positive", "negative", "zero"),
     "text": ("end", "tag", "number", "word", "sign", "space"),
 }
 QUANTILES = (0.5, 0.8)  # of entropy, between its classes
-MOST_ENTROPY = 32.0  # nats: of a vocabulary of 1e13
-HALVINGS = 60  # of the range up to it, in which a quantile is looked for
-DECAY = 0.9  # weight of a measured step relative to the next in the means
+DECAY = 0.9  # weight of an optimizer step relative to the next in the means
+FORMER_NAMES = {  # in checkpoints, of what is called otherwise today
+    f"response/{former}": f"advantage/{name}"
+    for former, name in zip(("right", "wrong", "neither"), CLASSES["advantage"], strict=True)
+}
 TAG = re.compile(r"<[^<>\s]+>")
 FIRST = "Adam's first step goes by the gradient's signs alone: no class has a share in it"
 OFF_POLICY = "off-policy: a class's share is not weighted by importance ratios; use one step per rollout"
@@ -59,31 +61,32 @@ class TokenClassesProbe(Probe):
     needs = Need.ENTROPY_ROWS
     min_folds = MIN_FOLDS_FOR_STDERR
 
-    def __init__(self, every: int = 20, num_folds: int | None = None) -> None:
+    def __init__(self, every: int = 10, num_folds: int | None = None) -> None:
         super().__init__(every)
         self.num_folds = num_folds
         classes = [f"{kind}/{name}" for kind, names in CLASSES.items() for name in names]
-        self.running = RunningPairs({name: RunningPair(DECAY) for name in classes})
+        self.running = RunningPairs({name: RunningPair(DECAY**every) for name in classes})
 
     def prepare(self, step: Step) -> None:
         kinds = self.kinds(step)
         sums = {kind: _sums(step, kind, classes) for kind, classes in kinds.items()}
-        further = FIRST if step.capabilities.first_of_adam else OTHER_TERMS if step.capabilities.other_terms else ""
-        why = why_no_folds(step, OFF_POLICY) or further
+        why = why_no_folds(step, OFF_POLICY)
+        if not why:
+            why = FIRST if step.capabilities.first_of_adam else OTHER_TERMS if step.capabilities.other_terms else ""
         pairs = {} if why else _pairs(step, kinds, sums)
         self._answers = {}
         for kind, names in CLASSES.items():
             for number, name in enumerate(names):
-                pair, running = pairs.get((kind, number)), self.running[f"{kind}/{name}"]
-                estimates = [Estimate.missing(why or NO_TEXT)] * 2
-                if pair is not None:
-                    mean = running.add(pair)
-                    estimates = [pair.estimate(0), mean.estimate(0, f"measured steps: {running.steps}")]
+                once = mean = Estimate.missing(why or NO_TEXT)
+                if (kind, number) in pairs:
+                    running = self.running[f"{kind}/{name}"]
+                    once, mean_pair = pairs[kind, number].estimate(0), running.add(pairs[kind, number])
+                    mean = mean_pair.estimate(0, f"measured steps: {running.steps}")
                 share = Estimate.missing(NO_TEXT)
                 if kind in kinds:
                     share = Estimate(float(sums[kind][0, number] / sums[kind][0].sum()))
-                metrics = [f"tokens/{kind}/{name}/{of}" for of in ("delta_h", "mean_delta_h", "share_of_tokens")]
-                self._answers |= dict(zip(metrics, [*estimates, share], strict=True))
+                estimates = {"delta_h": once, "mean_delta_h": mean, "share_of_tokens": share}
+                self._answers |= {f"tokens/{kind}/{name}/{quantity}": e for quantity, e in estimates.items()}
 
     def kinds(self, step: Step) -> dict[str, Tensor]:
         """Returns the number of each token's class, (B, T), −1 where no token is, by kind. A collective."""
@@ -93,7 +96,7 @@ class TokenClassesProbe(Probe):
         kinds = {
             "entropy": entropy_classes(batch.scores.entropies, mask, reduce),
             "position": 4 * (mask.cumsum(dim=1) - 1) // mask.sum(dim=1, keepdim=True).clamp(min=1),
-            "response": torch.where(advantages > 0, 0, torch.where(advantages < 0, 1, 2)),
+            "advantage": torch.where(advantages > 0, 0, torch.where(advantages < 0, 1, 2)),
         }
         ids = batch.rollout.completion_ids
         seen, place = ids[mask].unique(return_inverse=True)
@@ -101,9 +104,12 @@ class TokenClassesProbe(Probe):
         # Without a tokenizer what comes back of every token is its number.
         decoded = sum(str(token) not in text for token, text in zip(seen.tolist(), texts, strict=True))
         if float(reduce(torch.tensor(float(decoded), dtype=torch.float64, device=ids.device))):
-            of_token = torch.tensor(list(map(text_class, texts)), dtype=torch.long, device=ids.device)
-            kinds["text"] = torch.zeros_like(ids).masked_scatter(mask, of_token[place])
+            by_token = torch.tensor(list(map(text_class, texts)), dtype=torch.long, device=ids.device)
+            kinds["text"] = torch.zeros_like(ids).masked_scatter(mask, by_token[place])
         return {kind: classes.masked_fill(~mask, -1) for kind, classes in kinds.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        super().load_state_dict({FORMER_NAMES.get(name, name): value for name, value in state.items()})
 
     def num_vectors(self, num_folds: int) -> int:
         """The gradient of one class, by fold and over all folds."""
@@ -113,21 +119,25 @@ class TokenClassesProbe(Probe):
 def entropy_classes(entropies: Tensor, mask: Tensor, reduce: Callable[[Tensor], Tensor]) -> Tensor:
     """Returns how many of the QUANTILES, of all ranks' tokens together, each entropy is above. A collective.
 
-    A quantile is the smallest number that at least this share of the tokens does not exceed.
+    A quantile is the smallest number that at least this share of the tokens does not exceed. It is found exactly, for
+    entropies in fp32, by two histograms: numbers that are not negative are in the order of their bits, so the first
+    counts the upper 16 bits, and the second the lower 16 of those in the quantile's bin.
 
     >>> entropies = torch.tensor([[0.1, 0.9, 0.4, 0.2], [0.3, 0.0, 0.8, 9.9]])
     >>> entropy_classes(entropies, torch.tensor([[1, 1, 1, 1], [1, 1, 1, 0]]).bool(), lambda x: x).tolist()
     [[0, 2, 1, 0], [0, 0, 1, 2]]
     """
-    values = entropies[mask].double()
-    count = reduce(values.new_tensor(float(len(values))))
-    shares = values.new_tensor(QUANTILES)
-    low, high = torch.zeros_like(shares), torch.full_like(shares, MOST_ENTROPY)
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2.0
-        is_above = reduce((values.unsqueeze(1) <= middle).sum(dim=0).double()) < shares * count
-        low, high = torch.where(is_above, middle, low), torch.where(is_above, high, middle)
-    return (entropies.unsqueeze(-1) > high).sum(dim=-1)
+    entropies = entropies.float()
+    bits = entropies[mask].clamp(min=0.0).view(torch.int32).long() % 2**31
+    upper, lower = bits // 2**16, bits % 2**16
+    up_to = reduce(torch.bincount(upper, minlength=2**15)).cumsum(dim=0)  # tokens in each bin and those below it
+    ranks = (up_to.new_tensor(QUANTILES, dtype=torch.float64) * up_to[-1]).ceil().long()
+    bins = torch.searchsorted(up_to, ranks)
+    within = reduce(torch.stack([torch.bincount(lower[upper == number], minlength=2**16) for number in bins]))
+    wanted = ranks - up_to[bins] + within.sum(dim=1)
+    places = torch.searchsorted(within.cumsum(dim=1), wanted.unsqueeze(1)).squeeze(1)
+    quantiles = (bins * 2**16 + places).int().view(torch.float32)
+    return (entropies.unsqueeze(-1) > quantiles).sum(dim=-1)
 
 
 def text_class(text: str) -> int:
@@ -152,36 +162,41 @@ def _pairs(step: Step, kinds: Mapping[str, Tensor], sums: Mapping[str, Tensor]) 
     The class with the most weight gets what the others leave of the whole: one backward less for each kind.
     """
     folds, change = StepByFolds(step), step.entropy_change
-    known = (step.policy, list(step.gradients.parameters.values()), change.layout)
-    most = {kind: int(of[1].argmax()) for kind, of in sums.items()}
-    weighed = [(kind, c) for kind, of in sums.items() for c in of[1].nonzero().flatten().tolist() if c != most[kind]]
-    weights = [weights_of(step.batch, kinds[kind] == c) for kind, c in weighed]
+    parameters = list(step.gradients.parameters.values())
+    most = {kind: int(table[1].argmax()) for kind, table in sums.items()}
+    weighed = [
+        (kind, number)
+        for kind, table in sums.items()
+        for number in table[1].nonzero().flatten().tolist()
+        if number != most[kind]
+    ]
+    weights = [weights_of(step.batch, kinds[kind] == number) for kind, number in weighed]
 
     def products(basis: Basis | None) -> Tensor:
         own, _ = GradientParts(change.steps_without, basis).products([None], [Direction(change.rows)])[0]
         return own
 
-    found = {}
-    for number, basis in bases_of(step.batch, *known, weights, step.ranks.reduce):
-        found[weighed[number]] = products(basis)
+    bases = bases_of(step.batch, step.policy, parameters, change.layout, weights, step.ranks.reduce)
+    found = {weighed[number]: products(basis) for number, basis in bases}
     whole = products(None)
     for kind in kinds:
-        rest = whole - sum(of for (of_kind, _), of in found.items() if of_kind == kind)
-        found[kind, most[kind]] = rest
+        others = [product for (other, _), product in found.items() if other == kind]
+        found[kind, most[kind]] = whole - sum(others, torch.zeros_like(whole))
     nothing = torch.zeros_like(whole)
-    every = [(kind, number) for kind in kinds for number in range(len(CLASSES[kind]))]
-    return {of: folds.pair(found.get(of, nothing), nothing) for of in every}
+    classes = [(kind, number) for kind in kinds for number in range(len(CLASSES[kind]))]
+    return {each: folds.pair(found.get(each, nothing), nothing) for each in classes}
 
 
 def _sums(step: Step, kind: str, classes: Tensor) -> Tensor:
     """Returns (2, number of classes), over all ranks: the tokens of each, and the absolute sum of their weights."""
-    parts = (part for part in vars(step.batch.loss_weights).values() if part is not None)
-    sizes, there, count = sum(part.double().abs() for part in parts), classes >= 0, len(CLASSES[kind])
-    columns = torch.stack([torch.ones_like(sizes[there]), sizes[there]])
-    return step.ranks.reduce(columns.new_zeros(2, count).index_add_(1, classes[there], columns))
+    parts = [part.double().abs() for part in vars(step.batch.loss_weights).values() if part is not None]
+    is_token, count = classes >= 0, len(CLASSES[kind])
+    sizes = torch.stack(parts).sum(dim=0)[is_token]
+    columns = torch.stack([torch.ones_like(sizes), sizes])
+    return step.ranks.reduce(columns.new_zeros(2, count).index_add_(1, classes[is_token], columns))
 
 
-def weights_of(batch: Batch, there: Tensor) -> LossWeights:
+def weights_of(batch: Batch, chosen: Tensor) -> LossWeights:
     """Returns the weights of these tokens in the loss, and 0 for the others."""
     logps, entropies = batch.loss_weights.logps, batch.loss_weights.entropies
-    return LossWeights(logps.where(there, 0.0), None if entropies is None else entropies.where(there, 0.0))
+    return LossWeights(logps.where(chosen, 0.0), None if entropies is None else entropies.where(chosen, 0.0))

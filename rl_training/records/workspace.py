@@ -76,7 +76,7 @@ SECTIONS = {
         Panel("By entropy at the token", pattern=r"^tokens/entropy/.*/mean_delta_h$", unit=NATS),
         Panel("By its text", pattern=r"^tokens/text/.*/mean_delta_h$", unit=NATS),
         Panel("By place in its response", pattern=r"^tokens/position/.*/mean_delta_h$", unit=NATS),
-        Panel("By its response", pattern=r"^tokens/response/.*/mean_delta_h$", unit=NATS),
+        Panel("By the sign of its advantage", pattern=r"^tokens/(advantage|response)/.*/mean_delta_h$", unit=NATS),
     ],
     "noise scale": [
         Panel("Noise scale", ("gns/noise_scale_prompts", "gns/noise_scale_prompts_low",

@@ -16,10 +16,10 @@ from trainers import FEW
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
-from rl_training.engine.batch import LossSettings, take_rows
+from rl_training.engine.batch import Batch, LossSettings, Rollout, take_rows
 from rl_training.engine.loss_weights import LossWeights
-from rl_training.interventions.loss import LossInputs, Remedied, loss_inputs, silent_share
-from rl_training.interventions.named import RATIOS_ARE_ONE, REMEDIES, intervention
+from rl_training.interventions.loss import LossInputs, loss_inputs, silent_share
+from rl_training.interventions.named import INTERVENTIONS, RATIOS_ARE_ONE, intervention, interventions_to_train
 from rl_training.mathematics.scores import Scores
 
 L, MICROBATCHES, EPSILON = 5, 2, 0.2
@@ -129,8 +129,7 @@ FACTORS: dict[str, Any] = {
 
 @pytest.mark.parametrize("name", FACTORS)
 def test_weights_of_log_probabilities_are_those_of_the_twin(name: str) -> None:
-    weights = intervention(name)(known()).weights
-    assert weights is not None
+    weights = intervention(name).weights(known())
     assert weights.entropies is None
     expected = plain()
     for i, t in tokens():
@@ -139,8 +138,7 @@ def test_weights_of_log_probabilities_are_those_of_the_twin(name: str) -> None:
 
 
 def test_the_bonus_is_the_mean_entropy_of_the_tokens_times_its_strength() -> None:
-    weights = intervention("bonus:0.03")(known()).weights
-    assert weights is not None
+    weights = intervention("bonus:0.03").weights(known())
     assert weights.entropies is not None
     expected = [[-0.03 / (MICROBATCHES * sum(LENGTHS)) * (t < length) for t in range(L)] for length in LENGTHS]
     torch.testing.assert_close(weights.entropies, double(expected), rtol=1e-12, atol=0)
@@ -155,14 +153,12 @@ def test_the_divergence_is_that_of_the_third_estimator_times_the_ratio(off_polic
     gap = double(REFERENCE) - logps
     mask = known().scores.mask
     (pull,) = torch.autograd.grad((0.7 * ratio * (gap.exp() - gap - 1) * mask).sum() * UNIT, logps)
-    weights = intervention("kl:0.7")(known(off_policy)).weights
-    assert weights is not None
+    weights = intervention("kl:0.7").weights(known(off_policy))
     torch.testing.assert_close(weights.logps, double(plain(off_policy)) + pull, rtol=1e-10, atol=1e-15)
 
 
 def test_truncated_responses_are_put_in_as_if_they_had_never_been_hidden() -> None:
-    weights = intervention("keep_truncated")(known(hides=True)).weights
-    assert weights is not None
+    weights = intervention("keep_truncated").weights(known(hides=True))
     torch.testing.assert_close(weights.logps, double(plain()), rtol=1e-12, atol=1e-18)
     assert not torch.allclose(known(hides=True).weights.logps, weights.logps)
 
@@ -174,8 +170,7 @@ def test_off_policy_a_higher_clip_is_the_loss_clipped_there() -> None:
     advantages = double(ADVANTAGES).unsqueeze(1)
     loss = -torch.minimum(ratio * advantages, ratio.clamp(1 - EPSILON, 1 + high) * advantages)
     (expected,) = torch.autograd.grad((loss * mask).sum() * UNIT, logps)
-    weights = intervention(f"clip_higher:{high}")(known(off_policy=True)).weights
-    assert weights is not None
+    weights = intervention(f"clip_higher:{high}").weights(known(off_policy=True))
     assert not torch.allclose(weights.logps, known(off_policy=True).weights.logps)
     torch.testing.assert_close(weights.logps, expected, rtol=1e-12, atol=1e-12)
 
@@ -185,42 +180,45 @@ def test_off_policy_steer_s_estimate_has_the_ratio_in_it() -> None:
     expected = plain(off_policy=True)
     for (i, t), size in sizes.items():
         expected[i][t] *= 0.5 ** (size / max(sizes.values()))
-    weights = intervention("steer:0.5")(known(off_policy=True)).weights
-    assert weights is not None
+    weights = intervention("steer:0.5").weights(known(off_policy=True))
     torch.testing.assert_close(weights.logps, double(expected), rtol=1e-12, atol=0)
 
 
 def test_off_policy_the_covariant_tokens_are_drawn_back_to_the_sampling_policy() -> None:
-    weights = intervention("kl_cov:0.2")(known(off_policy=True)).weights
-    assert weights is not None
+    weights = intervention("kl_cov:0.2").weights(known(off_policy=True))
     expected = plain(off_policy=True)
     for i, t in covariance_order()[: int(0.2 * len(tokens()))]:
         expected[i][t] += math.copysign(UNIT, LOGPS[i][t] - AT_SAMPLING[i][t])
     torch.testing.assert_close(weights.logps, double(expected), rtol=1e-12, atol=1e-15)
 
 
-@pytest.mark.parametrize("name", [name for name, remedy in REMEDIES.items() if remedy.nothing_on_policy])
+@pytest.mark.parametrize("name", [name for name, each in INTERVENTIONS.items() if each.nothing_on_policy])
 def test_on_policy_what_works_on_ratios_changes_exactly_nothing(name: str) -> None:
-    assert intervention(name)(known()) == Remedied()
+    loss = known()
+    assert intervention(name).weights(loss) is loss.weights
     assert "every ratio is 1" in RATIOS_ARE_ONE
 
 
 def test_the_optimizer_s_settings_are_changed_and_no_weight() -> None:
-    assert intervention("lr:0.5")(known()) == Remedied(lr_factor=0.5)
-    assert intervention("max_grad_norm:0.2")(known()) == Remedied(max_grad_norm=0.2)
+    lr, clip, bonus = map(intervention, ("lr:0.5", "max_grad_norm:0.2", "bonus:0.2"))
+    assert [(each.function is None, each.lr_factor, each.max_grad_norm) for each in (lr, clip, bonus)] == [
+        (True, 0.5, None),
+        (True, 1.0, 0.2),
+        (False, 1.0, None),
+    ]
 
 
 def test_what_is_missing_is_reported() -> None:
     bare = LossInputs(known().weights, known().scores, known().advantages, known().prompt_index, MICROBATCHES, 1.0)
-    reasons = {name: intervention(name).why_none(bare) for name in REMEDIES}
+    reasons = {name: intervention(name).why_unavailable(bare) for name in INTERVENTIONS}
     assert [name for name, reason in reasons.items() if not reason] == ["bonus", "lr", "max_grad_norm"]
     assert "by more than advantages" in reasons["psr"]
     assert "loss is not Dr-GRPO's" in reasons["std_norm"]
     assert "not divided by Dr-GRPO's constant" in reasons["kl"]
     assert known().settings is not None
     with_kl = dataclasses.replace(known(), settings=dataclasses.replace(known().settings, differs=frozenset({"beta"})))
-    refused = [name for name in REMEDIES if intervention(name).why_none(with_kl)]
-    assert set(REMEDIES) - set(refused) == {"bonus", "lr", "max_grad_norm", "kl", "kl_cov"}
+    refused = [name for name in INTERVENTIONS if intervention(name).why_unavailable(with_kl)]
+    assert set(INTERVENTIONS) - set(refused) == {"bonus", "lr", "max_grad_norm", "kl", "kl_cov"}
     said = {
         "std_norm": "rewards",
         "drop_truncated": "truncated",
@@ -229,7 +227,21 @@ def test_what_is_missing_is_reported() -> None:
     }
     dr_grpo = dataclasses.replace(bare, settings=known().settings)
     for name, words in said.items():
-        assert words in intervention(name).why_none(dr_grpo)
+        assert words in intervention(name).why_unavailable(dr_grpo)
+
+
+def test_a_microbatch_counts_by_its_share_of_the_step_s_sequences() -> None:
+    """Of 2 and 4 sequences, 6 in all: the loss is a mean over 3 and 1.5 times as many as each has."""
+    loss, rows = known(), torch.arange(6)
+    rollout = Rollout(
+        prompt_ids=rows.unsqueeze(1), prompt_mask=torch.ones(6, 1), completion_ids=torch.zeros(6, L),
+        completion_mask=loss.scores.mask, advantages=loss.advantages, rewards=None, prompt_index=rows // 2,
+    )  # fmt: skip
+    parts = (range(2), range(2, 6))
+    batch = Batch(rollout, loss.scores, loss.weights, parts, rows, responses_per_prompt=2, rollout_number=1)
+    inputs = loss_inputs(batch, lambda mine: mine)
+    assert [part.microbatches for part in inputs] == [3.0, 1.5]
+    assert torch.equal(inputs[1].weights.logps, loss.weights.logps[2:])
 
 
 def test_prompts_without_any_advantage_are_counted_over_all_processes() -> None:
@@ -259,24 +271,128 @@ def test_a_mistake_is_reported_in_one_line(text: str, said: str) -> None:
     assert "\n" not in str(error.value)
 
 
-def test_a_custom_function_in_a_file_is_an_intervention(tmp_path: Path) -> None:
-    file = tmp_path / "mine.py"
-    file.write_text(
-        "from rl_training.interventions.remedies import scaled\n"
-        "import torch\n"
-        "def softer(loss, strength):\n    return scaled(loss, torch.full((6, 1), strength))\n"
-        "def wrong(loss, strength):\n    return scaled(loss, torch.full((6, 1), float('nan')))\n",
-        encoding="utf-8",
-    )
-    mine = intervention(f"{file}:softer:0.5")
+OWN = """
+import sys
+import numpy as np
+import torch
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.interventions.reweighting import scaled
+
+def softer(loss, strength):
+    return scaled(loss, torch.full((6, 1), strength))
+
+def in_place(loss, strength):
+    loss.weights.logps.mul_(strength)
+    return loss.weights
+
+def nan(loss, strength):
+    return scaled(loss, torch.full((6, 1), float("nan")))
+
+def narrow(loss, strength):
+    return LossWeights(loss.weights.logps[:, 1:], None)
+
+def nothing(loss, strength):
+    pass
+
+def numbers(loss, strength):
+    return LossWeights(loss.weights.logps.numpy(), None)
+
+def array(loss, strength):
+    return np.zeros((6, 5))
+
+def text(loss, strength):
+    return "half"
+
+def raises(loss, strength):
+    return loss.weight
+
+def leaves(loss, strength):
+    sys.exit(0)
+
+def lr(loss, strength):
+    return loss.weights
+
+plain = lr
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Path:
+    (tmp_path / "mine.py").write_text(OWN, encoding="utf-8")
+    return tmp_path / "mine.py"
+
+
+def test_a_custom_function_in_a_file_is_an_intervention(own: Path) -> None:
+    mine, plain_weights = intervention(f"{own}:softer:0.5"), known().weights.logps
     assert mine.name == "softer:0.5"
-    weights = mine(known()).weights
-    assert weights is not None
-    assert torch.equal(weights.logps, 0.5 * known().weights.logps)
-    with pytest.raises(ValueError, match="wrong returned weights of shape"):
-        intervention(f"{file}:wrong")(known())
-    with pytest.raises(ValueError, match="has no function 'harder'"):
-        intervention(f"{file}:harder")
+    assert torch.equal(mine.weights(known()).logps, 0.5 * plain_weights)
+    loss = known()
+    assert torch.equal(intervention(f"{own}:in_place:0.5").weights(loss).logps, 0.5 * plain_weights)
+    assert torch.equal(loss.weights.logps, plain_weights)  # it wrote into a copy
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("nan", "nan returned a tensor of shape (6, 5) as weights, or not finite"),
+        ("narrow", "narrow returned a tensor of shape (6, 4)"),
+        ("nothing", "nothing returned NoneType: return LossWeights(logps, entropies)"),
+        ("numbers", "numbers returned ndarray as weights"),
+        ("array", "array returned ndarray: return LossWeights"),
+        ("text", "text returned str: return LossWeights"),
+        ("raises", "raises failed: AttributeError: 'LossInputs' object has no attribute 'weight'"),
+        ("leaves", "leaves failed: SystemExit: 0"),
+        ("harder", "has no function 'harder'"),
+        ("lr", "lr is the name of another one in the metrics: rename the function"),
+        ("plain", "plain is the name of another one"),
+    ],
+)
+def test_a_custom_function_that_is_wrong_is_named_in_one_line(own: Path, name: str, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        intervention(f"{own}:{name}").weights(known())
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("lines", "said"),
+    [
+        ("import sys; sys.exit(0)", "mine.py failed: SystemExit: 0"),
+        ("def f(:", "mine.py failed: SyntaxError"),
+        ("from rl_training.interventions.loss import Remedied", "mine.py failed: ImportError: cannot import name"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named_in_one_line(tmp_path: Path, lines: str, said: str) -> None:
+    (tmp_path / "mine.py").write_text(lines, encoding="utf-8")
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        intervention(f"{tmp_path}/mine.py:f")
+    assert "\n" not in str(error.value)
+
+
+def test_a_module_without_a_dot_is_one(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(own.parent))
+    assert intervention("mine:softer:0.5").name == "softer:0.5"
+
+
+@pytest.mark.parametrize(
+    ("names", "said"),
+    [
+        ("bonus", "give a list of names"),
+        ({"bonus": 0.1}, "give a list of names"),
+        (5, "give a list of names"),
+        ([5], "5 is no name: write NAME or NAME:STRENGTH"),
+        ([["bonus"]], "['bonus'] is no name"),
+        ([{"bonus": 0.1}], "{'bonus': 0.1} is no name"),
+        ([None], "None is no name"),
+        (["lr:0.5", "lr:0.5"], "has lr:0.5 twice"),
+        (["bonus", "bonus:0.1"], "has bonus with 2 strengths: give it one"),
+        (["psr", "nsr"], "nsr and psr contradict each other"),
+        (["keep_truncated", "bonus", "drop_truncated"], "contradict each other"),
+    ],
+)
+def test_a_list_to_train_with_that_means_nothing_is_refused_in_one_line(names: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(said)) as error:
+        interventions_to_train(names)
+    assert "\n" not in str(error.value)
 
 
 class Gradients(Probe):
@@ -304,9 +420,8 @@ class Gradients(Probe):
         for loss, rows in zip(
             loss_inputs(step.batch, step.ranks.reduce, reference), step.batch.microbatch_rows, strict=True
         ):
-            assert not self.intervention.why_none(loss)
-            weights, own = self.intervention(loss).weights, torch.arange(rows.start, rows.stop)
-            assert weights is not None
+            assert not self.intervention.why_unavailable(loss)
+            weights, own = self.intervention.weights(loss), torch.arange(rows.start, rows.stop)
             microbatch = take_rows(rollout, own)
             fresh = Scores(*self.score(self.trainer.model, microbatch, True), microbatch.completion_mask)
             gradient = weights.gradient(fresh, own - rows.start, parameters)
@@ -338,17 +453,17 @@ SHAPE = {"max_completion_length": 24, "per_device_train_batch_size": 8, "max_ste
 
 @pytest.mark.parametrize("name", TRL_S_OWN)
 def test_the_gradient_is_that_of_trl_s_own_loss(make_trainer: Any, name: str) -> None:
-    theirs, remedied = Gradients(), Gradients(name)
-    for probe, settings in zip((theirs, remedied), TRL_S_OWN[name], strict=True):
+    theirs, changed = Gradients(), Gradients(name)
+    for probe, settings in zip((theirs, changed), TRL_S_OWN[name], strict=True):
         probe.trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **FEW | PLAIN | SHAPE | settings)
         if probe.trainer.ref_model is not None:  # the first model itself: no distance, no force
             move(probe.trainer.ref_model)
-        remedied.reference = theirs.trainer
+        changed.reference = theirs.trainer
         with attach(probe.trainer, [probe], whole_prompts=True):
             probe.trainer.train()
-    assert torch.equal(remedied.ids, theirs.ids)
-    assert relative(remedied.mean, theirs.mean) > 1e-3  # it changes something
-    assert relative(remedied.of_weights, theirs.mean) < 1e-6
+    assert torch.equal(changed.ids, theirs.ids)
+    assert relative(changed.mean, theirs.mean) > 1e-3  # it changes something
+    assert relative(changed.of_weights, theirs.mean) < 1e-6
 
 
 def relative(one: Tensor, other: Tensor) -> float:

@@ -14,9 +14,11 @@ import torch
 from peft import LoraConfig
 from simple_twin import Answers, Recorder, Twin
 from torch import Tensor
-from trainers import FEW, LORA, differing, ending, graded
+from trainers import FEW, LORA, bare_ending, differing, ending, graded
 
 from rl_training import Estimate, Probe
+from rl_training.hosts.trl.trained_loss import with_settings
+from rl_training.interventions.named import intervention
 from rl_training.probes import InterventionsProbe
 
 NO_DROPOUT = LORA | {"lora_dropout": 0.0}
@@ -80,7 +82,7 @@ def test_the_weights_are_the_functions_one_after_another(make_trainer: Callable[
     """Positive samples alone, half of their weight, and a bonus: −½ A / (b M L) where A > 0, and −β / (M tokens)."""
     file = tmp_path / "mine.py"
     file.write_text(
-        "from rl_training.interventions.remedies import scaled\n"
+        "from rl_training.interventions.reweighting import scaled\n"
         "import torch\n"
         "def softer(loss, strength):\n    return scaled(loss, torch.full((8, 1), strength))\n",
         encoding="utf-8",
@@ -143,7 +145,7 @@ def test_training_backwards_loses_the_reward_that_training_gains(
 ) -> None:
     """Adam's first step of −g is that of g, turned round; the gradient of the reward is the same."""
     (tmp_path / "mine.py").write_text(
-        "from rl_training.interventions.remedies import scaled\n"
+        "from rl_training.interventions.reweighting import scaled\n"
         "import torch\n"
         "def backwards(loss, strength):\n    return scaled(loss, torch.tensor(-1.0))\n",
         encoding="utf-8",
@@ -189,14 +191,50 @@ def test_what_cannot_be_trained_with_is_refused_before_a_step_is_made(
     assert "\n" not in str(error.value)
 
 
-def test_a_custom_function_cannot_set_learning_rates(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_resumed_training_has_the_learning_rate_that_is_asked_for(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    """From a plain run's checkpoint with lr:0.5 half of it; from its own it goes on as if never stopped, bitwise."""
+    settings = SHAPE | {"max_steps": 2, "save_strategy": "steps", "save_steps": 1, "lr_scheduler_type": "linear"}
+    halved = {"interventions": ["lr:0.5"]}
+    whole = make_trainer(**settings, **halved, output_dir=str(tmp_path / "halved"))
+    whole.train()
+    make_trainer(**settings, output_dir=str(tmp_path / "plain")).train()
+    resumed, branched = (make_trainer(**settings, **halved) for _ in range(2))
+    resumed.train(resume_from_checkpoint=str(tmp_path / "halved" / "checkpoint-1"))
+    branched.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-1"))
+    assert torch.equal(weights(resumed), weights(whole))
+    rates = [trainer.state.log_history[1]["learning_rate"] for trainer in (whole, branched)]
+    assert rates == [0.25 * SHAPE["learning_rate"]] * 2  # half, of the second of two steps
+
+
+def test_the_arguments_of_a_trainer_stay_as_they_were_given(make_trainer: Callable[..., Any]) -> None:
+    args = make_trainer(**SHAPE).args
+    changed = with_settings(args, [intervention("lr:0.5"), intervention("max_grad_norm:0.2")])
+    assert (changed.learning_rate, changed.max_grad_norm) == (0.5 * SHAPE["learning_rate"], 0.2)
+    assert (args.learning_rate, args.max_grad_norm) == (SHAPE["learning_rate"], 1.0)
+
+
+def test_a_custom_function_may_draw_and_write_while_it_is_measured_and_what_it_writes_is_trained(
+    make_trainer: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Measured, training is bitwise the same. Trained with, halving in place is training with half of the weights."""
     (tmp_path / "mine.py").write_text(
-        "from rl_training.interventions.loss import Remedied\n"
-        "def slower(loss, strength):\n    return Remedied(lr_factor=0.5)\n",
+        "import random\nimport numpy as np\nimport torch\n"
+        "def drawing(loss, strength):\n"
+        "    noise = torch.rand(()) + np.random.rand() + random.random()\n"
+        "    loss.weights.logps.mul_(noise)\n    loss.scores.logps.zero_()\n    return loss.weights\n"
+        "def halving(loss, strength):\n    loss.weights.logps.mul_(0.5)\n    return loss.weights\n",
         encoding="utf-8",
     )
-    with pytest.raises(ValueError, match="set those once, by lr:FACTOR"):
-        make_trainer(interventions=[f"{tmp_path}/mine.py:slower"], **SHAPE).train()
+    probe = InterventionsProbe([f"{tmp_path}/mine.py:drawing", "psr"], every=1, num_folds=8)
+    assert differing(ending(make_trainer(probes=[probe])), bare_ending()) == []
+    assert probe.results()["intervention/drawing/delta_h"].value != 0.0
+    probe = Weights()
+    settings = SHAPE | {"max_steps": 1}
+    make_trainer(probes=[probe], interventions=[f"{tmp_path}/mine.py:halving"], **settings).train()
+    expected = -0.5 * probe.rollout.advantages.unsqueeze(1) * probe.mask / (8 * 2 * 24)
+    torch.testing.assert_close(probe.weights.logps, expected, rtol=1e-5, atol=1e-12)
 
 
 def test_kl_to_trl_s_own_reference_is_predicted_where_trl_keeps_one(make_trainer: Callable[..., Any]) -> None:

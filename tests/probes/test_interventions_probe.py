@@ -17,16 +17,16 @@ from trainers import bare_ending, differing, ending, graded, trainer_maker
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Estimate, attach
-from rl_training.engine.changed_steps import Change
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.open_step import Shape
 from rl_training.interventions.bases import groups_of
-from rl_training.interventions.effects import Effects, kept_halving
-from rl_training.interventions.loss import Remedied
+from rl_training.interventions.effects import kept_factor
 from rl_training.interventions.named import intervention
 from rl_training.mathematics.running_pairs import Pair
+from rl_training.mathematics.sgd import SGDState
 from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
+from rl_training.probes.interventions import kept_halving
 
 NUM_FOLDS, G, MICROBATCHES = 8, 4, 4
 WHICH = [
@@ -36,6 +36,7 @@ WHICH = [
     "nsr",
     "w_reinforce:0.5",
     "lr:0.5",
+    "lr:2",
     "max_grad_norm:0.05",
     "clip_cov:0.1",
     "kl_cov",
@@ -147,43 +148,16 @@ def test_it_is_the_difference_of_the_steps_of_the_twin(
         assert found.num_samples == NUM_FOLDS
 
 
-def test_the_strength_that_halves_the_fall_does_so_in_the_twin(
-    run: tuple[Answers, Recorder], twin: InterventionsTwin
-) -> None:
+def test_the_step_as_it_is_is_that_of_the_twin(run: tuple[Answers, Recorder], twin: InterventionsTwin) -> None:
     answers = run[0].all[-1]
     x = twin.x[0] - twin.level * twin.x[1]
     sizes = torch.tensor([len(fold) for fold in twin.folds]).double()
-
-    def forward(without: Tensor) -> float:
-        return float(sizes @ torch.linalg.vecdot(x, without) / sum(twin.lengths))
-
-    plain = forward(twin.update_without)
-    assert plain < -0.005
+    plain = float(sizes @ torch.linalg.vecdot(x, twin.update_without) / sum(twin.lengths))
     j = -twin.gradients * L_MAX * G / (G - 1)
     reward = float(sizes @ torch.linalg.vecdot(j, twin.update_without) / sizes.sum())
+    assert plain < -0.005
     assert answers["intervention/plain_delta_h"].value == pytest.approx(plain, rel=1e-3)
     assert answers["intervention/plain_delta_reward"].value == pytest.approx(reward, rel=1e-3)
-    for name, family in (("bonus:0.5", "bonus"), ("bonus:0.05", "bonus"), ("lr:0.5", "lr")):
-        strength = answers[f"intervention/{name}/halves_at"].value
-        name = f"{family}:{strength}"
-        assert forward(twin.steps_with(name, twin.gradients_with(name))[1]) == pytest.approx(0.5 * plain, rel=0.03)
-    said = {"w_reinforce:0.5": "the rest of it comes from momentum", "psr": "no strength", "clip_cov:0.1": "not linear"}
-    for name, words in said.items():
-        assert words in answers[f"intervention/{name}/halves_at"].reason
-
-
-@pytest.mark.parametrize(("effect", "further"), [(math.nan, 0.0), (0.1, math.nan)])
-def test_where_the_effect_is_no_number_no_strength_halves_the_fall_and_nothing_is_raised(
-    effect: float, further: float
-) -> None:
-    step = SimpleNamespace(ranks=SimpleNamespace(reduce=lambda tensor: tensor))
-    plain = Pair(torch.tensor([-1.0, 0.0]), torch.eye(2) * 1e-4, 7)
-    effects = Effects.__new__(Effects)  # of a step at which entropy falls by 1
-    vars(effects).update(_step=step, plain=plain, _folds=SimpleNamespace(length=1.0), _directions=[None])
-    steps: Any = SimpleNamespace(forward=lambda change, direction: torch.tensor(further))
-    found = effects._halving(intervention("bonus:0.5"), steps, Change(of_basis=1.0), effect)
-    assert math.isnan(found.value)
-    assert "not finite" in found.reason
 
 
 def test_what_changes_nothing_is_exactly_zero(run: tuple[Answers, Recorder]) -> None:
@@ -203,6 +177,45 @@ def test_kept_is_what_the_whole_momentum_would_do_and_learning_rates_act_at_once
         assert kept.stderr == pytest.approx(factor * once.stderr)
 
 
+def test_the_mean_when_kept_is_of_what_each_step_would_do_when_kept(run: tuple[Answers, Recorder]) -> None:
+    """Effects e1, e2, e3 of three steps, with decay .9 and β1 = .9: (.81 · 1 e1 + .9 · 1.9 e2 + 2.71 e3) / 2.71."""
+    for name in ("psr", "bonus:0.5"):
+        effects = [answers[f"intervention/{name}/delta_h"] for answers in run[0].all]
+        mean = run[0].all[-1][f"intervention/{name}/mean_delta_h_kept"]
+        weights = [0.81 * 1.0 / 2.71, 0.9 * 1.9 / 2.71, 2.71 / 2.71]
+        assert mean.value == pytest.approx(sum(w * e.value for w, e in zip(weights, effects, strict=True)))
+        errors = [(w * e.stderr) ** 2 for w, e in zip(weights, effects, strict=True)]
+        assert mean.stderr == pytest.approx(math.sqrt(sum(errors)))
+    nothing = run[0].all[-1]["intervention/kl_cov/mean_delta_h_kept"]
+    assert (nothing.value, nothing.stderr) == (0.0, 0.0)
+
+
+def test_of_sgd_an_effect_is_kept_for_as_long_as_its_momentum(make_trainer: Callable[..., Any]) -> None:
+    """1 / (1 − μ), from the first step on; of two momenta there is no common factor."""
+    probe = Answers(["psr", "lr"])
+    trainer = make_trainer(probes=[probe], optim="sgd", optim_args="momentum=0.75", learning_rate=0.1)
+    trainer.train()
+    for answers in probe.all:
+        for name, factor in (("psr", 4.0), ("lr", 1.0)):
+            once, kept = (answers[f"intervention/{name}/{quantity}"] for quantity in ("delta_h", "delta_h_kept"))
+            assert kept.value == pytest.approx(factor * once.value)
+    states = {
+        name: SGDState(None, lr=0.1, momentum=momentum, dampening=0.0, weight_decay=0.0, nesterov=False)
+        for name, momentum in (("a", 0.75), ("b", 0.5))
+    }
+    assert math.isnan(kept_factor(intervention("psr"), states))
+
+
+def test_steps_in_between_weigh_as_if_they_were_measured(make_trainer: Callable[..., Any]) -> None:
+    """Steps 1 and 4 of four, with decay .9: the first has .9³."""
+    probe = Answers(["lr"], every=3)
+    make_trainer(probes=[probe], max_steps=4, gradient_accumulation_steps=8, per_device_train_batch_size=4).train()
+    first, last = (answers["intervention/lr/delta_h"].value for answers in probe.all)
+    mean = probe.all[-1]["intervention/lr/mean_delta_h"]
+    assert mean.value == pytest.approx((0.729 * first + last) / 1.729)
+    assert mean.reason == "measured steps: 2"
+
+
 def test_the_strength_that_halves_the_fall_when_kept_is_on_a_straight_line_through_one_step() -> None:
     """The fall is 4 a step. A bonus of .5 gives 2 in a step, 4 when kept: half of it does. lr × .5 gives 2 at once."""
 
@@ -210,17 +223,21 @@ def test_the_strength_that_halves_the_fall_when_kept_is_on_a_straight_line_throu
         return Pair(torch.tensor([delta_h, 0.0]).double(), torch.eye(2).double() * error**2, 20)
 
     plain = pair(-4.0, 0.1)
-    assert kept_halving(intervention("bonus:0.5"), pair(2.0, 0.1), plain, 2.0).value == pytest.approx(0.25)
-    assert kept_halving(intervention("lr:0.5"), pair(2.0, 0.1), plain, 1.0).value == pytest.approx(0.5)
-    assert kept_halving(intervention("lr:2"), pair(-4.0, 0.1), plain, 1.0).value == pytest.approx(0.5)
+    assert kept_halving(intervention("bonus:0.5"), pair(4.0, 0.1), plain).value == pytest.approx(0.25)
+    assert kept_halving(intervention("lr:0.5"), pair(2.0, 0.1), plain).value == pytest.approx(0.5)
+    assert kept_halving(intervention("lr:2"), pair(-4.0, 0.1), plain).value == pytest.approx(0.5)
     reasons = {
-        "w_reinforce:0.5": kept_halving(intervention("w_reinforce:0.5"), pair(0.5, 0.1), plain, 1.0).reason,
-        "psr": kept_halving(intervention("psr"), pair(2.0, 0.1), plain, 2.0).reason,
-        "lost": kept_halving(intervention("bonus"), pair(0.1, 0.1), plain, 2.0).reason,
-        "no fall": kept_halving(intervention("bonus"), pair(2.0, 0.1), pair(-0.1, 0.1), 2.0).reason,
+        "w_reinforce:0.5": kept_halving(intervention("w_reinforce:0.5"), pair(0.5, 0.1), plain).reason,
+        "psr": kept_halving(intervention("psr"), pair(2.0, 0.1), plain).reason,
+        "clip_cov": kept_halving(intervention("clip_cov"), pair(2.0, 0.1), plain).reason,
+        "lost": kept_halving(intervention("bonus"), pair(0.1, 0.1), plain).reason,
+        "no number": kept_halving(intervention("bonus"), pair(math.nan, 0.1), plain).reason,
+        "no fall": kept_halving(intervention("bonus"), pair(2.0, 0.1), pair(-0.1, 0.1)).reason,
     }
     said = {
         "w_reinforce:0.5": "no strength halves",
+        "clip_cov": "not linear",
+        "no number": "includes 0",
         "psr": "has no strength",
         "lost": "includes 0",
         "no fall": "does not fall significantly",
@@ -257,18 +274,24 @@ def test_the_price_is_the_ratio_with_the_strengths_that_the_data_allow() -> None
     assert lost.reason == "the interval includes 0"
 
 
-def test_prices_of_a_step_are_those_of_its_two_changes(run: tuple[Answers, Recorder]) -> None:
-    known = 0
+def test_prices_are_those_of_two_changes_of_a_step_or_of_their_means(run: tuple[Answers, Recorder]) -> None:
+    """Of a step, and of the means: these differ from the third step's. A fall of entropy (lr:2) has a price too."""
+    known = {"": 0, "mean_": 0}
     for answers in run[0].all:
         for name in WHICH:
-            price = answers[f"intervention/{name}/price"]
-            change, reward = (answers[f"intervention/{name}/{q}"] for q in ("delta_h", "delta_reward"))
-            low, high = change.ends()
-            assert math.isnan(price.value) == (low <= 0 <= high or abs(change.value) < 1e-4)
-            if not math.isnan(price.value):
-                assert price.value == pytest.approx(-reward.value / change.value)
-                known += 1
-    assert known >= 2
+            for mean in known:
+                price = answers[f"intervention/{name}/{mean}price"]
+                change, reward = (answers[f"intervention/{name}/{mean}{q}"] for q in ("delta_h", "delta_reward"))
+                low, high = change.ends()
+                is_small = not mean and abs(change.value) < 1e-4
+                assert math.isnan(price.value) == (low <= 0 <= high or is_small)
+                if not math.isnan(price.value):
+                    assert price.value == pytest.approx(-reward.value / change.value)
+                    known[mean] += 1
+    assert min(known.values()) >= 2
+    falling = [a["intervention/lr:2/price"] for a in run[0].all if a["intervention/lr:2/delta_h"].ends()[1] < -1e-4]
+    assert falling
+    assert all(math.isfinite(price.value) for price in falling)
 
 
 def test_training_with_it_is_bitwise_the_training_without(make_trainer: Callable[..., Any]) -> None:
@@ -353,22 +376,21 @@ def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: st
 
 
 def test_only_what_is_not_a_multiple_takes_its_own_backward() -> None:
+    """Half a percent off a multiple is none."""
     plain = LossWeights(torch.tensor([[1.0, -2.0], [0.5, 0.0]]), None)
 
-    def changed(*rows: list[float]) -> list[Remedied]:
-        return [Remedied(LossWeights(torch.tensor([row]), None)) for row in rows]
+    def changed(*rows: list[float]) -> list[LossWeights]:
+        return [LossWeights(torch.tensor([row]), None) for row in rows]
 
-    with_bonus = [Remedied(LossWeights(plain.logps[i : i + 1], torch.full((1, 2), 0.3))) for i in range(2)]
-    remedied = {
-        "lr": [Remedied(lr_factor=0.5)] * 2,
+    weights = {
         "twice": changed([2.0, -4.0], [1.0, 0.0]),
         "first": changed([1.0, -2.0], [0.0, 0.0]),
         "second": changed([0.0, 0.0], [0.5, 0.0]),
-        "bonus": with_bonus,
+        "bonus": [LossWeights(plain.logps[i : i + 1], torch.full((1, 2), 0.3)) for i in range(2)],
+        "nearly twice": changed([2.01, -4.0], [1.0, 0.0]),
     }
-    groups = groups_of(remedied, plain, [range(1), range(1, 2)], lambda x: x)
-    assert [list(group.changes) for group in groups] == [["lr", "twice"], ["first", "second"], ["bonus"]]
-    assert groups[0].changes["lr"] == Change(lr_factor=0.5)
+    groups = groups_of(weights, plain, [range(1), range(1, 2)], lambda x: x)
+    assert [list(group.changes) for group in groups] == [["twice"], ["first", "second"], ["bonus"], ["nearly twice"]]
     assert groups[0].changes["twice"].own == pytest.approx(1.0)
     second = groups[1].changes["second"]  # plain − first: the basis is first − plain
     assert (second.own, second.of_basis) == pytest.approx((-1.0, -1.0))

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,7 +23,7 @@ from rl_training.engine.updates import StepsWithoutFolds, optimizer_pieces
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.sgd import SGDState
 from rl_training.mathematics.vectors import Layout
-from rl_training.probes import SimpleEntropyProbe, TokenClassesProbe
+from rl_training.probes import SimpleEntropyProbe, TokenClassesProbe, token_classes
 from rl_training.probes.token_classes import CLASSES
 from rl_training.tasks.models import load_tiny
 
@@ -91,7 +94,7 @@ class TokensTwin(Twin):
             piece = pieces(int(rollout.completion_ids[i, t]))
             found["entropy"][i, t] = "lower_half" if entropy <= half else "middle" if entropy <= most else "top_fifth"
             found["position"][i, t] = quarter
-            found["response"][i, t] = "right" if advantage > 0 else "wrong" if advantage < 0 else "neither"
+            found["advantage"][i, t] = "positive" if advantage > 0 else "negative" if advantage < 0 else "zero"
             found["text"][i, t] = (
                 "end" if piece in ("<eos>", "<pad>", "<unk>")
                 else "tag" if piece[0] == "<" and len(piece) > 1
@@ -198,9 +201,58 @@ def test_the_parts_of_a_basis_in_two_steps_are_those_worked_by_hand() -> None:
     assert products.flatten().tolist() == pytest.approx([0.0, 2 * -0.2])
 
 
+def test_weights_are_masked_with_those_of_entropies_and_add_up_without_their_signs() -> None:
+    """Two tokens of a class whose weights cancel: it has weight, 2 · 2, and 2 · .5 by entropies."""
+    loss = LossWeights(torch.tensor([[2.0, -2.0, 1.0]]), torch.tensor([[0.5, -0.5, 0.25]]))
+    step: Any = SimpleNamespace(batch=SimpleNamespace(loss_weights=loss), ranks=SimpleNamespace(reduce=lambda x: x))
+    classes = torch.tensor([[0, 0, 2]])
+    assert token_classes._sums(step, "advantage", classes).tolist() == [[2.0, 0.0, 1.0], [5.0, 0.0, 1.25]]
+    chosen = token_classes.weights_of(step.batch, classes == 0)
+    assert chosen.entropies is not None
+    assert (chosen.logps.tolist(), chosen.entropies.tolist()) == ([[2.0, -2.0, 0.0]], [[0.5, -0.5, 0.0]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_quantiles_are_exactly_those_of_all_sorted_tokens_of_all_processes(dtype: torch.dtype) -> None:
+    """Over two processes, with ties, zeros, rounding below 0, and values that differ in their last bit."""
+    generator = torch.Generator().manual_seed(0)
+    for size in (1, 2, 7, 400):
+        entropies = torch.rand(2, size, generator=generator).exp().sub(1.0).to(dtype)
+        entropies[:, ::3] = entropies[0, 0]
+        entropies[1, -1] = torch.nextafter(entropies[0, 0], entropies[0, 0] + 1)
+        entropies[0, 1::5] = 0.0
+        entropies[1, 1::7] = -1e-9
+        ordered = entropies.flatten().sort().values
+        limits = [ordered[math.ceil(share * len(ordered)) - 1] for share in token_classes.QUANTILES]
+        expected = torch.stack([entropies > limit for limit in limits]).sum(dim=0)
+        assert torch.equal(torch.cat(on_two_processes(entropies)), expected)
+
+
+def on_two_processes(entropies: Tensor) -> list[Tensor]:
+    """The classes that each of two processes finds, which has a row of the entropies and sums over both."""
+    barrier, parts = threading.Barrier(2), [torch.empty(0)] * 2
+
+    def classes(rank: int) -> Tensor:
+        def reduce(mine: Tensor) -> Tensor:
+            parts[rank] = mine
+            barrier.wait()
+            total = parts[0] + parts[1]
+            barrier.wait()
+            return total
+
+        own = entropies[rank : rank + 1]
+        return token_classes.entropy_classes(own, torch.ones_like(own).bool(), reduce)
+
+    with ThreadPoolExecutor(2) as processes:
+        return list(processes.map(classes, range(2)))
+
+
 def test_means_go_on_from_their_state_as_if_never_stopped(run: tuple[Any, ...]) -> None:
     resumed = Answers()
     resumed.load_state_dict(run[0].state_dict())
+    assert repr(resumed.state_dict()) == repr(run[0].state_dict())
+    former = {name.replace("advantage/positive", "response/right"): s for name, s in run[0].state_dict().items()}
+    resumed.load_state_dict(former)
     assert repr(resumed.state_dict()) == repr(run[0].state_dict())
     only = run[0].all[-1]  # the first step of Adam is not measured: a mean of one
     for name in ("entropy/top_fifth", "text/number"):

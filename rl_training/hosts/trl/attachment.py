@@ -22,13 +22,13 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.probe import Probe
 from rl_training.hosts.estimate_writer import EstimateWriter
-from rl_training.hosts.processes import all_ranks
+from rl_training.hosts.processes import all_ranks, streams_put_back
 from rl_training.hosts.trl import batches, patches
 from rl_training.hosts.trl.patches import wrap
 from rl_training.hosts.trl.policy import TrainerPolicy, why_no_fresh_responses, why_sampling_mismatch
-from rl_training.hosts.trl.remedied import RemediedLoss
 from rl_training.hosts.trl.reward_functions import named_rewards
 from rl_training.hosts.trl.sharding import sharding_of
+from rl_training.hosts.trl.trained_loss import TrainedLoss, refuse_what_cannot_be_trained
 from rl_training.interventions.named import Intervention
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
@@ -67,7 +67,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._policy = TrainerPolicy(trainer)
         self._writer = EstimateWriter(self.driver, records, self._policy.decode)
         self._records = self._writer.records
-        self._remedied = RemediedLoss(trainer, self._policy, interventions)
+        refuse_what_cannot_be_trained(trainer, self._policy, interventions)
+        self._loss = TrainedLoss(trainer, self._policy, interventions)
         self._rollouts = batches.Rollouts(trainer, self._policy, whole_prompts)
         self._trained = False
         self._undo = contextlib.ExitStack()
@@ -107,7 +108,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def loss_settings(self) -> LossSettings:
         """What the loss that is trained with is set to, interventions and all."""
         settings = batches.loss_settings(self._trainer)
-        return dataclasses.replace(settings, differs=settings.differs | self._remedied.differs)
+        return dataclasses.replace(settings, differs=settings.differs | self._loss.differs)
 
     def remove(self) -> None:
         """Removes everything from the trainer; what was measured is kept."""
@@ -134,19 +135,23 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             self.driver.disarm()
         step = self.driver.open_step
         if trainer.accelerator.sync_gradients and step is not None and step.view is None:
-            self.driver.gradients_ready(self._rollouts.number)
+            self._gradients_ready()
         return loss
 
     def _on_engine_step(self, original: Callable[..., None], *args: Any, **kwargs: Any) -> None:
         if self._trainer.accelerator.sync_gradients:
-            self.driver.gradients_ready(self._rollouts.number)
+            self._gradients_ready()
         original(*args, **kwargs)
+
+    def _gradients_ready(self) -> None:
+        with streams_put_back(self._trainer.accelerator.device):  # a probe of one's own may draw
+            self.driver.gradients_ready(self._rollouts.number)
 
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)
         if self._trainer.model.training:
-            self._rollouts.begin(output, keep_logps=bool(self.probes or self._remedied.on_loss))
-            self._remedied.begin(self._rollouts.read(output))
+            self._rollouts.begin(output, keep_logps=bool(self.probes or self._loss.on_loss))
+            self._loss.begin(self._rollouts.read(output))
         return output
 
     def _on_loss(self, original: Callable[..., Tensor], model: Any, inputs: dict, *args: Any, **kwargs: Any) -> Tensor:
@@ -165,7 +170,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         logps, entropies, aux_loss = scored[-1]
         rollout = self._rollouts.read(inputs)
         scores, seen = Scores(logps, entropies, rollout.completion_mask), None
-        loss = self._remedied(loss, rollout, scores, inputs.get("ref_per_token_logps"))
+        loss = self._loss(loss, rollout, scores, inputs.get("ref_per_token_logps"))
         if trainer.mask_truncated_completions and (step.probes or self._records is not None):
             seen = self._policy.with_hidden(scores, rollout, batches.are_hidden(inputs))
         self.driver.microbatch(rollout, scores, aux_loss is not None, seen)
@@ -218,7 +223,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self._step_started = time.perf_counter()
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.driver.stepped()
+        with streams_put_back(self._trainer.accelerator.device):
+            self.driver.stepped()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self._trained = True

@@ -27,7 +27,8 @@ from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.attachment import Attachment
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings, steps_per_rollout
 from rl_training.hosts.trl.buffer import FilteredBuffer, fill_rollout, start_buffer
-from rl_training.interventions.named import intervention
+from rl_training.hosts.trl.trained_loss import with_settings
+from rl_training.interventions.named import interventions_to_train
 from rl_training.records.checkpoint_states import load_buffer_state, save_buffer_state, writing
 from rl_training.records.jsonl import Records
 from rl_training.records.provenance import MASK, without_secrets
@@ -98,7 +99,7 @@ def settings_kept(trainer: GRPOTrainer) -> Iterator[None]:
     schedule = getattr(trainer.lr_scheduler, "scheduler", trainer.lr_scheduler)
     if trainer.is_deepspeed_enabled or not isinstance(schedule, LambdaLR):
         raise ValueError(
-            "a branch sets new learning rates, but DeepSpeed and "
+            "a branch and intervention=lr set new learning rates, but DeepSpeed and "
             f"trainer.lr_scheduler_type={trainer.args.lr_scheduler_type} take them from the checkpoint: continue the "
             "run itself with resume="
         )
@@ -121,6 +122,8 @@ class DrGRPOTrainer(GRPOTrainer):
     Everything else as in trl.GRPOTrainer. `.attachment.remove()` removes the probes.
     """
 
+    args: DrGRPOConfig
+
     def __init__(
         self,
         *args: Any,
@@ -130,6 +133,7 @@ class DrGRPOTrainer(GRPOTrainer):
         buffer: FilteredBuffer | None = None,
         **kwargs: Any,
     ) -> None:
+        trained_with = interventions_to_train(interventions)
         super().__init__(*args, **kwargs)
         if not isinstance(self.args, DrGRPOConfig):
             raise ValueError(f"DrGRPOTrainer needs args=DrGRPOConfig(...), got {type(self.args).__name__}")
@@ -138,8 +142,9 @@ class DrGRPOTrainer(GRPOTrainer):
                 if param.requires_grad and param.dtype.itemsize < 4:
                     param.data = param.data.float()
         self.interventions = tuple(interventions)
-        trained_with = [intervention(text) for text in interventions]
         self.attachment = Attachment(self, probes, records, whole_prompts=True, interventions=trained_with)
+        self.args = with_settings(self.args, trained_with)
+        self._sets_learning_rate = any(each.lr_factor != 1.0 for each in trained_with)
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self.args)))
         self.branches_off = False  # the checkpoint it goes on from is another run's, with settings of its own
         self.buffer = buffer
@@ -224,7 +229,8 @@ class DrGRPOTrainer(GRPOTrainer):
             save_buffer_state(self.buffer, Path(output_dir))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with settings_kept(self) if self.branches_off and checkpoint is not None else contextlib.nullcontext():
+        own_settings = checkpoint is not None and (self.branches_off or self._sets_learning_rate)
+        with settings_kept(self) if own_settings else contextlib.nullcontext():
             super()._load_optimizer_and_scheduler(checkpoint)
         if self.buffer is not None and checkpoint is not None:
             load_buffer_state(self.buffer, Path(checkpoint))

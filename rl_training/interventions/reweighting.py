@@ -1,4 +1,4 @@
-"""The interventions themselves: each one function of what the loss knows, see loss.py, and of its strength.
+"""The interventions on the loss: each one function from what the loss knows, see loss.py, to new weights.
 
 c are the weights of log-probabilities and d those of entropies, A the advantages, ρ the ratios, m the mask of the
 loss's tokens, M the step's microbatches, and u = 1 / (b M L) what Dr-GRPO's loss hands back for an advantage of −1.
@@ -13,37 +13,37 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.loss_weights import LossWeights
-from rl_training.interventions.loss import LossInputs, Remedied, over_the_others
+from rl_training.interventions.loss import LossInputs, over_the_others
 
 STD_EPSILON = 1e-4  # TRL's, beside a group's standard deviation
 SMALLEST_SCALE = 0.02  # STEER's: below it, the largest |Ω| does not set the scale
 
 
-def bonus(loss: LossInputs, strength: float) -> Remedied:
+def bonus(loss: LossInputs, strength: float) -> LossWeights:
     """Entropy bonus, the mean next-token entropy over the microbatch's tokens: d − β m / (M Σm)."""
     mask = loss.scores.mask.to(loss.scores.entropies)
     added = mask * (-strength / (loss.microbatches * max(float(mask.sum()), 1.0)))
     old = loss.weights.entropies
-    return Remedied(LossWeights(loss.weights.logps, added if old is None else old + added))
+    return LossWeights(loss.weights.logps, added if old is None else old + added)
 
 
-def psr(loss: LossInputs, strength: float) -> Remedied:
+def psr(loss: LossInputs, strength: float) -> LossWeights:
     """Positive samples alone: c where A > 0, else 0."""
     return scaled(loss, (loss.advantages > 0).to(loss.weights.logps).unsqueeze(1))
 
 
-def nsr(loss: LossInputs, strength: float) -> Remedied:
+def nsr(loss: LossInputs, strength: float) -> LossWeights:
     """Negative samples alone: c where A < 0, else 0."""
     return scaled(loss, (loss.advantages < 0).to(loss.weights.logps).unsqueeze(1))
 
 
-def w_reinforce(loss: LossInputs, strength: float) -> Remedied:
+def w_reinforce(loss: LossInputs, strength: float) -> LossWeights:
     """Positive samples count less: λ c where A > 0, else c."""
     ones = torch.ones_like(loss.weights.logps[:, :1])
     return scaled(loss, ones.masked_fill((loss.advantages > 0).unsqueeze(1), strength))
 
 
-def std_norm(loss: LossInputs, strength: float) -> Remedied:
+def std_norm(loss: LossInputs, strength: float) -> LossWeights:
     """Advantages over the standard deviation of their group's rewards: c / (s + 1e-4)."""
     assert loss.rewards is not None
     prompts, group = loss.prompt_index.unique(return_inverse=True)
@@ -51,34 +51,34 @@ def std_norm(loss: LossInputs, strength: float) -> Remedied:
     return scaled(loss, 1.0 / (deviations[group].unsqueeze(1) + STD_EPSILON))
 
 
-def length_norm(loss: LossInputs, strength: float) -> Remedied:
+def length_norm(loss: LossInputs, strength: float) -> LossWeights:
     """GRPO's mean over the tokens of each response: c L / T."""
     assert loss.settings is not None
     lengths = loss.scores.mask.sum(dim=1, keepdim=True).clamp(min=1)
     return scaled(loss, loss.settings.max_length / lengths)
 
 
-def dynamic_sampling(loss: LossInputs, strength: float) -> Remedied:
+def dynamic_sampling(loss: LossInputs, strength: float) -> LossWeights:
     """Prompts without any advantage replaced by others like the rest: c / (1 − share of such prompts)."""
-    return Remedied(LossWeights(loss.weights.logps / (1.0 - loss.silent_share), loss.weights.entropies))
+    return LossWeights(loss.weights.logps / (1.0 - loss.silent_share), loss.weights.entropies)
 
 
-def drop_truncated(loss: LossInputs, strength: float) -> Remedied:
+def drop_truncated(loss: LossInputs, strength: float) -> LossWeights:
     """Truncated responses left out: c where the response has ended, else 0."""
     assert loss.truncated is not None
     return scaled(loss, (~loss.truncated).to(loss.weights.logps).unsqueeze(1))
 
 
-def keep_truncated(loss: LossInputs, strength: float) -> Remedied:
+def keep_truncated(loss: LossInputs, strength: float) -> LossWeights:
     """Truncated responses that the loss leaves out, put in: c = −u (r − mean of the group's r) there."""
     assert loss.rewards is not None
     if loss.hidden is None:
-        return Remedied()
+        return loss.weights
     added = loss.hidden * (-loss.unit * over_the_others(loss.rewards, loss.prompt_index)).unsqueeze(1)
-    return Remedied(LossWeights(loss.weights.logps + added.to(loss.weights.logps), loss.weights.entropies))
+    return LossWeights(loss.weights.logps + added.to(loss.weights.logps), loss.weights.entropies)
 
 
-def clip_cov(loss: LossInputs, strength: float) -> Remedied:
+def clip_cov(loss: LossInputs, strength: float) -> LossWeights:
     """The share of tokens whose log-probability goes most with the advantage, left out: c = 0 there.
 
     Clip-Cov draws them at random between bounds that depend on the scale of advantages; these are those that KL-Cov
@@ -87,21 +87,21 @@ def clip_cov(loss: LossInputs, strength: float) -> Remedied:
     return scaled(loss, 1.0 - _most_covariant(loss, strength).to(loss.weights.logps))
 
 
-def kl_cov(loss: LossInputs, strength: float) -> Remedied:
+def kl_cov(loss: LossInputs, strength: float) -> LossWeights:
     """|log ρ| as a penalty on the same share of tokens: c + u sign(log ρ) there, and nothing where all ρ are 1."""
     if loss.sampling_logps is None:
-        return Remedied()
+        return loss.weights
     assert loss.settings is not None
     penalty = loss.ratios.log().sign() * _most_covariant(loss, strength)
-    return Remedied(LossWeights(loss.weights.logps + loss.unit * penalty, loss.weights.entropies))
+    return LossWeights(loss.weights.logps + loss.unit * penalty, loss.weights.entropies)
 
 
-def top_entropy(loss: LossInputs, strength: float) -> Remedied:
+def top_entropy(loss: LossInputs, strength: float) -> LossWeights:
     """The tokens whose entropies are the highest, this share of them, and no others: c there, else 0."""
     return scaled(loss, highest_entropies(loss, strength).to(loss.weights.logps))
 
 
-def steer(loss: LossInputs, strength: float) -> Remedied:
+def steer(loss: LossInputs, strength: float) -> LossWeights:
     """Weights of tokens fall with their estimated change of entropy: c exp(−k |Ω|), Ω = ρ A (1 − π) (log π + h).
 
     k = −log λ / max(largest |Ω| of the microbatch, 0.02), so that no token has less than λ of its weight.
@@ -112,7 +112,7 @@ def steer(loss: LossInputs, strength: float) -> Remedied:
     return scaled(loss, (math.log(strength) / size.max().clamp(min=SMALLEST_SCALE) * size).exp())
 
 
-def kl(loss: LossInputs, strength: float) -> Remedied:
+def kl(loss: LossInputs, strength: float) -> LossWeights:
     """Divergence from the reference, ρ (e^x − x − 1) with x = log π_ref − log π: c − β u ρ x m.
 
     The factor ρ is there even where it is 1: without it the gradient would be that of another divergence.
@@ -120,33 +120,23 @@ def kl(loss: LossInputs, strength: float) -> Remedied:
     assert loss.reference_logps is not None
     distance = (loss.scores.logps - loss.reference_logps).masked_fill(loss.scores.mask == 0, 0.0)
     added = strength * loss.unit * loss.ratios * distance
-    return Remedied(LossWeights(loss.weights.logps + added.to(loss.weights.logps), loss.weights.entropies))
+    return LossWeights(loss.weights.logps + added.to(loss.weights.logps), loss.weights.entropies)
 
 
-def clip_higher(loss: LossInputs, strength: float) -> Remedied:
+def clip_higher(loss: LossInputs, strength: float) -> LossWeights:
     """Ratios are clipped above at 1 + ε: c = −u ρ A where that lets them through. Nothing where all ρ are 1."""
     if loss.sampling_logps is None:
-        return Remedied()
+        return loss.weights
     assert loss.settings is not None
     ratios, advantages = loss.ratios, loss.advantages.unsqueeze(1)
     passes = torch.where(advantages > 0, ratios <= 1.0 + strength, ratios >= 1.0 - loss.settings.epsilon_low)
     weights = -loss.unit * ratios * advantages * passes * loss.scores.mask
-    return Remedied(LossWeights(weights.to(loss.weights.logps), loss.weights.entropies))
+    return LossWeights(weights.to(loss.weights.logps), loss.weights.entropies)
 
 
-def lr(loss: LossInputs, strength: float) -> Remedied:
-    """Every learning rate times this."""
-    return Remedied(lr_factor=strength)
-
-
-def max_grad_norm(loss: LossInputs, strength: float) -> Remedied:
-    """The gradient is clipped at this norm."""
-    return Remedied(max_grad_norm=strength)
-
-
-def scaled(loss: LossInputs, factor: Tensor) -> Remedied:
-    """Returns the step with factor · c, (b, T) or (b, 1), and the same d."""
-    return Remedied(LossWeights((loss.weights.logps * factor).to(loss.weights.logps), loss.weights.entropies))
+def scaled(loss: LossInputs, factor: Tensor) -> LossWeights:
+    """Returns factor · c, (b, T) or (b, 1), and the same d."""
+    return LossWeights((loss.weights.logps * factor).to(loss.weights.logps), loss.weights.entropies)
 
 
 def highest_entropies(loss: LossInputs, share: float) -> Tensor:
@@ -165,7 +155,7 @@ def _most_covariant(loss: LossInputs, share: float) -> Tensor:
     covariances = (advantages - advantages.mean()) * (logps - logps.mean())
     chosen = torch.zeros_like(mask)
     if len(covariances):
-        of_tokens = torch.zeros_like(covariances, dtype=torch.bool)
-        of_tokens[covariances.topk(max(1, int(share * len(covariances)))).indices] = True
-        chosen[mask] = of_tokens
+        largest = torch.zeros_like(covariances, dtype=torch.bool)
+        largest[covariances.topk(max(1, int(share * len(covariances)))).indices] = True
+        chosen[mask] = largest
     return chosen

@@ -1,0 +1,114 @@
+"""Training with interventions: the functions that predict their effect also give each microbatch's loss its weights.
+
+    loss + Σ_ik (c' − c)_ik log π(t_ik) + (d' − d)_ik h_ik          c', d' held fixed
+
+has the gradient of the weights c' and d' that the functions return, one after another, where the trainer's own loss
+has c and d. Its value, which is logged, stays that of the trainer's own loss.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from transformers.utils import logging
+from trl import GRPOConfig, GRPOTrainer
+
+from rl_training.engine.batch import Rollout
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.policy import Policy
+from rl_training.hosts.processes import all_ranks
+from rl_training.hosts.trl import batches
+from rl_training.interventions.loss import LossInputs, microbatch_inputs, silent_share
+from rl_training.interventions.named import RATIOS_ARE_ONE, Intervention
+from rl_training.mathematics.scores import Scores
+
+logger = logging.get_logger(__name__)
+
+
+def with_settings(args: GRPOConfig, interventions: Sequence[Intervention]) -> GRPOConfig:
+    """Returns a trainer's arguments with the learning rate and the threshold of clipping of these interventions."""
+    args = copy.copy(args)
+    for each in interventions:
+        args.learning_rate *= each.lr_factor
+        args.max_grad_norm = args.max_grad_norm if each.max_grad_norm is None else each.max_grad_norm
+    return args
+
+
+def refuse_what_cannot_be_trained(trainer: GRPOTrainer, policy: Policy, interventions: Sequence[Intervention]) -> None:
+    """Raises ValueError, before anything is trained, for an intervention that this trainer cannot train with."""
+    for each in interventions:
+        if each.name == "keep_truncated":
+            raise ValueError(
+                f"intervention={each.name}: TRL's forward pass leaves truncated responses out, so they cannot be "
+                "trained on: set trainer.mask_truncated_completions=false"
+            )
+        if "reference" in each.needs and trainer.beta == 0 and not policy.has_reference:
+            raise ValueError(
+                f"intervention={each.name} needs a reference model, and full fine-tuning keeps none: set "
+                f"trainer.beta={each.strength:g}, for which TRL keeps one, or use adapter=lora"
+            )
+        if each.function is None and (trainer.optimizer is not None or trainer.is_deepspeed_enabled):
+            raise ValueError(
+                f"intervention={each.name}: the optimizer already exists, or is DeepSpeed's: set trainer.{each.trl} "
+                "instead"
+            )
+        if each.nothing_on_policy and batches.steps_per_rollout(trainer.args) == 1:
+            logger.warning(f"intervention={each.name}: {RATIOS_ARE_ONE}: one optimizer step learns from each rollout")
+
+
+class TrainedLoss:
+    """The loss of a trainer with these interventions on it."""
+
+    def __init__(self, trainer: GRPOTrainer, policy: Policy, interventions: Sequence[Intervention]) -> None:
+        self._trainer, self._policy = trainer, policy
+        self.on_loss = [each for each in interventions if each.function is not None]
+        self._silent_share = 0.0  # of the rollout's prompts
+
+    @property
+    def differs(self) -> frozenset[str]:
+        """How they change the loss, see LossSettings: by a term on log-probabilities other than the advantage's."""
+        return frozenset(
+            each.trl if each.trl == "entropy_coef" else "intervention" if "advantages" in each.needs else "beta"
+            for each in self.on_loss
+        )
+
+    def begin(self, rollout: Rollout) -> None:
+        """Registers a fresh rollout of this rank. A collective."""
+        if self.on_loss:
+            self._silent_share = silent_share(rollout.advantages, rollout.prompt_index, all_ranks().reduce)
+
+    def __call__(self, loss: Tensor, rollout: Rollout, scores: Scores, reference_logps: Tensor | None) -> Tensor:
+        """Returns the loss of a microbatch, made of these scores, with the gradient that the interventions ask for."""
+        if not self.on_loss:
+            return loss
+        c, d = torch.autograd.grad(loss, [scores.logps, scores.entropies], retain_graph=True, allow_unused=True)
+        if reference_logps is None and any("reference" in each.needs for each in self.on_loss):
+            reference_logps = self._policy.reference_logps(rollout)
+        detached = Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask)
+        settings = batches.loss_settings(self._trainer)
+        inputs = dataclasses.replace(
+            microbatch_inputs(rollout, detached, LossWeights(c, d), settings, reference_logps),
+            microbatches=self._trainer.current_gradient_accumulation_steps,
+            silent_share=self._silent_share,
+        )
+        for each in self.on_loss:
+            inputs = dataclasses.replace(inputs, weights=_weights(each, inputs))
+        new = inputs.weights
+        further = ((new.logps - c) * scores.logps).sum()
+        if new.entropies is not None:
+            further = further + ((new.entropies if d is None else new.entropies - d) * scores.entropies).sum()
+        return loss + further - further.detach()
+
+
+def _weights(intervention: Intervention, inputs: LossInputs) -> LossWeights:
+    """Returns the loss's weights, changed by the intervention. ValueError where it cannot change them."""
+    if inputs.silent_share == 1.0 and "some_advantage" in intervention.needs:
+        return inputs.weights  # there is nothing to scale
+    why = intervention.why_unavailable(inputs)
+    if why:
+        raise ValueError(f"intervention={intervention.name}: {why}")
+    return intervention.weights(inputs)

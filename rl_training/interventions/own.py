@@ -1,0 +1,56 @@
+"""An intervention of one's own: a function in a file or module, called so that nothing else is changed by it."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.user_code import naming
+from rl_training.interventions.loss import Function, LossInputs
+
+
+def load_own(place: str, name: str) -> Function:
+    """Returns a function in a file, or in a module that can be imported. ValueError where there is none."""
+    path = Path(place)
+    if place.endswith(".py"):
+        spec = importlib.util.spec_from_file_location(path.stem, path)
+        if not path.is_file() or spec is None or spec.loader is None:
+            raise ValueError(f"{path}: there is no such file: write FILE.py:FUNCTION")
+        module = importlib.util.module_from_spec(spec)
+        with naming(place):
+            spec.loader.exec_module(module)
+    else:
+        if importlib.util.find_spec(place.partition(".")[0]) is None:
+            raise ValueError(f"{place}: there is no such module: write FILE.py:FUNCTION or MODULE:FUNCTION")
+        with naming(place):
+            module = importlib.import_module(place)
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise ValueError(f"{place} has no function {name!r}: write {place}:FUNCTION")
+    return function
+
+
+def weights_of_own(name: str, function: Function, loss: LossInputs, strength: float) -> LossWeights:
+    """Returns the weights that a function makes of copies: what it writes into them, only its own result has."""
+    with naming(f"intervention {name}"):
+        found: Any = function(copy.deepcopy(loss), strength)
+    if not isinstance(found, LossWeights):
+        raise ValueError(f"intervention {name} returned {type(found).__name__}: return LossWeights(logps, entropies)")
+    logps = _checked(name, found.logps, loss.weights.logps)
+    return LossWeights(logps, None if found.entropies is None else _checked(name, found.entropies, logps))
+
+
+def _checked(name: str, weights: Any, like: Tensor) -> Tensor:
+    """Returns weights as training's own are kept. ValueError where they are no tensor, not finite or of other shape."""
+    if isinstance(weights, Tensor) and weights.shape == like.shape and bool(torch.isfinite(weights).all()):
+        return weights.detach().to(like)
+    kind = f"a tensor of shape {tuple(weights.shape)}" if isinstance(weights, Tensor) else type(weights).__name__
+    shape = tuple(like.shape)
+    raise ValueError(f"intervention {name} returned {kind} as weights, or not finite: return finite ones of {shape}")
