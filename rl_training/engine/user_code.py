@@ -13,10 +13,7 @@ def naming(what: str, hint: Callable[[], str] = str) -> Iterator[None]:
 
     hint  what may help, added to the error's line
 
-    >>> with naming("reward function f"):
-    ...     1 / 0
-    Traceback (most recent call last):
-    ValueError: reward function f failed: ZeroDivisionError: division by zero (<doctest ...>:2)
+    Example: with what "reward function f": "reward function f failed: ZeroDivisionError: division by zero (f.py:2)".
     """
     try:
         yield
