@@ -16,6 +16,7 @@ os.environ["PYTHONPATH"] = str(DOCS.parent)
 os.environ |= {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 os.environ |= {"TQDM_DISABLE": "1", "COLUMNS": "110"}
 
+from docutils import nodes  # noqa: E402
 from generate import write_reference  # noqa: E402
 
 from rl_training.version import VERSION  # noqa: E402
@@ -81,6 +82,17 @@ def as_text(text: str) -> str:
     return "".join(f"``{part}``\\ " if i % 2 else part.translate(special) for i, part in enumerate(parts))
 
 
+def without_bars(app: object, doctree: nodes.document) -> None:
+    """Leaves progress bars and DeepSpeed's line on loading out of a tutorial's outputs."""
+    for output in doctree.findall(nodes.literal_block):
+        if "output" in output["classes"]:
+            lines = output.astext().splitlines()
+            text = "\n".join(line for line in lines if not re.search(r"\d+%\||get_accelerator\]", line))
+            output.children = [nodes.Text(text)]
+            output.rawsource = text
+
+
 def setup(app: Any) -> None:
+    app.connect("doctree-read", without_bars)
     app.connect("builder-inited", lambda _: write_reference(DOCS / "reference" / "_generated"))
     app.connect("autodoc-process-docstring", as_restructured_text)
