@@ -12,6 +12,7 @@ from accelerate import PartialState
 from accelerate.utils import parse_flag_from_env
 from omegaconf import DictConfig, OmegaConf
 from transformers import PrinterCallback, ProgressCallback, set_seed
+from transformers.utils import logging
 
 from rl_training.engine.probe import Probe
 from rl_training.hosts.trl.alert import EntropyAlert
@@ -21,6 +22,7 @@ from rl_training.job.explain import check_kind, did_you_mean, make
 from rl_training.job.loggers import put_loggers
 from rl_training.job.run import StepProgress, StopAtStepEnd, TrainingRun
 from rl_training.job.run_folder import check_number_of_processes, find_run_folder, save_config
+from rl_training.job.run_settings import lost_place
 from rl_training.job.settings import check_run, check_settings
 from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.restored import RestoredTrainer, restore
@@ -30,6 +32,8 @@ from rl_training.records.jsonl import Records
 from rl_training.records.provenance import provenance, without_secrets
 from rl_training.records.workspace import CORE
 from rl_training.tasks.task import Task
+
+logger = logging.get_logger(__name__)
 
 EVAL_BATCH = 4  # microbatches at once in evaluation, which keeps nothing for a backward
 
@@ -56,6 +60,9 @@ def _build(cfg: DictConfig) -> TrainingRun:
     probes = [make(f"probes.{name}", probe) for name, probe in cfg.probes.items()]
     trainer, task = _make_trainer(cfg, args, probes, records, with_evaluation=args.eval_strategy != "no")
     trainer.branches_off = checkpoint is not None and not checkpoint.resolve().is_relative_to(run_dir.resolve())
+    if trainer.branches_off and (changed := lost_place(cfg)):
+        trainer.has_own_random_numbers = "seed=" in changed
+        logger.warning(f"{changed}: this branch takes its prompts in another order than its run")
     if not args.disable_tqdm:
         trainer.add_callback(StepProgress)
     stop = StopAtStepEnd()

@@ -5,17 +5,21 @@ A folder that is given by `--config-dir` comes before the package's own: its fil
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 
 import hydra
 from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from omegaconf import DictConfig
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
 
 from rl_training.job.command_line import Carried, importing
-from rl_training.job.run_settings import branched, gather_run_settings, name_each_job
+from rl_training.job.explain import check_choices, load_plain
+from rl_training.job.run_settings import branched, key_of, settable, words_of_the_run
 from rl_training.job.settings import check_analysis, check_evaluation, check_run
 from rl_training.job.shipped import CONF, conf_folders
 
@@ -31,34 +35,38 @@ class _UsersFirst(SearchPathPlugin):
 Plugins.instance().register(_UsersFirst)
 
 
-def _composed(name: str, task: Callable[[DictConfig], None], unlisted: tuple[str, ...] = ()) -> None:
-    """Runs a task with the settings of conf/NAME.yaml and those of sys.argv.
+def _composed(name: str, task: Callable[[DictConfig, list[str]], None], is_listed: Callable[[str], bool]) -> None:
+    """Runs a task with the settings of conf/NAME.yaml and those of sys.argv, and with the words of these.
 
-    unlisted  what settings start with that can be set without being listed in conf/: Hydra would ask for a + before
-              them
+    is_listed  whether conf/ lists what a word sets; Hydra would ask for a + before the others
     """
 
     def carrying(cfg: DictConfig) -> None:
         try:
-            task(cfg)
+            task(cfg, list(HydraConfig.get().overrides.task))
         except Exception as error:
             raise Carried(error) from error
 
-    sys.argv[1:] = [f"++{word}" if unlisted and word.startswith(unlisted) else word for word in sys.argv[1:]]
+    sys.path.insert(0, os.getcwd())  # where a probe, task or metric of the user's own lies
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
+    sys.argv[1:] = [word if is_listed(word) else settable(word) for word in sys.argv[1:]]
+    check_choices(sys.argv[1:])
     hydra.main(version_base="1.3", config_path=str(CONF), config_name=name)(carrying)()
 
 
 def train() -> None:
     """Trains with GRPO and probes, and writes the report."""
-    _composed("train", _train, unlisted=("trainer.",))  # any field of DrGRPOConfig; build_run refuses a mistyped one
+    of_a_branch = any(word.startswith("branch=") for word in sys.argv[1:])  # it has the settings of its run
+    _composed("train", _train, lambda word: not of_a_branch and key_of(word) != "trainer")
 
 
-def _train(cfg: DictConfig) -> None:
+def _train(cfg: DictConfig, words: list[str]) -> None:
+    cfg = branched(cfg, words)
     check_run(cfg)  # checked again in build_run; here before slow imports
     with importing():
         from rl_training.job.build import build_run
 
-    run = build_run(branched(cfg))
+    run = build_run(cfg)
     run.train()
     run.report()
     run.end()
@@ -66,11 +74,16 @@ def _train(cfg: DictConfig) -> None:
 
 def analyze() -> None:
     """Analyzes checkpoints: what the next step of each does to entropy, predicted and measured."""
-    sys.argv[1:] = name_each_job(gather_run_settings(sys.argv[1:]))
-    _composed("offline", _analyze)
+    _composed("offline", _analyze, lambda word: not words_of_the_run([word]))
 
 
-def _analyze(cfg: DictConfig) -> None:
+def _analyze(cfg: DictConfig, words: list[str]) -> None:
+    of_the_run = words_of_the_run(words)
+    cfg = OmegaConf.masked_copy(cfg, list(load_plain(CONF / "offline.yaml").keys() & cfg.keys()))
+    cfg.run = [*cfg.run, *of_the_run]
+    if HydraConfig.get().mode == RunMode.MULTIRUN and "name" not in map(key_of, words):
+        apart = [word.lstrip("+") for word in words if key_of(word) != "checkpoint"]  # these have a folder each
+        cfg.name = ",".join([cfg.name, *apart])  # else all jobs would write into one folder
     check_analysis(cfg)  # again by its plan; here it waits for no import
     with importing():
         from rl_training.job.analysis import analyse_checkpoints
@@ -81,10 +94,10 @@ def _analyze(cfg: DictConfig) -> None:
 def evaluate() -> None:
     """Evaluates the checkpoints of a run."""
     # Settings of the run's own configuration, and names of metrics, which conf/evaluate.yaml cannot list.
-    _composed("evaluate", _evaluate, unlisted=("data.", "model.", "adapter.", "metrics."))
+    _composed("evaluate", _evaluate, lambda word: key_of(word) not in ("data", "model", "adapter", "metrics"))
 
 
-def _evaluate(cfg: DictConfig) -> None:
+def _evaluate(cfg: DictConfig, words: list[str]) -> None:
     check_evaluation(cfg)  # again by its plan; here it waits for no import
     with importing():
         from rl_training.job.evaluate import evaluate

@@ -46,8 +46,6 @@ PATIENCE = timedelta(days=7)  # for which processes wait for the slowest one
 
 def evaluate(cfg: DictConfig) -> int:
     """Returns the exit code: 0, or 1 when a checkpoint or a metric failed. ValueError for what the user got wrong."""
-    sys.path.insert(0, os.getcwd())  # where a user's metrics lie
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [os.getcwd(), os.environ.get("PYTHONPATH")]))
     plan = read_plan(cfg)
     if "RANK" in os.environ and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         return _evaluate_together(plan)

@@ -7,10 +7,11 @@ import math
 import re
 import shlex
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import InstantiationException, OverrideParseException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, ListConfig, OmegaConf
@@ -19,6 +20,8 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from rl_training.job.shipped import CONF, conf_folders
 
 GONE = {  # settings, and what to do instead
+    "interventions": "a branch measures them: rl-training train branch=CHECKPOINT additional_steps=4 "
+    "'probe=[simple,interventions]' probes.interventions.every=1",
     "alert.within_steps": "it looks 20 steps ahead for a level in nats, give alert.below=0.05",
     "probes.simple.estimator": "'score' needs sixteen times the sequences, leave it out",
     "probes.gns.lags": "what persists of the gradient is no longer measured, leave it out",
@@ -139,19 +142,36 @@ def explain(error: BaseException) -> str:
         group, name = choice.groups()
         if instead := GONE.get(f"{group}s.{name}"):  # what probe=NAME chooses is probes.NAME
             return f"{group}={name}: this {group} is gone: {instead}"
-        options = sorted({path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")})
+        options = _options_of(group)
         return (
             f"{group}={name}: there is no such {group}. Choose from {', '.join(options)}{did_you_mean(name, options)}"
         )
     if isinstance(error, OmegaConfBaseException) and "is not in struct" in message:
         return f"{error.full_key} is missing: a run needs it, so it cannot be removed"
-    if message.startswith("Config group override must be a string"):
-        chosen = [arg for arg in sys.argv[1:] if arg.endswith("=null") and (CONF / arg.removesuffix("=null")).is_dir()]
-        return f"{' '.join(chosen)}: give a name, see --help; for several groups it can be none"
     setting = re.search(r"Could not override '([^']+)'", message)
     if setting:
         return f"{setting.group(1)}: {_no_such_setting(setting.group(1))}"
     return message.split("\nSee http")[0]
+
+
+def check_choices(words: Sequence[str]) -> None:
+    """Raises ValueError for a word GROUP=VALUE whose value is neither a name nor a list of names."""
+    for word in words:
+        key, equals, value = word.lstrip("+").partition("=")
+        if not equals or not (CONF / key).is_dir() or key == "hydra":
+            continue
+        try:
+            (change,) = OverridesParser.create().parse_overrides([word])
+        except OverrideParseException:  # Hydra itself will say what it cannot read
+            continue
+        names = change.value() if isinstance(change.value(), list) else [change.value()]
+        if not change.is_sweep_override() and not all(isinstance(name, str) for name in names):
+            options = ", ".join(_options_of(key))
+            raise ValueError(f"{word}: give a name, or a list of names as in '{key}=[{value}]': {options}")
+
+
+def _options_of(group: str) -> list[str]:
+    return sorted({path.stem for folder in conf_folders() for path in (folder / group).glob("*.yaml")})
 
 
 def quoted(key: str, value: str) -> str:

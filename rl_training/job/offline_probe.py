@@ -20,7 +20,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from rl_training.job.explain import as_text, check_kind, did_you_mean, flat, load_plain
-from rl_training.job.run_settings import gather_run_settings, load_settings
+from rl_training.job.run_settings import load_settings, words_of_the_run
 from rl_training.job.shipped import CONF, PROBE_CONFIGS
 from rl_training.records.folder import CONFIG_FILE
 
@@ -102,7 +102,10 @@ class OfflineEntropyProbe:
         from rl_training.offline.results import read_result
 
         with initialize_config_dir(str(CONF), version_base="1.3"):
-            cfg = compose("offline", overrides=gather_run_settings(self.words(checkpoint_path)))
+            words = self.words(checkpoint_path)
+            of_the_run = words_of_the_run(words)
+            cfg = compose("offline", overrides=[word for word in words if word not in of_the_run])
+            cfg.run = of_the_run
             paths = analyse_checkpoints(cfg)
         if len(paths) > 1:
             raise ValueError(f"{cfg.checkpoint} holds {len(paths)} checkpoints: name one, or use rl-training analyze")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from pathlib import Path
 from typing import Any
 
@@ -105,8 +106,7 @@ def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None
     refusal = ""
     if PartialState().is_main_process:
         try:
-            with open(run_dir / CONFIG_FILE, "w" if is_its_own else "x", encoding="utf-8") as file:
-                file.write(OmegaConf.to_yaml(OmegaConf.create(config)))
+            _write_whole(run_dir / CONFIG_FILE, OmegaConf.to_yaml(OmegaConf.create(config)), is_its_own)
         except FileExistsError:
             refusal = ANOTHERS.format(run_dir)
         except OSError as error:
@@ -114,6 +114,25 @@ def save_config(config: dict[str, Any], run_dir: Path, is_its_own: bool) -> None
     refusal = broadcast_object_list([refusal])[0]
     if refusal:
         raise ValueError(refusal)
+
+
+def _write_whole(path: Path, text: str, replace: bool) -> None:
+    """Writes a file that at no moment is there in part. FileExistsError where it is there and not to be replaced."""
+    scratch = path.with_name(f".{path.name}.{platform.node()}.{os.getpid()}")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        if replace:
+            scratch.replace(path)
+            return
+        try:
+            os.link(scratch, path)
+        except FileExistsError:
+            raise
+        except OSError:  # a file system that has no links
+            with open(path, "x", encoding="utf-8") as file:
+                file.write(text)
+    finally:
+        scratch.unlink(missing_ok=True)
 
 
 def check_number_of_processes(num_processes: int) -> None:

@@ -1,98 +1,90 @@
 """The settings of a run, as its config.yaml has them, and changes to them in the words of train.py.
 
-A config.yaml that an earlier version has written is read as it would be written today. On offline.py's command line
-the changes stand beside its own settings: `gather_run_settings` puts them into one list, `run=[…]`, which Hydra hands
-on, and `run_settings` applies that list.
+Analyses, evaluations and branches start from a run's settings and change them by what is typed: GROUP=OPTION or
+KEY=VALUE. A config.yaml that an earlier version has written is read as it would be written today.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import product
 from pathlib import Path
 from typing import Any
 
 import yaml
 from hydra import compose
-from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.job.explain import GONE, as_text, did_you_mean, differences, flat, load_plain
+from rl_training.job.explain import GONE, did_you_mean, differences, flat, load_plain
 from rl_training.job.settings import SAME_AS, value_of
 from rl_training.job.shipped import CONF
 from rl_training.records.folder import CONFIG_FILE, NOT_OF_TRAINING, TRAINING_STATE
 from rl_training.records.provenance import without_secrets
 
-UNLISTED = ("trainer.", "model.dtype")  # any field of DrGRPOConfig; every loader of a model takes a dtype
+# Groups whose option can be changed, each with its place in the settings.
+GROUPS = {"model": "model", "adapter": "adapter", "data": "data", "buffer": "buffer", "probe": "probes",
+          "logger": "logger"}  # fmt: skip
+UNLISTED = ("trainer", "model", "adapter", "data")  # what they are made into refuses a setting that it does not know
 NEEDED = ("seed", "batch", "trainer", "model", "adapter", "data", "buffer", "probes")  # of build_restored
 ITS_OWN = ("run_dir", "resume", "branch", "additional_steps")
 KEPT = ("model.", "adapter.", "data.", "trainer.optim")
-MOVED = {
-    "rl_training.models.": "rl_training.tasks.models.",
-    "rl_training.buffer.": "rl_training.hosts.trl.buffer.",
-    "rl_training.live.buffer.": "rl_training.hosts.trl.buffer.",
-}
-
-INTERVENTIONS = (
-    "interventions are not measured at a checkpoint any more: a branch from it measures them: rl-training train "
-    "branch=CHECKPOINT additional_steps=4 'probe=[simple,interventions]' probes.interventions.every=1"
-)
+# Settings that say which prompts a step learns from.
+ORDER = ("seed", "batch.sequences_per_step", "trainer.num_generations", "trainer.steps_per_generation",
+         "trainer.num_iterations")  # fmt: skip
 
 
-def gather_run_settings(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments with all settings that conf/offline.yaml lacks collected in one list, `run`.
+def key_of(word: str) -> str:
+    """Returns the first part of what a word sets: "trainer" of ++trainer.max_steps=3; "" of --help."""
+    return re.split(r"[.=@]", word.lstrip("+~"))[0] if "=" in word and not word.startswith("-") else ""
 
-    Example: ["checkpoint=R", "trainer.beta=0"] becomes ["checkpoint=R", 'run=["trainer.beta=0"]'].
-    ValueError for what earlier versions had, saying what to use.
+
+def words_of_the_run(words: Sequence[str]) -> list[str]:
+    """Returns those words on the command line of an analysis that set what conf/offline.yaml itself lacks."""
+    own = {*load_plain(CONF / "offline.yaml"), "hydra", ""}
+    return [word for word in words if key_of(word) not in own]
+
+
+def with_changes(settings: DictConfig, words: Sequence[str], where: str) -> DictConfig:
+    """Returns settings with the changes that the words describe; an option takes the place of the present one.
+
+    An option of another kind brings what it sets elsewhere too: data=gsm8k its trainer.max_completion_length.
+
+    where  the run that has these settings, for the message
+
+    Raises ValueError for a setting that there is not, and for what cannot be changed.
     """
-    if any(word.startswith(("interventions=", "interventions.")) for word in arguments):
-        raise ValueError(INTERVENTIONS)
-    own = load_plain(CONF / "offline.yaml")
-    of_run = [
-        word
-        for word in arguments
-        if "=" in word and not word.startswith("-") and re.split(r"[.=]", word.lstrip("+~"))[0] not in own
-    ]
-    if not of_run:
-        return list(arguments)
-    choices = product(*map(_choices, of_run))  # of a sweep; one, where nothing is swept
-    lists = (f"[{','.join(map(as_text, chosen))}]" for chosen in choices)
-    return [*(word for word in arguments if word not in of_run), f"run={','.join(lists)}"]
+    settings = settings.copy()
+    changes = [change for change in parsed(words) if not change.key_or_group.startswith("hydra")]
+    for change in sorted(changes, key=lambda change: not (CONF / change.key_or_group).is_dir()):
+        key, value = change.key_or_group, change.value()
+        if change.is_delete() or ((CONF / key).is_dir() and key not in GROUPS):
+            raise ValueError(f"{change.input_line}: the settings are those of {where}; change single ones, KEY=VALUE")
+        if key in GROUPS:
+            _choose(settings, key, [value] if isinstance(value, str) else value)
+            continue
+        if gone := GONE.get(key) or GONE.get(key_of(f"{key}=")):
+            raise ValueError(f"{key}: this setting is gone: {gone}")
+        is_unlisted = key_of(f"{key}=") in UNLISTED and settings.get(key_of(f"{key}="))
+        if not is_unlisted and OmegaConf.select(settings, key, default=...) is ...:
+            hint = did_you_mean(key, [*flat(settings), *flat(load_plain(CONF / "offline.yaml"))])
+            raise ValueError(f"{key}: there is no such setting, nor does {where} have it{hint}")
+        OmegaConf.update(settings, key, value, merge=False, force_add=True)
+    return settings
 
 
-def name_each_job(arguments: Sequence[str]) -> list[str]:
-    """Returns the arguments of a multirun with a name for each of its analyses, which would otherwise share a folder.
-
-    Example: ["-m", "update.seed=1,2"] gets 'name="default,update.seed=${update.seed}"'. A name that is given stays.
-    """
-    words = [word for word in arguments if "=" in word and not word.startswith("-")]
-    if not {"-m", "--multirun"} & set(arguments) or any(word.startswith("name=") for word in words):
-        return list(arguments)
-    try:
-        swept = [change.key_or_group for change in _parsed(words) if change.is_sweep_override()]
-    except HydraException:  # Hydra itself will say what it cannot read
-        return list(arguments)
-    apart = [key for key in swept if key != "checkpoint"]  # checkpoints have a folder each
-    values = (f"{key}=${{{key}}}" if key != "run" else "${run}" for key in apart)
-    return [*arguments, f'name="{",".join(["default", *values])}"'] if apart else list(arguments)
+def _choose(settings: DictConfig, group: str, names: Sequence[str]) -> None:
+    options = [OmegaConf.to_container(compose(f"{group}/{name}"), resolve=False) for name in names]
+    chosen, node = OmegaConf.merge(*options), GROUPS[group]
+    is_same = node in chosen and chosen[node].get("_target_") == settings.get(node, {}).get("_target_")
+    if node in chosen:
+        settings[node] = chosen.pop(node)
+    if not is_same:
+        settings.merge_with(chosen)
 
 
-def _choices(word: str) -> list[str]:
-    """Returns the settings that a swept one stands for: a=1,2 is a=1 and a=2."""
-    try:
-        (change,) = _parsed([word])
-    except HydraException:  # said once the run is known that it is to change
-        return [word.lstrip("+")]
-    if not change.is_sweep_override():
-        return [word.lstrip("+")]
-    return [f"{change.key_or_group}={value}" for value in change.sweep_string_iterator()]
-
-
-def _parsed(words: Sequence[str]) -> list[Override]:
+def parsed(words: Sequence[str]) -> list[Override]:
     return OverridesParser.create().parse_overrides(list(words))
 
 
@@ -105,25 +97,14 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
     """
     stored = checkpoint.resolve().parents[1] / CONFIG_FILE
     if not stored.is_file():
-        chosen = {change.partition("=")[0] for change in changes}
-        missing = [f"{group}=…" for group in ("model", "data") if group not in chosen]
+        missing = [f"{group}=…" for group in ("model", "data") if group not in {key_of(word) for word in changes}]
         if missing:
             raise ValueError(
                 f"{checkpoint} is not in a run (there is no {stored}): give {' '.join(missing)}, and adapter=lora if "
                 "it is an adapter; see --help"
             )
-        return compose("train", overrides=[f"++{word}" if word.startswith(UNLISTED) else word for word in changes])
-    cfg = load_settings(stored)
-    for change in _parsed(changes):
-        key, value = change.key_or_group, change.value()
-        if (CONF / key).is_dir():
-            cfg[key] = compose("train", overrides=[change.input_line or ""])[key]
-        elif not key.startswith(UNLISTED) and OmegaConf.select(cfg, key, default=None) is None:
-            known = [*flat(OmegaConf.to_container(cfg)), *flat(load_plain(CONF / "offline.yaml"))]
-            hint = did_you_mean(key, known)
-            raise ValueError(f"{key}: neither the analysis nor the run in {stored.parent} has this setting{hint}")
-        else:
-            OmegaConf.update(cfg, key, value, force_add=True)
+        return compose("train", overrides=[settable(word) for word in changes])
+    cfg = with_changes(load_settings(stored), changes, f"the run in {stored.parent}")
     missing = [key for key in NEEDED if key not in cfg]
     if missing:
         groups = [f"{key}=…" for key in missing if (CONF / key).is_dir()]
@@ -132,8 +113,14 @@ def run_settings(checkpoint: Path, changes: Sequence[str]) -> DictConfig:
     return cfg
 
 
+def settable(word: str) -> str:
+    """Returns a word so that Hydra takes it for a setting that conf/ does not list; a choice GROUP=OPTION as it is."""
+    is_plain = key_of(word) not in ("", "hydra") and word[0] not in "+~" and not (CONF / word.split("=")[0]).is_dir()
+    return f"++{word}" if is_plain else word
+
+
 def load_settings(path: Path) -> DictConfig:
-    """Returns what a config.yaml holds: moved settings under their present names, without those that are gone.
+    """Returns what a config.yaml holds, without settings that are gone.
 
     Raises ValueError where it cannot be read, or holds no settings.
     """
@@ -148,10 +135,7 @@ def load_settings(path: Path) -> DictConfig:
         node = OmegaConf.select(settings, above)
         if isinstance(node, DictConfig):
             node.pop(name, None)
-    text = OmegaConf.to_yaml(settings)
-    for before, now in MOVED.items():
-        text = text.replace(f"_target_: {before}", f"_target_: {now}")
-    return OmegaConf.create(text)  # type: ignore[return-value]
+    return settings
 
 
 def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
@@ -174,16 +158,22 @@ def refuse_other_settings(cfg: DictConfig, run_dir: Path) -> None:
         )
 
 
-def branched(cfg: DictConfig) -> DictConfig:
+def branched(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
     """Returns the run's settings; for branch=CHECKPOINT, those of the run that it comes from, with the changes applied.
 
     Weights, optimizer, random numbers and position in the data are the checkpoint's: a branch without changes is its
-    run bit for bit. ValueError where there is no such checkpoint, or where model, adapter or data would change.
+    run bit for bit.
+
+    words  what was typed
+
+    Raises ValueError where there is no such checkpoint, or where model, adapter or data would change.
     """
     if cfg.get("branch") is None:
         return cfg
     from rl_training.records.checkpoints import find_checkpoint  # imports torch: --help need not wait for it
 
+    if str(cfg.branch) in ("", "latest", "auto", "none"):
+        raise ValueError(f"branch={cfg.branch}: give RUN/{TRAINING_STATE}/checkpoint-N, or RUN for its newest")
     checkpoint = find_checkpoint(str(Path(str(cfg.branch)).expanduser()), Path(), asked_by="branch").resolve()
     stored = checkpoint.parents[1] / CONFIG_FILE
     if checkpoint.parent.name != TRAINING_STATE or not stored.is_file():
@@ -191,35 +181,33 @@ def branched(cfg: DictConfig) -> DictConfig:
             f"branch={cfg.branch} is not in a run folder (RUN/{TRAINING_STATE}/checkpoint-N beside RUN/{CONFIG_FILE}): "
             "start a new run from its weights with model=hub model.name=CHECKPOINT"
         )
-    settings = load_settings(stored)
-    settings.pop("provenance", None)
-    before = _kept(settings)
-    for key in (key for key in cfg if key not in settings):  # a config.yaml may be older than a setting
-        settings[key] = cfg[key]
-    for key in _given(cfg):
-        OmegaConf.update(settings, key, OmegaConf.select(cfg, key), merge=False, force_add=True)
-    if changed := differences(before, _kept(settings)):
+    started = load_settings(stored)
+    started.pop("provenance", None)
+    as_given: Any = OmegaConf.to_container(cfg, resolve=False)  # run_dir may name the seed, which is this run's
+    for key in (key for key in as_given if key not in started):  # a config.yaml may be older than a setting
+        started[key] = as_given[key]
+    changes = [word for word in words if key_of(word) not in ITS_OWN]
+    settings = with_changes(started, changes, f"the run in {stored.parent}")
+    before, now = ({k: v for k, v in flat(s).items() if k.startswith(KEPT)} for s in (started, settings))
+    if changed := differences(before, now):
         raise ValueError(
             f"branch={checkpoint} would have {changed}: a branch keeps model, adapter, data and optimizer. Start a new "
             f"run from its weights with model=hub model.name={checkpoint}"
         )
+    settings.merge_with({key: as_given[key] for key in ITS_OWN})
+    if Path(str(settings.run_dir)).expanduser().resolve().is_relative_to(checkpoint.parent):
+        raise ValueError(f"run_dir={settings.run_dir} lies among the checkpoints of another run: choose another folder")
     settings.branch = str(checkpoint)
+    for node in (settings.buffer, *settings.probes.values()):  # resolved in config.yaml: ${seed} where it is the run's
+        if node.get("seed") == started.seed:
+            node.seed = settings.seed
     for name in SAME_AS:
         settings.trainer[name] = value_of(settings, name)
     return settings
 
 
-def _kept(settings: DictConfig) -> dict[str, Any]:
-    return {key: value for key, value in flat(settings).items() if key.startswith(KEPT)}
-
-
-def _given(cfg: DictConfig) -> list[str]:
-    """Returns the keys that were set on the command line: single ones, and the nodes that a group has filled."""
-    plain, now = flat(compose("train")), flat(cfg)
-    changed = [key for key in now if key not in plain or now[key] != plain[key]]
-    overrides = HydraConfig.get().overrides.task if HydraConfig.initialized() else []
-    typed = [word.partition("=")[0].lstrip("+~") for word in overrides if "=" in word]
-    groups = [key for key in typed if (CONF / key).is_dir()]
-    nodes = [{"probe": "probes"}.get(key, key) for key in groups]
-    single = [key for key in dict.fromkeys([*typed, *changed]) if key not in groups and not key.startswith("hydra")]
-    return [*ITS_OWN, *(node for node in nodes if node in cfg and node != "trainer"), *single]
+def lost_place(cfg: DictConfig) -> str:
+    """Returns which settings of a branch change the order of prompts, so that it is not its run's any more; else ""."""
+    started = flat(load_settings(Path(cfg.branch).parents[1] / CONFIG_FILE))
+    before, now = ({key: settings[key] for key in ORDER if key in settings} for settings in (started, flat(cfg)))
+    return differences(before, now)

@@ -217,6 +217,7 @@ def check_analysis(cfg: DictConfig) -> Settings:
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     refuse_other_kinds(values, load_plain(CONF / "offline.yaml"))
     name_of(str(values["name"]))
+    Range(float, 0, open=True, or_none=True).check("learning_rate", values["learning_rate"], " for the checkpoint's")
     kinds: dict[str, Any] = {part.name: part.default_factory for part in fields(Settings)}  # MISSING of a plain value
     return Settings(**{key: values[key] if kind is MISSING else kind(**values[key]) for key, kind in kinds.items()})
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
 from pathlib import Path
@@ -13,7 +14,7 @@ from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
 
 from rl_training.job.build import TrainingRun, build_run
-from rl_training.job.run_settings import branched
+from rl_training.job.run_settings import branched, settable
 from rl_training.job.shipped import CONF
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import read_metrics
@@ -34,8 +35,10 @@ SMALL = [
 
 
 def run_of(folder: Path, *overrides: str) -> TrainingRun:
+    words = [f"run_dir={folder}", *overrides]
+    typed = [settable(word) for word in words] if overrides[0].startswith("branch=") else words
     with initialize_config_dir(str(CONF), version_base="1.3"):
-        return build_run(branched(compose("train", overrides=[f"run_dir={folder}", *overrides])))
+        return build_run(branched(compose("train", overrides=typed), words))
 
 
 @pytest.fixture(scope="module")
@@ -107,6 +110,11 @@ def test_a_branch_goes_on_exactly_from_its_own_checkpoints(original: Path, tmp_p
 @pytest.mark.parametrize(
     ("overrides", "step", "said"),
     [
+        (["adapter=lora", "adapter.r=4"], 1, "would have adapter._target_='peft.LoraConfig' (was None)"),
+        (["~probes"], 1, "~probes: the settings are those of the run in"),
+        (["trainer=dr_grpo"], 1, "trainer=dr_grpo: the settings are those of the run in"),
+        (["batch.sequence_per_step=8"], 1, "did you mean batch.sequences_per_step?"),
+        (["batch.sequences_per_step=20"], 1, "is not a multiple of batch.microbatch_size=8"),
         (["+model.dtype=bfloat16"], 1, "would have model.dtype='bfloat16' (was None)"),
         (["adapter=lora"], 1, "a branch keeps model, adapter, data and optimizer"),
         (["++trainer.optim=sgd"], 1, "would have trainer.optim='sgd' (was None)"),
@@ -120,6 +128,45 @@ def test_what_cannot_be_a_branch_is_refused(
     with pytest.raises(ValueError, match=re.escape(said)):
         run_of(tmp_path / "new", f"branch={checkpoint(original, step)}", *overrides)
     assert not (tmp_path / "new" / CONFIG_FILE).exists()
+
+
+@pytest.mark.parametrize("given", ["", "latest", "auto"])
+def test_a_branch_of_nothing_says_what_to_give(tmp_path: Path, given: str) -> None:
+    with pytest.raises(ValueError, match=f"branch={given}: give RUN/training_state/checkpoint-N, or RUN"):
+        run_of(tmp_path / "new", f"branch={given}")
+
+
+def test_a_branch_is_not_written_among_the_checkpoints_it_comes_from(original: Path) -> None:
+    for folder in (checkpoint(original, 1), checkpoint(original, 2), original / TRAINING_STATE):
+        with pytest.raises(ValueError, match=f"run_dir={folder} lies among the checkpoints of another run"):
+            run_of(folder, f"branch={checkpoint(original, 1)}")
+        assert not (folder / CONFIG_FILE).exists()
+
+
+def test_a_branch_takes_what_is_typed_and_nothing_that_only_train_yaml_has(original: Path, tmp_path: Path) -> None:
+    """The run has 16 sequences in a step, no dashboard and a probe that can be set; train.yaml has none of them."""
+    changed = ["batch.microbatch_size=4", "probes.simple.every=2", "logger=tensorboard", "seed=7"]
+    run = run_of(tmp_path / "new", f"branch={checkpoint(original, 1)}", *changed)
+    saved = yaml.safe_load((run.run_dir / CONFIG_FILE).read_text())
+    assert saved["batch"] == {"sequences_per_step": 16, "microbatch_size": 4}
+    assert saved["trainer"]["per_device_train_batch_size"] == 4
+    assert saved["trainer"]["seed"] == saved["seed"] == 7
+    assert saved["trainer"]["report_to"] == ["tensorboard"]
+    assert saved["trainer"]["max_completion_length"] == 12
+    assert saved["probes"]["simple"] | {"every": 2} == saved["probes"]["simple"]
+    assert len(run.loggers) == 1
+
+
+def test_another_seed_draws_other_responses_and_says_that_the_order_of_prompts_changes(
+    original: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        ends = [branch(original, tmp_path / seed, f"seed={seed}", "probe=none").run_dir for seed in "78"]
+    assert "seed=7 (was 0), trainer" not in caplog.text
+    assert "seed=7 (was 0): this branch takes its prompts in another order than its run" in caplog.text
+    losses = [[row["loss"] for row in read_metrics(run / LOGS_FOLDER)] for run in (*ends, original)]
+    assert losses[0] != losses[1]
+    assert losses[0] != losses[2][1:]
 
 
 def test_a_checkpoint_outside_a_run_is_refused(original: Path, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ from rl_training.engine.batch import Rollout, take_rows
 from rl_training.engine.step import Step
 from rl_training.job.analysis import analyse_checkpoints
 from rl_training.job.build import build_restored, build_run
-from rl_training.job.run_settings import gather_run_settings, name_each_job, run_settings
+from rl_training.job.run_settings import run_settings, words_of_the_run
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.offline.buffers import UpdateBuffer, sample_evaluation, sample_update
 from rl_training.offline.first_order import predict
@@ -480,28 +480,13 @@ def test_settings_that_mean_nothing_are_refused(nonsense: dict[str, Any], says: 
 
 def test_settings_of_the_run_stand_beside_those_of_the_analysis() -> None:
     words = ["checkpoint=R", "--multirun", "trainer.beta=0", "update.seed=1,2", 'data.path="a b.jsonl"', "--cfg", "job"]
-    gathered = gather_run_settings(words)
-    assert gathered[:-1] == ["checkpoint=R", "--multirun", "update.seed=1,2", "--cfg", "job"]
-    cfg = composed("offline", "checkpoint=R", gathered[-1])
-    assert list(cfg.run) == ["trainer.beta=0", 'data.path="a b.jsonl"']
-
-
-def test_each_job_of_a_multirun_has_a_name_of_its_own_unless_one_is_given() -> None:
-    words = ["-m", "checkpoint=A,B", "update.seed=1,2", "seed=3", "trainer.temperature=0.7,1", "truth.odd=false"]
-    gathered = gather_run_settings(words)
-    assert gathered[-1] == 'run=["seed=3","trainer.temperature=0.7"],["seed=3","trainer.temperature=1"]'
-    named = name_each_job(gathered)
-    assert named == [*gathered, 'name="default,update.seed=${update.seed},${run}"']
-    job = composed("offline", "checkpoint=A", "update.seed=2", 'run=["trainer.temperature=1"]', named[-1])
-    assert job.name == "default,update.seed=2,['trainer.temperature=1']"
-    for words in (["-m", "update.seed=1,2", "name=mine"], ["update.seed=1"], ["-m", "checkpoint=A,B"], ["-m", "a=[1,"]):
-        assert name_each_job(words) == words
+    assert words_of_the_run(words) == ["trainer.beta=0", 'data.path="a b.jsonl"']
 
 
 def test_a_run_keeps_its_settings_but_those_that_are_changed(run: Path) -> None:
     changed = run_settings(checkpoint(run, 1), ["trainer.temperature=0.7", "seed=5"])
     assert (changed.trainer.temperature, changed.seed, changed.trainer.num_generations) == (0.7, 5, 4)
-    with pytest.raises(ValueError, match=r"has this setting; did you mean batch.microbatch_size\?"):
+    with pytest.raises(ValueError, match=r"have it; did you mean batch.microbatch_size\?"):
         run_settings(checkpoint(run, 1), ["batch.microbatch_sise=4"])
 
 

@@ -147,6 +147,7 @@ class DrGRPOTrainer(GRPOTrainer):
         self._sets_learning_rate = any(each.lr_factor != 1.0 for each in trained_with)
         self.add_callback(SaveBetweenRollouts(steps_per_rollout(self.args)))
         self.branches_off = False  # the checkpoint it goes on from is another run's, with settings of its own
+        self.has_own_random_numbers = False  # of a branch with another seed: the checkpoint's are not taken
         self.buffer = buffer
         if buffer is not None:
             start_buffer(self, buffer)
@@ -227,6 +228,10 @@ class DrGRPOTrainer(GRPOTrainer):
         super()._save_optimizer_and_scheduler(output_dir)
         if self.buffer is not None and self.args.should_save:
             save_buffer_state(self.buffer, Path(output_dir))
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        if not self.has_own_random_numbers:
+            super()._load_rng_state(checkpoint)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         own_settings = checkpoint is not None and (self.branches_off or self._sets_learning_rate)
