@@ -157,7 +157,7 @@ def explain(error: BaseException) -> str:
 def check_choices(words: Sequence[str]) -> None:
     """Raises ValueError for a word GROUP=VALUE whose value is neither a name nor a list of names."""
     for word in words:
-        key, equals, value = word.lstrip("+").partition("=")
+        key, equals, _ = word.lstrip("+").partition("=")
         if not equals or not (CONF / key).is_dir() or key == "hydra":
             continue
         try:
@@ -166,8 +166,8 @@ def check_choices(words: Sequence[str]) -> None:
             continue
         names = change.value() if isinstance(change.value(), list) else [change.value()]
         if not change.is_sweep_override() and not all(isinstance(name, str) for name in names):
-            options = ", ".join(_options_of(key))
-            raise ValueError(f"{word}: give a name, or a list of names as in '{key}=[{value}]': {options}")
+            options = _options_of(key)
+            raise ValueError(f"{word}: give a name, or names as in '{key}=[{options[0]}]': {', '.join(options)}")
 
 
 def _options_of(group: str) -> list[str]:

@@ -23,10 +23,12 @@ from pathlib import Path
 import pytest
 import transformers.integrations
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from omegaconf import OmegaConf
 
 import rl_training.job.build  # noqa: F401, for the forks
-from rl_training.job.command_line import importing
+from rl_training.job.command_line import Interrupted, importing
 from rl_training.job.explain import explain
+from rl_training.job.run_folder import save_config
 from rl_training.records.checkpoints import what_is_wrong_with
 from rl_training.records.folder import TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE, read_metrics
@@ -60,16 +62,16 @@ class Command:
         return self.process.exitcode
 
 
-def start(log: Path, *arguments: str, script: str = "train.py", **env: str) -> Command:
+def start(log: Path, *arguments: str, script: str = "train.py", folder: Path = ROOT, **env: str) -> Command:
     def run() -> None:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         os.dup2(output, 1)
         os.dup2(output, 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w"), os.fdopen(2, "w")  # pytest has its own
         os.environ |= env
-        os.chdir(ROOT)
+        os.chdir(folder)
         sys.argv = [script, *arguments]
-        runpy.run_path(script, run_name="__main__")
+        runpy.run_path(str(ROOT / script), run_name="__main__")
 
     process = ForkProcess(target=run)
     process.start()
@@ -105,6 +107,8 @@ def train(tmp_path: Path, *arguments: str, **env: str) -> Command:
         (["data=arithmetic", "+data.num_train=3"], "has 3 prompts, and a rollout needs 8"),
         (["~trainer"], "is missing: a run needs it"),
         (["model=null"], "model=null: give a name"),
+        (["probe=[simple,null]"], "probe=[simple,null]: give a name, or names as in 'probe=[all]'"),
+        (["probe={a:1}"], "probe={a:1}: give a name"),
         (["trainer.learning_rate=1e10"], "step 2"),
         (["trainer.learning_rate=1e10", "buffer=filtered", "probe=none"], "step 2: the policy's probabilities are nan"),
     ],
@@ -245,6 +249,47 @@ def test_a_launcher_that_is_gone_leaves_no_orphan(tmp_path: Path) -> None:
 
 
 # --- what a run folder holds ------------------------------------------------------------------------------------------
+
+
+OWN = """
+from rl_training import Estimate, Probe
+from rl_training.tasks.arithmetic import arithmetic
+
+class Mine(Probe):
+    name = "mine"
+    def results(self):
+        return {"mine/five": Estimate(5.0)}
+
+def task():
+    return arithmetic(num_train=16)
+"""
+
+
+def test_a_probe_and_a_task_in_a_file_of_the_working_folder_are_found(tmp_path: Path) -> None:
+    (tmp_path / "my_file.py").write_text(OWN, encoding="utf-8")
+    own = ["+probes.mine._target_=my_file.Mine", "data._target_=my_file.task", "trainer.max_steps=1"]
+    command = start(tmp_path / "log", *SMALL, *own, "run_dir=run", folder=tmp_path)
+    assert command.end() == 0, command.lines
+    assert read_metrics(tmp_path / "run" / "logs")[0]["mine/five"] == 5
+
+
+def test_a_run_that_is_ended_while_it_writes_its_config_leaves_none_and_starts_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: object) -> str:
+        raise Interrupted(signal.SIGINT)
+
+    monkeypatch.setattr(OmegaConf, "to_yaml", interrupted)
+    with pytest.raises(Interrupted):
+        save_config({"seed": 1}, tmp_path, is_its_own=False)
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.undo()
+    save_config({"seed": 1}, tmp_path, is_its_own=False)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["seed: 1\n"]
+    with pytest.raises(ValueError, match="already holds a run"):
+        save_config({"seed": 2}, tmp_path, is_its_own=False)
+    save_config({"seed": 2}, tmp_path, is_its_own=True)
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["seed: 2\n"]
 
 
 def test_of_two_runs_in_one_folder_at_once_one_trains(tmp_path: Path) -> None:

@@ -215,18 +215,6 @@ def test_what_is_said_to_give_for_a_setting_that_is_gone_can_be_given(setting: s
     assert len(cfg.probes) == 1 + setting.startswith("probes.")
 
 
-@pytest.mark.parametrize("place", ["rl_training.buffer.", "rl_training.live.buffer."])
-def test_a_run_whose_config_names_the_places_of_an_earlier_layout_goes_on(tmp_path: Path, place: str) -> None:
-    cfg = composed("buffer=filtered", "run_dir=somewhere")
-    text = OmegaConf.to_yaml(cfg).replace("rl_training.tasks.models.", "rl_training.models.")
-    text = text.replace("rl_training.hosts.trl.buffer.", place)
-    (tmp_path / "config.yaml").write_text(text)
-    assert text.count("_target_: rl_training.models.load_tiny") == 1
-    assert text.count(f"_target_: {place}FilteredBuffer") == 1
-    refuse_other_settings(cfg, tmp_path)
-    assert load_settings(tmp_path / "config.yaml") == cfg
-
-
 def test_a_run_whose_config_has_a_setting_that_is_gone_goes_on_without_it(tmp_path: Path) -> None:
     cfg = composed("probe=[simple,gns]", "run_dir=somewhere")  # else it is named by the second
     stored = OmegaConf.to_container(cfg)

@@ -90,6 +90,8 @@ def test_a_typo_in_the_folder_of_a_run_that_goes_on_does_not_lead_to_another_run
         ("evaluation=5", "evaluation=5 must be a group of settings"),
         ("kernel.memory_gb=lots", "kernel.memory_gb=lots must be a number"),
         ("evaluation.overlap=null", "evaluation.overlap=null has no meaning"),
+        ("learning_rate=-1e-4", "learning_rate=-0.0001 must be above 0, or null for the checkpoint's"),
+        ("learning_rate=nan", "learning_rate=nan must be finite, or null for the checkpoint's"),
         ("name=../../x", r"name=\.\./\.\./x names a folder"),
         ("name=a/b", "name=a/b names a folder"),
         ("name=.x", r"name=\.x names a folder"),
