@@ -164,7 +164,8 @@ def check_choices(words: Sequence[str]) -> None:
             (change,) = OverridesParser.create().parse_overrides([word])
         except OverrideParseException:  # Hydra itself will say what it cannot read
             continue
-        names = change.value() if isinstance(change.value(), list) else [change.value()]
+        value: Any = change.value()
+        names = value if isinstance(value, list) else [value]
         if not change.is_sweep_override() and not all(isinstance(name, str) for name in names):
             options = _options_of(key)
             raise ValueError(f"{word}: give a name, or names as in '{key}=[{options[0]}]': {', '.join(options)}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 from hydra import compose
@@ -58,7 +58,7 @@ def with_changes(settings: DictConfig, words: Sequence[str], where: str) -> Dict
     settings = settings.copy()
     changes = [change for change in parsed(words) if not change.key_or_group.startswith("hydra")]
     for change in sorted(changes, key=lambda change: not (CONF / change.key_or_group).is_dir()):
-        key, value = change.key_or_group, change.value()
+        key, value = change.key_or_group, cast("Any", change.value())
         if change.is_delete() or ((CONF / key).is_dir() and key not in GROUPS):
             raise ValueError(f"{change.input_line}: the settings are those of {where}; change single ones, KEY=VALUE")
         if key in GROUPS:
@@ -76,7 +76,7 @@ def with_changes(settings: DictConfig, words: Sequence[str], where: str) -> Dict
 
 def _choose(settings: DictConfig, group: str, names: Sequence[str]) -> None:
     options = [OmegaConf.to_container(compose(f"{group}/{name}"), resolve=False) for name in names]
-    chosen, node = OmegaConf.merge(*options), GROUPS[group]
+    chosen, node = cast("DictConfig", OmegaConf.merge(*options)), GROUPS[group]
     is_same = node in chosen and chosen[node].get("_target_") == settings.get(node, {}).get("_target_")
     if node in chosen:
         settings[node] = chosen.pop(node)

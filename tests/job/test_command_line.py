@@ -71,7 +71,7 @@ def start(log: Path, *arguments: str, script: str = "train.py", folder: Path = R
         os.environ |= env
         os.chdir(folder)
         sys.argv = [script, *arguments]
-        runpy.run_path(str(ROOT / script), run_name="__main__")
+        runpy.run_path(script, run_name="__main__")
 
     process = ForkProcess(target=run)
     process.start()
@@ -268,7 +268,7 @@ def task():
 def test_a_probe_and_a_task_in_a_file_of_the_working_folder_are_found(tmp_path: Path) -> None:
     (tmp_path / "my_file.py").write_text(OWN, encoding="utf-8")
     own = ["+probes.mine._target_=my_file.Mine", "data._target_=my_file.task", "trainer.max_steps=1"]
-    command = start(tmp_path / "log", *SMALL, *own, "run_dir=run", folder=tmp_path)
+    command = start(tmp_path / "log", *SMALL, *own, "run_dir=run", script=str(ROOT / "train.py"), folder=tmp_path)
     assert command.end() == 0, command.lines
     assert read_metrics(tmp_path / "run" / "logs")[0]["mine/five"] == 5
 
