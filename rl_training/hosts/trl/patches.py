@@ -65,6 +65,7 @@ METHODS = (
     Method(Trainer, "_save_optimizer_and_scheduler", ("output_dir",)),
     Method(Trainer, "_save_rng_state", ("output_dir",)),
     Method(Trainer, "_load_optimizer_and_scheduler", ("checkpoint",)),
+    Method(Trainer, "_load_rng_state", ("checkpoint",)),
 )
 # Set by GRPOTrainer.__init__.
 TRAINER_ATTRIBUTES = (
