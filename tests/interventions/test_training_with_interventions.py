@@ -209,10 +209,12 @@ def test_a_resumed_training_has_the_learning_rate_that_is_asked_for(
 
 
 def test_the_arguments_of_a_trainer_stay_as_they_were_given(make_trainer: Callable[..., Any]) -> None:
-    args = make_trainer(**SHAPE).args
+    """The token too, which a copy as pickle makes it has not: the trainer pushes to the Hub with it."""
+    args = make_trainer(**SHAPE, hub_token="hf_abc").args
     changed = with_settings(args, [intervention("lr:0.5"), intervention("max_grad_norm:0.2")])
     assert (changed.learning_rate, changed.max_grad_norm) == (0.5 * SHAPE["learning_rate"], 0.2)
     assert (args.learning_rate, args.max_grad_norm) == (SHAPE["learning_rate"], 1.0)
+    assert args.hub_token == changed.hub_token == "hf_abc"
 
 
 def test_a_custom_function_may_draw_and_write_while_it_is_measured_and_what_it_writes_is_trained(

@@ -8,7 +8,6 @@ has c and d. Its value, which is logged, stays that of the trainer's own loss.
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Sequence
 
@@ -31,11 +30,12 @@ logger = logging.get_logger(__name__)
 
 def with_settings(args: GRPOConfig, interventions: Sequence[Intervention]) -> GRPOConfig:
     """Returns a trainer's arguments with the learning rate and the threshold of clipping of these interventions."""
-    args = copy.copy(args)
+    changed = object.__new__(type(args))
+    vars(changed).update(vars(args))  # copy.copy would leave the tokens out, as DrGRPOConfig.__getstate__ does
     for each in interventions:
-        args.learning_rate *= each.lr_factor
-        args.max_grad_norm = args.max_grad_norm if each.max_grad_norm is None else each.max_grad_norm
-    return args
+        changed.learning_rate *= each.lr_factor
+        changed.max_grad_norm = changed.max_grad_norm if each.max_grad_norm is None else each.max_grad_norm
+    return changed
 
 
 def refuse_what_cannot_be_trained(trainer: GRPOTrainer, policy: Policy, interventions: Sequence[Intervention]) -> None:
