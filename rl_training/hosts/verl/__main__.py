@@ -10,6 +10,9 @@ from __future__ import annotations
 import sys
 
 import hydra
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.plugins import Plugins
+from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import DictConfig
 from verl.trainer.main_ppo import run_ppo
 from verl.trainer.ppo.utils import need_critic, need_reference_policy
@@ -20,12 +23,23 @@ from rl_training.hosts.verl.trainer import Runner, with_probes
 from rl_training.job.shipped import CONF
 
 
-def with_group(words: list[str]) -> list[str]:
-    """Returns the settings with conf/probe among the groups, and with a choice from it."""
-    chosen = [f"+{word}" if word.startswith("probe=") else word for word in words]
-    if not any(word.startswith("+probe=") for word in chosen):
-        chosen.append("+probe=all")
-    return [*chosen, f"hydra.searchpath=[file://{CONF}]"]
+class ProbeGroup(SearchPathPlugin):
+    """Lets Hydra find conf/probe, after verl's groups and the user's own."""
+
+    def manipulate_search_path(self, search_path: ConfigSearchPath) -> None:
+        search_path.append(provider="rl_training", path=f"file://{CONF}")
+
+
+Plugins.instance().register(ProbeGroup)
+
+
+def with_probe_choice(arguments: list[str]) -> list[str]:
+    """Returns Hydra's arguments with a choice from conf/probe among the settings: probe=all where there is none."""
+    chosen = [f"+{argument}" if argument.startswith("probe=") else argument for argument in arguments]
+    default = [] if any(argument.startswith("+probe=") for argument in chosen) else ["+probe=all"]
+    settings = (i for i, argument in enumerate(chosen) if "=" in argument and not argument.startswith("-"))
+    place = next(settings, len(chosen))  # beside the others: Hydra takes no settings on both sides of a flag
+    return [*chosen[:place], *default, *chosen[place:]]
 
 
 @hydra.main(config_path="pkg://verl.trainer.config", config_name="ppo_trainer", version_base=None)
@@ -36,5 +50,5 @@ def run(config: DictConfig) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = with_group(sys.argv[1:])
+    sys.argv[1:] = with_probe_choice(sys.argv[1:])
     run()

@@ -7,11 +7,9 @@ the data, from trainer.py; without that nothing is. The reference policy comes b
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +32,14 @@ from rl_training.engine.scorer import Scorer
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop import LoopPolicy
 from rl_training.hosts.processes import all_ranks, rank
-from rl_training.hosts.verl.batch import Tokens, entropies_of, read_rollout
+from rl_training.hosts.verl.batch import ResponseTokens, flat_entropies, read_rollout
+from rl_training.hosts.verl.versions import refuse_other_methods
 from rl_training.mathematics.scores import Scores
 from rl_training.records.checkpoint_states import load_probe_states, save_probe_states
 from rl_training.records.jsonl import Records
 
-VERSIONS = (0, 9)  # whose engine this is written against: its interface is said to change
 SETTINGS = "rl_training"  # the key of a batch under which the trainer says what is to be measured
+ENTROPIES = "entropies of probes"  # the key of a model's output where verl has none
 DR_GRPO = (
     "set actor.loss_agg_mode=seq-mean-token-sum-norm, actor.loss_scale_factor=<max response length> and "
     "algorithm.norm_adv_by_std_in_grpo=False, with no KL term and no entropy_coeff"
@@ -51,68 +50,61 @@ NO_SAMPLE = "fresh responses are needed, and verl's rollout server sleeps while 
 class Measurement:
     """Probes on an engine, from its first optimizer step on.
 
-    settings  what trainer.py reports about the rollout
+    settings      what trainer.py reports about the rollout
+    resumed_from  a checkpoint
     """
 
     name = "verl"  # of its own state in a checkpoint
 
-    def __init__(
-        self, engine: ProbedEngine, settings: Mapping[str, Any], loss_function: Callable[..., Any], data: TensorDict
-    ) -> None:
-        self.settings = settings
+    def __init__(self, loop: Loop, settings: Mapping[str, Any], resumed_from: Path | None) -> None:
         self.driver = StepDriver([instantiate(probe, _convert_="all") for probe in settings["probes"].values()])
         self._steps = self._rollout = 0  # optimizer steps made; the rollout that the last one learned from
-        self._prompts: dict[str, int] = {}  # of that rollout: uid → number
-        if engine.resumed_from is not None:
-            load_probe_states([*self.driver.probes, self.driver, self], engine.resumed_from)
-        self._metrics: dict[str, Any] = {}
-        self._entropies: Tensor | None = None
-        self._loop = _loop_of(engine, settings, loss_function, data)
-        records = Records(settings["folder"], settings["rollouts_every"]) if rank() == 0 else None
-        if records is not None:
+        self._loop = loop
+        if resumed_from is not None:
+            load_probe_states([*self.driver.probes, self.driver, self], resumed_from)
+        records = Records(settings["folder"], settings["rollouts_every"])
+        if rank() == 0:
             records.start(after_step=self._steps)
-        self._writer = EstimateWriter(self.driver, records, self._loop.policy.decode)
-        self.driver.start(self._loop)
+        self._writer = EstimateWriter(self.driver, records, loop.policy.decode)
+        self.driver.start(loop)
         self._started = time.perf_counter()
 
     def begin(self, settings: Mapping[str, Any], sizes: Sequence[int]) -> None:
         """Begins an optimizer step in microbatches of these sizes."""
-        self.settings, self._metrics = settings, {}
+        self.settings = settings
+        self._metrics: dict[str, Any] = {}
         if settings["rollout"] != self._rollout:
-            self._rollout, self._prompts, self._fresh = settings["rollout"], {}, settings["fresh"]
+            self._rollout, self._fresh = settings["rollout"], settings["fresh"]
         self.driver.begin(self._steps + 1, sizes)
 
-    def keep_entropies(self, logits: Tensor, data: TensorDict) -> None:
-        """Keeps the entropies of a microbatch where verl does not calculate them."""
+    def entropies(self, logits: Tensor, data: TensorDict) -> dict[str, Tensor]:
+        """Returns the entropies of a microbatch for which verl calculates none; nothing if no probe asks for them."""
         step = self.driver.open_step
-        if step is not None and step.probes:
-            lengths = data["input_ids"].offsets().diff().tolist()
-            self._entropies = entropies_of(logits, lengths, self._loop.policy.scorer.temperature)
+        if step is None or not step.probes:
+            return {}
+        lengths = data["input_ids"].offsets().diff().tolist()
+        return {ENTROPIES: flat_entropies(logits, lengths, self._loop.policy.scorer.temperature)}
 
     def microbatch(self, model_output: dict[str, Tensor], data: TensorDict) -> dict[str, Tensor]:
         """Returns what the loss must be computed from: the same numbers, watched."""
-        tokens = Tokens(data)
-        longest, ends = self.settings["max_response_length"], self.settings["ends"]
-        rollout = read_rollout(data, self._number_of, self._fresh, longest, ends)
-        logps = tokens.of_responses(model_output["log_probs"].values())
-        seen = {"log_probs": tokens.put_back(logps, model_output["log_probs"])}
+        tokens = ResponseTokens(data)
+        rollout = read_rollout(data, self._fresh, self.settings["max_response_length"], self.settings["end_tokens"])
+        logps = tokens.padded(model_output["log_probs"].values())
+        watched = {"log_probs": tokens.put_back(logps, model_output["log_probs"])}
         if "entropy" in model_output:
-            entropies = tokens.of_responses(model_output["entropy"].values())
-            seen["entropy"] = tokens.put_back(entropies, model_output["entropy"])
-        elif self._entropies is not None:
-            entropies = tokens.of_responses(self._entropies)
+            entropies = tokens.padded(model_output["entropy"].values())
+            watched["entropy"] = tokens.put_back(entropies, model_output["entropy"])
         else:
-            entropies = torch.full_like(logps, torch.nan)
-        self._entropies = None
+            flat = model_output.get(ENTROPIES)
+            entropies = torch.full_like(logps, torch.nan) if flat is None else tokens.padded(flat)
         self.driver.microbatch(rollout, Scores(logps, entropies, rollout.completion_mask))
-        return model_output | seen
+        return model_output | watched
 
     def step(self, optimizer_step: Callable[[], float]) -> float:
         """Returns what the optimizer's step returns, the gradient's norm."""
         self.driver.gradients_ready(self._rollout)
         norm = optimizer_step()
-        learning_rate = float(self._loop.sharding.optimizer.param_groups[0]["lr"])
-        self._metrics |= {"grad_norm": norm, "learning_rate": learning_rate}
+        self._metrics |= {"grad_norm": norm, "learning_rate": self._loop.sharding.optimizer.param_groups[0]["lr"]}
         self.driver.stepped()
         self._steps, self._fresh = self._steps + 1, False
         return norm
@@ -128,11 +120,6 @@ class Measurement:
         self._started += self._metrics["step_time"]
         return {name: [value] for name, value in measured.items()}
 
-    def _number_of(self, uid: str) -> int:
-        """Returns the number of a prompt, unique across ranks and rollouts."""
-        own = self._prompts.setdefault(uid, len(self._prompts))
-        return (self._rollout * self._loop.ranks.count + rank()) * int(self.settings["prompts"]) + own
-
     def save(self, folder: Path) -> None:
         """Writes the probes' states beside verl's. On all ranks."""
         if rank() == 0:
@@ -146,7 +133,7 @@ class Measurement:
         self._steps = int(state["steps"])
 
 
-def _loop_of(
+def _describe_loop(
     engine: ProbedEngine, settings: Mapping[str, Any], loss_function: Callable[..., Any], data: TensorDict
 ) -> Loop:
     """Returns what the driver must know of verl's loop."""
@@ -179,7 +166,8 @@ def dr_grpo(loss_function: Callable[..., Any], data: TensorDict) -> LossSettings
     is_plain = config.policy_loss.get("loss_mode", "vanilla") == "vanilla"
     if not is_plain or config.loss_scale_factor is None or config.loss_agg_mode != "seq-mean-token-sum-norm":
         return None
-    low, high = (config.clip_ratio if e is None else e for e in (config.clip_ratio_low, config.clip_ratio_high))
+    bounds = config.clip_ratio_low, config.clip_ratio_high
+    low, high = (config.clip_ratio if bound is None else bound for bound in bounds)
     return LossSettings(int(config.loss_scale_factor), low, high, hides_truncated=False)
 
 
@@ -195,7 +183,8 @@ class ProbedEngine(FSDPEngineWithLMHead):
         if settings is None:
             return super().train_batch(data, loss_function)
         if self._measurement is None:
-            self._measurement = Measurement(self, settings, loss_function, data)
+            loop = _describe_loop(self, settings, loss_function, data)
+            self._measurement = Measurement(loop, settings, self.resumed_from)
         microbatches = prepare_micro_batches(data=data, dp_group=self.get_data_parallel_group())[0]
         self._open = self._measurement
         try:
@@ -212,18 +201,18 @@ class ProbedEngine(FSDPEngineWithLMHead):
         if measurement is None:
             return super().forward_step(micro_batch, loss_function, forward_only)
 
-        def watched(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None) -> Any:
-            seen = measurement.microbatch(model_output, data)
-            return loss_function(model_output=seen, data=data, dp_group=dp_group)
+        def watched_loss(model_output: dict[str, Tensor], data: TensorDict, dp_group: Any = None) -> Any:
+            watched = measurement.microbatch(model_output, data)
+            return loss_function(model_output=watched, data=data, dp_group=dp_group)
 
-        return super().forward_step(micro_batch, watched, forward_only)
+        return super().forward_step(micro_batch, watched_loss, forward_only)
 
     def prepare_model_outputs(
         self, output: Any, output_args: Any, micro_batch: TensorDict, logits_processor_func: Any
     ) -> Any:
         result = super().prepare_model_outputs(output, output_args, micro_batch, logits_processor_func)
         if self._open is not None and "entropy" not in result:
-            self._open.keep_entropies(output.logits, micro_batch)
+            result |= self._open.entropies(output.logits, micro_batch)
         return result
 
     def optimizer_step(self) -> Any:
@@ -246,18 +235,7 @@ class ProbedEngine(FSDPEngineWithLMHead):
 
 def register() -> None:
     """Registers the engine with verl, once. ValueError for a verl whose engine is another."""
-    installed = version("verl")
-    if tuple(map(int, installed.split(".")[:2])) != VERSIONS:
-        raise ValueError(f"probes are written against verl 0.9, and this is {installed}: pip install 'verl>=0.9,<0.10'")
-    for name, method in vars(ProbedEngine).items():
-        if inspect.isfunction(method):
-            ours = [p.name for p in inspect.signature(method).parameters.values() if p.kind == p.POSITIONAL_OR_KEYWORD]
-            of_verl = list(inspect.signature(getattr(FSDPEngineWithLMHead, name)).parameters)
-            if of_verl[: len(ours)] != ours:
-                raise ValueError(
-                    f"verl's engine has {name}({', '.join(of_verl)}), and probes expect ({', '.join(ours)}): "
-                    "pip install 'verl>=0.9,<0.10'"
-                )
+    refuse_other_methods(ProbedEngine)
     device = os.getenv("VERL_ENGINE_DEVICE") or get_device_name()
     vendor = os.getenv("VERL_ENGINE_VENDOR") or get_vendor()
     EngineRegistry.register("language_model", ["fsdp2"], device, vendor)(ProbedEngine)

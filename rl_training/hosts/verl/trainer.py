@@ -6,6 +6,7 @@ length: another order of summation, the same mathematics, and leave-one-prompt-o
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,34 +14,37 @@ import ray
 import torch
 from omegaconf import DictConfig, OmegaConf, open_dict
 from verl.trainer.main_ppo import TaskRunnerV1
-from verl.trainer.ppo.v1.trainer_base import register_trainer
+from verl.trainer.ppo.v1.trainer_base import KVBatchMeta, register_trainer
 from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils.seqlen_balancing import calculate_workload, get_seqlen_balanced_partitions
 
 from rl_training.hosts.verl.engine import SETTINGS
+from rl_training.hosts.verl.versions import refuse_other_methods, refuse_other_parameters
 
 TRAINER, LIBRARY = "sync_with_probes", "rl_training.hosts.verl"
 ACTOR, MODEL, ROLLOUT = ("actor_rollout_ref." + part for part in ("actor", "model", "rollout"))
+FSDP = f"{ACTOR}.fsdp_config"
+PRECISIONS = ("bf16", "bfloat16", "fp32", "float32")
+# Estimators whose advantages are one number per response; DIFFERENCES are its reward less the mean of its prompt's.
+DIFFERENCES = ("grpo", "grpo_vectorized")
+ESTIMATORS = (*DIFFERENCES, "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline")
 # Setting, the values that are measured, and what is wrong with the others.
-MEASURED: tuple[tuple[str, tuple[Any, ...], str], ...] = (
+MEASURED: tuple[tuple[str, Sequence[Any], str], ...] = (
     (f"{ACTOR}.strategy", ("fsdp2",), "only FSDP2 hands out the gradient of each microbatch and parameter"),
     ("trainer.use_v1", (True,), "probes attach to the new trainer only"),
     ("trainer.v1.trainer_mode", ("sync", "sync_with_probes"), "the asynchronous trainers have not been tried"),
-    (
-        f"{ACTOR}.fsdp_config.mixed_precision.param_dtype",
-        ("bf16", "bfloat16", "fp32", "float32"),
-        "its loss scaler also scales the gradients that probes read",
-    ),
-    (f"{ACTOR}.fsdp_config.offload_policy", (False,), "probes cannot read offloaded parameters"),
+    (f"{FSDP}.mixed_precision.param_dtype", PRECISIONS, "its loss scaler also scales the gradients that probes read"),
+    (f"{FSDP}.offload_policy", (False,), "probes cannot read offloaded parameters"),
     (f"{ACTOR}.ulysses_sequence_parallel_size", (1,), "a process would hold a part of each sequence"),
-    (f"{ACTOR}.fsdp_config.ulysses_sequence_parallel_size", (1,), "a process would hold a part of each sequence"),
-    (f"{ACTOR}.fsdp_config.qat.enable", (False,), "its forward pass is not the model's"),
+    (f"{FSDP}.ulysses_sequence_parallel_size", (1,), "a process would hold a part of each sequence"),
+    (f"{FSDP}.qat.enable", (False,), "its forward pass is not the model's"),
     (f"{ACTOR}.use_prefix_grouper", (False,), "its forward pass shares prompts, so a row is not a sequence"),
     (f"{MODEL}.use_fused_kernels", (False,), "there would be no logits to take entropies from"),
     (f"{MODEL}.enable_activation_offload", (False,), "it has not been tried with a second backward"),
     (f"{MODEL}.tiled_mlp.enabled", (False,), "its backward accumulates gradients by itself"),
     ("distillation.enabled", (False,), "its loss is not a function of the sampled tokens' log-probabilities"),
-    ("algorithm.adv_estimator", ("grpo", "grpo_passk", "rloo", "opo"), "probes measure one advantage per response"),
+    ("algorithm.adv_estimator", ESTIMATORS, "probes measure one advantage per response"),
+    (f"{ROLLOUT}.n", range(2, 2**20), "each response is compared with the others to its prompt"),
 )
 # Settings that truncate the sampled distribution, and the values that switch them off.
 NEUTRAL: dict[str, tuple[Any, ...]] = {"top_p": (1,), "top_k": (-1, 0), "do_sample": (True,)}
@@ -50,24 +54,19 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {"top_p": (1,), "top_k": (-1, 0), "do_samp
 class ProbedTrainer(PPOTrainerSync):
     """See the module's docstring."""
 
-    def __init__(self, config: DictConfig) -> None:
-        refuse_what_cannot_be_measured(config)
-        super().__init__(config)
-
     def _balance_batch(self, batch: Any, metrics: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
         batch = super()._balance_batch(batch, metrics, *args, **kwargs)
-        ranks = max(self.actor_rollout_wg._dispatch_info["actor"]) + 1
-        rows = in_whole_prompts(batch.keys, [tag["seq_len"] for tag in batch.tags], ranks)
+        lengths = [tag["seq_len"] for tag in batch.tags]
+        rows = in_whole_prompts(batch.keys, lengths, self.actor_rollout_wg.world_size)
         if rows is not None:
             batch.reorder(rows)
         return batch
 
     def _update_actor(self, batch: Any, metrics: dict[str, Any]) -> Any:
-        config = self.config
-        batch.extra_info[SETTINGS] = about_rollout(config, batch.tags, self.global_steps, self.tokenizer.eos_token_id)
-        actor = config.actor_rollout_ref.actor
-        # With dynamic batches by tokens it keeps prompts whole. One that does not fit would end the training.
-        if actor.use_dynamic_bsz and _longest_group(config) <= actor.ppo_max_token_len_per_gpu:
+        config, end = self.config, self.tokenizer.eos_token_id
+        batch.extra_info[SETTINGS] = about_rollout(config, batch.tags, self.global_steps, end)
+        if config.actor_rollout_ref.actor.use_dynamic_bsz and not what_splits_prompts(config):
+            # By tokens alone verl would split prompts. A group that does not fit would end the training.
             batch.extra_info["force_group_size"] = config.actor_rollout_ref.rollout.n
         return super()._update_actor(batch, metrics)
 
@@ -77,15 +76,15 @@ def in_whole_prompts(keys: list[str], lengths: list[int], ranks: int) -> list[in
 
     keys     UID_SESSION_INDEX of each row, as verl names them        lengths  of each, in tokens
     """
-    rows_of: dict[str, list[int]] = {}
+    rows_by_prompt: dict[str, list[int]] = {}
     for row in sorted(range(len(keys)), key=keys.__getitem__):
-        rows_of.setdefault(keys[row].rsplit("_", 2)[0], []).append(row)
-    prompts = list(rows_of.values())
+        rows_by_prompt.setdefault(keys[row].rsplit("_", 2)[0], []).append(row)
+    prompts = list(rows_by_prompt.values())
     if len(prompts) % ranks or len({len(rows) for rows in prompts}) > 1:
         return None
     work = calculate_workload(torch.tensor(lengths))
-    of_prompt = [float(work[rows].sum()) for rows in prompts]
-    parts = get_seqlen_balanced_partitions(of_prompt, k_partitions=ranks, equal_size=True)
+    work_by_prompt = [float(work[rows].sum()) for rows in prompts]
+    parts = get_seqlen_balanced_partitions(work_by_prompt, k_partitions=ranks, equal_size=True)
     return [row for part in parts for prompt in part for row in prompts[prompt]]
 
 
@@ -93,30 +92,38 @@ def about_rollout(config: DictConfig, tags: list[dict[str, Any]], step: int, end
     """Returns what the engine cannot know about a rollout, and which probes to run."""
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     versions = {tag.get(name) for tag in tags for name in ("min_global_steps", "max_global_steps")}
-    plain = algorithm.adv_estimator == "grpo" and not algorithm.use_kl_in_reward
+    are_differences = algorithm.adv_estimator in DIFFERENCES and not algorithm.norm_adv_by_std_in_grpo
     return {
         "probes": OmegaConf.to_container(config.probes, resolve=True),
         "folder": str(Path(config.trainer.default_local_dir).absolute() / "logs"),
         "rollouts_every": OmegaConf.select(config, "rollouts.every", default=0),
         "responses_per_prompt": rollout.n,
-        "prompts": len(tags),  # at most so many on a rank
         "rollout": step,
         "fresh": versions == {step - 1},
         "epochs": config.actor_rollout_ref.actor.ppo_epochs,
-        "plain_advantages": plain and not algorithm.norm_adv_by_std_in_grpo,
+        "plain_advantages": are_differences and not algorithm.use_kl_in_reward,
         "sampling_mismatch": why_sampling_mismatch(rollout),
         "max_response_length": config.data.max_response_length,
-        "ends": [] if end is None else [end],
-        "keep_prompts_whole": f"set {ACTOR}.ppo_max_token_len_per_gpu={_longest_group(config)} or more"
-        if config.actor_rollout_ref.actor.use_dynamic_bsz
-        else f"set {ACTOR}.ppo_micro_batch_size_per_gpu to a multiple of {ROLLOUT}.n={rollout.n}",
+        "end_tokens": [] if end is None else [end],
+        "keep_prompts_whole": what_splits_prompts(config)
+        or "responses of this rollout are missing, or verl has added sequences to fill the batch",
     }
 
 
-def _longest_group(config: DictConfig) -> int:
-    """Returns how many tokens a prompt and all its responses may have."""
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    return int(config.actor_rollout_ref.rollout.n * longest)
+def what_splits_prompts(config: DictConfig) -> str:
+    """Returns the setting by which responses to a prompt come apart, with one that keeps them together; "" if none."""
+    actor, n = config.actor_rollout_ref.actor, config.actor_rollout_ref.rollout.n
+    processes = config.trainer.n_gpus_per_node * config.trainer.nnodes
+    if actor.shuffle:
+        return f"set {ACTOR}.shuffle=False"
+    if actor.ppo_mini_batch_size % processes:
+        return f"set {ACTOR}.ppo_mini_batch_size to a multiple of {processes}, the number of processes"
+    tokens = n * (config.data.max_prompt_length + config.data.max_response_length)
+    if actor.use_dynamic_bsz and tokens > actor.ppo_max_token_len_per_gpu:
+        return f"set {ACTOR}.ppo_max_token_len_per_gpu={tokens} or more"
+    if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu % n:
+        return f"set {ACTOR}.ppo_micro_batch_size_per_gpu to a multiple of {ROLLOUT}.n={n}"
+    return ""
 
 
 def refuse_what_cannot_be_measured(config: DictConfig) -> None:
@@ -134,20 +141,19 @@ def why_sampling_mismatch(rollout: Any) -> str:
     for name, neutral in NEUTRAL.items():
         value = rollout.get(name)
         if value is not None and value not in neutral:
-            return (
-                f"{name}={value} makes the sampled policy differ from the scored one, so its entropy gradient cannot "
-                f"be estimated from these samples: set {ROLLOUT}.{name}={neutral[0]}"
-            )
+            return f"{name}={value} samples from another policy than the scored one: set {ROLLOUT}.{name}={neutral[0]}"
     return ""
 
 
 def with_probes(config: DictConfig) -> DictConfig:
     """Returns verl's configuration with this engine and this trainer in it. ValueError for what cannot be measured."""
     model = config.actor_rollout_ref.model
+    refuse_other_methods(ProbedTrainer)
+    refuse_other_parameters("KVBatchMeta", KVBatchMeta, ["keys", "tags", "partition_id", "fields", "extra_info"])
     refuse_what_cannot_be_measured(config)
     with open_dict(config):
-        others = model.external_lib if model.external_lib is not None else []
-        model.external_lib = [*([others] if isinstance(others, str) else others), LIBRARY]
+        libraries = model.external_lib if model.external_lib is not None else []
+        model.external_lib = [*([libraries] if isinstance(libraries, str) else libraries), LIBRARY]
         config.trainer.v1.trainer_mode = TRAINER
     return config
 
