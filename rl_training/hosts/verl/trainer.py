@@ -25,9 +25,8 @@ TRAINER, LIBRARY = "sync_with_probes", "rl_training.hosts.verl"
 ACTOR, MODEL, ROLLOUT = ("actor_rollout_ref." + part for part in ("actor", "model", "rollout"))
 FSDP = f"{ACTOR}.fsdp_config"
 PRECISIONS = ("bf16", "bfloat16", "fp32", "float32")
-# Estimators whose advantages are one number per response; DIFFERENCES are its reward less the mean of its prompt's.
-DIFFERENCES = ("grpo", "grpo_vectorized")
-ESTIMATORS = (*DIFFERENCES, "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg", "reinforce_plus_plus_baseline")
+# Whose advantages are one number per response.
+ESTIMATORS = ("grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gpg")
 # Setting, the values that are measured, and what is wrong with the others.
 MEASURED: tuple[tuple[str, Sequence[Any], str], ...] = (
     (f"{ACTOR}.strategy", ("fsdp2",), "only FSDP2 hands out the gradient of each microbatch and parameter"),
@@ -92,7 +91,7 @@ def about_rollout(config: DictConfig, tags: list[dict[str, Any]], step: int, end
     """Returns what the engine cannot know about a rollout, and which probes to run."""
     rollout, algorithm = config.actor_rollout_ref.rollout, config.algorithm
     versions = {tag.get(name) for tag in tags for name in ("min_global_steps", "max_global_steps")}
-    are_differences = algorithm.adv_estimator in DIFFERENCES and not algorithm.norm_adv_by_std_in_grpo
+    is_grpo = algorithm.adv_estimator == "grpo"  # grpo_vectorized divides by the deviation, whatever is set
     return {
         "probes": OmegaConf.to_container(config.probes, resolve=True),
         "folder": str(Path(config.trainer.default_local_dir).absolute() / "logs"),
@@ -101,7 +100,7 @@ def about_rollout(config: DictConfig, tags: list[dict[str, Any]], step: int, end
         "rollout": step,
         "fresh": versions == {step - 1},
         "epochs": config.actor_rollout_ref.actor.ppo_epochs,
-        "plain_advantages": are_differences and not algorithm.use_kl_in_reward,
+        "plain_advantages": is_grpo and not algorithm.norm_adv_by_std_in_grpo and not algorithm.use_kl_in_reward,
         "sampling_mismatch": why_sampling_mismatch(rollout),
         "max_response_length": config.data.max_response_length,
         "end_tokens": [] if end is None else [end],
@@ -121,7 +120,7 @@ def what_splits_prompts(config: DictConfig) -> str:
     tokens = n * (config.data.max_prompt_length + config.data.max_response_length)
     if actor.use_dynamic_bsz and tokens > actor.ppo_max_token_len_per_gpu:
         return f"set {ACTOR}.ppo_max_token_len_per_gpu={tokens} or more"
-    if not actor.use_dynamic_bsz and actor.ppo_micro_batch_size_per_gpu % n:
+    if not actor.use_dynamic_bsz and (actor.ppo_micro_batch_size_per_gpu or 1) % n:
         return f"set {ACTOR}.ppo_micro_batch_size_per_gpu to a multiple of {ROLLOUT}.n={n}"
     return ""
 

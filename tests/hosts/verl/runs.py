@@ -91,12 +91,13 @@ class Recorder(Probe):
         gradients, sizes = step.gradients, torch.bincount(step.batch.fold).float()
         share = sizes / sizes.sum() / step.ranks.count
         mean = {name: gradient.clone() for name, gradient in gradients.mean.items()}  # before it is clipped
-        of_step = {"mean": mean, "rows": {}, "sizes": [len(rows) for rows in step.batch.microbatch_rows]}
+        kept = {"mean": mean, "rows": {}, "sizes": [len(rows) for rows in step.batch.microbatch_rows]}
+        kept["prompts"] = step.batch.rollout.prompt_index.tolist()
         if gradients.rows is not None:
             rows = Layout(gradients.parameters).by_name(gradients.rows)
             for name, p in gradients.parameters.items():
-                of_step["rows"][name] = step.ranks.reduce((share.unsqueeze(1) * rows[name]).sum(dim=0)).view(p.shape)
-        KEPT.append(of_step)
+                kept["rows"][name] = step.ranks.reduce((share.unsqueeze(1) * rows[name]).sum(dim=0)).view(p.shape)
+        KEPT.append(kept)
 
     def results(self) -> dict[str, Estimate]:
         return {"recorder/steps": Estimate(float(len(KEPT)))}
@@ -107,25 +108,25 @@ KEPT: list[dict[str, Any]] = []
 
 def nested(tensor: Tensor, mask: Tensor) -> Tensor:
     """Returns the entries under a mask, row by row, as verl's trainer hands them on."""
-    rows = [row[there] for row, there in zip(tensor, mask.bool(), strict=True)]
+    rows = [row[kept] for row, kept in zip(tensor, mask.bool(), strict=True)]
     return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
 
 
 def data_of(step: int, rank: int, world: int, **changes: Any) -> TensorDict:
     """Returns this rank's share of a rollout in verl's form; uids are the numbers of prompts."""
-    given = given_rollout(step)
+    rollout = given_rollout(step)
     share = PROMPTS * G // world
-    own = {n: v[rank * share : (rank + 1) * share] for n, v in given.items() if n != "num_items_in_batch"} | changes
+    own = {n: v[rank * share : (rank + 1) * share] for n, v in rollout.items() if n != "num_items_in_batch"} | changes
     prompt, mask = own["prompt_mask"], own["completion_mask"]
-    there = torch.cat([prompt, mask], dim=1)
+    tokens = torch.cat([prompt, mask], dim=1)
     last = torch.nn.functional.one_hot(mask.sum(dim=1) - 1, mask.shape[1])
     data = {
         "prompts": nested(own["prompt_ids"], prompt),
         "responses": nested(own["completion_ids"], mask),
         "response_mask": nested(mask, mask),
         "loss_mask": nested(mask, mask),
-        "input_ids": nested(torch.cat([own["prompt_ids"], own["completion_ids"]], dim=1), there),
-        "position_ids": nested((there.cumsum(dim=1) - 1).clamp(min=0), there),
+        "input_ids": nested(torch.cat([own["prompt_ids"], own["completion_ids"]], dim=1), tokens),
+        "position_ids": nested((tokens.cumsum(dim=1) - 1).clamp(min=0), tokens),
         "advantages": nested(own["advantages"].unsqueeze(1) * mask, mask),
         "rm_scores": nested(own["advantages"].unsqueeze(1) * last, mask),
     }
@@ -136,7 +137,7 @@ def data_of(step: int, rank: int, world: int, **changes: Any) -> TensorDict:
 
 def new_worker(model: Path, run: dict[str, Any]) -> TrainingWorker:
     """Returns verl's worker with a fresh engine in it."""
-    of_model = HFModelConfig(
+    model_config = HFModelConfig(
         path=str(model), load_tokenizer=False, use_remove_padding=run.get("packed", False),
         enable_gradient_checkpointing=run.get("checkpointing", False), lora_rank=run.get("lora", 0),
         override_config={"attn_implementation": "sdpa"},
@@ -155,11 +156,11 @@ def new_worker(model: Path, run: dict[str, Any]) -> TrainingWorker:
     actor = FSDPActorConfig(
         strategy="fsdp2", rollout_n=G, ppo_micro_batch_size_per_gpu=MICROBATCH, use_dynamic_bsz=dynamic > 0,
         loss_agg_mode=run.get("loss", "seq-mean-token-sum-norm"), loss_scale_factor=L_MAX, clip_ratio=0.2,
-        entropy_coeff=run.get("entropy_coeff", 0.0), fsdp_config=engine, model_config=of_model,
+        entropy_coeff=run.get("entropy_coeff", 0.0), fsdp_config=engine, model_config=model_config,
     )  # fmt: skip
     worker = TrainingWorker(
         TrainingWorkerConfig(
-            model_type="language_model", model_config=of_model, engine_config=engine, optimizer_config=optimizer,
+            model_type="language_model", model_config=model_config, engine_config=engine, optimizer_config=optimizer,
             checkpoint_config=CheckpointConfig(),
         )
     )  # fmt: skip
@@ -172,13 +173,13 @@ def settings(folder: Path, step: int, run: dict[str, Any]) -> dict[str, Any]:
     """Returns what the trainer would say of this rollout."""
     return {
         "probes": run.get("probes", FEW), "folder": str(folder / "logs"), "rollouts_every": 1,
-        "responses_per_prompt": G, "prompts": PROMPTS, "rollout": step, "fresh": True, "epochs": run.get("epochs", 1),
-        "plain_advantages": True, "sampling_mismatch": "", "max_response_length": L_MAX, "ends": [3],
+        "responses_per_prompt": G, "rollout": step, "fresh": True, "epochs": run.get("epochs", 1),
+        "plain_advantages": True, "sampling_mismatch": "", "max_response_length": L_MAX, "end_tokens": [3],
         "keep_prompts_whole": "the fix of verl's trainer",
     }  # fmt: skip
 
 
-def take_step(worker: TrainingWorker, data: TensorDict, run: dict[str, Any], told: dict[str, Any] | None) -> Any:
+def take_step(worker: TrainingWorker, data: TensorDict, run: dict[str, Any], about: dict[str, Any] | None) -> Any:
     """Returns verl's metrics of the steps on one rollout."""
     common = {"temperature": 1.0, "calculate_entropy": run.get("calculate_entropy", False)}
     tensordict_utils.assign_non_tensor(data, **common, force_group_size=run.get("group", 1))
@@ -192,8 +193,8 @@ def take_step(worker: TrainingWorker, data: TensorDict, run: dict[str, Any], tol
         data, global_batch_size=size, mini_batch_size=size, epochs=run.get("epochs", 1), seed=1,
         dataloader_kwargs={"shuffle": False}, compute_loss=True,
     )  # fmt: skip
-    if told is not None:
-        tensordict_utils.assign_non_tensor(data, **{SETTINGS: told})
+    if about is not None:
+        tensordict_utils.assign_non_tensor(data, **{SETTINGS: about})
     return tensordict_utils.get(worker.train_mini_batch(data), "metrics")
 
 
@@ -213,11 +214,11 @@ def train(name: str, folder: Path, model: Path) -> dict[str, Any]:
     if run.get("begins"):
         worker.load_checkpoint(str(folder.parent / f"ended_{world}" / "checkpoint"))
     for step in range(run.get("begins", 1), STEPS + 1):
-        told = None if name != kind else settings(folder, step, run)
+        about = None if name != kind else settings(folder, step, run)
         data = data_of(step, rank, world)
         if run.get("not_finite") == step:
             data["advantages"].values()[: int(data["advantages"].offsets()[1])] = torch.inf  # of the first response
-        metrics.append(take_step(worker, data, run, told))
+        metrics.append(take_step(worker, data, run, about))
         if kind == "ended" and step == STEPS - 1:
             worker.save_checkpoint(str(folder / "checkpoint"), global_step=step)
     measurement = worker.engine._measurement

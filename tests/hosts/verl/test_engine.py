@@ -49,8 +49,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for world, names in (("1", ALONE), ("2", TOGETHER))
     ]  # fmt: skip
     for process in launched:
-        said = process.communicate()[0]
-        assert process.returncode == 0, said[-5000:]
+        output = process.communicate()[0]
+        assert process.returncode == 0, output[-5000:]
     return folder
 
 
@@ -83,8 +83,14 @@ def test_the_rows_of_all_folds_make_up_the_gradient_of_the_optimizer(name: str, 
 
 def test_microbatches_by_tokens_are_of_unlike_sizes_and_of_whole_prompts(ranks: Callable[..., Any]) -> None:
     sizes = [step["sizes"] for step in ranks("groups_1")[0]["kept"]]
-    assert any(len(set(of_step)) > 1 for of_step in sizes)
-    assert all(size % G == 0 for of_step in sizes for size in of_step)
+    assert any(len(set(sizes_of_step)) > 1 for sizes_of_step in sizes)
+    assert all(size % G == 0 for sizes_of_step in sizes for size in sizes_of_step)
+
+
+def test_prompts_of_different_processes_have_different_numbers(ranks: Callable[..., Any]) -> None:
+    """With the same number in two processes, their responses would count as answers to one prompt."""
+    for first, second in zip(*(rank["kept"] for rank in ranks("plain_2")), strict=True):
+        assert len({*first["prompts"], *second["prompts"]}) == PROMPTS
 
 
 def estimates_of_a_plain_loop(folder: Path) -> list[dict[str, Any]]:
@@ -156,7 +162,7 @@ def test_another_split_into_folds_moves_forward_within_its_error_and_backward_no
     assert abs(groups["delta_h/forward"].value - plain["delta_h/forward"].value) < plain["delta_h/forward"].stderr
 
 
-def test_mixed_prompts_are_told_with_verl_s_own_fix(ranks: Callable[..., Any]) -> None:
+def test_mixed_prompts_are_named_with_verl_s_own_fix(ranks: Callable[..., Any]) -> None:
     forward = ranks("dynamic_1")[0]["latest"]["delta_h/forward"]
     assert math.isnan(forward.value)
     assert forward.reason.endswith("the fix of verl's trainer")

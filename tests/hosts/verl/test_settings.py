@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import shlex
+import types
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,32 @@ import pytest
 
 pytest.importorskip("verl.workers")
 
+import numpy as np
 import torch
 from hydra import compose, initialize_config_module
 from omegaconf import DictConfig
 from tensordict import TensorDict
+from verl import DataProto
+from verl.trainer.config.algorithm import AlgoConfig
+from verl.trainer.ppo.ray_trainer import compute_advantage
+from verl.trainer.ppo.v1.trainer_base import KVBatchMeta
+from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
-from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+from verl.workers.engine.utils import prepare_micro_batches
 from verl.workers.utils.padding import no_padding_2_padding
 
-from rl_training.hosts.verl import engine
-from rl_training.hosts.verl.__main__ import with_group
-from rl_training.hosts.verl.batch import Tokens, entropies_of, read_rollout
+from rl_training.hosts.verl.batch import ResponseTokens, flat_entropies, read_rollout
 from rl_training.hosts.verl.engine import dr_grpo
-from rl_training.hosts.verl.trainer import TRAINER, about_rollout, in_whole_prompts, with_probes
+from rl_training.hosts.verl.trainer import (
+    ESTIMATORS,
+    TRAINER,
+    ProbedTrainer,
+    about_rollout,
+    in_whole_prompts,
+    what_splits_prompts,
+    with_probes,
+)
 
 # Two prompts of 2 and 1 tokens with responses of 3 and 2; of the first, a tool wrote the second token.
 PROMPTS, RESPONSES, MASKS = ([5, 6], [7]), ([8, 9, 2], [3, 4]), ([1, 0, 1], [1, 1])
@@ -50,7 +63,7 @@ def two_rows(advantages: Any = ([0.5, 0.0, 0.5], [-0.5, -0.5])) -> TensorDict:
 
 
 def test_a_microbatch_is_read_with_prompts_on_the_left_and_what_a_tool_wrote_apart() -> None:
-    rollout = read_rollout(two_rows(), {"b": 17, "a": 4}.__getitem__, False, longest=3, ends=[2])
+    rollout = read_rollout(two_rows(), False, max_length=3, end_tokens=[2])
     assert rollout.prompt_ids.tolist() == [[5, 6], [0, 7]]
     assert rollout.prompt_mask.tolist() == [[1, 1], [0, 1]]
     assert rollout.completion_ids.tolist() == [[8, 9, 2], [3, 4, 0]]
@@ -58,16 +71,15 @@ def test_a_microbatch_is_read_with_prompts_on_the_left_and_what_a_tool_wrote_apa
     assert rollout.environment_mask is not None
     assert rollout.environment_mask.tolist() == [[0, 1, 0], [0, 0, 0]]
     assert (rollout.advantages.tolist(), rollout.rewards.tolist()) == ([0.5, -0.5], [1.0, 0.25])
-    assert rollout.prompt_index.tolist() == [17, 4]
     assert rollout.sampling_logps.tolist() == [[-1.0, -2.0, -3.0], [-4.0, -5.0, 0.0]]
 
 
-@pytest.mark.parametrize(("longest", "ends", "truncated"), [(3, [2], [False, False]), (3, [1], [True, False]),
-                                                            (2, [1], [True, True])])  # fmt: skip
+@pytest.mark.parametrize(("max_length", "end_tokens", "truncated"), [(3, [2], [False, False]), (3, [1], [True, False]),
+                                                                     (2, [1], [True, True])])  # fmt: skip
 def test_a_response_is_truncated_that_is_as_long_as_may_be_and_does_not_end(
-    longest: int, ends: list[int], truncated: list[bool]
+    max_length: int, end_tokens: list[int], truncated: list[bool]
 ) -> None:
-    rollout = read_rollout(two_rows(), {"b": 0, "a": 1}.__getitem__, True, longest, ends)
+    rollout = read_rollout(two_rows(), True, max_length, end_tokens)
     assert rollout.truncated.tolist() == truncated
     assert rollout.sampling_logps is None
 
@@ -75,18 +87,25 @@ def test_a_response_is_truncated_that_is_as_long_as_may_be_and_does_not_end(
 def test_advantages_that_differ_within_a_response_are_refused_with_the_fix() -> None:
     data = two_rows(([0.5, 0.0, 0.25], [-0.5, -0.5]))
     with pytest.raises(ValueError, match="adv_estimator=grpo"):
-        read_rollout(data, {"b": 0, "a": 1}.__getitem__, True, 3, [])
+        read_rollout(data, True, 3, [])
+
+
+def test_prompts_are_numbered_by_their_uid() -> None:
+    """The two rows answer different prompts, whose numbers are the same in every process and at every step."""
+    first, second = (read_rollout(two_rows(), True, 3, []).prompt_index.tolist() for _ in range(2))
+    assert first == second
+    assert len(set(first)) == 2
 
 
 def test_log_probabilities_of_responses_are_where_verl_has_them_and_go_back_there() -> None:
     """verl's flat tensor is shifted by one: entries 1, 2, 3 of the first sequence's five, and 0, 1 of the other's."""
     data = two_rows()
     flat = torch.arange(8.0, requires_grad=True)
-    of_verl = torch.nested.nested_tensor_from_jagged(flat, data["input_ids"].offsets())
-    tokens = Tokens(data)
-    padded = tokens.of_responses(flat)
-    assert padded.tolist() == [[1.0, 2.0, 3.0], [5.0, 6.0, 0.0]] == no_padding_2_padding(of_verl, data).tolist()
-    back = tokens.put_back(padded, of_verl)
+    nested_logps = torch.nested.nested_tensor_from_jagged(flat, data["input_ids"].offsets())
+    tokens = ResponseTokens(data)
+    padded = tokens.padded(flat)
+    assert padded.tolist() == [[1.0, 2.0, 3.0], [5.0, 6.0, 0.0]] == no_padding_2_padding(nested_logps, data).tolist()
+    back = tokens.put_back(padded, nested_logps)
     assert back.values().tolist() == flat.tolist()
     weights = torch.tensor([[1.0, 10.0, 100.0], [1000.0, 10000.0, 0.0]])
     seen = []
@@ -106,7 +125,7 @@ def test_entropies_are_those_of_the_tempered_distributions_of_all_positions_but_
     given = torch.cat([logits, far]).unsqueeze(0) if packed else padded
     p = odds.sigmoid()
     expected = -(p * p.log() + (1 - p) * (1 - p).log())
-    torch.testing.assert_close(entropies_of(given, [2, 1], temperature=2.0), expected)
+    torch.testing.assert_close(flat_entropies(given, [2, 1], temperature=2.0), expected)
 
 
 def test_prompts_are_whole_and_ranks_have_like_work() -> None:
@@ -146,7 +165,7 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 @pytest.mark.parametrize(
-    ("word", "fix"),
+    ("setting", "fix"),
     [
         (f"{ACTOR}.strategy=fsdp", f"set {ACTOR}.strategy=fsdp2"),
         ("trainer.v1.trainer_mode=separate_async", "set trainer.v1.trainer_mode=sync"),
@@ -156,12 +175,13 @@ ACTOR = "actor_rollout_ref.actor"
         ("actor_rollout_ref.model.use_fused_kernels=True", "use_fused_kernels=False"),
         ("actor_rollout_ref.model.enable_activation_offload=True", "enable_activation_offload=False"),
         ("algorithm.adv_estimator=gae", "adv_estimator=grpo"),
+        ("actor_rollout_ref.rollout.n=1", "set actor_rollout_ref.rollout.n=2"),
         ("~probes.simple", "probe=all"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_the_fix(word: str, fix: str) -> None:
+def test_what_cannot_be_measured_is_refused_with_the_fix(setting: str, fix: str) -> None:
     with pytest.raises(ValueError, match="main_ppo") as refused:
-        with_probes(config_of(word))
+        with_probes(config_of(setting))
     assert fix in str(refused.value)
     assert "\n" not in str(refused.value)
 
@@ -170,12 +190,67 @@ def tag(version: int) -> dict[str, int]:
     return {"min_global_steps": version, "max_global_steps": version}
 
 
-def test_what_the_engine_is_told_of_a_rollout() -> None:
-    told = about_rollout(config_of("algorithm.norm_adv_by_std_in_grpo=False"), [tag(4)] * 8, 5, 2)
-    assert told["probes"] == {"simple": {"_target_": "rl_training.probes.SimpleEntropyProbe"}}
-    assert (told["responses_per_prompt"], told["rollout"], told["fresh"], told["ends"]) == (4, 5, True, [2])
-    assert (told["plain_advantages"], told["sampling_mismatch"], told["epochs"]) == (True, "", 1)
-    assert "ppo_micro_batch_size_per_gpu to a multiple of" in told["keep_prompts_whole"]
+def test_the_engine_gets_what_it_cannot_know_about_a_rollout() -> None:
+    about = about_rollout(config_of("algorithm.norm_adv_by_std_in_grpo=False"), [tag(4)] * 8, 5, 2)
+    assert about["probes"] == {"simple": {"_target_": "rl_training.probes.SimpleEntropyProbe"}}
+    assert (about["responses_per_prompt"], about["rollout"], about["fresh"], about["end_tokens"]) == (4, 5, True, [2])
+    assert (about["plain_advantages"], about["sampling_mismatch"], about["epochs"]) == (True, "", 1)
+
+
+DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=True", "data.max_prompt_length=500", "data.max_response_length=1500"]
+EIGHT_GPUS = ["trainer.n_gpus_per_node=4", "trainer.nnodes=2", f"{ACTOR}.ppo_mini_batch_size=16"]
+MICROBATCH = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+
+
+@pytest.mark.parametrize(
+    ("settings", "fix"),
+    [
+        ([f"{MICROBATCH}=8"], ""),
+        ([f"{MICROBATCH}=2"], f"set {MICROBATCH} to a multiple of actor_rollout_ref.rollout.n=4"),
+        ([f"{MICROBATCH}=8", f"{ACTOR}.shuffle=True"], f"set {ACTOR}.shuffle=False"),
+        ([f"{MICROBATCH}=8", f"{ACTOR}.ppo_mini_batch_size=12"], "ppo_mini_batch_size to a multiple of 8, the number"),
+        ([*DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu=8000"], ""),
+        ([*DYNAMIC, f"{ACTOR}.ppo_max_token_len_per_gpu=7999"], f"set {ACTOR}.ppo_max_token_len_per_gpu=8000 or more"),
+    ],
+)
+def test_what_splits_the_responses_of_a_prompt_is_named_with_the_fix(settings: list[str], fix: str) -> None:
+    reason = what_splits_prompts(config_of(*EIGHT_GPUS, *settings))
+    assert fix in reason
+    assert bool(reason) == bool(fix)
+
+
+@pytest.mark.parametrize(("prompts", "group"), [(32, None), (64, 8)])
+def test_groups_are_forced_only_where_a_process_has_whole_prompts(
+    prompts: int, group: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On 64 GPUs a mini batch of 32 prompts with 8 responses leaves 4 rows to each: verl cannot make groups of 8."""
+    monkeypatch.setattr(PPOTrainerSync, "_update_actor", lambda self, batch, metrics: batch)
+    trainer = object.__new__(ProbedTrainer)
+    settings = [*DYNAMIC, "trainer.n_gpus_per_node=8", "trainer.nnodes=8", "actor_rollout_ref.rollout.n=8"]
+    trainer.config = config_of(*settings, f"{ACTOR}.ppo_mini_batch_size={prompts}")
+    trainer.tokenizer, trainer.global_steps = types.SimpleNamespace(eos_token_id=2), 1
+    info = trainer._update_actor(KVBatchMeta(keys=["a_0_0"], tags=[tag(0)]), {}).extra_info
+    assert info.get("force_group_size") == group
+    rows = prompts * 8 // 64
+    data = TensorDict({"input_ids": nested([[1, 2, 3]] * rows)}, batch_size=rows)
+    tensordict_utils.assign_non_tensor(
+        data, use_dynamic_bsz=True, max_token_len_per_gpu=100, force_group_size=info.get("force_group_size", 1)
+    )
+    assert sum(map(len, prepare_micro_batches(data)[0])) == rows
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_estimators_that_are_measured_give_one_advantage_per_response(name: str) -> None:
+    """Four responses to each of two prompts, of one to three tokens, with a reward on the last."""
+    mask = (torch.arange(3) < torch.tensor([1, 2, 3, 3, 2, 2, 1, 3]).unsqueeze(1)).long()
+    rewards = torch.tensor([1.0, 0.0, 0.5, 0.0, 1.0, 1.0, 0.0, 0.25])
+    last = torch.nn.functional.one_hot(mask.sum(dim=1) - 1, 3)
+    batch = {"token_level_rewards": rewards.unsqueeze(1) * last, "response_mask": mask}
+    data = DataProto.from_dict(batch, non_tensors={"uid": np.array(list("aaaabbbb"), dtype=object)})
+    computed = compute_advantage(data, name, norm_adv_by_std_in_grpo=False, config=AlgoConfig()).batch["advantages"]
+    assert torch.equal(computed * mask, computed[:, :1] * mask)
+    plain = rewards - rewards.view(2, 4).mean(dim=1).repeat_interleave(4)
+    assert torch.allclose(computed[:, 0], plain) == (name == "grpo")  # the only one that can be Dr-GRPO's
 
 
 @pytest.mark.parametrize("tags", [[tag(4), tag(3)], [tag(3)], [{}]])
@@ -183,27 +258,10 @@ def test_responses_of_older_weights_are_not_fresh(tags: list[dict[str, int]]) ->
     assert not about_rollout(config_of(), tags, 5, None)["fresh"]
 
 
-def test_top_p_is_told_with_the_fix_and_normed_advantages_are_not_dr_grpo_s() -> None:
-    told = about_rollout(config_of("actor_rollout_ref.rollout.top_p=0.9"), [tag(0)], 1, None)
-    assert told["sampling_mismatch"].endswith("set actor_rollout_ref.rollout.top_p=1")
-    assert not told["plain_advantages"]
-
-
-def test_the_command_chooses_probes_as_train_does() -> None:
-    assert with_group(["probe=simple", "data.seed=1"])[:2] == ["+probe=simple", "data.seed=1"]
-    assert "+probe=all" in with_group(["data.seed=1"])
-
-
-def test_another_version_of_verl_is_refused_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine, "version", lambda _: "0.10.1")
-    with pytest.raises(ValueError, match=r"verl>=0.9,<0.10"):
-        engine.register()
-
-
-def test_an_engine_with_another_signature_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(FSDPEngineWithLMHead, "forward_step", lambda self, batch: None)
-    with pytest.raises(ValueError, match="forward_step"):
-        engine.register()
+def test_top_p_is_named_with_the_fix_and_normed_advantages_are_not_dr_grpo_s() -> None:
+    about = about_rollout(config_of("actor_rollout_ref.rollout.top_p=0.9"), [tag(0)], 1, None)
+    assert about["sampling_mismatch"].endswith("set actor_rollout_ref.rollout.top_p=1")
+    assert not about["plain_advantages"]
 
 
 def test_the_command_of_the_documentation_is_measured_and_dr_grpo_s() -> None:
@@ -211,8 +269,8 @@ def test_the_command_of_the_documentation_is_measured_and_dr_grpo_s() -> None:
     block = page.read_text(encoding="utf-8").split("```bash\n")[2].split("```")[0]
     words = [word for word in shlex.split(block.replace("\\\n", " ")) if "=" in word]
     config = with_probes(config_of(*(word for word in words if not word.startswith("probe="))))
-    told = about_rollout(config, [tag(0)], 1, None)
-    assert (told["plain_advantages"], told["fresh"], told["sampling_mismatch"]) == (True, True, "")
+    about = about_rollout(config, [tag(0)], 1, None)
+    assert (about["plain_advantages"], about["fresh"], about["sampling_mismatch"]) == (True, True, "")
     actor = config.actor_rollout_ref.actor
     assert actor.loss_scale_factor == config.data.max_response_length
     longest = config.data.max_prompt_length + config.data.max_response_length

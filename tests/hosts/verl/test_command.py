@@ -1,0 +1,128 @@
+"""The command takes what verl's own takes, brings what it imports, and names a verl that is another."""
+
+from __future__ import annotations
+
+import configparser
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("verl.workers")
+
+from omegaconf import OmegaConf
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from verl.trainer.ppo.v1.trainer_base import PPOTrainer
+from verl.workers.engine.fsdp.transformer_impl import FSDPEngineWithLMHead
+
+from rl_training.hosts.verl import __main__ as command
+from rl_training.hosts.verl import engine, trainer
+from rl_training.hosts.verl.__main__ import with_probe_choice
+from rl_training.hosts.verl.trainer import with_probes
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+SETTINGS = [
+    f"{ACTOR}.strategy=fsdp2", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=4", f"{ROLLOUT}.name=stub",
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu=4", f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu=4",
+    "trainer.device=cpu", "trainer.n_gpus_per_node=1",
+]  # fmt: skip
+
+
+@pytest.fixture
+def composed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Returns a function that gives the settings with which verl's loop would be started by these arguments."""
+    started: list[Any] = []
+    monkeypatch.setattr(command, "run_ppo", lambda config, task_runner_class: started.append(config))
+    monkeypatch.chdir(tmp_path)
+
+    def compose(*arguments: str) -> Any:
+        monkeypatch.setattr(sys, "argv", ["verl", *with_probe_choice(list(arguments))])
+        command.run()
+        return started.pop()
+
+    return compose
+
+
+def test_a_config_of_one_s_own_may_search_folders_of_its_own_and_flags_may_follow(
+    composed: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "groups" / "mine").mkdir(parents=True)
+    (tmp_path / "groups" / "mine" / "fast.yaml").write_text(f"# @package {ACTOR}.optim\nlr: 0.25\n")
+    (tmp_path / "own.yaml").write_text(
+        f"hydra:\n  searchpath: [file://{tmp_path}/groups]\ndefaults: [ppo_trainer, mine: fast, _self_]\n"
+    )
+    for flags in (["--config-dir", str(tmp_path), "--config-name", "own"], [f"--config-dir={tmp_path}", "-cn", "own"]):
+        for arguments in ([*flags, *SETTINGS], [*SETTINGS, *flags]):
+            config = composed(*arguments)
+            assert config.actor_rollout_ref.actor.optim.lr == 0.25
+            assert list(config.probes) == ["simple", "gns", "ess", "covariance"]
+
+
+def test_every_probe_can_be_chosen(composed: Any) -> None:
+    """Also those whose files read settings that verl's configuration lacks."""
+    names = [path.stem for path in (command.CONF / "probe").glob("*.yaml") if path.stem not in ("all", "none")]
+    config = composed(*SETTINGS, f"probe=[{','.join(names)}]", "probes.simple.every=4")
+    assert set(config.probes) == set(names)
+    assert (config.probes.ground_truth.seed, config.probes.simple.every) == (0, 4)
+
+
+def test_the_default_is_all_and_a_choice_is_added_to_verl_s_settings() -> None:
+    assert with_probe_choice(["probe=simple", "data.seed=1"]) == ["+probe=simple", "data.seed=1"]
+    assert with_probe_choice(["--config-name", "a", "data.seed=1", "--cfg", "job"]) == [
+        "--config-name", "a", "+probe=all", "data.seed=1", "--cfg", "job"
+    ]  # fmt: skip
+    assert with_probe_choice(["--cfg", "job"]) == ["--cfg", "job", "+probe=all"]
+
+
+@pytest.mark.parametrize("installed", ["0.8.0", "0.10.1"])
+def test_another_version_of_verl_is_refused_before_its_modules_are_missed(
+    installed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda _: installed)
+    monkeypatch.setitem(sys.modules, "verl.workers.engine", None)  # an import of it fails
+    for name in [name for name in sys.modules if name.startswith("rl_training.hosts.verl")]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(ValueError, match=rf"this is {installed}: pip install 'verl>=0.9,<0.10'"):
+        importlib.import_module("rl_training.hosts.verl")
+
+
+def test_an_engine_with_another_signature_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FSDPEngineWithLMHead, "forward_step", lambda self, batch: None)
+    with pytest.raises(ValueError, match="forward_step"):
+        engine.register()
+
+
+@pytest.mark.parametrize("name", ["_balance_batch", "_update_actor"])
+def test_a_trainer_without_a_method_is_refused_by_name(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(PPOTrainer, name)
+    with pytest.raises(ValueError, match=name):
+        with_probes(OmegaConf.create({"actor_rollout_ref": {"model": {}}}))
+
+
+def test_another_kind_of_batch_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "KVBatchMeta", lambda keys, rows: None)
+    with pytest.raises(ValueError, match=r"KVBatchMeta\(keys, rows\)"):
+        with_probes(OmegaConf.create({"actor_rollout_ref": {"model": {}}}))
+
+
+def test_what_the_command_imports_of_verl_s_own_extras_comes_with_ours() -> None:
+    """verl's wheel alone does not bring what its trainer imports: its extra verl-core does, with much for CUDA."""
+    setup = configparser.ConfigParser()
+    setup.read(Path(__file__).parents[3] / "setup.cfg")
+    ours = names_of(setup["options.extras_require"]["verl"].split("\n"))
+    brought = ours | {name for library in ours for name in names_of(importlib.metadata.requires(library) or [])}
+    in_core = names_of(importlib.metadata.requires("verl") or [], extra="verl-core")
+    owners = importlib.metadata.packages_distributions()
+    imported = {canonicalize_name(owner) for name in set(sys.modules) & set(owners) for owner in owners[name]}
+    assert (imported & in_core) - brought == {"pytest"}  # which runs this
+
+
+def names_of(lines: Iterable[str], extra: str = "") -> set[str]:
+    """Returns the names of requirements: those without an extra, or of one."""
+    found = [line for line in lines if line and ('extra == "' in line) == bool(extra) and extra in line]
+    return {canonicalize_name(Requirement(line).name) for line in found}
