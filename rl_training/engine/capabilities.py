@@ -14,8 +14,8 @@ from rl_training.mathematics.kish import kish_size_of_sums, kish_sums
 
 MIN_ESS = 0.5  # share of the sequences below which importance weights are worthless
 REUSED = (
-    "an earlier step has trained on these responses (num_iterations > 1), and the optimizer's momentum holds their "
-    "noise: use one step per rollout"
+    "an earlier step has trained on these responses (num_iterations > 1; in verl ppo_epochs > 1), and the optimizer's "
+    "momentum holds their noise: learn from each response once"
 )
 SPLIT_PROMPTS = "the responses of a prompt are spread over several optimizer steps, or processes"
 MIXED_PROMPTS = "the microbatches mix prompts, so no fold of whole prompts can be left out"
@@ -91,7 +91,7 @@ class Capabilities:
         if not self.whole_prompts:
             return f"{MIXED_BLOCKS}: {self.fixes.whole_prompts}"
         if self.reused:
-            return "an earlier step has trained on these responses (num_iterations > 1): they are not a fresh sample"
+            return "an earlier step has trained on these responses (num_iterations, ppo_epochs > 1): no fresh sample"
         return ONE_BLOCK if blocks < 2 else ""
 
     def why_no_split_of_trace(self) -> str:

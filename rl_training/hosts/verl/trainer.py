@@ -99,7 +99,6 @@ def about_rollout(config: DictConfig, tags: list[dict[str, Any]], step: int, end
         "responses_per_prompt": rollout.n,
         "rollout": step,
         "fresh": versions == {step - 1},
-        "epochs": config.actor_rollout_ref.actor.ppo_epochs,
         "plain_advantages": is_grpo and not algorithm.norm_adv_by_std_in_grpo and not algorithm.use_kl_in_reward,
         "sampling_mismatch": why_sampling_mismatch(rollout),
         "max_response_length": config.data.max_response_length,

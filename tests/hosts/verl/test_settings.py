@@ -194,7 +194,7 @@ def test_the_engine_gets_what_it_cannot_know_about_a_rollout() -> None:
     about = about_rollout(config_of("algorithm.norm_adv_by_std_in_grpo=False"), [tag(4)] * 8, 5, 2)
     assert about["probes"] == {"simple": {"_target_": "rl_training.probes.SimpleEntropyProbe"}}
     assert (about["responses_per_prompt"], about["rollout"], about["fresh"], about["end_tokens"]) == (4, 5, True, [2])
-    assert (about["plain_advantages"], about["sampling_mismatch"], about["epochs"]) == (True, "", 1)
+    assert (about["plain_advantages"], about["sampling_mismatch"]) == (True, "")
 
 
 DYNAMIC = [f"{ACTOR}.use_dynamic_bsz=True", "data.max_prompt_length=500", "data.max_response_length=1500"]
