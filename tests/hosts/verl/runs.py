@@ -69,7 +69,7 @@ RUNS: dict[str, dict[str, Any]] = {
     "groups": {"dynamic": 200, "group": G},
     "bf16": {"dtype": "bf16"},
     "two_steps": {"minis": 2},
-    "two_epochs": {"epochs": 2},
+    "two_epochs": {"epochs": 2, "lr": 1e-6},  # the second epoch is nearly on-policy
     "entropies": {"calculate_entropy": True},
     "bonus": {"calculate_entropy": True, "entropy_coeff": 0.01},
     "sync_each": {"use_no_sync": False},
@@ -150,7 +150,7 @@ def new_worker(model: Path, run: dict[str, Any]) -> TrainingWorker:
         infer_max_token_len_per_gpu=dynamic, use_no_sync_for_gradient_accumulation=run.get("use_no_sync", True),
     )  # fmt: skip
     optimizer = FSDPOptimizerConfig(
-        lr=LR, weight_decay=0.1, betas=(0.9, 0.999), clip_grad=CLIP, total_training_steps=10,
+        lr=run.get("lr", LR), weight_decay=0.1, betas=(0.9, 0.999), clip_grad=CLIP, total_training_steps=10,
         override_optimizer_config={"eps": EPS},
     )  # fmt: skip
     actor = FSDPActorConfig(

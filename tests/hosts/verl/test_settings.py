@@ -266,7 +266,8 @@ def test_top_p_is_named_with_the_fix_and_normed_advantages_are_not_dr_grpo_s() -
 
 def test_the_command_of_the_documentation_is_measured_and_dr_grpo_s() -> None:
     page = Path(__file__).parents[3] / "docs" / "how_to" / "verl.md"
-    block = page.read_text(encoding="utf-8").split("```bash\n")[2].split("```")[0]
+    blocks = [part.split("```")[0] for part in page.read_text(encoding="utf-8").split("```bash\n")[1:]]
+    block = next(block for block in blocks if "data.train_batch_size" in block)
     words = [word for word in shlex.split(block.replace("\\\n", " ")) if "=" in word]
     config = with_probes(config_of(*(word for word in words if not word.startswith("probe="))))
     about = about_rollout(config, [tag(0)], 1, None)
