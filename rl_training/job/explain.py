@@ -32,9 +32,9 @@ GONE = {  # settings, and what to do instead
     "probes.simple.own_prompts": "delta_h/forward is about new prompts, leave it out",
     "probes.simple.split_error": "leave it out",
     "probes.simple.top_responses": "leave it out",
-    "probes.simple.validate_every": "give probe=[simple,ground_truth] probes.ground_truth.every=10",
-    "probes.simple.validate_sequences": "give probe=[simple,ground_truth] probes.ground_truth.sequences=512",
-    "probes.simple.seed": "give probe=[simple,ground_truth] probes.ground_truth.seed=0",
+    "probes.simple.validate_every": "give 'probe=[simple,ground_truth]' probes.ground_truth.every=10",
+    "probes.simple.validate_sequences": "give 'probe=[simple,ground_truth]' probes.ground_truth.sequences=512",
+    "probes.simple.seed": "give 'probe=[simple,ground_truth]' probes.ground_truth.seed=0",
 }
 
 
@@ -151,6 +151,11 @@ def explain(error: BaseException) -> str:
     setting = re.search(r"Could not override '([^']+)'", message)
     if setting:
         return f"{setting.group(1)}: {_no_such_setting(setting.group(1))}"
+    merged = re.search(r"Error merging override (?:\+\+)?([^=]+)=(.*)", message)
+    if merged:
+        return (
+            f"{merged.group(1)}={merged.group(2)}: it takes no value of this kind; for a list: '{merged.group(1)}=[…]'"
+        )
     return message.split("\nSee http")[0]
 
 

@@ -8,9 +8,7 @@ A resumed training goes on in the same run of each. Only the main process logs. 
 from __future__ import annotations
 
 import json
-import math
 import os
-import re
 from collections.abc import Collection, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -22,14 +20,10 @@ from transformers.utils import logging
 
 from rl_training.hosts.trl.trainer import DrGRPOConfig, DrGRPOTrainer
 from rl_training.records.folder import LOGS_FOLDER
-from rl_training.records.workspace import SECTIONS, Panel
 
 logger = logging.get_logger(__name__)
 
 WANDB_RUN_ID = "wandb_run_id"  # file in logs/: the run that a resumed training goes on writing to
-STDERRS = 2  # in the half of a band: about a 95 % interval
-UNCERTAINTY = "uncertainty"  # TensorBoard's section of standard errors and the ends of bands
-PANELS = [panel for panels in SECTIONS.values() for panel in panels]
 
 
 class MetricsLogger(TrainerCallback):
@@ -108,10 +102,7 @@ class WandbLogger(MetricsLogger):
 
 
 class TensorBoardLogger(MetricsLogger):
-    """TensorBoard, in logs/tensorboard, with charts of several metrics and their error bands: custom scalars.
-
-    It sorts its cards by name, so standard errors and the ends of bands get a section of their own, near the end.
-    """
+    """TensorBoard, in logs/tensorboard."""
 
     replaces = TensorBoardCallback
     _step: int  # of what was logged last
@@ -123,22 +114,13 @@ class TensorBoardLogger(MetricsLogger):
         self._writer = SummaryWriter(
             str(self.run_dir / LOGS_FOLDER / "tensorboard"), purge_step=after_step + 1 if after_step else None
         )
-        assert self._writer.file_writer is not None
-        self._writer.file_writer.add_summary(tensorboard_layout())
         self._step = after_step
         self._writer.add_text("config", f"```\n{json.dumps(self.config, indent=2)}\n```")
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any], **kwargs: Any) -> None:
-        for name in (name for panel in PANELS if panel.bands for name in panel.metrics if name in logs):
-            reach = STDERRS * logs.get(f"{name}_se", math.nan)
-            for tag, end in zip(_ends(name), (logs[name] - reach, logs[name] + reach), strict=True):
-                self._writer.add_scalar(tag, end, state.global_step)
-        super().on_log(args, state, control, logs, **kwargs)
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         self._step = step
         for name, value in metrics.items():
-            self._writer.add_scalar(f"{UNCERTAINTY}/{name}" if name.endswith("_se") else name, value, step)
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def alert(self, title: str, text: str) -> None:
@@ -174,50 +156,16 @@ class TrackioLogger(MetricsLogger):
         self._trackio.finish()
 
 
-def tensorboard_layout() -> Any:
-    """Returns the Summary with the charts of TensorBoard's custom scalars: those of the W&B workspace.
-
-    SummaryWriter.add_custom_scalars knows no chart of several metrics with bands.
-    """
-    from tensorboard.plugins.custom_scalar import layout_pb2
-    from torch.utils.tensorboard.summary import custom_scalars
-
-    categories = [
-        layout_pb2.Category(title=section, chart=[_chart(panel) for panel in panels])
-        for section, panels in SECTIONS.items()
-    ]
-    summary = custom_scalars({})
-    summary.value[0].tensor.string_val[0] = layout_pb2.Layout(category=categories).SerializeToString()
-    return summary
-
-
-def _chart(panel: Panel) -> Any:
-    from tensorboard.plugins.custom_scalar.layout_pb2 import Chart, MarginChartContent, MultilineChartContent
-
-    if panel.bands:
-        ends = [(name, *_ends(name)) for name in panel.metrics]
-        series = [MarginChartContent.Series(value=name, lower=low, upper=high) for name, low, high in ends]
-        return Chart(title=f"{panel.title}, ± {STDERRS} standard errors", margin=MarginChartContent(series=series))
-    # regular expressions, by which TensorBoard finds the metrics of a chart
-    patterns = [*(f"^{re.escape(name)}$" for name in panel.metrics), *([panel.pattern] if panel.pattern else [])]
-    return Chart(title=panel.title, multiline=MultilineChartContent(tag=patterns))
-
-
-def _ends(name: str) -> tuple[str, str]:
-    """Returns the names of the ends of a metric's band."""
-    return f"{UNCERTAINTY}/{name}_low", f"{UNCERTAINTY}/{name}_high"
-
-
 LOGGERS: tuple[type[MetricsLogger], ...] = (WandbLogger, TensorBoardLogger, TrackioLogger)
 
 
 def loggers_of(run: Path, config: Mapping[str, Any]) -> list[MetricsLogger]:
     """Returns the dashboards of a run that has ended, to add to, and warns of one that is not installed here."""
-    asked = config.get("trainer", {}).get("report_to") or []
+    chosen = config.get("trainer", {}).get("report_to") or []
     libraries = {kind: kind.__name__.removesuffix("Logger").lower() for kind in LOGGERS}
-    for library in (library for library in libraries.values() if library in asked and find_spec(library) is None):
+    for library in (name for name in libraries.values() if name in chosen and find_spec(name) is None):
         logger.warning(f"{library} is not installed here: nothing is sent to its dashboard")
-    return [kind(run, config) for kind, library in libraries.items() if library in asked and find_spec(library)]
+    return [kind(run, config) for kind, library in libraries.items() if library in chosen and find_spec(library)]
 
 
 def put_loggers(

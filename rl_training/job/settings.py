@@ -125,7 +125,7 @@ def _check_probes(probes: Any) -> None:
         raise ValueError("there is nothing in `probes`: for a run without probes give probe=none")
     for probe in map(str, probes):
         if not isinstance(probes[probe], DictConfig):
-            raise ValueError(f"probes.{probe}={probes[probe]}: to run without it, leave it out of the list probe=[…]")
+            raise ValueError(f"probes.{probe}={probes[probe]}: to run without it, leave it out of the list 'probe=[…]'")
         file = CONF / "probe" / f"{probe}.yaml"
         if file.is_file():
             refuse_other_kinds(probes[probe], load_plain(file)[probe], f"probes.{probe}.")

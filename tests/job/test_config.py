@@ -6,6 +6,8 @@ import functools
 import json
 import operator
 import os
+import re
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,8 @@ from rl_training.records.jsonl import read_metrics
 from rl_training.tasks.models import load_causal_lm, load_tiny
 from rl_training.tasks.tiny import TINY_PATH
 
-CONF = Path(__file__).parents[2] / "conf"
+ROOT = Path(__file__).parents[2]
+CONF = ROOT / "conf"
 # What an option needs beside its name.
 NEEDS = {"model=hub": ["model.name=somewhere"]}
 OPTIONS = [
@@ -119,6 +122,8 @@ def test_a_run_of_the_default_task_leaves_its_records(tmp_path: Path, adapter: s
     assert line["delta_h/forward_se"] > 0
     trainable = sum(p.numel() for p in run.trainer.model.parameters() if p.requires_grad)
     assert (trainable == 105_472) == (adapter == "none")
+    card = (run.run_dir / "training_state" / "README.md").read_text()
+    assert "This model is a fine-tuned version of the model in the folder `tiny`." in card
 
 
 @pytest.mark.parametrize(
@@ -191,7 +196,7 @@ def test_a_mistake_is_named_with_the_fix(tmp_path: Path, overrides: list[str], m
         ("probes.gns.lags=16", "probes.gns.lags: this setting is gone"),
         ("probe=[simple,responses]", "probe=responses: this probe is gone: which responses move entropy: rl-training"),
         ("probes.simple.own_prompts=true", "probes.simple.own_prompts: this setting is gone"),
-        ("probes.simple.validate_every=10", "give probe=[simple,ground_truth] probes.ground_truth.every=10"),
+        ("probes.simple.validate_every=10", "give 'probe=[simple,ground_truth]' probes.ground_truth.every=10"),
         ("probes.gns.every=5", "what this run has chosen lacks this setting; probe=gns would have it"),
     ],
 )
@@ -208,9 +213,17 @@ def test_a_model_without_name_is_asked_for() -> None:
     assert explain(raised.value) == "model.name is not set: give model.name=VALUE"
 
 
+def test_every_list_in_a_command_of_the_pages_and_of_help_is_quoted_as_zsh_needs_it() -> None:
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *CONF.glob("hydra/help/*.yaml")]
+    for page in pages:
+        text = page.read_text(encoding="utf-8")
+        blocks = re.findall(r"```(?:bash|sh|console)\n(.*?)```", text, re.DOTALL) if page.suffix == ".md" else [text]
+        assert not re.findall(r"(?<!['\"\w.])[\w.]+=\[.*", "\n".join(blocks)), page
+
+
 @pytest.mark.parametrize("setting", [key for key, instead in GONE.items() if "give " in instead])
 def test_what_is_said_to_give_for_a_setting_that_is_gone_can_be_given(setting: str) -> None:
-    cfg = composed(*GONE[setting].partition("give ")[2].split())
+    cfg = composed(*shlex.split(GONE[setting].partition("give ")[2]))
     check_settings(cfg)
     assert len(cfg.probes) == 1 + setting.startswith("probes.")
 

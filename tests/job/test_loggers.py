@@ -15,12 +15,13 @@ from typing import Any
 import forks
 import pytest
 import yaml
+from hydra import compose, initialize_config_dir
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.plugins.custom_scalar import layout_pb2
 from transformers import TrainerState
 from wandb.proto import wandb_internal_pb2
 
-from rl_training.job.loggers import UNCERTAINTY, TensorBoardLogger, TrackioLogger, WandbLogger
+from rl_training.job.loggers import TensorBoardLogger, TrackioLogger, WandbLogger
+from rl_training.job.shipped import CONF
 from rl_training.probes.gns import ADAM, RATIOS
 from rl_training.records.jsonl import read_metrics
 from rl_training.records.workspace import CORE, SECTIONS
@@ -36,6 +37,7 @@ SETTINGS = [
     "batch.microbatch_size=4",
     "trainer.save_steps=1",
     "logger=wandb",
+    "logger.metrics=all",
     "++trainer.report_to=[wandb,tensorboard,trackio]",
 ]
 
@@ -139,35 +141,25 @@ def test_tensorboard_holds_every_metric_at_its_step(run_dir: Path) -> None:
     events = EventAccumulator(str(run_dir / "logs" / "tensorboard"), size_guidance={"scalars": 0})
     events.Reload()
     logged: dict[int, dict[str, float]] = {}
-    for tag in (tag for tag in events.Tags()["scalars"] if not tag.startswith(UNCERTAINTY) or tag.endswith("_se")):
-        name = tag.removeprefix(f"{UNCERTAINTY}/")
-        for event in events.Scalars(tag):
+    for name in events.Tags()["scalars"]:
+        for event in events.Scalars(name):
             assert name not in logged.setdefault(event.step, {})
             logged[event.step][name] = event.value
     expected = numbers_of(run_dir)
-    assert not any(tag.endswith("_se") and not tag.startswith(UNCERTAINTY) for tag in events.Tags()["scalars"])
     assert {step: sorted(row) for step, row in logged.items()} == {step: sorted(row) for step, row in expected.items()}
     for step, row in expected.items():  # TensorBoard keeps fp32
         assert logged[step] == pytest.approx(row, rel=1e-6, abs=1e-30)
 
 
-def test_tensorboard_has_predicted_and_measured_with_bands_in_one_chart_and_the_reports_pictures(run_dir: Path) -> None:
+def test_tensorboard_has_the_reports_pictures(run_dir: Path) -> None:
     events = EventAccumulator(str(run_dir / "logs" / "tensorboard"))
     events.Reload()
-    content = events.Tensors("custom_scalars__config__")[-1].tensor_proto.string_val[0]
-    charts = {chart.title: chart for c in layout_pb2.Layout.FromString(content).category for chart in c.chart}
-    drawn = charts["Change since the first step, ± 2 standard errors"].margin.series
-    assert {one.value for one in drawn} == {"delta_h/cumulative_measured", "delta_h/cumulative_predicted"}
-    for one in drawn:  # TensorBoard draws nothing where their steps differ
-        value, low, high = ({e.step: e.value for e in events.Scalars(tag)} for tag in (one.value, one.lower, one.upper))
-        assert low.keys() == value.keys() == high.keys() == {1, 2, 3}
-        row = numbers_of(run_dir)[3]
-        for end, sign in ((low, -1), (high, 1)):
-            assert end[3] == pytest.approx(row[one.value] + sign * 2 * row[f"{one.value}_se"], rel=1e-5)
-    parts = charts["Parts of the step: momentum, gradient, decay"].multiline.tag
-    names = {name for name in events.Tags()["scalars"] if any(re.search(tag, name) for tag in parts)}
-    assert names == {f"delta_h/part/{part}" for part in ("momentum", "gradient", "decay")}
     assert {f"report/{path.stem}" for path in (run_dir / "report").glob("*.png")} == set(events.Tags()["images"])
+
+
+def test_a_run_shows_the_core_numbers_where_nothing_else_is_asked_for() -> None:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        assert compose("train", overrides=["logger=wandb"]).logger.metrics == "core"
 
 
 def test_core_shows_the_core_numbers_and_those_only(tmp_path: Path) -> None:
@@ -177,10 +169,7 @@ def test_core_shows_the_core_numbers_and_those_only(tmp_path: Path) -> None:
     logger.finish([])
     events = EventAccumulator(str(tmp_path / "logs" / "tensorboard"))
     events.Reload()
-    shown = [
-        tag.removeprefix(f"{UNCERTAINTY}/") for tag in events.Tags()["scalars"] if not tag.endswith(("_low", "_high"))
-    ]
-    assert sorted(shown) == sorted(CORE)
+    assert sorted(events.Tags()["scalars"]) == sorted(CORE)
 
 
 def test_trackio_holds_every_metric_at_its_step_in_one_run(run_dir: Path) -> None:

@@ -214,6 +214,15 @@ class DrGRPOTrainer(GRPOTrainer):
         rewards = super()._calculate_rewards(rows, prompts, said, completion_ids)[: len(rows)]
         return (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
 
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        super().create_model_card(*args, **kwargs)
+        card = Path(self.args.output_dir) / "README.md"
+        if self.is_world_process_zero():  # TRL knows no base that lies in a folder
+            folder = Path(self.model.name_or_path).name
+            text = card.read_text(encoding="utf-8")
+            text = text.replace("[None](https://huggingface.co/None)", f"the model in the folder `{folder}`")
+            card.write_text(text, encoding="utf-8")
+
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         shown = logging.is_progress_bar_enabled()
         logging.disable_progress_bar()  # transformers' bar over files, in the middle of the one over steps
