@@ -91,7 +91,10 @@ class Capabilities:
         if not self.whole_prompts:
             return f"{MIXED_BLOCKS}: {self.fixes.whole_prompts}"
         if self.reused:
-            return "an earlier step has trained on these responses (num_iterations, ppo_epochs > 1): no fresh sample"
+            return (
+                "an earlier step has trained on these responses (num_iterations > 1; in verl ppo_epochs > 1): "
+                "they are not a fresh sample"
+            )
         return ONE_BLOCK if blocks < 2 else ""
 
     def why_no_split_of_trace(self) -> str:
