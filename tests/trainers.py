@@ -44,6 +44,11 @@ def graded(completions: list[str], **kwargs: Any) -> list[float]:
 FEW: dict[str, Any] = {
     "per_device_train_batch_size": 4, "gradient_accumulation_steps": 2, "max_completion_length": 8, "reward": graded,
 }  # fmt: skip
+# An epoch over twelve prompts: a step of four microbatches, and a last one of two.
+SHORT_LAST_STEP: dict[str, Any] = {
+    "steps_per_generation": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 8, "max_steps": -1,
+    "num_train_epochs": 1, "max_completion_length": 8, "reward": graded,
+}  # fmt: skip
 LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
 
 

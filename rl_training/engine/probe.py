@@ -56,8 +56,8 @@ class Probe:
     running: Any = None
 
     def __init__(self, every: int = 1) -> None:
-        if every < 1:
-            raise ValueError(f"{self.name}: every={every} must be at least 1 (measure each `every`-th step)")
+        if type(every) is not int or every < 1:
+            raise ValueError(f"{self.name}: every={every!r} must be at least 1 (measure each `every`-th step)")
         self.every = every
         self._answers: dict[str, Estimate] = {}
 

@@ -86,12 +86,20 @@ def measured_loop(
     Raises ValueError, saying what to change, where probes would corrupt the training or cannot measure it.
     """
     module = model.module if isinstance(model, DistributedDataParallel) else model
+    shape = {
+        "responses_per_prompt": responses_per_prompt,
+        "microbatch_size": microbatch_size,
+        "microbatches": microbatches,
+    }
+    loop_refusals.refuse_what_is_no_probe(probes)
+    loop_refusals.refuse_impossible_settings(shape, temperature, max_grad_norm)
+    loop_refusals.refuse_what_is_not_trained(module, optimizer)
     loop_refusals.refuse_what_cannot_be_measured(model, module)
     ranks = all_ranks()
     scorer = Scorer(module, temperature, autocast=autocast or contextlib.nullcontext)
     policy = LoopPolicy(module, scorer, microbatch_size, sample, decode)
     loop = Loop(
-        shape=Shape(responses_per_prompt, microbatch_size, microbatches, ranks.count),
+        shape=Shape(**shape, num_ranks=ranks.count),
         sharding=Sharding(module, optimizer, max_grad_norm),
         policy=policy,
         ranks=ranks,

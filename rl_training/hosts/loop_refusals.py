@@ -1,6 +1,10 @@
-"""Refuses what a plain loop may not do while it is measured, in one line with the fix."""
+"""Refuses what a loop may not do while it is measured, in one line with the fix."""
 
 from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -9,6 +13,7 @@ from torch.distributed.tensor import DTensor
 from rl_training.engine.batch import Rollout, in_one_width
 from rl_training.engine.open_step import OpenStep
 from rl_training.engine.policy import Policy
+from rl_training.engine.probe import Probe
 
 FARTHEST = 0.1  # nats per token: largest mean difference between the loop's log-probabilities and the scorer's
 
@@ -26,6 +31,45 @@ def refuse_what_cannot_be_measured(model: nn.Module, module: nn.Module) -> None:
     if any(getattr(function, "keywords", {}).get("use_reentrant") for function in checkpointing):
         raise ValueError(
             "reentrant checkpointing gives a second backward no gradients: enable it with use_reentrant=False"
+        )
+
+
+def refuse_what_is_no_probe(probes: Any) -> None:
+    """Raises ValueError where these are not objects of Probe in a list, or have no possible number of folds."""
+    if isinstance(probes, Probe) or not isinstance(probes, Iterable):
+        raise ValueError(f"probes={probes!r}: give a list of probes, such as [SimpleEntropyProbe()]")
+    for probe in probes:
+        if isinstance(probe, type) and issubclass(probe, Probe):
+            raise ValueError(f"{probe.__name__} is a class: give an object of it, {probe.__name__}(...)")
+        if not isinstance(probe, Probe):
+            raise ValueError(f"{probe!r} is no probe: give objects of rl_training.Probe, such as SimpleEntropyProbe()")
+        if probe.num_folds is not None and (type(probe.num_folds) is not int or probe.num_folds < 1):
+            raise ValueError(f"{probe.name}: num_folds={probe.num_folds!r} must be a whole number, at least 1")
+
+
+def refuse_impossible_settings(whole_numbers: dict[str, Any], temperature: Any, max_grad_norm: Any) -> None:
+    """Raises ValueError for a number that no loop can have.
+
+    whole_numbers  by name, at least 1
+    """
+    for name, value in whole_numbers.items():
+        if type(value) is not int or value < 1:
+            raise ValueError(f"measured_loop({name}={value!r}): give a whole number, at least 1")
+    if not 0.0 < temperature < math.inf:
+        raise ValueError(f"measured_loop(temperature={temperature}): give a number above 0")
+    if max_grad_norm is not None and not max_grad_norm > 0.0:
+        raise ValueError(f"measured_loop(max_grad_norm={max_grad_norm}): give a number above 0, or None")
+
+
+def refuse_what_is_not_trained(module: Any, optimizer: Any) -> None:
+    """Raises ValueError where an optimizer trains no parameter of the model."""
+    if not isinstance(module, nn.Module) or not isinstance(optimizer, torch.optim.Optimizer):
+        given = f"{type(module).__name__} and {type(optimizer).__name__}"
+        raise ValueError(f"measured_loop needs a torch module and its torch optimizer, and got {given}")
+    trained = {parameter for parameter in module.parameters() if parameter.requires_grad}
+    if trained.isdisjoint(parameter for group in optimizer.param_groups for parameter in group["params"]):
+        raise ValueError(
+            "the optimizer has no parameter of the model that requires a gradient: make it of model.parameters()"
         )
 
 

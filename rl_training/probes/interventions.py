@@ -72,11 +72,11 @@ class InterventionsProbe(Probe):
         self, which: Sequence[str] = USUAL, every: int = 10, num_folds: int | None = None, decay: float = 0.9
     ) -> None:
         super().__init__(every)
-        if not which:
-            raise ValueError(f"interventions: which=[] names none: give some, as which=[{','.join(USUAL)}]")
-        if not 0.0 < decay <= 1.0:
-            raise ValueError(f"interventions: decay={decay} must lie in (0, 1]; 0.9 averages over about ten steps")
         self.which = interventions_of(which, "interventions.which")
+        if not self.which:
+            raise ValueError(f"interventions: which=[] names none: give some, as which=[{','.join(USUAL)}]")
+        if not isinstance(decay, float | int) or not 0.0 < decay <= 1.0:
+            raise ValueError(f"interventions: decay={decay} must lie in (0, 1]; 0.9 averages over about ten steps")
         self.num_folds = num_folds
         names = [PLAIN, *(name + end for name in (each.name for each in self.which) for end in ("", KEPT))]
         self.running = RunningPairs({name: RunningPair(decay**every) for name in names})

@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import forks
@@ -436,6 +438,69 @@ def test_what_a_second_backward_would_corrupt_is_refused_at_once(harm: Callable[
     harm(model)
     with pytest.raises(ValueError, match=said):
         new_loop([], model=model)
+
+
+@pytest.mark.parametrize(
+    ("facts", "said"),
+    [
+        ({"responses_per_prompt": 0}, "responses_per_prompt=0): give a whole number, at least 1"),
+        ({"microbatches": 0}, "microbatches=0)"),
+        ({"microbatch_size": -8}, "microbatch_size=-8)"),
+        ({"microbatch_size": 8.0}, "microbatch_size=8.0)"),
+        ({"temperature": 0}, "temperature=0): give a number above 0"),
+        ({"temperature": math.nan}, "temperature=nan)"),
+        ({"max_grad_norm": -1.0}, "max_grad_norm=-1.0)"),
+    ],
+)
+def test_a_number_that_no_loop_can_have_is_refused_by_name(facts: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(f"measured_loop({said}")):
+        new_loop([], **facts)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ([SimpleEntropyProbe], r"SimpleEntropyProbe is a class: give an object of it, SimpleEntropyProbe\(...\)"),
+        (SimpleEntropyProbe(), "give a list of probes"),
+        ([None], "None is no probe"),
+        (["simple"], "'simple' is no probe"),
+        ([SimpleEntropyProbe(num_folds=2.5)], "simple: num_folds=2.5 must be a whole number"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_probe_is_refused_in_words(given: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        new_loop(given)
+
+
+def test_an_optimizer_that_trains_nothing_of_the_model_is_refused() -> None:
+    model, other = load_tiny()[0], load_tiny()[0]
+    shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": MICROBATCHES}
+    with pytest.raises(ValueError, match="has no parameter of the model"):
+        measured_loop(model, torch.optim.AdamW(other.parameters()), [], **shape)
+    with pytest.raises(ValueError, match="got str and AdamW"):
+        measured_loop("gpt2", torch.optim.AdamW(other.parameters()), [], **shape)  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(ValueError, match="has no parameter of the model"):
+        measured_loop(model.requires_grad_(False), optimizer, [], **shape)
+
+
+def test_each_process_samples_responses_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the same seed: other random numbers on each, the same ones again; prompts 0, 2, … and 1, 3, …."""
+
+    def sample(number: int) -> Rollout:
+        ids = torch.randint(0, 9, (number, 8))
+        return dataclasses.replace(take_rows(rollout_of(0), torch.arange(number)), completion_ids=ids)
+
+    policy = new_loop([], sample=sample)[2]._policy
+    drawn = []
+    for process in (0, 1, 1):
+        monkeypatch.setattr("rl_training.hosts.loop.rank", lambda process=process: process)
+        monkeypatch.setattr("rl_training.hosts.loop.all_ranks", lambda: SimpleNamespace(count=2))
+        drawn.append(policy.sample(8, seed=3))
+    first, second, again = (rollout.completion_ids for rollout in drawn)
+    assert not torch.equal(first, second)
+    assert torch.equal(second, again)
+    assert [rollout.prompt_index.tolist() for rollout in drawn[:2]] == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
 def test_a_step_that_never_steps_or_skips_a_number_is_refused_and_may_be_made_again() -> None:

@@ -14,7 +14,7 @@ import torch
 from peft import LoraConfig
 from simple_twin import Answers, Recorder, Twin
 from torch import Tensor
-from trainers import FEW, LORA, bare_ending, differing, ending, graded
+from trainers import FEW, LORA, SHORT_LAST_STEP, bare_ending, differing, ending, graded
 
 from rl_training import Estimate, Probe
 from rl_training.hosts.trl.trained_loss import with_settings
@@ -189,6 +189,30 @@ def test_what_cannot_be_trained_with_is_refused_before_a_step_is_made(
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         make_trainer(interventions=names, **SHAPE | settings).train()
     assert "\n" not in str(error.value)
+
+
+def test_in_the_short_last_step_of_an_epoch_the_bonus_is_of_fewer_microbatches(
+    make_trainer: Callable[..., Any],
+) -> None:
+    """−β / (M tokens) with M = 2, where other steps have four; the logged loss stays the trainer's own."""
+    probe, losses = Weights(), []
+    for names in ([], ["bonus:0.1"]):
+        rows = make_trainer().train_dataset.select(range(12))
+        settings = SHORT_LAST_STEP | {"train_dataset": rows, "probes": [probe], "interventions": names}
+        trainer = make_trainer(**settings)
+        trainer.train()
+        losses.append(trainer.state.log_history[0]["loss"])
+    assert len(probe.rows) == 2
+    for rows in probe.rows:
+        own = slice(rows.start, rows.stop)
+        expected = -0.1 * probe.mask[own] / (2 * probe.mask[own].sum())
+        torch.testing.assert_close(probe.weights.entropies[own], expected, rtol=1e-5, atol=1e-12)
+    assert losses[0] == losses[1]
+
+
+def test_a_bonus_that_is_too_strong_is_blamed_beside_the_learning_rate(make_trainer: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="or intervention=bonus:1e30 too strong"):
+        make_trainer(interventions=["bonus:1e30"], **SHAPE).train()
 
 
 def test_a_resumed_training_has_the_learning_rate_that_is_asked_for(

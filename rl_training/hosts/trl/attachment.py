@@ -22,6 +22,7 @@ from rl_training.engine.driver import StepDriver
 from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.probe import Probe
 from rl_training.hosts.estimate_writer import EstimateWriter
+from rl_training.hosts.loop_refusals import refuse_what_is_no_probe
 from rl_training.hosts.processes import all_ranks, streams_put_back
 from rl_training.hosts.trl import batches, patches
 from rl_training.hosts.trl.patches import wrap
@@ -51,6 +52,9 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         whole_prompts: bool,
         interventions: Sequence[Intervention] = (),
     ) -> None:
+        if not isinstance(trainer, GRPOTrainer):
+            raise ValueError(f"probes are attached to a trl.GRPOTrainer, and this is {type(trainer).__name__}")
+        refuse_what_is_no_probe(probes)
         patches.refuse_missing_members(trainer)
         if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):
             raise ValueError("this trainer already has probes attached: remove() those first, or pass all in one list")
@@ -150,6 +154,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
     def _on_generate(self, original: Callable[..., dict], inputs: list[dict]) -> dict:
         output = original(inputs)
         if self._trainer.model.training:
+            batches.warn_of_long_sequences(self._trainer, output)
             self._rollouts.begin(output, keep_logps=bool(self.probes or self._loss.on_loss))
             self._loss.begin(self._rollouts.read(output))
         return output
@@ -167,6 +172,13 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         with contextlib.ExitStack() as undo:
             wrap(trainer, "_get_per_token_logps_and_entropies", keep, undo)  # training's own forward pass
             loss = original(model, inputs, *args, **kwargs)
+        if not scored:  # by a compute_loss of one's own
+            if not (self.probes or self._records or self._loss.on_loss):
+                return loss
+            raise ValueError(
+                f"{type(trainer).__name__}.compute_loss does not score by _get_per_token_logps_and_entropies, whose numbers "
+                "are measured: build on super().compute_loss, or train without probes and records"
+            )
         logps, entropies, aux_loss = scored[-1]
         rollout = self._rollouts.read(inputs)
         scores, seen = Scores(logps, entropies, rollout.completion_mask), None

@@ -152,6 +152,8 @@ def _demand(there: bool, what: str, library: str = "trl") -> None:
 
 def refuse_what_cannot_be_measured(trainer: GRPOTrainer) -> None:
     """Raises ValueError, saying what to do, where probes would corrupt training or could measure nothing."""
+    if not any(parameter.requires_grad for parameter in trainer.model.parameters()):
+        raise ValueError("the model has no parameter that requires a gradient: there is no step to measure")
     args, state, ddp = trainer.args, trainer.accelerator.state, trainer.accelerator.ddp_handler
     if args.gradient_checkpointing and (args.gradient_checkpointing_kwargs or {}).get("use_reentrant"):
         raise ValueError(

@@ -137,6 +137,8 @@ class DrGRPOTrainer(GRPOTrainer):
         super().__init__(*args, **kwargs)
         if not isinstance(self.args, DrGRPOConfig):
             raise ValueError(f"DrGRPOTrainer needs args=DrGRPOConfig(...), got {type(self.args).__name__}")
+        if not self.reward_weights.isfinite().all():
+            raise ValueError(f"reward_weights={self.reward_weights.tolist()} must be finite numbers")
         if is_peft_model(self.model):  # TRL rounds the adapter on a 4-bit model to bf16, in which small steps are lost
             for param in self.model.parameters():
                 if param.requires_grad and param.dtype.itemsize < 4:
@@ -175,9 +177,10 @@ class DrGRPOTrainer(GRPOTrainer):
 
     def _diverged(self, what: str) -> str:
         clipping = "" if 0 < self.args.max_grad_norm <= 1 else ", and clip the gradient with max_grad_norm=1"
+        also = f", or intervention={','.join(self.interventions)} too strong" if self.interventions else ""
         return (
             f"step {self.state.global_step + 1}: {what}: training has diverged. Most likely learning_rate="
-            f"{self.args.learning_rate:g} is too large: lower it{clipping}"
+            f"{self.args.learning_rate:g} is too large{also}: lower it{clipping}"
         )
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:

@@ -9,9 +9,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from datasets import Dataset
 from peft import LoraConfig
-from trainers import FEW, LORA, Ending, bare_ending, differing, ending, every_probe, trainer_maker
+from trainers import FEW, LORA, SHORT_LAST_STEP, Ending, bare_ending, differing, ending, every_probe, trainer_maker
 from transformers import PrinterCallback
+from transformers.utils import logging
 from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
@@ -242,6 +244,64 @@ def test_two_probes_of_one_name_are_an_error(make_trainer) -> None:
 def test_what_cannot_be_measured_is_refused_at_attach(make_trainer, settings, way_out) -> None:
     with pytest.raises(ValueError, match=way_out):
         make_trainer(probes=[SimpleEntropyProbe()], **settings)
+
+
+@pytest.mark.parametrize("given", [object(), None])
+def test_what_is_no_trainer_is_refused(given: Any) -> None:
+    with pytest.raises(ValueError, match=rf"attached to a trl.GRPOTrainer, and this is {type(given).__name__}"):
+        attach(given, [Witness()])
+
+
+def test_a_model_without_a_trainable_parameter_is_refused(make_trainer) -> None:
+    trainer = make_trainer(GRPOTrainer)
+    trainer.model.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        attach(trainer, [Witness()])
+
+
+class OwnLoss(GRPOTrainer):
+    """A loss that is not TRL's."""
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        return model(input_ids=inputs["completion_ids"]).logits.float().mean()
+
+
+def test_a_loss_of_ones_own_that_scores_nothing_is_refused_with_probes_and_trains_without(make_trainer) -> None:
+    for probes in ([Witness()], []):
+        trainer = make_trainer(GRPOTrainer, **FEW, max_steps=1)
+        trainer.__class__ = OwnLoss
+        with attach(trainer, probes):
+            if probes:
+                with pytest.raises(ValueError, match=r"OwnLoss.compute_loss does not score .* super\(\).compute_loss"):
+                    trainer.train()
+            else:
+                trainer.train()
+
+
+@pytest.mark.parametrize("length", [110, 130])
+def test_prompts_that_do_not_fit_into_the_model_are_warned_of(make_trainer, caplog, length: int) -> None:
+    """The model has 128 positions, of which responses take up to 8."""
+    rows = Dataset.from_dict({"prompt": ["1" * length] * 2})
+    trainer = make_trainer(train_dataset=rows, **FEW, max_steps=1)
+    logging.get_logger("transformers").propagate = True
+    trainer.train()
+    logging.get_logger("transformers").propagate = False
+    said = f"a prompt of {length} tokens and max_completion_length=8 are more than the model's 128 positions"
+    assert (said in caplog.text) == (length > 120)
+
+
+def test_weights_of_rewards_that_are_no_numbers_are_refused(make_trainer) -> None:
+    with pytest.raises(ValueError, match=r"reward_weights=\[nan\] must be finite"):
+        make_trainer(reward_weights=[math.nan])
+
+
+def test_the_short_last_step_of_an_epoch_has_the_folds_of_its_own_microbatches(make_trainer) -> None:
+    """Six microbatches, of which four are a step: the last one has two."""
+    checker, witness = Checker(), Witness()
+    rows = make_trainer().train_dataset.select(range(12))
+    make_trainer(probes=[checker, witness], train_dataset=rows, **SHORT_LAST_STEP).train()
+    assert [len(step.batch.microbatch_rows) for step in witness.steps] == [4, 2]
+    assert checker.compared == 2 * len(witness.before)
 
 
 def test_training_goes_on_after_an_interrupt_in_the_middle_of_a_step(make_trainer) -> None:

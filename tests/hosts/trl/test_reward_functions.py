@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -39,7 +40,15 @@ async def later(completions: list[str], **columns: Any) -> int:
     return 1
 
 
-async def one(completions: list[str], **columns: Any) -> list[float]:
+def leaves(completions: list[str], **columns: Any) -> None:
+    sys.exit(0)
+
+
+def one(completions: list[str], **columns: Any) -> list[float]:
+    return [1.0]
+
+
+async def one_later(completions: list[str], **columns: Any) -> list[float]:
     return [1.0]
 
 
@@ -70,7 +79,7 @@ def named(function: Any, name: str) -> Any:
         (looks_up, "looks_up failed: KeyError: 'target' .* has the columns prompt, answer$"),
         (words, "words failed: ValueError: could not convert string to float: 'good'"),
         (nothing, "nothing failed: TypeError: 'NoneType' object is not iterable"),
-        (one, "one failed: ValueError: it returned 1 rewards for 2 completions"),
+        (leaves, "leaves failed: SystemExit: 0"),
         (later, "later failed: TypeError: 'int' object is not iterable"),
         (Judge(), "judge failed: ValueError: could not convert string to float: 'bad'"),
     ],
@@ -88,6 +97,22 @@ def test_rewards_and_what_is_no_opinion_come_as_they_are() -> None:
     assert named(lambda completions, **_: torch.tensor([0.5, 2.0]), "f")(**GIVEN) == [0.5, 2.0]
     model = torch.nn.Linear(1, 1)
     assert named(model, "a reward model") is model
+
+
+def test_arguments_come_as_they_are_given() -> None:
+    """Rewards that environments own are asked for without completions, and positionally."""
+    owned = named(lambda environments, bonus=0, **kwargs: [e + bonus if e else None for e in environments], "f")
+    assert owned([1.0, None], environments_seen=2) == owned(environments=[1.0, None]) == [1.0, None]
+    assert owned([1.0, None], 2) == [3.0, None]
+    with pytest.raises(ValueError, match=r"reward function f failed: TypeError: .*'environments' \(.*\)$"):
+        owned()
+
+
+@pytest.mark.parametrize("function", [one, one_later])
+def test_too_few_rewards_are_refused_by_name(make_trainer: Any, function: Any) -> None:
+    trainer = make_trainer(reward=function)
+    with pytest.raises(ValueError, match=f"'{function.__name__}' returned 1 rewards, but 2 were expected"):
+        trainer._calculate_rewards([{"prompt": "1"}] * 2, ["1"] * 2, ["2"] * 2, [[3]] * 2)
 
 
 def test_a_trainer_of_ones_own_with_probes_names_it_until_they_are_removed(make_trainer: Any) -> None:
