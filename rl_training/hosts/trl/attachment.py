@@ -176,8 +176,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
             if not (self.probes or self._records or self._loss.on_loss):
                 return loss
             raise ValueError(
-                f"{type(trainer).__name__}.compute_loss does not score by _get_per_token_logps_and_entropies, whose numbers "
-                "are measured: build on super().compute_loss, or train without probes and records"
+                f"{type(trainer).__name__}.compute_loss makes no use of _get_per_token_logps_and_entropies, which is "
+                "measured: build on super().compute_loss, or train without probes and records"
             )
         logps, entropies, aux_loss = scored[-1]
         rollout = self._rollouts.read(inputs)

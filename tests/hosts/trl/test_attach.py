@@ -272,7 +272,7 @@ def test_a_loss_of_ones_own_that_scores_nothing_is_refused_with_probes_and_train
         trainer.__class__ = OwnLoss
         with attach(trainer, probes):
             if probes:
-                with pytest.raises(ValueError, match=r"OwnLoss.compute_loss does not score .* super\(\).compute_loss"):
+                with pytest.raises(ValueError, match=r"OwnLoss.compute_loss makes no use .* super\(\).compute_loss"):
                     trainer.train()
             else:
                 trainer.train()
