@@ -147,8 +147,13 @@ class JackknifeUnits:
         return cls(torch.arange(len(rows), device=rows.device), len(rows))
 
     def in_blocks(self, size: int) -> JackknifeUnits:
-        """Returns blocks of so many consecutive units, of which the last may have fewer."""
-        return JackknifeUnits(self.number // size, -(-self.count // size), self.reduce)
+        """Returns blocks of so many consecutive units of a process, of which its last may have fewer."""
+        own, place = self.number.unique(return_inverse=True)
+        is_first = torch.zeros(self.count, dtype=torch.float64, device=own.device)
+        is_first[own[::size]] = 1.0
+        is_first = self.reduce(is_first)
+        first = own[::size].repeat_interleave(size)[: len(own)]
+        return JackknifeUnits((is_first.long().cumsum(dim=0)[first] - 1)[place], int(is_first.sum()), self.reduce)
 
     def total(self, values: Tensor) -> Tensor:
         """Returns the sum of (B, …) over all rows of all processes, (…)."""

@@ -1,0 +1,192 @@
+"""What a step does to the entropy of fresh responses: E, sampled at θ, of which the step has learned nothing.
+
+    predicted   X_E · δθ = Σ_b x_b · δθ,   x_b = Σ_{i in block b} Σ_k (w_ik ∂log π(t_ik) + u_ik ∂h_ik) / N
+    measured    ΔH from θ to θ' by per-decision importance sampling (per_decision.py); by the weights of whole sequences
+                (importance.py), which is noisier, beside it
+    floor       what rounding alone would measure: δθ = 0, between two scorings that put E's sequences into different
+                batches. A prediction below it cannot be compared with what is measured
+
+w and u are the weights of entropy.py with the baseline "buffer", over all of E. E is independent of the update's batch,
+so no fold has to be left out. Prediction and measurement on one E share their noise: in their difference, block by
+block, most of it cancels, and the curvature of the step is left.
+
+Importance weights can be trusted while θ' is near: with an effective sample size below MIN_ESS_SHARE·N, E is drawn
+afresh at θ' with common random numbers, and ΔH is the difference of the two samples, pair by pair.
+
+Tables of scores have a row for each sequence of this process, or of all of them: JackknifeUnits say which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rl_training.engine.batch import Rollout, take_rows
+from rl_training.engine.entropy_gradients import entropy_gradient
+from rl_training.engine.policy import Policy
+from rl_training.mathematics.entropy import Target, surrogate_weights
+from rl_training.mathematics.importance import (
+    LOGP,
+    MIN_ESS_SHARE,
+    Weights,
+    importance_weights,
+    paired_replicates,
+    reweighted_replicates,
+    sequence_totals,
+)
+from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
+from rl_training.mathematics.per_decision import per_decision_change
+from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.vectors import Layout, Vector
+
+TARGETS: tuple[Target, ...] = ("token", "sequence")
+MOST_BLOCKS = 32  # as many are enough for an error; small microbatches make more
+
+
+@dataclass(frozen=True)
+class EvaluationBuffer:
+    """E: this process's sequences, and what the policy says of them, or of those of all processes, at θ."""
+
+    rollout: Rollout
+    number: Tensor  # (B,), the row of `scores` of each sequence in the rollout
+    scores: Scores  # of one width on every process
+    sequences: JackknifeUnits  # each sequence a unit of its own
+    units: JackknifeUnits  # what is independent: sequences, or prompts with several responses each
+
+    @property
+    def num_sequences(self) -> int:
+        """N, over all processes."""
+        return self.sequences.count
+
+    def blocks(self, microbatch_size: int) -> JackknifeUnits:
+        """Returns the block of each row: neighbouring units, as many as a microbatch holds, or fewer."""
+        fitting = microbatch_size * self.units.count // self.num_sequences
+        return self.units.in_blocks(max(1, min(fitting, self.units.count // MOST_BLOCKS)))
+
+
+# --- predicted --------------------------------------------------------------------------------------------------------
+
+
+def gradients_by_block(
+    buffer: EvaluationBuffer,
+    blocks: JackknifeUnits,
+    policy: Policy,
+    layout: Layout,
+    parameters: Sequence[Tensor],
+    targets: Sequence[Target] = TARGETS,
+    microbatch_size: int | None = None,
+) -> Iterator[tuple[int, int, list[Vector]]]:
+    """Yields the parts of X_E from this process's sequences: the block, how many sequences, the gradient per target.
+
+    targets          "token", "sequence": a backward for each
+    microbatch_size  sequences of one forward and backward; a whole block where not given
+    """
+    scores, sequences = buffer.scores, buffer.sequences
+    known = (scores.entropies.double(), scores.mask, sequences.number)
+    weights = [surrogate_weights(*known, target, "buffer", sequences.reduce) for target in targets]
+    block = blocks.number[buffer.number]
+    for number in block.unique().tolist():
+        members = (block == number).nonzero().squeeze(1)
+        for rows in members.split(microbatch_size or len(members)):
+            with policy.measuring():
+                fresh = policy.score(buffer.rollout, rows)
+                place = buffer.number[rows], slice(fresh.logps.shape[1])
+                pairs = [
+                    ((w[place] / sequences.count).to(fresh.logps), (u[place] / sequences.count).to(fresh.entropies))
+                    for w, u in weights
+                ]
+                gradient = entropy_gradient(fresh, pairs, parameters, layout)
+            yield number, len(rows), gradient
+
+
+def without_blocks(products: Tensor, mask: Tensor, blocks: JackknifeUnits) -> Replicates:
+    """Returns the sum over blocks of (blocks, …, targets), and without each block: divided by what is left of E.
+
+    Per token that is its share of E's tokens, per sequence of its sequences. The level H_tok inside of the weights and
+    their baseline are taken as given.
+    """
+    lengths = mask.double().sum(dim=1)
+    sizes = blocks.gather(torch.stack([lengths, torch.ones_like(lengths)], dim=1))  # (blocks, 2): tokens, sequences
+    left = (1.0 - sizes / sizes.sum(dim=0))[:, : products.shape[-1]]
+    total = products.sum(dim=0)
+    return Replicates(total, (total - products) / left.view(len(left), *(1,) * (total.dim() - 1), -1))
+
+
+# --- measured ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MeasuredChange:
+    """What E says of the change of entropy from θ to θ'. Replicates are (2,), nats per token and per sequence."""
+
+    before: Scores  # at θ
+    after: Scores  # of the same tokens, at θ'
+    sequences: JackknifeUnits
+    units: JackknifeUnits
+    fresh: Tensor | None = None  # (N, 3), totals of responses drawn afresh at θ', where the weights are not trusted
+
+    @property
+    def resampled(self) -> bool:
+        """Whether `true` is of responses drawn afresh."""
+        return self.fresh is not None
+
+    @property
+    def weights(self) -> Weights:
+        return importance_weights(*self.totals)
+
+    @property
+    def log_ratios(self) -> Tensor:
+        """log π'(t)/π(t) of each sequence of E, (N,)."""
+        before, after = self.totals
+        return (after - before)[:, LOGP]
+
+    @property
+    def totals(self) -> tuple[Tensor, Tensor]:
+        """`sequence_totals` of all sequences of E at θ and at θ', (N, 3) each."""
+        before, after = (self.sequences.gather(sequence_totals(scores)) for scores in (self.before, self.after))
+        return before, after
+
+    @property
+    def true(self) -> Replicates:
+        """ΔH by per-decision importance sampling, or pair by pair where E was drawn afresh."""
+        return self.true_by(self.units)
+
+    def true_by(self, units: JackknifeUnits) -> Replicates:
+        """Returns the same, leaving out other units."""
+        if self.fresh is None:
+            return per_decision_change(self.before, self.after, units)
+        return paired_replicates(self.totals[0], self.fresh, self._of_all(units))
+
+    @property
+    def snis(self) -> Replicates:
+        """ΔH by the weights of whole sequences."""
+        return reweighted_replicates(*self.totals, self._of_all(self.units))
+
+    def _of_all(self, units: JackknifeUnits) -> JackknifeUnits:
+        """Returns the unit of each sequence of all processes, for tables that every process has."""
+        return JackknifeUnits(self.sequences.gather(units.number.double()).long(), units.count)
+
+
+def measure_change(buffer: EvaluationBuffer, after: Scores, draw_afresh: Callable[[], Tensor]) -> MeasuredChange:
+    """Returns the change of entropy on E.
+
+    after        scores of E's tokens at θ', rows and width as in the buffer
+    draw_afresh  returns the totals, (N, 3), of fresh responses at θ' with E's prompts and random numbers. All processes
+                 call it, or none
+    """
+    change = MeasuredChange(buffer.scores, after, buffer.sequences, buffer.units)
+    if not change.weights.ess < MIN_ESS_SHARE * buffer.num_sequences:  # nor where it is nan
+        return change
+    return MeasuredChange(buffer.scores, after, buffer.sequences, buffer.units, draw_afresh())
+
+
+def score_in_other_batches(policy: Policy, rollout: Rollout) -> Scores:
+    """Returns the scores of all rows once more, each in a batch with others of about its length: for the floor."""
+    order = rollout.completion_mask.sum(dim=1).argsort(stable=True)
+    parts = [policy.score_rollout(take_rows(rollout, rows)) for rows in order.chunk(2)]
+    both = torch.cat([torch.stack([part.logps, part.entropies]) for part in parts], dim=1)
+    logps, entropies = both[:, order.argsort()]
+    return Scores(logps, entropies, rollout.completion_mask)
