@@ -126,61 +126,65 @@ class MeasuredChange:
     after: Scores  # of the same tokens, at θ'
     sequences: JackknifeUnits
     units: JackknifeUnits
-    fresh: Tensor | None = None  # (N, 3), totals of responses drawn afresh at θ', where the weights are not trusted
+    fresh: Tensor | None  # (N, 3), totals of responses drawn afresh at θ', where the weights are not trusted
+    true: Replicates  # by per-decision importance sampling, or pair by pair where E was drawn afresh
+    snis: Replicates  # by the weights of whole sequences
+    weights: Weights
+    log_ratios: Tensor  # (N,), log π'(t)/π(t)
 
     @property
     def resampled(self) -> bool:
         """Whether `true` is of responses drawn afresh."""
         return self.fresh is not None
 
-    @property
-    def weights(self) -> Weights:
-        return importance_weights(*self.totals)
-
-    @property
-    def log_ratios(self) -> Tensor:
-        """log π'(t)/π(t) of each sequence of E, (N,)."""
-        before, after = self.totals
-        return (after - before)[:, LOGP]
-
-    @property
-    def totals(self) -> tuple[Tensor, Tensor]:
-        """`sequence_totals` of all sequences of E at θ and at θ', (N, 3) each."""
-        before, after = (self.sequences.gather(sequence_totals(scores)) for scores in (self.before, self.after))
-        return before, after
-
-    @property
-    def true(self) -> Replicates:
-        """ΔH by per-decision importance sampling, or pair by pair where E was drawn afresh."""
-        return self.true_by(self.units)
-
-    def true_by(self, units: JackknifeUnits) -> Replicates:
-        """Returns the same, leaving out other units."""
-        if self.fresh is None:
-            return per_decision_change(self.before, self.after, units)
-        return paired_replicates(self.totals[0], self.fresh, self._of_all(units))
-
-    @property
-    def snis(self) -> Replicates:
-        """ΔH by the weights of whole sequences."""
-        return reweighted_replicates(*self.totals, self._of_all(self.units))
-
-    def _of_all(self, units: JackknifeUnits) -> JackknifeUnits:
-        """Returns the unit of each sequence of all processes, for tables that every process has."""
-        return JackknifeUnits(self.sequences.gather(units.number.double()).long(), units.count)
-
 
 def measure_change(buffer: EvaluationBuffer, after: Scores, draw_afresh: Callable[[], Tensor]) -> MeasuredChange:
-    """Returns the change of entropy on E.
+    """Returns the change of entropy on E. A collective.
 
     after        scores of E's tokens at θ', rows and width as in the buffer
     draw_afresh  returns the totals, (N, 3), of fresh responses at θ' with E's prompts and random numbers. All processes
                  call it, or none
     """
-    change = MeasuredChange(buffer.scores, after, buffer.sequences, buffer.units)
-    if not change.weights.ess < MIN_ESS_SHARE * buffer.num_sequences:  # nor where it is nan
-        return change
-    return MeasuredChange(buffer.scores, after, buffer.sequences, buffer.units, draw_afresh())
+    weights = importance_weights(*(_totals(scores, buffer.sequences) for scores in (buffer.scores, after)))
+    trusted = not weights.ess < MIN_ESS_SHARE * buffer.num_sequences  # also where it is nan
+    fresh = None if trusted else draw_afresh()
+    return change_between(buffer.scores, after, buffer.sequences, buffer.units, fresh)
+
+
+def change_between(
+    before: Scores, after: Scores, sequences: JackknifeUnits, units: JackknifeUnits, fresh: Tensor | None
+) -> MeasuredChange:
+    """Returns the change of entropy between two scorings of the same sequences. A collective."""
+    then, now = (_totals(scores, sequences) for scores in (before, after))
+    return MeasuredChange(
+        before, after, sequences, units, fresh,
+        true=true_change(before, after, sequences, units, fresh),
+        snis=reweighted_replicates(then, now, _of_all(units, sequences)),
+        weights=importance_weights(then, now),
+        log_ratios=(now - then)[:, LOGP],
+    )  # fmt: skip
+
+
+def true_change(
+    before: Scores, after: Scores, sequences: JackknifeUnits, units: JackknifeUnits, fresh: Tensor | None
+) -> Replicates:
+    """Returns ΔH by per-decision importance sampling, or pair by pair where E was drawn afresh. A collective.
+
+    units  what is left out at a time
+    """
+    if fresh is None:
+        return per_decision_change(before, after, units)
+    return paired_replicates(_totals(before, sequences), fresh, _of_all(units, sequences))
+
+
+def _totals(scores: Scores, sequences: JackknifeUnits) -> Tensor:
+    """Returns `sequence_totals` of all sequences of E, (N, 3)."""
+    return sequences.gather(sequence_totals(scores))
+
+
+def _of_all(units: JackknifeUnits, sequences: JackknifeUnits) -> JackknifeUnits:
+    """Returns the unit of each sequence of all processes, for tables that every process has."""
+    return JackknifeUnits(sequences.gather(units.number.double()).long(), units.count)
 
 
 def score_in_other_batches(policy: Policy, rollout: Rollout) -> Scores:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.engine.attribution import Attribution
-from rl_training.engine.updates import CAUSES, StepsWithoutFolds
+from rl_training.engine.updates import StepsWithoutFolds, split_products
 from rl_training.mathematics.vectors import Layout, Vector, add, dot, rows_dot
 
 # What an entropy gradient is multiplied with, in the order of the products; the splits of `forward` come after them.
@@ -80,13 +80,7 @@ class FoldProducts:
             nan = self._dots(None, directions)
             return nan, nan, nan.expand(len(self.attribution.labels), -1)
         fold, clip = slice(k, k + 1), self.steps.own_clips[k : k + 1]
-        products = self.sizes.new_zeros(len(self.layout.names), len(directions), len(CAUSES))
-        for piece, parts in self.steps.parts(fold, clip):
-            causes = torch.cat([part.expand_as(parts.gradient) for part in parts])  # (3, n)
-            for target, x in enumerate(directions):
-                values = piece.of(x)
-                of_spans = [rows_dot(causes[:, span], values[span]) for _, span in piece.spans]
-                products[piece.numbers, target] += torch.stack(of_spans)
+        products = split_products(self.steps.parts(fold, clip), directions, len(self.layout.names))
         forward = products.sum(dim=(0, 2))
         if float(clip) == 1.0:
             return forward, forward, self.attribution.sum(products)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -22,7 +22,7 @@ from torch import Tensor
 from rl_training.mathematics.adamw import AdamWState, UpdateParts, clip_coefficient
 from rl_training.mathematics.folds import leave_fold_out
 from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.vectors import SLICE, Layout, Vector, join, num_bytes
+from rl_training.mathematics.vectors import SLICE, Layout, Vector, join, num_bytes, rows_dot
 
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in their order
 
@@ -118,6 +118,21 @@ def whole_update(layout: Layout, pieces: Sequence[Piece], gradient: Vector, clip
     for piece in pieces:
         piece.of(update).copy_(piece.state.delta(piece.param, clip * piece.of(gradient)).total)
     return update
+
+
+def split_products(
+    parts: Iterable[tuple[Piece, UpdateParts]], directions: Sequence[Vector], num_parameters: int
+) -> Tensor:
+    """Returns X · δθ by parameter and cause, (parameters, directions, causes) fp64, of one step in pieces."""
+    products = directions[0][0].new_zeros(num_parameters, len(directions), len(CAUSES), dtype=torch.float64)
+    for piece, by_cause in parts:
+        causes = torch.stack([part.expand_as(by_cause.gradient).flatten() for part in by_cause])  # (causes, n)
+        for target, x in enumerate(directions):
+            values = piece.of(x)
+            products[piece.numbers, target] += torch.stack(
+                [rows_dot(causes[:, span], values[span]) for _, span in piece.spans]
+            )
+    return products
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout, join_rollouts, take_rows
+from rl_training.engine.evaluation_buffer import EvaluationBuffer
 from rl_training.hosts.processes import seed_torch, streams_put_back
 from rl_training.hosts.trl import batches, policy
 from rl_training.hosts.trl.buffer import FilteredBuffer, start_buffer
@@ -36,26 +37,21 @@ PROMPTS, RESPONSES = 0, 1  # streams of random numbers of a seed
 
 
 @dataclass(frozen=True)
-class EvaluationBuffer:
-    """E: this process's sequences, and the policy's scores of all processes' sequences."""
+class SampledBuffer(EvaluationBuffer):
+    """E with the scores of all processes' sequences, and what it takes to draw it again."""
 
-    rollout: Rollout
-    number: Tensor  # (B,), which of the N sequences each row is
-    scores: Scores  # (N, L), of all, at the checkpoint
-    prompts: tuple[Any, ...]  # (N,), as the data set has them
-    responses: int = 1  # to each prompt, one after another
+    prompts: tuple[Any, ...] = ()  # (N,), as the data set has them; the responses to one follow one another
     seed: int = 0  # with which it was sampled
     chunk_size: int = 128  # sequences generated at once
 
-    @property
-    def num_sequences(self) -> int:
-        return len(self.scores.mask)
 
-    @property
-    def units(self) -> JackknifeUnits:
-        """The independent units that the jackknife leaves out: prompts, or responses if there is only one prompt."""
-        sequences = JackknifeUnits.of_rows(self.scores.mask)
-        return sequences if self.num_sequences == self.responses else sequences.in_blocks(self.responses)
+def units_of(scores: Scores, responses: int) -> tuple[JackknifeUnits, JackknifeUnits]:
+    """Returns E's sequences, and what is independent of them: prompts, or responses if there is only one prompt.
+
+    responses  to each prompt, one after another
+    """
+    sequences = JackknifeUnits.of_rows(scores.mask)
+    return sequences, sequences if sequences.count == responses else sequences.in_blocks(responses)
 
 
 @dataclass(frozen=True)
@@ -132,29 +128,29 @@ def sample_evaluation(
     update: UpdateBuffer | None,
     chunk_size: int,
     progress: Progress = silent,
-) -> EvaluationBuffer:
+) -> SampledBuffer:
     """Returns E, sampled and scored at the checkpoint.
 
     update  whose prompts E's may overlap with, or not
     """
     prompts = tuple(p for p in _prompts_of_evaluation(restored, asked, update) for _ in range(asked.responses))
     rollout, number = respond(restored, prompts, asked.seed, chunk_size, progress)
-    scores = gather_scores(restored, rollout, number, len(prompts))
-    return EvaluationBuffer(rollout, number, scores, prompts, asked.responses, asked.seed, chunk_size)
+    scores = gather_scores(restored, restored.policy.score_rollout(rollout), number, len(prompts))
+    units = units_of(scores, asked.responses)
+    return SampledBuffer(rollout, number, scores, *units, prompts, asked.seed, chunk_size)
 
 
-def sample_again(restored: RestoredTrainer, like: EvaluationBuffer) -> tuple[Rollout, Scores]:
-    """Returns fresh responses to E's prompts at the present parameters, with common random numbers.
+def sample_again(restored: RestoredTrainer, buffer: SampledBuffer) -> Scores:
+    """Returns the scores of fresh responses to E's prompts at the present parameters, with common random numbers."""
+    rollout, number = respond(restored, buffer.prompts, buffer.seed, buffer.chunk_size)
+    return gather_scores(restored, restored.policy.score_rollout(rollout), number, buffer.num_sequences)
 
-    The sequences are this process's, the scores those of all.
+
+def gather_scores(restored: RestoredTrainer, scores: Scores, number: Tensor, total: int) -> Scores:
+    """Returns the scores of all processes' sequences, (N, L), on each of them.
+
+    number  (B,), which of the N sequences each of this process's rows is
     """
-    rollout, number = respond(restored, like.prompts, like.seed, like.chunk_size)
-    return rollout, gather_scores(restored, rollout, number, like.num_sequences)
-
-
-def gather_scores(restored: RestoredTrainer, rollout: Rollout, number: Tensor, total: int) -> Scores:
-    """Returns the scores of all processes' sequences at the present parameters, (N, L), on each of them."""
-    scores = restored.policy.score_rollout(rollout)
     width = restored.trainer.max_completion_length
 
     def gather(values: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ can be with momentum, a scale to the same gain has no meaning and the number is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,19 +32,18 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.attribution import Attribution
-from rl_training.engine.entropy_gradients import entropy_gradient
+from rl_training.engine.evaluation_buffer import gradients_by_block, without_blocks
+from rl_training.engine.updates import split_products
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.advantage_covariance import covariance_terms, minus_covariance
-from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
-from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
-from rl_training.mathematics.vectors import CHUNK, Layout, rows_dot
-from rl_training.offline.buffers import EvaluationBuffer, UpdateBuffer
+from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.vectors import CHUNK, Layout
+from rl_training.offline.buffers import SampledBuffer, UpdateBuffer
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.update import Update
 
-MOST_BLOCKS = 32
 WHOLE = "whole"
 TOKEN, SEQUENCE = 0, 1
 
@@ -71,70 +70,40 @@ class FirstOrder:
 
 
 def predict(
-    restored: RestoredTrainer, evaluation: EvaluationBuffer, update: Update, microbatch_size: int,
+    restored: RestoredTrainer, evaluation: SampledBuffer, update: Update, microbatch_size: int,
     progress: Progress = silent,
 ) -> FirstOrder:  # fmt: skip
     """Returns δH₁ of the step `update`, with its splits and errors. Two backwards through each forward over E."""
-    layout, parameters = Layout(restored.parameters), list(restored.parameters.values())
-    splits = Attribution(list(restored.parameters))
-    scores, number, count = evaluation.scores, evaluation.number, evaluation.num_sequences
-    known = (scores.entropies, scores.mask, torch.arange(count, device=number.device))
-    weights = [surrogate_weights(*known, target=target, baseline="buffer") for target in ("token", "sequence")]
-    blocks = blocks_of(evaluation, microbatch_size)
-    block = blocks.number[number]
-    sums = torch.zeros(blocks.count, 1 + len(splits.labels), 2, dtype=torch.float64, device=number.device)
+    layout, splits = Layout(restored.parameters), Attribution(list(restored.parameters))
+    blocks, mask = evaluation.blocks(microbatch_size), evaluation.scores.mask
+    sums = torch.zeros(blocks.count, 1 + len(splits.labels), 2, dtype=torch.float64, device=mask.device)
     direction = update.delta.new_zeros(2, len(update.delta))
-    for b in block.unique().tolist():
-        own = (block == b).nonzero().squeeze(1)
-        for rows in own.split(microbatch_size):
-            with restored.policy.measuring():
-                fresh = restored.policy.score(evaluation.rollout, rows)
-                at = number[rows], slice(fresh.logps.shape[1])
-                pairs = [(w[at].to(fresh.logps), u[at].to(fresh.entropies)) for w, u in weights]
-                gradients = entropy_gradient(fresh, pairs, parameters, layout)
-            gradient = torch.stack([torch.cat(of) for of in gradients]).div_(count)
-            direction += gradient
-            sums[b] += _by_label(layout, splits, gradient, update.parts)
-        progress(len(own) * restored.num_ranks)
-    sums, direction = restored.reduce(sums), restored.reduce(direction)
-    of_evaluation = without_blocks(sums, scores.mask, blocks)
+    parameters = list(restored.parameters.values())
+    for block, count, gradients in gradients_by_block(
+        evaluation, blocks, restored.policy, layout, parameters, microbatch_size=microbatch_size
+    ):
+        direction += torch.stack([torch.cat(gradient) for gradient in gradients])
+        sums[block] += _by_label(splits, split_products(update.in_pieces(), gradients, len(parameters)))
+        progress(count * restored.num_ranks)
+    direction = restored.reduce(direction)
+    of_evaluation = without_blocks(restored.reduce(sums), mask, blocks)
     return FirstOrder((WHOLE, *splits.labels), of_evaluation, without_folds(restored, update, direction), direction)
 
 
-def _by_label(layout: Layout, splits: Attribution, directions: Tensor, parts: Sequence[Tensor]) -> Tensor:
-    """Returns directions·parts, (labels, 2) fp64: the whole step, then its splits."""
-    pieces = zip(*(layout.by_name(layout.split(flat)).values() for flat in (directions, *parts)), strict=True)
-    products = torch.stack([
-        torch.stack([torch.stack([rows_dot(part, x) for part in of_step]) for x in direction])
-        for direction, *of_step in pieces
-    ])  # fmt: skip
+def _by_label(splits: Attribution, products: Tensor) -> Tensor:
+    """Returns (parameters, 2, causes) products as (labels, 2): the whole step, then its splits."""
     return torch.cat([products.sum(dim=(0, 2)).unsqueeze(0), splits.sum(products)])
-
-
-def blocks_of(evaluation: EvaluationBuffer, microbatch_size: int) -> JackknifeUnits:
-    """Returns the block of each of E's sequences: whole prompts, of a microbatch or fewer, but at least one."""
-    units = evaluation.units
-    of_microbatch = microbatch_size * units.count // evaluation.num_sequences
-    return units.in_blocks(max(1, min(of_microbatch, units.count // MOST_BLOCKS)))
-
-
-def without_blocks(sums: Tensor, mask: Tensor, blocks: JackknifeUnits) -> Replicates:
-    """Returns the totals over blocks (blocks, labels, 2), and without each block: ratios to what is left of E."""
-    lengths = mask.double().sum(dim=1)
-    sizes = blocks.gather(torch.stack([lengths, torch.ones_like(lengths)], dim=1))  # (blocks, 2): tokens, sequences
-    left = 1.0 - sizes / sizes.sum(dim=0)  # of E, as a share
-    total = sums.sum(dim=0)
-    return Replicates(total, (total - sums) / left.unsqueeze(1))
 
 
 def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) -> Replicates:
     """Returns X̄·δθ by label, (labels, 2), and with the step that U without each of its folds makes."""
     layout, splits = Layout(restored.parameters), Attribution(list(restored.parameters))
-    value = _by_label(layout, splits, direction, update.parts)
+    directions, count = [layout.split(x) for x in direction], len(layout.names)
+    value = _by_label(splits, split_products(update.in_pieces(), directions, count))
     without = value.new_zeros(update.num_folds, *value.shape)
     if update.num_folds > 1:
         for k, number in enumerate(update.fold_number):
-            without[number] = _by_label(layout, splits, direction, update.without_fold(k))
+            without[number] = _by_label(splits, split_products(update.without_fold(k), directions, count))
     return Replicates(value, restored.reduce(without))
 
 

@@ -133,7 +133,7 @@ def _statistics(restored: RestoredTrainer, analysis: Analysis) -> dict[str, dict
         "update_length": of_update[:, 2],
     }
     if analysis.truth is not None:
-        columns["importance_weight"] = analysis.truth.whole_step.log_ratios.exp()
+        columns["importance_weight"] = analysis.truth.whole_step.ahead.log_ratios.exp()
     return {name: _describe(values.double().cpu()) for name, values in columns.items()}
 
 
@@ -147,9 +147,9 @@ def _evaluation_rows(restored: RestoredTrainer, analysis: Analysis, asked: LogSe
     logps, entropies, lengths = sequence_totals(e.scores).unbind(dim=1)
     columns = {"length": lengths.long(), "logp": logps, "entropy": entropies}
     if analysis.truth is not None:
-        at = analysis.truth.whole_step
-        after = sequence_totals(at.ahead.scores)
-        columns |= {"logp_after": after[:, 0], "entropy_after": after[:, 1], "weight": at.log_ratios.exp()}
+        change = analysis.truth.whole_step.ahead
+        after = sequence_totals(change.after)
+        columns |= {"logp_after": after[:, 0], "entropy_after": after[:, 1], "weight": change.log_ratios.exp()}
     own = dict(zip(e.number.tolist(), _texts(restored, e.rollout, asked), strict=True))
     texts = {number: text for part in restored.gather(own) for number, text in part.items()}
     numbers = [dict(zip(columns, row, strict=True)) for row in zip(*map(Tensor.tolist, columns.values()), strict=True)]
@@ -179,8 +179,8 @@ def _token_rows(analysis: Analysis) -> list[dict[str, Any]]:
     scores = analysis.evaluation.scores
     tables = {"logp": scores.logps, "entropy": scores.entropies}
     if analysis.truth is not None:
-        at = analysis.truth.whole_step
-        tables |= {"logp_after": at.ahead.scores.logps, "entropy_after": at.ahead.scores.entropies}
+        change = analysis.truth.whole_step.ahead
+        tables |= {"logp_after": change.after.logps, "entropy_after": change.after.entropies}
         tables |= dict(zip(("logp_slope", "entropy_slope"), analysis.truth.slopes, strict=True))
     return [
         {"sequence": i, **{name: table[i, : int(mask.sum())].tolist() for name, table in tables.items()}}

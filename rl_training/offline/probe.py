@@ -13,7 +13,7 @@ from typing import Any
 
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import Replicates
-from rl_training.offline.buffers import EvaluationBuffer, UpdateBuffer, sample_evaluation, sample_update
+from rl_training.offline.buffers import SampledBuffer, UpdateBuffer, sample_evaluation, sample_update
 from rl_training.offline.first_order import SEQUENCE, TOKEN, FirstOrder, condition, covariance_of, predict
 from rl_training.offline.phases import Phases, short_memory_says_what_to_lower
 from rl_training.offline.restored import RestoredTrainer
@@ -48,7 +48,7 @@ class Analysis:
     reasons: dict[str, str]  # by key of a result that is nan
     tables: dict[str, list[dict[str, Any]]]  # "eta", "conditioning"
     seconds: dict[str, float]
-    evaluation: EvaluationBuffer
+    evaluation: SampledBuffer
     update_buffer: UpdateBuffer
     update: Update
     first_order: FirstOrder | None
@@ -85,7 +85,7 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
     tables = {}
     if truth is not None:
         tables["eta"] = [
-            {"eta": at.eta, "ESS": at.weights.ess, "resampled": at.resampled} | in_both_units(at.changes())
+            {"eta": at.eta, "ESS": at.ahead.weights.ess, "resampled": at.ahead.resampled} | in_both_units(at.changes())
             for at in truth.at
         ]
     if settings.conditioning and first_order is not None:
@@ -107,7 +107,7 @@ def _reasons(found: Mapping[str, float], settings: Settings) -> dict[str, str]:
     }
 
 
-def _of_buffers(restored: RestoredTrainer, e: EvaluationBuffer, u: UpdateBuffer, update: Update) -> dict[str, float]:
+def _of_buffers(restored: RestoredTrainer, e: SampledBuffer, u: UpdateBuffer, update: Update) -> dict[str, float]:
     rollout = u.rollout
     assert rollout.rewards is not None
     rewards, mask = rollout.rewards.double(), rollout.completion_mask.double()
@@ -148,8 +148,9 @@ def _measured(truth: Truth | None, first_order: FirstOrder | None) -> dict[str, 
     if truth is None:
         return in_both_units(dict.fromkeys(MEASURED))
     at = truth.whole_step
-    numbers: dict[str, Replicates | None] = {"H_orig": truth.before, "H_upd": truth.before + at.true, **at.changes()}
-    found = in_both_units(numbers | {"second_order": None if at.odd is None else at.true - at.odd})
+    true, odd = at.ahead.true, at.odd
+    numbers: dict[str, Replicates | None] = {"H_orig": truth.before, "H_upd": truth.before + true, **at.changes()}
+    found = in_both_units(numbers | {"second_order": None if odd is None else true - odd})
     if first_order is not None:
         predicted = replace(truth.first_order, value=first_order.value[0])  # the backward's; errors are of E alone
         off = (truth.first_order.value - first_order.value[0]).abs() / truth.first_order.stderr
@@ -157,10 +158,10 @@ def _measured(truth: Truth | None, first_order: FirstOrder | None) -> dict[str, 
     return found | {
         "floor": float(truth.floor.value[TOKEN]),
         "floor_sequence": float(truth.floor.value[SEQUENCE]),
-        "resampled": float(at.resampled),
-        "ESS": at.weights.ess,
-        "w_max": at.weights.largest,
-        "w_min": at.weights.smallest,
+        "resampled": float(at.ahead.resampled),
+        "ESS": at.ahead.weights.ess,
+        "w_max": at.ahead.weights.largest,
+        "w_min": at.ahead.weights.smallest,
     }
 
 

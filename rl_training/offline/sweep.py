@@ -86,7 +86,7 @@ def over_sizes(truth: Truth, sizes: Sequence[int]) -> list[dict[str, Any]]:
     for size in sizes:
         at = truth.whole_step.first(size)
         of_logps, of_entropies = (slopes[:size] for slopes in truth.slopes)
-        predicted = first_order_change(at.before, of_logps, of_entropies, at.units)
+        predicted = first_order_change(at.ahead.before, of_logps, of_entropies, at.ahead.units)
         rows.append({"evaluation_size": size, **_columns(predicted, at)})
     return rows
 
@@ -115,7 +115,7 @@ def over_updates(
             columns[f"deltaH1{suffix}_se"] = math.hypot(columns[f"deltaH1{suffix}_se"], float(stderr[column]))
         rows.append({
             "update_prompts": asked.prompts, "update_filtered": bool(asked.filtered), "update_seed": asked.seed,
-            "ESS": at.weights.ess, "resampled": at.resampled, **columns,
+            "ESS": at.ahead.weights.ess, "resampled": at.ahead.resampled, **columns,
         })  # fmt: skip
     return rows
 

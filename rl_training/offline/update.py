@@ -16,6 +16,7 @@ the folds.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,18 +24,14 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Batch, Rollout
-from rl_training.engine.capabilities import Capabilities, is_first_of_adam
-from rl_training.engine.changed_steps import bases_of, weighed
-from rl_training.engine.entropy_gradients import EntropySettings
+from rl_training.engine.changed_steps import weighed
 from rl_training.engine.loss_weights import LossWeights
-from rl_training.engine.memory import StepMemory
-from rl_training.engine.step import Gradients, Ranks, Step
-from rl_training.engine.updates import Piece, optimizer_pieces
+from rl_training.engine.updates import Piece, StepsWithoutFolds, optimizer_pieces
 from rl_training.hosts.trl.batches import loss_settings
 from rl_training.interventions.loss import LossInputs, loss_inputs
 from rl_training.interventions.reweighting import bonus, highest_entropies
 from rl_training.mathematics.adamw import UpdateParts, clip_coefficient
-from rl_training.mathematics.folds import leave_fold_out, ranges_of, split_prompts
+from rl_training.mathematics.folds import ranges_of, split_prompts
 from rl_training.mathematics.vectors import Layout
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.phases import Progress, silent
@@ -54,23 +51,28 @@ class Update:
     clip: float  # by how much it is shortened
     parts: UpdateParts  # of (P,): momentum, gradient, decay
     delta: Tensor  # (P,), their sum
-    pieces: list[Piece]
-    folds: Tensor  # (folds kept, P), the mean gradients of those folds that this process keeps
-    fold_number: tuple[int, ...]  # which of all folds that is
-    fold_prompts: Tensor  # (num_folds,), how many prompts each fold has
-    max_grad_norm: float
+    steps: StepsWithoutFolds  # of those folds that this process keeps
+    fold_number: tuple[int, ...]  # which of all folds these are
+    fold_prompts: Tensor  # (num_folds,), how many prompts each of all folds has
 
     @property
     def num_folds(self) -> int:
         """Of all processes."""
         return len(self.fold_prompts)
 
-    def without_fold(self, k: int) -> UpdateParts:
-        """Returns the parts, (P,) each, of the step that the other folds alone would make."""
-        row = self.folds[k : k + 1].to(self.gradient.device)
-        size = self.fold_prompts[self.fold_number[k]].view(1)
-        gradient = leave_fold_out(self.gradient, row, size, float(self.fold_prompts.sum()))[0]
-        return in_parts(self.pieces, gradient, self.max_grad_norm)[0]
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        return self.steps.pieces
+
+    def in_pieces(self) -> Iterator[tuple[Piece, UpdateParts]]:
+        """Yields each piece and the parts of the step in it, (n,)."""
+        for piece in self.pieces:
+            yield piece, UpdateParts(*(part[piece.flat] for part in self.parts))
+
+    def without_fold(self, k: int) -> Iterator[tuple[Piece, UpdateParts]]:
+        """Yields each piece and the parts, (1, n), of the step that all folds but the k-th kept one would make."""
+        one = slice(k, k + 1)
+        return self.steps.parts(one, self.steps.own_clips[one])
 
 
 def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory, progress: Progress = silent) -> Update:
@@ -100,16 +102,12 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
         progress(size * group)
     pieces = optimizer_pieces(layout, restored.parameters, restored.optimizer.states)
     max_norm = restored.optimizer.max_grad_norm
-    parts, clip = in_parts(pieces, mean, max_norm)
-    return Update(mean, clip, parts, parts.total, pieces, folds, kept, fold_prompts, max_norm)
-
-
-def in_parts(pieces: list[Piece], gradient: Tensor, max_grad_norm: float) -> tuple[UpdateParts, float]:
-    """Returns the parts of the step that this flat gradient makes once it is clipped, and its clip coefficient."""
-    clip = float(clip_coefficient(torch.linalg.vector_norm(gradient, dtype=torch.float64), max_grad_norm))
-    gradient = clip * gradient
-    parts = [piece.state.delta(piece.param, gradient[piece.flat]) for piece in pieces]
-    return UpdateParts(*(torch.cat(part) for part in zip(*parts, strict=True))), clip
+    clip = float(clip_coefficient(torch.linalg.vector_norm(mean, dtype=torch.float64), max_norm))
+    of_pieces = [piece.state.delta(piece.param, clip * mean[piece.flat]) for piece in pieces]
+    parts = UpdateParts(*(torch.cat(part) for part in zip(*of_pieces, strict=True)))
+    sizes = fold_prompts[list(kept)]
+    known = (pieces, layout.split(mean), layout.split(folds), sizes, float(fold_prompts.sum()), max_norm)
+    return Update(mean, clip, parts, parts.total, StepsWithoutFolds(*known), kept, fold_prompts)
 
 
 # --- U as training sees it --------------------------------------------------------------------------------------------
@@ -155,34 +153,3 @@ def _of_advantages(restored: RestoredTrainer, rollout: Rollout) -> LossWeights:
             )
     unit = 1.0 / (rollout.num_sequences * restored.trainer.max_completion_length)
     return LossWeights(-unit * rollout.advantages.unsqueeze(1) * rollout.completion_mask, None)
-
-
-def step_of(restored: RestoredTrainer, batch: Batch) -> Step:
-    """Returns the step that U makes as a probe in training sees it: all gradients are in, the step is not taken yet."""
-    parameters = restored.parameters
-    layout = Layout(parameters)
-    known = (batch, restored.policy, list(parameters.values()), layout)
-    ((_, plain),) = bases_of(*known, [batch.loss_weights], restored.reduce)
-    capabilities = Capabilities(
-        sampling_mismatch="",
-        no_fresh_responses="",
-        no_formula=restored.optimizer.reason,
-        complete_prompts=True,
-        whole_prompts=True,
-        folds_of_gradient=True,
-        num_folds=int(restored.reduce(torch.tensor(batch.num_folds, device=restored.device))),
-        reused=False,
-        other_terms=False,
-        dr_grpo=batch.loss_settings is not None and batch.loss_settings.is_dr_grpo,
-        first_of_adam=is_first_of_adam(restored.optimizer.states),
-    )
-    return Step(
-        number=restored.step + 1,
-        batch=batch,
-        gradients=Gradients(parameters, layout.by_name(plain.mean), plain.rows, None),
-        optimizer=restored.optimizer,
-        policy=restored.policy,
-        ranks=Ranks(restored.num_ranks, restored.reduce),
-        capabilities=capabilities,
-        memory=StepMemory(layout, EntropySettings(), keep_rows=True),
-    )

@@ -24,6 +24,7 @@ from rl_training.engine.evaluation_buffer import (
     gradients_by_block,
     measure_change,
     score_in_other_batches,
+    true_change,
     without_blocks,
 )
 from rl_training.engine.probe import Need, Probe
@@ -133,7 +134,7 @@ class GroundTruthProbe(Probe):
         }
         if self._predicted is not None:
             predicted, blocks = self._predicted
-            answers |= _compared(predicted, change.true_by(blocks))
+            answers |= _compared(predicted, true_change(buffer.scores, after, buffer.sequences, blocks, change.fresh))
         return answers
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 from collections.abc import Iterator
 
@@ -12,11 +11,12 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout
+from rl_training.engine.evaluation_buffer import without_blocks
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.scores import Scores
 from rl_training.offline import truth
-from rl_training.offline.buffers import EvaluationBuffer
-from rl_training.offline.first_order import FirstOrder, blocks_of, without_blocks
+from rl_training.offline.buffers import SampledBuffer, units_of
+from rl_training.offline.first_order import FirstOrder
 from rl_training.offline.sweep import over_sizes
 
 LENGTHS = torch.tensor([4, 1, 3, 2, 2, 1, 4, 3])
@@ -43,11 +43,11 @@ class Line:
         yield
         self.x = 0.0
 
-    def score(self, rollout: Rollout, number: Tensor) -> Scores:
-        off = torch.empty(len(number), 1, dtype=torch.float64)
-        off[number, 0] = torch.arange(len(number), dtype=torch.float64) / 1000
-        mask = (torch.arange(4) < LENGTHS.unsqueeze(1)).double()
-        return Scores((-1 + self.far * self.x * ALONG) * mask, (1 + self.x**2 + off) * mask, mask.bool())
+    def score_rollout(self, rollout: Rollout) -> Scores:
+        number = rollout.prompt_index
+        off = torch.arange(len(number), dtype=torch.float64).unsqueeze(1) / 1000
+        mask = (torch.arange(4) < LENGTHS[number].unsqueeze(1)).double()
+        return Scores((-1 + self.far * self.x * ALONG[number]) * mask, (1 + self.x**2 + off) * mask, mask.bool())
 
     def draw(self) -> Scores:
         self.drawn_at.append(self.x)
@@ -57,26 +57,20 @@ class Line:
 
 @pytest.fixture(autouse=True)
 def by_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(truth, "gather_scores", lambda line, rollout, number, total: line.score(rollout, number))
-    monkeypatch.setattr(truth, "sample_again", lambda line, *_: (None, line.draw()))
+    monkeypatch.setattr(truth, "gather_scores", lambda line, scores, number, total: scores)
+    monkeypatch.setattr(truth, "sample_again", lambda line, *_: line.draw())
 
 
-def evaluation(line: Line, responses: int = 1) -> EvaluationBuffer:
+def evaluation(line: Line, responses: int = 1) -> SampledBuffer:
     mask = torch.arange(4) < LENGTHS.unsqueeze(1)
     ids = torch.zeros(8, 4, dtype=torch.long)
     rollout = Rollout(ids, ids, ids, mask.long(), torch.zeros(8), None, torch.arange(8), None, True)
-    return EvaluationBuffer(rollout, torch.arange(8), line.score(rollout, torch.arange(8)), ("",) * 8, responses)
+    scores = line.score_rollout(rollout)
+    return SampledBuffer(rollout, torch.arange(8), scores, *units_of(scores, responses))
 
 
-def measured(line: Line, e: EvaluationBuffer, eta: float = 1.0) -> truth.Truth:
+def measured(line: Line, e: SampledBuffer, eta: float = 1.0) -> truth.Truth:
     return truth.measure(line, e, torch.ones(1), [eta], True)  # type: ignore[arg-type]
-
-
-def rest(e: EvaluationBuffer, unit: int) -> EvaluationBuffer:
-    """Returns E without a prompt."""
-    kept = torch.tensor([i for i in range(8) if i // e.responses != unit])
-    scores = Scores(e.scores.logps[kept], e.scores.entropies[kept], e.scores.mask[kept])
-    return dataclasses.replace(e, scores=scores)
 
 
 # --- the unit is the prompt -------------------------------------------------------------------------------------------
@@ -87,9 +81,9 @@ def test_whatever_is_measured_on_several_responses_is_left_out_prompt_by_prompt(
     line = Line(far)
     found = measured(line, evaluation(line, responses=2))
     at = found.at[0]
-    assert at.resampled == (far == 3.0)
+    assert at.ahead.resampled == (far == 3.0)
     assert at.odd is not None
-    for replicates in (at.true, at.snis, at.odd, found.before, found.floor, found.first_order):
+    for replicates in (at.ahead.true, at.ahead.snis, at.odd, found.before, found.floor, found.first_order):
         assert replicates.without.shape == (4, 2)
     lengths, tokens = LENGTHS.view(4, 2).sum(dim=1).double(), found.before.without[:, 0]
     off = (torch.arange(8) * LENGTHS).view(4, 2).sum(dim=1).double() / 1000
@@ -105,8 +99,8 @@ def test_blocks_are_whole_prompts_as_many_as_a_microbatch_holds_but_32_if_there_
     def blocks(prompts: int, responses: int, microbatch: int) -> list[int]:
         n = prompts * responses
         scores = Scores(*(torch.zeros(n, 1),) * 3)
-        e = EvaluationBuffer(None, torch.arange(n), scores, ("",) * n, responses)  # type: ignore[arg-type]
-        return blocks_of(e, microbatch).number.unique(return_counts=True)[1].tolist()
+        e = SampledBuffer(None, torch.arange(n), scores, *units_of(scores, responses))  # type: ignore[arg-type]
+        return e.blocks(microbatch).number.unique(return_counts=True)[1].tolist()
 
     assert blocks(32, 8, 32) == [8] * 32
     assert blocks(128, 8, 32) == [32] * 32
@@ -122,7 +116,7 @@ def test_a_first_part_of_e_is_measured_as_the_whole_of_a_smaller_e_with_the_same
     e = evaluation(line, responses=2)
     row, whole = over_sizes(measured(line, e), [6, 8])
     found = measured(line, e)
-    for key, replicates in (("deltaH_true", found.at[0].true), ("deltaH_snis", found.at[0].snis)):
+    for key, replicates in (("deltaH_true", found.at[0].ahead.true), ("deltaH_snis", found.at[0].ahead.snis)):
         assert row[key] == pytest.approx(float(replicates.without[3, 0]), rel=1e-12)  # all but the last prompt
         assert whole[f"{key}_se"] == pytest.approx(float(replicates.stderr[0]), rel=1e-12)
     assert row["paired_error_odd"] == pytest.approx(
@@ -162,8 +156,8 @@ def test_weights_are_trusted_down_to_an_effective_sample_size_of_95_percent(
     assert sum(weights) ** 2 / sum(w * w for w in weights) == pytest.approx(ess, abs=0.01)
     line = Line(far)
     at = measured(line, evaluation(line)).at[0]
-    assert at.weights.ess == pytest.approx(ess, abs=0.01)
-    assert at.resampled == afresh
+    assert at.ahead.weights.ess == pytest.approx(ess, abs=0.01)
+    assert at.ahead.resampled == afresh
     assert (1.0 in line.drawn_at) == afresh
 
 
@@ -173,15 +167,15 @@ def test_a_step_back_is_sampled_at_the_weights_that_it_leads_to() -> None:
     assert line.drawn_at == [2.0, -2.0]
     at, off = found.at[0], float((torch.arange(8) * LENGTHS).sum() / LENGTHS.sum()) / 1000
     assert at.odd is not None
-    assert float(at.true.value[0]) == pytest.approx(2 * 2 + 3 * 4 - off)
+    assert float(at.ahead.true.value[0]) == pytest.approx(2 * 2 + 3 * 4 - off)
     assert float(at.odd.value[0]) == pytest.approx(2 * 2)
 
 
 def test_the_floor_is_between_scorings_whose_batches_hold_other_sequences() -> None:
     line = Line()
     places = torch.empty(8)
-    places[LENGTHS.argsort(stable=True)] = torch.arange(8.0)
-    assert places.tolist() == [6, 0, 4, 2, 3, 1, 7, 5]
+    places[LENGTHS.argsort(stable=True)] = torch.arange(4.0).repeat(2)  # two batches, of short ones and of long ones
+    assert places.tolist() == [2, 0, 0, 2, 3, 1, 3, 1]
     off = float(((places - torch.arange(8)) * LENGTHS).sum()) / 1000
     found = measured(line, evaluation(line))
     assert found.floor.value.tolist() == pytest.approx([off / float(LENGTHS.sum()), off / 8])
