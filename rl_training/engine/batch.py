@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.mathematics.scores import Scores
@@ -49,6 +50,22 @@ class Rollout:
     @property
     def num_sequences(self) -> int:
         return self.completion_ids.shape[0]
+
+
+def as_rollout(
+    prompt_ids: Sequence[Tensor], completion_ids: Sequence[Tensor], prompt_index: Sequence[int], pad: int
+) -> Rollout:
+    """Returns these responses, at least one, as a rollout without rewards."""
+    device = prompt_ids[0].device
+    return Rollout(
+        prompt_ids=pad_sequence(list(prompt_ids), True, pad, padding_side="left"),
+        prompt_mask=pad_sequence([torch.ones_like(ids) for ids in prompt_ids], True, padding_side="left"),
+        completion_ids=pad_sequence(list(completion_ids), True, pad),
+        completion_mask=pad_sequence([torch.ones_like(ids) for ids in completion_ids], True),
+        advantages=torch.full((len(prompt_ids),), torch.nan, device=device),
+        rewards=None,
+        prompt_index=torch.tensor(prompt_index, device=device),
+    )
 
 
 def join_rollouts(parts: Sequence[Rollout]) -> Rollout:

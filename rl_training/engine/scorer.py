@@ -65,16 +65,11 @@ class Scorer:
             raise ValueError("prompt learning puts tokens of its own before every prompt: train a LoRA adapter instead")
         self._model = model
         self._lm: Any = wrapped.get_base_model() if hasattr(model, "get_base_model") else model
-        self._logit_map = _logit_map(self._lm.config, temperature)
+        self.temperature, self._logit_map = temperature, _logit_map(self._lm.config, temperature)
         self._autocast, self._fp32_head, self._call_head = autocast, fp32_head, call_head
         self._chunk = chunk_logits
         self._measuring = 0
         self._why_whole: str | None = None
-
-    @property
-    def temperature(self) -> float:
-        """By which logits are divided."""
-        return self._logit_map.temperature
 
     @property
     def why_not_fp32(self) -> str:
@@ -95,6 +90,20 @@ class Scorer:
                 logps, entropies = self._by_own_logits(batch) if self._why_whole else self._by_body_and_head(batch)
         return Scores(logps, entropies, batch.mask)
 
+    def token_logits(self, sequences: Rollout, rows: Tensor) -> Tensor:
+        """Returns the logits, over the temperature, behind each sampled token of some rows, (tokens, V), without graph.
+
+        All of them at once, in at least fp32: give few rows at a time.
+        """
+        with self._streams_put_back(), torch.no_grad():
+            batch = _first_columns(sequences, rows)
+            row, place = batch.mask.nonzero(as_tuple=True)
+            at_tokens = row, batch.columns[row, place]
+            if self.verify():
+                return _at_least_fp32(self._own_logits(batch.ids, batch.beside)[at_tokens]) / self.temperature
+            hidden = self._hidden(batch.ids, batch.beside)[at_tokens]
+            return self._logit_map(_at_least_fp32(self._lm.get_output_embeddings()(hidden)))
+
     def score_padded(self, sequences: Rollout, rows: Tensor) -> Scores:
         """Returns the scores of some rows that keep the padding on their left, (B, T), as wide as the completions.
 
@@ -109,7 +118,7 @@ class Scorer:
         rounded = self._autocast() if self.why_not_fp32 else contextlib.nullcontext()
         with self.measuring(), rounded, torch.no_grad():
             logits = self._own_logits(ids, beside)[:, -targets.shape[1] - 1 : -1]
-            logps, entropies = scores_of_logits(_at_least_fp32(logits) / self._logit_map.temperature, targets)
+            logps, entropies = scores_of_logits(_at_least_fp32(logits) / self.temperature, targets)
         return Scores(logps, entropies, sequences.completion_mask[rows])
 
     @contextlib.contextmanager
@@ -165,7 +174,7 @@ class Scorer:
             return "the model's forward pass does not call its head"
         if not _close(self._hidden(ids, {}), given[0], 1e-2 if self.why_not_fp32 else 1e-4):
             return "the head's input is not the body's output"
-        expected = self._logit_map(ramp) * self._logit_map.temperature
+        expected = self._logit_map(ramp) * self.temperature
         return "" if _close(expected.expand(1, 2, -1), logits, 1e-4) else "the logits are not scaled as the config says"
 
     def _by_body_and_head(self, batch: _Batch) -> tuple[Tensor, Tensor]:
@@ -210,7 +219,7 @@ class Scorer:
     def _by_own_logits(self, batch: _Batch) -> tuple[Tensor, Tensor]:
         logits = self._own_logits(batch.ids, batch.beside)
         logits = logits.gather(1, batch.columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
-        return scores_of_logits(_at_least_fp32(logits) / self._logit_map.temperature, batch.targets)
+        return scores_of_logits(_at_least_fp32(logits) / self.temperature, batch.targets)
 
     def _hidden(self, ids: Tensor, beside: Mapping[str, Any]) -> Tensor:
         hidden = self._lm.base_model(input_ids=ids, use_cache=False, **beside).last_hidden_state

@@ -8,6 +8,7 @@ so a response depends neither on the other sequences of its batch nor on the num
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,16 +26,27 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from rl_training.mathematics.next_token import PositionScores, score_positions
+from rl_training.engine.batch import Rollout, as_rollout
+from rl_training.engine.scorer import Scorer
+from rl_training.mathematics.next_token import divergences
 from rl_training.tasks.models import load_causal_lm
 
 ADAPTER_CONFIG = "adapter_config.json"
 NOT_WEIGHTS = ("probes.safetensors", "buffer.safetensors")
-LOGITS = 2**26  # entries of a forward's logits on a CPU at most, where more at once is not faster
-BYTES = 16  # of memory per entry at the peak: the model's logits, the kept ones in fp32, and the reference's
+LOGITS = 2**26  # entries of logits on a CPU at most, where more at once is not faster
+BYTES = 16  # of memory per entry at the peak: the model's logits, the same in fp32, and the reference's
 SHARE = 1 / 8  # of a GPU's memory, for logits
 
 LoadedModel = tuple[PreTrainedModel, PreTrainedTokenizerBase]
+
+
+@dataclass(frozen=True)
+class TokenScores:
+    """The scores of a response's tokens, (tokens,) each, in nats, fp64."""
+
+    logps: Tensor
+    entropies: Tensor
+    kl: Tensor | None  # from the policy to the reference; None without one
 
 
 @dataclass(frozen=True)
@@ -85,45 +97,37 @@ class CheckpointPolicy:
         return [row[:length] for row, length in zip(completions, lengths.tolist(), strict=True)]
 
     @torch.inference_mode()
-    def score(self, prompt_ids: Sequence[Tensor], completion_ids: Sequence[Tensor]) -> list[PositionScores]:
-        """Returns the scores of the policy, and of the reference if there is one, at each token of the responses."""
-        longest = max(len(p) + len(c) for p, c in zip(prompt_ids, completion_ids, strict=True))
-        columns = longest - min(map(len, prompt_ids)) + 1  # those that responses are predicted in
-        rows = max(1, logits_at_once(self.model.device) // (columns * len(self.tokenizer)))
-        scores = []
-        for start in range(0, len(prompt_ids), rows):
-            scores += self._score(prompt_ids[start : start + rows], completion_ids[start : start + rows])
-        return scores
+    def score(self, prompt_ids: Sequence[Tensor], completion_ids: Sequence[Tensor]) -> list[TokenScores]:
+        """Returns the scores of the policy, and its divergence from a reference, at each token of the responses."""
+        prompts, completions = ([ids.to(self.model.device) for ids in part] for part in (prompt_ids, completion_ids))
+        rollout = as_rollout(prompts, completions, range(len(prompts)), self.tokenizer.pad_token_id)
+        rows, lengths = torch.arange(len(prompts), device=self.model.device), [len(ids) for ids in completions]
+        scores = self.scorer.score(rollout, rows, graph=False)
+        there = scores.mask.bool()
+        logps, entropies = (v[there].double().cpu().split(lengths) for v in (scores.logps, scores.entropies))
+        kl: Sequence[Tensor | None] = [None] * len(lengths)
+        if self._reference_scorer is not None:
+            at_once = max(1, logits_at_once(self.model.device) // (max(lengths) * len(self.tokenizer)))
+            parts = [self._divergences(self._reference_scorer, rollout, some) for some in rows.split(at_once)]
+            kl = torch.cat(parts).cpu().split(lengths)
+        return [TokenScores(*values) for values in zip(logps, entropies, kl, strict=True)]
 
-    def _score(self, prompt_ids: Sequence[Tensor], completion_ids: Sequence[Tensor]) -> list[PositionScores]:
-        device = self.model.device
-        sequences = [torch.cat(pair) for pair in zip(prompt_ids, completion_ids, strict=True)]
-        ids = pad_sequence(sequences, True, self.tokenizer.pad_token_id).to(device)
-        first = min(map(len, prompt_ids)) - 1  # the column that predicts the first token of the shortest prompt's
-        lengths = [len(tokens) for tokens in completion_ids]
-        kept = torch.zeros(len(ids), ids.shape[1] - first, dtype=torch.bool)
-        for row, (prompt, length) in enumerate(zip(prompt_ids, lengths, strict=True)):
-            kept[row, len(prompt) - 1 - first :][:length] = True
-        kept = kept.to(device)
-        tokens = torch.cat(list(completion_ids)).to(device)
-        reference = None
-        if isinstance(self.reference, str):
-            with self.model.disable_adapter():
-                reference = self._logits(self.model, ids, kept)
-        elif self.reference is not None:
-            reference = self._logits(self.reference, ids, kept)
-        scores = score_positions(self._logits(self.model, ids, kept), tokens, reference)
-        kl = [None] * len(lengths) if scores.kl is None else scores.kl.cpu().split(lengths)
-        logps, entropies = (values.cpu().split(lengths) for values in (scores.logps, scores.entropies))
-        return [PositionScores(*parts) for parts in zip(logps, entropies, kl, strict=True)]
+    def _divergences(self, reference: Scorer, rollout: Rollout, rows: Tensor) -> Tensor:
+        """Returns the divergence from the policy to its reference at each token of some rows, (tokens,)."""
+        logits = self.scorer.token_logits(rollout, rows)
+        with self.model.disable_adapter() if isinstance(self.reference, str) else contextlib.nullcontext():
+            return divergences(logits, reference.token_logits(rollout, rows))
 
-    def _logits(self, model: PreTrainedModel, ids: Tensor, kept: Tensor) -> Tensor:
-        """Returns (N, V) logits over the temperature, where a response's tokens are predicted.
+    @functools.cached_property
+    def scorer(self) -> Scorer:
+        """Scores in the precision of the weights, without dropout."""
+        return Scorer(self.model, self.temperature)
 
-        Each sequence starts in the first column; a causal model ignores the padding to its right.
-        """
-        logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), logits_to_keep=kept.shape[1]).logits
-        return logits[kept].float().div_(self.temperature)
+    @functools.cached_property
+    def _reference_scorer(self) -> Scorer | None:
+        if self.reference is None or isinstance(self.reference, str):
+            return self.scorer if self.reference else None
+        return Scorer(self.reference, self.temperature)
 
 
 def logits_at_once(device: torch.device) -> int:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Rollout, join_rollouts, take_rows
+from rl_training.engine.batch import Rollout, as_rollout, join_rollouts, take_rows
 from rl_training.engine.evaluation_buffer import EvaluationBuffer
 from rl_training.hosts.processes import seed_torch, streams_put_back
 from rl_training.hosts.trl import batches, policy
@@ -252,5 +252,5 @@ def respond(
             f"evaluation: {total} sequences leave process {restored.rank} of {restored.num_ranks} without one: ask for "
             f"at least {2 * restored.num_ranks}"
         )
-    rollout = policy.as_rollout(restored.trainer, prompt_ids, completion_ids, number)
+    rollout = as_rollout(prompt_ids, completion_ids, number, restored.trainer._tokenizer.pad_token_id)
     return rollout, torch.tensor(number, device=restored.device)

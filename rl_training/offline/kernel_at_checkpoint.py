@@ -14,8 +14,7 @@ from typing import Any
 
 import torch
 
-from rl_training.engine.batch import Rollout
-from rl_training.hosts.trl.policy import as_rollout
+from rl_training.engine.batch import Rollout, as_rollout
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.offline.buffers import of_all_processes, tokens_of
 from rl_training.offline.first_order import TOKEN
@@ -99,5 +98,5 @@ def _fixed(
     prompt_ids, completion_ids = (
         [torch.tensor(pair[side], device=restored.device) for pair in content["tokens"]] for side in (0, 1)
     )
-    rollout = as_rollout(restored.trainer, prompt_ids, completion_ids, range(len(prompt_ids)))
+    rollout = as_rollout(prompt_ids, completion_ids, range(len(prompt_ids)), restored.trainer._tokenizer.pad_token_id)
     return content["step"], rollout, tuple(content["prompts"])

@@ -36,7 +36,6 @@ from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.evaluate import evaluate, print_table
 from rl_training.job.evaluation_plan import fingerprint, read_plan
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.next_token import PositionScores
 from rl_training.records import evaluated
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
@@ -368,8 +367,8 @@ class Answering(policy.CheckpointPolicy):
     def generate(self, prompt_ids: Any, uniforms: Any) -> list[torch.Tensor]:
         return [torch.tensor(ids) for ids in self.answers]
 
-    def score(self, prompt_ids: Any, completion_ids: Any) -> list[PositionScores]:
-        return [PositionScores(torch.zeros(len(ids)), torch.zeros(len(ids)), None) for ids in completion_ids]
+    def score(self, prompt_ids: Any, completion_ids: Any) -> list[policy.TokenScores]:
+        return [policy.TokenScores(torch.zeros(len(ids)), torch.zeros(len(ids)), None) for ids in completion_ids]
 
 
 def test_truncated_is_what_has_no_end_not_what_is_as_long_as_can_be() -> None:
@@ -444,31 +443,31 @@ def test_scores_are_those_of_a_plain_forward_without_padding(run: Path) -> None:
             assert score.kl[k].item() == pytest.approx((p.exp() * (p - q)).sum().item(), abs=1e-4)
 
 
-def test_prompts_do_not_count_where_it_is_measured_how_many_sequences_are_scored_at_once(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Responses of 4 tokens to prompts of 30: 5 columns of logits each, hence four sequences in 4 · 5 · 103 entries."""
+def test_divergences_do_not_depend_on_how_many_sequences_are_scored_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Responses of 4 tokens: four sequences in 4 · 4 · 103 entries of logits, whatever the prompts have."""
     model, tokenizer = load_tiny()
-    loaded = policy.CheckpointPolicy(model.eval(), tokenizer, None, 1.0, 4)
+    first = type(model)(model.config)
+    loaded = policy.CheckpointPolicy(model.eval(), tokenizer, first.eval(), 1.0, 4)
     tokens = torch.randint(4, 100, (9, 34), generator=torch.Generator().manual_seed(0))
     prompts, answers = list(tokens[:, :30]), list(tokens[:, 30:])
-    rows: list[int] = []
-    model.register_forward_pre_hook(lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True)
-    together = loaded.score(prompts, answers)
-    monkeypatch.setattr(policy, "LOGITS", 4 * 5 * len(tokenizer))
+    together, rows = loaded.score(prompts, answers), list[int]()
+    first.model.register_forward_pre_hook(
+        lambda _, args, kwargs: rows.append(len(kwargs["input_ids"])), with_kwargs=True
+    )
+    monkeypatch.setattr(policy, "LOGITS", 4 * 4 * len(tokenizer))
     apart = loaded.score(prompts, answers)
-    assert rows == [9, 4, 4, 1]
+    assert rows == [4, 4, 1]
     for a, b in zip(together, apart, strict=True):
-        assert a.logps.tolist() == pytest.approx(b.logps.tolist(), abs=1e-5)
+        assert a.kl.tolist() == pytest.approx(b.kl.tolist(), abs=1e-5)
 
 
-def test_on_a_gpu_of_80_gb_eight_responses_of_512_tokens_are_scored_at_once_at_a_vocabulary_of_152_thousand(
+def test_on_a_gpu_of_80_gb_eight_responses_of_512_tokens_are_compared_at_once_at_a_vocabulary_of_152_thousand(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """An eighth of it, 10 GB, at 16 bytes an entry is 625 million entries; a sequence has 513 × 151 936, 78 million."""
+    """An eighth of it, 10 GB, at 16 bytes an entry is 625 million entries; a sequence has 512 × 151 936, 78 million."""
     memory = SimpleNamespace(total_memory=80 * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-    assert policy.logits_at_once(torch.device("cuda", 0)) // (513 * 151_936) == 8
+    assert policy.logits_at_once(torch.device("cuda", 0)) // (512 * 151_936) == 8
     assert policy.logits_at_once(torch.device("cpu")) == 2**26
 
 

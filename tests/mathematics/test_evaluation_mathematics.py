@@ -9,7 +9,7 @@ import pytest
 import reference
 import torch
 
-from rl_training.mathematics.next_token import CHUNK, score_positions
+from rl_training.mathematics.next_token import CHUNK, divergences
 from rl_training.mathematics.pass_at_k import majority_vote, pass_at_k
 from rl_training.mathematics.prompt_means import mean_over_prompts, ratio_over_prompts, share_over_prompts
 
@@ -150,34 +150,25 @@ def test_the_intervals_of_shares_near_1_hold_the_truth_in_at_least_93_of_100_cas
 # --- entropies and divergences ----------------------------------------------------------------------------------------
 
 
-def test_scores_are_those_of_the_definition() -> None:
+def test_divergences_are_those_of_the_definition() -> None:
     generator = torch.Generator().manual_seed(0)
     logits, other = (3 * torch.randn(20, 7, generator=generator, dtype=torch.float64) for _ in range(2))
-    tokens = torch.randint(7, (20,), generator=generator)
-    scores = score_positions(logits, tokens, other)
+    found = divergences(logits, other)
     for row in range(20):
         p, q = (reference.log_softmax(table[row].tolist()) for table in (logits, other))
-        assert scores.logps[row].item() == pytest.approx(p[tokens[row]], abs=1e-12)
-        assert scores.entropies[row].item() == pytest.approx(-sum(math.exp(x) * x for x in p), abs=1e-12)
-        kl = sum(math.exp(x) * (x - y) for x, y in zip(p, q, strict=True))
-        assert scores.kl[row].item() == pytest.approx(kl, abs=1e-12)
+        assert found[row].item() == pytest.approx(
+            sum(math.exp(x) * (x - y) for x, y in zip(p, q, strict=True)), abs=1e-12
+        )
 
 
 @pytest.mark.parametrize("scale", [1.0, 5.0, 20.0])
-def test_scores_of_fp32_logits_over_a_whole_vocabulary_are_those_in_fp64_to_1e_7_nats(scale: float) -> None:
+def test_divergences_of_fp32_logits_over_a_whole_vocabulary_are_those_in_fp64_to_1e_7_nats(scale: float) -> None:
     """From a near-uniform distribution to one that is all but certain; the twin has every term in fp64."""
     generator = torch.Generator().manual_seed(0)
     logits = scale * torch.randn(8, 151_936, generator=generator)
     other = logits + 0.05 * torch.randn(logits.shape, generator=generator)
-    tokens = torch.cat([logits[:4].argmax(dim=-1), torch.randint(151_936, (4,), generator=generator)])
-    scores = score_positions(logits, tokens, other)
     p, q = (table.double().log_softmax(dim=-1) for table in (logits, other))
-    twin = {
-        "logps": p[torch.arange(8), tokens], "entropies": -(p.exp() * p).sum(dim=-1),
-        "kl": (p.exp() * (p - q)).sum(dim=-1),
-    }  # fmt: skip
-    for name, exact in twin.items():
-        torch.testing.assert_close(getattr(scores, name), exact, rtol=0, atol=1e-7, msg=name)
+    torch.testing.assert_close(divergences(logits, other), (p.exp() * (p - q)).sum(dim=-1), rtol=0, atol=1e-7)
 
 
 def test_by_the_chain_rule_the_sum_of_position_divergences_is_that_of_whole_responses() -> None:
@@ -188,24 +179,19 @@ def test_by_the_chain_rule_the_sum_of_position_divergences_is_that_of_whole_resp
         logp = reference.sequence_logp(policy.tolist(), response)
         exact += math.exp(logp) * (logp - reference.sequence_logp(first.tolist(), response))
         rows = reference.prefix_numbers(response)
-        summed += math.exp(logp) * float(score_positions(policy[rows], torch.tensor(response), first[rows]).kl.sum())
+        summed += math.exp(logp) * float(divergences(policy[rows], first[rows]).sum())
     assert exact > 0.1
     assert summed == pytest.approx(exact, rel=1e-12)
 
 
-def test_a_token_that_is_ruled_out_adds_nothing_and_a_policy_has_no_divergence_from_itself() -> None:
+def test_a_policy_has_no_divergence_from_itself_also_where_it_rules_tokens_out() -> None:
     logits = torch.tensor([[0.0, -math.inf, 1.0], [2.0, 0.5, -math.inf]])
-    scores = score_positions(logits, torch.tensor([0, 1]), logits)
-    assert scores.kl.tolist() == [0, 0]
-    assert scores.entropies.isfinite().all()
+    assert divergences(logits, logits).tolist() == [0, 0]
 
 
-def test_scores_do_not_depend_on_how_positions_are_split() -> None:
+def test_divergences_do_not_depend_on_how_positions_are_split() -> None:
     width = CHUNK // 2
     logits = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).repeat(1, width // 5 + 1)[:, :width]
-    tokens = torch.tensor([0, 5, 9])
-    together = score_positions(logits, tokens, logits.flip(0))
+    together = divergences(logits, logits.flip(0))
     for row in range(3):
-        alone = score_positions(logits[row : row + 1], tokens[row : row + 1], logits.flip(0)[row : row + 1])
-        assert alone.entropies.item() == together.entropies[row].item()
-        assert alone.kl.item() == together.kl[row].item()
+        assert divergences(logits[row : row + 1], logits.flip(0)[row : row + 1]).item() == together[row].item()

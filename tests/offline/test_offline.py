@@ -309,8 +309,8 @@ def test_the_error_of_a_prediction_leaves_out_whole_prompts_of_e(restored: Resto
         left_out = (of_prompt.sum() - of_prompt) / (1 - share)
         stderr = math.sqrt(9) * float(left_out.std(correction=0))
         assert float(found.first_order.of_evaluation.stderr[0, column]) == pytest.approx(stderr, rel=0.02)
-    assert found.results["deltaH_true_se"] == pytest.approx(float(found.truth.at[0].true.stderr[0]))
-    assert found.truth.at[0].true.without.shape == (10, 2)
+    assert found.results["deltaH_true_se"] == pytest.approx(float(found.truth.at[0].ahead.true.stderr[0]))
+    assert found.truth.at[0].ahead.true.without.shape == (10, 2)
 
 
 def test_what_is_not_asked_for_is_nan_with_the_reason(restored: RestoredTrainer) -> None:

@@ -25,7 +25,7 @@ BELOW = {
     "interventions": {"mathematics", "engine"},
     "probes": {"mathematics", "engine", "interventions"},
     "records": {"mathematics"},
-    "evaluation": {"mathematics", "records", "tasks"},
+    "evaluation": {"mathematics", "engine", "records", "tasks"},
     "hosts": {"mathematics", "engine", "interventions", "probes", "records"},
     "offline": {"mathematics", "engine", "interventions", "probes", "records", "hosts"},
     "job": {

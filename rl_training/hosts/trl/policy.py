@@ -21,7 +21,7 @@ from transformers import GenerationConfig
 from trl import GRPOTrainer
 from trl.models import unwrap_model_for_generation
 
-from rl_training.engine.batch import Rollout
+from rl_training.engine.batch import Rollout, as_rollout
 from rl_training.engine.policy import Policy
 from rl_training.engine.precision import measuring
 from rl_training.engine.scorer import Scorer
@@ -115,7 +115,7 @@ class TrainerPolicy(Policy):
             asked, given = respond(trainer, prompts[start : start + size], seed, 1 + accelerator.process_index, number)
             prompt_ids += asked
             completion_ids += given
-        return as_rollout(trainer, prompt_ids, completion_ids, mine)
+        return as_rollout(prompt_ids, completion_ids, mine, trainer._tokenizer.pad_token_id)
 
     def decode(self, ids: Tensor) -> str:
         return self._trainer._tokenizer.decode(ids, skip_special_tokens=True)
@@ -136,22 +136,6 @@ def respond(trainer: GRPOTrainer, prompts: Sequence[Any], *seed: int) -> tuple[l
     finally:
         if own is not None:
             trainer.model.forward = own
-
-
-def as_rollout(
-    trainer: GRPOTrainer, prompt_ids: list[Tensor], completion_ids: list[Tensor], prompt_index: Sequence[int]
-) -> Rollout:
-    """Returns these responses, at least one, as a rollout without rewards."""
-    pad, device = trainer._tokenizer.pad_token_id, trainer.accelerator.device
-    return Rollout(
-        prompt_ids=pad_sequence(prompt_ids, True, pad, padding_side="left"),
-        prompt_mask=pad_sequence([torch.ones_like(ids) for ids in prompt_ids], True, padding_side="left"),
-        completion_ids=pad_sequence(completion_ids, True, pad),
-        completion_mask=pad_sequence([torch.ones_like(ids) for ids in completion_ids], True),
-        advantages=torch.full((len(prompt_ids),), torch.nan, device=device),
-        rewards=None,
-        prompt_index=torch.tensor(prompt_index, device=device),
-    )
 
 
 def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
