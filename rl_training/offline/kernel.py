@@ -34,9 +34,9 @@ from torch import Tensor
 from tqdm import tqdm
 
 from rl_training.engine.updates import CAUSES
-from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel_blocks import (
     KernelInputs,
+    KernelRows,
     RowSummarizer,
     expectation,
     plan_blocks,
@@ -53,7 +53,7 @@ MAX_SLACK_OF_PAIRS = 100.0  # times that at most, under autocast
 
 
 def calculate_kernel(
-    rows: GradientRows, inputs: KernelInputs, settings: KernelSettings, folder: Path,
+    rows: KernelRows, inputs: KernelInputs, settings: KernelSettings, folder: Path,
     about: Mapping[str, str] | None = None,
 ) -> Path:  # fmt: skip
     """Returns the file with the kernel of these sequences; resumes a killed run. Processes share the blocks.
@@ -97,7 +97,7 @@ def _wait() -> None:
 class _Calculation:
     """The second pass over U, and its files."""
 
-    def __init__(self, rows: GradientRows, inputs: KernelInputs, settings: KernelSettings, folder: Path) -> None:
+    def __init__(self, rows: KernelRows, inputs: KernelInputs, settings: KernelSettings, folder: Path) -> None:
         self._rows, self._inputs, self._settings, self._folder = rows, inputs, settings, folder
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
         self.summarizer = RowSummarizer(inputs, rows.parameters, settings)
@@ -206,7 +206,7 @@ def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 # --- what every kernel must pass --------------------------------------------------------------------------------------
 
 
-def prove_sum(rows: GradientRows, inputs: KernelInputs, total: Tensor) -> None:
+def prove_sum(rows: KernelRows, inputs: KernelInputs, total: Tensor) -> None:
     """Raises ValueError when the rows of U do not add up to the batch gradient."""
     expected = -inputs.update.num_sequences * inputs.max_length * inputs.step.gradient.double()
     if expected.any():  # else no sequence has an advantage
@@ -217,7 +217,7 @@ def prove_sum(rows: GradientRows, inputs: KernelInputs, total: Tensor) -> None:
         )  # fmt: skip
 
 
-def prove_row(rows: GradientRows, inputs: KernelInputs, row: int, own: Tensor) -> None:
+def prove_row(rows: KernelRows, inputs: KernelInputs, row: int, own: Tensor) -> None:
     """Raises ValueError when a row is not the gradient that an ordinary backward of its sequence alone gives."""
     alone = rows.sum(inputs.evaluation, rows.batches([row])[0], torch.ones_like(inputs.logp_weights))
     _refuse_if_apart(

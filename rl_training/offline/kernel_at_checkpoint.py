@@ -18,9 +18,8 @@ from rl_training.engine.batch import Rollout, as_rollout
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.offline.buffers import of_all_processes, tokens_of
 from rl_training.offline.first_order import TOKEN
-from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel
-from rl_training.offline.kernel_blocks import KernelInputs
+from rl_training.offline.kernel_blocks import KernelInputs, KernelRows
 from rl_training.offline.kernel_files import write_sequences
 from rl_training.offline.kernel_report import PAGE, write_report
 from rl_training.offline.probe import Analysis
@@ -55,7 +54,7 @@ def kernel_of_analysis(
     """
     if analysis.first_order is None:
         raise ValueError("kernel.enabled=true needs the entropy gradient: set first_order.enabled=true")
-    rows = GradientRows(restored.trainer, restored.parameters, settings.microbatch_size)
+    rows = KernelRows(restored.trainer, restored.parameters, settings.microbatch_size)
     of_e, of_u = (of_all_processes(b.rollout, restored) for b in (analysis.evaluation, analysis.update_buffer))
     written_by, prompts = restored.step, analysis.evaluation.prompts
     if texts is not None and settings.source == "fixed":

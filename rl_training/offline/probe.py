@@ -7,7 +7,7 @@ of E and U, the others only E's: they are for this step. What is not available i
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -21,23 +21,16 @@ from rl_training.offline.settings import Settings
 from rl_training.offline.truth import Truth, measure, num_scorings
 from rl_training.offline.update import Update, make_update
 
+Numbers = tuple[dict[str, float], str]  # and why those are nan that are
 UNITS = (("", TOKEN), ("_sequence", SEQUENCE))
 MEASURED = ("H_orig", "H_upd", "deltaH_true", "deltaH_snis", "deltaH_odd", "second_order", "paired_error")
-# Why a number is nan, by what its key begins with.
-NOT_PREDICTED = dict.fromkeys(
-    ("deltaH1", "bars_dot", "covariance", "paired_error"), "not asked for: first_order.enabled=true predicts"
-)
-NOT_MEASURED = dict.fromkeys(MEASURED, "not asked for: truth.enabled=true measures")
-NOT_ODD = dict.fromkeys(("deltaH_odd", "second_order", "paired_error_odd"), "not asked for: set truth.odd=true")
-NOT_KNOWN = {
-    "deltaH1": f"fewer than {MIN_FOLDS_FOR_STDERR} blocks of E or folds of U: no error bar",
-    **dict.fromkeys(
-        ("bars_dot", "learning_rate"),
-        "parameter groups have different learning rates: there is no single one to divide by",
-    ),
-    "w_max": "a weight is beyond what float64 holds",
-    "": "not a finite number",
-}
+NOT_PREDICTED = "not asked for: first_order.enabled=true predicts"
+NOT_MEASURED = "not asked for: truth.enabled=true measures"
+NOT_ODD = "not asked for: set truth.odd=true"
+NOT_FINITE = "not a finite number"
+FEW = f"fewer than {MIN_FOLDS_FOR_STDERR} blocks of E or folds of U: no error bar"
+SEVERAL_RATES = "parameter groups have different learning rates: there is no single one to divide by"
+OVERFLOW = "a weight is beyond what float64 holds"
 
 
 @dataclass(frozen=True)
@@ -75,13 +68,11 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
         etas = sorted({1.0, *settings.truth.etas}, reverse=True)
         with phases("truth", total * num_scorings(etas, settings.truth.odd)) as progress:
             truth = measure(restored, evaluation, update.delta, etas, settings.truth.odd, progress)
-    found = {
-        **_of_buffers(restored, evaluation, update_buffer, update),
-        **_predicted(first_order, restored.learning_rate),
-        **in_both_units({"covariance": covariance}),
-        **_measured(truth, first_order),
-    }
-    found = {key: value if math.isfinite(value) else math.nan for key, value in found.items()}
+    found = _of_buffers(restored, evaluation, update_buffer, update)
+    found += _predicted(first_order, restored.learning_rate)
+    found += [(in_both_units({"covariance": covariance}), NOT_FINITE if covariance else NOT_PREDICTED)]
+    found += _measured(truth, first_order)
+    results, reasons = _with_reasons(found)
     tables = {}
     if truth is not None:
         tables["eta"] = [
@@ -92,28 +83,26 @@ def analyse(restored: RestoredTrainer, settings: Settings) -> Analysis:
         with short_memory_says_what_to_lower("conditioning"):
             tables["conditioning"] = condition(restored, update, first_order.direction)
     return Analysis(
-        found, _reasons(found, settings), tables, phases.seconds, evaluation, update_buffer, update, first_order, truth
+        results, reasons, tables, phases.seconds, evaluation, update_buffer, update, first_order, truth
     )  # fmt: skip
 
 
-def _reasons(found: Mapping[str, float], settings: Settings) -> dict[str, str]:
-    known = {} if settings.truth.odd else NOT_ODD
-    known = known | ({} if settings.first_order.enabled else NOT_PREDICTED)
-    known = known | ({} if settings.truth.enabled else NOT_MEASURED)
-    return {
-        key: next(reason for start, reason in [*known.items(), *NOT_KNOWN.items()] if key.startswith(start))
-        for key, value in found.items()
-        if math.isnan(value)
-    }
+def _with_reasons(found: Sequence[Numbers]) -> tuple[dict[str, float], dict[str, str]]:
+    """Returns all numbers, those that are not finite as nan, and why these are nan."""
+    results, reasons = dict[str, float](), dict[str, str]()
+    for numbers, reason in found:
+        results |= {key: value if math.isfinite(value) else math.nan for key, value in numbers.items()}
+        reasons |= {key: reason for key, value in numbers.items() if not math.isfinite(value)}
+    return results, reasons
 
 
-def _of_buffers(restored: RestoredTrainer, e: SampledBuffer, u: UpdateBuffer, update: Update) -> dict[str, float]:
+def _of_buffers(restored: RestoredTrainer, e: SampledBuffer, u: UpdateBuffer, update: Update) -> list[Numbers]:
     rollout = u.rollout
     assert rollout.rewards is not None
     rewards, mask = rollout.rewards.double(), rollout.completion_mask.double()
     sums = [rewards.sum(), mask.sum(), (rollout.advantages == 0).double().sum()]
     reward, length, idle = (float(restored.reduce(x)) / u.num_sequences for x in sums)
-    return {
+    numbers = {
         "B_E": float(len(e.prompts)),
         "B_U": float(u.num_prompts),
         "G": float(u.responses_per_prompt),
@@ -125,44 +114,54 @@ def _of_buffers(restored: RestoredTrainer, e: SampledBuffer, u: UpdateBuffer, up
         "update_norm": float(update.delta.double().norm()),
         "gradient_norm": float(update.gradient.double().norm()),
     }
+    return [(numbers, NOT_FINITE)]
 
 
-def _predicted(first_order: FirstOrder | None, learning_rate: float) -> dict[str, float]:
+def _predicted(first_order: FirstOrder | None, learning_rate: float) -> list[Numbers]:
+    rate: Numbers = ({"learning_rate": learning_rate}, SEVERAL_RATES)
     if first_order is None:
-        return {"learning_rate": learning_rate, "bars_dot": math.nan, **in_both_units({"deltaH1": None})}
+        return [rate, ({"bars_dot": math.nan, **in_both_units({"deltaH1": None})}, NOT_PREDICTED)]
     value, stderr = first_order.value.tolist(), first_order.stderr.tolist()
-    found = {
-        "learning_rate": learning_rate,
-        "bars_dot": value[0][TOKEN] / learning_rate,
-        "bars_dot_se": stderr[0][TOKEN] / learning_rate,
-        "deltaH1_se_evaluation": float(first_order.of_evaluation.stderr[0, TOKEN]),
-    }
+    values, errors = dict[str, float](), dict[str, float]()
     for number, label in enumerate(first_order.labels):
         key = f"deltaH1/{label}" if number else "deltaH1"
         for suffix, column in UNITS:
-            found |= {f"{key}{suffix}": value[number][column], f"{key}{suffix}_se": stderr[number][column]}
-    return found
+            values[f"{key}{suffix}"], errors[f"{key}{suffix}_se"] = value[number][column], stderr[number][column]
+    errors["deltaH1_se_evaluation"] = float(first_order.of_evaluation.stderr[0, TOKEN])
+    one, one_error = values["deltaH1"] / learning_rate, errors["deltaH1_se"] / learning_rate
+    why_no_error = SEVERAL_RATES if math.isnan(learning_rate) else FEW
+    return [
+        rate, ({"bars_dot": one}, SEVERAL_RATES), ({"bars_dot_se": one_error}, why_no_error),
+        (values, NOT_FINITE), (errors, FEW),
+    ]  # fmt: skip
 
 
-def _measured(truth: Truth | None, first_order: FirstOrder | None) -> dict[str, float]:
+def _measured(truth: Truth | None, first_order: FirstOrder | None) -> list[Numbers]:
     if truth is None:
-        return in_both_units(dict.fromkeys(MEASURED))
+        return [(in_both_units(dict.fromkeys(MEASURED)), NOT_MEASURED)]
     at = truth.whole_step
     true, odd = at.ahead.true, at.odd
-    numbers: dict[str, Replicates | None] = {"H_orig": truth.before, "H_upd": truth.before + true, **at.changes()}
-    found = in_both_units(numbers | {"second_order": None if odd is None else true - odd})
-    if first_order is not None:
-        predicted = replace(truth.first_order, value=first_order.value[0])  # the backward's; errors are of E alone
-        off = (truth.first_order.value - first_order.value[0]).abs() / truth.first_order.stderr
-        found |= in_both_units(at.errors_of(predicted)) | {"slope_check": float(off.max())}
-    return found | {
+    numbers = {"H_orig": truth.before, "H_upd": truth.before + true, **at.changes()}
+    numbers["second_order"] = None if odd is None else true - odd
+    further = {
         "floor": float(truth.floor.value[TOKEN]),
         "floor_sequence": float(truth.floor.value[SEQUENCE]),
         "resampled": float(at.ahead.resampled),
         "ESS": at.ahead.weights.ess,
-        "w_max": at.ahead.weights.largest,
         "w_min": at.ahead.weights.smallest,
     }
+    if first_order is not None:
+        predicted = replace(truth.first_order, value=first_order.value[0])  # the backward's; errors are of E alone
+        numbers |= at.errors_of(predicted)
+        off = (truth.first_order.value - first_order.value[0]).abs() / truth.first_order.stderr
+        further["slope_check"] = float(off.max())
+    known = {key: replicates for key, replicates in numbers.items() if replicates is not None}
+    return [
+        (in_both_units(known), NOT_FINITE),
+        (in_both_units({key: None for key in numbers if key not in known}), NOT_ODD),
+        (further, NOT_FINITE),
+        ({"w_max": at.ahead.weights.largest}, OVERFLOW),
+    ]
 
 
 def in_both_units(numbers: Mapping[str, Replicates | None]) -> dict[str, float]:

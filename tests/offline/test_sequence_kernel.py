@@ -33,10 +33,9 @@ from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.sketches import cosines
 from rl_training.offline.buffers import EvaluationBuffer, UpdateBuffer
 from rl_training.offline.first_order import TOKEN, predict
-from rl_training.offline.gradient_rows import GradientRows
 from rl_training.offline.kernel import calculate_kernel, prove_identity
 from rl_training.offline.kernel_at_checkpoint import kernel_of_analysis
-from rl_training.offline.kernel_blocks import KernelInputs
+from rl_training.offline.kernel_blocks import KernelInputs, KernelRows
 from rl_training.offline.kernel_files import load_kernel, save_tensors
 from rl_training.offline.probe import analyse
 from rl_training.offline.restored import RestoredTrainer
@@ -68,8 +67,8 @@ class Case:
     def optimizer(self) -> OptimizerView:
         return self.restored.optimizer
 
-    def rows(self, microbatch: int = 3) -> GradientRows:
-        return GradientRows(self.trainer, self.parameters, microbatch)
+    def rows(self, microbatch: int = 3) -> KernelRows:
+        return KernelRows(self.trainer, self.parameters, microbatch)
 
 
 def trainer_of(folder: Path, peft_config: LoraConfig | None = None, **settings: Any) -> DrGRPOTrainer:
@@ -264,7 +263,7 @@ def test_gradients_are_stored_on_request(cases: Any, tmp_path: Path) -> None:
 # --- a run that is killed, or shared ----------------------------------------------------------------------------------
 
 
-class Killed(GradientRows):
+class Killed(KernelRows):
     """Dies in the second block, without a chance to tidy up."""
 
     left = 6
@@ -366,7 +365,7 @@ def test_fixed_texts_stay_over_checkpoints_and_say_nothing_of_another_policys_en
 # --- every run proves itself ------------------------------------------------------------------------------------------
 
 
-class Forgetful(GradientRows):
+class Forgetful(KernelRows):
     """Loses a part of the gradient, as a hook on a module that is used twice would."""
 
     def log_probability(self, rollout: Any, rows: Tensor) -> Tensor:
@@ -375,7 +374,7 @@ class Forgetful(GradientRows):
         return own
 
 
-class Mixing(GradientRows):
+class Mixing(KernelRows):
     """Puts a batch's gradients into each other's rows: their sum is right."""
 
     def both(self, rollout: Any, rows: Tensor, logp_weights: Tensor, entropy_weights: Tensor) -> Any:
@@ -384,7 +383,7 @@ class Mixing(GradientRows):
 
 
 @pytest.mark.parametrize(("broken", "message"), [(Forgetful, "differs from the batch gradient"), (Mixing, "its own")])
-def test_rows_that_are_wrong_end_the_run(broken: type[GradientRows], message: str, cases: Any, tmp_path: Path) -> None:
+def test_rows_that_are_wrong_end_the_run(broken: type[KernelRows], message: str, cases: Any, tmp_path: Path) -> None:
     case = cases("full")
     with pytest.raises(ValueError, match=message):
         calculate_kernel(broken(case.trainer, case.parameters, 4), case.inputs, SETTINGS, tmp_path)
