@@ -31,7 +31,7 @@ from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import Records
 from rl_training.records.provenance import provenance, without_secrets
 from rl_training.records.workspace import CORE
-from rl_training.tasks.task import Task
+from rl_training.tasks.task import Task, as_task
 
 logger = logging.get_logger(__name__)
 
@@ -115,7 +115,7 @@ def _make_trainer(
     """Returns the trainer, with the evaluation split of its task if asked for, and the task."""
     interventions = _interventions_of(cfg)
     set_seed(cfg.seed)  # before the model: an adapter's weights are drawn
-    task = make("data", cfg.data)
+    task = as_task(make("data", cfg.data))
     model, tokenizer = make("model", cfg.model)
     adapter, buffer = make("adapter", cfg.adapter), make("buffer", cfg.buffer)
     trainer = DrGRPOTrainer(

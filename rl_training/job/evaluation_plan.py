@@ -30,7 +30,7 @@ from rl_training.job.settings import check_evaluation
 from rl_training.records.checkpoints import checkpoints_of
 from rl_training.records.evaluated import EVALUATIONS, SETTINGS, read_step, write_settings
 from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
-from rl_training.tasks.task import Task
+from rl_training.tasks.task import Task, as_task
 
 GROUPS = ("model", "adapter", "data")
 # Settings that change how a result is computed, but not the result.
@@ -52,7 +52,7 @@ class EvaluationPlan:
     settings: dict[str, Any]  # what must be equal for two results to share a table
 
     def task(self) -> Task:
-        return make("data", self.config["data"])
+        return as_task(make("data", self.config["data"]))
 
     def batches(self, share: int, num_shares: int) -> list[list[tuple[int, int]]]:
         """Returns the batches of one of so many processes."""
@@ -107,7 +107,7 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
     for metric in metrics:
         if metric in BUILT_IN:
             raise ValueError(f"metrics.{metric}: there is a built-in metric {metric}; give yours another name")
-    num_rows = len(make("data", config["data"]).eval_dataset)
+    num_rows = len(as_task(make("data", config["data"])).eval_dataset)
     if num_rows == 0:
         raise ValueError(f"the evaluation split of {task_name} has no rows: give data of your own, data.path=FILE")
     plan = EvaluationPlan(

@@ -34,6 +34,7 @@ from rl_training.hosts.trl.sharding import replicated
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.offline.checkpoint_files import load_shards, refuse_other_names, refuse_other_weights, some
+from rl_training.offline.settings import refuse_learning_rate
 from rl_training.records.checkpoints import state_folder, steps_taken, what_is_wrong_with_weights
 
 T = TypeVar("T")
@@ -89,6 +90,7 @@ def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | Non
 
     Raises ValueError, saying what is wrong and the fix, when checkpoint and trainer do not fit: see the guards.
     """
+    refuse_learning_rate(learning_rate)
     _refuse_other_analyses(trainer)
     _refuse_damaged(checkpoint)
     model = trainer.model

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
@@ -95,6 +96,13 @@ class Settings:
 def refuse_less(name: str, value: object, least: int) -> None:
     if type(value) is not int or value < least:
         raise ValueError(f"{name}={value} must be a whole number, at least {least}")
+
+
+def refuse_learning_rate(rate: object) -> None:
+    """Raises ValueError for a learning rate that no step is made with; None is the checkpoint's own."""
+    if rate is not None and not (type(rate) in (int, float) and 0 < rate < math.inf):  # type: ignore[operator]
+        why = " (with 0 there is no step)" if rate == 0 else ""
+        raise ValueError(f"learning_rate={rate} must be a number above 0, or null for the checkpoint's own{why}")
 
 
 def _refuse_nonsense(settings: Settings) -> None:

@@ -16,6 +16,8 @@ class Task:
     The reward takes what TRL hands to a reward function and returns one number per completion; TRL logs it as
     `rewards/<name of the function>/mean`.
 
+    Raises ValueError where a dataset is none, or lacks prompts.
+
     Example: `GRPOTrainer(model, reward_funcs=task.reward, train_dataset=task.train_dataset, ...)`.
     """
 
@@ -25,6 +27,35 @@ class Task:
     # what evaluation counts as one vote: the answer that the reward reads from a text, None where it reads none
     given_answer: Callable[[str], str | None] | None = None
     reward_range: tuple[float, float] | None = None  # the least and the most that a response can earn; None: not known
+
+    def __post_init__(self) -> None:
+        for name in ("train_dataset", "eval_dataset"):
+            dataset = getattr(self, name)
+            if dataset is not None:
+                _refuse_without_prompts(name, dataset)
+
+
+def as_task(returned: object) -> Task:
+    """Returns what the function of a task has returned. ValueError where that is no task."""
+    if not isinstance(returned, Task):
+        raise ValueError(
+            f"data: the task's function returned {returned!r:.60}, which is no Task: return "
+            "Task(train_dataset, eval_dataset, reward) of rl_training.tasks.task"
+        )
+    return returned
+
+
+def _refuse_without_prompts(name: str, dataset: object) -> None:
+    if not isinstance(dataset, Dataset):
+        raise ValueError(f"{name} is {dataset!r:.60}: give a datasets.Dataset, such as Dataset.from_list(rows)")
+    if "prompt" not in dataset.column_names:
+        raise ValueError(f"{name} has no column `prompt`, only {', '.join(dataset.column_names)}: rename the right one")
+    for row, prompt in enumerate(dataset["prompt"]):
+        if not prompt or not isinstance(prompt, str | list):
+            raise ValueError(
+                f"{name}: the prompt of row {row} is {prompt!r}: give text, or a list of messages; leave out rows "
+                "without one"
+            )
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,15 @@ from rl_training.offline.first_order import predict
 from rl_training.offline.probe import Analysis, analyse
 from rl_training.offline.restored import RestoredTrainer, refuse_without_gradients, restore
 from rl_training.offline.results import print_table, read_result, write_result
-from rl_training.offline.settings import Evaluation, FirstOrderSettings, Memory, Settings, TruthSettings, UpdateConfig
+from rl_training.offline.settings import (
+    Evaluation,
+    FirstOrderSettings,
+    Memory,
+    Settings,
+    TruthSettings,
+    UpdateConfig,
+    refuse_learning_rate,
+)
 from rl_training.offline.update import make_update
 from rl_training.records import read_probe_log
 from rl_training.records.checkpoints import checkpoints_named
@@ -402,6 +410,14 @@ def test_a_schedule_that_has_ended_is_said_and_a_learning_rate_is_the_fix(run: P
     with pytest.raises(ValueError, match=r"learning rate at .* is 0.*learning_rate=1e-6"):
         restored_at(run, 3)
     assert restored_at(run, 3, learning_rate=1e-4).learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("rate", "why"), [(-1e-4, ""), (math.nan, ""), (math.inf, ""), (0, "with 0 there is no step"), ("a", "")]
+)
+def test_a_learning_rate_that_makes_no_step_is_refused(rate: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=rf"learning_rate={rate} must be a number above 0, or null .*{why}"):
+        refuse_learning_rate(rate)
 
 
 def altered(run: Path, tmp_path: Path, alter: Callable[[Path], None]) -> Path:

@@ -9,8 +9,9 @@ import torch
 from datasets import Dataset
 from test_folds import on_two_ranks
 
+from rl_training.engine.batch import Rollout
 from rl_training.hosts.trl.buffer import FilteredBuffer
-from rl_training.offline.buffers import _filter_of, _learned
+from rl_training.offline.buffers import _filter_of, _learned, rewards_of
 
 
 def test_a_prompt_is_in_u_where_any_process_has_it() -> None:
@@ -52,3 +53,18 @@ def drawn_from(seed: int, num_prompts: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     torch.multinomial(torch.ones(num_prompts, dtype=torch.float64), 2, generator=generator)
     return generator.get_state()
+
+
+def test_a_prompt_that_stands_twice_is_rewarded_by_its_first_row() -> None:
+    """The rows of "a" have the answers 1 and 2; the evaluation split comes after the training set."""
+    train = Dataset.from_dict({"prompt": ["a", "a", "b"], "answer": [1, 2, 3]})
+    held_out = Dataset.from_dict({"prompt": ["c", "b"], "answer": [4, 5]})
+    trainer = SimpleNamespace(
+        train_dataset=train, eval_dataset=held_out,
+        rewards_of=lambda rows, completions: torch.tensor([float(row["answer"]) for row in rows]),
+    )  # fmt: skip
+    ids = torch.ones(4, 1, dtype=torch.long)
+    rollout = Rollout(ids, ids, ids, ids, torch.zeros(4), None, torch.arange(4))
+    found = rewards_of(SimpleNamespace(trainer=trainer), ["b", "a", "c", "d"], rollout)  # type: ignore[arg-type]
+    assert found[:3].tolist() == [3.0, 1.0, 4.0]
+    assert found[3].isnan()

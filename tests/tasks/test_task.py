@@ -1,0 +1,44 @@
+"""A task is refused where its data has no prompts, before anything is built on it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from datasets import Dataset
+
+from rl_training.tasks.task import Task, as_task
+
+GOOD = Dataset.from_dict({"prompt": ["a", "b"]})
+
+
+def reward(completions: list[str], **columns: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+@pytest.mark.parametrize(
+    ("data", "why"),
+    [
+        (Dataset.from_dict({"question": ["a"]}), "has no column `prompt`, only question: rename"),
+        (Dataset.from_dict({"prompt": ["a", None]}), "the prompt of row 1 is None: give text"),
+        (Dataset.from_dict({"prompt": ["a", ""]}), "the prompt of row 1 is ''"),
+        (Dataset.from_dict({"prompt": [1, 2]}), "the prompt of row 0 is 1"),
+        ([{"prompt": "a"}], "give a datasets.Dataset"),
+    ],
+)
+@pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
+def test_data_without_prompts_is_refused_with_split_and_row(split: str, data: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=f"^{split}.*{why}"):
+        Task(**{"train_dataset": GOOD, "eval_dataset": GOOD, split: data}, reward=reward)
+
+
+@pytest.mark.parametrize("returned", [None, [GOOD, GOOD, reward], (GOOD, reward)])
+def test_a_function_that_returns_no_task_is_told_what_to_return(returned: Any) -> None:
+    with pytest.raises(ValueError, match=r"which is no Task: return Task\(train_dataset"):
+        as_task(returned)
+
+
+def test_messages_are_prompts_and_a_task_may_have_no_evaluation_split() -> None:
+    messages = Dataset.from_dict({"prompt": [[{"role": "user", "content": "a"}]]})
+    task = Task(messages, None, reward)  # type: ignore[arg-type]
+    assert as_task(task) is task
