@@ -103,8 +103,8 @@ class CheckpointPolicy:
         rollout = as_rollout(prompts, completions, range(len(prompts)), self.tokenizer.pad_token_id)
         rows, lengths = torch.arange(len(prompts), device=self.model.device), [len(ids) for ids in completions]
         scores = self.scorer.score(rollout, rows, graph=False)
-        there = scores.mask.bool()
-        logps, entropies = (v[there].double().cpu().split(lengths) for v in (scores.logps, scores.entropies))
+        is_token = scores.mask.bool()
+        logps, entropies = (v[is_token].double().cpu().split(lengths) for v in (scores.logps, scores.entropies))
         kl: Sequence[Tensor | None] = [None] * len(lengths)
         if self._reference_scorer is not None:
             at_once = max(1, logits_at_once(self.model.device) // (max(lengths) * len(self.tokenizer)))

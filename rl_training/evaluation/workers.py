@@ -26,8 +26,8 @@ def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None],
     if sys.platform == "linux":  # only there do libraries survive a fork
         context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(list(imports))
-    here, there = context.Pipe(duplex=False)
-    process = context.Process(target=_run, args=(work, there))
+    own_end, other_end = context.Pipe(duplex=False)
+    process = context.Process(target=_run, args=(work, other_end))
     resource_tracker.ensure_running()  # it unblocks the signals of whoever starts it
     # The parent handles Ctrl-C: the server and its forks ignore it from the start, also during their imports.
     heard = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -35,11 +35,11 @@ def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None],
         process.start()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, heard)
-    there.close()  # so that its end of the pipe closes with the process
+    other_end.close()  # so that its end of the pipe closes with the process
     try:
         while True:
             try:
-                kind, content = here.recv()
+                kind, content = own_end.recv()
             except (EOFError, OSError):  # it ended without a last word, perhaps in the middle of one
                 process.join()
                 return _how_it_ended(process.exitcode)
@@ -51,7 +51,7 @@ def run_in_process(work: Callable[[Send], None], receive: Callable[[Any], None],
     finally:
         process.kill()  # where it has not ended: `receive` raised, or Ctrl-C
         process.join()
-        here.close()
+        own_end.close()
 
 
 def _run(work: Callable[[Send], None], connection: Connection) -> None:

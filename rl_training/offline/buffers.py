@@ -68,7 +68,7 @@ class UpdateBuffer:
 
 
 def sample_update(
-    restored: RestoredTrainer, asked: UpdateConfig, chunk_size: int, progress: Progress = silent
+    restored: RestoredTrainer, settings: UpdateConfig, chunk_size: int, progress: Progress = silent
 ) -> UpdateBuffer:
     """Returns U, drawn and rewarded as the training would; through the filter, with what its buffer knew then.
 
@@ -76,7 +76,7 @@ def sample_update(
 
     No prompt is drawn twice, as within an epoch.
     """
-    num_prompts, seed, filtered = asked.prompts, asked.seed, asked.filtered
+    num_prompts, seed, filtered = settings.prompts, settings.seed, settings.filtered
     trainer, group = restored.trainer, restored.trainer.num_generations
     total = len(trainer.train_dataset)
     if num_prompts > total:
@@ -124,7 +124,7 @@ def _filter_of(restored: RestoredTrainer, seed: int) -> FilteredBuffer:
 
 def sample_evaluation(
     restored: RestoredTrainer,
-    asked: Evaluation,
+    settings: Evaluation,
     update: UpdateBuffer | None,
     chunk_size: int,
     progress: Progress = silent,
@@ -133,11 +133,11 @@ def sample_evaluation(
 
     update  whose prompts E's may overlap with, or not
     """
-    prompts = tuple(p for p in _prompts_of_evaluation(restored, asked, update) for _ in range(asked.responses))
-    rollout, number = respond(restored, prompts, asked.seed, chunk_size, progress)
+    prompts = tuple(p for p in _prompts_of_evaluation(restored, settings, update) for _ in range(settings.responses))
+    rollout, number = respond(restored, prompts, settings.seed, chunk_size, progress)
     scores = gather_scores(restored, restored.policy.score_rollout(rollout), number, len(prompts))
-    units = units_of(scores, asked.responses)
-    return SampledBuffer(rollout, number, scores, *units, prompts, asked.seed, chunk_size)
+    units = units_of(scores, settings.responses)
+    return SampledBuffer(rollout, number, scores, *units, prompts, settings.seed, chunk_size)
 
 
 def sample_again(restored: RestoredTrainer, buffer: SampledBuffer) -> Scores:
@@ -162,7 +162,7 @@ def gather_scores(restored: RestoredTrainer, scores: Scores, number: Tensor, tot
     return Scores(gather(scores.logps), gather(scores.entropies), gather(scores.mask).bool())
 
 
-def of_all_processes(rollout: Rollout, restored: RestoredTrainer) -> Rollout:
+def gather_rollout(rollout: Rollout, restored: RestoredTrainer) -> Rollout:
     """Returns the sequences of all processes, on each of them, in the order of `prompt_index`."""
     parts = restored.gather(_on(rollout, torch.device("cpu")))
     rollout = _on(join_rollouts(parts), restored.device)
@@ -202,8 +202,8 @@ def rewards_of(restored: RestoredTrainer, prompts: Sequence[Any], rollout: Rollo
     return rewards
 
 
-def _prompts_of_evaluation(restored: RestoredTrainer, asked: Evaluation, update: UpdateBuffer | None) -> list[Any]:
-    trainer, source, overlap = restored.trainer, asked.source, asked.overlap
+def _prompts_of_evaluation(restored: RestoredTrainer, settings: Evaluation, update: UpdateBuffer | None) -> list[Any]:
+    trainer, source, overlap = restored.trainer, settings.source, settings.overlap
     data = trainer.eval_dataset if source == "eval" else trainer.train_dataset
     if data is None:
         raise ValueError("evaluation.source=eval: this run's task has no evaluation split; use evaluation.source=train")
@@ -212,23 +212,23 @@ def _prompts_of_evaluation(restored: RestoredTrainer, asked: Evaluation, update:
         if outside:
             raise ValueError(f"evaluation.source: row {outside[0]} is not in the training set of {len(data)} prompts")
         return [data[int(row)]["prompt"] for row in source]
-    draw = np.random.default_rng([asked.seed, PROMPTS])
+    draw = np.random.default_rng([settings.seed, PROMPTS])
     if overlap == "allowed" or update is None:
-        return [data[int(row)]["prompt"] for row in draw.integers(len(data), size=asked.prompts)]
+        return [data[int(row)]["prompt"] for row in draw.integers(len(data), size=settings.prompts)]
     prompts = data["prompt"][:]
     learned = _learned(restored, update, prompts)
     rows = [row for row, is_learned in enumerate(learned) if is_learned == (overlap == "wanted")]
     if not rows:
         raise ValueError(f"evaluation.overlap={overlap}: no prompt of {source} is left to draw; use overlap=allowed")
-    return [prompts[rows[int(i)]] for i in draw.integers(len(rows), size=asked.prompts)]
+    return [prompts[rows[int(i)]] for i in draw.integers(len(rows), size=settings.prompts)]
 
 
 def _learned(restored: RestoredTrainer, update: UpdateBuffer, prompts: Sequence[Any]) -> list[bool]:
     """Returns which of these prompts are in U, by their tokens: rows of a data set may repeat a text."""
     rollout = update.rollout
     own = {tuple(ids[mask.bool()].tolist()) for ids, mask in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)}
-    of_prompt = [tuple(ids) for ids in restored.trainer._tokenize_prompts(list(prompts))[0]]
-    here = torch.tensor([ids in own for ids in of_prompt], device=restored.device, dtype=torch.float64)
+    tokens = [tuple(ids) for ids in restored.trainer._tokenize_prompts(list(prompts))[0]]
+    here = torch.tensor([ids in own for ids in tokens], device=restored.device, dtype=torch.float64)
     return (restored.reduce(here) > 0).tolist()
 
 
@@ -244,8 +244,9 @@ def respond(
     prompt_ids, completion_ids, number = list[Tensor](), list[Tensor](), list[int]()
     for first in range(restored.rank * chunk, total, chunk * restored.num_ranks):
         rows = range(first, min(first + chunk, total))
-        asked, given = policy.respond(restored.trainer, [prompts[i] for i in rows], seed, RESPONSES, first // chunk)
-        prompt_ids, completion_ids, number = prompt_ids + asked, completion_ids + given, [*number, *rows]
+        chosen = [prompts[i] for i in rows]
+        responses = policy.respond(restored.trainer, chosen, seed, RESPONSES, first // chunk)
+        prompt_ids, completion_ids, number = prompt_ids + responses[0], completion_ids + responses[1], [*number, *rows]
         progress(min(len(rows) * restored.num_ranks, total))
     if not number:
         raise ValueError(

@@ -133,7 +133,7 @@ def load_shards(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Pa
                 "step": torch.tensor(float(slices[0]["step"])),
                 **{key: assembled[key][name].clone().to(param.device) for key in MOMENTS},
             }
-    missing = set(parameters) - {name for of_group in shapes for name in of_group}
+    missing = set(parameters) - {name for names in shapes for name in names}
     if missing:
         raise ValueError(f"{folder} holds no state of {min(missing)!r}: it is of another adapter or model")
 

@@ -53,20 +53,20 @@ class FirstOrder:
     """δH₁ by label: "whole", "part/momentum", …, "layer/0", …, "kind/attention", …; per token and per sequence."""
 
     labels: tuple[str, ...]
-    of_evaluation: Replicates  # (labels, 2), without each block of E
-    of_update: Replicates  # (labels, 2), without each fold of U
+    over_evaluation: Replicates  # (labels, 2), without each block of E
+    over_update: Replicates  # (labels, 2), without each fold of U
     direction: Tensor  # (2, P): X̄, per token and per sequence
 
     @property
     def value(self) -> Tensor:
-        return self.of_evaluation.value
+        return self.over_evaluation.value
 
     @property
     def stderr(self) -> Tensor:
         """(labels, 2), from both buffers; nan where one has too few blocks or folds for an error."""
-        if min(len(self.of_evaluation.without), len(self.of_update.without)) < MIN_FOLDS_FOR_STDERR:
+        if min(len(self.over_evaluation.without), len(self.over_update.without)) < MIN_FOLDS_FOR_STDERR:
             return torch.full_like(self.value, math.nan)
-        return (self.of_evaluation.stderr.square() + self.of_update.stderr.square()).sqrt()
+        return (self.over_evaluation.stderr.square() + self.over_update.stderr.square()).sqrt()
 
 
 def predict(
@@ -86,8 +86,8 @@ def predict(
         sums[block] += _by_label(splits, split_products(update.in_pieces(), gradients, len(parameters)))
         progress(count * restored.num_ranks)
     direction = restored.reduce(direction)
-    of_evaluation = without_blocks(restored.reduce(sums), mask, blocks)
-    return FirstOrder((WHOLE, *splits.labels), of_evaluation, without_folds(restored, update, direction), direction)
+    over_evaluation = without_blocks(restored.reduce(sums), mask, blocks)
+    return FirstOrder((WHOLE, *splits.labels), over_evaluation, without_folds(restored, update, direction), direction)
 
 
 def _by_label(splits: Attribution, products: Tensor) -> Tensor:
@@ -113,10 +113,10 @@ def covariance_of(restored: RestoredTrainer, update: UpdateBuffer) -> Replicates
     The entropy predictor of Cui et al., whose scale is unknown: see mathematics/advantage_covariance.py.
     """
     terms = covariance_terms(restored.policy.score_rollout(update.rollout), update.rollout.advantages)
-    of_prompt = terms.new_zeros(update.num_prompts, *terms.shape[1:])
-    of_prompt = restored.reduce(of_prompt.index_add_(0, update.rollout.prompt_index, terms))
-    total = of_prompt.sum(dim=0)
-    return Replicates(minus_covariance(total), minus_covariance(total - of_prompt))
+    by_prompt = terms.new_zeros(update.num_prompts, *terms.shape[1:])
+    by_prompt = restored.reduce(by_prompt.index_add_(0, update.rollout.prompt_index, terms))
+    total = by_prompt.sum(dim=0)
+    return Replicates(minus_covariance(total), minus_covariance(total - by_prompt))
 
 
 # --- other preconditioners --------------------------------------------------------------------------------------------
@@ -155,12 +155,12 @@ def condition(restored: RestoredTrainer, update: Update, direction: Tensor) -> l
 def _compare(name: str, step: Tensor, real: Tensor, gradient: Tensor, direction: Tensor) -> dict[str, Any]:
     norm, real_norm = math.sqrt(_inner(step, step)), math.sqrt(_inner(real, real))
     gain, own_gain = -_inner(gradient, real), -_inner(gradient, step)
-    of_token = _inner(direction[TOKEN], step)
+    per_token = _inner(direction[TOKEN], step)
     return {
         "name": name,
-        "delta_h1": real_norm / norm * of_token,
+        "delta_h1": real_norm / norm * per_token,
         "delta_h1_sequence": real_norm / norm * _inner(direction[SEQUENCE], step),
-        "delta_h1_same_gain": gain / own_gain * of_token if own_gain > 0 and gain > 0 else math.nan,
+        "delta_h1_same_gain": gain / own_gain * per_token if own_gain > 0 and gain > 0 else math.nan,
         "cosine": _inner(real, step) / (real_norm * norm),
     }
 

@@ -65,26 +65,26 @@ def calculate_kernel(
     done, rank, num_ranks = folder / KERNEL_FILE, 0, 1
     if dist.is_initialized():
         rank, num_ranks = dist.get_rank(), dist.get_world_size()
-    of_kernel = _Calculation(rows, inputs, settings, folder)
+    calculation = _Calculation(rows, inputs, settings, folder)
     blocks = plan_blocks(
         inputs.evaluation.num_sequences,
         len(inputs.root),
         memory_bytes=settings.memory_gb * 1e9,
         microbatch=rows.microbatch,
-        bytes_per_entry=of_kernel.dtype.itemsize,
+        bytes_per_entry=calculation.dtype.itemsize,
         num_ranks=num_ranks,
     )
-    identity = of_kernel.identity(blocks)
+    identity = calculation.identity(blocks)
     if rank == 0:
         claim(folder, identity)
         if not done.is_file():
-            print(expectation(rows, inputs, of_kernel.summarizer, blocks, num_ranks))
+            print(expectation(rows, inputs, calculation.summarizer, blocks, num_ranks))
     _wait()
     if not done.is_file():
-        of_kernel.calculate(blocks, range(rank, len(blocks), num_ranks))
+        calculation.calculate(blocks, range(rank, len(blocks), num_ranks))
         _wait()
         if rank == 0:
-            of_kernel.join(len(blocks), identity, about or {})
+            calculation.join(len(blocks), identity, about or {})
     _wait()
     return done
 
@@ -111,12 +111,12 @@ class _Calculation:
                 with_update = own.start == 0 and not (self._folder / UPDATE_FILE).is_file()
                 save_tensors(self._block(blocks[number], with_update, bar), block_file(self._folder, number))
 
-    def _block(self, of_block: range, with_update: bool, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
+    def _block(self, block: range, with_update: bool, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
         """Returns the kernel's rows of a block of E, with what else is stored about them."""
         inputs, update, root = self._inputs, self._inputs.update, self._inputs.root
-        w, x = (root.new_empty(len(of_block), len(root), dtype=self.dtype) for _ in range(2))
-        found = self._hold(of_block, w, x, bar)
-        kernel = [torch.empty(len(of_block), update.num_sequences, dtype=torch.float64) for _ in range(2)]
+        w, x = (root.new_empty(len(block), len(root), dtype=self.dtype) for _ in range(2))
+        found = self._hold(block, w, x, bar)
+        kernel = [torch.empty(len(block), update.num_sequences, dtype=torch.float64) for _ in range(2)]
         total, side = torch.zeros_like(root, dtype=torch.float64), []
         for batch in self._rows.batches(range(update.num_sequences)):
             streamed = self._rows.log_probability(update, batch)
@@ -126,8 +126,8 @@ class _Calculation:
                 side.append(self.summarizer.scale(streamed))
             else:
                 streamed *= root
-            for out, of_held in zip(kernel, (w, x), strict=True):
-                out[:, batch.cpu()] = row_products(of_held, streamed).cpu()
+            for out, held in zip(kernel, (w, x), strict=True):
+                out[:, batch.cpu()] = row_products(held, streamed).cpu()
             bar.update(len(batch))
         prove_sum(self._rows, inputs, total)
         if with_update:
@@ -136,13 +136,13 @@ class _Calculation:
             save_tensors(kept, self._folder / UPDATE_FILE)
         return {**found, "kernel": kernel[0], "entropy_kernel": kernel[1]}
 
-    def _hold(self, of_block: range, w: Tensor, x: Tensor, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
+    def _hold(self, block: range, w: Tensor, x: Tensor, bar: tqdm[NoReturn]) -> dict[str, Tensor]:
         """Fills √M W_i and √M x_i of a block of E and returns what else is stored about them."""
         inputs, found = self._inputs, []
-        proven = {of_block[0], of_block[len(of_block) // 2], of_block[-1]}
-        for batch in self._rows.batches(of_block):
+        proven = {block[0], block[len(block) // 2], block[-1]}
+        for batch in self._rows.batches(block):
             first, last = int(batch[0]), int(batch[-1])
-            place = slice(first - of_block[0], last - of_block[0] + 1)
+            place = slice(first - block[0], last - block[0] + 1)
             both = self._rows.both(inputs.evaluation, batch, inputs.logp_weights, inputs.entropy_weights)
             own = next(both)
             for row in proven & set(batch.tolist()):
@@ -150,9 +150,9 @@ class _Calculation:
             self._store_gradients(f"evaluation-{first:06d}", W=own)
             found.append(self.summarizer.scale(own))
             w[place] = own
-            of_entropy = next(both)
-            self._store_gradients(f"entropy-{first:06d}", x=of_entropy)
-            x[place] = of_entropy.mul_(inputs.root)
+            entropy_rows = next(both)
+            self._store_gradients(f"entropy-{first:06d}", x=entropy_rows)
+            x[place] = entropy_rows.mul_(inputs.root)
             bar.update(len(batch))
         return _joined(found)
 
@@ -179,9 +179,9 @@ class _Calculation:
         """Writes the blocks as one file, with the sum over all pairs checked, and removes them."""
         inputs, step = self._inputs, self._inputs.step
         files = [block_file(self._folder, number) for number in range(num_blocks)]
-        joined, of_update = _joined([load_file(path) for path in files]), load_file(self._folder / UPDATE_FILE)
-        by_rows = of_update.pop(GRADIENT_PART)
-        joined |= {f"update_{key}": value for key, value in of_update.items()}
+        joined, update_side = _joined([load_file(path) for path in files]), load_file(self._folder / UPDATE_FILE)
+        by_rows = update_side.pop(GRADIENT_PART)
+        joined |= {f"update_{key}": value for key, value in update_side.items()}
         joined["advantages"] = inputs.update.advantages.double().cpu()
         by_cause = row_products(inputs.entropy_gradient.unsqueeze(0), torch.stack(step.parts))[0].tolist()
         limit = min(self._rows.slack, MAX_SLACK_OF_PAIRS) * MAX_IDENTITY_ERROR[self._settings.dtype]

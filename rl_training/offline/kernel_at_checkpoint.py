@@ -16,7 +16,7 @@ import torch
 
 from rl_training.engine.batch import Rollout, as_rollout
 from rl_training.mathematics.entropy import surrogate_weights
-from rl_training.offline.buffers import of_all_processes, tokens_of
+from rl_training.offline.buffers import gather_rollout, tokens_of
 from rl_training.offline.first_order import TOKEN
 from rl_training.offline.kernel import calculate_kernel
 from rl_training.offline.kernel_blocks import KernelInputs, KernelRows
@@ -55,32 +55,34 @@ def kernel_of_analysis(
     if analysis.first_order is None:
         raise ValueError("kernel.enabled=true needs the entropy gradient: set first_order.enabled=true")
     rows = KernelRows(restored.trainer, restored.parameters, settings.microbatch_size)
-    of_e, of_u = (of_all_processes(b.rollout, restored) for b in (analysis.evaluation, analysis.update_buffer))
+    evaluation, update = (gather_rollout(b.rollout, restored) for b in (analysis.evaluation, analysis.update_buffer))
     written_by, prompts = restored.step, analysis.evaluation.prompts
     if texts is not None and settings.source == "fixed":
-        written_by, of_e, prompts = _fixed(restored, texts, of_e, prompts)
+        written_by, evaluation, prompts = _fixed(restored, texts, evaluation, prompts)
     own = written_by == restored.step
-    scores = analysis.evaluation.scores if own else restored.policy.score_rollout(of_e)
-    weights = surrogate_weights(scores.entropies, scores.mask, of_e.prompt_index, "token", "buffer")
+    scores = analysis.evaluation.scores if own else restored.policy.score_rollout(evaluation)
+    weights = surrogate_weights(scores.entropies, scores.mask, evaluation.prompt_index, "token", "buffer")
     if own:
         entropy_gradient = analysis.first_order.direction[TOKEN]
     else:
-        mean = [w / of_e.num_sequences for w in weights]
-        batches = rows.batches(range(of_e.num_sequences))
-        entropy_gradient = torch.stack([rows.sum(of_e, batch, *mean).double() for batch in batches]).sum(dim=0).float()
+        mean = [w / evaluation.num_sequences for w in weights]
+        batches = rows.batches(range(evaluation.num_sequences))
+        entropy_gradient = (
+            torch.stack([rows.sum(evaluation, batch, *mean).double() for batch in batches]).sum(dim=0).float()
+        )
     longest = restored.trainer.max_completion_length
-    inputs = KernelInputs(of_e, *weights, entropy_gradient, of_u, analysis.update, longest)
+    inputs = KernelInputs(evaluation, *weights, entropy_gradient, update, analysis.update, longest)
     about = {
         "checkpoint": str(restored.checkpoint), "step": str(restored.step + 1), "baseline": "buffer",
         "texts_of_step": str(written_by + 1),
     }  # fmt: skip
     path = calculate_kernel(rows, inputs, settings, folder, about)
-    write_sequences(restored, prompts, analysis.update.delta, of_e, of_u, folder)
+    write_sequences(restored, prompts, analysis.update.delta, evaluation, update, folder)
     return path
 
 
 def _fixed(
-    restored: RestoredTrainer, path: Path, of_e: Rollout, prompts: Sequence[Any]
+    restored: RestoredTrainer, path: Path, evaluation: Rollout, prompts: Sequence[Any]
 ) -> tuple[int, Rollout, tuple[Any, ...]]:
     """Returns the step whose policy wrote the fixed texts, the texts, and their prompts as the data set has them.
 
@@ -89,7 +91,7 @@ def _fixed(
     if restored.rank == 0 and not path.is_file():
         content = {
             "step": restored.step, "prompts": list(prompts),
-            "tokens": [tokens_of(of_e, row) for row in range(of_e.num_sequences)],
+            "tokens": [tokens_of(evaluation, row) for row in range(evaluation.num_sequences)],
         }  # fmt: skip
         write_atomically({path: json.dumps(content).encode()})
     restored.trainer.accelerator.wait_for_everyone()

@@ -162,9 +162,9 @@ class KernelRows:
         """Returns Σ_i Σ_k w_ik ∂log π(t_ik) + u_ik ∂h_ik over these rows, (P,), by an ordinary backward."""
         with without_dropout(self._model):
             scores = self._policy.score(rollout, rows)
-            of_entropies = None if entropy_weights is None else _of_rows(entropy_weights, rows, scores)
+            entropy_part = None if entropy_weights is None else _of_rows(entropy_weights, rows, scores)
             own = _of_rows(logp_weights, rows, scores)
-            gradient = gradient_of(scores, own, of_entropies, list(self.parameters.values()))
+            gradient = gradient_of(scores, own, entropy_part, list(self.parameters.values()))
         return torch.cat(self._recorder.layout.vector(gradient))
 
     def _of(self, rollout: Rollout, rows: Tensor, *further: tuple[Tensor, Tensor]) -> Iterator[Tensor]:
@@ -212,20 +212,21 @@ def expectation(
 
     Each of its terms is timed on one microbatch.
     """
-    of_u, of_e = (rows.batches(range(r.num_sequences))[0] for r in (inputs.update, inputs.evaluation))
-    both = rows.both(inputs.evaluation, of_e, inputs.logp_weights, inputs.entropy_weights)
+    streamed, held_rows = (rows.batches(range(r.num_sequences))[0] for r in (inputs.update, inputs.evaluation))
+    both = rows.both(inputs.evaluation, held_rows, inputs.logp_weights, inputs.entropy_weights)
     holding = _seconds(lambda: list(both))
     own: list[Tensor] = []
-    streaming = _seconds(lambda: own.append(rows.log_probability(inputs.update, of_u)))
-    streaming += _seconds(lambda: weighted_sum(inputs.update.advantages[of_u], own[0]))
+    streaming = _seconds(lambda: own.append(rows.log_probability(inputs.update, streamed)))
+    streaming += _seconds(lambda: weighted_sum(inputs.update.advantages[streamed], own[0]))
     keeping = _seconds(lambda: summarizer.scale(own[0]))
     a, b = (torch.ones(count, 2**16, device=own[0].device) for count in (len(blocks[0]), 32))
     row_products(a, b)
     multiplying = _seconds(lambda: row_products(a, b)) / (len(a) * len(b) * a.shape[1])
     num_held, num_streamed = inputs.evaluation.num_sequences, inputs.update.num_sequences
     num_parameters, held = own[0].shape[1], num_held / num_ranks
-    seconds = num_streamed * -(-len(blocks) // num_ranks) * streaming / len(of_u) + held * holding / len(of_e)
-    seconds += (num_streamed + held) * keeping / len(of_u) + 2 * held * num_streamed * num_parameters * multiplying
+    seconds = num_streamed * -(-len(blocks) // num_ranks) * streaming / len(streamed) + held * holding / len(held_rows)
+    seconds += (num_streamed + held) * keeping / len(streamed)
+    seconds += 2 * held * num_streamed * num_parameters * multiplying
     return (
         f"kernel: {num_held} × {num_streamed} sequences, {num_parameters:,} parameters, "
         f"{len(blocks)} block{'s' * (len(blocks) > 1)} of {len(blocks[0])} rows; about {seconds:.0f} s"

@@ -91,7 +91,7 @@ def text_hashes(rollout: Rollout) -> list[str]:
 
 
 def write_sequences(
-    restored: RestoredTrainer, prompts: Sequence[Any], delta: Tensor, of_e: Rollout, of_u: Rollout, folder: Path
+    restored: RestoredTrainer, prompts: Sequence[Any], delta: Tensor, evaluation: Rollout, update: Rollout, folder: Path
 ) -> None:
     """Writes a line for each sequence, E's first: texts, tokens, log-probability, entropy, reward and advantage, and
     the change of its log-probability by the step delta, (P,).
@@ -100,12 +100,15 @@ def write_sequences(
 
     prompts  (N_E,) of E, as the data set has them
     """
-    rewards = rewards_of(restored, prompts, of_e)
+    rewards = rewards_of(restored, prompts, evaluation)
     if restored.rank != 0:
         return
-    assert of_u.rewards is not None
+    assert update.rewards is not None
     shift = by_name(restored, delta)
-    rows = [*_lines(restored, EVALUATION, of_e, rewards, shift), *_lines(restored, UPDATE, of_u, of_u.rewards, shift)]
+    rows = [
+        *_lines(restored, EVALUATION, evaluation, rewards, shift),
+        *_lines(restored, UPDATE, update, update.rewards, shift),
+    ]
     write_atomically({folder / SEQUENCES_FILE: "".join(json.dumps(row) + "\n" for row in rows).encode()})
 
 

@@ -66,13 +66,17 @@ def write_report(folder: Path) -> Path:
     place = {distinct.rows[n]["hash"]: position for position, n in enumerate(dendrogram.tolist())}
     buffers = {"evaluation": s.evaluation, "update": s.update}
     orders = {
-        "prompt": {of: _order([(row["prompt"], row["response"]) for row in rows]) for of, rows in buffers.items()},
-        "cluster": {of: _order([place.get(row["hash"], len(place)) for row in rows]) for of, rows in buffers.items()},
+        "prompt": {
+            buffer: _order([(row["prompt"], row["response"]) for row in rows]) for buffer, rows in buffers.items()
+        },
+        "cluster": {
+            buffer: _order([place.get(row["hash"], len(place)) for row in rows]) for buffer, rows in buffers.items()
+        },
     }
     _draw(s, orders, folder)
     data = {
         "about": _about(s, distinct),
-        **{of: [{key: row[key] for key in SHOWN} for row in rows] for of, rows in buffers.items()},
+        **{buffer: [{key: row[key] for key in SHOWN} for row in rows] for buffer, rows in buffers.items()},
         "cosine": s.cosines.tolist(),
         "contribution": s.contributions.tolist(),
         "kind": torch.stack(list(s.classes.values())).long().argmax(dim=0).tolist(),

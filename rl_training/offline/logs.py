@@ -62,26 +62,24 @@ class LogSettings:
 
 
 def write_log(
-    folder: Path, restored: RestoredTrainer, analysis: Analysis, asked: LogSettings, settings: Mapping[str, Any]
+    folder: Path, restored: RestoredTrainer, analysis: Analysis, log: LogSettings, settings: Mapping[str, Any]
 ) -> Path | None:
     """Returns the path of the log that the main process wrote, the same on every process; None at level none.
 
     folder  of which a folder for the day is made
     """
-    if asked.level == "none":
+    if log.level == "none":
         return None
-    content = log_content(restored, analysis, asked)  # all processes: each has a part of the sequences
-    own, ending = restored.checkpoint.resolve(), f".json{'.gz' * asked.compress}"
-    place = Path(asked.directory or folder) / time.strftime("%Y-%m-%d")
+    content = log_content(restored, analysis, log)  # all processes: each has a part of the sequences
+    own, ending = restored.checkpoint.resolve(), f".json{'.gz' * log.compress}"
+    place = Path(log.directory or folder) / time.strftime("%Y-%m-%d")
     stem = f"entropy_probe_{time.strftime('%H-%M-%S')}_{own.parent.name if own.name == 'model' else own.name}"
     if restored.rank == 0:
         stem = _not_taken(place, stem)
-        text, summary = json.dumps(to_json(content), ensure_ascii=False), _summary(restored, analysis, asked)
-        files = (
-            {"_tensors.safetensors": save(_tensors(analysis))} if asked.reaches("debug") and asked.raw_tensors else {}
-        )
+        text, summary = json.dumps(to_json(content), ensure_ascii=False), _summary(restored, analysis, log)
+        files = {"_tensors.safetensors": save(_tensors(analysis))} if log.reaches("debug") and log.raw_tensors else {}
         files |= {
-            ending: gzip.compress(text.encode(), mtime=0) if asked.compress else text.encode(),
+            ending: gzip.compress(text.encode(), mtime=0) if log.compress else text.encode(),
             "_config.yaml": yaml.safe_dump(dict(settings), sort_keys=False).encode(),
             "_summary.json": json.dumps(to_json(summary), indent=1).encode(),
         }
@@ -89,25 +87,25 @@ def write_log(
     return place / f"{restored.gather(stem)[0]}{ending}"
 
 
-def log_content(restored: RestoredTrainer, analysis: Analysis, asked: LogSettings) -> dict[str, Any]:
+def log_content(restored: RestoredTrainer, analysis: Analysis, log: LogSettings) -> dict[str, Any]:
     """Returns the content of a log of this level. Call it on all processes."""
-    content = _summary(restored, analysis, asked)
-    if asked.reaches("standard"):
+    content = _summary(restored, analysis, log)
+    if log.reaches("standard"):
         content |= {"results": analysis.results, "reasons": analysis.reasons, "tables": analysis.tables}
         content["statistics"] = _statistics(restored, analysis)
-    if asked.reaches("detailed"):
-        content["evaluation"] = _evaluation_rows(restored, analysis, asked)
-        content["update"] = _update_rows(restored, analysis, asked)
-    if asked.reaches("debug") and asked.tokens:
+    if log.reaches("detailed"):
+        content["evaluation"] = _evaluation_rows(restored, analysis, log)
+        content["update"] = _update_rows(restored, analysis, log)
+    if log.reaches("debug") and log.tokens:
         content["tokens"] = _token_rows(analysis)
     return content
 
 
-def _summary(restored: RestoredTrainer, analysis: Analysis, asked: LogSettings) -> dict[str, Any]:
+def _summary(restored: RestoredTrainer, analysis: Analysis, log: LogSettings) -> dict[str, Any]:
     core = {key: value for key, value in analysis.results.items() if key.split("_se")[0] in CORE}
     return {
         "version": VERSION,
-        "level": asked.level,
+        "level": log.level,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "checkpoint": str(restored.checkpoint),
         "step": restored.step,
@@ -124,13 +122,13 @@ def _statistics(restored: RestoredTrainer, analysis: Analysis) -> dict[str, dict
     assert rollout.rewards is not None
     lengths = rollout.completion_mask.sum(dim=1)
     own = torch.stack([rollout.rewards.double(), rollout.advantages.double(), lengths.double()], dim=1).cpu()
-    of_update = torch.cat([torch.as_tensor(part) for part in restored.gather(own)])
+    rows = torch.cat([torch.as_tensor(part) for part in restored.gather(own)])
     columns = {
         "generation_length": analysis.evaluation.scores.mask.sum(dim=1),
         "sequence_entropy": sequence_totals(analysis.evaluation.scores)[:, 1],
-        "reward": of_update[:, 0],
-        "advantage": of_update[:, 1],
-        "update_length": of_update[:, 2],
+        "reward": rows[:, 0],
+        "advantage": rows[:, 1],
+        "update_length": rows[:, 2],
     }
     if analysis.truth is not None:
         columns["importance_weight"] = analysis.truth.whole_step.ahead.log_ratios.exp()
@@ -142,7 +140,7 @@ def _describe(values: Tensor) -> dict[str, float]:
     return {"mean": float(values.mean()), "sd": float(values.std()), **spread}
 
 
-def _evaluation_rows(restored: RestoredTrainer, analysis: Analysis, asked: LogSettings) -> list[dict[str, Any]]:
+def _evaluation_rows(restored: RestoredTrainer, analysis: Analysis, log: LogSettings) -> list[dict[str, Any]]:
     e = analysis.evaluation
     logps, entropies, lengths = sequence_totals(e.scores).unbind(dim=1)
     columns = {"length": lengths.long(), "logp": logps, "entropy": entropies}
@@ -150,17 +148,17 @@ def _evaluation_rows(restored: RestoredTrainer, analysis: Analysis, asked: LogSe
         change = analysis.truth.whole_step.ahead
         after = sequence_totals(change.after)
         columns |= {"logp_after": after[:, 0], "entropy_after": after[:, 1], "weight": change.log_ratios.exp()}
-    own = dict(zip(e.number.tolist(), _texts(restored, e.rollout, asked), strict=True))
+    own = dict(zip(e.number.tolist(), _texts(restored, e.rollout, log), strict=True))
     texts = {number: text for part in restored.gather(own) for number, text in part.items()}
     numbers = [dict(zip(columns, row, strict=True)) for row in zip(*map(Tensor.tolist, columns.values()), strict=True)]
-    return [{"sequence": i, **texts[i], **of_sequence} for i, of_sequence in enumerate(numbers)]
+    return [{"sequence": i, **texts[i], **row} for i, row in enumerate(numbers)]
 
 
-def _update_rows(restored: RestoredTrainer, analysis: Analysis, asked: LogSettings) -> list[dict[str, Any]]:
+def _update_rows(restored: RestoredTrainer, analysis: Analysis, log: LogSettings) -> list[dict[str, Any]]:
     rollout = analysis.update_buffer.rollout
     assert rollout.rewards is not None
     columns = zip(
-        rollout.prompt_index.tolist(), _texts(restored, rollout, asked), rollout.completion_mask.sum(dim=1).tolist(),
+        rollout.prompt_index.tolist(), _texts(restored, rollout, log), rollout.completion_mask.sum(dim=1).tolist(),
         rollout.rewards.tolist(), rollout.advantages.tolist(), strict=True,
     )  # fmt: skip
     own = [
@@ -170,8 +168,8 @@ def _update_rows(restored: RestoredTrainer, analysis: Analysis, asked: LogSettin
     return sorted((row for part in restored.gather(own) for row in part), key=lambda row: row["prompt_index"])
 
 
-def _texts(restored: RestoredTrainer, rollout: Rollout, asked: LogSettings) -> list[dict[str, str]]:
-    return [text_of(restored, rollout, row) if asked.sequences else {} for row in range(rollout.num_sequences)]
+def _texts(restored: RestoredTrainer, rollout: Rollout, log: LogSettings) -> list[dict[str, str]]:
+    return [text_of(restored, rollout, row) if log.sequences else {} for row in range(rollout.num_sequences)]
 
 
 def _token_rows(analysis: Analysis) -> list[dict[str, Any]]:

@@ -127,7 +127,7 @@ def _predicted(first_order: FirstOrder | None, learning_rate: float) -> list[Num
         key = f"deltaH1/{label}" if number else "deltaH1"
         for suffix, column in UNITS:
             values[f"{key}{suffix}"], errors[f"{key}{suffix}_se"] = value[number][column], stderr[number][column]
-    errors["deltaH1_se_evaluation"] = float(first_order.of_evaluation.stderr[0, TOKEN])
+    errors["deltaH1_se_evaluation"] = float(first_order.over_evaluation.stderr[0, TOKEN])
     one, one_error = values["deltaH1"] / learning_rate, errors["deltaH1_se"] / learning_rate
     why_no_error = SEVERAL_RATES if math.isnan(learning_rate) else FEW
     return [

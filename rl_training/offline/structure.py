@@ -45,8 +45,8 @@ class Structure:
     def read(cls, folder: Path) -> Structure:
         """Returns the kernel in this folder. Raises ValueError when it is not finished."""
         kernel, lines = load_kernel(folder), read_sequences(folder)
-        of_e, of_u = ([line for line in lines if (line["buffer"] == EVALUATION) == own] for own in (True, False))
-        return cls(kernel, of_e, of_u)
+        in_e = [line for line in lines if line["buffer"] == EVALUATION]
+        return cls(kernel, in_e, [line for line in lines if line["buffer"] != EVALUATION])
 
     @property
     def on_policy(self) -> bool:
@@ -100,9 +100,9 @@ def pair_table(s: Structure) -> list[Row]:
     whole, cosine, moved = s.contributions, s.cosines, s.log_probability_moves
     masks = {"all": torch.ones_like(whole, dtype=torch.bool), **s.classes, COUPLING: ~s.classes[SAME_TEXT]}
     right_e, right_u = s.right(s.evaluation), s.right(s.update)
-    for e, of_e in (("right", right_e), ("wrong", ~right_e)):
-        for u, of_u in (("right", right_u), ("wrong", ~right_u)):
-            masks[f"{e} in E, {u} in U"] = of_e.unsqueeze(1) & of_u
+    for e, rows in (("right", right_e), ("wrong", ~right_e)):
+        for u, columns in (("right", right_u), ("wrong", ~right_u)):
+            masks[f"{e} in E, {u} in U"] = rows.unsqueeze(1) & columns
     total = float(whole.sum())
     return [
         {

@@ -85,8 +85,8 @@ def over_sizes(truth: Truth, sizes: Sequence[int]) -> list[dict[str, Any]]:
     rows = []
     for size in sizes:
         at = truth.whole_step.first(size)
-        of_logps, of_entropies = (slopes[:size] for slopes in truth.slopes)
-        predicted = first_order_change(at.ahead.before, of_logps, of_entropies, at.ahead.units)
+        logp_slopes, entropy_slopes = (slopes[:size] for slopes in truth.slopes)
+        predicted = first_order_change(at.ahead.before, logp_slopes, entropy_slopes, at.ahead.units)
         rows.append({"evaluation_size": size, **_columns(predicted, at)})
     return rows
 
@@ -98,23 +98,23 @@ def over_updates(
     assert analysis.first_order is not None
     own, memory = settings.update, settings.memory
     choices = sweep.update_prompts or [own.prompts], sweep.update_filtered or [own.filtered]
-    variants = [UpdateConfig(*of) for of in combinations(*choices, sweep.update_seeds or [own.seed])]
+    variants = [UpdateConfig(*choice) for choice in combinations(*choices, sweep.update_seeds or [own.seed])]
     rows = []
     shown = restored.rank == 0 and not restored.trainer.args.disable_tqdm
-    for asked in tqdm(variants, desc=f"{'other updates':13}", unit="update", disable=not shown):
-        buffer = sample_update(restored, asked, memory.generation_size)
+    for variant in tqdm(variants, desc=f"{'other updates':13}", unit="update", disable=not shown):
+        buffer = sample_update(restored, variant, memory.generation_size)
         update = make_update(restored, buffer, memory)
         truth = measure(restored, analysis.evaluation, update.delta, [1.0], settings.truth.odd)
-        at, of_update = truth.whole_step, without_folds(restored, update, analysis.first_order.direction)
-        value = of_update.value[0]
-        stderr = of_update.stderr[0] if update.num_folds > 1 else torch.full_like(value, math.nan)
+        at, over_update = truth.whole_step, without_folds(restored, update, analysis.first_order.direction)
+        value = over_update.value[0]
+        stderr = over_update.stderr[0] if update.num_folds > 1 else torch.full_like(value, math.nan)
         predicted = Replicates(value, truth.first_order.without - truth.first_order.value + value)
         columns = _columns(predicted, at)
         columns |= in_both_units({"covariance": covariance_of(restored, buffer)})
         for suffix, column in UNITS:  # of E alone so far
             columns[f"deltaH1{suffix}_se"] = math.hypot(columns[f"deltaH1{suffix}_se"], float(stderr[column]))
         rows.append({
-            "update_prompts": asked.prompts, "update_filtered": bool(asked.filtered), "update_seed": asked.seed,
+            "update_prompts": variant.prompts, "update_filtered": bool(variant.filtered), "update_seed": variant.seed,
             "ESS": at.ahead.weights.ess, "resampled": at.ahead.resampled, **columns,
         })  # fmt: skip
     return rows

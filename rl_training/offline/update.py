@@ -90,24 +90,25 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     mean = torch.zeros(layout.num_entries, dtype=layout.dtype, device=restored.device)
     folds = mean.new_zeros(len(kept), len(mean), device="cpu" if memory.offload else None)
     for number, size in enumerate(fold_prompts.tolist()):
-        of_fold, rows = torch.zeros_like(mean), (learned & (fold == number)).nonzero().squeeze(1)
+        gradient_of_fold, rows = torch.zeros_like(mean), (learned & (fold == number)).nonzero().squeeze(1)
         for batch in rows.split(memory.microbatch_size) if len(rows) else ():
             gradient = weights.gradient(restored.policy.score(rollout, batch), batch, parameters)
-            of_fold += torch.cat(layout.vector(gradient))
-        of_fold = restored.reduce(of_fold)
-        of_fold /= size * group
-        mean += (size / update.num_prompts) * of_fold
+            gradient_of_fold += torch.cat(layout.vector(gradient))
+        gradient_of_fold = restored.reduce(gradient_of_fold)
+        gradient_of_fold /= size * group
+        mean += (size / update.num_prompts) * gradient_of_fold
         if number in kept:
-            folds[kept.index(number)] = of_fold
+            folds[kept.index(number)] = gradient_of_fold
         progress(size * group)
     pieces = optimizer_pieces(layout, restored.parameters, restored.optimizer.states)
     max_norm = restored.optimizer.max_grad_norm
     clip = float(clip_coefficient(torch.linalg.vector_norm(mean, dtype=torch.float64), max_norm))
-    of_pieces = [piece.state.delta(piece.param, clip * mean[piece.flat]) for piece in pieces]
-    parts = UpdateParts(*(torch.cat(part) for part in zip(*of_pieces, strict=True)))
+    by_piece = [piece.state.delta(piece.param, clip * mean[piece.flat]) for piece in pieces]
+    parts = UpdateParts(*(torch.cat(part) for part in zip(*by_piece, strict=True)))
     sizes = fold_prompts[list(kept)]
-    known = (pieces, layout.split(mean), layout.split(folds), sizes, float(fold_prompts.sum()), max_norm)
-    return Update(mean, clip, parts, parts.total, StepsWithoutFolds(*known), kept, fold_prompts)
+    total = float(fold_prompts.sum())
+    steps = StepsWithoutFolds(pieces, layout.split(mean), layout.split(folds), sizes, total, max_norm)
+    return Update(mean, clip, parts, parts.total, steps, kept, fold_prompts)
 
 
 # --- U as training sees it --------------------------------------------------------------------------------------------

@@ -74,8 +74,8 @@ def gsm8k(path: str | None = None, name: str = "openai/gsm8k", config: str = "ma
             raise ValueError(f"{place} has one row: training and evaluation need one each.")
         cut = len(rows) - max(1, round(_HELD_OUT_SHARE * len(rows)))
         train, held_out = rows[:cut], rows[cut:]
-    asked = {row["prompt"] for row in held_out}
-    unseen = [row for row in train if row["prompt"] not in asked]
+    held_out_prompts = {row["prompt"] for row in held_out}
+    unseen = [row for row in train if row["prompt"] not in held_out_prompts]
     if not unseen:
         raise ValueError("No training row is left: every prompt of the training rows is also held out.")
     if len(unseen) < len(train):

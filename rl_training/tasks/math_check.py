@@ -68,12 +68,12 @@ def are_equal(
     many those were. The first start of the worker is not charged to the budget, later ones are. Raises
     RuntimeError when the worker cannot start.
     """
-    asked = dict.fromkeys(pair for pair in pairs if is_worth_asking(pair[0]))
-    if asked:
+    distinct = dict.fromkeys(pair for pair in pairs if is_worth_asking(pair[0]))
+    if distinct:
         _worker.start()
     end = time.monotonic() + budget_seconds
     verdicts: dict[tuple[str, Fraction], bool | None] = {}  # None: not decided in time
-    for answer, number in asked:
+    for answer, number in distinct:
         seconds = min(deadline_seconds, end - time.monotonic())
         verdicts[answer, number] = _worker.check(answer, number, seconds) if seconds > 0 else None
     undecided = sum(verdicts.get(pair, False) is None for pair in pairs)

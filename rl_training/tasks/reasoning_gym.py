@@ -39,9 +39,9 @@ def reasoning_gym(
     for number in range(_TRIES * (num_train + num_eval)):
         entry = gym[number]
         prompt = _prompt(entry)
-        of_split = rows[is_held_out(prompt)]
-        if len(of_split) < wanted[is_held_out(prompt)]:
-            of_split.setdefault(prompt, entry)
+        found = rows[is_held_out(prompt)]
+        if len(found) < wanted[is_held_out(prompt)]:
+            found.setdefault(prompt, entry)
         elif all(len(rows[split]) == wanted[split] for split in rows):
             break
     if any(len(rows[split]) < wanted[split] for split in rows):
@@ -56,8 +56,8 @@ def reasoning_gym(
         return [float(gym.score_answer(given_answer(text), entries[prompt])) for text, prompt in pairs]
 
     train, held_out = (
-        Dataset.from_dict({"prompt": list(of_split), "answer": [str(entry["answer"]) for entry in of_split.values()]})
-        for of_split in rows.values()
+        Dataset.from_dict({"prompt": list(found), "answer": [str(entry["answer"]) for entry in found.values()]})
+        for found in rows.values()
     )
     return Task(train, held_out, reasoning_gym_reward, given_answer, (0.0, 1.0))
 

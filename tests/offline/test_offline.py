@@ -316,7 +316,7 @@ def test_the_error_of_a_prediction_leaves_out_whole_prompts_of_e(restored: Resto
         share = lengths / lengths.sum() if target == "token" else 0.1
         left_out = (of_prompt.sum() - of_prompt) / (1 - share)
         stderr = math.sqrt(9) * float(left_out.std(correction=0))
-        assert float(found.first_order.of_evaluation.stderr[0, column]) == pytest.approx(stderr, rel=0.02)
+        assert float(found.first_order.over_evaluation.stderr[0, column]) == pytest.approx(stderr, rel=0.02)
     assert found.results["deltaH_true_se"] == pytest.approx(float(found.truth.at[0].ahead.true.stderr[0]))
     assert found.truth.at[0].ahead.true.without.shape == (10, 2)
 
