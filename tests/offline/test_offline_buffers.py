@@ -5,13 +5,20 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 from datasets import Dataset
 from test_folds import on_two_ranks
 
 from rl_training.engine.batch import Rollout
 from rl_training.hosts.trl.buffer import FilteredBuffer
-from rl_training.offline.buffers import _filter_of, _learned, rewards_of
+from rl_training.offline.buffers import _filter_of, _learned, rewards_of, sample_evaluation, sample_update
+from rl_training.offline.probe import Analysis
+from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import (
+    Evaluation,
+    UpdateConfig,
+)
 
 
 def test_a_prompt_is_in_u_where_any_process_has_it() -> None:
@@ -68,3 +75,42 @@ def test_a_prompt_that_stands_twice_is_rewarded_by_its_first_row() -> None:
     found = rewards_of(SimpleNamespace(trainer=trainer), ["b", "a", "c", "d"], rollout)  # type: ignore[arg-type]
     assert found[:3].tolist() == [3.0, 1.0, 4.0]
     assert found[3].isnan()
+
+
+# --- the buffers ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("overlap", ["forbidden", "wanted"])
+def test_prompts_of_e_avoid_those_of_u_or_keep_to_them(
+    restored: RestoredTrainer, analysed: Analysis, overlap: str
+) -> None:
+    update, total = analysed.update_buffer, len(restored.trainer.train_dataset)
+    evaluation = sample_evaluation(restored, Evaluation(64, overlap=overlap), update, 64)  # type: ignore[arg-type]
+    ids = restored.trainer._tokenize_prompts(list(evaluation.prompts))[0]
+    rollout = update.rollout
+    learned = {tuple(i[m.bool()].tolist()) for i, m in zip(rollout.prompt_ids, rollout.prompt_mask, strict=True)}
+    assert {tuple(i) in learned for i in ids} == {overlap == "wanted"}
+    assert len(learned) == 8 <= total
+
+
+def test_e_can_be_the_evaluation_split_or_given_rows_with_several_responses(restored: RestoredTrainer) -> None:
+    data = restored.trainer.train_dataset
+    given = sample_evaluation(restored, Evaluation(responses=2, source=[5, 7]), None, 64)
+    assert given.prompts == (data[5]["prompt"], data[5]["prompt"], data[7]["prompt"], data[7]["prompt"])
+    held_out = sample_evaluation(restored, Evaluation(4, source="eval"), None, 64)
+    assert set(held_out.prompts) <= set(restored.trainer.eval_dataset["prompt"])
+    with pytest.raises(ValueError, match="row 99999 is not in the training set"):
+        sample_evaluation(restored, Evaluation(source=[99999]), None, 64)
+
+
+def test_u_is_rewarded_as_training_rewards_and_filtered_as_it_filters(
+    restored: RestoredTrainer, analysed: Analysis
+) -> None:
+    rollout = analysed.update_buffer.rollout
+    assert rollout.rewards is not None
+    rewards = rollout.rewards.view(8, 4)
+    torch.testing.assert_close(rollout.advantages.view(8, 4), rewards - rewards.mean(dim=1, keepdim=True))
+    filtered = sample_update(restored, UpdateConfig(8, filtered=True), 64).rollout
+    idle = [float((r.advantages.view(8, 4) == 0).all(dim=1).double().mean()) for r in (rollout, filtered)]
+    assert idle[1] < idle[0]
+    assert restored.trainer.buffer is None

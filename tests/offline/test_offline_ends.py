@@ -11,7 +11,7 @@ from typing import Any
 import forks
 import pytest
 import torch
-from test_offline import SMALL, checkpoint, restored, run  # noqa: F401
+from analysed_runs import SMALL, checkpoint
 
 from rl_training.offline.phases import LOWER, Phases
 from rl_training.offline.probe import analyse
@@ -27,7 +27,7 @@ QUICK = [
 
 @pytest.mark.parametrize("phase", ["sample U", "sample E", "gradient of U", "gradient of E", "truth"])
 def test_a_phase_that_runs_out_of_memory_says_in_one_line_what_to_lower(
-    restored: RestoredTrainer, phase: str, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    restored: RestoredTrainer, phase: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     """The allocation that fails is torch's own, in the model, once the phase has begun."""
     begun: list[str] = []
@@ -51,7 +51,7 @@ def test_a_phase_that_runs_out_of_memory_says_in_one_line_what_to_lower(
     assert str(caught.value).endswith(LOWER[phase])
 
 
-def test_a_process_with_too_little_memory_ends_with_the_setting_to_lower(run: Path) -> None:  # noqa: F811
+def test_a_process_with_too_little_memory_ends_with_the_setting_to_lower(run: Path) -> None:
     ended = forks.run(
         "tests/killed.py", "memory:30", "offline.py", f"checkpoint={checkpoint(run, 1)}", "name=short",
         "evaluation.prompts=4096", "update.prompts=64", "memory.microbatch_size=4096", "memory.generation_size=4096",
@@ -62,7 +62,7 @@ def test_a_process_with_too_little_memory_ends_with_the_setting_to_lower(run: Pa
     assert not (run / "offline" / "short").exists()
 
 
-def test_killed_at_any_moment_it_leaves_only_complete_files_and_the_next_one_works(run: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_killed_at_any_moment_it_leaves_only_complete_files_and_the_next_one_works(run: Path, tmp_path: Path) -> None:
     """SIGKILL, and three analyses into one folder: in the midst of measuring, and of writing pages."""
     command = ("offline.py", f"checkpoint={checkpoint(run, 1)}", f"output={tmp_path}", "log.level=minimal", *QUICK)
     for moment, num_logs, num_results in (

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
+from analysed_runs import RUN, checkpoint, composed
 from hydra import compose, initialize_config_dir
 from safetensors.torch import load_file
-from test_offline import RUN, checkpoint, composed, run  # noqa: F401
 
 from rl_training import OfflineEntropyProbe
 from rl_training.job.analysis import analyse_checkpoints
@@ -42,7 +42,7 @@ def small(folder: Path, **sections: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def probed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:  # noqa: F811
+def probed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """An analysis in full detail, in nats per sequence, by SNIS."""
     config = small(
         tmp_path_factory.mktemp("logs"), detailed_logging={"level": "debug"},
@@ -51,7 +51,7 @@ def probed(run: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any
     return OfflineEntropyProbe(config).run_mixed_probe(checkpoint(run, 1))
 
 
-def test_the_answer_is_what_offline_py_finds(run: Path, probed: dict[str, Any], tmp_path: Path) -> None:  # noqa: F811
+def test_the_answer_is_what_offline_py_finds(run: Path, probed: dict[str, Any], tmp_path: Path) -> None:
     own = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", "report=false"]
     with initialize_config_dir(str(CONF), version_base="1.3"):
         (path,) = analyse_checkpoints(
@@ -66,7 +66,7 @@ def test_the_answer_is_what_offline_py_finds(run: Path, probed: dict[str, Any], 
     assert (probed["B_E"], probed["B_U"], probed["G"]) == (16, 8, 4)
 
 
-def test_only_the_measured_part_is_run_and_returned(run: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_only_the_measured_part_is_run_and_returned(run: Path, tmp_path: Path) -> None:
     config = small(tmp_path, probe_rework={"compute_delta_h1": False}, detailed_logging={"enabled": False})
     found = OfflineEntropyProbe({**config, "batch_config": {"B_E": 16, "B_U": 4, "G": 2}}).run_mixed_probe(
         checkpoint(run, 2)
@@ -78,7 +78,7 @@ def test_only_the_measured_part_is_run_and_returned(run: Path, tmp_path: Path) -
 
 
 def test_the_ready_files_run_and_explain_every_option(
-    run: Path,  # noqa: F811
+    run: Path,
 ) -> None:
     probe = OfflineEntropyProbe.from_config_file(PROBE_CONFIGS / "full_example.yaml")
     others = {"checkpoint.checkpoint_path", "importance.report_per_token", "detailed_logging.enabled", "overrides"}
@@ -167,7 +167,7 @@ def test_a_log_at_debug_holds_sequences_tokens_and_tensors_that_belong_together(
     assert float(raw["direction"][1] @ raw["delta"]) == pytest.approx(probed["deltaH1"], rel=1e-4)
 
 
-def test_levels_hold_ever_more_and_leave_out_what_is_not_wanted(run: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_levels_hold_ever_more_and_leave_out_what_is_not_wanted(run: Path, tmp_path: Path) -> None:
     sizes = []
     for level in ("minimal", "detailed"):
         logging = {"level": level, "log_sequences": False, "compress": False}

@@ -12,8 +12,8 @@ import forks
 import numpy as np
 import pandas as pd
 import pytest
+from analysed_runs import checkpoint
 from hydra import compose, initialize_config_dir
-from test_offline import checkpoint, run  # noqa: F401
 from test_report import record_run
 from test_verdict import found
 
@@ -34,7 +34,7 @@ SWEEP = ["sweep.evaluation_sizes=[16,8]", "sweep.update_seeds=[1,5]", "truth.eta
 
 
 @pytest.fixture(scope="module")
-def swept(run: Path) -> pd.DataFrame:  # noqa: F811
+def swept(run: Path) -> pd.DataFrame:
     """Two checkpoints, each with everything varied; told to TensorBoard."""
     with initialize_config_dir(str(CONF), version_base="1.3"):
         asked = [f"checkpoint=[{checkpoint(run, 1)},{checkpoint(run, 2)}]", 'run=["trainer.report_to=[tensorboard]"]']
@@ -49,7 +49,7 @@ def only(table: pd.DataFrame, **where: Any) -> pd.Series[Any]:
     return table.iloc[0]
 
 
-def test_all_of_e_and_the_same_u_are_the_analysis_itself(run: Path, swept: pd.DataFrame) -> None:  # noqa: F811
+def test_all_of_e_and_the_same_u_are_the_analysis_itself(run: Path, swept: pd.DataFrame) -> None:
     for step in (1, 2):
         at = swept[swept["step"] == step]
         whole = only(at, kind="whole")
@@ -89,7 +89,7 @@ def test_a_slope_is_that_of_a_power_law_and_noise_lowers_its_fit() -> None:
 
 
 def test_a_step_where_first_order_fails_is_said_on_its_page_and_first_in_the_report(
-    run: Path,  # noqa: F811
+    run: Path,
     swept: pd.DataFrame,
     tmp_path: Path,
 ) -> None:
@@ -109,7 +109,7 @@ def test_a_step_where_first_order_fails_is_said_on_its_page_and_first_in_the_rep
     assert report.index("The predictions hold so far") < report.index(told) < report.index("<table")
 
 
-def test_a_page_stands_alone_and_in_the_runs_report_with_the_table(run: Path, swept: pd.DataFrame) -> None:  # noqa: F811
+def test_a_page_stands_alone_and_in_the_runs_report_with_the_table(run: Path, swept: pd.DataFrame) -> None:
     folder = run / "offline" / "sweep"
     table = pd.read_csv(folder / "sweep.csv")
     assert list(table) == COLUMNS
@@ -126,7 +126,7 @@ def test_a_page_stands_alone_and_in_the_runs_report_with_the_table(run: Path, sw
         assert not re.search(r'(src|href)="(?!data:|#)', text)
 
 
-def test_dashboards_have_the_core_numbers_at_the_checkpoints_step(run: Path, swept: pd.DataFrame) -> None:  # noqa: F811
+def test_dashboards_have_the_core_numbers_at_the_checkpoints_step(run: Path, swept: pd.DataFrame) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "logs" / "tensorboard"))
@@ -151,7 +151,7 @@ def test_a_sweep_that_cannot_be_is_refused_before_anything_is_sampled(sweep: dic
         SweepSettings(evaluation_sizes=[1])
 
 
-def test_a_multirun_leaves_each_analysis_in_a_folder_of_its_own(run: Path) -> None:  # noqa: F811
+def test_a_multirun_leaves_each_analysis_in_a_folder_of_its_own(run: Path) -> None:
     asked = ["evaluation.prompts=8", "memory.microbatch_size=8", "truth.enabled=false", "conditioning=false"]
     asked += ["log.level=none", "report=false", "update.prompts=4,8", f"checkpoint={checkpoint(run, 1)}"]
     ended = forks.run("offline.py", "-m", *asked)
@@ -162,7 +162,7 @@ def test_a_multirun_leaves_each_analysis_in_a_folder_of_its_own(run: Path) -> No
     assert not list(ROOT.glob("multirun*"))
 
 
-def test_checkpoints_whose_results_would_lie_in_one_folder_are_refused(run: Path, tmp_path: Path) -> None:  # noqa: F811
+def test_checkpoints_whose_results_would_lie_in_one_folder_are_refused(run: Path, tmp_path: Path) -> None:
     other = tmp_path / "other" / "training_state"
     shutil.copytree(checkpoint(run, 1), other / "checkpoint-1")
     both = f"checkpoint=[{checkpoint(run, 1)},{other / 'checkpoint-1'}]"

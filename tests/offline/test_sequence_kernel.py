@@ -17,9 +17,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from analysed_runs import restored_at
 from peft import LoraConfig
 from safetensors.torch import load_file
-from test_offline import restored_at, run  # noqa: F401
 from torch import Tensor
 from trl import GRPOTrainer
 
@@ -340,7 +340,7 @@ def test_two_processes_calculate_what_one_does(cases: Any, finished: Any, tmp_pa
 
 
 def test_fixed_texts_stay_over_checkpoints_and_say_nothing_of_another_policys_entropy(
-    run: Path,  # noqa: F811
+    run: Path,
     tmp_path: Path,
 ) -> None:
     asked = Settings(

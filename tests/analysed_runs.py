@@ -1,0 +1,102 @@
+"""A run of three steps with a checkpoint at each, and a trainer restored at its first: what tests of analyses share."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from hydra import compose, initialize_config_dir
+from omegaconf import DictConfig
+from torch import Tensor
+
+from rl_training import Estimate, Probe
+from rl_training.engine.step import Step
+from rl_training.job.build import build_restored, build_run
+from rl_training.job.run_settings import run_settings
+from rl_training.offline.buffers import UpdateBuffer
+from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import (
+    Evaluation,
+    Memory,
+    Settings,
+    UpdateConfig,
+)
+
+ROOT = Path(__file__).parents[1]
+RUN = [
+    "trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=8", "logger=none", "probe=none",
+    "++trainer.disable_tqdm=true", "trainer.max_steps=3", "trainer.save_steps=1", "++trainer.save_total_limit=null",
+    "++trainer.weight_decay=0.1", "++trainer.max_grad_norm=0.1", "trainer.lr_scheduler_type=linear",
+    "trainer.max_completion_length=24", "+probes.recorder._target_=analysed_runs.Recorder",
+]  # fmt: skip
+SMALL = Settings(Evaluation(prompts=24), UpdateConfig(prompts=8), memory=Memory(microbatch_size=8))
+SEEN: dict[int, dict[str, Any]] = {}
+
+
+class Recorder(Probe):
+    """Keeps what each step learned from, its gradient and what it changed."""
+
+    name = "recorder"
+
+    def prepare(self, step: Step) -> None:
+        self._before = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
+        gradient = torch.cat([g.flatten() for g in step.gradients.mean.values()]).clone()
+        SEEN[step.number] = {"rollout": step.batch.rollout, "gradient": gradient}
+
+    def after_step(self, step: Step) -> None:
+        change = [(p.detach() - self._before[name]).flatten() for name, p in step.gradients.parameters.items()]
+        SEEN[step.number]["delta"] = torch.cat(change)
+
+    def results(self) -> dict[str, Estimate]:
+        return {"recorder/steps": Estimate(float(len(SEEN)))}
+
+
+def composed(name: str, *overrides: str) -> DictConfig:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return compose(name, overrides=list(overrides))
+
+
+@functools.cache
+def trained(temporary: Path) -> Path:
+    folder = temporary / "trained" / "run_1"
+    build_run(composed("train", f"run_dir={folder}", *RUN)).train()
+    return folder
+
+
+def checkpoint(run: Path, step: int) -> Path:
+    return run / "training_state" / f"checkpoint-{step}"
+
+
+def restored_at(run: Path, step: int, *changes: str, learning_rate: float | None = None) -> RestoredTrainer:
+    with initialize_config_dir(str(ROOT / "conf"), version_base="1.3"):
+        return build_restored(run_settings(checkpoint(run, step), changes), checkpoint(run, step), learning_rate)
+
+
+def as_update_buffer(rollout: Any) -> UpdateBuffer:
+    _, number = rollout.prompt_index.unique(return_inverse=True)
+    prompts = int(number.max()) + 1
+    return UpdateBuffer(dataclasses.replace(rollout, prompt_index=number), prompts, 4)
+
+
+def close(a: Tensor, b: Tensor) -> float:
+    """Returns the norm of the difference over that of b."""
+    return float((a - b).double().norm() / b.double().norm())
+
+
+def joined(parts: Any) -> Tensor:
+    """Returns a step, (P,), from its pieces."""
+    return torch.cat([by_cause.total[0] for _, by_cause in parts])
+
+
+def altered(run: Path, tmp_path: Path, alter: Callable[[Path], None]) -> Path:
+    """Returns a copy of the run whose first checkpoint has been tampered with."""
+    copy = tmp_path / "run_2"
+    shutil.copytree(checkpoint(run, 1), checkpoint(copy, 1))
+    shutil.copy(run / "config.yaml", copy)
+    alter(checkpoint(copy, 1))
+    return copy

@@ -1,0 +1,233 @@
+"""A trainer restored at a checkpoint takes training's step; what does not fit is refused before anything is sampled."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import random
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from analysed_runs import RUN, SEEN, SMALL, altered, as_update_buffer, checkpoint, close, composed, joined, restored_at
+from torch import Tensor
+
+from rl_training.engine.batch import Rollout, take_rows
+from rl_training.job.build import build_run
+from rl_training.offline.buffers import UpdateBuffer, sample_update
+from rl_training.offline.probe import Analysis, analyse
+from rl_training.offline.restored import RestoredTrainer, refuse_without_gradients, restore
+from rl_training.offline.settings import (
+    Evaluation,
+    FirstOrderSettings,
+    Memory,
+    Settings,
+    TruthSettings,
+    UpdateConfig,
+    refuse_learning_rate,
+)
+from rl_training.offline.update import make_update
+
+# --- restored ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_step_that_is_analysed_is_the_step_that_training_took(restored: RestoredTrainer) -> None:
+    """From the same sequences: gradient, clipping, Adam's moments and order, the scheduler's learning rate."""
+    real = SEEN[2]
+    update = make_update(restored, as_update_buffer(real["rollout"]), Memory(8))
+    assert restored.step == 1
+    assert restored.learning_rate == pytest.approx(3e-4 * 2 / 3)
+    assert close(update.gradient, real["gradient"]) < 1e-5
+    assert update.clip < 0.9
+    assert close(update.delta, real["delta"]) < 1e-4  # what fp32 leaves of θ + δθ − θ
+
+
+def test_a_step_of_sgd_too_is_the_one_that_training_took(tmp_path: Path) -> None:
+    folder = tmp_path / "run_sgd"
+    sgd = ["++trainer.optim=sgd", "trainer.learning_rate=0.3", "trainer.max_steps=2"]
+    build_run(composed("train", f"run_dir={folder}", *RUN, *sgd)).train()
+    real, restored = SEEN[2], restored_at(folder, 1)
+    update = make_update(restored, as_update_buffer(real["rollout"]), Memory(8))
+    assert restored.learning_rate == pytest.approx(0.15)
+    assert close(update.delta, real["delta"]) < 1e-4
+    assert close(update.parts.gradient, -0.15 * update.clip * real["gradient"]) < 1e-5
+    found = analyse(restored, SMALL)
+    assert found.results["slope_check"] < 0.1
+    assert found.tables["conditioning"] == []  # there is none of Adam's
+
+
+def test_an_analysis_moves_nothing(restored: RestoredTrainer, analysed: Analysis) -> None:
+    def state() -> list[Tensor]:
+        moments = [v for s in restored.trainer.optimizer.state.values() for v in s.values()]
+        rates = torch.tensor([group["lr"] for group in restored.trainer.optimizer.param_groups])
+        streams = [torch.random.get_rng_state(), torch.tensor(np.random.get_state()[1].astype(np.int64))]
+        python = torch.tensor(random.getstate()[1])
+        modes = torch.tensor([module.training for module in restored.trainer.model.modules()])
+        parameters = [p.detach() for p in restored.trainer.model.parameters()]
+        return [t.clone() for t in (*parameters, *moments, rates, *streams, python, modes)]
+
+    before = state()
+    again = analyse(restored, SMALL)
+    assert all(torch.equal(a, b) for a, b in zip(before, state(), strict=True))
+    assert all(p.grad is None for p in restored.trainer.model.parameters())
+    assert json.dumps(again.results) == json.dumps(analysed.results)  # the same seeds
+
+
+def test_the_step_without_a_fold_is_the_step_of_the_others(restored: RestoredTrainer, analysed: Analysis) -> None:
+    whole = analysed.update_buffer
+    update = make_update(restored, whole, Memory(32))
+    assert update.num_folds == 8
+    others = (whole.rollout.prompt_index != 3).nonzero().squeeze(1)
+    rest = {key: v[others] if isinstance(v, Tensor) else v for key, v in vars(whole.rollout).items()}
+    of_others = make_update(restored, as_update_buffer(type(whole.rollout)(**rest)), Memory(32))
+    assert close(joined(update.without_fold(3)), of_others.delta) < 1e-4
+
+
+def with_prompts(rollout: Rollout, count: int) -> UpdateBuffer:
+    """Returns so many prompts with a response each: these sequences again and again."""
+    rows = take_rows(rollout, torch.arange(count) % rollout.num_sequences)
+    return UpdateBuffer(dataclasses.replace(rows, prompt_index=torch.arange(count)), count, 1)
+
+
+@pytest.mark.parametrize("prompts", [1, 16, 17, 48, 100])
+def test_u_is_cut_into_at_most_sixteen_folds_of_about_the_same_size(
+    restored: RestoredTrainer, analysed: Analysis, prompts: int
+) -> None:
+    rollout = analysed.update_buffer.rollout
+    idle = dataclasses.replace(rollout, advantages=torch.zeros_like(rollout.advantages))  # which costs nothing
+    sizes = make_update(restored, with_prompts(idle, prompts), Memory(32)).fold_prompts.tolist()
+    assert len(sizes) == min(prompts, 16)
+    assert sum(sizes) == prompts
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_folds_of_other_sizes_are_left_out_by_their_share(restored: RestoredTrainer, analysed: Analysis) -> None:
+    """18 prompts in 16 folds: the first and the ninth have two. Without one of these, and without one of the others."""
+    rollout = with_prompts(analysed.update_buffer.rollout, 18).rollout
+    advantages = torch.linspace(-1, 1, 18)
+    rollout = dataclasses.replace(rollout, advantages=advantages)
+    update = make_update(restored, UpdateBuffer(rollout, 18, 1), Memory(32))
+    assert update.fold_prompts.tolist() == [2, 1, 1, 1, 1, 1, 1, 1] * 2
+    for fold, prompts in ((8, {9, 10}), (9, {11})):
+        others = torch.tensor([i for i in range(18) if i not in prompts])
+        rest = dataclasses.replace(take_rows(rollout, others), prompt_index=torch.arange(len(others)))
+        of_others = make_update(restored, UpdateBuffer(rest, len(others), 1), Memory(32))
+        assert close(joined(update.without_fold(fold)), of_others.delta) < 1e-4
+
+
+# --- the guards -------------------------------------------------------------------------------------------------------
+
+
+def test_a_schedule_that_has_ended_is_said_and_a_learning_rate_is_the_fix(run: Path) -> None:
+    with pytest.raises(ValueError, match=r"learning rate at .* is 0.*learning_rate=1e-6"):
+        restored_at(run, 3)
+    assert restored_at(run, 3, learning_rate=1e-4).learning_rate == 1e-4
+
+
+@pytest.mark.parametrize(
+    ("rate", "why"), [(-1e-4, ""), (math.nan, ""), (math.inf, ""), (0, "with 0 there is no step"), ("a", "")]
+)
+def test_a_learning_rate_that_makes_no_step_is_refused(rate: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=rf"learning_rate={rate} must be a number above 0, or null .*{why}"):
+        refuse_learning_rate(rate)
+
+
+def permute_moments(folder: Path) -> None:
+    saved = torch.load(folder / "optimizer.pt")
+    saved["state"][0], saved["state"][1] = saved["state"][1], saved["state"][0]
+    torch.save(saved, folder / "optimizer.pt")
+
+
+@pytest.mark.parametrize(
+    ("alter", "says"),
+    [
+        (permute_moments, "moments of .* have the shape of another parameter"),
+        (lambda f: (f / "optimizer.pt").unlink(), "has no optimizer.pt"),
+        (lambda f: (f / "model.safetensors").write_bytes(b"half"), "model.safetensors is damaged"),
+    ],
+    ids=["moments", "no optimizer", "damaged"],
+)
+def test_an_incomplete_checkpoint_is_refused(run: Path, tmp_path: Path, alter: Any, says: str) -> None:
+    copy = altered(run, tmp_path, alter)
+    with pytest.raises(ValueError, match=says):
+        restored_at(copy, 1)
+
+
+def test_an_adapter_missing_from_the_checkpoint_is_refused(run: Path) -> None:
+    with pytest.raises(ValueError, match="holds all weights, and the model has an adapter: use adapter=none"):
+        restored_at(run, 1, "adapter=lora")
+
+
+def test_each_guard_says_what_is_wrong(restored: RestoredTrainer, make_trainer: Any, run: Path) -> None:
+    policy, parameters, device = restored.policy, restored.parameters, restored.device
+    with torch.no_grad(), pytest.raises(ValueError, match="G3: gradients are switched off"):
+        refuse_without_gradients(policy, parameters, device)
+    with torch.inference_mode():
+        made_there = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match="G4: odd was made in inference mode"):
+        refuse_without_gradients(policy, {**parameters, "odd": made_there}, device)
+    with pytest.raises(ValueError, match="G6: 'odd' is trainable and gets no gradient"):
+        refuse_without_gradients(policy, {**parameters, "odd": torch.nn.Parameter(torch.zeros(2))}, device)
+    frozen = make_trainer()
+    frozen.model.requires_grad_(False)
+    with pytest.raises(ValueError, match="G1: no parameter is trainable"):
+        restore(frozen, checkpoint(run, 1))
+    larger = make_trainer()
+    larger.model.odd = torch.nn.Parameter(torch.zeros(2))
+    with pytest.raises(ValueError, match=r"G2: 'odd' is trainable, and .* does not hold it"):
+        restore(larger, checkpoint(run, 1))
+
+
+def test_reentrant_checkpointing_is_refused_before_anything_is_sampled(run: Path) -> None:
+    reentrant = ("trainer.gradient_checkpointing=true", "trainer.gradient_checkpointing_kwargs={use_reentrant: true}")
+    with pytest.raises(ValueError, match=r"G[56]: .*checkpointing"):
+        restored_at(run, 1, *reentrant)
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "says"),
+    [
+        ({"evaluation": {"prompts": 1}}, "evaluation.prompts=1"),
+        ({"evaluation": {"overlap": "some"}}, "choose from forbidden, allowed, wanted"),
+        ({"truth": {"etas": [1.0, -1.0]}}, "multiples of the step above 0"),
+        ({"truth": {"enabled": False}, "first_order": {"enabled": False}}, "neither prediction nor truth"),
+    ],
+)
+def test_settings_that_mean_nothing_are_refused(nonsense: dict[str, Any], says: str) -> None:
+    kinds = {"evaluation": Evaluation, "truth": TruthSettings, "first_order": FirstOrderSettings}
+    with pytest.raises(ValueError, match=says):
+        Settings(**{key: kinds[key](**values) for key, values in nonsense.items()})
+
+
+# --- the loss ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [[], ["++trainer.entropy_coef=0.3"], ["++trainer.top_entropy_quantile=0.3", "++trainer.entropy_coef=0.2"]],
+)
+def test_the_gradient_of_u_is_that_of_trl_s_own_loss(run: Path, settings: list[str]) -> None:
+    restored = restored_at(run, 1, *settings)
+    trainer = restored.trainer
+    trainer.current_gradient_accumulation_steps = 1
+    buffer = sample_update(restored, UpdateConfig(8), 64)
+    update = make_update(restored, buffer, Memory(8))
+    rollout = buffer.rollout
+    losses = []
+    for rows in torch.arange(32).split(8):
+        inputs = {
+            name: getattr(rollout, name)[rows]
+            for name in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+        }
+        losses.append(trainer._compute_loss(trainer.model, inputs | {"num_items_in_batch": None}))
+    gradients = torch.autograd.grad(torch.stack(losses).mean(), list(restored.parameters.values()))
+    assert close(update.gradient, torch.cat([g.flatten() for g in gradients])) < 1e-5
+
+
+def test_a_term_of_the_loss_that_is_not_known_at_a_checkpoint_is_refused(run: Path) -> None:
+    restored = restored_at(run, 1, "++trainer.use_adaptive_entropy=true", "++trainer.entropy_coef=0.1")
+    with pytest.raises(ValueError, match=r"trainer.use_adaptive_entropy=True adds a term to the loss that is not read"):
+        make_update(restored, sample_update(restored, UpdateConfig(4), 64), Memory(8))
