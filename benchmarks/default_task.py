@@ -51,9 +51,7 @@ def default_trainer(
         "save_strategy": "no",
         "disable_tqdm": True,
     }
-    args = DrGRPOConfig(
-        str(folder), max_steps=max_steps, learning_rate=learning_rate, seed=seed, **{**defaults, **settings}
-    )
+    args = DrGRPOConfig(str(folder), max_steps=max_steps, learning_rate=learning_rate, seed=seed, **defaults | settings)
     trainer = DrGRPOTrainer(
         model,
         task.reward,

@@ -33,7 +33,7 @@ os.environ |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
 
 import pytest
 import torch
-from overhead import StepTimer, make_probes, now
+from overhead import StepTimer, interleaved, make_probes
 from precision import METRICS, PRECISIONS, RATIOS, Tape, against, measured
 from transformers import TrainerCallback
 from workload import Workload, make_trainer
@@ -203,19 +203,6 @@ def precisions(scale: Scale, deadline: float) -> Iterator[str]:
         for name in RATIOS:
             low, high = figures[name]
             yield f"| {precision} | `{name}` | ratio {low:.4f} … {high:.4f} | | |"
-
-
-def seconds_of(work: Callable[[], object]) -> float:
-    start = now()
-    work()
-    return now() - start
-
-
-def interleaved(plain: Callable[[], object], other: Callable[[], object], pairs: int = 7) -> tuple[float, float]:
-    """Returns the median of plain's seconds, and of the ratio plain / other, over pairs that follow one another."""
-    plain(), other()
-    timed = [(seconds_of(plain), seconds_of(other)) for _ in range(pairs)]
-    return statistics.median(a for a, _ in timed), statistics.median(a / b for a, b in timed)
 
 
 def products(scale: Scale, deadline: float) -> Iterator[str]:

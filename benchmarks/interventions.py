@@ -161,14 +161,14 @@ def cells_of(states: Sequence[list[dict[str, Any]]]) -> list[str]:
     known = [
         [row for row in rows if math.isfinite(row["predicted"]) and row["name"] not in NOTHINGS] for rows in states
     ]
-    rows = [row for some in known for row in some]
+    rows = [row for state_rows in known for row in state_rows]
     held = [
         interval_covers(row["predicted"] - row["measured"], row["predicted_se"], row["samples"], row["measured_se"])
         for row in rows
         if abs(row["measured"]) > SMALLEST
     ]
     right = [row["predicted"] * row["measured"] > 0 for row in rows if abs(row["predicted"]) > row["half_width"]]
-    single = [rank([(row["predicted"], row["measured"]) for row in some]) for some in known]
+    single = [rank([(row["predicted"], row["measured"]) for row in state_rows]) for state_rows in known]
     means = [
         tuple(statistics.fmean(row[key] for row in rows if row["name"] == name) for key in ("predicted", "measured"))
         for name in {row["name"]: None for row in rows}

@@ -72,6 +72,19 @@ def now() -> float:
     return time.perf_counter()
 
 
+def seconds_of(work: Callable[[], object]) -> float:
+    start = now()
+    work()
+    return now() - start
+
+
+def interleaved(plain: Callable[[], object], other: Callable[[], object], pairs: int = 7) -> tuple[float, float]:
+    """Returns the median of plain's seconds, and of the ratio plain / other, over pairs that follow one another."""
+    plain(), other()
+    timed = [(seconds_of(plain), seconds_of(other)) for _ in range(pairs)]
+    return statistics.median(a for a, _ in timed), statistics.median(a / b for a, b in timed)
+
+
 class StepTimer(TrainerCallback):
     """Seconds of each optimizer step, whole and without generation."""
 

@@ -1,0 +1,184 @@
+"""The tables and the picture of calibration.py, from the records of its runs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import matplotlib
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+import torch
+from torch import Tensor
+
+from rl_training import Estimate
+from rl_training.mathematics.calibration import Calibration, interval_covers
+from rl_training.mathematics.jackknife import jackknife_stderr
+from rl_training.records.jsonl import read_estimates
+
+DRAWN = ("rate 1e-4", "default", "rate 1e-3")
+TRUE, SAME_BATCH = "delta_h/true", "delta_h/same_batch_snis"
+PREDICTIONS = ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid", "delta_h/reuse", SAME_BATCH)
+LINEARITY_STEP = 11  # Adam is warm by then
+EXPONENTS = range(-6, 2)  # η = 2^e
+SMALL = -2  # exponents up to this one are small steps
+MIN_ESS_FRACTION = 0.5  # below, importance weights are worthless
+Run = dict[str, dict[int, Estimate]]  # every estimate of a run, by name and by the step that it speaks of
+
+
+class Pair(NamedTuple):
+    """A prediction and the truth of the same step."""
+
+    prediction: Estimate
+    truth: Estimate
+
+
+def read_run(folder: Path) -> Run:
+    run: Run = {}
+    for row in read_estimates(folder):
+        estimate = Estimate(row["value"], row["stderr"], row["num_samples"], row["reason"])
+        run.setdefault(row["name"], {})[row["about_step"]] = estimate
+    return run
+
+
+def pairs_of(runs: Sequence[Run], name: str, steps: int) -> list[Pair]:
+    return [Pair(run[name][step], run[TRUE][step]) for run in runs for step in range(1, steps + 1)]
+
+
+# --- the tables -------------------------------------------------------------------------------------------------------
+
+
+def ratio_of_sums(pairs: Sequence[Pair]) -> Estimate:
+    """Returns Σ prediction / Σ truth with its delete-one-step jackknife error."""
+    terms = torch.tensor([[p.prediction.value, p.truth.value] for p in pairs], dtype=torch.float64)
+    sums = terms.sum(dim=0)
+
+    def ratio(s: Tensor) -> Tensor:
+        return s[..., :1] / s[..., 1:]
+
+    return Estimate(float(ratio(sums)), float(jackknife_stderr(ratio, sums, sums - terms, lambda x: x)), len(terms))
+
+
+def prediction_rows(condition: str, runs: Sequence[Run], steps: int) -> Iterator[str]:
+    for name in PREDICTIONS:
+        pairs = pairs_of(runs, name, steps)
+        calibration = Calibration()
+        for pair in pairs:
+            calibration.add(*pair)
+        said = calibration.estimates()
+        measured = sum(pair.truth.value for pair in pairs) / len(runs)
+        stderr = math.hypot(*(pair.truth.stderr for pair in pairs)) / len(runs)
+        cells = [
+            condition,
+            f"{measured:+.4f} ± {1.96 * stderr:.4f}",
+            f"`{name.removeprefix('delta_h/')}`",
+            _with_error(ratio_of_sums(pairs)),
+            *(_with_error(said[key]) for key in ("slope", "slope_corrected", "correlation")),
+            *(_cell(said[key].value) for key in ("sign_agreement", "coverage")),
+        ]
+        yield f"| {' | '.join(cells)} |"
+
+
+def sums_row(condition: str, runs: Sequence[Run], steps: int) -> str:
+    """Returns the row of sums over whole runs: means, the ratio of all runs' sums, and how many intervals hold."""
+    sums, held = [], 0
+    for run in runs:
+        predicted = run["delta_h/cumulative_predicted"][steps]
+        truths = [run[TRUE][step] for step in range(1, steps + 1)]
+        measured = Estimate(sum(truth.value for truth in truths), math.hypot(*(truth.stderr for truth in truths)))
+        sums.append(Pair(predicted, measured))
+        error = predicted.value - measured.value
+        held += int(interval_covers(error, predicted.stderr, predicted.num_samples, measured.stderr))
+    means = [sum(pair[side].value for pair in sums) / len(sums) for side in (0, 1)]
+    stderr = math.hypot(*(math.hypot(pair.prediction.stderr, pair.truth.stderr) for pair in sums)) / len(sums)
+    ratio = f"{means[0] / means[1]:.3f} ± {abs(stderr / means[1]):.3f}"
+    return f"| {condition} | {len(runs)} | {means[0]:+.4f} | {means[1]:+.4f} | {ratio} | {held} of {len(runs)} |"
+
+
+def log_log_line(run: Run, exponents: Sequence[int], step: int) -> tuple[float, float]:
+    """Returns slope and R² of log|ΔH| on log η."""
+    x = torch.tensor([float(e) for e in exponents], dtype=torch.float64)
+    y = torch.tensor([run[f"linearity/{e}"][step].value for e in exponents], dtype=torch.float64).abs().log2()
+    x, y = x - x.mean(), y - y.mean()
+    return float((x @ y) / (x @ x)), float((x @ y) ** 2 / ((x @ x) * (y @ y)))
+
+
+def linearity_rows(condition: str, runs: Sequence[Run], step: int) -> Iterator[str]:
+    for seed, run in enumerate(runs):
+        small = log_log_line(run, [e for e in EXPONENTS if e <= SMALL], step)
+        usable = [e for e in EXPONENTS if run[f"linearity_ess/{e}"][step].value >= MIN_ESS_FRACTION]
+        whole = log_log_line(run, usable, step)
+        first = run[f"linearity/{EXPONENTS[0]}"][step].value / 2.0 ** EXPONENTS[0]
+        kept = run["linearity/0"][step].value / first
+        cells = [condition, str(seed), f"{run['linearity/0'][step].value:+.5f}"]
+        cells += [f"{small[0]:.3f}", f"{small[1]:.4f}", f"2^{usable[-1]}", f"{whole[0]:.3f}", f"{whole[1]:.4f}"]
+        yield f"| {' | '.join([*cells, f'{kept:.2f}'])} |"
+
+
+def _cell(value: float) -> str:
+    return "–" if math.isnan(value) else f"{value:.2f}"
+
+
+def _with_error(estimate: Estimate) -> str:
+    return _cell(estimate.value) + ("" if math.isnan(estimate.stderr) else f" ± {estimate.stderr:.2f}")
+
+
+def print_report(runs: dict[str, list[Run]], steps: int) -> None:
+    print(
+        "\n| condition | measured ΔH of a run | prediction | Σ predicted / Σ measured | slope | slope, corrected | "
+        "correlation | same sign | coverage |\n|---|---|---|---|---|---|---|---|---|"
+    )
+    for condition, alike in runs.items():
+        print("\n".join(prediction_rows(condition, alike, steps)))
+    print("\n| condition | runs | Σ predicted | Σ measured | ratio | intervals that hold |\n|---|---|---|---|---|---|")
+    for condition, alike in runs.items():
+        print(sums_row(condition, alike, steps))
+    print(
+        "\n| condition | run | ΔH at η = 1 | slope, η ≤ 1/4 | R² | largest η with ESS ≥ N/2 | slope up to it | "
+        "R² | ΔH(1) / linear |\n|---|---|---|---|---|---|---|---|---|"
+    )
+    for condition, alike in runs.items():
+        print("\n".join(linearity_rows(condition, alike, min(LINEARITY_STEP, steps))))
+
+
+# --- the picture ------------------------------------------------------------------------------------------------------
+
+
+def cumulative(runs: Sequence[Run], name: str, steps: int) -> Tensor:
+    """Returns (steps,): the sum of an estimate up to each step, mean over runs."""
+    values = torch.tensor([[run[name][s].value for s in range(1, steps + 1)] for run in runs], dtype=torch.float64)
+    return values.mean(dim=0).cumsum(dim=0)
+
+
+def draw(runs: dict[str, list[Run]], steps: int, path: Path) -> None:
+    """Draws the sums over steps, a panel per learning rate, and the change along a scaled step."""
+    styles = {
+        TRUE: ("black", "-", "measured on fresh sequences"),
+        "delta_h/trapezoid": ("#1f77b4", "-", "trapezoid"),
+        "delta_h/forward": ("#2ca02c", "--", "forward"),
+        "delta_h/backward": ("#9467bd", "--", "backward"),
+        "delta_h/reuse": ("#d62728", ":", "reuse (naive product)"),
+        SAME_BATCH: ("#ff7f0e", ":", "importance weights, same batch"),
+    }
+    figure, axes = plt.subplots(1, len(runs) + 1, figsize=(4.2 * (len(runs) + 1), 3.8), layout="constrained")
+    x = torch.arange(1, steps + 1)
+    for ax, (condition, alike) in zip(axes[:-1], runs.items(), strict=True):
+        for name, (color, line, label) in styles.items():
+            ax.plot(x, cumulative(alike, name, steps), line, color=color, lw=2 if name == TRUE else 1.5, label=label)
+        ax.set(title=condition, xlabel="step", ylabel="ΔH since the start, nats per token")
+        ax.grid(alpha=0.3)
+    axes[0].legend(fontsize=8)
+    step, last = min(LINEARITY_STEP, steps), axes[-1]
+    for panel, (condition, alike) in enumerate(runs.items()):
+        for number, run in enumerate(alike):
+            changes = [abs(run[f"linearity/{e}"][step].value) for e in EXPONENTS]
+            label = condition if number == 0 else None
+            last.loglog([2.0**e for e in EXPONENTS], changes, "o-", color=f"C{panel}", ms=3, lw=1, label=label)
+    last.set(title="along a scaled step η δθ", xlabel="η", ylabel="|ΔH|, nats per token")
+    last.legend(fontsize=8)
+    last.grid(alpha=0.3)
+    figure.savefig(path, dpi=110)
+    print(f"\n{path}")
