@@ -1,18 +1,18 @@
-"""Do all command lines of train.py end well? Over 150 of them, right and wrong ones.
+"""Do all command lines end well? Over 200 of them, right and wrong ones.
 
     OMP_NUM_THREADS=1 python benchmarks/command_lines.py [--only WORD] [--seconds 60]
 
 runs each in a process of its own and prints how it ended, with its last line. A line ends badly when its last words are
 a traceback, when it says nothing and fails, when it ends with 0 and has trained nothing, when it lasts longer than
---seconds, or when it leaves a process behind. Exit code 1 if any does. A run is train.py in a fork of this process,
-which has imported everything already.
+--seconds, or when it leaves a process behind; one of TRIES also when it does not say what is expected of it. Exit code
+1 if any does. A command runs in a fork of this process, which has imported everything already.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
-import runpy
+import shlex
 import shutil
 import signal
 import sys
@@ -25,10 +25,12 @@ from pathlib import Path
 
 import rl_training.job.silence
 
-import rl_training.job.build  # noqa: F401, for the forks
+import rl_training.job.analysis
+import rl_training.job.build
+import rl_training.job.evaluate  # noqa: F401, for the forks
+from rl_training.__main__ import main as rl_training_main
 from rl_training.records.jsonl import METRICS_FILE, read_metrics
 
-ROOT = Path(__file__).parents[1]
 SMALL = [
     "trainer.max_steps=1",
     "trainer.num_generations=4",
@@ -101,6 +103,92 @@ OTHERS = [
 ]  # fmt: skip
 
 
+# Functions of the user's own, in own.py of the working folder.
+OWN = """
+import sys
+import numpy as np
+import torch
+from rl_training.interventions import LossWeights
+from rl_training.tasks.arithmetic import arithmetic
+from rl_training.tasks.task import Task
+
+def plain(loss, strength): return LossWeights(loss.weights.advantages)
+def random(loss, strength): return LossWeights(loss.plain.rewards * torch.rand(1))
+def nothing(loss, strength): return None
+def text(loss, strength): return "psr"
+def array(loss, strength): return np.ones(3)
+def leaves(loss, strength): sys.exit(0)
+def raises(loss, strength): raise KeyError("x")
+def uphill(loss, strength): return LossWeights(lr_factor=-1.0)
+def unclipped(loss, strength): return LossWeights(max_grad_norm=-1.0)
+def nan(loss, strength): return float("nan")
+
+def rows(*prompts):
+    from datasets import Dataset
+    task = arithmetic(num_train=16)
+    data = [{"prompt": prompts[i % len(prompts)], "answer": "1"} for i in range(16)]
+    return Task(Dataset.from_list(data), task.eval_dataset, task.reward)
+
+def none_prompt(): return rows("1+1=", None)
+def empty_prompt(): return rows("1+1=", "")
+def numbers(): return rows(1, 2)
+def a_list(): return [{"prompt": "1+1="}]
+def a_none(): return None
+def no_prompt():
+    from datasets import Dataset
+    task = arithmetic(num_train=16)
+    return Task(Dataset.from_list([{"question": "1+1="}] * 16), task.eval_dataset, task.reward)
+def long_prompt(): return rows("1+" * 400 + "1=")
+"""
+# By command line, what it has to say at its end, "" where all is well. $RUN is a run, $LORA one with
+# an adapter, $NEW a folder that is not there.
+MEASURED = "train $SMALL run_dir=$NEW probe=interventions probes.interventions.num_folds=2 probes.interventions.which="
+TRIES = {
+    # one's own functions, in training and measured
+    **{f"train $SMALL run_dir=$NEW intervention=own.py:{name}": f"own.py:{name}" for name in (
+        "nothing", "text", "array", "leaves", "raises", "uphill", "unclipped", "nan", "no_such")},
+    **{f"{MEASURED}[own.py:{name}]": f"own.py:{name}" for name in ("nothing", "text", "array", "leaves", "raises")},
+    "train $SMALL run_dir=$NEW intervention=own.py:plain": "plain is the name of another",
+    "train $SMALL run_dir=$NEW intervention=own:raises": "own:raises",
+    f"{MEASURED}[own:no_such]": "own:no_such",
+    # lists and strengths
+    f"{MEASURED}[5]": "5 is no name", f"{MEASURED}[[bonus]]": "is no name", f"{MEASURED}{{bonus:0.1}}": "for a list",
+    f"{MEASURED}[{{bonus:0.1}}]": "is no name", f"{MEASURED}bonus": "must be a list",
+    f"{MEASURED}[bonus:1e30]": "bonus:1e30", f"{MEASURED}[bonus:nan]": "the strength must",
+    "train $SMALL run_dir=$NEW intervention=[psr,nsr]": "contradict each other",
+    "train $SMALL run_dir=$NEW intervention=[lr:0.5,lr:0.5]": "twice",
+    "train $SMALL run_dir=$NEW intervention=5": "intervention", "train $SMALL run_dir=$NEW probe={a:1}": "give a name",
+    "train $SMALL run_dir=$NEW probe=[simple,null]": "give a name",
+    "train $SMALL run_dir=$NEW probe=[[simple]]": "give a name",
+    # branches
+    "train branch=$RUN/training_state/checkpoint-1 run_dir=$NEW": "",
+    "train branch=$RUN additional_steps=1 run_dir=$NEW": "",
+    "train branch=$RUN/training_state/checkpoint-1 run_dir=$NEW probes.simple.every=2 batch.microbatch_size=8": "",
+    "train branch=$RUN/training_state/checkpoint-1 run_dir=$NEW seed=7": "",
+    "train branch=$RUN/training_state/checkpoint-1 run_dir=$NEW batch.sequences_per_step=32 logger=tensorboard": "",
+    "train branch=$RUN/training_state/checkpoint-1 run_dir=$NEW probes.gns.every=2": "there is no such setting",
+    "train branch=$RUN/training_state/checkpoint-1 run_dir=$RUN/training_state/checkpoint-1": "lies among the",
+    "train branch=$RUN/training_state/checkpoint-1 run_dir=$NEW adapter=lora adapter.r=4": "a branch keeps",
+    "train branch=$LORA/training_state/checkpoint-1 run_dir=$NEW adapter.r=4": "adapter.r=4 (was 16)",
+    "train branch=latest": "give RUN", "train branch=": "give RUN", "train branch=/nowhere": "there is no such folder",
+    # analyses
+    "analyze checkpoint=$RUN learning_rate=-1e-4": "must be above 0",
+    "analyze checkpoint=$RUN learning_rate=nan": "must be finite",
+    "analyze checkpoint=$RUN learning_rate=0": "must be above 0",
+    "analyze checkpoint=$RUN interventions=all": "a branch measures them",
+    "analyze checkpoint=$RUN evaluation.prompts=8 update.prompts=4 trainer.temperature=0.7 data=arithmetic": "",
+    "analyze checkpoint=$RUN batch.microbatch_sise=4": "did you mean batch.microbatch_size",
+    # tasks of one's own
+    **{f"train $SMALL run_dir=$NEW data._target_=own.{name}": "prompt" for name in (
+        "none_prompt", "empty_prompt", "numbers", "no_prompt", "long_prompt")},
+    "train $SMALL run_dir=$NEW data._target_=own.a_list": "data",
+    "train $SMALL run_dir=$NEW data._target_=own.a_none": "data",
+    "train $SMALL run_dir=$NEW data._target_=my_file.task": "my_file",
+    # records
+    "report $RUN": "", "sync $RUN $RUN/copy": "copy", "sync $RUN $NEW --watch nan": "watch",
+}  # fmt: skip
+
+
 @dataclass
 class Ending:
     """How a command line ended; `bad` says why that is wrong, "" if it is not."""
@@ -115,28 +203,39 @@ class Ending:
 def command_lines() -> list[str]:
     """Returns the command lines, less what makes the runs small: nearly all setting one thing, wrongly or not."""
     paths = [f"{key}={value}" for key, value in product(("run_dir", "data=gsm8k data.path"), PATHS)]
-    return [*OTHERS, *paths, *(f"{key}={value}" for key, value in product(SETTINGS, NUMBERS))]
+    return [*TRIES, *OTHERS, *paths, *(f"{key}={value}" for key, value in product(SETTINGS, NUMBERS))]
 
 
-def train(arguments: list[str], log: Path) -> None:
-    """Runs train.py in this process, which is a fork and leads a group of processes."""
+def run(words: list[str], log: Path) -> None:
+    """Runs a command in this process, which is a fork and leads a group of processes."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.chdir(log.parent)  # a relative path leads nowhere else
     os.environ["HF_HUB_OFFLINE"] = "1"
-    sys.argv = ["train.py", *arguments]
-    runpy.run_path(str(ROOT / "train.py"), run_name="__main__")
+    sys.argv = ["rl-training", *words]
+    rl_training_main()
 
 
-def end_of(line: str, folder: Path, seconds: float) -> Ending:
-    """Runs a command line and returns how it ended."""
-    run_dir, log = folder / "run", folder / "log"
-    given = line.split(" ") if "run_dir=" not in line else [line]  # a path may hold spaces
+def words_of(line: str, folder: Path, runs: Path) -> list[str]:
+    """Returns the words of a command: a line of TRIES, or the settings of a small run."""
+    if line in TRIES:
+        places = {"$RUN": runs / "run", "$LORA": runs / "lora", "$NEW": folder / "run", "$SMALL": " ".join(SMALL)}
+        for name, place in places.items():
+            line = line.replace(name, str(place))
+        return shlex.split(line)
+    words = line.split(" ") if "run_dir=" not in line else [line]  # a path may hold spaces
     if line.startswith("data=gsm8k data.path="):
-        given = ["data=gsm8k", line.removeprefix("data=gsm8k ")]
-    process = ForkProcess(target=train, args=([*SMALL, f"run_dir={run_dir}", *given], log))
+        words = ["data=gsm8k", line.removeprefix("data=gsm8k ")]
+    return ["train", *SMALL, f"run_dir={folder / 'run'}", *words]
+
+
+def end_of(line: str, folder: Path, runs: Path, seconds: float) -> Ending:
+    """Runs a command line and returns how it ended."""
+    log = folder / "log"
+    (folder / "own.py").write_text(OWN, encoding="utf-8")
+    process = ForkProcess(target=run, args=(words_of(line, folder, runs), log))
     started = time.monotonic()
     process.start()
     assert process.pid is not None
@@ -147,7 +246,7 @@ def end_of(line: str, folder: Path, seconds: float) -> Ending:
     process.join()
     said = [text for text in log.read_text(errors="replace").splitlines() if text.strip()] if log.exists() else []
     last = said[-1] if said else ""
-    return Ending(line, code, took, last, what_is_bad(line, code, last, left, run_dir, said))
+    return Ending(line, code, took, last, what_is_bad(line, code, last, left, folder / "run", said))
 
 
 def leave_nothing(group: int) -> bool:
@@ -165,10 +264,15 @@ def what_is_bad(line: str, code: int | None, last: str, left: bool, run_dir: Pat
         return "did not end"
     if left:
         return "left a process behind"
-    if code and not last.startswith(("error: ", "train.py: error", "usage:", "ended by")):
+    if code and not last.startswith(("error: ", "train: error", "usage:", "ended by", "rl-training")):
         return "its last words are no error"
-    if code == 1:
+    if code == 1 or any(text.startswith("Traceback") for text in said):
         return "unexpected"
+    if line in TRIES:
+        expected = TRIES[line]
+        if not expected:
+            return "" if code == 0 else "is right, and refused"
+        return "silently wrong" if code == 0 else "" if expected in last else f"does not say {expected!r}"
     asked = {"--help", "--cfg", "--version", "--info", "-x", "--hlep", "--multirun"} & set(line.split())
     trained = (run_dir / "logs" / METRICS_FILE).exists() and bool(read_metrics(run_dir / "logs"))
     elsewhere = line.startswith("run_dir=") or "logging_" in line
@@ -183,15 +287,22 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="how long one may last (default: %(default)s)")
     args = parser.parse_args()
     lines = [line for line in command_lines() if args.only in line]
-    bad, codes = 0, {}
+    bad, codes, runs = 0, {}, Path(tempfile.mkdtemp())
+    for name, adapter in (("run", "none"), ("lora", "lora")):
+        words = ["train", *SMALL, f"run_dir={runs / name}", f"adapter={adapter}", "trainer.max_steps=2"]
+        process = ForkProcess(target=run, args=([*words, "trainer.save_steps=1"], runs / "log"))
+        process.start()
+        process.join()
+        assert process.exitcode == 0, (runs / "log").read_text()
     for line in lines:
         folder = Path(tempfile.mkdtemp())
-        ending = end_of(line, folder, args.seconds)
+        ending = end_of(line, folder, runs, args.seconds)
         shutil.rmtree(folder, ignore_errors=True)
         bad += bool(ending.bad)
         codes[ending.code] = codes.get(ending.code, 0) + 1
         mark = f"BAD, {ending.bad}" if ending.bad else "ok"
         print(f"{mark:12} {ending.code} {ending.seconds:5.1f} s  {line}\n             {ending.last[:200]}", flush=True)
+    shutil.rmtree(runs)
     print(f"{len(lines)} command lines, by exit code {codes}; {bad} ended badly")
     sys.exit(bool(bad))
 

@@ -8,31 +8,18 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
-EXTRA_OF = {  # the smallest that has it, by the name that is imported
-    "pandas": "report",
-    "matplotlib": "report",
-    "jinja2": "report",
-    "rich": "report",
-    "yaml": "report",
-    "hydra": "train",
-    "omegaconf": "train",
-    "peft": "train",
-    "datasets": "train",
-    "math_verify": "train",
-    "tensorboard": "train",
-    "tqdm": "sync",
-    "fsspec": "sync",
-    "sshfs": "sync-ssh",
-    "s3fs": "sync-s3",
-    "wandb": "wandb",
-    "trackio": "trackio",
-    "wandb_workspaces": "dashboard",
-    "deepspeed": "deepspeed",
-    "bitsandbytes": "qlora",
-    "vllm": "vllm",
-    "verl": "verl",
-    "reasoning_gym": "reasoning-gym",
+LIBRARIES = {  # by extra, the libraries that it brings and no smaller one does, by the names that are imported
+    "report": "pandas matplotlib jinja2 rich yaml",
+    "train": "hydra omegaconf peft datasets math_verify tensorboard",
+    "sync": "tqdm fsspec",
+    "sync-ssh": "sshfs",
+    "sync-s3": "s3fs",
+    "dashboard": "wandb_workspaces",
+    "qlora": "bitsandbytes",
+    "reasoning-gym": "reasoning_gym",
+    **{name: name for name in ("wandb", "trackio", "deepspeed", "vllm", "verl")},
 }
+EXTRA_OF = {library: extra for extra, libraries in LIBRARIES.items() for library in libraries.split()}
 
 
 def how_to_install(library: str) -> str:

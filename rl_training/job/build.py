@@ -68,7 +68,7 @@ def _build(cfg: DictConfig) -> TrainingRun:
     stop = StopAtStepEnd()
     trainer.add_callback(stop)
     config = without_secrets(OmegaConf.to_container(cfg, resolve=True))
-    config["provenance"] = {name: told.replace("${", r"\${") for name, told in provenance().items()}  # for OmegaConf
+    config["provenance"] = {name: text.replace("${", r"\${") for name, text in provenance().items()}  # for OmegaConf
     config["provenance"]["loss"] = trainer.loss_in_words
     if cfg.get("branch") is not None:
         config["provenance"]["branch"] = (
@@ -182,12 +182,12 @@ def _check_sharding(trainer: DrGRPOTrainer) -> None:
 def _check_number_of_prompts(trainer: DrGRPOTrainer) -> None:
     """Raises ValueError when the training set has fewer prompts than a rollout: TRL would train nothing, silently."""
     needed = trainer.args.generation_batch_size // trainer.num_generations
-    there = len(trainer.train_dataset)
-    if there < needed:
+    available = len(trainer.train_dataset)
+    if available < needed:
         raise ValueError(
-            f"the training set has {there} prompts, and a rollout needs {needed} (batch.sequences_per_step="
+            f"the training set has {available} prompts, and a rollout needs {needed} (batch.sequences_per_step="
             f"{trainer.args.generation_batch_size} / trainer.num_generations={trainer.num_generations}): use "
-            f"batch.sequences_per_step={max(there, 1) * trainer.num_generations} or less, or more data"
+            f"batch.sequences_per_step={max(available, 1) * trainer.num_generations} or less, or more data"
         )
 
 

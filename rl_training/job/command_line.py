@@ -128,8 +128,8 @@ def run_command(main: Callable[[], object]) -> None:
 
 def is_foreseen(error: BaseException) -> bool:
     """Returns whether an error is foreseen: raised by the package for the user, by Hydra, or by a missing extra."""
-    told = bool(what_is_missing(error)) or _raised_in(PACKAGE, error)
-    return _is_of_hydra(error) or (told and isinstance(error, ValueError | OSError | ImportError))
+    is_ours = bool(what_is_missing(error)) or _raised_in(PACKAGE, error)
+    return _is_of_hydra(error) or (is_ours and isinstance(error, ValueError | OSError | ImportError))
 
 
 def _is_of_hydra(error: BaseException) -> bool:
@@ -148,12 +148,12 @@ def _raised_in(folder: Path, error: BaseException) -> bool:
 
 def in_one_line(error: BaseException) -> str:
     """Returns the message of an error without line breaks; an unforeseen one has its type in front."""
-    told = what_is_missing(error) or str(error)
+    text = what_is_missing(error) or str(error)
     if _is_of_hydra(error):
         from rl_training.job.explain import explain  # imports Hydra, which is there
 
-        told = explain(error)
-    message = " ".join(told.split())
+        text = explain(error)
+    message = " ".join(text.split())
     return message if is_foreseen(error) and message else f"{type(error).__name__}: {message}".removesuffix(": ")
 
 

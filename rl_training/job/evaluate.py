@@ -74,7 +74,7 @@ class _Evaluation:
         """Evaluates what is pending, `jobs` at once, and returns the exit code."""
         devices: queue.Queue[str] = queue.Queue()
         stopped = threading.Event()
-        for job in range(self.plan.asked.jobs):
+        for job in range(self.plan.options.jobs):
             devices.put(_device(job))
 
         def received(num_responses: int) -> None:
@@ -89,7 +89,7 @@ class _Evaluation:
             finally:
                 devices.put(device)
 
-        pool = ThreadPoolExecutor(self.plan.asked.jobs)
+        pool = ThreadPoolExecutor(self.plan.options.jobs)
         try:
             for future in as_completed([pool.submit(work, step) for step in self.pending]):
                 self.finish(*future.result())
@@ -126,8 +126,8 @@ class _Evaluation:
     def _write(self, step: int, answers: CheckpointResponses) -> None:
         plan, checkpoint = self.plan, self.plan.checkpoints[step]
         can_read = self.task.given_answer is not None
-        max_k = plan.asked.k or plan.asked.responses_per_prompt
-        right = plan.asked.right_reward
+        max_k = plan.options.k or plan.options.responses_per_prompt
+        right = plan.options.right_reward
         metrics = response_metrics(answers.responses, max_k, right, can_read, self.task.reward_range)
         sampled, _ = by_row(answers.responses)
         errors = []
@@ -147,7 +147,7 @@ class _Evaluation:
         responses = sorted(answers.responses, key=lambda r: (r.row, r.number))
         rows = {row: self.task.eval_dataset[row] for row in plan.rows}
         lines = [_line(response, rows[response.row]["prompt"]) for response in responses]
-        write_step(plan.folder, step, about, metrics, lines, plan.asked.gzip)
+        write_step(plan.folder, step, about, metrics, lines, plan.options.gzip)
         consolidate(plan.folder)
         self._log(step, metrics)
 
@@ -175,7 +175,7 @@ class _Evaluation:
 
 def _evaluate_together(plan: EvaluationPlan) -> int:
     """Evaluates with all processes of a launch, and returns the exit code."""
-    if plan.asked.jobs > 1:
+    if plan.options.jobs > 1:
         raise ValueError("evaluation.jobs is for one process: several processes share the rows of each checkpoint")
     state = PartialState(cpu=True, timeout=PATIENCE)  # the work is done in other processes: here they only meet
     rank, num_ranks = state.process_index, state.num_processes
@@ -232,10 +232,8 @@ def print_table(folder: Path, rows: Sequence[EvaluatedMetric], problems: Sequenc
         prompts = max(row.num_prompts for row in shown)
         cells = pd.DataFrame({"step": row.step, "title": titles[row.metric], "cell": _cell(row)} for row in shown)
         table = cells.pivot(index="step", columns="title", values="cell").fillna("–").reset_index()
-        print(f"{folder.name}: mean ± standard error over {prompts} prompts")
+        print(f"{folder.name}: mean ± half of the 95 % interval, over {prompts:.0f} prompts")
         print(table[["step", *(title for title in titles.values() if title in table)]].to_string(index=False))
-        if any(row.stderr == 0 and not math.isnan(row.low) for row in shown):
-            print("- or + alone: all prompts gave the same value; the 95 % interval extends that far")
         print(f"All numbers: {folder / TABLE_FILE}")
     for problem in problems:
         print(problem)
@@ -243,8 +241,6 @@ def print_table(folder: Path, rows: Sequence[EvaluatedMetric], problems: Sequenc
 
 def _cell(row: EvaluatedMetric) -> str:
     decimals = 1 if abs(row.value) >= 10 else 3
-    if row.stderr > 0:
-        return f"{row.value:.{decimals}f}±{row.stderr:.{decimals}f}"
-    # A standard error of 0 is no estimate: all prompts gave the same value.
-    reaches = (("-", row.value - row.low), ("+", row.high - row.value))
-    return f"{row.value:.{decimals}f}" + "".join(f"{sign}{reach:.{decimals}f}" for sign, reach in reaches if reach > 0)
+    low, high = row.estimate().ends()
+    reach = max(row.value - low, high - row.value)
+    return f"{row.value:.{decimals}f}" + (f"±{reach:.{decimals}f}" if reach > 0 else "")

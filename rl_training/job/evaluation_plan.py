@@ -47,7 +47,7 @@ class EvaluationPlan:
     prefix: str  # of the metrics' names in dashboards
     checkpoints: dict[int, Path]  # by step, in order
     rows: tuple[int, ...]  # of the task's evaluation split
-    asked: DictConfig  # `evaluation` of conf/evaluate.yaml, with the run's temperature and length where none is given
+    options: DictConfig  # `evaluation` of conf/evaluate.yaml, with the run's temperature and length where none is given
     metrics: dict[str, Any]  # nodes of the user's own
     settings: dict[str, Any]  # what must be equal for two results to share a table
 
@@ -56,8 +56,10 @@ class EvaluationPlan:
 
     def batches(self, share: int, num_shares: int) -> list[list[tuple[int, int]]]:
         """Returns the batches of one of so many processes."""
-        asked = self.asked
-        return batches_of(self.rows, asked.responses_per_prompt, asked.greedy, asked.batch_size)[share::num_shares]
+        options = self.options
+        return batches_of(self.rows, options.responses_per_prompt, options.greedy, options.batch_size)[
+            share::num_shares
+        ]
 
     def custom_metrics(self) -> dict[str, Metric]:
         return {name: make(f"metrics.{name}", node, _partial_=True) for name, node in self.metrics.items()}
@@ -66,14 +68,14 @@ class EvaluationPlan:
         """Returns the checkpoints that are not finished: new, failed, written anew, or with a metric that raised."""
         left = {}
         for step, checkpoint in self.checkpoints.items():
-            found = None if self.asked.overwrite else read_step(self.folder, step)
+            found = None if self.options.overwrite else read_step(self.folder, step)
             if found is None or found["errors"] or found["fingerprint"] != fingerprint(checkpoint):
                 left[step] = checkpoint
         return left
 
     def start(self) -> None:
         """Makes the evaluation's folder. ValueError when one of this name holds results of other settings."""
-        if self.asked.overwrite:
+        if self.options.overwrite:
             shutil.rmtree(self.folder, ignore_errors=True)
         elif not any(self.folder.glob("step_*")):
             (self.folder / SETTINGS).unlink(missing_ok=True)  # an evaluation without results imposes no settings
@@ -95,10 +97,10 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
         own = OmegaConf.to_container(load_settings(run / CONFIG_FILE), resolve=True)
     config, own_task = _lay_over(own, values)
     task_name = config["data"]["_target_"].rsplit(".", 1)[-1]
-    asked, metrics = OmegaConf.create(values["evaluation"]), values["metrics"]
+    options, metrics = OmegaConf.create(values["evaluation"]), values["metrics"]
     for key, default in (("max_completion_length", 256), ("temperature", 1.0)):
-        asked[key] = asked[key] or config.get("trainer", {}).get(key) or default
-    name = str(asked.name or task_name)
+        options[key] = options[key] or config.get("trainer", {}).get(key) or default
+    name = str(options.name or task_name)
     if "/" in name or name.startswith("."):
         raise ValueError(f"evaluation.name={name} names a folder: use letters, digits and dashes")
     root = Path(values["output"]) if values["output"] else run
@@ -116,10 +118,10 @@ def read_plan(cfg: DictConfig) -> EvaluationPlan:
         folder=root / EVALUATIONS / name,
         prefix="evaluation/" if own_task and name == task_name else f"evaluation/{name}/",
         checkpoints=checkpoints,
-        rows=choose_rows(num_rows, asked.fraction, asked.seed),
-        asked=asked,
+        rows=choose_rows(num_rows, options.fraction, options.seed),
+        options=options,
         metrics=metrics,
-        settings={str(key): value for key, value in asked.items() if key not in FREE}
+        settings={str(key): value for key, value in options.items() if key not in FREE}
         | {"metrics": metrics}
         | {group: config.get(group) for group in GROUPS},
     )
@@ -181,20 +183,20 @@ def _step_of(checkpoint: Path) -> int:
         return 0
 
 
-def _lay_over(config: dict[str, Any], asked: dict[str, Any]) -> tuple[dict[str, Any], bool]:
+def _lay_over(config: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, Any], bool]:
     """Returns the run's configuration with what was asked for, and whether the task is the run's own.
 
     A group that was chosen takes the place of the run's; single values of it are set in the run's.
     """
     laid = dict(config)
     for group in GROUPS:
-        given = asked.get(group) or {}
+        given = options.get(group) or {}
         laid[group] = given if "_target_" in given else {**(config.get(group) or {}), **given}
     if not laid["data"].get("_target_"):
         raise ValueError("the task of these checkpoints is not known: choose it with data=arithmetic or data=gsm8k")
     own_task = laid["data"]["_target_"] == (config.get("data") or {}).get("_target_")
     if not own_task:  # its lengths go with it
-        laid["trainer"] = {**config.get("trainer", {}), **asked.get("trainer", {})}
+        laid["trainer"] = {**config.get("trainer", {}), **options.get("trainer", {})}
     return laid, own_task
 
 
@@ -241,16 +243,16 @@ def _answer(plan: EvaluationPlan, checkpoint: Path, device: str, share: int, num
     policy = load_policy(
         checkpoint,
         functools.partial(make, "model", model) if model else None,
-        with_reference=plan.asked.kl and bool(model),
-        temperature=plan.asked.temperature,
-        max_completion_length=plan.asked.max_completion_length,
+        with_reference=plan.options.kl and bool(model),
+        temperature=plan.options.temperature,
+        max_completion_length=plan.options.max_completion_length,
         device=device,
         dtype=model.get("dtype", "float32"),
         quantization=model.get("quantization"),
     )
     task = plan.task()
     seconds = {"load": time.perf_counter() - start}
-    for responses in generate_responses(policy, task, plan.batches(share, num_shares), plan.asked.seed, seconds):
+    for responses in generate_responses(policy, task, plan.batches(share, num_shares), plan.options.seed, seconds):
         send(responses)
     send(seconds)
 

@@ -22,19 +22,9 @@ from rl_training.job.shipped import CONF, conf_folders
 GONE = {  # settings, and what to do instead
     "interventions": "a branch measures them: rl-training train branch=CHECKPOINT additional_steps=4 "
     "'probe=[simple,interventions]' probes.interventions.every=1",
-    "alert.within_steps": "it looks 20 steps ahead for a level in nats, give alert.below=0.05",
-    "probes.simple.estimator": "'score' needs sixteen times the sequences, leave it out",
-    "probes.gns.lags": "what persists of the gradient is no longer measured, leave it out",
-    "probes.simple.draw": "it was not better than the first responses of each prompt, leave it out",
-    "probes.simple.prompt_share": "fewer prompts were not better, leave it out",
     "probes.error_shares": "probes.simple.responses_per_prompt=2 shows whether the entropy gradient makes the error",
     "probes.responses": "which responses move entropy: rl-training analyze checkpoint=RUN kernel.enabled=true",
     "probes.simple.own_prompts": "delta_h/forward is about new prompts, leave it out",
-    "probes.simple.split_error": "leave it out",
-    "probes.simple.top_responses": "leave it out",
-    "probes.simple.validate_every": "give 'probe=[simple,ground_truth]' probes.ground_truth.every=10",
-    "probes.simple.validate_sequences": "give 'probe=[simple,ground_truth]' probes.ground_truth.sequences=512",
-    "probes.simple.seed": "give 'probe=[simple,ground_truth]' probes.ground_truth.seed=0",
 }
 
 
@@ -113,8 +103,10 @@ def make(key: str, node: Mapping[str, Any], **values: Any) -> Any:
         return instantiate(node, _convert_="all", **values)
     except InstantiationException as error:
         cause = error.__cause__
-        told = isinstance(cause, ValueError | OSError) or (isinstance(cause, ImportError) and cause.name)
-        if cause is not None and (told or isinstance(cause, MemoryError | RuntimeError)):  # short memory is either
+        is_in_words = isinstance(cause, ValueError | OSError) or (isinstance(cause, ImportError) and cause.name)
+        if cause is not None and (
+            is_in_words or isinstance(cause, MemoryError | RuntimeError)
+        ):  # short memory is either
             raise cause from None  # of a maker's own, in its words
         own = cause is not None and not isinstance(cause, ImportError)  # of code that the node names
         said = f"{type(cause).__name__}: {cause} (--debug shows where)" if own else str(cause or error)

@@ -58,8 +58,8 @@ class StopAtStepEnd(TrainerCallback):
 
     def __init__(self) -> None:
         self.signum = 0
-        self._asked = 0  # of this process
-        self._asked_at = 0.0
+        self._request = 0  # of this process
+        self._requested_at = 0.0
         self.launch = Launch.of_this_process()
 
     @contextlib.contextmanager
@@ -77,32 +77,32 @@ class StopAtStepEnd(TrainerCallback):
 
     def _take(self, signum: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        if self._asked and now - self._asked_at > SECONDS_OF_ECHO:
+        if self._request and now - self._requested_at > SECONDS_OF_ECHO:
             self._say(f"ended by {signal.Signals(signum).name}")
             os._exit(128 + signum)  # of several processes, those that clean up first would wait for one another
-        if not self._asked:
-            self._asked, self._asked_at = signum, now
+        if not self._request:
+            self._request, self._requested_at = signum, now
             self._say(
                 f"{signal.Signals(signum).name}: after this step a checkpoint and the report; a second one ends at once"
             )
 
     def after_alert(self) -> None:
         """Asks for the end of training, as a signal would; the run then ends like a finished one."""
-        self._asked = self._asked or ALERT
+        self._request = self._request or ALERT
 
     def _say(self, line: str) -> None:
         if PartialState().is_main_process:
             os.write(2, f"\n{line}\n".encode())  # print may be in the middle of something
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if self.launch.launcher not in (None, os.getppid()) and not self._asked:
-            self._asked = signal.SIGTERM
+        if self.launch.launcher not in (None, os.getppid()) and not self._request:
+            self._request = signal.SIGTERM
             self._say("the launcher is gone: a checkpoint and the report, then this run ends")
-        own = torch.tensor([self._asked], device=PartialState().device)
-        asked = int(gather(own).max())
+        own = torch.tensor([self._request], device=PartialState().device)
+        request = int(gather(own).max())
         # A rollout that later steps use is not saved: training goes on exactly only from where one ends.
-        if asked and state.global_step % steps_per_rollout(args) == 0:
-            self.signum = 0 if asked == ALERT else asked
+        if request and state.global_step % steps_per_rollout(args) == 0:
+            self.signum = 0 if request == ALERT else request
             control.should_training_stop = control.should_save = True
             control.should_evaluate = False
 

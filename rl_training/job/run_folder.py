@@ -141,11 +141,11 @@ def check_number_of_processes(num_processes: int) -> None:
     accelerate launch silently starts a single process where it does not see several GPUs (--cpu, MULTI_CPU, or no
     configuration at all). It does not pass on the number, but the rendezvous address that it sets reveals it.
     """
-    asked = int(os.environ.get("WORLD_SIZE", "1"))
-    if asked != num_processes:
+    expected = int(os.environ.get("WORLD_SIZE", "1"))
+    if expected != num_processes:
         raise ValueError(
-            f"WORLD_SIZE={asked}, but the number of processes is {num_processes}: start them with accelerate launch or "
-            "torchrun, or unset WORLD_SIZE"
+            f"WORLD_SIZE={expected}, but the number of processes is {num_processes}: start them with accelerate launch "
+            "or torchrun, or unset WORLD_SIZE"
         )
     met_alone = "MASTER_PORT" in os.environ and "WORLD_SIZE" not in os.environ
     if met_alone and "ACCELERATE_MIXED_PRECISION" in os.environ:

@@ -76,9 +76,9 @@ def check_run(cfg: DictConfig) -> int:
         if isinstance(value, str) and value.startswith("~"):
             OmegaConf.update(cfg, key, str(Path(value).expanduser()))
     check_settings(cfg)
-    asked = cfg.trainer.get("report_to") or []
+    dashboards = cfg.trainer.get("report_to") or []
     for library in EXTRA_OF:
-        if library in asked and importlib.util.find_spec(library) is None:
+        if library in dashboards and importlib.util.find_spec(library) is None:
             fix = how_to_install(library)
             raise ValueError(f"logger={library}: {library} is not installed: {fix}, or choose another logger")
     return accumulation_steps(
@@ -237,12 +237,12 @@ def check_evaluation(cfg: DictConfig) -> None:
     """Raises ValueError for values that are not set, or mean nothing."""
     refuse_unset(cfg)
     refuse_other_kinds(cfg, load_plain(CONF / "evaluate.yaml"))
-    asked = cfg.evaluation
+    options = cfg.evaluation
     for name, numbers in OF_EVALUATION.items():
         key = f"evaluation.{name}"
-        numbers.check(key, asked[name], HINTS.get(key, ""))
-    if asked.k is not None and asked.k > asked.responses_per_prompt:
+        numbers.check(key, options[name], HINTS.get(key, ""))
+    if options.k is not None and options.k > options.responses_per_prompt:
         raise ValueError(
-            f"evaluation.k={asked.k} is above evaluation.responses_per_prompt={asked.responses_per_prompt}: pass@k "
-            f"needs at least k responses; use evaluation.responses_per_prompt={asked.k}"
+            f"evaluation.k={options.k} is above evaluation.responses_per_prompt={options.responses_per_prompt}: pass@k "
+            f"needs at least k responses; use evaluation.responses_per_prompt={options.k}"
         )

@@ -245,7 +245,7 @@ def test_another_task_than_the_runs_has_a_table_of_its_own_and_must_be_readable(
     rows = [{"question": f"Say {n} €", "answer": f"#### {n}"} for n in range(40)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     plan = read_plan(configured("evaluate", f"run={run}", "data=gsm8k", f"data.path={tmp_path / 'rows.jsonl'}"))
-    assert (plan.folder.name, plan.prefix, plan.asked.max_completion_length) == ("gsm8k", "evaluation/gsm8k/", 512)
+    assert (plan.folder.name, plan.prefix, plan.options.max_completion_length) == ("gsm8k", "evaluation/gsm8k/", 512)
     loaded = policy.load_policy(
         plan.checkpoints[1], None, with_reference=False, temperature=1.0, max_completion_length=4
     )
@@ -258,7 +258,7 @@ def test_a_bare_checkpoint_is_evaluated_on_the_task_that_is_given(run: Path, tmp
     asked = [f"checkpoints=[{bare}]", "data=arithmetic", f"output={tmp_path}"]
     plan = read_plan(configured("evaluate", *asked))
     assert plan.checkpoints == {0: bare}
-    assert (plan.asked.max_completion_length, plan.asked.temperature, plan.run) == (36, 1.0, None)
+    assert (plan.options.max_completion_length, plan.options.temperature, plan.run) == (36, 1.0, None)
 
 
 @pytest.mark.parametrize("missing", ["model.safetensors", "trainer_state.json"])
@@ -540,10 +540,10 @@ def test_the_table_in_the_terminal_says_how_many_prompts_and_what_is_possible_wh
     evaluated.consolidate(tmp_path)
     print_table(tmp_path, evaluated.read_table(tmp_path), [])
     shown = capsys.readouterr().out
-    assert "mean ± standard error over 4 prompts" in shown
-    assert "1.000-0.490" in shown  # of 4 of 4: 4/7.8415 to 1
+    assert "mean ± half of the 95 % interval, over 4 prompts" in shown
+    assert "1.000±0.490" in shown  # of 4 of 4: 4/7.8415 to 1
     assert "±0.000" not in shown
-    assert "0.550±0.029" in shown  # the entropy, which has an error
+    assert "0.550±0.092" in shown  # the entropy: 3.18 standard errors of three degrees of freedom
     frame = pd.read_csv(tmp_path / evaluated.TABLE_FILE).set_index("metric")
     assert (frame.loc["reward", "low"], frame.loc["reward", "high"]) == (pytest.approx(0.5101, abs=1e-4), 1.0)
     assert math.isnan(frame.loc["length", "low"])

@@ -103,7 +103,6 @@ def train(tmp_path: Path, *arguments: str, **env: str) -> Command:
         (["data.path=/a b (1)=2"], """'data.path="/a b (1)=2"'"""),
         (["trainer.lr_scheduler_type=foo"], "foo is not a valid SchedulerType"),
         (["batch.sequences_per_step=31"], "use batch.sequences_per_step=32"),
-        (["probes.simple.validate_sequences=512"], "give 'probe=[simple,ground_truth]' probes.ground_truth.seq"),
         (["data=arithmetic", "+data.num_train=3"], "has 3 prompts, and a rollout needs 8"),
         (["~trainer"], "is missing: a run needs it"),
         (["model=null"], "model=null: give a name"),

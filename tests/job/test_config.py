@@ -7,7 +7,6 @@ import json
 import operator
 import os
 import re
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -172,7 +171,7 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
         (["run_dir=/dev/null/run"], "choose another with run_dir=PATH"),
         (["probes.simple.num_folds=1.5"], "num_folds=1.5 must be a whole number, or null"),
         (["probe=gns", "probes.gns.decay=abc"], "decay=abc must be a number"),
-        (["probe=gns", "++probes.gns.lags=2"], "probes.gns.lags: this setting is gone"),
+        (["++probes.simple.own_prompts=true"], "probes.simple.own_prompts: this setting is gone"),
         (["probes=null"], "give probe=none"),
         (["probes.simple=null"], "leave it out of the list"),
         (["data=gsm8k", "data.path=5"], """is not a path: quote it, 'data.path="5"'"""),
@@ -193,10 +192,8 @@ def test_a_mistake_is_named_with_the_fix(tmp_path: Path, overrides: list[str], m
         ("model=tyni", "Choose from hub, qwen2_5_1_5b, tiny; did you mean tiny?"),
         ("bathc.microbatch_size=3", "there is no such setting, see --help; did you mean batch.microbatch_size?"),
         ("probes.simple.evry=5", "did you mean probes.simple.every?"),
-        ("probes.gns.lags=16", "probes.gns.lags: this setting is gone"),
         ("probe=[simple,responses]", "probe=responses: this probe is gone: which responses move entropy: rl-training"),
         ("probes.simple.own_prompts=true", "probes.simple.own_prompts: this setting is gone"),
-        ("probes.simple.validate_every=10", "give 'probe=[simple,ground_truth]' probes.ground_truth.every=10"),
         ("probes.gns.every=5", "what this run has chosen lacks this setting; probe=gns would have it"),
     ],
 )
@@ -219,13 +216,6 @@ def test_every_list_in_a_command_of_the_pages_and_of_help_is_quoted_as_zsh_needs
         text = page.read_text(encoding="utf-8")
         blocks = re.findall(r"```(?:bash|sh|console)\n(.*?)```", text, re.DOTALL) if page.suffix == ".md" else [text]
         assert not re.findall(r"(?<!['\"\w.])[\w.]+=\[.*", "\n".join(blocks)), page
-
-
-@pytest.mark.parametrize("setting", [key for key, instead in GONE.items() if "give " in instead])
-def test_what_is_said_to_give_for_a_setting_that_is_gone_can_be_given(setting: str) -> None:
-    cfg = composed(*shlex.split(GONE[setting].partition("give ")[2]))
-    check_settings(cfg)
-    assert len(cfg.probes) == 1 + setting.startswith("probes.")
 
 
 def test_a_run_whose_config_has_a_setting_that_is_gone_goes_on_without_it(tmp_path: Path) -> None:
