@@ -1,4 +1,4 @@
-"""What is read of verl's batches, in which order rows are put, and what is refused: by hand-worked values."""
+"""In which order rows are put, what the engine gets with them, and what is refused: by hand-worked values."""
 
 from __future__ import annotations
 
@@ -25,9 +25,7 @@ from verl.trainer.ppo.v1.trainer_sync import PPOTrainerSync
 from verl.utils import tensordict_utils
 from verl.workers.config import FSDPActorConfig, PolicyLossConfig
 from verl.workers.engine.utils import prepare_micro_batches
-from verl.workers.utils.padding import no_padding_2_padding
 
-from rl_training.hosts.verl.batch import ResponseTokens, flat_entropies, read_rollout
 from rl_training.hosts.verl.engine import dr_grpo
 from rl_training.hosts.verl.trainer import (
     ESTIMATORS,
@@ -38,94 +36,6 @@ from rl_training.hosts.verl.trainer import (
     what_splits_prompts,
     with_probes,
 )
-
-# Two prompts of 2 and 1 tokens with responses of 3 and 2; of the first, a tool wrote the second token.
-PROMPTS, RESPONSES, MASKS = ([5, 6], [7]), ([8, 9, 2], [3, 4]), ([1, 0, 1], [1, 1])
-
-
-def nested(rows: Any, dtype: torch.dtype = torch.long) -> torch.Tensor:
-    return torch.nested.as_nested_tensor([torch.tensor(row, dtype=dtype) for row in rows], layout=torch.jagged)
-
-
-def two_rows(advantages: Any = ([0.5, 0.0, 0.5], [-0.5, -0.5])) -> TensorDict:
-    data = {
-        "prompts": nested(PROMPTS),
-        "responses": nested(RESPONSES),
-        "response_mask": nested(MASKS),
-        "input_ids": nested([p + r for p, r in zip(PROMPTS, RESPONSES, strict=True)]),
-        "advantages": nested(advantages, torch.float),
-        "rm_scores": nested(([0.0, 0.0, 1.0], [0.0, 0.25]), torch.float),
-        "old_log_probs": nested(([-1.0, -2.0, -3.0], [-4.0, -5.0]), torch.float),
-    }
-    batch = TensorDict(data, batch_size=2)
-    tensordict_utils.assign_non_tensor_stack(batch, "uid", ["b", "a"])
-    return batch
-
-
-def test_a_microbatch_is_read_with_prompts_on_the_left_and_what_a_tool_wrote_apart() -> None:
-    rollout = read_rollout(two_rows(), False, max_length=3, end_tokens=[2])
-    assert rollout.prompt_ids.tolist() == [[5, 6], [0, 7]]
-    assert rollout.prompt_mask.tolist() == [[1, 1], [0, 1]]
-    assert rollout.completion_ids.tolist() == [[8, 9, 2], [3, 4, 0]]
-    assert rollout.completion_mask.tolist() == [[1, 0, 1], [1, 1, 0]]
-    assert rollout.environment_mask is not None
-    assert rollout.environment_mask.tolist() == [[0, 1, 0], [0, 0, 0]]
-    assert (rollout.advantages.tolist(), rollout.rewards.tolist()) == ([0.5, -0.5], [1.0, 0.25])
-    assert rollout.sampling_logps.tolist() == [[-1.0, -2.0, -3.0], [-4.0, -5.0, 0.0]]
-
-
-@pytest.mark.parametrize(("max_length", "end_tokens", "truncated"), [(3, [2], [False, False]), (3, [1], [True, False]),
-                                                                     (2, [1], [True, True])])  # fmt: skip
-def test_a_response_is_truncated_that_is_as_long_as_may_be_and_does_not_end(
-    max_length: int, end_tokens: list[int], truncated: list[bool]
-) -> None:
-    rollout = read_rollout(two_rows(), True, max_length, end_tokens)
-    assert rollout.truncated.tolist() == truncated
-    assert rollout.sampling_logps is None
-
-
-def test_advantages_that_differ_within_a_response_are_refused_with_the_fix() -> None:
-    data = two_rows(([0.5, 0.0, 0.25], [-0.5, -0.5]))
-    with pytest.raises(ValueError, match="adv_estimator=grpo"):
-        read_rollout(data, True, 3, [])
-
-
-def test_prompts_are_numbered_by_their_uid() -> None:
-    """The two rows answer different prompts, whose numbers are the same in every process and at every step."""
-    first, second = (read_rollout(two_rows(), True, 3, []).prompt_index.tolist() for _ in range(2))
-    assert first == second
-    assert len(set(first)) == 2
-
-
-def test_log_probabilities_of_responses_are_where_verl_has_them_and_go_back_there() -> None:
-    """verl's flat tensor is shifted by one: entries 1, 2, 3 of the first sequence's five, and 0, 1 of the other's."""
-    data = two_rows()
-    flat = torch.arange(8.0, requires_grad=True)
-    nested_logps = torch.nested.nested_tensor_from_jagged(flat, data["input_ids"].offsets())
-    tokens = ResponseTokens(data)
-    padded = tokens.padded(flat)
-    assert padded.tolist() == [[1.0, 2.0, 3.0], [5.0, 6.0, 0.0]] == no_padding_2_padding(nested_logps, data).tolist()
-    back = tokens.put_back(padded, nested_logps)
-    assert back.values().tolist() == flat.tolist()
-    weights = torch.tensor([[1.0, 10.0, 100.0], [1000.0, 10000.0, 0.0]])
-    seen = []
-    padded.register_hook(seen.append)
-    (weights * no_padding_2_padding(back, data)).sum().backward()
-    assert seen[0].tolist() == weights.tolist()
-    assert flat.grad.tolist() == [0.0, 1.0, 10.0, 100.0, 0.0, 1000.0, 10000.0, 0.0]
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_entropies_are_those_of_the_tempered_distributions_of_all_positions_but_padding(packed: bool) -> None:
-    """Logits 0 and x at temperature 2: the odds are exp(x / 2)."""
-    odds = torch.tensor([0.0, 1.0, 2.0])
-    logits = torch.stack([torch.zeros(3), 2 * odds], dim=1)
-    far = torch.full((1, 2), 50.0)
-    padded = torch.stack([logits[:2], torch.cat([logits[2:], far])])
-    given = torch.cat([logits, far]).unsqueeze(0) if packed else padded
-    p = odds.sigmoid()
-    expected = -(p * p.log() + (1 - p) * (1 - p).log())
-    torch.testing.assert_close(flat_entropies(given, [2, 1], temperature=2.0), expected)
 
 
 def test_prompts_are_whole_and_ranks_have_like_work() -> None:
@@ -232,7 +142,8 @@ def test_groups_are_forced_only_where_a_process_has_whole_prompts(
     info = trainer._update_actor(KVBatchMeta(keys=["a_0_0"], tags=[tag(0)]), {}).extra_info
     assert info.get("force_group_size") == group
     rows = prompts * 8 // 64
-    data = TensorDict({"input_ids": nested([[1, 2, 3]] * rows)}, batch_size=rows)
+    ids = torch.nested.as_nested_tensor([torch.arange(3)] * rows, layout=torch.jagged)
+    data = TensorDict({"input_ids": ids}, batch_size=rows)
     tensordict_utils.assign_non_tensor(
         data, use_dynamic_bsz=True, max_token_len_per_gpu=100, force_group_size=info.get("force_group_size", 1)
     )
