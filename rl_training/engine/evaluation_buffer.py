@@ -85,8 +85,11 @@ def gradients_by_block(
     microbatch_size  sequences of one forward and backward; a whole block where not given
     """
     scores, sequences = buffer.scores, buffer.sequences
-    known = (scores.entropies.double(), scores.mask, sequences.number)
-    weights = [surrogate_weights(*known, target, "buffer", sequences.reduce) for target in targets]
+    entropies = scores.entropies.double()
+    weights = [
+        surrogate_weights(entropies, scores.mask, sequences.number, target, "buffer", sequences.reduce)
+        for target in targets
+    ]
     block = blocks.number[buffer.number]
     for number in block.unique().tolist():
         members = (block == number).nonzero().squeeze(1)

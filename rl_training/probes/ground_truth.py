@@ -168,11 +168,11 @@ def predicted_change(step: Step, buffer: EvaluationBuffer, blocks: JackknifeUnit
 
     num_targets  1: per token; 2: per sequence too
     """
-    update, layout, parameters = step.entropy_change.update, step.entropy_change.layout, step.gradients.parameters
+    update, layout = step.entropy_change.update, step.entropy_change.layout
     assert update is not None
     mask = buffer.scores.mask
     products = torch.zeros(blocks.count, num_targets, dtype=torch.float64, device=mask.device)
-    known = (buffer, blocks, step.policy, layout, list(parameters.values()), TARGETS[:num_targets])
-    for block, _, gradients in gradients_by_block(*known):
+    parameters, targets = list(step.gradients.parameters.values()), TARGETS[:num_targets]
+    for block, _, gradients in gradients_by_block(buffer, blocks, step.policy, layout, parameters, targets):
         products[block] += torch.stack([dot(gradient, update) for gradient in gradients]).to(products)
     return without_blocks(step.ranks.reduce(products), mask, blocks)
