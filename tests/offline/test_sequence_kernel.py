@@ -31,7 +31,7 @@ from rl_training.hosts.trl.sharding import replicated
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.sketches import cosines
-from rl_training.offline.buffers import EvaluationBuffer, UpdateBuffer
+from rl_training.offline.buffers import SampledBuffer, UpdateBuffer, units_of
 from rl_training.offline.first_order import TOKEN, predict
 from rl_training.offline.kernel import calculate_kernel, prove_identity
 from rl_training.offline.kernel_at_checkpoint import kernel_of_analysis
@@ -99,7 +99,7 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
     of_u.advantages[3] = 0.0
     update = make_update(restored, UpdateBuffer(of_u, NUM_U, 1), Memory(4))
     scores = policy.score_rollout(of_e)
-    evaluation = EvaluationBuffer(of_e, of_e.prompt_index, scores, ())
+    evaluation = SampledBuffer(of_e, of_e.prompt_index, scores, *units_of(scores, 1))
     direction = predict(restored, evaluation, update, 4).direction[TOKEN]
     weights = surrogate_weights(scores.entropies, scores.mask, of_e.prompt_index, "token", "buffer")
     return Case(trainer, restored, KernelInputs(of_e, *weights, direction, of_u, update, max_length=24))
