@@ -120,19 +120,19 @@ def _sequences(step: OpenStep, decode: Callable[[Tensor], str]) -> Iterator[dict
     importance_ratio  π(sequence) / π_sampled(sequence); 1 where it was sampled at these parameters, nan where the
                       log-probabilities of older parameters were not kept
     """
-    for rollout, said in zip(step.rollouts, step.scores, strict=True):
+    for rollout, scores in zip(step.rollouts, step.scores, strict=True):
         mask = rollout.completion_mask.bool()
-        logps = said.logps.double().masked_fill(~mask, 0.0).sum(dim=1)
+        logps = scores.logps.double().masked_fill(~mask, 0.0).sum(dim=1)
         ratios = torch.full_like(logps, 1.0 if rollout.on_policy else math.nan)
         if rollout.sampling_logps is not None:
             sampled = rollout.sampling_logps.double().masked_fill(~mask, 0.0).sum(dim=1)
             ratios = (logps - sampled).exp()
         rewards = torch.full_like(logps, math.nan) if rollout.rewards is None else rollout.rewards
-        asked = zip(rollout.prompt_ids.cpu(), rollout.prompt_mask.cpu().bool(), strict=True)
-        given = zip(rollout.completion_ids.cpu(), rollout.token_mask.cpu().bool(), strict=True)
+        prompts = zip(rollout.prompt_ids.cpu(), rollout.prompt_mask.cpu().bool(), strict=True)
+        responses = zip(rollout.completion_ids.cpu(), rollout.token_mask.cpu().bool(), strict=True)
         columns = {  # each read from the device at once
-            "prompt": [decode(ids[there]) for ids, there in asked],
-            "response": [decode(ids[there]) for ids, there in given],
+            "prompt": [decode(ids[mask]) for ids, mask in prompts],
+            "response": [decode(ids[mask]) for ids, mask in responses],
             "prompt_index": rollout.prompt_index.tolist(),
             "reward": rewards.tolist(),
             "advantage": rollout.advantages.tolist(),

@@ -91,14 +91,14 @@ def refuse_other_shapes(rollout: Rollout, logps: Tensor, entropies: Tensor | Non
 
 def refuse_other_scores(rollout: Rollout, logps: Tensor, policy: Policy) -> None:
     """Raises ValueError where a loop's own log-probabilities are not the scorer's: a shift by a token costs nats."""
-    there = rollout.completion_mask.bool()
-    if not there.any():
+    mask = rollout.completion_mask.bool()
+    if not mask.any():
         return
     exact = policy.score_rollout(rollout).logps
     rows = torch.arange(len(logps), device=logps.device)
     with_dropout = policy.scorer.score(rollout, rows, graph=False).logps
     rounded = in_one_width([with_dropout], at_least=logps.shape[1])
-    off, noise = (float((other - exact)[there].abs().mean()) for other in (logps.detach(), rounded))
+    off, noise = (float((other - exact)[mask].abs().mean()) for other in (logps.detach(), rounded))
     if not off <= FARTHEST + 2 * noise:
         raise ValueError(
             f"logps are {off:.2g} nats per token off the model's at temperature={policy.scorer.temperature:g}: check "

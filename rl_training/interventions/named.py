@@ -206,15 +206,15 @@ def intervention(text: str) -> Intervention:
 
 
 def _strength(known: Intervention, text: str) -> float:
-    asked = f"{known.name}:{text}"
+    full = f"{known.name}:{text}"
     if math.isnan(known.strength):
-        raise ValueError(f"{asked}: {known.name} has no strength, write {known.name}")
+        raise ValueError(f"{full}: {known.name} has no strength, write {known.name}")
     try:
         value = float(text)
     except ValueError:
-        raise ValueError(f"{asked}: the strength must be a number, as in {known.name}:{known.strength:g}") from None
+        raise ValueError(f"{full}: the strength must be a number, as in {known.name}:{known.strength:g}") from None
     if not known.low < value < math.inf or value > known.high or value == known.nothing:
         bounds = f"above {known.low:g}" + ("" if math.isinf(known.high) else f", at most {known.high:g}")
         apart = "" if known.nothing is None else f", and not {known.nothing:g}, which has no effect"
-        raise ValueError(f"{asked}: the strength must lie {bounds}{apart}")
+        raise ValueError(f"{full}: the strength must lie {bounds}{apart}")
     return value

@@ -232,7 +232,9 @@ def merge_metrics(attempts: Sequence[Metrics], num_sequences: Sequence[int]) -> 
     What is logged of the sequences that ended by themselves, `…_terminated_length`, is merged over those.
     """
     merged = {}
-    ended = [n * (1 - of["completions/clipped_ratio"][-1]) for of, n in zip(attempts, num_sequences, strict=True)]
+    ended = [
+        n * (1 - attempt["completions/clipped_ratio"][-1]) for attempt, n in zip(attempts, num_sequences, strict=True)
+    ]
     for name in {name: None for attempt in attempts for name in attempt}:
         values = np.array([attempt.get(name, [math.nan])[-1] for attempt in attempts])
         weights = np.array(ended if name.endswith("_terminated_length") else num_sequences)

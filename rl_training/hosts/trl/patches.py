@@ -87,12 +87,12 @@ FIXES = Fixes(
 
 def refuse_missing_members(trainer: GRPOTrainer) -> None:
     """Raises ValueError, naming what is missing or takes other arguments; warns once of an untested version."""
-    for of in METHODS:
-        library = "transformers" if of.owner is Trainer else "trl"
-        _demand(hasattr(of.owner, of.name), f"{of} is gone", library)
-        found = list(inspect.signature(getattr(of.owner, of.name)).parameters)[1:]  # less self
-        others = f"{of} takes ({', '.join(found)}), not ({', '.join(of.parameters)}, …)"
-        _demand(set(of.parameters) <= set(found), others, library)
+    for method in METHODS:
+        library = "transformers" if method.owner is Trainer else "trl"
+        _demand(hasattr(method.owner, method.name), f"{method} is gone", library)
+        found = list(inspect.signature(getattr(method.owner, method.name)).parameters)[1:]  # less self
+        others = f"{method} takes ({', '.join(found)}), not ({', '.join(method.parameters)}, …)"
+        _demand(set(method.parameters) <= set(found), others, library)
     for name in TRAINER_ATTRIBUTES:
         _demand(hasattr(trainer, name), f"GRPOTrainer.{name} is gone")
     _demand(hasattr(grpo_trainer, SHUFFLE), f"trl.trainer.grpo_trainer.{SHUFFLE} is gone")
@@ -141,9 +141,9 @@ def wrap(owner: object, name: str, method: Callable[..., Any], undo: ExitStack) 
         undo.callback(setattr, owner, name, before)
 
 
-def _demand(there: bool, what: str, library: str = "trl") -> None:
+def _demand(holds: bool, what: str, library: str = "trl") -> None:
     """Raises ValueError, saying what is wrong with the installed version, where a thing is not as it must be."""
-    if not there:
+    if not holds:
         raise ValueError(
             f"written for {library} {WRITTEN_FOR[library]}, found {importlib.metadata.version(library)}: {what}; "
             f"install {library}=={WRITTEN_FOR[library]}.*"

@@ -112,9 +112,9 @@ class TrainerPolicy(Policy):
         prompt_ids, completion_ids = [], []
         for number, start in enumerate(range(0, len(mine), size)):
             # A seed per batch: how many numbers a batch uses depends on its longest response, hence on the parameters.
-            asked, given = respond(trainer, prompts[start : start + size], seed, 1 + accelerator.process_index, number)
-            prompt_ids += asked
-            completion_ids += given
+            batch = respond(trainer, prompts[start : start + size], seed, 1 + accelerator.process_index, number)
+            prompt_ids += batch[0]
+            completion_ids += batch[1]
         return as_rollout(prompt_ids, completion_ids, mine, trainer._tokenizer.pad_token_id)
 
     def decode(self, ids: Tensor) -> str:
@@ -179,14 +179,14 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
 def why_sampling_mismatch(trainer: GRPOTrainer) -> str:
     """Returns why responses are not sampled from the policy that is scored, with the fix; "" if they are."""
     args = trainer.args
-    asked = {key: getattr(args, key) for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
-    asked |= {"do_sample": True, **(args.generation_kwargs or {})}
+    requested = {key: getattr(args, key) for key in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+    requested |= {"do_sample": True, **(args.generation_kwargs or {})}
     of_model = {} if args.use_vllm else trainer.model.generation_config.to_dict()  # fills what is not asked for
-    effective = {**of_model, **{key: value for key, value in asked.items() if value is not None}}
+    effective = {**of_model, **{key: value for key, value in requested.items() if value is not None}}
     for key, neutral in {**NEUTRAL_SAMPLING, "temperature": args.temperature}.items():
         value = effective.get(key)
         if value is not None and value != neutral:
-            where = "" if asked.get(key) == value else " in the model's generation_config.json"
+            where = "" if requested.get(key) == value else " in the model's generation_config.json"
             return (
                 f"{key}={value}{where} makes the sampled policy differ from the scored one, so its entropy gradient "
                 f"cannot be estimated from these samples: set {key}={neutral}"
