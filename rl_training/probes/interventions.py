@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
@@ -118,16 +119,16 @@ class InterventionsProbe(Probe):
         remarks = [RATIOS_ARE_ONE] if each.nothing_on_policy else [each.remark, first, TOO_SMALL if is_small else ""]
         delta, reward = _both(pair, has_reward, "; ".join(filter(None, remarks)))
         mean, mean_kept = running.add(pair), self.running[each.name + KEPT].add(pair.times(factor))
-        steps, unknown = f"measured steps: {running.steps}", OTHER_BETAS if math.isnan(factor) else ""
-        mean_delta, mean_reward = _both(mean, has_reward, steps)
+        unknown = OTHER_BETAS if math.isnan(factor) else ""
+        mean_delta, mean_reward = _both(mean, has_reward)
         price, mean_price = (p.minus_ratio(LOST) if has_reward else Estimate.missing(NO_REWARD) for p in (pair, mean))
         return [
             delta,
             pair.times(factor).estimate(0, unknown or delta.reason),
             reward,
             Estimate.missing(TOO_SMALL) if is_small and has_reward else price,
-            mean_delta,
-            mean_kept.estimate(0, unknown or steps),
+            replace(mean_delta, detail={"measured_steps": running.steps}),
+            mean_kept.estimate(0, unknown),
             mean_reward,
             mean_price,
             kept_halving(each, mean_kept, self.running[PLAIN].mean()),

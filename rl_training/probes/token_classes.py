@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -81,7 +82,7 @@ class TokenClassesProbe(Probe):
                 if (kind, number) in pairs:
                     running = self.running[f"{kind}/{name}"]
                     once, mean_pair = pairs[kind, number].estimate(0), running.add(pairs[kind, number])
-                    mean = mean_pair.estimate(0, f"measured steps: {running.steps}")
+                    mean = replace(mean_pair.estimate(0), detail={"measured_steps": running.steps})
                 share = Estimate.missing(NO_TEXT)
                 if kind in kinds:
                     share = Estimate(float(sums[kind][0, number] / sums[kind][0].sum()))

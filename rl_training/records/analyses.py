@@ -153,9 +153,9 @@ def verdict(step: int, results: Mapping[str, float]) -> str:
         return ""
     does = "add to" if apart * predicted <= 0 else "outweigh" if abs(apart) > 1.5 * abs(predicted) else "cancel"
     halvings = math.floor(math.log2(abs(apart) / (HALF * size))) + 1
-    told = (f"{MILLI * known[key]:+.3f} ± {MILLI * known[f'{key}_se']:.3f}" for key in KEYS)
+    figures = (f"{MILLI * known[key]:+.3f} ± {Z_95 * MILLI * known[f'{key}_se']:.3f}" for key in KEYS)
     return (
         f"Step {step}: higher orders {does} the first: do not trust forward alone at this learning rate. "
-        "Predicted {}, measured {}, difference {} (1e-3 nats per token). ".format(*told)
+        "Predicted {}, measured {}, difference {} (1e-3 nats per token, 95 %). ".format(*figures)
         + f"If it is second order, it would be less than half of the prediction at 1/{2**halvings} of the step."
     )

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import gzip
 import json
+import logging
 import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
@@ -25,10 +26,17 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.records.atomic_write import cannot_write, write_atomically
 from rl_training.records.folder import LOGS_FOLDER
 
+logger = logging.getLogger(__name__)
+
 METRICS_FILE = "metrics.jsonl"
 PROBES_FILE = "probes.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 ROLLOUTS_FILE = "rollouts.jsonl.gz"
+# Of a line of probes.jsonl: its facts by name, and what they must be; others are an estimate's `detail`.
+NEEDED = {"step": int, "about_step": int, "name": str, "value": object, "stderr": object, "num_samples": int,
+          "reason": object}  # fmt: skip
+ESTIMATE_FIELDS = {*NEEDED, "world_size", "probe", "low", "high"}
+MOST_DIGITS = 300  # of a whole number: with more it is no float
 MAKE_ROOM = "the run's records cannot be written: make room, then go on with resume=latest"
 
 
@@ -48,8 +56,11 @@ class Records:
         for name in (METRICS_FILE, PROBES_FILE, EVALUATIONS_FILE, ROLLOUTS_FILE):
             path = self.folder / name
             if path.exists():
-                kept = "".join(line for line, row in _parsed(path) if row["step"] <= after_step)
-                write_atomically({path: _packed(path, kept)}, MAKE_ROOM)  # a kill or a full disk loses nothing
+                lines = list(_parsed(path))
+                kept = [line for line, row in lines if row["step"] <= after_step]
+                if len(kept) < len(lines):
+                    logger.warning(f"{path}: {len(lines) - len(kept)} lines of steps after {after_step} are dropped")
+                write_atomically({path: _packed(path, "".join(kept))}, MAKE_ROOM)  # a kill or a full disk loses nothing
 
     def write_metrics(self, step: int, metrics: Mapping[str, Any]) -> None:
         self._append(METRICS_FILE, [{"step": step, **metrics}])
@@ -99,21 +110,28 @@ def _packed(path: Path, text: str) -> bytes:
 
 def _parsed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yields each whole line of a file with what it says. ValueError with the number of one that cannot be read."""
+    needed = NEEDED if path.name == PROBES_FILE else {"step": int}
     # What a kill has left, a part of a line or of a gzip member, is read up to there.
     with (
-        (gzip.open if path.suffix == ".gz" else open)(path, "rt", encoding="utf-8") as file,
+        (gzip.open if path.suffix == ".gz" else open)(path, "rb") as file,
         suppress(EOFError, zlib.error, gzip.BadGzipFile),
     ):
         for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
+            if not line.endswith(b"\n"):
                 return
             try:
-                row = json.loads(line)
+                text = line.decode()
+                row = json.loads(text, parse_int=_whole_number)
             except ValueError as error:
                 raise ValueError(f"{path}, line {number} is damaged ({error}): mend or delete that line") from error
-            if not isinstance(row, dict) or not isinstance(row.get("step"), int):
-                raise ValueError(f"{path}, line {number} has no `step`: mend or delete that line")
-            yield line, row
+            for name, kind in needed.items():
+                if not isinstance(row, dict) or name not in row or not isinstance(row[name], kind):
+                    raise ValueError(f"{path}, line {number} has no `{name}`: mend or delete that line")
+            yield text, row
+
+
+def _whole_number(digits: str) -> int | float:
+    return int(digits) if len(digits) < MOST_DIGITS else float(digits)
 
 
 def logs_of(run: str | Path) -> Path:

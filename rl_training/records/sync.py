@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import filecmp
+import math
 import os
 import sys
 import time
@@ -145,10 +146,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = parser.parse_args(arguments)
     if "://" in str(chosen.destination) or ":/" in str(chosen.destination):
         parser.error(f"DESTINATION is a folder on this machine, not {chosen.destination}")
-    if chosen.retries < 0 or (chosen.watch is not None and chosen.watch <= 0):
+    if chosen.retries < 0 or (chosen.watch is not None and not 0 < chosen.watch < math.inf):
         parser.error("--watch takes seconds above 0, --retries a number that is not below 0")
     if chosen.destination.exists() and not chosen.destination.is_dir():
         parser.error(f"DESTINATION is a folder, and {chosen.destination} is a file: name another, or remove it")
+    source = Path(chosen.source.removeprefix("file://")).resolve()
+    if source.is_dir() and chosen.destination.resolve().is_relative_to(source):
+        parser.error("DESTINATION lies in SOURCE: each copy would hold the last one; name a folder outside of it")
     connection = Connection(chosen.source, chosen.retries, pause=1.0, tell=_tell)
     try:
         if chosen.watch is None:

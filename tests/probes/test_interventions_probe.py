@@ -213,7 +213,7 @@ def test_steps_in_between_weigh_as_if_they_were_measured(make_trainer: Callable[
     first, last = (answers["intervention/lr/delta_h"].value for answers in probe.all)
     mean = probe.all[-1]["intervention/lr/mean_delta_h"]
     assert mean.value == pytest.approx((0.729 * first + last) / 1.729)
-    assert mean.reason == "measured steps: 2"
+    assert mean.detail == {"measured_steps": 2}
 
 
 def test_the_strength_that_halves_the_fall_when_kept_is_on_a_straight_line_through_one_step() -> None:
@@ -253,7 +253,7 @@ def test_means_are_over_the_measured_steps_with_the_weight_of_each(run: tuple[An
         assert mean.value == pytest.approx(sum(w * e.value for w, e in zip(weights, steps, strict=True)) / 2.71)
         square = sum((w * e.stderr) ** 2 for w, e in zip(weights, steps, strict=True))
         assert mean.stderr == pytest.approx(math.sqrt(square) / 2.71)
-        assert mean.reason == "measured steps: 3"
+    assert run[0].all[-1]["intervention/psr/mean_delta_h"].detail == {"measured_steps": 3}
 
 
 def test_the_price_is_the_ratio_with_the_strengths_that_the_data_allow() -> None:

@@ -258,7 +258,7 @@ def test_means_go_on_from_their_state_as_if_never_stopped(run: tuple[Any, ...]) 
     for name in ("entropy/top_fifth", "text/number"):
         once, mean = only[f"tokens/{name}/delta_h"], only[f"tokens/{name}/mean_delta_h"]
         assert (mean.value, mean.stderr) == pytest.approx((once.value, once.stderr))
-        assert mean.reason == "measured steps: 1"
+        assert mean.detail == {"measured_steps": 1}
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from rl_training.records.compare.groups import branching_steps, common_steps, di
 from rl_training.records.compare.overlays import _draw_trunks, _frame_the_means, draw_overlays, pool
 from rl_training.records.compare.page import write_comparison
 from rl_training.records.jsonl import METRICS_FILE, Records
-from rl_training.records.report.summary import in_words
+from rl_training.records.report.words import in_words
 
 HOSTILE = "<script>alert('$\\frac{')</script> {{ 7 * 7 }}"
 T_2 = 4.302653  # 97.5 % quantile of Student's t with 2 degrees of freedom, from a printed table
@@ -386,6 +386,12 @@ def test_without_evaluations_the_law_is_fitted_to_means_over_steps_of_training(t
     assert fitted.points[0].entropy == pytest.approx((1 + 1 / 2) / 2)
     assert math.isnan(fitted.miss.value)
     assert "3 points" in fitted.miss.reason
+
+
+def test_steps_that_fill_no_block_are_no_point(tmp_path: Path) -> None:
+    """23 steps are seven blocks of three, and two steps."""
+    (group,) = read_groups([record(tmp_path, steps=23)])
+    assert [point.step for point in fit_law(group).points] == [3, 6, 9, 12, 15, 18, 21]
 
 
 def test_the_page_fetches_nothing_and_obeys_nothing(tmp_path: Path) -> None:

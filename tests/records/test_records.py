@@ -19,10 +19,15 @@ def write_steps(records: Records, steps: range) -> None:
         records.write_estimates(step, 2, "probe", {"a/b": Estimate(1.0, 0.5, 8, about_step=step - 1)})
 
 
-def test_a_resumed_run_drops_the_steps_it_takes_again(tmp_path: Path) -> None:
+def test_a_resumed_run_drops_the_steps_it_takes_again_and_says_so(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write_steps(Records(tmp_path), range(1, 6))
     again = Records(tmp_path)
     again.start(after_step=3)
+    assert [f"{name}: 2 lines of steps after 3 are dropped" in caplog.text for name in (METRICS_FILE, PROBES_FILE)] == [
+        True
+    ] * 2
     write_steps(again, range(4, 7))
     assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4, 5, 6]
     assert [row["step"] for row in read_estimates(tmp_path)] == [1, 2, 3, 4, 5, 6]
@@ -54,22 +59,43 @@ def test_an_estimate_keeps_all_its_fields_and_speaks_of_its_own_step_by_default(
 
 @pytest.mark.parametrize(
     ("line", "message"),
-    [("not json", "is damaged"), ('{"loss": 0.1}', "has no `step`"), ("[2]", "has no `step`")],
+    [
+        ("not json", "is damaged"),
+        ('{"loss": 0.1}', "has no `step`"),
+        ("[2]", "has no `step`"),
+        ('{"step": 2, "name": "\xff"}', "is damaged"),
+    ],
 )
 @pytest.mark.parametrize("name", [METRICS_FILE, PROBES_FILE])
 def test_a_bad_line_is_named_with_its_file_and_number_and_nothing_is_lost(
     tmp_path: Path, name: str, line: str, message: str
-) -> None:
+) -> None:  # fmt: skip
     records = Records(tmp_path)
     write_steps(records, range(1, 4))
     lines = (tmp_path / name).read_text().splitlines()
-    (tmp_path / name).write_text("\n".join([lines[0], line, *lines[1:]]) + "\n")
+    (tmp_path / name).write_text("\n".join([lines[0], line, *lines[1:]]) + "\n", encoding="latin-1")
     before = (tmp_path / name).read_bytes()
     read = read_metrics if name == METRICS_FILE else read_estimates
     for use in (read, lambda _: records.start(after_step=2)):
         with pytest.raises(ValueError, match=f"{name}, line 2 {message}.*mend or delete that line"):
             use(tmp_path)
     assert (tmp_path / name).read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["name", "value", "stderr", "num_samples", "about_step"])
+def test_an_estimate_that_lacks_a_fact_is_named_by_its_line(tmp_path: Path, name: str) -> None:
+    write_steps(Records(tmp_path), range(1, 3))
+    first, second = (tmp_path / PROBES_FILE).read_text().splitlines()
+    row = json.loads(second)
+    del row[name]
+    (tmp_path / PROBES_FILE).write_text(f"{first}\n{json.dumps(row)}\n")
+    with pytest.raises(ValueError, match=f"{PROBES_FILE}, line 2 has no `{name}`"):
+        read_estimates(tmp_path)
+
+
+def test_a_number_of_four_hundred_digits_is_read_as_infinite(tmp_path: Path) -> None:
+    (tmp_path / METRICS_FILE).write_text(f'{{"step": 1, "loss": {"9" * 400}, "reward": -{"9" * 5000}}}\n')
+    assert read_metrics(tmp_path) == [{"step": 1, "loss": math.inf, "reward": -math.inf}]
 
 
 def test_every_line_is_json_that_any_reader_takes(tmp_path: Path) -> None:

@@ -25,8 +25,10 @@ from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report import print_summary, write_report
 from rl_training.records.report.figures import _noise_scale, _reward, draw_figures
 from rl_training.records.report.page import gaps
+from rl_training.records.report.predictions import draw_predictors
 from rl_training.records.report.series import BEGAN_ELSEWHERE, curve, naive_of, read_run, why_it_ends
-from rl_training.records.report.summary import MISSING, opening, summarize
+from rl_training.records.report.summary import opening, summarize
+from rl_training.records.report.words import MISSING
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
 HOSTILE = "<script>alert('$\\frac{')</script> [/bold] {{ 7 * 7 }} &amp;"
@@ -123,14 +125,47 @@ def test_first_and_last_are_means_over_the_steps_that_the_note_names(tmp_path: P
     """Reward is 0.1 s: over steps 1–5 it is 0.3 in the mean, over steps 8–12 it is 1.0."""
     record_run(tmp_path, range(1, 13))
     assert summary(tmp_path)["reward"] == ("0.300 → 1.000", "means over steps 1–5 and 8–12")
-    assert summary(tmp_path)["probe cost"][0] == "6.5 %"  # the median of 1, 2, … 12 %
+
+
+def test_probe_cost_is_the_mean_over_all_steps_beside_that_of_the_dearest(tmp_path: Path) -> None:
+    records = Records(tmp_path / "logs")
+    for step, cost in ((1, {"probe_cost/fraction_of_step": 0.71}), (2, {}), (3, {"probe_cost/fraction_of_step": 0.13})):
+        records.write_metrics(step, {"reward": 0.5, **cost})
+    value, note = summary(tmp_path)["probe cost"]
+    assert value == "28.0%"
+    assert note.endswith("71.0% at the dearest of the 2 measured ones")
+
+
+@pytest.mark.parametrize("last", ["logged", "measured", "saved"])
+def test_steps_are_all_that_were_taken_though_not_all_are_logged(tmp_path: Path, last: str) -> None:
+    folder = record_run(tmp_path, range(1, 11))
+    if last == "measured":
+        Records(folder / "logs").write_estimates(12, 1, "gns", {"gns/trace": Estimate(1.0)})
+    elif last == "saved":
+        (folder / "training_state" / "checkpoint-12").mkdir(parents=True)
+    assert summary(folder)["steps"] == (("10", "") if last == "logged" else ("12", "10 of them logged"))
+
+
+@pytest.mark.parametrize(("rewards", "spread", "warns"), [((0, 0), 0, True), ((0, 1), 0, False), ((1, 1), 0.5, False)])
+def test_a_run_whose_responses_all_earn_the_same_opens_with_that(
+    tmp_path: Path, rewards: tuple[int, int], spread: float, warns: bool
+) -> None:
+    records = Records(tmp_path / "logs")
+    for step, reward in enumerate(rewards, start=1):
+        records.write_metrics(step, {"reward": reward, "reward_std": spread})
+    said = [sentence for sentence in opening(read_run(tmp_path)) if "all advantages are 0" in sentence]
+    assert bool(said) is warns
+    assert not warns or said[0].startswith("Every response has earned the same reward, 0:")
 
 
 def test_no_ratio_to_a_measured_change_within_its_own_error_of_zero(tmp_path: Path) -> None:
     records = Records(record_run(tmp_path, [1]) / "logs")
     sums = ("delta_h/cumulative_measured", "delta_h/cumulative_predicted")
     records.write_estimates(2, 1, "simple", {name: Estimate(-0.2, 0.1, 8) for name in sums})  # ± 0.24
-    assert summary(tmp_path)["predicted / measured"] == (MISSING, "the measured change is within its own error of 0")
+    assert summary(tmp_path)["predicted / measured"] == (
+        MISSING,
+        "the measured change is not detectably different from 0",
+    )
 
 
 @pytest.mark.parametrize(
@@ -424,7 +459,7 @@ def test_evaluations_of_checkpoints_are_in_the_report_with_their_errors(tmp_path
     page = write_report(folder).read_text(encoding="utf-8")
     assert "Evaluation &lt;b&gt;held out: all numbers" in page
     row = page[page.index("<code>reward</code>") :]
-    assert "<td>0.25 ± 0.062</td><td>0.75 ± 0.062</td>" in row[:200]
+    assert "<td>0.25 ± 0.13</td><td>0.75 ± 0.13</td>" in row[:200]
     assert "<code>kl/token</code></td><td>–</td><td>–</td>" in page
     first, second = (page.index(f"Evaluation &lt;b&gt;held out: {what}") for what in ("what is solved", "entropy and"))
     assert first < second
@@ -446,19 +481,26 @@ def test_from_ten_steps_on_the_report_says_and_draws_where_entropy_may_go(tmp_pa
     for step in range(1, 10):
         records.write_metrics(step, {"reward": 0.5, "entropy": 0.5})
     assert [figure for figure in draw_figures(read_run(tmp_path)) if figure.file == "forecast.png"] == []
-    assert not any(sentence.startswith("In 20") for sentence in opening(read_run(tmp_path)))
     records.write_metrics(10, {"reward": 0.5, "entropy": 0.5})
     run = read_run(tmp_path)
     (fan,) = (figure for figure in draw_figures(run) if figure.file == "forecast.png")
-    told = re.findall(r"([\d.]+) in (\d+) steps, × or ÷ ([\d.]+)", fan.caption)
-    assert [(median, steps) for median, steps, _ in told] == [("0.5", "10"), ("0.5", "20"), ("0.5", "50")]
-    factors = [float(factor) for _, _, factor in told]
-    assert 1 < factors[0] < factors[1] < factors[2]
+    ahead = re.findall(r"([\d.]+) nats in (\d+) steps, ([\d.]+) to ([\d.]+)", fan.caption)
+    assert [(median, steps) for median, steps, *_ in ahead] == [("0.5", "10"), ("0.5", "20"), ("0.5", "50")]
+    lows, highs = ([float(row[end]) for row in ahead] for end in (2, 3))
+    assert 0.5 > lows[0] > lows[1] > lows[2]
+    assert 0.5 < highs[0] < highs[1] < highs[2]
+    assert [high * low for high, low in zip(highs, lows, strict=True)] == pytest.approx([0.25] * 3, rel=0.1)
     assert "still mostly that of other runs (9 of 20 steps" in fan.caption
-    sentence = next(sentence for sentence in opening(run) if sentence.startswith("In 20"))
-    low, high = (float(end) for end in re.findall(r"range ([\d.]+) to ([\d.]+)\.", sentence)[0])
-    assert sentence.startswith("In 20 more steps it would be 0.5 nats, 95 % range ")
-    assert (0.5 / low, high / 0.5) == pytest.approx((factors[1], factors[1]), rel=0.05)
+
+
+def test_a_change_of_entropy_over_a_gap_is_not_that_of_one_step(tmp_path: Path) -> None:
+    records = Records(tmp_path / "logs")
+    for step in (1, 2, 3, 4, 8):
+        records.write_metrics(step, {"reward": 0.5})
+        found = {"entropy/token": Estimate(1 / step, 0.1, 8), "delta_h/forward": Estimate(-0.1 * step, 0.1, 8)}
+        records.write_estimates(step, 1, "simple", found | {"covariance/token": Estimate(0.2)})
+    drawn = draw_predictors(read_run(tmp_path))
+    assert len([words for *_, words in drawn.hover if words.startswith("forward")]) == 3
 
 
 def test_the_report_counts_alerts_with_their_steps_and_how_many_were_right(tmp_path: Path) -> None:

@@ -12,48 +12,54 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.records.jsonl import Records
 from rl_training.records.report import write_report
 from rl_training.records.report.interventions import interventions_of_run
-from rl_training.records.report.plane import Interventions
+from rl_training.records.report.plane import Effect, Interventions, plane
 from rl_training.records.report.series import read_run
+from rl_training.records.report.summary import summarize
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
 NONE = Estimate.missing("it has no strength")
 
 
-def of(delta_h: float, error: float, price: float, halves: Estimate, kept: float = 10.0) -> dict[str, Estimate]:
+def estimates(delta_h: float, error: float, price: float, halves: Estimate, kept: float = 10.0) -> dict[str, Estimate]:
     priced = Estimate(price, 0.1, 8, interval=(price - 1, price + 1)) if price else Estimate.missing("includes 0")
     return {
         "delta_h": Estimate(delta_h, error, 8),
         "delta_h_kept": Estimate(kept * delta_h, kept * error, 8),
-        "mean_delta_h": Estimate(delta_h, error, 8, "measured steps: 3"),
-        "mean_delta_reward": Estimate(-price * delta_h, error, 8, "measured steps: 3"),
+        "mean_delta_h": Estimate(delta_h, error, 8, detail={"measured_steps": 3}),
+        "mean_delta_h_kept": Estimate(kept * delta_h, kept * error, 8),
+        "mean_delta_reward": Estimate(-price * delta_h, error, 8),
         "mean_price": priced,
         "kept_halves_at": halves,
     }
 
 
 MEASURED = {
-    "lr": of(1e-3, 1e-4, 4.0, Estimate(0.5), kept=1.0),
-    "bonus:0.02": of(2e-4, 1e-5, 5.0, Estimate(0.0314)),
-    "softer:0.5": of(3e-4, 1e-5, 3.0, NONE),
-    "psr": of(1e-4, 1e-4, 0.0, NONE),  # needs (2.36)² times its three measured steps
-    "nsr": of(1e-5, 1e-4, 0.0, NONE),  # needs a hundred times that
-    "lr:2": of(-1e-3, 1e-4, 4.0, Estimate(0.5), kept=1.0) | {"kept_halves_at": NONE},
-    "kl_cov": of(0.0, 0.0, 0.0, NONE),
+    "lr": estimates(1e-3, 1e-4, 4.0, Estimate(0.5), kept=1.0),
+    "bonus:0.02": estimates(2e-4, 1e-5, 5.0, Estimate(0.0314)),
+    "softer:0.5": estimates(3e-4, 1e-5, 3.0, NONE),
+    "psr": estimates(1e-4, 1e-4, 0.0, NONE),  # needs (2.36)² times its three measured steps
+    "nsr": estimates(1e-5, 1e-4, 0.0, NONE),  # needs a hundred times that
+    "lr:2": estimates(-1e-3, 1e-4, 4.0, Estimate(0.5), kept=1.0) | {"kept_halves_at": NONE},
+    "kl_cov": estimates(0.0, 0.0, 0.0, NONE),
 }
 
 
 def record(
-    folder: Path, fall: float | None = -2e-3, which: dict[str, dict[str, Estimate]] = MEASURED, **config: object
+    folder: Path,
+    fall: float | None = -2e-3,
+    which: dict[str, dict[str, Estimate]] = MEASURED,
+    now: Estimate | None = None,
+    **config: object,
 ) -> Path:
     records = Records(folder / "logs")
-    estimates = {f"intervention/{name}/{q}": e for name, found in which.items() for q, e in found.items()}
+    measured = {f"intervention/{name}/{q}": e for name, found in which.items() for q, e in found.items()}
     falls = Estimate.missing("fewer than 8 folds") if fall is None else Estimate(fall, 1e-4, 8)
-    plain = {"delta_h": falls, "delta_reward": Estimate(3e-3, 1e-4, 8)}
-    estimates |= {f"intervention/plain_mean_{name}": estimate for name, estimate in plain.items()}
+    plain = {"mean_delta_h": falls, "mean_delta_reward": Estimate(3e-3, 1e-4, 8), "delta_h": Estimate(-5e-5, 1e-4, 8)}
+    measured |= {f"intervention/plain_{name}": estimate for name, estimate in plain.items()}
     records.write_metrics(11, {"reward": 0.5, "entropy": 0.5})
-    records.write_estimates(11, 1, "interventions", estimates)
+    records.write_estimates(11, 1, "interventions", measured | {"delta_h/forward": now or falls})
     texts = ["lr", "bonus:0.02", "my.py:softer:0.5", "psr"]
-    config = {"probes": {"interventions": {"which": texts, "decay": 0.9}}, **config}
+    config = {"probes": {"interventions": {"which": texts, "decay": 0.99, "every": 10}}, **config}
     (folder / "config.yaml").write_text(yaml.safe_dump(config))
     for step in (9, 20, 100):
         (folder / "training_state" / f"checkpoint-{step}").mkdir(parents=True)
@@ -70,7 +76,9 @@ def test_the_sentences_say_the_fall_what_halves_it_what_is_sure_and_what_needs_m
     fall, halving, keeping, spending, untold, caveat = told(record(tmp_path / "run")).sentences
     half = T_7 * 0.1
     changes = f"-2.00 ± {half:.2f} thousandths of a nat of entropy and +3.00 ± {half:.2f} thousandths of reward"
-    assert fall == f"A step changes {changes}."
+    assert fall == (
+        f"A step changes {changes}, the mean over the measured steps; step 11, the last of them, -0.05 ± {half:.2f}."
+    )
     assert halving == (
         "What would halve the fall when it is kept, in order of price: lr 0.5 (price 4.0 (3.0 … 5.0)); "
         "bonus 0.031 (price 5.0 (4.0 … 6.0)). The intervals of these prices all overlap: their order is not certain."
@@ -81,7 +89,7 @@ def test_the_sentences_say_the_fall_what_halves_it_what_is_sure_and_what_needs_m
     assert "lr:2 -1.00" in spending
     assert untold == (
         "No significant effect on entropy: psr (needs about 14 more measured steps); "
-        "nsr (too small an effect for a mean that remembers 19 measured steps)."
+        "nsr (too small an effect for a mean that remembers 20 measured steps)."
     )
     assert "Ten real steps agreed with the order in part, and not with the sizes" in caveat
 
@@ -105,13 +113,48 @@ def test_what_the_run_trains_with_already_is_kept_in_the_lines(tmp_path: Path) -
 
 def test_the_table_says_one_step_and_kept_and_why_there_is_no_strength(tmp_path: Path) -> None:
     rows = {row[0]: row for row in told(record(tmp_path / "run")).rows}
-    assert rows["bonus:0.02"][2] == "+2.00 ± 0.24"  # ten times the .2 of a step, and its error of .01 by t = 2.36
-    assert rows["lr"][2] == "+1.00 ± 0.24"
-    assert rows["psr"][5] == "– it has no strength"
+    assert rows["bonus:0.02"][2:4] == ["+0.200 ± 0.024", "+2.00 ± 0.24"]  # the probe's own, by t = 2.36
+    assert rows["lr"][3] == "+1.00 ± 0.24"
+    assert rows["psr"][6] == "– it has no strength"
 
 
-def test_entropy_that_does_not_fall_significantly_is_reported(tmp_path: Path) -> None:
-    assert "there is nothing to halve" in told(record(tmp_path / "run", fall=-2e-4)).sentences[0]
+@pytest.mark.parametrize(
+    ("fall", "now"),
+    [(-2e-4, None), (2e-3, None), (-2e-3, Estimate(-5e-5, 1e-4, 8)), (-2e-3, Estimate(2e-3, 1e-4, 8))],
+    ids=["within noise", "a rise", "within noise by now", "a rise by now"],
+)
+def test_where_entropy_does_not_fall_now_nothing_halves_and_nothing_is_advised(
+    tmp_path: Path, fall: float, now: Estimate | None
+) -> None:
+    found = told(record(tmp_path / "run", fall=fall, now=now))
+    assert "there is nothing to halve" in found.sentences[0]
+    assert not any("would halve" in sentence for sentence in found.sentences)
+    assert not found.lines
+    assert {row[0]: row[6] for row in found.rows}["lr"] == "– entropy does not fall significantly now"
+
+
+def test_strengths_of_one_intervention_that_come_to_the_same_are_one_command(tmp_path: Path) -> None:
+    first, second = (estimates(1e-4, 1e-5, price, Estimate(at)) for price, at in ((5.0, 0.11), (6.0, 0.112)))
+    found = told(record(tmp_path / "run", which={"bonus": first, "bonus:0.1": second}))
+    assert "in order of price: bonus 0.11 (price 5.0 (4.0 … 6.0))." in found.sentences[1]
+    branches = [line.partition("run_dir=")[2] for line in found.lines[1:-1]]
+    assert branches == [f"{tmp_path}/run_bonus_0.11 intervention=bonus:0.11"]
+
+
+def test_the_summary_says_what_interventions_come_to(tmp_path: Path) -> None:
+    rows = {row.label: row for row in summarize(read_run(record(tmp_path / "run")))}
+    assert rows["interventions"].value == "lr 0.5, bonus 0.031"
+    nothing = {
+        row.label: row for row in summarize(read_run(record(tmp_path / "other", which={"psr": MEASURED["psr"]})))
+    }
+    assert nothing["interventions"].value == "none"
+
+
+def test_each_interval_in_the_plane_lies_along_its_own_axis(tmp_path: Path) -> None:
+    reward, entropy = Estimate(2e-3, 1e-3, 8), Estimate(1e-3, 1e-4, 8)
+    drawn = plane("a.png", "", "", [Effect("psr", entropy, reward, NONE)])
+    (words,) = (words for *_, words in drawn.hover if words.startswith("psr"))
+    assert words == "psr, predicted: 2 (-0.3646 … 4.365), 1 (0.7635 … 1.236)"
 
 
 def test_missing_estimates_say_nothing_and_end_nothing(tmp_path: Path) -> None:
@@ -146,7 +189,7 @@ def test_the_table_of_token_classes_has_the_last_means_of_those_that_have_tokens
         records.write_metrics(step, {"reward": 0.5, "entropy": 0.5})
         estimates = {}
         for name, share in (("text/end", 0.25), ("text/top<b>", 0.75), ("text/word", 0.0)):
-            found = Estimate(of_step[name], 1e-4, 8, "measured steps: 2") if of_step else missing
+            found = Estimate(of_step[name], 1e-4, 8, detail={"measured_steps": 2}) if of_step else missing
             estimates |= {f"tokens/{name}/mean_delta_h": found, f"tokens/{name}/share_of_tokens": Estimate(share)}
         records.write_estimates(step, 1, "token_classes", estimates)
     page = write_report(tmp_path).read_text(encoding="utf-8")

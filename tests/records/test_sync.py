@@ -379,6 +379,8 @@ def test_a_full_disk_here_is_named_and_not_tried_again(
         (["s3://", "here"], 2, "s3:// has no path: give BUCKET/path"),
         (["empty", "a_file"], 2, "DESTINATION is a folder, and a_file is a file"),
         (["empty", "here", "--watch", "0"], 2, "--watch takes seconds above 0"),
+        (["empty", "here", "--watch", "nan"], 2, "--watch takes seconds above 0"),
+        (["empty", "empty/copy"], 2, "DESTINATION lies in SOURCE"),
         (["sftp://me:secret@127.0.0.1:1/x", "here", "--retries", "0"], 1, "me:***@127.0.0.1:1/x failed 1 times"),
     ],
 )

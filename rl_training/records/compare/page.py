@@ -27,7 +27,7 @@ from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.page import render
 from rl_training.records.report.series import finite
-from rl_training.records.report.summary import in_words
+from rl_training.records.report.words import in_words
 
 IN_WORDS = ("reward", "token entropy")  # differences that the page opens with
 NO_COMMON_STEP = "no step is recorded in both, and there is nothing to compare."

@@ -17,8 +17,8 @@ from rl_training.records.atomic_write import write_atomically
 from rl_training.records.report.drawing import BLACK, BLUE, GREEN, GREY, ORANGE, Draw, Picture, legend, line, picture
 from rl_training.records.report.page import render
 from rl_training.records.report.predictions import MIN_POINTS, scaled
-from rl_training.records.report.series import MILLI, Run, curve
-from rl_training.records.report.summary import MISSING
+from rl_training.records.report.series import Run, curve
+from rl_training.records.report.words import MILLI, MISSING, plus_minus
 
 TABLE_FILE, PAGE_FILE = "sweep.csv", "analyses.html"
 STYLES = {  # of a result: its name, colour and marker
@@ -79,7 +79,7 @@ def describe_analyses(folder: Path, run: Run | None) -> AnalysesSection:
     if contents[-1]["tables"].get("conditioning"):
         pictures.append(_conditioning(contents[-1], name))
     headings = ["step", "U", *(STYLES[key][0] for key in IN_TABLE), "ESS / N", "H"]
-    verdicts = [told for analysis in contents if (told := verdict(analysis["step"] + 1, analysis["results"]))]
+    verdicts = [sentence for content in contents if (sentence := verdict(content["step"] + 1, content["results"]))]
     return AnalysesSection(name, verdicts, pictures, headings, _rows(table))
 
 
@@ -106,8 +106,7 @@ def _rows(table: pd.DataFrame) -> list[list[str]]:
 
 
 def _with_error(value: float, stderr: float) -> str:
-    told = MISSING if math.isnan(value) else f"{MILLI * value:+.3f}"
-    return told if math.isnan(stderr) else f"{told} ± {MILLI * stderr:.3f}"
+    return MISSING if math.isnan(value) else plus_minus(MILLI * value, MILLI * Z_95 * stderr, "+")
 
 
 def _is_there(results: Mapping[str, Any], key: str) -> bool:
@@ -166,7 +165,7 @@ def _agreement(table: pd.DataFrame, name: str) -> Picture:
             rows = shown.dropna(subset=[truth])
             if len(rows):
                 x, y = MILLI * rows[truth], MILLI * rows["deltaH1"]
-                bars = {"xerr": MILLI * rows[f"{truth}_se"], "yerr": MILLI * rows["deltaH1_se"].fillna(0)}
+                bars = {"xerr": MILLI * Z_95 * rows[f"{truth}_se"], "yerr": MILLI * Z_95 * rows["deltaH1_se"].fillna(0)}
                 axes.errorbar(x, y, **bars, fmt=marker, color=color, ms=4, lw=1, alpha=0.8, label=label)
         rows = shown[shown["kind"] != "eta"].dropna(subset=["covariance"])
         if len(rows) >= MIN_POINTS:
@@ -181,7 +180,7 @@ def _agreement(table: pd.DataFrame, name: str) -> Picture:
 
     caption = (
         "Each point is one step from a checkpoint, predicted from independent samples and measured on the same "
-        "evaluation sequences, so points lie closer to the line than their bars (one standard error) suggest. The gap "
+        "evaluation sequences, so points lie closer to the line than their bars (95 % intervals) suggest. The gap "
         "between black and the line is the step's second order; green excludes it. Triangles, with several steps: the "
         "covariance of arXiv 2505.22617, times the one factor that fits best; r is the correlation with the measured "
         "change."
@@ -196,7 +195,7 @@ def _relative_error(table: pd.DataFrame, name: str) -> Picture:
 
     def draw(axes: Axes) -> None:
         for key, (label, color, marker) in STYLES.items():
-            error = (sizes[f"{key}_se"] / truth).groupby(sizes["evaluation_size"]).mean().dropna()
+            error = (Z_95 * sizes[f"{key}_se"] / truth).groupby(sizes["evaluation_size"]).mean().dropna()
             if len(error):
                 axes.plot(error.index, error, f"{marker}-", color=color, ms=4, lw=1.6, label=label)
         axes.set_xscale("log", base=2)
@@ -204,7 +203,7 @@ def _relative_error(table: pd.DataFrame, name: str) -> Picture:
         ticks = sorted(sizes["evaluation_size"].unique())
         axes.set_xticks(ticks, [f"{tick:.0f}" for tick in ticks])
         axes.set_xlabel("|E|, sequences")
-        axes.set_ylabel("standard error over |ΔH|")
+        axes.set_ylabel("half of the 95 % interval over |ΔH|")
         axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
     caption = (

@@ -62,7 +62,7 @@ def what_is_missing(quantities: Mapping[str, Measurements], values: bool = True,
     for label, measurements in quantities.items():
         ends.setdefault(why_it_ends(measurements), []).append(label)
         for step, estimate in finite(measurements).items():
-            if math.isnan(estimate.stderr):
+            if math.isnan(estimate.stderr) and estimate.reason:
                 without.setdefault(estimate.reason, []).append((label, step))
     told = [f"{', '.join(labels)} – {reason}" for reason, labels in ends.items() if reason and values]
     for reason, found in without.items() if bands else ():

@@ -22,7 +22,8 @@ from rl_training.records.jsonl import iterate_rollouts
 from rl_training.records.report.drawing import Picture
 from rl_training.records.report.interventions import interventions_of_run
 from rl_training.records.report.series import Run
-from rl_training.records.report.summary import Row, in_words, milli, opening, with_stderr
+from rl_training.records.report.summary import Row, opening
+from rl_training.records.report.words import in_words, milli
 from rl_training.version import VERSION
 
 CONTENTS = Markup("<!-- contents -->")
@@ -39,7 +40,7 @@ def render(name: str, **values: Any) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"embedded": _embedded, "in_words": in_words, "with_stderr": with_stderr}
+    environment.filters |= {"embedded": _embedded, "in_words": in_words}
     environment.tests["significant"] = is_significant
     environment.filters["csp_hash"] = lambda text: f"sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}"
     script = loader.get_source(environment, "hover.js")[0]
@@ -74,7 +75,7 @@ def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture], anal
     return render(
         "run.html",
         run=run,
-        opening=[*opening(run), *(told for section in analyses for told in section.verdicts[-1:])],
+        opening=[*opening(run), *(verdict for section in analyses for verdict in section.verdicts[-1:])],
         provenance=run.settings.get("provenance") or {},
         interventions=interventions_of_run(run),
         token_classes=token_classes(run),
@@ -87,16 +88,16 @@ def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture], anal
     )
 
 
-def token_classes(run: Run) -> tuple[list[list[str]], str]:
-    """Returns a row for each class that has tokens, with the probe's last running means; and their steps, in words."""
-    rows, steps = [], ""
+def token_classes(run: Run) -> tuple[list[list[str]], int]:
+    """Returns a row for each class that has tokens, with the last running means; and how many steps these are of."""
+    rows, steps = [], 0
     for kind, name in (match.groups() for match in map(TOKEN_CLASS.match, run.estimates) if match):
         metric = f"tokens/{kind}/{name}"
         changes, shares = run.known(f"{metric}/mean_delta_h"), run.measured(f"{metric}/share_of_tokens")
         last = max(changes, default=0)
         share = shares[last].value if changes else 0.0
         if share > 0:
-            steps = changes[last].reason
+            steps = run.measured_steps(f"{metric}/mean_delta_h")
             rows.append([KINDS.get(kind, f"its {kind}"), name.replace("_", " "), f"{share:.1%}", milli(changes[last])])
     return rows, steps
 
@@ -105,9 +106,9 @@ def samples_over_time(run: Run) -> list[Mapping[str, Any]]:
     """Returns the first responses to the first prompts of a few recorded steps; none where none were recorded."""
     found: dict[int, dict[int, Mapping[str, Any]]] = {}
     for row in iterate_rollouts(run.folder / LOGS_FOLDER):
-        of_step = found.setdefault(int(row["step"]), {})
-        if len(of_step) < OF_A_STEP:
-            of_step.setdefault(int(row["prompt_index"]), row)
+        rows = found.setdefault(int(row["step"]), {})
+        if len(rows) < OF_A_STEP:
+            rows.setdefault(int(row["prompt_index"]), row)
     steps = sorted(found)
     if len(steps) > STEPS:
         steps = [steps[round(i * (len(steps) - 1) / (STEPS - 1))] for i in range(STEPS)]
@@ -128,13 +129,13 @@ def gaps(run: Run) -> list[Gap]:
     ]
     found = pd.DataFrame(rows, columns=["reason", "what", "name", "step"]).groupby(["reason", "what"], sort=False)
     listed = [
-        Gap(str(reason), str(what), list(of["name"].unique()), int(of["step"].min()), of["step"].nunique())
-        for (reason, what), of in found
+        Gap(str(reason), str(what), list(rows["name"].unique()), int(rows["step"].min()), rows["step"].nunique())
+        for (reason, what), rows in found
     ]
     return sorted(listed, key=lambda gap: gap.first_step)
 
 
 def probe_costs(run: Run) -> list[tuple[str, float, float, int]]:
-    """Returns (name, median, largest, number of measured steps) of each `probe_cost/` metric."""
+    """Returns (name, mean, largest, number) of each `probe_cost/` metric at the steps that were measured."""
     costs = pd.DataFrame(run.metrics).filter(regex="^probe_cost/").apply(pd.to_numeric, errors="coerce")
-    return [(str(name), of.median(), of.max(), int(of.count())) for name, of in costs.items() if of.count()]
+    return [(str(name), cost.mean(), cost.max(), int(cost.count())) for name, cost in costs.items() if cost.count()]

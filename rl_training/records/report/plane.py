@@ -14,7 +14,7 @@ from matplotlib.lines import Line2D
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import is_significant
 from rl_training.records.report.drawing import BLACK, BLUE, GREY, Picture, picture
-from rl_training.records.report.series import MILLI
+from rl_training.records.report.words import MILLI
 
 PRICES = (1.0, 3.0, 10.0)  # of the lines, in points of reward per thousandth of a nat
 

@@ -11,11 +11,12 @@ from matplotlib.ticker import LogLocator, NullFormatter
 
 from rl_training.mathematics.forecast import FEWEST, HORIZONS, EntropyForecast
 from rl_training.records.report.drawing import BLACK, BLUE, GREY, ORANGE, Picture, dots, legend, picture
-from rl_training.records.report.series import MILLI, Run
+from rl_training.records.report.series import Run
+from rl_training.records.report.words import MILLI, in_words
 
 FEWEST_TO_DRAW = 10  # measured steps; before that the ranges are too narrow
 MIN_POINTS = 3  # of a correlation, or of a line whose slope is to mean something
-AHEAD = 20  # of the sentence and of the alert: what can be told best
+AHEAD = 20  # of the alert: what can be told best
 
 
 def forecast_of(run: Run) -> EntropyForecast | None:
@@ -26,16 +27,6 @@ def forecast_of(run: Run) -> EntropyForecast | None:
         change = (forward[step].value, forward[step].stderr) if step in forward else (math.nan, math.nan)
         forecast.see(step, entropy, stderr, *change)
     return forecast if forecast.misses + 1 >= FEWEST_TO_DRAW else None
-
-
-def in_twenty_steps(run: Run) -> str:
-    """Returns the sentence of the report's opening; empty where there are too few steps."""
-    forecast = forecast_of(run)
-    if forecast is None:
-        return ""
-    ahead = forecast.ahead(AHEAD)
-    low, high = ahead.range
-    return f"In {AHEAD} more steps it would be {ahead.median:.2g} nats, 95 % range {low:.2g} to {high:.2g}."
 
 
 def alerts(run: Run) -> tuple[list[int], int, int] | None:
@@ -73,15 +64,16 @@ def draw_forecast(run: Run) -> list[Picture]:
         legend(axes)
 
     marks = {steps: forecast.ahead(steps) for steps in HORIZONS}
-    told = "; ".join(
-        f"{a.median:.2g} in {steps} steps, × or ÷ {a.range[1] / a.median:.2g}" for steps, a in marks.items()
+    medians_ahead = "; ".join(
+        f"{a.median:.2g} nats in {steps} steps, {a.range[0]:.2g} to {a.range[1]:.2g}" for steps, a in marks.items()
     )
     known = "its noise is learned from this run's one-step forecast errors"
     if forecast.misses < FEWEST:
         known = f"its noise is still mostly that of other runs ({forecast.misses} of {FEWEST} steps seen)"
     caption = (
-        f"If training continues as it is: {told} (median, 95 % range). The ranges are wide because entropy is hard to "
-        f"forecast: a rate is half forgotten after eight steps. The forecast follows log entropy and its rate; {known}."
+        f"If training continues as it is: {medians_ahead} (median, 95 % range). The ranges are wide because entropy is "
+        "hard to forecast: a rate is half forgotten after eight steps. The forecast follows log entropy and its rate; "
+        f"{known}."
     )
     return [picture("forecast.png", "Entropy, and where it may go", caption, [], draw)]
 
@@ -103,14 +95,13 @@ def draw_calibration(run: Run) -> list[Picture]:
         legend(axes)
 
     names = {"slope_corrected": "slope, corrected for prediction noise", "coverage": "share within the error bars"}
-    told = []
+    parts = []
     for name, label in names.items():
         for last in [*run.known(f"calibration/{name}").values()][-1:]:
-            error = "" if math.isnan(last.stderr) else f" ± {last.stderr:.2f}"
-            told.append(f"{label}: {last.value:.2f}{error}")
+            parts.append(f"{label}: {in_words(last)}")
     caption = (
         "Each point is a step at which the change of entropy was measured on sequences that training never sees. On "
-        f"the grey line, prediction equals measurement. {'; '.join(told).capitalize()}{'.' * bool(told)}"
+        f"the grey line, prediction equals measurement. {'; '.join(parts).capitalize()}{'.' * bool(parts)}"
     )
     return [picture("calibration.png", "Predictions against the truth", caption, [], draw, over_steps=False)]
 
@@ -124,7 +115,7 @@ def draw_predictors(run: Run) -> Picture:
     def draw(axes: Axes) -> None:
         for (label, steps), color, marker in zip(drawn.items(), (BLUE, ORANGE), ("o", "^"), strict=True):
             if len(steps) >= MIN_POINTS:
-                x, y = (np.array([of[step] for step in steps]) for of in (truth, predicted[label]))
+                x, y = (np.array([values[step] for step in steps]) for values in (truth, predicted[label]))
                 y = scaled(y, x) if "scaled" in label else y
                 words = f"{label}: r = {np.corrcoef(x, y)[0, 1]:.2f}"
                 axes.plot(MILLI * x, MILLI * y, marker, color=color, ms=5, alpha=0.7, mew=0, label=words)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -13,14 +14,15 @@ from typing import Any, TypeVar
 import yaml
 
 from rl_training.mathematics.estimate import Estimate
+from rl_training.records.checkpoints import checkpoints_of
 from rl_training.records.evaluated import IN_TRAINING, read_tables
 from rl_training.records.folder import CONFIG_FILE
-from rl_training.records.jsonl import PROBES_FILE, logs_of, read_estimates, read_metrics
+from rl_training.records.jsonl import ESTIMATE_FIELDS, PROBES_FILE, logs_of, read_estimates, read_metrics
 
 NO_PROBE = f"no probe measured it ({PROBES_FILE} has no such line)"
 BEGAN_ELSEWHERE = "the other sums began in the run that this one continues, whose steps are not recorded here"
 NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"
-MILLI = 1e3  # changes of a step are shown in thousandths
+LAST_STEPS = 10  # over which the present rate is taken
 
 Measurements = Mapping[int, Estimate]  # by the step at which it was measured, in order
 Key = TypeVar("Key")
@@ -65,6 +67,11 @@ class Run:
         """Returns those of this metric's estimates that are finite."""
         return finite(self.measured(name))
 
+    def measured_steps(self, name: str) -> int:
+        """Returns how many measured steps are behind the last of this metric's running means."""
+        known = list(self.known(name).values())
+        return int(known[-1].detail.get("measured_steps", len(known))) if known else 0
+
     def values(self, name: str) -> dict[int, float]:
         """Returns the finite values of this metric."""
         return {step: estimate.value for step, estimate in self.known(name).items()}
@@ -84,11 +91,18 @@ class Run:
         by_step = {int(line["step"]): number(line.get(name)) for line in self.metrics}
         return {step: value for step, value in by_step.items() if math.isfinite(value)}
 
+    @property
+    def last_step(self) -> int:
+        """The last one that is known of: logged, measured, or saved in a checkpoint."""
+        measured = (max(by_step, default=0) for by_step in self.estimates.values())
+        saved = (int(path.name.rpartition("-")[2]) for path in checkpoints_of(self.folder))
+        return max([int(self.metrics[-1]["step"]), *measured, *saved])
+
     def until(self, step: int) -> Run:
         """Returns its records up to this step."""
 
         def cut(quantities: Mapping[str, Measurements]) -> dict[str, dict[int, Estimate]]:
-            return {name: {s: e for s, e in of.items() if s <= step} for name, of in quantities.items()}
+            return {name: {s: e for s, e in series.items() if s <= step} for name, series in quantities.items()}
 
         metrics = [line for line in self.metrics if int(line["step"]) <= step]
         evaluations = {name: cut(metrics) for name, metrics in self.evaluations.items()}
@@ -130,7 +144,7 @@ def read_run(folder: Path) -> Run:
     logs = logs_of(folder)
     estimates: dict[str, dict[int, Estimate]] = {}
     for row in read_estimates(logs):
-        estimates.setdefault(str(row["name"]), {})[int(row["step"])] = _to_estimate(row)
+        estimates.setdefault(row["name"], {})[row["step"]] = _to_estimate(row)
     evaluations: dict[str, dict[str, dict[int, Estimate]]] = {}
     for name, table in read_tables(folder).items():
         for metric in table:
@@ -151,11 +165,26 @@ def held_out_rewards(run: Run) -> dict[str, Measurements]:
 
 
 def _to_estimate(row: Mapping[str, Any]) -> Estimate:
-    value, stderr, reason = number(row["value"]), number(row["stderr"]), str(row["reason"] or "")
-    if math.isnan(value) or math.isnan(stderr):
+    value, reason = number(row["value"]), str(row["reason"] or "")
+    if math.isnan(value):
         reason = reason or "no reason was recorded"
     interval = (number(row["low"]), number(row["high"])) if "low" in row else None
-    return Estimate(value, stderr, int(row["num_samples"]), reason, int(row["about_step"]), interval=interval)
+    detail = {key: fact for key, fact in row.items() if key not in ESTIMATE_FIELDS}
+    stderr, num_samples = number(row["stderr"]), row["num_samples"]
+    return Estimate(value, stderr, num_samples, reason, row["about_step"], detail, interval)
+
+
+def present_rate(run: Run) -> Estimate | None:
+    """Returns entropy's change per step now, the mean of the last `forward`; None without one that has an error.
+
+    `detail` has the number of steps.
+    """
+    forward = [e for e in run.known("delta_h/forward").values() if math.isfinite(e.stderr)][-LAST_STEPS:]
+    if not forward:
+        return None
+    stderr = math.sqrt(sum(e.stderr**2 for e in forward)) / len(forward)
+    mean, num_samples = statistics.fmean(e.value for e in forward), min(e.num_samples for e in forward)
+    return Estimate(mean, stderr, num_samples, detail={"steps": len(forward)})
 
 
 def naive_of(run: Run) -> dict[int, Estimate]:

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
-from rl_training.records.report.predictions import AHEAD, alerts, in_twenty_steps
+from rl_training.records.report.interventions import verdict_of_run
+from rl_training.records.report.predictions import AHEAD, alerts
 from rl_training.records.report.series import (
-    MILLI,
     NO_LATER_BATCH,
     NO_PROBE,
     Run,
@@ -20,11 +20,11 @@ from rl_training.records.report.series import (
     held_out_rewards,
     naive_of,
     origins,
+    present_rate,
 )
+from rl_training.records.report.words import MISSING, in_words
 
-MISSING = "–"
 MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
-LAST_STEPS = 10  # over which the present rate is taken
 
 
 class Row(NamedTuple):
@@ -35,58 +35,20 @@ class Row(NamedTuple):
     note: str = ""
 
 
-def in_words(estimate: Estimate | None, signed: bool = False) -> str:
-    """Returns value ± half width of the 95 % interval, with two digits of the latter; MISSING without a value.
-
-    Of an interval that is not symmetric: value (low … high).
-    """
-    if estimate is None or math.isnan(estimate.value):
-        return MISSING
-    sign, ends = "+" if signed else "", estimate.ends()
-    half = max((abs(end - estimate.value) for end in ends if math.isfinite(end)), default=math.nan)
-    if estimate.interval and half > 0:
-        value, low, high = (f"{number:{sign}.{_decimals(half)}f}" for number in (estimate.value, *ends))
-        return f"{value} ({low} … {high})".replace("inf", "∞")
-    return plus_minus(estimate.value, half, sign)
-
-
-def plus_minus(value: float, half: float, sign: str = "") -> str:
-    """Returns value ± half, with two digits of `half`; the value alone where that is 0 or not known.
-
-    >>> plus_minus(1.8234, 0.2618, "+")
-    '+1.82 ± 0.26'
-    """
-    if not half > 0:
-        return f"{value:{sign}.3g}"
-    decimals = _decimals(half)
-    return f"{value:{sign}.{decimals}f} ± {half:.{decimals}f}"
-
-
-def milli(change: Estimate) -> str:
-    """Returns a change in thousandths, with its sign ± half of its 95 % interval; MISSING without a value."""
-    if math.isnan(change.value):
-        return MISSING
-    return plus_minus(MILLI * change.value, MILLI * (change.ends()[1] - change.value), "+")
-
-
-def with_stderr(estimate: Estimate | None) -> str:
-    """Returns value ± one standard error; of a share on which all prompts agree its 95 % interval: 1 (0.839 … 1)."""
-    if estimate is None or math.isnan(estimate.value):
-        return MISSING
-    if estimate.stderr > 0:
-        return f"{estimate.value:.4g} ± {estimate.stderr:.2g}"
-    interval = " ({:.3g} … {:.3g})".format(*estimate.interval) if estimate.interval else ""
-    return f"{estimate.value:.4g}{interval}"
-
-
-def _decimals(half: float) -> int:
-    """Returns how many decimals say two digits of a half width: the rest of the value is noise."""
-    return max(0, 1 - math.floor(math.log10(half)))
-
-
 def opening(run: Run) -> list[str]:
-    """Returns up to four sentences: is entropy collapsing, how fast, and can the predictions be trusted here."""
-    return [sentence for sentence in (_level(run), in_twenty_steps(run), _rate(run), _trust(run)) if sentence]
+    """Returns up to four sentences: does it learn, is entropy collapsing, how fast, are the predictions right here."""
+    return [sentence for sentence in (_no_signal(run), _level(run), _rate(run), _trust(run)) if sentence]
+
+
+def _no_signal(run: Run) -> str:
+    """Returns the warning that all responses have earned the same reward: then nothing is learned."""
+    rewards, spreads = set(run.logged("reward").values()), set(run.logged("reward_std").values())
+    if len(rewards) != 1 or spreads != {0.0}:
+        return ""
+    return (
+        f"Every response has earned the same reward, {rewards.pop():g}: all advantages are 0, and nothing is learned "
+        "from them. Easier prompts, more responses to each, or a reward for a part of the answer would give a signal."
+    )
 
 
 def _level(run: Run) -> str:
@@ -101,16 +63,15 @@ def _level(run: Run) -> str:
 
 def _rate(run: Run) -> str:
     """Returns how fast entropy changes now: the mean of the last forward predictions."""
-    forward = [e for e in run.known("delta_h/forward").values() if math.isfinite(e.stderr)][-LAST_STEPS:]
-    if not forward:
+    rate = present_rate(run)
+    if rate is None:
         return ""
-    stderr = math.sqrt(sum(e.stderr**2 for e in forward)) / len(forward)
-    rate = Estimate(statistics.fmean(e.value for e in forward), stderr, min(e.num_samples for e in forward))
-    over = f"over the last {len(forward)} steps" if len(forward) > 1 else "by the last step"
-    told = f"{in_words(rate, signed=True)} nats a step {over}"
+    steps = int(rate.detail["steps"])
+    over = f"over the last {steps} steps" if steps > 1 else "by the last step"
+    figures = f"{in_words(rate, signed=True)} nats a step {over}"
     if not is_significant(rate):
-        return f"It is not predicted to move by more than noise now ({told})."
-    return f"It is {'predicted to rise' if rate.value > 0 else 'falling'} now: {told}."
+        return f"It does not detectably move now ({figures})."
+    return f"It is {'predicted to rise' if rate.value > 0 else 'falling'} now: {figures}."
 
 
 def _trust(run: Run) -> str:
@@ -122,8 +83,8 @@ def _trust(run: Run) -> str:
     apart = difference(sum_of_predictions, truth)
     if math.isnan(apart.stderr):
         return "Whether the predictions can be trusted is unknown: predictions or measurements have no error bar."
-    told = in_words(sum_of_predictions, signed=True)
-    figures = f"they add up to {told} nats, and {in_words(truth, signed=True)} was measured"
+    total = in_words(sum_of_predictions, signed=True)
+    figures = f"they add up to {total} nats, and {in_words(truth, signed=True)} was measured"
     if is_significant(apart):
         return f"Do not trust the predictions here: {figures}, which is further apart than their errors allow."
     return f"The predictions hold so far: {figures}."
@@ -131,12 +92,12 @@ def _trust(run: Run) -> str:
 
 def summarize(run: Run) -> list[Row]:
     """Returns the lines of the summary: where reward and entropy went, and predicted against measured change."""
-    steps = [int(line["step"]) for line in run.metrics]
+    logged, last = len(run.metrics), run.last_step
     unit = "nats per token; " if run.measured("entropy/token") else "nats per token, as TRL logs it; "
     acceptance = run.logged("buffer/acceptance")
     drawn = "of all that was generated, prompts drawn by difficulty; " if acceptance else ""
     rows = [
-        Row("steps", str(steps[-1]), "" if len(steps) == steps[-1] else f"{len(steps)} of them logged"),
+        Row("steps", str(last), "" if logged == last else f"{logged} of them logged"),
         _first_to_last("reward", run.logged("reward"), drawn),
         *(_held_out_row(label, rewards) for label, rewards in held_out_rewards(run).items()),
     ]
@@ -147,11 +108,20 @@ def summarize(run: Run) -> list[Row]:
         rows.append(_scale_row(run))
     if run.measured("ess/advantage"):
         rows.append(_sample_row(run))
-    costs = list(run.logged("probe_cost/fraction_of_step").values())
-    if not costs:
-        return [*rows, Row("probe cost", MISSING, "no probe was timed")]
-    note = f"of a step's time; median over the measured steps ({len(costs)})"
-    return [*rows, Row("probe cost", f"{100 * statistics.median(costs):.1f} %", note)]
+    choice, meaning = verdict_of_run(run)
+    if choice:
+        rows.append(Row("interventions", choice, meaning))
+    return [*rows, _cost_row(run)]
+
+
+def _cost_row(run: Run) -> Row:
+    """Returns the mean share of the probes in a step's time, with the largest: few steps may be measured in full."""
+    shares = list(run.logged("probe_cost/fraction_of_step").values())
+    if not shares:
+        return Row("probe cost", MISSING, "no probe was timed")
+    mean, largest = sum(shares) / len(run.metrics), max(shares)
+    note = f"of a step's time, mean over all steps; {largest:.1%} at the dearest of the {len(shares)} measured ones"
+    return Row("probe cost", f"{mean:.1%}", note)
 
 
 def _held_out_row(label: str, rewards: Mapping[int, Estimate]) -> Row:
@@ -216,7 +186,7 @@ def _change_rows(run: Run) -> list[Row]:
         rows.append(Row(label, in_words(estimate, signed=True), note))
     half = truth.half_width()
     if truth.value == 0 or abs(truth.value) <= half:
-        return [*rows, Row("predicted / measured", MISSING, "the measured change is within its own error of 0")]
+        return [*rows, Row("predicted / measured", MISSING, "the measured change is not detectably different from 0")]
     note = "no error bar on the measured change" if math.isnan(half) else ""
     ratios = {"predicted / measured": trapezoid.value / truth.value, "naive / measured": product.value / truth.value}
     return rows + [Row(label, f"{ratio:.2f}", note) for label, ratio in ratios.items() if not math.isnan(ratio)]

@@ -1,0 +1,50 @@
+"""How the report writes an estimate: with the 95 % interval, always."""
+
+from __future__ import annotations
+
+import math
+
+from rl_training.mathematics.estimate import Estimate
+
+MISSING = "–"
+MILLI = 1e3  # changes of a step are shown in thousandths
+
+
+def in_words(estimate: Estimate | None, signed: bool = False) -> str:
+    """Returns value ± half width of the 95 % interval, with two digits of the latter; MISSING without a value.
+
+    Of an interval that is not symmetric: value (low … high).
+    """
+    if estimate is None or math.isnan(estimate.value):
+        return MISSING
+    sign, ends = "+" if signed else "", estimate.ends()
+    half = max((abs(end - estimate.value) for end in ends if math.isfinite(end)), default=math.nan)
+    if estimate.interval and half > 0:
+        value, low, high = (f"{number + 0.0:{sign}.{_decimals(half)}f}" for number in (estimate.value, *ends))
+        return f"{value} ({low} … {high})".replace("inf", "∞")
+    return plus_minus(estimate.value, half, sign)
+
+
+def plus_minus(value: float, half: float, sign: str = "") -> str:
+    """Returns value ± half, with two digits of `half`; the value alone where that is 0 or not known.
+
+    >>> plus_minus(1.8234, 0.2618, "+")
+    '+1.82 ± 0.26'
+    """
+    value += 0.0  # no minus before a 0
+    if not half > 0:
+        return f"{value:{sign}.3g}"
+    decimals = _decimals(half)
+    return f"{value:{sign}.{decimals}f} ± {half:.{decimals}f}"
+
+
+def milli(change: Estimate) -> str:
+    """Returns a change in thousandths, with its sign ± half of its 95 % interval; MISSING without a value."""
+    if math.isnan(change.value):
+        return MISSING
+    return plus_minus(MILLI * change.value, MILLI * (change.ends()[1] - change.value), "+")
+
+
+def _decimals(half: float) -> int:
+    """Returns how many decimals say two digits of a half width: the rest of the value is noise."""
+    return max(0, 1 - math.floor(math.log10(half)))
