@@ -174,7 +174,7 @@ def branched(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
 
     if str(cfg.branch) in ("", "latest", "auto", "none"):
         raise ValueError(f"branch={cfg.branch}: give RUN/{TRAINING_STATE}/checkpoint-N, or RUN for its newest")
-    checkpoint = find_checkpoint(str(Path(str(cfg.branch)).expanduser()), Path(), asked_by="branch").resolve()
+    checkpoint = find_checkpoint(str(Path(str(cfg.branch)).expanduser()), Path(), setting="branch").resolve()
     stored = checkpoint.parents[1] / CONFIG_FILE
     if checkpoint.parent.name != TRAINING_STATE or not stored.is_file():
         raise ValueError(

@@ -108,7 +108,7 @@ def check_settings(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, key)
         if not isinstance(value, str | None):
             raise ValueError(f"{key}={value} is not a path: quote it, {quoted(key, str(value))}")
-    shown = OmegaConf.select(cfg, "logger.metrics", default="all")
+    shown = OmegaConf.select(cfg, "logger.metrics", default="core")
     if shown not in ("core", "all"):
         raise ValueError(f"logger.metrics={shown}: choose core (about 15 numbers) or all")
     if "alert" in cfg:

@@ -23,12 +23,6 @@ logger = logging.getLogger(__name__)
 PROBE_STATES = "probes.safetensors"
 BUFFER_STATE = "buffer.safetensors"
 CHUNK = 2**24  # bytes of a file read at once
-ENGINE = "engine"  # whose state is beside those of the probes
-MOVED_FROM_SIMPLE = (  # what keys began with, whose they are now, and what of them is left out
-    ("update", ENGINE, ""),
-    ("error.", ENGINE, ""),
-    ("pairs", "ground_truth", ""),
-)
 
 
 class Stateful(Protocol):
@@ -110,7 +104,6 @@ def load_probe_states(probes: Sequence[NamedStateful], checkpoint: Path) -> None
         with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
             names = file.metadata()["probes"].split(",")
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, it is no dictionary
-    names, tensors = _by_present_names(names, tensors)
     for probe in probes:
         if probe.name in names:
             prefix = f"{probe.name}/"
@@ -124,18 +117,6 @@ def load_probe_states(probes: Sequence[NamedStateful], checkpoint: Path) -> None
                 ) from error
         else:
             logger.warning(f"{checkpoint} holds no state of probe {probe.name!r}: it starts afresh")
-
-
-def _by_present_names(names: list[str], tensors: dict[str, Tensor]) -> tuple[list[str], dict[str, Tensor]]:
-    """Returns the states of a checkpoint as they would be written today: `simple` used to keep other probes' state."""
-    moved = {
-        key: f"{owner}/{key.removeprefix('simple/').removeprefix(prefix)}"
-        for key in tensors
-        for begin, owner, prefix in MOVED_FROM_SIMPLE
-        if ENGINE not in names and key.startswith(f"simple/{begin}")
-    }
-    owners = {new.partition("/")[0] for new in moved.values()} | ({ENGINE} if "simple" in names else set())
-    return [*names, *sorted(owners - set(names))], {moved.get(key, key): tensor for key, tensor in tensors.items()}
 
 
 def save_buffer_state(buffer: Stateful, checkpoint: Path) -> None:

@@ -24,37 +24,37 @@ WEIGHTS_ALONE = "model"  # folder of weights whose parent holds the optimizer, a
 SHARDED_BY = ("DeepSpeed", "FSDP")  # launches whose checkpoints store the optimizer in their own format
 
 
-def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "", asked_by: str = "resume") -> Path:
+def find_checkpoint(resume: str, run_dir: Path, sharded_by: str = "", setting: str = "resume") -> Path:
     """Returns the checkpoint folder that `resume` names.
 
     resume   "latest": the newest complete checkpoint of `run_dir`, or, when that run does not exist yet, of the newest
              run beside it that has one. Otherwise a checkpoint folder, or a run folder (its newest complete one).
 
     sharded_by  which of SHARDED_BY this run is launched with; "": none
-    asked_by    the setting that names it
+    setting     the one that names it
 
     Raises ValueError when there is none, saying what was looked at; incomplete ones are skipped with a warning.
     """
-    path, asked = Path(resume), f"{asked_by}={resume}"
+    path, choice = Path(resume), f"{setting}={resume}"
     if resume != "latest" and not (path / TRAINING_STATE).is_dir():
         if not path.is_dir():
-            raise ValueError(f"{asked}: there is no such folder; give a checkpoint-N folder or a run folder")
+            raise ValueError(f"{choice}: there is no such folder; give a checkpoint-N folder or a run folder")
         flaw = what_is_wrong_with(path, sharded_by)
         if flaw:
-            raise ValueError(f"{asked} cannot be resumed from: {flaw}. Choose an earlier checkpoint-N folder")
+            raise ValueError(f"{choice} cannot be resumed from: {flaw}. Choose an earlier checkpoint-N folder")
         return path
     if resume != "latest":
         runs = [path]
     elif (run_dir / TRAINING_STATE).is_dir():
-        runs, asked = [run_dir], f"{asked} in {run_dir}"
+        runs, choice = [run_dir], f"{choice} in {run_dir}"
     else:
-        runs, asked = (
+        runs, choice = (
             sorted(run_dir.parent.glob("run_*"), key=_last_step_at, reverse=True),
-            f"{asked} in {run_dir.parent}",
+            f"{choice} in {run_dir.parent}",
         )
     found = next(filter(None, (newest_checkpoint(run, sharded_by) for run in runs)), None)
     if found is None:
-        raise ValueError(f"{asked}: no complete checkpoint there; give resume=PATH, or start a new run without resume")
+        raise ValueError(f"{choice}: no complete checkpoint there; give resume=PATH, or start a new run without resume")
     return found
 
 
@@ -94,34 +94,34 @@ def _step(checkpoint: Path) -> int:
     return int(checkpoint.name.split("-")[1])
 
 
-def checkpoints_named(asked: str | Sequence[str], runs: Path) -> list[Path]:
-    """Returns the checkpoint folders that are meant, with whole weights, in the order asked for or of their steps.
+def checkpoints_named(choice: str | Sequence[str], runs: Path) -> list[Path]:
+    """Returns the checkpoint folders that are meant, with whole weights, in the order given or of their steps.
 
-    asked  "latest": the newest checkpoint of the newest run in `runs`; "all": all of that run's; a run folder: its
-           newest; a folder of checkpoints, as RUN/training_state: all there; a checkpoint folder; a list of these
+    choice  "latest": the newest checkpoint of the newest run in `runs`; "all": all of that run's; a run folder: its
+            newest; a folder of checkpoints, as RUN/training_state: all there; a checkpoint folder; a list of these
 
     Raises ValueError when one is not there or damaged, saying what was looked at.
     """
-    if not isinstance(asked, str):
-        return [path for one in asked for path in checkpoints_named(str(one), runs)]
-    if asked in ("latest", "all"):
+    if not isinstance(choice, str):
+        return [path for one in choice for path in checkpoints_named(str(one), runs)]
+    if choice in ("latest", "all"):
         for run in sorted(runs.glob("run_*"), reverse=True):  # named by date and time
             found = list(_flawless(checkpoints_of(run), what_is_wrong_with_weights))
             if found:
-                return found if asked == "all" else found[-1:]
-        raise ValueError(f"checkpoint={asked}: no run in {runs} has a complete checkpoint; give checkpoint=RUN")
-    path = Path(asked)
+                return found if choice == "all" else found[-1:]
+        raise ValueError(f"checkpoint={choice}: no run in {runs} has a complete checkpoint; give checkpoint=RUN")
+    path = Path(choice)
     if not path.is_dir():
-        raise ValueError(f"checkpoint={asked}: there is no such folder; give a run, a checkpoint-N folder, or latest")
+        raise ValueError(f"checkpoint={choice}: there is no such folder; give a run, a checkpoint-N folder, or latest")
     if (path / TRAINING_STATE).is_dir() or any(path.glob("checkpoint-*")):
         found = list(_flawless(checkpoints_of(path), what_is_wrong_with_weights))[-1:]
         found = found or list(_flawless(_checkpoints_in(path), what_is_wrong_with_weights))
         if not found:
-            raise ValueError(f"checkpoint={asked}: no complete checkpoint there")
+            raise ValueError(f"checkpoint={choice}: no complete checkpoint there")
         return found
     flaw = what_is_wrong_with_weights(path)
     if flaw:
-        raise ValueError(f"checkpoint={asked}: {flaw}")
+        raise ValueError(f"checkpoint={choice}: {flaw}")
     return [path]
 
 

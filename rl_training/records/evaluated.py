@@ -155,11 +155,11 @@ def read_tables(run: Path) -> dict[str, list[EvaluatedMetric]]:
 
     The trainer's own metrics have no leading eval_, no error, and nan prompts; of several at a step, the last counts.
     """
-    of_step = {row["step"]: row for row in read_evaluations(run / LOGS_FOLDER)}
+    rows = {row["step"]: row for row in read_evaluations(run / LOGS_FOLDER)}
     tables = {
         IN_TRAINING: [
             EvaluatedMetric(step, name.removeprefix("eval_"), float(value), math.nan, math.nan)
-            for step, row in of_step.items()
+            for step, row in rows.items()
             for name, value in row.items()
             if name.startswith("eval_") and isinstance(value, int | float)  # infinite ones are recorded as strings
         ]

@@ -3,8 +3,8 @@
     rl-training dashboard --project rl-training              saves it, and prints its address
     rl-training dashboard --project rl-training --dry-run    prints what it would save; no account needed
 
-The table SECTIONS defines sections and panels; change nothing else. A metric that a run does not have leaves its panel
-empty.
+The table SECTIONS defines sections and panels; change nothing else. A metric that a run does not show there leaves its
+panel empty: logger.metrics=all shows all of them.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ class Panel:
     metrics: tuple[str, ...] = ()
     pattern: str | None = None
     unit: str = ""
-    bands: bool = False  # of two standard errors around each metric, where the dashboard can draw them
 
 
-# The core metrics of any run: logger.metrics=core shows these only, and stock TRL's printed lines keep them.
+# The core metrics of any run: logger.metrics=core, the default, shows these only; stock TRL's printed lines keep them.
 CORE = (
     "loss", "reward", "reward_std", "frac_reward_zero_std", "grad_norm", "learning_rate", "completions/mean_length",
     "entropy", "entropy/token", "delta_h/forward", "delta_h/forward_se", "delta_h/cumulative_predicted",
@@ -46,12 +45,12 @@ SECTIONS = {
     ],
     "entropy: predicted and measured": [
         Panel("Change since the first step", ("delta_h/cumulative_measured", "delta_h/cumulative_predicted"),
-              unit=NATS, bands=True),
-        Panel("Entropy, measured", ("entropy/token",), unit=NATS, bands=True),
+              unit=NATS),
+        Panel("Entropy, measured", ("entropy/token",), unit=NATS),
         Panel("Entropy in 20 steps, with an alert", ("forecast/median", "forecast/low", "forecast/high"), unit=NATS),
         Panel("Chance that it is below alert.below then", ("forecast/chance_below",)),
         Panel("Change by one step", ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid"),
-              unit=NATS, bands=True),
+              unit=NATS),
         Panel("Standard errors of that change",
               ("delta_h/forward_se", "delta_h/backward_se", "delta_h/trapezoid_se"), unit=NATS),
         Panel("Naive product: biased, a diagnostic", ("delta_h/reuse", "delta_h/forward"), unit=NATS),
@@ -63,7 +62,7 @@ SECTIONS = {
         Panel("Layers", pattern=r"^delta_h/layer/\d+$", unit=NATS),
     ],
     "prediction against truth": [
-        Panel("Change by one step, measured", ("delta_h/true", "delta_h/forward"), unit=NATS, bands=True),
+        Panel("Change by one step, measured", ("delta_h/true", "delta_h/forward"), unit=NATS),
         Panel("Slope and coverage", ("calibration/slope_corrected", "calibration/coverage")),
     ],
     "interventions": [

@@ -23,7 +23,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rl_training import DrGRPOTrainer, Estimate, Probe
-from rl_training.engine.driver import StepDriver
 from rl_training.job import run_folder
 from rl_training.job.build import TrainingRun, build_run
 from rl_training.job.settings import check_resume
@@ -199,27 +198,6 @@ def test_a_probes_state_of_another_shape_is_named_with_the_fix(run_dir: Path, pr
         ValueError, match=rf"probes\.safetensors: the state of probe '{probe.name}' does not fit.*{part}.* has shape"
     ):
         load_probe_states([probe], checkpoint)
-
-
-def test_what_the_simple_probe_once_kept_goes_to_whom_it_belongs_to_now(run_dir: Path) -> None:
-    """A checkpoint of an earlier version: the update, errors, pairs and shares of errors under its name."""
-    checkpoint = run_dir / TRAINING_STATE / "checkpoint-3"
-    with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
-        about, state = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    of_engine = {name.removeprefix("engine/"): t for name, t in state.items() if name.startswith("engine/")}
-    assert {"update", "update_step", "error.sum"} < set(of_engine)
-    others = {"pairs": torch.rand(9, 5).double()}
-    sums = {name: t for name, t in state.items() if name.startswith("simple/")}
-    once = {f"simple/{name}": t for name, t in (of_engine | others).items()} | sums
-    once["simple/error_share.sum"] = torch.rand(3, 2)  # of a probe that is gone
-    save_file(once, checkpoint / PROBE_STATES, {**about, "probes": "simple"})
-    simple, truth = SimpleEntropyProbe(), GroundTruthProbe()
-    driver = StepDriver([simple, truth])
-    load_probe_states([simple, truth, driver], checkpoint)
-    found = [{f"simple/{name}": t for name, t in simple.state_dict().items()}, driver.state_dict()]
-    expected = [sums, of_engine, others]
-    for one, other in zip([*found, truth.state_dict()], expected, strict=True):
-        torch.testing.assert_close(one, other, rtol=0, atol=0, equal_nan=True)
 
 
 def test_a_checkpoint_is_complete_with_the_last_of_its_files_only(run_dir: Path, tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from rl_training.records.analyses import COLUMNS, verdict
 from rl_training.records.report.checkpoint_analyses import describe_analyses, log_slope, write_analyses_page
 from rl_training.records.report.page import render_page
 from rl_training.records.report.series import read_run
+from rl_training.records.report.words import plus_minus
 
 ROOT = Path(__file__).parents[2]
 SMALL = ["evaluation.prompts=16", "update.prompts=8", "memory.microbatch_size=8", "log.level=none"]
@@ -118,7 +119,7 @@ def test_a_page_stands_alone_and_in_the_runs_report_with_the_table(run: Path, sw
         f"offline_sweep_{name}.png" for name in ("step", "agreement", "sizes", "eta", "checkpoints", "conditioning")
     }
     whole = only(swept, kind="whole", step=2)
-    shown = f"{1e3 * whole['deltaH1']:+.3f} ± {1e3 * whole['deltaH1_se']:.3f}"
+    shown = plus_minus(1e3 * whole["deltaH1"], 1.96e3 * whole["deltaH1_se"], "+")
     for page in (folder / "analyses.html", run / "report" / "report.html"):
         text = page.read_text()
         assert shown in text

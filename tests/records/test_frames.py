@@ -42,7 +42,7 @@ def test_probes_has_a_row_per_estimate_with_its_interval_its_reason_and_what_it_
     assert table.loc["delta_h/backward", "reason"] == "no"
 
 
-def test_evaluations_holds_those_of_checkpoints_and_those_of_the_trainer(tmp_path: Path) -> None:
+def test_evaluations_holds_those_checkpoint_evaluations_and_those_of_the_trainer(tmp_path: Path) -> None:
     Records(record_run(tmp_path) / "logs").write_evaluation(2, {"eval_reward": 0.75, "epoch": 1.0})
     for name, value in (("sums", 0.5), ("chains", 0.25)):
         (tmp_path / "evaluations" / name).mkdir(parents=True)

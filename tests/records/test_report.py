@@ -449,7 +449,7 @@ def test_pictures_say_why_an_error_bar_or_a_band_is_missing(tmp_path: Path) -> N
     assert any("8 steps are needed" in line for line in missing["noise_scale.png"])
 
 
-def test_evaluations_of_checkpoints_are_in_the_report_with_their_errors(tmp_path: Path) -> None:
+def test_evaluations_checkpoint_evaluations_are_in_the_report_with_their_errors(tmp_path: Path) -> None:
     folder = record_run(tmp_path / "run", range(1, 11))
     home = folder / "evaluations" / "<b>held out"
     for step, reward in ((5, 0.25), (10, 0.75)):

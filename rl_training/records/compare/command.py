@@ -6,9 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from rl_training.records.folder import LOGS_FOLDER
-
-COMPARISON_FILE = "comparison.html"
+from rl_training.records.folder import COMPARISON_FILE, LOGS_FOLDER
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

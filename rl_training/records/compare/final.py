@@ -47,7 +47,7 @@ from rl_training.records.report.summary import MAX_WINDOW
 
 MEASURED, PREDICTED, NOISE_SCALE = "measured ΔH", "predicted ΔH", "noise scale (prompts)"
 # Of the trainer's own evaluations: what it logs beside these is of its clipping and its clock.
-OF_TRAINING = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "completions/mean_length")
+FROM_TRAINING = ("reward", "reward_std", "frac_reward_zero_std", "entropy", "completions/mean_length")
 BLOCKS = 10  # of consecutive steps: one step's batch is too noisy to be a point
 MANY_GROUPS = 4  # with so many, each is held against the first only
 NOT_RECORDED = Estimate.missing("it is not recorded")
@@ -106,8 +106,8 @@ def figures_of(run: Run, step: int, since: int = 0) -> dict[str, Estimate]:
         NOISE_SCALE: noise_scales(run),
     }
     for evaluation, metrics in sorted(run.evaluations.items()):
-        told = OF_TRAINING if evaluation == IN_TRAINING else metrics
-        measured |= {f"{metric} · {evaluation}": metrics[metric] for metric in sorted(metrics) if metric in told}
+        shown = FROM_TRAINING if evaluation == IN_TRAINING else metrics
+        measured |= {f"{metric} · {evaluation}": metrics[metric] for metric in sorted(metrics) if metric in shown}
     for label, by_step in measured.items():
         last = max((s for s in by_step if s <= step), default=None)
         if last is not None:
@@ -256,7 +256,7 @@ def _evaluated(group: Group) -> tuple[list[Point], str, float] | None:
     """Returns the checkpoints of the evaluation that has most of them, and the most that is earned there, if enough."""
     by_evaluation: dict[str, list[Point]] = {}
     for member in group.members:
-        for name, metrics in sorted(member.run.of_checkpoints.items()):
+        for name, metrics in sorted(member.run.checkpoint_evaluations.items()):
             entropies, rewards = (finite(metrics.get(metric, {})) for metric in ("entropy/token", "reward"))
             points = [Point(s, entropies[s].value, rewards[s].value) for s in sorted(rewards) if s in entropies]
             by_evaluation.setdefault(name, []).extend(points)
@@ -280,7 +280,7 @@ def _trained(group: Group) -> tuple[list[Point], str, float]:
         sizes.add(size)
         for start in range(0, len(steps) - size + 1, size):
             block = steps[start : start + size]
-            _, entropy_there, reward_there = np.mean(block, axis=0)
-            points.append(Point(block[-1].step, float(entropy_there), float(reward_there)))
+            _, mean_entropy, mean_reward = np.mean(block, axis=0)
+            points.append(Point(block[-1].step, float(mean_entropy), float(mean_reward)))
     averaged = f"{' or '.join(map(str, sorted(sizes)))} step{'s' * (max(sizes) > 1)}"
     return points, f"training, means over {averaged}", group.members[0].most_reward

@@ -130,28 +130,28 @@ def _trunks(members: Sequence[Member], compared: Sequence[Path]) -> list[Member]
     """Returns the runs that these have branched off from, each up to the step where it was; not those compared too."""
     found: dict[tuple[Path, int], Member] = {}
     for member in members:
-        for of, step in _way_of(member).items():
-            if of in compared or not (of / LOGS_FOLDER / METRICS_FILE).is_file():
+        for folder, step in _ancestors(member).items():
+            if folder in compared or not (folder / LOGS_FOLDER / METRICS_FILE).is_file():
                 break
-            if (of, step) not in found:
-                trunk = _read_member(of)
-                found[of, step] = replace(trunk, run=trunk.run.until(step))
+            if (folder, step) not in found:
+                trunk = _read_member(folder)
+                found[folder, step] = replace(trunk, run=trunk.run.until(step))
     return list(found.values())
 
 
 def common_steps(one: Member, other: Member) -> int:
     """Returns how many steps two runs have in common: up to where they branch off from each other, or from a third."""
-    steps, of_other = ({m.run.folder: m.last_step} | _way_of(m) for m in (one, other))
-    return max((min(step, of_other[run]) for run, step in steps.items() if run in of_other), default=0)
+    steps, others = ({m.run.folder: m.last_step} | _ancestors(m) for m in (one, other))
+    return max((min(step, others[run]) for run, step in steps.items() if run in others), default=0)
 
 
-def _way_of(member: Member) -> dict[Path, int]:
+def _ancestors(member: Member) -> dict[Path, int]:
     """Returns the runs that it goes on from, the nearest first, each with the step where it has left it."""
     steps, branch = {}, member.branch
     while branch is not None:
-        of, step = branch
-        steps[of] = step
-        branch = _branch(_settings(of))
+        folder, step = branch
+        steps[folder] = step
+        branch = _branch(_settings(folder))
     return steps
 
 
@@ -164,7 +164,7 @@ def _make_group(letter: str, members: list[Member], compared: Sequence[Path]) ->
     by_seed: dict[str, list[Member]] = {}
     for member in members:
         by_seed.setdefault(member.seed, []).append(member)
-    chosen = [max(of_seed, key=lambda member: member.last_step) for of_seed in by_seed.values()]
+    chosen = [max(runs, key=lambda member: member.last_step) for runs in by_seed.values()]
     repeats = [member for member in members if member not in chosen]
     return Group(letter, chosen, repeats, trunks=_trunks(chosen, compared))
 

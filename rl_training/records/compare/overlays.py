@@ -104,15 +104,15 @@ def _draw_trunks(axes: Axes, groups: Sequence[Group], series: Series) -> None:
 
 
 def _draw_group(
-    axes: Axes, group: Group, series: Series, mean_of_runs: Mean, color: str, stroke: object, label: str | None
+    axes: Axes, group: Group, series: Series, mean_runs: Mean, color: str, stroke: object, label: str | None
 ) -> list[Estimate]:
     """Draws the group's mean with its band, and thin lines of its runs; returns the means."""
-    of_runs = [measured for member in group.members if (measured := series(member.run))]
-    if len(of_runs) > 1:
-        for measured in of_runs:
+    runs = [measured for member in group.members if (measured := series(member.run))]
+    if len(runs) > 1:
+        for measured in runs:
             drawn = curve(measured)
             axes.plot(drawn.steps, drawn.values, "-", color=color, lw=0.8, alpha=0.35)
-    pooled = pool(of_runs, mean_of_runs)
+    pooled = pool(runs, mean_runs)
     mean = curve(pooled)
     marker = "o" if len(mean.steps) < MARKED else ""
     axes.plot(mean.steps, mean.values, ls=stroke, color=color, lw=2, label=label, marker=marker, ms=5)
@@ -147,12 +147,12 @@ def _room(means: Sequence[Estimate], reaches: Sequence[float]) -> float:
     return max(room, min(2 * stderr, reach)) or abs(values[0]) or 1.0
 
 
-def pool(of_runs: Sequence[Measurements], mean: Mean = mean_over_runs) -> dict[int, Estimate]:
+def pool(runs: Sequence[Measurements], mean: Mean = mean_over_runs) -> dict[int, Estimate]:
     """Returns the mean over runs at each step that all of them have, its error between them; of one run, that run."""
-    if len(of_runs) < 2:
-        return dict(of_runs[0]) if of_runs else {}
-    known = [finite(run) for run in of_runs]
-    return {step: mean([run[step] for run in known]) for step in sorted(set.intersection(*map(set, known)))}
+    if len(runs) < 2:
+        return dict(runs[0]) if runs else {}
+    known = [finite(measured) for measured in runs]
+    return {step: mean([measured[step] for measured in known]) for step in sorted(set.intersection(*map(set, known)))}
 
 
 def _reward(run: Run) -> Measurements:

@@ -11,7 +11,6 @@ from typing import Any
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.compare.command import COMPARISON_FILE
 from rl_training.records.compare.final import (
     Difference,
     begun,
@@ -23,7 +22,7 @@ from rl_training.records.compare.final import (
 )
 from rl_training.records.compare.groups import Group, Member, branching_steps, differences, read_groups
 from rl_training.records.compare.overlays import draw_law, draw_overlays
-from rl_training.records.folder import LOGS_FOLDER
+from rl_training.records.folder import COMPARISON_FILE, LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.page import render
 from rl_training.records.report.series import finite
@@ -90,19 +89,19 @@ def _by_label(columns: Sequence[dict[str, Estimate]]) -> dict[str, list[Estimate
 def _finding(pair: Difference) -> str:
     """Returns what differs at the last step that both have reached, and by how much."""
     names = f"{pair.second.name} against {pair.first.name}"
-    told = "; ".join(_told(label, pair.figures[label]) for label in IN_WORDS if label in pair.figures)
-    if not told:
+    changes = "; ".join(_change(label, pair.figures[label]) for label in IN_WORDS if label in pair.figures)
+    if not changes:
         return f"{names}: {NO_COMMON_STEP}"
-    return f"{names}, at step {pair.step}: {told}.{ANOTHER_SEED if pair.single_seed else ''}"
+    return f"{names}, at step {pair.step}: {changes}.{ANOTHER_SEED if pair.single_seed else ''}"
 
 
-def _told(label: str, estimate: Estimate) -> str:
+def _change(label: str, estimate: Estimate) -> str:
     size = in_words(estimate, signed=True)
     if math.isnan(estimate.ends()[0]):
         return f"{label} {size}, without an error bar: more steps or seeds would give one"
     if not is_significant(estimate):
-        return f"{label} does not differ by more than noise ({size})"
-    return f"{label} {'higher' if estimate.value > 0 else 'lower'} by more than noise ({size})"
+        return f"{label} does not detectably differ ({size})"
+    return f"{label} significantly {'higher' if estimate.value > 0 else 'lower'} ({size})"
 
 
 def _run_rows(group: Group) -> Iterator[tuple[str, ...]]:

@@ -64,11 +64,11 @@ def what_is_missing(quantities: Mapping[str, Measurements], values: bool = True,
         for step, estimate in finite(measurements).items():
             if math.isnan(estimate.stderr) and estimate.reason:
                 without.setdefault(estimate.reason, []).append((label, step))
-    told = [f"{', '.join(labels)} – {reason}" for reason, labels in ends.items() if reason and values]
+    lines = [f"{', '.join(labels)} – {reason}" for reason, labels in ends.items() if reason and values]
     for reason, found in without.items() if bands else ():
-        labels, steps = (list(dict.fromkeys(of)) for of in zip(*found, strict=True))
-        told.append(f"error bars of {', '.join(labels)}, steps {min(steps)}–{max(steps)} – {reason}")
-    return told
+        labels, steps = (list(dict.fromkeys(column)) for column in zip(*found, strict=True))
+        lines.append(f"error bars of {', '.join(labels)}, steps {min(steps)}–{max(steps)} – {reason}")
+    return lines
 
 
 def line(axes: Axes, drawn: Curve, color: str, style: str, label: str) -> None:

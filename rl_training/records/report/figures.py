@@ -55,7 +55,7 @@ def draw_figures(run: Run) -> list[Picture]:
         pictures.append(draw_predictors(run))
     if run.measured("ess/advantage"):
         pictures.append(_effective_sample_size(run))
-    return pictures + [drawn for name in run.of_checkpoints for drawn in _evaluated(run, name)]
+    return pictures + [drawn for name in run.checkpoint_evaluations for drawn in _evaluated(run, name)]
 
 
 def _reward(run: Run) -> Picture:

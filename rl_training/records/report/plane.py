@@ -107,7 +107,7 @@ def _name_at_the_side(axes: Axes, order: Sequence[Effect]) -> None:
 
 def in_order_of_price(effects: Sequence[Some]) -> list[Some]:
     """Returns the effects, the cheapest first, those without a price last."""
-    return sorted(effects, key=lambda of: of.price.value if math.isfinite(of.price.value) else math.inf)
+    return sorted(effects, key=lambda effect: effect.price.value if math.isfinite(effect.price.value) else math.inf)
 
 
 def certain_order(prices: Mapping[str, Estimate]) -> str:
@@ -119,9 +119,9 @@ def certain_order(prices: Mapping[str, Estimate]) -> str:
     if len(ends) < 2:
         return ""
     dearer = {name: [other for other in ends if ends[other][0] > ends[name][1]] for name in ends}
-    told = "; ".join(f"{name} costs less than {', '.join(others)}" for name, others in dearer.items() if others)
-    if told:
+    pairs = "; ".join(f"{name} costs less than {', '.join(others)}" for name, others in dearer.items() if others)
+    if pairs:
         is_whole = 2 * sum(map(len, dearer.values())) == len(ends) * (len(ends) - 1)
         rest = "" if is_whole else " The rest of their order is not certain."
-        return f" Prices whose intervals do not overlap: {told}.{rest}"
+        return f" Prices whose intervals do not overlap: {pairs}.{rest}"
     return " The intervals of these prices all overlap: their order is not certain."

@@ -55,7 +55,7 @@ class Run:
         return (self.settings.get("probes") or {}).get(name) or {}
 
     @property
-    def of_checkpoints(self) -> dict[str, dict[str, dict[int, Estimate]]]:
+    def checkpoint_evaluations(self) -> dict[str, dict[str, dict[int, Estimate]]]:
         """The evaluations but the trainer's own."""
         return {name: metrics for name, metrics in self.evaluations.items() if name != IN_TRAINING}
 

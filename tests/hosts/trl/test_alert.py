@@ -203,7 +203,7 @@ def test_the_report_forecasts_from_records_what_the_alert_does_from_the_log(tmp_
     assert forecast is not None
     assert forecast.ahead(20).median == last["forecast/median"]
     page = write_report(run.run_dir).read_text(encoding="utf-8")
-    assert f"In 20 more steps it would be {last['forecast/median']:.2g} nats" in page
+    assert f"{last['forecast/median']:.2g} nats in 20 steps" in page
     assert alerts(read_run(run.run_dir)) == ([], 0, 0)
 
 
