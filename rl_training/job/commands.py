@@ -19,7 +19,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from rl_training.job.command_line import Carried, importing
 from rl_training.job.explain import check_choices, load_plain
-from rl_training.job.run_settings import branched, key_of, settable, words_of_the_run
+from rl_training.job.run_settings import branched, key_of, parsed, settable, words_of_the_run
 from rl_training.job.settings import check_analysis, check_evaluation, check_run
 from rl_training.job.shipped import CONF, conf_folders
 
@@ -82,7 +82,9 @@ def _analyze(cfg: DictConfig, words: list[str]) -> None:
     cfg = OmegaConf.masked_copy(cfg, list(load_plain(CONF / "offline.yaml").keys() & cfg.keys()))
     cfg.run = [*cfg.run, *of_the_run]
     if HydraConfig.get().mode == RunMode.MULTIRUN and "name" not in map(key_of, words):
-        apart = [word.lstrip("+") for word in words if key_of(word) != "checkpoint"]  # these have a folder each
+        typed = [word for word in sys.argv[1:] if key_of(word)]
+        swept = {word.key_or_group for word in parsed(typed) if word.is_sweep_override()} - {"checkpoint"}
+        apart = [word.lstrip("+") for word in words if word.lstrip("+").partition("=")[0] in swept]
         cfg.name = ",".join([cfg.name, *apart])  # else all jobs would write into one folder
     check_analysis(cfg)  # again by its plan; here it waits for no import
     with importing():

@@ -99,6 +99,7 @@ def test_a_damaged_checkpoint_is_reported_the_others_are_kept_and_the_rest_is_do
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)  # as every command does
     metrics = "def characters(responses, **others):\n    return {'mean': sum(map(len, responses)) / len(responses)}\n"
     raising = "def raising(row, **others):\n    raise KeyError('nothing')\n"
     (tmp_path / "my_metrics.py").write_text(metrics + raising, encoding="utf-8")
