@@ -31,7 +31,7 @@ from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.scorer import Scorer
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop import LoopPolicy
-from rl_training.hosts.processes import all_ranks, rank
+from rl_training.hosts.processes import all_ranks, rank, streams_put_back
 from rl_training.hosts.verl.batch import ResponseTokens, flat_entropies, read_rollout
 from rl_training.hosts.verl.versions import refuse_other_methods
 from rl_training.mathematics.scores import Scores
@@ -102,10 +102,13 @@ class Measurement:
 
     def step(self, optimizer_step: Callable[[], float]) -> float:
         """Returns what the optimizer's step returns, the gradient's norm."""
-        self.driver.gradients_ready(self._rollout)
+        device = self._loop.sharding.optimizer.param_groups[0]["params"][0].device
+        with streams_put_back(device):  # a probe of one's own may draw
+            self.driver.gradients_ready(self._rollout)
         norm = optimizer_step()
         self._metrics |= {"grad_norm": norm, "learning_rate": self._loop.sharding.optimizer.param_groups[0]["lr"]}
-        self.driver.stepped()
+        with streams_put_back(device):
+            self.driver.stepped()
         self._steps, self._fresh = self._steps + 1, False
         return norm
 
