@@ -24,6 +24,7 @@ class Effects:
 
     plain: Pair  # (ΔH per token, Δreward per response) of the step as it is
     by_name: Mapping[str, Pair]  # of each intervention, less that of the step as it is
+    kept: Mapping[str, float]  # of each: what a step does once all of the momentum includes it, as a multiple of this
     has_reward: bool  # else every Δreward is nan
 
 
@@ -44,7 +45,8 @@ def effects_of(step: Step, loss: Sequence[LossInputs], which: Sequence[Intervent
     measure({"": None} | settings | without_basis.changes)
     for number, basis in _bases(step, [group.basis for group in groups if group.basis is not None]):
         measure(groups[number].changes, basis)
-    return Effects(pairs.pop(""), pairs, reward is not None)
+    kept = {each.name: kept_factor(each, step.optimizer.states or {}) for each in which}
+    return Effects(pairs.pop(""), pairs, kept, reward is not None)
 
 
 def kept_factor(intervention: Intervention, states: Mapping[str, AdamWState | SGDState]) -> float:

@@ -27,7 +27,7 @@ from dataclasses import replace
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.engine.step_by_folds import why_no_folds
-from rl_training.interventions.effects import Effects, effects_of, kept_factor
+from rl_training.interventions.effects import Effects, effects_of
 from rl_training.interventions.loss import loss_inputs
 from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, interventions_of
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
@@ -98,8 +98,7 @@ class InterventionsProbe(Probe):
             if unavailable[each.name]:
                 answers += [Estimate.missing(unavailable[each.name])] * len(QUANTITIES)
             else:
-                first = FIRST_OF_ADAM if step.capabilities.first_of_adam else ""
-                answers += self._estimates(each, effects, kept_factor(each, step.optimizer.states or {}), first)
+                answers += self._estimates(each, effects, FIRST_OF_ADAM if step.capabilities.first_of_adam else "")
         self._answers = dict(zip((*PLAIN_METRICS, *self._metrics()), answers, strict=True))
 
     def num_vectors(self, num_folds: int) -> int:
@@ -109,22 +108,23 @@ class InterventionsProbe(Probe):
     def _metrics(self) -> list[str]:
         return [f"intervention/{each.name}/{quantity}" for each in self.which for quantity in QUANTITIES]
 
-    def _estimates(self, each: Intervention, effects: Effects, factor: float, first: str) -> list[Estimate]:
+    def _estimates(self, each: Intervention, effects: Effects, first: str) -> list[Estimate]:
         """Returns the QUANTITIES of an intervention, and adds this step to the means.
 
-        factor  on its effect when it is kept        first  a remark where this is Adam's first step
+        first  a remark where this is Adam's first step
         """
         pair, has_reward, running = effects.by_name[each.name], effects.has_reward, self.running[each.name]
+        kept = pair.times(effects.kept[each.name])
         is_small = abs(float(pair.values[0])) < SMALLEST
         remarks = [RATIOS_ARE_ONE] if each.nothing_on_policy else [each.remark, first, TOO_SMALL if is_small else ""]
         delta, reward = _both(pair, has_reward, "; ".join(filter(None, remarks)))
-        mean, mean_kept = running.add(pair), self.running[each.name + KEPT].add(pair.times(factor))
-        unknown = OTHER_BETAS if math.isnan(factor) else ""
+        mean, mean_kept = running.add(pair), self.running[each.name + KEPT].add(kept)
+        unknown = OTHER_BETAS if math.isnan(effects.kept[each.name]) else ""
         mean_delta, mean_reward = _both(mean, has_reward)
         price, mean_price = (p.minus_ratio(LOST) if has_reward else Estimate.missing(NO_REWARD) for p in (pair, mean))
         return [
             delta,
-            pair.times(factor).estimate(0, unknown or delta.reason),
+            kept.estimate(0, unknown or delta.reason),
             reward,
             Estimate.missing(TOO_SMALL) if is_small and has_reward else price,
             replace(mean_delta, detail={"measured_steps": running.steps}),
