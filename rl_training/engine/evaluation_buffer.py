@@ -79,7 +79,7 @@ def gradients_by_block(
     targets: Sequence[Target] = TARGETS,
     microbatch_size: int | None = None,
 ) -> Iterator[tuple[int, int, list[Vector]]]:
-    """Yields the parts of X_E from this process's sequences: the block, how many sequences, the gradient per target.
+    """Yields the parts of N X_E from this process's sequences: the block, how many sequences, the gradient per target.
 
     targets          "token", "sequence": a backward for each
     microbatch_size  sequences of one forward and backward; a whole block where not given
@@ -97,10 +97,7 @@ def gradients_by_block(
             with policy.measuring():
                 fresh = policy.score(buffer.rollout, rows)
                 place = buffer.number[rows], slice(fresh.logps.shape[1])
-                pairs = [
-                    ((w[place] / sequences.count).to(fresh.logps), (u[place] / sequences.count).to(fresh.entropies))
-                    for w, u in weights
-                ]
+                pairs = [(w[place].to(fresh.logps), u[place].to(fresh.entropies)) for w, u in weights]
                 gradient = entropy_gradient(fresh, pairs, parameters, layout)
             yield number, len(rows), gradient
 

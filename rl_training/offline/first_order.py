@@ -82,8 +82,10 @@ def predict(
     for block, count, gradients in gradients_by_block(
         evaluation, blocks, restored.policy, layout, parameters, microbatch_size=microbatch_size
     ):
-        direction += torch.stack([torch.cat(gradient) for gradient in gradients])
-        sums[block] += _by_label(splits, split_products(update.in_pieces(), gradients, len(parameters)))
+        mean = torch.stack([torch.cat(gradient) for gradient in gradients]).div_(evaluation.num_sequences)
+        direction += mean
+        products = split_products(update.in_pieces(), [layout.split(x) for x in mean], len(parameters))
+        sums[block] += _by_label(splits, products)
         progress(count * restored.num_ranks)
     direction = restored.reduce(direction)
     over_evaluation = without_blocks(restored.reduce(sums), mask, blocks)

@@ -175,4 +175,4 @@ def predicted_change(step: Step, buffer: EvaluationBuffer, blocks: JackknifeUnit
     parameters, targets = list(step.gradients.parameters.values()), TARGETS[:num_targets]
     for block, _, gradients in gradients_by_block(buffer, blocks, step.policy, layout, parameters, targets):
         products[block] += torch.stack([dot(gradient, update) for gradient in gradients]).to(products)
-    return without_blocks(step.ranks.reduce(products), mask, blocks)
+    return without_blocks(step.ranks.reduce(products) / buffer.num_sequences, mask, blocks)
