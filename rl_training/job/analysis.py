@@ -23,7 +23,7 @@ from rl_training.offline.kernel_at_checkpoint import add_kernel
 from rl_training.offline.logs import LogSettings, write_log
 from rl_training.offline.phases import short_memory_says_what_to_lower
 from rl_training.offline.results import print_table, write_result
-from rl_training.offline.settings import KernelSettings, Settings, refuse_learning_rate
+from rl_training.offline.settings import KernelSettings, Settings
 from rl_training.offline.sweep import SweepSettings, refuse_sweep, sweep_tables
 from rl_training.records.analyses import OFFLINE, RESULT_FILE, read_analysis
 from rl_training.records.checkpoints import checkpoints_named
@@ -74,7 +74,6 @@ def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
 def read_plan(cfg: DictConfig) -> Plan:
     """Returns the plan that the configuration describes. Raises ValueError for whatever the user got wrong in it."""
     analysis = check_analysis(cfg)
-    refuse_learning_rate(cfg.learning_rate)
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     kernel, sweep = dict(values["kernel"]), SweepSettings(**values["sweep"])
     refuse_sweep(sweep, analysis)
