@@ -100,3 +100,10 @@ def altered(run: Path, tmp_path: Path, alter: Callable[[Path], None]) -> Path:
     shutil.copy(run / "config.yaml", copy)
     alter(checkpoint(copy, 1))
     return copy
+
+
+def results_of(predicted: float, measured: float, stderr: float, of_predicted: float = 0.1) -> dict[str, float]:
+    """Returns results in nats from thousandths: the difference follows."""
+    numbers = {"deltaH1": (predicted, of_predicted), "deltaH_true": (measured, of_predicted)}
+    numbers["paired_error"] = (predicted - measured, stderr)
+    return {f"{key}{se}": 1e-3 * pair[bool(se)] for key, pair in numbers.items() for se in ("", "_se")}

@@ -29,6 +29,14 @@ def make_trainer(tmp_path: Path) -> Callable[..., Any]:
     return trainer_maker(tmp_path)
 
 
+@pytest.fixture(scope="module")
+def stand_in(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with questions and a model that half answers them: see qwen_stand_in.py."""
+    from qwen_stand_in import taught
+
+    return taught(tmp_path_factory.getbasetemp())
+
+
 # The files that take longest, longest first: begun last, one of them would keep one process busy and the others idle.
 LONG = [
     "test_processes", "test_simple_probe", "test_resume", "test_ground_truth", "test_train", "test_command_line",

@@ -49,13 +49,16 @@ SHORT_LAST_STEP: dict[str, Any] = {
     "steps_per_generation": 2, "gradient_accumulation_steps": 4, "per_device_train_batch_size": 8, "max_steps": -1,
     "num_train_epochs": 1, "max_completion_length": 8, "reward": graded,
 }  # fmt: skip
+# Two microbatches of two prompts; some responses are truncated at 24 tokens.
+SHAPE: dict[str, Any] = FEW | {"max_completion_length": 24, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
+SGD = {"optim": "sgd", "learning_rate": 0.3}
 LORA: dict[str, Any] = {"r": 4, "target_modules": "all-linear", "lora_dropout": 0.1, "task_type": "CAUSAL_LM"}
 
 
-def every_probe(**of_simple: Any) -> list[Probe]:
+def every_probe(**simple_options: Any) -> list[Probe]:
     """Returns one of each, which measures all it can; without those that need eight folds."""
     return [
-        SimpleEntropyProbe(per_sequence=True, **of_simple),
+        SimpleEntropyProbe(per_sequence=True, **simple_options),
         GroundTruthProbe(every=1, sequences=16),
         GradientNoiseScaleProbe(split_prompts=1),
         EffectiveSampleSizeProbe(),
@@ -124,6 +127,11 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
         return trainer
 
     return make
+
+
+def trained_weights(trainer: Any) -> Tensor:
+    """Returns all weights that are trained, as one vector."""
+    return torch.cat([p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad])
 
 
 class Ending(NamedTuple):

@@ -1,13 +1,7 @@
-"""What a run on a real model is made of, on small stand-ins: experiment=qwen_gsm8k, bf16, checkpointing, adapter=qlora.
-
-The stand-in has the architecture of Qwen2.5 with every switch as published, a byte-level BPE of its own, and has seen
-enough answers in the right form to guess some: without rewards nothing would move.
-"""
+"""A run on a real model, on a small stand-in: experiment=qwen_gsm8k, bf16, checkpointing, adapter=qlora."""
 
 from __future__ import annotations
 
-import functools
-import json
 import math
 import re
 from pathlib import Path
@@ -15,128 +9,31 @@ from typing import Any
 
 import pytest
 import torch
-from hydra import compose, initialize_config_dir
-from omegaconf import DictConfig
 from peft import LoraConfig
-from tokenizers import ByteLevelBPETokenizer
+from qwen_stand_in import composed, experiment
 from torch import Tensor, nn
-from transformers import GenerationConfig, PreTrainedTokenizerBase, Qwen2Config, Qwen2ForCausalLM, Qwen2Tokenizer
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
-from rl_training.job.build import TrainingRun, build_run
+from rl_training.job.build import build_run
 from rl_training.job.settings import accumulation_steps
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.probes import GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
 from rl_training.tasks import models
 from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.gsm8k import gsm8k
 from rl_training.tasks.models import load_causal_lm, load_tiny
 
-CONF = Path(__file__).parents[2] / "conf"
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
-EOS = "<|endoftext|>"
-ROWS = [
-    {"question": f"Mia has {a} {what} and finds {b} more. How many {what} has she?", "answer": f"so\n#### {a + b}"}
-    for what in ("pens", "eggs", "coins")
-    for a in range(1, 5)
-    for b in range(1, 5)
-]
-SMALL = [
-    "trainer.max_steps=2", "trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4",
-    "trainer.max_completion_length=16", "logger=none", "++trainer.disable_tqdm=true", "++trainer.save_strategy=no",
-]  # fmt: skip
-
-
-def composed(*overrides: str) -> DictConfig:
-    with initialize_config_dir(str(CONF), version_base="1.3"):
-        return compose("train", overrides=list(overrides))
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with rows.jsonl, and with the model in bf16 and its tokenizer under model/."""
-    return taught(tmp_path_factory.getbasetemp())
-
-
-@functools.cache
-def taught(temporary: Path) -> Path:
-    folder = temporary / "qwen"
-    folder.mkdir()
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
-    prompts = gsm8k(str(folder / "rows.jsonl")).train_dataset["prompt"]
-    tokenizer = trained_tokenizer([f"{prompt} 5 </think> <answer>5</answer>" for prompt in prompts])
-    model = small_qwen(tokenizer)
-    teach_the_form(model, tokenizer, prompts)
-    model.to(torch.bfloat16).save_pretrained(folder / "model")
-    tokenizer.save_pretrained(folder / "model")
-    return folder
-
-
-def trained_tokenizer(texts: list[str]) -> PreTrainedTokenizerBase:
-    bpe = ByteLevelBPETokenizer()
-    bpe.train_from_iterator(texts, vocab_size=400, special_tokens=[EOS], show_progress=False)
-    kept = json.loads(bpe.to_str())["model"]
-    merges = [tuple(pair) for pair in kept["merges"]]
-    return Qwen2Tokenizer(vocab=kept["vocab"], merges=merges, unk_token=EOS, eos_token=EOS, pad_token=EOS)
-
-
-def small_qwen(tokenizer: PreTrainedTokenizerBase) -> Qwen2ForCausalLM:
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=len(tokenizer),
-            hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            tie_word_embeddings=True,
-            rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-            max_position_embeddings=131072,
-            use_sliding_window=False,
-            initializer_range=0.08,
-            bos_token_id=tokenizer.eos_token_id,
-            eos_token_id=tokenizer.eos_token_id,
-        )
-    )
-    eos = tokenizer.eos_token_id
-    model.generation_config = GenerationConfig(bos_token_id=eos, eos_token_id=eos, do_sample=False, max_new_tokens=2048)
-    return model
-
-
-def teach_the_form(model: nn.Module, tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> None:
-    """Trains until a response is some digit in answer tags."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=4e-3)
-    generator = torch.Generator().manual_seed(0)
-    for _ in range(50):
-        chosen = torch.randint(len(prompts), (8,), generator=generator).tolist()
-        digits = torch.randint(1, 10, (8,), generator=generator).tolist()
-        texts = [f"{prompts[i]} {d} </think> <answer>{d}</answer>{EOS}" for i, d in zip(chosen, digits, strict=True)]
-        batch = tokenizer(texts, return_tensors="pt", padding=True, padding_side="right")
-        labels = batch.input_ids.masked_fill(batch.attention_mask == 0, -100)
-        model(input_ids=batch.input_ids, labels=labels).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
 
 
 # --- the experiment ---------------------------------------------------------------------------------------------------
 
 
-def experiment(folder: Path, run_dir: Path, *overrides: str) -> TrainingRun:
-    return build_run(
-        composed(
-            "experiment=qwen_gsm8k", f"model.name={folder / 'model'}", f"data.path={folder / 'rows.jsonl'}",
-            f"run_dir={run_dir}", *SMALL, *overrides,
-        )
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(("dtype", "steps"), [("float32", 2), ("bfloat16", 1)])
-def test_the_experiment_trains_lora_in_bf16_with_checkpointing_and_measures(folder, tmp_path, dtype, steps) -> None:
+def test_the_experiment_trains_lora_in_bf16_with_checkpointing_and_measures(stand_in, tmp_path, dtype, steps) -> None:
     truth = ("probe=[simple,gns,ess,ground_truth]", "probes.ground_truth.every=1", "probes.ground_truth.sequences=16")
     other = [] if dtype == "float32" else [f"model.dtype={dtype}"]
-    run = experiment(folder, tmp_path / "run", f"trainer.max_steps={steps}", *truth, *other)
+    run = experiment(stand_in, tmp_path / "run", f"trainer.max_steps={steps}", *truth, *other)
     model = run.trainer.model
     adapted = {name.split(".")[-2] for name, module in model.named_modules() if name.endswith("lora_A")}
     assert adapted == LINEAR
@@ -181,9 +78,9 @@ def test_an_override_wins_over_the_experiment() -> None:
 # --- bf16 -------------------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_are_kept_in_bf16_are_not_trained(folder: Path, tmp_path: Path) -> None:
+def test_weights_that_are_kept_in_bf16_are_not_trained(stand_in: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model\.dtype=float32"):
-        experiment(folder, tmp_path / "run", "adapter=none", "model.dtype=bfloat16")
+        experiment(stand_in, tmp_path / "run", "adapter=none", "model.dtype=bfloat16")
 
 
 def test_the_step_of_bf16_weights_has_no_formula_but_is_known_afterwards(make_trainer, tmp_path: Path) -> None:
@@ -270,9 +167,9 @@ def test_a_4_bit_base_is_trained_by_fp32_adapters_that_probes_read_and_do_not_to
     assert math.isfinite(answers["delta_h/true"].value)
 
 
-def test_qlora_composes_with_the_experiment_and_loads_4_bits(folder: Path) -> None:
+def test_qlora_composes_with_the_experiment_and_loads_4_bits(stand_in: Path) -> None:
     pytest.importorskip("bitsandbytes")
-    cfg = composed("experiment=qwen_gsm8k", "adapter=qlora", f"model.name={folder / 'model'}")
+    cfg = composed("experiment=qwen_gsm8k", "adapter=qlora", f"model.name={stand_in / 'model'}")
     assert cfg.adapter == composed("adapter=lora").adapter
     model, _ = load_causal_lm(cfg.model.name, cfg.model.dtype, cfg.model.quantization)
     quantised = {name.split(".")[-1] for name, m in model.named_modules() if type(m).__name__ == "Linear4bit"}

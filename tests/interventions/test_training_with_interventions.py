@@ -13,8 +13,17 @@ import pytest
 import torch
 from peft import LoraConfig
 from simple_twin import Answers, Recorder, Twin
-from torch import Tensor
-from trainers import FEW, LORA, SHORT_LAST_STEP, bare_ending, differing, ending, graded
+from trainers import (
+    LORA,
+    SGD,
+    SHAPE,
+    SHORT_LAST_STEP,
+    bare_ending,
+    differing,
+    ending,
+    graded,
+    trained_weights,
+)  # fmt: skip
 
 from rl_training import Estimate, Probe
 from rl_training.hosts.trl.trained_loss import with_settings
@@ -22,9 +31,6 @@ from rl_training.interventions.named import intervention
 from rl_training.probes import InterventionsProbe
 
 NO_DROPOUT = LORA | {"lora_dropout": 0.0}
-# Two microbatches of two prompts; some responses are truncated at 24 tokens.
-SHAPE: dict[str, Any] = FEW | {"max_completion_length": 24, "per_device_train_batch_size": 8, "learning_rate": 3e-3}
-SGD = {"optim": "sgd", "learning_rate": 0.3}
 REUSED: dict[str, Any] = {"num_iterations": 2, "epsilon": 0.02}  # every second step is off-policy
 TRL_S_OWN: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
     (["bonus:0.1"], {"entropy_coef": 0.1}, {}),
@@ -41,11 +47,6 @@ TRL_S_OWN: list[tuple[list[str], dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-def weights(trainer: Any) -> Tensor:
-    trained = [p.detach().double().flatten() for p in trainer.model.parameters() if p.requires_grad]
-    return torch.cat(trained)
-
-
 @pytest.mark.parametrize(("names", "settings", "common"), TRL_S_OWN, ids=lambda value: str(value)[:30])
 def test_training_is_that_with_trl_s_own_setting(
     make_trainer: Callable[..., Any], names: list[str], settings: dict[str, Any], common: dict[str, Any]
@@ -57,9 +58,9 @@ def test_training_is_that_with_trl_s_own_setting(
     changes = []
     for changed in ({}, {"interventions": names}, settings):
         trainer = make_trainer(**SHAPE | SGD | common | changed)
-        first = weights(trainer)
+        first = trained_weights(trainer)
         trainer.train()
-        changes.append(weights(trainer) - first)
+        changes.append(trained_weights(trainer) - first)
     plain, own, theirs = changes
     assert float((own - theirs).norm() / theirs.norm()) < 1e-6
     assert float((plain - theirs).norm() / theirs.norm()) > 1e-3
@@ -115,10 +116,10 @@ def test_prompts_without_advantage_count_over_the_whole_rollout(make_trainer: Ca
 def test_a_rollout_without_any_advantage_leaves_nothing_to_scale(make_trainer: Callable[..., Any]) -> None:
     settings = SHAPE | {"reward": lambda completions, **kwargs: [1.0] * len(completions), "max_steps": 1}
     trainer = make_trainer(interventions=["dynamic_sampling"], **settings)
-    first = weights(trainer)
+    first = trained_weights(trainer)
     trainer.train()
-    assert torch.isfinite(weights(trainer)).all()
-    assert float((weights(trainer) - first).norm() / first.norm()) < 1e-3  # weight decay alone
+    assert torch.isfinite(trained_weights(trainer)).all()
+    assert float((trained_weights(trainer) - first).norm() / first.norm()) < 1e-3  # weight decay alone
 
 
 def test_what_is_predicted_is_of_the_loss_that_is_trained_with(make_trainer: Callable[..., Any]) -> None:
@@ -227,7 +228,7 @@ def test_a_resumed_training_has_the_learning_rate_that_is_asked_for(
     resumed, branched = (make_trainer(**settings, **halved) for _ in range(2))
     resumed.train(resume_from_checkpoint=str(tmp_path / "halved" / "checkpoint-1"))
     branched.train(resume_from_checkpoint=str(tmp_path / "plain" / "checkpoint-1"))
-    assert torch.equal(weights(resumed), weights(whole))
+    assert torch.equal(trained_weights(resumed), trained_weights(whole))
     rates = [trainer.state.log_history[1]["learning_rate"] for trainer in (whole, branched)]
     assert rates == [0.25 * SHAPE["learning_rate"]] * 2  # half, of the second of two steps
 

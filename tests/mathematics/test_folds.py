@@ -4,13 +4,12 @@ import itertools
 import math
 import random
 import statistics
-import threading
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import reference
 import torch
+from ranks_in_threads import on_two_ranks
 from torch import Tensor
 
 from rl_training.engine.entropy_change import FORWARD, LEVELS, REUSE, sums_without
@@ -23,21 +22,6 @@ from rl_training.mathematics.jackknife import jackknife_stderr
 def alone(tensor: Tensor) -> Tensor:
     """The reduce of a single rank."""
     return tensor
-
-
-def on_two_ranks(rank_function: Callable[[int, Callable[[Tensor], Tensor]], Tensor]) -> list[Tensor]:
-    """Returns [rank_function(rank, reduce) for both ranks], run side by side; reduce waits for the other rank's."""
-    barrier, slots = threading.Barrier(2, timeout=20), [torch.empty(0)] * 2
-
-    def reduce(rank: int, tensor: Tensor) -> Tensor:
-        slots[rank] = tensor
-        barrier.wait()
-        total = slots[0] + slots[1]
-        barrier.wait()  # nobody writes again before both have read
-        return total
-
-    with ThreadPoolExecutor(2) as pool:
-        return list(pool.map(lambda rank: rank_function(rank, lambda tensor: reduce(rank, tensor)), range(2)))
 
 
 def random_folds(num_folds: int, *shape: int, seed: int = 0) -> Tensor:

@@ -14,9 +14,8 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from analysed_runs import ROOT, RUN, SMALL, checkpoint, restored_at
+from analysed_runs import ROOT, RUN, SMALL, checkpoint, restored_at, results_of
 from hydra import compose, initialize_config_dir
-from test_verdict import found as found_to_be
 
 from rl_training.job.analysis import analyse_checkpoints
 from rl_training.job.build import build_restored
@@ -104,7 +103,7 @@ def test_the_terminal_says_where_first_order_fails_and_nothing_where_it_does_not
     restored: RestoredTrainer, analysed: Analysis, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for measured, says in ((-0.9, False), (0.25, True)):
-        results = {**analysed.results, **found_to_be(-1.0, measured, 0.1)}
+        results = {**analysed.results, **results_of(-1.0, measured, 0.1)}
         print_table(dataclasses.replace(analysed, results=results), restored, Path("result.json"))
         assert ("Step 2: higher orders cancel the first" in capsys.readouterr().out) == says
 

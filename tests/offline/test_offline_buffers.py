@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from test_folds import on_two_ranks
+from ranks_in_threads import on_two_ranks
 
 from rl_training.engine.batch import Rollout
 from rl_training.hosts.trl.buffer import FilteredBuffer

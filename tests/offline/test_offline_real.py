@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from test_real_scale import experiment, folder  # noqa: F401, a fixture
+from qwen_stand_in import experiment
 
 from rl_training.job.analysis import analyse_checkpoints
 from rl_training.job.build import build_restored
@@ -30,9 +30,9 @@ def restored_at(checkpoint: Path, *changes: str) -> RestoredTrainer:
 
 
 @pytest.mark.parametrize("adapter", ["lora", "qlora"])
-def test_the_analysis_of_an_adapter_on_gsm8k_in_bf16(folder: Path, tmp_path: Path, adapter: str) -> None:  # noqa: F811
+def test_the_analysis_of_an_adapter_on_gsm8k_in_bf16(stand_in: Path, tmp_path: Path, adapter: str) -> None:
     run = tmp_path / "run"
-    trained = experiment(folder, run, f"adapter={adapter}", *SAVED, "trainer.learning_rate=1e-3")
+    trained = experiment(stand_in, run, f"adapter={adapter}", *SAVED, "trainer.learning_rate=1e-3")
     trained.train()
     weights = {n: p.detach().clone() for n, p in trained.trainer.model.named_parameters() if p.requires_grad}
     checkpoint = run / "training_state" / "checkpoint-1"

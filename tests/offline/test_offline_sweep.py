@@ -12,10 +12,9 @@ import forks
 import numpy as np
 import pandas as pd
 import pytest
-from analysed_runs import checkpoint
+from analysed_runs import checkpoint, results_of
 from hydra import compose, initialize_config_dir
-from test_report import record_run
-from test_verdict import found
+from recorded_runs import record_run
 
 from rl_training.job.analysis import analyse_checkpoints, read_plan
 from rl_training.job.shipped import CONF
@@ -95,7 +94,7 @@ def test_a_step_where_first_order_fails_is_said_on_its_page_and_first_in_the_rep
     tmp_path: Path,
 ) -> None:
     content = json.loads((run / "offline" / "sweep" / "checkpoint-2" / "result.json").read_text())
-    content["results"] |= found(-1.0, 0.25, 0.1)
+    content["results"] |= results_of(-1.0, 0.25, 0.1)
     folder = tmp_path / "name"
     (folder / "checkpoint-2").mkdir(parents=True)
     (folder / "checkpoint-2" / "result.json").write_text(json.dumps(content))

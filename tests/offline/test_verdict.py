@@ -5,21 +5,15 @@ from __future__ import annotations
 import math
 
 import pytest
+from analysed_runs import results_of
 
 from rl_training.offline.results import ROWS
 from rl_training.records.analyses import KEYS, verdict
 
 
-def found(predicted: float, measured: float, stderr: float, of_predicted: float = 0.1) -> dict[str, float]:
-    """Returns results in nats from thousandths: the difference follows."""
-    numbers = {"deltaH1": (predicted, of_predicted), "deltaH_true": (measured, of_predicted)}
-    numbers["paired_error"] = (predicted - measured, stderr)
-    return {f"{key}{se}": 1e-3 * pair[bool(se)] for key, pair in numbers.items() for se in ("", "_se")}
-
-
 def test_second_order_that_cancels_first_is_said_with_the_numbers_and_the_step_that_would_do() -> None:
     """A difference of .97 of the prediction, at half of the step .48 of it."""
-    assert verdict(41, found(-0.807, -0.026, 0.209, 0.46)) == (
+    assert verdict(41, results_of(-0.807, -0.026, 0.209, 0.46)) == (
         "Step 41: higher orders cancel the first: do not trust forward alone at this learning rate. Predicted "
         "-0.807 ± 0.460, measured -0.026 ± 0.460, difference -0.781 ± 0.209 (1e-3 nats per token). If it is second "
         "order, it would be less than half of the prediction at 1/2 of the step."
@@ -37,7 +31,7 @@ def test_so_many_halvings_bring_the_difference_below_half_of_the_prediction(
     predicted: float, measured: float, does: str, fraction: str
 ) -> None:
     """Its share of the prediction, .5, .99, 1, 1.9, 2.5 and −1.1, is halved with the step."""
-    told = verdict(1, found(predicted, measured, 0.1))
+    told = verdict(1, results_of(predicted, measured, 0.1))
     assert f" at {fraction} of the step" in told
     assert f"higher orders {does} the first" in told
 
@@ -53,14 +47,14 @@ def test_so_many_halvings_bring_the_difference_below_half_of_the_prediction(
 def test_what_is_small_or_noise_is_no_failure(
     predicted: float, measured: float, stderr: float, of_predicted: float
 ) -> None:
-    assert verdict(1, found(predicted, measured, stderr, of_predicted)) == ""
+    assert verdict(1, results_of(predicted, measured, stderr, of_predicted)) == ""
 
 
 def test_what_is_not_known_is_no_failure_and_a_prediction_may_lack_its_error() -> None:
-    without_bar = {**found(-1.0, 0.0, 0.1), "deltaH1_se": math.nan}
+    without_bar = {**results_of(-1.0, 0.0, 0.1), "deltaH1_se": math.nan}
     assert "cancel the first" in verdict(1, without_bar)
     assert "cancel the first" in verdict(1, {**without_bar, "deltaH1_se": math.nan})
     for lost in ("paired_error", "paired_error_se", "deltaH1"):
-        assert verdict(1, {**found(-1.0, 0.0, 0.1), lost: math.nan}) == ""
+        assert verdict(1, {**results_of(-1.0, 0.0, 0.1), lost: math.nan}) == ""
     assert verdict(1, {}) == ""
     assert set(KEYS) <= set(ROWS)

@@ -11,12 +11,12 @@ import hashlib
 import io
 import math
 import re
-from collections.abc import Iterable
 from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
+from recorded_runs import record_run
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.compare.command import main
@@ -33,31 +33,6 @@ from rl_training.records.report.words import MISSING
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
 HOSTILE = "<script>alert('$\\frac{')</script> [/bold] {{ 7 * 7 }} &amp;"
 PICTURES = ("reward.png", "entropy.png", "delta_h.png")
-
-
-def record_run(folder: Path, steps: Iterable[int], hole: str = "", reason: str = "") -> Path:
-    """Returns the folder of a run measured at `steps`.
-
-    `reason` makes every estimate nan; `hole` makes those nan that need the step before, at all steps but the first.
-    """
-    records = Records(folder / "logs")
-    for index, step in enumerate(steps):
-        nothing = Estimate(math.nan, math.nan, 8, hole or "the first measured step", step - 1)
-        lost = nothing if hole and index else None
-        estimates = {
-            "entropy/token": Estimate(5.0 - index, 0.1, 8),
-            "delta_h/forward": Estimate(-0.9, 0.05, 8),
-            "delta_h/reuse": Estimate(-(2.0 ** (step - 1)), num_samples=8, reason="no error bar: biased"),
-            "delta_h/backward": lost or (Estimate(-1.1, 0.05, 8, about_step=step - 1) if index else nothing),
-            "delta_h/cumulative_predicted": lost or Estimate(-1.0 * index, 0.1 if index else 0.0, 8, "", step - 1),
-            "delta_h/cumulative_measured": Estimate(-1.0 * index, 0.2 if index else 0.0, 8, "", step - 1),
-        }
-        if reason:
-            estimates = {name: Estimate.missing(reason) for name in estimates}
-        records.write_estimates(step, 1, "simple", estimates)
-        costs = {"probe_cost/simple_seconds": 0.1 * step, "probe_cost/fraction_of_step": 0.01 * step}
-        records.write_metrics(step, {"reward": 0.1 * step, "entropy": 0.5, **costs})
-    return folder
 
 
 def summary(folder: Path) -> dict[str, tuple[str, str]]:

@@ -13,8 +13,7 @@ from typing import Any
 import forks
 import matplotlib.pyplot as plt
 import pytest
-from test_training_with_interventions import SGD, SHAPE, weights
-from trainers import FEW, every_probe, trainer_maker
+from trainers import FEW, SGD, SHAPE, every_probe, trained_weights, trainer_maker
 
 from rl_training import DrGRPOTrainer
 from rl_training.hosts.trl.alert import EntropyAlert
@@ -121,9 +120,9 @@ def test_what_the_guide_gives_a_plain_trainer_trains_as_the_interventions_do(tmp
         trainer = make(kind, interventions=names, **SHAPE | SGD)
         if kind is guided:
             trainer.add_callback(mine["ScaleLearningRate"](0.5))
-        first = weights(trainer)
+        first = trained_weights(trainer)
         trainer.train()
-        changes.append(weights(trainer) - first)
+        changes.append(trained_weights(trainer) - first)
     guide, own, plain = changes
     assert float((guide - own).norm() / own.norm()) < 1e-6
     assert float((guide - plain).norm() / own.norm()) > 1e-3
