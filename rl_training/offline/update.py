@@ -5,7 +5,7 @@ The loss is training's at its first step on fresh responses, where every ratio i
     −(A_i / L) ∂S_i        A_i the advantage, S_i the log-probability of sequence i, L the longest completion allowed
 
 over all sequences of U. Those with A_i = 0 count in the mean and need no backward. If the run trains with an entropy
-bonus or an entropy quantile, the interventions of these names change these weights (interventions/remedies.py). With
+bonus or an entropy quantile, the interventions of these names change these weights (interventions/reweighting.py). With
 both, as in TRL, the bonus is on the quantile's tokens.
 
 Folds are consecutive prompts, at most MOST_FOLDS of them for any U and any number of processes: a fold's prompts do not
