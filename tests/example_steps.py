@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -10,25 +11,17 @@ from torch import Tensor, nn
 
 from rl_training.engine.batch import Batch, Rollout
 from rl_training.engine.capabilities import Capabilities
-from rl_training.engine.entropy_change import StepMemory
+from rl_training.engine.entropy_change import measure_entropy_change
 from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.memory import StepMemory
 from rl_training.engine.policy import Policy
+from rl_training.engine.probe import Need
 from rl_training.engine.step import Gradients, OptimizerView, Ranks, Step
 from rl_training.mathematics.folds import ranges_of
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import Vector
 
 ALONE = Ranks(1, lambda tensor: tensor)
-
-
-def capabilities(**changes: Any) -> Capabilities:
-    """Returns what is known of a step of which everything can be measured, but for these changes."""
-    able: dict[str, Any] = {
-        "sampling_mismatch": "", "no_fresh_responses": "", "no_formula": "", "complete_prompts": True,
-        "whole_prompts": True, "folds_of_gradient": True, "num_folds": 8, "reused": False,
-        "other_terms": False, "dr_grpo": True, "first_of_adam": False,
-    }  # fmt: skip
-    return Capabilities(**able | changes)
 
 
 def step_of(
@@ -47,7 +40,7 @@ def step_of(
     memory: StepMemory | None = None,
     ranks: Ranks = ALONE,
 ) -> Step:
-    """Returns a step in as many microbatches of equal size, each of them a fold."""
+    """Returns a step in as many microbatches of equal size, each of them a fold; with a memory, and its ΔH."""
     size = rollout.num_sequences // microbatches
     fold = rollout.prompt_index.new_tensor(range(microbatches)).repeat_interleave(size)
     batch = Batch(
@@ -59,6 +52,17 @@ def step_of(
         responses_per_prompt=int((rollout.prompt_index == rollout.prompt_index[0]).sum()),
         rollout_number=0,
     )
-    known = capabilities(num_folds=microbatches * ranks.count)
-    gradients = Gradients(parameters, mean, rows, sq_norms)
-    return Step(number, batch, gradients, OptimizerView(states, math.inf), policy, ranks, known, memory)
+    step = Step(
+        number=number,
+        batch=batch,
+        gradients=Gradients(parameters, mean, rows, microbatch_sq_norms=sq_norms),
+        optimizer=OptimizerView(states, math.inf),
+        policy=policy,
+        ranks=ranks,
+        num_folds=microbatches * ranks.count,
+        num_sequences=rollout.num_sequences * ranks.count,
+        capabilities=Capabilities(),
+    )
+    if memory is None:
+        return step
+    return dataclasses.replace(step, first_order=measure_entropy_change(step, memory, Need.ENTROPY_CHANGE))

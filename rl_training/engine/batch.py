@@ -173,6 +173,11 @@ class Batch:
         """Folds of this rank."""
         return int(self.fold.max()) + 1
 
+    @property
+    def fold_sizes(self) -> Tensor:
+        """(K,) fp64, n_k: how many sequences each fold of this rank has."""
+        return torch.bincount(self.fold).double()
+
     def sum_by_fold(self, values: Tensor) -> Tensor:
         """Returns the sums of (B, …) over the sequences of each fold, (K, …)."""
         return values.new_zeros(self.num_folds, *values.shape[1:]).index_add_(0, self.fold, values)

@@ -18,7 +18,7 @@ from torch import Tensor
 from rl_training.engine.batch import Batch
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.policy import Policy
-from rl_training.engine.updates import Piece, StepsWithoutFolds, clipping
+from rl_training.engine.updates import EVERY_FOLD, FoldMeans, Piece, StepsWithoutFolds, clipping
 from rl_training.mathematics.vectors import Layout, Vector, add, pairs_dot, rows_dot
 
 AT_ONCE = 2**28  # bytes of bases' rows that are held together
@@ -28,18 +28,10 @@ AT_ONCE = 2**28  # bytes of bases' rows that are held together
 class Change:
     """How the step is changed. By default, not at all."""
 
-    own: float = 0.0  # a
-    of_basis: float = 0.0  # b
+    gradient: float = 0.0  # a
+    basis: float = 0.0  # b
     lr_factor: float = 1.0
     max_grad_norm: float | None = None  # None: as it is
-
-
-@dataclass(frozen=True)
-class Basis:
-    """The gradient of further weights: D, its mean over all folds of all ranks, and D_k of each fold of this rank."""
-
-    mean: Vector
-    rows: Vector  # (K, n) of each bucket
 
 
 @dataclass(frozen=True)
@@ -58,7 +50,7 @@ def bases_of(
     layout: Layout,
     weights: Sequence[LossWeights],
     reduce: Callable[[Tensor], Tensor],
-) -> Iterator[tuple[int, Basis]]:
+) -> Iterator[tuple[int, FoldMeans]]:
     """Yields the number and the gradient by fold of each of these weights, in an order that is the same on all ranks.
 
     A forward pass over the sequences with any weight, and a backward. Weights on at least half of all such sequences
@@ -67,18 +59,19 @@ def bases_of(
     """
     if not weights:
         return
-    counts = [float(weighed(some).sum()) for some in (*([of] for of in weights), weights)]
+    counts = [float(weighed(some).sum()) for some in (*([one] for one in weights), weights)]
     shares = reduce(torch.tensor(counts, dtype=torch.float64, device=batch.fold.device))
     dense = [number for number in range(len(weights)) if 2.0 * shares[number] >= shares[-1]]
     at_once = max(1, AT_ONCE // (layout.dtype.itemsize * batch.num_folds * layout.num_entries))
     together = [dense[first : first + at_once] for first in range(0, len(dense), at_once)]
     alone = [[number] for number in range(len(weights)) if number not in dense]
-    sizes = torch.bincount(batch.fold).double()
+    sizes = batch.fold_sizes
     total = float(reduce(sizes.sum()))
     for numbers in together + alone:
         found = _rows_of(batch, policy, parameters, layout, [weights[number] for number in numbers])
         for number, rows in zip(numbers, found, strict=True):
-            yield number, Basis([reduce(sizes.to(part) @ part) / total for part in rows], rows)
+            mean = [reduce(sizes.to(part) @ part) / total for part in rows]
+            yield number, FoldMeans(mean, rows, sizes, total)
 
 
 def _rows_of(
@@ -88,21 +81,20 @@ def _rows_of(
     learned, last = weighed(weights), len(weights) - 1
     found = [layout.zeros(batch.num_folds) for _ in weights]
     at_once = max(len(part) for part in batch.microbatch_rows)
-    for k in range(batch.num_folds):
-        share = 1.0 / float((batch.fold == k).sum())
+    for k, size in enumerate(batch.fold_sizes.tolist()):
         for some in (learned & (batch.fold == k)).nonzero().squeeze(1).split(at_once):
             if not len(some):
                 continue
             fresh = policy.score(batch.rollout, some)
-            for number, (of, rows) in enumerate(zip(weights, found, strict=True)):
-                gradient = layout.vector(of.gradient(fresh, some, parameters, share, keep_graph=number < last))
-                add([part[k] for part in rows], gradient)
+            for number, (one, rows) in enumerate(zip(weights, found, strict=True)):
+                gradient = one.gradient(fresh, some, parameters, 1.0 / size, keep_graph=number < last)
+                add([part[k] for part in rows], layout.vector(gradient))
     return found
 
 
 def weighed(weights: Sequence[LossWeights]) -> Tensor:
     """Returns the sequences that have any of these weights, (B,)."""
-    parts = [part for of in weights for part in (of.logps, of.entropies) if part is not None]
+    parts = [part for one in weights for part in (one.logps, one.entropies) if part is not None]
     return torch.stack([(part != 0).any(dim=1) for part in parts]).any(dim=0)
 
 
@@ -112,11 +104,10 @@ class ChangedSteps:
     Tables have a row for each fold that is left out, and last one for the whole step.
     """
 
-    def __init__(self, plain: StepsWithoutFolds, basis: Basis | None = None) -> None:
-        self._plain = plain
-        self._sources = [plain]  # what a changed gradient is a sum of
-        if basis is not None:
-            self._sources.append(dataclasses.replace(plain, gradient=basis.mean, rows=basis.rows))
+    def __init__(self, plain: StepsWithoutFolds, basis: FoldMeans | None = None) -> None:
+        """basis: the gradient of further weights, D."""
+        self._plain, self._sizes = plain, plain.gradient.sizes
+        self._terms = [plain.gradient] if basis is None else [plain.gradient, basis]  # of a changed gradient
         self._squares = self._inner_products()
 
     def products(
@@ -127,8 +118,7 @@ class ChangedSteps:
         For each change, and each direction X; the second is 0 of a direction without a total. A change of None is the
         plain step itself, δθ in the place of Δ.
         """
-        sizes = self._plain.sizes.unsqueeze(1)
-        own, lost = (sizes.new_zeros(len(changes), len(sizes), len(directions)) for _ in range(2))
+        own, lost = (self._sizes.new_zeros(len(changes), len(self._sizes), len(directions)) for _ in range(2))
         for piece in self._plain.pieces:
             gradients = self._gradients(piece)
             plain = self._steps(piece, gradients, Change())
@@ -140,19 +130,18 @@ class ChangedSteps:
                     own[c, :, number] += direction.factor * pairs_dot(rows, without)
                     if direction.total is not None:
                         less = without - whole
-                        of_all = rows_dot(less, piece.of(direction.total))
-                        lost[c, :, number] += direction.factor * (of_all - sizes[:, 0] * pairs_dot(rows, less))
+                        others = rows_dot(less, piece.of(direction.total)) - self._sizes * pairs_dot(rows, less)
+                        lost[c, :, number] += direction.factor * others
         return list(zip(own, lost, strict=True))
 
     def _gradients(self, piece: Piece) -> list[Tensor]:
         """Returns those of the step and of the basis, not clipped, (K + 1, n) each."""
-        everything = slice(None)
-        return [torch.cat([of.gradients(everything, piece), piece.of(of.gradient)[None]]) for of in self._sources]
+        return [torch.cat([term.without(EVERY_FOLD, piece), piece.of(term.mean)[None]]) for term in self._terms]
 
     def _inner_products(self) -> Tensor:
         """Returns (K + 1, s, s): g · g, and with a basis g · D and D · D."""
-        count = len(self._sources)
-        squares = self._plain.sizes.new_zeros(len(self._plain.sizes) + 1, count, count)
+        count = len(self._terms)
+        squares = self._sizes.new_zeros(len(self._sizes) + 1, count, count)
         for piece in self._plain.pieces:
             gradients = self._gradients(piece)
             for one in range(count):
@@ -162,11 +151,12 @@ class ChangedSteps:
 
     def _steps(self, piece: Piece, gradients: Sequence[Tensor], change: Change) -> Tensor:
         """Returns the steps that the optimizer makes of the changed gradients in this piece, (K + 1, n)."""
-        shares = (1.0 + change.own, change.of_basis)[: len(gradients)]
-        of = self._squares.new_tensor(shares)
-        square = (self._squares @ of @ of).clamp(min=0.0)  # below 0 by rounding only
+        shares = [1.0 + change.gradient, change.basis][: len(gradients)]
+        vector = self._squares.new_tensor(shares)
+        square = (self._squares @ vector @ vector).clamp(min=0.0)  # below 0 by rounding only
         clips = clipping(square, self._plain.max_grad_norm if change.max_grad_norm is None else change.max_grad_norm)
-        gradient = clips.to(gradients[0]).unsqueeze(1) * sum(a * g for a, g in zip(shares, gradients, strict=True))
+        mixed = sum(share * gradient for share, gradient in zip(shares, gradients, strict=True))
+        gradient = clips.to(gradients[0]).unsqueeze(1) * mixed
         state = dataclasses.replace(piece.state, lr=change.lr_factor * piece.state.lr)
         return state.delta(piece.param, gradient).total
 

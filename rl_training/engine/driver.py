@@ -14,22 +14,24 @@ and without probes.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from rl_training.engine.asked import Asked
 from rl_training.engine.batch import Batch, Rollout
-from rl_training.engine.capabilities import Capabilities, is_first_of_adam
+from rl_training.engine.capabilities import OTHER_TERMS
 from rl_training.engine.clock import Clock
+from rl_training.engine.entropy_change import measure_entropy_change
 from rl_training.engine.gradient_rows import GradientRows
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.open_step import Loop, OpenStep, Shape
 from rl_training.engine.optimizer import mean_gradients, view_optimizer
 from rl_training.engine.padding import PaddingCheck
 from rl_training.engine.probe import Need, Probe
+from rl_training.engine.requirements import Requirements, needs_of
 from rl_training.engine.step import Gradients, Step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.folds import ranges_of
@@ -47,7 +49,7 @@ class StepDriver:
 
     def __init__(self, probes: Sequence[Probe]) -> None:
         self.probes = tuple(probes)
-        self._asked = Asked.by(probes)
+        self._requirements = Requirements.of(probes)
         self.open_step: OpenStep | None = None  # the step that has begun, if one has
         self._learned: tuple[int, set[int]] = (0, set())  # rollout, prompts of it that a step has learned from
         self._rows: GradientRows | None = None  # these two while a training lasts
@@ -58,25 +60,25 @@ class StepDriver:
         """Records which parameters are trained. Call it when training begins."""
         self.close()
         self._loop = loop
-        self._asked.refuse_few_folds(loop.shape)
-        loop.sharding.refuse_what_does_not_fit(self._asked.num_vectors(loop.shape))
+        self._requirements.refuse_few_folds(loop.shape)
+        loop.sharding.refuse_what_does_not_fit(self._requirements.num_vectors(loop.shape))
         self._parameters: Mapping[str, nn.Parameter] = loop.sharding.trained()
         self._padding = PaddingCheck()
         self._clock = Clock(next(iter(self._parameters.values())).device)
-        needs, offload = self._asked.needs, self._asked.offload
+        needs, offload = self._requirements.needs, self._requirements.offload
         if not needs:
             return
         with loop.sharding.whole_weights():  # elsewhere they may be empty
             layout = Layout(self._parameters)
         keep = Need.FOLD_GRADIENTS in needs, Need.MICROBATCH_SQ_NORMS in needs
         self._rows = GradientRows(self._parameters, layout, *keep, offload=offload)
-        if Need.ENTROPY_CHANGE in needs:
-            self._memory = StepMemory(layout, self._asked.entropy, offload)
+        if Need.ENTROPY_GRADIENT in needs:
+            self._memory = StepMemory(layout, self._requirements.entropy, offload)
             self._memory.load_state_dict(self._memory_state)
 
     def refuse_impossible_folds(self, shape: Shape) -> None:
         """Raises ValueError, naming a number that would do, where the steps of a training cannot have these folds."""
-        self._asked.folds(shape, shape.sizes)
+        self._requirements.folds(shape, shape.sizes)
 
     # --- the five calls, in the order of a step -----------------------------------------------------------------------
 
@@ -90,12 +92,12 @@ class StepDriver:
             self.open_step = OpenStep(number, probes)
             return
         sizes = self._loop.shape.sizes if sizes is None else sizes
-        folds = self._asked.folds(self._loop.shape, sizes)
+        folds = self._requirements.folds(self._loop.shape, sizes)
         with self._loop.sharding.whole_weights():
             optimizer = view_optimizer(self._loop.sharding, self._parameters)
         if self._rows is not None:
-            row_of = [next(k for k, rows in enumerate(folds) if of.start in rows) for of in ranges_of(sizes)]
-            self._rows.start_step(row_of, len(folds), optimizer.states, sizes)
+            row_numbers = [next(k for k, rows in enumerate(folds) if part.start in rows) for part in ranges_of(sizes)]
+            self._rows.start_step(row_numbers, len(folds), optimizer.states, sizes)
         self.open_step = OpenStep(number, probes, folds, optimizer)
 
     def microbatch(
@@ -129,13 +131,10 @@ class StepDriver:
         self.disarm()
         if step.probes:
             with self._loop.sharding.whole_weights():
-                step.view = self._view(step, rollout_number)
+                step.view = self._with_entropy_change(self._view(step, rollout_number), step.probes)
                 for probe in step.probes:
                     with self._clock.timed(probe.name):
                         probe.prepare(step.view)
-                follows_entropy = any(Need.ENTROPY_CHANGE in probe.needs for probe in step.probes)
-                if follows_entropy and not step.view.entropy_change.why_none:
-                    step.view.entropy_change.keep_update()
         learned = self._prompts_learned_from(rollout_number)
         for rollout in step.rollouts:  # also where this step is not measured: a later one on them may be
             learned.update(rollout.prompt_index.tolist())
@@ -212,44 +211,48 @@ class StepDriver:
 
     def _view(self, step: OpenStep, rollout_number: int) -> Step:
         """Returns what probes see of a step whose gradients are all in. A collective."""
-        loop = self._loop
+        loop, reduce = self._loop, self._loop.ranks.reduce
         assert step.optimizer is not None
         complete, whole = step.prompts(loop)
         batch = step.join(loop, rollout_number, whole)
         mean, optimizer = mean_gradients(loop.sharding, self._parameters, step.optimizer)
-        gradients = Gradients(
-            self._parameters, mean, self._rows_by_fold(step, batch, whole),
-            self._rows.sq_norms if self._rows is not None else None,
-        )  # fmt: skip
-        mismatch = loop.sampling_mismatch or self._padding.why_it_matters(batch, loop.policy, loop.ranks.reduce)
-        num_folds = loop.ranks.reduce(torch.tensor(float(batch.num_folds), device=batch.fold.device).double())
-        learned = self._prompts_learned_from(rollout_number)
-        capabilities = Capabilities(
-            sampling_mismatch=mismatch,
-            no_fresh_responses=mismatch or loop.no_fresh_responses,
-            no_formula=optimizer.reason,
-            complete_prompts=complete,
-            whole_prompts=whole,
-            folds_of_gradient=gradients.rows is not None,
-            num_folds=int(num_folds),
-            reused=not learned.isdisjoint(batch.rollout.prompt_index.tolist()),
-            other_terms=step.other_terms,
-            dr_grpo=loop.dr_grpo,
-            first_of_adam=is_first_of_adam(optimizer.states),
-            fixes=loop.fixes,
-        )
-        if self._memory is not None:
-            self._memory.keep_rows = any(Need.ENTROPY_ROWS in probe.needs for probe in step.probes)
-        known = (batch, gradients, optimizer, loop.policy, loop.ranks, capabilities)
-        return Step(step.number, *known, self._memory)
-
-    def _rows_by_fold(self, step: OpenStep, batch: Batch, whole_prompts: bool) -> Vector | None:
-        """Returns the gradients of this rank's folds, None where they are not kept or not of whole prompts."""
-        folding = next((probe for probe in step.probes if Need.FOLD_GRADIENTS in probe.needs), None)
+        mismatch = loop.sampling_mismatch or self._padding.why_it_matters(batch, loop.policy, reduce)
+        reused = not self._prompts_learned_from(rollout_number).isdisjoint(batch.rollout.prompt_index.tolist())
+        capabilities = step.capabilities(loop, mismatch=mismatch, complete=complete, whole=whole, reused=reused)
         sliced = step.other_terms and len(step.folds) > len(batch.microbatch_rows)  # a slice's share is not known
-        if self._rows is None or folding is None or not whole_prompts or sliced:
+        why_no_rows = f"{OTHER_TERMS}: use at most one fold per microbatch" if sliced else ""
+        why_no_rows = capabilities.mixed_prompts or why_no_rows
+        rows = self._rows_by_fold(step, batch) if not why_no_rows else None
+        sq_norms = self._rows.sq_norms if self._rows is not None else None
+        counts = torch.tensor([batch.num_folds, batch.rollout.num_sequences], device=batch.fold.device)
+        num_folds, num_sequences = reduce(counts.double()).tolist()
+        return Step(
+            number=step.number,
+            batch=batch,
+            gradients=Gradients(self._parameters, mean, rows, why_no_rows, sq_norms),
+            optimizer=optimizer,
+            policy=loop.policy,
+            ranks=loop.ranks,
+            num_folds=int(num_folds),
+            num_sequences=int(num_sequences),
+            capabilities=capabilities,
+        )
+
+    def _with_entropy_change(self, view: Step, probes: Sequence[Probe]) -> Step:
+        """Returns what these probes see of a step, with the change of entropy if one needs it. A collective."""
+        asking = [probe for probe in probes if Need.ENTROPY_GRADIENT in probe.needs]
+        if self._memory is None or not asking:
+            return view
+        with self._clock.timed(asking[0].name):
+            change = measure_entropy_change(view, self._memory, needs_of(asking))
+        return dataclasses.replace(view, first_order=change)
+
+    def _rows_by_fold(self, step: OpenStep, batch: Batch) -> Vector | None:
+        """Returns the gradients of this rank's folds, None where they are not kept."""
+        asking = [probe for probe in step.probes if Need.FOLD_GRADIENTS in probe.needs]
+        if self._rows is None or not asking:
             return None
-        with self._clock.timed(folding.name):
+        with self._clock.timed(asking[0].name):
             self._rows.collect()
             score = functools.partial(self._loop.policy.score, batch.rollout)
             self._rows.fill_slices(step.folds, batch.microbatch_rows, batch.loss_weights, score)

@@ -27,9 +27,9 @@ def as_pairs(values: Tensor) -> Tensor:
 class FoldProducts:
     """Takes the folds of this rank one by one. It holds one entropy gradient at a time, and their sum.
 
-    update    δθ of the step, None without a formula           previous  of the step before, None if not known
+    update    δθ of the step, None without a formula
+    previous  that of the step before, None if it is not known
     steps     those without a fold, None where none can be left out
-    rows      (K, n) of each bucket, where X_k per token of each fold is kept; None: it is not
     """
 
     layout: Layout
@@ -39,34 +39,36 @@ class FoldProducts:
     previous: Vector | None
     steps: StepsWithoutFolds | None
     num_targets: int
-    rows: Vector | None
     _sums: list[Vector] = field(default_factory=list)  # by target: S = Σ n_k X_k
+    _products: list[Tensor] = field(default_factory=list)  # by fold, (·, targets)
     _own: list[Tensor] = field(default_factory=list)  # by fold, (targets,): X_k · (δθ_(−k) − δθ)
 
     def __post_init__(self) -> None:
         self._sums = [self.layout.zeros() for _ in range(self.num_targets)]
 
-    def add(self, k: int, directions: list[Vector]) -> Tensor:
-        """Returns X_k · δθ of PRODUCTS and of forward's splits, (·, targets) fp64."""
+    def add(self, k: int, directions: list[Vector]) -> None:
+        """Takes X_k, a vector for each target."""
         for total, x in zip(self._sums, directions, strict=True):
             add(total, x, float(self.sizes[k]))
-        if self.rows is not None:
-            add([part[k] for part in self.rows], directions[0])
-        whole = self._dots(self.update, directions)
+        reuse, backward = self._dots(self.update, directions), self._dots(self.previous, directions)
         forward, unclipped, split = self._forward(k, directions)
-        self._own.append(forward - whole)
-        return torch.cat([torch.stack([forward, self._dots(self.previous, directions), whole, unclipped]), split])
+        self._products.append(torch.cat([torch.stack([forward, backward, reuse, unclipped]), split]))
+        self._own.append(forward - reuse)
+
+    def by_fold(self) -> Tensor:
+        """Returns n_k X_k · δθ of PRODUCTS and of forward's splits, a pair each, (K, 2 ·) fp64."""
+        return self.sizes.unsqueeze(1) * as_pairs(torch.stack(self._products)).flatten(1)
 
     def lost_with_a_fold(self) -> Tensor:
-        """Returns Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) for each fold l, (K, targets)."""
-        own, sums = torch.stack(self._own), self._sums
+        """Returns Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) for each fold l, (K, 2)."""
+        own = torch.stack(self._own)
         if self.steps is None:
-            return torch.full_like(own, torch.nan)
-        products = own.new_zeros(own.shape)
-        for piece, parts in self.steps.parts(slice(None), self.steps.own_clips):
+            return as_pairs(torch.full_like(own, torch.nan))
+        products = torch.zeros_like(own)
+        for piece, parts in self.steps.parts():
             moved = parts.total
-            products += torch.stack([rows_dot(moved, piece.of(x)) for x in sums], dim=1)
-        return products - self._dots(self.update, sums) - self.sizes.unsqueeze(1) * own
+            products += torch.stack([rows_dot(moved, piece.of(x)) for x in self._sums], dim=1)
+        return as_pairs(products - self._dots(self.update, self._sums) - self.sizes.unsqueeze(1) * own)
 
     def _dots(self, update: Vector | None, directions: list[Vector]) -> Tensor:
         """Returns X · δθ of each direction, (targets,) fp64; nan of an update that is not known."""
@@ -79,12 +81,12 @@ class FoldProducts:
         if self.steps is None:
             nan = self._dots(None, directions)
             return nan, nan, nan.expand(len(self.attribution.labels), -1)
-        fold, clip = slice(k, k + 1), self.steps.own_clips[k : k + 1]
-        products = split_products(self.steps.parts(fold, clip), directions, len(self.layout.names))
+        fold = slice(k, k + 1)
+        products = split_products(self.steps.parts(fold), directions, len(self.layout.names))
         forward = products.sum(dim=(0, 2))
-        if float(clip) == 1.0:
+        if float(self.steps.clips[k]) == 1.0:
             return forward, forward, self.attribution.sum(products)
         unclipped = torch.zeros_like(forward)
-        for piece, parts in self.steps.parts(fold, torch.ones_like(clip)):
+        for piece, parts in self.steps.parts(fold, clipped=False):
             unclipped += torch.stack([rows_dot(parts.total[0], piece.of(x)) for x in directions])
         return forward, unclipped, self.attribution.sum(products)

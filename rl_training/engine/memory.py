@@ -18,12 +18,9 @@ from rl_training.mathematics.vectors import Layout
 class StepMemory:
     """What outlives a step and goes into the checkpoint: δθ of the one before, and variances of the last few."""
 
-    def __init__(
-        self, layout: Layout, settings: EntropySettings, offload: bool = False, keep_rows: bool = False
-    ) -> None:
+    def __init__(self, layout: Layout, settings: EntropySettings, offload: bool = False) -> None:
         self.layout, self.settings = layout, settings
         self.device = "cpu" if offload else None  # of what is kept by fold; None: the parameters'
-        self.keep_rows = keep_rows  # X of each fold; the driver says so for each step
         self.errors = RunningVariance(settings.error_decay)
         self.history = UpdateHistory(layout)
         self.attribution = Attribution(layout.names)

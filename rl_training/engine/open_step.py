@@ -10,7 +10,15 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Batch, LossSettings, Rollout, in_one_width, join_rollouts
-from rl_training.engine.capabilities import Fixes
+from rl_training.engine.capabilities import (
+    MIXED_PROMPTS,
+    NOT_DR_GRPO,
+    OTHER_TERMS,
+    REUSED,
+    SPLIT_PROMPTS,
+    Capabilities,
+    Fixes,
+)
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
@@ -121,3 +129,21 @@ class OpenStep:
         violations = [bool((counts != loop.shape.responses_per_prompt).any()), max(num_in_parts) > len(prompts)]
         incomplete, split = loop.ranks.reduce(torch.tensor(violations, device=index.device).double()).tolist()
         return incomplete == 0, incomplete == 0 and split == 0
+
+    def capabilities(self, loop: Loop, *, mismatch: str, complete: bool, whole: bool, reused: bool) -> Capabilities:
+        """Returns what cannot be measured at this step, and why not.
+
+        mismatch         why the sequences are not samples of the policy that is scored
+        complete, whole  as `prompts` has them
+        reused           an earlier step has learned from some of the sequences
+        """
+        fixes = loop.fixes
+        return Capabilities(
+            sampling_mismatch=mismatch,
+            no_fresh_responses=mismatch or loop.no_fresh_responses,
+            reused=REUSED if reused else "",
+            split_prompts="" if complete else f"{SPLIT_PROMPTS}: {fixes.whole_prompts}",
+            mixed_prompts="" if whole else f"{MIXED_PROMPTS}: {fixes.whole_prompts}",
+            other_terms=OTHER_TERMS if self.other_terms else "",
+            not_dr_grpo="" if loop.dr_grpo else f"{NOT_DR_GRPO}: {fixes.dr_grpo}",
+        )

@@ -30,8 +30,9 @@ class Need(enum.Flag):
     NOTHING = 0
     FOLD_GRADIENTS = 1  # one parameter-size fp32 row per fold: step.gradients.rows
     MICROBATCH_SQ_NORMS = 2  # a few numbers per parameter and microbatch: step.gradients.microbatch_sq_norms
-    ENTROPY_CHANGE = 4 | FOLD_GRADIENTS  # step.entropy_change, for which δθ of the step before is kept
-    ENTROPY_ROWS = 8 | ENTROPY_CHANGE  # one more such row per fold: step.entropy_change.rows
+    ENTROPY_GRADIENT = 4 | FOLD_GRADIENTS  # step.entropy_change, as far as the next two ask for more
+    ENTROPY_CHANGE = 8 | ENTROPY_GRADIENT  # its quantities, for which δθ of the step before is kept
+    ENTROPY_ROWS = 16 | ENTROPY_GRADIENT  # its rows: one more parameter-size row per fold
 
 
 class Probe:
@@ -43,7 +44,7 @@ class Probe:
     num_folds  with FOLD_GRADIENTS: folds of whole prompts on each rank; None for the default, one per microbatch
     min_folds  over all ranks: a training whose steps have fewer is refused
     offload    with FOLD_GRADIENTS: keep them in the CPU's memory
-    entropy    with ENTROPY_CHANGE: how the entropy gradient is estimated; None for what another probe says, or default
+    entropy    with ENTROPY_…: how the entropy gradient is estimated; None for what another probe says, or default
     running    averages over steps, with state_dict and load_state_dict, which a checkpoint keeps; None: none
     """
 

@@ -6,19 +6,19 @@ For the letters in shapes see batch.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
 from rl_training.engine.batch import Batch
 from rl_training.engine.capabilities import Capabilities
-from rl_training.engine.entropy_change import EntropyChange
-from rl_training.engine.memory import StepMemory
+from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.policy import Policy
+from rl_training.engine.quantities import Quantity
+from rl_training.engine.updates import StepsWithoutFolds
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.vectors import Vector
+from rl_training.mathematics.vectors import Layout, Vector
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,12 @@ class OptimizerView:
     max_grad_norm: float  # gradient clipping threshold; inf when there is none
     reason: str = ""
 
+    @property
+    def first_of_adam(self) -> bool:
+        """Whether Adam's moments of some parameter that moves are still zero."""
+        states = (self.states or {}).values()
+        return any(isinstance(state, AdamWState) and state.moves and state.step == 0 for state in states)
+
 
 @dataclass(frozen=True)
 class Gradients:
@@ -39,8 +45,9 @@ class Gradients:
 
     parameters: Mapping[str, nn.Parameter]  # trainable only
     mean: Mapping[str, Tensor]  # over microbatches and ranks, as the optimizer gets it
-    rows: Vector | None  # (K, n) of each bucket: the mean gradient of each fold of this rank; only of whole prompts
-    microbatch_sq_norms: Tensor | None  # (K, parameters, 2) fp64: |g_k|² and Σ P g_k², in the order of `parameters`
+    rows: Vector | None  # (K, n) of each bucket: the mean gradient of each fold of this rank
+    why_no_rows: str = ""  # where a probe asks for them
+    microbatch_sq_norms: Tensor | None = None  # (K, parameters, 2) fp64: |g_k|² and Σ P g_k², by `parameters`
 
 
 @dataclass(frozen=True)
@@ -49,6 +56,26 @@ class Ranks:
 
     count: int
     reduce: Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class EntropyChange:
+    """What the step does to entropy to first order: entropy_change.py has the formulas.
+
+    Vectors lie as `layout` says. Reasons are "" where the thing is there.
+    """
+
+    settings: EntropySettings
+    layout: Layout
+    labels: tuple[str, ...]  # of forward's splits
+    why_none: str = ""  # why there is no entropy gradient, and nothing of what follows
+    why_no_forward: str = ""  # why no fold can be left out of the step
+    why_no_backward: str = ""  # why the step before cannot be multiplied with the entropy gradient
+    update: Vector | None = None  # δθ; None where the optimizer's step has no formula
+    quantities: Mapping[str, Quantity] = field(default_factory=dict)  # with Need.ENTROPY_CHANGE
+    half_step_stderr: Tensor | None = None  # (2,), of ½(forward + backward) from this batch; with Need.ENTROPY_CHANGE
+    rows: Vector | None = None  # (K, n) of each bucket: E[T] ∂H_tok of each fold; with Need.ENTROPY_ROWS
+    steps_without: StepsWithoutFolds | None = None  # each fold of this rank; where `why_no_forward` is ""
 
 
 @dataclass(frozen=True)
@@ -64,12 +91,14 @@ class Step:
     optimizer: OptimizerView
     policy: Policy
     ranks: Ranks
+    num_folds: int  # of all ranks
+    num_sequences: int  # of all ranks
     capabilities: Capabilities
-    memory: StepMemory | None = None  # where a probe needs Need.ENTROPY_CHANGE
+    first_order: EntropyChange | None = None  # where a probe that measures the step needs it
 
-    @cached_property
+    @property
     def entropy_change(self) -> EntropyChange:
-        """What the step does to entropy to first order: calculated once for all probes, when it is first asked for."""
-        if self.memory is None:
+        """`first_order`; ValueError where no probe has asked for it."""
+        if self.first_order is None:
             raise ValueError("step.entropy_change is kept only for a probe with needs = Need.ENTROPY_CHANGE")
-        return EntropyChange(self, self.memory)
+        return self.first_order

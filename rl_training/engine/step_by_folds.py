@@ -5,7 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from rl_training.engine.capabilities import REUSED
 from rl_training.engine.step import Step
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import jackknife_covariance
@@ -15,26 +14,30 @@ FEW_FOLDS = f"it needs {MIN_FOLDS_FOR_STDERR} folds of prompts, and this step ha
 
 
 def why_no_folds(step: Step, off_policy: str) -> str:
-    """Returns why there are no products by folds, with errors, "" if there are. A collective.
+    """Returns why there are no products by folds, with errors, "" if there are.
 
     off_policy  why not off-policy
     """
-    known = step.capabilities
-    if known.reused:
-        return REUSED
-    if not step.batch.rollout.on_policy:
-        return off_policy
-    reason = step.entropy_change.why_none or step.entropy_change.why_no_forward
-    return reason or (FEW_FOLDS if known.num_folds < MIN_FOLDS_FOR_STDERR else "")
+    change, reused = step.entropy_change, step.capabilities.reused
+    few = FEW_FOLDS if step.num_folds < MIN_FOLDS_FOR_STDERR else ""
+    other_policy = "" if step.batch.rollout.on_policy else off_policy
+    return reused or other_policy or change.why_none or change.why_no_forward or few
 
 
 class StepByFolds:
-    """The numbers that products by fold are divided by. Only where `why_no_folds` is "". A collective."""
+    """The steps without each fold, X of each, and the numbers that their products are divided by. A collective.
+
+    Only where `why_no_folds` is "".
+    """
 
     def __init__(self, step: Step) -> None:
+        steps, rows = step.entropy_change.steps_without, step.entropy_change.rows
+        assert steps is not None
+        assert rows is not None, "it takes Need.ENTROPY_ROWS"
+        self.steps, self.rows = steps, rows
         self._step = step
         lengths = step.batch.sum_by_fold(step.batch.scores.mask.sum(dim=1).double())
-        self._by_fold = torch.stack([step.entropy_change.sizes, lengths], dim=1)
+        self._by_fold = torch.stack([step.batch.fold_sizes, lengths], dim=1)
         self._total = step.ranks.reduce(self._by_fold.sum(dim=0))
 
     @property
@@ -52,7 +55,7 @@ class StepByFolds:
         without = total - torch.cat([self._by_fold, products], dim=1)
         without[:, 2:] += lost
         values, covariance = _per_unit(total), jackknife_covariance(_per_unit, total, without, reduce)
-        return Pair(values.cpu(), covariance.cpu(), self._step.capabilities.num_folds - 1)
+        return Pair(values.cpu(), covariance.cpu(), self._step.num_folds - 1)
 
 
 def _per_unit(sums: Tensor) -> Tensor:

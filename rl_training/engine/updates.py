@@ -13,7 +13,6 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from rl_training.mathematics.sgd import SGDState
 from rl_training.mathematics.vectors import SLICE, Layout, Vector, join, num_bytes, rows_dot
 
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in their order
+EVERY_FOLD = slice(None)
 
 
 @dataclass(frozen=True)
@@ -136,42 +136,47 @@ def split_products(
 
 
 @dataclass(frozen=True)
-class StepsWithoutFolds:
-    """The steps that the optimizer would make without each fold of this rank.
+class FoldMeans:
+    """A gradient's mean over all folds of all ranks, and over each fold of this rank."""
 
-    gradient      g, the mean over all folds of all ranks, not clipped
-    rows          (K, n) of each bucket, g_k, perhaps in host memory; their products are taken where the parameters are
-    sizes         (K,), n_k          total_size  N, over all ranks
-    """
+    mean: Vector
+    rows: Vector  # (K, n) of each bucket, perhaps in host memory
+    sizes: Tensor  # (K,) fp64, n_k
+    total_size: float  # N, over all ranks
 
-    pieces: Sequence[Piece]
-    gradient: Vector
-    rows: Vector
-    sizes: Tensor
-    total_size: float
-    max_grad_norm: float
-
-    def gradients(self, folds: slice, piece: Piece) -> Tensor:
-        """Returns g_(−k) of some folds, (folds, n), not clipped."""
-        mean = piece.of(self.gradient)
+    def without(self, folds: slice, piece: Piece) -> Tensor:
+        """Returns g_(−k) of some folds, (folds, n), where the parameters are."""
+        mean = piece.of(self.mean)
         rows = piece.of(self.rows)[folds].to(mean.device, non_blocking=True)
         return leave_fold_out(mean, rows, self.sizes[folds].to(mean.device), self.total_size)
 
-    @cached_property
-    def own_clips(self) -> Tensor:
-        """The clip coefficients of the gradients without each fold, (K,) fp64: one pass over all parameters."""
-        norms = torch.zeros(len(self.sizes), dtype=torch.float64, device=self.gradient[0].device)
-        if self.max_grad_norm != float("inf"):
-            for piece in self.pieces:
-                gradients = self.gradients(slice(None), piece)
-                norms += torch.linalg.vector_norm(gradients, dim=-1, dtype=torch.float64).square()
-        return clipping(norms, self.max_grad_norm)
 
-    def parts(self, folds: slice, clips: Tensor) -> Iterator[tuple[Piece, UpdateParts]]:
-        """Yields each piece and the parts of these folds' steps in it, (folds, n); with `clips` 1, not clipped."""
+@dataclass(frozen=True)
+class StepsWithoutFolds:
+    """The steps that the optimizer would make without each fold of this rank, from gradients that are not clipped."""
+
+    pieces: Sequence[Piece]
+    gradient: FoldMeans
+    max_grad_norm: float
+    clips: Tensor  # (K,) fp64, the factor by which the gradient without each fold is clipped
+
+    def parts(self, folds: slice = EVERY_FOLD, *, clipped: bool = True) -> Iterator[tuple[Piece, UpdateParts]]:
+        """Yields each piece and the parts of some folds' steps in it, (folds, n)."""
         for piece in self.pieces:
-            gradient = self.gradients(folds, piece)
-            yield piece, piece.state.delta(piece.param, gradient.mul_(clips.to(gradient).unsqueeze(1)))
+            gradient = self.gradient.without(folds, piece)
+            if clipped:
+                gradient.mul_(self.clips[folds].to(gradient).unsqueeze(1))
+            yield piece, piece.state.delta(piece.param, gradient)
+
+
+def steps_without_folds(pieces: Sequence[Piece], gradient: FoldMeans, max_grad_norm: float) -> StepsWithoutFolds:
+    """Returns the steps, each clipped by its own gradient's norm: one pass over all parameters."""
+    squares = torch.zeros(len(gradient.sizes), dtype=torch.float64, device=gradient.mean[0].device)
+    if max_grad_norm != float("inf"):
+        for piece in pieces:
+            without = gradient.without(EVERY_FOLD, piece)
+            squares += torch.linalg.vector_norm(without, dim=-1, dtype=torch.float64).square()
+    return StepsWithoutFolds(pieces, gradient, max_grad_norm, clipping(squares, max_grad_norm))
 
 
 class UpdateHistory:

@@ -6,10 +6,11 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from rl_training.engine.changed_steps import Basis, Change, ChangedSteps, Direction, bases_of
+from rl_training.engine.changed_steps import Change, ChangedSteps, Direction, bases_of
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.step import Step
 from rl_training.engine.step_by_folds import StepByFolds
+from rl_training.engine.updates import FoldMeans
 from rl_training.interventions.bases import groups_of
 from rl_training.interventions.loss import LossInputs, over_the_others
 from rl_training.interventions.named import Intervention
@@ -31,11 +32,11 @@ class Effects:
 def effects_of(step: Step, loss: Sequence[LossInputs], which: Sequence[Intervention]) -> Effects:
     """Returns the effects of interventions, each available with this loss, at a step. A collective."""
     batch, reduce, folds = step.batch, step.ranks.reduce, StepByFolds(step)
-    steps, reward = step.entropy_change.steps_without, _reward_gradient(step)
-    directions = [Direction(step.entropy_change.rows), *([] if reward is None else [reward])]
+    steps, reward = folds.steps, _reward_gradient(step, folds.steps.gradient)
+    directions = [Direction(folds.rows), *([] if reward is None else [reward])]
     pairs: dict[str, Pair] = {}
 
-    def measure(changes: Mapping[str, Change | None], basis: Basis | None = None) -> None:
+    def measure(changes: Mapping[str, Change | None], basis: FoldMeans | None = None) -> None:
         products = ChangedSteps(steps, basis).products(list(changes.values()), directions)
         pairs.update((name, folds.pair(*product)) for name, product in zip(changes, products, strict=True))
 
@@ -68,25 +69,25 @@ def kept_factor(intervention: Intervention, states: Mapping[str, AdamWState | SG
     return factors.pop() if len(factors) == 1 else math.nan
 
 
-def _reward_gradient(step: Step) -> Direction | None:
+def _reward_gradient(step: Step, gradient: FoldMeans) -> Direction | None:
     """Returns J of each fold, with its sum: the step's own gradient, or of another loss one of its own. A collective.
 
     None where the rewards are not known.
     """
-    batch, steps, group = step.batch, step.entropy_change.steps_without, step.batch.responses_per_prompt
+    batch, group = step.batch, step.batch.responses_per_prompt
     without_own = group / (group - 1)  # a group's mean holds the response's own reward
-    if step.capabilities.dr_grpo and batch.loss_settings is not None:
+    if not step.capabilities.not_dr_grpo and batch.loss_settings is not None:
         factor = -batch.loss_settings.max_length * without_own
-        return Direction(steps.rows, [steps.total_size * part for part in steps.gradient], factor)
+        return Direction(gradient.rows, [gradient.total_size * part for part in gradient.mean], factor)
     rewards, mask = batch.rollout.rewards, batch.scores.mask
     if rewards is None:
         return None
     advantages = over_the_others(rewards, batch.rollout.prompt_index)
     weights = (advantages.unsqueeze(1) * mask * (without_own / len(mask))).to(batch.scores.logps)
     ((_, basis),) = _bases(step, [LossWeights(weights, None)])
-    return Direction(basis.rows, [steps.total_size * part for part in basis.mean])
+    return Direction(basis.rows, [basis.total_size * part for part in basis.mean])
 
 
-def _bases(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, Basis]]:
+def _bases(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, FoldMeans]]:
     parameters = list(step.gradients.parameters.values())
     return bases_of(step.batch, step.policy, parameters, step.entropy_change.layout, weights, step.ranks.reduce)

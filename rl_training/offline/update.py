@@ -26,7 +26,7 @@ from torch import Tensor
 from rl_training.engine.batch import Batch, Rollout
 from rl_training.engine.changed_steps import weighed
 from rl_training.engine.loss_weights import LossWeights
-from rl_training.engine.updates import Piece, StepsWithoutFolds, optimizer_pieces
+from rl_training.engine.updates import FoldMeans, Piece, optimizer_pieces, steps_without_folds
 from rl_training.hosts.trl.batches import loss_settings
 from rl_training.interventions.loss import LossInputs, loss_inputs
 from rl_training.interventions.reweighting import bonus, highest_entropies
@@ -51,7 +51,9 @@ class Update:
     clip: float  # by how much it is shortened
     parts: UpdateParts  # of (P,): momentum, gradient, decay
     delta: Tensor  # (P,), their sum
-    steps: StepsWithoutFolds  # of those folds that this process keeps
+    pieces: Sequence[Piece]
+    folds: FoldMeans  # those that this process keeps
+    max_grad_norm: float
     fold_number: tuple[int, ...]  # which of all folds these are
     fold_prompts: Tensor  # (num_folds,), how many prompts each of all folds has
 
@@ -60,10 +62,6 @@ class Update:
         """Of all processes."""
         return len(self.fold_prompts)
 
-    @property
-    def pieces(self) -> Sequence[Piece]:
-        return self.steps.pieces
-
     def in_pieces(self) -> Iterator[tuple[Piece, UpdateParts]]:
         """Yields each piece and the parts of the step in it, (n,)."""
         for piece in self.pieces:
@@ -71,8 +69,9 @@ class Update:
 
     def without_fold(self, k: int) -> Iterator[tuple[Piece, UpdateParts]]:
         """Yields each piece and the parts, (1, n), of the step that all folds but the k-th kept one would make."""
-        one = slice(k, k + 1)
-        return self.steps.parts(one, self.steps.own_clips[one])
+        one, folds = slice(k, k + 1), self.folds
+        kept = FoldMeans(folds.mean, [part[one] for part in folds.rows], folds.sizes[one], folds.total_size)
+        return steps_without_folds(self.pieces, kept, self.max_grad_norm).parts()
 
 
 def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory, progress: Progress = silent) -> Update:
@@ -105,10 +104,9 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     clip = float(clip_coefficient(torch.linalg.vector_norm(mean, dtype=torch.float64), max_norm))
     by_piece = [piece.state.delta(piece.param, clip * mean[piece.flat]) for piece in pieces]
     parts = UpdateParts(*(torch.cat(part) for part in zip(*by_piece, strict=True)))
-    sizes = fold_prompts[list(kept)]
-    total = float(fold_prompts.sum())
-    steps = StepsWithoutFolds(pieces, layout.split(mean), layout.split(folds), sizes, total, max_norm)
-    return Update(mean, clip, parts, parts.total, steps, kept, fold_prompts)
+    sizes, num_prompts = fold_prompts[list(kept)], float(fold_prompts.sum())
+    fold_means = FoldMeans(layout.split(mean), layout.split(folds), sizes, num_prompts)
+    return Update(mean, clip, parts, parts.total, pieces, fold_means, max_norm, kept, fold_prompts)
 
 
 # --- U as training sees it --------------------------------------------------------------------------------------------

@@ -26,6 +26,6 @@ class CovariancePredictorProbe(Probe):
             ("covariance/token", "covariance/sequence"),
             lambda sums: minus_covariance(sums.unflatten(-1, (2, 4))),
             step.batch.sum_by_fold(terms),
-            step.capabilities.num_folds,
+            step.num_folds,
             step.ranks.reduce,
         )

@@ -34,6 +34,7 @@ from rl_training.mathematics.vectors import as_flat, flat_dot
 
 SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below
 CHANNELS = ("all", "adam", *KINDS, "split")  # each a pair: tr Σ and |G|²; of "split": tr Σ between and within
+ONE_BLOCK = "there is only one block: use smaller microbatches, or more processes, so that a step has at least two"
 NO_RAW_ERROR = "no error bar: norms alone do not give one step's error; the averages over steps have one"
 RAW = ("gns/trace_step", "gns/grad_sq_norm_step")
 AVERAGED = ("gns/trace", "gns/grad_sq_norm")
@@ -72,7 +73,7 @@ class GradientNoiseScaleProbe(Probe):
         sizes = [len(index[rows.start : rows.stop].unique()) for rows in microbatches]
         mine = [len(sizes), sum(sizes), sum(1 / size for size in sizes)]
         blocks, batch_size, inverse_sizes = step.ranks.reduce(index.new_tensor(mine, dtype=torch.float64)).tolist()
-        reason = step.capabilities.why_no_blocks(blocks)
+        reason = step.capabilities.mixed_prompts or step.capabilities.reused or (ONE_BLOCK if blocks < 2 else "")
         if reason:
             self._answers = dict.fromkeys(NAMES + SPLIT * bool(self.split_prompts), Estimate.missing(reason))
             return
@@ -86,7 +87,7 @@ class GradientNoiseScaleProbe(Probe):
         moments = noise.noise_moments(
             _channels(block.cpu(), kinds), _channels(batch.cpu(), kinds), blocks / inverse_sizes, batch_size
         )
-        if self.split_prompts and not step.capabilities.why_no_split_of_trace():
+        if self.split_prompts and not _why_no_split(step):
             same_prompt = _mean_product_within_prompts(step, self.split_prompts).cpu()
             moments[-1] = noise.split_of_trace(same_prompt, moments[0], step.batch.responses_per_prompt)
         remembered = math.ceil(math.log(SMALLEST_WEIGHT) / math.log(self.decay))
@@ -121,10 +122,15 @@ class GradientNoiseScaleProbe(Probe):
         there = [kind for kind in KINDS if of[kind].steps > 0]  # a model need not have every kind
         answers |= {f"gns/kind/{kind}": noise.noise_scale(of[kind])[0] for kind in there}
         if self.split_prompts:
-            why_not = step.capabilities.why_no_split_of_trace()
+            why_not = _why_no_split(step)
             split = [Estimate.missing(why_not)] * 2 if why_not else noise.means(of["split"])
             answers |= dict(zip(SPLIT, split, strict=True))
         return answers
+
+
+def _why_no_split(step: Step) -> str:
+    """Returns why the noise cannot be split into that of prompts and that of responses, "" if it can."""
+    return step.capabilities.sampling_mismatch or step.capabilities.not_dr_grpo
 
 
 def _channels(sq_norms: Tensor, kinds: list[str]) -> Tensor:

@@ -74,7 +74,7 @@ class GroundTruthProbe(Probe):
 
     def prepare(self, step: Step) -> None:
         no_truth, change = step.capabilities.no_fresh_responses, step.entropy_change
-        self._forward = None if change.why_none else change.quantities["forward"].estimates(change.sums.num_folds)[0]
+        self._forward = None if change.why_none else change.quantities["forward"].estimates(step.num_folds)[0]
         num_targets = 1 + change.settings.per_sequence
         why_no_prediction = no_truth or change.why_none or step.optimizer.reason
         self._answers = dict.fromkeys(

@@ -98,7 +98,7 @@ class InterventionsProbe(Probe):
             if unavailable[each.name]:
                 answers += [Estimate.missing(unavailable[each.name])] * len(QUANTITIES)
             else:
-                answers += self._estimates(each, effects, FIRST_OF_ADAM if step.capabilities.first_of_adam else "")
+                answers += self._estimates(each, effects, FIRST_OF_ADAM if step.optimizer.first_of_adam else "")
         self._answers = dict(zip((*PLAIN_METRICS, *self._metrics()), answers, strict=True))
 
     def num_vectors(self, num_folds: int) -> int:

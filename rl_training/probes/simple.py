@@ -79,26 +79,25 @@ class SimpleEntropyProbe(Probe):
 
     def prepare(self, step: Step) -> None:
         change = step.entropy_change
-        if change.why_none:
-            names = ("entropy", *PRODUCTS, *change.attribution.labels, *SUMS)
+        if change.why_none or change.half_step_stderr is None:
+            names = ("entropy", *PRODUCTS, *change.labels, *SUMS)
             missing = Estimate.missing(change.why_none)
             self._answers = dict.fromkeys((metric for name in names for metric in self._metrics(name)), missing)
             if step.capabilities.sampling_mismatch:
                 self._answers |= visited_entropy(step)
             return
-        of_batch = [change.quantities[name] for name in ("entropy", "forward", "backward")]
-        level, forward, backward = (Term(row.value, row.stderr, row.batches) for row in of_batch)
-        closed = self._sum.add(change.number, BatchTerms(level, forward, backward, change.stderrs[-1]))
+        rows = [change.quantities[name] for name in ("entropy", "forward", "backward")]
+        level, forward, backward = (Term(row.value, row.stderr, row.batches) for row in rows)
+        closed = self._sum.add(step.number, BatchTerms(level, forward, backward, change.half_step_stderr))
         no_trapezoid = change.why_no_backward or change.why_no_forward or HALF
         sums = [
-            Quantity(name, term.value, term.stderr, change.number - 1, reason, term.batches)
+            Quantity(name, term.value, term.stderr, step.number - 1, reason, term.batches)
             for name, term, reason in zip(SUMS, closed, (no_trapezoid, HOLE_IN_SUM, ""), strict=True)
         ]
-        rows = [*change.quantities.values(), *sums]
         self._answers = {
             metric: estimate
-            for row in rows
-            for metric, estimate in zip(self._metrics(row.name), row.estimates(change.sums.num_folds), strict=False)
+            for row in (*change.quantities.values(), *sums)
+            for metric, estimate in zip(self._metrics(row.name), row.estimates(step.num_folds), strict=False)
         }
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -129,6 +128,6 @@ def visited_entropy(step: Step) -> dict[str, Estimate]:
         VISITED,
         lambda sums: sums[..., 1:2] / sums[..., [2, 0]],  # of the number, entropies and lengths of sequences
         levels_of_folds(step.batch, sequences),
-        step.capabilities.num_folds,
+        step.num_folds,
         step.ranks.reduce,
     )

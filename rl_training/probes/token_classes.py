@@ -24,12 +24,12 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Batch
-from rl_training.engine.capabilities import OTHER_TERMS
-from rl_training.engine.changed_steps import Basis, Direction, GradientParts, bases_of
+from rl_training.engine.changed_steps import Direction, GradientParts, bases_of
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.engine.step_by_folds import StepByFolds, why_no_folds
+from rl_training.engine.updates import FoldMeans
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.running_pairs import Pair, RunningPair, RunningPairs
 
@@ -73,7 +73,7 @@ class TokenClassesProbe(Probe):
         sums = {kind: _sums(step, kind, classes) for kind, classes in kinds.items()}
         why = why_no_folds(step, OFF_POLICY)
         if not why:
-            why = FIRST if step.capabilities.first_of_adam else OTHER_TERMS if step.capabilities.other_terms else ""
+            why = FIRST if step.optimizer.first_of_adam else step.capabilities.other_terms
         pairs = {} if why else _pairs(step, kinds, sums)
         self._answers = {}
         for kind, names in CLASSES.items():
@@ -173,8 +173,8 @@ def _pairs(step: Step, kinds: Mapping[str, Tensor], sums: Mapping[str, Tensor]) 
     ]
     weights = [weights_of(step.batch, kinds[kind] == number) for kind, number in weighed]
 
-    def products(basis: Basis | None) -> Tensor:
-        own, _ = GradientParts(change.steps_without, basis).products([None], [Direction(change.rows)])[0]
+    def products(basis: FoldMeans | None) -> Tensor:
+        own, _ = GradientParts(folds.steps, basis).products([None], [Direction(folds.rows)])[0]
         return own
 
     bases = bases_of(step.batch, step.policy, parameters, change.layout, weights, step.ranks.reduce)

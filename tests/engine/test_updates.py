@@ -12,7 +12,7 @@ from torch import Tensor
 from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.fold_products import PRODUCTS
 from rl_training.engine.memory import StepMemory
-from rl_training.engine.updates import StepsWithoutFolds, UpdateHistory, optimizer_pieces, whole_update
+from rl_training.engine.updates import FoldMeans, UpdateHistory, optimizer_pieces, steps_without_folds, whole_update
 from rl_training.mathematics import vectors
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.sgd import SGDState
@@ -84,18 +84,18 @@ def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(max_grad_n
     layout = Layout(parameters)
     rows = [draw(3, bucket.size) for bucket in layout.buckets]
     mean = [(sizes.unsqueeze(1) * part).sum(dim=0) / 8 for part in rows]
-    steps = StepsWithoutFolds(optimizer_pieces(layout, parameters, states, 8), mean, rows, sizes, 8.0, max_grad_norm)
-    clips = steps.own_clips
-    found = torch.cat([parts.total for _, parts in steps.parts(slice(None), clips)], dim=1)
+    pieces = optimizer_pieces(layout, parameters, states, 8)
+    steps = steps_without_folds(pieces, FoldMeans(mean, rows, sizes, 8.0), max_grad_norm)
+    found = torch.cat([parts.total for _, parts in steps.parts()], dim=1)
     for k in range(3):
         others = [i for i in range(3) if i != k]
         own = sum(sizes[i] * torch.cat([part[i] for part in rows]) for i in others) / sizes[others].sum()
         clip = min(1.0, max_grad_norm / (float(own.norm()) + 1e-6))
-        assert float(clips[k]) == pytest.approx(clip, rel=1e-12)
+        assert float(steps.clips[k]) == pytest.approx(clip, rel=1e-12)
         named = layout.by_name(layout.split(clip * own))
         expected = [s.delta(parameters[n], named[n].view(SHAPES[n])).total.flatten() for n, s in states.items()]
         torch.testing.assert_close(found[k], torch.cat(expected))
-        one = torch.cat([parts.total[0] for _, parts in steps.parts(slice(k, k + 1), clips[k : k + 1])])
+        one = torch.cat([parts.total[0] for _, parts in steps.parts(slice(k, k + 1))])
         torch.testing.assert_close(one, torch.cat(expected))
 
 

@@ -15,7 +15,6 @@ import forks
 import pytest
 import torch
 import torch.distributed as dist
-from example_steps import capabilities
 from replay import L_MAX, MICROBATCH, PROMPTS, G, ReplayTrainer, given_rollout
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
@@ -26,6 +25,7 @@ from rl_training import Estimate, Rollout, measured_loop
 from rl_training.engine.batch import take_rows
 from rl_training.engine.capabilities import REUSED, Fixes
 from rl_training.engine.driver import StepDriver
+from rl_training.engine.open_step import OpenStep
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop import MeasuredLoop
 from rl_training.hosts.trl.patches import FIXES
@@ -541,12 +541,12 @@ def test_the_example_leaves_records_and_a_report(tmp_path: Path) -> None:
 
 def test_reasons_end_in_what_to_do_in_this_very_loop() -> None:
     """The engine names no trainer; TRL's host names the switch of its own."""
-    unable = {"complete_prompts": False, "whole_prompts": False, "dr_grpo": False}
     for fixes in (Fixes(), Fixes("do this", "do that"), FIXES):
-        known = capabilities(**unable, fixes=fixes)
-        reasons = known.why_no_entropy_gradient(None), known.why_no_forward(), known.why_no_blocks(2.0)
+        loop: Any = SimpleNamespace(fixes=fixes, dr_grpo=False, no_fresh_responses="")
+        why = OpenStep(1, []).capabilities(loop, mismatch="", complete=False, whole=False, reused=False)
+        reasons = why.split_prompts, why.mixed_prompts
         assert all(reason.endswith(f": {fixes.whole_prompts}") for reason in reasons)
-        assert known.why_no_split_of_trace().endswith(f": {fixes.dr_grpo}")
+        assert why.not_dr_grpo.endswith(f": {fixes.dr_grpo}")
         assert any("attach" in reason or "Trainer" in reason for reason in reasons) == (fixes is FIXES)
 
 

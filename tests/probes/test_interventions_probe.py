@@ -391,9 +391,9 @@ def test_only_what_is_not_a_multiple_takes_its_own_backward() -> None:
     }
     groups = groups_of(weights, plain, [range(1), range(1, 2)], lambda x: x)
     assert [list(group.changes) for group in groups] == [["twice"], ["first", "second"], ["bonus"], ["nearly twice"]]
-    assert groups[0].changes["twice"].own == pytest.approx(1.0)
+    assert groups[0].changes["twice"].gradient == pytest.approx(1.0)
     second = groups[1].changes["second"]  # plain − first: the basis is first − plain
-    assert (second.own, second.of_basis) == pytest.approx((-1.0, -1.0))
+    assert (second.gradient, second.basis) == pytest.approx((-1.0, -1.0))
 
 
 def test_the_guard_of_memory_counts_what_the_probe_holds_beside_the_rows() -> None:

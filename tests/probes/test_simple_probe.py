@@ -295,16 +295,19 @@ def test_off_policy_steps_with_a_small_effective_sample_size_are_nan_with_the_re
 
 @pytest.mark.parametrize(("known", "measured"), [(16, True), (15, False)])
 def test_importance_weights_are_used_down_to_an_effective_sample_size_of_half_the_batch(
-    make_trainer, known, measured
+    make_trainer, monkeypatch, known, measured
 ) -> None:
-    class Reweighted(Answers):
-        def prepare(self, step: Any) -> None:
-            sampling_logps = step.batch.scores.logps.double().clone()
-            sampling_logps[known:, 0] += 80.0  # of 32 sequences, so many keep a weight
-            rollout = dataclasses.replace(step.batch.rollout, sampling_logps=sampling_logps, on_policy=False)
-            super().prepare(dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout)))
+    view = StepDriver._view
 
-    probe = Reweighted()
+    def reweighted(driver: StepDriver, *args: Any) -> Any:
+        step = view(driver, *args)
+        sampling_logps = step.batch.scores.logps.double().clone()
+        sampling_logps[known:, 0] += 80.0  # of 32 sequences, so many keep a weight
+        rollout = dataclasses.replace(step.batch.rollout, sampling_logps=sampling_logps, on_policy=False)
+        return dataclasses.replace(step, batch=dataclasses.replace(step.batch, rollout=rollout))
+
+    monkeypatch.setattr(StepDriver, "_view", reweighted)
+    probe = Answers()
     make_trainer(probes=[probe], max_completion_length=8, max_steps=1).train()
     assert math.isfinite(probe.all[0]["delta_h/reuse"].value) == measured
     assert ("0.47 of the sequences, below 0.5" in probe.all[0]["delta_h/reuse"].reason) != measured

@@ -17,9 +17,9 @@ from torch import Tensor
 from trainers import graded, trainer_maker
 
 from rl_training import Estimate
-from rl_training.engine.changed_steps import Basis, Direction, GradientParts
+from rl_training.engine.changed_steps import Direction, GradientParts
 from rl_training.engine.loss_weights import LossWeights
-from rl_training.engine.updates import StepsWithoutFolds, optimizer_pieces
+from rl_training.engine.updates import FoldMeans, optimizer_pieces, steps_without_folds
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.sgd import SGDState
 from rl_training.mathematics.vectors import Layout
@@ -194,8 +194,9 @@ def test_the_parts_of_a_basis_in_two_steps_are_those_worked_by_hand() -> None:
     state = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)
     pieces = optimizer_pieces(layout, {"w": torch.zeros(1).double()}, {"w": state})
     one, rows = torch.ones(1).double(), torch.tensor([[4.0], [0.0]]).double()
-    steps = StepsWithoutFolds(pieces, [one], [rows], torch.tensor([1.0, 3.0]).double(), 4.0, math.inf)
-    basis = Basis([0.5 * one], [0.5 * rows])
+    sizes = torch.tensor([1.0, 3.0]).double()
+    steps = steps_without_folds(pieces, FoldMeans([one], [rows], sizes, 4.0), math.inf)
+    basis = FoldMeans([0.5 * one], [0.5 * rows], sizes, 4.0)
     direction = Direction([torch.tensor([[1.0], [2.0]]).double()])
     ((products, _),) = GradientParts(steps, basis).products([None], [direction])
     assert products.flatten().tolist() == pytest.approx([0.0, 2 * -0.2])

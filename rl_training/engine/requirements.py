@@ -1,8 +1,9 @@
-"""What all probes together ask of the engine: what to keep, folds, the entropy gradient, memory."""
+"""What all probes together require of the engine: what to keep, folds, the entropy gradient, memory."""
 
 from __future__ import annotations
 
 import functools
+import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -19,8 +20,8 @@ GATHERED_VECTORS = 3  # of a measured step: the gradient and Adam's two moments
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What some probes ask for together.
+class Requirements:
+    """What some probes require together.
 
     num_folds  on each rank; None for the default        offload  keep the folds' gradients in the CPU's memory
     """
@@ -32,12 +33,12 @@ class Asked:
     offload: bool
 
     @classmethod
-    def by(cls, probes: Sequence[Probe]) -> Asked:
+    def of(cls, probes: Sequence[Probe]) -> Requirements:
         """ValueError when two probes have the same name, or ask for different folds or entropy gradients."""
         twice = [name for name, count in Counter(probe.name for probe in probes).items() if count > 1]
         if twice:
             raise ValueError(f"two probes have the same name: {twice}")
-        needs = functools.reduce(lambda a, b: a | b, (probe.needs for probe in probes), Need.NOTHING)
+        needs = needs_of(probes)
         folding = [probe for probe in probes if Need.FOLD_GRADIENTS in probe.needs]
         num_folds = _common({p.name: p.num_folds for p in folding if p.num_folds is not None}, "num_folds")
         entropy = _common({p.name: p.entropy for p in probes if p.entropy is not None}, "entropy gradient")
@@ -73,9 +74,14 @@ class Asked:
         num_folds = len(self.folds(shape, shape.sizes))
         by_fold = (Need.FOLD_GRADIENTS in self.needs) + (Need.ENTROPY_ROWS in self.needs)
         rows = 0 if self.offload else num_folds * by_fold
-        beside = VECTORS_BESIDE_FOLDS * (Need.ENTROPY_CHANGE in self.needs)
+        beside = VECTORS_BESIDE_FOLDS * (Need.ENTROPY_GRADIENT in self.needs)
         at_a_time = max((probe.num_vectors(num_folds) for probe in self.probes), default=0)
         return GATHERED_VECTORS + rows + beside + at_a_time
+
+
+def needs_of(probes: Sequence[Probe]) -> Need:
+    """Returns everything that one of these probes needs."""
+    return functools.reduce(operator.or_, (probe.needs for probe in probes), Need.NOTHING)
 
 
 def _common(wanted: Mapping[str, Any], what: str) -> Any:
