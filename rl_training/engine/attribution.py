@@ -30,11 +30,11 @@ class Attribution:
     """
 
     def __init__(self, names: Sequence[str]) -> None:
-        of_parameter = [[f"layer/{layer(name)}" for name in names], [f"kind/{module_kind(name)}" for name in names]]
-        groups = [label for labels in of_parameter for label in dict.fromkeys(labels)]
+        splits = [[f"layer/{layer(name)}" for name in names], [f"kind/{module_kind(name)}" for name in names]]
+        groups = [label for labels in splits for label in dict.fromkeys(labels)]
         self.labels = (*(f"part/{cause}" for cause in CAUSES), *groups)
         self._member = torch.tensor(  # (groups, parameters)
-            [[float(group == label) for label in labels] for labels in of_parameter for group in dict.fromkeys(labels)],
+            [[float(group == label) for label in labels] for labels in splits for group in dict.fromkeys(labels)],
             dtype=torch.float64,
         )
 

@@ -188,8 +188,8 @@ class StepDriver:
         if self._rows is not None:
             buffers += self._rows.num_bytes
             self._rows.release()
-        of_step = {"fraction_of_step": sum(seconds.values()) / step_seconds, "buffer_bytes": float(buffers)}
-        return {f"{name}_seconds": spent for name, spent in seconds.items()} | of_step
+        shared = {"fraction_of_step": sum(seconds.values()) / step_seconds, "buffer_bytes": float(buffers)}
+        return {f"{name}_seconds": spent for name, spent in seconds.items()} | shared
 
     def close(self) -> None:
         """Removes every hook and frees all vectors: training has ended, perhaps in the middle of a step."""

@@ -9,6 +9,7 @@ and normalised by Σ ρ. On-policy, ρ = 1.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -76,9 +77,9 @@ def fold_gradients(
     of DDP are not touched.
     """
     scores, fold = batch.scores, batch.fold
-    known = (scores.entropies, scores.mask, batch.rollout.prompt_index)
-    sequence_weights, entropy_weights = surrogate_weights(*known, target="sequence")
-    length_weights, _ = surrogate_weights(*known, target="length")  # ∂E[T] has no ∂h term
+    weights_for = functools.partial(surrogate_weights, scores.entropies, scores.mask, batch.rollout.prompt_index)
+    sequence_weights, entropy_weights = weights_for(target="sequence")
+    length_weights, _ = weights_for(target="length")  # ∂E[T] has no ∂h term
     logp_weights = [sequence_weights - level * length_weights, sequence_weights][: 1 + settings.per_sequence]
     taken = min(settings.responses_per_prompt, batch.responses_per_prompt)
     chosen = response_number(batch.rollout.prompt_index) < taken

@@ -76,11 +76,11 @@ class GradientRows:
         self._metric = AdamMetric(states)
         self._meters = [SqNormMeter(self._metric) for _ in row_of_microbatch]
         sizes = [1] * len(row_of_microbatch) if sizes is None else sizes
-        of_row = Counter[int]()
+        row_sizes = Counter[int]()
         for row, size in zip(row_of_microbatch, sizes, strict=True):
-            of_row[row] += size
+            row_sizes[row] += size
         self._scales = [sum(sizes) / size for size in sizes]
-        self._shares = [sum(sizes) / of_row[row] for row in row_of_microbatch]
+        self._shares = [sum(sizes) / row_sizes[row] for row in row_of_microbatch]
         self._row_of = row_of_microbatch
 
     @property
@@ -181,5 +181,5 @@ class GradientRows:
 
     def _set_row(self, row: int, total: Vector, count: int) -> None:
         assert self.rows is not None
-        for part, of_fold in zip(self.rows, total, strict=True):
-            part[row] = (of_fold / count).to(part.device)
+        for part, values in zip(self.rows, total, strict=True):
+            part[row] = (values / count).to(part.device)

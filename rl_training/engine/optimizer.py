@@ -23,8 +23,8 @@ def mean_gradients(
     A parameter that the loss does not reach gets zeros, and torch's optimizers do not update it. (ZeRO's do: to them
     zeros are a gradient.) Raises ValueError when none has a gradient.
     """
-    of_param = sharding.mean_gradients(parameters.values())
-    gradients = {name: of_param[param] for name, param in parameters.items()}
+    by_parameter = sharding.mean_gradients(parameters.values())
+    gradients = {name: by_parameter[param] for name, param in parameters.items()}
     unreached = {name for name, gradient in gradients.items() if gradient is None}
     if len(unreached) == len(parameters):
         raise ValueError(
@@ -50,9 +50,9 @@ def view_optimizer(sharding: Sharding, parameters: Mapping[str, nn.Parameter]) -
         reason = _why_not_these(parameters, group_of, keeps_fp32_copies=sharding.keeps_fp32_copies)
     if reason:
         return OptimizerView(None, max_grad_norm, reason)
-    known = _with_steps_as_numbers({name: state_of.get(param, {}) for name, param in parameters.items()})
+    raw = _with_steps_as_numbers({name: state_of.get(param, {}) for name, param in parameters.items()})
     read = _read_sgd_state if isinstance(optimizer, torch.optim.SGD) else _read_adam_state
-    states = {name: read(param, known[name], group_of[param]) for name, param in parameters.items()}
+    states = {name: read(param, raw[name], group_of[param]) for name, param in parameters.items()}
     return OptimizerView(states, max_grad_norm)
 
 
@@ -65,10 +65,10 @@ def _with_steps_as_numbers(states: Mapping[str, Mapping[str, Any]]) -> dict[str,
     return {**states, **{name: {**states[name], "step": n} for name, n in zip(steps, numbers, strict=True)}}
 
 
-def _why_no_formula(optimizer: torch.optim.Optimizer, known: Sequence[type]) -> str:
+def _why_no_formula(optimizer: torch.optim.Optimizer, supported: Sequence[type]) -> str:
     """Returns why the step of this optimizer has no formula here, "" if it has one."""
-    if type(optimizer) not in known:
-        names = ", ".join(kind.__name__ for kind in known)
+    if type(optimizer) not in supported:
+        names = ", ".join(kind.__name__ for kind in supported)
         return f"the step of {type(optimizer).__name__} has no formula here; supported are {names}"
     if any(group.get("amsgrad") or group["maximize"] for group in optimizer.param_groups):
         return "amsgrad and maximize have no formula here"

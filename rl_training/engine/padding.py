@@ -39,9 +39,9 @@ class PaddingCheck:
         with policy.measuring():
             alone = policy.scorer.score(rollout, rows, graph=False)
             padded = policy.scorer.score_padded(rollout, rows)
-        there = alone.mask.bool()
-        difference = (alone.logps - padded.logps[:, : there.shape[1]])[there].double().abs()
-        total, count = reduce(torch.stack([difference.sum(), there.sum().double()])).tolist()
+        mask = alone.mask.bool()
+        difference = (alone.logps - padded.logps[:, : mask.shape[1]])[mask].double().abs()
+        total, count = reduce(torch.stack([difference.sum(), mask.sum().double()])).tolist()
         limit = LIMIT_ROUNDED if policy.scorer.why_not_fp32 else LIMIT
         self._reason = PADDING_MATTERS if count and not total / count <= limit else ""
         return self._reason

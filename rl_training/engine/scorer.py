@@ -31,7 +31,7 @@ CHUNK_LOGITS = 2**25  # 128 MB in fp32
 
 class _Batch(NamedTuple):
     ids: Tensor  # (B, W), each sequence from the first column on
-    beside: dict[str, Any]  # images and the like, by the names of the model's arguments
+    inputs: dict[str, Any]  # images and the like, by the names of the model's arguments
     columns: Tensor  # (B, T), where a completion's tokens are predicted
     targets: Tensor  # (B, T), these tokens
     mask: Tensor  # (B, T), 1 on sampled ones
@@ -111,13 +111,13 @@ class Scorer:
         precision, without graph.
         """
         ids = torch.cat([sequences.prompt_ids[rows], sequences.completion_ids[rows]], dim=1)
-        there = torch.cat([sequences.prompt_mask[rows], sequences.token_mask[rows]], dim=1)
-        beside = {"attention_mask": there, **_beside(sequences, rows, None)}
+        mask = torch.cat([sequences.prompt_mask[rows], sequences.token_mask[rows]], dim=1)
+        inputs = {"attention_mask": mask, **_further_inputs(sequences, rows, None)}
         targets = sequences.completion_ids[rows]
         # Half-precision layers take no fp32 but from autocast.
         rounded = self._autocast() if self.why_not_fp32 else contextlib.nullcontext()
         with self.measuring(), rounded, torch.no_grad():
-            logits = self._own_logits(ids, beside)[:, -targets.shape[1] - 1 : -1]
+            logits = self._own_logits(ids, inputs)[:, -targets.shape[1] - 1 : -1]
             logps, entropies = scores_of_logits(_at_least_fp32(logits) / self.temperature, targets)
         return Scores(logps, entropies, sequences.completion_mask[rows])
 
@@ -179,7 +179,7 @@ class Scorer:
 
     def _by_body_and_head(self, batch: _Batch) -> tuple[Tensor, Tensor]:
         head = self._lm.get_output_embeddings()
-        hidden = self._hidden(batch.ids, batch.beside)
+        hidden = self._hidden(batch.ids, batch.inputs)
         patched = "forward" in vars(head) and not self._fp32_head  # or patched to do that
         if self._call_head or type(head) is not nn.Linear or patched:
             columns = batch.columns.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
@@ -191,9 +191,10 @@ class Scorer:
         values = scores_of_hidden(
             x, head.weight, head.bias, targets, self._logit_map, self._dtype_of_product(x, head), self._chunk
         )
-        there = batch.mask.bool()
-        placed = (torch.zeros_like(there, dtype=v.dtype).masked_scatter(there, v.to(there.device)) for v in values)
-        logps, entropies = placed
+        mask = batch.mask.bool()
+        logps, entropies = (
+            torch.zeros_like(mask, dtype=value.dtype).masked_scatter(mask, value.to(mask.device)) for value in values
+        )
         return logps, entropies
 
     def _by_called_head(self, head: Any, hidden: Tensor, batch: _Batch) -> tuple[Tensor, Tensor]:
@@ -217,17 +218,17 @@ class Scorer:
         return logps, entropies
 
     def _by_own_logits(self, batch: _Batch) -> tuple[Tensor, Tensor]:
-        logits = self._own_logits(batch.ids, batch.beside)
+        logits = self._own_logits(batch.ids, batch.inputs)
         logits = logits.gather(1, batch.columns.unsqueeze(-1).expand(-1, -1, logits.shape[-1]))
         return scores_of_logits(_at_least_fp32(logits) / self.temperature, batch.targets)
 
-    def _hidden(self, ids: Tensor, beside: Mapping[str, Any]) -> Tensor:
-        hidden = self._lm.base_model(input_ids=ids, use_cache=False, **beside).last_hidden_state
+    def _hidden(self, ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
+        hidden = self._lm.base_model(input_ids=ids, use_cache=False, **inputs).last_hidden_state
         return hidden.to(ids.device)  # the model may be spread over devices
 
-    def _own_logits(self, ids: Tensor, beside: Mapping[str, Any]) -> Tensor:
+    def _own_logits(self, ids: Tensor, inputs: Mapping[str, Any]) -> Tensor:
         """Returns (B, W, V) by the forward pass of the model's class: a trainer may have patched it."""
-        return type(self._lm).forward(self._lm, input_ids=ids, use_cache=False, **beside).logits
+        return type(self._lm).forward(self._lm, input_ids=ids, use_cache=False, **inputs).logits
 
     def _dtype_of_product(self, x: Tensor, head: nn.Linear) -> torch.dtype:
         if torch.is_autocast_enabled(x.device.type) and not self._fp32_head:
@@ -270,26 +271,26 @@ def _first_columns(sequences: Rollout, rows: Tensor) -> _Batch:
     before = (prompt_length - 1).unsqueeze(1) + torch.arange(longest, device=padded.device)
     return _Batch(
         ids=padded.gather(1, columns),
-        beside=_beside(sequences, rows, columns),
+        inputs=_further_inputs(sequences, rows, columns),
         columns=before.clamp(max=width - 1),
         targets=sequences.completion_ids[rows][:, :longest],
         mask=mask[:, :longest],
     )
 
 
-def _beside(sequences: Rollout, rows: Tensor, columns: Tensor | None) -> dict[str, Any]:
+def _further_inputs(sequences: Rollout, rows: Tensor, columns: Tensor | None) -> dict[str, Any]:
     """Returns what the model takes beside tokens, of these rows; types of tokens go with the tokens, to `columns`."""
-    beside: dict[str, Any] = {}
+    inputs: dict[str, Any] = {}
     for name, values in (sequences.images or {}).items():
         if not isinstance(values, Tensor):
             own = [values[row] for row in rows.tolist()]
             if isinstance(own[0], Tensor):  # otherwise it counts what rows have, and is no input of the model
-                beside[name] = torch.cat(own)
+                inputs[name] = torch.cat(own)
         elif columns is not None and name.endswith("token_type_ids"):
-            beside[name] = values[rows].gather(1, columns)
+            inputs[name] = values[rows].gather(1, columns)
         else:
-            beside[name] = values[rows]
-    return beside
+            inputs[name] = values[rows]
+    return inputs
 
 
 def _at_least_fp32(logits: Tensor) -> Tensor:

@@ -71,12 +71,13 @@ def refuse_what_does_not_fit(
     """
     weights = sum(size(p) * p.element_size() for p in model.parameters())
     trained = 4 * vectors * sum(map(size, trainable(model).values()))
-    there = _bytes_of_a_process()
-    if weights + trained > there:
+    available = _bytes_of_a_process()
+    if weights + trained > available:
         raise ValueError(
             f"under {launch} a measured step gathers all weights ({weights / 1e9:.1f} GB) and {vectors} fp32 vectors "
-            f"of what is trained ({trained / 1e9:.1f} GB) on every process, which has {there / 1e9:.1f} GB: train an "
-            "adapter (adapter=lora), have fewer folds (probes.simple.num_folds), or train without probes (probe=none)"
+            f"of what is trained ({trained / 1e9:.1f} GB) on every process, which has {available / 1e9:.1f} GB: "
+            "train an adapter (adapter=lora), have fewer folds (probes.simple.num_folds), or train without probes "
+            "(probe=none)"
         )
 
 

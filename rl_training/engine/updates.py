@@ -60,25 +60,25 @@ def optimizer_pieces(
     pieces: list[Piece] = []
     if states is None:
         return pieces
-    of_name = {name: number for number, name in enumerate(layout.names)}
+    numbers = {name: number for number, name in enumerate(layout.names)}
     for number, bucket in enumerate(layout.buckets):
         bounds = list(bucket.bounds())
         for first, last in _alike(bucket.names, parameters, states):
             names = bucket.names[first:last]
             start = bounds[first][1].start
-            of_piece = [states[name] for name in names]
-            tensors = [key for key, value in vars(of_piece[0]).items() if isinstance(value, Tensor)]
+            alike = [states[name] for name in names]
+            tensors = [key for key, value in vars(alike[0]).items() if isinstance(value, Tensor)]
             flat: dict[str, Tensor] = {
-                key: join([getattr(state, key).reshape(-1) for state in of_piece]) for key in tensors
+                key: join([getattr(state, key).reshape(-1) for state in alike]) for key in tensors
             }
             param = join([parameters[name].detach().reshape(-1) for name in names])
             for begin in range(0, len(param), longest):
                 cut = slice(begin, min(begin + longest, len(param)))
                 moments: dict[str, Any] = {key: value[cut] for key, value in flat.items()}
-                state = dataclasses.replace(of_piece[0], **moments)
+                state = dataclasses.replace(alike[0], **moments)
                 columns = slice(start + cut.start, start + cut.stop)
                 whole = slice(bucket.start + columns.start, bucket.start + columns.stop)
-                own = ((of_name[name], _within(columns, of)) for name, of in bounds[first:last])
+                own = ((numbers[name], _within(columns, part)) for name, part in bounds[first:last])
                 spans = tuple((parameter, span) for parameter, span in own if span.start < span.stop)
                 pieces.append(Piece(number, columns, whole, param[cut], state, spans))
     return pieces

@@ -35,9 +35,9 @@ def covariance_terms(scores: Scores, advantages: Tensor) -> Tensor:
     mask = scores.mask.bool()
     logp = scores.logps.double().masked_fill(~mask, 0.0).sum(dim=1)
     length, advantage = mask.sum(dim=1).double(), advantages.double()
-    of_tokens = torch.stack([length, logp, length * advantage, logp * advantage], dim=1)
-    of_sequence = torch.stack([torch.ones_like(length), logp, advantage, logp * advantage], dim=1)
-    return torch.stack([of_tokens, of_sequence], dim=1)
+    token_sums = torch.stack([length, logp, length * advantage, logp * advantage], dim=1)
+    sequence_sums = torch.stack([torch.ones_like(length), logp, advantage, logp * advantage], dim=1)
+    return torch.stack([token_sums, sequence_sums], dim=1)
 
 
 def minus_covariance(sums: Tensor) -> Tensor:

@@ -96,18 +96,18 @@ def average(history: Tensor, decay: float) -> Averages:
     of freedom of (Σw²)²/Σw⁴ equal terms (Satterthwaite 1946), less one: 18 with decay .95.
     """
     ages = torch.arange(len(history) - 1, -1, -1, dtype=history.dtype)
-    known = history.isfinite().all(dim=1)
-    weights, rows = (decay**ages)[known], history[known]
+    finite = history.isfinite().all(dim=1)
+    weights, rows = (decay**ages)[finite], history[finite]
     if not len(rows):
         nan = torch.full((2, 2), torch.nan, dtype=history.dtype)
         return Averages(nan[0], nan, math.nan, 0.0, 0.0)
     terms = torch.cat([weights.unsqueeze(1) * rows, weights.unsqueeze(1)], dim=1)
     sums = terms.sum(dim=0)
-    known_sums = sums, sums - terms, unchanged
+    without = sums - terms
     return Averages(
         means=sums[:2] / sums[2],
-        covariance=jackknife_covariance(lambda s: s[..., :2] / s[..., 2:], *known_sums),
-        signal_to_noise_stderr=float(jackknife_stderr(lambda s: s[..., 1] / s[..., 0], *known_sums)),
+        covariance=jackknife_covariance(lambda s: s[..., :2] / s[..., 2:], sums, without, unchanged),
+        signal_to_noise_stderr=float(jackknife_stderr(lambda s: s[..., 1] / s[..., 0], sums, without, unchanged)),
         steps=kish_size(weights),
         degrees=kish_size(weights.square()) - 1.0,
     )
@@ -156,10 +156,10 @@ def signal_to_noise(averages: Averages) -> Estimate:
 
 def bound(averages: Averages, end: float) -> Estimate:
     """Returns an end of an interval, which may be infinite; nan while there are too few steps for an error."""
-    known = _averaged(averages, averages.signal_to_noise, 0.0)
-    if math.isnan(known.stderr):
-        return Estimate.missing(known.reason)
-    return Estimate(end, num_samples=known.num_samples, reason=A_BOUND)
+    averaged = _averaged(averages, averages.signal_to_noise, 0.0)
+    if math.isnan(averaged.stderr):
+        return Estimate.missing(averaged.reason)
+    return Estimate(end, num_samples=averaged.num_samples, reason=A_BOUND)
 
 
 def noise_scale(averages: Averages) -> list[Estimate]:
@@ -179,6 +179,6 @@ def noise_scale(averages: Averages) -> list[Estimate]:
 def with_bounds(name: str, estimates: Sequence[Estimate], factor: float = 1.0) -> dict[str, Estimate]:
     """Returns a value and the ends of its interval, times `factor`, by their names."""
     return {
-        f"{name}{end}": Estimate(of.value * factor, of.stderr * factor, of.num_samples, of.reason)
-        for end, of in zip(BOUNDS, estimates, strict=True)
+        f"{name}{end}": Estimate(one.value * factor, one.stderr * factor, one.num_samples, one.reason)
+        for end, one in zip(BOUNDS, estimates, strict=True)
     }

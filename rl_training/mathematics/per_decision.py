@@ -51,13 +51,13 @@ def per_decision_change(before: Scores, after: Scores, units: JackknifeUnits | N
     ratios = _relative_ratios(before, after, units)
     entropy = mask * after.entropies.double().masked_fill(mask == 0, 0.0)
     terms = torch.stack([ratios * entropy, ratios * mask, ratios], dim=1)  # (B, 3, T)
-    total, (own, of_one) = units.total(terms), units.local(terms)
+    total, (own, unit_sums) = units.total(terms), units.local(terms)
 
     def sum_of_positions(sums: Tensor) -> Tensor:
         return (sums[..., :2, :] / sums[..., 2:, :]).sum(dim=-1)
 
     without = total.new_zeros(units.count, 2)
-    without[own] = sum_of_positions(total - of_one)
+    without[own] = sum_of_positions(total - unit_sums)
     changed = Replicates(sum_of_positions(total), units.reduce(without))  # each row is one process's
     return _per_token_and_sequence(changed) - mean_entropy(before, units)
 
@@ -84,22 +84,22 @@ def first_order_change(
     """
     units = units or JackknifeUnits.of_rows(scores.mask)
     mask = _alive(scores, units)
-    entropy, of_logp, of_entropy = (
+    entropy, logp_terms, entropy_terms = (
         mask * values.double().masked_fill(mask == 0, 0.0) for values in (scores.entropies, logp_slopes, entropy_slopes)
     )
     count = _sums(torch.ones_like(mask[:, :1]), units)
     lengths, entropies, direct = (
-        _ratio(_sums(values.sum(dim=1, keepdim=True), units), count) for values in (mask, entropy, of_entropy)
+        _ratio(_sums(values.sum(dim=1, keepdim=True), units), count) for values in (mask, entropy, entropy_terms)
     )
-    through_prefixes, of_length = (
-        _ratio(_centred_products(_still_to_come(cost), of_logp, mask, units), count) for cost in (entropy, mask)
+    through_prefixes, length_change = (
+        _ratio(_centred_products(_still_to_come(cost), logp_terms, mask, units), count) for cost in (entropy, mask)
     )
     change = direct + through_prefixes
 
-    def combine(change: Tensor, of_length: Tensor, entropy: Tensor, length: Tensor) -> Tensor:
-        return torch.cat([(change - entropy / length * of_length) / length, change], dim=-1)
+    def combine(change: Tensor, length_change: Tensor, entropy: Tensor, length: Tensor) -> Tensor:
+        return torch.cat([(change - entropy / length * length_change) / length, change], dim=-1)
 
-    parts = (change, of_length, entropies, lengths)
+    parts = (change, length_change, entropies, lengths)
     return Replicates(combine(*(p.value for p in parts)), combine(*(p.without for p in parts)))
 
 
@@ -135,9 +135,9 @@ def _per_token_and_sequence(entropy_and_length: Replicates) -> Replicates:
 
 def _sums(values: Tensor, units: JackknifeUnits) -> Replicates:
     """Returns the sum of (N, …) over all sequences, and without each unit."""
-    of_unit = units.gather(values)
-    total = of_unit.sum(dim=0)
-    return Replicates(total, total - of_unit)
+    by_unit = units.gather(values)
+    total = by_unit.sum(dim=0)
+    return Replicates(total, total - by_unit)
 
 
 def _ratio(sums: Replicates, counts: Replicates) -> Replicates:

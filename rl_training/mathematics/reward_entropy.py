@@ -68,10 +68,10 @@ class RewardLaw:
 
     def _combined(self, factors: Sequence[float]) -> Estimate:
         """Returns these multiples of slope and intercept as a sum; Student's t with n − 2 degrees of freedom."""
-        of = self.line.new_tensor(factors)
+        factor = self.line.new_tensor(factors)
         # A norm: where entropies hardly differ, f C fᵀ may be below 0 by rounding.
-        stderr = math.sqrt(self.variance) * float((of @ self.solve).norm())
-        return Estimate(float(of @ self.line), stderr, self.num_points - 1)
+        stderr = math.sqrt(self.variance) * float((factor @ self.solve).norm())
+        return Estimate(float(factor @ self.line), stderr, self.num_points - 1)
 
 
 def fit_reward_law(entropies: Sequence[float], rewards: Sequence[float]) -> RewardLaw:

@@ -36,9 +36,9 @@ def fieller_interval(means: Tensor, covariance: Tensor, degrees: float, coverage
     """
     quantile = float(stdtrit(degrees, 0.5 + 0.5 * coverage))
     denominator, numerator = means.tolist()
-    (of_denominator, mixed), (_, of_numerator) = (quantile**2 * covariance).tolist()
-    square = denominator**2 - of_denominator
-    linear, constant = denominator * numerator - mixed, numerator**2 - of_numerator
+    (denominator_variance, mixed), (_, numerator_variance) = (quantile**2 * covariance).tolist()
+    square = denominator**2 - denominator_variance
+    linear, constant = denominator * numerator - mixed, numerator**2 - numerator_variance
     if not square > 0:
         return -math.inf, math.inf
     half = math.sqrt(max(linear**2 - square * constant, 0.0))  # below 0 by rounding only: S/T is always inside

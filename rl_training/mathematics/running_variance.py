@@ -31,14 +31,14 @@ class RunningVariance:
 
     def add(self, variance: Tensor) -> tuple[Tensor, Tensor]:
         """Returns the averaged variance, nan where this one is, and the effective number of batches behind it."""
-        known = variance.isfinite()
-        new = torch.where(known, variance, 0.0)
-        terms = {"weight": known.to(new), "sum": new, "squares": new.square()}
+        finite = variance.isfinite()
+        new = torch.where(finite, variance, 0.0)
+        terms = {"weight": finite.to(new), "sum": new, "squares": new.square()}
         if self._state and self._state["sum"].shape == variance.shape:
             factors = {"weight": self._decay, "sum": self._decay, "squares": self._decay**2}
             terms = {name: factors[name] * self._state[name] + term for name, term in terms.items()}
         self._state = terms
-        average = torch.where(known, terms["sum"] / terms["weight"], torch.nan)
+        average = torch.where(finite, terms["sum"] / terms["weight"], torch.nan)
         batches = torch.where(terms["squares"] > 0, terms["sum"].square() / terms["squares"], 1.0)
         return average, batches
 

@@ -45,8 +45,8 @@ class SGDState:
         tensor([-0.1000,  0.2000])
         """
         factor, buffer = self.gradient_factor(param, grad), self.momentum_buffer
-        of_buffer = self.momentum**2 if self.nesterov else self.momentum
-        momentum = (-self.lr * of_buffer) * buffer if buffer is not None else 0.0 * param
+        buffer_factor = self.momentum**2 if self.nesterov else self.momentum
+        momentum = (-self.lr * buffer_factor) * buffer if buffer is not None else 0.0 * param
         return UpdateParts(momentum=momentum, gradient=factor * grad, decay=(factor * self.weight_decay) * param)
 
     def gradient_factor(self, param: Tensor, grad: Tensor) -> Tensor:

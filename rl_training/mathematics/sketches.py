@@ -47,15 +47,15 @@ class CountSketches:
         """Returns the sketches, (n, repeats, buckets) fp32, of rows, (n, P), in the order of the parameters."""
         # The sign is one more bit of the bucket: it is quickest to sum both signs apart and to subtract once.
         sums = torch.zeros(len(rows), self.repeats, 2 * self.buckets, device=rows.device)
-        of_parameters = rows.split(list(self.sizes.values()), dim=1)
+        by_parameter = rows.split(list(self.sizes.values()), dim=1)
         width = self.buckets.bit_length()  # bits of a bucket and its sign
-        of_a_hash = 64 // width
-        for name, columns in zip(self.sizes, of_parameters, strict=True):
+        buckets_per_hash = 64 // width
+        for name, columns in zip(self.sizes, by_parameter, strict=True):
             for start in range(0, columns.shape[1], COLUMNS):
                 part = columns[:, start : start + COLUMNS].float()
                 index = torch.arange(start, start + part.shape[1], device=rows.device)
                 for number in range(self.repeats):
-                    which, place = divmod(number, of_a_hash)
+                    which, place = divmod(number, buckets_per_hash)
                     if place == 0:
                         hashed = _mixed(index, _key(self.seed, name, which))
                     bucket = (hashed >> (width * place)) & (2 * self.buckets - 1)

@@ -74,7 +74,9 @@ class SqNormMeter:
     def result(self, names: Iterable[str]) -> Tensor:
         """Returns |g|² and Σ P g² by parameter, (parameters, 2) fp64; 0 for a parameter that got no gradient."""
         self.flush()
-        rows = {name: row for of_names, table in self._measured for name, row in zip(of_names, table, strict=True)}
+        rows = {
+            name: row for names_of_rows, table in self._measured for name, row in zip(names_of_rows, table, strict=True)
+        }
         # A microbatch need not reach every parameter: an expert may get no token.
         unused = self._measured[0][1].new_zeros(2)
         return torch.stack([rows.get(name, unused) for name in names])

@@ -90,9 +90,9 @@ class TrapezoidSum:
         sum_of_squares = squares + end.square()
         batches = torch.where(sum_of_squares > 0, (variance + end).square() / sum_of_squares, 1.0)
         predicted = Term(last["predicted"] + trapezoid.value, (variance + end).sqrt(), batches)
-        of_sum = {"predicted": predicted.value, "variance": variance, "squares": squares}
+        sums = {"predicted": predicted.value, "variance": variance, "squares": squares}
         # A new dictionary: the last one may still be read.
-        self._state = last | now | of_sum | {"half_step_variance": half_step_stderr.square()}
+        self._state = last | now | sums | {"half_step_variance": half_step_stderr.square()}
         measured_stderr = torch.hypot(level.stderr, last["first_level_stderr"])
         return TrapezoidTerms(trapezoid, predicted, Term(level.value - last["first_level"], measured_stderr, one))
 
@@ -103,7 +103,7 @@ class TrapezoidSum:
         self._state = dict(state)
 
 
-def _batches_of_sum(one: Tensor, of_one: Tensor, other: Tensor, of_other: Tensor) -> Tensor:
+def _batches_of_sum(one: Tensor, one_batches: Tensor, other: Tensor, other_batches: Tensor) -> Tensor:
     """Returns how many batches of equal variance would give one + other as precisely; each is worth `of_…` batches."""
-    error = one / of_one.sqrt() + other / of_other.sqrt()
+    error = one / one_batches.sqrt() + other / other_batches.sqrt()
     return torch.where(error > 0, ((one + other) / error).square(), 1.0)

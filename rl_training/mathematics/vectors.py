@@ -65,7 +65,7 @@ class Layout:
         sizes = [tuple(parameters[name].numel() for name in names) for names in groups]
         starts = [0, *itertools.accumulate(map(sum, sizes))]
         self.buckets = tuple(
-            Bucket(tuple(names), of, start) for names, of, start in zip(groups, sizes, starts, strict=False)
+            Bucket(tuple(names), counts, start) for names, counts, start in zip(groups, sizes, starts, strict=False)
         )
         self.num_entries = starts[-1]
 
@@ -135,7 +135,7 @@ def rows_dot(rows: Tensor, vector: Tensor) -> Tensor:
     Matrix times vector: a product of matrices would be rounded to TF32 where that is switched on.
     """
     pairs = zip(rows.split(CHUNK, dim=-1), vector.split(CHUNK), strict=True)
-    return torch.stack([(part @ of).double() for part, of in pairs]).sum(dim=0)
+    return torch.stack([(row_part @ part).double() for row_part, part in pairs]).sum(dim=0)
 
 
 def pairs_dot(rows: Tensor, others: Tensor) -> Tensor:

@@ -39,17 +39,17 @@ class EffectiveSampleSizeProbe(Probe):
     name = "ess"
 
     def prepare(self, step: Step) -> None:
-        batch, known = step.batch, step.capabilities
+        batch, split = step.batch, step.capabilities.split_prompts
         order = batch.rollout.prompt_index.argsort()  # a prompt's responses side by side
-        advantages, split = batch.rollout.advantages[order], known.split_prompts
+        advantages = batch.rollout.advantages[order]
         num_prompts, num_zero_prompts = 0, advantages.new_zeros(())
         if not split:  # else zero is exactly 0: rounding cannot be told from a small advantage
             by_prompt = without_rounding(advantages.view(-1, batch.responses_per_prompt))
             num_prompts, num_zero_prompts = len(by_prompt), (by_prompt == 0).all(dim=1).sum()
             advantages = by_prompt.flatten()
         lengths, ratios = batch.rollout.completion_mask[order].sum(dim=1), importance_ratios(batch)
-        of_ratios = advantages.new_full((2,), torch.nan) if ratios is None else kish_sums(ratios)
-        sizes = [of_ratios, kish_sums(advantages), kish_sums(advantages.double() * lengths)]
+        ratio_sums = advantages.new_full((2,), torch.nan) if ratios is None else kish_sums(ratios)
+        sizes = [ratio_sums, kish_sums(advantages), kish_sums(advantages.double() * lengths)]
         counts = advantages.new_tensor([len(advantages), num_prompts], dtype=torch.float64)
         zeros = torch.stack([count.double() for count in ((advantages == 0).sum(), num_zero_prompts)])
         sums = step.ranks.reduce(torch.cat([part.double() for part in (*sizes, counts, zeros)])).tolist()
@@ -59,7 +59,7 @@ class EffectiveSampleSizeProbe(Probe):
             return Estimate(math.nan if reason else value, math.nan, int(num_sequences), reason or NO_ERROR_BAR)
 
         importance = kish_size_of_sums(*size_sums[:2])
-        no_importance = known.sampling_mismatch or (NO_SAMPLING_LOGPS if math.isnan(importance) else "")
+        no_importance = step.capabilities.sampling_mismatch or (NO_SAMPLING_LOGPS if math.isnan(importance) else "")
         self._answers = {
             "ess/zero_advantage": estimate(num_zero / num_sequences),
             "ess/zero_advantage_prompts": estimate(math.nan if split else num_zero_prompts / num_prompts, split),

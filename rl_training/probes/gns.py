@@ -108,8 +108,8 @@ class GradientNoiseScaleProbe(Probe):
         raw = self._history[-1, 0]
         why = NO_RAW_ERROR if raw.isfinite().all() else "the step's gradient is not a finite number"
         answers = {n: Estimate(value, math.nan, blocks, why) for n, value in zip(RAW, raw.tolist(), strict=True)}
-        of = {channel: noise.average(self._history[:, number], self.decay) for number, channel in enumerate(CHANNELS)}
-        everything, adam = of["all"], of["adam"]
+        averages = {name: noise.average(self._history[:, number], self.decay) for number, name in enumerate(CHANNELS)}
+        everything, adam = averages["all"], averages["adam"]
         answers |= dict(zip(AVERAGED, noise.means(everything), strict=True))
         signal, scale = noise.signal_to_noise(everything), noise.noise_scale(everything)
         ends = [noise.bound(everything, end) for end in noise.signal_to_noise_interval(everything)]
@@ -119,11 +119,11 @@ class GradientNoiseScaleProbe(Probe):
         answers |= noise.with_bounds("gns/batch_ratio", [signal, *ends], batch_size)
         answers["gns/adam_signal_to_noise"] = noise.signal_to_noise(adam)
         answers |= noise.with_bounds("gns/adam_noise_scale_prompts", noise.noise_scale(adam))
-        there = [kind for kind in KINDS if of[kind].steps > 0]  # a model need not have every kind
-        answers |= {f"gns/kind/{kind}": noise.noise_scale(of[kind])[0] for kind in there}
+        kinds = [kind for kind in KINDS if averages[kind].steps > 0]  # a model need not have every kind
+        answers |= {f"gns/kind/{kind}": noise.noise_scale(averages[kind])[0] for kind in kinds}
         if self.split_prompts:
             why_not = _why_no_split(step)
-            split = [Estimate.missing(why_not)] * 2 if why_not else noise.means(of["split"])
+            split = [Estimate.missing(why_not)] * 2 if why_not else noise.means(averages["split"])
             answers |= dict(zip(SPLIT, split, strict=True))
         return answers
 
@@ -135,9 +135,9 @@ def _why_no_split(step: Step) -> str:
 
 def _channels(sq_norms: Tensor, kinds: list[str]) -> Tensor:
     """Returns the square norms by channel, from (parameters, 2): all, all in Adam's metric, and by kind of module."""
-    of_kind = [sq_norms[[k == kind for k in kinds], 0] for kind in KINDS]
+    parts = [sq_norms[[k == kind for k in kinds], 0] for kind in KINDS]
     none = torch.tensor(torch.nan, dtype=sq_norms.dtype)
-    by_kind = [part.sum() if len(part) else none for part in of_kind]
+    by_kind = [part.sum() if len(part) else none for part in parts]
     return torch.stack([*sq_norms.sum(dim=0), *by_kind, none])
 
 
