@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -507,6 +508,22 @@ def test_a_small_entropy_of_large_logits_does_not_cancel() -> None:
     z = hidden.double() @ weight.double().T
     expected = torch.special.entr(z.softmax(-1)).sum(-1)  # 2.5e-5; a unit in the last place of z is 8e-6
     torch.testing.assert_close(entropy.double(), expected, rtol=0.01, atol=0)
+
+
+def test_a_bias_is_rounded_as_the_factors_are() -> None:
+    """bf16 has no 1.001: the logits are 1 and 0."""
+    bias = torch.tensor([1.001, 0.0])
+    logps, _ = scores_of_hidden(
+        torch.zeros(1, 3), torch.ones(2, 3), bias, torch.tensor([0]), LogitMap(), torch.bfloat16, 100
+    )
+    assert float(logps) == pytest.approx(-math.log(1 + math.exp(-1.0)), rel=1e-6)
+
+
+def test_a_head_whose_forward_is_patched_is_called() -> None:
+    model = model_of("untied").double()
+    head = model.get_output_embeddings()
+    head.forward = lambda hidden: 2.0 * nn.Linear.forward(head, hidden)
+    assert_like_plain(model, Scorer(model, TEMPERATURE), sampled())
 
 
 # Against TRL's own head, on a trainer.

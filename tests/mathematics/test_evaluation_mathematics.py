@@ -131,6 +131,14 @@ def test_a_share_whose_bar_would_leave_0_to_1_has_the_ends_that_solve_wilsons_eq
         assert (mean.value - end) ** 2 == pytest.approx(quantile**2 * end * (1 - end) / draws)
 
 
+def test_an_interval_scales_with_the_range_of_the_values() -> None:
+    share = torch.tensor([1.0] * 9 + [0.0])
+    low, high = share_over_prompts(share).ends()
+    assert share_over_prompts(4.0 * share - 1.0, least=-1.0, most=3.0).ends() == pytest.approx(
+        (4 * low - 1, 4 * high - 1)
+    )
+
+
 def test_a_share_whose_bar_stays_within_0_to_1_keeps_it() -> None:
     share = share_over_prompts(torch.tensor([0.0, 1.0] * 10))
     assert share.interval is None

@@ -16,7 +16,7 @@ from rl_training.engine.entropy_change import FORWARD, LEVELS, REUSE, sums_witho
 from rl_training.engine.fold_products import PRODUCTS
 from rl_training.mathematics.adamw import adamw_delta
 from rl_training.mathematics.folds import leave_fold_out, response_number, split_prompts
-from rl_training.mathematics.jackknife import jackknife_stderr
+from rl_training.mathematics.jackknife import JackknifeUnits, jackknife_stderr
 
 
 def alone(tensor: Tensor) -> Tensor:
@@ -167,6 +167,15 @@ def test_sums_without_a_fold_have_the_level_of_the_other_folds_where_lengths_hav
     torch.testing.assert_close(
         as_given[:, forward], expected.new_tensor([[4 - 0.3 * 1.4, 4.0], [3.5 - 0.3 * 2.2, 3.5]])
     )
+
+
+def test_the_largest_of_a_column_is_that_of_all_ranks() -> None:
+    rows = [torch.tensor([[-5.0, 1.0], [-3.0, 0.0]]), torch.tensor([[-4.0, 7.0], [-9.0, 2.0]])]
+
+    def largest(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
+        return JackknifeUnits(torch.tensor([0, 1]) + 2 * rank, 4, reduce).largest(rows[rank].double())
+
+    assert [found.tolist() for found in on_two_ranks(largest)] == [[-3.0, 7.0]] * 2
 
 
 # --- prompts and folds ------------------------------------------------------------------------------------------------

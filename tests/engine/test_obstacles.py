@@ -1,0 +1,48 @@
+"""What cannot be measured at a step, by steps that are made by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from test_updates import adamw
+from torch import Tensor
+from two_turns import FOLDS, LOGITS, G, step_on
+
+from rl_training.engine.entropy_change import measure_entropy_change
+from rl_training.engine.entropy_gradients import EntropySettings
+from rl_training.engine.memory import StepMemory
+from rl_training.engine.probe import Need
+from rl_training.engine.step import OptimizerView, Ranks, Step
+from rl_training.engine.step_by_folds import FEW_FOLDS, why_no_folds
+from rl_training.mathematics.vectors import Layout
+
+
+@pytest.fixture(scope="module")
+def step() -> Step:
+    logits = torch.nn.Parameter(torch.tensor(LOGITS, dtype=torch.float64))
+    return step_on(logits, torch.arange(FOLDS * G) % 5, {"logits": adamw((3, 3), 0.1, 20)})
+
+
+def test_products_by_folds_take_eight_folds(step: Step) -> None:
+    assert [why_no_folds(dataclasses.replace(step, num_folds=n), "") for n in (7, 8)] == [FEW_FOLDS, ""]
+
+
+def test_the_effective_sample_size_is_that_of_all_ranks(step: Step) -> None:
+    """The ratios of this rank's 64 responses are 1. Of the other's 16 are 8 and 48 are 0: (64 + 128)²/(64 + 1024)."""
+    rollout = dataclasses.replace(step.batch.rollout, on_policy=False, sampling_logps=step.batch.scores.logps)
+    batch = dataclasses.replace(step.batch, rollout=rollout)
+
+    def reduce(sums: Tensor) -> Tensor:
+        return sums + sums.new_tensor([128.0, 1024.0])
+
+    two = dataclasses.replace(step, batch=batch, ranks=Ranks(2, reduce), num_sequences=128)
+    memory = StepMemory(Layout(step.gradients.parameters), EntropySettings())
+    assert "is 0.26 of the sequences" in measure_entropy_change(two, memory, Need.ENTROPY_ROWS).why_none
+
+
+def test_a_parameter_that_is_not_moved_does_not_make_a_step_adams_first() -> None:
+    warm, cold = adamw((2,), 0.0, 20), adamw((2,), 0.0, 0)
+    assert not OptimizerView({"warm": warm, "frozen": cold.not_updated()}, 1.0).first_of_adam
+    assert OptimizerView({"warm": warm, "cold": cold}, 1.0).first_of_adam
