@@ -100,8 +100,8 @@ class Scorer:
             row, place = batch.mask.nonzero(as_tuple=True)
             at_tokens = row, batch.columns[row, place]
             if self.verify():
-                return _at_least_fp32(self._own_logits(batch.ids, batch.beside)[at_tokens]) / self.temperature
-            hidden = self._hidden(batch.ids, batch.beside)[at_tokens]
+                return _at_least_fp32(self._own_logits(batch.ids, batch.inputs)[at_tokens]) / self.temperature
+            hidden = self._hidden(batch.ids, batch.inputs)[at_tokens]
             return self._logit_map(_at_least_fp32(self._lm.get_output_embeddings()(hidden)))
 
     def score_padded(self, sequences: Rollout, rows: Tensor) -> Scores:
