@@ -268,5 +268,5 @@ def test_a_second_step_on_truncated_turns_knows_what_was_sampled(tmp_path) -> No
     for row, expected in enumerate(twin.logps):
         sampled = second.rollout.sampling_logps[row][mask[row]].double()
         torch.testing.assert_close(sampled, expected.detach(), rtol=1e-4, atol=1e-4)
-    assert math.isfinite(probe.all[1]["delta_h/forward"].value)
-    assert math.isfinite(probe.all[1]["delta_h/backward"].value)
+    assert math.isfinite(probe.all[1]["entropy/token"].value)
+    assert math.isfinite(probe.all[1]["delta_h/reuse"].value)
