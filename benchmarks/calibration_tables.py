@@ -59,7 +59,7 @@ def ratio_of_sums(pairs: Sequence[Pair]) -> Estimate:
     def ratio(s: Tensor) -> Tensor:
         return s[..., :1] / s[..., 1:]
 
-    return Estimate(float(ratio(sums)), float(jackknife_stderr(ratio, sums, sums - terms, lambda x: x)), len(terms))
+    return Estimate(float(ratio(sums)), float(jackknife_stderr(ratio, sums, sums - terms)), len(terms))
 
 
 def prediction_rows(condition: str, runs: Sequence[Run], steps: int) -> Iterator[str]:

@@ -37,9 +37,8 @@ from torch.distributed.tensor import DTensor
 
 from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
 from rl_training.engine.probe import Need
+from rl_training.hosts.processes import all_ranks
 from rl_training.hosts.trl.policy import TrainerPolicy
-from rl_training.hosts.trl.sharding import sharding_of
-from rl_training.mathematics.vectors import Layout
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
@@ -102,10 +101,10 @@ class Recorder(Probe):
 
     def prepare(self, step: Any) -> None:
         self.max_grad_norm = step.optimizer.max_grad_norm
-        rows = Layout(step.gradients.parameters).by_name(step.gradients.rows)
+        rows = step.gradients.layout.by_name(step.gradients.rows)
         kinds = {
             "gradient": step.gradients.mean,
-            "own": {name: rows[name].mean(dim=0).view(p.shape) for name, p in step.gradients.parameters.items()},
+            "own": {name: row.mean(dim=0) for name, row in rows.items()},
             "exp_avg": {name: state.exp_avg for name, state in step.optimizer.states.items()},
             "exp_avg_sq": {name: state.exp_avg_sq for name, state in step.optimizer.states.items()},
         }
@@ -211,10 +210,14 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         assert all(p.numel() == 0 for p in trainer.model.parameters())  # they were cut, and are again
     if kind == "fsdp2":
         assert all(isinstance(p, DTensor) for p in trainer.model.parameters())
-    with sharding_of(trainer).whole_weights():
-        weights = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
-        uneven = run in ("zero3_2", "fsdp2_2")  # 33 and 32 sequences, 32 at once
-        fresh = TrainerPolicy(trainer).sample(65, seed=0).num_sequences if uneven else 0
+    uneven = run in ("zero3_2", "fsdp2_2")  # 33 and 32 sequences, 32 at once
+    fresh = 0
+    if uneven:
+        policy = TrainerPolicy(trainer)
+        policy.in_lockstep = all_ranks()
+        fresh = policy.sample(65, seed=0).num_sequences
+    with whole_weights(trainer):
+        weights = {name: whole(p).detach().clone() for name, p in trainer.model.named_parameters()}
     torch.save(
         {
             "steps": probes[-1].steps if probes else [],
@@ -227,6 +230,19 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
     if world > 1:
         dist.barrier()
     os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it
+
+
+def whole_weights(trainer: DrGRPOTrainer) -> Any:
+    """Returns a context in which ZeRO-3's weights are gathered."""
+    if trainer.is_deepspeed_enabled:
+        import deepspeed
+
+        return deepspeed.zero.GatheredParameters(list(trainer.model.parameters()))
+    return contextlib.nullcontext()
+
+
+def whole(value: Any) -> torch.Tensor:
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def free_port() -> int:

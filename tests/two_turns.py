@@ -17,7 +17,7 @@ from example_steps import step_of
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout
-from rl_training.engine.entropy_gradients import EntropySettings
+from rl_training.engine.step import EntropySettings
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.policy import Policy
 from rl_training.engine.step import Step

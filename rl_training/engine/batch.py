@@ -7,6 +7,7 @@ Shape legend, used in every comment of this package:
        completion holds tokens that an environment wrote between the policy's: context for what follows, not actions
     G  responses per prompt
     K  microbatches of an optimizer step on this rank
+    F  folds of an optimizer step, over all processes
 """
 
 from __future__ import annotations
@@ -103,6 +104,16 @@ def take_rows(rollout: Rollout, rows: Tensor) -> Rollout:
     return dataclasses.replace(rollout, images=images_of(rollout, rows), **taken)
 
 
+def first_tokens(rollout: Rollout, count: int) -> Rollout:
+    """Returns the sequences with so many tokens of each completion at most; with images as they are."""
+    if rollout.images is not None:
+        return rollout
+    names = ("completion_ids", "completion_mask", "sampling_logps", "environment_mask")
+    fields: dict[str, Any] = {name: getattr(rollout, name) for name in names}
+    cut = {name: value[:, :count] for name, value in fields.items() if value is not None}
+    return dataclasses.replace(rollout, **cut)
+
+
 def images_of(rollout: Rollout, rows: Tensor) -> dict[str, Any] | None:
     """Returns the images of some rows, in this order; None where there are none."""
     if rollout.images is None:
@@ -163,21 +174,12 @@ class Batch:
     scores: Scores  # of training's own forward passes, without graph
     loss_weights: LossWeights
     microbatch_rows: tuple[range, ...]  # the rows that each microbatch holds
-    fold: Tensor  # (B,), the fold that each sequence is in, 0 .. num_folds - 1: folds hold whole prompts
+    fold: Tensor  # (B,), the fold that each sequence is in: folds hold whole prompts, of all processes
+    num_folds: int  # of all processes
     responses_per_prompt: int  # G
     rollout_number: int  # number of the rollout that the step learns from, within this training
     loss_settings: LossSettings | None = None  # None where they are not known
 
-    @property
-    def num_folds(self) -> int:
-        """Folds of this rank."""
-        return int(self.fold.max()) + 1
-
-    @property
-    def fold_sizes(self) -> Tensor:
-        """(K,) fp64, n_k: how many sequences each fold of this rank has."""
-        return torch.bincount(self.fold).double()
-
     def sum_by_fold(self, values: Tensor) -> Tensor:
-        """Returns the sums of (B, …) over the sequences of each fold, (K, …)."""
+        """Returns the sums of (B, …) over this process's sequences of each fold, (F, …)."""
         return values.new_zeros(self.num_folds, *values.shape[1:]).index_add_(0, self.fold, values)

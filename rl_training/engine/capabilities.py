@@ -9,7 +9,7 @@ REUSED = (
     "sample, and the optimizer's momentum holds their noise. Learn from each response once"
 )
 SPLIT_PROMPTS = "the responses of a prompt are spread over several optimizer steps, or processes"
-MIXED_PROMPTS = "the microbatches mix prompts, so they are not independent of each other"
+MIXED_PROMPTS = "the microbatches mix prompts, so no folds of whole prompts can be formed"
 OTHER_TERMS = (
     "the loss has a term beside log-probabilities and entropies (the auxiliary loss of a mixture of experts), whose "
     "share per response is not known"
@@ -33,6 +33,6 @@ class Capabilities:
     no_fresh_responses: str = ""  # `policy.sample` may not be asked
     reused: str = ""  # an earlier optimizer step has already learned from some of these sequences
     split_prompts: str = ""  # on some rank, a prompt of the step lacks some of its G responses
-    mixed_prompts: str = ""  # or lies in several microbatches
+    mixed_prompts: str = ""  # or lies in several folds
     other_terms: str = ""  # the loss has terms beside log-probabilities and entropies
     not_dr_grpo: str = ""  # the loss is not −A ∂log π summed over all tokens on one scale, A = reward − group's mean

@@ -15,11 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Batch
+from rl_training.engine.entropy_gradients import add_gradients, passes_in_lockstep
 from rl_training.engine.loss_weights import LossWeights
-from rl_training.engine.policy import Policy
-from rl_training.engine.updates import EVERY_FOLD, FoldMeans, Piece, StepsWithoutFolds, clipping
-from rl_training.mathematics.vectors import Layout, Vector, add, pairs_dot, rows_dot
+from rl_training.engine.step import Step
+from rl_training.engine.updates import EVERY_FOLD, FoldMeans, Piece, StepsWithoutFolds, clipping, fold_means
+from rl_training.mathematics.vectors import Vector, pairs_dot, rows_dot
 
 AT_ONCE = 2**28  # bytes of bases' rows that are held together
 
@@ -36,59 +36,47 @@ class Change:
 
 @dataclass(frozen=True)
 class Direction:
-    """A direction of each fold of this rank, factor · rows, and perhaps its sum over all ranks, factor · total."""
+    """A direction of each fold, factor · rows, and perhaps its sum, factor · total."""
 
-    rows: Vector  # (K, n) of each bucket
+    rows: Vector  # (F, n) of each bucket
     total: Vector | None = None  # Σ n_k rows_k, where the step is not taken as given
     factor: float = 1.0
 
 
-def bases_of(
-    batch: Batch,
-    policy: Policy,
-    parameters: Sequence[Tensor],
-    layout: Layout,
-    weights: Sequence[LossWeights],
-    reduce: Callable[[Tensor], Tensor],
-) -> Iterator[tuple[int, FoldMeans]]:
+def bases_of(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, FoldMeans]]:
     """Yields the number and the gradient by fold of each of these weights, in an order that is the same on all ranks.
 
     A forward pass over the sequences with any weight, and a backward. Weights on at least half of all such sequences
-    share their forward passes, as many as fit AT_ONCE. A collective: the means over ranks are of parameter size, as
-    training's own.
+    share their forward passes, as many as fit AT_ONCE. A collective.
     """
     if not weights:
         return
+    layout, batch = step.gradients.layout, step.batch
     counts = [float(weighed(some).sum()) for some in (*([one] for one in weights), weights)]
-    shares = reduce(torch.tensor(counts, dtype=torch.float64, device=batch.fold.device))
+    shares = step.ranks.reduce(torch.tensor(counts, dtype=torch.float64, device=batch.fold.device)).tolist()
     dense = [number for number in range(len(weights)) if 2.0 * shares[number] >= shares[-1]]
     at_once = max(1, AT_ONCE // (layout.dtype.itemsize * batch.num_folds * layout.num_entries))
     together = [dense[first : first + at_once] for first in range(0, len(dense), at_once)]
     alone = [[number] for number in range(len(weights)) if number not in dense]
-    sizes = batch.fold_sizes
-    total = float(reduce(sizes.sum()))
+    sizes = step.fold_sizes
+    shares_of_folds = (sizes / sizes.sum()).to(layout.device, layout.dtype)
     for numbers in together + alone:
-        found = _rows_of(batch, policy, parameters, layout, [weights[number] for number in numbers])
+        found = _rows_of(step, [weights[number] for number in numbers])
         for number, rows in zip(numbers, found, strict=True):
-            mean = [reduce(sizes.to(part) @ part) / total for part in rows]
-            yield number, FoldMeans(mean, rows, sizes, total)
+            yield number, fold_means([shares_of_folds @ part for part in rows], rows, sizes)
 
 
-def _rows_of(
-    batch: Batch, policy: Policy, parameters: Sequence[Tensor], layout: Layout, weights: Sequence[LossWeights]
-) -> list[Vector]:
-    """Returns the mean gradient of each fold, (K, n) of each bucket, for each of these weights."""
-    learned, last = weighed(weights), len(weights) - 1
+def _rows_of(step: Step, weights: Sequence[LossWeights]) -> list[Vector]:
+    """Returns the mean gradient of each fold, (F, n) of each bucket, for each of these weights."""
+    layout, batch = step.gradients.layout, step.batch
     found = [layout.zeros(batch.num_folds) for _ in weights]
-    at_once = max(len(part) for part in batch.microbatch_rows)
-    for k, size in enumerate(batch.fold_sizes.tolist()):
-        for some in (learned & (batch.fold == k)).nonzero().squeeze(1).split(at_once):
-            if not len(some):
-                continue
-            fresh = policy.score(batch.rollout, some)
-            for number, (one, rows) in enumerate(zip(weights, found, strict=True)):
-                gradient = one.gradient(fresh, some, parameters, 1.0 / size, keep_graph=number < last)
-                add([part[k] for part in rows], layout.vector(gradient))
+    # Weights are of a process's own mean over its sequences, and the loss is the mean over processes.
+    share_of_fold = (step.num_sequences / step.ranks.count / step.fold_sizes).to(batch.fold.device)
+    shares = share_of_fold[batch.fold].unsqueeze(1)
+    for group, passes in passes_in_lockstep(step, weighed(weights)):
+        targets = [[part[group.folds.start : group.folds.stop] for part in rows] for rows in found]
+        for rows in passes:
+            add_gradients(step, targets, group.fold_of_rank, rows, weights, shares)
     return found
 
 
@@ -99,21 +87,24 @@ def weighed(weights: Sequence[LossWeights]) -> Tensor:
 
 
 class ChangedSteps:
-    """The steps without each fold of this rank, and what they would be with changes that share a basis.
+    """The steps without each fold and what they would be with changes that share a basis.
 
     Tables have a row for each fold that is left out, and last one for the whole step.
     """
 
-    def __init__(self, plain: StepsWithoutFolds, basis: FoldMeans | None = None) -> None:
-        """basis: the gradient of further weights, D."""
-        self._plain, self._sizes = plain, plain.gradient.sizes
+    def __init__(
+        self, plain: StepsWithoutFolds, reduce: Callable[[Tensor], Tensor], basis: FoldMeans | None = None
+    ) -> None:
+        """basis: the gradient of further weights, D. A collective, as is `products`."""
+        self._plain, self._reduce = plain, reduce
+        self._sizes = plain.gradient.sizes.to(plain.gradient.mean[0].device)
         self._terms = [plain.gradient] if basis is None else [plain.gradient, basis]  # of a changed gradient
         self._squares = self._inner_products()
 
     def products(
         self, changes: Sequence[Change | None], directions: Sequence[Direction]
     ) -> list[tuple[Tensor, Tensor]]:
-        """Returns X_k · Δ_(−k) of each fold and Σ_{j≠l} n_j X_j · (Δ_(−l) − Δ) without each, both (K, directions).
+        """Returns X_k · Δ_(−k) of each fold and Σ_{j≠l} n_j X_j · (Δ_(−l) − Δ) without each, both (F, directions).
 
         For each change, and each direction X; the second is 0 of a direction without a total. A change of None is the
         plain step itself, δθ in the place of Δ.
@@ -132,14 +123,15 @@ class ChangedSteps:
                         less = without - whole
                         others = rows_dot(less, piece.of(direction.total)) - self._sizes * pairs_dot(rows, less)
                         lost[c, :, number] += direction.factor * others
-        return list(zip(own, lost, strict=True))
+        both = self._reduce(torch.stack([own, lost])).cpu()
+        return list(zip(*both, strict=True))
 
     def _gradients(self, piece: Piece) -> list[Tensor]:
-        """Returns those of the step and of the basis, not clipped, (K + 1, n) each."""
+        """Returns those of the step and of the basis, not clipped, (F + 1, n) each."""
         return [torch.cat([term.without(EVERY_FOLD, piece), piece.of(term.mean)[None]]) for term in self._terms]
 
     def _inner_products(self) -> Tensor:
-        """Returns (K + 1, s, s): g · g, and with a basis g · D and D · D."""
+        """Returns (F + 1, s, s): g · g, and with a basis g · D and D · D."""
         count = len(self._terms)
         squares = self._sizes.new_zeros(len(self._sizes) + 1, count, count)
         for piece in self._plain.pieces:
@@ -147,10 +139,10 @@ class ChangedSteps:
             for one in range(count):
                 for other in range(count):
                     squares[:, one, other] += pairs_dot(gradients[one], gradients[other])
-        return squares
+        return self._reduce(squares)
 
     def _steps(self, piece: Piece, gradients: Sequence[Tensor], change: Change) -> Tensor:
-        """Returns the steps that the optimizer makes of the changed gradients in this piece, (K + 1, n)."""
+        """Returns the steps that the optimizer makes of the changed gradients in this piece, (F + 1, n)."""
         shares = [1.0 + change.gradient, change.basis][: len(gradients)]
         vector = self._squares.new_tensor(shares)
         square = (self._squares @ vector @ vector).clamp(min=0.0)  # below 0 by rounding only

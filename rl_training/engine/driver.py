@@ -13,30 +13,29 @@ and without probes.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from rl_training.engine.batch import Batch, Rollout
+from rl_training.engine.batch import Rollout
 from rl_training.engine.capabilities import OTHER_TERMS
 from rl_training.engine.clock import Clock
 from rl_training.engine.entropy_change import measure_entropy_change
+from rl_training.engine.fold_reduction import FoldReduction
 from rl_training.engine.gradient_rows import GradientRows
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.open_step import Loop, OpenStep, Shape
-from rl_training.engine.optimizer import mean_gradients, view_optimizer
+from rl_training.engine.optimizer import gradients_and_states, view_optimizer
 from rl_training.engine.padding import PaddingCheck
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.requirements import Requirements, needs_of
 from rl_training.engine.step import Gradients, Step
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.folds import ranges_of
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import Layout, Vector
+from rl_training.mathematics.square_norms import adam_roots
+from rl_training.mathematics.vectors import Layout
 
 
 class StepDriver:
@@ -60,20 +59,20 @@ class StepDriver:
         """Records which parameters are trained. Call it when training begins."""
         self.close()
         self._loop = loop
-        self._requirements.refuse_few_folds(loop.shape)
-        loop.sharding.refuse_what_does_not_fit(self._requirements.num_vectors(loop.shape))
-        self._parameters: Mapping[str, nn.Parameter] = loop.sharding.trained()
+        weights = loop.shard.weights()
+        self._layout = Layout(weights, {name: loop.shard.width(name) for name in weights})
+        loop.policy.scorer.why_rounded = loop.shard.why_rounded
+        loop.policy.in_lockstep = loop.ranks if loop.shard.gathers_weights else None
         self._padding = PaddingCheck()
-        self._clock = Clock(next(iter(self._parameters.values())).device)
+        self._clock = Clock(self._layout.device)
         needs, offload = self._requirements.needs, self._requirements.offload
+        self._reduction = FoldReduction(loop.shard, self._layout)
         if not needs:
             return
-        with loop.sharding.whole_weights():  # elsewhere they may be empty
-            layout = Layout(self._parameters)
-        keep = Need.FOLD_GRADIENTS in needs, Need.MICROBATCH_SQ_NORMS in needs
-        self._rows = GradientRows(self._parameters, layout, *keep, offload=offload)
+        keep = Need.FOLD_GRADIENTS in needs, Need.SQ_NORMS in needs
+        self._rows = GradientRows(self._reduction, self._layout, *keep, offload=offload)
         if Need.ENTROPY_GRADIENT in needs:
-            self._memory = StepMemory(layout, self._requirements.entropy, offload)
+            self._memory = StepMemory(self._layout, self._requirements.entropy, offload)
             self._memory.load_state_dict(self._memory_state)
 
     def refuse_impossible_folds(self, shape: Shape) -> None:
@@ -93,11 +92,10 @@ class StepDriver:
             return
         sizes = self._loop.shape.sizes if sizes is None else sizes
         folds = self._requirements.folds(self._loop.shape, sizes)
-        with self._loop.sharding.whole_weights():
-            optimizer = view_optimizer(self._loop.sharding, self._parameters)
+        optimizer = view_optimizer(self._loop.shard)
         if self._rows is not None:
-            row_numbers = [next(k for k, rows in enumerate(folds) if part.start in rows) for part in ranges_of(sizes)]
-            self._rows.start_step(row_numbers, len(folds), optimizer.states, sizes)
+            metric = Need.SQ_NORMS in needs_of(probes)
+            self._rows.start_step(folds, adam_roots(self._layout, optimizer.states) if metric else None)
         self.open_step = OpenStep(number, probes, folds, optimizer)
 
     def microbatch(
@@ -119,7 +117,7 @@ class StepDriver:
         if step.probes:
             step.watch_loss(scores)
             if self._rows is not None:
-                self._rows.arm(len(step.rollouts) - 1)
+                self._rows.arm(step.microbatch_rows[-1].start)
 
     def gradients_ready(self, rollout_number: int) -> None:
         """Runs the probes just before the optimizer's step. A collective where the step is measured.
@@ -130,11 +128,10 @@ class StepDriver:
         assert step is not None
         self.disarm()
         if step.probes:
-            with self._loop.sharding.whole_weights():
-                step.view = self._with_entropy_change(self._view(step, rollout_number), step.probes)
-                for probe in step.probes:
-                    with self._clock.timed(probe.name):
-                        probe.prepare(step.view)
+            step.view = self._with_entropy_change(self._view(step, rollout_number), step.probes)
+            for probe in step.probes:
+                with self._clock.timed(probe.name):
+                    probe.prepare(step.view)
         learned = self._prompts_learned_from(rollout_number)
         for rollout in step.rollouts:  # also where this step is not measured: a later one on them may be
             learned.update(rollout.prompt_index.tolist())
@@ -144,23 +141,18 @@ class StepDriver:
         return self._learned[1] if self._learned[0] == rollout_number else set()
 
     def stepped(self) -> None:
-        """Runs the probes just after the optimizer's step. A collective where a probe needs gathered weights."""
+        """Runs the probes just after the optimizer's step. A collective where the step is measured."""
         step = self.open_step
         if step is None or step.view is None:
             return
-        history = self._memory.history if self._memory is not None else None
-        is_open = history is not None and history.is_open(step.number)
-        gather = is_open or any(probe.reads_new_weights() for probe in step.probes)
-        with self._loop.sharding.whole_weights() if gather else contextlib.nullcontext():
-            if is_open and history is not None and self._memory is not None:
-                history.finish(step.number, self._memory.layout.vector(self._parameters.values()))
-            for probe in step.probes:
-                with self._clock.timed(probe.name):
-                    probe.after_step(step.view)
+        if self._memory is not None and self._memory.history.is_open(step.number):
+            self._memory.history.finish(step.number, self._layout.vector(self._loop.shard.weights().values()))
+        for probe in step.probes:
+            with self._clock.timed(probe.name):
+                probe.after_step(step.view)
 
     def abandon(self) -> None:
         """Discards the step that has begun; called instead of `gradients_ready` when the loop skips the step."""
-        self.disarm()
         self.open_step = None
         if self._rows is not None:
             self._rows.release()
@@ -194,7 +186,8 @@ class StepDriver:
     def close(self) -> None:
         """Removes every hook and frees all vectors: training has ended, perhaps in the middle of a step."""
         self._memory_state, self._memory = self.state_dict(), None
-        self.disarm()
+        if self._rows is not None:
+            self._rows.release()
         self.open_step = self._rows = None
 
     def state_dict(self) -> dict[str, Tensor]:
@@ -215,27 +208,42 @@ class StepDriver:
         assert step.optimizer is not None
         complete, whole = step.prompts(loop)
         batch = step.join(loop, rollout_number, whole)
-        mean, optimizer = mean_gradients(loop.sharding, self._parameters, step.optimizer)
+        mean, optimizer = gradients_and_states(loop.shard, step.optimizer)
         mismatch = loop.sampling_mismatch or self._padding.why_it_matters(batch, loop.policy, reduce)
         reused = not self._prompts_learned_from(rollout_number).isdisjoint(batch.rollout.prompt_index.tolist())
         capabilities = step.capabilities(loop, mismatch=mismatch, complete=complete, whole=whole, reused=reused)
-        sliced = step.other_terms and len(step.folds) > len(batch.microbatch_rows)  # a slice's share is not known
-        why_no_rows = f"{OTHER_TERMS}: use at most one fold per microbatch" if sliced else ""
-        why_no_rows = capabilities.mixed_prompts or why_no_rows
-        rows = self._rows_by_fold(step, batch) if not why_no_rows else None
-        sq_norms = self._rows.sq_norms if self._rows is not None else None
-        counts = torch.tensor([batch.num_folds, batch.rollout.num_sequences], device=batch.fold.device)
-        num_folds, num_sequences = reduce(counts.double()).tolist()
-        return Step(
+        is_sliced = len(step.folds) > len(batch.microbatch_rows)
+        # The share of a slice in another term of the loss is not known.
+        other_terms = f"{OTHER_TERMS}: use at most one fold per microbatch" if step.other_terms and is_sliced else ""
+        ones = torch.ones(batch.rollout.num_sequences, dtype=torch.float64, device=batch.fold.device)
+        view = Step(
             number=step.number,
             batch=batch,
-            gradients=Gradients(self._parameters, mean, rows, why_no_rows, sq_norms),
+            gradients=Gradients(
+                loop.shard.weights(), mean, self._layout, self._reduction,
+                rows=None, why_no_rows=capabilities.mixed_prompts or other_terms,
+            ),
             optimizer=optimizer,
             policy=loop.policy,
             ranks=loop.ranks,
-            num_folds=int(num_folds),
-            num_sequences=int(num_sequences),
+            folds=step.folds,
+            fold_sizes=reduce(batch.sum_by_fold(ones)).cpu(),
             capabilities=capabilities,
+        )  # fmt: skip
+        return self._with_rows(view, step.probes)
+
+    def _with_rows(self, view: Step, probes: Sequence[Probe]) -> Step:
+        """Returns what probes see of a step, with the gradients of its folds where one needs them. A collective."""
+        asking = [probe for probe in probes if probe.needs & (Need.FOLD_GRADIENTS | Need.SQ_NORMS)]
+        if self._rows is None or not asking or view.gradients.why_no_rows:
+            return view
+        with self._clock.timed(asking[0].name):
+            if len(view.folds) > len(view.batch.microbatch_rows):
+                self._rows.fill_slices(view)
+            self._rows.finish(view.fold_sizes, view.ranks.count)
+            sq_norms = None if self._rows.sq_norms is None else view.ranks.reduce(self._rows.sq_norms)
+        return dataclasses.replace(
+            view, gradients=dataclasses.replace(view.gradients, rows=self._rows.rows, sq_norms=sq_norms)
         )
 
     def _with_entropy_change(self, view: Step, probes: Sequence[Probe]) -> Step:
@@ -246,17 +254,6 @@ class StepDriver:
         with self._clock.timed(asking[0].name):
             change = measure_entropy_change(view, self._memory, needs_of(asking))
         return dataclasses.replace(view, first_order=change)
-
-    def _rows_by_fold(self, step: OpenStep, batch: Batch) -> Vector | None:
-        """Returns the gradients of this rank's folds, None where they are not kept."""
-        asking = [probe for probe in step.probes if Need.FOLD_GRADIENTS in probe.needs]
-        if self._rows is None or not asking:
-            return None
-        with self._clock.timed(asking[0].name):
-            self._rows.collect()
-            score = functools.partial(self._loop.policy.score, batch.rollout)
-            self._rows.fill_slices(step.folds, batch.microbatch_rows, batch.loss_weights, score)
-        return self._rows.rows
 
     def disarm(self) -> None:
         """Removes the hooks before the next call: the loop's backward is over."""

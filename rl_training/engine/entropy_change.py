@@ -10,6 +10,9 @@ and, if asked for, X = ∂H_seq. Everything reported is one smooth function, `st
 Where the second is asked for, the sums without a fold have the H_tok of the other folds in them. Where it is not, H_tok
 is taken as given, and bars per token are some percent too small (docs/explanation/theory.md).
 
+Vectors are this process's entries, and a fold may have sequences on several processes: products are sums over entries,
+and are summed over the processes once, at the end.
+
 Without fold l the steps of the other folds lose l too, δθ_(−k,−l) − δθ_(−k) ≈ δθ_(−l) − δθ, and with S = Σ_k n_k X_k
 
     Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)  =  S · (δθ_(−l) − δθ) − n_l X_l · (δθ_(−l) − δθ).
@@ -25,7 +28,6 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Batch
 from rl_training.engine.entropy_gradients import fold_gradients, importance_ratios
 from rl_training.engine.fold_products import PRODUCTS, FoldProducts
 from rl_training.engine.memory import StepMemory
@@ -33,9 +35,9 @@ from rl_training.engine.probe import Need
 from rl_training.engine.quantities import Quantity
 from rl_training.engine.step import EntropyChange, Step
 from rl_training.engine.updates import (
-    FoldMeans,
     StepsWithoutFolds,
     clipping,
+    fold_means,
     optimizer_pieces,
     steps_without_folds,
     whole_update,
@@ -65,21 +67,21 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
     if why_none or ratios is None:
         return EntropyChange(settings, layout, labels, why_none)
     update, steps = _updates(step, layout)
-    levels = levels_of_folds(step.batch, ratios)
-    _, entropy, length = step.ranks.reduce(levels.sum(dim=0)).tolist()
-    parameters, sizes = list(step.gradients.parameters.values()), step.batch.fold_sizes
+    levels = levels_of_folds(step, ratios)
+    _, entropy, length = levels.sum(dim=0).tolist()
+    sizes = step.fold_sizes
     products, rows = None, None
     if Need.ENTROPY_CHANGE in needs:
         before = history.before(step.number)
         products = FoldProducts(layout, sizes, memory.attribution, update, before, steps, 1 + settings.per_sequence)
     if Need.ENTROPY_ROWS in needs:
         rows = layout.zeros(len(sizes), device=memory.device)
-    gradients = fold_gradients(step.batch, step.policy, parameters, layout, ratios, entropy / length, settings)
-    for k, directions in enumerate(gradients):
-        if products is not None:
-            products.add(k, directions)
-        if rows is not None:
-            add([part[k] for part in rows], directions[0])
+    for group, directions in fold_gradients(step, ratios, entropy / length, settings):
+        for number, k in enumerate(group.folds):
+            if products is not None:
+                products.add(k, [[part[number] for part in x] for x in directions])
+            if rows is not None:
+                add([part[k] for part in rows], [part[number] for part in directions[0]])
     change = EntropyChange(
         settings,
         layout,
@@ -90,7 +92,7 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
         rows=rows,
         steps_without=steps,
     )
-    history.keep(step.number, update, layout.vector(param.detach() for param in parameters))
+    history.keep(step.number, update, layout.vector(step.gradients.weights.values()))
     return change if products is None else _with_quantities(change, step, memory, levels, products)
 
 
@@ -119,16 +121,16 @@ def _why_no_forward(step: Step) -> str:
 
 def _updates(step: Step, layout: Layout) -> tuple[Vector | None, StepsWithoutFolds | None]:
     """Returns δθ of the step, and the steps without each fold; None where it is not available."""
-    gradients, max_grad_norm = step.gradients, step.optimizer.max_grad_norm
-    pieces = optimizer_pieces(layout, gradients.parameters, step.optimizer.states)
-    if not pieces:
+    gradients, max_grad_norm, reduce = step.gradients, step.optimizer.max_grad_norm, step.ranks.reduce
+    if step.optimizer.states is None:
         return None, None
+    pieces = optimizer_pieces(layout, gradients.weights, step.optimizer.states)
     mean = layout.vector(gradients.mean.values())
-    update = whole_update(layout, pieces, mean, float(clipping(dot(mean, mean), max_grad_norm)))
+    update = whole_update(layout, pieces, mean, float(clipping(reduce(dot(mean, mean)), max_grad_norm)))
     if gradients.rows is None or _why_no_forward(step):
         return update, None
-    folds = FoldMeans(mean, gradients.rows, step.batch.fold_sizes, step.num_sequences)
-    return update, steps_without_folds(pieces, folds, max_grad_norm)
+    folds = fold_means(mean, gradients.rows, step.fold_sizes)
+    return update, steps_without_folds(pieces, folds, max_grad_norm, reduce)
 
 
 def _with_quantities(
@@ -139,11 +141,12 @@ def _with_quantities(
     They are nan with a reason where not available. Variances of products are averaged over a few steps, because one
     batch can miss rare responses and look too certain.
     """
-    by_fold = torch.cat([levels, products.by_fold()], dim=1)
-    total = step.ranks.reduce(by_fold.sum(dim=0))
+    multiplied, lost = products.sums(step.ranks.reduce)
+    by_fold, lost = torch.cat([levels, multiplied.flatten(1)], dim=1).cpu(), lost.cpu()
+    total = by_fold.sum(dim=0)
     level = float(total[1] / total[2]) if change.settings.per_sequence else 0.0  # without any entropy none to vary
-    without = sums_without(total, by_fold, products.lost_with_a_fold(), level or None)
-    values, stderrs = statistic(total).cpu(), jackknife_stderr(statistic, total, without, step.ranks.reduce).cpu()
+    without = sums_without(total, by_fold, lost, level or None)
+    values, stderrs = statistic(total), jackknife_stderr(statistic, total, without)
     if step.num_folds < MIN_FOLDS_FOR_STDERR:
         stderrs = torch.full_like(stderrs, torch.nan)
     reasons = {"entropy": "", "backward": change.why_no_backward, "reuse": step.optimizer.reason}
@@ -179,11 +182,11 @@ def statistic(sums: Tensor) -> Tensor:
 
 
 def sums_without(total: Tensor, by_fold: Tensor, lost: Tensor, level: float | None) -> Tensor:
-    """Returns (K, columns), row l the sums without fold l.
+    """Returns (F, columns), row l the sums without fold l.
 
-    total    (columns,), over all folds of all ranks
-    by_fold  (K, columns), what each fold of this rank adds
-    lost     (K, 2), Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)
+    total    (columns,), over all folds
+    by_fold  (F, columns), what each fold adds
+    lost     (F, 2), Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ)
     level    the H_tok in X, which row l replaces by that of the other folds; None: it is taken as given
     """
     without = total - by_fold
@@ -195,9 +198,10 @@ def sums_without(total: Tensor, by_fold: Tensor, lost: Tensor, level: float | No
     return without
 
 
-def levels_of_folds(batch: Batch, ratios: Tensor) -> Tensor:
-    """Returns (K, LEVELS): Σρ, ΣρH and ΣρT of each fold of this rank."""
-    mask = batch.scores.mask.double()
-    entropies = batch.scores.entropies.double().masked_fill(mask == 0, 0.0)
+def levels_of_folds(step: Step, ratios: Tensor) -> Tensor:
+    """Returns (F, LEVELS): Σρ, ΣρH and ΣρT of each fold. A collective."""
+    scores = step.batch.scores
+    mask = scores.mask.double()
+    entropies = scores.entropies.double().masked_fill(mask == 0, 0.0)
     columns = torch.stack([torch.ones_like(ratios), entropies.sum(dim=1), mask.sum(dim=1)], dim=1)
-    return batch.sum_by_fold(ratios.unsqueeze(1) * columns)
+    return step.sum_by_fold(ratios.unsqueeze(1) * columns)

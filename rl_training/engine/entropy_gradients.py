@@ -9,42 +9,17 @@ and normalised by Σ ρ. On-policy, ρ = 1.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Batch
-from rl_training.engine.loss_weights import gradient_of
-from rl_training.engine.policy import Policy
+from rl_training.engine.batch import Batch, Rollout
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.step import EntropySettings, Step
 from rl_training.mathematics.entropy import surrogate_weights
-from rl_training.mathematics.folds import response_number
-from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import Layout, Vector
-
-
-@dataclass(frozen=True)
-class EntropySettings:
-    """How the entropy gradient X of a step is estimated.
-
-    responses_per_prompt  of every prompt, the first ones; all for G or more. Baselines use all responses
-    per_sequence          compute X per sequence too: a second backward
-    error_decay           weight of a step relative to the next in the average of the variances of single steps
-    """
-
-    responses_per_prompt: int = 1
-    per_sequence: bool = False
-    error_decay: float = 0.5
-
-    def __post_init__(self) -> None:
-        if self.responses_per_prompt < 1:
-            raise ValueError(f"responses_per_prompt={self.responses_per_prompt} must be at least 1")
-        if type(self.per_sequence) is not bool:
-            raise ValueError(f"per_sequence={self.per_sequence} must be true or false")
-        if not 0.0 <= self.error_decay < 1.0:
-            raise ValueError(f"error_decay={self.error_decay} must lie in [0, 1); 0.5 averages over three steps")
+from rl_training.mathematics.folds import FoldGroup, response_number
+from rl_training.mathematics.vectors import Vector
 
 
 def importance_ratios(batch: Batch) -> Tensor | None:
@@ -59,55 +34,76 @@ def importance_ratios(batch: Batch) -> Tensor | None:
 
 
 def fold_gradients(
-    batch: Batch,
-    policy: Policy,
-    parameters: Sequence[Tensor],
-    layout: Layout,
-    ratios: Tensor,
-    level: float,
-    settings: EntropySettings,
-) -> Iterator[list[Vector]]:
-    """Yields X of each fold of this rank, in order, from some responses of each of its prompts; baselines use all.
+    step: Step, ratios: Tensor, level: float, settings: EntropySettings
+) -> Iterator[tuple[FoldGroup, list[Vector]]]:
+    """Yields X of the folds of each group, (folds, n) of each bucket, from some responses of each of its prompts.
 
-    One or two directions, each a mean over the fold's responses: Σ ρ (∂H_seq − H_tok ∂E[T]), and Σ ρ ∂H_seq.
+    One or two directions, each a mean over the fold's responses: Σ ρ (∂H_seq − H_tok ∂E[T]), and Σ ρ ∂H_seq; baselines
+    use all responses of a prompt. A collective.
 
     level  H_tok of the whole step: E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] is one direction, for one backward
 
-    One small forward pass per fold on the unwrapped model, and a backward for each direction; `.grad` and the reducer
-    of DDP are not touched.
+    A small forward pass and a backward for each direction; `.grad` and a loop's own reduction are not touched.
     """
-    scores, fold = batch.scores, batch.fold
-    weights_for = functools.partial(surrogate_weights, scores.entropies, scores.mask, batch.rollout.prompt_index)
-    sequence_weights, entropy_weights = weights_for(target="sequence")
-    length_weights, _ = weights_for(target="length")  # ∂E[T] has no ∂h term
+    batch, gradients = step.batch, step.gradients
+    scores, index = batch.scores, batch.rollout.prompt_index
+    sequence_weights, entropy_weights = surrogate_weights(scores.entropies, scores.mask, index, target="sequence")
+    length_weights, _ = surrogate_weights(scores.entropies, scores.mask, index, target="length")  # it has no ∂h term
     logp_weights = [sequence_weights - level * length_weights, sequence_weights][: 1 + settings.per_sequence]
     taken = min(settings.responses_per_prompt, batch.responses_per_prompt)
-    chosen = response_number(batch.rollout.prompt_index) < taken
-    shares = ratios * (batch.responses_per_prompt / taken) / torch.bincount(fold)[fold]
-    for k in range(batch.num_folds):
-        rows = (chosen & (fold == k)).nonzero().squeeze(1)
-        fresh = policy.score(batch.rollout, rows)
-        width = fresh.logps.shape[1]
-        share = shares[rows].to(fresh.logps.dtype).unsqueeze(1)
-        pairs = [(share * weights[rows, :width], share * entropy_weights[rows, :width]) for weights in logp_weights]
-        yield entropy_gradient(fresh, pairs, parameters, layout)
+    chosen = response_number(index) < taken
+    sizes = step.fold_sizes.to(ratios)
+    shares = (ratios * (batch.responses_per_prompt / taken) / sizes[batch.fold]).unsqueeze(1)
+    directions = [LossWeights(weights, entropy_weights) for weights in logp_weights]
+    for group, passes in passes_in_lockstep(step, chosen):
+        found = [gradients.layout.zeros(len(group.folds)) for _ in directions]
+        for rows in passes:
+            add_gradients(step, found, group.fold_of_rank, rows, directions, shares)
+        yield group, found
 
 
-def entropy_gradient(
-    fresh: Scores,
-    weights: Sequence[tuple[Tensor, Tensor]],
-    parameters: Sequence[Tensor],
-    layout: Layout,
-) -> list[Vector]:
-    """Returns Σ_ik w_ik ∂log π(t_ik) + u_ik ∂h_ik over some rows, for each pair of weights (w, u).
+def passes_in_lockstep(step: Step, chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor]]]:
+    """Yields the chosen rows of each group of folds, in as many parts on every process, of which some may be empty.
 
-    fresh    scores of these rows, with graph
-    weights  (rows, width) each, as wide as the scores, already divided by the number of sequences of the mean
+    A collective, once.
 
-    One backward for each pair. A parameter that these rows do not reach has 0.
+    chosen  (B,) bool
     """
-    last = len(weights) - 1
-    return [
-        layout.vector(gradient_of(fresh, *pair, parameters, keep_graph=number < last))
-        for number, pair in enumerate(weights)
-    ]
+    batch = step.batch
+    at_once = max(len(rows) for rows in batch.microbatch_rows)
+    numbers = torch.arange(len(chosen), device=chosen.device)
+    parts = []
+    for group in step.folds:
+        rows = torch.cat([numbers[part.start : part.stop] for part in group.passes])
+        rows = rows[chosen[rows]]
+        parts.append(rows.split(at_once) if len(rows) else ())
+    counts = torch.tensor([len(part) for part in parts], dtype=torch.float64, device=chosen.device)
+    for group, part, count in zip(step.folds, parts, step.ranks.largest(counts).tolist(), strict=True):
+        yield group, [*part, *[numbers[:0]] * (int(count) - len(part))]
+
+
+def add_gradients(
+    step: Step,
+    targets: Sequence[Vector],
+    fold_of_rank: Sequence[int],
+    rows: Tensor,
+    weights: Sequence[LossWeights],
+    shares: Tensor,
+    rollout: Rollout | None = None,
+) -> None:
+    """Adds Σ_ik share_i (c_ik ∂log π(t_ik) + d_ik ∂h_ik) of some rows to each target, for its weights. A collective.
+
+    rows    of this process; where there are none it runs the passes as the others do, with weight 0
+    shares  (B, 1)            rollout  whose rows they are, where it is not the step's
+    """
+    fresh, last = None, len(weights) - 1
+    if not len(rows):
+        rows, shares = torch.zeros(1, dtype=torch.long, device=rows.device), torch.zeros_like(shares)
+    for number, (target, weight) in enumerate(zip(targets, weights, strict=True)):
+        keep_graph = step.gradients.reduction.graph_lasts and number < last
+        if fresh is None:
+            fresh = step.policy.score(rollout or step.batch.rollout, rows)
+        share = shares[rows].to(fresh.logps.dtype)
+        own = weight.of_rows(rows, fresh.logps.shape[1], share)
+        step.gradients.reduction.add(target, fold_of_rank, fresh, own, keep_graph)
+        fresh = fresh if keep_graph else None

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout, take_rows
-from rl_training.engine.entropy_gradients import entropy_gradient
+from rl_training.engine.loss_weights import LossWeights, gradient_of
 from rl_training.engine.policy import Policy
 from rl_training.mathematics.entropy import Target, surrogate_weights
 from rl_training.mathematics.importance import (
@@ -84,22 +84,31 @@ def gradients_by_block(
     targets          "token", "sequence": a backward for each
     microbatch_size  sequences of one forward and backward; a whole block where not given
     """
-    scores, sequences = buffer.scores, buffer.sequences
-    entropies = scores.entropies.double()
-    weights = [
-        surrogate_weights(entropies, scores.mask, sequences.number, target, "buffer", sequences.reduce)
-        for target in targets
-    ]
+    weights = weights_of_buffer(buffer, targets)
     block = blocks.number[buffer.number]
     for number in block.unique().tolist():
         members = (block == number).nonzero().squeeze(1)
         for rows in members.split(microbatch_size or len(members)):
             with policy.measuring():
                 fresh = policy.score(buffer.rollout, rows)
-                place = buffer.number[rows], slice(fresh.logps.shape[1])
-                pairs = [(w[place].to(fresh.logps), u[place].to(fresh.entropies)) for w, u in weights]
-                gradient = entropy_gradient(fresh, pairs, parameters, layout)
+                own = [weight.of_rows(rows, fresh.logps.shape[1]) for weight in weights]
+                last = own[-1]
+                gradient = [
+                    layout.vector(gradient_of(fresh, part.logps, part.entropies, parameters, part is not last))
+                    for part in own
+                ]
             yield number, len(rows), gradient
+
+
+def weights_of_buffer(buffer: EvaluationBuffer, targets: Sequence[Target]) -> list[LossWeights]:
+    """Returns w and u of this process's sequences, in the order of the rollout, for each target. A collective."""
+    scores, sequences = buffer.scores, buffer.sequences
+    entropies = scores.entropies.double()
+    weights = []
+    for target in targets:
+        found = surrogate_weights(entropies, scores.mask, sequences.number, target, "buffer", sequences.reduce)
+        weights.append(LossWeights(*(part[buffer.number] for part in found)))
+    return weights
 
 
 def without_blocks(products: Tensor, mask: Tensor, blocks: JackknifeUnits) -> Replicates:

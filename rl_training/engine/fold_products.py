@@ -1,10 +1,12 @@
 """Products of each fold's entropy gradient with the steps that the optimizer would make with and without each fold.
 
-A product is given per direction: X per token and, if asked for, per sequence.
+A product is given per direction: X per token and, if asked for, per sequence. It is a sum over entries: what is
+calculated here is this process's part, and all parts are added up once, at the end.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -25,7 +27,7 @@ def as_pairs(values: Tensor) -> Tensor:
 
 @dataclass
 class FoldProducts:
-    """Takes the folds of this rank one by one. It holds one entropy gradient at a time, and their sum.
+    """Takes the folds one by one. It holds one entropy gradient at a time, and their sum.
 
     update    δθ of the step, None without a formula
     previous  that of the step before, None if it is not known
@@ -33,7 +35,7 @@ class FoldProducts:
     """
 
     layout: Layout
-    sizes: Tensor  # (K,) fp64, n_k
+    sizes: Tensor  # (F,) fp64, n_k
     attribution: Attribution
     update: Vector | None
     previous: Vector | None
@@ -55,25 +57,29 @@ class FoldProducts:
         self._products.append(torch.cat([torch.stack([forward, backward, reuse, unclipped]), split]))
         self._own.append(forward - reuse)
 
-    def by_fold(self) -> Tensor:
-        """Returns n_k X_k · δθ of PRODUCTS and of forward's splits, a pair each, (K, 2 ·) fp64."""
-        return self.sizes.unsqueeze(1) * as_pairs(torch.stack(self._products)).flatten(1)
+    def sums(self, reduce: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Returns n_k X_k · δθ of PRODUCTS and of forward's splits, and what the others lose with a fold. A collective.
 
-    def lost_with_a_fold(self) -> Tensor:
-        """Returns Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) for each fold l, (K, 2)."""
+        Both fp64, a pair for each: (F, products, 2), and Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) for each fold l, (F, 2).
+        """
+        parts = torch.cat([torch.stack(self._products), self._lost_with_a_fold().unsqueeze(1)], dim=1)
+        *products, lost = as_pairs(reduce(parts)).unbind(dim=1)
+        return self.sizes.to(lost).view(-1, 1, 1) * torch.stack(products, dim=1), lost
+
+    def _lost_with_a_fold(self) -> Tensor:
         own = torch.stack(self._own)
         if self.steps is None:
-            return as_pairs(torch.full_like(own, torch.nan))
+            return torch.full_like(own, torch.nan)
         products = torch.zeros_like(own)
         for piece, parts in self.steps.parts():
             moved = parts.total
             products += torch.stack([rows_dot(moved, piece.of(x)) for x in self._sums], dim=1)
-        return as_pairs(products - self._dots(self.update, self._sums) - self.sizes.unsqueeze(1) * own)
+        return products - self._dots(self.update, self._sums) - self.sizes.to(own).unsqueeze(1) * own
 
     def _dots(self, update: Vector | None, directions: list[Vector]) -> Tensor:
         """Returns X · δθ of each direction, (targets,) fp64; nan of an update that is not known."""
         if update is None:
-            return self.sizes.new_full((len(directions),), torch.nan)
+            return torch.full((len(directions),), torch.nan, dtype=torch.float64, device=self.layout.device)
         return torch.stack([dot(update, x) for x in directions])
 
     def _forward(self, k: int, directions: list[Vector]) -> tuple[Tensor, Tensor, Tensor]:
@@ -84,7 +90,7 @@ class FoldProducts:
         fold = slice(k, k + 1)
         products = split_products(self.steps.parts(fold), directions, len(self.layout.names))
         forward = products.sum(dim=(0, 2))
-        if float(self.steps.clips[k]) == 1.0:
+        if self.steps.clips[k] == 1.0:
             return forward, forward, self.attribution.sum(products)
         unclipped = torch.zeros_like(forward)
         for piece, parts in self.steps.parts(fold, clipped=False):

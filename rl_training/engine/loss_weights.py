@@ -27,25 +27,20 @@ class LossWeights:
     def num_sequences(self) -> int:
         return len(self.logps)
 
-    def gradient(
-        self,
-        fresh: Scores,
-        rows: Tensor,
-        parameters: Sequence[Tensor],
-        share: float | Tensor = 1.0,
-        keep_graph: bool = False,
-    ) -> tuple[Tensor, ...]:
-        """Returns the gradient of some rows, on the scale of a mean: B times what they add to this rank's gradient.
+    def of_rows(self, rows: Tensor, width: int, share: float | Tensor = 1.0) -> LossWeights:
+        """Returns the weights of some rows, as wide as their scores.
 
-        0 for a parameter that these rows do not reach.
-
-        fresh  scores of these rows, with graph
-        share  factor on all of it, or (rows, 1) on each
+        share  factor on all of them, or (rows, 1) on each
         """
-        width = fresh.logps.shape[1]
-        entropies = None if self.entropies is None else self.num_sequences * self.entropies[rows, :width] * share
-        logps = self.num_sequences * self.logps[rows, :width] * share
-        return gradient_of(fresh, logps, entropies, parameters, keep_graph)
+        entropies = None if self.entropies is None else self.entropies[rows, :width] * share
+        return LossWeights(self.logps[rows, :width] * share, entropies)
+
+
+def outputs_and_weights(fresh: Scores, weights: LossWeights) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns what one backward starts from to give Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik: tensors, their gradients."""
+    if weights.entropies is None:
+        return [fresh.logps], [weights.logps.to(fresh.logps)]
+    return [fresh.logps, fresh.entropies], [weights.logps.to(fresh.logps), weights.entropies.to(fresh.entropies)]
 
 
 def gradient_of(
@@ -55,9 +50,7 @@ def gradient_of(
 
     keep_graph  for another backward through the same scores
     """
-    outputs, weights = [fresh.logps], [logps]
-    if entropies is not None:
-        outputs, weights = [fresh.logps, fresh.entropies], [logps, entropies]
+    outputs, weights = outputs_and_weights(fresh, LossWeights(logps, entropies))
     return torch.autograd.grad(
         outputs, parameters, weights, retain_graph=keep_graph, allow_unused=True, materialize_grads=True
     )

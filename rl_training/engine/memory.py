@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.attribution import Attribution
-from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.fold_products import PRODUCTS
+from rl_training.engine.step import EntropySettings
 from rl_training.engine.updates import UpdateHistory
 from rl_training.mathematics.running_variance import RunningVariance
 from rl_training.mathematics.vectors import Layout

@@ -22,9 +22,10 @@ from rl_training.engine.capabilities import (
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
-from rl_training.engine.sharding import Sharding
-from rl_training.engine.step import OptimizerView, Ranks, Step
-from rl_training.mathematics.folds import ranges_of, split_prompts
+from rl_training.engine.ranks import Ranks
+from rl_training.engine.shards import Shard
+from rl_training.engine.step import OptimizerView, Step
+from rl_training.mathematics.folds import FoldGroup, ranges_of, split_prompts
 from rl_training.mathematics.scores import Scores
 
 
@@ -48,7 +49,7 @@ class Loop:
     """What the driver must know about a training loop, once its parameters are laid out over processes."""
 
     shape: Shape
-    sharding: Sharding
+    shard: Shard
     policy: Policy
     ranks: Ranks
     dr_grpo: bool = True  # the loss is Dr-GRPO's and nothing else's
@@ -64,7 +65,7 @@ class OpenStep:
 
     number: int
     probes: Sequence[Probe]  # that measure it; there may be none
-    folds: tuple[range, ...] = ()  # the rows of this rank's folds
+    folds: Sequence[FoldGroup] = ()
     optimizer: OptimizerView | None = None  # as it is before the step; None where no probe measures
     rollouts: list[Rollout] = field(default_factory=list)  # by microbatch
     scores: list[Scores] = field(default_factory=list)
@@ -102,31 +103,34 @@ class OpenStep:
         if any("entropies" in weights for weights in self.loss_weights):
             parts = [weights.get("entropies", torch.zeros_like(weights["logps"])) for weights in self.loss_weights]
             entropies = in_one_width(parts)
-        index = rollout.prompt_index
-        fold = split_prompts(index, len(self.folds))
+        index, num_folds = rollout.prompt_index, self.folds[-1].folds.stop
+        fold = split_prompts(index, num_folds)
         if whole_prompts:
-            fold = torch.repeat_interleave(torch.tensor([len(rows) for rows in self.folds])).to(index.device)
+            for group in self.folds:
+                for rows in group.passes:
+                    fold[rows.start : rows.stop] = group.folds[group.fold_of_rank[loop.ranks.number]]
         return Batch(
             rollout=rollout,
             scores=scores,
             loss_weights=LossWeights(in_one_width([weights["logps"] for weights in self.loss_weights]), entropies),
             microbatch_rows=self.microbatch_rows,
             fold=fold,
+            num_folds=num_folds,
             responses_per_prompt=loop.shape.responses_per_prompt,
             rollout_number=rollout_number,
             loss_settings=loop.loss_settings,
         )
 
     def prompts(self, loop: Loop) -> tuple[bool, bool]:
-        """Returns whether every prompt has all its responses in this step, and also lies in one microbatch.
+        """Returns whether every prompt has all its responses in this step, and whether they also lie in one fold.
 
         On all ranks: a collective.
         """
         index = torch.cat([rollout.prompt_index for rollout in self.rollouts])
         prompts, counts = index.unique(return_counts=True)
-        parts = (self.microbatch_rows, self.folds)
-        num_in_parts = [sum(len(index[rows.start : rows.stop].unique()) for rows in part) for part in parts]
-        violations = [bool((counts != loop.shape.responses_per_prompt).any()), max(num_in_parts) > len(prompts)]
+        by_group = [torch.cat([index[rows.start : rows.stop] for rows in group.passes]) for group in self.folds]
+        num_in_folds = sum(len(part.unique()) for part in by_group)
+        violations = [bool((counts != loop.shape.responses_per_prompt).any()), num_in_folds > len(prompts)]
         incomplete, split = loop.ranks.reduce(torch.tensor(violations, device=index.device).double()).tolist()
         return incomplete == 0, incomplete == 0 and split == 0
 

@@ -9,51 +9,48 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rl_training.engine.sharding import Sharding
+from rl_training.engine.shards import Shard
 from rl_training.engine.step import OptimizerView
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.sgd import SGDState
 
 
-def mean_gradients(
-    sharding: Sharding, parameters: Mapping[str, nn.Parameter], view: OptimizerView
-) -> tuple[dict[str, Tensor], OptimizerView]:
-    """Returns the gradients of the step by name, mean over microbatches and ranks, not clipped; and what steps on them.
+def gradients_and_states(shard: Shard, view: OptimizerView) -> tuple[dict[str, Tensor], OptimizerView]:
+    """Returns this process's entries of the step's gradient by name, not clipped; and what steps on them.
 
     A parameter that the loss does not reach gets zeros, and torch's optimizers do not update it. (ZeRO's do: to them
     zeros are a gradient.) Raises ValueError when none has a gradient.
     """
-    by_parameter = sharding.mean_gradients(parameters.values())
-    gradients = {name: by_parameter[param] for name, param in parameters.items()}
-    unreached = {name for name, gradient in gradients.items() if gradient is None}
-    if len(unreached) == len(parameters):
+    found = shard.gradients()
+    unreached = {name for name, gradient in found.items() if gradient is None}
+    if len(unreached) == len(found):
         raise ValueError(
             "no trainable parameter has a gradient after the backward pass: an optimizer that steps during it, layer "
             "by layer, cannot be measured; use AdamW (optim=adamw_torch), or train without probes (probe=none)"
         )
-    whole = {name: torch.zeros_like(parameters[name]) if g is None else g for name, g in gradients.items()}
+    weights = shard.weights() if unreached else {}
+    gradients = {name: torch.zeros_like(weights[name]) if g is None else g for name, g in found.items()}
     if unreached and view.states is not None:
         states = {name: state.not_updated() if name in unreached else state for name, state in view.states.items()}
         view = dataclasses.replace(view, states=states)
-    return whole, view
+    return gradients, view
 
 
-def view_optimizer(sharding: Sharding, parameters: Mapping[str, nn.Parameter]) -> OptimizerView:
-    """Returns the optimizer before its step: its states by parameter name, or the reason why there is no formula.
-
-    A collective where states are gathered.
-    """
-    optimizer, max_grad_norm = sharding.optimizer, sharding.max_grad_norm
-    reason = _why_no_formula(optimizer, sharding.readable_optimizers)
-    if not reason:
-        group_of, state_of = sharding.optimizer_states(parameters.values())
-        reason = _why_not_these(parameters, group_of, keeps_fp32_copies=sharding.keeps_fp32_copies)
+def view_optimizer(shard: Shard) -> OptimizerView:
+    """Returns the optimizer before its step: this process's states by parameter name, or why there is no formula."""
+    optimizer, max_grad_norm = shard.optimizer, shard.max_grad_norm
+    reason = _why_no_formula(optimizer, shard.readable_optimizers)
     if reason:
         return OptimizerView(None, max_grad_norm, reason)
-    raw = _with_steps_as_numbers({name: state_of.get(param, {}) for name, param in parameters.items()})
+    groups, states = shard.states()
+    reason = _why_not_these(shard.trained, groups, keeps_fp32_copies=shard.keeps_fp32_copies)
+    if reason:
+        return OptimizerView(None, max_grad_norm, reason)
+    known = _with_steps_as_numbers(states)
     read = _read_sgd_state if isinstance(optimizer, torch.optim.SGD) else _read_adam_state
-    states = {name: read(param, raw[name], group_of[param]) for name, param in parameters.items()}
-    return OptimizerView(states, max_grad_norm)
+    return OptimizerView(
+        {name: read(weight, known[name], groups[name]) for name, weight in shard.weights().items()}, max_grad_norm
+    )
 
 
 def _with_steps_as_numbers(states: Mapping[str, Mapping[str, Any]]) -> dict[str, Mapping[str, Any]]:
@@ -75,25 +72,23 @@ def _why_no_formula(optimizer: torch.optim.Optimizer, supported: Sequence[type])
     return ""
 
 
-def _why_not_these(
-    parameters: Mapping[str, nn.Parameter], group_of: Container[Tensor], *, keeps_fp32_copies: bool
-) -> str:
+def _why_not_these(parameters: Mapping[str, nn.Parameter], groups: Container[str], *, keeps_fp32_copies: bool) -> str:
     """Returns why the formula does not say how these parameters move, "" if it does."""
     rounded = [name for name, param in parameters.items() if not keeps_fp32_copies and param.dtype.itemsize < 4]
     if rounded:
         dtype = str(parameters[rounded[0]].dtype).removeprefix("torch.")
         return f"{rounded[0]} is kept in {dtype}, whose rounding changes the step: train weights in float32"
-    outside = [name for name, param in parameters.items() if param not in group_of]
+    outside = [name for name in parameters if name not in groups]
     if outside:
         return f"parameter {outside[0]} is trainable but not in the optimizer"
     return ""
 
 
-def _read_adam_state(param: nn.Parameter, state: Mapping[str, Any], group: Mapping[str, Any]) -> AdamWState:
+def _read_adam_state(weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> AdamWState:
     """Returns Adam's view of one parameter; its state is zero before the first step, when torch has none yet."""
     return AdamWState(
-        exp_avg=state["exp_avg"] if state else torch.zeros_like(param),
-        exp_avg_sq=state["exp_avg_sq"] if state else torch.zeros_like(param),
+        exp_avg=state["exp_avg"] if state else torch.zeros_like(weight),
+        exp_avg_sq=state["exp_avg_sq"] if state else torch.zeros_like(weight),
         step=int(state["step"]) if state else 0,
         lr=float(group["lr"]),
         betas=group["betas"],
@@ -103,7 +98,7 @@ def _read_adam_state(param: nn.Parameter, state: Mapping[str, Any], group: Mappi
     )
 
 
-def _read_sgd_state(param: nn.Parameter, state: Mapping[str, Any], group: Mapping[str, Any]) -> SGDState:
+def _read_sgd_state(weight: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> SGDState:
     return SGDState(
         momentum_buffer=state.get("momentum_buffer"),
         lr=float(group["lr"]),

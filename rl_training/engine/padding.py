@@ -7,10 +7,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Batch
+from rl_training.engine.batch import Batch, first_tokens
 from rl_training.engine.policy import Policy
 
 ROWS = 4  # of each rank, those with the most padding
+TOKENS = 128  # the first ones of each
 LIMIT, LIMIT_ROUNDED = 0.01, 0.1  # of the mean difference per token; the second for weights below fp32
 PADDING_MATTERS = (
     "a response's log-probabilities change with the padding on the left of its prompt (absolute position "
@@ -34,7 +35,7 @@ class PaddingCheck:
         if self._reason or self._count < self._next:
             return self._reason
         self._next *= 10
-        rollout = batch.rollout
+        rollout = first_tokens(batch.rollout, TOKENS)
         rows = rollout.prompt_mask.sum(dim=1).argsort(stable=True)[:ROWS]
         with policy.measuring():
             alone = policy.scorer.score(rollout, rows, graph=False)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.engine.batch import Rollout, in_one_width
+from rl_training.engine.ranks import Ranks
 from rl_training.engine.scorer import Scorer
 from rl_training.mathematics.scores import Scores
 
@@ -19,8 +20,8 @@ from rl_training.mathematics.scores import Scores
 class Policy(abc.ABC):
     """The policy with its parameters at the moment of the call. Calls do not affect training.
 
-    Everything is local to a rank: no collective. A host's subclass implements what goes beyond the model:
-    how the loop samples and decodes.
+    Everything is local to a rank, but where weights are sharded: then every pass is a collective. A host's subclass
+    implements what goes beyond the model: how the loop samples and decodes.
 
     model       as it is trained, unwrapped
     batch_size  rows of one forward pass without graph
@@ -28,6 +29,7 @@ class Policy(abc.ABC):
 
     def __init__(self, model: nn.Module, scorer: Scorer, batch_size: int) -> None:
         self.model, self.scorer, self._batch_size = model, scorer, batch_size
+        self.in_lockstep: Ranks | None = None  # where all processes run equally many passes
 
     def score(self, rollout: Rollout, rows: Tensor) -> Scores:
         """Returns log-probabilities and entropies WITH graph of some rows, only as wide as the longest of these.
@@ -45,12 +47,21 @@ class Policy(abc.ABC):
         width = rollout.completion_ids.shape[1]
         rows = torch.arange(rollout.num_sequences, device=rollout.completion_ids.device)
         with scorer.measuring(), torch.no_grad():
-            parts = [scorer.score(rollout, some, graph=False) for some in rows.split(self._batch_size)]
+            parts = [scorer.score(rollout, some, graph=False) for some in self.in_batches(rows, self._batch_size)]
+        parts = parts[: -(-len(rows) // self._batch_size)]
         return Scores(
             logps=in_one_width([part.logps for part in parts], at_least=width),
             entropies=in_one_width([part.entropies for part in parts], at_least=width),
             mask=rollout.completion_mask,
         )
+
+    def in_batches(self, rows: Tensor, size: int) -> list[Tensor]:
+        """Returns rows in parts of so many; in lockstep copies of the first follow where others have more."""
+        parts = list(rows.split(size))
+        if self.in_lockstep is not None:
+            count = self.in_lockstep.largest(torch.tensor([float(len(parts))], dtype=torch.float64, device=rows.device))
+            parts += [parts[0]] * (int(count) - len(parts))
+        return parts
 
     @property
     def has_reference(self) -> bool:

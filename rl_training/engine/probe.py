@@ -19,8 +19,7 @@ from typing import Any
 
 from torch import Tensor
 
-from rl_training.engine.entropy_gradients import EntropySettings
-from rl_training.engine.step import Step
+from rl_training.engine.step import EntropySettings, Step
 from rl_training.mathematics.estimate import Estimate
 
 
@@ -28,11 +27,11 @@ class Need(enum.Flag):
     """What costs memory or time and is therefore kept only if a probe asks for it."""
 
     NOTHING = 0
-    FOLD_GRADIENTS = 1  # one parameter-size fp32 row per fold: step.gradients.rows
-    MICROBATCH_SQ_NORMS = 2  # a few numbers per parameter and microbatch: step.gradients.microbatch_sq_norms
+    FOLD_GRADIENTS = 1  # a vector of this process's entries per fold: step.gradients.rows
+    SQ_NORMS = 2  # two numbers per parameter and fold: step.gradients.sq_norms
     ENTROPY_GRADIENT = 4 | FOLD_GRADIENTS  # step.entropy_change, as far as the next two ask for more
     ENTROPY_CHANGE = 8 | ENTROPY_GRADIENT  # its quantities, for which δθ of the step before is kept
-    ENTROPY_ROWS = 16 | ENTROPY_GRADIENT  # its rows: one more parameter-size row per fold
+    ENTROPY_ROWS = 16 | ENTROPY_GRADIENT  # its rows: one more such vector per fold
 
 
 class Probe:
@@ -41,8 +40,7 @@ class Probe:
     name       names it in probes.jsonl and in probe_cost/<name>_seconds
     needs      what must be kept for it
     every      measure each `every`-th step, the first one included
-    num_folds  with FOLD_GRADIENTS: folds of whole prompts on each rank; None for the default, one per microbatch
-    min_folds  over all ranks: a training whose steps have fewer is refused
+    num_folds  with FOLD_GRADIENTS: folds of whole prompts, over all processes; None for the default, 8 or some more
     offload    with FOLD_GRADIENTS: keep them in the CPU's memory
     entropy    with ENTROPY_…: how the entropy gradient is estimated; None for what another probe says, or default
     running    averages over steps, with state_dict and load_state_dict, which a checkpoint keeps; None: none
@@ -51,7 +49,6 @@ class Probe:
     name: str
     needs: Need = Need.NOTHING
     num_folds: int | None = None
-    min_folds: int = 1
     offload: bool = False
     entropy: EntropySettings | None = None
     running: Any = None
@@ -70,11 +67,7 @@ class Probe:
         """Measures what takes the old parameters."""
 
     def after_step(self, step: Step) -> None:
-        """Measures what takes the new parameters: whole only for a probe that `reads_new_weights`."""
-
-    def reads_new_weights(self) -> bool:
-        """Returns whether `after_step` uses the policy: sharded weights are then gathered for it."""
-        return False
+        """Measures what takes the new parameters."""
 
     def results(self) -> dict[str, Estimate]:
         """Returns the step's estimates by metric name: what the hooks have stored in `_answers`."""

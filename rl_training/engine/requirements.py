@@ -9,21 +9,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.open_step import Shape
 from rl_training.engine.probe import Need, Probe
-from rl_training.mathematics.folds import fold_ranges
+from rl_training.engine.step import EntropySettings
+from rl_training.mathematics.folds import FoldGroup, plan_folds
 
-RANKS_THAT_ARE_FOLDS = 8  # from so many ranks on, each is one fold by default: enough for an error bar
 VECTORS_BESIDE_FOLDS = 4  # of an entropy change: δθ, the one before, one entropy gradient and the sum of all
-GATHERED_VECTORS = 3  # of a measured step: the gradient and Adam's two moments
 
 
 @dataclass(frozen=True)
 class Requirements:
     """What some probes require together.
 
-    num_folds  on each rank; None for the default        offload  keep the folds' gradients in the CPU's memory
+    num_folds  over all processes; None for the default  offload  keep the folds' gradients in the CPU's memory
     """
 
     probes: Sequence[Probe]
@@ -44,39 +42,25 @@ class Requirements:
         entropy = _common({p.name: p.entropy for p in probes if p.entropy is not None}, "entropy gradient")
         return cls(probes, needs, num_folds, entropy or EntropySettings(), any(probe.offload for probe in folding))
 
-    def folds(self, shape: Shape, sizes: Sequence[int]) -> tuple[range, ...]:
-        """Returns the rows of this rank's folds: by default one per microbatch, on many ranks one each.
+    def folds(self, shape: Shape, sizes: Sequence[int]) -> list[FoldGroup]:
+        """Returns the folds of a step.
 
-        sizes  sequences of each microbatch of this step on this rank
+        sizes  sequences of each microbatch of this step on this process
 
         ValueError, naming a number that would do, where the number that the probes ask for is impossible.
         """
         number = self.num_folds
-        default = 1 if shape.num_ranks >= RANKS_THAT_ARE_FOLDS else len(sizes)
         # The last step of an epoch may be short, and where tokens are counted, steps differ in size.
-        if number is None or (len(sizes) != shape.microbatches and number > len(sizes)):
-            number = default
-        return fold_ranges(sizes, number, shape.responses_per_prompt)
+        if number is not None and len(sizes) != shape.microbatches and number > len(sizes):
+            number = None
+        return plan_folds(sizes, shape.responses_per_prompt, shape.num_ranks, number)
 
-    def refuse_few_folds(self, shape: Shape) -> None:
-        """Raises ValueError where the steps of a training have fewer folds than a probe needs."""
-        folds = shape.num_ranks * len(self.folds(shape, shape.sizes))
-        for probe in self.probes:
-            if folds < probe.min_folds:
-                each = -(-probe.min_folds // (shape.num_ranks * shape.microbatches)) * shape.microbatches
-                raise ValueError(
-                    f"{probe.name}: a step has {folds} folds of prompts over all processes, and this probe needs "
-                    f"{probe.min_folds}: set probes.{probe.name}.num_folds={each}, or make microbatches smaller"
-                )
-
-    def num_vectors(self, shape: Shape) -> int:
-        """Returns how many fp32 vectors of all trained parameters a measured step holds on the device."""
-        num_folds = len(self.folds(shape, shape.sizes))
+    def num_vectors(self, num_folds: int) -> int:
+        """Returns how many fp32 vectors of a process's entries a measured step holds on the device."""
         by_fold = (Need.FOLD_GRADIENTS in self.needs) + (Need.ENTROPY_ROWS in self.needs)
         rows = 0 if self.offload else num_folds * by_fold
         beside = VECTORS_BESIDE_FOLDS * (Need.ENTROPY_GRADIENT in self.needs)
-        at_a_time = max((probe.num_vectors(num_folds) for probe in self.probes), default=0)
-        return GATHERED_VECTORS + rows + beside + at_a_time
+        return rows + beside + max((probe.num_vectors(num_folds) for probe in self.probes), default=0)
 
 
 def needs_of(probes: Sequence[Probe]) -> Need:

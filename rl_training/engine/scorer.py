@@ -46,6 +46,8 @@ class Scorer:
     fp32_head     training's head multiplies in fp32, outside of autocast
     call_head     the head's module is called, for hooks on it; otherwise its weight is read where that is the same
     chunk_logits  so many logits exist at once, unless one position alone has more
+    as_root       it runs as the model's own forward pass, whose hooks gather sharded weights; all processes call alike
+    whole_logits  the model's own logits are used: its head is gathered only while it is called
 
     Raises ValueError for adapters that are tokens before the prompt (PEFT's prompt learning).
     """
@@ -59,6 +61,8 @@ class Scorer:
         fp32_head: bool = False,
         call_head: bool = False,
         chunk_logits: int = CHUNK_LOGITS,
+        as_root: bool = False,
+        whole_logits: bool = False,
     ) -> None:
         wrapped: Any = model
         if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
@@ -69,12 +73,14 @@ class Scorer:
         self._autocast, self._fp32_head, self._call_head = autocast, fp32_head, call_head
         self._chunk = chunk_logits
         self._measuring = 0
-        self._why_whole: str | None = None
+        self._as_root = as_root
+        self.why_rounded = ""  # why layers compute with less than the weights: known once training has begun
+        self._why_whole: str | None = "its weights are sharded" if whole_logits else None
 
     @property
     def why_not_fp32(self) -> str:
         """Why a measurement is no fp32 one, "" if it is."""
-        return why_not_fp32(self._model)
+        return self.why_rounded or why_not_fp32(self._model)
 
     def score(self, sequences: Rollout, rows: Tensor, *, graph: bool = True) -> Scores:
         """Returns log-probabilities and entropies of the completions of some rows, (B, T); T of the longest of these.
@@ -87,7 +93,7 @@ class Scorer:
             as_training = contextlib.nullcontext() if self._measuring else self._autocast()
             with as_training, torch.set_grad_enabled(graph):
                 batch = _first_columns(sequences, rows)
-                logps, entropies = self._by_own_logits(batch) if self._why_whole else self._by_body_and_head(batch)
+                logps, entropies = self._calculate(batch)
         return Scores(logps, entropies, batch.mask)
 
     def token_logits(self, sequences: Rollout, rows: Tensor) -> Tensor:
@@ -104,22 +110,43 @@ class Scorer:
             hidden = self._hidden(batch.ids, batch.inputs)[at_tokens]
             return self._logit_map(_at_least_fp32(self._lm.get_output_embeddings()(hidden)))
 
+    def _gathered(self, calculate: Callable[[], Any]) -> Any:
+        """Returns what is calculated, with sharded weights gathered: as the model's own forward pass."""
+        if not self._as_root:
+            return calculate()
+        own, results = vars(self._model).get("forward"), []
+
+        def forward() -> Any:
+            results.append(calculate())
+            return results[0]
+
+        self._model.forward = forward
+        try:
+            outputs = self._model()
+        finally:
+            del self._model.forward
+            if own is not None:
+                self._model.forward = own
+        # FSDP2 may round outputs, and gathers for the backward of what it returned.
+        return outputs if torch.is_grad_enabled() else results[0]
+
     def score_padded(self, sequences: Rollout, rows: Tensor) -> Scores:
         """Returns the scores of some rows that keep the padding on their left, (B, T), as wide as the completions.
 
-        By an attention mask and without positions, as trainers pass rows on; by all logits, in a measurement's
-        precision, without graph.
+        By an attention mask and without positions, as trainers pass rows on; as a measurement, without graph.
         """
         ids = torch.cat([sequences.prompt_ids[rows], sequences.completion_ids[rows]], dim=1)
-        mask = torch.cat([sequences.prompt_mask[rows], sequences.token_mask[rows]], dim=1)
-        inputs = {"attention_mask": mask, **_further_inputs(sequences, rows, None)}
-        targets = sequences.completion_ids[rows]
+        there = torch.cat([sequences.prompt_mask[rows], sequences.token_mask[rows]], dim=1)
+        targets, mask = sequences.completion_ids[rows], sequences.completion_mask[rows]
+        columns = torch.arange(ids.shape[1] - targets.shape[1] - 1, ids.shape[1] - 1, device=ids.device)
+        inputs = {"attention_mask": there, **_further_inputs(sequences, rows, None)}
+        batch = _Batch(ids, inputs, columns.expand_as(targets), targets, mask)
         # Half-precision layers take no fp32 but from autocast.
         rounded = self._autocast() if self.why_not_fp32 else contextlib.nullcontext()
         with self.measuring(), rounded, torch.no_grad():
-            logits = self._own_logits(ids, inputs)[:, -targets.shape[1] - 1 : -1]
-            logps, entropies = scores_of_logits(_at_least_fp32(logits) / self.temperature, targets)
-        return Scores(logps, entropies, sequences.completion_mask[rows])
+            self.verify()
+            logps, entropies = self._calculate(batch)
+        return Scores(logps, entropies, mask)
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
@@ -138,7 +165,7 @@ class Scorer:
         """
         if self._why_whole is None:
             with self._streams_put_back(), self.measuring(), torch.no_grad():
-                self._why_whole = self._why_not_apart()
+                self._why_whole = self._gathered(self._why_not_apart)
             if self._why_whole:
                 warnings.warn(
                     f"{self._why_whole}: all logits of a batch are in memory at once, so score few rows at a time",
@@ -176,6 +203,11 @@ class Scorer:
             return "the head's input is not the body's output"
         expected = self._logit_map(ramp) * self.temperature
         return "" if _close(expected.expand(1, 2, -1), logits, 1e-4) else "the logits are not scaled as the config says"
+
+    def _calculate(self, batch: _Batch) -> tuple[Tensor, Tensor]:
+        calculate = self._by_own_logits if self._why_whole else self._by_body_and_head
+        logps, entropies = self._gathered(lambda: calculate(batch))
+        return logps, entropies
 
     def _by_body_and_head(self, batch: _Batch) -> tuple[Tensor, Tensor]:
         head = self._lm.get_output_embeddings()

@@ -5,18 +5,20 @@ For the letters in shapes see batch.py.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from rl_training.engine.batch import Batch
 from rl_training.engine.capabilities import Capabilities
-from rl_training.engine.entropy_gradients import EntropySettings
+from rl_training.engine.fold_reduction import FoldReduction
 from rl_training.engine.policy import Policy
 from rl_training.engine.quantities import Quantity
+from rl_training.engine.ranks import Ranks
 from rl_training.engine.updates import StepsWithoutFolds
 from rl_training.mathematics.adamw import AdamWState
+from rl_training.mathematics.folds import FoldGroup
 from rl_training.mathematics.sgd import SGDState
 from rl_training.mathematics.vectors import Layout, Vector
 
@@ -41,21 +43,40 @@ class OptimizerView:
 
 @dataclass(frozen=True)
 class Gradients:
-    """The training gradient of the step, before clipping."""
+    """The training gradient of the step, before clipping: this process's entries, by name of the parameter, (n,) each.
 
-    parameters: Mapping[str, nn.Parameter]  # trainable only
-    mean: Mapping[str, Tensor]  # over microbatches and ranks, as the optimizer gets it
-    rows: Vector | None  # (K, n) of each bucket: the mean gradient of each fold of this rank
+    A probe's own backward goes through `reduction`, fold by fold, with the loop's folds or others.
+    """
+
+    weights: Mapping[str, Tensor]  # before the step
+    mean: Mapping[str, Tensor]  # over microbatches and processes, as the optimizer gets it
+    layout: Layout
+    reduction: FoldReduction
+    rows: Vector | None  # (F, n) of each bucket: the mean gradient of each fold
     why_no_rows: str = ""  # where a probe asks for them
-    microbatch_sq_norms: Tensor | None = None  # (K, parameters, 2) fp64: |g_k|² and Σ P g_k², by `parameters`
+    sq_norms: Tensor | None = None  # (F, parameters, 2) fp64: |g_k|² and Σ P g_k², over all processes
 
 
 @dataclass(frozen=True)
-class Ranks:
-    """The processes that train together. `reduce(tensor)` sums a small tensor over them: call it on all or on none."""
+class EntropySettings:
+    """How the entropy gradient X of a step is estimated.
 
-    count: int
-    reduce: Callable[[Tensor], Tensor]
+    responses_per_prompt  of every prompt, the first ones; all for G or more. Baselines use all responses
+    per_sequence          compute X per sequence too: a second backward
+    error_decay           weight of a step relative to the next in the average of the variances of single steps
+    """
+
+    responses_per_prompt: int = 1
+    per_sequence: bool = False
+    error_decay: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.responses_per_prompt < 1:
+            raise ValueError(f"responses_per_prompt={self.responses_per_prompt} must be at least 1")
+        if type(self.per_sequence) is not bool:
+            raise ValueError(f"per_sequence={self.per_sequence} must be true or false")
+        if not 0.0 <= self.error_decay < 1.0:
+            raise ValueError(f"error_decay={self.error_decay} must lie in [0, 1); 0.5 averages over three steps")
 
 
 @dataclass(frozen=True)
@@ -74,8 +95,8 @@ class EntropyChange:
     update: Vector | None = None  # δθ; None where the optimizer's step has no formula
     quantities: Mapping[str, Quantity] = field(default_factory=dict)  # with Need.ENTROPY_CHANGE
     half_step_stderr: Tensor | None = None  # (2,), of ½(forward + backward) from this batch; with Need.ENTROPY_CHANGE
-    rows: Vector | None = None  # (K, n) of each bucket: E[T] ∂H_tok of each fold; with Need.ENTROPY_ROWS
-    steps_without: StepsWithoutFolds | None = None  # each fold of this rank; where `why_no_forward` is ""
+    rows: Vector | None = None  # (F, n) of each bucket: E[T] ∂H_tok of each fold; with Need.ENTROPY_ROWS
+    steps_without: StepsWithoutFolds | None = None  # each fold; where `why_no_forward` is ""
 
 
 @dataclass(frozen=True)
@@ -91,10 +112,24 @@ class Step:
     optimizer: OptimizerView
     policy: Policy
     ranks: Ranks
-    num_folds: int  # of all ranks
-    num_sequences: int  # of all ranks
+    folds: Sequence[FoldGroup]
+    fold_sizes: Tensor  # (F,) fp64, n_k: sequences of all processes
     capabilities: Capabilities
     first_order: EntropyChange | None = None  # where a probe that measures the step needs it
+
+    @property
+    def num_folds(self) -> int:
+        """F, over all processes."""
+        return len(self.fold_sizes)
+
+    @property
+    def num_sequences(self) -> float:
+        """Σ n_k, over all processes."""
+        return float(self.fold_sizes.sum())
+
+    def sum_by_fold(self, values: Tensor) -> Tensor:
+        """Returns the sums of (B, …) over the sequences of each fold, (F, …), of all processes. A collective."""
+        return self.ranks.reduce(self.batch.sum_by_fold(values))
 
     @property
     def entropy_change(self) -> EntropyChange:

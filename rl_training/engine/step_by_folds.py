@@ -36,26 +36,20 @@ class StepByFolds:
         assert rows is not None, "it takes Need.ENTROPY_ROWS"
         self.steps, self.rows = steps, rows
         self._step = step
-        lengths = step.batch.sum_by_fold(step.batch.scores.mask.sum(dim=1).double())
-        self._by_fold = torch.stack([step.batch.fold_sizes, lengths], dim=1)
-        self._total = step.ranks.reduce(self._by_fold.sum(dim=0))
-
-    @property
-    def length(self) -> float:
-        """The tokens of the step, over all ranks."""
-        return float(self._total[1])
+        lengths = step.sum_by_fold(step.batch.scores.mask.sum(dim=1).double()).cpu()
+        self._by_fold = torch.stack([step.fold_sizes, lengths], dim=1)
 
     def pair(self, own: Tensor, lost: Tensor) -> Pair:
-        """Returns ΔH per token and Δreward per response of one change, from its products by fold. A collective.
+        """Returns ΔH per token and Δreward per response of one change, from its products by fold.
 
-        own, lost  (K, directions), as ChangedSteps.products has them, of X, or of X and the gradient of the reward
+        own, lost  (F, directions), as ChangedSteps.products has them, of X, or of X and the gradient of the reward
         """
-        reduce, products = self._step.ranks.reduce, self._by_fold[:, :1] * own
-        total = torch.cat([self._total, reduce(products.sum(dim=0))])
-        without = total - torch.cat([self._by_fold, products], dim=1)
+        by_fold = torch.cat([self._by_fold, self._by_fold[:, :1] * own], dim=1)
+        total = by_fold.sum(dim=0)
+        without = total - by_fold
         without[:, 2:] += lost
-        values, covariance = _per_unit(total), jackknife_covariance(_per_unit, total, without, reduce)
-        return Pair(values.cpu(), covariance.cpu(), self._step.num_folds - 1)
+        values, covariance = _per_unit(total), jackknife_covariance(_per_unit, total, without)
+        return Pair(values, covariance, self._step.num_folds - 1)
 
 
 def _per_unit(sums: Tensor) -> Tensor:

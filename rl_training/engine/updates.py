@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from rl_training.mathematics.adamw import AdamWState, UpdateParts, clip_coefficient
-from rl_training.mathematics.folds import leave_fold_out
+from rl_training.mathematics.folds import shares_of_others
 from rl_training.mathematics.sgd import SGDState
 from rl_training.mathematics.vectors import SLICE, Layout, Vector, join, num_bytes, rows_dot
 
@@ -137,28 +137,38 @@ def split_products(
 
 @dataclass(frozen=True)
 class FoldMeans:
-    """A gradient's mean over all folds of all ranks, and over each fold of this rank."""
+    """A gradient's mean over all folds, and over each: this process's entries."""
 
     mean: Vector
-    rows: Vector  # (K, n) of each bucket, perhaps in host memory
-    sizes: Tensor  # (K,) fp64, n_k
-    total_size: float  # N, over all ranks
+    rows: Vector  # (F, n) of each bucket, perhaps in host memory
+    sizes: Tensor  # (F,) fp64, n_k
+    share_of_mean: Tensor  # (F, 1), where the entries are
+    share_of_fold: Tensor  # (F, 1)
 
     def without(self, folds: slice, piece: Piece) -> Tensor:
         """Returns g_(−k) of some folds, (folds, n), where the parameters are."""
         mean = piece.of(self.mean)
-        rows = piece.of(self.rows)[folds].to(mean.device, non_blocking=True)
-        return leave_fold_out(mean, rows, self.sizes[folds].to(mean.device), self.total_size)
+        rows = piece.of(self.rows)[folds].to(mean.device)
+        return torch.addcmul(rows * self.share_of_fold[folds], self.share_of_mean[folds], mean)  # in two passes
+
+
+def fold_means(mean: Vector, rows: Vector, sizes: Tensor, total_size: float | None = None) -> FoldMeans:
+    """Returns a gradient by fold, with what it takes to leave one out. ValueError when a fold is everything.
+
+    total_size  of all folds; None where these are all
+    """
+    shares = (share.to(mean[0]).unsqueeze(1) for share in shares_of_others(sizes, total_size))
+    return FoldMeans(mean, rows, sizes, *shares)
 
 
 @dataclass(frozen=True)
 class StepsWithoutFolds:
-    """The steps that the optimizer would make without each fold of this rank, from gradients that are not clipped."""
+    """The steps that the optimizer would make without each fold, from gradients that are not clipped."""
 
     pieces: Sequence[Piece]
     gradient: FoldMeans
     max_grad_norm: float
-    clips: Tensor  # (K,) fp64, the factor by which the gradient without each fold is clipped
+    clips: Tensor  # (F,) fp64 in host memory, the factor by which the gradient without each fold is clipped
 
     def parts(self, folds: slice = EVERY_FOLD, *, clipped: bool = True) -> Iterator[tuple[Piece, UpdateParts]]:
         """Yields each piece and the parts of some folds' steps in it, (folds, n)."""
@@ -169,14 +179,16 @@ class StepsWithoutFolds:
             yield piece, piece.state.delta(piece.param, gradient)
 
 
-def steps_without_folds(pieces: Sequence[Piece], gradient: FoldMeans, max_grad_norm: float) -> StepsWithoutFolds:
-    """Returns the steps, each clipped by its own gradient's norm: one pass over all parameters."""
+def steps_without_folds(
+    pieces: Sequence[Piece], gradient: FoldMeans, max_grad_norm: float, reduce: Callable[[Tensor], Tensor]
+) -> StepsWithoutFolds:
+    """Returns the steps, each clipped by its own gradient's norm: one pass over all entries. A collective."""
     squares = torch.zeros(len(gradient.sizes), dtype=torch.float64, device=gradient.mean[0].device)
     if max_grad_norm != float("inf"):
         for piece in pieces:
             without = gradient.without(EVERY_FOLD, piece)
             squares += torch.linalg.vector_norm(without, dim=-1, dtype=torch.float64).square()
-    return StepsWithoutFolds(pieces, gradient, max_grad_norm, clipping(squares, max_grad_norm))
+    return StepsWithoutFolds(pieces, gradient, max_grad_norm, clipping(reduce(squares).cpu(), max_grad_norm))
 
 
 class UpdateHistory:

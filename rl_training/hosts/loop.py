@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from rl_training.engine.batch import Rollout, in_one_width, join_rollouts
@@ -36,7 +37,7 @@ from rl_training.engine.open_step import Loop, OpenStep, Shape
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Probe
 from rl_training.engine.scorer import Scorer
-from rl_training.engine.sharding import Sharding
+from rl_training.engine.shards import FullyShard, Shard
 from rl_training.hosts import loop_refusals
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.processes import all_ranks, rank, seed_torch, streams_put_back
@@ -96,11 +97,13 @@ def measured_loop(
     loop_refusals.refuse_what_is_not_trained(module, optimizer)
     loop_refusals.refuse_what_cannot_be_measured(model, module)
     ranks = all_ranks()
-    scorer = Scorer(module, temperature, autocast=autocast or contextlib.nullcontext)
+    sharded = isinstance(module, FSDPModule)
+    shard = (FullyShard if sharded else Shard)(module, optimizer, max_grad_norm)
+    scorer = Scorer(module, temperature, autocast=autocast or contextlib.nullcontext, as_root=sharded)
     policy = LoopPolicy(module, scorer, microbatch_size, sample, decode)
     loop = Loop(
         shape=Shape(**shape, num_ranks=ranks.count),
-        sharding=Sharding(module, optimizer, max_grad_norm),
+        shard=shard,
         policy=policy,
         ranks=ranks,
         dr_grpo=dr_grpo,
@@ -141,7 +144,7 @@ class MeasuredLoop:
         self._expect(OUTSIDE, "enter measured_loop once per training")
         self._driver.start(self._loop)
         self._undo.callback(self._driver.close)
-        optimizer = self._loop.sharding.optimizer
+        optimizer = self._loop.shard.optimizer
         self._undo.callback(optimizer.register_step_pre_hook(self._before_optimizer).remove)
         self._undo.callback(optimizer.register_step_post_hook(self._after_optimizer).remove)
         self._place, self._started = BETWEEN, time.perf_counter()
@@ -213,7 +216,7 @@ class MeasuredLoop:
         loop_refusals.refuse_missing_backward(step)
         with streams_put_back(self._device):  # a probe of one's own may draw
             self._driver.gradients_ready(self._rollout_number)
-        self._metrics["learning_rate"] = float(self._loop.sharding.optimizer.param_groups[0]["lr"])
+        self._metrics["learning_rate"] = float(self._loop.shard.optimizer.param_groups[0]["lr"])
         self._place = READY
 
     def _before_optimizer(self, *args: Any) -> None:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rl_training.engine.step import Ranks
+from rl_training.engine.ranks import Ranks
 
 
 def rank() -> int:
@@ -21,7 +21,7 @@ def rank() -> int:
 
 def all_ranks() -> Ranks:
     """Returns all processes of the default group."""
-    return Ranks(dist.get_world_size() if dist.is_initialized() else 1, _sum_over_ranks)
+    return Ranks(dist.get_world_size() if dist.is_initialized() else 1, _sum_over_ranks, rank())
 
 
 def _sum_over_ranks(tensor: Tensor) -> Tensor:

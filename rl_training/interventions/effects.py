@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_training.engine.changed_steps import Change, ChangedSteps, Direction, bases_of
@@ -37,14 +37,14 @@ def effects_of(step: Step, loss: Sequence[LossInputs], which: Sequence[Intervent
     pairs: dict[str, Pair] = {}
 
     def measure(changes: Mapping[str, Change | None], basis: FoldMeans | None = None) -> None:
-        products = ChangedSteps(steps, basis).products(list(changes.values()), directions)
+        products = ChangedSteps(steps, reduce, basis).products(list(changes.values()), directions)
         pairs.update((name, folds.pair(*product)) for name, product in zip(changes, products, strict=True))
 
     weights = {each.name: [each.weights(part) for part in loss] for each in which if each.function is not None}
     settings = {each.name: Change(0.0, 0.0, each.lr_factor, each.max_grad_norm) for each in which if not each.function}
     without_basis, *groups = groups_of(weights, batch.loss_weights, batch.microbatch_rows, reduce)
     measure({"": None} | settings | without_basis.changes)
-    for number, basis in _bases(step, [group.basis for group in groups if group.basis is not None]):
+    for number, basis in bases_of(step, [group.basis for group in groups if group.basis is not None]):
         measure(groups[number].changes, basis)
     kept = {each.name: kept_factor(each, step.optimizer.states or {}) for each in which}
     return Effects(pairs.pop(""), pairs, kept, reward is not None)
@@ -78,16 +78,11 @@ def _reward_gradient(step: Step, gradient: FoldMeans) -> Direction | None:
     without_own = group / (group - 1)  # a group's mean holds the response's own reward
     if not step.capabilities.not_dr_grpo and batch.loss_settings is not None:
         factor = -batch.loss_settings.max_length * without_own
-        return Direction(gradient.rows, [gradient.total_size * part for part in gradient.mean], factor)
+        return Direction(gradient.rows, [step.num_sequences * part for part in gradient.mean], factor)
     rewards, mask = batch.rollout.rewards, batch.scores.mask
     if rewards is None:
         return None
     advantages = over_the_others(rewards, batch.rollout.prompt_index)
     weights = (advantages.unsqueeze(1) * mask * (without_own / len(mask))).to(batch.scores.logps)
-    ((_, basis),) = _bases(step, [LossWeights(weights, None)])
-    return Direction(basis.rows, [basis.total_size * part for part in basis.mean])
-
-
-def _bases(step: Step, weights: Sequence[LossWeights]) -> Iterator[tuple[int, FoldMeans]]:
-    parameters = list(step.gradients.parameters.values())
-    return bases_of(step.batch, step.policy, parameters, step.entropy_change.layout, weights, step.ranks.reduce)
+    ((_, basis),) = bases_of(step, [LossWeights(weights, None)])
+    return Direction(basis.rows, [step.num_sequences * part for part in basis.mean])

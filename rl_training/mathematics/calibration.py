@@ -120,7 +120,7 @@ def _estimate(statistic: Callable[[Tensor], Tensor], columns: list[Tensor], why_
         reason = f"{num_pairs} pairs of prediction and truth so far: at least {MIN_PAIRS} are needed{detail}"
         return Estimate(math.nan, num_samples=num_pairs, reason=reason)
     value = float(statistic(sums))
-    stderr = float(jackknife_stderr(statistic, sums, sums - terms, reduce=lambda x: x))
+    stderr = float(jackknife_stderr(statistic, sums, sums - terms))
     reason = (
         why_not if math.isnan(value) else "" if not math.isnan(stderr) else f"no error bar: without one pair, {why_not}"
     )

@@ -5,32 +5,47 @@ into folds of whole prompts, take X_k from fold k and the step δθ_(−k) from 
 
     δH = Σ_k n_k X_k · δθ_(−k) / Σ_k n_k
 
-With several ranks each rank's prompts are folds of their own, and g_(−k) = (N g − n_k g_k) / (N − n_k) needs only the
-all-reduced mean g and this rank's g_k: no communication.
+A fold may be several microbatches, the same microbatch of all processes, or of some of them: what counts is that no
+prompt is in two folds. g_(−k) = (N g − n_k g_k) / (N − n_k) is calculated entry by entry, where the entries are kept.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+ENOUGH = 8  # folds for an error bar that is known well enough
 
-def leave_fold_out(mean: Tensor, folds: Tensor, fold_sizes: Tensor, total_size: float) -> Tensor:
+
+def shares_of_others(fold_sizes: Tensor, total_size: float | None = None) -> tuple[Tensor, Tensor]:
+    """Returns a_k = N / (N − n_k) and b_k = −n_k / (N − n_k), (F,) each: a mean without fold k is a_k g + b_k g_k.
+
+    fold_sizes  (F,), n_k            total_size  N; None where they add up to it
+    ValueError when a fold is everything there is.
+
+    >>> shares_of_others(torch.tensor([1.0, 3.0]))
+    (tensor([1.3333, 4.0000]), tensor([-0.3333, -3.0000]))
+    """
+    total = fold_sizes.sum() if total_size is None else total_size
+    others = total - fold_sizes
+    if float(others.min()) <= 0.0:
+        raise ValueError("a fold holds the whole batch: nothing is left when it is left out")
+    return total / others, -fold_sizes / others
+
+
+def leave_fold_out(mean: Tensor, folds: Tensor, fold_sizes: Tensor) -> Tensor:
     """Returns g_(−k) = (N g − n_k g_k) / (N − n_k) for each fold k, shaped like `folds`.
 
-    mean        g: the mean over ALL folds of all ranks
-    folds       (K, *g.shape), g_k: the mean over fold k, this rank's folds only
-    fold_sizes  (K,), n_k
-    total_size  N = Σ n over all ranks; ValueError when a fold is everything there is
+    mean        g: the mean over all folds
+    folds       (F, *g.shape), g_k: the mean over fold k
+    fold_sizes  (F,), n_k
     """
-    if float(fold_sizes.max()) >= total_size:
-        raise ValueError("a fold holds the whole batch: nothing is left when it is left out")
-    sizes = fold_sizes.to(folds.dtype).view(-1, *(1 for _ in mean.shape))
-    others = total_size - sizes
-    return torch.addcmul(folds * (-sizes / others), total_size / others, mean)  # in the hot path: two passes
+    of_mean, of_fold = (share.to(folds).view(-1, *(1 for _ in mean.shape)) for share in shares_of_others(fold_sizes))
+    return torch.addcmul(folds * of_fold, of_mean, mean)
 
 
 def ranges_of(sizes: Sequence[int]) -> tuple[range, ...]:
@@ -43,31 +58,83 @@ def ranges_of(sizes: Sequence[int]) -> tuple[range, ...]:
     return tuple(range(a, b) for a, b in itertools.pairwise(ends))
 
 
-def fold_ranges(microbatch_sizes: Sequence[int], num_folds: int, responses_per_prompt: int) -> tuple[range, ...]:
-    """Returns the rows of each fold, for microbatches of whole prompts that lie one after another.
+@dataclass(frozen=True)
+class FoldGroup:
+    """Folds whose gradients come from the same backwards: one fold, or one of each group of processes."""
 
-    Up to one fold per microbatch, a fold is one or several microbatches in a row; beyond, each microbatch is cut into
-    slices of whole prompts. ValueError, naming a number that would do, when that is impossible.
+    folds: range
+    fold_of_rank: tuple[int, ...]  # counted from the first of them, by process
+    passes: tuple[range, ...]  # this process's rows of each backward; as many on every process
 
-    >>> fold_ranges([8, 8], 4, responses_per_prompt=2)
-    (range(0, 4), range(4, 8), range(8, 12), range(12, 16))
+
+def plan_folds(
+    sizes: Sequence[int], responses_per_prompt: int, num_ranks: int = 1, num_folds: int | None = None
+) -> list[FoldGroup]:
+    """Returns the folds of a step, sets of whole prompts of all processes; as many groups and passes on each process.
+
+    sizes      sequences of each microbatch of this process, whose prompts lie one after another
+    num_folds  over all processes; None: at least ENOUGH, where that takes no pass beyond the loop's own
+
+    A unit is the fewest microbatches in a row that end with a prompt. A fold is one or several units of all processes;
+    where there are too few units, one of each group of processes. Beyond that, microbatches are cut into slices of
+    whole prompts, each a pass of its own, where `num_folds` asks for it. ValueError, naming a number that would do,
+    where it asks for what is impossible.
+
+    >>> [(group.folds, group.passes) for group in plan_folds([4, 4, 4, 4], responses_per_prompt=8)]
+    [(range(0, 1), (range(0, 4), range(4, 8))), (range(1, 2), (range(8, 12), range(12, 16)))]
     """
-    num_microbatches, prompts = len(microbatch_sizes), min(microbatch_sizes) // responses_per_prompt
-    if num_folds <= num_microbatches:
-        bounds = [k * num_microbatches // num_folds for k in range(num_folds + 1)]
-        return ranges_of([sum(microbatch_sizes[a:b]) for a, b in itertools.pairwise(bounds)])
-    slices = num_folds // num_microbatches
-    if num_folds % num_microbatches or slices > prompts:
-        fitting = min(slices, prompts) * num_microbatches
+    ends = list(itertools.accumulate(sizes))
+    last_of_unit = [end % responses_per_prompt == 0 for end in ends]
+    last_of_unit[-1] = True  # what a step's last prompt lacks is noticed when its sequences are known
+    rows, units, begin = ranges_of(sizes), [], 0
+    for number, is_last in enumerate(last_of_unit):
+        if is_last:
+            units.append(rows[begin : number + 1])
+            begin = number + 1
+    parts, slices = _parts_and_slices(len(units), len(sizes), min(sizes) // responses_per_prompt, num_ranks, num_folds)
+    if slices > 1:
+        cut = [piece for microbatch in rows for piece in _slices(microbatch, slices, responses_per_prompt)]
+        own = tuple(range(num_ranks))
+        return [FoldGroup(_after(number, num_ranks), own, (piece,)) for number, piece in enumerate(cut)]
+    if parts > 1:
+        part_of_rank = tuple(rank * parts // num_ranks for rank in range(num_ranks))
+        return [FoldGroup(_after(number, parts), part_of_rank, unit) for number, unit in enumerate(units)]
+    wanted = len(units) // max(1, len(units) // ENOUGH) if num_folds is None else num_folds
+    bounds = [fold * len(units) // wanted for fold in range(wanted + 1)]
+    return [
+        FoldGroup(_after(number, 1), (0,) * num_ranks, tuple(itertools.chain.from_iterable(units[first:last])))
+        for number, (first, last) in enumerate(itertools.pairwise(bounds))
+    ]
+
+
+def _after(number: int, count: int) -> range:
+    return range(number * count, (number + 1) * count)
+
+
+def _slices(microbatch: range, slices: int, responses_per_prompt: int) -> list[range]:
+    ends = [len(microbatch) // responses_per_prompt * j // slices * responses_per_prompt for j in range(slices + 1)]
+    return [microbatch[first:last] for first, last in itertools.pairwise(ends)]
+
+
+def _parts_and_slices(
+    units: int, microbatches: int, prompts: int, num_ranks: int, num_folds: int | None
+) -> tuple[int, int]:
+    """Returns of how many groups of processes each unit is a fold of its own, and how many slices a microbatch has."""
+    divisors = [number for number in range(1, num_ranks + 1) if num_ranks % number == 0]
+    if num_folds is None:
+        return next((parts for parts in divisors if parts * units >= ENOUGH), num_ranks), 1
+    if num_folds <= units:
+        return 1, 1
+    possible = {parts * units: (parts, 1) for parts in divisors}
+    if units == microbatches:
+        possible |= {slices * num_ranks * units: (num_ranks, slices) for slices in range(2, prompts + 1)}
+    if num_folds not in possible:
+        fitting = max(number for number in possible if number <= num_folds)
         raise ValueError(
-            f"num_folds={num_folds} cannot cut {num_microbatches} microbatches of {prompts} prompts into folds of "
-            f"whole prompts: use num_folds={fitting}"
+            f"num_folds={num_folds} cannot cut {microbatches} microbatches of {prompts} prompts on each of {num_ranks} "
+            f"processes into folds of whole prompts: use num_folds={fitting}"
         )
-    in_slices = []
-    for size in microbatch_sizes:
-        ends = [size // responses_per_prompt * j // slices * responses_per_prompt for j in range(slices + 1)]
-        in_slices += [b - a for a, b in itertools.pairwise(ends)]
-    return ranges_of(in_slices)
+    return possible[num_folds]
 
 
 def response_number(prompt_index: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 Everything reported is a smooth function f of sums over folds, s = Σ_k s_k, so one jackknife serves all: with s_(−l) the
 sums without fold l,
 
-    se² = (K−1)/K Σ_l (f(s_(−l)) − mean_l f(s_(−l)))²         K folds over all ranks.
+    se² = (K−1)/K Σ_l (f(s_(−l)) − mean_l f(s_(−l)))²         K folds.
 
 `Replicates` keeps the f(s_(−l)), so that numbers computed from several of them have the right error: in a difference of
 two that share their noise, the noise cancels.
@@ -33,7 +33,6 @@ def jackknife_stderr(
     statistic: Callable[[Tensor], Tensor],
     sums: Tensor,
     sums_without: Tensor,
-    reduce: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Returns the delete-one-fold jackknife standard error of statistic(sums), shaped like it.
 
@@ -43,11 +42,11 @@ def jackknife_stderr(
     >>> x = torch.tensor([1.0, 3.0, 5.0, 7.0], dtype=torch.float64)
     >>> rows = torch.stack([x, torch.ones(4)], dim=1)
     >>> sums = rows.sum(dim=0)
-    >>> error = jackknife_stderr(lambda s: s[..., 0] / s[..., 1], sums, sums - rows, reduce=lambda y: y)
+    >>> error = jackknife_stderr(lambda s: s[..., 0] / s[..., 1], sums, sums - rows)
     >>> torch.isclose(error, x.std() / 2)
     tensor(True)
     """
-    covariance = jackknife_covariance(lambda s: statistic(s).unsqueeze(-1), sums, sums_without, reduce)
+    covariance = jackknife_covariance(lambda s: statistic(s).unsqueeze(-1), sums, sums_without)
     return covariance[..., 0, 0].clamp(min=0).sqrt()  # exact zero may come out as −1e-30: rounding, not an estimate
 
 
@@ -55,27 +54,24 @@ def jackknife_covariance(
     statistic: Callable[[Tensor], Tensor],
     sums: Tensor,
     sums_without: Tensor,
-    reduce: Callable[[Tensor], Tensor],
 ) -> Tensor:
     """Returns the jackknife covariances of the numbers in the last dimension of statistic(sums), (..., p, p).
 
     statistic     maps (..., m) sums to (..., p) values
-    sums          (m,), over all folds of all ranks
-    sums_without  (K, m), row l the sums without fold l; this rank's folds only
-    reduce        sums a tensor over the ranks
+    sums          (m,), over all folds
+    sums_without  (F, m), row l the sums without fold l
 
     Of x and y = −2x, from three pairs:
 
     >>> rows = torch.tensor([[1.0, -2.0], [2.0, -4.0], [6.0, -12.0]], dtype=torch.float64)
     >>> sums = rows.sum(dim=0)
-    >>> jackknife_covariance(lambda s: s, sums, sums - rows, reduce=lambda y: y)
+    >>> jackknife_covariance(lambda s: s, sums, sums - rows)
     tensor([[  9.3333, -18.6667],
             [-18.6667,  37.3333]], dtype=torch.float64)
     """
     deviations = statistic(sums_without) - statistic(sums)  # centred, so that the square does not cancel
-    count = reduce(sums.new_tensor(float(len(sums_without))))
-    means = reduce(deviations.sum(dim=0)) / count
-    products = reduce((deviations.unsqueeze(-1) * deviations.unsqueeze(-2)).sum(dim=0)) / count
+    count, means = len(sums_without), deviations.mean(dim=0)
+    products = (deviations.unsqueeze(-1) * deviations.unsqueeze(-2)).mean(dim=0)
     return (count - 1) * (products - means.unsqueeze(-1) * means.unsqueeze(-2))
 
 
@@ -83,16 +79,14 @@ def estimates_over_folds(
     names: Sequence[str],
     statistic: Callable[[Tensor], Tensor],
     by_fold: Tensor,
-    num_folds: int,
-    reduce: Callable[[Tensor], Tensor],
 ) -> dict[str, Estimate]:
     """Returns the numbers of statistic(Σ by_fold) by name, with their jackknife errors where there are enough folds.
 
-    by_fold  (K, m), what each fold of this rank adds            num_folds  of all ranks
+    by_fold  (F, m), what each fold adds
     """
-    total = reduce(by_fold.sum(dim=0))
+    total, num_folds = by_fold.sum(dim=0), len(by_fold)
     values, why_no_bar = statistic(total).tolist(), why_no_stderr(num_folds)
-    stderrs = jackknife_stderr(statistic, total, total - by_fold, reduce).tolist()
+    stderrs = jackknife_stderr(statistic, total, total - by_fold).tolist()
     return {
         name: Estimate.missing(NOT_FINITE)
         if not math.isfinite(value)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from rl_training.mathematics.adamw import WARM_STEPS
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
-from rl_training.mathematics.jackknife import jackknife_covariance, jackknife_stderr, unchanged
+from rl_training.mathematics.jackknife import jackknife_covariance, jackknife_stderr
 from rl_training.mathematics.kish import kish_size
 from rl_training.mathematics.running_pairs import fieller_interval
 
@@ -106,8 +106,8 @@ def average(history: Tensor, decay: float) -> Averages:
     without = sums - terms
     return Averages(
         means=sums[:2] / sums[2],
-        covariance=jackknife_covariance(lambda s: s[..., :2] / s[..., 2:], sums, without, unchanged),
-        signal_to_noise_stderr=float(jackknife_stderr(lambda s: s[..., 1] / s[..., 0], sums, without, unchanged)),
+        covariance=jackknife_covariance(lambda s: s[..., :2] / s[..., 2:], sums, without),
+        signal_to_noise_stderr=float(jackknife_stderr(lambda s: s[..., 1] / s[..., 0], sums, without)),
         steps=kish_size(weights),
         degrees=kish_size(weights.square()) - 1.0,
     )

@@ -79,5 +79,5 @@ def ratio_over_prompts(numerators: Tensor, denominators: Tensor) -> Estimate:
 
     if len(sums) == 1:
         return Estimate(float(ratio(total)), num_samples=1, reason=ONE_PROMPT)
-    stderr = jackknife_stderr(ratio, total, total - sums, reduce=lambda tensor: tensor)
+    stderr = jackknife_stderr(ratio, total, total - sums)
     return Estimate(float(ratio(total)), float(stderr), len(sums))

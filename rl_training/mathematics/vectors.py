@@ -47,7 +47,8 @@ class Layout:
     [torch.Size([4, 8])]
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], widths: Mapping[str, int] | None = None) -> None:
+        """widths: entries by which neighbours are joined, where processes keep parts of unlike sizes; None: these."""
         if not parameters:
             raise ValueError("there is no trainable parameter to keep gradients of")
         self.names = tuple(parameters)
@@ -57,11 +58,12 @@ class Layout:
         groups: list[list[str]] = []
         size = 0
         for name, param in parameters.items():
-            if not groups or size + param.numel() > JOINED:
+            width = param.numel() if widths is None else widths[name]
+            if not groups or size + width > JOINED:
                 groups.append([])
                 size = 0
             groups[-1].append(name)
-            size += param.numel()
+            size += width
         sizes = [tuple(parameters[name].numel() for name in names) for names in groups]
         starts = [0, *itertools.accumulate(map(sum, sizes))]
         self.buckets = tuple(
@@ -111,6 +113,12 @@ def add(target: Vector, vector: Vector, factor: float = 1.0) -> None:
     """Adds a multiple of a vector to another one, in place."""
     for part, other in zip(target, vector, strict=True):
         part.add_(other.to(part.device), alpha=factor)
+
+
+def copy(target: Vector, vector: Vector) -> None:
+    """Copies a vector, or several, into another one, in place."""
+    for part, other in zip(target, vector, strict=True):
+        part.copy_(other)
 
 
 def as_flat(tensor: Tensor) -> Tensor:

@@ -119,7 +119,7 @@ def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | Non
     policy = TrainerPolicy(trainer)
     model.train()
     refuse_without_gradients(policy, parameters, trainer.accelerator.device)  # G3 to G6
-    optimizer = view_optimizer(replicated(trainer), parameters)
+    optimizer = view_optimizer(replicated(trainer))
     _refuse_other_moments(parameters, optimizer, checkpoint)
     return RestoredTrainer(trainer, checkpoint, steps_taken(checkpoint), parameters, optimizer, policy)
 

@@ -25,13 +25,14 @@ from torch import Tensor
 
 from rl_training.engine.batch import Batch, Rollout
 from rl_training.engine.changed_steps import weighed
-from rl_training.engine.loss_weights import LossWeights
-from rl_training.engine.updates import FoldMeans, Piece, optimizer_pieces, steps_without_folds
+from rl_training.engine.loss_weights import LossWeights, gradient_of
+from rl_training.engine.updates import FoldMeans, Piece, fold_means, optimizer_pieces, steps_without_folds
 from rl_training.hosts.trl.batches import loss_settings
 from rl_training.interventions.loss import LossInputs, loss_inputs
 from rl_training.interventions.reweighting import bonus, highest_entropies
 from rl_training.mathematics.adamw import UpdateParts, clip_coefficient
 from rl_training.mathematics.folds import ranges_of, split_prompts
+from rl_training.mathematics.jackknife import unchanged
 from rl_training.mathematics.vectors import Layout
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.phases import Progress, silent
@@ -39,7 +40,7 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Memory
 
 MOST_FOLDS = 16  # a vector over the trainable parameters each
-NUM_FOLDS = 8  # of a step in training, of all processes
+NUM_FOLDS = 8  # of a step in training
 NEUTRAL_LOSS = {"use_adaptive_entropy": False, "off_policy_mask_threshold": None}
 
 
@@ -69,9 +70,9 @@ class Update:
 
     def without_fold(self, k: int) -> Iterator[tuple[Piece, UpdateParts]]:
         """Yields each piece and the parts, (1, n), of the step that all folds but the k-th kept one would make."""
-        one, folds = slice(k, k + 1), self.folds
-        kept = FoldMeans(folds.mean, [part[one] for part in folds.rows], folds.sizes[one], folds.total_size)
-        return steps_without_folds(self.pieces, kept, self.max_grad_norm).parts()
+        one, total = slice(k, k + 1), float(self.fold_prompts.sum())
+        kept = fold_means(self.folds.mean, [part[one] for part in self.folds.rows], self.folds.sizes[one], total)
+        return steps_without_folds(self.pieces, kept, self.max_grad_norm, unchanged).parts()
 
 
 def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory, progress: Progress = silent) -> Update:
@@ -91,7 +92,9 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     for number, size in enumerate(fold_prompts.tolist()):
         gradient_of_fold, rows = torch.zeros_like(mean), (learned & (fold == number)).nonzero().squeeze(1)
         for batch in rows.split(memory.microbatch_size) if len(rows) else ():
-            gradient = weights.gradient(restored.policy.score(rollout, batch), batch, parameters)
+            fresh = restored.policy.score(rollout, batch)
+            own = weights.of_rows(batch, fresh.logps.shape[1], rollout.num_sequences)
+            gradient = gradient_of(fresh, own.logps, own.entropies, parameters)
             gradient_of_fold += torch.cat(layout.vector(gradient))
         gradient_of_fold = restored.reduce(gradient_of_fold)
         gradient_of_fold /= size * group
@@ -105,8 +108,8 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     by_piece = [piece.state.delta(piece.param, clip * mean[piece.flat]) for piece in pieces]
     parts = UpdateParts(*(torch.cat(part) for part in zip(*by_piece, strict=True)))
     sizes, num_prompts = fold_prompts[list(kept)], float(fold_prompts.sum())
-    fold_means = FoldMeans(layout.split(mean), layout.split(folds), sizes, num_prompts)
-    return Update(mean, clip, parts, parts.total, pieces, fold_means, max_norm, kept, fold_prompts)
+    kept_means = fold_means(layout.split(mean), layout.split(folds), sizes.double(), num_prompts)
+    return Update(mean, clip, parts, parts.total, pieces, kept_means, max_norm, kept, fold_prompts)
 
 
 # --- U as training sees it --------------------------------------------------------------------------------------------
@@ -121,7 +124,8 @@ def batch_of(restored: RestoredTrainer, update: UpdateBuffer) -> Batch:
         scores=restored.policy.score_rollout(rollout),
         loss_weights=_of_advantages(restored, rollout),
         microbatch_rows=ranges_of([size] * (rollout.num_sequences // size)),
-        fold=split_prompts(rollout.prompt_index, -(-NUM_FOLDS // restored.num_ranks)),
+        fold=split_prompts(rollout.prompt_index, NUM_FOLDS),
+        num_folds=NUM_FOLDS,
         responses_per_prompt=update.responses_per_prompt,
         rollout_number=0,
     )

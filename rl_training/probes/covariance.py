@@ -25,7 +25,5 @@ class CovariancePredictorProbe(Probe):
         self._answers = estimates_over_folds(
             ("covariance/token", "covariance/sequence"),
             lambda sums: minus_covariance(sums.unflatten(-1, (2, 4))),
-            step.batch.sum_by_fold(terms),
-            step.num_folds,
-            step.ranks.reduce,
+            step.sum_by_fold(terms),
         )

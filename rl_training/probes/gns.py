@@ -1,7 +1,7 @@
 """The gradient noise scale, in the loop: how large a batch still pays, from square norms that stream by.
 
 B_simple = tr Σ / |G|² is the batch size at which noise and signal are equal. Both are estimated from the mean gradients
-of blocks (microbatches, over all ranks) and of the whole batch, see mathematics/noise_scale.py. The unit is the PROMPT
+of blocks (folds of whole prompts) and of the whole batch, see mathematics/noise_scale.py. The unit is the PROMPT
 with its responses, whose advantages sum to zero and are not independent.
 
 One step is too noisy, so tr Σ and |G|² are averaged over steps with weights decay^age, apart, and divided last, both
@@ -24,13 +24,14 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.attribution import KINDS, module_kind
+from rl_training.engine.entropy_gradients import add_gradients
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.mathematics import noise_scale as noise
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.noise_scale import BOUNDS
-from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
-from rl_training.mathematics.vectors import as_flat, flat_dot
+from rl_training.mathematics.square_norms import adam_roots, square_norms
+from rl_training.mathematics.vectors import pairs_dot
 
 SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below
 CHANNELS = ("all", "adam", *KINDS, "split")  # each a pair: tr Σ and |G|²; of "split": tr Σ between and within
@@ -56,7 +57,7 @@ class GradientNoiseScaleProbe(Probe):
     """
 
     name = "gns"
-    needs = Need.MICROBATCH_SQ_NORMS
+    needs = Need.SQ_NORMS
 
     def __init__(self, decay: float = 0.95, split_prompts: int = 0, every: int = 1) -> None:
         super().__init__(every)
@@ -69,24 +70,22 @@ class GradientNoiseScaleProbe(Probe):
         self._history = torch.zeros(0, len(CHANNELS), 2, dtype=torch.float64)  # (steps, channels, tr Σ and |G|²)
 
     def prepare(self, step: Step) -> None:
-        index, microbatches = step.batch.rollout.prompt_index, step.batch.microbatch_rows
-        sizes = [len(index[rows.start : rows.stop].unique()) for rows in microbatches]
-        mine = [len(sizes), sum(sizes), sum(1 / size for size in sizes)]
-        blocks, batch_size, inverse_sizes = step.ranks.reduce(index.new_tensor(mine, dtype=torch.float64)).tolist()
+        blocks, group = step.num_folds, step.batch.responses_per_prompt
         reason = step.capabilities.mixed_prompts or step.capabilities.reused or (ONE_BLOCK if blocks < 2 else "")
         if reason:
             self._answers = dict.fromkeys(NAMES + SPLIT * bool(self.split_prompts), Estimate.missing(reason))
             return
-        assert step.gradients.microbatch_sq_norms is not None
-        block = step.ranks.reduce(step.gradients.microbatch_sq_norms.sum(dim=0)) / blocks
-        meter = SqNormMeter(AdamMetric(step.optimizer.states))
-        for name, gradient in step.gradients.mean.items():
-            meter.add(name, gradient)
-        batch = meter.result(step.gradients.mean)
-        kinds = [module_kind(name) for name in step.gradients.mean]
+        gradients, prompts = step.gradients, step.fold_sizes / group
+        assert gradients.sq_norms is not None
+        layout, mean = gradients.layout, gradients.layout.vector(gradients.mean.values())
+        roots = adam_roots(layout, step.optimizer.states)
+        batch = step.ranks.reduce(square_norms(layout, [part.unsqueeze(0) for part in mean], roots))[0].cpu()
+        kinds = [module_kind(name) for name in layout.names]
+        batch_size = float(prompts.sum())
         moments = noise.noise_moments(
-            _channels(block.cpu(), kinds), _channels(batch.cpu(), kinds), blocks / inverse_sizes, batch_size
-        )
+            _channels(gradients.sq_norms.mean(dim=0).cpu(), kinds), _channels(batch, kinds),
+            blocks / float((1.0 / prompts).sum()), batch_size,
+        )  # fmt: skip
         if self.split_prompts and not _why_no_split(step):
             same_prompt = _mean_product_within_prompts(step, self.split_prompts).cpu()
             moments[-1] = noise.split_of_trace(same_prompt, moments[0], step.batch.responses_per_prompt)
@@ -143,16 +142,20 @@ def _channels(sq_norms: Tensor, kinds: list[str]) -> Tensor:
 
 def _mean_product_within_prompts(step: Step, num_prompts: int) -> Tensor:
     """Returns the mean of r_i·r_j over pairs of responses of one prompt, i from its first half, j from the second."""
-    index = step.batch.rollout.prompt_index
-    parameters = list(step.gradients.parameters.values())
-    prompts, products = index.unique()[:num_prompts], []
-    for prompt in prompts:
-        rows = (index == prompt).nonzero().squeeze(1)
-        fresh = step.policy.score(step.batch.rollout, rows)
+    index, gradients = step.batch.rollout.prompt_index, step.gradients
+    own = tuple(range(step.ranks.count))  # a row for each process
+    prompts = index.unique()[:num_prompts]
+    count = int(step.ranks.largest(index.new_tensor([len(prompts)], dtype=torch.float64)))
+    scale, total = step.num_sequences / step.ranks.count, torch.zeros((), dtype=torch.float64, device=index.device)
+    for number in range(count):  # on every process as often
+        is_there = number < len(prompts)
+        rows = (index == prompts[number if is_there else 0]).nonzero().squeeze(1)
         half = torch.arange(len(rows), device=rows.device).unsqueeze(1) < len(rows) // 2
-        one = step.batch.loss_weights.gradient(fresh, rows, parameters, half / half.sum(), keep_graph=True)
-        other = step.batch.loss_weights.gradient(fresh, rows, parameters, ~half / (~half).sum())
-        products += [flat_dot(as_flat(a), as_flat(b)).double() for a, b in zip(one, other, strict=True)]
-    total = torch.stack(products).sum()
+        one, other = gradients.layout.zeros(step.ranks.count), gradients.layout.zeros(step.ranks.count)
+        for target, some in ((one, half), (other, ~half)):
+            shares = torch.zeros(len(index), 1, device=rows.device, dtype=torch.float64)
+            shares[rows] = (is_there * scale / float(some.sum())) * some.double()
+            add_gradients(step, [target], own, rows, [step.batch.loss_weights], shares)
+        total += torch.stack([pairs_dot(a, b) for a, b in zip(one, other, strict=True)]).sum()
     total, num_products = step.ranks.reduce(torch.stack([total, total.new_tensor(len(prompts))]))
     return total / num_products

@@ -18,13 +18,14 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout, in_one_width
+from rl_training.engine.entropy_gradients import add_gradients
 from rl_training.engine.evaluation_buffer import (
     TARGETS,
     EvaluationBuffer,
-    gradients_by_block,
     measure_change,
     score_in_other_batches,
     true_change,
+    weights_of_buffer,
     without_blocks,
 )
 from rl_training.engine.probe import Need, Probe
@@ -35,7 +36,7 @@ from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.per_decision import per_decision_change
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import dot
+from rl_training.mathematics.vectors import Vector, rows_dot
 
 NO_ERROR_BAR = "no error bar: it describes the evaluation buffer and estimates nothing beyond it"
 NOT_FINITE = "a log-probability or an entropy of the evaluation buffer is not a finite number"
@@ -95,9 +96,6 @@ class GroundTruthProbe(Probe):
         if self._forward is not None:
             self.running.add(self._forward, self._answers["delta_h/true"])
         self._answers |= {f"calibration/{name}": e for name, e in self.running.estimates().items()}
-
-    def reads_new_weights(self) -> bool:
-        return self._buffer is not None
 
     def _sample(self, step: Step) -> tuple[Rollout, JackknifeUnits]:
         """Returns N responses at the present parameters, the same random numbers at each call, each a unit."""
@@ -168,11 +166,25 @@ def predicted_change(step: Step, buffer: EvaluationBuffer, blocks: JackknifeUnit
 
     num_targets  1: per token; 2: per sequence too
     """
-    update, layout = step.entropy_change.update, step.entropy_change.layout
+    update, layout, mask = step.entropy_change.update, step.gradients.layout, buffer.scores.mask
     assert update is not None
-    mask = buffer.scores.mask
-    products = torch.zeros(blocks.count, num_targets, dtype=torch.float64, device=mask.device)
-    parameters, targets = list(step.gradients.parameters.values()), TARGETS[:num_targets]
-    for block, _, gradients in gradients_by_block(buffer, blocks, step.policy, layout, parameters, targets):
-        products[block] += torch.stack([dot(gradient, update) for gradient in gradients]).to(products)
-    return without_blocks(step.ranks.reduce(products) / buffer.num_sequences, mask, blocks)
+    weights = weights_of_buffer(buffer, TARGETS[:num_targets])
+    block = blocks.number[buffer.number]
+    parts = [(block == number).nonzero().squeeze(1) for number in block.unique()]
+    count = int(step.ranks.largest(torch.tensor([float(len(parts))], dtype=torch.float64, device=mask.device)))
+    every, ones = tuple(range(step.ranks.count)), torch.ones(len(block), 1, device=mask.device)
+    products = torch.zeros(count, step.ranks.count, num_targets, dtype=torch.float64, device=mask.device)
+    for number in range(count):  # on every process as often
+        rows = parts[number] if number < len(parts) else parts[0][:0]
+        found = [layout.zeros(step.ranks.count) for _ in weights]  # a row for each process
+        with step.policy.measuring():
+            add_gradients(step, found, every, rows, weights, ones, buffer.rollout)
+        products[number] = torch.stack([_rows_times(x, update) for x in found], dim=1)
+    own = step.ranks.reduce(products)[: len(parts), step.ranks.number]
+    table = torch.zeros(blocks.count, num_targets, dtype=torch.float64, device=mask.device)
+    table[[int(block[rows[0]]) for rows in parts]] = own
+    return without_blocks(step.ranks.reduce(table) / buffer.num_sequences, mask, blocks)
+
+
+def _rows_times(rows: Vector, vector: Vector) -> Tensor:
+    return torch.stack([rows_dot(part, other) for part, other in zip(rows, vector, strict=True)]).sum(dim=0)

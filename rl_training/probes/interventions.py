@@ -30,7 +30,7 @@ from rl_training.engine.step_by_folds import why_no_folds
 from rl_training.interventions.effects import Effects, effects_of
 from rl_training.interventions.loss import loss_inputs
 from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, interventions_of
-from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
+from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.running_pairs import Pair, RunningPair, RunningPairs
 
 USUAL = ("bonus", "psr", "nsr", "lr", "clip_cov")
@@ -67,7 +67,6 @@ class InterventionsProbe(Probe):
 
     name = "interventions"
     needs = Need.ENTROPY_ROWS
-    min_folds = MIN_FOLDS_FOR_STDERR
 
     def __init__(
         self, which: Sequence[str] = USUAL, every: int = 10, num_folds: int | None = None, decay: float = 0.9

@@ -24,11 +24,10 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.entropy_change import levels_of_folds
-from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.fold_products import PRODUCTS
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.quantities import Quantity
-from rl_training.engine.step import Step
+from rl_training.engine.step import EntropySettings, Step
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.jackknife import estimates_over_folds
 from rl_training.mathematics.trapezoid import BatchTerms, Term, TrapezoidSum
@@ -127,7 +126,5 @@ def visited_entropy(step: Step) -> dict[str, Estimate]:
     return estimates_over_folds(
         VISITED,
         lambda sums: sums[..., 1:2] / sums[..., [2, 0]],  # of the number, entropies and lengths of sequences
-        levels_of_folds(step.batch, sequences),
-        step.num_folds,
-        step.ranks.reduce,
+        levels_of_folds(step, sequences),
     )

@@ -30,7 +30,7 @@ from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.engine.step_by_folds import StepByFolds, why_no_folds
 from rl_training.engine.updates import FoldMeans
-from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
+from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.running_pairs import Pair, RunningPair, RunningPairs
 
 CLASSES = {  # of each kind, in the order of their numbers
@@ -60,7 +60,6 @@ class TokenClassesProbe(Probe):
 
     name = "token_classes"
     needs = Need.ENTROPY_ROWS
-    min_folds = MIN_FOLDS_FOR_STDERR
 
     def __init__(self, every: int = 10, num_folds: int | None = None) -> None:
         super().__init__(every)
@@ -162,8 +161,7 @@ def _pairs(step: Step, kinds: Mapping[str, Tensor], sums: Mapping[str, Tensor]) 
 
     The class with the most weight gets what the others leave of the whole: one backward less for each kind.
     """
-    folds, change = StepByFolds(step), step.entropy_change
-    parameters = list(step.gradients.parameters.values())
+    folds = StepByFolds(step)
     most = {kind: int(table[1].argmax()) for kind, table in sums.items()}
     weighed = [
         (kind, number)
@@ -174,11 +172,10 @@ def _pairs(step: Step, kinds: Mapping[str, Tensor], sums: Mapping[str, Tensor]) 
     weights = [weights_of(step.batch, kinds[kind] == number) for kind, number in weighed]
 
     def products(basis: FoldMeans | None) -> Tensor:
-        own, _ = GradientParts(folds.steps, basis).products([None], [Direction(folds.rows)])[0]
+        own, _ = GradientParts(folds.steps, step.ranks.reduce, basis).products([None], [Direction(folds.rows)])[0]
         return own
 
-    bases = bases_of(step.batch, step.policy, parameters, change.layout, weights, step.ranks.reduce)
-    found = {weighed[number]: products(basis) for number, basis in bases}
+    found = {weighed[number]: products(basis) for number, basis in bases_of(step, weights)}
     whole = products(None)
     for kind in kinds:
         others = [product for (other, _), product in found.items() if other == kind]

@@ -96,7 +96,7 @@ def test_jackknife_error_of_a_mean_is_the_standard_error_of_the_mean(num_folds: 
     values = (5 + random_folds(num_folds, seed=num_folds)).tolist()
     by_fold = torch.tensor([[x, 1.0] for x in values], dtype=torch.float64)
     sums = by_fold.sum(dim=0)
-    got = jackknife_stderr(mean_of, sums, sums - by_fold, alone)
+    got = jackknife_stderr(mean_of, sums, sums - by_fold)
     assert got.shape == (1,)
     assert float(got) == pytest.approx(statistics.stdev(values) / math.sqrt(num_folds), rel=1e-11)
 
@@ -105,7 +105,7 @@ def test_jackknife_error_of_a_mean_is_the_standard_error_of_the_mean(num_folds: 
 def test_jackknife_error_of_a_ratio_is_the_textbook_one(num_folds: int) -> None:
     by_fold = fold_sums(num_folds, seed=num_folds)
     sums = by_fold.sum(dim=0)
-    got = jackknife_stderr(ratio_and_product, sums, sums - by_fold, alone)
+    got = jackknife_stderr(ratio_and_product, sums, sums - by_fold)
     assert got.tolist() == pytest.approx(textbook(by_fold), rel=1e-11)
 
 
@@ -125,7 +125,7 @@ def test_jackknife_error_is_the_same_when_the_folds_are_spread_over_two_ranks(sp
 def test_jackknife_error_of_folds_that_agree_is_zero_and_not_nan() -> None:
     by_fold = torch.tensor([[0.1, 0.3, 0.7]] * 9, dtype=torch.float64)
     sums = by_fold.sum(dim=0)
-    got = jackknife_stderr(ratio_and_product, sums, sums - by_fold, alone)
+    got = jackknife_stderr(ratio_and_product, sums, sums - by_fold)
     assert (got < 1e-15).all()
 
 
@@ -134,14 +134,14 @@ def test_jackknife_error_does_not_lose_digits_to_a_large_mean() -> None:
     by_fold = torch.tensor([[x, 1.0] for x in values], dtype=torch.float64)
     sums = by_fold.sum(dim=0)
     expected = statistics.stdev(x - 1e8 for x in values) / math.sqrt(8)
-    assert float(jackknife_stderr(mean_of, sums, sums - by_fold, alone)) == pytest.approx(expected, rel=1e-6)
+    assert float(jackknife_stderr(mean_of, sums, sums - by_fold)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_nan_in_a_fold_makes_the_error_nan() -> None:
     by_fold = fold_sums(8, seed=6)
     by_fold[3, 2] = math.nan
     sums = by_fold.sum(dim=0)
-    got = jackknife_stderr(ratio_and_product, sums, sums - by_fold, alone)
+    got = jackknife_stderr(ratio_and_product, sums, sums - by_fold)
     assert got.isnan().tolist() == [False, True]
 
 

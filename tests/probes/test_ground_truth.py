@@ -27,7 +27,7 @@ from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe
 from rl_training.engine.batch import Rollout
-from rl_training.engine.entropy_gradients import EntropySettings
+from rl_training.engine.step import EntropySettings
 from rl_training.engine.policy import Policy
 from rl_training.engine.step import Step
 from rl_training.hosts.trl.policy import TrainerPolicy

@@ -28,7 +28,7 @@ from rl_training.hosts.trl import batches, patches
 from rl_training.hosts.trl.patches import wrap
 from rl_training.hosts.trl.policy import TrainerPolicy, why_no_fresh_responses, why_sampling_mismatch
 from rl_training.hosts.trl.reward_functions import named_rewards
-from rl_training.hosts.trl.sharding import sharding_of
+from rl_training.hosts.trl.sharding import shard_of
 from rl_training.hosts.trl.trained_loss import TrainedLoss, refuse_what_cannot_be_trained
 from rl_training.interventions.named import Intervention
 from rl_training.mathematics.estimate import Estimate
@@ -211,7 +211,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         self.driver.start(
             Loop(
                 shape=self._shape(),
-                sharding=sharding_of(trainer),
+                shard=shard_of(trainer),
                 policy=self._policy,
                 ranks=all_ranks(),
                 dr_grpo=self.loss_settings.is_dr_grpo,

@@ -26,6 +26,7 @@ from rl_training.engine.policy import Policy
 from rl_training.engine.precision import measuring
 from rl_training.engine.scorer import Scorer
 from rl_training.hosts.processes import seed_torch, streams_put_back
+from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.mathematics.scores import Scores
 
 # Options of generate beside the temperature, by the value that switches them off; None always does.
@@ -60,6 +61,8 @@ class TrainerPolicy(Policy):
             autocast=trainer.accelerator.autocast,
             fp32_head=trainer.args.cast_lm_head_to_fp32,
             call_head=self._call_head,
+            as_root=has_sharded_weights(trainer),
+            whole_logits=trainer.is_deepspeed_enabled and has_sharded_weights(trainer),
         )
 
     @property
@@ -110,12 +113,14 @@ class TrainerPolicy(Policy):
         prompts = [trainer.train_dataset[int(rows[i])]["prompt"] for i in mine]
         size = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation
         prompt_ids, completion_ids = [], []
-        for number, start in enumerate(range(0, len(mine), size)):
+        for number, part in enumerate(self.in_batches(torch.arange(len(mine), device=accelerator.device), size)):
             # A seed per batch: how many numbers a batch uses depends on its longest response, hence on the parameters.
-            batch = respond(trainer, prompts[start : start + size], seed, 1 + accelerator.process_index, number)
+            some = [prompts[row] for row in part.tolist()]
+            batch = respond(trainer, some, seed, 1 + accelerator.process_index, number)
             prompt_ids += batch[0]
             completion_ids += batch[1]
-        return as_rollout(prompt_ids, completion_ids, mine, trainer._tokenizer.pad_token_id)
+        own = slice(len(mine))
+        return as_rollout(prompt_ids[own], completion_ids[own], mine, trainer._tokenizer.pad_token_id)
 
     def decode(self, ids: Tensor) -> str:
         return self._trainer._tokenizer.decode(ids, skip_special_tokens=True)
@@ -161,15 +166,16 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
     )
     ids = pad_sequence(prompt_ids, True, pad, padding_side="left")
     mask = pad_sequence([torch.ones_like(row) for row in prompt_ids], True, padding_side="left")
-    is_sharded = any(param.numel() == 0 for param in trainer.model.parameters())  # ZeRO-3's, and not gathered
     with unwrap_model_for_generation(
         trainer.model_wrapped,
         trainer.accelerator,
-        gather_deepspeed3_params=trainer.args.ds3_gather_for_generation and is_sharded,
+        gather_deepspeed3_params=False,
         gradient_checkpointing_kwargs=trainer.args.gradient_checkpointing_kwargs,
     ) as model:
-        # Sharded weights are gathered by now: no process waits for another's tokens.
-        sequences = model.generate(input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=False)
+        # Sharded weights are gathered layer by layer, so processes generate as many tokens as the longest of all takes.
+        sequences = model.generate(
+            input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=has_sharded_weights(trainer)
+        )
     completions = sequences[:, ids.shape[1] :]
     is_end = torch.isin(completions, torch.tensor(trainer.eos_token_ids, device=completions.device))
     lengths = (is_end.cumsum(dim=1) - is_end.long() == 0).sum(dim=1)  # tokens with no end before them

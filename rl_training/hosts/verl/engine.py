@@ -26,9 +26,9 @@ from verl.workers.engine.utils import prepare_micro_batches
 from rl_training.engine.batch import LossSettings
 from rl_training.engine.capabilities import Fixes
 from rl_training.engine.driver import StepDriver
-from rl_training.engine.fsdp2 import FullyShard
 from rl_training.engine.open_step import Loop, Shape
 from rl_training.engine.scorer import Scorer
+from rl_training.engine.shards import FullyShard
 from rl_training.hosts.estimate_writer import EstimateWriter
 from rl_training.hosts.loop import LoopPolicy
 from rl_training.hosts.processes import all_ranks, rank, streams_put_back
@@ -106,7 +106,7 @@ class Measurement:
         with streams_put_back(device):  # a probe of one's own may draw
             self.driver.gradients_ready(self._rollout)
         norm = optimizer_step()
-        self._metrics |= {"grad_norm": norm, "learning_rate": self._loop.sharding.optimizer.param_groups[0]["lr"]}
+        self._metrics |= {"grad_norm": norm, "learning_rate": self._loop.shard.optimizer.param_groups[0]["lr"]}
         with streams_put_back(device):
             self.driver.stepped()
         self._steps, self._fresh = self._steps + 1, False
@@ -142,7 +142,8 @@ def _describe_loop(
     """Returns what the driver must know of verl's loop."""
     dtype, device = engine._autocast_dtype, next(engine.module.parameters()).device.type
     autocast = contextlib.nullcontext if dtype == torch.float32 else lambda: torch.autocast(device, dtype)
-    scorer = Scorer(engine.module, float(data["temperature"]), autocast=autocast)
+    shard = FullyShard(engine.module, engine.optimizer, engine.optimizer_config.clip_grad)
+    scorer = Scorer(engine.module, float(data["temperature"]), autocast=autocast, as_root=True)
     config, ranks, group = engine.engine_config, all_ranks(), int(settings["responses_per_prompt"])
     size = group if config.use_dynamic_bsz else int(config.micro_batch_size_per_gpu)
     loss = dr_grpo(loss_function, data) if settings["plain_advantages"] else None
@@ -150,7 +151,7 @@ def _describe_loop(
     decode = str if tokenizer is None else lambda ids: tokenizer.decode(ids, skip_special_tokens=True)
     return Loop(
         shape=Shape(group, size, max(1, len(data) // size), ranks.count),
-        sharding=FullyShard(engine.module, engine.optimizer, engine.optimizer_config.clip_grad),
+        shard=shard,
         policy=LoopPolicy(engine.module, scorer, size, None, decode),
         ranks=ranks,
         dr_grpo=loss is not None,

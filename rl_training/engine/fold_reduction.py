@@ -1,0 +1,191 @@
+"""Gradients of a backward, caught on the leaves, sent to the processes that keep their entries, and added up by fold.
+
+A hook on a leaf sees this process's gradient alone, before a loop averages it over processes and before it is added to
+`.grad`. Leaves are handled in chunks, in one fixed order on all processes: a chunk is sent when it is complete and
+those before it are sent, what is missing at the end as zeros. Of every chunk a process receives its own entries from
+each of the N, and adds up those of one fold. It sends as many bytes as a reduce-scatter would.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from rl_training.engine.loss_weights import LossWeights, outputs_and_weights
+from rl_training.engine.shards import Shard
+from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.vectors import Layout, Vector
+
+CHUNK = 2**22  # entries that are sent at once, of all processes together
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Entries that are sent at once: of neighbouring parameters, or a part of each process's entries of a large one."""
+
+    names: tuple[str, ...]
+    sends: tuple[tuple[tuple[str, int, int], ...], ...]  # by process: names, and which entries of the flat parameter
+    sizes: list[int]  # by process
+    bucket: int  # of the layout, and this process's entries in it
+    columns: slice
+
+
+def chunks_of(shard: Shard, layout: Layout, longest: int = CHUNK) -> list[Chunk]:
+    """Returns the chunks in the order in which a backward completes them, roughly: the last parameters first."""
+    chunks: list[Chunk] = []
+    for number, bucket in enumerate(layout.buckets):
+        columns = dict(bucket.bounds())
+        runs: list[list[str]] = []
+        size = 0
+        for name in bucket.names:
+            if not runs or size + shard.numel(name) > longest:
+                runs.append([])
+                size = 0
+            runs[-1].append(name)
+            size += shard.numel(name)
+        for names in runs:
+            width = max(1, longest // shard.num_ranks) if len(names) == 1 else max(map(shard.width, names))
+            for begin in range(0, max(1, *map(shard.width, names)), width):
+                sends = tuple(
+                    tuple((name, *_part(shard.cut(name, rank), begin, width)) for name in names)
+                    for rank in range(shard.num_ranks)
+                )
+                sizes = [sum(stop - start for _, start, stop in send) for send in sends]
+                first = columns[names[0]].start + min(begin, columns[names[0]].stop - columns[names[0]].start)
+                chunks.append(Chunk(tuple(names), sends, sizes, number, slice(first, first + sizes[shard.rank])))
+    return chunks[::-1]
+
+
+def _part(cut: tuple[int, int], begin: int, width: int) -> tuple[int, int]:
+    start, stop = cut
+    return min(stop, start + begin), min(stop, start + begin + width)
+
+
+class FoldReduction:
+    """Adds what reaches the leaves to a vector for each fold, of which this process keeps its entries.
+
+    The hooks exist only between `arm` and `disarm`, around one backward. All processes arm alike and run one backward.
+    """
+
+    def __init__(self, shard: Shard, layout: Layout) -> None:
+        self._shard, self._layout = shard, layout
+        self._chunks = chunks_of(shard, layout)
+        self._last_use = {name: number for number, chunk in enumerate(self._chunks) for name in chunk.names}
+        # Of its own: a loop's collectives run on the default group in the same backward.
+        self._group = dist.new_group() if shard.num_ranks > 1 else None
+        self._handles: list[RemovableHandle] = []
+        self._held: dict[str, Tensor] = {}
+        self.bytes_sent = 0
+
+    def arm(self, target: Vector, fold_of_rank: Sequence[int], consume: bool = False) -> None:
+        """Sets the hooks.
+
+        target        (folds, n) of each bucket
+        fold_of_rank  the row of it that the gradient of each process is added to
+        consume       the gradients go nowhere else: they are replaced by zeros that take no memory
+        """
+        self.disarm()
+        self._target, self._sent = target, 0
+        self._ranks_of = {
+            fold: [rank for rank, other in enumerate(fold_of_rank) if other == fold] for fold in fold_of_rank
+        }
+        for name, leaf in self._shard.leaves().items():
+            self._handles.append(leaf.register_hook(functools.partial(self._catch, name, consume)))
+
+    def disarm(self) -> None:
+        """Sends what is left and removes the hooks. A collective, if they were set."""
+        if not self._handles:
+            return
+        while self._handles:
+            self._handles.pop().remove()
+        self._send_complete(all_of_them=True)
+        self._held.clear()
+
+    def forget(self) -> None:
+        """Removes the hooks and sends nothing: the loop has left the step, perhaps on this process alone."""
+        while self._handles:
+            self._handles.pop().remove()
+        self._held.clear()
+
+    def add(
+        self, target: Vector, fold_of_rank: Sequence[int], fresh: Scores, weights: LossWeights, keep_graph: bool = False
+    ) -> None:
+        """Adds Σ_ik c_ik ∂log π(t_ik) + d_ik ∂h_ik of each process's rows to the target. A collective.
+
+        fresh       scores of some rows, with graph; not empty on any process
+        weights     of these rows, c and d
+        keep_graph  for another backward through the same scores
+        """
+        with self.into(target, fold_of_rank):
+            self._shard.backward(*outputs_and_weights(fresh, weights), keep_graph)
+
+    @property
+    def graph_lasts(self) -> bool:
+        """Whether several backwards may go through one forward pass."""
+        return self._shard.graph_lasts
+
+    @contextlib.contextmanager
+    def into(self, target: Vector, fold_of_rank: Sequence[int]) -> Iterator[None]:
+        """A context for one backward of a probe's own."""
+        self.arm(target, fold_of_rank, consume=True)
+        try:
+            yield
+        except BaseException:
+            self.forget()
+            raise
+        self.disarm()
+
+    def _catch(self, name: str, consume: bool, gradient: Tensor) -> Tensor | None:
+        if self._sent > self._last_use[name]:
+            raise RuntimeError(
+                f"{name} gets its gradient in several parts: use checkpointing with use_reentrant=False, or train "
+                "without probes (probe=none)"
+            )
+        earlier = self._held.get(name)
+        self._held[name] = gradient.detach() if earlier is None else earlier + gradient.detach()
+        self._send_complete()
+        return gradient.new_zeros(()).expand(gradient.shape) if consume else None
+
+    def _send_complete(self, all_of_them: bool = False) -> None:
+        while self._sent < len(self._chunks):
+            chunk = self._chunks[self._sent]
+            if not all_of_them and not all(name in self._held for name in chunk.names):
+                return
+            self._send(chunk)
+            self._sent += 1
+            for name in chunk.names:
+                if self._last_use[name] < self._sent:
+                    self._held.pop(name, None)
+
+    def _send(self, chunk: Chunk) -> None:
+        if not any(name in self._held for name in chunk.names) and self._group is None:
+            return
+        dtype, device = self._layout.dtype, self._layout.device
+        zero = torch.zeros((), dtype=dtype, device=device)
+        flat = {name: self._held[name].reshape(-1) if name in self._held else None for name in chunk.names}
+        parts = [
+            zero.expand(stop - start) if (gradient := flat[name]) is None else gradient[start:stop].to(device, dtype)
+            for send in chunk.sends
+            for name, start, stop in send
+        ]
+        sent = parts[0] if len(parts) == 1 else torch.cat(parts)
+        columns = self._target[chunk.bucket][:, chunk.columns]
+        if self._group is None:
+            columns[next(iter(self._ranks_of))].add_(sent.to(columns.device))
+            return
+        own = chunk.sizes[self._shard.rank]
+        received = sent.new_empty(self._shard.num_ranks, own)
+        self.bytes_sent += sent.numel() * sent.element_size()
+        dist.all_to_all_single(
+            received.view(-1), sent.contiguous(), [own] * self._shard.num_ranks, chunk.sizes, group=self._group
+        )
+        for fold, ranks in self._ranks_of.items():
+            one = received if len(self._ranks_of) == 1 else received[ranks]
+            columns[fold].add_(one.sum(dim=0).to(columns.device))

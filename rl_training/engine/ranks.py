@@ -1,0 +1,23 @@
+"""The processes that train together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """The processes that train together. `reduce(tensor)` sums a small tensor over them: call it on all or on none."""
+
+    count: int
+    reduce: Callable[[Tensor], Tensor]
+    number: int = 0  # of this one
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Returns the largest of each number over the processes. A collective."""
+        table = values.new_zeros(self.count, *values.shape)
+        table[self.number] = values
+        return self.reduce(table).amax(dim=0)

@@ -1,0 +1,206 @@
+"""Which entries of the parameters a process keeps, and where autograd delivers their gradients.
+
+Everything of parameter size that probes keep is a shard: of each vector (a gradient, an entropy gradient, a step, a
+moment) a process holds the entries of the parameters that are its own, flat. Steps are elementwise, products are sums
+over entries, so both are calculated where the entries are, and scalars are summed over processes at the end. Nothing
+of parameter size is ever gathered.
+
+    Shard       weights, gradients and states whole on every process, one or under DDP: each keeps 1/N of each parameter
+    FullyShard  FSDP2: a process keeps what FSDP2 gives it, rows of each parameter
+
+DeepSpeed's are in hosts/trl/sharding.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import Shard as ShardPlacement
+
+from rl_training.mathematics.adamw import clipping_threshold
+
+States = dict[str, dict[str, Any]]  # by name of the parameter: its optimizer's state, or its group's hyperparameters
+
+
+def chunk_of(length: int, parts: int, number: int) -> tuple[int, int]:
+    """Returns where part `number` of a vector starts and stops, as torch.chunk cuts it; later parts may be empty.
+
+    >>> [chunk_of(5, 4, number) for number in range(4)]
+    [(0, 2), (2, 4), (4, 5), (5, 5)]
+    """
+    width = -(-length // parts)
+    return min(length, number * width), min(length, (number + 1) * width)
+
+
+class Shard:
+    """This process's entries, as they lie once training has begun: here 1/N of each parameter, which is whole.
+
+    model          unwrapped            optimizer  torch's own, which steps
+    max_grad_norm  the threshold at which the gradient is clipped; None, 0 and below: it is not
+    alone          this process keeps all entries, whatever others do
+    """
+
+    gathers_weights = False  # forward passes gather them: all processes run equally many
+    keeps_fp32_copies = False  # what is updated is fp32, whatever the forward pass computes with
+    readable_optimizers: tuple[type[torch.optim.Optimizer], ...] = (  # whose states can be read here
+        torch.optim.AdamW,
+        torch.optim.Adam,
+        torch.optim.SGD,
+    )
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        max_grad_norm: float | None,
+        alone: bool = False,
+    ) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.max_grad_norm = clipping_threshold(max_grad_norm)
+        self.trained = {name: param for name, param in model.named_parameters() if param.requires_grad}
+        together = dist.is_initialized() and not alone
+        self.num_ranks = dist.get_world_size() if together else 1
+        self.rank = dist.get_rank() if together else 0
+
+    @property
+    def graph_lasts(self) -> bool:
+        """Whether several backwards may go through one forward pass: compiled layers give up what they saved."""
+        return all(module._compiled_call_impl is None for module in self.model.modules())
+
+    @property
+    def why_rounded(self) -> str:
+        """Why forward passes compute with less than the weights that are updated, "" if they do not."""
+        return ""
+
+    # --- which entries ------------------------------------------------------------------------------------------------
+
+    def numel(self, name: str) -> int:
+        """Returns the entries of a whole parameter."""
+        return self.trained[name].numel()
+
+    def cut(self, name: str, rank: int) -> tuple[int, int]:
+        """Returns which entries of the flat parameter are kept by a process: start and stop."""
+        return chunk_of(self.numel(name), self.num_ranks, rank)
+
+    def width(self, name: str) -> int:
+        """Returns the most entries of a parameter that any process keeps."""
+        return max(stop - start for start, stop in (self.cut(name, rank) for rank in range(self.num_ranks)))
+
+    def own(self, name: str, value: Tensor) -> Tensor:
+        """Returns this process's entries of a tensor that the loop holds of a parameter, (n,)."""
+        start, stop = self.cut(name, self.rank)
+        return value.detach().reshape(-1)[start:stop]
+
+    # --- what the loop holds ------------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, Tensor]:
+        """Returns the weights that the optimizer updates, by name, (n,) each."""
+        return {name: self.own(name, param) for name, param in self.trained.items()}
+
+    def gradients(self) -> dict[str, Tensor | None]:
+        """Returns the gradient, the mean over processes, not clipped, (n,); None for a parameter that got none."""
+        return {
+            name: None if param.grad is None else self.own(name, param.grad) for name, param in self.trained.items()
+        }
+
+    def states(self) -> tuple[States, States]:
+        """Returns the hyperparameters of each parameter's group and its state; no state before the first step."""
+        groups = {param: group for group in self.optimizer.param_groups for param in group["params"]}
+        found = {name: self.optimizer.state.get(param, {}) for name, param in self.trained.items()}
+        states = {
+            name: {
+                key: self.own(name, value) if isinstance(value, Tensor) and key != "step" else value
+                for key, value in state.items()
+            }
+            for name, state in found.items()
+        }
+        return {name: groups[param] for name, param in self.trained.items() if param in groups}, states
+
+    # --- gradients ----------------------------------------------------------------------------------------------------
+
+    def leaves(self) -> Mapping[str, Tensor]:
+        """Returns the tensors that autograd delivers whole gradients to, by name: always the same objects."""
+        return self.trained
+
+    def backward(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False) -> None:
+        """Runs a backward that hooks on the leaves see; what training has accumulated stays as it is."""
+        torch.autograd.grad(outputs, list(self.leaves().values()), weights, retain_graph=keep_graph, allow_unused=True)
+
+
+class FullyShard(Shard):
+    """FSDP2 (fully_shard): DTensors, cut along their first dimension. ValueError for other ways to cut.
+
+    During a forward or backward FSDP substitutes a gathered parameter, always the same object, for each DTensor: the
+    leaf of the graph.
+    """
+
+    gathers_weights = True
+
+    def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer, max_grad_norm: float | None) -> None:
+        super().__init__(model, optimizer, max_grad_norm)
+        for name, param in self.trained.items():
+            if not isinstance(param, DTensor) or param.placements != (ShardPlacement(0),):
+                how = param.placements if isinstance(param, DTensor) else "a plain tensor"
+                raise ValueError(
+                    f"probes read FSDP2's parameters where each is cut along its first dimension over all processes, "
+                    f"and {name} is {how}: shard without hybrid or tensor parallelism, or train without probes"
+                )
+        self._leaves = self._find_leaves()
+
+    def cut(self, name: str, rank: int) -> tuple[int, int]:
+        rows, entries = self.trained[name].shape[0], self.trained[name].numel()
+        start, stop = chunk_of(rows, self.num_ranks, rank)
+        return start * (entries // rows), stop * (entries // rows)
+
+    def own(self, name: str, value: Tensor) -> Tensor:
+        local: Tensor = value.detach().to_local()  # type: ignore[attr-defined]  # a DTensor
+        return local.reshape(-1)
+
+    @property
+    def why_rounded(self) -> str:
+        rounded = [
+            name for name, leaf in self._leaves.items() if leaf.dtype.itemsize < self.trained[name].dtype.itemsize
+        ]
+        if not rounded:
+            return ""
+        dtype = str(self._leaves[rounded[0]].dtype).removeprefix("torch.")
+        return f"FSDP2 gathers {rounded[0]} in {dtype}, so the model's numbers are rounded"
+
+    def leaves(self) -> Mapping[str, Tensor]:
+        return self._leaves
+
+    def _find_leaves(self) -> dict[str, Tensor]:
+        """Returns the gathered parameters, gathering one module's after another."""
+        names = {param: name for name, param in self.trained.items()}
+        modules: list[Any] = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        leaves: dict[str, Tensor] = {}
+        for module in modules:  # the root first: it sets up the others
+            shards = dict(module.named_parameters())
+            module.unshard()
+            gathered = dict(module.named_parameters())
+            leaves |= {names[shard]: gathered[key] for key, shard in shards.items() if shard in names}
+            module.reshard()
+        return {name: leaves[name] for name in self.trained}
+
+    def backward(self, outputs: Sequence[Tensor], weights: Sequence[Tensor], keep_graph: bool = False) -> None:
+        # The DTensors are not in the graph: FSDP's own backward runs, and what it leaves in .grad is put back.
+        with self._gradients_put_back():
+            torch.autograd.backward(outputs, weights, retain_graph=keep_graph)
+
+    @contextlib.contextmanager
+    def _gradients_put_back(self) -> Iterator[None]:
+        before = {param: param.grad for param in self.trained.values()}
+        for param in before:
+            param.grad = None
+        try:
+            yield
+        finally:
+            for param, gradient in before.items():
+                param.grad = gradient

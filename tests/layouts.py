@@ -1,0 +1,168 @@
+"""Trains on given rollouts in a plain loop, under every layout that torch has: what the ranks of test_shards.py run.
+
+Fold k is always the rows 8k to 8k + 7 of the 64 of a step, whichever processes and microbatches they are spread over,
+so every layout measures the same. A case is a dictionary: `kind` (one, ddp, fsdp2) and whatever of OPTIONS it changes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from shared_rollouts import L_MAX, PROMPTS, STEPS, G, given_rollout
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
+
+from rl_training import Rollout, measured_loop
+from rl_training.engine.batch import take_rows
+from rl_training.probes import (
+    EffectiveSampleSizeProbe,
+    GradientNoiseScaleProbe,
+    InterventionsProbe,
+    SimpleEntropyProbe,
+    TokenClassesProbe,
+)
+from rl_training.tasks.models import load_tiny
+
+FOLD = 8  # sequences
+OPTIONS: dict[str, Any] = {
+    "kind": "one",
+    "microbatch": 8,  # sequences of one backward of a process
+    "dtype": torch.float64,
+    "sync": "each",  # gradients are reduced at each microbatch, or at the last one
+    "reshard": True,  # FSDP2 frees gathered weights after the forward pass
+    "bf16": False,  # FSDP2 computes in bf16 and reduces in fp32
+    "lora": False,
+    "checkpointing": False,
+    "compile": False,
+    "probes": True,
+    "optimizer": "adamw",
+    "num_folds": None,
+}
+
+
+def probes(case: dict[str, Any]) -> list[Any]:
+    if not case["probes"]:
+        return []
+    return [
+        SimpleEntropyProbe(per_sequence=True, num_folds=case["num_folds"]),
+        GradientNoiseScaleProbe(split_prompts=16),
+        EffectiveSampleSizeProbe(),
+        InterventionsProbe(["bonus:0.5", "nsr", "lr:0.5"], every=1),
+        TokenClassesProbe(every=1),
+    ]
+
+
+def model_of(case: dict[str, Any]) -> nn.Module:
+    torch.manual_seed(0)
+    model = load_tiny()[0].to(case["dtype"])
+    if case["lora"]:
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM"))
+        for name, param in model.named_parameters():
+            if "lora_B" in name:
+                nn.init.normal_(param, std=0.02)
+    if case["checkpointing"]:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return model.train()
+
+
+def wrapped(model: Any, case: dict[str, Any]) -> Any:
+    layers = [module for name, module in model.named_modules() if name.endswith(("layers.0", "layers.1"))]
+    assert layers
+    if case["compile"]:
+        for layer in layers:
+            layer.compile(backend="aot_eager")
+    if case["kind"] == "fsdp2":
+        policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if case["bf16"] else MixedPrecisionPolicy()
+        for layer in layers:
+            fully_shard(layer, reshard_after_forward=case["reshard"], mp_policy=policy)
+        return fully_shard(model, reshard_after_forward=case["reshard"], mp_policy=policy)
+    return DistributedDataParallel(model) if case["kind"] == "ddp" else model
+
+
+def rows_of(case: dict[str, Any], rank: int, world: int) -> Iterator[Tensor]:
+    """Yields the rows of each microbatch of a process."""
+    size = case["microbatch"]
+    count = PROMPTS * G // world // size
+    for m in range(count):
+        if count * size // FOLD * world >= PROMPTS * G // FOLD and size >= FOLD:  # a process has whole folds
+            first = (m * world + rank) * size
+        else:  # a fold's rows lie side by side on all processes
+            first = m * world * size + rank * size
+        yield torch.arange(first, first + size)
+
+
+def scores_of(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
+    ids = torch.cat([part.prompt_ids, part.completion_ids], dim=1)
+    there = torch.cat([part.prompt_mask, part.completion_mask], dim=1)
+    logits = model(input_ids=ids, attention_mask=there, use_cache=False).logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logp = logits[:, part.prompt_ids.shape[1] - 1 : -1].log_softmax(dim=-1)
+    return logp.gather(-1, part.completion_ids.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(dim=-1)
+
+
+def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
+    """Returns the estimates of each step, and a digest of this process's weights, optimizer and random numbers."""
+    case = OPTIONS | case
+    policy = model_of(case)
+    model = wrapped(policy, case)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=3e-4, eps=1e-5, weight_decay=0.1)
+    if case["optimizer"] == "sgd":
+        optimizer = torch.optim.SGD(trained, lr=0.1, momentum=0.9)
+    count = PROMPTS * G // world // case["microbatch"]
+    found = []
+    torch.manual_seed(1 + rank)
+    with measured_loop(
+        model, optimizer, probes(case), responses_per_prompt=G, microbatch_size=case["microbatch"],
+        microbatches=count, max_grad_norm=0.05, dr_grpo=True,
+    ) as measured:  # fmt: skip
+        for number in range(1, STEPS + 1):
+            given = given_rollout(number)
+            given.pop("num_items_in_batch")
+            rewards = given["advantages"] + 1.0
+            rollout = Rollout(**given, rewards=rewards, prompt_index=torch.arange(PROMPTS * G) // G)
+            with measured.step(number) as metrics:
+                for m, rows in enumerate(rows_of(case, rank, world)):
+                    part, last = take_rows(rollout, rows), m == count - 1
+                    if case["kind"] == "fsdp2":
+                        model.set_requires_gradient_sync(last or case["sync"] == "each")
+                    alone = case["kind"] == "ddp" and not (last or case["sync"] == "each")
+                    with model.no_sync() if alone else contextlib.nullcontext():
+                        logps, entropies = scores_of(model, part)
+                        measured.microbatch(part, logps, entropies.detach())
+                        ratios = (logps - logps.detach()).exp()
+                        weighted = ratios * part.advantages.unsqueeze(1).to(logps) * part.completion_mask
+                        (-weighted.sum() / (len(rows) * L_MAX * count)).backward()
+                measured.gradients_ready()
+                metrics["grad_norm"] = float(clip_grad_norm_(trained, 0.05))
+                optimizer.step()
+                optimizer.zero_grad()
+            found.append({name: (e.value, e.stderr, e.reason) for name, e in measured.latest.items()})
+    return {"estimates": found, "digest": digest(trained, optimizer)}
+
+
+def digest(trained: list[Any], optimizer: torch.optim.Optimizer) -> str:
+    sha = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
+    for param in trained:
+        for value in (param, *(value for value in optimizer.state[param].values() if torch.is_tensor(value))):
+            local = value.to_local() if hasattr(value, "to_local") else value
+            sha.update(local.detach().contiguous().numpy().tobytes())
+    return sha.hexdigest()
+
+
+def worker(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
+    """Trains all cases one after another, as one of the processes, and saves what each returned."""
+    dist.init_process_group("gloo")
+    world = dist.get_world_size()
+    for name, case in cases.items():
+        torch.save(train(case, rank, world), folder / f"{name}_{world}_{rank}.pt")
