@@ -102,7 +102,7 @@ class Measurement:
 
     def step(self, optimizer_step: Callable[[], float]) -> float:
         """Returns what the optimizer's step returns, the gradient's norm."""
-        device = self._loop.sharding.optimizer.param_groups[0]["params"][0].device
+        device = self._loop.shard.optimizer.param_groups[0]["params"][0].device
         with streams_put_back(device):  # a probe of one's own may draw
             self.driver.gradients_ready(self._rollout)
         norm = optimizer_step()
