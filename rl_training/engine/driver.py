@@ -14,11 +14,13 @@ and without probes.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from rl_training.engine.announcement import announcement
 from rl_training.engine.batch import Rollout
 from rl_training.engine.capabilities import OTHER_TERMS
 from rl_training.engine.clock import Clock
@@ -36,6 +38,8 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.square_norms import adam_roots
 from rl_training.mathematics.vectors import Layout
+
+logger = logging.getLogger(__name__)
 
 
 class StepDriver:
@@ -71,6 +75,11 @@ class StepDriver:
             return
         keep = Need.FOLD_GRADIENTS in needs, Need.SQ_NORMS in needs
         self._rows = GradientRows(self._reduction, self._layout, *keep, offload=offload)
+        if loop.ranks.number == 0:
+            plan, missing = announcement(loop, self._requirements, self._layout)
+            logger.info(plan)
+            for line in missing:
+                logger.warning(line)
         if Need.ENTROPY_GRADIENT in needs:
             self._memory = StepMemory(self._layout, self._requirements.entropy, offload)
             self._memory.load_state_dict(self._memory_state)

@@ -42,7 +42,7 @@ from rl_training.engine.updates import (
     steps_without_folds,
     whole_update,
 )
-from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
+from rl_training.mathematics.estimate import FEWEST_FOLDS
 from rl_training.mathematics.jackknife import jackknife_stderr
 from rl_training.mathematics.kish import kish_size_of_sums, kish_sums
 from rl_training.mathematics.vectors import Layout, Vector, add, dot
@@ -147,7 +147,7 @@ def _with_quantities(
     level = float(total[1] / total[2]) if change.settings.per_sequence else 0.0  # without any entropy none to vary
     without = sums_without(total, by_fold, lost, level or None)
     values, stderrs = statistic(total), jackknife_stderr(statistic, total, without)
-    if step.num_folds < MIN_FOLDS_FOR_STDERR:
+    if step.num_folds < FEWEST_FOLDS:
         stderrs = torch.full_like(stderrs, torch.nan)
     reasons = {"entropy": "", "backward": change.why_no_backward, "reuse": step.optimizer.reason}
     entropy, *rows = (

@@ -6,11 +6,11 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.engine.step import Step
-from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
+from rl_training.mathematics.estimate import FEWEST_FOLDS
 from rl_training.mathematics.jackknife import jackknife_covariance
 from rl_training.mathematics.running_pairs import Pair
 
-FEW_FOLDS = f"it needs {MIN_FOLDS_FOR_STDERR} folds of prompts, and this step has fewer"
+FEW_FOLDS = f"it needs {FEWEST_FOLDS} folds of prompts, and this step has fewer"
 
 
 def why_no_folds(step: Step, off_policy: str) -> str:
@@ -19,7 +19,7 @@ def why_no_folds(step: Step, off_policy: str) -> str:
     off_policy  why not off-policy
     """
     change, reused = step.entropy_change, step.capabilities.reused
-    few = FEW_FOLDS if step.num_folds < MIN_FOLDS_FOR_STDERR else ""
+    few = FEW_FOLDS if step.num_folds < FEWEST_FOLDS else ""
     other_policy = "" if step.batch.rollout.on_policy else off_policy
     return reused or other_policy or change.why_none or change.why_no_forward or few
 

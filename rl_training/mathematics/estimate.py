@@ -9,13 +9,14 @@ from dataclasses import dataclass, field
 from scipy.special import stdtrit
 
 MIN_FOLDS_FOR_STDERR = 8  # with fewer, a jackknife error is itself too noisy to be quoted
+FEWEST_FOLDS = 4  # of a step: Student's t makes up for the noise of its error, which is some 40 % then
 
 
 def why_no_stderr(num_folds: int) -> str:
     """Returns why so few folds give no error bar, "" if they are enough."""
-    if num_folds >= MIN_FOLDS_FOR_STDERR:
+    if num_folds >= FEWEST_FOLDS:
         return ""
-    return f"no error bar: it needs {MIN_FOLDS_FOR_STDERR} folds of whole prompts, the step has {num_folds}"
+    return f"no error bar: it needs {FEWEST_FOLDS} folds of whole prompts, the step has {num_folds}"
 
 
 @dataclass(frozen=True)
