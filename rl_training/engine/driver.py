@@ -34,12 +34,14 @@ from rl_training.engine.padding import PaddingCheck
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.requirements import Requirements, needs_of
 from rl_training.engine.step import Gradients, Step
+from rl_training.engine.step_check import StepCheck, why_distrusted, why_not_the_sum
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.square_norms import adam_roots
 from rl_training.mathematics.vectors import Layout
 
 logger = logging.getLogger(__name__)
+NO_BAR = "no error bar: it describes this step"
 
 
 class StepDriver:
@@ -58,6 +60,8 @@ class StepDriver:
         self._rows: GradientRows | None = None  # these two while a training lasts
         self._memory: StepMemory | None = None
         self._memory_state: Mapping[str, Tensor] = {}
+        self._check: StepCheck | None = None  # these two between a step's gradients and its end
+        self._states_before: dict[str, Mapping[str, Tensor]] = {}
 
     def start(self, loop: Loop) -> None:
         """Records which parameters are trained. Call it when training begins."""
@@ -138,6 +142,7 @@ class StepDriver:
         self.disarm()
         if step.probes:
             step.view = self._with_entropy_change(self._view(step, rollout_number), step.probes)
+            self._begin_check(step, step.view)
             for probe in step.probes:
                 with self._clock.timed(probe.name):
                     probe.prepare(step.view)
@@ -159,6 +164,25 @@ class StepDriver:
         for probe in step.probes:
             with self._clock.timed(probe.name):
                 probe.after_step(step.view)
+        self._end_check(step)
+
+    def _begin_check(self, step: OpenStep, view: Step) -> None:
+        self._check, self._states_before = None, {}
+        if view.first_order is not None and view.first_order.update is not None:
+            self._check = StepCheck(self._layout, view.gradients.weights, view.first_order.update)
+            self._states_before = {probe.name: probe.state_dict() for probe in _predicting(step.probes)}
+
+    def _end_check(self, step: OpenStep) -> None:
+        """Discards the predictions of a step that was not the formula's. A collective."""
+        if self._check is None or self._memory is None:
+            return
+        step.formula_error = self._check.error(self._loop.shard.weights(), self._loop.ranks.reduce)
+        reason = why_distrusted(step.formula_error)
+        if reason:
+            self._memory.history.forget(reason)
+            for probe in _predicting(step.probes):
+                probe.load_state_dict(self._states_before[probe.name])
+                probe.discard(reason)
 
     def abandon(self) -> None:
         """Discards the step that has begun; called instead of `gradients_ready` when the loop skips the step."""
@@ -175,6 +199,9 @@ class StepDriver:
         for probe in step.probes:
             with self._clock.timed(probe.name):
                 answers[probe.name] = probe.checked_results(step.number)
+        if step.formula_error is not None:
+            first = _predicting(step.probes)[0].name
+            answers[first]["step/formula_error"] = Estimate(step.formula_error, reason=NO_BAR)
         return answers
 
     # --- costs, state, end --------------------------------------------------------------------------------------------
@@ -251,9 +278,13 @@ class StepDriver:
                 self._rows.fill_slices(view)
             self._rows.finish(view.fold_sizes, view.ranks.count)
             sq_norms = None if self._rows.sq_norms is None else view.ranks.reduce(self._rows.sq_norms)
-        return dataclasses.replace(
-            view, gradients=dataclasses.replace(view.gradients, rows=self._rows.rows, sq_norms=sq_norms)
-        )
+        gradients = dataclasses.replace(view.gradients, rows=self._rows.rows, sq_norms=sq_norms)
+        if gradients.rows is not None:
+            mean = self._layout.vector(gradients.mean.values())
+            rounded = any(leaf.dtype.itemsize < 4 for leaf in self._loop.shard.leaves().values())
+            why_not = why_not_the_sum(mean, gradients.rows, view.fold_sizes, view.ranks.reduce, rounded)
+            gradients = dataclasses.replace(gradients, why_no_rows=why_not)
+        return dataclasses.replace(view, gradients=gradients)
 
     def _with_entropy_change(self, view: Step, probes: Sequence[Probe]) -> Step:
         """Returns what these probes see of a step, with the change of entropy if one needs it. A collective."""
@@ -268,3 +299,8 @@ class StepDriver:
         """Removes the hooks before the next call: the loop's backward is over."""
         if self._rows is not None:
             self._rows.disarm()
+
+
+def _predicting(probes: Sequence[Probe]) -> list[Probe]:
+    """Returns those that multiply something with the optimizer's step."""
+    return [probe for probe in probes if Need.ENTROPY_GRADIENT in probe.needs]

@@ -72,6 +72,7 @@ class OpenStep:
     loss_weights: list[dict[str, Tensor]] = field(default_factory=list)  # by microbatch: of logps, of entropies
     other_terms: bool = False  # the loss has terms beside these
     view: Step | None = None  # once all gradients are in, if it is measured
+    formula_error: float | None = None  # once the optimizer has stepped, where its step has a formula
 
     @property
     def microbatch_rows(self) -> tuple[range, ...]:

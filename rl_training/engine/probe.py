@@ -43,6 +43,7 @@ class Probe:
     num_folds  with FOLD_GRADIENTS: folds of whole prompts, over all processes; None for the default, 8 or some more
     offload    with FOLD_GRADIENTS: keep them in the CPU's memory
     entropy    with ENTROPY_…: how the entropy gradient is estimated; None for what another probe says, or default
+    measured   prefixes of the metrics that do not depend on what the optimizer's step is
     running    averages over steps, with state_dict and load_state_dict, which a checkpoint keeps; None: none
     """
 
@@ -51,6 +52,7 @@ class Probe:
     num_folds: int | None = None
     offload: bool = False
     entropy: EntropySettings | None = None
+    measured: tuple[str, ...] = ()
     running: Any = None
 
     def __init__(self, every: int = 1) -> None:
@@ -68,6 +70,11 @@ class Probe:
 
     def after_step(self, step: Step) -> None:
         """Measures what takes the new parameters."""
+
+    def discard(self, reason: str) -> None:
+        """Makes the step's predictions nan with this reason: the step was not what they were made for."""
+        missing = Estimate.missing(reason)
+        self._answers = {name: e if name.startswith(self.measured) else missing for name, e in self._answers.items()}
 
     def results(self) -> dict[str, Estimate]:
         """Returns the step's estimates by metric name: what the hooks have stored in `_answers`."""
@@ -95,7 +102,7 @@ class Probe:
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Takes back what `state_dict` returned."""
-        if state and self.running is not None:
+        if self.running is not None:
             self.running.load_state_dict(state)
         elif state:
             raise ValueError(f"{self.name}: the checkpoint holds state {sorted(state)} that this probe does not have")

@@ -202,6 +202,7 @@ class UpdateHistory:
         self._update: Vector | None = None
         self._step: int | None = None
         self._before: Vector | None = None
+        self._why_unknown = ""  # why δθ of the step that was kept is not known
 
     @property
     def num_bytes(self) -> int:
@@ -209,7 +210,7 @@ class UpdateHistory:
 
     def before(self, step: int) -> Vector | None:
         """Returns δθ of step − 1, None if it is not known."""
-        return self._update if self._step == step - 1 else None
+        return self._update if self._step == step - 1 and not self._why_unknown else None
 
     def why_none(self, step: int) -> str:
         """Returns why δθ of step − 1 is not known, "" if it is."""
@@ -217,11 +218,11 @@ class UpdateHistory:
             return "this is the first measured step: there is no earlier update to look back on"
         if self._step != step - 1:
             return f"step {step - 1} was not measured, so its update is not known; backward needs every=1"
-        return ""
+        return self._why_unknown
 
     def keep(self, step: int, update: Vector | None, parameters: Vector) -> None:
         """Keeps this step's δθ; where there is none, a copy of the parameters that it starts from."""
-        self._step, self._update = step, update
+        self._step, self._update, self._why_unknown = step, update, ""
         self._before = None if update is not None else [part.clone() for part in parameters]
 
     def finish(self, step: int, parameters: Vector) -> None:
@@ -230,13 +231,17 @@ class UpdateHistory:
             self._update = [new - old for new, old in zip(parameters, self._before, strict=True)]
             self._before = None
 
+    def forget(self, reason: str) -> None:
+        """Discards δθ of the step that was kept last: the step was another one."""
+        self._why_unknown = f"step {self._step}: {reason}"
+
     def is_open(self, step: int) -> bool:
         """Returns whether `finish` still needs the parameters after this step."""
         return self._before is not None and self._step == step
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns δθ, flat and in host memory, and its step; nothing before the first."""
-        if self._step is None or self._update is None:
+        if self._step is None or self._update is None or self._why_unknown:
             return {}
         return {"update": torch.cat([part.cpu() for part in self._update]), "update_step": torch.tensor(self._step)}
 

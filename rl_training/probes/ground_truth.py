@@ -59,6 +59,7 @@ class GroundTruthProbe(Probe):
 
     name = "ground_truth"
     needs = Need.ENTROPY_CHANGE
+    measured = MEASURED
 
     def __init__(self, every: int = 10, sequences: int = 512, seed: int = 0) -> None:
         super().__init__(every)

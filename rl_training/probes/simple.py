@@ -55,6 +55,7 @@ class SimpleEntropyProbe(Probe):
 
     name = "simple"
     needs = Need.ENTROPY_CHANGE
+    measured = ("entropy/",)
 
     def __init__(
         self,
