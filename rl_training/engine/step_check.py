@@ -49,7 +49,7 @@ class StepCheck:
     def __init__(self, layout: Layout, weights: Mapping[str, Tensor], update: Vector) -> None:
         stride = max(1, math.ceil(layout.num_entries / SAMPLED))
         self._stride = stride
-        self._before = {name: weight[::stride].double() for name, weight in weights.items()}
+        self._before = {name: weight[::stride].to(torch.float64, copy=True) for name, weight in weights.items()}
         self._formula = {name: part[::stride].double() for name, part in layout.by_name(update).items()}
 
     def error(self, weights: Mapping[str, Tensor], reduce: Callable[[Tensor], Tensor]) -> float:
