@@ -34,7 +34,7 @@ from rl_training.engine.padding import PaddingCheck
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.requirements import Requirements, needs_of
 from rl_training.engine.step import Gradients, Step
-from rl_training.engine.step_check import StepCheck, why_distrusted, why_not_the_sum
+from rl_training.engine.step_check import EDITED, StepCheck, sampled, was_edited, why_distrusted, why_not_the_sum
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.square_norms import adam_roots
@@ -42,6 +42,10 @@ from rl_training.mathematics.vectors import Layout
 
 logger = logging.getLogger(__name__)
 NO_BAR = "no error bar: it describes this step"
+IN_PARTS = (
+    "the gradient differs from that of the microbatches, since parameters got theirs in several parts: call backward "
+    "once for each microbatch, and use checkpointing with use_reentrant=False"
+)
 
 
 class StepDriver:
@@ -62,6 +66,7 @@ class StepDriver:
         self._memory_state: Mapping[str, Tensor] = {}
         self._check: StepCheck | None = None  # these two between a step's gradients and its end
         self._states_before: dict[str, Mapping[str, Tensor]] = {}
+        self._weights_after: dict[str, Tensor] = {}  # of some entries, after the step that was checked last
 
     def start(self, loop: Loop) -> None:
         """Records which parameters are trained. Call it when training begins."""
@@ -106,6 +111,7 @@ class StepDriver:
         sizes = self._loop.shape.sizes if sizes is None else sizes
         folds = self._requirements.folds(self._loop.shape, sizes)
         optimizer = view_optimizer(self._loop.shard)
+        self._notice_edits()
         if self._rows is not None:
             metric = Need.SQ_NORMS in needs_of(probes)
             self._rows.start_step(folds, adam_roots(self._layout, optimizer.states) if metric else None)
@@ -166,6 +172,14 @@ class StepDriver:
                 probe.after_step(step.view)
         self._end_check(step)
 
+    def _notice_edits(self) -> None:
+        """Forgets the step before where weights are no longer those that it ended with. A collective."""
+        if self._weights_after and self._memory is not None:
+            edited = was_edited(self._weights_after, sampled(self._layout, self._loop.shard.weights()))
+            if float(self._loop.ranks.reduce(edited)) > 0.0:
+                self._memory.history.forget(EDITED)
+        self._weights_after = {}
+
     def _begin_check(self, step: OpenStep, view: Step) -> None:
         self._check, self._states_before = None, {}
         if view.first_order is not None and view.first_order.update is not None:
@@ -176,7 +190,9 @@ class StepDriver:
         """Discards the predictions of a step that was not the formula's. A collective."""
         if self._check is None or self._memory is None:
             return
-        step.formula_error = self._check.error(self._loop.shard.weights(), self._loop.ranks.reduce)
+        weights = self._loop.shard.weights()
+        step.formula_error = self._check.error(weights, self._loop.ranks.reduce)
+        self._weights_after = sampled(self._layout, weights)
         reason = why_distrusted(step.formula_error)
         if reason:
             self._memory.history.forget(reason)
@@ -225,6 +241,7 @@ class StepDriver:
         if self._rows is not None:
             self._rows.release()
         self.open_step = self._rows = None
+        self._weights_after = {}
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns what a resumed run needs beside the probes' own states: the last update, and errors."""
@@ -276,6 +293,9 @@ class StepDriver:
         with self._clock.timed(asking[0].name):
             if len(view.folds) > len(view.batch.microbatch_rows):
                 self._rows.fill_slices(view)
+            late = torch.tensor(float(self._rows.num_late), dtype=torch.float64, device=self._layout.device)
+            if float(view.ranks.reduce(late)) > 0.0:
+                return dataclasses.replace(view, gradients=dataclasses.replace(view.gradients, why_no_rows=IN_PARTS))
             self._rows.finish(view.fold_sizes, view.ranks.count)
             sq_norms = None if self._rows.sq_norms is None else view.ranks.reduce(self._rows.sq_norms)
         gradients = dataclasses.replace(view.gradients, rows=self._rows.rows, sq_norms=sq_norms)

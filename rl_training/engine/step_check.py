@@ -17,6 +17,7 @@ from rl_training.mathematics.vectors import Layout, Vector, dot
 SAMPLED = 2**20  # entries of the step that are compared, at most
 LIMIT = 1e-3  # of the norm of what was calculated
 LIMIT_ROUNDED = 0.05  # where gradients are summed in half precision
+EDITED = "weights were changed after it by something else than the optimizer"
 ROUNDING = 1e-5  # of the norms of the folds' gradients, whose sum may nearly cancel
 
 
@@ -43,14 +44,25 @@ def why_not_the_sum(
     )
 
 
+def sampled(layout: Layout, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns some entries of each parameter, at most SAMPLED in all: copies in fp64."""
+    stride = max(1, math.ceil(layout.num_entries / SAMPLED))
+    return {name: values[::stride].to(torch.float64, copy=True) for name, values in entries.items()}
+
+
+def was_edited(before: Mapping[str, Tensor], after: Mapping[str, Tensor]) -> Tensor:
+    """Returns 1 where any of these entries differ, else 0."""
+    changed = [(after[name] != values).any() for name, values in before.items() if len(values)]
+    return torch.stack(changed).any().double() if changed else torch.zeros((), dtype=torch.float64)
+
+
 class StepCheck:
     """Holds the change of some entries of each parameter against the optimizer's formula."""
 
     def __init__(self, layout: Layout, weights: Mapping[str, Tensor], update: Vector) -> None:
-        stride = max(1, math.ceil(layout.num_entries / SAMPLED))
-        self._stride = stride
-        self._before = {name: weight[::stride].to(torch.float64, copy=True) for name, weight in weights.items()}
-        self._formula = {name: part[::stride].double() for name, part in layout.by_name(update).items()}
+        self._layout = layout
+        self._before = sampled(layout, weights)
+        self._formula = sampled(layout, layout.by_name(update))
 
     def error(self, weights: Mapping[str, Tensor], reduce: Callable[[Tensor], Tensor]) -> float:
         """Returns |what happened − formula| / |formula| of these entries, beyond the rounding of weights. A collective.
@@ -58,10 +70,9 @@ class StepCheck:
         inf where something happened although the formula says nothing would
         """
         sums = torch.zeros(2, dtype=torch.float64, device=next(iter(self._before.values())).device)
-        for name, formula in self._formula.items():
-            after = weights[name][:: self._stride]
-            rounding = torch.finfo(after.dtype).eps * self._before[name].abs()
-            off = (after.double() - self._before[name] - formula).abs().sub_(rounding).clamp_(min=0.0)
+        for name, after in sampled(self._layout, weights).items():
+            formula, rounding = self._formula[name], torch.finfo(weights[name].dtype).eps * self._before[name].abs()
+            off = (after - self._before[name] - formula).abs().sub_(rounding).clamp_(min=0.0)
             sums += torch.stack([off.square().sum(), formula.square().sum()])
         off_square, square = reduce(sums).tolist()
         if square == 0.0:
