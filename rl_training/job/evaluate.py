@@ -231,7 +231,9 @@ def print_table(folder: Path, rows: Sequence[EvaluatedMetric], problems: Sequenc
     shown = [row for row in rows if row.metric in titles and math.isfinite(row.value)]
     if shown:
         prompts = max(row.num_prompts for row in shown)
-        cells = pd.DataFrame({"step": row.step, "title": titles[row.metric], "cell": in_words(row.estimate())} for row in shown)
+        cells = pd.DataFrame(
+            {"step": row.step, "title": titles[row.metric], "cell": in_words(row.estimate())} for row in shown
+        )
         table = cells.pivot(index="step", columns="title", values="cell").fillna("–").reset_index()
         print(f"{folder.name}: mean ± half of the 95 % interval, or the interval itself, over {prompts:.0f} prompts")
         print(table[["step", *(title for title in titles.values() if title in table)]].to_string(index=False))
