@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ PAGE, RESULT = "try.html", "result.json"
 
 @dataclass(frozen=True)
 class Trial:
-    """What is tried: from a checkpoint of a run, with these candidates, settings of conf/try.yaml, and further words."""
+    """What is tried: from a checkpoint of a run, with these candidates and the settings of conf/try.yaml."""
 
     checkpoint: Path
     candidates: tuple[str, ...]  # without plain
@@ -125,8 +125,8 @@ class Branch:
         with_own = [*_listed(self.trial.settings.get("intervention")), *([] if self.name == PLAIN else [self.name])]
         train = ["train", f"branch={self.trial.checkpoint}", f"run_dir={self.folder}", "resume=auto",
                  f"seed={self.seed}", f"trainer.max_steps={self.end}", "trainer.save_total_limit=1", "probe=none",
-                 "logger=none", "trainer.disable_tqdm=true", *([f"intervention=[{','.join(with_own)}]"] * bool(with_own)),
-                 *self.trial.words]  # fmt: skip
+                 "logger=none", "trainer.disable_tqdm=true", *self.trial.words]  # fmt: skip
+        train += [f"intervention=[{','.join(with_own)}]"] * bool(with_own)
         return [train, evaluate]
 
     def steps_done(self) -> int:
@@ -155,8 +155,8 @@ def read_trial(cfg: DictConfig, words: Sequence[str], launcher: Sequence[str]) -
     names = preferred(read_run(checkpoint.parents[1]))[:MOST] if given == "auto" else _listed(given)
     if not names:
         raise ValueError(
-            "interventions=auto takes what the run's report prefers, and it prefers none: give 'interventions=[psr,bonus]'"
-            " or train with 'probe=[simple,interventions]'"
+            "interventions=auto takes what the run's report prefers, and it prefers none: give "
+            "'interventions=[psr,bonus]', or train with 'probe=[simple,interventions]'"
         )
     if len(set(names)) < len(names) or PLAIN in names:
         raise ValueError(f"interventions={given}: name each once; plain is always among them")
@@ -186,7 +186,9 @@ def decide(trial: Trial) -> int:
                 worse = to_stop(found)
                 stopped += worse
                 alive = [name for name in alive if name not in {each.name for each in worse}]
-        failed = {f"{branch.name}, seed {branch.seed}": branch.reason() for branch in branches if not branch.is_finished}
+        failed = {
+            f"{branch.name}, seed {branch.seed}": branch.reason() for branch in branches if not branch.is_finished
+        }
         print(conclude(trial, [*found, *stopped], failed))
         return 1 if failed else 0
 
@@ -197,7 +199,9 @@ def run_wave(trial: Trial, branches: Sequence[Branch]) -> None:
         return
     wave = trial.folder / "wave.json"
     launch = shlex.split(trial.cfg.launch or "")
-    jobs = [{"folder": str(branch.folder.resolve()), "commands": branch.commands(), "launch": launch} for branch in branches]
+    jobs = [
+        {"folder": str(branch.folder.resolve()), "commands": branch.commands(), "launch": launch} for branch in branches
+    ]
     write_atomically({wave: json.dumps(jobs, indent=1).encode()})
     numbers = ",".join(map(str, range(len(jobs))))
     words = ["-m", f'wave="{wave.resolve()}"', f"number={numbers}", *trial.launcher]
@@ -293,10 +297,10 @@ def conclude(trial: Trial, found: Sequence[Candidate], failed: Mapping[str, str]
                   predicted=predicted, in_words=in_words)  # fmt: skip
     files = {trial.folder / RESULT: json.dumps(content, indent=1).encode(), trial.folder / PAGE: page.encode()}
     write_atomically(files)
-    lines = [f"{'against plain':16}" + "".join(f"{name:>18}" for name in (found[0].means if found else ()))]
-    for each in found:
-        cells = "".join(f"{in_words(difference):>18}" for difference in each.differences.values())
-        lines += [f"{each.name:16}{cells}", *([f"  stopped {each.stopped}"] if each.stopped else [])]
+    lines = [f"{'against plain':14}" + "".join(f"{name:>13}" for name in (found[0].means if found else ()))]
+    for each in found:  # 80 columns
+        cells = "".join(f"{in_words(difference).replace(' ', ''):>13}" for difference in each.differences.values())
+        lines += [f"{each.name:14}{cells}", *([f"  stopped {each.stopped}"] if each.stopped else [])]
     lines += [f"{name} failed: {reason}" for name, reason in failed.items()]
     return "\n".join([*lines, sentence, *([f"Go on: {go_on}"] if go_on else []), f"Page: {trial.folder / PAGE}"])
 

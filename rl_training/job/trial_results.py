@@ -48,7 +48,7 @@ def values_of(evaluation: Path, step: int) -> dict[str, dict[int, float]]:
 
 
 def paired(differences: np.ndarray, comparisons: int = 1) -> Estimate:
-    """Returns the mean of (S, R) differences by seed and prompt, with a 95 % interval for all of so many comparisons."""
+    """Returns the mean of (S, R) differences, with an interval that holds together with those of other comparisons."""
     seeds, prompts = differences.shape
     mean = float(differences.mean())
     if seeds < 2 or prompts < 2:
@@ -131,7 +131,9 @@ def _more_seeds(candidates: Sequence[Candidate], goal: str) -> str:
     before, after = best.seeds, best.seeds + 3
     shrink = math.sqrt(before / after) * float(stdtrit(after - 1, 0.975) / stdtrit(before - 1, 0.975))
     reach = shrink * (best.differences[goal].ends()[1] - best.differences[goal].value)
-    return f" The nearest is {best.name}, {in_words(best.differences[goal])}; seeds={after} would tell about {reach:.2g}."
+    return (
+        f" The nearest is {best.name}, {in_words(best.differences[goal])}; seeds={after} would tell about {reach:.2g}."
+    )
 
 
 def in_words(difference: Estimate) -> str:
