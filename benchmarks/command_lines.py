@@ -145,14 +145,16 @@ TRIES = {
     # one's own functions, in training and measured
     **{f"train $SMALL run_dir=$NEW intervention=own.py:{name}": f"intervention {name}" for name in (
         "nothing", "text", "array", "leaves", "raises", "nan")},
-    **{f"{MEASURED}[own.py:{name}]": f"intervention {name}" for name in ("nothing", "text", "array", "leaves", "raises")},
+    **{f"{MEASURED}[own.py:{name}]": f"intervention {name}" for name in (
+        "nothing", "text", "array", "leaves", "raises")},
     "train $SMALL run_dir=$NEW intervention=own.py:plain": "plain is the name of another",
     "train $SMALL run_dir=$NEW intervention=own:raises": "intervention raises",
     f"{MEASURED}[own:no_such]": "own has no function",
     # lists and strengths
     f"{MEASURED}[5]": "5 is no name", f"{MEASURED}[[bonus]]": "is no name", f"{MEASURED}{{bonus:0.1}}": "for a list",
     f"{MEASURED}[{{bonus:0.1}}]": "is no name", f"{MEASURED}bonus": "must be a list",
-    "train $SMALL run_dir=$NEW trainer.max_steps=3 intervention=bonus:1e30": "bonus:1e30", f"{MEASURED}[bonus:nan]": "the strength must",
+    "train $SMALL run_dir=$NEW trainer.max_steps=3 intervention=bonus:1e30": "bonus:1e30",
+    f"{MEASURED}[bonus:nan]": "the strength must",
     "train $SMALL run_dir=$NEW intervention=[psr,nsr]": "contradict each other",
     "train $SMALL run_dir=$NEW intervention=[lr:0.5,lr:0.5]": "twice",
     "train $SMALL run_dir=$NEW intervention=5": "intervention", "train $SMALL run_dir=$NEW probe={a:1}": "give a name",

@@ -6,7 +6,7 @@
 
 The ways are (a) the report at step 20, (b) `rl-training try` with branches of 20 steps, (c) plain, (d) PSR, (e) the
 lowest price at step 20. What they choose is written to regret_registered.json, which is committed before `arms` is run;
-`arms` refuses a setting that is not in it. --settings NAME … takes some; --small shrinks everything, to see that it runs.
+`arms` refuses a setting that is not in it. --settings NAME … takes some; --small shrinks all, to see that it runs.
 """
 
 from __future__ import annotations

@@ -257,21 +257,20 @@ def to_stop(found: Sequence[Candidate]) -> list[Candidate]:
 
 def forecast(trial: Trial) -> str:
     """Returns how many branches there will be, how long they take by the run's own speed, and their memory and disk."""
-    rows = read_metrics(trial.run / LOGS_FOLDER)
-    seconds = statistics.median([row["step_time"] for row in rows if "step_time" in row] or [math.nan])
+    rows = [row for row in read_metrics(trial.run / LOGS_FOLDER) if "step_time" in row]
+    own = [row["step_time"] * (1 - row.get("probe_cost/fraction_of_step", 0.0)) for row in rows]  # without its probes
+    seconds = statistics.median(own or [math.nan])
     stages, alive, steps = trial.stages, len(trial.candidates), 0
     for before, stage in zip((0, *stages), stages, strict=False):
         steps += (alive + 1) * trial.cfg.seeds * (stage - before)
         alive = (alive + 1) // 2 if stage < stages[-1] else alive
-    size = sum(path.stat().st_size for path in trial.checkpoint.iterdir() if path.is_file())
+    size = sum(path.stat().st_size for path in trial.checkpoint.iterdir() if path.is_file()) / 1e9
     branches = (len(trial.candidates) + 1) * trial.cfg.seeds
-    minutes = seconds * steps / trial.cfg.jobs / 60
     return (
-        f"{branches} branches from {trial.checkpoint}: plain, {', '.join(trial.candidates)}; {trial.cfg.seeds} seeds, "
-        f"{trial.cfg.steps} steps\n{steps} steps in all, about {minutes:.1f} min of training at the run's median "
-        f"{seconds:.2g} s a step with {trial.cfg.jobs} at once; each then is evaluated\n"
-        f"{size / 1e9:.2g} GB of weights and optimizer in memory for each at once, beside gradients and activations; "
-        f"{branches * size / 1e9:.2g} GB on disk"
+        f"From step {trial.start} of {trial.run.name}: {', '.join((PLAIN, *trial.candidates))}\n"
+        f"{branches} branches, {steps} steps: about {seconds * steps / trial.cfg.jobs / 60:.1f} min of training, "
+        f"{trial.cfg.jobs} at once, and the evaluations\n"
+        f"{size:.2g} GB of weights and optimizer for each at once, {branches * size:.2g} GB on disk"
     )
 
 
