@@ -148,7 +148,7 @@ def read_trial(cfg: DictConfig, words: Sequence[str], launcher: Sequence[str]) -
                          ("evaluation.responses_per_prompt", Range(int, 2))):  # fmt: skip
         numbers.check(key, OmegaConf.select(cfg, key))
     check_kind("halving", cfg.halving, True)
-    checkpoint = find_checkpoint(str(Path(str(cfg.run)).expanduser()), Path(), asked_by="run").resolve()
+    checkpoint = find_checkpoint(str(Path(str(cfg.run)).expanduser()), Path(), setting="run").resolve()
     if checkpoint.parent.name != TRAINING_STATE or not (checkpoint.parents[1] / CONFIG_FILE).is_file():
         raise ValueError(f"run={cfg.run}: give RUN, or RUN/{TRAINING_STATE}/checkpoint-N")
     given = cfg.interventions
