@@ -16,8 +16,8 @@ from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Need
-from rl_training.engine.step import Gradients, OptimizerView, Step
 from rl_training.engine.ranks import Ranks
+from rl_training.engine.step import Gradients, OptimizerView, Step
 from rl_training.mathematics.folds import ranges_of
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import Vector

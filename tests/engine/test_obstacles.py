@@ -14,8 +14,8 @@ from rl_training.engine.entropy_change import measure_entropy_change
 from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.probe import Need
-from rl_training.engine.step import OptimizerView, Step
 from rl_training.engine.ranks import Ranks
+from rl_training.engine.step import OptimizerView, Step
 from rl_training.engine.step_by_folds import FEW_FOLDS, why_no_folds
 from rl_training.mathematics.vectors import Layout
 

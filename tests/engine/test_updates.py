@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_training.engine.step import EntropySettings
 from rl_training.engine.fold_products import PRODUCTS
 from rl_training.engine.memory import StepMemory
+from rl_training.engine.step import EntropySettings
 from rl_training.engine.updates import FoldMeans, UpdateHistory, optimizer_pieces, steps_without_folds, whole_update
 from rl_training.mathematics import vectors
 from rl_training.mathematics.adamw import AdamWState

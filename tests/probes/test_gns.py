@@ -25,8 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 from rl_training import Estimate
 from rl_training.engine.batch import Rollout
 from rl_training.engine.gradient_rows import GradientRows
-from rl_training.engine.step import Step
 from rl_training.engine.ranks import Ranks
+from rl_training.engine.step import Step
 from rl_training.mathematics.adamw import WARM_STEPS, AdamWState
 from rl_training.mathematics.folds import ranges_of
 from rl_training.mathematics.noise_scale import (
