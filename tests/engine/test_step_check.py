@@ -1,4 +1,4 @@
-"""A step is checked, not trusted: where the loop does something else than what was predicted, there is no prediction."""
+"""A step is checked, not trusted: where the loop does something else than predicted, there is no prediction."""
 
 from __future__ import annotations
 
