@@ -242,6 +242,8 @@ class StepDriver:
                 self._rows.fill_slices(view)
             self._rows.finish(view.fold_sizes, view.ranks.count)
             sq_norms = None if self._rows.sq_norms is None else view.ranks.reduce(self._rows.sq_norms)
+            if sq_norms is not None and view.optimizer.states is not None:  # nothing in any metric, cold or warm
+                sq_norms[:, [not state.moves for state in view.optimizer.states.values()], 1] = 0.0
         return dataclasses.replace(
             view, gradients=dataclasses.replace(view.gradients, rows=self._rows.rows, sq_norms=sq_norms)
         )
