@@ -21,11 +21,25 @@ from rl_training.engine.probe import Need
 from rl_training.engine.ranks import Ranks
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import Gradients, OptimizerView, Step
+from rl_training.engine.updates import EVERY_FOLD, fold_means, optimizer_pieces
 from rl_training.mathematics.folds import FoldGroup, ranges_of
 from rl_training.mathematics.scores import Scores
+from rl_training.mathematics.sgd import SGDState
 from rl_training.mathematics.vectors import Layout, Vector
 
 ALONE = Ranks(1, lambda tensor: tensor)
+PLAIN_SGD = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)
+
+
+def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
+    """Returns the mean over all other folds, as steps without a fold are made of it, for each fold: (F, …), as folds.
+
+    sizes  (F,) fp64, n_k
+    """
+    rows = folds.flatten(1)
+    mean = sizes.to(rows) @ rows / sizes.sum()
+    (piece,) = optimizer_pieces(Layout({"all": mean}), {"all": mean}, {"all": PLAIN_SGD}, longest=len(mean))
+    return fold_means([mean], [rows], sizes).without(EVERY_FOLD, piece).view_as(folds)
 
 
 def step_of(

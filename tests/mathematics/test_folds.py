@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 import pytest
 import reference
 import torch
+from example_steps import means_without_folds
 from ranks_in_threads import on_two_ranks
 from torch import Tensor
 
@@ -17,10 +18,10 @@ from rl_training.engine.fold_products import PRODUCTS
 from rl_training.mathematics.adamw import adamw_delta
 from rl_training.mathematics.folds import (
     FoldGroup,
-    leave_fold_out,
     plan_folds,
     ranges_of,
     response_number,
+    shares_of_others,
     split_prompts,
 )
 from rl_training.mathematics.jackknife import JackknifeUnits, jackknife_stderr
@@ -120,11 +121,10 @@ def test_processes_with_unequal_microbatches_have_equal_passes_and_folds(num_fol
 
 
 @pytest.mark.parametrize("sizes", [[8, 8], [4, 4, 4, 4, 4], [8, 16, 1, 3]], ids=str)
-def test_leave_fold_out_is_the_plain_mean_of_the_other_folds(sizes: list[int]) -> None:
+def test_what_is_left_without_a_fold_is_the_plain_mean_of_the_other_folds(sizes: list[int]) -> None:
     folds = random_folds(len(sizes), 2, 3)
     flat = folds.view(len(sizes), -1).tolist()
-    mean = torch.tensor(reference.mean_of_the_others([*flat, flat[0]], [*sizes, 1], len(sizes)), dtype=torch.float64)
-    got = leave_fold_out(mean.view(2, 3), folds, torch.tensor(sizes).double())
+    got = means_without_folds(folds, torch.tensor(sizes).double())
     expected = [reference.mean_of_the_others(flat, sizes, k) for k in range(len(sizes))]
     assert got.shape == folds.shape
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64).view_as(folds), rtol=0, atol=1e-13)
@@ -132,9 +132,8 @@ def test_leave_fold_out_is_the_plain_mean_of_the_other_folds(sizes: list[int]) -
 
 @pytest.mark.parametrize("sizes", [[8], [0, 8]])
 def test_leaving_out_a_fold_that_is_everything_raises(sizes: list[int]) -> None:
-    folds = random_folds(len(sizes), 4)
     with pytest.raises(ValueError, match="nothing is left"):
-        leave_fold_out(folds[-1], folds, torch.tensor(sizes))
+        shares_of_others(torch.tensor(sizes))
 
 
 # --- the jackknife ----------------------------------------------------------------------------------------------------
@@ -336,7 +335,7 @@ def test_mean_of_the_leave_fold_out_product_is_the_product_of_independent_means(
     mean_product = 0.0
     for p, x, g in batches_of(num_folds):
         folds = torch.tensor(g, dtype=torch.float64)
-        left_out = leave_fold_out(folds.mean(dim=0), folds, torch.ones(num_folds).double())
+        left_out = means_without_folds(folds, torch.ones(num_folds).double())
         mean_product += p * float((torch.tensor(x, dtype=torch.float64) * step(left_out)).sum()) / num_folds
     assert mean_product == pytest.approx(exact_target(plain_step, num_folds - 1), abs=1e-12)
 
