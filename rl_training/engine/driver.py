@@ -298,6 +298,8 @@ class StepDriver:
                 return dataclasses.replace(view, gradients=dataclasses.replace(view.gradients, why_no_rows=IN_PARTS))
             self._rows.finish(view.fold_sizes, view.ranks.count)
             sq_norms = None if self._rows.sq_norms is None else view.ranks.reduce(self._rows.sq_norms)
+            if sq_norms is not None and view.optimizer.states is not None:  # nothing in any metric, cold or warm
+                sq_norms[:, [not state.moves for state in view.optimizer.states.values()], 1] = 0.0
         gradients = dataclasses.replace(view.gradients, rows=self._rows.rows, sq_norms=sq_norms)
         if gradients.rows is not None:
             mean = self._layout.vector(gradients.mean.values())

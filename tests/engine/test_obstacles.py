@@ -11,13 +11,11 @@ from torch import Tensor
 from two_turns import FOLDS, LOGITS, G, step_on
 
 from rl_training.engine.entropy_change import measure_entropy_change
-from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.probe import Need
 from rl_training.engine.ranks import Ranks
-from rl_training.engine.step import OptimizerView, Step
+from rl_training.engine.step import EntropySettings, OptimizerView, Step
 from rl_training.engine.step_by_folds import FEW_FOLDS, why_no_folds
-from rl_training.mathematics.vectors import Layout
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +25,7 @@ def step() -> Step:
 
 
 def test_products_by_folds_take_eight_folds(step: Step) -> None:
-    assert [why_no_folds(dataclasses.replace(step, num_folds=n), "") for n in (7, 8)] == [FEW_FOLDS, ""]
+    assert [why_no_folds(dataclasses.replace(step, fold_sizes=step.fold_sizes[:n]), "") for n in (7, 8)] == [FEW_FOLDS, ""]
 
 
 def test_the_effective_sample_size_is_that_of_all_ranks(step: Step) -> None:
@@ -38,8 +36,8 @@ def test_the_effective_sample_size_is_that_of_all_ranks(step: Step) -> None:
     def reduce(sums: Tensor) -> Tensor:
         return sums + sums.new_tensor([128.0, 1024.0])
 
-    two = dataclasses.replace(step, batch=batch, ranks=Ranks(2, reduce), num_sequences=128)
-    memory = StepMemory(Layout(step.gradients.parameters), EntropySettings())
+    two = dataclasses.replace(step, batch=batch, ranks=Ranks(2, reduce), fold_sizes=2 * step.fold_sizes)
+    memory = StepMemory(step.gradients.layout, EntropySettings())
     assert "is 0.26 of the sequences" in measure_entropy_change(two, memory, Need.ENTROPY_ROWS).why_none
 
 
