@@ -87,7 +87,7 @@ class ReplayTrainer(DrGRPOTrainer):
 
 
 class Recorder(Probe):
-    """Keeps the gradient and the Adam state that each step starts from, and the mean of this rank's folds.
+    """Keeps the gradient and the Adam state that each step starts from, and the mean of the folds: this rank's entries.
 
     It is told last: hooks that a probe's own backward had reached would show in that mean.
     """

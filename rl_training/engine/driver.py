@@ -90,7 +90,8 @@ class StepDriver:
             for line in missing:
                 logger.warning(line)
         if Need.ENTROPY_GRADIENT in needs:
-            self._memory = StepMemory(self._layout, self._requirements.entropy, offload)
+            places = {name: (*loop.shard.cut(name, loop.shard.rank), loop.shard.numel(name)) for name in weights}
+            self._memory = StepMemory(self._layout, self._requirements.entropy, offload, places)
             self._memory.load_state_dict(self._memory_state)
 
     def refuse_impossible_folds(self, shape: Shape) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor
 from rl_training.engine.attribution import Attribution
 from rl_training.engine.fold_products import PRODUCTS
 from rl_training.engine.step import EntropySettings
-from rl_training.engine.updates import UpdateHistory
+from rl_training.engine.updates import Place, UpdateHistory
 from rl_training.mathematics.running_variance import RunningVariance
 from rl_training.mathematics.vectors import Layout
 
@@ -18,11 +18,17 @@ from rl_training.mathematics.vectors import Layout
 class StepMemory:
     """What outlives a step and goes into the checkpoint: δθ of the one before, and variances of the last few."""
 
-    def __init__(self, layout: Layout, settings: EntropySettings, offload: bool = False) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        settings: EntropySettings,
+        offload: bool = False,
+        places: Mapping[str, Place] | None = None,
+    ) -> None:
         self.layout, self.settings = layout, settings
         self.device = "cpu" if offload else None  # of what is kept by fold; None: the parameters'
         self.errors = RunningVariance(settings.error_decay)
-        self.history = UpdateHistory(layout)
+        self.history = UpdateHistory(layout, places)
         self.attribution = Attribution(layout.names)
 
     @property

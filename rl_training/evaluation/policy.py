@@ -29,10 +29,10 @@ from transformers import (
 from rl_training.engine.batch import Rollout, as_rollout
 from rl_training.engine.scorer import Scorer
 from rl_training.mathematics.next_token import divergences
+from rl_training.records.checkpoint_states import NOT_WEIGHTS
 from rl_training.tasks.models import load_causal_lm
 
 ADAPTER_CONFIG = "adapter_config.json"
-NOT_WEIGHTS = ("probes.safetensors", "buffer.safetensors")
 LOGITS = 2**26  # entries of logits on a CPU at most, where more at once is not faster
 BYTES = 16  # of memory per entry at the peak: the model's logits, the same in fp32, and the reference's
 SHARE = 1 / 8  # of a GPU's memory, for logits
@@ -200,7 +200,7 @@ def require_weights(checkpoint: Path) -> None:
     if not checkpoint.is_dir():
         raise ValueError("there is no such folder")
     weights = [*checkpoint.glob("*.safetensors"), *checkpoint.glob("*.bin")]
-    if not {path.name for path in weights} - {*NOT_WEIGHTS, "training_args.bin"}:
+    if all(path.name.startswith((*NOT_WEIGHTS, "training_args.bin")) for path in weights):
         raise ValueError("it has no weights (model.safetensors or adapter_model.safetensors)")
     if (checkpoint / "optimizer.pt").is_file() and not (checkpoint / "trainer_state.json").is_file():
         raise ValueError("it has no trainer_state.json, so it was not written completely")

@@ -16,6 +16,7 @@ from torch import Tensor
 
 CHUNK = 2**20  # entries whose products are summed in fp32; beyond that, in fp64
 JOINED = 2**18  # entries of small parameters that are handled together
+SHARD = "shard."  # how names of tensors in a checkpoint begin that hold one process's entries
 SLICE = 2**22  # entries of a large parameter that are handled at once, where a step is calculated for several folds
 
 Vector = list[Tensor]  # by bucket: (n,), or (rows, n)

@@ -18,15 +18,18 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from rl_training.mathematics.vectors import SHARD
+
 logger = logging.getLogger(__name__)
 
 PROBE_STATES = "probes.safetensors"
 BUFFER_STATE = "buffer.safetensors"
+NOT_WEIGHTS = ("probes", "buffer")  # how names of files of tensors begin that have none of the model's weights
 CHUNK = 2**24  # bytes of a file read at once
 
 
 class Stateful(Protocol):
-    """An object whose state a checkpoint keeps."""
+    """An object whose state a checkpoint keeps: the same on all processes, but for names that begin with SHARD."""
 
     def state_dict(self) -> dict[str, Tensor]: ...
 
@@ -82,15 +85,30 @@ def changed_files(folder: Path, checksums: Mapping[str, str]) -> list[str]:
     ]
 
 
-def save_probe_states(probes: Sequence[NamedStateful], checkpoint: Path, num_processes: int) -> None:
-    """Writes the probes' states, the number of processes and checksums into a checkpoint that has its weights."""
+def _file_of(rank: int) -> str:
+    """Returns the name of a process's file."""
+    return PROBE_STATES if rank == 0 else PROBE_STATES.replace(".", f"_{rank}.")
+
+
+def save_probe_states(probes: Sequence[NamedStateful], checkpoint: Path, num_processes: int, rank: int = 0) -> None:
+    """Writes the probes' states, the number of processes and checksums into a checkpoint that has its weights.
+
+    Call it on every process: others than the first write what they alone have, each into a file of its own.
+    """
     tensors = {
-        f"{probe.name}/{key}": tensor.detach().clone()  # safetensors refuses tensors that share memory
+        f"{probe.name}/{key}": value[:] if key.startswith(SHARD) else value
         for probe in probes
-        for key, tensor in probe.state_dict().items()
+        for key, value in probe.state_dict().items()
+        if rank == 0 or key.startswith(SHARD)
     }
+    # Copies: safetensors refuses tensors that share memory.
+    tensors = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    if rank > 0:
+        checkpoint.mkdir(parents=True, exist_ok=True)  # the first process may not have yet
+        save_file(tensors, checkpoint / _file_of(rank))
+        return
     names = ",".join(probe.name for probe in probes)
-    weights = sorted(path for path in checkpoint.glob("*.safetensors") if path.name != PROBE_STATES)
+    weights = sorted(path for path in checkpoint.glob("*.safetensors") if not path.name.startswith("probes"))
     checksums = json.dumps({path.name: checksum(path) for path in weights})
     notes = {"probes": names, "num_processes": str(num_processes), "checksums": checksums}
     save_file(tensors, checkpoint / PROBE_STATES, metadata=notes)
@@ -98,12 +116,16 @@ def save_probe_states(probes: Sequence[NamedStateful], checkpoint: Path, num_pro
 
 def load_probe_states(probes: Sequence[NamedStateful], checkpoint: Path) -> None:
     """Gives each probe its state back; warns of one that was not there when the checkpoint was written."""
-    names: list[str] = []
+    notes = about(checkpoint)
+    names = notes["probes"].split(",") if notes else []
+    files = [checkpoint / _file_of(rank) for rank in range(int(notes.get("num_processes", 0)))]
     tensors = {}
-    if (checkpoint / PROBE_STATES).is_file():
-        with safe_open(checkpoint / PROBE_STATES, framework="pt") as file:
-            names = file.metadata()["probes"].split(",")
-            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118, it is no dictionary
+    for path in filter(Path.is_file, files):
+        with safe_open(path, framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118, it is no dictionary
+                # Of a shard only the entries that are asked for are read, then.
+                is_shard = key.partition("/")[2].startswith(SHARD)
+                tensors[key] = file.get_slice(key) if is_shard else file.get_tensor(key)
     for probe in probes:
         if probe.name in names:
             prefix = f"{probe.name}/"

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from rl_training.records.checkpoint_states import BUFFER_STATE, PROBE_STATES, about, changed_files
+from rl_training.records.checkpoint_states import NOT_WEIGHTS, about, changed_files
 from rl_training.records.folder import LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE
 
@@ -202,7 +202,7 @@ def what_is_wrong_with_weights(checkpoint: Path) -> str:
 
 def _what_is_wrong_with_tensors(checkpoint: Path) -> str:
     weights = sorted(checkpoint.glob("*.safetensors"))
-    if all(path.name in (PROBE_STATES, BUFFER_STATE) for path in weights):
+    if all(path.name.startswith(NOT_WEIGHTS) for path in weights):
         return "it has no weights (model.safetensors or adapter_model.safetensors)"
     for path in weights:
         try:

@@ -261,8 +261,8 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
 
     def _on_save(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)
-        if self._trainer.args.should_save:
-            save_probe_states([*self.probes, self.driver], Path(output_dir), all_ranks().count)
+        ranks = all_ranks()
+        save_probe_states([*self.probes, self.driver], Path(output_dir), ranks.count, ranks.number)
 
     def _on_save_rng_state(self, original: Callable[[str], None], output_dir: str) -> None:
         original(output_dir)

@@ -125,8 +125,7 @@ class Measurement:
 
     def save(self, folder: Path) -> None:
         """Writes the probes' states beside verl's. On all ranks."""
-        if rank() == 0:
-            save_probe_states([*self.driver.probes, self.driver, self], folder, self._loop.ranks.count)
+        save_probe_states([*self.driver.probes, self.driver, self], folder, self._loop.ranks.count, rank())
         torch.distributed.barrier()
 
     def state_dict(self) -> dict[str, Tensor]:
