@@ -221,9 +221,7 @@ def test_a_layout_without_a_parameter_raises() -> None:
 
 
 @pytest.mark.parametrize("num_microbatches", [1, 3, 4])
-def test_rows_are_the_mean_gradients_of_the_folds(
-    model: TiedModel, rows: GradientRows, num_microbatches: int
-) -> None:
+def test_rows_are_the_mean_gradients_of_the_folds(model: TiedModel, rows: GradientRows, num_microbatches: int) -> None:
     """Bit for bit where K is a power of two, since then dividing the loss by K rounds nothing."""
     batches = microbatches(num_microbatches)
     train_step(model, rows, batches)

@@ -25,7 +25,10 @@ def step() -> Step:
 
 
 def test_products_by_folds_take_eight_folds(step: Step) -> None:
-    assert [why_no_folds(dataclasses.replace(step, fold_sizes=step.fold_sizes[:n]), "") for n in (7, 8)] == [FEW_FOLDS, ""]
+    assert [why_no_folds(dataclasses.replace(step, fold_sizes=step.fold_sizes[:n]), "") for n in (7, 8)] == [
+        FEW_FOLDS,
+        "",
+    ]
 
 
 def test_the_effective_sample_size_is_that_of_all_ranks(step: Step) -> None:
