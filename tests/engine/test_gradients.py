@@ -253,7 +253,7 @@ def test_rows_are_the_same_under_gradient_checkpointing() -> None:
 def test_a_gradient_in_several_parts_is_refused_with_the_setting_that_ends_it() -> None:
     """Reentrant checkpointing delivers the part of the tied weight that lies inside of it on its own."""
     model = TiedModel(reentrant=True)
-    with pytest.raises(RuntimeError, match="embed.weight gets its gradient in several parts.* use_reentrant=False"):
+    with pytest.raises(RuntimeError, match=r"embed\.weight gets its gradient in several parts.* use_reentrant=False"):
         train_step(model, rows_of(model), microbatches(1))
 
 
@@ -418,7 +418,7 @@ class Sliced(Shard):
 
 
 def ddp_step(rank: int, groups_of_ranks: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the rows that a process has, and the gradient that its optimizer gets, of a step as a trainer makes it."""
+    """Returns the rows that a process has, and the gradient that its optimizer gets, of a step as trainers make it."""
     model = TiedModel()
     ddp = DistributedDataParallel(model)
     rows = rows_of(model)

@@ -12,22 +12,18 @@ import layouts
 import pytest
 import torch
 
-from rl_training.engine.shards import FullyShard, Shard, chunk_of
-
 Found = dict[str, Any]
 ONE = {"one": {}, "one_lora": {"lora": True}}
-LAST = {"microbatch": 4, "sync": "last"}
+LAST = {"microbatch": 4, "sync": "last"}  # a microbatch of both processes is a fold
 TWO: dict[str, dict[str, Any]] = {
-    "ddp": {"kind": "ddp", "microbatch": 4},  # a microbatch of both processes is a fold
-    "ddp_groups": {"kind": "ddp"},  # a microbatch of each process is
-    "ddp_lora": {"kind": "ddp", "lora": True, "checkpointing": True} | LAST,
+    "ddp_groups": {"kind": "ddp", "checkpointing": True},  # a microbatch of each process is
+    "ddp_last": {"kind": "ddp"} | LAST,
     "fsdp2": {"kind": "fsdp2", "microbatch": 4},
-    "fsdp2_groups": {"kind": "fsdp2", "reshard": False} | LAST | {"microbatch": 8},
+    "fsdp2_groups_lora": {"kind": "fsdp2", "reshard": False, "lora": True, "checkpointing": True, "sync": "last"},
     "fsdp2_slices": {"kind": "fsdp2", "microbatch": 16, "num_folds": 8},
-    "fsdp2_lora": {"kind": "fsdp2", "lora": True, "checkpointing": True} | LAST,
 }
 FOUR = {"fsdp2_four": {"kind": "fsdp2"} | LAST}  # a microbatch of two of the four processes is a fold
-CASES = {name: 2 for name in TWO} | {name: 4 for name in FOUR}
+CASES = dict.fromkeys(TWO, 2) | dict.fromkeys(FOUR, 4)
 every_case = pytest.mark.parametrize("name", CASES)
 
 
@@ -60,7 +56,11 @@ def test_all_processes_have_the_same_estimates(trained, name: str) -> None:
 
 @every_case
 def test_estimates_are_those_of_one_process_with_the_same_folds(trained, name: str) -> None:
-    """To 1e-10 of an estimate or its error; parts of ΔH, which cancel, to that of the whole."""
+    """To 1e-10 of an estimate or its error; parts of ΔH, which cancel, to that of the whole.
+
+    Slices are scored without the padding of training's forward pass, and the model's table of positions is fp32: 1e-6.
+    """
+    tolerance = 1e-6 if "slices" in name else 1e-10
     (one,) = trained("one_lora" if "lora" in name else "one", 1)
     same_microbatches = (TWO | FOUR)[name].get("microbatch", layouts.FOLD) == layouts.FOLD
     for found, expected in zip(trained(name, CASES[name])[0]["estimates"], one["estimates"], strict=True):
@@ -72,6 +72,6 @@ def test_estimates_are_those_of_one_process_with_the_same_folds(trained, name: s
             scale = expected[whole if key.startswith("delta_h/") and key.count("/") == 2 else key][:2]
             for got, value in zip(found[key][:2], expected[key][:2], strict=True):
                 assert math.isnan(got) == math.isnan(value), (key, found[key], expected[key])
-                limit = 1e-10 * max((abs(x) for x in scale if math.isfinite(x)), default=0.0)
+                limit = tolerance * max((abs(x) for x in scale if math.isfinite(x)), default=0.0)
                 assert math.isnan(value) or got == value or abs(got - value) <= limit, (key, got, value)
     assert sum(math.isfinite(value) for value, _, _ in one["estimates"][-1].values()) > 40  # something is measured
