@@ -46,7 +46,6 @@ import rl_training.hosts.verl  # noqa: F401, it registers the engine
 from rl_training.engine.probe import Need, Probe
 from rl_training.hosts.verl.engine import SETTINGS
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.vectors import Layout
 from rl_training.tasks.models import load_tiny
 
 CLIP, LR, EPS = 0.05, 3e-4, 1e-5  # every step is clipped; a first step that is no sign: rounding would decide it
@@ -82,21 +81,19 @@ RUNS["resumed"] = {**RUNS["ended"], "begins": STEPS}  # with the last step, from
 
 
 class Recorder(Probe):
-    """Keeps the mean gradient of each step, and what this rank's folds make of it."""
+    """Keeps this process's entries of the mean gradient of each step, and what the folds make of them."""
 
     name = "recorder"
     needs = Need.FOLD_GRADIENTS
 
     def prepare(self, step: Any) -> None:
-        gradients, sizes = step.gradients, torch.bincount(step.batch.fold).float()
-        share = sizes / sizes.sum() / step.ranks.count
+        gradients, share = step.gradients, (step.fold_sizes / step.fold_sizes.sum()).float()
         mean = {name: gradient.clone() for name, gradient in gradients.mean.items()}  # before it is clipped
         kept = {"mean": mean, "rows": {}, "sizes": [len(rows) for rows in step.batch.microbatch_rows]}
         kept["prompts"] = step.batch.rollout.prompt_index.tolist()
         if gradients.rows is not None:
-            rows = Layout(gradients.parameters).by_name(gradients.rows)
-            for name, p in gradients.parameters.items():
-                kept["rows"][name] = step.ranks.reduce((share.unsqueeze(1) * rows[name]).sum(dim=0)).view(p.shape)
+            rows = gradients.layout.by_name(gradients.rows)
+            kept["rows"] = {name: share @ row for name, row in rows.items()}
         KEPT.append(kept)
 
     def results(self) -> dict[str, Estimate]:
