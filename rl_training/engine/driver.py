@@ -100,7 +100,7 @@ class StepDriver:
     # --- the five calls, in the order of a step -----------------------------------------------------------------------
 
     def begin(self, number: int, sizes: Sequence[int] | None = None) -> None:
-        """Begins optimizer step `number`, counted from 1.
+        """Begins optimizer step `number`, counted from 1. A collective where it is measured and has sizes of its own.
 
         sizes  sequences of each of its microbatches on this rank; None: as in the loop's `shape`
         """
@@ -108,8 +108,12 @@ class StepDriver:
         if not probes:
             self.open_step = OpenStep(number, probes)
             return
+        of_ranks = None
+        if sizes is not None:  # other processes may have others, whose prompts end elsewhere
+            own = torch.tensor(sizes, dtype=torch.float64, device=self._layout.device)
+            of_ranks = self._loop.ranks.gather(own).long().tolist()
         sizes = self._loop.shape.sizes if sizes is None else sizes
-        folds = self._requirements.folds(self._loop.shape, sizes)
+        folds = self._requirements.folds(self._loop.shape, sizes, of_ranks)
         optimizer = view_optimizer(self._loop.shard)
         if self._guard is not None:
             self._guard.notice_edits()

@@ -16,8 +16,12 @@ class Ranks:
     reduce: Callable[[Tensor], Tensor]
     number: int = 0  # of this one
 
-    def largest(self, values: Tensor) -> Tensor:
-        """Returns the largest of each number over the processes. A collective."""
+    def gather(self, values: Tensor) -> Tensor:
+        """Returns the values of each process, (processes, …). A collective."""
         table = values.new_zeros(self.count, *values.shape)
         table[self.number] = values
-        return self.reduce(table).amax(dim=0)
+        return self.reduce(table)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Returns the largest of each number over the processes. A collective."""
+        return self.gather(values).amax(dim=0)

@@ -42,10 +42,13 @@ class Requirements:
         entropy = _common({p.name: p.entropy for p in probes if p.entropy is not None}, "entropy gradient")
         return cls(probes, needs, num_folds, entropy or EntropySettings(), any(probe.offload for probe in folding))
 
-    def folds(self, shape: Shape, sizes: Sequence[int]) -> list[FoldGroup]:
+    def folds(
+        self, shape: Shape, sizes: Sequence[int], sizes_of_ranks: Sequence[Sequence[int]] | None = None
+    ) -> list[FoldGroup]:
         """Returns the folds of a step.
 
-        sizes  sequences of each microbatch of this step on this process
+        sizes           sequences of each microbatch of this step on this process
+        sizes_of_ranks  on every process; None where they are the same
 
         ValueError, naming a number that would do, where the number that the probes ask for is impossible.
         """
@@ -53,7 +56,7 @@ class Requirements:
         # The last step of an epoch may be short, and where tokens are counted, steps differ in size.
         if number is not None and len(sizes) != shape.microbatches and number > len(sizes):
             number = None
-        return plan_folds(sizes, shape.responses_per_prompt, shape.num_ranks, number)
+        return plan_folds(sizes, shape.responses_per_prompt, shape.num_ranks, number, sizes_of_ranks)
 
     def num_vectors(self, num_folds: int) -> int:
         """Returns how many fp32 vectors of a process's entries a measured step holds on the device."""

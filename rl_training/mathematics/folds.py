@@ -57,30 +57,37 @@ class FoldGroup:
 
 
 def plan_folds(
-    sizes: Sequence[int], responses_per_prompt: int, num_ranks: int = 1, num_folds: int | None = None
+    sizes: Sequence[int],
+    responses_per_prompt: int,
+    num_ranks: int = 1,
+    num_folds: int | None = None,
+    sizes_of_ranks: Sequence[Sequence[int]] | None = None,
 ) -> list[FoldGroup]:
     """Returns the folds of a step, sets of whole prompts of all processes; as many groups and passes on each process.
 
-    sizes      sequences of each microbatch of this process, whose prompts lie one after another
-    num_folds  over all processes; None: at least ENOUGH, where that takes no pass beyond the loop's own
+    sizes           sequences of each microbatch of this process, whose prompts lie one after another
+    num_folds       over all processes; None: at least ENOUGH, where that takes no pass beyond the loop's own
+    sizes_of_ranks  `sizes` of every process; None where they are the same
 
-    A unit is the fewest microbatches in a row that end with a prompt. A fold is one or several units of all processes;
-    where there are too few units, one of each group of processes. Beyond that, microbatches are cut into slices of
-    whole prompts, each a pass of its own, where `num_folds` asks for it. ValueError, naming a number that would do,
-    where it asks for what is impossible.
+    A unit is the fewest microbatches in a row that end with a prompt, on every process. A fold is one or several units
+    of all processes; where there are too few units, one of each group of processes. Beyond that, microbatches are cut
+    into slices of whole prompts, each a pass of its own, where `num_folds` asks for it. ValueError, naming a number
+    that would do, where it asks for what is impossible.
 
     >>> [(group.folds, group.passes) for group in plan_folds([4, 4, 4, 4], responses_per_prompt=8)]
     [(range(0, 1), (range(0, 4), range(4, 8))), (range(1, 2), (range(8, 12), range(12, 16)))]
     """
-    ends = list(itertools.accumulate(sizes))
-    last_of_unit = [end % responses_per_prompt == 0 for end in ends]
+    of_ranks = sizes_of_ranks or [sizes]
+    ends = zip(*map(itertools.accumulate, of_ranks), strict=True)
+    last_of_unit = [all(end % responses_per_prompt == 0 for end in of_microbatch) for of_microbatch in ends]
     last_of_unit[-1] = True  # what a step's last prompt lacks is noticed when its sequences are known
     rows, units, begin = ranges_of(sizes), [], 0
     for number, is_last in enumerate(last_of_unit):
         if is_last:
             units.append(rows[begin : number + 1])
             begin = number + 1
-    parts, slices = _parts_and_slices(len(units), len(sizes), min(sizes) // responses_per_prompt, num_ranks, num_folds)
+    prompts = min(map(min, of_ranks)) // responses_per_prompt
+    parts, slices = _parts_and_slices(len(units), len(sizes), prompts, num_ranks, num_folds)
     if slices > 1:
         cut = [piece for microbatch in rows for piece in _slices(microbatch, slices, responses_per_prompt)]
         own = tuple(range(num_ranks))

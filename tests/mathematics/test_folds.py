@@ -38,9 +38,11 @@ G = 8
 LAYOUTS = {(8, 1): (1, 2), (4, 16): (8, 8), (16, 4): (4, 8), (2, 32): (8, 8), (64, 1): (1, 2)}
 
 
-def check_plan(sizes: list[int], num_ranks: int, num_folds: int | None, group_size: int = G) -> list[FoldGroup]:
+def check_plan(
+    sizes: list[int], num_ranks: int, num_folds: int | None, of_ranks: list[list[int]] | None = None
+) -> list[FoldGroup]:
     """Returns the plan of a process, in which every sequence is in one fold, and every fold has whole prompts."""
-    groups = plan_folds(sizes, group_size, num_ranks, num_folds)
+    groups = plan_folds(sizes, G, num_ranks, num_folds, of_ranks)
     folds = [fold for group in groups for fold in group.folds]
     assert folds == list(range(len(folds)))
     passes = [rows for group in groups for rows in group.passes]
@@ -49,7 +51,7 @@ def check_plan(sizes: list[int], num_ranks: int, num_folds: int | None, group_si
     assert all(any(set(rows) <= set(microbatch) for microbatch in microbatches) for rows in passes)
     for group in groups:
         assert sum(map(len, group.passes)) > 0
-        assert sum(map(len, group.passes)) % group_size == 0
+        assert sum(map(len, group.passes)) % G == 0
         assert len(group.fold_of_rank) == num_ranks
         assert set(group.fold_of_rank) == set(range(len(group.folds)))  # no fold without a process
     return groups
@@ -107,14 +109,24 @@ def test_folds_that_are_impossible_are_refused_with_a_number_that_is_not(
 
 
 @pytest.mark.parametrize("num_folds", [None, 2, 4, 8])
-def test_processes_with_unequal_microbatches_have_equal_passes_and_folds(num_folds: int | None) -> None:
-    """Two processes cut their 80 and 96 sequences into four microbatches each, of whole prompts and of half ones."""
-    plans = [check_plan(sizes, 2, num_folds) for sizes in ([8, 24, 40, 8], [16, 16, 32, 32])]
-    assert [(g.folds, g.fold_of_rank, len(g.passes)) for g in plans[0]] == [
-        (g.folds, g.fold_of_rank, len(g.passes)) for g in plans[1]
-    ]
-    ends = [group.passes[-1].stop for group in check_plan([8, 12, 12, 8, 24], 1, None)]
-    assert ends == [8, 32, 40, 64]  # the two halves of a prompt are in one fold
+def test_processes_with_unequal_microbatches_of_whole_prompts_have_equal_groups(num_folds: int | None) -> None:
+    of_ranks = [[8, 24, 40, 8], [16, 16, 32, 32]]
+    check_same_groups([check_plan(sizes, 2, num_folds, of_ranks) for sizes in of_ranks])
+
+
+def test_a_unit_ends_where_a_prompt_ends_on_every_process() -> None:
+    """Of the third process each microbatch does; of the others every second, and not the same."""
+    of_ranks = [[12, 12, 8, 8], [8, 12, 4, 8], [8, 8, 8, 8]]
+    plans = [check_plan(sizes, 3, None, of_ranks) for sizes in of_ranks]
+    check_same_groups(plans)
+    assert [group.passes[-1].stop for group in plans[1]] == [24, 32]
+    with pytest.raises(ValueError, match="use num_folds=6"):  # two units of three processes
+        plan_folds(of_ranks[2], G, 3, 12, of_ranks)
+
+
+def check_same_groups(plans: list[list[FoldGroup]]) -> None:
+    first, *others = ([(group.folds, group.fold_of_rank, len(group.passes)) for group in groups] for groups in plans)
+    assert all(other == first for other in others)
 
 
 # --- leaving one out --------------------------------------------------------------------------------------------------
