@@ -7,22 +7,39 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from rl_training.engine.batch import Batch, Rollout
 from rl_training.engine.capabilities import Capabilities
 from rl_training.engine.entropy_change import measure_entropy_change
+from rl_training.engine.fold_reduction import FoldReduction
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Need
-from rl_training.engine.step import Gradients, OptimizerView, Step
 from rl_training.engine.ranks import Ranks
-from rl_training.mathematics.folds import ranges_of
+from rl_training.engine.shards import Shard
+from rl_training.engine.step import Gradients, OptimizerView, Step
+from rl_training.engine.updates import EVERY_FOLD, fold_means, optimizer_pieces
+from rl_training.mathematics.folds import FoldGroup, ranges_of
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import Vector
+from rl_training.mathematics.sgd import SGDState
+from rl_training.mathematics.vectors import Layout, Vector
 
 ALONE = Ranks(1, lambda tensor: tensor)
+PLAIN_SGD = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)
+
+
+def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
+    """Returns the mean over all other folds, as steps without a fold are made of it, for each fold: (F, …), as folds.
+
+    sizes  (F,) fp64, n_k
+    """
+    rows = folds.flatten(1)
+    mean = sizes.to(rows) @ rows / sizes.sum()
+    (piece,) = optimizer_pieces(Layout({"all": mean}), {"all": mean}, {"all": PLAIN_SGD}, longest=len(mean))
+    return fold_means([mean], [rows], sizes).without(EVERY_FOLD, piece).view_as(folds)
 
 
 def step_of(
@@ -41,27 +58,42 @@ def step_of(
     memory: StepMemory | None = None,
     ranks: Ranks = ALONE,
 ) -> Step:
-    """Returns a step in as many microbatches of equal size, each of them a fold; with a memory, and its ΔH."""
+    """Returns a step in as many microbatches of equal size, each of them a fold of all ranks; with a memory, and its ΔH.
+
+    parameters, mean  as they are shaped; what a step keeps of them is flat
+    rows, sq_norms    of each fold
+    """
     size = rollout.num_sequences // microbatches
+    microbatch_rows = ranges_of([size] * microbatches)
     fold = rollout.prompt_index.new_tensor(range(microbatches)).repeat_interleave(size)
     batch = Batch(
         rollout=rollout,
         scores=scores,
         loss_weights=LossWeights(loss_weights, None),
-        microbatch_rows=ranges_of([size] * microbatches),
+        microbatch_rows=microbatch_rows,
         fold=fold,
+        num_folds=microbatches,
         responses_per_prompt=int((rollout.prompt_index == rollout.prompt_index[0]).sum()),
         rollout_number=0,
     )
+    shard = Shard(nn.ParameterDict(parameters), torch.optim.SGD(parameters.values()), None, alone=True)
+    layout = Layout(shard.weights())
     step = Step(
         number=number,
         batch=batch,
-        gradients=Gradients(parameters, mean, rows, microbatch_sq_norms=sq_norms),
+        gradients=Gradients(
+            shard.weights(),
+            {name: gradient.flatten() for name, gradient in mean.items()},
+            layout,
+            FoldReduction(shard, layout),
+            rows,
+            sq_norms=sq_norms,
+        ),
         optimizer=OptimizerView(states, math.inf),
         policy=policy,
         ranks=ranks,
-        num_folds=microbatches * ranks.count,
-        num_sequences=rollout.num_sequences * ranks.count,
+        folds=[FoldGroup(range(k, k + 1), (0,) * ranks.count, (own,)) for k, own in enumerate(microbatch_rows)],
+        fold_sizes=torch.full((microbatches,), float(size * ranks.count), dtype=torch.float64),
         capabilities=Capabilities(),
     )
     if memory is None:
