@@ -108,20 +108,18 @@ OWN = """
 import sys
 import numpy as np
 import torch
-from rl_training.interventions import LossWeights
+from rl_training.engine.loss_weights import LossWeights
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.task import Task
 
-def plain(loss, strength): return LossWeights(loss.weights.advantages)
-def random(loss, strength): return LossWeights(loss.plain.rewards * torch.rand(1))
+def plain(loss, strength): return loss.weights
+def random(loss, strength): return LossWeights(loss.weights.logps * torch.rand(1), None)
 def nothing(loss, strength): return None
 def text(loss, strength): return "psr"
 def array(loss, strength): return np.ones(3)
 def leaves(loss, strength): sys.exit(0)
 def raises(loss, strength): raise KeyError("x")
-def uphill(loss, strength): return LossWeights(lr_factor=-1.0)
-def unclipped(loss, strength): return LossWeights(max_grad_norm=-1.0)
-def nan(loss, strength): return float("nan")
+def nan(loss, strength): return LossWeights(loss.weights.logps * float("nan"), None)
 
 def rows(*prompts):
     from datasets import Dataset
@@ -142,19 +140,21 @@ def long_prompt(): return rows("1+" * 400 + "1=")
 """
 # By command line, what it has to say at its end, "" where all is well. $RUN is a run, $LORA one with
 # an adapter, $NEW a folder that is not there.
-MEASURED = "train $SMALL run_dir=$NEW probe=interventions probes.interventions.num_folds=2 probes.interventions.which="
+MEASURED = "train $SMALL run_dir=$NEW probe=interventions batch.sequences_per_step=32 probes.interventions.which="
 TRIES = {
     # one's own functions, in training and measured
-    **{f"train $SMALL run_dir=$NEW intervention=own.py:{name}": f"own.py:{name}" for name in (
-        "nothing", "text", "array", "leaves", "raises", "uphill", "unclipped", "nan", "no_such")},
-    **{f"{MEASURED}[own.py:{name}]": f"own.py:{name}" for name in ("nothing", "text", "array", "leaves", "raises")},
+    **{f"train $SMALL run_dir=$NEW intervention=own.py:{name}": f"intervention {name}" for name in (
+        "nothing", "text", "array", "leaves", "raises", "nan")},
+    **{f"{MEASURED}[own.py:{name}]": f"intervention {name}" for name in (
+        "nothing", "text", "array", "leaves", "raises")},
     "train $SMALL run_dir=$NEW intervention=own.py:plain": "plain is the name of another",
-    "train $SMALL run_dir=$NEW intervention=own:raises": "own:raises",
-    f"{MEASURED}[own:no_such]": "own:no_such",
+    "train $SMALL run_dir=$NEW intervention=own:raises": "intervention raises",
+    f"{MEASURED}[own:no_such]": "own has no function",
     # lists and strengths
     f"{MEASURED}[5]": "5 is no name", f"{MEASURED}[[bonus]]": "is no name", f"{MEASURED}{{bonus:0.1}}": "for a list",
     f"{MEASURED}[{{bonus:0.1}}]": "is no name", f"{MEASURED}bonus": "must be a list",
-    f"{MEASURED}[bonus:1e30]": "bonus:1e30", f"{MEASURED}[bonus:nan]": "the strength must",
+    "train $SMALL run_dir=$NEW trainer.max_steps=3 intervention=bonus:1e30": "bonus:1e30",
+    f"{MEASURED}[bonus:nan]": "the strength must",
     "train $SMALL run_dir=$NEW intervention=[psr,nsr]": "contradict each other",
     "train $SMALL run_dir=$NEW intervention=[lr:0.5,lr:0.5]": "twice",
     "train $SMALL run_dir=$NEW intervention=5": "intervention", "train $SMALL run_dir=$NEW probe={a:1}": "give a name",

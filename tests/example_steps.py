@@ -58,7 +58,7 @@ def step_of(
     memory: StepMemory | None = None,
     ranks: Ranks = ALONE,
 ) -> Step:
-    """Returns a step in as many microbatches of equal size, each of them a fold of all ranks; with a memory, and its ΔH.
+    """Returns a step in so many microbatches of equal size, each a fold of all ranks; with a memory, and its ΔH.
 
     parameters, mean  as they are shaped; what a step keeps of them is flat
     rows, sq_norms    of each fold

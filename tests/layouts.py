@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -162,7 +163,10 @@ def digest(trained: list[Any], optimizer: torch.optim.Optimizer) -> str:
 
 def worker(rank: int, folder: Path, cases: dict[str, dict[str, Any]]) -> None:
     """Trains all cases one after another, as one of the processes, and saves what each returned."""
+    torch.set_num_threads(1)
     dist.init_process_group("gloo")
     world = dist.get_world_size()
     for name, case in cases.items():
         torch.save(train(case, rank, world), folder / f"{name}_{world}_{rank}.pt")
+    dist.barrier()
+    os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it

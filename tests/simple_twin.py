@@ -61,12 +61,12 @@ class Recorder(Probe):
 
     def prepare(self, step: Any) -> None:
         self.number = step.number
-        states = [step.optimizer.states[name] for name in step.gradients.parameters]
+        states = [step.optimizer.states[name] for name in step.gradients.weights]
         self.steps.append(
             Snapshot(
                 step=step.number,
-                sizes={name: p.numel() for name, p in step.gradients.parameters.items()},
-                parameters=flat(step.gradients.parameters.values()),
+                sizes={name: p.numel() for name, p in step.gradients.weights.items()},
+                parameters=flat(step.gradients.weights.values()),
                 moments=Moments(
                     flat(s.exp_avg for s in states), flat(s.exp_avg_sq for s in states), int(states[0].step)
                 ),
@@ -79,7 +79,7 @@ class Recorder(Probe):
         )
 
     def after_step(self, step: Any) -> None:
-        self.steps[-1].update = flat(step.gradients.parameters.values()) - self.steps[-1].parameters
+        self.steps[-1].update = flat(step.gradients.weights.values()) - self.steps[-1].parameters
 
     def results(self) -> dict[str, Estimate]:
         return {"recorder/step": Estimate(float(self.number))}

@@ -17,10 +17,9 @@ from example_steps import step_of
 from torch import Tensor
 
 from rl_training.engine.batch import Rollout
-from rl_training.engine.step import EntropySettings
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.policy import Policy
-from rl_training.engine.step import Step
+from rl_training.engine.step import EntropySettings, Step
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores

@@ -34,7 +34,7 @@ from rl_training.engine.padding import PaddingCheck
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.requirements import Requirements, needs_of
 from rl_training.engine.step import Gradients, Step
-from rl_training.engine.step_check import StepCheck, why_distrusted, why_not_the_sum
+from rl_training.engine.step_check import StepGuard, predicting, why_not_the_sum
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.square_norms import adam_roots
@@ -42,6 +42,10 @@ from rl_training.mathematics.vectors import Layout
 
 logger = logging.getLogger(__name__)
 NO_BAR = "no error bar: it describes this step"
+IN_PARTS = (
+    "the gradient differs from that of the microbatches, since parameters got theirs in several parts: call backward "
+    "once for each microbatch, and use checkpointing with use_reentrant=False"
+)
 
 
 class StepDriver:
@@ -60,8 +64,7 @@ class StepDriver:
         self._rows: GradientRows | None = None  # these two while a training lasts
         self._memory: StepMemory | None = None
         self._memory_state: Mapping[str, Tensor] = {}
-        self._check: StepCheck | None = None  # these two between a step's gradients and its end
-        self._states_before: dict[str, Mapping[str, Tensor]] = {}
+        self._guard: StepGuard | None = None
 
     def start(self, loop: Loop) -> None:
         """Records which parameters are trained. Call it when training begins."""
@@ -88,6 +91,7 @@ class StepDriver:
             places = {name: (*loop.shard.cut(name, loop.shard.rank), loop.shard.numel(name)) for name in weights}
             self._memory = StepMemory(self._layout, self._requirements.entropy, offload, places)
             self._memory.load_state_dict(self._memory_state)
+            self._guard = StepGuard(loop.shard, self._layout, self._memory.history, loop.ranks.reduce)
 
     def refuse_impossible_folds(self, shape: Shape) -> None:
         """Raises ValueError, naming a number that would do, where the steps of a training cannot have these folds."""
@@ -107,6 +111,8 @@ class StepDriver:
         sizes = self._loop.shape.sizes if sizes is None else sizes
         folds = self._requirements.folds(self._loop.shape, sizes)
         optimizer = view_optimizer(self._loop.shard)
+        if self._guard is not None:
+            self._guard.notice_edits()
         if self._rows is not None:
             metric = Need.SQ_NORMS in needs_of(probes)
             self._rows.start_step(folds, adam_roots(self._layout, optimizer.states) if metric else None)
@@ -143,7 +149,8 @@ class StepDriver:
         self.disarm()
         if step.probes:
             step.view = self._with_entropy_change(self._view(step, rollout_number), step.probes)
-            self._begin_check(step, step.view)
+            if self._guard is not None:
+                self._guard.ready(step.view, step.probes)
             for probe in step.probes:
                 with self._clock.timed(probe.name):
                     probe.prepare(step.view)
@@ -165,25 +172,8 @@ class StepDriver:
         for probe in step.probes:
             with self._clock.timed(probe.name):
                 probe.after_step(step.view)
-        self._end_check(step)
-
-    def _begin_check(self, step: OpenStep, view: Step) -> None:
-        self._check, self._states_before = None, {}
-        if view.first_order is not None and view.first_order.update is not None:
-            self._check = StepCheck(self._layout, view.gradients.weights, view.first_order.update)
-            self._states_before = {probe.name: probe.state_dict() for probe in _predicting(step.probes)}
-
-    def _end_check(self, step: OpenStep) -> None:
-        """Discards the predictions of a step that was not the formula's. A collective."""
-        if self._check is None or self._memory is None:
-            return
-        step.formula_error = self._check.error(self._loop.shard.weights(), self._loop.ranks.reduce)
-        reason = why_distrusted(step.formula_error)
-        if reason:
-            self._memory.history.forget(reason)
-            for probe in _predicting(step.probes):
-                probe.load_state_dict(self._states_before[probe.name])
-                probe.discard(reason)
+        if self._guard is not None:
+            step.formula_error = self._guard.stepped()
 
     def abandon(self) -> None:
         """Discards the step that has begun; called instead of `gradients_ready` when the loop skips the step."""
@@ -201,7 +191,7 @@ class StepDriver:
             with self._clock.timed(probe.name):
                 answers[probe.name] = probe.checked_results(step.number)
         if step.formula_error is not None:
-            first = _predicting(step.probes)[0].name
+            first = predicting(step.probes)[0].name
             answers[first]["step/formula_error"] = Estimate(step.formula_error, reason=NO_BAR)
         return answers
 
@@ -225,7 +215,7 @@ class StepDriver:
         self._memory_state, self._memory = self.state_dict(), None
         if self._rows is not None:
             self._rows.release()
-        self.open_step = self._rows = None
+        self.open_step = self._rows = self._guard = None
 
     def state_dict(self) -> dict[str, Tensor]:
         """Returns what a resumed run needs beside the probes' own states: the last update, and errors."""
@@ -277,15 +267,17 @@ class StepDriver:
         with self._clock.timed(asking[0].name):
             if len(view.folds) > len(view.batch.microbatch_rows):
                 self._rows.fill_slices(view)
+            late = torch.tensor(float(self._rows.num_late), dtype=torch.float64, device=self._layout.device)
+            if float(view.ranks.reduce(late)) > 0.0:
+                return dataclasses.replace(view, gradients=dataclasses.replace(view.gradients, why_no_rows=IN_PARTS))
             self._rows.finish(view.fold_sizes, view.ranks.count)
             sq_norms = None if self._rows.sq_norms is None else view.ranks.reduce(self._rows.sq_norms)
-        gradients = dataclasses.replace(view.gradients, rows=self._rows.rows, sq_norms=sq_norms)
-        if gradients.rows is not None:
-            mean = self._layout.vector(gradients.mean.values())
-            rounded = any(leaf.dtype.itemsize < 4 for leaf in self._loop.shard.leaves().values())
-            why_not = why_not_the_sum(mean, gradients.rows, view.fold_sizes, view.ranks.reduce, rounded)
-            gradients = dataclasses.replace(gradients, why_no_rows=why_not)
-        return dataclasses.replace(view, gradients=gradients)
+            if sq_norms is not None and view.optimizer.states is not None:  # nothing in any metric, cold or warm
+                sq_norms[:, [not state.moves for state in view.optimizer.states.values()], 1] = 0.0
+            gradients = dataclasses.replace(view.gradients, rows=self._rows.rows, sq_norms=sq_norms)
+            view = dataclasses.replace(view, gradients=gradients)
+            why_not = why_not_the_sum(view, any(leaf.dtype.itemsize < 4 for leaf in self._loop.shard.leaves().values()))
+        return dataclasses.replace(view, gradients=dataclasses.replace(gradients, why_no_rows=why_not))
 
     def _with_entropy_change(self, view: Step, probes: Sequence[Probe]) -> Step:
         """Returns what these probes see of a step, with the change of entropy if one needs it. A collective."""
@@ -300,8 +292,3 @@ class StepDriver:
         """Removes the hooks before the next call: the loop's backward is over."""
         if self._rows is not None:
             self._rows.disarm()
-
-
-def _predicting(probes: Sequence[Probe]) -> list[Probe]:
-    """Returns those that multiply something with the optimizer's step."""
-    return [probe for probe in probes if Need.ENTROPY_GRADIENT in probe.needs]

@@ -53,6 +53,7 @@ MIN_ESS = 0.5  # share of the sequences below which importance weights are worth
 NO_SAMPLING_LOGPS = (
     "this step is off-policy, and its rollout has no sampling log-probabilities: there are no importance ratios"
 )
+NO_TOKENS = "no response of this step has a token of the policy"
 ONE_FOLD = "there is only one fold, so none can be left out: use smaller microbatches, or a larger num_folds"
 
 
@@ -66,9 +67,11 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
     why_none = _why_no_entropy_gradient(step, ratios)
     if why_none or ratios is None:
         return EntropyChange(settings, layout, labels, why_none)
-    update, steps = _updates(step, layout)
     levels = levels_of_folds(step, ratios)
     _, entropy, length = levels.sum(dim=0).tolist()
+    if not length:
+        return EntropyChange(settings, layout, labels, NO_TOKENS)
+    update, steps = _updates(step, layout)
     sizes = step.fold_sizes
     products, rows = None, None
     if Need.ENTROPY_CHANGE in needs:

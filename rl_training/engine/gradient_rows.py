@@ -54,6 +54,7 @@ class GradientRows:
         roots  √P of Adam's metric, nan where it is not one; for square norms alone
         """
         self.release()
+        self._reduction.late = 0
         self._groups, self._roots = groups, roots
         num_folds = groups[-1].folds.stop
         if self._keep_rows:
@@ -121,6 +122,11 @@ class GradientRows:
         """Frees the rows."""
         self._reduction.forget()
         self.rows = self.sq_norms = self._passing = self._roots = self._group = None
+
+    @property
+    def num_late(self) -> int:
+        """Gradients of this step that came in several parts, of which only the first were caught."""
+        return self._reduction.late
 
     @property
     def num_bytes(self) -> int:

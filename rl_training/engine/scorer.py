@@ -224,9 +224,8 @@ class Scorer:
             x, head.weight, head.bias, targets, self._logit_map, self._dtype_of_product(x, head), self._chunk
         )
         mask = batch.mask.bool()
-        logps, entropies = (
-            torch.zeros_like(mask, dtype=value.dtype).masked_scatter(mask, value.to(mask.device)) for value in values
-        )
+        empty = [torch.zeros_like(mask, dtype=value.dtype) for value in values]
+        logps, entropies = (t.masked_scatter(mask, v.to(mask.device)) for t, v in zip(empty, values, strict=True))
         return logps, entropies
 
     def _by_called_head(self, head: Any, hidden: Tensor, batch: _Batch) -> tuple[Tensor, Tensor]:

@@ -7,26 +7,37 @@ listed anywhere: what happens is held against what was calculated, and a step th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.vectors import Layout, Vector, dot
+from rl_training.engine.probe import Need, Probe
+from rl_training.engine.shards import Shard
+from rl_training.engine.step import Step
+from rl_training.engine.updates import UpdateHistory
+from rl_training.mathematics.vectors import Layout, dot
 
 SAMPLED = 2**20  # entries of the step that are compared, at most
 LIMIT = 1e-3  # of the norm of what was calculated
 LIMIT_ROUNDED = 0.05  # where gradients are summed in half precision
+NOT_THE_FORMULA = (
+    "the step was not the optimizer's formula: the weights' change differs from it by {error:.2g} of its norm "
+    "(step/formula_error); clip as max_grad_norm says, and step once, with this optimizer and learning rate"
+)
+EDITED = "weights were changed after it by something else than the optimizer"
 ROUNDING = 1e-5  # of the norms of the folds' gradients, whose sum may nearly cancel
 
 
-def why_not_the_sum(
-    mean: Vector, rows: Vector, sizes: Tensor, reduce: Callable[[Tensor], Tensor], rounded: bool
-) -> str:
-    """Returns why the step's gradient is not the mean of its folds' gradients, "" if it is. A collective.
+def why_not_the_sum(step: Step, rounded: bool) -> str:
+    """Returns why the step's gradient is not the mean of its folds' gradients, "" if it is or rows are not kept.
 
-    mean, rows, sizes  as of FoldMeans            rounded  the loop sums gradients in half precision
+    rounded  the loop sums gradients in half precision. A collective.
     """
+    rows, sizes, reduce = step.gradients.rows, step.fold_sizes, step.ranks.reduce
+    if rows is None:
+        return ""
+    mean = step.gradients.layout.vector(step.gradients.mean.values())
     shares = sizes / sizes.sum()
     difference = [one - (shares.to(part) @ part).to(one) for one, part in zip(mean, rows, strict=True)]
     squares = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64).square() for part in rows]
@@ -43,37 +54,70 @@ def why_not_the_sum(
     )
 
 
-class StepCheck:
-    """Holds the change of some entries of each parameter against the optimizer's formula."""
+def sampled(layout: Layout, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Returns some entries of each parameter, at most SAMPLED in all: copies in fp64."""
+    stride = max(1, math.ceil(layout.num_entries / SAMPLED))
+    return {name: values[::stride].to(torch.float64, copy=True) for name, values in entries.items()}
 
-    def __init__(self, layout: Layout, weights: Mapping[str, Tensor], update: Vector) -> None:
-        stride = max(1, math.ceil(layout.num_entries / SAMPLED))
-        self._stride = stride
-        self._before = {name: weight[::stride].to(torch.float64, copy=True) for name, weight in weights.items()}
-        self._formula = {name: part[::stride].double() for name, part in layout.by_name(update).items()}
 
-    def error(self, weights: Mapping[str, Tensor], reduce: Callable[[Tensor], Tensor]) -> float:
-        """Returns |what happened − formula| / |formula| of these entries, beyond the rounding of weights. A collective.
+class StepGuard:
+    """Holds what each step does against the optimizer's formula, and discards the predictions of one that differs."""
 
-        inf where something happened although the formula says nothing would
-        """
-        sums = torch.zeros(2, dtype=torch.float64, device=next(iter(self._before.values())).device)
+    def __init__(
+        self, shard: Shard, layout: Layout, history: UpdateHistory, reduce: Callable[[Tensor], Tensor]
+    ) -> None:
+        self._shard, self._layout, self._history, self._reduce = shard, layout, history, reduce
+        self._probes: list[Probe] = []  # of the step that is checked
+        self._states: list[Mapping[str, Tensor]] = []  # theirs before it
+        self._before: dict[str, Tensor] = {}  # some weights before the step, and what the formula adds to them
+        self._formula: dict[str, Tensor] = {}
+        self._after: dict[str, Tensor] = {}  # and after it
+
+    def notice_edits(self) -> None:
+        """Forgets the step before where weights are no longer those that it ended with. A collective."""
+        if self._after:
+            now = sampled(self._layout, self._shard.weights())
+            changed = [(now[name] != values).any() for name, values in self._after.items()]
+            if float(self._reduce(torch.stack(changed).any().double())) > 0.0:
+                self._history.forget(EDITED)
+        self._after = {}
+
+    def ready(self, step: Step, probes: Sequence[Probe]) -> None:
+        """Keeps what it takes to check the step that follows."""
+        self._probes = predicting(probes) if step.first_order is not None and step.first_order.update else []
+        if self._probes and step.first_order is not None and step.first_order.update is not None:
+            self._states = [probe.state_dict() for probe in self._probes]
+            self._before = sampled(self._layout, step.gradients.weights)
+            self._formula = sampled(self._layout, self._layout.by_name(step.first_order.update))
+
+    def stepped(self) -> float | None:
+        """Returns |what happened − formula| / |formula|, None where there was no formula. A collective."""
+        if not self._probes:
+            return None
+        weights = self._shard.weights()
+        self._after = sampled(self._layout, weights)
+        error = self._error({name: torch.finfo(weight.dtype).eps for name, weight in weights.items()})
+        if error > LIMIT:
+            reason = NOT_THE_FORMULA.format(error=error)
+            self._history.forget(reason)
+            for probe, state in zip(self._probes, self._states, strict=True):
+                probe.load_state_dict(state)
+                probe.discard(reason)
+        return error
+
+    def _error(self, precision: Mapping[str, float]) -> float:
+        """Returns the error beyond the rounding of weights; inf where the formula says that nothing happens."""
+        sums = torch.zeros(2, dtype=torch.float64, device=self._layout.device)
         for name, formula in self._formula.items():
-            after = weights[name][:: self._stride]
-            rounding = torch.finfo(after.dtype).eps * self._before[name].abs()
-            off = (after.double() - self._before[name] - formula).abs().sub_(rounding).clamp_(min=0.0)
+            rounding = precision[name] * self._before[name].abs()
+            off = (self._after[name] - self._before[name] - formula).abs().sub_(rounding).clamp_(min=0.0)
             sums += torch.stack([off.square().sum(), formula.square().sum()])
-        off_square, square = reduce(sums).tolist()
+        off_square, square = self._reduce(sums).tolist()
         if square == 0.0:
             return 0.0 if off_square == 0.0 else math.inf
         return math.sqrt(off_square / square)
 
 
-def why_distrusted(error: float) -> str:
-    """Returns why a step with this error has no predictions, "" if it has."""
-    if error <= LIMIT:
-        return ""
-    return (
-        f"the step was not the optimizer's formula: the weights' change differs from it by {error:.2g} of its norm "
-        "(step/formula_error); clip as max_grad_norm says, and step once, with this optimizer and learning rate"
-    )
+def predicting(probes: Sequence[Probe]) -> list[Probe]:
+    """Returns those that multiply something with the optimizer's step."""
+    return [probe for probe in probes if Need.ENTROPY_GRADIENT in probe.needs]

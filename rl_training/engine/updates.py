@@ -289,7 +289,9 @@ class UpdateHistory:
                 own[low - first : high - first] = shard[low - start : high - start]
                 missing -= high - low
         if missing:
-            raise ValueError(f"the update in the checkpoint lacks {missing} entries of {name}: a process's file is missing")
+            raise ValueError(
+                f"the update in the checkpoint lacks {missing} entries of {name}: a process's file is missing"
+            )
         return own
 
 
@@ -301,8 +303,7 @@ def _shards_in(state: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[st
         if len(flat) != stops[-1]:
             return {}
         return {
-            name: [(0, size, flat[stop - size : stop])]
-            for (name, size), stop in zip(sizes.items(), stops, strict=True)
+            name: [(0, size, flat[stop - size : stop])] for (name, size), stop in zip(sizes.items(), stops, strict=True)
         }
     shards: dict[str, list[tuple[int, int, Tensor]]] = {}
     for key, shard in state.items():

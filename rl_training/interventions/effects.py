@@ -12,7 +12,7 @@ from rl_training.engine.step import Step
 from rl_training.engine.step_by_folds import StepByFolds
 from rl_training.engine.updates import FoldMeans
 from rl_training.interventions.bases import groups_of
-from rl_training.interventions.loss import LossInputs, over_the_others
+from rl_training.interventions.loss import LossInputs
 from rl_training.interventions.named import Intervention
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.running_pairs import Pair
@@ -29,25 +29,38 @@ class Effects:
     has_reward: bool  # else every Δreward is nan
 
 
-def effects_of(step: Step, loss: Sequence[LossInputs], which: Sequence[Intervention]) -> Effects:
-    """Returns the effects of interventions, each available with this loss, at a step. A collective."""
-    batch, reduce, folds = step.batch, step.ranks.reduce, StepByFolds(step)
-    steps, reward = folds.steps, _reward_gradient(step, folds.steps.gradient)
-    directions = [Direction(folds.rows), *([] if reward is None else [reward])]
+def effects_of(
+    step: Step, loss: Sequence[LossInputs], reward: LossWeights | None, which: Sequence[Intervention]
+) -> Effects:
+    """Returns the effects of interventions, each available with this loss, at a step. A collective.
+
+    reward  whose gradient is J, where the step's own gradient is not; None: unknown
+    """
+    kept = {each.name: kept_factor(each, step.optimizer.states or {}) for each in which}
+    weights = {each.name: [each.weights(part) for part in loss] for each in which if each.function is not None}
+    settings = {each.name: Change(0.0, 0.0, each.lr_factor, each.max_grad_norm) for each in which if not each.function}
+    batch, reduce, count = step.batch, step.ranks.reduce, step.num_sequences
+    without_basis, *groups = groups_of(weights, batch.loss_weights, batch.microbatch_rows, reduce)
+    folds = StepByFolds(step)
+    directions, gradient = [Direction(folds.rows)], folds.steps.gradient
+    if not step.capabilities.not_dr_grpo and batch.loss_settings is not None:
+        group = batch.responses_per_prompt  # the step's own gradient, without a response's reward in its group's mean
+        factor = -batch.loss_settings.max_length * group / (group - 1)
+        directions.append(Direction(gradient.rows, [count * part for part in gradient.mean], factor))
+    elif reward is not None:
+        ((_, basis),) = bases_of(step, [reward])
+        directions.append(Direction(basis.rows, [count * part for part in basis.mean]))
     pairs: dict[str, Pair] = {}
 
     def measure(changes: Mapping[str, Change | None], basis: FoldMeans | None = None) -> None:
-        products = ChangedSteps(steps, reduce, basis).products(list(changes.values()), directions)
+        products = ChangedSteps(folds.steps, reduce, basis).products(list(changes.values()), directions)
         pairs.update((name, folds.pair(*product)) for name, product in zip(changes, products, strict=True))
 
-    weights = {each.name: [each.weights(part) for part in loss] for each in which if each.function is not None}
-    settings = {each.name: Change(0.0, 0.0, each.lr_factor, each.max_grad_norm) for each in which if not each.function}
-    without_basis, *groups = groups_of(weights, batch.loss_weights, batch.microbatch_rows, reduce)
     measure({"": None} | settings | without_basis.changes)
-    for number, basis in bases_of(step, [group.basis for group in groups if group.basis is not None]):
+    bases = [group.basis for group in groups if group.basis is not None]
+    for number, basis in bases_of(step, bases):
         measure(groups[number].changes, basis)
-    kept = {each.name: kept_factor(each, step.optimizer.states or {}) for each in which}
-    return Effects(pairs.pop(""), pairs, kept, reward is not None)
+    return Effects(pairs.pop(""), pairs, kept, len(directions) == 2)
 
 
 def kept_factor(intervention: Intervention, states: Mapping[str, AdamWState | SGDState]) -> float:
@@ -67,22 +80,3 @@ def kept_factor(intervention: Intervention, states: Mapping[str, AdamWState | SG
             factor = 1.0 / (1.0 - state.momentum)
         factors |= {factor} if state.moves else set()
     return factors.pop() if len(factors) == 1 else math.nan
-
-
-def _reward_gradient(step: Step, gradient: FoldMeans) -> Direction | None:
-    """Returns J of each fold, with its sum: the step's own gradient, or of another loss one of its own. A collective.
-
-    None where the rewards are not known.
-    """
-    batch, group = step.batch, step.batch.responses_per_prompt
-    without_own = group / (group - 1)  # a group's mean holds the response's own reward
-    if not step.capabilities.not_dr_grpo and batch.loss_settings is not None:
-        factor = -batch.loss_settings.max_length * without_own
-        return Direction(gradient.rows, [step.num_sequences * part for part in gradient.mean], factor)
-    rewards, mask = batch.rollout.rewards, batch.scores.mask
-    if rewards is None:
-        return None
-    advantages = over_the_others(rewards, batch.rollout.prompt_index)
-    weights = (advantages.unsqueeze(1) * mask * (without_own / len(mask))).to(batch.scores.logps)
-    ((_, basis),) = bases_of(step, [LossWeights(weights, None)])
-    return Direction(basis.rows, [step.num_sequences * part for part in basis.mean])

@@ -127,6 +127,18 @@ def silent_share(advantages: Tensor, prompt_index: Tensor, reduce: Callable[[Ten
     return silent / count
 
 
+def reward_weights(batch: Batch) -> LossWeights | None:
+    """Returns the weights whose gradient is that of the mean reward, J, from the rewards; None where they are unknown.
+
+    A response's own reward is in its group's mean, which takes the factor G / (G − 1).
+    """
+    rewards, mask, group = batch.rollout.rewards, batch.scores.mask, batch.responses_per_prompt
+    if rewards is None:
+        return None
+    advantages = over_the_others(rewards, batch.rollout.prompt_index).unsqueeze(1)
+    return LossWeights((advantages * mask * (group / (group - 1) / len(mask))).to(batch.scores.logps), None)
+
+
 def over_the_others(rewards: Tensor, prompt_index: Tensor) -> Tensor:
     """Returns each reward less the mean of its prompt's, (b,).
 

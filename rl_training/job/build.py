@@ -134,6 +134,7 @@ def _make_trainer(
     _check_sharding(trainer)
     _check_precision(trainer)
     _check_number_of_prompts(trainer)
+    _check_longest_prompt(trainer)
     for callback in (ProgressCallback, PrinterCallback):  # they print every log line in full
         trainer.remove_callback(callback)
     return trainer, task
@@ -188,6 +189,20 @@ def _check_number_of_prompts(trainer: DrGRPOTrainer) -> None:
             f"the training set has {available} prompts, and a rollout needs {needed} (batch.sequences_per_step="
             f"{trainer.args.generation_batch_size} / trainer.num_generations={trainer.num_generations}): use "
             f"batch.sequences_per_step={max(available, 1) * trainer.num_generations} or less, or more data"
+        )
+
+
+def _check_longest_prompt(trainer: DrGRPOTrainer) -> None:
+    """Raises ValueError when a prompt and its response do not fit into the model's positions: it would train on."""
+    positions = getattr(trainer.model.config, "max_position_embeddings", None)
+    prompts = [row for row in trainer.train_dataset["prompt"] if isinstance(row, str)]  # a chat needs its template
+    if positions is None or not prompts:
+        return
+    length = len(trainer.processing_class(max(prompts, key=len)).input_ids) + trainer.args.max_completion_length
+    if length > positions:
+        raise ValueError(
+            f"the longest prompt and trainer.max_completion_length={trainer.args.max_completion_length} need {length} "
+            f"tokens, and the model has {positions} positions: leave out long prompts, or lower the length of responses"
         )
 
 

@@ -35,6 +35,7 @@ from rl_training.records.evaluated import TABLE_FILE, EvaluatedMetric, consolida
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report import write_report
+from rl_training.records.report.words import in_words
 
 # Columns of the table in the terminal, by metric.
 COLUMNS = {
@@ -230,17 +231,12 @@ def print_table(folder: Path, rows: Sequence[EvaluatedMetric], problems: Sequenc
     shown = [row for row in rows if row.metric in titles and math.isfinite(row.value)]
     if shown:
         prompts = max(row.num_prompts for row in shown)
-        cells = pd.DataFrame({"step": row.step, "title": titles[row.metric], "cell": _cell(row)} for row in shown)
+        cells = pd.DataFrame(
+            {"step": row.step, "title": titles[row.metric], "cell": in_words(row.estimate())} for row in shown
+        )
         table = cells.pivot(index="step", columns="title", values="cell").fillna("–").reset_index()
-        print(f"{folder.name}: mean ± half of the 95 % interval, over {prompts:.0f} prompts")
+        print(f"{folder.name}: mean ± half of the 95 % interval, or the interval itself, over {prompts:.0f} prompts")
         print(table[["step", *(title for title in titles.values() if title in table)]].to_string(index=False))
         print(f"All numbers: {folder / TABLE_FILE}")
     for problem in problems:
         print(problem)
-
-
-def _cell(row: EvaluatedMetric) -> str:
-    decimals = 1 if abs(row.value) >= 10 else 3
-    low, high = row.estimate().ends()
-    reach = max(row.value - low, high - row.value)
-    return f"{row.value:.{decimals}f}" + (f"±{reach:.{decimals}f}" if reach > 0 else "")

@@ -199,7 +199,7 @@ def branched(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
         raise ValueError(f"run_dir={settings.run_dir} lies among the checkpoints of another run: choose another folder")
     settings.branch = str(checkpoint)
     for node in (settings.buffer, *settings.probes.values()):  # resolved in config.yaml: ${seed} where it is the run's
-        if node.get("seed") == started.seed:
+        if isinstance(node, DictConfig) and node.get("seed") == started.seed:
             node.seed = settings.seed
     for name in SAME_AS:
         settings.trainer[name] = value_of(settings, name)

@@ -37,17 +37,6 @@ def shares_of_others(fold_sizes: Tensor, total_size: float | None = None) -> tup
     return total / others, -fold_sizes / others
 
 
-def leave_fold_out(mean: Tensor, folds: Tensor, fold_sizes: Tensor) -> Tensor:
-    """Returns g_(−k) = (N g − n_k g_k) / (N − n_k) for each fold k, shaped like `folds`.
-
-    mean        g: the mean over all folds
-    folds       (F, *g.shape), g_k: the mean over fold k
-    fold_sizes  (F,), n_k
-    """
-    of_mean, of_fold = (share.to(folds).view(-1, *(1 for _ in mean.shape)) for share in shares_of_others(fold_sizes))
-    return torch.addcmul(folds * of_fold, of_mean, mean)
-
-
 def ranges_of(sizes: Sequence[int]) -> tuple[range, ...]:
     """Returns the rows of parts that lie one after another.
 

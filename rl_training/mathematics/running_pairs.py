@@ -64,6 +64,11 @@ class Pair:
         variance = float(self.covariance[number, number])
         return Estimate(float(self.values[number]), math.sqrt(max(variance, 0.0)), int(self.degrees) + 1, remark)
 
+    def both(self, why_no_second: str, remark: str = "") -> tuple[Estimate, Estimate]:
+        """Returns both with their errors, the second missing for this reason, if there is one."""
+        second = Estimate.missing(why_no_second) if why_no_second else self.estimate(1, remark)
+        return self.estimate(0, remark), second
+
     def minus_ratio(self, lost: str) -> Estimate:
         """Returns −second/first with Fieller's interval, missing for this reason where the first may be 0.
 

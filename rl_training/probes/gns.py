@@ -71,7 +71,7 @@ class GradientNoiseScaleProbe(Probe):
 
     def prepare(self, step: Step) -> None:
         blocks, group = step.num_folds, step.batch.responses_per_prompt
-        reason = step.capabilities.mixed_prompts or step.capabilities.reused or (ONE_BLOCK if blocks < 2 else "")
+        reason = step.gradients.why_no_rows or step.capabilities.reused or (ONE_BLOCK if blocks < 2 else "")
         if reason:
             self._answers = dict.fromkeys(NAMES + SPLIT * bool(self.split_prompts), Estimate.missing(reason))
             return

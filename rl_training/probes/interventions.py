@@ -28,7 +28,7 @@ from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
 from rl_training.engine.step_by_folds import why_no_folds
 from rl_training.interventions.effects import Effects, effects_of
-from rl_training.interventions.loss import loss_inputs
+from rl_training.interventions.loss import loss_inputs, reward_weights
 from rl_training.interventions.named import PLAIN, RATIOS_ARE_ONE, Intervention, interventions_of
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.running_pairs import Pair, RunningPair, RunningPairs
@@ -88,11 +88,11 @@ class InterventionsProbe(Probe):
             return
         with_reference = any("reference" in each.needs for each in self.which)
         reference = step.policy.reference_logps(step.batch.rollout) if with_reference else None
-        loss = loss_inputs(step.batch, step.ranks.reduce, reference)
+        reward, loss = reward_weights(step.batch), loss_inputs(step.batch, step.ranks.reduce, reference)
         unavailable = {each.name: each.why_unavailable(loss[0]) for each in self.which}
-        effects = effects_of(step, loss, [each for each in self.which if not unavailable[each.name]])
+        effects = effects_of(step, loss, reward, [each for each in self.which if not unavailable[each.name]])
         plain = effects.plain, self.running[PLAIN].add(effects.plain)
-        answers = [estimate for pair in plain for estimate in _both(pair, effects.has_reward)]
+        answers = [estimate for pair in plain for estimate in pair.both("" if effects.has_reward else NO_REWARD)]
         for each in self.which:
             if unavailable[each.name]:
                 answers += [Estimate.missing(unavailable[each.name])] * len(QUANTITIES)
@@ -112,15 +112,16 @@ class InterventionsProbe(Probe):
 
         first  a remark where this is Adam's first step
         """
-        pair, has_reward, running = effects.by_name[each.name], effects.has_reward, self.running[each.name]
+        pair, running = effects.by_name[each.name], self.running[each.name]
+        has_reward, why_no_reward = effects.has_reward, "" if effects.has_reward else NO_REWARD
         kept = pair.times(effects.kept[each.name])
         is_small = abs(float(pair.values[0])) < SMALLEST
         remarks = [RATIOS_ARE_ONE] if each.nothing_on_policy else [each.remark, first, TOO_SMALL if is_small else ""]
-        delta, reward = _both(pair, has_reward, "; ".join(filter(None, remarks)))
+        delta, reward = pair.both(why_no_reward, "; ".join(filter(None, remarks)))
         mean, mean_kept = running.add(pair), self.running[each.name + KEPT].add(kept)
         unknown = OTHER_BETAS if math.isnan(effects.kept[each.name]) else ""
-        mean_delta, mean_reward = _both(mean, has_reward)
-        price, mean_price = (p.minus_ratio(LOST) if has_reward else Estimate.missing(NO_REWARD) for p in (pair, mean))
+        mean_delta, mean_reward = mean.both(why_no_reward)
+        price, mean_price = (p.minus_ratio(LOST) if has_reward else reward for p in (pair, mean))
         return [
             delta,
             kept.estimate(0, unknown or delta.reason),
@@ -151,7 +152,3 @@ def kept_halving(intervention: Intervention, mean_kept: Pair, plain: Pair) -> Es
     if not intervention.low < strength <= intervention.high:
         return Estimate.missing(NEVER_HALF)
     return Estimate(strength, reason=NO_BAR)
-
-
-def _both(pair: Pair, has_reward: bool, remark: str = "") -> tuple[Estimate, Estimate]:
-    return pair.estimate(0, remark), pair.estimate(1, remark) if has_reward else Estimate.missing(NO_REWARD)

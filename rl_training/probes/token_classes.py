@@ -25,6 +25,7 @@ from torch import Tensor
 
 from rl_training.engine.batch import Batch
 from rl_training.engine.changed_steps import Direction, GradientParts, bases_of
+from rl_training.engine.entropy_change import NO_TOKENS
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.step import Step
@@ -82,8 +83,8 @@ class TokenClassesProbe(Probe):
                     running = self.running[f"{kind}/{name}"]
                     once, mean_pair = pairs[kind, number].estimate(0), running.add(pairs[kind, number])
                     mean = replace(mean_pair.estimate(0), detail={"measured_steps": running.steps})
-                share = Estimate.missing(NO_TEXT)
-                if kind in kinds:
+                share = Estimate.missing(NO_TEXT if kind not in kinds else NO_TOKENS)
+                if kind in kinds and sums[kind][0].any():
                     share = Estimate(float(sums[kind][0, number] / sums[kind][0].sum()))
                 estimates = {"delta_h": once, "mean_delta_h": mean, "share_of_tokens": share}
                 self._answers |= {f"tokens/{kind}/{name}/{quantity}": e for quantity, e in estimates.items()}

@@ -1,21 +1,29 @@
-"""Claims on gradients kept beside training: vectors lie in buckets, and rows are a microbatch's own mean gradient."""
+"""Claims on gradients kept beside training: vectors lie in buckets, and rows are a fold's own mean gradient."""
 
+import dataclasses
+import functools
+import itertools
 import os
-from datetime import timedelta
 from pathlib import Path
 
 import forks
 import pytest
 import torch
 import torch.distributed as dist
+from example_steps import step_of
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
+from rl_training.engine import fold_reduction
+from rl_training.engine.batch import Rollout
+from rl_training.engine.fold_reduction import FoldReduction, chunks_of
 from rl_training.engine.gradient_rows import GradientRows
-from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.policy import Policy
+from rl_training.engine.shards import Shard
 from rl_training.mathematics import vectors
+from rl_training.mathematics.folds import FoldGroup, ranges_of
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import CHUNK, Layout, add, dot, num_bytes, rows_dot
 
@@ -56,31 +64,47 @@ def microbatches(count: int, seed: int = 0) -> list[Tensor]:
 
 
 def own_gradient(model: TiedModel, tokens: Tensor) -> dict[str, Tensor]:
-    """Returns the gradient of the mean loss of one microbatch, which no tap has seen."""
+    """Returns the gradient of the mean loss of one microbatch, flat by parameter, which no hook has seen."""
     parameters = dict(model.named_parameters())
-    return dict(zip(parameters, torch.autograd.grad(model(tokens), list(parameters.values())), strict=True))
+    found = torch.autograd.grad(model(tokens), list(parameters.values()))
+    return {name: gradient.flatten() for name, gradient in zip(parameters, found, strict=True)}
+
+
+def shard_of(model: nn.Module, kind: type[Shard] = Shard) -> Shard:
+    return kind(model, torch.optim.SGD(model.parameters()), None)
 
 
 def rows_of(model: nn.Module, **options: bool) -> GradientRows:
-    parameters = dict(model.named_parameters())
-    return GradientRows(parameters, Layout(parameters), **options)
+    shard = shard_of(model)
+    layout = Layout(shard.weights())
+    return GradientRows(FoldReduction(shard, layout), layout, **options)
+
+
+def folds_of(*sizes: list[int]) -> list[FoldGroup]:
+    """Returns folds of microbatches of these sizes, of one process."""
+    passes = iter(ranges_of(list(itertools.chain(*sizes))))
+    return [FoldGroup(range(k, k + 1), (0,), tuple(next(passes) for _ in fold)) for k, fold in enumerate(sizes)]
 
 
 def kept(rows: GradientRows) -> dict[str, Tensor]:
-    """Returns what is kept, (K, *shape) by parameter."""
+    """Returns what is kept, (F, n) by parameter."""
     assert rows.rows is not None
-    shapes = {name: p.shape for name, p in rows._parameters.items()}
-    return {name: part.view(-1, *shapes[name]) for name, part in rows.layout.by_name(rows.rows).items()}
+    return rows.layout.by_name(rows.rows)
+
+
+def catch(rows: GradientRows, first_row: int, loss: Tensor) -> None:
+    rows.arm(first_row)
+    loss.backward()
+    rows.disarm()
 
 
 def train_step(model: nn.Module, rows: GradientRows, batches: list[Tensor]) -> None:
-    """What a trainer does: each microbatch's loss over their number, backwards, into `.grad`."""
-    rows.start_step(range(len(batches)), len(batches))
+    """What a trainer does: each microbatch's loss over their number, backwards, into `.grad`. Each is a fold."""
+    count = len(batches)
+    rows.start_step(folds_of(*[[3]] * count))
     for k, tokens in enumerate(batches):
-        loss = model(tokens) / len(batches)
-        rows.arm(k)
-        loss.backward()
-        rows.disarm()
+        catch(rows, 3 * k, model(tokens) / count)
+    rows.finish(torch.full((count,), 3.0, dtype=torch.float64), 1)
 
 
 @pytest.fixture
@@ -196,10 +220,8 @@ def test_a_layout_without_a_parameter_raises() -> None:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 2, 3, 4])
-def test_rows_are_the_mean_gradients_of_the_microbatches(
-    model: TiedModel, rows: GradientRows, num_microbatches: int
-) -> None:
+@pytest.mark.parametrize("num_microbatches", [1, 3, 4])
+def test_rows_are_the_mean_gradients_of_the_folds(model: TiedModel, rows: GradientRows, num_microbatches: int) -> None:
     """Bit for bit where K is a power of two, since then dividing the loss by K rounds nothing."""
     batches = microbatches(num_microbatches)
     train_step(model, rows, batches)
@@ -215,18 +237,24 @@ def test_rows_are_the_mean_gradients_of_the_microbatches(
 def test_mean_of_the_rows_is_the_gradient_that_the_optimizer_gets(model: TiedModel, rows: GradientRows) -> None:
     train_step(model, rows, microbatches(3))
     for name, p in model.named_parameters():
-        torch.testing.assert_close(kept(rows)[name].mean(dim=0), p.grad, rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(kept(rows)[name].mean(dim=0), p.grad.flatten(), rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_rows_are_the_same_under_gradient_checkpointing(reentrant: bool) -> None:
-    """The tied weight is used inside the checkpointed part and before it: its gradient may arrive in two pieces."""
-    model, batches = TiedModel(reentrant=reentrant), microbatches(4)
+def test_rows_are_the_same_under_gradient_checkpointing() -> None:
+    """The tied weight is used inside the checkpointed part and before it."""
+    model, batches = TiedModel(reentrant=False), microbatches(4)
     rows = rows_of(model)
     train_step(model, rows, batches)
     for k, tokens in enumerate(batches):
         for name, gradient in own_gradient(TiedModel(), tokens).items():
             torch.testing.assert_close(kept(rows)[name][k], gradient, rtol=1e-12, atol=1e-14)
+
+
+def test_a_gradient_in_several_parts_is_refused_with_the_setting_that_ends_it() -> None:
+    """Reentrant checkpointing delivers the part of the tied weight that lies inside of it on its own."""
+    model = TiedModel(reentrant=True)
+    with pytest.raises(RuntimeError, match=r"embed\.weight gets its gradient in several parts.* use_reentrant=False"):
+        train_step(model, rows_of(model), microbatches(1))
 
 
 def test_rows_of_a_bf16_model_are_fp32_and_not_rounded_on_the_way() -> None:
@@ -250,13 +278,11 @@ def test_each_step_begins_with_empty_rows_of_its_own_number(model: TiedModel, ro
 
 def test_backward_of_a_probe_between_microbatches_adds_nothing(model: TiedModel, rows: GradientRows) -> None:
     batches, parameters = microbatches(2), list(model.parameters())
-    rows.start_step(range(2), 2)
+    rows.start_step(folds_of([3], [3]))
     for k, tokens in enumerate(batches):
-        loss = model(tokens) / 2
+        loss = model(tokens)
         torch.autograd.grad(model(microbatches(1, seed=9)[0]), parameters)
-        rows.arm(k)
-        loss.backward()
-        rows.disarm()
+        catch(rows, 3 * k, loss)
         torch.autograd.grad(model(microbatches(1, seed=8)[0]), parameters)
     for k, tokens in enumerate(batches):
         for name, gradient in own_gradient(TiedModel(), tokens).items():
@@ -267,7 +293,7 @@ def test_rows_that_are_not_armed_keep_nothing(model: TiedModel, rows: GradientRo
     tokens = microbatches(1)[0]
     model(tokens).backward()
     assert rows.rows is None
-    rows.start_step(range(1), 1)
+    rows.start_step(folds_of([3]))
     model(tokens).backward()
     assert not any(part.any() for part in rows.rows)
 
@@ -282,9 +308,9 @@ def test_rows_change_no_gradient(model: TiedModel, rows: GradientRows) -> None:
 
 
 def test_disarmed_rows_leave_no_hook(model: TiedModel, rows: GradientRows) -> None:
-    rows.start_step(range(2), 2)
-    for k in range(2):
-        rows.arm(k)
+    rows.start_step(folds_of([3], [3]))
+    for first_row in (0, 3):
+        rows.arm(first_row)
         assert all(p._backward_hooks for p in model.parameters())
         rows.disarm()
         assert not any(p._backward_hooks or p._post_accumulate_grad_hooks for p in model.parameters())
@@ -293,53 +319,36 @@ def test_disarmed_rows_leave_no_hook(model: TiedModel, rows: GradientRows) -> No
     assert not any(part.any() for part in rows.rows)
 
 
-def test_microbatches_of_unlike_sizes_have_rows_and_norms_of_their_own_mean(model: TiedModel) -> None:
-    """Of 1, 2 and 3 sequences, the first two in one row: the loss of all six is a mean over them."""
-    rows, sizes = rows_of(model, keep_sq_norms=True), [1, 2, 3]
+@pytest.mark.parametrize("options", [{"offload": True}, {"keep_rows": False}, {"offload": False}], ids=str)
+def test_folds_of_unlike_sizes_have_rows_and_norms_of_their_own_mean(
+    model: TiedModel, options: dict[str, bool]
+) -> None:
+    """Of microbatches of 1, 2 and 3 sequences, the first two in one fold: the loss of all six is a mean over them."""
+    rows, sizes = rows_of(model, keep_sq_norms=True, **options), [1, 2, 3]
     batches = torch.cat(microbatches(2)).split(sizes)
-    rows.start_step([0, 0, 1], 2, sizes=sizes)
-    for k, tokens in enumerate(batches):
-        rows.arm(k)
-        (model(tokens) * len(tokens) / sum(sizes)).backward()
-        rows.disarm()
-    both = own_gradient(TiedModel(), torch.cat(batches[:2])), own_gradient(TiedModel(), batches[2])
-    norms = [own_gradient(TiedModel(), tokens) for tokens in batches]
+    rows.start_step(folds_of([1, 2], [3]))
+    for first_row, tokens in zip((0, 1, 3), batches, strict=True):
+        catch(rows, first_row, model(tokens) * len(tokens) / sum(sizes))
+    rows.finish(torch.tensor([3.0, 3.0], dtype=torch.float64), 1)
+    expected = own_gradient(TiedModel(), torch.cat(batches[:2])), own_gradient(TiedModel(), batches[2])
     assert rows.sq_norms is not None
-    for number, name in enumerate(both[0]):
-        torch.testing.assert_close(kept(rows)[name], torch.stack([own[name] for own in both]))
-        torch.testing.assert_close(
-            rows.sq_norms[:, number, 0], torch.stack([own[name].square().sum() for own in norms])
-        )
-
-
-@pytest.mark.parametrize("offload", [False, True])
-def test_offloaded_rows_are_the_rows_in_host_memory(model: TiedModel, offload: bool) -> None:
-    """Two microbatches to a row: it is collected beside the parameters, and copied once it is complete."""
-    rows, batches = rows_of(model, offload=offload), microbatches(4)
-    rows.start_step([0, 0, 1, 1], 2)
-    for k, tokens in enumerate(batches):
-        rows.arm(k)
-        (model(tokens) / 4).backward()
-        rows.disarm()
-    rows.collect()
-    for row, pair in enumerate((batches[:2], batches[2:])):
-        own = [own_gradient(TiedModel(), tokens) for tokens in pair]
-        for name in own[0]:
-            torch.testing.assert_close(kept(rows)[name][row], (own[0][name] + own[1][name]) / 2)
+    for number, name in enumerate(expected[0]):
+        own = torch.stack([gradients[name] for gradients in expected])
+        torch.testing.assert_close(rows.sq_norms[:, number, 0], own.square().sum(dim=1))
+        if options.get("keep_rows", True):
+            torch.testing.assert_close(kept(rows)[name], own)
 
 
 @pytest.mark.parametrize(("offload", "lies_on"), [(False, "cuda"), (True, "cpu")])
-def test_rows_lie_in_host_memory_if_asked(offload: bool, lies_on: str, monkeypatch) -> None:
-    """On fake tensors, which know a device and have none: an operation on tensors of two devices raises as on a GPU."""
-    monkeypatch.setattr(torch.cuda, "Stream", lambda: None)
+def test_rows_lie_in_host_memory_if_asked(offload: bool, lies_on: str) -> None:
+    """On fake tensors, which know a device and have none."""
     with FakeTensorMode(), torch.no_grad():
-        parameters = {"w": nn.Parameter(torch.zeros(2, 3, device="cuda"))}
-        rows = GradientRows(parameters, Layout(parameters), offload=offload)
-        rows.start_step([0, 1], 2)
+        shard = shard_of(nn.ParameterDict({"w": torch.zeros(2, 3, device="cuda")}))
+        layout = Layout(shard.trained)
+        rows = GradientRows(FoldReduction(shard, layout), layout, keep_sq_norms=True, offload=offload)
+        rows.start_step(folds_of([1]))
         assert {part.device.type for part in rows.rows} == {lies_on}
-        if offload:
-            assert rows._target(0)[0].device.type == "cuda"
-            rows.collect()
+        assert rows.sq_norms.device.type == "cuda"
 
 
 def test_nothing_is_held_between_release_and_the_next_step(model: TiedModel, rows: GradientRows) -> None:
@@ -351,80 +360,181 @@ def test_nothing_is_held_between_release_and_the_next_step(model: TiedModel, row
     assert rows.rows is None
 
 
+class Linear(Policy):
+    """log p of row i is f_i · w."""
+
+    def __init__(self, features: Tensor, w: nn.Parameter) -> None:
+        self.features, self.w = features, w
+
+    def score(self, rollout: Rollout, rows: Tensor) -> Scores:
+        logps = (self.features[rows] @ self.w).unsqueeze(1)
+        return Scores(logps, torch.zeros_like(logps), torch.ones_like(logps))
+
+    def sample(self, num_sequences: int, seed: int) -> Rollout:
+        raise NotImplementedError
+
+    def decode(self, ids: Tensor) -> str:
+        raise NotImplementedError
+
+
 def test_slices_of_a_microbatch_get_their_own_mean_gradients_whatever_their_sizes() -> None:
-    """log p of row i is f_i · w, the loss Σ c_i log p_i: fold k has the gradient (N/n_k) Σ c_i f_i over its rows."""
+    """The loss is Σ c_i log p_i: fold k has the gradient (N/n_k) Σ c_i f_i over its rows."""
     generator = torch.Generator().manual_seed(0)
     features = torch.randn(16, 3, generator=generator, dtype=torch.float64)
     weights = torch.randn(16, 1, generator=generator, dtype=torch.float64)
-    w = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    w = nn.Parameter(torch.zeros(3, dtype=torch.float64))
+    policy, ones = Linear(features, w), torch.ones(16, 1)
+    rollout = Rollout(ones, ones, ones, ones, ones[:, 0], None, torch.arange(16) // 2)
+    scores = Scores(ones, ones, ones)
+    step = step_of(1, rollout, scores, weights, 2, {"w": w}, {"w": torch.zeros(3)}, policy)
+    microbatch_rows = (range(10), range(10, 16))
+    step = dataclasses.replace(step, batch=dataclasses.replace(step.batch, microbatch_rows=microbatch_rows))
     folds = [range(0, 2), range(2, 6), range(6, 10), range(10, 16)]  # three slices of a microbatch, and a whole one
+    caught = GradientRows(step.gradients.reduction, step.gradients.layout)
+    caught.start_step([FoldGroup(range(k, k + 1), (0,), (rows,)) for k, rows in enumerate(folds)])
+    for rows in microbatch_rows:
+        own = torch.tensor(rows)
+        catch(caught, rows.start, (weights[own] * policy.score(rollout, own).logps).sum())
+    caught.fill_slices(step)
+    caught.finish(torch.tensor([2.0, 4.0, 4.0, 6.0], dtype=torch.float64), 1)
     expected = torch.stack([16 / len(rows) * (weights * features)[list(rows)].sum(dim=0) for rows in folds])
-    caught = GradientRows({"w": w}, Layout({"w": w}))
-    caught.start_step([0, 3], 4)
-    caught.rows[0][0] = 16 / 10 * (weights * features)[:10].sum(dim=0)  # as the backward of training leaves it
-    caught.rows[0][3] = expected[3]
-
-    def score(rows: Tensor) -> Scores:
-        logps = (features[rows] @ w).unsqueeze(1)
-        return Scores(logps, torch.zeros_like(logps), torch.ones_like(logps))
-
-    caught.fill_slices(folds, [range(0, 10), range(10, 16)], LossWeights(weights, None), score)
     torch.testing.assert_close(caught.rows[0], expected, rtol=1e-12, atol=0)
 
 
 # --- two processes ----------------------------------------------------------------------------------------------------
 
 DDP_MICROBATCHES = 4
+SLICE = 51  # of 72 entries: in the middle of a parameter
 
 
-def ddp_worker(rank: int, folder: str) -> None:
-    """Trains one step under DDP as a trainer does and writes what the rows hold and what the optimizer would get."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60)
-    )
+class Sliced(Shard):
+    """A slice of all parameters one after another, as ZeRO-1 and ZeRO-2 cut them."""
+
+    def cut(self, name: str, rank: int) -> tuple[int, int]:
+        sizes = {key: param.numel() for key, param in self.trained.items()}
+        first = sum(size for key, size in sizes.items() if list(sizes).index(key) < list(sizes).index(name))
+        bounds = [0, SLICE, sum(sizes.values())]
+        return tuple(min(max(bounds[rank + part] - first, 0), sizes[name]) for part in (0, 1))
+
+
+def ddp_step(rank: int, groups_of_ranks: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the rows that a process has, and the gradient that its optimizer gets, of a step as trainers make it."""
     model = TiedModel()
     ddp = DistributedDataParallel(model)
     rows = rows_of(model)
-    rows.start_step(range(DDP_MICROBATCHES), DDP_MICROBATCHES)
+    fold_of_rank = tuple(number * groups_of_ranks // NUM_RANKS for number in range(NUM_RANKS))
+    first_folds = range(0, groups_of_ranks * DDP_MICROBATCHES, groups_of_ranks)
+    rows.start_step(
+        [
+            FoldGroup(range(first, first + groups_of_ranks), fold_of_rank, (range(3 * k, 3 * k + 3),))
+            for k, first in enumerate(first_folds)
+        ]
+    )
     batches = microbatches(DDP_MICROBATCHES, seed=100 + rank)
     for k, tokens in enumerate(batches):
         ddp.require_backward_grad_sync = k == DDP_MICROBATCHES - 1  # as no_sync does on all but the last
         loss = ddp(tokens) / DDP_MICROBATCHES
         torch.autograd.grad(model(batches[0]), list(model.parameters()))  # a probe's, outside the reducer
-        rows.arm(k)
+        catch(rows, 3 * k, loss)
+    num_folds = groups_of_ranks * DDP_MICROBATCHES
+    rows.finish(torch.full((num_folds,), 3.0 * NUM_RANKS / groups_of_ranks, dtype=torch.float64), NUM_RANKS)
+    return kept(rows), {name: p.grad.flatten() for name, p in model.named_parameters()}
+
+
+def sliced_sums(rank: int) -> dict[str, Tensor]:
+    """Returns the sums of two backwards by fold, of which one process does not reach every parameter."""
+    model = TiedModel()
+    shard = shard_of(model, Sliced)
+    layout = Layout(shard.weights(), {name: shard.width(name) for name in shard.trained})
+    target = layout.zeros(2)
+    reduction = FoldReduction(shard, layout)
+    own = microbatches(2, seed=200 + rank)
+    for fold_of_rank, tokens in zip(((0, 0), (1, 0)), own, strict=True):
+        loss = model.embed(tokens).square().sum() if rank == 1 else model(tokens)
+        reduction.arm(target, fold_of_rank)
         loss.backward()
-        rows.disarm()
-    gradient = {name: p.grad for name, p in model.named_parameters()}
-    torch.save((kept(rows), gradient), f"{folder}/rank{rank}.pt")
+        reduction.disarm()
+    return layout.by_name(target)
+
+
+def rank_worker(rank: int, folder: Path) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found = {"together": ddp_step(rank, 1), "alone": ddp_step(rank, 2)}
+    sums = [sliced_sums(rank)]
+    fold_reduction.chunks_of = functools.partial(chunks_of, longest=7)
+    vectors.JOINED = 25
+    torch.save((found, [*sums, sliced_sums(rank)]), folder / f"rank{rank}.pt")
     dist.barrier()
     os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-    """(rows, .grad) by parameter name, of each rank of a DDP step."""
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[tuple]:
+    """What each rank has written: (rows, .grad) by way of making folds, and sums of sliced parameters."""
     folder: Path = tmp_path_factory.mktemp("ddp")
-    forks.start_ranks(ddp_worker, (str(folder),), NUM_RANKS)
+    forks.start_ranks(rank_worker, (folder,), NUM_RANKS)
     return [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
 
 
-def test_under_ddp_rows_are_the_ranks_own_gradients_the_last_microbatch_included(ranks) -> None:
-    for rank, (rows, _) in enumerate(ranks):
-        for k, tokens in enumerate(microbatches(DDP_MICROBATCHES, seed=100 + rank)):
-            for name, gradient in own_gradient(TiedModel(), tokens).items():
-                torch.testing.assert_close(rows[name][k], gradient, rtol=1e-12, atol=1e-14)
+def gradients_of_ranks(seed: int, count: int) -> list[list[dict[str, Tensor]]]:
+    """Returns the gradient of each microbatch of each process, (ranks, microbatches)."""
+    return [
+        [own_gradient(TiedModel(), tokens) for tokens in microbatches(count, seed=seed + rank)]
+        for rank in range(NUM_RANKS)
+    ]
 
 
-def test_under_ddp_the_mean_over_ranks_and_rows_is_the_gradient_that_every_optimizer_gets(ranks) -> None:
-    for name in ranks[0][1]:
-        mean = torch.stack([rows[name].mean(dim=0) for rows, _ in ranks]).mean(dim=0)
-        for _, gradient in ranks:
-            torch.testing.assert_close(mean, gradient[name], rtol=1e-12, atol=1e-14)
+def of_all_ranks(parts: list[dict[str, Tensor]], name: str) -> Tensor:
+    """Returns the entries of a parameter, of which each process keeps some."""
+    return torch.cat([part[name] for part in parts], dim=-1)
+
+
+@pytest.mark.parametrize("folds", ["together", "alone"])
+def test_under_ddp_rows_are_the_folds_gradients_the_last_microbatch_included(ranks, folds: str) -> None:
+    """A fold is a microbatch of both processes, or of one of them."""
+    own = gradients_of_ranks(100, DDP_MICROBATCHES)
+    rows = [found[folds][0] for found, _ in ranks]
+    for name in own[0][0]:
+        expected = torch.stack([torch.stack([gradients[name] for gradients in of_rank]) for of_rank in own], dim=1)
+        expected = expected.mean(dim=1) if folds == "together" else expected.flatten(0, 1)
+        torch.testing.assert_close(of_all_ranks(rows, name), expected, rtol=1e-12, atol=1e-14)
+
+
+def test_under_ddp_a_process_keeps_half_of_each_parameter(ranks) -> None:
+    for found, _ in ranks:
+        rows, gradient = found["together"]
+        assert all(abs(2 * rows[name].shape[1] - len(gradient[name])) <= 1 for name in gradient)
+
+
+@pytest.mark.parametrize("folds", ["together", "alone"])
+def test_under_ddp_the_mean_of_the_rows_is_the_gradient_that_every_optimizer_gets(ranks, folds: str) -> None:
+    rows = [found[folds][0] for found, _ in ranks]
+    for found, _ in ranks:
+        for name, gradient in found[folds][1].items():
+            torch.testing.assert_close(of_all_ranks(rows, name).mean(dim=0), gradient, rtol=1e-12, atol=1e-14)
 
 
 def test_under_ddp_differences_of_grad_would_not_be_the_last_microbatchs_gradient(ranks) -> None:
     """Why there are hooks: after the last backward `.grad` is averaged over ranks, what was in it before included."""
-    rows, gradient = ranks[0]
-    difference = DDP_MICROBATCHES * gradient["embed.weight"] - rows["embed.weight"][:-1].sum(dim=0)
-    assert (difference - rows["embed.weight"][-1]).norm() > 0.1 * rows["embed.weight"][-1].norm()
+    own = [gradients["embed.weight"] for gradients in gradients_of_ranks(100, DDP_MICROBATCHES)[0]]
+    difference = DDP_MICROBATCHES * ranks[0][0]["together"][1]["embed.weight"] - sum(own[:-1])
+    assert (difference - own[-1]).norm() > 0.1 * own[-1].norm()
+
+
+@pytest.mark.parametrize("chunks", [0, 1], ids=["in one chunk", "in many chunks"])
+def test_cut_anywhere_every_entry_is_the_plain_sum_over_the_processes_of_a_fold(ranks, chunks: int) -> None:
+    """A first backward of both processes is of fold 0; of the second, that of process 0 is of fold 1."""
+    own = gradients_of_ranks(200, 2)[0]
+    other = []
+    for tokens in microbatches(2, seed=201):
+        model = TiedModel()
+        model.embed(tokens).square().sum().backward()
+        other.append(model.embed.weight.grad.flatten())
+    parts = [sums[chunks] for _, sums in ranks]
+    assert [part.numel() for part in parts[0].values()] != [part.numel() for part in parts[1].values()]
+    for name in own[0]:
+        reached = name == "embed.weight"
+        first = own[0][name] + (other[0] + other[1] if reached else 0.0)
+        expected = torch.stack([first, own[1][name]])
+        torch.testing.assert_close(of_all_ranks(parts, name), expected, rtol=1e-12, atol=1e-14)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -11,13 +13,14 @@ from torch import Tensor
 from two_turns import FOLDS, LOGITS, G, step_on
 
 from rl_training.engine.entropy_change import measure_entropy_change
-from rl_training.engine.entropy_gradients import EntropySettings
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.probe import Need
-from rl_training.engine.step import OptimizerView, Step
 from rl_training.engine.ranks import Ranks
+from rl_training.engine.step import EntropySettings, OptimizerView, Step
 from rl_training.engine.step_by_folds import FEW_FOLDS, why_no_folds
-from rl_training.mathematics.vectors import Layout
+from rl_training.mathematics import adamw as adamw_module
+from rl_training.probes import GradientNoiseScaleProbe
+from rl_training.tasks.models import load_tiny
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +29,9 @@ def step() -> Step:
     return step_on(logits, torch.arange(FOLDS * G) % 5, {"logits": adamw((3, 3), 0.1, 20)})
 
 
-def test_products_by_folds_take_eight_folds(step: Step) -> None:
-    assert [why_no_folds(dataclasses.replace(step, num_folds=n), "") for n in (7, 8)] == [FEW_FOLDS, ""]
+def test_products_by_folds_take_four_folds(step: Step) -> None:
+    steps = [dataclasses.replace(step, fold_sizes=step.fold_sizes[:n]) for n in (3, 4)]
+    assert [why_no_folds(each, "") for each in steps] == [FEW_FOLDS, ""]
 
 
 def test_the_effective_sample_size_is_that_of_all_ranks(step: Step) -> None:
@@ -38,8 +42,8 @@ def test_the_effective_sample_size_is_that_of_all_ranks(step: Step) -> None:
     def reduce(sums: Tensor) -> Tensor:
         return sums + sums.new_tensor([128.0, 1024.0])
 
-    two = dataclasses.replace(step, batch=batch, ranks=Ranks(2, reduce), num_sequences=128)
-    memory = StepMemory(Layout(step.gradients.parameters), EntropySettings())
+    two = dataclasses.replace(step, batch=batch, ranks=Ranks(2, reduce), fold_sizes=2 * step.fold_sizes)
+    memory = StepMemory(step.gradients.layout, EntropySettings())
     assert "is 0.26 of the sequences" in measure_entropy_change(two, memory, Need.ENTROPY_ROWS).why_none
 
 
@@ -47,3 +51,15 @@ def test_a_parameter_that_is_not_moved_does_not_make_a_step_adams_first() -> Non
     warm, cold = adamw((2,), 0.0, 20), adamw((2,), 0.0, 0)
     assert not OptimizerView({"warm": warm, "frozen": cold.not_updated()}, 1.0).first_of_adam
     assert OptimizerView({"warm": warm, "cold": cold}, 1.0).first_of_adam
+
+
+def test_a_parameter_that_the_loss_does_not_reach_does_not_hide_adams_metric_of_the_others(
+    make_trainer: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its state stays cold, whatever the number of steps."""
+    monkeypatch.setattr(adamw_module, "WARM_STEPS", 1)
+    model, probe = load_tiny()[0], GradientNoiseScaleProbe()
+    model.unused = torch.nn.Parameter(torch.ones(3))
+    make_trainer(probes=[probe], model=model, max_steps=3, max_completion_length=8).train()
+    adam = probe.state_dict()["history"][:, 1]
+    assert adam.isfinite().all(dim=1).tolist() == [False, True, True]

@@ -11,7 +11,7 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
-from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.loss_weights import LossWeights, gradient_of
 from rl_training.engine.probe import Need
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
 from rl_training.mathematics.scores import Scores
@@ -43,7 +43,7 @@ class FoldsAndTwins(Probe):
         self.num_folds = num_folds
 
     def prepare(self, step: Any) -> None:
-        loss, parameters = step.batch.loss_weights, list(step.gradients.parameters.values())
+        loss, parameters = step.batch.loss_weights, list(step.policy.model.parameters())
         self.kept, self.twins = torch.cat(step.gradients.rows, dim=1), []
         for fold in range(self.num_folds):
             rows = (step.batch.fold == fold).nonzero().squeeze(1)
@@ -74,13 +74,14 @@ def test_slices_of_a_microbatch_hold_the_bonus_for_entropy(make_trainer) -> None
 
 
 def test_a_share_of_the_loss_is_a_share_of_its_bonus_for_entropy_too() -> None:
-    """∂log π = 2, ∂h = 5 at every token, three sequences of a token: 3 · (½ (1 · 2 + 10 · 5) + ¼ (2 · 2 + 20 · 5))."""
+    """∂log π = 2, ∂h = 5 at every token, two of three sequences of a token: ½ (1 · 2 + 10 · 5) + ¼ (2 · 2 + 20 · 5)."""
     theta = torch.ones((), requires_grad=True)
     ones = torch.ones(2, 1)
     fresh = Scores(2 * theta * ones, 5 * theta * ones, ones)
     loss = LossWeights(torch.tensor([[1.0], [7.0], [2.0]]), torch.tensor([[10.0], [70.0], [20.0]]))
-    (gradient,) = loss.gradient(fresh, torch.tensor([0, 2]), [theta], torch.tensor([[0.5], [0.25]]))
-    assert float(gradient) == pytest.approx(3 * (0.5 * 52 + 0.25 * 104))
+    own = loss.of_rows(torch.tensor([0, 2]), 1, torch.tensor([[0.5], [0.25]]))
+    (gradient,) = gradient_of(fresh, own.logps, own.entropies, [theta])
+    assert float(gradient) == pytest.approx(0.5 * 52 + 0.25 * 104)
 
 
 @pytest.mark.parametrize(("name", "value"), OTHER.items())

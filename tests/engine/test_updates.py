@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rl_training.engine.step import EntropySettings
 from rl_training.engine.fold_products import PRODUCTS
 from rl_training.engine.memory import StepMemory
-from rl_training.engine.updates import FoldMeans, UpdateHistory, optimizer_pieces, steps_without_folds, whole_update
+from rl_training.engine.step import EntropySettings
+from rl_training.engine.updates import UpdateHistory, fold_means, optimizer_pieces, steps_without_folds, whole_update
 from rl_training.mathematics import vectors
 from rl_training.mathematics.adamw import AdamWState
+from rl_training.mathematics.jackknife import unchanged
 from rl_training.mathematics.sgd import SGDState
 from rl_training.mathematics.vectors import Layout
 
@@ -85,7 +86,7 @@ def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(max_grad_n
     rows = [draw(3, bucket.size) for bucket in layout.buckets]
     mean = [(sizes.unsqueeze(1) * part).sum(dim=0) / 8 for part in rows]
     pieces = optimizer_pieces(layout, parameters, states, 8)
-    steps = steps_without_folds(pieces, FoldMeans(mean, rows, sizes, 8.0), max_grad_norm)
+    steps = steps_without_folds(pieces, fold_means(mean, rows, sizes), max_grad_norm, unchanged)
     found = torch.cat([parts.total for _, parts in steps.parts()], dim=1)
     for k in range(3):
         others = [i for i in range(3) if i != k]

@@ -541,10 +541,9 @@ def test_the_table_in_the_terminal_says_how_many_prompts_and_what_is_possible_wh
     evaluated.consolidate(tmp_path)
     print_table(tmp_path, evaluated.read_table(tmp_path), [])
     shown = capsys.readouterr().out
-    assert "mean ± half of the 95 % interval, over 4 prompts" in shown
-    assert "1.000±0.490" in shown  # of 4 of 4: 4/7.8415 to 1
-    assert "±0.000" not in shown
-    assert "0.550±0.092" in shown  # the entropy: 3.18 standard errors of three degrees of freedom
+    assert "mean ± half of the 95 % interval, or the interval itself, over 4 prompts" in shown
+    assert "1.00 (0.51 … 1.00)" in shown  # of 4 of 4: 4/7.8415 to 1, and nothing is above 1
+    assert "0.550 ± 0.092" in shown  # the entropy: 3.18 standard errors of three degrees of freedom
     frame = pd.read_csv(tmp_path / evaluated.TABLE_FILE).set_index("metric")
     assert (frame.loc["reward", "low"], frame.loc["reward", "high"]) == (pytest.approx(0.5101, abs=1e-4), 1.0)
     assert math.isnan(frame.loc["length", "low"])

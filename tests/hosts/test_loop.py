@@ -34,7 +34,9 @@ from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
     GroundTruthProbe,
+    InterventionsProbe,
     SimpleEntropyProbe,
+    TokenClassesProbe,
 )
 from rl_training.records.jsonl import Records, read_estimates, read_metrics
 from rl_training.tasks.models import load_tiny
@@ -482,6 +484,22 @@ def test_an_optimizer_that_trains_nothing_of_the_model_is_refused() -> None:
     optimizer = torch.optim.AdamW(model.parameters())
     with pytest.raises(ValueError, match="has no parameter of the model"):
         measured_loop(model.requires_grad_(False), optimizer, [], **shape)
+
+
+def test_of_a_step_without_any_token_the_estimates_are_missing_with_that_reason() -> None:
+    model, optimizer, measured = new_loop([*probes(), InterventionsProbe(every=1), TokenClassesProbe(every=1)])
+    with measured, measured.step(1):
+        for part in microbatches(0):
+            part = dataclasses.replace(part, completion_mask=torch.zeros_like(part.completion_mask))
+            logps, entropies = scores_of(model, part)
+            measured.microbatch(part, logps, entropies)
+            loss_of(logps, part, MICROBATCHES).backward()
+        measured.gradients_ready()
+        optimizer.step()
+    for name in ("entropy/token", "delta_h/forward", "intervention/psr/delta_h", "tokens/text/word/delta_h"):
+        estimate = measured.latest[name]
+        assert math.isnan(estimate.value)
+        assert "no response of this step has a token" in estimate.reason, name
 
 
 def test_each_process_samples_responses_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Estimate, Probe, attach
 from rl_training.engine.batch import Batch, LossSettings, Rollout, take_rows
-from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.loss_weights import LossWeights, gradient_of
 from rl_training.interventions.loss import LossInputs, loss_inputs, silent_share
 from rl_training.interventions.named import INTERVENTIONS, RATIOS_ARE_ONE, intervention, interventions_to_train
 from rl_training.mathematics.scores import Scores
@@ -238,7 +238,7 @@ def test_a_microbatch_counts_by_its_share_of_the_step_s_sequences() -> None:
         completion_mask=loss.scores.mask, advantages=loss.advantages, rewards=None, prompt_index=rows // 2,
     )  # fmt: skip
     parts = (range(2), range(2, 6))
-    batch = Batch(rollout, loss.scores, loss.weights, parts, rows, responses_per_prompt=2, rollout_number=1)
+    batch = Batch(rollout, loss.scores, loss.weights, parts, rows, 6, responses_per_prompt=2, rollout_number=1)
     inputs = loss_inputs(batch, lambda mine: mine)
     assert [part.microbatches for part in inputs] == [3.0, 1.5]
     assert torch.equal(inputs[1].weights.logps, loss.weights.logps[2:])
@@ -412,7 +412,7 @@ class Gradients(Probe):
         self.ids = step.batch.rollout.completion_ids
         if self.intervention is None:
             return
-        rollout, parameters = step.batch.rollout, list(step.gradients.parameters.values())
+        rollout, parameters = step.batch.rollout, list(self.trainer.model.parameters())
         reference = None
         if self.reference is not None and self.reference.ref_model is not None:
             reference = self.score(self.reference.ref_model, rollout)[0].detach()
@@ -424,8 +424,7 @@ class Gradients(Probe):
             weights, own = self.intervention.weights(loss), torch.arange(rows.start, rows.stop)
             microbatch = take_rows(rollout, own)
             fresh = Scores(*self.score(self.trainer.model, microbatch, True), microbatch.completion_mask)
-            gradient = weights.gradient(fresh, own - rows.start, parameters)
-            self.of_weights += flat(gradient) / len(rows)  # from the scale of a mean over the microbatch
+            self.of_weights += flat(gradient_of(fresh, weights.logps, weights.entropies, parameters))
 
     def score(self, model: Any, rollout: Any, entropies: bool = False) -> tuple[Tensor, Tensor]:
         ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)

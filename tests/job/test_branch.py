@@ -113,6 +113,7 @@ def test_a_branch_goes_on_exactly_from_its_own_checkpoints(original: Path, tmp_p
         (["adapter=lora", "adapter.r=4"], 1, "would have adapter._target_='peft.LoraConfig' (was None)"),
         (["~probes"], 1, "~probes: the settings are those of the run in"),
         (["trainer=dr_grpo"], 1, "trainer=dr_grpo: the settings are those of the run in"),
+        (["probes.simple=null"], 1, "probes.simple=None: to run without it, leave it out of the list 'probe=[…]'"),
         (["batch.sequence_per_step=8"], 1, "did you mean batch.sequences_per_step?"),
         (["batch.sequences_per_step=20"], 1, "is not a multiple of batch.microbatch_size=8"),
         (["+model.dtype=bfloat16"], 1, "would have model.dtype='bfloat16' (was None)"),

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from rl_training.mathematics.adamw import AdamWState, adamw_delta, clip_coefficient
 from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.square_norms import AdamMetric
+from rl_training.mathematics.square_norms import adam_roots, square_norms
+from rl_training.mathematics.vectors import Layout
 
 NUM_STEPS = 25
 ZERO_GRADIENT_AT = 7
@@ -166,5 +167,21 @@ def test_a_parameter_without_any_gradient_is_not_updated_as_by_torch(steps_befor
             states.append(SGDState(buffer, momentum=0.9, dampening=0.0, nesterov=False, **common))
         state = states[-1].not_updated()
         assert torch.equal(state.delta(before, zeros).total, zeros)
-    weighed = AdamMetric({"unused": states[0].not_updated()}).weigh(("unused",), zeros, [5])
-    assert torch.equal(weighed, zeros)
+    layout = Layout({"unused": zeros})
+    roots = adam_roots(layout, {"unused": states[0].not_updated()})
+    assert square_norms(layout, [zeros.unsqueeze(0)], roots).tolist() == [[[0.0, 0.0]]]
+
+
+def test_square_norms_are_of_each_row_and_parameter_plain_and_in_the_metric_of_the_step_before() -> None:
+    """One parameter has a warm state, P = 1/(√v̂ + ε) with v̂ = v / (1 − β2^t); the other has none: nan."""
+    rows = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    exp_avg_sq = torch.tensor([4.0, 9.0], dtype=torch.float64)
+    warm = AdamWState(torch.zeros(2).double(), exp_avg_sq, 12, 0.1, (0.9, 0.5), 1e-2, 0.0)
+    layout = Layout({"sgd": torch.zeros(2, 2).double(), "warm": torch.zeros(2).double()})
+    found = square_norms(layout, [rows], adam_roots(layout, {"warm": warm}))
+    plain = torch.stack([rows[:, :4].square().sum(dim=1), rows[:, 4:].square().sum(dim=1)], dim=1)
+    torch.testing.assert_close(found[..., 0], plain, rtol=1e-12, atol=0)
+    metric = 1.0 / ((exp_avg_sq / (1 - 0.5**12)).sqrt() + 1e-2)
+    torch.testing.assert_close(found[:, 1, 1], (metric * rows[:, 4:].square()).sum(dim=1), rtol=1e-12, atol=0)
+    assert found[:, 0, 1].isnan().all()
+    assert square_norms(layout, [rows], None)[..., 1].isnan().all()

@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 import pytest
 import reference
 import torch
+from example_steps import means_without_folds
 from torch import Tensor
 from transformers import TrainerCallback
 
 from rl_training.mathematics.adamw import adamw_delta
 from rl_training.mathematics.entropy import surrogate_weights
-from rl_training.mathematics.folds import leave_fold_out
 from rl_training.probes import SimpleEntropyProbe
 
 # --- every batch of two prompts with two responses each ---------------------------------------------------------------
@@ -110,7 +110,7 @@ def test_over_all_batches_leave_fold_out_is_the_exact_entropy_gradient_times_the
     probability = groups.probability[one] * groups.probability[other]
     x = torch.stack([groups.entropy_gradient[one], groups.entropy_gradient[other]])
     g = torch.stack([groups.gradient[one], groups.gradient[other]])
-    left_out = leave_fold_out(g.mean(dim=0), g, torch.tensor([2.0, 2.0]), 4.0)
+    left_out = means_without_folds(g, torch.tensor([2.0, 2.0]).double())
     products = (x * step(left_out)).sum(dim=2).mean(dim=0)
     naive = (x.mean(dim=0) * step(g.mean(dim=0))).sum(dim=1)
     target = independent_product(name, groups)

@@ -1,4 +1,4 @@
-"""Claims on whole-prompt folds: leaving one out, the jackknife over ranks, and that it ends double sampling's bias."""
+"""Claims on whole-prompt folds: their plan, leaving one out, the jackknife, and that it ends double sampling's bias."""
 
 import itertools
 import math
@@ -9,61 +9,131 @@ from collections.abc import Callable, Iterable
 import pytest
 import reference
 import torch
+from example_steps import means_without_folds
 from ranks_in_threads import on_two_ranks
 from torch import Tensor
 
 from rl_training.engine.entropy_change import FORWARD, LEVELS, REUSE, sums_without
 from rl_training.engine.fold_products import PRODUCTS
 from rl_training.mathematics.adamw import adamw_delta
-from rl_training.mathematics.folds import leave_fold_out, response_number, split_prompts
+from rl_training.mathematics.folds import (
+    FoldGroup,
+    plan_folds,
+    ranges_of,
+    response_number,
+    shares_of_others,
+    split_prompts,
+)
 from rl_training.mathematics.jackknife import JackknifeUnits, jackknife_stderr
-
-
-def alone(tensor: Tensor) -> Tensor:
-    """The reduce of a single rank."""
-    return tensor
 
 
 def random_folds(num_folds: int, *shape: int, seed: int = 0) -> Tensor:
     return torch.randn(num_folds, *shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
+# --- which folds a step has -------------------------------------------------------------------------------------------
+
+G = 8
+# A device's batch and gradient accumulation, of 64 and 128 sequences: the folds of one process and of two.
+LAYOUTS = {(8, 1): (1, 2), (4, 16): (8, 8), (16, 4): (4, 8), (2, 32): (8, 8), (64, 1): (1, 2)}
+
+
+def check_plan(sizes: list[int], num_ranks: int, num_folds: int | None, group_size: int = G) -> list[FoldGroup]:
+    """Returns the plan of a process, in which every sequence is in one fold, and every fold has whole prompts."""
+    groups = plan_folds(sizes, group_size, num_ranks, num_folds)
+    folds = [fold for group in groups for fold in group.folds]
+    assert folds == list(range(len(folds)))
+    passes = [rows for group in groups for rows in group.passes]
+    assert [row for rows in passes for row in rows] == list(range(sum(sizes)))
+    microbatches = ranges_of(sizes)
+    assert all(any(set(rows) <= set(microbatch) for microbatch in microbatches) for rows in passes)
+    for group in groups:
+        assert sum(map(len, group.passes)) > 0
+        assert sum(map(len, group.passes)) % group_size == 0
+        assert len(group.fold_of_rank) == num_ranks
+        assert set(group.fold_of_rank) == set(range(len(group.folds)))  # no fold without a process
+    return groups
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("layout", LAYOUTS, ids=lambda layout: "x".join(map(str, layout)))
+def test_folds_are_whole_prompts_and_eight_where_that_takes_no_further_pass(
+    layout: tuple[int, int], num_ranks: int
+) -> None:
+    size, accumulation = layout
+    groups = check_plan([size] * accumulation, num_ranks, None)
+    assert groups[-1].folds.stop == LAYOUTS[layout][num_ranks - 1]
+    passes = [rows for group in groups for rows in group.passes]
+    assert passes == list(ranges_of([size] * accumulation))  # the loop's own
+
+
+def test_folds_of_groups_of_processes_are_as_few_as_reach_eight() -> None:
+    """Of 4 microbatches, 8 processes make 8 folds in two halves; of one, a fold each; of 8, one of all of them."""
+    halves, alone, together = (check_plan([G] * count, 8, None) for count in (4, 1, 8))
+    assert [group.fold_of_rank for group in halves] == [(0, 0, 0, 0, 1, 1, 1, 1)] * 4
+    assert [group.fold_of_rank for group in alone] == [tuple(range(8))]
+    assert [group.fold_of_rank for group in together] == [(0,) * 8] * 8
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_ranks", "num_folds"),
+    [
+        ((64, 1), 1, 8),
+        ((64, 1), 1, 3),  # of 8 prompts: 2, 3 and 3
+        ((64, 1), 2, 16),
+        ((16, 4), 1, 8),
+        ((16, 4), 2, 16),
+        ((16, 4), 2, 3),
+        ((2, 32), 2, 16),
+        ((2, 32), 2, 5),
+    ],
+)
+def test_as_many_folds_as_are_asked_for(layout: tuple[int, int], num_ranks: int, num_folds: int) -> None:
+    size, accumulation = layout
+    assert check_plan([size] * accumulation, num_ranks, num_folds)[-1].folds.stop == num_folds
+
+
+@pytest.mark.parametrize(
+    ("layout", "num_ranks", "num_folds", "fitting"),
+    [((8, 1), 1, 2, 1), ((64, 1), 2, 9, 8), ((64, 1), 2, 17, 16), ((16, 4), 1, 6, 4), ((2, 32), 1, 9, 8)],
+)
+def test_folds_that_are_impossible_are_refused_with_a_number_that_is_not(
+    layout: tuple[int, int], num_ranks: int, num_folds: int, fitting: int
+) -> None:
+    size, accumulation = layout
+    with pytest.raises(ValueError, match=rf"num_folds={num_folds} cannot .* use num_folds={fitting}$"):
+        plan_folds([size] * accumulation, G, num_ranks, num_folds)
+    assert check_plan([size] * accumulation, num_ranks, fitting)[-1].folds.stop == fitting
+
+
+@pytest.mark.parametrize("num_folds", [None, 2, 4, 8])
+def test_processes_with_unequal_microbatches_have_equal_passes_and_folds(num_folds: int | None) -> None:
+    """Two processes cut their 80 and 96 sequences into four microbatches each, of whole prompts and of half ones."""
+    plans = [check_plan(sizes, 2, num_folds) for sizes in ([8, 24, 40, 8], [16, 16, 32, 32])]
+    assert [(g.folds, g.fold_of_rank, len(g.passes)) for g in plans[0]] == [
+        (g.folds, g.fold_of_rank, len(g.passes)) for g in plans[1]
+    ]
+    ends = [group.passes[-1].stop for group in check_plan([8, 12, 12, 8, 24], 1, None)]
+    assert ends == [8, 32, 40, 64]  # the two halves of a prompt are in one fold
+
+
 # --- leaving one out --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("sizes", [[8, 8], [4, 4, 4, 4, 4], [8, 16, 1, 3]], ids=str)
-def test_leave_fold_out_is_the_plain_mean_of_the_other_folds(sizes: list[int]) -> None:
+def test_what_is_left_without_a_fold_is_the_plain_mean_of_the_other_folds(sizes: list[int]) -> None:
     folds = random_folds(len(sizes), 2, 3)
     flat = folds.view(len(sizes), -1).tolist()
-    mean = torch.tensor(reference.mean_of_the_others([*flat, flat[0]], [*sizes, 1], len(sizes)), dtype=torch.float64)
-    got = leave_fold_out(mean.view(2, 3), folds, torch.tensor(sizes), float(sum(sizes)))
+    got = means_without_folds(folds, torch.tensor(sizes).double())
     expected = [reference.mean_of_the_others(flat, sizes, k) for k in range(len(sizes))]
     assert got.shape == folds.shape
     torch.testing.assert_close(got, torch.tensor(expected, dtype=torch.float64).view_as(folds), rtol=0, atol=1e-13)
 
 
-def test_leave_fold_out_on_two_ranks_needs_only_the_global_mean_and_its_own_folds() -> None:
-    sizes, split = [8, 4, 8, 16, 4], 3
-    folds = random_folds(5, 4, seed=1)
-    mean = (torch.tensor(sizes).unsqueeze(1) * folds).sum(dim=0) / sum(sizes)
-    expected = [reference.mean_of_the_others(folds.tolist(), sizes, k) for k in range(5)]
-    for own in (slice(0, split), slice(split, 5)):
-        got = leave_fold_out(mean, folds[own], torch.tensor(sizes[own]), float(sum(sizes)))
-        torch.testing.assert_close(got, torch.tensor(expected[own], dtype=torch.float64), rtol=0, atol=1e-13)
-
-
-def test_leave_fold_out_with_one_fold_per_rank_is_the_other_ranks_fold() -> None:
-    folds = random_folds(2, 4, seed=2)
-    for rank in range(2):
-        got = leave_fold_out(folds.mean(dim=0), folds[rank : rank + 1], torch.tensor([8.0]), 16.0)
-        torch.testing.assert_close(got[0], folds[1 - rank], rtol=0, atol=1e-14)
-
-
 @pytest.mark.parametrize("sizes", [[8], [0, 8]])
 def test_leaving_out_a_fold_that_is_everything_raises(sizes: list[int]) -> None:
-    folds = random_folds(len(sizes), 4)
     with pytest.raises(ValueError, match="nothing is left"):
-        leave_fold_out(folds[-1], folds, torch.tensor(sizes), 8.0)
+        shares_of_others(torch.tensor(sizes))
 
 
 # --- the jackknife ----------------------------------------------------------------------------------------------------
@@ -107,19 +177,6 @@ def test_jackknife_error_of_a_ratio_is_the_textbook_one(num_folds: int) -> None:
     sums = by_fold.sum(dim=0)
     got = jackknife_stderr(ratio_and_product, sums, sums - by_fold)
     assert got.tolist() == pytest.approx(textbook(by_fold), rel=1e-11)
-
-
-@pytest.mark.parametrize("split", [1, 4, 7])
-def test_jackknife_error_is_the_same_when_the_folds_are_spread_over_two_ranks(split: int) -> None:
-    by_fold = fold_sums(8, seed=5)
-
-    def on_rank(rank: int, reduce: Callable[[Tensor], Tensor]) -> Tensor:
-        own = by_fold[:split] if rank == 0 else by_fold[split:]
-        sums = reduce(own.sum(dim=0))
-        return jackknife_stderr(ratio_and_product, sums, sums - own, reduce)
-
-    for got in on_two_ranks(on_rank):
-        assert got.tolist() == pytest.approx(textbook(by_fold), rel=1e-11)
 
 
 def test_jackknife_error_of_folds_that_agree_is_zero_and_not_nan() -> None:
@@ -278,7 +335,7 @@ def test_mean_of_the_leave_fold_out_product_is_the_product_of_independent_means(
     mean_product = 0.0
     for p, x, g in batches_of(num_folds):
         folds = torch.tensor(g, dtype=torch.float64)
-        left_out = leave_fold_out(folds.mean(dim=0), folds, torch.ones(num_folds), float(num_folds))
+        left_out = means_without_folds(folds, torch.ones(num_folds).double())
         mean_product += p * float((torch.tensor(x, dtype=torch.float64) * step(left_out)).sum()) / num_folds
     assert mean_product == pytest.approx(exact_target(plain_step, num_folds - 1), abs=1e-12)
 

@@ -13,8 +13,8 @@ from trl import GRPOTrainer
 
 from rl_training import Estimate, attach
 from rl_training.engine.batch import Rollout, take_rows
-from rl_training.engine.step import Step
 from rl_training.engine.ranks import Ranks
+from rl_training.engine.step import Step
 from rl_training.mathematics.kish import kish_size, kish_size_of_sums, kish_sums, without_rounding
 from rl_training.probes import EffectiveSampleSizeProbe
 

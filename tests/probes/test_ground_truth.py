@@ -27,9 +27,8 @@ from trl import GRPOTrainer
 
 from rl_training import Estimate, Probe
 from rl_training.engine.batch import Rollout
-from rl_training.engine.step import EntropySettings
 from rl_training.engine.policy import Policy
-from rl_training.engine.step import Step
+from rl_training.engine.step import EntropySettings, Step
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.scores import Scores

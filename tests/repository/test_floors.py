@@ -63,7 +63,7 @@ LIBRARIES = {
     },
     "job": {
         "torch", "transformers", "accelerate", "hydra", "omegaconf", "yaml", "tqdm", "wandb", "trackio", "tensorboard",
-        "matplotlib", "pandas",
+        "matplotlib", "pandas", "numpy", "scipy",
     },
 }  # fmt: skip
 TOP = {"__init__", "__main__", "extras", "version"}

@@ -180,19 +180,28 @@ def _needed(run: Run, effect: _Measured) -> str:
     return f"{effect.name} (needs about {max(1, math.ceil(needed - effect.steps))} more measured steps)"
 
 
+def preferred(run: Run) -> list[str]:
+    """Returns what `intervention` can be to halve the fall or keep entropy, in order of price; none without a fall."""
+    return _preferred(run, _measured(run))
+
+
+def _preferred(run: Run, found: Sequence[_Measured]) -> list[str]:
+    ordered = in_order_of_price([effect for effect in found if effect.halves or effect.keeps])
+    return list(dict.fromkeys(_setting(run, effect) for effect in ordered)) if is_falling(run) else []
+
+
 def _lines(run: Run, found: Sequence[_Measured]) -> list[str]:
     """Returns commands: a branch for each of the cheapest that halve the fall or keep entropy, and a comparison.
 
     None where entropy does not fall now: the means may still show an earlier fall.
     """
-    checkpoints = checkpoints_of(run.folder)
-    chosen = in_order_of_price([effect for effect in found if effect.halves or effect.keeps])
-    if not checkpoints or not chosen or not is_falling(run):
+    checkpoints, chosen = checkpoints_of(run.folder), _preferred(run, found)
+    if not checkpoints or not chosen:
         return []
     start = ["rl-training", "train", f"branch={checkpoints[-1]}", "additional_steps=20"]
     present = run.settings.get("intervention") or []
     branches = {f"{run.folder}_plain": ""}  # to compare with: the run itself, as far as the others go
-    for text in (_setting(run, effect) for effect in chosen):
+    for text in chosen:
         branches.setdefault(f"{run.folder}_{re.sub(r'[^A-Za-z0-9.]+', '_', text.rpartition('/')[2])}", text)
     branches = dict([*branches.items()][: 1 + MOST_LINES])
     lines = []

@@ -302,6 +302,7 @@ def test_the_short_last_step_of_an_epoch_has_the_folds_of_its_own_microbatches(m
     make_trainer(probes=[checker, witness], train_dataset=rows, **SHORT_LAST_STEP).train()
     assert [len(step.batch.microbatch_rows) for step in witness.steps] == [4, 2]
     assert checker.compared == 2 * len(witness.before)
+    assert witness.steps[-1].batch.fold.tolist() == [0] * 8 + [1] * 8
 
 
 def test_training_goes_on_after_an_interrupt_in_the_middle_of_a_step(make_trainer) -> None:

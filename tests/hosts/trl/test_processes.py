@@ -179,7 +179,9 @@ def test_processes_keep_parts_that_together_are_the_gradients_and_states_of_one(
     for rank in (0, 1):
         sharded = saved(runs, run, rank)
         assert_same_tensors(saved(runs, "plain_1")["parameters"], sharded["parameters"])
-        part, whole = (sum(map(torch.numel, steps[0].values())) for steps in (sharded["steps"], joined_steps(runs, run)))
+        part, whole = (
+            sum(map(torch.numel, steps[0].values())) for steps in (sharded["steps"], joined_steps(runs, run))
+        )
         assert 0.4 < part / whole < 0.6
     if run.startswith("zero"):  # it was: DDP's own sums are not asked for from Python; FSDP2's parameters are looked at
         assert max(sharded["collectives"]) > 10_000

@@ -1,0 +1,142 @@
+"""What came of a trial: values by seed and prompt, differences to plain paired over both, and what they say to do.
+
+With m_sr the mean of a candidate at seed s and prompt r less that of plain, in the model μ + a_s + b_r + e_sr,
+
+    mean    the mean of all m_sr
+    stderr² var_s(mean over r) / S + var_r(mean over s) / R − var(e) / (S R)
+
+since each of the first two has the last in it. Student's t has Satterthwaite's degrees of freedom. The intervals of k
+candidates hold together with 95 % (Bonferroni).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from scipy.special import stdtrit
+
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.pass_at_k import pass_at_k
+from rl_training.records.evaluated import RESPONSES
+
+PLAIN = "plain"
+ONE_SEED = "one seed says nothing of other seeds"
+
+
+def values_of(evaluation: Path, step: int) -> dict[str, dict[int, float]]:
+    """Returns by quantity and row of the evaluation split what the responses of a branch are worth.
+
+    reward, pass@1 … pass@k   means over the responses to a prompt       entropy, in nats per token       length
+    """
+    rows: dict[int, list[dict[str, float]]] = {}
+    for line in (evaluation / f"step_{step}" / RESPONSES).read_text(encoding="utf-8").splitlines():
+        response = json.loads(line)
+        if response["response_number"] != "greedy":
+            rows.setdefault(response["row"], []).append(response)
+    num = min(map(len, rows.values()))
+    right = torch.tensor([sum(r["reward"] >= 1 for r in responses[:num]) for responses in rows.values()])
+    passed = {f"pass@{k}": pass_at_k(right, num, k).tolist() for k in dict.fromkeys((1, num))}
+    means = {name: [float(np.mean([r[key] for r in responses])) for responses in rows.values()]
+             for name, key in (("reward", "reward"), ("entropy", "mean_entropy"), ("length", "length"))}  # fmt: skip
+    return {name: dict(zip(rows, column, strict=True)) for name, column in {**means, **passed}.items()}
+
+
+def paired(differences: np.ndarray, comparisons: int = 1) -> Estimate:
+    """Returns the mean of (S, R) differences, with an interval that holds together with those of other comparisons."""
+    seeds, prompts = differences.shape
+    mean = float(differences.mean())
+    if seeds < 2 or prompts < 2:
+        return Estimate(mean, reason=ONE_SEED if seeds < 2 else "one prompt says nothing of other prompts")
+    by_seed, by_prompt = differences.mean(axis=1, keepdims=True), differences.mean(axis=0, keepdims=True)
+    rest = differences - by_seed - by_prompt + mean
+    parts = np.array([by_seed.var(ddof=1) / seeds, by_prompt.var(ddof=1) / prompts])
+    degrees = np.array([seeds - 1, prompts - 1])
+    cell = float((rest**2).sum()) / math.prod(degrees) / (seeds * prompts)
+    # The seeds' part alone is an upper bound where the difference comes out below it.
+    variance = max(parts.sum() - cell, parts.max())
+    freedom = variance**2 / (parts**2 / degrees).sum() if variance else 1.0
+    reach = float(stdtrit(max(freedom, 1.0), 1 - 0.025 / comparisons)) * math.sqrt(variance)
+    return Estimate(mean, math.sqrt(variance), seeds * prompts, interval=(mean - reach, mean + reach))
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A candidate at its last evaluation: means by quantity, differences to plain, and why and when it was stopped."""
+
+    name: str
+    step: int
+    means: Mapping[str, float]
+    differences: Mapping[str, Estimate]
+    seeds: int
+    stopped: str = ""
+
+
+def candidate(name: str, step: int, own: Sequence[Mapping[str, Mapping[int, float]]],
+              plain: Sequence[Mapping[str, Mapping[int, float]]], comparisons: int) -> Candidate:  # fmt: skip
+    """Returns a candidate from values of the same seeds, in the same order, of its branches and of plain's."""
+    means, differences = {}, {}
+    for quantity in own[0]:
+        rows = sorted(set.intersection(*(set(values[quantity]) for values in (*own, *plain))))
+        mine, theirs = (np.array([[v[quantity][row] for row in rows] for v in some]) for some in (own, plain))
+        means[quantity] = float(mine.mean())
+        differences[quantity] = paired(mine - theirs, comparisons)
+    return Candidate(name, step, means, differences, len(own))
+
+
+def largest_pass(quantities: Sequence[str]) -> str:
+    """Returns the pass@k of the largest k."""
+    return max((name for name in quantities if name.startswith("pass@")), key=lambda name: int(name[5:]))
+
+
+def verdict(candidates: Sequence[Candidate]) -> tuple[str, Candidate | None]:
+    """Returns what to do, in a sentence, and the candidate that it takes, if there is one.
+
+    A candidate is taken for its pass@k, the largest k. Those that are not told apart are not ordered.
+    """
+    finished = [each for each in candidates if not each.stopped]
+    if not finished:
+        return "No candidate has come to the end together with plain.", None
+    goal = largest_pass(list(finished[0].means))
+    better = [each for each in finished if _low(each.differences[goal]) > 0]
+    if not better:
+        return f"None is better than plain by more than noise in {goal}.{_more_seeds(finished, goal)}", None
+    best = max(better, key=lambda each: each.differences[goal].value)
+    others = [each.name for each in better if each is not best and not _apart(best, each, goal)]
+    told = ", ".join(f"{name} {in_words(best.differences[name])}" for name in (goal, "pass@1", "reward"))
+    beside = f" Not told apart from {', '.join(others)}." if others else ""
+    return f"Take {best.name}: {told}.{beside}", best
+
+
+def _low(difference: Estimate) -> float:
+    return difference.ends()[0] if difference.interval else -math.inf
+
+
+def _apart(best: Candidate, other: Candidate, goal: str) -> bool:
+    """Returns whether the intervals of two differences to plain do not meet: a careful test, for plain is in both."""
+    return _low(best.differences[goal]) > other.differences[goal].ends()[1]
+
+
+def _more_seeds(candidates: Sequence[Candidate], goal: str) -> str:
+    """Returns what three more seeds would tell, if all of the error were the seeds'."""
+    known = [each for each in candidates if each.differences[goal].interval]
+    if not known:
+        return f" {ONE_SEED.capitalize()}: give seeds=3."
+    best = max(known, key=lambda each: each.differences[goal].value)
+    before, after = best.seeds, best.seeds + 3
+    shrink = math.sqrt(before / after) * float(stdtrit(after - 1, 0.975) / stdtrit(before - 1, 0.975))
+    reach = shrink * (best.differences[goal].ends()[1] - best.differences[goal].value)
+    return (
+        f" The nearest is {best.name}, {in_words(best.differences[goal])}; seeds={after} would tell about {reach:.2g}."
+    )
+
+
+def in_words(difference: Estimate) -> str:
+    """Returns +.41 ± .07, with half of the 95 % interval."""
+    reach = f" ± {difference.ends()[1] - difference.value:.3f}" if difference.interval else ""
+    return f"{difference.value:+.3f}{reach}"

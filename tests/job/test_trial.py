@@ -1,0 +1,206 @@
+"""rl-training try: what the intervals hold, what is said of them, and that a trial goes on after whatever ended it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hydra import compose, initialize_config_dir
+
+from rl_training.job.shipped import CONF
+from rl_training.job.trial import Branch, Trial, read_trial, run_wave, to_stop
+from rl_training.job.trial_results import Candidate, candidate, paired, values_of, verdict
+from rl_training.mathematics.estimate import Estimate
+from rl_training.records.folder import CONFIG_FILE
+
+SMALL = [
+    "trainer.max_steps=2", "trainer.num_generations=4", "batch.sequences_per_step=16", "batch.microbatch_size=8",
+    "trainer.max_completion_length=8", "logger=none", "trainer.disable_tqdm=true", "probe=none",
+]  # fmt: skip
+TRIAL = ["steps=2", "seeds=1", "evaluation.fraction=0.02", "evaluation.responses_per_prompt=2"]
+
+
+def differences_of(
+    seeds: int, prompts: int, spread: tuple[float, float, float], rng: np.random.Generator
+) -> np.ndarray:
+    """Returns differences of two equal arms: a part of each seed's, of each prompt's, and of each cell's own."""
+    by_seed, by_prompt, cell = spread
+    return (
+        rng.normal(0, by_seed, (seeds, 1))
+        + rng.normal(0, by_prompt, (1, prompts))
+        + rng.normal(0, cell, (seeds, prompts))
+    )
+
+
+@pytest.mark.parametrize("spread", [(0.0, 0.0, 0.3), (0.05, 0.0, 0.3), (0.02, 0.1, 0.2), (0.0, 0.2, 0.05)])
+@pytest.mark.parametrize("shape", [(2, 16), (3, 64), (6, 32)])
+def test_intervals_of_two_equal_arms_hold_zero(shape: tuple[int, int], spread: tuple[float, float, float]) -> None:
+    rng = np.random.default_rng(0)
+    ends = [paired(differences_of(*shape, spread, rng)).ends() for _ in range(1500)]
+    assert 0.935 <= np.mean([low <= 0 <= high for low, high in ends]) <= 1.0
+
+
+def test_two_seeds_and_two_prompts_by_hand() -> None:
+    """Seeds differ by 2 and prompts not at all: stderr² = 2/2 = 1, and Student's t with one degree reaches 12.706."""
+    found = paired(np.array([[1.0, 1.0], [3.0, 3.0]]))
+    assert (found.value, found.stderr) == (2.0, 1.0)
+    assert found.ends() == pytest.approx((2 - 12.7062, 2 + 12.7062), abs=1e-3)
+    assert paired(np.array([[1.0, 3.0]])).reason == "one seed says nothing of other seeds"
+
+
+def of(name: str, value: float, reach: float, stopped: str = "") -> Candidate:
+    difference = Estimate(value, reach / 2, 9, interval=(value - reach, value + reach))
+    quantities = ("pass@1", "pass@8", "reward")
+    return Candidate(name, 40, dict.fromkeys(quantities, 0.5), dict.fromkeys(quantities, difference), 3, stopped)
+
+
+def test_the_verdict_takes_what_is_better_by_more_than_noise_and_orders_only_what_is_told_apart() -> None:
+    sentence, best = verdict([of("psr", 0.4, 0.1), of("bonus", 0.35, 0.1), of("nsr", 0.01, 0.1)])
+    assert best is not None
+    assert best.name == "psr"
+    assert sentence == (
+        "Take psr: pass@8 +0.400 ± 0.100, pass@1 +0.400 ± 0.100, reward +0.400 ± 0.100. Not told apart from bonus."
+    )
+    assert "Not told apart" not in verdict([of("psr", 0.4, 0.1), of("bonus", 0.15, 0.1)])[0]
+    sentence, best = verdict(
+        [of("psr", 0.05, 0.1), of("bonus", -0.4, 0.1), of("lr", 0.9, 0.1, stopped="after 20 steps")]
+    )
+    assert best is None
+    assert sentence.startswith("None is better than plain by more than noise in pass@8. The nearest is psr, +0.050")
+
+
+def test_halving_stops_the_worse_half_and_says_why() -> None:
+    (stopped,) = to_stop([of("psr", 0.1, 0.3), of("bonus", -0.2, 0.3), of("lr", 0.0, 0.3)])
+    assert (stopped.name, stopped.stopped) == ("bonus", "after 40 steps: pass@8 -0.200 ± 0.300, place 3 of 3")
+
+
+def test_values_are_those_of_each_prompts_responses(tmp_path: Path) -> None:
+    """Row 5: one of two right, pass@1 = .5, pass@2 = 1. The greedy response does not count."""
+    (tmp_path / "step_3").mkdir()
+    numbers = [
+        (5, 0, 1.0, 4, 0.2),
+        (5, 1, 0.0, 6, 0.4),
+        (5, "greedy", 1.0, 9, 9.0),
+        (7, 0, 0.0, 1, 0.0),
+        (7, 1, 0.0, 1, 0.0),
+    ]
+    keys = ("row", "response_number", "reward", "length", "mean_entropy")
+    lines = [json.dumps(dict(zip(keys, row, strict=True))) for row in numbers]
+    (tmp_path / "step_3" / "responses.jsonl").write_text("\n".join(lines))
+    found = values_of(tmp_path, 3)
+    assert found["pass@1"] == {5: 0.5, 7: 0.0}
+    assert found["pass@2"] == {5: 1.0, 7: 0.0}
+    assert found["entropy"] == {5: pytest.approx(0.3), 7: 0.0}
+    assert found["length"] == {5: 5.0, 7: 1.0}
+    against = candidate("psr", 3, [found, found], [found, found], 1)
+    assert (against.means["pass@1"], against.differences["pass@1"].value) == (0.25, 0.0)
+
+
+# --- branches ---------------------------------------------------------------------------------------------------------
+
+
+def run_it(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "rl_training", *words], capture_output=True, text=True, check=False)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trial") / "run"
+    ended = run_it("train", *SMALL, f"run_dir={folder}")
+    assert ended.returncode == 0, ended.stderr
+    return folder
+
+
+def trial_of(run: Path, *words: str, launcher: tuple[str, ...] = ()) -> Trial:
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("try", [f"run={run}", "interventions=[psr,lr:0.5,nsr]", *words])
+        return read_trial(cfg, (), launcher)
+
+
+def a_run_folder(folder: Path) -> Path:
+    """Returns a folder that looks like a run with a checkpoint, where nothing is trained."""
+    (folder / "training_state" / "checkpoint-2").mkdir(parents=True)
+    (folder / "training_state" / "checkpoint-2" / "trainer_state.json").write_text('{"global_step": 2}')
+    (folder / CONFIG_FILE).write_text("seed: 0\ntrainer: {lr_scheduler_type: constant}\n")
+    return folder
+
+
+def test_candidates_are_halved_until_two_are_left_and_not_where_the_schedule_knows_its_end(tmp_path: Path) -> None:
+    run = a_run_folder(tmp_path)
+
+    def stages(num: int, **cfg: object) -> list[int]:
+        names = tuple(f"c{number}" for number in range(num))
+        with initialize_config_dir(str(CONF), version_base="1.3"):
+            composed = compose("try", [f"run={run}", *(f"{key}={value}" for key, value in cfg.items())])
+        return Trial(run / "training_state" / "checkpoint-2", names, composed, (), ()).stages
+
+    assert [stages(num) for num in (1, 2, 3, 4, 8)] == [[40], [40], [20, 40], [20, 40], [10, 20, 40]]
+    assert stages(8, halving="false") == [40]
+    (run / CONFIG_FILE).write_text("seed: 0\ntrainer: {lr_scheduler_type: linear}\n")
+    assert stages(8) == [40]
+
+
+def test_a_branch_whose_command_fails_does_not_hold_up_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two at once, by joblib; the commands are quick ones."""
+    run = a_run_folder(tmp_path / "run")
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        cfg = compose("try", [f"run={run}"])
+    launcher = ("hydra/launcher=joblib", "hydra.launcher.n_jobs=2")
+    trial = Trial(run / "training_state" / "checkpoint-2", ("psr",), cfg, (), launcher)
+    commands = {"plain": [["no_such"], ["config"]], "psr": [["--version"], ["config"]]}
+    monkeypatch.setattr(Branch, "commands", lambda branch: commands[branch.name])
+    branches = [Branch(trial, name, 1, 2) for name in commands]
+    trial.folder.mkdir(parents=True)
+    run_wave(trial, branches)
+    assert "error: there is no command no_such" in Path(f"{branches[0].folder}.log").read_text()
+    assert "conf" not in branches[0].reason()
+    assert branches[1].reason() == str(CONF)
+
+
+@pytest.mark.slow
+def test_a_trial_that_is_killed_goes_on_to_the_same_table(run: Path, tmp_path: Path) -> None:
+    """SIGKILL of the command, then of one branch; a function of the user's own that fails is named."""
+    (tmp_path / "own.py").write_text("def fails(loss, strength):\n    raise KeyError('x')\n")
+    words = ["try", str(run), f"interventions=[lr:0.5,{tmp_path}/own.py:fails]", *TRIAL, "jobs=2"]
+    whole = run_it(*words, f"output={tmp_path / 'whole'}")
+    assert whole.returncode == 1, whole.stderr
+    assert "KeyError" in whole.stdout
+    killed = tmp_path / "killed"
+    command = [sys.executable, "-m", "rl_training", *words, f"output={killed}"]
+    for victim in ("itself", "a branch"):
+        process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        deadline = time.monotonic() + 120
+        while not list(killed.glob("*/seed_*/config.yaml")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        if victim == "itself":
+            process.kill()
+        else:
+            branches = subprocess.run(["pgrep", "-f", f"run_dir={killed}"], capture_output=True, text=True, check=False)
+            for pid in branches.stdout.split()[:1]:
+                os.kill(int(pid), signal.SIGKILL)
+        process.wait()
+    again = run_it(*words, f"output={killed}")
+    table = [line for line in again.stdout.splitlines() if line.startswith("lr:0.5")]
+    assert table == [line for line in whole.stdout.splitlines() if line.startswith("lr:0.5")]
+    assert len(table) == 1
+
+
+@pytest.mark.slow
+def test_submitits_local_executor_gives_the_table_of_the_basic_launcher(run: Path, tmp_path: Path) -> None:
+    words = ["try", str(run), "interventions=[lr:0.5]", *TRIAL]
+    tables = []
+    for launcher in ("basic", "submitit_local"):
+        ended = run_it(*words, f"launcher={launcher}", f"output={tmp_path / launcher}")
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+        tables.append([line for line in ended.stdout.splitlines() if line.startswith("lr:0.5")])
+    assert tables[0] == tables[1]
+    assert (tmp_path / "submitit_local" / "try.html").is_file()
