@@ -344,7 +344,10 @@ def ddp_worker(rank: int, folder: str) -> None:
 
     truth, generator = Truth(), seeded(3)
     loop = Loop(
-        GradientNoiseScaleProbe(decay=EVEN), DistributedDataParallel(LinearLoss()), adamw_states(), Ranks(2, reduce, rank)
+        GradientNoiseScaleProbe(decay=EVEN),
+        DistributedDataParallel(LinearLoss()),
+        adamw_states(),
+        Ranks(2, reduce, rank),
     )
     drawn = (truth.draw(NUM_RANKS, 3, 4, generator=generator) for _ in range(NUM_STEPS))
     answers = [{name: e.value for name, e in loop.step(vectors[rank]).items()} for vectors in drawn]

@@ -254,9 +254,7 @@ def test_another_number_of_processes_goes_on_from_a_checkpoint_with_the_update_o
     runs: Path, run: str
 ) -> None:
     """Each reads its own entries of it, for `backward`; error bars go on with the errors of the steps before."""
-    last, again = (
-        {key: row for key, row in estimates(runs, name).items() if key[0] == 3} for name in ("plain_1", run)
-    )
+    last, again = ({key: row for key, row in estimates(runs, name).items() if key[0] == 3} for name in ("plain_1", run))
     assert math.isfinite(last[3, "delta_h/backward"]["value"])
     assert_same_estimates(last, again, with_stderr=True)
 
