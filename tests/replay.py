@@ -2,7 +2,7 @@
 
 A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2, fsdp2_2; behind it `_gpu` or `_bf16`. With
 `_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_truth` the true change is measured; with
-`_resumed` it goes on from the second of the three steps; with `_interventions` these are predicted; with `_remedied`
+`_resumed` it goes on from the second of the three steps, with `_continued` from that of the other number of processes; with `_interventions` these are predicted; with `_remedied`
 it trains with some, and has no probes.
 Every run gets the same prompts, completions and advantages, each process its contiguous share. Rank r writes
 FOLDER/RUN/r.pt; ZeRO and FSDP2 with probes leave a checkpoint of their second step.
@@ -183,7 +183,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         adam_epsilon=1e-5,  # a first step that is no sign: rounding would decide the sign of a zero
         max_grad_norm=0.05,  # every step is clipped
         lr_scheduler_type="linear",
-        save_strategy="no" if kind == "plain" or run.endswith(("bare", "resumed", "bf16", "truth")) else "steps",
+        save_strategy="no" if run.endswith(("bare", "resumed", "continued", "bf16", "truth", "remedied")) else "steps",
         save_steps=2,
         report_to=[],
         disable_tqdm=True,
@@ -202,8 +202,9 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         records=Records(folder / run / "logs"),
     )
     sizes = log_collectives()
-    before = folder / run.removesuffix("_resumed") / "state" / "checkpoint-2"
-    trainer.train(resume_from_checkpoint=str(before) if run.endswith("_resumed") else None)
+    other = {"plain_1_continued": "plain_2", "plain_2_continued": "plain_1"}.get(run, run.removesuffix("_resumed"))
+    before = folder / other / "state" / "checkpoint-2"
+    trainer.train(resume_from_checkpoint=None if other == run else str(before))
     assert trainer.accelerator.num_processes == world
     assert (trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled) == (kind.startswith("zero"), kind == "fsdp2")
     if kind == "zero3":

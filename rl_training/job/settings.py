@@ -52,7 +52,7 @@ OF_EVALUATION = {
 HINTS = {
     "trainer.max_grad_norm": "; 0 switches clipping off",
     "sequences": ": more would take hours at each validation",
-    "num_folds": " for one per microbatch",
+    "num_folds": " for 8 or some more where that takes no further pass",
     "alert.below": " for no alert",
     "evaluation.temperature": "; evaluation.greedy decodes greedily",
 }

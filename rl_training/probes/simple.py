@@ -43,8 +43,8 @@ class SimpleEntropyProbe(Probe):
     """Measures the first-order change of the policy's entropy at each optimizer step. See the module's docstring.
 
     responses_per_prompt  responses of every prompt that X is computed from; more (up to G) cost more, with less noise
-    num_folds             folds of whole prompts on each rank, K; None: one per microbatch, or one per rank when there
-                          are 8 ranks or more. More than microbatches costs what another forward pass and backward do
+    num_folds             folds of whole prompts, over all processes; None: 8 to 15 where that takes no further pass.
+                          More than there are microbatches costs what another forward pass and backward do
     per_sequence          predict in nats per sequence too, `…_sequence`: a second backward, from which error bars per
                           token have the noise of the H_tok inside of X as well
     offload               keep the gradients of the folds in the CPU's memory
@@ -68,7 +68,7 @@ class SimpleEntropyProbe(Probe):
     ) -> None:
         super().__init__(every)
         if num_folds is not None and num_folds < 1:
-            raise ValueError(f"simple: num_folds={num_folds} must be at least 1, or null for one per microbatch")
+            raise ValueError(f"simple: num_folds={num_folds} must be at least 1, or null for 8 or some more")
         try:
             self.entropy = EntropySettings(responses_per_prompt, per_sequence, error_decay)
         except ValueError as error:

@@ -56,7 +56,7 @@ class TokenClassesProbe(Probe):
     """Splits the fresh gradient's part of δH among classes of tokens. See the module's docstring.
 
     every      measure each `every`-th step
-    num_folds  folds of whole prompts on each rank; None for what another probe says
+    num_folds  folds of whole prompts, over all processes; None for what another probe says
     """
 
     name = "token_classes"

@@ -236,8 +236,9 @@ def on_rank(rank: int, folder: Path) -> None:
 def test_two_processes_give_the_estimates_of_one(tmp_path: Path) -> None:
     train(*new_loop(probes(), records=Records(tmp_path / "one")))
     forks.start_ranks(on_rank, (tmp_path / "two",), 2)
-    found = farthest(tmp_path / "two", tmp_path / "one", fields=["value"])  # errors take units of a rank for granted
+    found = farthest(tmp_path / "two", tmp_path / "one", fields=["value"])  # folds are others, and error bars
     assert found.pop("reuse") < 1e-4  # rounding, divided by Adam's young v
+    assert found.pop("gns") < 1e-4  # |G|² is what squares of norms in fp32 leave when most of it cancels
     assert max(found.values()) < 1e-5
     assert {row["world_size"] for row in read_estimates(tmp_path / "two")} == {2}
     one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))

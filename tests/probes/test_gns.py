@@ -24,11 +24,13 @@ from torch.nn.parallel import DistributedDataParallel
 
 from rl_training import Estimate
 from rl_training.engine.batch import Rollout
+from rl_training.engine.fold_reduction import FoldReduction
 from rl_training.engine.gradient_rows import GradientRows
 from rl_training.engine.ranks import Ranks
-from rl_training.engine.step import Step
+from rl_training.engine.shards import Shard
+from rl_training.engine.step import Gradients, Step
 from rl_training.mathematics.adamw import WARM_STEPS, AdamWState
-from rl_training.mathematics.folds import ranges_of
+from rl_training.mathematics.folds import FoldGroup, ranges_of
 from rl_training.mathematics.noise_scale import (
     Averages,
     average,
@@ -38,7 +40,7 @@ from rl_training.mathematics.noise_scale import (
     split_of_trace,
 )
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.square_norms import AdamMetric, SqNormMeter
+from rl_training.mathematics.square_norms import adam_roots, square_norms
 from rl_training.mathematics.vectors import CHUNK, JOINED, Layout, flat_dot
 from rl_training.probes import GradientNoiseScaleProbe
 from rl_training.probes.gns import BOUNDS
@@ -103,47 +105,73 @@ class Loop:
     ) -> None:
         self.probe = probe
         self.model = model or LinearLoss()
-        self.parameters = {name.removeprefix("module."): p for name, p in self.model.named_parameters()}
-        self.rows = GradientRows(self.parameters, Layout(self.parameters), keep_rows=False, keep_sq_norms=True)
-        self.states = states
+        own = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
+        self.shard = Shard(own, torch.optim.SGD(own.parameters()), None)
+        weights = self.shard.weights()
+        self.layout = Layout(weights, {name: self.shard.width(name) for name in weights})
+        self.reduction = FoldReduction(self.shard, self.layout)
+        self.rows = GradientRows(self.reduction, self.layout, keep_rows=False, keep_sq_norms=True)
+        self.states = {
+            name: dataclasses.replace(
+                state,
+                exp_avg=self.shard.own(name, state.exp_avg),
+                exp_avg_sq=self.shard.own(name, state.exp_avg_sq),
+            )
+            for name, state in (states or {}).items()
+        }
         self.ranks = ranks
         self.steps = 0
 
     def step(self, vectors: Sequence[Tensor] | Tensor) -> dict[str, Estimate]:
-        """Returns the probe's answers to one step on K vectors (b, DIM): microbatches of b prompts on this rank."""
-        num_microbatches, sizes = len(vectors), [len(block) for block in vectors]
+        """Returns the probe's answers to one step on K vectors (b, DIM): microbatches of b prompts on this rank.
+
+        Each microbatch of each rank is a fold.
+        """
+        sizes, own = [len(block) for block in vectors], tuple(range(self.ranks.count))
         self.steps += 1
-        self.rows.start_step(range(num_microbatches), num_microbatches, self.states, sizes)
+        rows = ranges_of([number * G for number in sizes])
+        folds = [FoldGroup(range(k * len(own), (k + 1) * len(own)), own, (part,)) for k, part in enumerate(rows)]
+        self.rows.start_step(folds, adam_roots(self.layout, self.states))
         for k, block in enumerate(vectors):
             if isinstance(self.model, DistributedDataParallel):
-                self.model.require_backward_grad_sync = k == num_microbatches - 1  # as no_sync does on all but the last
+                self.model.require_backward_grad_sync = k == len(rows) - 1  # as no_sync does on all but the last
             loss = self.model(block) * len(block) / sum(sizes)
-            self.rows.arm(k)
+            self.rows.arm(rows[k].start)
             loss.backward()
             self.rows.disarm()
-        self.probe.prepare(self.view(sizes))
-        for p in self.parameters.values():
-            p.grad = None
+        self.probe.prepare(self.view(rows, folds))
+        self.model.zero_grad()
         return self.probe.results()
 
-    def view(self, prompts: Sequence[int]) -> Step:
-        size = sum(prompts) * G
+    def view(self, rows: Sequence[range], folds: Sequence[FoldGroup]) -> Step:
+        size = rows[-1].stop
         ones, zeros = torch.ones(size, 1, dtype=torch.long), torch.zeros(size, 1, dtype=torch.float64)
         step = step_of(
             self.steps,
             Rollout(ones, ones, ones, ones, zeros[:, 0], None, torch.arange(size) // G, None, on_policy=True),
             Scores(zeros, zeros, ones),
             zeros,
-            len(prompts),
-            self.parameters,
-            {name: p.grad for name, p in self.parameters.items()},
+            len(rows),
+            self.shard.trained,
+            {name: p.grad for name, p in self.shard.trained.items()},
             NotToBeAsked(),
             states=self.states,
-            sq_norms=self.rows.sq_norms,
             ranks=self.ranks,
         )
-        rows = ranges_of([number * G for number in prompts])
-        return dataclasses.replace(step, batch=dataclasses.replace(step.batch, microbatch_rows=rows))
+        fold_sizes = torch.zeros(len(rows), self.ranks.count, dtype=torch.float64)
+        fold_sizes[:, self.ranks.number] = torch.tensor([len(part) for part in rows], dtype=torch.float64)
+        fold_sizes = self.ranks.reduce(fold_sizes).flatten()
+        self.rows.finish(fold_sizes, self.ranks.count)
+        gradients = Gradients(
+            self.shard.weights(),
+            self.shard.gradients(),
+            self.layout,
+            self.reduction,
+            rows=None,
+            sq_norms=self.ranks.reduce(self.rows.sq_norms),
+        )
+        batch = dataclasses.replace(step.batch, microbatch_rows=rows, num_folds=len(fold_sizes))
+        return dataclasses.replace(step, batch=batch, gradients=gradients, folds=folds, fold_sizes=fold_sizes)
 
 
 def seeded(seed: int) -> torch.Generator:
@@ -316,7 +344,10 @@ def ddp_worker(rank: int, folder: str) -> None:
 
     truth, generator = Truth(), seeded(3)
     loop = Loop(
-        GradientNoiseScaleProbe(decay=EVEN), DistributedDataParallel(LinearLoss()), adamw_states(), Ranks(2, reduce)
+        GradientNoiseScaleProbe(decay=EVEN),
+        DistributedDataParallel(LinearLoss()),
+        adamw_states(),
+        Ranks(2, reduce, rank),
     )
     drawn = (truth.draw(NUM_RANKS, 3, 4, generator=generator) for _ in range(NUM_STEPS))
     answers = [{name: e.value for name, e in loop.step(vectors[rank]).items()} for vectors in drawn]
@@ -540,23 +571,26 @@ def test_square_norms_do_not_depend_on_which_gradients_are_measured_together() -
         weights = 1 / (root.abs() / math.sqrt(1 - 0.99**step) + eps)
         squares = gradients[name].square()
         expected.append([float(squares.sum()), math.nan if name == "cold" else float((weights * squares).sum())])
-    meter = SqNormMeter(AdamMetric(states))
-    for name, gradient in gradients.items():
-        meter.add(name, gradient)
-    got = meter.result(sizes).tolist()
+    layout = Layout(gradients)
+    assert [len(bucket.names) for bucket in layout.buckets] == [1, 4]
+    rows = [part.unsqueeze(0) for part in layout.vector(gradients.values())]
+    (got,) = square_norms(layout, rows, adam_roots(layout, states)).tolist()
     assert got == [pytest.approx(pair, rel=1e-12, nan_ok=True) for pair in expected]
 
 
 def test_a_parameter_that_a_microbatch_does_not_reach_has_a_square_norm_of_zero_there() -> None:
     """An expert without tokens: autograd calls no hook at all."""
-    parameters = {name: nn.Parameter(torch.ones(2)) for name in ("expert0", "expert1")}
-    rows = GradientRows(parameters, Layout(parameters), keep_rows=False, keep_sq_norms=True)
-    rows.start_step(range(2), 2)
+    parameters = nn.ParameterDict({name: nn.Parameter(torch.ones(2)) for name in ("expert0", "expert1")})
+    shard = Shard(parameters, torch.optim.SGD(parameters.values()), None)
+    layout = Layout(shard.weights())
+    rows = GradientRows(FoldReduction(shard, layout), layout, keep_rows=False, keep_sq_norms=True)
+    rows.start_step([FoldGroup(range(k, k + 1), (0,), (range(k, k + 1),)) for k in range(2)])
     for k, p in enumerate(parameters.values()):
         rows.arm(k)
         (3.0 * p.sum() / 2).backward()
         rows.disarm()
-    assert rows.sq_norms[..., 0].tolist() == [[18.0, 0.0], [0.0, 18.0]]
+    rows.finish(torch.ones(2, dtype=torch.float64), 1)
+    assert rows.sq_norms[..., 0].flatten().tolist() == pytest.approx([18.0, 0.0, 0.0, 18.0], rel=1e-6)
 
 
 def test_inner_product_of_many_entries_is_exact_where_no_fp32_number_is() -> None:

@@ -55,6 +55,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "plain_1",
         "plain_2",
         "plain_2_bare",
+        "plain_1_continued",
+        "plain_2_continued",
         *SHARDED,
         *(f"{run}_bare" for run in SHARDED[1:]),
         *(f"{run}_resumed" for run in SHARDED[2:]),
@@ -245,6 +247,16 @@ def test_training_with_sharded_weights_resumes_bitwise_from_its_checkpoint(
     checkpoint = runs / run / "state" / "checkpoint-2"
     assert what_is_wrong_with(checkpoint, sharded_by) == ""
     assert what_is_wrong_with(checkpoint) == f"it was written under {sharded_by}: resume with the same launch file"
+
+
+@pytest.mark.parametrize("run", ["plain_1_continued", "plain_2_continued"])
+def test_another_number_of_processes_goes_on_from_a_checkpoint_with_the_update_of_its_last_step(
+    runs: Path, run: str
+) -> None:
+    """Each reads its own entries of it, for `backward`; error bars go on with the errors of the steps before."""
+    last, again = ({key: row for key, row in estimates(runs, name).items() if key[0] == 3} for name in ("plain_1", run))
+    assert math.isfinite(last[3, "delta_h/backward"]["value"])
+    assert_same_estimates(last, again, with_stderr=True)
 
 
 @pytest.mark.parametrize("run", ["zero3_2", "fsdp2_2"])

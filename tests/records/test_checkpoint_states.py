@@ -1,0 +1,81 @@
+"""What processes write into a checkpoint, each its own entries, is read by any number of others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from rl_training.engine.shards import chunk_of
+from rl_training.engine.updates import UpdateHistory
+from rl_training.mathematics.vectors import Layout
+from rl_training.records.checkpoint_states import PROBE_STATES, load_probe_states, save_probe_states
+
+UPDATE = {"weight.of.a": torch.arange(7.0), "b": torch.tensor([-1.0])}  # of b, only the first process has an entry
+
+
+class History(UpdateHistory):
+    """That of one of several processes, under a name."""
+
+    name = "engine"
+
+    def __init__(self, processes: int, rank: int) -> None:
+        self.cuts = {name: chunk_of(len(whole), processes, rank) for name, whole in UPDATE.items()}
+        self.own = {name: whole[slice(*self.cuts[name])] for name, whole in UPDATE.items()}
+        self.layout = Layout(self.own)
+        super().__init__(self.layout, {name: (*cut, len(UPDATE[name])) for name, cut in self.cuts.items()})
+
+    def keep_own(self) -> History:
+        vector = self.layout.vector(self.own.values())
+        self.keep(4, vector, vector)
+        return self
+
+
+def assert_read_by(processes: int, checkpoint: Path) -> None:
+    for rank in range(processes):
+        history = History(processes, rank)
+        load_probe_states([history], checkpoint)
+        update = history.before(5)
+        assert update is not None
+        for name, part in history.layout.by_name(update).items():
+            assert torch.equal(part, history.own[name])
+
+
+@pytest.mark.parametrize("after", [1, 2, 3])
+@pytest.mark.parametrize("before", [1, 2, 4])
+def test_any_number_of_processes_reads_the_entries_of_an_update_that_any_number_wrote(
+    tmp_path: Path, before: int, after: int
+) -> None:
+    for rank in range(before)[::-1]:  # the first may be the last to write
+        save_probe_states([History(before, rank).keep_own()], tmp_path, before, rank)
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        PROBE_STATES, *(f"probes_{rank}.safetensors" for rank in range(1, before))
+    ]  # fmt: skip
+    assert_read_by(after, tmp_path)
+
+
+@pytest.mark.parametrize("after", [1, 2])
+def test_an_update_of_an_earlier_version_is_read_which_is_whole(tmp_path: Path, after: int) -> None:
+    whole = {"engine/update": torch.cat(list(UPDATE.values())), "engine/update_step": torch.tensor(4)}
+    save_file(whole, tmp_path / PROBE_STATES, {"probes": "engine", "num_processes": "2", "checksums": "{}"})
+    assert_read_by(after, tmp_path)
+
+
+def test_a_missing_file_of_a_process_is_an_error_and_not_a_part_of_an_update(tmp_path: Path) -> None:
+    for rank in range(2):
+        save_probe_states([History(2, rank).keep_own()], tmp_path, 2, rank)
+    (tmp_path / "probes_1.safetensors").unlink()
+    load_probe_states([History(2, 0)], tmp_path)
+    with pytest.raises(ValueError, match="lacks 3 entries of weight.of.a: a process's file is missing"):
+        load_probe_states([History(1, 0)], tmp_path)
+
+
+def test_files_of_more_processes_that_wrote_earlier_are_not_read(tmp_path: Path) -> None:
+    for rank in range(3):
+        save_probe_states([History(3, rank).keep_own()], tmp_path, 3, rank)
+    (tmp_path / "probes_2.safetensors").write_bytes(b"of an earlier run")
+    for rank in range(2):
+        save_probe_states([History(2, rank).keep_own()], tmp_path, 2, rank)
+    assert_read_by(1, tmp_path)
