@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shared_rollouts import L_MAX, PROMPTS, STEPS, G, given_rollout
+from shared_rollouts import L_MAX, PROMPTS, G, given_rollout
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -32,7 +32,7 @@ from rl_training.probes import (
 )
 from rl_training.tasks.models import load_tiny
 
-FOLD = 8  # sequences
+STEPS, FOLD = 2, 8  # optimizer steps; sequences of a fold
 OPTIONS: dict[str, Any] = {
     "kind": "one",
     "microbatch": 8,  # sequences of one backward of a process
