@@ -208,6 +208,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
     assert trainer.accelerator.num_processes == world
     assert (trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled) == (kind.startswith("zero"), kind == "fsdp2")
     if kind == "zero3":
+        trainer.model_wrapped.empty_partition_cache()  # DeepSpeed has gathered ahead, for a backward that scoring lacks
         assert all(p.numel() == 0 for p in trainer.model.parameters())  # they were cut, and are again
     if kind == "fsdp2":
         assert all(isinstance(p, DTensor) for p in trainer.model.parameters())

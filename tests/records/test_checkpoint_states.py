@@ -68,7 +68,7 @@ def test_a_missing_file_of_a_process_is_an_error_and_not_a_part_of_an_update(tmp
         save_probe_states([History(2, rank).keep_own()], tmp_path, 2, rank)
     (tmp_path / "probes_1.safetensors").unlink()
     load_probe_states([History(2, 0)], tmp_path)
-    with pytest.raises(ValueError, match="lacks 3 entries of weight.of.a: a process's file is missing"):
+    with pytest.raises(ValueError, match=r"lacks 3 entries of weight.of.a: a process's file is missing"):
         load_probe_states([History(1, 0)], tmp_path)
 
 

@@ -95,6 +95,9 @@ def assert_same_estimates(a: dict, b: dict, with_stderr: bool) -> None:
     compared = 0
     for key, row in a.items():
         step, name = key
+        if name == "step/formula_error":  # rounding alone
+            assert max(row["value"], b[key]["value"]) < 1e-4
+            continue
         is_addend = name.startswith("delta_h/") and name.count("/") == 2
         whole = a[step, f"delta_h/forward{'_sequence' * name.endswith('_sequence')}"] if is_addend else row
         tolerance = 1e-4 if "/reuse" in name else 1e-5
@@ -289,11 +292,11 @@ def test_in_mixed_precision_fsdp2_shows_probes_the_weights_before_they_are_round
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights)
 
 
-def test_under_ddp_probes_send_a_few_numbers_over_the_network(runs: Path) -> None:
-    """All that is asked for from Python during training, TRL's own included; the model has 105k parameters."""
+def test_under_ddp_probes_send_a_few_numbers_beside_the_gradients(runs: Path) -> None:
+    """All but the folds' gradients that is asked for from Python during training, TRL's own included; the model has 105k parameters."""
     probed, bare = saved(runs, "plain_2")["collectives"], saved(runs, "plain_2_bare")["collectives"]
     assert len(probed) > len(bare)
-    assert max(probed) <= 300
+    assert max(probed) <= 500  # square norms, two for each parameter and fold
 
 
 def test_a_rank_without_any_advantage_takes_part(runs: Path) -> None:
