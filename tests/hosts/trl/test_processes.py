@@ -295,7 +295,7 @@ def test_in_mixed_precision_fsdp2_shows_probes_the_weights_before_they_are_round
 
 
 def test_under_ddp_probes_send_a_few_numbers_beside_the_gradients(runs: Path) -> None:
-    """All but the folds' gradients that is asked for from Python during training, TRL's own included; the model has 105k parameters."""  # noqa: E501
+    """Beside the folds' gradients, asked for from Python, TRL's own included; of 105k parameters."""
     probed, bare = saved(runs, "plain_2")["collectives"], saved(runs, "plain_2_bare")["collectives"]
     assert len(probed) > len(bare)
     assert max(probed) <= 500  # square norms, two for each parameter and fold
