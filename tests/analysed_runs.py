@@ -44,12 +44,12 @@ class Recorder(Probe):
     name = "recorder"
 
     def prepare(self, step: Step) -> None:
-        self._before = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
+        self._before = {name: p.detach().clone() for name, p in step.gradients.weights.items()}
         gradient = torch.cat([g.flatten() for g in step.gradients.mean.values()]).clone()
         SEEN[step.number] = {"rollout": step.batch.rollout, "gradient": gradient}
 
     def after_step(self, step: Step) -> None:
-        change = [(p.detach() - self._before[name]).flatten() for name, p in step.gradients.parameters.items()]
+        change = [(p.detach() - self._before[name]).flatten() for name, p in step.gradients.weights.items()]
         SEEN[step.number]["delta"] = torch.cat(change)
 
     def results(self) -> dict[str, Estimate]:

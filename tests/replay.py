@@ -2,8 +2,8 @@
 
 A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2, fsdp2_2; behind it `_gpu` or `_bf16`. With
 `_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_truth` the true change is measured; with
-`_resumed` it goes on from the second of the three steps, with `_continued` from that of the other number of processes; with `_interventions` these are predicted; with `_remedied`
-it trains with some, and has no probes.
+`_resumed` it goes on from the second of the three steps, with `_continued` from that of the other number of processes;
+with `_interventions` these are predicted; with `_remedied` it trains with some, and has no probes.
 Every run gets the same prompts, completions and advantages, each process its contiguous share. Rank r writes
 FOLDER/RUN/r.pt; ZeRO and FSDP2 with probes leave a checkpoint of their second step.
 
@@ -208,6 +208,7 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
     assert trainer.accelerator.num_processes == world
     assert (trainer.is_deepspeed_enabled, trainer.is_fsdp_enabled) == (kind.startswith("zero"), kind == "fsdp2")
     if kind == "zero3":
+        trainer.model_wrapped.empty_partition_cache()  # DeepSpeed has gathered ahead, for a backward that scoring lacks
         assert all(p.numel() == 0 for p in trainer.model.parameters())  # they were cut, and are again
     if kind == "fsdp2":
         assert all(isinstance(p, DTensor) for p in trainer.model.parameters())

@@ -88,6 +88,7 @@ def assert_same_estimates(a: dict, b: dict, with_stderr: bool) -> None:
     """To 1e-5 of the value or of its standard error: a value near 0 is no scale. What is nan is nan in both.
 
     Addends of forward (delta_h/kind/..., layer, part) have no error bar, and may cancel: theirs is forward's scale.
+    The noise scale agrees to 1e-4: most of |G|² cancels, and norms are fp32's.
     The same-batch product agrees to 1e-4: it has no error bar, and while Adam's v is young, rounding of the gradient's
     sum, which depends on the processor, is divided by a v that hardly differs from 0.
     """
@@ -95,9 +96,12 @@ def assert_same_estimates(a: dict, b: dict, with_stderr: bool) -> None:
     compared = 0
     for key, row in a.items():
         step, name = key
+        if name == "step/formula_error":  # rounding alone
+            assert max(row["value"], b[key]["value"]) < 1e-4
+            continue
         is_addend = name.startswith("delta_h/") and name.count("/") == 2
         whole = a[step, f"delta_h/forward{'_sequence' * name.endswith('_sequence')}"] if is_addend else row
-        tolerance = 1e-4 if "/reuse" in name else 1e-5
+        tolerance = 1e-4 if "/reuse" in name or name.startswith("gns/") else 1e-5
         scale = max(abs(whole["value"]), 0.0 if math.isnan(whole["stderr"]) else whole["stderr"])
         for field in ("value", "stderr")[: 1 + with_stderr]:
             assert b[key][field] == pytest.approx(row[field], rel=tolerance, abs=tolerance * scale, nan_ok=True), (
@@ -156,8 +160,9 @@ def test_two_processes_say_of_interventions_and_tokens_what_one_does(runs: Path,
 
 def test_two_processes_train_as_one_does(runs: Path) -> None:
     one, two = saved(runs, "plain_1"), saved(runs, "plain_2")
-    assert len(one["steps"]) == len(two["steps"]) == 3
-    for a, b in zip(one["steps"], two["steps"], strict=True):
+    steps = joined_steps(runs, "plain_2")
+    assert len(one["steps"]) == len(steps) == 3
+    for a, b in zip(one["steps"], steps, strict=True):
         for kind in ("gradient", "exp_avg", "exp_avg_sq"):
             assert_same_tensors(of_kind(a, kind), of_kind(b, kind))
     assert_same_tensors(one["parameters"], two["parameters"])
@@ -289,11 +294,11 @@ def test_in_mixed_precision_fsdp2_shows_probes_the_weights_before_they_are_round
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights)
 
 
-def test_under_ddp_probes_send_a_few_numbers_over_the_network(runs: Path) -> None:
-    """All that is asked for from Python during training, TRL's own included; the model has 105k parameters."""
+def test_under_ddp_probes_send_a_few_numbers_beside_the_gradients(runs: Path) -> None:
+    """Beside the folds' gradients, asked for from Python, TRL's own included; of 105k parameters."""
     probed, bare = saved(runs, "plain_2")["collectives"], saved(runs, "plain_2_bare")["collectives"]
     assert len(probed) > len(bare)
-    assert max(probed) <= 300
+    assert max(probed) <= 500  # square norms, two for each parameter and fold
 
 
 def test_a_rank_without_any_advantage_takes_part(runs: Path) -> None:
