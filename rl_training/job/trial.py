@@ -40,7 +40,6 @@ from rl_training.records.report.interventions import preferred
 from rl_training.records.report.page import render
 from rl_training.records.report.series import read_run
 
-MOST = 4  # candidates of interventions=auto
 PAGE, RESULT = "try.html", "result.json"
 
 
@@ -125,7 +124,8 @@ class Branch:
         with_own = [*_listed(self.trial.settings.get("intervention")), *([] if self.name == PLAIN else [self.name])]
         train = ["train", f"branch={self.trial.checkpoint}", f"run_dir={self.folder}", "resume=auto",
                  f"seed={self.seed}", f"trainer.max_steps={self.end}", "trainer.save_total_limit=1", "probe=none",
-                 "logger=none", "trainer.disable_tqdm=true", *self.trial.words]  # fmt: skip
+                 "logger=none", "trainer.disable_tqdm=true", "trainer.save_strategy=steps", "alert.below=null",
+                 "alert.stop=false", *self.trial.words]  # fmt: skip
         train += [f"intervention=[{','.join(with_own)}]"] * bool(with_own)
         return [train, evaluate]
 
@@ -152,7 +152,7 @@ def read_trial(cfg: DictConfig, words: Sequence[str], launcher: Sequence[str]) -
     if checkpoint.parent.name != TRAINING_STATE or not (checkpoint.parents[1] / CONFIG_FILE).is_file():
         raise ValueError(f"run={cfg.run}: give RUN, or RUN/{TRAINING_STATE}/checkpoint-N")
     given = cfg.interventions
-    names = preferred(read_run(checkpoint.parents[1]))[:MOST] if given == "auto" else _listed(given)
+    names = preferred(read_run(checkpoint.parents[1])) if given == "auto" else _listed(given)
     if not names:
         raise ValueError(
             "interventions=auto takes what the run's report prefers, and it prefers none: give "
@@ -181,7 +181,7 @@ def decide(trial: Trial) -> int:
         for steps in trial.stages:
             branches = [Branch(trial, name, seed, steps) for name in (PLAIN, *alive) for seed in trial.seeds]
             run_wave(trial, [branch for branch in branches if not branch.is_finished])
-            found = compare(branches, len(alive))
+            found = compare(branches, len(trial.candidates))
             if steps < trial.stages[-1]:
                 worse = to_stop(found)
                 stopped += worse
@@ -208,12 +208,13 @@ def run_wave(trial: Trial, branches: Sequence[Branch]) -> None:
     program = [sys.executable, "-m", "rl_training.job.trial_branches", *words]
     with open(trial.folder / "launcher.log", "ab") as log:
         process = subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
-        with _ended_with_this(process), tqdm(total=sum(branch.steps for branch in branches), unit="step") as bar:
+        total, every = sum(branch.steps for branch in branches), 0.2 if sys.stderr.isatty() else 30.0
+        with _ended_with_this(process), tqdm(total=total, unit="step", mininterval=every, maxinterval=every) as bar:
             while process.poll() is None:
                 time.sleep(0.5)
-                bar.n = sum(branch.steps_done() for branch in branches)
                 done = sum(branch.is_finished for branch in branches)
-                bar.set_description(f"{done} of {len(branches)} branches")
+                bar.set_description(f"{done} of {len(branches)} branches", refresh=False)
+                bar.update(sum(branch.steps_done() for branch in branches) - bar.n)
 
 
 @contextlib.contextmanager
@@ -240,7 +241,7 @@ def compare(branches: Sequence[Branch], comparisons: int) -> list[Candidate]:
         seeds = sorted(values.keys() & plain.keys())
         if seeds:
             own, theirs = ([each[seed] for seed in seeds] for each in (values, plain))
-            found.append(candidate(name, steps, own, theirs, max(comparisons, 1)))
+            found.append(candidate(name, steps, own, theirs, comparisons))
     return found
 
 

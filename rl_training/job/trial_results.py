@@ -42,9 +42,12 @@ def values_of(evaluation: Path, step: int) -> dict[str, dict[int, float]]:
     num = min(map(len, rows.values()))
     right = torch.tensor([sum(r["reward"] >= 1 for r in responses[:num]) for responses in rows.values()])
     passed = {f"pass@{k}": pass_at_k(right, num, k).tolist() for k in dict.fromkeys((1, num))}
-    means = {name: [float(np.mean([r[key] for r in responses])) for responses in rows.values()]
-             for name, key in (("reward", "reward"), ("entropy", "mean_entropy"), ("length", "length"))}  # fmt: skip
-    return {name: dict(zip(rows, column, strict=True)) for name, column in {**means, **passed}.items()}
+    reward, entropy, length = (
+        [float(np.mean([response[key] for response in responses])) for responses in rows.values()]
+        for key in ("reward", "mean_entropy", "length")
+    )
+    columns = {"reward": reward, **passed, "entropy": entropy, "length": length}
+    return {name: dict(zip(rows, column, strict=True)) for name, column in columns.items()}
 
 
 def paired(differences: np.ndarray, comparisons: int = 1) -> Estimate:

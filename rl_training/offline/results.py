@@ -13,12 +13,12 @@ from rich.table import Table
 
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.records.analyses import verdict
+from rl_training.records.analyses import Z_95, verdict
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.jsonl import from_json, to_json
+from rl_training.records.report.words import MILLI, plus_minus
 from rl_training.version import VERSION
 
-MILLI = 1e3  # changes of entropy are shown in thousandths of a nat
 ROWS = {
     "deltaH1": "predicted, first order",
     "deltaH_true": "measured (PDIS)",
@@ -63,10 +63,10 @@ def read_result(path: str | Path) -> dict[str, Any]:
 
 
 def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> None:
-    """Prints the core numbers, in thousandths of a nat with one standard error."""
+    """Prints the core numbers, in thousandths of a nat with their 95 % intervals."""
     found = analysis.results
     table = Table(title=f"step {restored.step + 1}, from {restored.checkpoint}", title_justify="left")
-    table.add_column("change of entropy, 1e-3 nats")
+    table.add_column("change of entropy, 1e-3 nats, ± 95 %")
     for unit in ("per token", "per sequence"):
         table.add_column(unit, justify="right")
     rows = ROWS | (DRAWN_AFRESH if found.get("resampled") else {})
@@ -92,5 +92,4 @@ def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> No
 
 
 def _with_error(found: Mapping[str, float], key: str) -> str:
-    value, stderr = MILLI * found.get(key, math.nan), MILLI * found.get(f"{key}_se", math.nan)
-    return f"{value:+.3f} ± {stderr:.3f}" if math.isfinite(stderr) else f"{value:+.3f}"
+    return plus_minus(MILLI * found.get(key, math.nan), Z_95 * MILLI * found.get(f"{key}_se", math.nan), "+")

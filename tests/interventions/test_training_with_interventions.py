@@ -240,6 +240,7 @@ def test_the_arguments_of_a_trainer_stay_as_they_were_given(make_trainer: Callab
     assert (changed.learning_rate, changed.max_grad_norm) == (0.5 * SHAPE["learning_rate"], 0.2)
     assert (args.learning_rate, args.max_grad_norm) == (SHAPE["learning_rate"], 1.0)
     assert args.hub_token == changed.hub_token == "hf_abc"
+    assert with_settings(args, [intervention("psr")]) is args
 
 
 def test_a_custom_function_may_draw_and_write_while_it_is_measured_and_what_it_writes_is_trained(

@@ -105,7 +105,9 @@ def test_the_terminal_says_where_first_order_fails_and_nothing_where_it_does_not
     for measured, says in ((-0.9, False), (0.25, True)):
         results = {**analysed.results, **results_of(-1.0, measured, 0.1)}
         print_table(dataclasses.replace(analysed, results=results), restored, Path("result.json"))
-        assert ("Step 2: higher orders cancel the first" in capsys.readouterr().out) == says
+        shown = capsys.readouterr().out
+        assert ("Step 2: higher orders cancel the first" in shown) == says
+        assert "-1.00 ± 0.20" in shown  # ± 1.96 standard errors of 0.1
 
 
 @pytest.mark.parametrize("size", [3, 32])

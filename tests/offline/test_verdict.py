@@ -12,11 +12,11 @@ from rl_training.records.analyses import KEYS, verdict
 
 
 def test_second_order_that_cancels_first_is_said_with_the_numbers_and_the_step_that_would_do() -> None:
-    """A difference of .97 of the prediction, at half of the step .48 of it."""
+    """A difference of .97 of the prediction, at half of the step .48 of it. Errors are .46 and .209, times 1.96."""
     assert verdict(41, results_of(-0.807, -0.026, 0.209, 0.46)) == (
         "Step 41: higher orders cancel the first: do not trust forward alone at this learning rate. Predicted "
-        "-0.807 ± 0.460, measured -0.026 ± 0.460, difference -0.781 ± 0.209 (1e-3 nats per token). If it is second "
-        "order, it would be less than half of the prediction at 1/2 of the step."
+        "-0.807 ± 0.902, measured -0.026 ± 0.902, difference -0.781 ± 0.410 (1e-3 nats per token, 95 %). If it is "
+        "second order, it would be less than half of the prediction at 1/2 of the step."
     )
 
 

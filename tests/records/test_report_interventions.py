@@ -94,21 +94,10 @@ def test_the_sentences_say_the_fall_what_halves_it_what_is_sure_and_what_needs_m
     assert "Ten real steps agreed with the order in part, and not with the sizes" in caveat
 
 
-def test_the_lines_branch_from_the_latest_checkpoint_the_cheapest_three_and_compare(tmp_path: Path) -> None:
+def test_the_command_tries_the_cheapest_that_halve_the_fall_or_keep_entropy(tmp_path: Path) -> None:
     run = record(tmp_path / "run")
-    start = f"rl-training train branch={run}/training_state/checkpoint-100 additional_steps=20 run_dir={run}"
-    assert list(told(run).lines) == [
-        f"{start}_plain",
-        f"{start}_my.py_softer_0.5 intervention=my.py:softer:0.5",
-        f"{start}_lr_0.5 intervention=lr:0.5",
-        f"{start}_bonus_0.031 intervention=bonus:0.031",
-        f"rl-training report {run}_plain {run}_my.py_softer_0.5 {run}_lr_0.5 {run}_bonus_0.031",
-    ]
-
-
-def test_what_the_run_trains_with_already_is_kept_in_the_lines(tmp_path: Path) -> None:
-    lines = told(record(tmp_path / "run", intervention=["psr"])).lines
-    assert lines[2].endswith("'intervention=[psr,lr:0.5]'")
+    tried = "interventions=[my.py:softer:0.5,lr:0.5,bonus:0.031]"
+    assert list(told(run).lines) == [f"rl-training try {run} '{tried}'"]
 
 
 def test_the_table_says_one_step_and_kept_and_why_there_is_no_strength(tmp_path: Path) -> None:
@@ -137,8 +126,7 @@ def test_strengths_of_one_intervention_that_come_to_the_same_are_one_command(tmp
     first, second = (estimates(1e-4, 1e-5, price, Estimate(at)) for price, at in ((5.0, 0.11), (6.0, 0.112)))
     found = told(record(tmp_path / "run", which={"bonus": first, "bonus:0.1": second}))
     assert "in order of price: bonus 0.11 (price 5.0 (4.0 … 6.0))." in found.sentences[1]
-    branches = [line.partition("run_dir=")[2] for line in found.lines[1:-1]]
-    assert branches == [f"{tmp_path}/run_bonus_0.11 intervention=bonus:0.11"]
+    assert [line.partition("interventions=")[2] for line in found.lines] == ["[bonus:0.11]'"]
 
 
 def test_the_summary_says_what_interventions_come_to(tmp_path: Path) -> None:
@@ -173,7 +161,7 @@ def test_a_run_without_the_probe_has_no_such_section(tmp_path: Path) -> None:
 def test_the_page_has_the_picture_the_sentences_and_the_lines(tmp_path: Path) -> None:
     page = write_report(record(tmp_path / "run")).read_text(encoding="utf-8")
     assert "What would change entropy, and at what price" in page
-    assert "intervention=bonus:0.031" in page
+    assert "bonus:0.031]" in page
     assert "psr (needs about 14 more measured steps)" in page
 
 

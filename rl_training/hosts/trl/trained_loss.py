@@ -29,7 +29,12 @@ logger = logging.get_logger(__name__)
 
 
 def with_settings(args: GRPOConfig, interventions: Sequence[Intervention]) -> GRPOConfig:
-    """Returns a trainer's arguments with the learning rate and the threshold of clipping of these interventions."""
+    """Returns a trainer's arguments with the learning rate and the threshold of clipping of these interventions.
+
+    The very object where none sets either: who made the trainer may still change it.
+    """
+    if all(each.function is not None for each in interventions):
+        return args
     changed = object.__new__(type(args))
     vars(changed).update(vars(args))  # copy.copy would leave the tokens out, as DrGRPOConfig.__getstate__ does
     for each in interventions:

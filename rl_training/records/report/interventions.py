@@ -28,11 +28,11 @@ HEADINGS = ["intervention", "entropy, one step", "entropy, last step alone", "en
             "price", "halves the fall, when kept", "note"]  # fmt: skip
 NO_FALL = "entropy does not fall significantly now"
 NOTHING_TO_HALVE = " Entropy does not fall significantly now: there is nothing to halve."
-MOST_LINES = 3
+MOST = 4  # that are tried
 ONE_STEP = (
     "All of this is predicted from single steps, and extrapolated linearly for “when kept”. Ten real steps agreed "
     "with the order in part, and not with the sizes; an effect that grows with distance (KL) is missed. "
-    "Try one, and compare."
+    "Try them, and compare."
 )
 
 
@@ -66,7 +66,7 @@ def interventions_of_run(run: Run) -> Interventions | None:
         return None
     drawn = plane("interventions.png", "What would change entropy, and at what price", CAPTION, found)
     rows = [_row(effect) for effect in found]
-    return Interventions(_sentences(run, found), HEADINGS, rows, drawn, _lines(run, found))
+    return Interventions(_sentences(run, found), HEADINGS, rows, drawn, _lines(run))
 
 
 def verdict_of_run(run: Run) -> tuple[str, str]:
@@ -181,35 +181,16 @@ def _needed(run: Run, effect: _Measured) -> str:
 
 
 def preferred(run: Run) -> list[str]:
-    """Returns what `intervention` can be to halve the fall or keep entropy, in order of price; none without a fall."""
-    return _preferred(run, _measured(run))
+    """Returns what `intervention` can be to halve the fall or keep entropy, the cheapest MOST; none without a fall."""
+    ordered = in_order_of_price([effect for effect in _measured(run) if effect.halves or effect.keeps])
+    return list(dict.fromkeys(_setting(run, effect) for effect in ordered))[:MOST] if is_falling(run) else []
 
 
-def _preferred(run: Run, found: Sequence[_Measured]) -> list[str]:
-    ordered = in_order_of_price([effect for effect in found if effect.halves or effect.keeps])
-    return list(dict.fromkeys(_setting(run, effect) for effect in ordered)) if is_falling(run) else []
-
-
-def _lines(run: Run, found: Sequence[_Measured]) -> list[str]:
-    """Returns commands: a branch for each of the cheapest that halve the fall or keep entropy, and a comparison.
-
-    None where entropy does not fall now: the means may still show an earlier fall.
-    """
-    checkpoints, chosen = checkpoints_of(run.folder), _preferred(run, found)
-    if not checkpoints or not chosen:
-        return []
-    start = ["rl-training", "train", f"branch={checkpoints[-1]}", "additional_steps=20"]
-    present = run.settings.get("intervention") or []
-    branches = {f"{run.folder}_plain": ""}  # to compare with: the run itself, as far as the others go
-    for text in chosen:
-        branches.setdefault(f"{run.folder}_{re.sub(r'[^A-Za-z0-9.]+', '_', text.rpartition('/')[2])}", text)
-    branches = dict([*branches.items()][: 1 + MOST_LINES])
-    lines = []
-    for folder, text in branches.items():
-        several = [*([present] if isinstance(present, str) else present), text]
-        setting = f"intervention={text}" if len(several) == 1 else f"intervention=[{','.join(several)}]"
-        lines.append(shlex.join([*start, f"run_dir={folder}", *([setting] if text else [])]))
-    return [*lines, shlex.join(["rl-training", "report", *branches])]
+def _lines(run: Run) -> list[str]:
+    """Returns the command that tries what is preferred; none where entropy does not fall now."""
+    chosen = preferred(run) if checkpoints_of(run.folder) else []
+    words = ["rl-training", "try", str(run.folder), f"interventions=[{','.join(chosen)}]"]
+    return [shlex.join(words)] if chosen else []
 
 
 def _setting(run: Run, effect: _Measured) -> str:
