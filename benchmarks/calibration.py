@@ -28,6 +28,7 @@ import torch
 from calibration_tables import DRAWN, EXPONENTS, LINEARITY_STEP, SAME_BATCH, Run, draw, print_report, read_run
 from default_task import Progress, default_trainer
 from peft import LoraConfig
+from torch import Tensor
 from tqdm import tqdm
 
 from rl_training import Estimate
@@ -52,6 +53,11 @@ CONDITIONS: dict[str, dict[str, Any]] = {
 }
 
 
+def _trained(step: Step) -> dict[str, Tensor]:
+    parameters = dict(step.policy.model.named_parameters())
+    return {name: parameters[name] for name in step.gradients.weights}
+
+
 class TruthOfEachStep(GroundTruthProbe):
     """The measured change of entropy at each step, and at one step along a scaled step."""
 
@@ -66,7 +72,7 @@ class TruthOfEachStep(GroundTruthProbe):
         if step.number == self.linearity_step:
             self._evaluation = step.policy.sample(self.sequences, 10_000 + self.seed)
             self._before = sequence_totals(step.policy.score_rollout(self._evaluation))
-            self._old = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
+            self._old = {name: p.detach().clone() for name, p in _trained(step).items()}
 
     def after_step(self, step: Step) -> None:
         super().after_step(step)
@@ -81,16 +87,16 @@ class TruthOfEachStep(GroundTruthProbe):
 
     @torch.no_grad()
     def _along_the_step(self, step: Step) -> Iterator[tuple[str, Estimate]]:
-        new = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
+        new = {name: p.detach().clone() for name, p in _trained(step).items()}
         for exponent in EXPONENTS:
-            for name, param in step.gradients.parameters.items():
+            for name, param in _trained(step).items():
                 param.copy_(self._old[name] + 2.0**exponent * (new[name] - self._old[name]))
             after = sequence_totals(step.policy.score_rollout(self._evaluation))
             change = reweighted_replicates(self._before, after)
             ess = importance_weights(self._before, after).ess / len(after)
             yield f"linearity/{exponent}", Estimate(float(change.value[0]), float(change.stderr[0]), len(after))
             yield f"linearity_ess/{exponent}", Estimate(ess)
-        for name, param in step.gradients.parameters.items():
+        for name, param in _trained(step).items():
             param.copy_(new[name])
 
 

@@ -195,8 +195,7 @@ def _process(rank: int, port: int, workload: Workload, sets: tuple[str, ...], qu
     torch.set_num_threads(1)
     config = model_config(workload.shape)
     config.hidden_size, config.intermediate_size, config.vocab_size = 16 * config.num_attention_heads, 64, 128
-    enough = max(probe.min_folds for names in sets for probe in make_probes(names)) // 2  # of two processes
-    folds = max(2, enough)
+    folds = 4  # of two processes
     small = dataclasses.replace(workload, prompts=4 * folds, folds=folds, completion_tokens=4, bf16=False)
     totals = []
     for names in ("", *sets):

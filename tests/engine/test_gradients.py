@@ -250,11 +250,12 @@ def test_rows_are_the_same_under_gradient_checkpointing() -> None:
             torch.testing.assert_close(kept(rows)[name][k], gradient, rtol=1e-12, atol=1e-14)
 
 
-def test_a_gradient_in_several_parts_is_refused_with_the_setting_that_ends_it() -> None:
+def test_a_gradient_in_several_parts_is_noticed() -> None:
     """Reentrant checkpointing delivers the part of the tied weight that lies inside of it on its own."""
     model = TiedModel(reentrant=True)
-    with pytest.raises(RuntimeError, match=r"embed\.weight gets its gradient in several parts.* use_reentrant=False"):
-        train_step(model, rows_of(model), microbatches(1))
+    rows = rows_of(model)
+    train_step(model, rows, microbatches(1))
+    assert rows.num_late > 0
 
 
 def test_rows_of_a_bf16_model_are_fp32_and_not_rounded_on_the_way() -> None:

@@ -119,7 +119,7 @@ def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() ->
         assert kept.why_none(5) == ""
         assert kept.before(6) is None
         assert "step 5 was not measured" in kept.why_none(6)
-    with pytest.raises(ValueError, match="3 numbers, and 2 are trained"):
+    with pytest.raises(ValueError, match="not of the 2 numbers that are trained"):
         UpdateHistory(Layout({"w": torch.zeros(2)})).load_state_dict(history.state_dict())
 
 

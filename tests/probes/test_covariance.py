@@ -94,6 +94,6 @@ def test_its_error_is_that_of_leaving_out_each_fold(answers: Answers) -> None:
 def test_few_folds_have_a_value_and_no_error(make_trainer: Callable[..., Any]) -> None:
     probe = Answers()
     make_trainer(probes=[probe], max_steps=1, **FEW).train()
-    reason = "no error bar: it needs 8 folds of whole prompts, the step has 2"
+    reason = "no error bar: it needs 4 folds of whole prompts, the step has 2"
     assert {found.reason for found in probe.all[0].values()} == {reason}
     assert all(math.isnan(found.stderr) for found in probe.all[0].values())

@@ -35,7 +35,8 @@ class Answers(GradientNoiseScaleProbe):
 
     def prepare(self, step: Any) -> None:
         if step.number == 1:
-            self.parameters = {name: p.detach().double().clone() for name, p in step.gradients.parameters.items()}
+            trained = dict(step.policy.model.named_parameters())
+            self.parameters = {name: trained[name].detach().double().clone() for name in step.gradients.weights}
             self.rollout = copy.deepcopy(step.batch.rollout)
         super().prepare(step)
 
@@ -118,7 +119,8 @@ class Rebuilder(Probe):
         if self.knows_entropies:
             outputs.append(scores.entropies)
             weights.append(step.batch.loss_weights.entropies[:, : scores.logps.shape[1]])
-        rebuilt = torch.autograd.grad(outputs, list(step.gradients.parameters.values()), weights)
+        trained = [p for p in step.policy.model.parameters() if p.requires_grad]
+        rebuilt = torch.autograd.grad(outputs, trained, weights)
         whole = torch.cat([g.flatten() for g in step.gradients.mean.values()])
         self.error = float((torch.cat([g.flatten() for g in rebuilt]) - whole).norm() / whole.norm())
 

@@ -86,7 +86,7 @@ class Validated(TruthProbe):
         super().prepare(step)
         self.rollout = self._sample(step)[0]
         self.before = step.policy.score_rollout(self.rollout)
-        size, sides, parameters = 1 / 16, [], step.gradients.parameters
+        size, sides, parameters = 1 / 16, [], dict(step.policy.model.named_parameters())
         update = step.entropy_change.update
         along = step.entropy_change.layout.by_name(update) if update is not None else {}
         for shift in (-2, -1, 1, 2):

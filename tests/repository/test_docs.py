@@ -76,7 +76,6 @@ def recorded(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     (folder / "mine.py").write_text(example("how_to/write_an_intervention.md", "def softer"), encoding="utf-8")
     interventions = InterventionsProbe(["bonus", f"{folder / 'mine.py'}:softer:0.5"], every=1)
     tokens = TokenClassesProbe(every=1)
-    interventions.min_folds = tokens.min_folds = 1  # they have names to say where they have no numbers
     probes = [*every_probe(), mine["RewardSpreadProbe"](), interventions, tokens]
     trainer = trainer_maker(folder)(probes=probes, buffer=FilteredBuffer(), num_generations=4, **FEW)
     trainer.train()

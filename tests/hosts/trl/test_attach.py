@@ -19,7 +19,6 @@ from trl import GRPOTrainer
 from rl_training import Estimate, Probe, attach
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Need
-from rl_training.mathematics.vectors import Layout
 from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,
@@ -45,10 +44,10 @@ class Witness(Probe):
     def prepare(self, step: Any) -> None:
         self.heard.append(("prepare", step.number))
         self.steps.append(step)
-        self.before = {name: p.detach().clone() for name, p in step.gradients.parameters.items()}
+        self.before = {name: weight.clone() for name, weight in step.gradients.weights.items()}
 
     def after_step(self, step: Any) -> None:
-        moved = any(not torch.equal(p, self.before[name]) for name, p in step.gradients.parameters.items())
+        moved = any(not torch.equal(w, self.before[name]) for name, w in step.gradients.weights.items())
         self.heard.append(("after", moved))
 
     def results(self) -> dict[str, Estimate]:
@@ -64,7 +63,7 @@ class Checker(Probe):
     compared = 0
 
     def prepare(self, step: Any) -> None:
-        rows = Layout(step.gradients.parameters).by_name(step.gradients.rows)
+        rows = step.gradients.layout.by_name(step.gradients.rows)
         for name, grad in step.gradients.mean.items():
             torch.testing.assert_close(rows[name].mean(dim=0), grad.flatten(), rtol=1e-4, atol=1e-7)
             self.compared += 1
