@@ -128,10 +128,13 @@ class TensorBoardLogger(MetricsLogger):
         self._writer.flush()
 
     def finish(self, pictures: Sequence[Path]) -> None:
-        from matplotlib.image import imread  # a second that attach need not wait for
+        import numpy as np
+        from PIL import Image  # TensorBoard has it
 
         for picture in pictures:
-            self._writer.add_image(f"report/{picture.stem}", imread(picture), self._step, dataformats="HWC")
+            self._writer.add_image(
+                f"report/{picture.stem}", np.asarray(Image.open(picture)), self._step, dataformats="HWC"
+            )
         self._writer.close()
 
 

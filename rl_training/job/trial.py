@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 from rl_training.job.explain import Range, check_kind
 from rl_training.job.run_settings import load_settings
-from rl_training.job.trial_results import PLAIN, Candidate, candidate, in_words, largest_pass, values_of, verdict
+from rl_training.job.trial_results import PLAIN, Candidate, candidate, foretold, in_words, to_stop, values_of, verdict
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.checkpoints import find_checkpoint, steps_taken, what_is_wrong_with
 from rl_training.records.evaluated import EVALUATIONS, locked, read_step
@@ -57,13 +57,13 @@ class Trial:
     def run(self) -> Path:
         return self.checkpoint.parents[1]
 
+    @property
+    def start(self) -> int:
+        return steps_taken(self.checkpoint)
+
     @cached_property
     def settings(self) -> DictConfig:
         return load_settings(self.run / CONFIG_FILE)
-
-    @cached_property
-    def start(self) -> int:
-        return steps_taken(self.checkpoint)
 
     @property
     def folder(self) -> Path:
@@ -98,7 +98,7 @@ class Branch:
 
     @property
     def folder(self) -> Path:
-        return self.trial.folder / re.sub(r"[^\w.,=+-]+", "_", self.name) / f"seed_{self.seed}"
+        return self.trial.folder / as_folder(self.name) / f"seed_{self.seed}"
 
     @property
     def end(self) -> int:
@@ -169,6 +169,10 @@ def read_trial(cfg: DictConfig, words: Sequence[str], launcher: Sequence[str]) -
     return Trial(checkpoint, tuple(names), cfg, tuple(words), (*chosen, *launcher))
 
 
+def as_folder(name: str) -> str:
+    return re.sub(r"[^\w.,=+-]+", "_", name)
+
+
 def _listed(names: Any) -> list[str]:
     return [names] if isinstance(names, str) else list(names or [])
 
@@ -180,7 +184,8 @@ def decide(trial: Trial) -> int:
         alive, stopped = list(trial.candidates), []
         for steps in trial.stages:
             branches = [Branch(trial, name, seed, steps) for name in (PLAIN, *alive) for seed in trial.seeds]
-            run_wave(trial, [branch for branch in branches if not branch.is_finished])
+            if missing := [branch for branch in branches if not branch.is_finished]:
+                run_wave(trial, missing)
             found = compare(branches, len(trial.candidates))
             if steps < trial.stages[-1]:
                 worse = to_stop(found)
@@ -195,8 +200,6 @@ def decide(trial: Trial) -> int:
 
 def run_wave(trial: Trial, branches: Sequence[Branch]) -> None:
     """Trains and evaluates these branches by Hydra's launcher, with a bar of all steps; failed ones leave their log."""
-    if not branches:
-        return
     wave = trial.folder / "wave.json"
     launch = shlex.split(trial.cfg.launch or "")
     jobs = [
@@ -245,17 +248,6 @@ def compare(branches: Sequence[Branch], comparisons: int) -> list[Candidate]:
     return found
 
 
-def to_stop(found: Sequence[Candidate]) -> list[Candidate]:
-    """Returns the worse half of the candidates by their difference to plain in pass@k, with the reason."""
-    goal = largest_pass(list(found[0].means)) if found else ""
-    ordered = sorted(found, key=lambda each: -each.differences[goal].value)
-    worse = ordered[(len(ordered) + 1) // 2 :]
-    return [
-        replace(each, stopped=f"after {each.step} steps: {goal} {in_words(each.differences[goal])}, place "
-                f"{ordered.index(each) + 1} of {len(ordered)}") for each in worse
-    ]  # fmt: skip
-
-
 def forecast(trial: Trial) -> str:
     """Returns how many branches there will be, how long they take by the run's own speed, and their memory and disk."""
     rows = [row for row in read_metrics(trial.run / LOGS_FOLDER) if "step_time" in row]
@@ -280,10 +272,10 @@ def conclude(trial: Trial, found: Sequence[Candidate], failed: Mapping[str, str]
     sentence, best = verdict(found)
     intervention = ",".join([*_listed(trial.settings.get("intervention")), best.name]) if best else ""
     go_on = shlex.join(
-        ["rl-training", "train", f"branch={trial.checkpoint}", f"run_dir={trial.run}_{best.name}",
+        ["rl-training", "train", f"branch={trial.checkpoint}", f"run_dir={trial.run}_{as_folder(best.name)}",
          f"intervention=[{intervention}]", "additional_steps=100"]
     ) if best else ""  # fmt: skip
-    predicted = {each.name: _predicted(trial, each.name) for each in found}
+    predicted = {each.name: foretold(trial.run / LOGS_FOLDER, each.name) for each in found}
     content = {
         "checkpoint": str(trial.checkpoint), "verdict": sentence, "go_on": go_on, "failed": dict(failed),
         "candidates": [
@@ -295,20 +287,12 @@ def conclude(trial: Trial, found: Sequence[Candidate], failed: Mapping[str, str]
     }  # fmt: skip
     page = render("try.html", trial=trial, found=found, failed=failed, sentence=sentence, go_on=go_on,
                   predicted=predicted, in_words=in_words)  # fmt: skip
-    files = {trial.folder / RESULT: json.dumps(content, indent=1).encode(), trial.folder / PAGE: page.encode()}
-    write_atomically(files)
+    write_atomically(
+        {trial.folder / RESULT: json.dumps(content, indent=1).encode(), trial.folder / PAGE: page.encode()}
+    )
     lines = [f"{'against plain':14}" + "".join(f"{name:>13}" for name in (found[0].means if found else ()))]
     for each in found:  # 80 columns
         cells = "".join(f"{in_words(difference).replace(' ', ''):>13}" for difference in each.differences.values())
         lines += [f"{each.name:14}{cells}", *([f"  stopped {each.stopped}"] if each.stopped else [])]
     lines += [f"{name} failed: {reason}" for name, reason in failed.items()]
     return "\n".join([*lines, sentence, *([f"Go on: {go_on}"] if go_on else []), f"Page: {trial.folder / PAGE}"])
-
-
-def _predicted(trial: Trial, name: str) -> str:
-    """Returns what the run's last measured step foretold of a candidate, "" where it was not measured."""
-    for row in reversed(read_metrics(trial.run / LOGS_FOLDER)):
-        change = row.get(f"intervention/{name.rpartition('/')[2].partition(':')[0]}/delta_h")
-        if change is not None and math.isfinite(change):
-            return f"{change:+.2g} nats per token by one step"
-    return ""

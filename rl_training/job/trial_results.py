@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,6 +24,7 @@ from scipy.special import stdtrit
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.pass_at_k import pass_at_k
 from rl_training.records.evaluated import RESPONSES
+from rl_training.records.jsonl import read_metrics
 
 PLAIN = "plain"
 ONE_SEED = "one seed says nothing of other seeds"
@@ -97,6 +98,17 @@ def largest_pass(quantities: Sequence[str]) -> str:
     return max((name for name in quantities if name.startswith("pass@")), key=lambda name: int(name[5:]))
 
 
+def to_stop(found: Sequence[Candidate]) -> list[Candidate]:
+    """Returns the worse half of the candidates by their difference to plain in pass@k, with the reason."""
+    goal = largest_pass(list(found[0].means)) if found else ""
+    ordered = sorted(found, key=lambda each: -each.differences[goal].value)
+    worse = ordered[(len(ordered) + 1) // 2 :]
+    return [
+        replace(each, stopped=f"after {each.step} steps: {goal} {in_words(each.differences[goal])}, place "
+                f"{ordered.index(each) + 1} of {len(ordered)}") for each in worse
+    ]  # fmt: skip
+
+
 def verdict(candidates: Sequence[Candidate]) -> tuple[str, Candidate | None]:
     """Returns what to do, in a sentence, and the candidate that it takes, if there is one.
 
@@ -143,3 +155,10 @@ def in_words(difference: Estimate) -> str:
     """Returns +.41 ± .07, with half of the 95 % interval."""
     reach = f" ± {difference.ends()[1] - difference.value:.3f}" if difference.interval else ""
     return f"{difference.value:+.3f}{reach}"
+
+
+def foretold(logs: Path, name: str) -> str:
+    """Returns what the run's last measured step foretold of a candidate, "" where it was not measured."""
+    key = f"intervention/{name.rpartition('/')[2].partition(':')[0]}/delta_h"
+    found = [row[key] for row in read_metrics(logs) if math.isfinite(row.get(key, math.nan))]
+    return f"{found[-1]:+.2g} nats per token by one step" if found else ""

@@ -3,7 +3,7 @@
 FOLDER is RUN/offline/NAME/checkpoint-N/kernel:
 
     rl-training kernel FOLDER                             numbers; draws tables and page again
-    rl-training kernel FOLDER FOLDER … --out EVOLUTION    evolution.csv and three pictures
+    rl-training kernel FOLDER FOLDER … --out EVOLUTION    evolution.csv, and evolution.html with charts
 """
 
 from __future__ import annotations

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import pandas as pd
 import torch
-from matplotlib.figure import Figure
 from torch import Tensor
 
 from rl_training.mathematics.clusters import average_linkage
@@ -35,20 +34,26 @@ from rl_training.offline.structure import (
 )
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.jsonl import to_json
+from rl_training.records.report.charts import BLUE, Axis, Chart, Series, draw
+from rl_training.records.report.heatmap import heatmap
+from rl_training.records.report.page import render
+from rl_training.records.report.predictions import diagonal
 
-PAGE = "kernel.html"
+PAGE, EVOLUTION = "kernel.html", "evolution.html"
+MOST_CELLS = 64  # of a side of a matrix that is drawn: of more, blocks are averaged
+SMALLEST_SHARE = 1e-5
 NUM_CLUSTERS = 8
 BINS = 40
 SHOWN = ("row", "reward", "advantage", "tokens", "logp", "prompt", "response")  # of a sequence
 DRAWN = {
-    "kernel/share_coupling": "share of the gradient part\nfrom pairs of other texts",
+    "kernel/share_coupling": "share of the gradient part from pairs of other texts",
     "kernel/cosine_same_prompt_other_text": "cosine, same prompt other text",
     "kernel/cosine_other_prompt": "cosine, other prompt",
-    "cosine_within_E_sd": "sd of cosines within E,\nother prompt",
-    "cosine_correlation": "cosines within E: correlation\nwith the first checkpoint's",
+    "cosine_within_E_sd": "sd of cosines within E, other prompt",
+    "cosine_correlation": "cosines within E: correlation with the first checkpoint's",
     "participation_ratio_E": "participation ratio within E",
     "median_norm": "median |√M W| within E",
-    "kernel/logp_slope": "measured change of log π\non the predicted: slope",
+    "kernel/logp_slope": "measured change of log π on the predicted: slope",
 }
 
 
@@ -73,7 +78,7 @@ def write_report(folder: Path) -> Path:
             buffer: _order([place.get(row["hash"], len(place)) for row in rows]) for buffer, rows in buffers.items()
         },
     }
-    _draw(s, orders, folder)
+    write_atomically({folder / "log_probabilities.png": _log_probabilities(s).png()})
     data = {
         "about": _about(s, distinct),
         **{buffer: [{key: row[key] for key in SHOWN} for row in rows] for buffer, rows in buffers.items()},
@@ -131,43 +136,22 @@ def _within_bins(s: Structure, name: str) -> Tensor:
     return values[values.isfinite()].float().clamp(-1, 1)
 
 
-def _draw(s: Structure, orders: dict[str, dict[str, list[int]]], folder: Path) -> None:
-    """Draws cosines.png, the matrix in both orders, distributions.png and log_probabilities.png."""
-    figure = Figure(figsize=(13, 6), layout="constrained")
-    for axes, (name, order) in zip(figure.subplots(1, 2), orders.items(), strict=True):
-        values = s.cosines[order["evaluation"]][:, order["update"]]
-        image = axes.imshow(signed_root(values), cmap="RdBu_r", vmin=-1, vmax=1, aspect="auto", interpolation="nearest")
-        axes.set(title=f"cosine of gradients, by {name}", xlabel="update sequence", ylabel="evaluation sequence")
-    ticks = [-1, -0.5, -0.1, 0, 0.1, 0.5, 1]
-    bar = figure.colorbar(image, ax=figure.axes, ticks=[math.copysign(math.sqrt(abs(t)), t) for t in ticks])
-    bar.set_ticklabels([str(t) for t in ticks])
-    figure.savefig(folder / "cosines.png", dpi=120)
-    figure = Figure(figsize=(12, 3.2), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(CLASSES)), CLASSES, strict=True):
-        cosines = _within_bins(s, name)
-        axes.hist(cosines, BINS, (-1, 1))
-        axes.set(title=f"{name} ({len(cosines)})", xlabel="cosine")
-    figure.savefig(folder / "distributions.png", dpi=120)
-    figure = Figure(figsize=(5, 4.6), layout="constrained")
-    axes, rows = figure.subplots(), predictions(s)
+def _log_probabilities(s: Structure) -> Chart:
+    """Returns the chart of the measured change of log π of E's sequences against the predicted one."""
+    rows = predictions(s)
     slope, correlation = single_predictions(s)
-    axes.axline((0, 0), slope=1, color="0.6", linewidth=0.8)
-    axes.scatter([row["predicted"] for row in rows], [row["measured"] for row in rows], s=9)
-    axes.set(title=f"change of log π of E's sequences\nslope {slope:.3f}, correlation {correlation:.4f}",
-             xlabel="predicted, W·δθ", ylabel="measured at θ + δθ")  # fmt: skip
-    figure.savefig(folder / "log_probabilities.png", dpi=120)
-
-
-def signed_root(values: Tensor) -> Tensor:
-    """Returns √|x| with the sign of x. It makes small values visible: the few pairs near 1 dominate a linear scale."""
-    return values.sign() * values.abs().sqrt()
+    predicted, measured = ([float(row[kind]) for row in rows] for kind in ("predicted", "measured"))
+    cloud = Series("a sequence", BLUE, predicted, measured, line=False, mark="circle")
+    title = f"change of log π of E's sequences: slope {slope:.3f}, correlation {correlation:.4f}"
+    x, y = Axis("predicted, W·δθ"), Axis("measured at θ + δθ")
+    return draw("log_probabilities", title, "", [], [diagonal([cloud], "y = x"), cloud], y, x)
 
 
 # --- over training ----------------------------------------------------------------------------------------------------
 
 
 def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], folder: Path) -> None:
-    """Writes evolution.csv, evolution.png, evolution_cosines.png and evolution_spectrum.png.
+    """Writes evolution.csv, and evolution.html with its charts, which lie beside it as PNG.
 
     columns  a kernel's numbers, with its `step`, for each of the structures
     """
@@ -182,9 +166,11 @@ def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], fol
         for n, s, own, ratio, alike in zip(order, ordered, within, ratios, same_texts, strict=True)
     ]
     pd.DataFrame(rows).to_csv(folder / "evolution.csv", index=False)
-    _draw_numbers(rows, folder / "evolution.png")
-    _draw_cosines(rows, within, all(same_texts), folder / "evolution_cosines.png")
-    _draw_spectrum(rows, within, folder / "evolution_spectrum.png")
+    numbers, cosines = _numbers_charts(rows), _cosines_charts(rows, within, all(same_texts))
+    charts = [*numbers, *cosines, _spectrum(rows, within)]
+    pictures = {folder / f"{chart.name}.png": chart.png() for chart in charts if chart.series}
+    page = render("evolution.html", steps=[row["step"] for row in rows], charts=charts)
+    write_atomically({**pictures, folder / EVOLUTION: page.encode()})
 
 
 def _within(s: Structure) -> tuple[Tensor, float]:
@@ -208,43 +194,43 @@ def _numbers(s: Structure, within: Tensor, first: Tensor | None) -> Row:
     }
 
 
-def _draw_numbers(rows: Sequence[Mapping[str, float]], path: Path) -> None:
-    figure = Figure(figsize=(14, 6), layout="constrained")
-    steps = [row["step"] for row in rows]
-    for axes, (key, title) in zip(figure.subplots(2, 4).flat, DRAWN.items(), strict=True):
-        values = [row[key] for row in rows]
-        axes.set(title=title, xlabel="optimizer step")
-        if sum(math.isfinite(value) for value in values) > 1 or len(values) == 1:
-            axes.plot(steps, values, marker="o")
-        else:
-            axes.text(0.5, 0.5, "only where E is drawn\nfrom the policy itself", ha="center", transform=axes.transAxes)
-    figure.savefig(path, dpi=120)
+def _numbers_charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
+    """Returns a chart over steps for each of DRAWN."""
+    charts = []
+    for key, title in DRAWN.items():
+        known = [(row["step"], row[key]) for row in rows if math.isfinite(row[key])]
+        steps, values = zip(*known, strict=True) if known else ((), ())
+        missing = [] if known else ["only where E is drawn from the policy itself"]
+        series = [Series(title, BLUE, steps, values, mark="circle")]
+        charts.append(draw(f"evolution_{key.rpartition('/')[2]}", title, "", missing, series, Axis("")))
+    return charts
 
 
-def _draw_cosines(rows: Sequence[Row], within: Sequence[Tensor], same_texts: bool, path: Path) -> None:
-    """Draws E's matrices; of the same texts, all in the order of the first one's clusters."""
-    figure = Figure(figsize=(3.2 * len(rows) + 1, 3.6), layout="constrained")
+def _cosines_charts(rows: Sequence[Row], within: Sequence[Tensor], same_texts: bool) -> list[Chart]:
+    """Returns E's matrices; of the same texts, all in the order of the first one's clusters."""
     order = average_linkage(within[0], 1)[1]
-    for axes, row, own in zip(figure.subplots(1, len(rows), squeeze=False).flat, rows, within, strict=True):
+    ordered = "in the first checkpoint's clusters" if same_texts else "in its own clusters"
+    charts = []
+    for row, own in zip(rows, within, strict=True):
         places = order if same_texts and len(own) == len(order) else average_linkage(own, 1)[1]
-        image = axes.imshow(signed_root(own[places][:, places]), cmap="RdBu_r", vmin=-1, vmax=1)
-        axes.set(title=f"step {row['step']}", xticks=[], yticks=[])
-    bar = figure.colorbar(image, ax=figure.axes, ticks=[-1, -0.5, 0, 0.5, 1])
-    bar.set_ticklabels(["−1", "−.25", "0", ".25", "1"])
-    figure.suptitle("cosines within E" + (", in the first checkpoint's clusters" if same_texts else ""))
-    figure.savefig(path, dpi=120)
+        size = min(len(own), MOST_CELLS)
+        cells = torch.nn.functional.adaptive_avg_pool2d(own[places][:, places].float().unsqueeze(0), size)[0]
+        title = f"Cosines within E at step {row['step']}, {ordered}"
+        # Signed roots make small values visible: the few pairs near 1 dominate a linear scale.
+        table = pd.DataFrame((cells.sign() * cells.abs().sqrt()).tolist())
+        name, x, unit = f"evolution_cosines_{row['step']}", Axis("sequence"), "root of the cosine, with its sign"
+        charts.append(heatmap(name, title, "", [], table, x, "sequence", unit, 1.0))
+    return charts
 
 
-def _draw_spectrum(rows: Sequence[Row], within: Sequence[Tensor], path: Path) -> None:
-    """Draws the eigenvalues of E's matrices of cosines, as shares of their sum."""
-    figure = Figure(figsize=(6, 4), layout="constrained")
-    axes = figure.subplots()
+def _spectrum(rows: Sequence[Row], within: Sequence[Tensor]) -> Chart:
+    """Returns the chart of the eigenvalues of E's matrices of cosines, as shares of their sum."""
+    series = []
     for number, (row, own) in enumerate(zip(rows, within, strict=True)):
-        values = torch.linalg.eigvalsh((own + own.T) / 2).flip(0) / len(own)
-        values[values <= 0.0] = math.nan  # sketches' noise
-        colour = 0.15 + 0.7 * number / max(len(rows) - 1, 1)
-        axes.semilogy(range(1, len(values) + 1), values.numpy(), color=(colour, 0.3, 1 - colour),
-                      label=f"step {row['step']}")  # fmt: skip
-    axes.set(xlabel="eigenvalue of the cosines within E", ylabel="share of their sum", ylim=(1e-5, 1))
-    axes.legend()
-    figure.savefig(path, dpi=120)
+        values = (torch.linalg.eigvalsh((own + own.T) / 2).flip(0) / len(own)).tolist()
+        known = [(place, value) for place, value in enumerate(values, 1) if value > SMALLEST_SHARE]  # the rest is noise
+        places, shares = zip(*known, strict=True)
+        red = round(255 * (0.15 + 0.7 * number / max(len(rows) - 1, 1)))
+        series.append(Series(f"step {row['step']}", f"rgb({red}, 77, {255 - red})", places, shares))
+    x, y = Axis("eigenvalue of the cosines within E"), Axis("share of their sum", "log")
+    return draw("evolution_spectrum", "Spectrum of the cosines within E", "", [], series, y, x)

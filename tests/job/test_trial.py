@@ -15,8 +15,8 @@ import pytest
 from hydra import compose, initialize_config_dir
 
 from rl_training.job.shipped import CONF
-from rl_training.job.trial import Branch, Trial, read_trial, run_wave, to_stop
-from rl_training.job.trial_results import Candidate, candidate, paired, values_of, verdict
+from rl_training.job.trial import Branch, Trial, read_trial, run_wave
+from rl_training.job.trial_results import Candidate, candidate, paired, to_stop, values_of, verdict
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.folder import CONFIG_FILE
 

@@ -26,7 +26,8 @@ ROOT = Path(__file__).parents[2]
 SOURCES = ("rl_training", "conf", "launch", "probe_configs")
 BUILT_FROM = ("setup.py", "setup.cfg", "pyproject.toml", "README.md", "LICENSE")
 CORE = {"torch", "transformers", "trl", "accelerate", "numpy", "scipy", "safetensors"}
-DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml", "vllm": "trl"}  # that bring what is imported by another name
+# What brings a library that is imported by another name.
+DISTRIBUTIONS = {"hydra": "hydra-core", "yaml": "pyyaml", "vllm": "trl", "vl_convert": "vl-convert-python"}
 # Each command in a fork of one process that has imported what takes seconds.
 COMMANDS = """
 import json, os, sys
@@ -217,7 +218,7 @@ def test_the_extra_that_a_message_names_brings_the_library(library: str, extra: 
     [
         ("hydra", "main('train')", "error: hydra is not installed: pip install 'rl-training[train]'"),
         ("omegaconf", "main('evaluate')", "error: omegaconf is not installed: pip install 'rl-training[train]'"),
-        ("matplotlib", "main('report', 'r')", "error: matplotlib is not installed: pip install 'rl-training[report]'"),
+        ("altair", "main('report', 'r')", "error: altair is not installed: pip install 'rl-training[report]'"),
         ("fsspec", "main('sync', 'a', 'b')", "error: fsspec is not installed: pip install 'rl-training[sync]'"),
         ("pandas", "records.metrics", "ImportError: pandas is not installed: pip install 'rl-training[report]'"),
         ("hydra", "api.OfflineEntropyProbe", "ImportError: hydra is not installed: pip install 'rl-training[train]'"),

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import yaml
-from matplotlib.figure import Figure
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
@@ -26,7 +25,7 @@ from rl_training.records.compare.final import (
     since_branching,
 )
 from rl_training.records.compare.groups import branching_steps, common_steps, differences, read_groups
-from rl_training.records.compare.overlays import _draw_trunks, _frame_the_means, draw_overlays, pool
+from rl_training.records.compare.overlays import _frame, _trunks, draw_overlays, pool
 from rl_training.records.compare.page import write_comparison
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report.words import in_words
@@ -105,18 +104,10 @@ def test_what_runs_branch_off_from_is_drawn_once_up_to_there_where_it_is_not_com
     trunk = groups[0].trunks[0]
     assert set(trunk.run.evaluations["sums"]["reward"]) == {4}
     assert max(trunk.run.measured("delta_h/cumulative_measured")) == 5
-    drawn: list[Any] = []
-
-    class Axes:
-        def plot(self, steps: list[int], *args: Any, **kwargs: Any) -> None:
-            drawn.append((steps, kwargs["label"]))
-
-        def axvline(self, step: int, **kwargs: Any) -> None:
-            drawn.append(step)
-
-    _draw_trunks(Axes(), groups, lambda run: run.measured("delta_h/cumulative_measured"))  # type: ignore[arg-type]
-    assert drawn == [([1, 2, 3, 4, 5], "before they branch off"), ([6, 7, 8], None), 5, 8]
-    assert [picture.file for picture in draw_overlays(groups)] == ["reward.png", "entropy.png", "change.png"]
+    drawn = _trunks(groups, lambda run: run.measured("delta_h/cumulative_measured"))
+    assert [one.x for one in drawn] == [[1, 2, 3, 4, 5], [6, 7, 8]]
+    assert branching_steps(groups) == [5, 8]
+    assert [chart.name for chart in draw_overlays(groups)] == ["reward", "entropy", "change"]
 
 
 F_6, V_6, V_7 = 1e-4, 10e-4, 2e-4  # variances of ½F of batch 6, of ½(F + B) of all batches up to 6, and of batch 7
@@ -298,9 +289,7 @@ def test_a_ceiling_above_what_a_response_can_earn_is_told_and_not_one_below(tmp_
 def test_a_frame_holds_the_curves_and_neither_what_cannot_be_nor_noise_alone(
     means: list[Estimate], share: bool, floor: float, frame: tuple[float, float]
 ) -> None:
-    axes = Figure().add_subplot()
-    _frame_the_means(axes, means, share, floor)
-    assert axes.get_ylim() == pytest.approx(frame, abs=0.01)
+    assert _frame(means, share, floor) == pytest.approx(frame, abs=0.01)
 
 
 def test_without_a_config_a_run_is_a_group_of_its_own(tmp_path: Path) -> None:
@@ -398,18 +387,32 @@ def test_the_page_fetches_nothing_and_obeys_nothing(tmp_path: Path) -> None:
     evaluate(record(tmp_path / "<i>a", name=HOSTILE), {4: (0.5, 0.5), 8: (0.3, 0.6)})
     record(tmp_path / "b", rate=0.2)
     html = write_comparison([tmp_path], tmp_path)[0].read_text(encoding="utf-8")
-    assert not any(word in html for word in ("http://", "https://", "url(", "@import", "<script>alert", "<i>"))
-    assert html.count("data:image/png;base64,") == 6  # reward, entropy, change, two evaluated metrics, the law
+    own = re.sub(r"<script>.*?</script>", "", html, flags=re.DOTALL)  # not what draws the charts
+    assert not any(word in own for word in ("http://", "https://", "url(", "@import", "<script>alert", "<i>a"))
+    assert html.count('<figure class="chart"') == 6  # reward, entropy, change, two evaluated metrics, the law
     assert "The best checkpoint" in html
 
 
-def test_every_picture_says_which_group_has_nothing_to_show_in_it(tmp_path: Path) -> None:
+def test_every_chart_says_which_group_has_nothing_to_show_in_it(tmp_path: Path) -> None:
     record(tmp_path / "a")
     Records(tmp_path / "b" / "logs").write_metrics(1, {"reward": 0.5})
-    by_file = {picture.file: picture for picture in draw_overlays(read_groups([tmp_path]))}
-    assert by_file["change.png"].missing == ["B: b – no run of it has recorded this"]
-    assert not by_file["reward.png"].missing
-    assert "noise_scale.png" not in by_file
+    by_name = {chart.name: chart for chart in draw_overlays(read_groups([tmp_path]))}
+    assert by_name["change"].missing == ["B: b – no run of it has recorded this"]
+    assert not by_name["reward"].missing
+    assert "noise_scale" not in by_name
+
+
+def test_runs_of_a_group_are_lines_of_their_own_beside_their_mean(tmp_path: Path) -> None:
+    """One line through the points of several runs would zigzag."""
+    groups = read_groups([record(tmp_path / name, seed=seed) for seed, name in enumerate("ab")])
+    (reward,) = (chart for chart in draw_overlays(groups) if chart.name == "reward")
+    assert [(part["part"], part["faint"], len(part["x"])) for part in reward.data] == [
+        (0, 1.0, 12),
+        (1, 0.35, 12),
+        (2, 0.35, 12),
+    ]
+    lines = [layer for layer in reward.spec["layer"] if layer["mark"]["type"] == "line"]
+    assert [layer["encoding"]["detail"]["field"] for layer in lines] == ["part"]
 
 
 @pytest.mark.parametrize("config", ["a: [", "no mapping"])

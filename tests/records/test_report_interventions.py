@@ -140,9 +140,10 @@ def test_the_summary_says_what_interventions_come_to(tmp_path: Path) -> None:
 
 def test_each_interval_in_the_plane_lies_along_its_own_axis(tmp_path: Path) -> None:
     reward, entropy = Estimate(2e-3, 1e-3, 8), Estimate(1e-3, 1e-4, 8)
-    drawn = plane("a.png", "", "", [Effect("psr", entropy, reward, NONE)])
-    (words,) = (words for *_, words in drawn.hover if words.startswith("psr"))
-    assert words == "psr, predicted: 2 (-0.3646 … 4.365), 1 (0.7635 … 1.236)"
+    drawn = plane("a", "", "", [Effect("psr", entropy, reward, NONE)])
+    (cross,) = (one for one in drawn.series if one.label == "psr")
+    ends = [*cross.left, *cross.right, *cross.low, *cross.high]
+    assert ends == pytest.approx([2 - T_7, 2 + T_7, 1 - 0.1 * T_7, 1 + 0.1 * T_7])
 
 
 def test_missing_estimates_say_nothing_and_end_nothing(tmp_path: Path) -> None:

@@ -48,14 +48,14 @@ LIBRARIES = {
     "interventions": {"torch", "scipy"},
     "probes": {"torch"},
     "records": {
-        "torch", "safetensors", "rich", "matplotlib", "numpy", "jinja2", "markupsafe", "PIL", "wandb",
+        "torch", "safetensors", "rich", "altair", "vl_convert", "numpy", "jinja2", "markupsafe", "wandb",
         "wandb_workspaces", "pandas", "scipy", "fsspec", "yaml", "tqdm",
     },
     "evaluation": {"torch", "transformers", "peft", "numpy"},
     "hosts": {"torch", "numpy"},
     "hosts/trl": {"torch", "transformers", "numpy", *LOOPS},  # deepspeed only while it trains
     "hosts/verl": {"torch", "tensordict", "verl", "ray", "hydra", "omegaconf"},
-    "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich", "matplotlib", "yaml", "pandas"},
+    "offline": {"torch", "transformers", "safetensors", "numpy", "tqdm", "rich", "yaml", "pandas"},
     "tasks": {
         "tqdm",
         "torch", "transformers", "tokenizers", "datasets", "numpy", "math_verify", "sympy", "latex2sympy2_extended",
@@ -63,7 +63,7 @@ LIBRARIES = {
     },
     "job": {
         "torch", "transformers", "accelerate", "hydra", "omegaconf", "yaml", "tqdm", "wandb", "trackio", "tensorboard",
-        "matplotlib", "pandas", "numpy", "scipy",
+        "PIL", "pandas", "numpy", "scipy",
     },
 }  # fmt: skip
 TOP = {"__init__", "__main__", "extras", "version"}
@@ -163,14 +163,14 @@ def imported_with(module: str) -> set[str]:
 
 
 def test_what_any_host_needs_is_imported_without_trl_and_transformers() -> None:
-    """The same for what writes and reads records; matplotlib comes with pages and pictures only."""
+    """The same for what writes and reads records; altair comes with pages only."""
     layers = ("mathematics", "engine", "interventions", "probes", "records", "hosts")
     files = [path for layer in layers for path in (PACKAGE / layer).glob("*.py")]
-    assert "matplotlib" in imported_with("rl_training.records.report")
+    assert "altair" in imported_with("rl_training.records.report")
     assert "trl" in imported_with("rl_training.job.build")
     for path in files:
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        assert not imported_with(module) & {*LOOPS, "transformers", "peft", "matplotlib"}, module
+        assert not imported_with(module) & {*LOOPS, "transformers", "peft", "altair"}, module
 
 
 def private_members_named_in(path: Path) -> set[str]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import math
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from rl_training.records.folder import COMPARISON_FILE, LOGS_FOLDER
+from rl_training.records.jsonl import METRICS_FILE
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -15,8 +18,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         prog="rl-training report",
         description="Make the report of a run from its records, and print its summary; or compare several runs on one "
         "page. Any run will do: finished, killed or still going.",
-        epilog="Of one run it writes RUN/report/: report.html, one self-contained page, and its pictures. Of several, "
-        "one self-contained page: what differs, curves in one picture, runs trained alike but for seeds pooled.",
+        epilog="Of one run it writes RUN/report/: report.html, one self-contained page, and its charts as PNG. Of "
+        "several, one self-contained page: what differs, curves in one chart, runs trained alike but for seeds pooled.",
     )
     parser.add_argument(
         "runs", metavar="RUN", nargs="+",
@@ -25,7 +28,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--out", metavar="PATH", help=f"where the page of a comparison goes: a file, or a folder (./{COMPARISON_FILE})"
     )
+    parser.add_argument(
+        "--watch", metavar="SECONDS", type=float,
+        help="draw a run's page again whenever it has logged more, until Ctrl-C; an open page reloads itself",
+    )  # fmt: skip
     chosen = parser.parse_args(arguments)
+    if chosen.watch is not None and not 1 <= chosen.watch < math.inf:
+        parser.error("--watch takes seconds, 1 or more")
     try:
         # Here, because --help waits for no slow import.
         from rl_training.records.compare.page import write_comparison
@@ -36,10 +45,31 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if len(chosen.runs) == 1 and not holds_runs:
             if chosen.out:
                 raise ValueError("--out is for a comparison: the report of one run lies in its folder, RUN/report/")
-            write_report(chosen.runs[0])
-            print_summary(chosen.runs[0])
+            if chosen.watch:
+                _watch(first, chosen.watch)
+            write_report(first)
+            print_summary(first)
+        elif chosen.watch:
+            raise ValueError("--watch is for the report of one run")
         else:
             page, findings = write_comparison(chosen.runs, chosen.out or COMPARISON_FILE)
             print(*findings, f"Comparison: {page}", sep="\n")
     except (OSError, ValueError) as error:
         parser.exit(2, f"{parser.prog}: error: {error}\n")
+
+
+def _watch(run: Path, seconds: float) -> None:
+    """Writes the page again whenever the run has logged more, until it is interrupted."""
+    from rl_training.records.report import write_report
+
+    log, drawn = run / LOGS_FOLDER / METRICS_FILE, -1
+    try:
+        while True:
+            size = log.stat().st_size if log.is_file() else 0
+            if size != drawn:
+                page = write_report(run, pictures=False, reload=math.ceil(seconds))
+                print(f"Report: {page}" if drawn < 0 else ".", end="\n" if drawn < 0 else "", flush=True)
+            drawn = size
+            time.sleep(seconds)
+    except KeyboardInterrupt:
+        print()

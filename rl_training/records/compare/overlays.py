@@ -1,4 +1,4 @@
-"""The pictures of a comparison: a quantity's curves of all groups in one frame, and reward against entropy."""
+"""The charts of a comparison: a quantity's curves of all groups in one frame, and reward against entropy."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import pandas as pd
-from matplotlib.axes import Axes
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.compare.final import FittedLaw, mean_noise_scale, mean_over_runs, noise_scales
 from rl_training.records.compare.groups import Group, branching_steps
 from rl_training.records.evaluated import IN_TRAINING, largest_pass_at
-from rl_training.records.report.drawing import BAND_OF, GREY, Picture, frame_shares, legend, picture, running_window
+from rl_training.records.report.charts import GREY, TEXT, Axis, Chart, Series, draw
+from rl_training.records.report.curves import running_window
 from rl_training.records.report.series import Measurements, Run, curve, finite
 
 # Okabe and Ito's colours, which everyone can tell apart, and then the same in other strokes.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#56B4E9", "#E69F00")
-STROKES = ("-", "--", ":")
-DOTTED = (0, (1, 1))
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", TEXT, "#56B4E9", "#E69F00")
+STROKES: tuple[tuple[int, ...], ...] = ((), (7, 3), (3, 3))
+DOTTED = (2, 2)
+MARGIN = 0.02  # of a frame beyond 0 and 1, for the line's own width
 EVALUATED = ("reward", "greedy_accuracy", "pass_at_1", "majority", "entropy/token", "kl/token", "length")
 SHARES = ("reward", "greedy_accuracy", "pass_at_", "majority", "truncated", "format")  # a reward mostly is one
 FAR = 1e3
@@ -30,111 +31,104 @@ BAND = (
     "The frame fits the curves and may cut off wide bands. A dotted vertical line marks where runs branch off."
 )
 
-Series = Callable[[Run], Measurements]
+Quantity = Callable[[Run], Measurements]
 Mean = Callable[[Sequence[Estimate]], Estimate]
 
 
-def draw_overlays(groups: Sequence[Group]) -> list[Picture]:
-    """Returns the pictures of what any of the groups has."""
-    pictures = [
+def draw_overlays(groups: Sequence[Group]) -> list[Chart]:
+    """Returns the charts of what any of the groups has."""
+    charts = [
         _overlay(groups, "reward", "Reward", "mean reward, running mean", _reward, share=True),
         _overlay(groups, "entropy", "Entropy", "token entropy (nats)", _entropy),
         _overlay(groups, "change", "Change of entropy: measured, and predicted (dotted)",
-                 "change since the first step\n(nats per token)", lambda run: run.known("delta_h/cumulative_measured"),
+                 "change since the first step (nats per token)", lambda run: run.known("delta_h/cumulative_measured"),
                  dotted=lambda run: run.known("delta_h/cumulative_predicted")),
         _overlay(groups, "noise_scale", "Gradient noise scale", "prompts", noise_scales, mean=mean_noise_scale),
     ]  # fmt: skip
     for evaluation, metric in _evaluated_metrics(groups):
 
-        def evaluated(run: Run, of: tuple[str, str] = (evaluation, metric)) -> Measurements:
-            return finite(run.evaluations.get(of[0], {}).get(of[1], {}))
+        def evaluated(run: Run, evaluation: str = evaluation, metric: str = metric) -> Measurements:
+            return finite(run.evaluations.get(evaluation, {}).get(metric, {}))
 
-        file, title = f"{evaluation}_{metric}", f"Evaluation “{evaluation}”: {metric}"
+        name, title = f"{evaluation}_{metric}", f"Evaluation “{evaluation}”: {metric}"
         share, floor = metric.startswith(SHARES), 0.1 if metric == "length" else 0.0
-        pictures.append(_overlay(groups, file, title, metric, evaluated, share=share, floor=floor))
-    return [drawn for drawn in pictures if drawn is not None]
+        charts.append(_overlay(groups, name, title, metric, evaluated, share=share, floor=floor))
+    return [drawn for drawn in charts if drawn is not None]
 
 
 def _overlay(
     groups: Sequence[Group],
-    file: str,
+    name: str,
     title: str,
     label: str,
-    series: Series,
-    dotted: Series | None = None,
+    quantity: Quantity,
+    dotted: Quantity | None = None,
     mean: Mean = mean_over_runs,
     share: bool = False,
     floor: float = 0.0,
-) -> Picture | None:
-    """Returns the picture of the curves of all groups; None when no run has any.
+) -> Chart | None:
+    """Returns the chart of the curves of all groups; None when no run has any.
 
-    dotted  drawn beside `series`
+    dotted  drawn beside `quantity`
     mean    of several runs at a step
     share   the frame does not go beyond 0 and 1 where no curve does
     floor   the frame goes beyond the curves by this part of their height at least: a token of 200 is no news
     """
-    having = [group for group in groups if any(series(member.run) for member in group.members)]
+    having = [group for group in groups if any(quantity(member.run) for member in group.members)]
     if not having:
         return None
-
-    def draw(axes: Axes) -> None:
-        framed = [e for group in having for trunk in group.trunks for e in series(trunk.run).values()]
-        for group in having:
-            color, stroke = _look(groups.index(group))
-            framed += _draw_group(axes, group, series, mean, color, stroke, group.name)
-            if dotted:
-                _draw_group(axes, group, dotted, mean, color, DOTTED, None)
-        _draw_trunks(axes, groups, series)
-        _frame_the_means(axes, framed, share, floor)
-        axes.set_ylabel(label)
-        legend(axes)
-
+    framed = [e for group in having for trunk in group.trunks for e in quantity(trunk.run).values()]
+    series = _trunks(groups, quantity)
+    for group in having:
+        color, stroke = _look(groups.index(group))
+        curves, means = _curves(group, quantity, mean, color, stroke, group.name)
+        series += curves
+        framed += means
+        if dotted:
+            series += _curves(group, dotted, mean, color, DOTTED, f"{group.name}, predicted")[0]
     missing = [f"{group.name} – no run of it has recorded this" for group in groups if group not in having]
-    return picture(f"{file}.png", title, BAND, missing, draw, height=4 + 0.13 * len(having))
+    y = Axis(label, ends=_frame(framed, share, floor))
+    return draw(name, title, BAND, missing, series, y, rules={"x": branching_steps(groups)})
 
 
-def _draw_trunks(axes: Axes, groups: Sequence[Group], series: Series) -> None:
-    """Draws what runs have branched off from, once, where it is not compared itself, and the steps where they have."""
+def _trunks(groups: Sequence[Group], quantity: Quantity) -> list[Series]:
+    """Returns what runs have branched off from, once, where it is not compared itself."""
     trunks = {(trunk.run.folder, trunk.last_step): trunk for group in groups for trunk in group.trunks}
-    for number, trunk in enumerate(trunks.values()):
-        drawn = curve(series(trunk.run))
-        axes.plot(drawn.steps, drawn.values, color=GREY, lw=2, label=None if number else "before they branch off")
-    for step in branching_steps(groups):
-        axes.axvline(step, color=GREY, lw=1, ls=(0, (1, 2)))
+    found = [curve(quantity(trunk.run)) for trunk in trunks.values()]
+    return [Series("before they branch off", GREY, drawn.steps, drawn.values) for drawn in found]
 
 
-def _draw_group(
-    axes: Axes, group: Group, series: Series, mean_runs: Mean, color: str, stroke: object, label: str | None
-) -> list[Estimate]:
-    """Draws the group's mean with its band, and thin lines of its runs; returns the means."""
-    runs = [measured for member in group.members if (measured := series(member.run))]
-    if len(runs) > 1:
-        for measured in runs:
-            drawn = curve(measured)
-            axes.plot(drawn.steps, drawn.values, "-", color=color, lw=0.8, alpha=0.35)
-    pooled = pool(runs, mean_runs)
+def _curves(
+    group: Group, quantity: Quantity, mean_of_runs: Mean, color: str, stroke: tuple[int, ...], label: str
+) -> tuple[list[Series], list[Estimate]]:
+    """Returns the group's mean with its band, thin lines of its runs; and the means."""
+    runs = [measured for member in group.members if (measured := quantity(member.run))]
+    pooled = pool(runs, mean_of_runs)
     mean = curve(pooled)
-    marker = "o" if len(mean.steps) < MARKED else ""
-    axes.plot(mean.steps, mean.values, ls=stroke, color=color, lw=2, label=label, marker=marker, ms=5)
-    highs = np.minimum(mean.highs, FAR * max(map(abs, mean.values), default=0.0))  # the frame cuts an infinite end
-    axes.fill_between(mean.steps, mean.lows, highs, color=color, alpha=0.14, lw=0, label=f"{BAND_OF}{label}")
-    return list(pooled.values())
+    mark = "circle" if len(mean.steps) < MARKED else ""
+    far = FAR * max(map(abs, mean.values), default=0.0)  # the frame cuts an infinite end
+    highs = [min(high, far) for high in mean.highs]
+    series = [Series(label, color, mean.steps, mean.values, mean.lows, highs, mark=mark, dash=stroke)]
+    singles = [curve(measured) for measured in runs] if len(runs) > 1 else []
+    series += [Series(f"{label}: a run", color, one.steps, one.values, faint=0.35) for one in singles]
+    return series, list(pooled.values())
 
 
-def _frame_the_means(axes: Axes, means: Sequence[Estimate], share: bool, floor: float) -> None:
-    """Sets the frame by the means and typical bands: a few wide bands would press all curves into one line.
+def _frame(means: Sequence[Estimate], share: bool, floor: float) -> tuple[float, float] | None:
+    """Returns the frame by the means and typical bands: a few wide bands would press all curves into one line.
 
     Differences that are small beside the errors stay small: nothing is magnified to its own noise.
     """
     if not means or not all(math.isfinite(mean.value) for mean in means):
-        return
+        return None
     values = [mean.value for mean in means]
     least = floor * statistics.median(map(abs, values))
     below = max(least, _room(means, [mean.value - mean.ends()[0] for mean in means]))
     above = max(least, _room(means, [mean.ends()[1] - mean.value for mean in means]))
-    axes.set_ylim(min(values) - below, max(values) + above)
+    low, high = min(values) - below, max(values) + above
     if share:
-        frame_shares(axes, values)
+        return max(low, min(0.0, *values) - MARGIN), min(high, max(1.0, *values) + MARGIN)
+    return low, high
 
 
 def _room(means: Sequence[Estimate], reaches: Sequence[float]) -> float:
@@ -183,40 +177,36 @@ def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[str, str]]:
     return chosen
 
 
-def draw_law(groups: Sequence[Group], laws: Sequence[FittedLaw]) -> Picture:
+def draw_law(groups: Sequence[Group], laws: Sequence[FittedLaw]) -> Chart:
     """Returns reward against entropy, with the fitted curves, their bands, and their ceilings at H = 0."""
-    drawn = [law for law in laws if law.law]
-
-    def draw(axes: Axes) -> None:
-        for fitted in drawn:
-            assert fitted.law
-            color, stroke = _look(groups.index(fitted.group))
-            _, entropies, rewards = zip(*fitted.points, strict=True)
-            axes.plot(entropies, rewards, "o", color=color, ms=5, alpha=0.7, mew=0)
-            grid = np.linspace(0, max(entropies), 60)
-            on_curve = [fitted.law.reward(entropy) for entropy in grid]
-            axes.plot(grid, [e.value for e in on_curve], ls=stroke, color=color, lw=2, label=fitted.group.name)
-            lows, highs = zip(*(e.ends() for e in on_curve), strict=True)
-            axes.fill_between(grid, lows, highs, color=color, alpha=0.14, lw=0)
-            if fitted.first:
-                axes.plot(grid, [fitted.first.reward(h).value for h in grid], ls=DOTTED, color=color, lw=1.5)
-        axes.axvline(0, color=GREY, lw=1)
-        too_high = [law.most for law in drawn if law.leads_too_high]
-        if too_high:
-            axes.axhline(max(too_high), color=GREY, lw=1.5, ls="--", label="the most a response earns")
-        axes.set_xlabel("token entropy (nats)")
-        axes.set_ylabel("mean reward")
-        legend(axes)
-
+    drawn, series = [law for law in laws if law.law], []
+    for fitted in drawn:
+        assert fitted.law
+        (color, stroke), name = _look(groups.index(fitted.group)), fitted.group.name
+        _, entropies, rewards = zip(*fitted.points, strict=True)
+        grid = np.linspace(0, max(entropies), 60).tolist()
+        on_curve = [fitted.law.reward(entropy) for entropy in grid]
+        lows, highs = zip(*(e.ends() for e in on_curve), strict=True)
+        series += [
+            Series(name, color, grid, [e.value for e in on_curve], lows, highs, dash=stroke),
+            Series(name, color, entropies, rewards, line=False, mark="circle", faint=0.7),
+        ]
+        if fitted.first:
+            early = [fitted.first.reward(entropy).value for entropy in grid]
+            series.append(Series(f"{name}, first half", color, grid, early, dash=DOTTED))
+    too_high = [law.most for law in drawn if law.leads_too_high]
+    if too_high:
+        ends = [0.0, max(point.entropy for law in drawn for point in law.points)]
+        series.append(Series("the most a response earns", GREY, ends, [max(too_high)] * 2, dash=(5, 3)))
     caption = (
         "A policy moves from right to left. Where the curve meets H = 0 there is no entropy left to spend: the reward "
         "there is the ceiling of this training. Dotted: the same fit to the first half of the steps only. The 95 % "
         "bands assume that points scatter independently about the curve."
     )
     missing = [f"{law.group.name} – {law.reason}" for law in laws if not law.law]
-    return picture("law.png", "Reward against entropy: R = −a e^H + b", caption, missing, draw if drawn else None,
-                   height=4 + 0.13 * len(drawn), over_steps=False)  # fmt: skip
+    title, x, y = "Reward against entropy: R = −a e^H + b", Axis("token entropy (nats)"), Axis("mean reward")
+    return draw("law", title, caption, missing, series, y, x, rules={"x": [0]})
 
 
-def _look(index: int) -> tuple[str, str]:
+def _look(index: int) -> tuple[str, tuple[int, ...]]:
     return COLORS[index % len(COLORS)], STROKES[index // len(COLORS) % len(STROKES)]

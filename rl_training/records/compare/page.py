@@ -74,7 +74,7 @@ def render_comparison(groups: Sequence[Group]) -> tuple[str, list[str]]:
         pair_figures=_by_label([pair.figures for pair in pairs]),
         branched=bool(branching_steps(groups)),
         best=[row for group in groups for member in group.members for row in _best_rows(member)],
-        pictures=[*draw_overlays(groups), draw_law(groups, laws)],
+        charts=[*draw_overlays(groups), draw_law(groups, laws)],
         laws=laws,
     )
     return page, findings

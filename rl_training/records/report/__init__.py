@@ -1,4 +1,4 @@
-"""The report of a run: records → pictures, one self-contained HTML page, and a short table for the terminal.
+"""The report of a run: records → charts, one self-contained HTML page, and a short table for the terminal.
 
 It shows only what the records of any run hold, finished, killed or still going; a missing value is "–" with the reason.
 """
@@ -23,17 +23,21 @@ REPORT_FOLDER = "report"
 PAGE_FILE = "report.html"
 
 
-def write_report(run_dir: str | Path, analyses: Mapping[Path, AnalysesSection] | None = None) -> Path:
-    """Returns the path of the HTML page it wrote; the pictures lie beside it.
+def write_report(
+    run_dir: str | Path, analyses: Mapping[Path, AnalysesSection] | None = None, pictures: bool = True, reload: int = 0
+) -> Path:
+    """Returns the path of the HTML page it wrote; its charts lie beside it as PNG.
 
-    analyses  checkpoint analyses that are drawn already, by folder
+    analyses  checkpoint analyses that are described already, by folder
+    pictures  False: the page alone
+    reload    seconds after which an open page loads itself again; 0: never
 
     Raises FileNotFoundError or ValueError when the folder holds no readable records, naming the file.
     """
     run = read_run(Path(run_dir))
-    figures, page = draw_figures(run), run.folder / REPORT_FOLDER / PAGE_FILE
-    files = {page.with_name(figure.file): figure.png for figure in figures if figure.png}
-    html = render_page(run, summarize(run), figures, analyses_of(run, analyses or {}))
+    charts, page = draw_figures(run), run.folder / REPORT_FOLDER / PAGE_FILE
+    files = {page.with_name(f"{chart.name}.png"): chart.png() for chart in charts if chart.series and pictures}
+    html = render_page(run, summarize(run), charts, analyses_of(run, analyses or {}), reload)
     write_atomically({**files, page: html.encode()})
     return page
 

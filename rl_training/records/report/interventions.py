@@ -64,7 +64,7 @@ def interventions_of_run(run: Run) -> Interventions | None:
     found = _measured(run)
     if not found:
         return None
-    drawn = plane("interventions.png", "What would change entropy, and at what price", CAPTION, found)
+    drawn = plane("interventions", "What would change entropy, and at what price", CAPTION, found)
     rows = [_row(effect) for effect in found]
     return Interventions(_sentences(run, found), HEADINGS, rows, drawn, _lines(run))
 

@@ -1,37 +1,45 @@
-"""The report's page: one HTML file that fetches nothing. Pictures are embedded, and everything is escaped."""
+"""The report's page: one HTML file that fetches nothing. What draws its charts is in it, and everything is escaped."""
 
 from __future__ import annotations
 
 import base64
-import io
+import json
 import math
+import os
 import re
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from hashlib import sha256
+from importlib.metadata import version
+from pathlib import Path
 from typing import Any
 
 import pandas as pd
+import vl_convert
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
-from PIL import Image
 
 from rl_training.mathematics.welch import is_significant
+from rl_training.records.atomic_write import write_atomically
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import iterate_rollouts
-from rl_training.records.report.drawing import Picture
+from rl_training.records.report.charts import VEGA_LITE, Chart
+from rl_training.records.report.charts import config as charts_config
 from rl_training.records.report.interventions import interventions_of_run
 from rl_training.records.report.series import Run
 from rl_training.records.report.summary import Row, opening
 from rl_training.records.report.words import in_words, milli
 from rl_training.version import VERSION
 
-CONTENTS = Markup("<!-- contents -->")
+CONTENTS, SCRIPTS = Markup("<!-- contents -->"), Markup("<!-- scripts -->")  # filled in when the rest is there
 TOKEN_CLASS = re.compile(r"^tokens/([^/]+)/([^/]+)/mean_delta_h$")
 KINDS = {"entropy": "entropy at the token", "position": "place in its response"}
 STEPS = 5  # of which sequences are shown, from the first recorded one to the last
 OF_A_STEP = 3  # sequences shown, of different prompts
 HEADING = re.compile(r"<(h2|summary)>(.*?)</")
+OF_THE_BATCH = ("noise_scale", "ess")  # charts that come after interventions
+STROKES = {"circle": "●", "square": "■", "triangle": "▲", "triangle-down": "▼", "diamond": "◆", "": "—"}
 
 
 def render(name: str, **values: Any) -> str:
@@ -40,21 +48,42 @@ def render(name: str, **values: Any) -> str:
     environment = Environment(
         loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    environment.filters |= {"embedded": _embedded, "in_words": in_words}
+    environment.filters |= {"in_words": in_words, "as_json": _as_json}
+    environment.globals["marks"] = STROKES
     environment.tests["significant"] = is_significant
-    environment.filters["csp_hash"] = lambda text: f"sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}"
-    script = loader.get_source(environment, "hover.js")[0]
-    return _with_contents(
-        environment.get_template(name).render(values, contents=CONTENTS, hover_script=script, version=VERSION)
-    )
+    scripts = [vega(), loader.get_source(environment, "page.js")[0]]
+    shared = {
+        "contents": CONTENTS, "scripts": SCRIPTS, "hashes": map(_csp_hash, scripts), "version": VERSION,
+        "config": charts_config(with_legend=False), "reload": 0,
+    }  # fmt: skip
+    page = _with_contents(environment.get_template(name).render({**shared, **values}))
+    return page.replace(SCRIPTS, "\n".join(f"<script>{script}</script>" for script in scripts))
 
 
-def _embedded(png: bytes) -> str:
-    """Returns the picture as a data URL, with 128 colours: a third of the bytes, with no visible difference."""
-    smaller = io.BytesIO()
-    with Image.open(io.BytesIO(png)) as image:
-        image.convert("RGB").quantize(128).save(smaller, "png", optimize=True)
-    return f"data:image/png;base64,{base64.b64encode(smaller.getvalue()).decode('ascii')}"
+def _csp_hash(text: str) -> str:
+    return f"sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}"
+
+
+def _as_json(value: Any) -> Markup:
+    """Returns JSON that may stand in a script: a name in it may contain "</script>"."""
+    return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
+
+
+def vega() -> str:
+    """Returns the JavaScript of Vega, Vega-Lite and vega-embed, which vl-convert holds; kept in the user's cache.
+
+    Putting it together takes vl-convert two seconds.
+    """
+    name = f"vega-lite-{VEGA_LITE}-{version('vl-convert-python')}.js"
+    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-training" / name
+    if not kept.is_file():
+        bundle = vl_convert.javascript_bundle(None, VEGA_LITE)  # type: ignore[arg-type]  # None: all three
+        text = bundle.replace("</script", "<\\/script")
+        with suppress(OSError):
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            write_atomically({kept: text.encode()})
+        return text
+    return kept.read_text(encoding="utf-8")
 
 
 def _with_contents(page: str) -> str:
@@ -70,8 +99,13 @@ def _with_contents(page: str) -> str:
     return page.replace(CONTENTS, f'<nav aria-label="contents">{"".join(links)}</nav>')
 
 
-def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture], analyses: Sequence[Any]) -> str:
-    """Returns the page's HTML, with analyses of its checkpoints. Everything that comes from the run is escaped."""
+def render_page(
+    run: Run, rows: Sequence[Row], charts: Sequence[Chart], analyses: Sequence[Any], reload: int = 0
+) -> str:
+    """Returns the page's HTML, with analyses of its checkpoints. Everything that comes from the run is escaped.
+
+    reload  seconds after which an open page loads itself again; 0: never
+    """
     return render(
         "run.html",
         run=run,
@@ -80,7 +114,9 @@ def render_page(run: Run, rows: Sequence[Row], pictures: Sequence[Picture], anal
         interventions=interventions_of_run(run),
         token_classes=token_classes(run),
         rows=rows,
-        pictures=pictures,
+        charts=charts,
+        of_the_batch=OF_THE_BATCH,
+        reload=reload,
         analyses=analyses,
         gaps=gaps(run),
         costs=probe_costs(run),

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
-
-import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.lines import Line2D
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import is_significant
-from rl_training.records.report.drawing import BLACK, BLUE, GREY, Picture, picture
+from rl_training.records.report.charts import BLUE, GREY, TEXT, Axis, Chart, Series, draw
+from rl_training.records.report.curves import framed
+from rl_training.records.report.predictions import scatter
 from rl_training.records.report.words import MILLI
 
 PRICES = (1.0, 3.0, 10.0)  # of the lines, in points of reward per thousandth of a nat
@@ -53,56 +51,32 @@ class Interventions:
     sentences: list[str]
     headings: list[str]
     rows: list[list[str]]
-    picture: Picture
+    chart: Chart
     lines: Sequence[str] = ()  # commands that try what is said
 
 
-def plane(file: str, title: str, caption: str, effects: Sequence[Effect]) -> Picture:
-    """Returns the picture: each intervention is a cross of two bars; the step as it is lies at 0, 0.
+def plane(name: str, title: str, caption: str, effects: Sequence[Effect]) -> Chart:
+    """Returns the chart: each intervention is a cross of two bars, with its name; the step as it is lies at 0, 0.
 
-    Names are listed at the side, ordered by ΔH. Unknown and exactly zero changes are not drawn.
+    Unknown and exactly zero changes are not drawn.
     """
     shown = sorted((effect for effect in effects if effect.is_there), key=lambda effect: -effect.delta_h.value)
-
-    def draw(axes: Axes) -> None:
-        axes.axhline(0, color=GREY, lw=1)
-        axes.axvline(0, color=GREY, lw=1)
-        handles = [axes.plot([0], [0], "s", color=BLACK, ms=7, label="the step as it is")[0]]
-        for effect in shown:
-            x, y = effect.delta_reward, effect.delta_h
-            axes.errorbar(
-                MILLI * x.value, MILLI * y.value, MILLI * (y.ends()[1] - y.value), MILLI * (x.ends()[1] - x.value),
-                fmt="o", color=BLUE, ms=6, mew=1.5, elinewidth=0.8, label=f"{effect.name}, predicted",
-            )  # fmt: skip
-        handles.append(Line2D([], [], ls="", marker="o", color=BLUE, mew=1.5, label="predicted"))
-        axes.set_xlabel("difference in reward, 1e-3 per step")
-        axes.set_ylabel("difference in entropy,\n1e-3 nats per token and step")
-        handles.append(_draw_prices(axes))
-        _name_at_the_side(axes, shown)
-        axes.legend(handles=handles, loc="lower left", bbox_to_anchor=(0, 1), ncols=len(handles), columnspacing=1.2)
-
-    why = [] if shown else ["no intervention has a known effect"]
-    return picture(file, title, caption, why, draw if shown else None, height=5.5, over_steps=False)
-
-
-def _draw_prices(axes: Axes) -> Line2D:
-    """Draws lines of equal price through the origin, and keeps the frame; returns one for a legend."""
-    frame = axes.get_xlim(), axes.get_ylim()
-    for price in PRICES:
-        axes.axline((0, 0), slope=-1.0 / price, color=GREY, lw=0.8, ls=":", zorder=0)
-    axes.set(xlim=frame[0], ylim=frame[1])
-    return Line2D([], [], ls=":", color=GREY, lw=0.8, label=f"price {', '.join(f'{price:g}' for price in PRICES)}")
-
-
-def _name_at_the_side(axes: Axes, order: Sequence[Effect]) -> None:
-    low, high = axes.get_ylim()
-    right = axes.get_xlim()[1]
-    for of, place in zip(order, np.linspace(high, low, len(order) + 2)[1:-1], strict=True):
-        axes.annotate(
-            of.name.replace("$", r"\$"), (MILLI * of.delta_reward.value, MILLI * of.delta_h.value), (right, place),
-            textcoords="data", fontsize=10, va="center", annotation_clip=False,
-            arrowprops={"arrowstyle": "-", "color": GREY, "lw": 0.5, "shrinkA": 1, "shrinkB": 3},
-        )  # fmt: skip
+    crosses = [
+        replace(scatter(effect.name, BLUE, "circle", [(effect.delta_reward, effect.delta_h)], MILLI), text=effect.name)
+        for effect in shown
+    ]
+    if not crosses:
+        return Chart(name, title, "", ["no intervention has a known effect"])
+    far = max(
+        abs(value) for cross in crosses for value in (*cross.left, *cross.right, *cross.x) if math.isfinite(value)
+    )
+    prices = [
+        Series(f"price {price:g}", GREY, [-far, far], [far / price, -far / price], dash=(2, 3)) for price in PRICES
+    ]
+    plain = Series("the step as it is", TEXT, [0.0], [0.0], line=False, mark="square")
+    y = Axis("difference in entropy, 1e-3 nats per token and step", ends=framed([*crosses, plain]))
+    x, rules = Axis("difference in reward, 1e-3 per step"), {"x": [0], "y": [0]}
+    return draw(name, title, caption, [], [*prices, *crosses, plain], y, x, rules, height=360)
 
 
 def in_order_of_price(effects: Sequence[Some]) -> list[Some]:

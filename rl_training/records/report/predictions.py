@@ -1,16 +1,17 @@
-"""The pictures of what will be and what was predicted: entropy's forecast, and predictions against the truth."""
+"""The charts of what will be and what was predicted: entropy's forecast, and predictions against the truth."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.ticker import LogLocator, NullFormatter
 
+from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.forecast import FEWEST, HORIZONS, EntropyForecast
-from rl_training.records.report.drawing import BLACK, BLUE, GREY, ORANGE, Picture, dots, legend, picture
+from rl_training.records.report.charts import BLUE, GREY, ORANGE, TEXT, Axis, Chart, Series, draw
+from rl_training.records.report.curves import dots
 from rl_training.records.report.series import Run
 from rl_training.records.report.words import MILLI, in_words
 
@@ -40,30 +41,24 @@ def alerts(run: Run) -> tuple[list[int], int, int] | None:
     return steps, checked, right
 
 
-def draw_forecast(run: Run) -> list[Picture]:
-    """Returns the picture of entropy so far and of its ranges 10, 20 and 50 steps ahead; none of few steps."""
+def draw_forecast(run: Run) -> list[Chart]:
+    """Returns the chart of entropy so far and of its ranges 10, 20 and 50 steps ahead; none of few steps."""
     forecast = forecast_of(run)
     if forecast is None:
         return []
     entropy = {step: value for step, value in run.token_entropy().items() if value > 0}
     ahead = {forecast.step + steps: forecast.ahead(steps) for steps in range(1, HORIZONS[-1] + 1)}
-    medians = [a.median for a in ahead.values()]
     lows, highs = ([a.range[end] for a in ahead.values()] for end in (0, 1))
-    marked = [steps - 1 for steps in HORIZONS]
-
-    def draw(axes: Axes) -> None:
-        dots(axes, list(entropy), list(entropy.values()), BLACK, "o", "one step", "running mean")
-        axes.fill_between([*ahead], lows, highs, color=BLUE, alpha=0.2, lw=0, label="95 % range ahead")
-        axes.plot([*ahead], medians, color=BLUE, lw=2, label="median ahead", marker="o", markevery=marked)
-        axes.vlines([[*ahead][i] for i in marked], [lows[i] for i in marked], [highs[i] for i in marked], color=BLUE)
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
-        axes.set_ylabel("token entropy (nats), log scale")
-        legend(axes)
-
+    series = [
+        *dots(list(entropy), list(entropy.values()), TEXT, "circle", "one step", "running mean"),
+        Series("median ahead, 95 % range", BLUE, [*ahead], [a.median for a in ahead.values()], lows, highs),
+    ]
     marks = {steps: forecast.ahead(steps) for steps in HORIZONS}
+    places = [forecast.step + steps for steps in HORIZONS]
+    lows, highs = ([a.range[end] for a in marks.values()] for end in (0, 1))
+    at_marks = [a.median for a in marks.values()]
+    named = f"in {', '.join(map(str, HORIZONS))} steps"
+    series.append(Series(named, BLUE, places, at_marks, lows, highs, line=False, mark="circle", band=False))
     medians_ahead = "; ".join(
         f"{a.median:.2g} nats in {steps} steps, {a.range[0]:.2g} to {a.range[1]:.2g}" for steps, a in marks.items()
     )
@@ -75,25 +70,16 @@ def draw_forecast(run: Run) -> list[Picture]:
         "hard to forecast: a rate is half forgotten after eight steps. The forecast follows log entropy and its rate; "
         f"{known}."
     )
-    return [picture("forecast.png", "Entropy, and where it may go", caption, [], draw)]
+    y = Axis("token entropy (nats), log scale", "log")
+    return [draw("forecast", "Entropy, and where it may go", caption, [], series, y)]
 
 
-def draw_calibration(run: Run) -> list[Picture]:
-    """Returns the picture of each step's true change of entropy against forward; none where no truth was measured."""
+def draw_calibration(run: Run) -> list[Chart]:
+    """Returns the chart of each step's true change of entropy against forward; none where no truth was measured."""
     truth, forward = run.known("delta_h/true"), run.known("delta_h/forward")
     pairs = [(forward[step], true) for step, true in truth.items() if step in forward]
     if not pairs:
         return []
-
-    def draw(axes: Axes) -> None:
-        x, y = ([e.value for e in estimates] for estimates in zip(*pairs, strict=True))
-        half_x, half_y = ([e.half_width() for e in estimates] for estimates in zip(*pairs, strict=True))
-        axes.axline((0, 0), slope=1, color=GREY, lw=1, label="prediction = truth")
-        axes.errorbar(x, y, half_y, half_x, fmt="o", color=BLUE, ms=4, lw=1.2, label="a step, with 95 % intervals")
-        axes.set_xlabel("forward (nats per token)")
-        axes.set_ylabel("true change, on a separate buffer")
-        legend(axes)
-
     names = {"slope_corrected": "slope, corrected for prediction noise", "coverage": "share within the error bars"}
     parts = []
     for name, label in names.items():
@@ -103,36 +89,48 @@ def draw_calibration(run: Run) -> list[Picture]:
         "Each point is a step at which the change of entropy was measured on sequences that training never sees. On "
         f"the grey line, prediction equals measurement. {'; '.join(parts).capitalize()}{'.' * bool(parts)}"
     )
-    return [picture("calibration.png", "Predictions against the truth", caption, [], draw, over_steps=False)]
+    cloud = scatter("a step, with 95 % intervals", BLUE, "circle", pairs)
+    x, y = Axis("forward (nats per token)"), Axis("true change, on a separate buffer")
+    return [draw("calibration", "Predictions against the truth", caption, [], [diagonal([cloud]), cloud], y, x)]
 
 
-def draw_predictors(run: Run) -> Picture:
-    """Returns the picture of delta_h/forward and −Cov(log π, A) of each step against the measured change."""
+def scatter(
+    label: str, color: str, mark: str, pairs: Sequence[tuple[Estimate, Estimate]], times: float = 1.0
+) -> Series:
+    """Returns a cloud of (x, y) with both intervals, all times a factor."""
+    both = [[(times * e.value, *(times * end for end in e.ends())) for e in side] for side in zip(*pairs, strict=True)]
+    (x, left, right), (y, low, high) = (zip(*side, strict=True) for side in both)
+    return Series(label, color, x, y, low, high, left, right, line=False, mark=mark, band=False)
+
+
+def diagonal(clouds: Sequence[Series], label: str = "prediction = truth") -> Series:
+    """Returns the line y = x across these clouds."""
+    values = [value for cloud in clouds for value in (*cloud.x, *cloud.y)]
+    ends = [min(values), max(values)]
+    return Series(label, GREY, ends, ends, dash=(5, 3))
+
+
+def draw_predictors(run: Run) -> Chart:
+    """Returns the chart of delta_h/forward and −Cov(log π, A) of each step against the measured change."""
     truth, source = _measured_changes(run)
     predicted = {"forward": run.values("delta_h/forward"), "−Cov(log π, A), scaled": run.values("covariance/token")}
-    drawn = {label: sorted(values.keys() & truth.keys()) for label, values in predicted.items()}
-
-    def draw(axes: Axes) -> None:
-        for (label, steps), color, marker in zip(drawn.items(), (BLUE, ORANGE), ("o", "^"), strict=True):
-            if len(steps) >= MIN_POINTS:
-                x, y = (np.array([values[step] for step in steps]) for values in (truth, predicted[label]))
-                y = scaled(y, x) if "scaled" in label else y
-                words = f"{label}: r = {np.corrcoef(x, y)[0, 1]:.2f}"
-                axes.plot(MILLI * x, MILLI * y, marker, color=color, ms=5, alpha=0.7, mew=0, label=words)
-        axes.axline((0, 0), slope=1, color=GREY, lw=1.2, ls="--")
-        axes.set_xlabel(f"{source} (1e-3 nats per token)")
-        axes.set_ylabel("predicted (1e-3 nats per token)")
-        legend(axes)
-
+    clouds = []
+    for (label, values), color, mark in zip(predicted.items(), (BLUE, ORANGE), ("circle", "triangle"), strict=True):
+        steps = sorted(values.keys() & truth.keys())
+        if len(steps) >= MIN_POINTS:
+            x, y = (np.array([found[step] for step in steps]) for found in (truth, values))
+            y = scaled(y, x) if "scaled" in label else y
+            words = f"{label}: r = {np.corrcoef(x, y)[0, 1]:.2f}"
+            clouds.append(Series(words, color, MILLI * x, MILLI * y, line=False, mark=mark, faint=0.7))
     caption = (
         "Each point is a step. The covariance of log-probability and advantage (Cui et al., arXiv 2505.22617) has no "
         "absolute scale: it is multiplied by the one factor that fits the line best. r is the correlation with the "
         "measured change; measurement noise lowers both."
     )
-    enough = any(len(steps) >= MIN_POINTS for steps in drawn.values())
-    missing = [] if enough else [f"fewer than {MIN_POINTS} steps have a prediction and a measured change"]
-    title = "Predictors: forward and covariance"
-    return picture("predictors.png", title, caption, missing, draw if enough else None, over_steps=False)
+    missing = [] if clouds else [f"fewer than {MIN_POINTS} steps have a prediction and a measured change"]
+    x_axis, y_axis = Axis(f"{source} (1e-3 nats per token)"), Axis("predicted (1e-3 nats per token)")
+    shown = [diagonal(clouds, "y = x"), *clouds] if clouds else []
+    return draw("predictors", "Predictors: forward and covariance", caption, missing, shown, y_axis, x_axis)
 
 
 def scaled(values: np.ndarray, truth: np.ndarray) -> np.ndarray:

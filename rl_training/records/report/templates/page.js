@@ -1,0 +1,45 @@
+"use strict";
+// Draws each chart when it comes into sight; the curves that are chosen, and the step that is pointed at, in all of them.
+// A canvas does not know the page's colour of text.
+const colored = text => JSON.parse(text.replaceAll('"currentColor"', JSON.stringify(getComputedStyle(document.body).color)));
+const config = colored(document.getElementById("config").textContent);
+const figures = [...document.querySelectorAll("figure.chart")];
+const views = new Map();
+
+function rows(parts) {
+  return parts.flatMap(part => part.x.map((_, n) => {
+    const row = {};
+    for (const [name, value] of Object.entries(part)) row[name] = Array.isArray(value) ? value[n] : value;
+    return row;
+  }));
+}
+
+async function draw(figure) {
+  if (views.has(figure)) return;
+  views.set(figure, null);
+  const { spec, data } = colored(figure.querySelector("script").textContent);
+  const box = figure.querySelector(".drawing");
+  const { view } = await vegaEmbed(box, { ...spec, width: "container", autosize: { type: "fit-x", contains: "padding" }, background: null, config,
+    datasets: { rows: rows(data) } }, { mode: "vega-lite", actions: false, logLevel: 1, renderer: "canvas", tooltip: { theme: "custom" } });
+  views.set(figure, view);
+  choose(figure);
+  box.setAttribute("role", "img");
+  if (figure.dataset.steps) view.addSignalListener("hover", (_, chosen) => {
+    const step = chosen && chosen.x ? chosen.x[0] : null;
+    for (const [other, drawn] of views) if (drawn && other !== figure && other.dataset.steps) drawn.signal("pointed", step).runAsync();
+  });
+}
+
+function choose(figure) {
+  const view = views.get(figure), boxes = [...figure.querySelectorAll("input")];
+  if (view && boxes.length) view.signal("hidden", boxes.filter(box => !box.checked).map(box => box.value)).runAsync();
+}
+
+const seen = new IntersectionObserver(entries => {
+  for (const entry of entries) if (entry.isIntersecting) { draw(entry.target); seen.unobserve(entry.target); }
+}, { rootMargin: "400px" });
+for (const figure of figures) {
+  seen.observe(figure);
+  figure.addEventListener("change", () => choose(figure));
+}
+addEventListener("beforeprint", () => figures.forEach(draw));
