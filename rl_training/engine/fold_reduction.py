@@ -82,6 +82,7 @@ class FoldReduction:
         self._group = dist.new_group() if shard.num_ranks > 1 else None
         self._handles: list[RemovableHandle] = []
         self._held: dict[str, Tensor] = {}
+        self._target: Vector = []
         self.bytes_sent = 0
         self.late = (
             0  # gradients that came after theirs had been sent: of a second backward, or reentrant checkpointing
@@ -110,12 +111,14 @@ class FoldReduction:
             self._handles.pop().remove()
         self._send_complete(all_of_them=True)
         self._held.clear()
+        self._target = []
 
     def forget(self) -> None:
         """Removes the hooks and sends nothing: the loop has left the step, perhaps on this process alone."""
         while self._handles:
             self._handles.pop().remove()
         self._held.clear()
+        self._target = []
 
     def add(
         self, target: Vector, fold_of_rank: Sequence[int], fresh: Scores, weights: LossWeights, keep_graph: bool = False

@@ -89,6 +89,10 @@ class Validated(TruthProbe):
         size, sides, parameters = 1 / 16, [], dict(step.policy.model.named_parameters())
         update = step.entropy_change.update
         along = step.entropy_change.layout.by_name(update) if update is not None else {}
+        if step.ranks.count > 1:  # each has its part of the update
+            parts: list[Any] = [None] * step.ranks.count
+            dist.all_gather_object(parts, along)
+            along = {name: torch.cat([part[name] for part in parts]) for name in along}
         for shift in (-2, -1, 1, 2):
             with step.policy.shifted({n: (shift * size * d).view(parameters[n].shape) for n, d in along.items()}):
                 sides.append(step.policy.score_rollout(self.rollout))

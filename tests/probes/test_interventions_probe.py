@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig
 from simple_twin import L_MAX, Recorder, Twin
 from torch import Tensor
-from trainers import FEW, bare_ending, differing, ending, graded, trainer_maker
+from trainers import bare_ending, differing, ending, graded, trainer_maker
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Estimate, attach
@@ -327,10 +327,10 @@ def test_where_nothing_can_be_predicted_the_reason_is_given(
 
 
 def test_too_few_folds_give_no_effect_and_the_reason(make_trainer: Callable[..., Any]) -> None:
-    """Two microbatches: a fold for each; further passes give four."""
-    few, enough = Answers(["lr"], num_folds=None), Answers(["lr"], num_folds=4)
+    """Four microbatches of two prompts are four folds."""
+    few, enough = Answers(["lr"], num_folds=2), Answers(["lr"], num_folds=None)
     for probe in (few, enough):
-        make_trainer(probes=[probe], max_steps=1, **FEW).train()
+        make_trainer(probes=[probe], max_steps=1).train()
     assert "needs 4 folds" in few.all[0]["intervention/lr/delta_h"].reason
     assert math.isfinite(enough.all[0]["intervention/lr/delta_h"].value)
 
