@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rl_training.engine.batch import Rollout
 from rl_training.engine.precision import measuring, why_not_fp32
+from rl_training.engine.shards import reshard
 from rl_training.mathematics.linear_head import LogitMap, scores_of_hidden, scores_of_logits
 from rl_training.mathematics.scores import Scores
 
@@ -127,8 +128,10 @@ class Scorer:
             del self._model.forward
             if own is not None:
                 self._model.forward = own
-        # FSDP2 may round outputs, and gathers for the backward of what it returned.
-        return outputs if torch.is_grad_enabled() else results[0]
+        if torch.is_grad_enabled():
+            return outputs  # FSDP2 gathers again for the backward of what it returned
+        reshard(self._model)
+        return results[0]  # which FSDP2 may round
 
     def score_padded(self, sequences: Rollout, rows: Tensor) -> Scores:
         """Returns the scores of some rows that keep the padding on their left, (B, T), as wide as the completions.

@@ -39,6 +39,13 @@ def chunk_of(length: int, parts: int, number: int) -> tuple[int, int]:
     return min(length, number * width), min(length, (number + 1) * width)
 
 
+def reshard(model: nn.Module) -> None:
+    """Frees weights that FSDP2 keeps gathered after a forward pass without a backward: no step would reach them."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
 class Shard:
     """This process's entries, as they lie once training has begun: here 1/N of each parameter, which is whole.
 

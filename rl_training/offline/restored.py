@@ -221,8 +221,7 @@ def _refuse_other_moments(parameters: Mapping[str, nn.Parameter], optimizer: Opt
         raise ValueError(f"the step after {checkpoint} has no formula: {optimizer.reason}")
     for name, state in optimizer.states.items():
         if isinstance(state, AdamWState):
-            shapes = {tuple(moment.shape) for moment in (state.exp_avg, state.exp_avg_sq)}
-            if shapes != {tuple(parameters[name].shape)} or state.step == 0:
+            if not len(state.exp_avg) == len(state.exp_avg_sq) == parameters[name].numel() or state.step == 0:
                 raise ValueError(
                     f"the optimizer's moments of {name} are missing or have the shape of another parameter: "
                     f"{checkpoint} orders its parameters differently (set trainer.optim and trainer.weight_decay as in "

@@ -93,7 +93,7 @@ def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
     trainer.optimizer.zero_grad()
     parameters = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
     policy = TrainerPolicy(trainer)
-    restored = RestoredTrainer(trainer, Path(), 2, parameters, view_optimizer(replicated(trainer), parameters), policy)
+    restored = RestoredTrainer(trainer, Path(), 2, parameters, view_optimizer(replicated(trainer)), policy)
     of_e, of_u = policy.sample(NUM_E, 0), policy.sample(NUM_U, 1)
     of_u.advantages.copy_(torch.linspace(-0.5, 0.7, NUM_U))
     of_u.advantages[3] = 0.0

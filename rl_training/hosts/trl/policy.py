@@ -25,6 +25,7 @@ from rl_training.engine.batch import Rollout, as_rollout
 from rl_training.engine.policy import Policy
 from rl_training.engine.precision import measuring
 from rl_training.engine.scorer import Scorer
+from rl_training.engine.shards import reshard
 from rl_training.hosts.processes import seed_torch, streams_put_back
 from rl_training.hosts.trl.sharding import has_sharded_weights
 from rl_training.mathematics.scores import Scores
@@ -176,6 +177,7 @@ def _generate(trainer: GRPOTrainer, prompt_ids: list[Tensor]) -> list[Tensor]:
         sequences = model.generate(
             input_ids=ids, attention_mask=mask, generation_config=config, synced_gpus=has_sharded_weights(trainer)
         )
+    reshard(trainer.model)
     completions = sequences[:, ids.shape[1] :]
     is_end = torch.isin(completions, torch.tensor(trainer.eos_token_ids, device=completions.device))
     lengths = (is_end.cumsum(dim=1) - is_end.long() == 0).sum(dim=1)  # tokens with no end before them
