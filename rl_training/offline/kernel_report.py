@@ -38,6 +38,7 @@ from rl_training.records.report.charts import BLUE, Axis, Chart, Series, draw
 from rl_training.records.report.heatmap import heatmap
 from rl_training.records.report.page import render
 from rl_training.records.report.predictions import diagonal
+from rl_training.records.report.vega import pictures
 
 PAGE, EVOLUTION = "kernel.html", "evolution.html"
 MOST_CELLS = 64  # of a side of a matrix that is drawn: of more, blocks are averaged
@@ -78,7 +79,7 @@ def write_report(folder: Path) -> Path:
             buffer: _order([place.get(row["hash"], len(place)) for row in rows]) for buffer, rows in buffers.items()
         },
     }
-    write_atomically({folder / "log_probabilities.png": _log_probabilities(s).png()})
+    write_atomically({folder / name: png for name, png in pictures([_log_probabilities(s)]).items()})
     data = {
         "about": _about(s, distinct),
         **{buffer: [{key: row[key] for key in SHOWN} for row in rows] for buffer, rows in buffers.items()},
@@ -168,9 +169,9 @@ def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], fol
     pd.DataFrame(rows).to_csv(folder / "evolution.csv", index=False)
     numbers, cosines = _numbers_charts(rows), _cosines_charts(rows, within, all(same_texts))
     charts = [*numbers, *cosines, _spectrum(rows, within)]
-    pictures = {folder / f"{chart.name}.png": chart.png() for chart in charts if chart.series}
+    files = {folder / name: png for name, png in pictures(charts).items()}
     page = render("evolution.html", steps=[row["step"] for row in rows], charts=charts)
-    write_atomically({**pictures, folder / EVOLUTION: page.encode()})
+    write_atomically({**files, folder / EVOLUTION: page.encode()})
 
 
 def _within(s: Structure) -> tuple[Tensor, float]:

@@ -10,6 +10,7 @@ import base64
 import hashlib
 import math
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -26,6 +27,7 @@ from rl_training.records.report.page import gaps
 from rl_training.records.report.predictions import draw_predictors
 from rl_training.records.report.series import BEGAN_ELSEWHERE, curve, naive_of, read_run, why_it_ends
 from rl_training.records.report.summary import opening, summarize
+from rl_training.records.report.vega import pictures
 from rl_training.records.report.words import MISSING
 
 T_7 = 2.364624  # 97.5 % quantile of Student's t with 7 degrees of freedom, from a printed table
@@ -167,7 +169,7 @@ def test_a_noise_scale_is_drawn_also_where_its_interval_has_no_end(tmp_path: Pat
     scale, batch = drawn.series
     top = 1.5 * max(*scale.y, *batch.y)
     assert scale.high[-1] == min(high, 2 * top)
-    assert drawn.png().startswith(b"\x89PNG")
+    assert pictures([drawn])["noise_scale.png"].startswith(b"\x89PNG")
 
 
 def record_noise_scale(folder: Path, low: float, high: float) -> Path:
@@ -248,6 +250,11 @@ def test_page_runs_its_scripts_and_no_other_which_the_browser_knows_by_their_has
     (policy,) = [a["content"] for tag, a in Page(html).tags if a.get("http-equiv") == "Content-Security-Policy"]
     hashes = " ".join(f"'sha256-{digest}'" for digest in digests)
     assert f"script-src 'unsafe-eval' {hashes}" in str(policy)
+
+
+def test_drawing_leaves_no_threads_that_a_fork_of_this_process_would_wait_for(page: Path) -> None:
+    assert (page.parent / "reward.png").is_file()
+    assert "vl_convert" not in sys.modules
 
 
 def test_contents_link_to_every_heading_of_the_page(page: Path) -> None:

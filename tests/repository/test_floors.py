@@ -48,7 +48,7 @@ LIBRARIES = {
     "interventions": {"torch", "scipy"},
     "probes": {"torch"},
     "records": {
-        "torch", "safetensors", "rich", "altair", "vl_convert", "numpy", "jinja2", "markupsafe", "wandb",
+        "torch", "safetensors", "rich", "altair", "numpy", "jinja2", "markupsafe", "wandb",
         "wandb_workspaces", "pandas", "scipy", "fsspec", "yaml", "tqdm",
     },
     "evaluation": {"torch", "transformers", "peft", "numpy"},

@@ -18,6 +18,7 @@ from rl_training.records.report.figures import draw_figures
 from rl_training.records.report.page import render_page
 from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
+from rl_training.records.report.vega import pictures as draw_pictures
 
 REPORT_FOLDER = "report"
 PAGE_FILE = "report.html"
@@ -36,7 +37,7 @@ def write_report(
     """
     run = read_run(Path(run_dir))
     charts, page = draw_figures(run), run.folder / REPORT_FOLDER / PAGE_FILE
-    files = {page.with_name(f"{chart.name}.png"): chart.png() for chart in charts if chart.series and pictures}
+    files = {page.with_name(name): png for name, png in (draw_pictures(charts) if pictures else {}).items()}
     html = render_page(run, summarize(run), charts, analyses_of(run, analyses or {}), reload)
     write_atomically({**files, page: html.encode()})
     return page

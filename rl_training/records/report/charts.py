@@ -18,7 +18,6 @@ import numpy as np
 # Okabe and Ito's colours, which everyone can tell apart. TEXT is black on a light page and white on a dark one.
 TEXT, BLUE, ORANGE, GREEN, GREY = "currentColor", "#0072B2", "#D55E00", "#009E73", "#8C8C8C"
 STEP = "optimizer step"
-VEGA_LITE = "6.1"  # of those that vl-convert has; 6.4 loses what a pointed-at point says
 WIDTH, HEIGHT = 640, 280
 TITLE_LENGTH = 44  # of a line of an axis's title
 MOST_POINTS = 400  # of a series: a page shows no more apart
@@ -136,13 +135,8 @@ class Chart:
         for part in self.data:
             columns = {name: part.pop(name) for name in COLUMNS if name in part}
             rows += [part | dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
-        return {**self.spec, "datasets": {"rows": rows}, "width": WIDTH, "background": "white", "config": config(True)}
-
-    def png(self) -> bytes:
-        """Returns the picture, black on white."""
-        import vl_convert
-
-        return vl_convert.vegalite_to_png(self.standalone(), vl_version=VEGA_LITE, scale=2)
+        style = config(with_legend=bool(self.legend) or "config" in self.spec)  # that of cells is of their colours
+        return {**self.spec, "datasets": {"rows": rows}, "width": WIDTH, "background": "white", "config": style}
 
 
 def config(with_legend: bool) -> dict[str, Any]:

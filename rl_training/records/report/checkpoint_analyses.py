@@ -18,6 +18,7 @@ from rl_training.records.report.curves import line
 from rl_training.records.report.page import render
 from rl_training.records.report.predictions import MIN_POINTS, diagonal, scaled
 from rl_training.records.report.series import Run, curve
+from rl_training.records.report.vega import pictures
 from rl_training.records.report.words import MILLI, MISSING, plus_minus
 
 TABLE_FILE, PAGE_FILE = "sweep.csv", "analyses.html"
@@ -49,7 +50,7 @@ def write_analyses_page(folder: Path, section: AnalysesSection) -> Path:
     """Returns the page that it wrote of the analyses in RUN/offline/NAME; charts and a CSV table lie beside it."""
     page = folder / PAGE_FILE
     files = {folder / TABLE_FILE: analysis_results(folder).to_csv(index=False).encode()}
-    files |= {folder / f"{drawn.name}.png": drawn.png() for drawn in section.charts if drawn.series}
+    files |= {folder / name: png for name, png in pictures(section.charts).items()}
     write_atomically({**files, page: render("analyses.html", section=section).encode()})
     return page
 

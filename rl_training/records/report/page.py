@@ -5,30 +5,25 @@ from __future__ import annotations
 import base64
 import json
 import math
-import os
 import re
 from collections import namedtuple
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from hashlib import sha256
-from importlib.metadata import version
-from pathlib import Path
 from typing import Any
 
 import pandas as pd
-import vl_convert
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from rl_training.mathematics.welch import is_significant
-from rl_training.records.atomic_write import write_atomically
 from rl_training.records.folder import LOGS_FOLDER
 from rl_training.records.jsonl import iterate_rollouts
-from rl_training.records.report.charts import VEGA_LITE, Chart
+from rl_training.records.report.charts import Chart
 from rl_training.records.report.charts import config as charts_config
 from rl_training.records.report.interventions import interventions_of_run
 from rl_training.records.report.series import Run
 from rl_training.records.report.summary import Row, opening
+from rl_training.records.report.vega import javascript
 from rl_training.records.report.words import in_words, milli
 from rl_training.version import VERSION
 
@@ -51,7 +46,7 @@ def render(name: str, **values: Any) -> str:
     environment.filters |= {"in_words": in_words, "as_json": _as_json}
     environment.globals["marks"] = STROKES
     environment.tests["significant"] = is_significant
-    scripts = [vega(), loader.get_source(environment, "page.js")[0]]
+    scripts = [javascript(), loader.get_source(environment, "page.js")[0]]
     shared = {
         "contents": CONTENTS, "scripts": SCRIPTS, "hashes": map(_csp_hash, scripts), "version": VERSION,
         "config": charts_config(with_legend=False), "reload": 0,
@@ -67,23 +62,6 @@ def _csp_hash(text: str) -> str:
 def _as_json(value: Any) -> Markup:
     """Returns JSON that may stand in a script: a name in it may contain "</script>"."""
     return Markup(json.dumps(value, separators=(",", ":")).replace("<", "\\u003c"))
-
-
-def vega() -> str:
-    """Returns the JavaScript of Vega, Vega-Lite and vega-embed, which vl-convert holds; kept in the user's cache.
-
-    Putting it together takes vl-convert two seconds.
-    """
-    name = f"vega-lite-{VEGA_LITE}-{version('vl-convert-python')}.js"
-    kept = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "rl-training" / name
-    if not kept.is_file():
-        bundle = vl_convert.javascript_bundle(None, VEGA_LITE)  # type: ignore[arg-type]  # None: all three
-        text = bundle.replace("</script", "<\\/script")
-        with suppress(OSError):
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically({kept: text.encode()})
-        return text
-    return kept.read_text(encoding="utf-8")
 
 
 def _with_contents(page: str) -> str:
