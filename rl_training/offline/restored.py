@@ -220,13 +220,13 @@ def _refuse_other_moments(parameters: Mapping[str, nn.Parameter], optimizer: Opt
     if optimizer.states is None:
         raise ValueError(f"the step after {checkpoint} has no formula: {optimizer.reason}")
     for name, state in optimizer.states.items():
-        if isinstance(state, AdamWState):
-            if not len(state.exp_avg) == len(state.exp_avg_sq) == parameters[name].numel() or state.step == 0:
-                raise ValueError(
-                    f"the optimizer's moments of {name} are missing or have the shape of another parameter: "
-                    f"{checkpoint} orders its parameters differently (set trainer.optim and trainer.weight_decay as in "
-                    "the run)"
-                )
+        if not isinstance(state, AdamWState):
+            continue
+        if not len(state.exp_avg) == len(state.exp_avg_sq) == parameters[name].numel() or state.step == 0:
+            raise ValueError(
+                f"the optimizer's moments of {name} are missing or have the shape of another parameter: {checkpoint} "
+                "orders its parameters differently (set trainer.optim and trainer.weight_decay as in the run)"
+            )
     if all(state.lr == 0.0 for state in optimizer.states.values()):
         raise ValueError(
             f"the learning rate at {checkpoint} is 0 because its schedule has ended, so the step would be 0: set "

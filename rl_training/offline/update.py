@@ -108,7 +108,11 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     by_piece = [piece.state.delta(piece.param, clip * mean[piece.flat]) for piece in pieces]
     parts = UpdateParts(*(torch.cat(part) for part in zip(*by_piece, strict=True)))
     sizes, num_prompts = fold_prompts[list(kept)], float(fold_prompts.sum())
-    kept_means = fold_means(layout.split(mean), layout.split(folds), sizes.double(), num_prompts)
+    vectors = layout.split(mean), layout.split(folds)
+    if len(fold_prompts) > 1:
+        kept_means = fold_means(*vectors, sizes.double(), num_prompts)
+    else:  # that cannot be left out
+        kept_means = FoldMeans(*vectors, sizes, sizes * math.nan, sizes * math.nan)
     return Update(mean, clip, parts, parts.total, pieces, kept_means, max_norm, kept, fold_prompts)
 
 
