@@ -212,7 +212,6 @@ def test_the_report_forecasts_from_records_what_the_alert_does_from_the_log(tmp_
     [
         (["alert.below=0"], "alert.below=0 must be above 0, or null for no alert"),
         (["alert.below=low"], "alert.below=low must be a number, or null for no alert"),
-        (["++alert.within_steps=100"], "this setting is gone: it looks 20 steps ahead .* give alert.below=0.05"),
         (["alert.stop=true"], "give alert.below=0.05"),
         (["alert.below=0.1", "alert.stop=1"], "must be true or false"),
     ],
