@@ -143,12 +143,14 @@ class OpenStep:
         reused           an earlier step has learned from some of the sequences
         """
         fixes = loop.fixes
+        # Where no microbatch ends with a prompt, all of them together are the only set of whole prompts.
+        mixed = not whole or (len(self.folds) == 1 < len(self.rollouts) and len(self.folds[0].folds) == 1)
         return Capabilities(
             sampling_mismatch=mismatch,
             no_fresh_responses=mismatch or loop.no_fresh_responses,
             reused=REUSED if reused else "",
             split_prompts="" if complete else f"{SPLIT_PROMPTS}: {fixes.whole_prompts}",
-            mixed_prompts="" if whole else f"{MIXED_PROMPTS}: {fixes.whole_prompts}",
+            mixed_prompts=f"{MIXED_PROMPTS}: {fixes.whole_prompts}" if mixed else "",
             other_terms=OTHER_TERMS if self.other_terms else "",
             not_dr_grpo="" if loop.dr_grpo else f"{NOT_DR_GRPO}: {fixes.dr_grpo}",
         )
