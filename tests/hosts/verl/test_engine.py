@@ -140,7 +140,7 @@ def error_of(metric: str, answers: dict[str, Estimate]) -> float:
 
 @pytest.mark.parametrize("name", ["plain_1", "plain_2", "packed_1"])
 def test_what_is_measured_is_what_a_plain_loop_measures(name: str, folder: Path) -> None:
-    """To 1e-5 of the value, or of its error bar where that is larger; at every step."""
+    """To 1e-5 of the value, or of its error bar where that is larger, noise scales to 1e-4; at every step."""
     written = {(row["step"], row["name"]): row for row in read_estimates(folder / name / "logs")}
     compared = 0
     for number, answers in enumerate(estimates_of_a_plain_loop(folder), start=1):
@@ -151,7 +151,8 @@ def test_what_is_measured_is_what_a_plain_loop_measures(name: str, folder: Path)
             assert math.isnan(row["value"]) == math.isnan(expected.value), metric
             if not math.isnan(expected.value):
                 scale = max(abs(expected.value), error_of(metric, answers))
-                assert abs(row["value"] - expected.value) <= 1e-5 * scale, (number, metric, row["value"], expected)
+                limit = 1e-4 if metric.startswith("gns") else 1e-5  # |G|² nearly cancels in fp32
+                assert abs(row["value"] - expected.value) <= limit * scale, (number, metric, row["value"], expected)
                 compared += 1
     assert compared > 100
 
