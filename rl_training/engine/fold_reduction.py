@@ -84,9 +84,8 @@ class FoldReduction:
         self._held: dict[str, Tensor] = {}
         self._target: Vector = []
         self.bytes_sent = 0
-        self.late = (
-            0  # gradients that came after theirs had been sent: of a second backward, or reentrant checkpointing
-        )
+        # Gradients that came after theirs had been sent: of a second backward, or of reentrant checkpointing.
+        self.late = 0
 
     def arm(self, target: Vector, fold_of_rank: Sequence[int], consume: bool = False) -> None:
         """Sets the hooks.
