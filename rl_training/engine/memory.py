@@ -9,8 +9,9 @@ from torch import Tensor
 
 from rl_training.engine.attribution import Attribution
 from rl_training.engine.fold_products import PRODUCTS
+from rl_training.engine.kept_vector import Place
 from rl_training.engine.step import EntropySettings
-from rl_training.engine.updates import Place, UpdateHistory
+from rl_training.engine.updates import UpdateHistory
 from rl_training.mathematics.running_variance import RunningVariance
 from rl_training.mathematics.vectors import Layout
 

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rl_training.engine.kept_vector import KeptVector
 from rl_training.mathematics.adamw import AdamWState, UpdateParts, clip_coefficient
 from rl_training.mathematics.folds import shares_of_others
 from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.vectors import SHARD, SLICE, Layout, Vector, join, num_bytes, rows_dot
+from rl_training.mathematics.vectors import SLICE, Layout, Vector, join, num_bytes, rows_dot
 
-Place = tuple[int, int, int]  # of a process's entries in a whole parameter: start, stop; and how many that has
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in their order
 EVERY_FOLD = slice(None)
 
@@ -192,122 +192,53 @@ def steps_without_folds(
     return StepsWithoutFolds(pieces, gradient, max_grad_norm, clipping(reduce(squares).cpu(), max_grad_norm))
 
 
-class UpdateHistory:
+class UpdateHistory(KeptVector):
     """δθ of the step before, for `backward`: it goes into the checkpoint.
 
     Where a step has no formula, the parameters before it are kept until those after it are there.
-
-    places  start, stop, and the entries of each whole parameter; None: this process keeps whole parameters
     """
 
-    def __init__(self, layout: Layout, places: Mapping[str, Place] | None = None) -> None:
-        self._layout = layout
-        own = layout.by_name(layout.zeros()) if places is None else {}
-        self._places = places or {name: (0, len(part), len(part)) for name, part in own.items()}
-        self._update: Vector | None = None
-        self._step: int | None = None
-        self._before: Vector | None = None
-        self._why_unknown = ""  # why δθ of the step that was kept is not known
+    _before: Vector | None = None
+    _why_unknown = ""  # why δθ of the step that was kept is not known
 
     @property
     def num_bytes(self) -> int:
-        return num_bytes(self._update) + num_bytes(self._before)
+        return super().num_bytes + num_bytes(self._before)
 
     def before(self, step: int) -> Vector | None:
         """Returns δθ of step − 1, None if it is not known."""
-        return self._update if self._step == step - 1 and not self._why_unknown else None
+        return self.vector if self.step == step - 1 and not self._why_unknown else None
 
     def why_none(self, step: int) -> str:
         """Returns why δθ of step − 1 is not known, "" if it is."""
-        if self._step is None:
+        if self.step is None:
             return "this is the first measured step: there is no earlier update to look back on"
-        if self._step != step - 1:
+        if self.step != step - 1:
             return f"step {step - 1} was not measured, so its update is not known; backward needs every=1"
         return self._why_unknown
 
     def keep(self, step: int, update: Vector | None, parameters: Vector) -> None:
         """Keeps this step's δθ; where there is none, a copy of the parameters that it starts from."""
-        self._step, self._update, self._why_unknown = step, update, ""
+        self.step, self.vector, self._why_unknown = step, update, ""
         self._before = None if update is not None else [part.clone() for part in parameters]
 
     def finish(self, step: int, parameters: Vector) -> None:
         """Stores δθ of a step without a formula, as the difference of the parameters after and before it."""
         if self._before is not None and self.is_open(step):
-            self._update = [new - old for new, old in zip(parameters, self._before, strict=True)]
+            self.vector = [new - old for new, old in zip(parameters, self._before, strict=True)]
             self._before = None
 
     def forget(self, reason: str) -> None:
         """Discards δθ of the step that was kept last: the step was another one."""
-        self._why_unknown = f"step {self._step}: {reason}"
+        self._why_unknown = f"step {self.step}: {reason}"
 
     def is_open(self, step: int) -> bool:
         """Returns whether `finish` still needs the parameters after this step."""
-        return self._before is not None and self._step == step
+        return self._before is not None and self.step == step
 
     def state_dict(self) -> dict[str, Tensor]:
-        """Returns the step and this process's entries of its δθ, in host memory; nothing before the first.
-
-        The name of each says which entries it has, so that any number of processes can read them.
-        """
-        if self._step is None or self._update is None or self._why_unknown:
-            return {}
-        shards = {}
-        for name, part in self._layout.by_name(self._update).items():
-            start, stop, _ = self._places[name]
-            if start < stop:
-                shards[f"{SHARD}{start}.{stop}.{name}"] = part.cpu()
-        return {"update_step": torch.tensor(self._step)} | shards
+        return {} if self._why_unknown else super().state_dict()
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Takes back what `state_dict` returned on one process or several; of nothing, it begins anew.
-
-        ValueError for another model's, or where entries of this process are not there.
-        """
-        self._update = self._step = self._before = None
-        self._why_unknown = ""
-        if "update_step" not in state:
-            return
-        sizes = {name: entries for name, (_, _, entries) in self._places.items()}
-        shards = _shards_in(state, sizes)
-        if shards.keys() != sizes.keys() or any(stop > sizes[name] for name in sizes for _, stop, _ in shards[name]):
-            raise ValueError(
-                f"the update in the checkpoint is not of the {sum(sizes.values())} numbers that are trained: it "
-                "belongs to another model. Delete its probes*.safetensors, and the probes start afresh"
-            )
-        # Copies: sums over a part depend, in the last bits, on where in memory it begins.
-        self._update = self._layout.vector([self._own(name, shards[name]) for name in self._layout.names])
-        self._step = int(state["update_step"])
-
-    def _own(self, name: str, shards: Iterable[tuple[int, int, Tensor]]) -> Tensor:
-        """Returns this process's entries of a parameter, (n,), from parts that any processes kept."""
-        first, last, _ = self._places[name]
-        own = torch.empty(last - first, dtype=self._layout.dtype, device=self._layout.device)
-        missing = last - first
-        for start, stop, shard in shards:
-            low, high = max(start, first), min(stop, last)
-            if low < high:
-                own[low - first : high - first] = shard[low - start : high - start]
-                missing -= high - low
-        if missing:
-            raise ValueError(
-                f"the update in the checkpoint lacks {missing} entries of {name}: a process's file is missing"
-            )
-        return own
-
-
-def _shards_in(state: Mapping[str, Tensor], sizes: Mapping[str, int]) -> dict[str, list[tuple[int, int, Tensor]]]:
-    """Returns the parts of each parameter in a checkpoint: start, stop, entries."""
-    if "update" in state:  # of an earlier version: all parameters, one after another
-        flat = state["update"]
-        stops = list(itertools.accumulate(sizes.values()))
-        if len(flat) != stops[-1]:
-            return {}
-        return {
-            name: [(0, size, flat[stop - size : stop])] for (name, size), stop in zip(sizes.items(), stops, strict=True)
-        }
-    shards: dict[str, list[tuple[int, int, Tensor]]] = {}
-    for key, shard in state.items():
-        if key.startswith(SHARD):
-            start, stop, name = key.removeprefix(SHARD).split(".", 2)
-            shards.setdefault(name, []).append((int(start), int(stop), shard))
-    return shards
+        self._before, self._why_unknown = None, ""
+        super().load_state_dict(state)
