@@ -124,12 +124,15 @@ def begin_ranks(
     worker: Callable[..., None], args: tuple[Any, ...], processes: int
 ) -> torch.multiprocessing.ProcessContext:
     """Returns so many processes, in which worker(rank, *args) was called with a launcher's environment. In a fork."""
+    return torch.multiprocessing.start_processes(
+        _rank, (worker, args, processes, free_port()), nprocs=processes, join=False, start_method="fork"
+    )
+
+
+def free_port() -> int:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    return torch.multiprocessing.start_processes(
-        _rank, (worker, args, processes, port), nprocs=processes, join=False, start_method="fork"
-    )
+        return free.getsockname()[1]
 
 
 def start_ranks(worker: Callable[..., None], args: tuple[Any, ...], processes: int) -> None:

@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from shared_rollouts import L_MAX, PROMPTS, G, given_rollout
+from plain_loop import CLIP, loss_of, rollout_of, scores_of
+from shared_rollouts import PROMPTS, G
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 
-from rl_training import Rollout, measured_loop
+from rl_training import measured_loop
 from rl_training.engine.batch import take_rows
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
@@ -102,15 +103,6 @@ def rows_of(case: dict[str, Any], rank: int, world: int) -> Iterator[Tensor]:
         yield torch.arange(first, first + size)
 
 
-def scores_of(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
-    ids = torch.cat([part.prompt_ids, part.completion_ids], dim=1)
-    there = torch.cat([part.prompt_mask, part.completion_mask], dim=1)
-    logits = model(input_ids=ids, attention_mask=there, use_cache=False).logits
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logp = logits[:, part.prompt_ids.shape[1] - 1 : -1].log_softmax(dim=-1)
-    return logp.gather(-1, part.completion_ids.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(dim=-1)
-
-
 def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     """Returns the estimates of each step, and a digest of this process's weights, optimizer and random numbers."""
     case = OPTIONS | case
@@ -125,13 +117,10 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
     torch.manual_seed(1 + rank)
     with measured_loop(
         model, optimizer, probes(case), responses_per_prompt=G, microbatch_size=case["microbatch"],
-        microbatches=count, max_grad_norm=0.05, dr_grpo=True,
+        microbatches=count, max_grad_norm=CLIP, dr_grpo=True,
     ) as measured:  # fmt: skip
         for number in range(1, STEPS + 1):
-            given = given_rollout(number)
-            given.pop("num_items_in_batch")
-            rewards = given["advantages"] + 1.0
-            rollout = Rollout(**given, rewards=rewards, prompt_index=torch.arange(PROMPTS * G) // G)
+            rollout = rollout_of(number)
             with measured.step(number) as metrics:
                 for m, rows in enumerate(rows_of(case, rank, world)):
                     part, last = take_rows(rollout, rows), m == count - 1
@@ -141,11 +130,9 @@ def train(case: dict[str, Any], rank: int, world: int) -> dict[str, Any]:
                     with model.no_sync() if alone else contextlib.nullcontext():
                         logps, entropies = scores_of(model, part)
                         measured.microbatch(part, logps, entropies.detach())
-                        ratios = (logps - logps.detach()).exp()
-                        weighted = ratios * part.advantages.unsqueeze(1).to(logps) * part.completion_mask
-                        (-weighted.sum() / (len(rows) * L_MAX * count)).backward()
+                        loss_of(logps, part, count).backward()
                 measured.gradients_ready()
-                metrics["grad_norm"] = float(clip_grad_norm_(trained, 0.05))
+                metrics["grad_norm"] = float(clip_grad_norm_(trained, CLIP))
                 optimizer.step()
                 optimizer.zero_grad()
             found.append({name: (e.value, e.stderr, e.reason) for name, e in measured.latest.items()})

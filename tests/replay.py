@@ -2,7 +2,7 @@
 
 A RUN is KIND_PROCESSES: plain_1, plain_2 (DDP), zero1_2, zero2_2, zero3_2, fsdp2_2; behind it `_gpu` or `_bf16`. With
 `_bare` at its end it has no probes; with `_lora` it trains an adapter; with `_truth` the true change is measured; with
-`_resumed` it goes on from the second of the three steps, with `_continued` from that of the other number of processes;
+`_resumed` it goes on from the second of the three steps, with `_continued` from that of two processes;
 with `_interventions` these are predicted; with `_remedied` it trains with some, and has no probes.
 Every run gets the same prompts, completions and advantages, each process its contiguous share. Rank r writes
 FOLDER/RUN/r.pt; ZeRO and FSDP2 with probes leave a checkpoint of their second step.
@@ -17,13 +17,13 @@ import gc
 import importlib
 import json
 import os
-import socket
 import sys
 from pathlib import Path
 from typing import Any
 
 os.environ |= {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "HF_HUB_OFFLINE": "1"}
 
+import forks
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
@@ -34,8 +34,9 @@ from accelerate.utils.launch import prepare_multi_gpu_env
 from peft import LoraConfig
 from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, STEPS, G, given_rollout
 from torch.distributed.tensor import DTensor
+from trainers import trainer_maker
 
-from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
+from rl_training import DrGRPOTrainer, Estimate, Probe
 from rl_training.engine.probe import Need
 from rl_training.hosts.processes import all_ranks
 from rl_training.hosts.trl.policy import TrainerPolicy
@@ -48,8 +49,6 @@ from rl_training.probes import (
     TokenClassesProbe,
 )
 from rl_training.records.jsonl import Records
-from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import load_tiny
 
 ROOT = Path(__file__).parents[1]
 LORA = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
@@ -166,43 +165,35 @@ def train(rank: int, folder: Path, run: str, port: int) -> None:
         # Its shared-memory all-reduce would be compiled here, a minute of g++ behind a lock file. Without it: gloo.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     probes = probes_of(run)
-    policy, tokenizer = load_tiny()
-    task = arithmetic(num_train=256, num_eval=8)
-    args = DrGRPOConfig(
-        output_dir=str(folder / run / "state"),
-        use_cpu=not on_gpus,
-        bf16="_bf16" in run,
-        deepspeed=deepspeed_settings(kind) if kind.startswith("zero") else None,
-        per_device_train_batch_size=MICROBATCH,
-        gradient_accumulation_steps=PROMPTS * G // (MICROBATCH * world),
-        num_generations=G,
-        max_completion_length=L_MAX,
-        max_steps=STEPS,
-        learning_rate=3e-4,
-        weight_decay=0.1,
-        adam_epsilon=1e-5,  # a first step that is no sign: rounding would decide the sign of a zero
-        max_grad_norm=0.05,  # every step is clipped
-        lr_scheduler_type="linear",
-        save_strategy="no" if run.endswith(("bare", "resumed", "continued", "bf16", "truth", "remedied")) else "steps",
-        save_steps=2,
-        report_to=[],
-        disable_tqdm=True,
-    )
+    settings = {
+        "use_cpu": not on_gpus,
+        "bf16": "_bf16" in run,
+        "deepspeed": deepspeed_settings(kind) if kind.startswith("zero") else None,
+        "per_device_train_batch_size": MICROBATCH,
+        "gradient_accumulation_steps": PROMPTS * G // (MICROBATCH * world),
+        "num_generations": G,
+        "max_completion_length": L_MAX,
+        "max_steps": STEPS,
+        "adam_epsilon": 1e-5,  # a first step that is no sign: rounding would decide the sign of a zero
+        "max_grad_norm": 0.05,  # every step is clipped
+        "lr_scheduler_type": "linear",
+        "save_strategy": "no"
+        if run.endswith(("bare", "resumed", "continued", "bf16", "truth", "remedied"))
+        else "steps",
+        "save_steps": 2,
+    }
     if kind == "fsdp2" and not on_gpus:  # accelerate has none on the CPU. Told otherwise, it does all of it there
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
-    trainer = ReplayTrainer(
-        model=policy,
-        reward_funcs=task.reward,
-        args=args,
-        train_dataset=task.train_dataset,
-        processing_class=tokenizer,
+    trainer = trainer_maker(folder / run)(
+        ReplayTrainer,
         peft_config=LORA if run.endswith("lora") else None,
         probes=probes,
         interventions=REMEDIES if run.endswith("remedied") else (),
         records=Records(folder / run / "logs"),
+        **settings,
     )
     sizes = log_collectives()
-    other = {"plain_1_continued": "plain_2", "plain_2_continued": "plain_1"}.get(run, run.removesuffix("_resumed"))
+    other = "plain_2" if run == "plain_1_continued" else run.removesuffix("_resumed")
     before = folder / other / "state" / "checkpoint-2"
     trainer.train(resume_from_checkpoint=None if other == run else str(before))
     assert trainer.accelerator.num_processes == world
@@ -247,12 +238,6 @@ def whole(value: Any) -> torch.Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return free.getsockname()[1]
-
-
 if __name__ == "__main__":
     destination = Path(sys.argv[1])
     with contextlib.suppress(ImportError):  # accelerate does in every process, where it is installed
@@ -261,5 +246,5 @@ if __name__ == "__main__":
     for name in sys.argv[2:]:
         (destination / name).mkdir(parents=True)
         torch.multiprocessing.start_processes(
-            train, args=(destination, name, free_port()), nprocs=int(name.split("_")[1]), start_method="fork"
+            train, args=(destination, name, forks.free_port()), nprocs=int(name.split("_")[1]), start_method="fork"
         )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import reference
 import torch
+from seen import Kept
 from torch import Tensor
 
 from rl_training import Estimate, Probe
@@ -85,16 +86,11 @@ class Recorder(Probe):
         return {"recorder/step": Estimate(float(self.number))}
 
 
-class Answers(SimpleEntropyProbe):
+class Answers(Kept, SimpleEntropyProbe):
     """The probe, with its answers kept."""
 
     def __init__(self, error_decay: float = 0.0, **options: Any) -> None:
         super().__init__(error_decay=error_decay, **options)
-        self.all: list[dict[str, Estimate]] = []
-
-    def results(self) -> dict[str, Estimate]:
-        self.all.append(super().results())
-        return self.all[-1]
 
 
 class Twin:

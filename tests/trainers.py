@@ -28,12 +28,6 @@ from rl_training.probes import (
 from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 
-# Two steps on the CPU, of which nothing is kept, for a trainer that a test builds itself.
-TWO_STEPS: dict[str, Any] = {
-    "num_generations": 4, "max_steps": 2, "learning_rate": 3e-4, "logging_steps": 1, "save_strategy": "no",
-    "use_cpu": True, "bf16": False, "report_to": [], "disable_tqdm": True,
-}  # fmt: skip
-
 
 def graded(completions: list[str], **kwargs: Any) -> list[float]:
     """A reward that tells the responses to every prompt apart, few and short as they may be: there is a gradient."""
@@ -87,12 +81,14 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
         records: Any = None,
         interventions: Any = (),
         buffer: Any = None,
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = torch.float32,
         model: Any = None,
         optimizers: Any = (None, None),
         peft_config: Any = None,
         reward: Any = None,
         train_dataset: Any = None,
+        processing_class: Any = None,
+        beside: dict[str, Any] | None = None,  # what else the trainer is given
         **settings: Any,
     ) -> GRPOTrainer:
         task = _task()
@@ -114,14 +110,15 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
         }
         extra = {"probes": probes or [], "records": records, "interventions": interventions, "buffer": buffer}
         trainer = trainer_class(
-            model=(model or policy).to(dtype),
+            model=(model or policy) if dtype is None else (model or policy).to(dtype),
             reward_funcs=reward or task.reward,
             args=config_class(**{**defaults, **settings}),
             train_dataset=train_dataset or task.train_dataset,
-            processing_class=tokenizer,
+            processing_class=processing_class or tokenizer,
             optimizers=optimizers,
             peft_config=peft_config,
             **({} if trainer_class is GRPOTrainer else extra),
+            **(beside or {}),
         )
         trainer.remove_callback(PrinterCallback)  # hundreds of log lines
         return trainer

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Seen
 from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 from trl import GRPOConfig, GRPOTrainer
 
-from rl_training import Estimate, Probe, attach
+from rl_training import attach
 from rl_training.engine.loss_weights import LossWeights, gradient_of
 from rl_training.engine.probe import Need
 from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
@@ -32,10 +33,9 @@ OTHER = {
 }
 
 
-class FoldsAndTwins(Probe):
+class FoldsAndTwins(Seen):
     """Each fold's gradient as it is kept, and from a forward pass over its rows alone."""
 
-    name = "folds"
     needs = Need.FOLD_GRADIENTS
 
     def __init__(self, num_folds: int) -> None:
@@ -43,6 +43,7 @@ class FoldsAndTwins(Probe):
         self.num_folds = num_folds
 
     def prepare(self, step: Any) -> None:
+        super().prepare(step)
         loss, parameters = step.batch.loss_weights, list(step.policy.model.parameters())
         self.kept, self.twins = torch.cat(step.gradients.rows, dim=1), []
         for fold in range(self.num_folds):
@@ -52,9 +53,6 @@ class FoldsAndTwins(Probe):
             total = total + (loss.entropies[rows, : fresh.logps.shape[1]] * fresh.entropies).sum()
             gradient = torch.autograd.grad(total * len(step.batch.fold) / len(rows), parameters)
             self.twins.append(torch.cat([g.flatten() for g in gradient]))
-
-    def results(self) -> dict[str, Estimate]:
-        return {"folds/number": Estimate(float(self.num_folds))}
 
 
 def test_slices_of_a_microbatch_hold_the_bonus_for_entropy(make_trainer) -> None:

@@ -11,16 +11,16 @@ import pytest
 import torch
 from peft import LoraConfig
 from qwen_stand_in import composed, experiment
+from seen import Seen
 from torch import Tensor, nn
 
-from rl_training import DrGRPOConfig, DrGRPOTrainer, Estimate, Probe
+from rl_training import Probe
 from rl_training.job.build import build_run
 from rl_training.job.settings import accumulation_steps
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.probes import GroundTruthProbe, SimpleEntropyProbe
 from rl_training.records.jsonl import read_metrics
 from rl_training.tasks import models
-from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_causal_lm, load_tiny
 
 LINEAR = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
@@ -96,16 +96,15 @@ def test_the_step_of_bf16_weights_has_no_formula_but_is_known_afterwards(make_tr
 # --- 4 bits -----------------------------------------------------------------------------------------------------------
 
 
-class StepAndFormula(Probe):
+class StepAndFormula(Seen):
     """Keeps the change of the parameters at each step, and what the optimizer's formula says of it."""
-
-    name = "step_and_formula"
 
     def __init__(self) -> None:
         super().__init__()
         self.pairs: list[tuple[Tensor, Tensor]] = []
 
     def prepare(self, step: Any) -> None:
+        super().prepare(step)
         assert step.optimizer.states is not None
         norm = torch.stack([gradient.norm() for gradient in step.gradients.mean.values()]).norm()
         scale = min(1.0, step.optimizer.max_grad_norm / (float(norm) + 1e-6))
@@ -119,41 +118,24 @@ class StepAndFormula(Probe):
         done = torch.cat([(p.detach() - self._before[name]).flatten() for name, p in step.gradients.weights.items()])
         self.pairs.append((done, torch.cat([said.flatten() for said in self._said.values()])))
 
-    def results(self) -> dict[str, Estimate]:
-        return {"step_and_formula/one": Estimate(1.0)}
 
-
-def four_bit_run(tmp_path: Path, *probes: Probe) -> dict[str, Tensor]:
+def four_bit_run(make_trainer: Any, *probes: Probe) -> dict[str, Tensor]:
     """Returns the parameters after 2 steps of the embedded default in 4 bits, with checkpointing and autocast."""
-    model, tokenizer = load_tiny("bfloat16", "nf4")
-    task = arithmetic(num_train=64, num_eval=8)
-    args = DrGRPOConfig(
-        str(tmp_path),
-        max_steps=2,
-        per_device_train_batch_size=4,
-        gradient_accumulation_steps=8,
-        num_generations=4,
-        max_completion_length=16,
+    trainer = make_trainer(
+        model=load_tiny("bfloat16", "nf4")[0], dtype=None, probes=probes, bf16=True, activation_checkpointing=True,
+        peft_config=LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM"),
+        per_device_train_batch_size=4, gradient_accumulation_steps=8, max_completion_length=16,
         learning_rate=1e-5,  # as real models have it: 0.2 % of an adapter's weight
-        bf16=True,
-        gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"use_reentrant": False},
-        save_strategy="no",
-        report_to=[],
-        disable_tqdm=True,
-    )
-    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    trainer = DrGRPOTrainer(
-        model, task.reward, args, task.train_dataset, processing_class=tokenizer, peft_config=lora, probes=probes
-    )
+        lr_scheduler_type="linear",
+    )  # fmt: skip
     trainer.train()
     return {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
 
 
-def test_a_4_bit_base_is_trained_by_fp32_adapters_that_probes_read_and_do_not_touch(tmp_path: Path) -> None:
+def test_a_4_bit_base_is_trained_by_fp32_adapters_that_probes_read_and_do_not_touch(make_trainer: Any) -> None:
     pytest.importorskip("bitsandbytes")
     simple, truth, steps = SimpleEntropyProbe(), GroundTruthProbe(every=1, sequences=8), StepAndFormula()
-    with_probes, without = four_bit_run(tmp_path, simple, truth, steps), four_bit_run(tmp_path)
+    with_probes, without = four_bit_run(make_trainer, simple, truth, steps), four_bit_run(make_trainer)
     assert [name for name in without if not torch.equal(with_probes[name], without[name])] == []
     trained = {name: p.dtype for name, p in without.items() if ".lora_" in name}
     assert {name.split(".")[-4] for name in trained} == LINEAR

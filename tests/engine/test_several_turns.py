@@ -16,11 +16,11 @@ import torch
 from datasets import Dataset
 from simple_twin import Answers, Recorder, Twin, per_sequence, per_token
 from torch import Tensor
-from trainers import TWO_STEPS
-from trl import GRPOConfig, GRPOTrainer
+from trainers import Ending, differing, ending
+from trl import GRPOTrainer
 from two_turns import LOGITS, OUTCOMES, coverage, exact, policy_logp, tables
 
-from rl_training import DrGRPOConfig, DrGRPOTrainer, attach
+from rl_training import DrGRPOTrainer, attach
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.probes import EffectiveSampleSizeProbe, GradientNoiseScaleProbe, GroundTruthProbe
@@ -180,56 +180,37 @@ TURNS: dict[str, dict[str, Any]] = {
 }
 
 
-def train(folder: Any, kind: str, probes: list[Any], **settings: Any) -> tuple[GRPOTrainer, Any]:
-    """Trains two steps of 8 prompts with 4 responses, and returns the trainer and what the probes said last."""
+def trained(make_trainer: Any, kind: str, probes: list[Any], **settings: Any) -> tuple[Ending, Any, GRPOTrainer]:
+    """Trains two steps of 8 prompts with 4 responses."""
     Weather.dice = random.Random(0)
     prompts = [[{"role": "user", "content": f"{a}+{a % 7}="}] for a in range(16)]
     experimental = pytest.warns(UserWarning, match="experimental feature")
-    trainer_class, config_class = (DrGRPOTrainer, DrGRPOConfig) if kind == "tool" else (GRPOTrainer, GRPOConfig)
     with contextlib.nullcontext() if kind == "tool" else experimental:
-        trainer = trainer_class(
-            load_tiny()[0].double(),
-            lambda completions, **kwargs: [float(len(str(c)) % 5) for c in completions],
-            config_class(
-                str(folder),
-                **TWO_STEPS,
-                loss_type="dr_grpo",
-                scale_rewards="none",
-                per_device_train_batch_size=4,
-                gradient_accumulation_steps=8,
-                max_tool_calling_iterations=1,
-                adam_epsilon=1e-5,
-                max_grad_norm=0.05,
-                weight_decay=0.1,
-                lr_scheduler_type="constant",
-                gradient_checkpointing=False,
-                **settings,
-            ),
-            train_dataset=Dataset.from_dict({"prompt": prompts}),
-            processing_class=calling_tokenizer(),
-            **TURNS[kind],
-        )
+        trainer = make_trainer(
+            DrGRPOTrainer if kind == "tool" else GRPOTrainer, dtype=torch.float64, beside=TURNS[kind],
+            reward=lambda completions, **kwargs: [float(len(str(c)) % 5) for c in completions],
+            train_dataset=Dataset.from_dict({"prompt": prompts}), processing_class=calling_tokenizer(),
+            per_device_train_batch_size=4, gradient_accumulation_steps=8, max_tool_calling_iterations=1,
+            adam_epsilon=1e-5, max_grad_norm=0.05, **settings,
+        )  # fmt: skip
     if kind == "tool":
         trainer.attachment.remove()
     attachment = attach(trainer, probes, whole_prompts=True)
-    trainer.train()
-    return trainer, attachment
+    return ending(trainer), attachment, trainer
 
 
 @pytest.mark.parametrize(("kind", "masked"), [("tool", True), ("environment", False), ("rollout_func", False)])
 def test_over_several_turns_the_probe_is_the_plain_twin_and_training_is_what_it_was(
-    tmp_path, monkeypatch: pytest.MonkeyPatch, kind: str, masked: bool
+    make_trainer, monkeypatch: pytest.MonkeyPatch, kind: str, masked: bool
 ) -> None:
     settings = {"mask_truncated_completions": masked, "max_completion_length": 14 if masked else 32}
     monkeypatch.setattr(TrainerPolicy, "sample", lambda *_: pytest.fail("fresh responses were asked for"))
     probe, recorder = Answers(per_sequence=True), Recorder()
     truth = GroundTruthProbe(every=1, sequences=8)
     probes = [probe, truth, recorder, GradientNoiseScaleProbe(), EffectiveSampleSizeProbe()]
-    probed, attachment = train(tmp_path, kind, probes, **settings)
-    bare, _ = train(tmp_path, kind, [], **settings)
-    for a, b in zip(probed.model.parameters(), bare.model.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert kind == "rollout_func" or probed.state.log_history[0]["tools/call_frequency"] > 0.2
+    probed, attachment, trainer = trained(make_trainer, kind, probes, **settings)
+    assert differing(probed, trained(make_trainer, kind, [], **settings)[0]) == []
+    assert kind == "rollout_func" or trainer.state.log_history[0]["tools/call_frequency"] > 0.2
     same = {"rel": 1e-3, "abs": 2e-6}  # TRL's fused head computes in fp32
     cut_in_second_turn = 0
     assert len(probe.all) == len(recorder.steps) == 2
@@ -255,9 +236,9 @@ def test_over_several_turns_the_probe_is_the_plain_twin_and_training_is_what_it_
     assert attachment.latest["ess/token_weight"].value == pytest.approx(kish, rel=1e-6)
 
 
-def test_a_second_step_on_truncated_turns_knows_what_was_sampled(tmp_path) -> None:
+def test_a_second_step_on_truncated_turns_knows_what_was_sampled(make_trainer) -> None:
     probe, recorder = Answers(), Recorder()
-    train(tmp_path, "tool", [probe, recorder], num_iterations=2, mask_truncated_completions=True,
+    trained(make_trainer, "tool", [probe, recorder], num_iterations=2, mask_truncated_completions=True,
           max_completion_length=14)  # fmt: skip
     first, second = recorder.steps
     mask = second.rollout.completion_mask.bool()

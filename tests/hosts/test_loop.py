@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,10 +14,9 @@ from typing import Any
 import forks
 import pytest
 import torch
-import torch.distributed as dist
-from replay import L_MAX, MICROBATCH, PROMPTS, G, ReplayTrainer, given_rollout
+from plain_loop import CLIP, loss_of, microbatches, rollout_of, scores_of, train
+from replay import L_MAX, MICROBATCH, PROMPTS, G, ReplayTrainer
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from trainers import trainer_maker
 
@@ -38,11 +37,10 @@ from rl_training.probes import (
     SimpleEntropyProbe,
     TokenClassesProbe,
 )
-from rl_training.records.jsonl import Records, read_estimates, read_metrics
+from rl_training.records.jsonl import Records, read_estimates
 from rl_training.tasks.models import load_tiny
 
-STEPS, CLIP = 3, 0.05  # every step is clipped
-MICROBATCHES = PROMPTS * G // MICROBATCH
+STEPS, MICROBATCHES = 3, PROMPTS * G // MICROBATCH
 ADAMW: dict[str, Any] = {"lr": 3e-4, "eps": 1e-5}  # a first step that is no sign: rounding would decide that of a zero
 
 
@@ -55,80 +53,26 @@ def probes() -> list[Any]:
     ]
 
 
-def rollout_of(number: int, rank: int = 0, world: int = 1) -> Rollout:
-    """Returns what ReplayTrainer is given on this rank, which pads to its own longest sequence."""
-    given = given_rollout(number)
-    given.pop("num_items_in_batch")
-    share = PROMPTS * G // world
-    own = {name: values[rank * share : (rank + 1) * share] for name, values in given.items()}
-    width = int(own["completion_mask"].sum(dim=1).max())
-    own |= {name: own[name][:, :width] for name in ("completion_ids", "completion_mask")}
-    return Rollout(**own, rewards=None, prompt_index=torch.arange(share) // G)
-
-
-def scores_of(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
-    ids = torch.cat([part.prompt_ids, part.completion_ids], dim=1)
-    there = torch.cat([part.prompt_mask, part.completion_mask], dim=1)
-    logits = model(input_ids=ids, attention_mask=there).logits
-    logp = logits[:, part.prompt_ids.shape[1] - 1 : -1].log_softmax(dim=-1)
-    return logp.gather(-1, part.completion_ids.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(dim=-1)
-
-
-def loss_of(logps: Tensor, part: Rollout, microbatches: int) -> Tensor:
-    ratios = (logps - logps.detach()).exp()
-    total = (ratios * part.advantages.unsqueeze(1) * part.completion_mask).sum()
-    return -total / (len(logps) * L_MAX) / microbatches
-
-
-def new_loop(
-    measuring: list[Any], world: int = 1, model: Any = None, **facts: Any
-) -> tuple[Any, torch.optim.Optimizer, MeasuredLoop]:
+def new_loop(measuring: list[Any], model: Any = None, **facts: Any) -> tuple[Any, torch.optim.Optimizer, MeasuredLoop]:
     """Returns a model with the optimizer that transformers would make, and their loop."""
-    policy = model or load_tiny()[0]
-    policy.train()
-    decayed = {name for name, p in policy.named_parameters() if p.ndim > 1}
+    model = model or load_tiny()[0]
+    model.train()
     groups = [
-        {"params": [p for n, p in policy.named_parameters() if (n in decayed) == yes], "weight_decay": 0.1 * yes}
+        {"params": [p for p in model.parameters() if (p.ndim > 1) == yes], "weight_decay": 0.1 * yes}
         for yes in (True, False)
     ]
-    model = DistributedDataParallel(policy) if world > 1 else policy
     optimizer = torch.optim.AdamW(groups, **ADAMW)
-    shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": MICROBATCHES // world}
+    shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": MICROBATCHES}
     return model, optimizer, measured_loop(model, optimizer, measuring, **(shape | {"max_grad_norm": CLIP} | facts))
 
 
-def train(
-    model: Any,
-    optimizer: Any,
-    measured: MeasuredLoop,
-    steps: int = STEPS,
-    entropies: bool = True,
-    forward: Callable[..., tuple[Tensor, Tensor]] = scores_of,
-    rank: int = 0,
-    world: int = 1,
-) -> dict[str, Tensor]:
+def trained(model: Any, optimizer: Any, measured: MeasuredLoop, steps: int = STEPS, **how: Any) -> dict[str, Tensor]:
     """Returns the weights after some steps of Dr-GRPO on the given rollouts."""
-    with measured:
-        for number in range(1, steps + 1):
-            with measured.step(number) as metrics:
-                for part in microbatches(number, rank, world):
-                    logps, of_model = forward(model, part)
-                    measured.microbatch(part, logps, of_model if entropies else None)
-                    loss_of(logps, part, MICROBATCHES // world).backward()
-                measured.gradients_ready()
-                metrics["grad_norm"] = clip_grad_norm_(model.parameters(), CLIP)
-                optimizer.step()
-                optimizer.zero_grad()
+    train(model, optimizer, measured, steps, **how)
     return {name: p.detach().clone() for name, p in model.named_parameters()}
 
 
-def microbatches(number: int, rank: int = 0, world: int = 1) -> Iterator[Rollout]:
-    rollout = rollout_of(number, rank, world)
-    for rows in torch.arange(rollout.num_sequences).split(MICROBATCH):
-        yield take_rows(rollout, rows)
-
-
-def farthest(one: Path, other: Path, fields: Sequence[str] = ("value", "stderr")) -> dict[str, float]:
+def farthest(one: Path, other: Path) -> dict[str, float]:
     """Returns the largest relative difference between two records, by probe; by name for products of one batch.
 
     Of the value or of its error: a value near 0 is no scale. The addends of forward (delta_h/layer/..., kind, part) may
@@ -145,7 +89,7 @@ def farthest(one: Path, other: Path, fields: Sequence[str] = ("value", "stderr")
         whole = theirs[step, f"delta_h/forward{'_sequence' * name.endswith('_sequence')}"] if part else twin
         scale = max(number for number in (abs(whole["value"]), whole["stderr"], 0.0) if number == number)
         key = "reuse" if "/reuse" in name else row["probe"]
-        for field in fields:
+        for field in ("value", "stderr"):
             a, b = row[field], twin[field]
             if repr(a) != repr(b):  # nan is nan
                 found[key] = max(found.get(key, 0.0), abs(a - b) / scale)
@@ -182,9 +126,9 @@ def test_attach_and_the_loop_measure_the_same(tmp_path: Path, trainer: Callable[
         )[:2]
 
     loop = new_loop(probes(), model=of_trl.model, records=Records(tmp_path / "loop"), dr_grpo=True)
-    train(*loop, forward=trl_scores)
+    trained(*loop, forward=trl_scores)
     exact = farthest(tmp_path / "loop", tmp_path / "attach")
-    train(*new_loop(probes(), records=Records(tmp_path / "by_hand"), dr_grpo=True))
+    trained(*new_loop(probes(), records=Records(tmp_path / "by_hand"), dr_grpo=True))
     rounded = farthest(tmp_path / "by_hand", tmp_path / "attach")
     print(f"loop against attach: {exact}; with a forward pass by hand: {rounded}")
     assert exact.keys() == {"simple", "reuse", "gns", "ess", "covariance"}
@@ -194,9 +138,9 @@ def test_attach_and_the_loop_measure_the_same(tmp_path: Path, trainer: Callable[
 
 def test_training_is_bitwise_the_same_with_and_without_probes(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    bare, untouched = train(*new_loop([]), steps=2), torch.random.get_rng_state()
+    bare, untouched = trained(*new_loop([]), steps=2), torch.random.get_rng_state()
     torch.manual_seed(0)
-    measured = train(*new_loop(probes(), records=Records(tmp_path)), steps=2, entropies=False)
+    measured = trained(*new_loop(probes(), records=Records(tmp_path)), steps=2, entropies=False)
     assert all(torch.equal(bare[name], measured[name]) for name in bare)
     assert torch.equal(untouched, torch.random.get_rng_state())
 
@@ -224,32 +168,13 @@ def test_nothing_is_left_after_a_failed_step_and_after_the_context() -> None:
 
 def test_entropies_that_the_loop_does_not_have_are_the_scorers(tmp_path: Path) -> None:
     """Training's own and those of another forward pass are the same numbers here: there is no dropout."""
-    train(*new_loop([SimpleEntropyProbe()], records=Records(tmp_path / "own")), steps=2)
-    train(*new_loop([SimpleEntropyProbe()], records=Records(tmp_path / "scorer")), steps=2, entropies=False)
+    trained(*new_loop([SimpleEntropyProbe()], records=Records(tmp_path / "own")), steps=2)
+    trained(*new_loop([SimpleEntropyProbe()], records=Records(tmp_path / "scorer")), steps=2, entropies=False)
     assert max(farthest(tmp_path / "scorer", tmp_path / "own").values()) < 1e-5
 
 
-def on_rank(rank: int, folder: Path) -> None:
-    dist.init_process_group("gloo")
-    train(*new_loop(probes(), world=2, records=Records(folder)), rank=rank, world=2)
-    dist.destroy_process_group()
-
-
-def test_two_processes_give_the_estimates_of_one(tmp_path: Path) -> None:
-    train(*new_loop(probes(), records=Records(tmp_path / "one")))
-    forks.start_ranks(on_rank, (tmp_path / "two",), 2)
-    found = farthest(tmp_path / "two", tmp_path / "one", fields=["value"])  # folds are others, and error bars
-    assert found.pop("reuse") < 1e-4  # rounding, divided by Adam's young v
-    assert found.pop("gns") < 1e-4  # |G|² is what squares of norms in fp32 leave when most of it cancels
-    assert max(found.values()) < 1e-5
-    assert {row["world_size"] for row in read_estimates(tmp_path / "two")} == {2}
-    one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
-    for name in ("entropy", "completions/mean_length", "grad_norm"):
-        assert [row[name] for row in two] == pytest.approx([row[name] for row in one], rel=1e-5)
-
-
 def test_a_resumed_loop_measures_what_an_uninterrupted_one_does(tmp_path: Path) -> None:
-    train(*new_loop(probes(), records=Records(tmp_path / "whole")))
+    trained(*new_loop(probes(), records=Records(tmp_path / "whole")))
     model, optimizer, first = new_loop(probes(), records=Records(tmp_path / "parts"))
     train(model, optimizer, first, steps=2)
     state = torch.load(saved(tmp_path / "state.pt", model, optimizer, first), weights_only=True)
@@ -288,7 +213,7 @@ def respond(model: Any, number: int) -> Rollout:
 
 def test_fresh_responses_of_the_loops_own_tell_the_truth_and_training_does_not_notice(tmp_path: Path) -> None:
     torch.manual_seed(0)
-    bare, untouched = train(*new_loop([]), steps=1), torch.random.get_rng_state()
+    bare, untouched = trained(*new_loop([]), steps=1), torch.random.get_rng_state()
     torch.manual_seed(0)
     model = load_tiny()[0]
     asked: list[int] = []
@@ -299,7 +224,7 @@ def test_fresh_responses_of_the_loops_own_tell_the_truth_and_training_does_not_n
         return respond(model, number)
 
     measuring = [SimpleEntropyProbe(), GroundTruthProbe(sequences=64)]
-    measured = train(*new_loop(measuring, model=model, sample=sample, records=Records(tmp_path)), steps=1)
+    measured = trained(*new_loop(measuring, model=model, sample=sample, records=Records(tmp_path)), steps=1)
     assert all(torch.equal(bare[name], measured[name]) for name in bare)
     assert torch.equal(untouched, torch.random.get_rng_state())
     assert model.training
@@ -343,87 +268,68 @@ def test_a_second_step_on_a_rollout_says_so_and_is_measured_as_one(tmp_path: Pat
 
 
 def a_microbatch(measured: MeasuredLoop, model: Any, **changed: Any) -> None:
-    part = next(microbatches(1))
+    part = microbatches(1)[0]
     logps, entropies = scores_of(model, part)
     measured.microbatch(**({"rollout": part, "logps": logps, "entropies": entropies} | changed))
 
 
-def not_entered(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
-    with measured.step(1):
-        pass
+def in_a_step(act: Callable[[MeasuredLoop, Any], None]) -> Callable[[MeasuredLoop, Any], None]:
+    def mistake(measured: MeasuredLoop, model: Any) -> None:
+        with measured, measured.step(1):
+            act(measured, model)
+
+    return mistake
 
 
-def microbatch_between_steps(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
-    with measured:
-        a_microbatch(measured, model)
+def first_logps(model: Any) -> Tensor:
+    return scores_of(model, microbatches(1)[0])[0]
 
 
-def optimizer_first(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
-    with measured, measured.step(1):
-        optimizer.step()
+# By what is done; an optimizer's step at the wrong moment is in a test of its own.
+MISTAKES: dict[str, tuple[Callable[[MeasuredLoop, Any], object], str]] = {
+    "not entered": (lambda loop, model: loop.step(1).__enter__(), r"begin step\(\.\.\.\) inside .*outside"),
+    "microbatch between steps": (
+        lambda loop, model: a_microbatch(loop.__enter__(), model),
+        r"call microbatch\(\.\.\.\) inside .*between two steps",
+    ),
+    "step in a step": (in_a_step(lambda loop, model: loop.step(2).__enter__()), "after the previous step has ended"),
+    "no backward": (
+        in_a_step(lambda loop, model: [a_microbatch(loop, model) for _ in range(2)]),
+        "backward of microbatch 1 did not reach its logps",
+    ),
+    "too few": (
+        in_a_step(lambda loop, model: loop.gradients_ready()),
+        r"0 microbatches given, but measured_loop\(microbatches=8\)",
+    ),
+    "no graph": (
+        in_a_step(lambda loop, model: a_microbatch(loop, model, logps=first_logps(model).detach())),
+        "logps have no graph",
+    ),
+    "other shape": (
+        in_a_step(lambda loop, model: a_microbatch(loop, model, logps=first_logps(model)[:, :-1])),
+        r"logps have shape \(8, 22\), and completion_ids \(8, 23\)",
+    ),
+    "other size": (
+        in_a_step(lambda loop, model: a_microbatch(loop, model, rollout=rollout_of(1))),
+        r"64 sequences, but measured_loop\(microbatch_size=8\)",
+    ),
+    "shifted by a token": (
+        in_a_step(lambda loop, model: a_microbatch(loop, model, logps=first_logps(model).roll(1, dims=1))),
+        "nats per token off the model's at temperature=1: check the shift by one token",
+    ),
+    "other probes": (
+        lambda loop, model: loop.load_state_dict({"gns": {}}),
+        r"state is of \['gns'\], and the loop has \['engine', 'simple'\]: give the same probes",
+    ),
+}
 
 
-def step_in_a_step(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
-    with measured, measured.step(1), measured.step(2):
-        pass
-
-
-def no_backward(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
-    with measured, measured.step(1):
-        a_microbatch(measured, model)
-        a_microbatch(measured, model)
-
-
-def too_few(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
-    with measured, measured.step(1):
-        measured.gradients_ready()
-
-
-def no_graph(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
-    with measured, measured.step(1):
-        a_microbatch(measured, model, logps=scores_of(model, next(microbatches(1)))[0].detach())
-
-
-def other_shape(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
-    with measured, measured.step(1):
-        a_microbatch(measured, model, logps=scores_of(model, next(microbatches(1)))[0][:, :-1])
-
-
-def other_size(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
-    with measured, measured.step(1):
-        a_microbatch(measured, model, rollout=rollout_of(1))
-
-
-def shifted_by_a_token(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
-    with measured, measured.step(1):
-        a_microbatch(measured, model, logps=scores_of(model, next(microbatches(1)))[0].roll(1, dims=1))
-
-
-def other_probes(measured: MeasuredLoop, model: Any, optimizer: Any) -> None:
-    measured.load_state_dict({"gns": {}})
-
-
-@pytest.mark.parametrize(
-    ("mistake", "said"),
-    [
-        (not_entered, r"begin step\(\.\.\.\) inside .*outside"),
-        (microbatch_between_steps, r"call microbatch\(\.\.\.\) inside .*between two steps"),
-        (optimizer_first, r"after gradients_ready\(\): the loop is in the microbatches"),
-        (step_in_a_step, "after the previous step has ended"),
-        (no_backward, "backward of microbatch 1 did not reach its logps"),
-        (too_few, r"0 microbatches given, but measured_loop\(microbatches=8\)"),
-        (no_graph, "logps have no graph"),
-        (other_shape, r"logps have shape \(8, 22\), and completion_ids \(8, 23\)"),
-        (other_size, r"64 sequences, but measured_loop\(microbatch_size=8\)"),
-        (shifted_by_a_token, "nats per token off the model's at temperature=1: check the shift by one token"),
-        (other_probes, r"state is of \['gns'\], and the loop has \['engine', 'simple'\]: give the same probes"),
-    ],
-    ids=lambda value: getattr(value, "__name__", ""),
-)
-def test_a_mistake_is_one_line_that_says_what_to_do(mistake: Callable[..., None], said: str) -> None:
-    model, optimizer, measured = new_loop([SimpleEntropyProbe()])
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_that_says_what_to_do(mistake: str) -> None:
+    make, said = MISTAKES[mistake]
+    model, _, measured = new_loop([SimpleEntropyProbe()])
     with pytest.raises(ValueError, match=said) as caught:
-        mistake(measured, model, optimizer)
+        make(measured, model)
     assert "\n" not in str(caught.value)
 
 
@@ -533,7 +439,7 @@ def test_a_step_that_never_steps_or_skips_a_number_is_refused_and_may_be_made_ag
         with pytest.raises(ValueError, match="once in a step, after gradients_ready"), measured.step(5):
             optimizer.step()
         with measured.step(5):
-            part = next(microbatches(1))
+            part = microbatches(1)[0]
             logps, _ = scores_of(model, part)
             measured.microbatch(part, logps)
             loss_of(logps, part, 1).backward()
@@ -544,7 +450,7 @@ def test_a_step_that_never_steps_or_skips_a_number_is_refused_and_may_be_made_ag
 
 
 def test_what_the_loop_cannot_sample_is_nan_and_says_so(tmp_path: Path) -> None:
-    train(*new_loop([SimpleEntropyProbe(), GroundTruthProbe()], records=Records(tmp_path)), steps=1)
+    trained(*new_loop([SimpleEntropyProbe(), GroundTruthProbe()], records=Records(tmp_path)), steps=1)
     (truth,) = (row for row in read_estimates(tmp_path) if row["name"] == "delta_h/true")
     assert math.isnan(truth["value"])
     assert "measured_loop(..., sample=...)" in truth["reason"]

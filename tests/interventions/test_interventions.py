@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Seen
 from torch import Tensor
 from trainers import FEW
 from trl import GRPOConfig, GRPOTrainer
 
-from rl_training import Estimate, Probe, attach
+from rl_training import attach
 from rl_training.engine.batch import Batch, LossSettings, Rollout, take_rows
 from rl_training.engine.loss_weights import LossWeights, gradient_of
 from rl_training.interventions.loss import LossInputs, loss_inputs, silent_share
@@ -395,19 +396,18 @@ def test_a_list_to_train_with_that_means_nothing_is_refused_in_one_line(names: A
     assert "\n" not in str(error.value)
 
 
-class Gradients(Probe):
+class Gradients(Seen):
     """The gradient of the step, and that of the weights of an intervention on it, from the trainer's own forward pass.
 
     reference  with a reference model, a trainer that has it
     """
-
-    name = "gradients"
 
     def __init__(self, name: str = "", reference: GRPOTrainer | None = None) -> None:
         super().__init__()
         self.intervention, self.reference = intervention(name) if name else None, reference
 
     def prepare(self, step: Any) -> None:
+        super().prepare(step)
         self.mean = flat(step.gradients.mean.values())
         self.ids = step.batch.rollout.completion_ids
         if self.intervention is None:
@@ -431,9 +431,6 @@ class Gradients(Probe):
         mask = torch.cat([rollout.prompt_mask, rollout.token_mask], dim=1)
         width = rollout.completion_ids.shape[1]
         return self.trainer._get_per_token_logps_and_entropies(model, ids, mask, width, compute_entropy=entropies)[:2]
-
-    def results(self) -> dict[str, Estimate]:
-        return {"gradients/norm": Estimate(float(self.mean.norm()))}
 
 
 # By name: what trl.GRPOConfig has instead, and what it has without.

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
+from seen import Seen
 from simple_twin import Answers, Recorder, Twin
 from trainers import (
     LORA,
@@ -25,7 +26,6 @@ from trainers import (
     trained_weights,
 )  # fmt: skip
 
-from rl_training import Estimate, Probe
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import intervention
 from rl_training.probes import InterventionsProbe
@@ -66,17 +66,13 @@ def test_training_is_that_with_trl_s_own_setting(
     assert float((plain - theirs).norm() / theirs.norm()) > 1e-3
 
 
-class Weights(Probe):
+class Weights(Seen):
     """What the loss handed back, and the rollout."""
 
-    name = "weights"
-
     def prepare(self, step: Any) -> None:
+        super().prepare(step)
         self.rollout, self.weights = step.batch.rollout, step.batch.loss_weights
         self.rows, self.mask = step.batch.microbatch_rows, step.batch.scores.mask
-
-    def results(self) -> dict[str, Estimate]:
-        return {"weights/first": Estimate(float(self.weights.logps[0, 0]))}
 
 
 def test_the_weights_are_the_functions_one_after_another(make_trainer: Callable[..., Any], tmp_path: Path) -> None:
@@ -158,14 +154,6 @@ def test_training_backwards_loses_the_reward_that_training_gains(
     assert gained.value > 0
     assert lost.value == pytest.approx(-gained.value, rel=1e-3)
     assert lost.stderr == pytest.approx(gained.stderr, rel=1e-3)
-
-
-def test_training_with_interventions_is_bitwise_the_same_with_probes(make_trainer: Callable[..., Any]) -> None:
-    bare, probed = (
-        ending(make_trainer(interventions=["psr", "bonus"], probes=probes, **SHAPE))
-        for probes in ([], [Answers(every=1)])
-    )
-    assert differing(bare, probed) == []
 
 
 def test_none_is_bitwise_the_plain_training(make_trainer: Callable[..., Any]) -> None:

@@ -1,6 +1,7 @@
 """Claims on the AdamW step: it is the one PyTorch takes, and its parts are what they say."""
 
 import itertools
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 from rl_training.mathematics.adamw import AdamWState, adamw_delta, clip_coefficient
 from rl_training.mathematics.sgd import SGDState
 from rl_training.mathematics.square_norms import adam_roots, square_norms
-from rl_training.mathematics.vectors import Layout
+from rl_training.mathematics.vectors import JOINED, Layout
 
 NUM_STEPS = 25
 ZERO_GRADIENT_AT = 7
@@ -172,16 +173,21 @@ def test_a_parameter_without_any_gradient_is_not_updated_as_by_torch(steps_befor
     assert square_norms(layout, [zeros.unsqueeze(0)], roots).tolist() == [[[0.0, 0.0]]]
 
 
-def test_square_norms_are_of_each_row_and_parameter_plain_and_in_the_metric_of_the_step_before() -> None:
-    """One parameter has a warm state, P = 1/(√v̂ + ε) with v̂ = v / (1 − β2^t); the other has none: nan."""
-    rows = torch.randn(3, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    exp_avg_sq = torch.tensor([4.0, 9.0], dtype=torch.float64)
-    warm = AdamWState(torch.zeros(2).double(), exp_avg_sq, 12, 0.1, (0.9, 0.5), 1e-2, 0.0)
-    layout = Layout({"sgd": torch.zeros(2, 2).double(), "warm": torch.zeros(2).double()})
-    found = square_norms(layout, [rows], adam_roots(layout, {"warm": warm}))
-    plain = torch.stack([rows[:, :4].square().sum(dim=1), rows[:, 4:].square().sum(dim=1)], dim=1)
-    torch.testing.assert_close(found[..., 0], plain, rtol=1e-12, atol=0)
-    metric = 1.0 / ((exp_avg_sq / (1 - 0.5**12)).sqrt() + 1e-2)
-    torch.testing.assert_close(found[:, 1, 1], (metric * rows[:, 4:].square()).sum(dim=1), rtol=1e-12, atol=0)
-    assert found[:, 0, 1].isnan().all()
-    assert square_norms(layout, [rows], None)[..., 1].isnan().all()
+def test_square_norms_do_not_depend_on_which_gradients_are_measured_together() -> None:
+    """One as large as is measured alone, two of one optimizer's settings, one of other settings, one not warm yet."""
+    sizes = {"large": JOINED, "one": 7, "two": 5, "other": 6, "cold": 3}
+    gradients, states, expected = {}, {}, []
+    for seed, (name, size) in enumerate(sizes.items()):
+        generator = torch.Generator().manual_seed(seed)
+        gradients[name], root = torch.randn(2, size, generator=generator, dtype=torch.float64)
+        eps, step = (1e-3, 50) if name == "other" else (1e-8, 3 if name == "cold" else 20)
+        states[name] = AdamWState(torch.zeros(size), root.square(), step, 1e-3, (0.9, 0.99), eps, 0.0)
+        weights = 1 / (root.abs() / math.sqrt(1 - 0.99**step) + eps)
+        squares = gradients[name].square()
+        expected.append([float(squares.sum()), math.nan if name == "cold" else float((weights * squares).sum())])
+    layout = Layout(gradients)
+    assert [len(bucket.names) for bucket in layout.buckets] == [1, 4]
+    rows = [part.unsqueeze(0) for part in layout.vector(gradients.values())]
+    (got,) = square_norms(layout, rows, adam_roots(layout, states)).tolist()
+    assert got == [pytest.approx(pair, rel=1e-12, nan_ok=True) for pair in expected]
+    assert square_norms(layout, rows, None)[..., 1].isnan().all()

@@ -1,10 +1,9 @@
-"""Claims on whole-prompt folds: their plan, leaving one out, the jackknife, and that it ends double sampling's bias."""
+"""Claims on whole-prompt folds: their plan, leaving one out, and the jackknife."""
 
-import itertools
 import math
 import random
 import statistics
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import pytest
 import reference
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from rl_training.engine.entropy_change import FORWARD, LEVELS, REUSE, sums_without
 from rl_training.engine.fold_products import PRODUCTS
-from rl_training.mathematics.adamw import adamw_delta
 from rl_training.mathematics.folds import (
     FoldGroup,
     plan_folds,
@@ -280,93 +278,3 @@ def test_split_prompts_keeps_prompts_whole_and_folds_filled_and_even(num_prompts
     assert len(prompts_in_fold) == min(num_folds, num_prompts)
     assert min(prompts_in_fold) >= 1
     assert max(prompts_in_fold) - min(prompts_in_fold) <= 1
-
-
-# --- double sampling, exactly: every outcome of a small batch, with its probability -----------------------------------
-
-LR = 0.1
-OUTCOMES = [  # of one fold: (probability, entropy gradient X, training gradient g); the two share their noise
-    (0.5, (1.0, -0.5), (0.4, -0.3)),
-    (0.3, (-0.7, 0.2), (-0.9, 0.2)),
-    (0.2, (0.3, 1.5), (0.1, 0.8)),
-]
-Step = Callable[[Tensor], Tensor]  # gradients (..., 2) to updates (..., 2)
-
-
-def sgd(grads: Tensor) -> Tensor:
-    return -LR * grads
-
-
-def cold_adam(grads: Tensor) -> Tensor:
-    """The library's AdamW step from zero moments, each row a step of its own."""
-    zero = torch.zeros(2, dtype=torch.float64)
-    return adamw_delta(zero, grads, zero, zero, 0, lr=LR, betas=(0.9, 0.999), eps=1e-2, weight_decay=0.0).total
-
-
-def plain_sgd(grad: list[float]) -> list[float]:
-    return [-LR * g for g in grad]
-
-
-def plain_cold_adam(grad: list[float]) -> list[float]:
-    hyper = {"lr": LR, "betas": (0.9, 0.999), "eps": 1e-2, "weight_decay": 0.0}
-    return reference.adamw_step([0.0, 0.0], grad, [0.0, 0.0], [0.0, 0.0], 0, **hyper).total
-
-
-def batches_of(num_folds: int) -> Iterable[tuple[float, list[tuple[float, ...]], list[tuple[float, ...]]]]:
-    """Yields every batch of independent folds: (probability, X of each fold, g of each fold)."""
-    for folds in itertools.product(OUTCOMES, repeat=num_folds):
-        yield math.prod(p for p, _, _ in folds), [x for _, x, _ in folds], [g for _, _, g in folds]
-
-
-def dot(a: Iterable[float], b: Iterable[float]) -> float:
-    return sum(x * y for x, y in zip(a, b, strict=True))
-
-
-def mean_over_folds(vectors: list[tuple[float, ...]]) -> list[float]:
-    return [sum(column) / len(vectors) for column in zip(*vectors, strict=True)]
-
-
-def exact_target(plain_step: Callable[[list[float]], list[float]], num_folds: int) -> float:
-    """Returns E[X] · E[δθ(mean gradient of `num_folds` folds)], X and δθ from different batches."""
-    mean_x = [sum(p * x[i] for p, x, _ in OUTCOMES) for i in range(2)]
-    mean_step = [0.0, 0.0]
-    for p, _, g in batches_of(num_folds):
-        step = plain_step(mean_over_folds(g))
-        mean_step = [a + p * b for a, b in zip(mean_step, step, strict=True)]
-    return dot(mean_x, mean_step)
-
-
-every_step = pytest.mark.parametrize(("step", "plain_step"), [(sgd, plain_sgd), (cold_adam, plain_cold_adam)])
-
-
-@every_step
-@pytest.mark.parametrize("num_folds", [2, 3, 4])
-def test_mean_of_the_leave_fold_out_product_is_the_product_of_independent_means(
-    step: Step, plain_step: Callable[[list[float]], list[float]], num_folds: int
-) -> None:
-    mean_product = 0.0
-    for p, x, g in batches_of(num_folds):
-        folds = torch.tensor(g, dtype=torch.float64)
-        left_out = means_without_folds(folds, torch.ones(num_folds).double())
-        mean_product += p * float((torch.tensor(x, dtype=torch.float64) * step(left_out)).sum()) / num_folds
-    assert mean_product == pytest.approx(exact_target(plain_step, num_folds - 1), abs=1e-12)
-
-
-@every_step
-@pytest.mark.parametrize("num_folds", [2, 3, 4])
-def test_mean_of_the_same_batch_product_is_not_the_product_of_independent_means(
-    step: Step, plain_step: Callable[[list[float]], list[float]], num_folds: int
-) -> None:
-    mean_product = 0.0
-    for p, x, g in batches_of(num_folds):
-        mean_x = torch.tensor(x, dtype=torch.float64).mean(dim=0)
-        mean_product += p * float(mean_x @ step(torch.tensor(g, dtype=torch.float64).mean(dim=0)))
-    target = exact_target(plain_step, num_folds)
-    assert abs(mean_product - target) > 0.5 * abs(target)
-
-
-@pytest.mark.parametrize("num_folds", [2, 3, 4])
-def test_bias_of_the_same_batch_product_for_sgd_is_the_covariance_over_the_number_of_folds(num_folds: int) -> None:
-    product = sum(p * dot(mean_over_folds(x), plain_sgd(mean_over_folds(g))) for p, x, g in batches_of(num_folds))
-    covariance = sum(p * dot(x, g) for p, x, g in OUTCOMES) - exact_target(plain_sgd, 1) / -LR
-    assert product - exact_target(plain_sgd, num_folds) == pytest.approx(-LR * covariance / num_folds, abs=1e-12)

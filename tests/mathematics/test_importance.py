@@ -1,182 +1,230 @@
-"""The change of entropy by importance sampling: by enumeration, by hand, and against the plain definition."""
+"""The change of entropy by importance sampling, and its first order: enumerated, by hand, and from the definitions."""
 
 from __future__ import annotations
 
 import math
 import random
-from typing import NamedTuple
+from collections.abc import Callable
+from fractions import Fraction
 
 import pytest
 import reference
 import torch
 from torch import Tensor
 
+from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.mathematics.importance import (
-    change_of_sums,
-    change_terms,
     importance_weights,
     paired_replicates,
     reweighted_replicates,
     sequence_totals,
 )
-from rl_training.mathematics.jackknife import Replicates
+from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
+from rl_training.mathematics.per_decision import first_order_change, mean_entropy, per_decision_change, slopes
 from rl_training.mathematics.scores import Scores
 
-
-class Change(NamedTuple):
-    token: float
-    sequence: float
-    token_stderr: float
-    sequence_stderr: float
-
-
-def change_of(replicates: Replicates) -> Change:
-    return Change(*replicates.value.tolist(), *replicates.stderr.tolist())
+Table = list[list[float]]
+Response = tuple[int, ...]
+EIGHTHS = [[6, 1, 1], [1, 3, 4], [2, 4, 2], [1, 1, 6], [5, 2, 1], [3, 3, 2], [1, 5, 2]]  # chances of 3 tokens, in 1/8
+OLD = [[math.log(e / 8) for e in row] for row in EIGHTHS]
+DIRECTION = [[random.Random(7 + 3 * r + c).gauss(0, 1) for c in range(3)] for r in range(7)]
 
 
-def table(seed: int) -> list[list[float]]:
-    rng = random.Random(seed)
-    return [[rng.gauss(0, 1) for _ in range(3)] for _ in reference.PREFIXES]
+def moved(table: Table, size: float) -> Table:
+    return [
+        [x + size * d for x, d in zip(row, along, strict=True)] for row, along in zip(table, DIRECTION, strict=True)
+    ]
 
 
-def step_from(logits: list[list[float]], size: float) -> list[list[float]]:
-    rng = random.Random(99)
-    return [[x + size * rng.gauss(0, 1) for x in row] for row in logits]
+def population() -> list[Response]:
+    """Returns responses in exact proportion to their chances under OLD: 512 of them."""
+    responses = []
+    for response in reference.RESPONSES:
+        rows = reference.prefix_numbers(response)
+        chance = math.prod(Fraction(EIGHTHS[row][token], 8) for row, token in zip(rows, response, strict=True))
+        assert (512 * chance).denominator == 1
+        responses += [response] * int(512 * chance)
+    return responses
 
 
-def totals_of(logits: list[list[float]], responses: list[tuple[int, ...]]) -> Tensor:
-    """Returns (N, 3): S, H and T of each response under a tabular policy."""
-    rows = []
-    for response in responses:
-        entropy = 0.0
-        for prefix in reference.prefix_numbers(response):
-            logps = reference.log_softmax(logits[prefix])
-            entropy -= sum(math.exp(x) * x for x in logps)
-        rows.append([reference.sequence_logp(logits, response), entropy, len(response)])
-    return torch.tensor(rows, dtype=torch.float64)
-
-
-def draws(logits: list[list[float]], count: int, seed: int) -> list[tuple[int, ...]]:
-    chances = [math.exp(reference.sequence_logp(logits, response)) for response in reference.RESPONSES]
+def draws(count: int, seed: int) -> list[Response]:
+    chances = [math.exp(reference.sequence_logp(OLD, response)) for response in reference.RESPONSES]
     return random.Random(seed).choices(reference.RESPONSES, chances, k=count)
 
 
-def plain_change(before: list[list[float]], after: list[list[float]]) -> tuple[float, float, float]:
-    """Returns ΔH per token, ΔH per sequence and ESS by self-normalised importance sampling, term by term."""
-    weights = [math.exp(b[0] - a[0]) for a, b in zip(before, after, strict=True)]
-    new = sum(w * b[1] for w, b in zip(weights, after, strict=True))
-    old = sum(a[1] for a in before)
-    token = new / sum(w * b[2] for w, b in zip(weights, after, strict=True)) - old / sum(a[2] for a in before)
-    sequence = new / sum(weights) - old / len(before)
-    return token, sequence, sum(weights) ** 2 / sum(w * w for w in weights)
+def ragged_scores(table: Table, responses: list[Response]) -> tuple[list[list[float]], list[list[float]]]:
+    """Returns log-probabilities and entropies of each token of each response."""
+    logps, entropies = [], []
+    for response in responses:
+        rows = [reference.log_softmax(table[number]) for number in reference.prefix_numbers(response)]
+        logps.append([row[token] for row, token in zip(rows, response, strict=True)])
+        entropies.append([-sum(math.exp(x) * x for x in row) for row in rows])
+    return logps, entropies
 
 
-def plain_jackknife(before: list[list[float]], after: list[list[float]]) -> list[float]:
-    """Returns the delete-one errors of ΔH per token and per sequence, each left-out set computed from scratch."""
-    count = len(before)
-    left_out = [plain_change(before[:i] + before[i + 1 :], after[:i] + after[i + 1 :])[:2] for i in range(count)]
-    errors = []
-    for values in zip(*left_out, strict=True):
-        mean = sum(values) / count
-        errors.append(math.sqrt((count - 1) / count * sum((x - mean) ** 2 for x in values)))
-    return errors
+def as_scores(table: Table, responses: list[Response]) -> Scores:
+    """Returns them as padded tensors, with nan in the padding."""
+    lengths = torch.tensor([len(response) for response in responses])
+    mask = torch.arange(reference.MAX_LENGTH) < lengths.unsqueeze(1)
+
+    def padded(rows: list[list[float]]) -> Tensor:
+        full = [[*row, *[math.nan] * (reference.MAX_LENGTH - len(row))] for row in rows]
+        return torch.tensor(full, dtype=torch.float64)
+
+    return Scores(*(padded(rows) for rows in ragged_scores(table, responses)), mask=mask)
 
 
+def exact_change(new: Table) -> list[float]:
+    was, now = reference.exact(OLD), reference.exact(new)
+    return [now.entropy / now.length - was.entropy / was.length, now.entropy - was.entropy]
+
+
+# --- two estimators, by name: from Scores before and after, and ΔH per token and per sequence in plain loops ----------
+
+
+def whole_sequences(before: Scores, after: Scores, units: JackknifeUnits | None = None) -> Replicates:
+    return reweighted_replicates(sequence_totals(before), sequence_totals(after), units)
+
+
+def plain_whole_sequences(new: Table, responses: list[Response]) -> list[float]:
+    (old_logps, old_h), (new_logps, new_h) = ragged_scores(OLD, responses), ragged_scores(new, responses)
+    weights = [math.exp(sum(b) - sum(a)) for a, b in zip(old_logps, new_logps, strict=True)]
+    entropy = sum(w * sum(h) for w, h in zip(weights, new_h, strict=True))
+    length = sum(w * len(h) for w, h in zip(weights, new_h, strict=True))
+    before, tokens = sum(map(sum, old_h)), sum(map(len, old_h))
+    return [entropy / length - before / tokens, entropy / sum(weights) - before / len(responses)]
+
+
+def plain_per_decision(new: Table, responses: list[Response]) -> list[float]:
+    (old_logps, old_h), (new_logps, new_h) = ragged_scores(OLD, responses), ragged_scores(new, responses)
+    entropy = length = 0.0
+    for k in range(reference.MAX_LENGTH):
+        ratios = [math.exp(sum(b[:k]) - sum(a[:k])) for a, b in zip(old_logps, new_logps, strict=True)]
+        alive = [i for i, response in enumerate(responses) if k < len(response)]
+        entropy += sum(ratios[i] * new_h[i][k] for i in alive) / sum(ratios)
+        length += sum(ratios[i] for i in alive) / sum(ratios)
+    before, tokens = sum(map(sum, old_h)), sum(map(len, old_h))
+    return [entropy / length - before / tokens, entropy - before / len(responses)]
+
+
+Estimator = Callable[..., Replicates]
+Plain = Callable[[Table, list[Response]], list[float]]
+BOTH = {
+    "whole sequences": (whole_sequences, plain_whole_sequences),
+    "decisions": (per_decision_change, plain_per_decision),
+}
+every_estimator = pytest.mark.parametrize(("estimator", "plain"), BOTH.values(), ids=BOTH)
+
+
+def each_left_out(responses: list[Response], size: int) -> list[list[Response]]:
+    """Returns the responses without each prompt; `size` neighbours answer one."""
+    return [responses[:i] + responses[i + size :] for i in range(0, len(responses), size)]
+
+
+@every_estimator
 @pytest.mark.parametrize("size", [0.01, 0.3, 3.0])
-def test_over_the_whole_population_the_reweighted_change_is_the_exact_change(size: float) -> None:
-    old = table(0)
-    new = step_from(old, size)
-    before, after = totals_of(old, reference.RESPONSES), totals_of(new, reference.RESPONSES)
-    chances = before[:, :1].exp()
-    weights = (after[:, 0] - before[:, 0]).exp()
-    token, sequence = change_of_sums((chances * change_terms(before, after, weights)).sum(dim=0)).tolist()
-    was, now = reference.exact(old), reference.exact(new)
-    assert sequence == pytest.approx(now.entropy - was.entropy, abs=1e-9)
-    assert token == pytest.approx(now.entropy / now.length - was.entropy / was.length, abs=1e-9)
+def test_over_the_whole_population_it_is_the_exact_change(estimator: Estimator, plain: Plain, size: float) -> None:
+    new = moved(OLD, size)
+    got = estimator(as_scores(OLD, population()), as_scores(new, population()))
+    assert got.value.tolist() == pytest.approx(exact_change(new), abs=1e-9)
 
 
+@every_estimator
+@pytest.mark.parametrize("size", [1, 3], ids=["one to a prompt", "three to a prompt"])
 @pytest.mark.parametrize("seed", range(3))
-def test_reweighted_change_its_errors_and_the_ess_are_those_of_the_plain_definition(seed: int) -> None:
-    old = table(seed)
-    responses = draws(old, 20, seed)
-    before, after = totals_of(old, responses), totals_of(step_from(old, 0.5), responses)
-    token, sequence, ess = plain_change(before.tolist(), after.tolist())
-    got = change_of(reweighted_replicates(before, after))
-    assert (got.token, got.sequence) == pytest.approx((token, sequence), abs=1e-12)
-    assert [got.token_stderr, got.sequence_stderr] == pytest.approx(
-        plain_jackknife(before.tolist(), after.tolist()), rel=1e-9
-    )
-    assert importance_weights(before, after).ess == pytest.approx(ess, rel=1e-12)
+def test_value_and_left_out_values_are_those_of_the_plain_definition(
+    estimator: Estimator, plain: Plain, seed: int, size: int
+) -> None:
+    new, responses = moved(OLD, 0.5), draws(12, seed)
+    before, after = as_scores(OLD, responses), as_scores(new, responses)
+    got = estimator(before, after, JackknifeUnits.of_rows(before.mask).in_blocks(size))
+    assert got.value.tolist() == pytest.approx(plain(new, responses), abs=1e-12)
+    for row, rest in zip(got.without.tolist(), each_left_out(responses, size), strict=True):
+        assert row == pytest.approx(plain(new, rest), abs=1e-12)
 
 
-def test_two_sequences_by_hand() -> None:
+@every_estimator
+def test_copies_of_a_response_tell_nothing_new_where_prompts_are_left_out(estimator: Estimator, plain: Plain) -> None:
+    responses = draws(12, 4)
+    copies = [response for response in responses for _ in range(8)]
+    once = estimator(*(as_scores(table, responses) for table in (OLD, moved(OLD, 0.5))))
+    before, after = (as_scores(table, copies) for table in (OLD, moved(OLD, 0.5)))
+    often = estimator(before, after, JackknifeUnits.of_rows(before.mask).in_blocks(8))
+    assert often.value.tolist() == pytest.approx(once.value.tolist(), abs=1e-12)
+    assert often.stderr.tolist() == pytest.approx(once.stderr.tolist(), rel=1e-9)
+
+
+@every_estimator
+@pytest.mark.parametrize("shift", [-2000.0, 2000.0])
+def test_ratios_matter_only_relative_to_one_another_and_never_overflow(
+    estimator: Estimator, plain: Plain, shift: float
+) -> None:
+    before, after = as_scores(OLD, draws(30, 1)), as_scores(moved(OLD, 0.5), draws(30, 1))
+    shifted = Scores(after.logps + torch.tensor([shift, 0, 0]), after.entropies, after.mask)
+    here, there = estimator(before, after), estimator(before, shifted)
+    assert torch.allclose(there.value, here.value)
+    assert torch.allclose(there.stderr, here.stderr)
+    sizes = [importance_weights(sequence_totals(before), sequence_totals(scores)).ess for scores in (after, shifted)]
+    assert sizes[1] == pytest.approx(sizes[0], rel=1e-9)
+
+
+@every_estimator
+def test_the_standard_error_is_the_scatter_of_repeated_samples_around_the_exact_change(
+    estimator: Estimator, plain: Plain
+) -> None:
+    new, number, size = moved(OLD, 0.3), 300, 40
+    rows = [draws(size, 1000 + i) for i in range(number)]
+    changes = [estimator(as_scores(OLD, r), as_scores(new, r)) for r in rows]
+    values, claimed = torch.stack([c.value for c in changes]), torch.stack([c.stderr for c in changes])
+    assert torch.allclose(values.std(dim=0), claimed.square().mean(dim=0).sqrt(), rtol=0.17)  # ±4 of its own errors
+    off = (values.mean(dim=0) - torch.tensor(exact_change(new))).abs()
+    assert (off < 4 * values.std(dim=0) / math.sqrt(number)).all()
+
+
+@every_estimator
+def test_one_sequence_is_refused(estimator: Estimator, plain: Plain) -> None:
+    one = as_scores(OLD, [(2,)])
+    with pytest.raises(ValueError, match="at least 2"):
+        estimator(one, one)
+
+
+# --- whole sequences --------------------------------------------------------------------------------------------------
+
+
+def test_two_weighted_sequences_by_hand() -> None:
     before = torch.tensor([[-1.0, 1.0, 1.0], [-1.0, 1.0, 1.0]], dtype=torch.float64)
     after = torch.tensor([[-1.0 + math.log(3), 2.0, 1.0], [-1.0, 4.0, 1.0]], dtype=torch.float64)
-    got, weights = change_of(reweighted_replicates(before, after)), importance_weights(before, after)
-    assert (got.token, got.sequence) == pytest.approx((1.5, 1.5))
-    assert got.sequence_stderr == pytest.approx(1.0)  # left-out values 3 and 1: ½ Σ (±1)²
+    got, weights = reweighted_replicates(before, after), importance_weights(before, after)
+    assert got.value.tolist() == pytest.approx([1.5, 1.5])
+    assert float(got.stderr[1]) == pytest.approx(1.0)  # left-out values 3 and 1: ½ Σ (±1)²
     assert (weights.ess, weights.largest, weights.smallest) == pytest.approx((16 / 10, 3.0, 1.0))
-
-
-def test_a_policy_that_did_not_move_has_no_change_and_equal_weights() -> None:
-    totals = totals_of(table(1), draws(table(1), 50, 1))
-    got, weights = change_of(reweighted_replicates(totals, totals)), importance_weights(totals, totals)
-    assert (got.token, got.sequence) == (0, 0)
-    assert max(got.token_stderr, got.sequence_stderr) < 1e-15
-    assert (weights.ess, weights.largest, weights.smallest) == (50, 1, 1)
-
-
-@pytest.mark.parametrize("shift", [-2000.0, 3.0, 2000.0])
-def test_weights_matter_only_relative_to_one_another_and_never_overflow(shift: float) -> None:
-    old = table(2)
-    before = totals_of(old, draws(old, 30, 2))
-    after = totals_of(step_from(old, 0.5), draws(old, 30, 2))
-    shifted = after + torch.tensor([shift, 0, 0])
-    here, there = change_of(reweighted_replicates(before, after)), change_of(reweighted_replicates(before, shifted))
-    assert (there.token, there.sequence) == pytest.approx((here.token, here.sequence), abs=1e-10)
-    assert there.sequence_stderr == pytest.approx(here.sequence_stderr, rel=1e-9)
-    assert importance_weights(before, shifted).ess == pytest.approx(importance_weights(before, after).ess, rel=1e-9)
+    same = importance_weights(before, before)
+    assert (same.ess, same.largest, same.smallest) == (2, 1, 1)
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_a_log_probability_that_is_not_finite_makes_the_change_or_its_ess_nan(bad: float) -> None:
-    before = totals_of(table(3), draws(table(3), 9, 3))
+    before = sequence_totals(as_scores(OLD, draws(9, 3)))
     after = before.clone()
     after[4, 0] = bad
+    weights = importance_weights(before, after)
     if bad == -math.inf:  # a sequence that has become impossible: weight 0
-        assert importance_weights(before, after).ess == pytest.approx(8)
-        assert importance_weights(before, after).smallest == 0
+        assert (weights.ess, weights.smallest) == (pytest.approx(8), 0)
     else:
-        assert math.isnan(importance_weights(before, after).ess)
-        assert math.isnan(change_of(reweighted_replicates(before, after)).sequence)
+        assert math.isnan(weights.ess)
+        assert reweighted_replicates(before, after).value.isnan().all()
 
 
 def test_paired_change_is_the_mean_difference_with_the_error_of_pairs() -> None:
-    old, new = table(4), step_from(table(4), 0.5)
-    before, after = totals_of(old, draws(old, 40, 4)), totals_of(new, draws(new, 40, 5))
-    got = change_of(paired_replicates(before, after))
-    differences = (after - before)[:, 1]
-    assert got.sequence == pytest.approx(float(differences.mean()), abs=1e-13)
-    assert got.sequence_stderr == pytest.approx(float(differences.std() / math.sqrt(40)), rel=1e-9)
+    new = moved(OLD, 0.5)
+    before, after = (sequence_totals(as_scores(table, draws(40, seed))) for table, seed in ((OLD, 4), (new, 5)))
+    got, differences = paired_replicates(before, after), (after - before)[:, 1]
     per_token = after[:, 1].sum() / after[:, 2].sum() - before[:, 1].sum() / before[:, 2].sum()
-    assert got.token == pytest.approx(float(per_token), abs=1e-13)
-
-
-def test_the_standard_error_is_the_scatter_of_repeated_samples_around_the_exact_change() -> None:
-    old = table(6)
-    new = step_from(old, 0.3)
-    before, after = totals_of(old, reference.RESPONSES), totals_of(new, reference.RESPONSES)
-    rows = torch.multinomial(before[:, 0].exp(), 400 * 100, True, generator=torch.Generator().manual_seed(0))
-    changes = [change_of(reweighted_replicates(before[r], after[r])) for r in rows.view(400, 100)]
-    was, now = reference.exact(old), reference.exact(new)
-    for name, exact in (
-        ("sequence", now.entropy - was.entropy),
-        ("token", now.entropy / now.length - was.entropy / was.length),
-    ):
-        values = torch.tensor([getattr(change, name) for change in changes])
-        claimed = torch.tensor([getattr(change, f"{name}_stderr") for change in changes])
-        assert float(values.std()) == pytest.approx(float(claimed.square().mean().sqrt()), rel=0.15)  # ±4 of its errors
-        assert abs(float(values.mean()) - exact) < 4 * float(values.std()) / math.sqrt(400)
+    assert got.value.tolist() == pytest.approx([float(per_token), float(differences.mean())], abs=1e-13)
+    assert float(got.stderr[1]) == pytest.approx(float(differences.std() / math.sqrt(40)), rel=1e-9)
+    copies = [totals.repeat_interleave(8, dim=0) for totals in (before, after)]
+    again = paired_replicates(*copies, JackknifeUnits.of_rows(copies[0]).in_blocks(8))
+    assert again.stderr.tolist() == pytest.approx(got.stderr.tolist(), rel=1e-9)
 
 
 def test_totals_count_sampled_tokens_only() -> None:
@@ -190,6 +238,128 @@ def test_totals_count_sampled_tokens_only() -> None:
     assert totals.tolist() == [[-3.0, 0.75, 2.0], [-4.0, 1.0, 1.0]]
 
 
-def test_one_sequence_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least 2"):
-        change_of(reweighted_replicates(torch.zeros(1, 3), torch.zeros(1, 3)))
+# --- decision by decision ---------------------------------------------------------------------------------------------
+
+
+def test_weights_of_the_whole_sequence_or_of_the_living_only_are_something_else() -> None:
+    """What the test before would miss if sequences that have ended were left out, or got back the weight 1."""
+    new, responses = moved(OLD, 1.0), population()
+    before, after = as_scores(OLD, responses), as_scores(new, responses)
+    ratios = (after.logps - before.logps).nan_to_num().cumsum(dim=1).roll(1, dims=1).exp()
+    ratios[:, 0] = 1.0
+    entropy, mask = after.entropies.nan_to_num(), before.mask.double()
+    exact = exact_change(new)[1] + float(mean_entropy(before).value[1])
+    right = (ratios * mask * entropy).sum(0) / ratios.sum(0)
+    living = (ratios * mask * entropy).sum(0) / (ratios * mask).sum(0)
+    forgotten = (ratios * mask * entropy).sum(0) / torch.where(mask.bool(), ratios, 1.0).sum(0)
+    assert float(right.sum()) == pytest.approx(exact, abs=1e-9)
+    assert abs(float(living.sum()) - exact) > 0.05
+    assert abs(float(forgotten.sum()) - exact) > 0.05
+
+
+def test_two_sequences_by_hand() -> None:
+    mask = torch.tensor([[1, 1], [1, 0]])
+    before = Scores(torch.tensor([[-0.7, -0.1], [-0.7, math.nan]]), torch.ones(2, 2), mask)
+    logps = torch.tensor([[-0.7 + math.log(1.5), -0.2], [-0.7 + math.log(0.5), math.nan]])
+    after = Scores(logps, torch.tensor([[2.0, 4.0], [2.0, math.inf]]), mask)
+    got = per_decision_change(before, after)
+    assert got.value.tolist() == pytest.approx([5 / 1.75 - 1, 3.5], rel=1e-6)
+    assert got.without.tolist() == [pytest.approx([1.0, 1.0]), pytest.approx([2.0, 4.0])]  # of "." alone, of "x." alone
+
+
+def test_one_sequence_longer_than_all_others_leaves_itself_out_everywhere() -> None:
+    responses = [(0, 0, 2), (2,), (2,), (1, 2)]
+    got = per_decision_change(as_scores(OLD, responses), as_scores(moved(OLD, 0.5), responses))
+    assert got.without[0].tolist() == pytest.approx(plain_per_decision(moved(OLD, 0.5), responses[1:]), abs=1e-12)
+
+
+# --- the first order on the same sequences ----------------------------------------------------------------------------
+
+
+def exact_derivative() -> list[float]:
+    """Returns ∂H_tok and ∂H_seq along DIRECTION."""
+    now = reference.exact(OLD)
+    entropy, length = (
+        sum(x * d for row, along in zip(table, DIRECTION, strict=True) for x, d in zip(row, along, strict=True))
+        for table in (now.d_entropy, now.d_length)
+    )
+    return [(entropy - now.entropy / now.length * length) / now.length, entropy]
+
+
+def finite_slopes(responses: list[Response], size: float = 1e-4) -> tuple[Tensor, Tensor]:
+    return slopes(as_scores(moved(OLD, size), responses), as_scores(moved(OLD, -size), responses), size)
+
+
+def test_over_the_whole_population_the_first_order_is_the_exact_derivative() -> None:
+    """In so large a sample that a baseline without oneself is one with: of n alive it is n / (n − 1) as large."""
+    responses = [response for response in population() for _ in range(8)]
+    got = first_order_change(as_scores(OLD, responses), *finite_slopes(responses))
+    assert got.value.tolist() == pytest.approx(exact_derivative(), rel=3e-3)
+
+
+@pytest.mark.parametrize("size", [1, 3], ids=["one to a prompt", "three to a prompt"])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_first_order_is_that_of_the_surrogate_weights_with_the_baseline_of_the_buffer(seed: int, size: int) -> None:
+    responses = draws(12, seed)
+
+    def by_weights(rows: list[Response]) -> list[float]:
+        scores, (of_logp, of_entropy) = as_scores(OLD, rows), finite_slopes(rows)
+        known, change = (scores.entropies, scores.mask), []
+        for target in ("token", "sequence"):
+            w, u = surrogate_weights(*known, torch.arange(len(rows)), target=target, baseline="buffer")
+            change.append(float((w * of_logp.nan_to_num() + u * of_entropy.nan_to_num()).sum() / len(rows)))
+        return change
+
+    scores = as_scores(OLD, responses)
+    got = first_order_change(scores, *finite_slopes(responses), JackknifeUnits.of_rows(scores.mask).in_blocks(size))
+    assert got.value.tolist() == pytest.approx(by_weights(responses), abs=1e-12)
+    for row, rest in zip(got.without.tolist(), each_left_out(responses, size), strict=True):
+        assert row == pytest.approx(by_weights(rest), abs=1e-12)
+
+
+def test_a_sequence_that_outlives_all_others_has_no_baseline_there() -> None:
+    """In the value, at its positions 3 to 5; in what is left without it, at those of the next one."""
+    lengths = torch.tensor([6, 3, 2, 2])
+    table = torch.rand(4, 4, 6, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    mask = torch.arange(6) < lengths.unsqueeze(1)
+
+    def by_weights(rows: list[int]) -> list[float]:
+        _, entropies, of_logp, of_entropy = table[:, rows]
+        change = []
+        for target in ("token", "sequence"):
+            known = (entropies, mask[rows], torch.arange(len(rows)))
+            w, u = surrogate_weights(*known, target=target, baseline="buffer")
+            change.append(float((w * of_logp + u * of_entropy).sum() / len(rows)))
+        return change
+
+    got = first_order_change(Scores(table[0], table[1], mask), table[2], table[3])
+    assert got.value.tolist() == pytest.approx(by_weights([0, 1, 2, 3]), rel=1e-12)
+    for i, row in enumerate(got.without.tolist()):
+        assert row == pytest.approx(by_weights([j for j in range(4) if j != i]), rel=1e-12)
+
+
+def test_the_change_of_a_small_step_shares_its_noise_with_the_first_order_on_the_same_sequences() -> None:
+    responses, size = draws(300, 5), 1e-5
+    before = as_scores(OLD, responses)
+    new, old = as_scores(moved(OLD, size), responses), as_scores(moved(OLD, -size), responses)
+    odd = (per_decision_change(before, new) - per_decision_change(before, old)) * (0.5 / size)
+    first_order = first_order_change(before, *finite_slopes(responses))
+    noise = first_order.stderr
+    assert ((odd - first_order).value.abs() < 0.05 * noise).all()
+    assert ((odd - first_order).stderr < 0.1 * noise).all()
+    whole = whole_sequences(before, new) * (1 / size)
+    assert (whole - first_order).stderr[1] > 0.5 * noise[1]  # per sequence: another estimator
+
+
+# --- replicates -------------------------------------------------------------------------------------------------------
+
+
+def test_the_error_of_a_mean_is_the_textbook_one_and_differences_drop_what_is_shared() -> None:
+    x, y = torch.randn(2, 50, 1, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+    def mean(values: Tensor) -> Replicates:
+        return Replicates(values.mean(dim=0), (values.sum(dim=0) - values) / (len(values) - 1))
+
+    assert float(mean(x).stderr) == pytest.approx(float(x.std()) / math.sqrt(50), rel=1e-12)
+    assert float((mean(x + y) - mean(x)).stderr) == pytest.approx(float(mean(y).stderr), rel=1e-12)
+    assert float((mean(x) + mean(x) * -1.0).stderr) == pytest.approx(0.0, abs=1e-15)

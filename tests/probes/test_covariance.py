@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Kept
 from trainers import FEW, trainer_maker
 
-from rl_training import Estimate
 from rl_training.engine.step import Step
 from rl_training.mathematics.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.mathematics.scores import Scores
@@ -20,23 +20,13 @@ from rl_training.probes import CovariancePredictorProbe
 NAMES = ("covariance/token", "covariance/sequence")
 
 
-class Answers(CovariancePredictorProbe):
+class Answers(Kept, CovariancePredictorProbe):
     """The probe, with its answers and what it saw kept; padding is nan."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.all: list[dict[str, Estimate]] = []
-        self.steps: list[Step] = []
 
     def prepare(self, step: Step) -> None:
         scores = step.batch.scores
         padded = dataclasses.replace(scores, logps=scores.logps.masked_fill(scores.mask == 0, torch.nan))
-        self.steps.append(dataclasses.replace(step, batch=dataclasses.replace(step.batch, scores=padded)))
-        super().prepare(self.steps[-1])
-
-    def results(self) -> dict[str, Estimate]:
-        self.all.append(super().results())
-        return self.all[-1]
+        super().prepare(dataclasses.replace(step, batch=dataclasses.replace(step.batch, scores=padded)))
 
 
 def plain(step: Step, rows: list[int]) -> list[float]:

@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+from seen import Kept
 from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training import Estimate, attach
 from rl_training.engine.batch import Rollout, take_rows
 from rl_training.engine.ranks import Ranks
-from rl_training.engine.step import Step
 from rl_training.mathematics.kish import kish_size, kish_size_of_sums, kish_sums, without_rounding
 from rl_training.probes import EffectiveSampleSizeProbe
 
@@ -23,21 +23,8 @@ FRACTIONS = tuple(f"{name}_fraction" for name in SIZES)
 METRICS = {*SIZES, *FRACTIONS, "ess/importance", "ess/zero_advantage", "ess/zero_advantage_prompts"}
 
 
-class Answers(EffectiveSampleSizeProbe):
+class Answers(Kept, EffectiveSampleSizeProbe):
     """The probe, with its answers and what it saw kept."""
-
-    def __init__(self, **options: Any) -> None:
-        super().__init__(**options)
-        self.all: list[dict[str, Estimate]] = []
-        self.steps: list[Step] = []
-
-    def prepare(self, step: Step) -> None:
-        self.steps.append(step)
-        super().prepare(step)
-
-    def results(self) -> dict[str, Estimate]:
-        self.all.append(super().results())
-        return self.all[-1]
 
 
 def half_of_the_prompts(completions: list[str], answer: list[str], **kwargs: Any) -> list[float]:

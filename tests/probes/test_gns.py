@@ -5,28 +5,20 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-import os
 import random
 import statistics
 from collections.abc import Sequence
-from datetime import timedelta
-from pathlib import Path
-from typing import Any
 
-import forks
 import pytest
 import reference
 import torch
-import torch.distributed as dist
-from example_steps import ALONE, step_of
+from example_steps import step_of
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 
 from rl_training import Estimate
 from rl_training.engine.batch import Rollout
 from rl_training.engine.fold_reduction import FoldReduction
 from rl_training.engine.gradient_rows import GradientRows
-from rl_training.engine.ranks import Ranks
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import Gradients, Step
 from rl_training.mathematics.adamw import WARM_STEPS, AdamWState
@@ -40,8 +32,8 @@ from rl_training.mathematics.noise_scale import (
     split_of_trace,
 )
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.square_norms import adam_roots, square_norms
-from rl_training.mathematics.vectors import CHUNK, JOINED, Layout, flat_dot
+from rl_training.mathematics.square_norms import adam_roots
+from rl_training.mathematics.vectors import Layout
 from rl_training.probes import GradientNoiseScaleProbe
 from rl_training.probes.gns import BOUNDS
 
@@ -96,45 +88,27 @@ class NotToBeAsked:
 class Loop:
     """A trainer's loop around the probe: the loss over K, backwards under the hooks, the step, the answers."""
 
-    def __init__(
-        self,
-        probe: GradientNoiseScaleProbe,
-        model: nn.Module | None = None,
-        states: dict[str, AdamWState] | None = None,
-        ranks: Ranks = ALONE,
-    ) -> None:
+    def __init__(self, probe: GradientNoiseScaleProbe, states: dict[str, AdamWState] | None = None) -> None:
         self.probe = probe
-        self.model = model or LinearLoss()
-        own = self.model.module if isinstance(self.model, DistributedDataParallel) else self.model
-        self.shard = Shard(own, torch.optim.SGD(own.parameters()), None)
-        weights = self.shard.weights()
-        self.layout = Layout(weights, {name: self.shard.width(name) for name in weights})
+        self.model = LinearLoss()
+        self.shard = Shard(self.model, torch.optim.SGD(self.model.parameters()), None)
+        self.layout = Layout(self.shard.weights())
         self.reduction = FoldReduction(self.shard, self.layout)
         self.rows = GradientRows(self.reduction, self.layout, keep_rows=False, keep_sq_norms=True)
         self.states = {
-            name: dataclasses.replace(
-                state,
-                exp_avg=self.shard.own(name, state.exp_avg),
-                exp_avg_sq=self.shard.own(name, state.exp_avg_sq),
-            )
+            name: dataclasses.replace(state, exp_avg=state.exp_avg.flatten(), exp_avg_sq=state.exp_avg_sq.flatten())
             for name, state in (states or {}).items()
         }
-        self.ranks = ranks
         self.steps = 0
 
     def step(self, vectors: Sequence[Tensor] | Tensor) -> dict[str, Estimate]:
-        """Returns the probe's answers to one step on K vectors (b, DIM): microbatches of b prompts on this rank.
-
-        Each microbatch of each rank is a fold.
-        """
-        sizes, own = [len(block) for block in vectors], tuple(range(self.ranks.count))
+        """Returns the probe's answers to one step on K vectors (b, DIM): microbatches of b prompts, each a fold."""
+        sizes = [len(block) for block in vectors]
         self.steps += 1
         rows = ranges_of([number * G for number in sizes])
-        folds = [FoldGroup(range(k * len(own), (k + 1) * len(own)), own, (part,)) for k, part in enumerate(rows)]
+        folds = [FoldGroup(range(k, k + 1), (0,), (part,)) for k, part in enumerate(rows)]
         self.rows.start_step(folds, adam_roots(self.layout, self.states))
         for k, block in enumerate(vectors):
-            if isinstance(self.model, DistributedDataParallel):
-                self.model.require_backward_grad_sync = k == len(rows) - 1  # as no_sync does on all but the last
             loss = self.model(block) * len(block) / sum(sizes)
             self.rows.arm(rows[k].start)
             loss.backward()
@@ -156,19 +130,16 @@ class Loop:
             {name: p.grad for name, p in self.shard.trained.items()},
             NotToBeAsked(),
             states=self.states,
-            ranks=self.ranks,
         )
-        fold_sizes = torch.zeros(len(rows), self.ranks.count, dtype=torch.float64)
-        fold_sizes[:, self.ranks.number] = torch.tensor([len(part) for part in rows], dtype=torch.float64)
-        fold_sizes = self.ranks.reduce(fold_sizes).flatten()
-        self.rows.finish(fold_sizes, self.ranks.count)
+        fold_sizes = torch.tensor([len(part) for part in rows], dtype=torch.float64)
+        self.rows.finish(fold_sizes, 1)
         gradients = Gradients(
             self.shard.weights(),
             self.shard.gradients(),
             self.layout,
             self.reduction,
             rows=None,
-            sq_norms=self.ranks.reduce(self.rows.sq_norms),
+            sq_norms=self.rows.sq_norms,
         )
         batch = dataclasses.replace(step.batch, microbatch_rows=rows, num_folds=len(fold_sizes))
         return dataclasses.replace(step, batch=batch, gradients=gradients, folds=folds, fold_sizes=fold_sizes)
@@ -325,59 +296,6 @@ def test_interval_of_the_noise_scale_is_the_reciprocal_of_the_other_without_its_
 def test_without_a_trace_that_is_known_any_ratio_is_possible() -> None:
     averages = Averages(torch.tensor([1.0, 1.0]), torch.eye(2), math.nan, 40.0, degrees=5.0)
     assert signal_to_noise_interval(averages) == (-math.inf, math.inf)
-
-
-# --- two ranks --------------------------------------------------------------------------------------------------------
-
-
-def ddp_worker(rank: int, folder: str) -> None:
-    """Measures NUM_STEPS steps of three microbatches under DDP; every rank draws for all and takes its own."""
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo", f"file://{folder}/rendezvous", rank=rank, world_size=NUM_RANKS, timeout=timedelta(seconds=60)
-    )
-
-    def reduce(tensor: Tensor) -> Tensor:
-        total = tensor.clone()
-        dist.all_reduce(total)
-        return total
-
-    truth, generator = Truth(), seeded(3)
-    loop = Loop(
-        GradientNoiseScaleProbe(decay=EVEN),
-        DistributedDataParallel(LinearLoss()),
-        adamw_states(),
-        Ranks(2, reduce, rank),
-    )
-    drawn = (truth.draw(NUM_RANKS, 3, 4, generator=generator) for _ in range(NUM_STEPS))
-    answers = [{name: e.value for name, e in loop.step(vectors[rank]).items()} for vectors in drawn]
-    torch.save(answers, f"{folder}/rank{rank}.pt")
-    dist.barrier()
-    os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it
-
-
-@pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[list[dict[str, float]]]:
-    """The answers at every step, of each of two processes."""
-    folder: Path = tmp_path_factory.mktemp("ddp")
-    forks.start_ranks(ddp_worker, (str(folder),), NUM_RANKS)
-    return [torch.load(folder / f"rank{rank}.pt") for rank in range(NUM_RANKS)]
-
-
-def test_on_two_ranks_both_moments_are_unbiased_and_every_rank_says_the_same(ranks) -> None:
-    for name, value in zip(RAW, Truth().moments(), strict=True):
-        assert_unbiased([answer[name] for answer in ranks[0]], value)
-    assert repr(ranks[0]) == repr(ranks[1])  # nan is not equal to itself
-
-
-def test_two_ranks_say_what_one_says_of_the_same_blocks(ranks) -> None:
-    truth, generator = Truth(), seeded(3)
-    loop = Loop(GradientNoiseScaleProbe(decay=EVEN), states=adamw_states())
-    for answers in ranks[0][:20]:
-        alone = loop.step(truth.draw(NUM_RANKS, 3, 4, generator=generator).view(3 * NUM_RANKS, 4, DIM))
-        assert answers.keys() == alone.keys()
-        for name, estimate in alone.items():
-            assert answers[name] == pytest.approx(estimate.value, rel=1e-9, nan_ok=True), name
 
 
 # --- Adam's metric ----------------------------------------------------------------------------------------------------
@@ -547,35 +465,7 @@ def test_a_checkpoint_of_a_version_that_kept_products_over_steps_resumes() -> No
     assert set(resumed.probe.state_dict()) == {"history"}
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [({"decay": 1.0}, "between 0 and 1"), ({"decay": 0.0}, "between 0 and 1"), ({"split_prompts": -1}, "or more"),
-     ({"every": 0}, "at least 1")],
-)  # fmt: skip
-def test_options_that_mean_nothing_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        GradientNoiseScaleProbe(**options)
-
-
 # --- the hooks --------------------------------------------------------------------------------------------------------
-
-
-def test_square_norms_do_not_depend_on_which_gradients_are_measured_together() -> None:
-    """One as large as is measured alone, two of one optimizer's settings, one of other settings, one not warm yet."""
-    sizes = {"large": JOINED, "one": 7, "two": 5, "other": 6, "cold": 3}
-    gradients, states, expected = {}, {}, []
-    for seed, (name, size) in enumerate(sizes.items()):
-        gradients[name], root = torch.randn(2, size, generator=seeded(seed), dtype=torch.float64)
-        eps, step = (1e-3, 50) if name == "other" else (1e-8, 3 if name == "cold" else 20)
-        states[name] = AdamWState(torch.zeros(size), root.square(), step, 1e-3, (0.9, 0.99), eps, 0.0)
-        weights = 1 / (root.abs() / math.sqrt(1 - 0.99**step) + eps)
-        squares = gradients[name].square()
-        expected.append([float(squares.sum()), math.nan if name == "cold" else float((weights * squares).sum())])
-    layout = Layout(gradients)
-    assert [len(bucket.names) for bucket in layout.buckets] == [1, 4]
-    rows = [part.unsqueeze(0) for part in layout.vector(gradients.values())]
-    (got,) = square_norms(layout, rows, adam_roots(layout, states)).tolist()
-    assert got == [pytest.approx(pair, rel=1e-12, nan_ok=True) for pair in expected]
 
 
 def test_a_parameter_that_a_microbatch_does_not_reach_has_a_square_norm_of_zero_there() -> None:
@@ -591,13 +481,6 @@ def test_a_parameter_that_a_microbatch_does_not_reach_has_a_square_norm_of_zero_
         rows.disarm()
     rows.finish(torch.ones(2, dtype=torch.float64), 1)
     assert rows.sq_norms[..., 0].flatten().tolist() == pytest.approx([18.0, 0.0, 0.0, 18.0], rel=1e-6)
-
-
-def test_inner_product_of_many_entries_is_exact_where_no_fp32_number_is() -> None:
-    """A chunk of 4s sums to 2^24 without rounding in any order, and 19 chunks add 1 each: fp32 has no 2^24 + 19."""
-    vector = torch.zeros(20, CHUNK)
-    vector[0], vector[1:, 0] = 4.0, 1.0
-    assert float(flat_dot(vector.flatten(), vector.flatten())) == 2.0**24 + 19
 
 
 # --- the split of the trace -------------------------------------------------------------------------------------------

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
+from seen import Kept
 from simple_twin import L_MAX, Recorder, Twin
 from torch import Tensor
-from trainers import bare_ending, differing, ending, graded, trainer_maker
+from trainers import graded, trainer_maker
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import Estimate, attach
@@ -40,16 +40,11 @@ WHICH = [
 ]
 
 
-class Answers(InterventionsProbe):
+class Answers(Kept, InterventionsProbe):
     """The probe, with its answers kept."""
 
     def __init__(self, which: Any = WHICH, num_folds: int | None = NUM_FOLDS, every: int = 1, **options: Any) -> None:
         super().__init__(which, every=every, num_folds=num_folds, **options)
-        self.all: list[dict[str, Estimate]] = []
-
-    def results(self) -> dict[str, Estimate]:
-        self.all.append(super().results())
-        return self.all[-1]
 
 
 class InterventionsTwin(Twin):
@@ -291,10 +286,6 @@ def test_prices_are_those_of_two_changes_of_a_step_or_of_their_means(run: tuple[
     assert all(math.isfinite(price.value) for price in falling)
 
 
-def test_training_with_it_is_bitwise_the_training_without(make_trainer: Callable[..., Any]) -> None:
-    assert differing(ending(make_trainer(probes=[Answers()])), bare_ending()) == []
-
-
 def test_it_goes_on_from_its_state_as_if_never_stopped(make_trainer: Callable[..., Any]) -> None:
     stopped, resumed = Answers(["psr", "lr"]), Answers(["lr", "nsr"])
     make_trainer(probes=[stopped], max_steps=1).train()
@@ -357,21 +348,6 @@ def test_the_model_without_its_adapters_is_the_reference_of_kl(make_trainer: Cal
     assert "grows with the distance" in second.reason
     make_trainer(probes=[full], max_steps=1).train()
     assert "there is none" in reasons(full.all[0], "delta_h")["kl:5"]
-
-
-@pytest.mark.parametrize(
-    ("options", "said"),
-    [
-        ({"which": ["bonus", "clipcov"]}, "did you mean clip_cov"),
-        ({"which": []}, "names none"),
-        ({"which": ["lr", "lr"]}, "has lr twice"),
-        ({"decay": 0.0}, "must lie in (0, 1]"),
-        ({"every": 0}, "must be at least 1"),
-    ],
-)
-def test_options_that_mean_nothing_are_refused(options: dict[str, Any], said: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(said)):
-        InterventionsProbe(**options)
 
 
 def test_only_what_is_not_a_multiple_takes_its_own_backward() -> None:

@@ -11,11 +11,11 @@ import pytest
 import reference
 import torch
 from peft import LoraConfig
+from seen import Seen
 from simple_twin import L_MAX, Answers, Recorder, Twin, dot_product, per_sequence, per_token
 from torch import Tensor
 from trainers import FEW, graded, trainer_maker
 
-from rl_training import Estimate, Probe
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.policy import Policy
 from rl_training.probes import (
@@ -36,7 +36,6 @@ SMOOTH = {"adam_epsilon": 1e-5, "max_grad_norm": 0.05}
 
 def last_update(trainer: Any) -> Tensor:
     """What a checkpoint would keep of the last step: its update, flat."""
-    """Flat, as one process keeps it."""
     state = trainer.attachment.driver.state_dict()
     return torch.cat([values for name, values in state.items() if name.startswith("shard.")])
 
@@ -233,17 +232,13 @@ def test_a_number_of_folds_that_would_split_prompts_is_refused_with_one_that_wou
     ),
 ])  # fmt: skip
 def test_the_step_of_each_known_optimizer_is_the_change_of_the_parameters(make_trainer, make_optimizer) -> None:
-    class Watch(Probe):
-        name = "watch"
-
+    class Watch(Seen):
         def prepare(self, step: Any) -> None:
+            super().prepare(step)
             self.before = {n: w.clone() for n, w in step.gradients.weights.items()}
 
         def after_step(self, step: Any) -> None:
             self.change = torch.cat([w - self.before[n] for n, w in step.gradients.weights.items()])
-
-        def results(self) -> dict[str, Estimate]:
-            return {"watch/one": Estimate(1.0)}
 
     policy, watch = load_tiny()[0].double(), Watch()
     optimizer = make_optimizer(list(policy.parameters()))
@@ -422,11 +417,3 @@ def test_an_estimate_does_not_depend_on_the_padding_of_the_batch(make_trainer) -
         make_trainer(probes=[probe], pad_to_multiple_of=multiple, max_steps=1, **SMOOTH, **FEW).train()
         answers.append(probe.all[0]["delta_h/forward"].value)
     assert answers[0] == pytest.approx(answers[1], rel=1e-4)
-
-
-@pytest.mark.parametrize(("options", "message"), [({"responses_per_prompt": 0}, "at least 1"),
-                                                  ({"error_decay": 1.0}, "must lie in"),
-                                                  ({"every": 0}, "at least 1")])  # fmt: skip
-def test_options_that_mean_nothing_are_refused(options, message) -> None:
-    with pytest.raises(ValueError, match=message):
-        SimpleEntropyProbe(**options)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from ranks_in_threads import on_two_ranks
+from seen import Kept
 from simple_twin import Recorder, Twin
 from torch import Tensor
 from trainers import graded, trainer_maker
@@ -37,16 +37,11 @@ SETTINGS: dict[str, Any] = {
 }  # fmt: skip
 
 
-class Answers(TokenClassesProbe):
+class Answers(Kept, TokenClassesProbe):
     """The probe, with its answers kept."""
 
     def __init__(self, every: int = 1, num_folds: int | None = NUM_FOLDS) -> None:
         super().__init__(every, num_folds)
-        self.all: list[dict[str, Estimate]] = []
-
-    def results(self) -> dict[str, Estimate]:
-        self.all.append(super().results())
-        return self.all[-1]
 
 
 class NanInPadding(Answers):
@@ -227,26 +222,12 @@ def test_quantiles_are_exactly_those_of_all_sorted_tokens_of_all_processes(dtype
         ordered = entropies.flatten().sort().values
         limits = [ordered[math.ceil(share * len(ordered)) - 1] for share in token_classes.QUANTILES]
         expected = torch.stack([entropies > limit for limit in limits]).sum(dim=0)
-        assert torch.equal(torch.cat(on_two_processes(entropies)), expected)
 
+        def classes(rank: int, reduce: Callable[[Tensor], Tensor], entropies: Tensor = entropies) -> Tensor:
+            own = entropies[rank : rank + 1]
+            return token_classes.entropy_classes(own, torch.ones_like(own).bool(), reduce)
 
-def on_two_processes(entropies: Tensor) -> list[Tensor]:
-    """The classes that each of two processes finds, which has a row of the entropies and sums over both."""
-    barrier, parts = threading.Barrier(2), [torch.empty(0)] * 2
-
-    def classes(rank: int) -> Tensor:
-        def reduce(mine: Tensor) -> Tensor:
-            parts[rank] = mine
-            barrier.wait()
-            total = parts[0] + parts[1]
-            barrier.wait()
-            return total
-
-        own = entropies[rank : rank + 1]
-        return token_classes.entropy_classes(own, torch.ones_like(own).bool(), reduce)
-
-    with ThreadPoolExecutor(2) as processes:
-        return list(processes.map(classes, range(2)))
+        assert torch.equal(torch.cat(on_two_ranks(classes)), expected)
 
 
 def test_means_go_on_from_their_state_as_if_never_stopped(run: tuple[Any, ...]) -> None:

@@ -10,27 +10,25 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
-from trainers import FEW, LORA, SHORT_LAST_STEP, Ending, bare_ending, differing, ending, every_probe, trainer_maker
+from seen import Seen
+from trainers import FEW, SHORT_LAST_STEP, Ending, bare_ending, differing, ending, trainer_maker
 from transformers import PrinterCallback
 from transformers.utils import logging
 from trl import GRPOTrainer
 
-from rl_training import Estimate, Probe, attach
+from rl_training import Estimate, attach
 from rl_training.engine.policy import Policy
 from rl_training.engine.probe import Need
 from rl_training.probes import (
     CovariancePredictorProbe,
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
-    InterventionsProbe,
     SimpleEntropyProbe,
-    TokenClassesProbe,
 )
 from rl_training.records.jsonl import Records, read_estimates, read_metrics
 
 
-class Witness(Probe):
+class Witness(Seen):
     """Writes down which moments it heard, and of which step."""
 
     name = "witness"
@@ -39,11 +37,10 @@ class Witness(Probe):
         self.name = name
         super().__init__(every)
         self.heard: list[Any] = []
-        self.steps: list[Any] = []
 
     def prepare(self, step: Any) -> None:
+        super().prepare(step)
         self.heard.append(("prepare", step.number))
-        self.steps.append(step)
         self.before = {name: weight.clone() for name, weight in step.gradients.weights.items()}
 
     def after_step(self, step: Any) -> None:
@@ -52,10 +49,10 @@ class Witness(Probe):
 
     def results(self) -> dict[str, Estimate]:
         self.heard.append("results")
-        return {f"{self.name}/one": Estimate(1.0)}
+        return super().results()
 
 
-class Checker(Probe):
+class Checker(Seen):
     """Compares the mean of the folds' gradients with the step's."""
 
     name = "checker"
@@ -63,13 +60,11 @@ class Checker(Probe):
     compared = 0
 
     def prepare(self, step: Any) -> None:
+        super().prepare(step)
         rows = step.gradients.layout.by_name(step.gradients.rows)
         for name, grad in step.gradients.mean.items():
             torch.testing.assert_close(rows[name].mean(dim=0), grad.flatten(), rtol=1e-4, atol=1e-7)
             self.compared += 1
-
-    def results(self) -> dict[str, Estimate]:
-        return {"checker/one": Estimate(1.0)}
 
 
 class Measured(NamedTuple):
@@ -104,24 +99,6 @@ def test_every_second_step_means_steps_1_3_5(make_trainer) -> None:
 
 def test_training_with_probes_is_bitwise_the_training_without(measured) -> None:
     assert differing(measured.ending, bare_ending()) == []
-
-
-@pytest.mark.parametrize("settings", [{"num_iterations": 2}, {"activation_checkpointing": True}])
-def test_training_is_bitwise_the_same_when_responses_are_reused_and_forward_passes_run_again(
-    make_trainer, settings
-) -> None:
-    probed = make_trainer(probes=[SimpleEntropyProbe(responses_per_prompt=2), Witness()], **settings)
-    assert differing(ending(probed), bare_ending(**settings)) == []
-
-
-def test_training_with_everything_that_probes_can_do_is_bitwise_the_training_without(make_trainer) -> None:
-    probes = [*every_probe(num_folds=8, offload=True), InterventionsProbe(every=1), TokenClassesProbe(every=1)]
-    assert differing(ending(make_trainer(probes=probes)), bare_ending()) == []
-
-
-def test_lora_training_with_probes_is_bitwise_the_training_without(make_trainer) -> None:
-    probed = make_trainer(probes=[SimpleEntropyProbe()], peft_config=LoraConfig(**LORA))
-    assert differing(ending(probed), bare_ending(lora=True)) == []
 
 
 @pytest.mark.parametrize("steps_per_generation", [4, 8])
@@ -357,34 +334,25 @@ def test_a_second_training_with_probes_is_refused_and_keeps_the_records_of_the_f
     assert [row["step"] for row in before] == [1, 2]
 
 
-@pytest.mark.parametrize("answer", [0.5, {"witness/one": 0.5}], ids=["a float", "a float by name"])
-def test_a_probe_that_returns_a_float_is_told_what_to_return(make_trainer, answer) -> None:
-    class Plain(Witness):
-        def results(self) -> Any:
-            return answer
-
-    with pytest.raises(
-        ValueError, match=r"probe 'witness': results must return Estimates by name, and returned .*0\.5"
-    ):
-        make_trainer(probes=[Plain()]).train()
+def broken(step: Any) -> None:
+    raise RuntimeError("from the probe")
 
 
-def test_a_probe_that_returns_nothing_is_an_error(make_trainer) -> None:
-    class Silent(Witness):
-        def results(self) -> dict[str, Estimate]:
-            return {}
-
-    with pytest.raises(ValueError, match="returned nothing at step 1"):
-        make_trainer(probes=[Silent()]).train()
-
-
-def test_an_exception_in_a_probe_is_not_swallowed(make_trainer) -> None:
-    class Broken(Witness):
-        def prepare(self, step: Any) -> None:
-            raise RuntimeError("from the probe")
-
-    with pytest.raises(RuntimeError, match="from the probe"):
-        make_trainer(probes=[Broken()]).train()
+@pytest.mark.parametrize(
+    ("hook", "does", "said"),
+    [
+        ("results", lambda: 0.5, r"probe 'witness': results must return Estimates by name, and returned 0\.5"),
+        ("results", lambda: {"witness/one": 0.5}, "results must return Estimates by name, and returned .*0"),
+        ("results", dict, "returned nothing at step 1"),
+        ("prepare", broken, "from the probe"),
+        ("prepare", lambda step: step.entropy_change, r"needs = Need\.ENTROPY_CHANGE"),
+    ],
+)
+def test_a_probe_that_is_wrong_ends_training_and_is_told_why(make_trainer, hook: str, does: Any, said: str) -> None:
+    witness = Witness()
+    setattr(witness, hook, does)
+    with pytest.raises((ValueError, RuntimeError), match=said):
+        make_trainer(probes=[witness], max_steps=1, **FEW).train()
 
 
 def test_gradients_are_kept_only_for_a_probe_that_needs_them_and_only_until_the_step_ends(make_trainer) -> None:
@@ -400,15 +368,6 @@ def test_gradients_are_kept_only_for_a_probe_that_needs_them_and_only_until_the_
 
 def test_the_mean_of_the_fold_gradients_is_the_gradient_of_the_step(measured) -> None:
     assert measured.checker.compared == 2 * 26  # parameters of two steps
-
-
-def test_a_probe_that_reads_the_entropy_change_says_so(make_trainer) -> None:
-    class Undeclared(Witness):
-        def prepare(self, step: Any) -> None:
-            assert step.entropy_change
-
-    with pytest.raises(ValueError, match=r"needs = Need\.ENTROPY_CHANGE"):
-        make_trainer(probes=[Undeclared()], max_steps=1).train()
 
 
 def test_probes_that_ask_for_different_entropy_gradients_are_refused(make_trainer) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,16 @@ from typing import Any
 import forks
 import pytest
 import torch
-from buffer_ranks import Rollouts
+import torch.distributed as dist
 from datasets import Dataset
 from hydra import compose, initialize_config_dir
+from seen import Seen
 from torch import Tensor
+from trainers import trainer_maker
 from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
+from rl_training.engine.batch import Rollout
 from rl_training.hosts.trl.buffer import (
     FilteredBuffer,
     are_mixed,
@@ -41,6 +45,14 @@ SMALL = [
 ]  # fmt: skip
 Make = Callable[..., GRPOTrainer]
 TIMINGS = ("seconds", "step_time", "fraction_of_step", "runtime", "per_second", "train_loss", "total_flos")
+
+
+class Rollouts(Seen):
+    """Keeps the rollout of every step of this process, as training gets it."""
+
+    @property
+    def seen(self) -> list[Rollout]:
+        return [step.batch.rollout for step in self.steps]
 
 
 class Asked:
@@ -341,12 +353,7 @@ def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does(make_traine
     assert_equal(ended, parameters_after(resumed, resume_from_checkpoint=str(checkpoint)))
     assert numbers(resumed) == numbers(whole)
     assert_equal(whole.buffer.state_dict(), resumed.buffer.state_dict())
-
-
-def test_the_buffers_state_is_not_taken_for_weights(make_trainer: Make, tmp_path: Path) -> None:
-    make_trainer(buffer=FilteredBuffer(), save_strategy="steps", save_steps=1, max_steps=1).train()
-    checkpoint = tmp_path / "state" / "checkpoint-1"
-    (checkpoint / "model.safetensors").unlink()
+    (checkpoint / "model.safetensors").unlink()  # the buffer's state is not taken for weights
     assert "no weights" in what_is_wrong_with(checkpoint)
 
 
@@ -364,13 +371,24 @@ def test_a_checkpoint_without_the_state_of_this_buffer_is_refused(make_trainer: 
 # --- what is refused ----------------------------------------------------------------------------------------------
 
 
-def test_a_training_set_that_cannot_fill_a_rollout_is_refused(make_trainer: Make) -> None:
-    task = arithmetic(num_train=7, num_eval=8)
-    with pytest.raises(ValueError, match="has 7 prompts, and a rollout needs 8 different ones"):
-        make_trainer(buffer=FilteredBuffer(), train_dataset=task.train_dataset)
-    stream = Dataset.from_dict(task.train_dataset.to_dict()).to_iterable_dataset()
-    with pytest.raises(ValueError, match="load it without streaming"):
-        make_trainer(buffer=FilteredBuffer(), train_dataset=stream)
+def seven_prompts() -> Dataset:
+    return arithmetic(num_train=7, num_eval=8).train_dataset
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        (lambda: {"train_dataset": seven_prompts()}, "has 7 prompts, and a rollout needs 8 different ones"),
+        (lambda: {"train_dataset": seven_prompts().to_iterable_dataset()}, "load it without streaming"),
+        (
+            lambda: {"multi_objective_aggregation": "normalize_then_sum"},
+            "use 'sum_then_normalize' or buffer=plain",
+        ),
+    ],
+)
+def test_a_training_that_cannot_be_filtered_is_refused(make_trainer: Make, settings: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        make_trainer(buffer=FilteredBuffer(), **settings())
 
 
 @pytest.mark.parametrize("column", ["image", "images"])
@@ -380,11 +398,6 @@ def test_prompts_with_images_are_refused(make_trainer: Make, column: str) -> Non
     trainer.train_dataset = rows.add_column(column, ["a picture"] * len(rows))
     with pytest.raises(ValueError, match="these prompts have images: use buffer=plain"):
         start_buffer(trainer, FilteredBuffer())
-
-
-def test_advantages_that_depend_on_rejected_prompts_are_refused(make_trainer: Make) -> None:
-    with pytest.raises(ValueError, match="use 'sum_then_normalize' or buffer=plain"):
-        make_trainer(buffer=FilteredBuffer(), multi_objective_aggregation="normalize_then_sum")
 
 
 def test_a_filtered_run_is_configured_reported_and_resumed_with_the_same_options_only(tmp_path: Path) -> None:
@@ -406,12 +419,33 @@ def test_a_filtered_run_is_configured_reported_and_resumed_with_the_same_options
 # --- two processes ------------------------------------------------------------------------------------------------
 
 
+def one_rank(rank: int, folder: Path) -> None:
+    """Writes FOLDER/<run>_<rank>.pt for each run; in `one_sided` all responses of rank 1 get the same reward."""
+    for run in ("one_sided", "whole", "resumed"):
+        asked, rollouts = Asked(0.0 if (run, rank) == ("one_sided", 1) else None), Rollouts()
+        trainer = trainer_maker(folder / ("one_sided" if run == "one_sided" else "task"))(
+            probes=[rollouts], buffer=FilteredBuffer(max_attempts=3, seed=11), reward=asked,
+            gradient_accumulation_steps=2, max_steps=2 if run == "one_sided" else 4, save_steps=2,
+            save_strategy="steps" if run == "whole" else "no",
+        )  # fmt: skip
+        checkpoint = folder / "task" / "state" / "checkpoint-2"
+        trainer.train(resume_from_checkpoint=str(checkpoint) if run == "resumed" else None)
+        assert trainer.accelerator.num_processes == 2
+        saved = {
+            "asked": asked.prompts, "advantages": [rollout.advantages for rollout in rollouts.seen],
+            "log": trainer.state.log_history, "buffer": trainer.buffer.state_dict(),
+            "parameters": {name: p.detach().clone() for name, p in trainer.model.named_parameters()},
+        }  # fmt: skip
+        torch.save(saved, folder / f"{run}_{rank}.pt")
+    dist.barrier()
+    os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it
+
+
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """What each rank saw of each run of tests/buffer_ranks.py. Ranks that wait for each other run into the timeout."""
+    """What each rank saw of each run."""
     folder = tmp_path_factory.mktemp("ranks")
-    ended = forks.run("tests/buffer_ranks.py", str(folder), timeout=300)
-    assert ended.returncode == 0, ended.stderr[-3000:]
+    forks.start_ranks(one_rank, (folder,), 2)
     return {
         run: [torch.load(folder / f"{run}_{rank}.pt") for rank in (0, 1)] for run in ("one_sided", "whole", "resumed")
     }

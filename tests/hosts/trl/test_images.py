@@ -10,13 +10,14 @@ import pytest
 import torch
 from datasets import Dataset
 from PIL import Image
-from trainers import TWO_STEPS
+from seen import Seen
+from trainers import FEW, Ending, differing, ending
 from transformers import CLIPVisionConfig, LlavaConfig, LlavaForConditionalGeneration, LlavaProcessor, Qwen2Config
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOTrainer
 from trl.trainer.utils import unsplit_pixel_values_by_grid
 
-from rl_training import Estimate, Probe, attach
+from rl_training import attach
 from rl_training.engine.batch import Rollout, images_of, join_rollouts
 from rl_training.hosts.trl import batches
 from rl_training.mathematics.scores import Scores
@@ -62,26 +63,22 @@ def seeing() -> tuple[LlavaForConditionalGeneration, LlavaProcessor]:
     return model.double(), processor
 
 
-class Contexts(Probe):
+class Contexts(Seen):
     """Keeps each step, and what the policy says of its rows when it is asked in another order, two at a time."""
-
-    name = "contexts"
 
     def __init__(self) -> None:
         super().__init__()
-        self.steps: list[tuple[Any, dict[int, Any], Any]] = []
+        self.scored: list[tuple[dict[int, Any], Any]] = []
 
     def prepare(self, step: Any) -> None:
+        super().prepare(step)
         rows = torch.arange(step.batch.rollout.num_sequences).view(2, -1).T  # pairs of different prompts
         asked = {int(row): (scores, i) for pair in rows for scores in [score(step, step.batch.rollout, pair)]
                  for i, row in enumerate(pair)}  # fmt: skip
         others = {name: values[8:] + values[:8] if isinstance(values, list) else values.roll(-8, 0)
                   for name, values in step.batch.rollout.images.items()}  # fmt: skip
         swapped = score(step, dataclasses.replace(step.batch.rollout, images=others), torch.arange(2))
-        self.steps.append((step, asked, swapped))
-
-    def results(self) -> dict[str, Estimate]:
-        return {"contexts/step": Estimate(float(self.steps[-1][0].number))}
+        self.scored.append((asked, swapped))
 
 
 def score(step: Any, rollout: Rollout, rows: torch.Tensor) -> Scores:
@@ -89,46 +86,35 @@ def score(step: Any, rollout: Rollout, rows: torch.Tensor) -> Scores:
     return Scores(scores.logps.detach(), scores.entropies.detach(), scores.mask)
 
 
-def train(folder: Any, probes: list[Any], whole_prompts: bool) -> tuple[GRPOTrainer, Any]:
+def trained(make_trainer: Any, probes: list[Any], whole_prompts: bool) -> tuple[Ending, Any]:
     model, processor = seeing()
     colours = [(40 * i % 256, 255 - 30 * i % 256, 90 * i % 256) for i in range(16)]
     rows = {
         "prompt": [[{"role": "user", "content": f"{i}+{i % 7}="}] for i in range(16)],
         "image": [Image.new("RGB", (8, 8), colour) for colour in colours],
     }
-    trainer = GRPOTrainer(
-        model,
-        lambda completions, **kwargs: [float(len(str(c)) % 5) for c in completions],
-        GRPOConfig(
-            str(folder),
-            **TWO_STEPS,
-            loss_type="dr_grpo",
-            scale_rewards="none",
-            per_device_train_batch_size=8,
-            gradient_accumulation_steps=2,
-            max_completion_length=12,
-            gradient_checkpointing=False,
-        ),
-        train_dataset=Dataset.from_dict(rows),
-        processing_class=processor,
-    )
+    trainer = make_trainer(
+        GRPOTrainer, model=model, dtype=torch.float64, processing_class=processor, reward=graded_texts,
+        train_dataset=Dataset.from_dict(rows), **FEW | {"per_device_train_batch_size": 8, "max_completion_length": 12},
+    )  # fmt: skip
     attachment = attach(trainer, probes, whole_prompts=whole_prompts)
-    trainer.train()
-    return trainer, attachment
+    return ending(trainer), attachment
 
 
-def test_each_response_is_scored_with_its_own_image_and_training_is_what_it_was(tmp_path) -> None:
+def graded_texts(completions: list[Any], **kwargs: Any) -> list[float]:
+    return [float(len(str(c)) % 5) for c in completions]
+
+
+def test_each_response_is_scored_with_its_own_image_and_training_is_what_it_was(make_trainer) -> None:
     contexts = Contexts()
     probes = [SimpleEntropyProbe(), GroundTruthProbe(every=1, sequences=8), GradientNoiseScaleProbe()]
     probes += [EffectiveSampleSizeProbe(), contexts]
-    probed, attachment = train(tmp_path, probes, whole_prompts=True)
-    bare, _ = train(tmp_path, [], whole_prompts=True)
-    for a, b in zip(probed.model.parameters(), bare.model.parameters(), strict=True):
-        assert torch.equal(a, b)
+    probed, attachment = trained(make_trainer, probes, whole_prompts=True)
+    assert differing(probed, trained(make_trainer, [], whole_prompts=True)[0]) == []
     for name in ("delta_h/forward", "delta_h/backward", "gns/trace_step", "ess/advantage"):
         assert math.isfinite(attachment.latest[name].value)
     assert "text" in attachment.latest["delta_h/true"].reason
-    for step, asked, swapped in contexts.steps:
+    for step, (asked, swapped) in zip(contexts.steps, contexts.scored, strict=True):
         assert not step.capabilities.mixed_prompts
         mask = step.batch.rollout.completion_mask.bool()
         for row, (scores, i) in asked.items():
@@ -142,11 +128,9 @@ def test_each_response_is_scored_with_its_own_image_and_training_is_what_it_was(
         assert float(difference) > 0.05  # images are seen
 
 
-def test_a_plain_trainer_without_whole_prompts_is_left_alone(tmp_path) -> None:
-    probed, attachment = train(tmp_path, [SimpleEntropyProbe()], whole_prompts=False)
-    bare, _ = train(tmp_path, [], whole_prompts=False)
-    for a, b in zip(probed.model.parameters(), bare.model.parameters(), strict=True):
-        assert torch.equal(a, b)
+def test_a_plain_trainer_without_whole_prompts_is_left_alone(make_trainer) -> None:
+    probed, attachment = trained(make_trainer, [SimpleEntropyProbe()], whole_prompts=False)
+    assert differing(probed, trained(make_trainer, [], whole_prompts=False)[0]) == []
     assert math.isfinite(attachment.latest["delta_h/reuse"].value)
 
 

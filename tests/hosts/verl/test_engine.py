@@ -14,10 +14,10 @@ import pytest
 pytest.importorskip("verl.workers")
 
 import torch
-from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, STEPS, G, given_rollout
-from torch.nn.utils import clip_grad_norm_
+from plain_loop import CLIP, train
+from shared_rollouts import MICROBATCH, PROMPTS, STEPS, G
 
-from rl_training.engine.batch import Rollout, take_rows
+from rl_training.engine.batch import Rollout
 from rl_training.hosts.loop import measured_loop
 from rl_training.mathematics.estimate import Estimate
 from rl_training.probes import (
@@ -105,29 +105,14 @@ def estimates_of_a_plain_loop(folder: Path) -> list[dict[str, Any]]:
         CovariancePredictorProbe(),
     ]
     shape = {"responses_per_prompt": G, "microbatch_size": MICROBATCH, "microbatches": PROMPTS * G // MICROBATCH}
-    answers = []
-    with measured_loop(model, optimizer, probes, **shape, max_grad_norm=0.05, dr_grpo=True) as measured:
-        for number in range(1, STEPS + 1):
-            given = given_rollout(number)
-            given.pop("num_items_in_batch")
-            whole = Rollout(**given, rewards=given["advantages"], prompt_index=torch.arange(PROMPTS * G) // G)
-            with measured.step(number):
-                for rows in torch.arange(PROMPTS * G).split(MICROBATCH):
-                    part = take_rows(whole, rows)
-                    scores = measured.scorer.score(part, torch.arange(MICROBATCH))
-                    missing = part.completion_mask.shape[1] - scores.logps.shape[1]
-                    logps = torch.nn.functional.pad(scores.logps, (0, missing))
-                    entropies = torch.nn.functional.pad(scores.entropies, (0, missing))
-                    measured.microbatch(part, logps, entropies)
-                    ratios = (logps - logps.detach()).exp()
-                    loss = -(ratios * part.advantages.unsqueeze(1) * part.completion_mask).sum() / L_MAX
-                    (loss / (PROMPTS * G)).backward()
-                measured.gradients_ready()
-                clip_grad_norm_(model.parameters(), 0.05)
-                optimizer.step()
-                optimizer.zero_grad()
-            answers.append(dict(measured.latest))
-    return answers
+    measured = measured_loop(model, optimizer, probes, **shape, max_grad_norm=CLIP, dr_grpo=True)
+
+    def forward(model: Any, part: Rollout) -> tuple[torch.Tensor, torch.Tensor]:
+        scores = measured.scorer.score(part, torch.arange(MICROBATCH))
+        missing = (0, part.completion_mask.shape[1] - scores.logps.shape[1])
+        return tuple(torch.nn.functional.pad(values, missing) for values in (scores.logps, scores.entropies))
+
+    return train(model, optimizer, measured, STEPS, forward=forward)
 
 
 def error_of(metric: str, answers: dict[str, Estimate]) -> float:

@@ -1,0 +1,39 @@
+"""Whatever a training is like, with every probe that there is it is bitwise the training without."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from peft import LoraConfig
+from trainers import LORA, bare_ending, differing, ending, every_probe, graded
+
+from rl_training.probes import InterventionsProbe, TokenClassesProbe
+
+SHORT: dict[str, Any] = {"max_completion_length": 8, "reward": graded}
+KINDS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "responses that are learned from again": {"num_iterations": 2, "max_steps": 3},  # the third has its own rollout
+    "a rollout of two steps": {"steps_per_generation": 8},
+    "checkpointing": {"activation_checkpointing": True},
+    "steps after which the truth is sampled afresh": {"learning_rate": 1e-2},
+    "bf16": {"bf16": True},
+    "dropout of an adapter": {"lora": True},
+    "an adapter and checkpointing": {"lora": True, "activation_checkpointing": True},
+    "an adapter and responses again": {"lora": True, "num_iterations": 2},
+    "interventions": {"interventions": ("psr", "bonus")},
+    "top-p": {"top_p": 0.8},
+    "every response is truncated and hidden": {"mask_truncated_completions": True, "max_completion_length": 3},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_with_every_probe_is_bitwise_the_training_without(make_trainer: Callable[..., Any], kind: str) -> None:
+    settings = SHORT | KINDS[kind]
+    bare = bare_ending(**settings)
+    peft_config = LoraConfig(**LORA) if settings.pop("lora", False) else None
+    probes = [*every_probe(num_folds=8, offload=True), InterventionsProbe(every=1), TokenClassesProbe(every=1)]
+    trainer = make_trainer(probes=probes, peft_config=peft_config, **settings)
+    assert differing(ending(trainer), bare) == []
+    assert len(trainer.attachment.latest) > 100

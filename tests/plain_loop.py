@@ -1,0 +1,90 @@
+"""Dr-GRPO in plain PyTorch on given rollouts: what the tests of loops train, with room for what they do wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from shared_rollouts import L_MAX, MICROBATCH, PROMPTS, G, given_rollout
+from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
+
+from rl_training import Estimate, Rollout
+from rl_training.engine.batch import take_rows
+from rl_training.hosts.loop import MeasuredLoop
+
+CLIP = 0.05  # every step is clipped
+Action = Callable[[Any, torch.optim.Optimizer], object]
+
+
+def rollout_of(number: int) -> Rollout:
+    """Returns what ReplayTrainer is given, padded to its own longest sequence."""
+    given = given_rollout(number)
+    given.pop("num_items_in_batch")
+    width = int(given["completion_mask"].sum(dim=1).max())
+    given |= {name: given[name][:, :width] for name in ("completion_ids", "completion_mask")}
+    return Rollout(**given, rewards=given["advantages"], prompt_index=torch.arange(PROMPTS * G) // G)
+
+
+def microbatches(number: int, size: int = MICROBATCH) -> list[Rollout]:
+    rollout = rollout_of(number)
+    return [take_rows(rollout, rows) for rows in torch.arange(PROMPTS * G).split(size)]
+
+
+def scores_of(model: Any, part: Rollout) -> tuple[Tensor, Tensor]:
+    """Returns log-probabilities and entropies of the tokens of the responses."""
+    ids = torch.cat([part.prompt_ids, part.completion_ids], dim=1)
+    there = torch.cat([part.prompt_mask, part.completion_mask], dim=1)
+    logits = model(input_ids=ids, attention_mask=there, use_cache=False).logits
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logp = logits[:, part.prompt_ids.shape[1] - 1 : -1].log_softmax(dim=-1)
+    return logp.gather(-1, part.completion_ids.unsqueeze(-1)).squeeze(-1), -(logp.exp() * logp).sum(dim=-1)
+
+
+def loss_of(logps: Tensor, part: Rollout, microbatches: int) -> Tensor:
+    ratios = (logps - logps.detach()).exp()
+    total = (ratios * part.advantages.unsqueeze(1).to(logps) * part.completion_mask).sum()
+    return -total / (len(logps) * L_MAX) / microbatches
+
+
+def nothing(model: Any, optimizer: torch.optim.Optimizer) -> None:
+    """What a right loop does beside its steps."""
+
+
+def train(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    measured: MeasuredLoop,
+    steps: int = 3,
+    *,
+    size: int = MICROBATCH,
+    entropies: bool = True,
+    clip: float | None = CLIP,
+    zero_grad: bool = True,
+    forward: Callable[[Any, Rollout], tuple[Tensor, Tensor]] = scores_of,
+    backward: Callable[[Tensor], object] = Tensor.backward,
+    between: Action = nothing,  # two microbatches
+    ready: Action = nothing,  # after the last backward, before the probes see the gradient
+    late: Action = nothing,  # between the probes and the optimizer
+) -> list[dict[str, Estimate]]:
+    """Returns the estimates of each step."""
+    found = []
+    with measured:
+        for number in range(1, steps + 1):
+            with measured.step(number) as metrics:
+                for part in (parts := microbatches(number, size)):
+                    logps, of_model = forward(model, part)
+                    measured.microbatch(part, logps, of_model.detach() if entropies else None)
+                    backward(loss_of(logps, part, len(parts)))
+                    between(model, optimizer)
+                ready(model, optimizer)
+                measured.gradients_ready()
+                if clip is not None:
+                    metrics["grad_norm"] = clip_grad_norm_(model.parameters(), clip)
+                late(model, optimizer)
+                optimizer.step()
+                if zero_grad:
+                    optimizer.zero_grad()
+            found.append(dict(measured.latest))
+    return found
