@@ -218,23 +218,23 @@ def test_a_layout_without_a_parameter_raises() -> None:
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("num_microbatches", [1, 3, 4])
-def test_rows_are_the_mean_gradients_of_the_folds_and_their_mean_is_the_optimizers(
-    num_microbatches: int, dtype: torch.dtype
-) -> None:
+@pytest.mark.parametrize(("count", "dtype"), [*((k, torch.float64) for k in (1, 3, 4)), (4, torch.bfloat16)])
+def test_rows_are_the_mean_gradients_of_the_folds(count: int, dtype: torch.dtype) -> None:
     """Bit for bit where K is a power of two, since then dividing the loss by K rounds nothing; of bf16 in fp32."""
-    model, batches = TiedModel(dtype), microbatches(num_microbatches)
-    rows, loose = rows_of(model), 1e-12 if dtype == torch.float64 else 0.02
+    model, batches = TiedModel(dtype), microbatches(count)
+    rows = rows_of(model)
     train_step(model, rows, batches)
     assert {part.dtype for part in rows.rows} == {torch.promote_types(dtype, torch.float32)}
     for k, tokens in enumerate(batches):
         for name, gradient in own_gradient(TiedModel(dtype), tokens).items():
-            got, tolerance = kept(rows)[name][k], loose if num_microbatches == 3 else 0.0
+            got, tolerance = kept(rows)[name][k], 1e-12 if count == 3 else 0.0
             torch.testing.assert_close(got, gradient.to(got), rtol=tolerance, atol=0.01 * tolerance)
+
+
+def test_mean_of_the_rows_is_the_gradient_that_the_optimizer_gets(model: TiedModel, rows: GradientRows) -> None:
+    train_step(model, rows, microbatches(3))
     for name, p in model.named_parameters():
-        mean = kept(rows)[name].mean(dim=0)
-        torch.testing.assert_close(mean, p.grad.flatten().to(mean), rtol=loose, atol=loose)
+        torch.testing.assert_close(kept(rows)[name].mean(dim=0), p.grad.flatten(), rtol=1e-12, atol=1e-14)
 
 
 def test_rows_are_the_same_under_gradient_checkpointing() -> None:
@@ -284,15 +284,6 @@ def test_rows_that_are_not_armed_keep_nothing(model: TiedModel, rows: GradientRo
     rows.start_step(folds_of([3]))
     model(tokens).backward()
     assert not any(part.any() for part in rows.rows)
-
-
-def test_rows_change_no_gradient(model: TiedModel, rows: GradientRows) -> None:
-    batches, untouched = microbatches(3), TiedModel()
-    train_step(model, rows, batches)
-    for tokens in batches:
-        (untouched(tokens) / 3).backward()
-    for watched, plain in zip(model.parameters(), untouched.parameters(), strict=True):
-        assert torch.equal(watched.grad, plain.grad)
 
 
 def test_disarmed_rows_leave_no_hook(model: TiedModel, rows: GradientRows) -> None:

@@ -119,21 +119,12 @@ def test_a_threshold_of_zero_or_less_does_not_clip(make_trainer, threshold: floa
 def test_a_fold_that_is_a_slice_of_a_microbatch_is_not_left_out_of_a_loss_with_an_auxiliary_term(make_trainer) -> None:
     _, tokenizer = load_tiny()
     torch.manual_seed(0)
-    experts = Qwen2MoeForCausalLM(
-        Qwen2MoeConfig(
-            vocab_size=len(tokenizer),
-            hidden_size=32,
-            intermediate_size=32,
-            moe_intermediate_size=16,
-            shared_expert_intermediate_size=16,
-            num_hidden_layers=1,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            num_experts=4,
-            num_experts_per_tok=2,
-            router_aux_loss_coef=0.1,
-        )
+    sizes = dict.fromkeys(("hidden_size", "intermediate_size"), 32) | dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size"), 16
     )
+    heads = {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "vocab_size": len(tokenizer)}
+    router = {"num_experts": 4, "num_experts_per_tok": 2, "router_aux_loss_coef": 0.1}
+    experts = Qwen2MoeForCausalLM(Qwen2MoeConfig(**sizes, **heads, **router))
     settings = {"max_steps": 1, "learning_rate": 1e-3, "max_completion_length": 8, "gradient_accumulation_steps": 2}
     for num_folds in (None, 4):  # a fold a microbatch, and two
         trainer = make_trainer(probes=[SimpleEntropyProbe(num_folds=num_folds)], model=experts, **settings)

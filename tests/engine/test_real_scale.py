@@ -70,11 +70,6 @@ def test_the_batch_of_the_experiment_divides_among_1_2_4_and_8_processes_with_an
     assert min(n * (1 if n >= 8 else k) for n, k in steps.items()) >= MIN_FOLDS_FOR_STDERR
 
 
-def test_an_override_wins_over_the_experiment() -> None:
-    cfg = composed("experiment=qwen_gsm8k", "trainer.learning_rate=3e-6", "probe=none", "adapter=none")
-    assert (cfg.trainer.learning_rate, cfg.probes, cfg.adapter) == (3e-6, {}, {})
-
-
 # --- bf16 -------------------------------------------------------------------------------------------------------------
 
 

@@ -100,13 +100,6 @@ def test_steps_without_a_fold_are_the_steps_that_the_other_folds_make(max_grad_n
         torch.testing.assert_close(one, torch.cat(expected))
 
 
-def test_a_large_parameter_is_not_copied(monkeypatch) -> None:
-    monkeypatch.setattr(vectors, "JOINED", LARGE)
-    parameters = {name: draw(*shape) for name, shape in SHAPES.items()}
-    (large,) = (p for p in optimizer_pieces(Layout(parameters), parameters, states_of("adamw")) if len(p.param) > LARGE)
-    assert large.param.data_ptr() == parameters["large"].data_ptr()
-
-
 def test_an_update_outlives_its_step_and_a_stop_and_no_longer_than_one_step() -> None:
     layout = Layout({"w": torch.zeros(3)})
     history, update, nowhere = UpdateHistory(layout), [torch.tensor([1.0, -2.0, 0.5])], [torch.zeros(3)]

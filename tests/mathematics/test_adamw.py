@@ -76,24 +76,6 @@ def test_each_part_equals_the_scalar_twin(hyper: dict[str, Any], step: int) -> N
         torch.testing.assert_close(getattr(parts, name), expected, rtol=1e-12, atol=0)
 
 
-def test_first_step_moves_by_the_learning_rate_against_the_sign_of_the_gradient() -> None:
-    """m̂ = g and √v̂ = |g| at t = 1, so δθ = −lr·g/(|g| + ε): −.1 for g = 3, +.1 for g = −.01, and 0 for g = 0."""
-    grad, zero = torch.tensor([3.0, -0.01, 0.0], dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-    parts = adamw_delta(zero, grad, zero, zero, 0, lr=0.1, betas=(0.9, 0.999), eps=1e-12, weight_decay=0.0)
-    expected = torch.tensor([-0.1, 0.1, 0.0], dtype=torch.float64)
-    torch.testing.assert_close(parts.total, expected, rtol=1e-9, atol=0)
-    assert not parts.momentum.any()
-    assert not parts.decay.any()
-
-
-def test_without_a_gradient_the_momentum_carries_on() -> None:
-    param, _, exp_avg, exp_avg_sq = random_state(6)
-    hyper = HYPERPARAMETERS[0]
-    parts = adamw_delta(param, torch.zeros_like(param), exp_avg, exp_avg_sq, 9, **hyper)
-    assert not parts.gradient.any()
-    assert (parts.momentum * exp_avg < 0).all()
-
-
 @every_hyperparameter
 def test_leading_dimensions_of_the_gradient_are_separate_steps_from_one_state(hyper: dict[str, Any]) -> None:
     param, _, exp_avg, exp_avg_sq = random_state(2, 3)

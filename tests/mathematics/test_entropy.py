@@ -154,26 +154,6 @@ def test_exact_derivatives_of_the_reference_are_central_differences() -> None:
         assert exact.d_length[row][token] == pytest.approx((above.length - below.length) / (2 * step), abs=1e-8)
 
 
-# --- what the claims above would catch --------------------------------------------------------------------------------
-
-
-def test_gradient_of_the_mean_entropy_alone_is_not_the_derivative() -> None:
-    policy = Tabular(TABLE)
-    responses, _, of_sequence = all_groups(TABLE, 2)
-    mask = policy.scores(responses)[2].double()
-    naive = policy.gradient(responses, of_sequence, torch.zeros_like(mask), mask)
-    exact = torch.tensor(reference.exact(TABLE).d_entropy, dtype=torch.float64)
-    assert (naive - exact).norm() > 0.2 * exact.norm()
-
-
-def test_baseline_that_includes_the_response_itself_biases_the_estimate() -> None:
-    policy = Tabular(TABLE)
-    responses, prompts, of_sequence = all_groups(TABLE, 2)
-    weights = twin_weights(*policy.scores(responses)[1:], prompts, "sequence", baseline="all")
-    exact = torch.tensor(reference.exact(TABLE).d_entropy, dtype=torch.float64)
-    assert (policy.gradient(responses, of_sequence, *weights) - exact).norm() > 0.1 * exact.norm()
-
-
 # --- weight by weight -------------------------------------------------------------------------------------------------
 
 

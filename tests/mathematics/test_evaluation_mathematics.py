@@ -26,10 +26,6 @@ def test_pass_at_k_is_the_share_of_subsets_that_hold_a_right_response() -> None:
                 assert pass_at_k(torch.tensor([right]), n, k).item() == pytest.approx(share, abs=1e-14)
 
 
-def test_pass_at_k_by_hand() -> None:
-    assert pass_at_k(torch.tensor([2, 0, 4]), 4, 2).tolist() == pytest.approx([5 / 6, 0, 1])
-
-
 def test_pass_at_k_is_unbiased_for_the_chance_that_k_fresh_responses_succeed() -> None:
     """The mean over all outcomes of n draws with chance p; 1 − (1 − c/n)^k would not do."""
     n, p = 6, 0.3
@@ -66,12 +62,6 @@ def test_majority_is_that_of_the_plain_twin_for_all_votes_of_five() -> None:
         assert majority_vote(answers, [a == "7" for a in answers]) == drawn_majority(answers, {"7"})
 
 
-def test_majority_by_hand() -> None:
-    assert majority_vote(["3", "3", "7", "7", "5"], [False, False, True, True, False]) == 0.5
-    assert majority_vote([None, None, "7"], [False, False, True]) == 1
-    assert majority_vote([None, None], [False, False]) == 0
-
-
 # --- errors over prompts ----------------------------------------------------------------------------------------------
 
 
@@ -98,13 +88,6 @@ def test_standard_error_of_a_ratio_is_the_jackknife_over_prompts() -> None:
     estimate = ratio_over_prompts(torch.tensor(a), torch.tensor(b))
     assert estimate.value == pytest.approx(14 / 20)
     assert estimate.stderr == pytest.approx(twin, rel=1e-12)
-
-
-def test_responses_of_one_prompt_do_not_count_as_independent() -> None:
-    """Each prompt's responses are copies: eight of them say no more than one."""
-    prompts = torch.rand(50, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    copies = prompts.unsqueeze(1).expand(-1, 8)
-    assert mean_over_prompts(copies.mean(dim=1)).stderr == pytest.approx(mean_over_prompts(prompts).stderr)
 
 
 def test_shares_of_none_and_of_all_have_wilsons_interval() -> None:

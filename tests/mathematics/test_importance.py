@@ -20,7 +20,7 @@ from rl_training.mathematics.importance import (
     sequence_totals,
 )
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
-from rl_training.mathematics.per_decision import first_order_change, mean_entropy, per_decision_change, slopes
+from rl_training.mathematics.per_decision import first_order_change, per_decision_change, slopes
 from rl_training.mathematics.scores import Scores
 
 Table = list[list[float]]
@@ -239,22 +239,6 @@ def test_totals_count_sampled_tokens_only() -> None:
 
 
 # --- decision by decision ---------------------------------------------------------------------------------------------
-
-
-def test_weights_of_the_whole_sequence_or_of_the_living_only_are_something_else() -> None:
-    """What the test before would miss if sequences that have ended were left out, or got back the weight 1."""
-    new, responses = moved(OLD, 1.0), population()
-    before, after = as_scores(OLD, responses), as_scores(new, responses)
-    ratios = (after.logps - before.logps).nan_to_num().cumsum(dim=1).roll(1, dims=1).exp()
-    ratios[:, 0] = 1.0
-    entropy, mask = after.entropies.nan_to_num(), before.mask.double()
-    exact = exact_change(new)[1] + float(mean_entropy(before).value[1])
-    right = (ratios * mask * entropy).sum(0) / ratios.sum(0)
-    living = (ratios * mask * entropy).sum(0) / (ratios * mask).sum(0)
-    forgotten = (ratios * mask * entropy).sum(0) / torch.where(mask.bool(), ratios, 1.0).sum(0)
-    assert float(right.sum()) == pytest.approx(exact, abs=1e-9)
-    assert abs(float(living.sum()) - exact) > 0.05
-    assert abs(float(forgotten.sum()) - exact) > 0.05
 
 
 def test_two_sequences_by_hand() -> None:

@@ -27,13 +27,6 @@ def test_equal_variances_come_to_three_batches_and_one_large_one_to_one() -> Non
     assert float(running.add(torch.tensor([1e6], dtype=torch.float64))[1]) == pytest.approx(1.0, abs=1e-4)
 
 
-def test_without_memory_it_is_the_newest() -> None:
-    running = RunningVariance(decay=0.0)
-    running.add(torch.tensor([5.0]))
-    average, batches = running.add(torch.tensor([0.25]))
-    assert (float(average), float(batches)) == (0.25, 1.0)
-
-
 def test_a_hole_is_nan_there_and_not_counted_later() -> None:
     running, whole = RunningVariance(0.5), RunningVariance(0.5)
     first, hole = torch.tensor([3.0, 2.0]), torch.tensor([math.nan, 5.0])

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from typing import Any
 
 import pytest
 import torch
 from seen import Kept
-from torch import Tensor
 from trl import GRPOTrainer
 
 from rl_training import Estimate, attach
-from rl_training.engine.batch import Rollout, take_rows
-from rl_training.engine.ranks import Ranks
+from rl_training.engine.batch import Rollout
 from rl_training.mathematics.kish import kish_size, kish_size_of_sums, kish_sums, without_rounding
 from rl_training.probes import EffectiveSampleSizeProbe
 
@@ -90,12 +87,6 @@ def test_no_weight_at_all_has_no_size() -> None:
     assert math.isnan(kish_size(torch.zeros(5)))
 
 
-def test_size_is_n_over_one_plus_the_squared_coefficient_of_variation() -> None:
-    weights = torch.rand(100, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    variation = weights.std(correction=0) / weights.mean()
-    assert kish_size(weights) == pytest.approx(float(100 / (1 + variation**2)), rel=1e-12)
-
-
 @pytest.mark.parametrize("sizes", [[32], [8] * 4, [5, 27], [1] * 32])
 def test_size_of_the_summed_sums_does_not_depend_on_how_the_batch_is_split(sizes: list[int]) -> None:
     weights = torch.randn(32, generator=torch.Generator().manual_seed(0))
@@ -144,38 +135,6 @@ def test_all_zero_advantages_have_no_size_and_say_why(make_trainer) -> None:
         assert "every advantage of the step is zero" in answer[name].reason
     assert answer["ess/zero_advantage"].value == answer["ess/zero_advantage_prompts"].value == 1
     assert answer["ess/importance"].value == 32
-
-
-def test_an_answer_does_not_depend_on_the_microbatch_split(make_trainer) -> None:
-    answers = []
-    for size in (4, 8, 32):
-        probe = Answers()
-        settings = {"per_device_train_batch_size": size, "gradient_accumulation_steps": 32 // size, "max_steps": 1}
-        make_trainer(probes=[probe], reward=half_of_the_prompts, **settings).train()
-        assert len(probe.steps[0].batch.microbatch_rows) == 32 // size
-        answers.append(values(probe.all[0]))
-    assert answers[1] == pytest.approx(answers[0], rel=1e-12)
-    assert answers[2] == pytest.approx(answers[0], rel=1e-12)
-
-
-def test_two_ranks_both_answer_what_one_rank_with_all_prompts_would(make_trainer) -> None:
-    probe = Answers()
-    make_trainer(probes=[probe], reward=half_of_the_prompts, max_steps=1).train()
-    (step,) = probe.steps
-    rollout = step.batch.rollout
-    first = rollout.prompt_index < rollout.prompt_index.unique()[3]  # 3 prompts here, 5 there
-    batches = [dataclasses.replace(step.batch, rollout=take_rows(rollout, rows)) for rows in (first, ~first)]
-    sent: list[Tensor] = []
-    for batch in batches:
-        asked = Ranks(2, lambda tensor: sent.append(tensor) or tensor)
-        EffectiveSampleSizeProbe().prepare(dataclasses.replace(step, batch=batch, ranks=asked))
-    assert len(sent) == 2  # one reduction a rank
-    for batch in batches:
-        of_rank = EffectiveSampleSizeProbe()
-        of_rank.prepare(dataclasses.replace(step, batch=batch, ranks=Ranks(2, lambda tensor: sum(sent))))
-        answer = of_rank.results()
-        assert values(answer) == pytest.approx(values(probe.all[0]), rel=1e-12)
-        assert answer["ess/advantage"].num_samples == 32
 
 
 def test_importance_size_of_an_off_policy_step_is_kishs_of_the_policy_ratios(make_trainer) -> None:

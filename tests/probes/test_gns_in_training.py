@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -170,14 +169,6 @@ def test_after_a_step_no_tensor_of_the_size_of_a_parameter_stays(make_trainer) -
         counts.append(counter.count)
         del trainer, counter
     assert counts[0] == counts[1]
-
-
-def test_a_resumed_run_measures_what_the_uninterrupted_one_does(make_trainer, tmp_path: Path) -> None:
-    settings = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2, **FEW}
-    whole, resumed = Answers(split_prompts=1), Answers(split_prompts=1)
-    make_trainer(probes=[whole], **settings).train()
-    make_trainer(probes=[resumed], **settings).train(resume_from_checkpoint=str(tmp_path / "state" / "checkpoint-2"))
-    assert repr(resumed.all) == repr(whole.all[2:])
 
 
 def test_a_step_that_reuses_responses_is_nan_with_the_reason(make_trainer) -> None:

@@ -379,13 +379,6 @@ def test_floor_scores_the_same_sequences_in_smaller_batches_also_where_one_batch
     assert sorted(parts[0] + parts[1]) == whole
 
 
-def test_every_third_step_is_measured_and_no_other(make_trainer) -> None:
-    probe = TruthProbe(8, every=3)
-    make_trainer(probes=[probe], max_steps=4, **FEW).train()
-    assert len(probe.all) == 2  # of steps 1 and 4
-    assert probe.all[0]["delta_h/true"].value != probe.all[1]["delta_h/true"].value
-
-
 def test_every_measured_step_draws_prompts_of_its_own(make_trainer) -> None:
     class Listens(TruthProbe):
         def prepare(self, step: Any) -> None:

@@ -67,6 +67,12 @@ class Checker(Seen):
             self.compared += 1
 
 
+def of_other_responses() -> SimpleEntropyProbe:
+    other = SimpleEntropyProbe(responses_per_prompt=2)
+    other.name = "other"
+    return other
+
+
 class Measured(NamedTuple):
     witness: Witness
     checker: Checker
@@ -197,44 +203,40 @@ def test_remove_gives_back_what_somebody_else_put_there(make_trainer) -> None:
     assert vars(trainer)["compute_loss"] is theirs
 
 
-def test_attaching_twice_is_an_error(make_trainer) -> None:
-    trainer = make_trainer(probes=[Witness()])
-    with pytest.raises(ValueError, match="already has probes"):
-        attach(trainer, [Witness()])
-
-
-def test_two_probes_of_one_name_are_an_error(make_trainer) -> None:
-    with pytest.raises(ValueError, match="same name"):
-        make_trainer(probes=[Witness(), Witness()])
+REENTRANT = {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}}
 
 
 @pytest.mark.parametrize(
-    ("settings", "way_out"),
+    ("settings", "probes", "said"),
     [
-        (
-            {"activation_checkpointing": True, "activation_checkpointing_kwargs": {"use_reentrant": True}},
-            '"use_reentrant": False',
-        ),
-        ({"ddp_static_graph": True}, "ddp_static_graph=False"),
-        ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}, "use 8"),
+        (REENTRANT, [SimpleEntropyProbe()], '"use_reentrant": False'),
+        ({"ddp_static_graph": True}, [SimpleEntropyProbe()], "ddp_static_graph=False"),
+        ({"per_device_train_batch_size": 6, "gradient_accumulation_steps": 2}, [SimpleEntropyProbe()], "use 8"),
+        ({"num_generations": 1}, [SimpleEntropyProbe()], "at least 2 generations"),
+        ({"reward_weights": [math.nan]}, [], r"reward_weights=\[nan\] must be finite"),
+        ({}, [Witness(), Witness()], "same name"),
+        ({}, [SimpleEntropyProbe(), of_other_responses()], r"all probes share one entropy gradient.*'simple', 'other'"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_at_attach(make_trainer, settings, way_out) -> None:
-    with pytest.raises(ValueError, match=way_out):
-        make_trainer(probes=[SimpleEntropyProbe()], **settings)
+def test_what_cannot_be_measured_is_refused_at_attach(make_trainer, settings, probes, said) -> None:
+    with pytest.raises(ValueError, match=said):
+        make_trainer(probes=probes, **settings)
+
+
+def test_attaching_twice_and_to_a_model_that_is_not_trained_is_refused(make_trainer) -> None:
+    trainer = make_trainer(probes=[Witness()])
+    with pytest.raises(ValueError, match="already has probes"):
+        attach(trainer, [Witness()])
+    trainer.attachment.remove()
+    trainer.model.requires_grad_(False)
+    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
+        attach(trainer, [Witness()])
 
 
 @pytest.mark.parametrize("given", [object(), None])
 def test_what_is_no_trainer_is_refused(given: Any) -> None:
     with pytest.raises(ValueError, match=rf"attached to a trl.GRPOTrainer, and this is {type(given).__name__}"):
         attach(given, [Witness()])
-
-
-def test_a_model_without_a_trainable_parameter_is_refused(make_trainer) -> None:
-    trainer = make_trainer(GRPOTrainer)
-    trainer.model.requires_grad_(False)
-    with pytest.raises(ValueError, match="no parameter that requires a gradient"):
-        attach(trainer, [Witness()])
 
 
 class OwnLoss(GRPOTrainer):
@@ -266,11 +268,6 @@ def test_prompts_that_do_not_fit_into_the_model_are_warned_of(make_trainer, capl
     logging.get_logger("transformers").propagate = False
     said = f"a prompt of {length} tokens and max_completion_length=8 are more than the model's 128 positions"
     assert (said in caplog.text) == (length > 120)
-
-
-def test_weights_of_rewards_that_are_no_numbers_are_refused(make_trainer) -> None:
-    with pytest.raises(ValueError, match=r"reward_weights=\[nan\] must be finite"):
-        make_trainer(reward_weights=[math.nan])
 
 
 def test_the_short_last_step_of_an_epoch_has_the_folds_of_its_own_microbatches(make_trainer) -> None:
@@ -308,11 +305,6 @@ def test_a_log_line_of_several_steps_holds_the_latest_estimate_and_no_average(ma
     trainer = make_trainer(probes=[Counting()], logging_steps=2)
     trainer.train()
     assert [line["counting/step"] for line in trainer.state.log_history if "counting/step" in line] == [2.0]
-
-
-def test_one_response_per_prompt_is_refused(make_trainer) -> None:
-    with pytest.raises(ValueError, match="at least 2 generations"):
-        make_trainer(probes=[SimpleEntropyProbe()], num_generations=1)
 
 
 @pytest.mark.parametrize("bad", [math.inf, math.nan, None])
@@ -368,13 +360,6 @@ def test_gradients_are_kept_only_for_a_probe_that_needs_them_and_only_until_the_
 
 def test_the_mean_of_the_fold_gradients_is_the_gradient_of_the_step(measured) -> None:
     assert measured.checker.compared == 2 * 26  # parameters of two steps
-
-
-def test_probes_that_ask_for_different_entropy_gradients_are_refused(make_trainer) -> None:
-    other = SimpleEntropyProbe(responses_per_prompt=2)
-    other.name = "other"
-    with pytest.raises(ValueError, match=r"all probes share one entropy gradient.*'simple', 'other'"):
-        make_trainer(probes=[SimpleEntropyProbe(), other])
 
 
 def test_what_several_probes_ask_of_the_entropys_change_is_calculated_once(make_trainer, monkeypatch) -> None:

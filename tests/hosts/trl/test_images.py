@@ -94,8 +94,8 @@ def trained(make_trainer: Any, probes: list[Any], whole_prompts: bool) -> tuple[
         "image": [Image.new("RGB", (8, 8), colour) for colour in colours],
     }
     trainer = make_trainer(
-        GRPOTrainer, model=model, dtype=torch.float64, processing_class=processor, reward=graded_texts,
-        train_dataset=Dataset.from_dict(rows), **FEW | {"per_device_train_batch_size": 8, "max_completion_length": 12},
+        GRPOTrainer, model=model, dtype=torch.float64, processing_class=processor,
+        train_dataset=Dataset.from_dict(rows), **FEW | {"reward": graded_texts, "per_device_train_batch_size": 8, "max_completion_length": 12},
     )  # fmt: skip
     attachment = attach(trainer, probes, whole_prompts=whole_prompts)
     return ending(trainer), attachment

@@ -27,6 +27,7 @@ from accelerate.commands.launch import (
 from accelerate.utils import FullyShardedDataParallelPlugin
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
+from same_estimates import differences, of_records, too_far
 
 from rl_training.hosts.trl.patches import (
     READABLE_STAGES,
@@ -37,12 +38,11 @@ from rl_training.job.build import _check_sharding
 from rl_training.job.run_folder import check_number_of_processes
 from rl_training.offline.restored import restore
 from rl_training.records.checkpoints import what_is_wrong_with
-from rl_training.records.jsonl import read_estimates
 
 ROOT = Path(__file__).parents[3]
 BIN = Path(sys.executable).parent
 NO_DEEPSPEED = "" if importlib.util.find_spec("deepspeed") else "needs deepspeed: pip install -e '.[deepspeed]'"
-SHARDED = ["zero1_2", "zero2_2", "zero3_2", "fsdp2_2"]
+SHARDED = ["zero2_2", "zero3_2", "fsdp2_2"]  # ZeRO-1 by zero1_2_lora
 INTERVENED = ["zero2_2", "zero3_2"]  # of DDP and FSDP2: engine/test_shards.py
 SMALL = ["trainer.num_generations=4", "batch.sequences_per_step=32", "batch.microbatch_size=4", "logger=none"]
 
@@ -52,7 +52,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the runs, a folder each."""
     folder = tmp_path_factory.mktemp("replay")
     names = ["plain_1", "plain_2", "plain_2_bare", "plain_1_continued", *SHARDED, "zero1_2_lora"]
-    names += [f"{run}_bare" for run in (*SHARDED[1:], "fsdp2_2_bf16")] + [f"{run}_resumed" for run in SHARDED[2:]]
+    names += [f"{run}_bare" for run in (*SHARDED, "fsdp2_2_bf16")] + [f"{run}_resumed" for run in SHARDED[1:]]
     names += [f"{run}_truth" for run in ("plain_2", "zero3_2", "fsdp2_2")] + ["fsdp2_2_bf16"]
     names += [f"{run}_interventions" for run in ("plain_1", *INTERVENED)] + ["plain_1_remedied", "plain_2_remedied"]
     names = [name for name in names if not (NO_DEEPSPEED and name.startswith("zero"))]
@@ -67,36 +67,8 @@ def saved(runs: Path, run: str, rank: int = 0) -> dict[str, Any]:
     return torch.load(runs / run / f"{rank}.pt")
 
 
-def estimates(runs: Path, run: str) -> dict[tuple[int, str], dict[str, Any]]:
-    return {(row["step"], row["name"]): row for row in read_estimates(runs / run / "logs")}
-
-
-def assert_same_estimates(a: dict, b: dict, with_stderr: bool) -> None:
-    """To 1e-5 of the value or of its standard error: a value near 0 is no scale. What is nan is nan in both.
-
-    Addends of forward (delta_h/kind/..., layer, part) have no error bar, and may cancel: theirs is forward's scale.
-    The noise scale agrees to 1e-4: most of |G|² cancels, and norms are fp32's.
-    The same-batch product agrees to 1e-4: it has no error bar, and while Adam's v is young, rounding of the gradient's
-    sum, which depends on the processor, is divided by a v that hardly differs from 0.
-    """
-    assert a.keys() == b.keys()
-    compared = 0
-    for key, row in a.items():
-        step, name = key
-        if name == "step/formula_error":  # rounding alone
-            assert max(row["value"], b[key]["value"]) < 1e-4
-            continue
-        is_addend = name.startswith("delta_h/") and name.count("/") == 2
-        whole = a[step, f"delta_h/forward{'_sequence' * name.endswith('_sequence')}"] if is_addend else row
-        tolerance = 1e-4 if "/reuse" in name or name.startswith("gns/") else 1e-5
-        scale = max(abs(whole["value"]), 0.0 if math.isnan(whole["stderr"]) else whole["stderr"])
-        for field in ("value", "stderr")[: 1 + with_stderr]:
-            assert b[key][field] == pytest.approx(row[field], rel=tolerance, abs=tolerance * scale, nan_ok=True), (
-                key,
-                field,
-            )
-            compared += not math.isnan(row[field])
-    assert compared > 60
+def estimates(runs: Path, run: str) -> dict[tuple[int, str], tuple[float, float]]:
+    return of_records(runs / run / "logs")
 
 
 def norm_of(tensors: dict[str, torch.Tensor]) -> float:
@@ -124,7 +96,7 @@ def joined_steps(runs: Path, run: str) -> list[dict[str, torch.Tensor]]:
 
 def test_two_processes_estimate_what_one_does_from_the_same_rollouts(runs: Path) -> None:
     """All values: δH, noise scale, sample sizes. The error bar of δH may differ: see the limits in README."""
-    assert_same_estimates(estimates(runs, "plain_1"), estimates(runs, "plain_2"), with_stderr=False)
+    assert too_far(differences(estimates(runs, "plain_1"), estimates(runs, "plain_2"), fields=1)) == {}
 
 
 @pytest.mark.parametrize("run", INTERVENED)
@@ -132,17 +104,9 @@ def test_two_processes_say_of_interventions_and_tokens_what_one_does(runs: Path,
     """Values and error bars: a fold that is left out is missed in the steps of the other process's folds too."""
     saved(runs, f"{run}_interventions")  # skipped where DeepSpeed is not installed
     one, two = (estimates(runs, f"{name}_interventions") for name in ("plain_1", run))
-    assert one.keys() == two.keys()
-    compared = 0
-    for key, row in one.items():
-        if math.isnan(row["value"]):
-            assert math.isnan(two[key]["value"])
-        elif "halves_at" not in row["name"] and row["name"].startswith(("intervention/", "tokens/")):
-            scale = max(abs(row["value"]), 0.0 if math.isnan(row["stderr"]) else row["stderr"])
-            for field in ("value", "stderr"):
-                assert two[key][field] == pytest.approx(row[field], rel=1e-5, abs=1e-5 * scale, nan_ok=True), key
-                compared += not math.isnan(row[field])
-    assert compared > 120
+    off = {name: value for name, value in differences(one, two).items() if "halves_at" not in name}
+    assert sum(name.startswith(("intervention/", "tokens/")) for name in off) > 60
+    assert too_far(off) == {}
 
 
 def test_two_processes_train_as_one_does(runs: Path) -> None:
@@ -179,7 +143,7 @@ def test_processes_keep_parts_that_together_are_the_gradients_and_states_of_one(
         assert max(sharded["collectives"]) > 10_000
 
 
-@pytest.mark.parametrize("run", ["zero1_2", "zero2_2", "zero1_2_lora"])
+@pytest.mark.parametrize("run", ["zero2_2", "zero1_2_lora"])
 def test_a_checkpoint_of_zero_is_restored_with_the_moments_that_its_next_step_had(runs: Path, run: str, make_trainer):
     """Bit for bit what the third step of the same run found on its processes; the weights are the file's."""
     third = joined_steps(runs, run)[2]
@@ -213,10 +177,12 @@ def test_the_mean_of_the_folds_gradients_is_the_gradient(runs: Path, run: str) -
 @pytest.mark.parametrize("run", SHARDED)
 def test_probes_estimate_under_sharded_launches_what_they_do_under_ddp(runs: Path, run: str) -> None:
     saved(runs, run)
-    assert_same_estimates(estimates(runs, "plain_2"), estimates(runs, run), with_stderr=True)
+    off = differences(estimates(runs, "plain_2"), estimates(runs, run))
+    assert len(off) > 30
+    assert too_far(off) == {}
 
 
-@pytest.mark.parametrize("run", ["plain_2", *SHARDED[1:], "fsdp2_2_bf16"])
+@pytest.mark.parametrize("run", ["plain_2", *SHARDED, "fsdp2_2_bf16"])
 def test_training_with_probes_is_bitwise_the_training_without_on_every_rank(runs: Path, run: str) -> None:
     for rank in (0, 1):
         probed, bare = (saved(runs, name, rank)["parameters"] for name in (run, f"{run}_bare"))
@@ -231,8 +197,7 @@ def test_training_with_sharded_weights_resumes_bitwise_from_its_checkpoint(
         whole, resumed = (saved(runs, name, rank)["parameters"] for name in (run, f"{run}_resumed"))
         assert [name for name in whole if not torch.equal(whole[name], resumed[name])] == []
     last, again = (
-        {key: (row["value"], row["stderr"]) for key, row in estimates(runs, name).items() if key[0] == 3}
-        for name in (run, f"{run}_resumed")
+        {key: row for key, row in estimates(runs, name).items() if key[0] == 3} for name in (run, f"{run}_resumed")
     )
     assert len(last) > 60
     assert repr(again) == repr(last)  # nan is nan
@@ -247,8 +212,8 @@ def test_another_number_of_processes_goes_on_from_a_checkpoint_with_the_update_o
         {key: row for key, row in estimates(runs, name).items() if key[0] == 3}
         for name in ("plain_1", "plain_1_continued")
     )
-    assert math.isfinite(last[3, "delta_h/backward"]["value"])
-    assert_same_estimates(last, again, with_stderr=True)
+    assert math.isfinite(last[3, "delta_h/backward"][0])
+    assert too_far(differences(last, again)) == {}
 
 
 @pytest.mark.parametrize("run", ["zero3_2", "fsdp2_2"])
@@ -264,9 +229,9 @@ def test_what_a_step_with_sharded_weights_did_is_measured_at_the_new_ones(runs: 
     whole, cut = estimates(runs, "plain_2_truth"), estimates(runs, f"{run}_truth")
     for step in (1, 2, 3):
         for name in ("delta_h/true", "delta_h/true_sequence", "delta_h/evaluation"):
-            a, b = whole[step, name], cut[step, name]
-            assert abs(a["value"]) > 0.01 * a["stderr"] > 0
-            assert b["value"] == pytest.approx(a["value"], abs=1e-3 * a["stderr"]), (step, name)
+            value, stderr = whole[step, name]
+            assert abs(value) > 0.01 * stderr > 0
+            assert cut[step, name][0] == pytest.approx(value, abs=1e-3 * stderr), (step, name)
 
 
 def test_in_mixed_precision_fsdp2_shows_probes_the_weights_before_they_are_rounded(runs: Path) -> None:
@@ -274,8 +239,8 @@ def test_in_mixed_precision_fsdp2_shows_probes_the_weights_before_they_are_round
     exact, mixed = estimates(runs, "plain_2"), estimates(runs, "fsdp2_2_bf16")
     for step in (1, 2, 3):
         for name in ("delta_h/forward", "delta_h/backward"):
-            a, b = exact[step, name], mixed[step, name]
-            assert b["value"] == pytest.approx(a["value"], abs=0.2 * a["stderr"], nan_ok=True), (step, name)
+            value, stderr = exact[step, name]
+            assert mixed[step, name][0] == pytest.approx(value, abs=0.2 * stderr, nan_ok=True), (step, name)
     weights = [tensor for tensor in saved(runs, "fsdp2_2_bf16")["parameters"].values() if tensor.is_floating_point()]
     assert all(tensor.dtype == torch.float32 for tensor in weights)
     assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in weights)
@@ -290,10 +255,9 @@ def test_under_ddp_probes_send_a_few_numbers_beside_the_gradients(runs: Path) ->
 
 def test_a_rank_without_any_advantage_takes_part(runs: Path) -> None:
     rows = estimates(runs, "plain_2")
-    assert rows[2, "ess/zero_advantage"]["value"] == 0.5
+    assert rows[2, "ess/zero_advantage"][0] == 0.5
     for name in ("delta_h/forward", "delta_h/backward", "gns/trace_step", "ess/token_weight"):
-        assert math.isfinite(rows[2, name]["value"])
-    assert rows[2, "delta_h/forward"]["num_samples"] >= 8  # 8 folds, and more where the variance is averaged
+        assert math.isfinite(rows[2, name][0])
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
