@@ -93,9 +93,10 @@ def trained(make_trainer: Any, probes: list[Any], whole_prompts: bool) -> tuple[
         "prompt": [[{"role": "user", "content": f"{i}+{i % 7}="}] for i in range(16)],
         "image": [Image.new("RGB", (8, 8), colour) for colour in colours],
     }
+    settings = FEW | {"reward": graded_texts, "per_device_train_batch_size": 8, "max_completion_length": 12}
     trainer = make_trainer(
         GRPOTrainer, model=model, dtype=torch.float64, processing_class=processor,
-        train_dataset=Dataset.from_dict(rows), **FEW | {"reward": graded_texts, "per_device_train_batch_size": 8, "max_completion_length": 12},
+        train_dataset=Dataset.from_dict(rows), **settings,
     )  # fmt: skip
     attachment = attach(trainer, probes, whole_prompts=whole_prompts)
     return ending(trainer), attachment
