@@ -74,7 +74,7 @@ WRONG: dict[str, dict[str, Any]] = {
     },
     "a promised clip that is not made": {"clip": None},
     "a tighter clip than was promised": {"clip": CLIP / 10.0},
-    "backward twice": {"backward": lambda loss: (2.0 * loss).backward()},
+    "backward twice": {"backward": lambda loss: [loss.backward(retain_graph=True) for _ in range(2)]},
     "zero_grad between microbatches": {"between": no_gradients},
     "gradients reversed before the probes": {"ready": each_gradient(torch.neg)},
     "gradients reversed behind them": {"late": each_gradient(torch.neg)},
