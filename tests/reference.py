@@ -77,19 +77,25 @@ def surrogate_weights(
     prompts: Sequence[int],
     target: str,
     baseline: str = "others",
+    ratios: tuple[Ragged, Ragged] | None = None,
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Returns (w, u), ragged like `entropies`.
 
     The estimate is the mean over sequences of Σ_k w_k ∂log π(t_k) + u_k ∂h_k.
 
-    baseline "others" is the definition; "all" is the mistake of averaging over the response itself as well.
+    baseline  "others" is the definition; "all" is the mistake of averaging over the response itself as well
+    ratios    to the policy that was sampled from: of the tokens before each, and with it
     """
     lengths = [len(row) for row in entropies]
+    before, through = ratios or ([[1.0] * length for length in lengths],) * 2
     if target == "token":  # the quotient rule: ∂(H/T) = (∂H − H/T ∂T) / T
-        mean_length = sum(lengths) / len(lengths)
-        level = sum(sum(row) for row in entropies) / sum(lengths)
-        w_entropy, u_entropy = surrogate_weights(entropies, prompts, "sequence", baseline)
-        w_length, _ = surrogate_weights(entropies, prompts, "length", baseline)
+        total = sum(map(sum, before))
+        mean_length = total / len(lengths)
+        level = (
+            sum(sum(r * h for r, h in zip(*rows, strict=True)) for rows in zip(before, entropies, strict=True)) / total
+        )
+        w_entropy, u_entropy = surrogate_weights(entropies, prompts, "sequence", baseline, ratios)
+        w_length, _ = surrogate_weights(entropies, prompts, "length", baseline, ratios)
         w = [
             [(a - level * b) / mean_length for a, b in zip(x, y, strict=True)]
             for x, y in zip(w_entropy, w_length, strict=True)
@@ -97,7 +103,8 @@ def surrogate_weights(
         return w, [[a / mean_length for a in row] for row in u_entropy]
 
     def signal(i: int, k: int) -> float:
-        return sum(entropies[i][k + 1 :]) if target == "sequence" else lengths[i] - (k + 1)
+        costs = entropies[i] if target == "sequence" else [1.0] * lengths[i]
+        return sum(ratio * cost for ratio, cost in list(zip(before[i], costs, strict=True))[k + 1 :])
 
     w = []
     for i in range(len(lengths)):
@@ -105,10 +112,24 @@ def surrogate_weights(
         w.append([])
         for k in range(lengths[i]):
             counted = [j for j in group if k < lengths[j]]
-            mean = sum(signal(j, k) for j in counted) / len(counted) if counted else 0.0
-            w[i].append(signal(i, k) - mean)
+            mean = sum(signal(j, k) for j in counted) / sum(through[j][k] for j in counted) if counted else 0.0
+            w[i].append(signal(i, k) - through[i][k] * mean)
     u_value = 1.0 if target == "sequence" else 0.0
-    return w, [[u_value] * length for length in lengths]
+    return w, [[u_value * ratio for ratio in row] for row in before]
+
+
+def prefix_ratios(log_ratios: Ragged) -> tuple[list[list[float]], list[list[float]]]:
+    """Returns the ratios of the tokens before each, and with it, over their means over all responses at its place.
+
+    A response that has ended counts in these means with the ratio that it ended with.
+    """
+
+    upto = [[math.exp(total) for total in itertools.accumulate(row, initial=0.0)] for row in log_ratios]
+    means = [sum(row[min(k, len(row) - 1)] for row in upto) / len(upto) for k in range(max(len(row) for row in upto))]
+    before, through = (
+        [[row[k + more] / means[k + more] for k in range(len(row) - 1)] for row in upto] for more in (0, 1)
+    )
+    return before, through
 
 
 # --- AdamW ------------------------------------------------------------------------------------------------------------

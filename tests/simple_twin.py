@@ -96,7 +96,7 @@ class Answers(Kept, SimpleEntropyProbe):
 class Twin:
     """One step: full logits, autograd a response at a time, torch's own AdamW for each δθ.
 
-    weighted  each response counts by its importance ratio since it was sampled
+    weighted  each token counts by the ratio of its prefix to the policy that it was sampled from
     """
 
     def __init__(
@@ -115,12 +115,15 @@ class Twin:
         self.lengths = rollout.completion_mask.sum(dim=1).tolist()
         scores = [self.score(rollout, i, temperature) for i in range(len(self.lengths))]
         self.logps, self.entropies = ([score[which] for score in scores] for which in (0, 1))
-        self.ratios = [self.ratio(i) if weighted else 1.0 for i in range(len(scores))]
+        logs = [self.log_ratios(i) if weighted else [0.0] * int(n) for i, n in enumerate(self.lengths)]
+        prefixes = reference.prefix_ratios(logs)
         ragged = [[row.tolist() for row in values] for values in (self.logps, self.entropies)]
         prompts = rollout.prompt_index.tolist()
-        self.entropy_of = [sum(row) for row in ragged[1]]
+        self.entropy_of = [dot_product(*rows) for rows in zip(prefixes[0], ragged[1], strict=True)]
+        self.lengths = [sum(row) for row in prefixes[0]]
         self.weights = {
-            target: reference.surrogate_weights(ragged[1], prompts, target) for target in ("sequence", "length")
+            target: reference.surrogate_weights(ragged[1], prompts, target, ratios=prefixes)
+            for target in ("sequence", "length")
         }
         self.folds = [(step.fold == k).nonzero().flatten().tolist() for k in range(int(step.fold.max()) + 1)]
         self.choose(responses)
@@ -144,10 +147,10 @@ class Twin:
         table = (logits / temperature).log_softmax(dim=-1)
         return table.gather(1, response[:, None]).squeeze(1)[sampled], -(table.exp() * table).sum(dim=1)[sampled]
 
-    def ratio(self, i: int) -> float:
-        """The importance ratio of a response, all of its tokens together."""
+    def log_ratios(self, i: int) -> list[float]:
+        """log π − log μ of the tokens of a response."""
         at_sampling = self.step.rollout.sampling_logps[i, : len(self.logps[i])].double()
-        return math.exp(float((self.logps[i].detach() - at_sampling).sum()))
+        return (self.logps[i].detach() - at_sampling).tolist()
 
     def training_loss(self, i: int) -> Tensor:
         """The clipped loss of one response, summed over its tokens; ratios are 1 at the first step on it."""
@@ -164,7 +167,7 @@ class Twin:
         for k, fold in enumerate(self.folds):
             for i in fold:
                 if i in self.multiplicity:
-                    stands_for = self.multiplicity[i] * self.ratios[i] / len(fold)
+                    stands_for = self.multiplicity[i] / len(fold)
                     for target, (w, u) in enumerate(self.weights.values()):
                         w_i, u_i = (torch.tensor(weights[i], dtype=torch.float64) for weights in (w, u))
                         x[target, k] += stands_for * self.gradient(w_i @ self.logps[i] + u_i @ self.entropies[i])
@@ -226,7 +229,7 @@ class Twin:
     @property
     def level(self) -> float:
         """The entropy per token of all folds."""
-        return dot_product(self.ratios, self.entropy_of) / dot_product(self.ratios, self.lengths)
+        return sum(self.entropy_of) / sum(self.lengths)
 
     def products(self, updates: Tensor) -> Tensor:
         """X_seq·δ and X_len·δ of each fold, (2, K), for one δ, (P,), or for each fold its own, (K, P)."""
@@ -236,9 +239,9 @@ class Twin:
         """[entropy, length, sequences, X_seq·δ, X_len·δ] of each fold, products weighted by the fold's size."""
         return [
             [
-                sum(self.ratios[i] * self.entropy_of[i] for i in fold),
-                sum(self.ratios[i] * self.lengths[i] for i in fold),
-                sum(self.ratios[i] for i in fold),
+                sum(self.entropy_of[i] for i in fold),
+                sum(self.lengths[i] for i in fold),
+                len(fold),
                 *(len(fold) * of_fold).tolist(),
             ]
             for fold, of_fold in zip(self.folds, products.T, strict=True)

@@ -23,6 +23,7 @@ from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
     GroundTruthProbe,
+    SamplerProbe,
     SimpleEntropyProbe,
 )
 from rl_training.tasks.arithmetic import arithmetic
@@ -56,6 +57,7 @@ def every_probe(**simple_options: Any) -> list[Probe]:
         GroundTruthProbe(every=1, sequences=16),
         GradientNoiseScaleProbe(split_prompts=1),
         EffectiveSampleSizeProbe(),
+        SamplerProbe(numerics=True),
         CovariancePredictorProbe(),
     ]
 
@@ -81,6 +83,7 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
         records: Any = None,
         interventions: Any = (),
         buffer: Any = None,
+        sampler_lag: int = 0,
         dtype: torch.dtype | None = torch.float32,
         model: Any = None,
         optimizers: Any = (None, None),
@@ -109,6 +112,7 @@ def trainer_maker(folder: Path) -> Callable[..., GRPOTrainer]:
             "disable_tqdm": True,
         }
         extra = {"probes": probes or [], "records": records, "interventions": interventions, "buffer": buffer}
+        extra |= {"sampler_lag": sampler_lag} if sampler_lag else {}
         trainer = trainer_class(
             model=(model or policy) if dtype is None else (model or policy).to(dtype),
             reward_funcs=reward or task.reward,

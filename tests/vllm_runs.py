@@ -4,7 +4,7 @@ KIND    plain     trl.GRPOTrainer, all parameters
         lora      DrGRPOTrainer with an adapter, which TRL merges for vLLM; and resumed after its first step
         filtered  DrGRPOTrainer with buffer=filtered
         bf16      plain, sampled as TRL leaves it: in bf16 from fp32 weights; and measured once more, on the same
-                  rollouts, with every response weighted by what the trainer's policy gives it over what vLLM gave it
+                  rollouts, taken as if the trainer's own policy had sampled them
 
 Each trains without probes and with all of them, from the same seeds. In a process of its own: vLLM sets RANK and other
 variables, and replaces functions of torch. On the CPU it packs weights away, after which TRL cannot renew them: see
@@ -120,23 +120,19 @@ def sampled(trainer: GRPOTrainer) -> list[dict[str, torch.Tensor]]:
     return rollouts
 
 
-def weigh_by_what_vllm_sampled_from(trainer: GRPOTrainer) -> None:
-    """Shows probes rollouts that are as off-policy as vLLM's rounding makes them."""
+def forget_what_vllm_sampled_from(trainer: GRPOTrainer) -> None:
+    """Shows probes rollouts as if the trainer's policy had sampled them."""
     rollouts = trainer.attachment._rollouts
     read = rollouts.read
-
-    def reading(inputs: dict[str, Any]) -> Any:
-        return dataclasses.replace(read(inputs), sampling_logps=inputs["sampling_per_token_logps"], on_policy=False)
-
-    rollouts.read = reading
+    rollouts.read = lambda inputs: dataclasses.replace(read(inputs), sampling_logps=None)
 
 
 def train(
-    folder: Path, model: Path, kind: str, probed: bool, resume: Path | None = None, weighted: bool = False
+    folder: Path, model: Path, kind: str, probed: bool, resume: Path | None = None, unweighted: bool = False
 ) -> dict[str, Any]:
     trainer = make_trainer(folder, model, kind, probed)
-    if weighted:
-        weigh_by_what_vllm_sampled_from(trainer)
+    if unweighted:
+        forget_what_vllm_sampled_from(trainer)
     rollouts = sampled(trainer)
     set_seed(1)  # the first of them has made the engine, which seeds by itself
     trainer.train(resume_from_checkpoint=str(resume) if resume else None)
@@ -180,9 +176,9 @@ def main() -> None:
         found["resumed"] = same(probed, resumed, last=STEPS - 1)
         found["forward_resumed"] = resumed["forward"][-1]
     if kind == "bf16":
-        weighted = train(folder / "weighted", model, kind, True, weighted=True)
-        found["same"] = found["same"] and same(probed, weighted)
-        found["forward_weighted"] = weighted["forward"]
+        unweighted = train(folder / "unweighted", model, kind, True, unweighted=True)
+        found["same"] = found["same"] and same(probed, unweighted)
+        found["forward_unweighted"] = unweighted["forward"]
     if rank == "0":
         print(json.dumps(found), flush=True)
     os._exit(0)  # vLLM's and gloo's teardown wait for each other

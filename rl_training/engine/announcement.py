@@ -24,6 +24,8 @@ def announcement(loop: Loop, requirements: Requirements, layout: Layout) -> tupl
         f"{shape.microbatch_size} sequences on each of {shape.num_ranks} processes, and keep {vectors} vectors of "
         f"{size:.1f} MB on this one"
     )
+    if loop.loss_settings is not None and loop.loss_settings.correction is not None:
+        plan += f". The loss corrects for the sampler: {loop.loss_settings.correction}"
     missing = []
     more = MORE_FOLDS.format(enough=ENOUGH * -(-shape.num_ranks * shape.microbatches // ENOUGH))
     if Need.ENTROPY_GRADIENT in requirements.needs:

@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from rl_training.engine.correction import Correction
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.mathematics.scores import Scores
 
 
 @dataclass(frozen=True)
 class Rollout:
-    """Sequences sampled from the policy, with its log-probabilities at sampling. Everything is detached."""
+    """Sequences sampled from the policy, or from a sampler whose log-probabilities are known. All is detached."""
 
     prompt_ids: Tensor  # (B, P)
     prompt_mask: Tensor  # (B, P), 1 on tokens
@@ -37,11 +38,12 @@ class Rollout:
     advantages: Tensor  # (B,), as the loss weighs them: 0 for a truncated response that it leaves out
     rewards: Tensor | None  # (B,), weighted sum over the reward functions; None for sequences that were not rewarded
     prompt_index: Tensor  # (B,), equal for responses of the same prompt, different for different prompts
-    sampling_logps: Tensor | None = None  # (B, T), at sampling time; None where the loop does not keep them
-    on_policy: bool = True  # sampled at the parameters that this optimizer step starts from
+    sampling_logps: Tensor | None = None  # (B, T), the sampler's own; None: it is this very policy, or they are unknown
+    on_policy: bool = True  # no optimizer step has learned from them yet: the ratios in the loss are 1
     environment_mask: Tensor | None = None  # (B, T), 1 on an environment's tokens between these; None: there are none
     images: Mapping[str, Any] | None = None  # what the model takes beside tokens: by name, B rows of a tensor or a list
     truncated: Tensor | None = None  # (B,), bool: cut off at the maximum length; None where that is not known
+    old_logps: Tensor | None = None  # (B, T), that the loss's ratios are relative to; None: those of the sampler
 
     @property
     def token_mask(self) -> Tensor:
@@ -82,7 +84,10 @@ def join_rollouts(parts: Sequence[Rollout]) -> Rollout:
     on_the_left = functools.partial(in_one_width, on_the_left=True)
     return Rollout(
         **{name: joined(name, on_the_left) for name in ("prompt_ids", "prompt_mask")},
-        **{name: joined(name, in_one_width) for name in ("completion_ids", "completion_mask", "sampling_logps")},
+        **{
+            name: joined(name, in_one_width)
+            for name in ("completion_ids", "completion_mask", "sampling_logps", "old_logps")
+        },
         **{name: joined(name) for name in ("advantages", "rewards", "prompt_index", "truncated")},
         on_policy=all(part.on_policy for part in parts),
         environment_mask=written,
@@ -108,7 +113,7 @@ def first_tokens(rollout: Rollout, count: int) -> Rollout:
     """Returns the sequences with so many tokens of each completion at most; with images as they are."""
     if rollout.images is not None:
         return rollout
-    names = ("completion_ids", "completion_mask", "sampling_logps", "environment_mask")
+    names = ("completion_ids", "completion_mask", "sampling_logps", "old_logps", "environment_mask")
     fields: dict[str, Any] = {name: getattr(rollout, name) for name in names}
     cut = {name: value[:, :count] for name, value in fields.items() if value is not None}
     return dataclasses.replace(rollout, **cut)
@@ -158,12 +163,13 @@ class LossSettings:
     epsilon_low: float
     epsilon_high: float
     hides_truncated: bool  # it leaves truncated responses out
+    correction: Correction | None = None  # for a sampler that is not the policy; None: it weighs no ratios to it
     differs: frozenset[str] = frozenset()  # names of TRL's settings in which it differs from Dr-GRPO's
 
     @property
     def is_dr_grpo(self) -> bool:
-        """Whether it is exactly Dr-GRPO's, on all responses."""
-        return not self.differs and not self.hides_truncated
+        """Whether it is exactly Dr-GRPO's, on all responses, without a factor on any."""
+        return not self.differs and not self.hides_truncated and self.correction is None
 
 
 @dataclass(frozen=True)

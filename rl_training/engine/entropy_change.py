@@ -4,9 +4,10 @@
     backward  Σ_k n_k X_k · δθ_before / N   the step before, which is independent of this batch
     reuse     Σ_k n_k X_k · δθ / N          biased: X and δθ share their noise
 
-Each fold k contributes a row: its levels Σρ, ΣρH, ΣρT (number of sequences, their entropies and lengths, weighted by
-the importance ratio ρ), and n_k X_k · δθ for every update δθ of interest, with X = ∂H_seq − H_tok ∂E[T] = E[T] ∂H_tok
-and, if asked for, X = ∂H_seq. Everything reported is one smooth function, `statistic`, of the sums of these rows.
+Each fold k contributes a row: its levels (number of sequences, their entropies and lengths, weighed by each prefix's
+ratio to the sampler, where that is another), and n_k X_k · δθ for every update δθ of interest, with X = E[T] ∂H_tok
+= ∂H_seq − H_tok ∂E[T] and, if asked for, X = ∂H_seq. Everything reported is one smooth function, `statistic`, of the
+sums of these rows.
 Where the second is asked for, the sums without a fold have the H_tok of the other folds in them. Where it is not, H_tok
 is taken as given, and bars per token are some percent too small (docs/explanation/theory.md).
 
@@ -28,7 +29,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from rl_training.engine.entropy_gradients import fold_gradients, importance_ratios
+from rl_training.engine.entropy_gradients import fold_gradients, levels_of_folds, log_ratios, prefix_ratios
 from rl_training.engine.fold_products import PRODUCTS, FoldProducts
 from rl_training.engine.memory import StepMemory
 from rl_training.engine.probe import Need
@@ -53,6 +54,10 @@ MIN_ESS = 0.5  # share of the sequences below which importance weights are worth
 NO_SAMPLING_LOGPS = (
     "this step is off-policy, and its rollout has no sampling log-probabilities: there are no importance ratios"
 )
+TOO_FAR = (
+    "the sampler is too far from this policy: the effective sample size is {ess:.2f} of the sequences, below {least}. "
+    "Fewer stale steps, sampling in fp32 or shorter responses help"
+)
 NO_TOKENS = "no response of this step has a token of the policy"
 ONE_FOLD = "there is only one fold, so none can be left out: use smaller microbatches, or a larger num_folds"
 
@@ -63,10 +68,10 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
     The memory keeps δθ for the step after.
     """
     settings, layout, history, labels = memory.settings, memory.layout, memory.history, memory.attribution.labels
-    ratios = importance_ratios(step.batch)
-    why_none = _why_no_entropy_gradient(step, ratios)
-    if why_none or ratios is None:
+    why_none = _why_no_entropy_gradient(step)
+    if why_none:
         return EntropyChange(settings, layout, labels, why_none)
+    ratios = prefix_ratios(step)
     levels = levels_of_folds(step, ratios)
     _, entropy, length = levels.sum(dim=0).tolist()
     if not length:
@@ -92,6 +97,7 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
         why_no_forward=_why_no_forward(step),
         why_no_backward=history.why_none(step.number) or step.capabilities.reused,
         update=update,
+        levels=levels,
         rows=rows,
         steps_without=steps,
     )
@@ -99,21 +105,19 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
     return change if products is None else _with_quantities(change, step, memory, levels, products)
 
 
-def _why_no_entropy_gradient(step: Step, ratios: Tensor | None) -> str:
-    """Returns why X is not available, "" if it is. Off-policy a collective.
+def _why_no_entropy_gradient(step: Step) -> str:
+    """Returns why X is not available, "" if it is. With another sampler a collective.
 
-    X needs samples of the policy with all responses to each prompt and, off-policy, importance ratios.
+    X needs all responses to each prompt, sampled from the policy, or by a sampler to which the ratios are known.
     """
-    reason = step.capabilities.sampling_mismatch or step.capabilities.split_prompts
-    if reason or ratios is None:
+    logs, reason = log_ratios(step.batch), step.capabilities.sampling_mismatch or step.capabilities.split_prompts
+    if reason or logs is None:
         return reason or NO_SAMPLING_LOGPS
-    if step.batch.rollout.on_policy:
+    if step.batch.rollout.sampling_logps is None:
         return ""
-    total, total_of_squares = step.ranks.reduce(kish_sums(ratios)).tolist()
+    total, total_of_squares = step.ranks.reduce(kish_sums(logs.sum(dim=1).exp())).tolist()
     ess = kish_size_of_sums(total, total_of_squares) / step.num_sequences
-    if ess >= MIN_ESS:
-        return ""
-    return f"off-policy: the effective sample size is {ess:.2f} of the sequences, below {MIN_ESS}"
+    return "" if ess >= MIN_ESS else TOO_FAR.format(ess=ess, least=MIN_ESS)
 
 
 def _why_no_forward(step: Step) -> str:
@@ -199,12 +203,3 @@ def sums_without(total: Tensor, by_fold: Tensor, lost: Tensor, level: float | No
         token, sequence = pairs.unbind(-1)
         token += (1.0 - without[:, 1:2] / without[:, 2:3] / level) * (sequence - token)
     return without
-
-
-def levels_of_folds(step: Step, ratios: Tensor) -> Tensor:
-    """Returns (F, LEVELS): Σρ, ΣρH and ΣρT of each fold. A collective."""
-    scores = step.batch.scores
-    mask = scores.mask.double()
-    entropies = scores.entropies.double().masked_fill(mask == 0, 0.0)
-    columns = torch.stack([torch.ones_like(ratios), entropies.sum(dim=1), mask.sum(dim=1)], dim=1)
-    return step.sum_by_fold(ratios.unsqueeze(1) * columns)

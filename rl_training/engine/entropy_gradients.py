@@ -1,10 +1,8 @@
 """The entropy gradient of each fold of a step, by a small forward and backward over some responses of every prompt.
 
-Where the step is off-policy, every mean over sequences is weighted by the importance ratio
-
-    ρ_i = π_now(t_i) / π_sampling(t_i) = exp(Σ_k log π_now(t_ik) − log π_sampling(t_ik)),
-
-and normalised by Σ ρ. On-policy, ρ = 1.
+Where the responses come from another sampler μ — an engine with other numerics, or older weights —, each token is
+weighed by the ratio of its prefix, ρ_ik = exp Σ_{j<k} log π(t_ij) − log μ(t_ij), normalised at each position over all
+sequences: mathematics/entropy.py. On-policy ρ = 1.
 """
 
 from __future__ import annotations
@@ -14,32 +12,66 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Batch, Rollout
+from rl_training.engine.batch import Batch, Rollout, in_one_width
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.step import EntropySettings, Step
-from rl_training.mathematics.entropy import surrogate_weights
+from rl_training.mathematics.entropy import PrefixRatios, policy_first, surrogate_weights
 from rl_training.mathematics.folds import FoldGroup, response_number
 from rl_training.mathematics.vectors import Vector
 
 
-def importance_ratios(batch: Batch) -> Tensor | None:
-    """Returns ρ, (B,) fp64: 1 on-policy; None when the log-probabilities at sampling were not kept."""
+def log_ratios(batch: Batch) -> Tensor | None:
+    """Returns log π − log μ of each token, (B, T) fp64, 0 off the mask; None where they are not known.
+
+    They are 0 where the policy sampled itself.
+    """
     rollout, scores = batch.rollout, batch.scores
-    if rollout.on_policy:
-        return torch.ones(rollout.num_sequences, dtype=torch.float64, device=scores.logps.device)
     if rollout.sampling_logps is None:
-        return None
+        return torch.zeros_like(rollout.completion_mask, dtype=torch.float64) if rollout.on_policy else None
     difference = scores.logps.double() - rollout.sampling_logps.double()
-    return difference.masked_fill(scores.mask == 0, 0.0).sum(dim=1).exp()
+    return difference.masked_fill(scores.mask == 0, 0.0)
+
+
+def prefix_ratios(step: Step) -> PrefixRatios | None:
+    """Returns the ratios of prefixes to the sampler, normalised over all sequences of the step; None where all are 1.
+
+    Those of the widest process in width. A collective.
+    """
+    logs, mask = log_ratios(step.batch), step.batch.scores.mask
+    if step.batch.rollout.sampling_logps is None or logs is None:
+        return None
+    width = int(step.ranks.largest(torch.tensor([float(mask.shape[1])], dtype=torch.float64, device=mask.device)))
+    logs, mask = (in_one_width([part], at_least=width) for part in (logs, mask))
+    return PrefixRatios.of(logs, mask).normalised(step.ranks.reduce)
+
+
+def levels_of_folds(step: Step, ratios: PrefixRatios | None) -> Tensor:
+    """Returns (F, 3): the sequences of each fold, Σ ρh and Σ ρ over their tokens. A collective.
+
+    What a sequence does to the normaliser of position k, (1 − ρ_ik) times the mean there, is in its row for the sake of
+    errors, and adds up to 0 over all.
+    """
+    scores = step.batch.scores
+    mask = scores.mask.double()
+    entropies = scores.entropies.double().masked_fill(mask == 0, 0.0)
+    sums = [entropies.sum(dim=1), mask.sum(dim=1)]
+    if ratios is not None:
+        before, order = ratios.before, policy_first(mask)
+        terms = before * torch.stack(
+            [in_one_width([part.gather(1, order)], at_least=before.shape[1]) for part in (entropies, mask)]
+        )
+        means = step.ranks.reduce(terms.sum(dim=1, keepdim=True)) / step.num_sequences
+        sums = list((terms - (before - 1.0) * means).sum(dim=-1))
+    return step.sum_by_fold(torch.stack([torch.ones_like(sums[0]), *sums], dim=1))
 
 
 def fold_gradients(
-    step: Step, ratios: Tensor, level: float, settings: EntropySettings
+    step: Step, ratios: PrefixRatios | None, level: float, settings: EntropySettings
 ) -> Iterator[tuple[FoldGroup, list[Vector]]]:
     """Yields X of the folds of each group, (folds, n) of each bucket, from some responses of each of its prompts.
 
-    One or two directions, each a mean over the fold's responses: Σ ρ (∂H_seq − H_tok ∂E[T]), and Σ ρ ∂H_seq; baselines
-    use all responses of a prompt. A collective.
+    One or two directions, each a mean over the fold's responses: ∂H_seq − H_tok ∂E[T], and ∂H_seq; baselines use all
+    responses of a prompt. A collective.
 
     level  H_tok of the whole step: E[T] ∂H_tok = ∂H_seq − H_tok ∂E[T] is one direction, for one backward
 
@@ -47,13 +79,15 @@ def fold_gradients(
     """
     batch, gradients = step.batch, step.gradients
     scores, index = batch.scores, batch.rollout.prompt_index
-    sequence_weights, entropy_weights = surrogate_weights(scores.entropies, scores.mask, index, target="sequence")
-    length_weights, _ = surrogate_weights(scores.entropies, scores.mask, index, target="length")  # it has no ∂h term
+    (sequence_weights, entropy_weights), (length_weights, _) = (  # the length has no ∂h term
+        surrogate_weights(scores.entropies, scores.mask, index, target, ratios=ratios)
+        for target in ("sequence", "length")
+    )
     logp_weights = [sequence_weights - level * length_weights, sequence_weights][: 1 + settings.per_sequence]
     taken = min(settings.responses_per_prompt, batch.responses_per_prompt)
     chosen = response_number(index) < taken
-    sizes = step.fold_sizes.to(ratios)
-    shares = (ratios * (batch.responses_per_prompt / taken) / sizes[batch.fold]).unsqueeze(1)
+    sizes = step.fold_sizes.to(batch.fold.device)
+    shares = (batch.responses_per_prompt / taken / sizes[batch.fold]).unsqueeze(1)
     directions = [LossWeights(weights, entropy_weights) for weights in logp_weights]
     for group, passes in passes_in_lockstep(step, chosen):
         found = [gradients.layout.zeros(len(group.folds)) for _ in directions]

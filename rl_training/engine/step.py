@@ -93,6 +93,7 @@ class EntropyChange:
     why_no_forward: str = ""  # why no fold can be left out of the step
     why_no_backward: str = ""  # why the step before cannot be multiplied with the entropy gradient
     update: Vector | None = None  # δθ; None where the optimizer's step has no formula
+    levels: Tensor | None = None  # (F, 3): sequences, entropies and lengths of each fold; where `why_none` is ""
     quantities: Mapping[str, Quantity] = field(default_factory=dict)  # with Need.ENTROPY_CHANGE
     half_step_stderr: Tensor | None = None  # (2,), of ½(forward + backward) from this batch; with Need.ENTROPY_CHANGE
     rows: Vector | None = None  # (F, n) of each bucket: E[T] ∂H_tok of each fold; with Need.ENTROPY_ROWS

@@ -31,13 +31,14 @@ class StepByFolds:
     """
 
     def __init__(self, step: Step) -> None:
-        steps, rows = step.entropy_change.steps_without, step.entropy_change.rows
+        change = step.entropy_change
+        steps, rows = change.steps_without, change.rows
         assert steps is not None
+        assert change.levels is not None
         assert rows is not None, "it takes Need.ENTROPY_ROWS"
         self.steps, self.rows = steps, rows
         self._step = step
-        lengths = step.sum_by_fold(step.batch.scores.mask.sum(dim=1).double()).cpu()
-        self._by_fold = torch.stack([step.fold_sizes, lengths], dim=1)
+        self._by_fold = change.levels[:, [0, 2]].cpu()
 
     def pair(self, own: Tensor, lost: Tensor) -> Pair:
         """Returns ΔH per token and Δreward per response of one change, from its products by fold.

@@ -187,6 +187,7 @@ class MeasuredLoop:
     ) -> None:
         """Takes a microbatch whose forward pass is done; call its backward next, and then the next microbatch.
 
+        rollout      with sampling_logps where another engine, or older weights, have sampled it
         logps        (B, T) with graph: the very tensor that the loss is made of
         entropies    (B, T) of the next-token distributions, with graph if the loss uses them. None: at measured steps
                      the scorer computes them in one more forward pass, without graph

@@ -43,7 +43,8 @@ def effects_of(
     without_basis, *groups = groups_of(weights, batch.loss_weights, batch.microbatch_rows, reduce)
     folds = StepByFolds(step)
     directions, gradient = [Direction(folds.rows)], folds.steps.gradient
-    if not step.capabilities.not_dr_grpo and batch.loss_settings is not None:
+    own_sample = batch.rollout.sampling_logps is None
+    if own_sample and not step.capabilities.not_dr_grpo and batch.loss_settings is not None:
         group = batch.responses_per_prompt  # the step's own gradient, without a response's reward in its group's mean
         factor = -batch.loss_settings.max_length * group / (group - 1)
         directions.append(Direction(gradient.rows, [count * part for part in gradient.mean], factor))

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from rl_training.engine.batch import Batch, LossSettings, Rollout, take_rows
+from rl_training.engine.entropy_gradients import log_ratios
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.mathematics.scores import Scores
 
@@ -35,17 +36,26 @@ class LossInputs:
     settings: LossSettings | None = None  # None where they are not known
     rewards: Tensor | None = None  # (b,)
     truncated: Tensor | None = None  # (b,), bool: cut off at the maximum length
-    sampling_logps: Tensor | None = None  # (b, T); None on-policy, where all ratios are 1
+    old_logps: Tensor | None = None  # (b, T), of the loss's ratios; None where all of these are 1
+    sampling_logps: Tensor | None = None  # (b, T), the sampler's; None where it is this very policy, or not known
     reference_logps: Tensor | None = None  # (b, T), of the reference model of a KL term
     hidden: Tensor | None = None  # (b, T), bool: the policy's tokens that the loss does not see
 
     @property
     def ratios(self) -> Tensor:
-        """ρ = π / π_sampling of each token, (b, T); 1 on-policy, and where the loss has no token."""
-        if self.sampling_logps is None:
+        """ρ = π / π_old of each token, (b, T); 1 on-policy, and where the loss has no token."""
+        if self.old_logps is None:
             return torch.ones_like(self.scores.logps)
-        difference = self.scores.logps - self.sampling_logps.to(self.scores.logps)
+        difference = self.scores.logps - self.old_logps.to(self.scores.logps)
         return difference.masked_fill(self.scores.mask == 0, 0.0).exp()
+
+    @property
+    def log_sampler_ratios(self) -> Tensor:
+        """log π_old − log μ of each token, (b, T), μ the sampler's, π_old = π on-policy; 0 where the loss has none."""
+        if self.sampling_logps is None:
+            return torch.zeros_like(self.scores.logps)
+        policy = self.scores.logps if self.old_logps is None else self.old_logps.to(self.scores.logps)
+        return (policy - self.sampling_logps.to(policy)).masked_fill(self.scores.mask == 0, 0.0)
 
     @property
     def unit(self) -> float:
@@ -95,7 +105,10 @@ def microbatch_inputs(
 
     ValueError off-policy without log-probabilities at sampling: the ratios are not known.
     """
-    if not rollout.on_policy and rollout.sampling_logps is None:
+    old_logps = (
+        None if rollout.on_policy else rollout.sampling_logps if rollout.old_logps is None else rollout.old_logps
+    )
+    if not rollout.on_policy and old_logps is None:
         raise ValueError("an off-policy step without sampling log-probabilities: its ratios are not known")
     mask = scores.mask
     if settings is not None and settings.hides_truncated and rollout.truncated is not None:
@@ -108,7 +121,8 @@ def microbatch_inputs(
         settings=settings,
         rewards=rollout.rewards,
         truncated=rollout.truncated,
-        sampling_logps=None if rollout.on_policy else rollout.sampling_logps,
+        old_logps=old_logps,
+        sampling_logps=rollout.sampling_logps,
         reference_logps=reference_logps,
         hidden=(scores.mask != 0) & (mask == 0),
     )
@@ -130,12 +144,14 @@ def silent_share(advantages: Tensor, prompt_index: Tensor, reduce: Callable[[Ten
 def reward_weights(batch: Batch) -> LossWeights | None:
     """Returns the weights whose gradient is that of the mean reward, J, from the rewards; None where they are unknown.
 
-    A response's own reward is in its group's mean, which takes the factor G / (G − 1).
+    A response's own reward is in its group's mean, which takes the factor G / (G − 1). Responses of another sampler are
+    weighed by their ratios.
     """
     rewards, mask, group = batch.rollout.rewards, batch.scores.mask, batch.responses_per_prompt
-    if rewards is None:
+    logs = log_ratios(batch)
+    if rewards is None or logs is None:
         return None
-    advantages = over_the_others(rewards, batch.rollout.prompt_index).unsqueeze(1)
+    advantages = (over_the_others(rewards, batch.rollout.prompt_index) * logs.sum(dim=1).exp()).unsqueeze(1)
     return LossWeights((advantages * mask * (group / (group - 1) / len(mask))).to(batch.scores.logps), None)
 
 

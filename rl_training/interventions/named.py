@@ -1,6 +1,6 @@
 """Every intervention by name: its source, its strength, what it needs, and when it has no effect.
 
-bonus        with its usual strength          bonus:0.02    with another
+bonus        with its usual strength          bonus:0.02    with another          mis:0.5,2    with both bounds
 my.py:softer your own: a function of (LossInputs, strength) in a file that returns LossWeights
 my.loss:softer            or in a module that can be imported
 """
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -35,6 +36,8 @@ NEEDS = {
     "truncated": "which responses are truncated is not known here",
     "reference": "it needs the log-probabilities of a reference model, and there is none: full fine-tuning keeps one "
     "only with beta above 0; with an adapter it is the base model",
+    "sampler": "the policy itself has sampled these responses, or the sampler's log-probabilities are not known: train "
+    "with vLLM, or with sampler_lag",
     "some_advantage": "all responses to each prompt have the same reward: there is no gradient to scale",
 }
 
@@ -53,9 +56,14 @@ def has(loss: LossInputs, need: str) -> bool:
             return loss.rewards is not None
         case "truncated":
             return loss.truncated is not None
+        case "sampler":
+            return loss.sampling_logps is not None
         case "reference":
             return loss.reference_logps is not None
     return loss.silent_share < 1.0
+
+
+SAMPLER = ("dr_grpo", "sampler")  # of corrections for a sampler that is not the policy
 
 
 @dataclass(frozen=True)
@@ -137,6 +145,17 @@ INTERVENTIONS: Mapping[str, Intervention] = {
                      strength=0.04, nothing=0.0, is_linear=True, remark=GROWS, trl="beta"),
         Intervention("clip_higher", rw.clip_higher, "Yu et al. 2025 (DAPO), arXiv 2503.14476",
                      needs=("dr_grpo",), strength=0.28, nothing_on_policy=True, trl="epsilon_high"),
+        Intervention("none", rw.no_correction, "plain Dr-GRPO", needs=SAMPLER,
+                     trl="vllm_importance_sampling_correction=False"),
+        Intervention("tis", rw.token_truncation, "Yao et al. 2025, fengyao.notion.site/off-policy-rl; TRL",
+                     needs=SAMPLER, strength=2.0, trl="vllm_importance_sampling_mode='token_truncate'"),
+        Intervention("mis", rw.token_mask, "Zhao et al. 2025 (IcePop); TRL",
+                     needs=SAMPLER, strength=2.0, low=1.0, trl="vllm_importance_sampling_mode='token_mask'"),
+        Intervention("seq_mask", rw.sequence_mask, "Liu et al. 2025, richardli.xyz/rl-collapse; TRL",
+                     needs=SAMPLER, strength=3.0, trl="vllm_importance_sampling_mode='sequence_mask'"),
+        Intervention("ppo_clip", rw.ppo_clip, "Schulman et al. 2017, arXiv 1707.06347, on ratios to the sampler",
+                     needs=SAMPLER, strength=0.2),
+        Intervention("exact", rw.exact, "Precup, Sutton & Singh 2000", needs=SAMPLER),
         Intervention("lr", None, "the optimizer's own",
                      needs=(), strength=0.5, nothing=1.0, is_linear=True, trl="learning_rate"),
         Intervention("max_grad_norm", None, "Pascanu et al. 2013, arXiv 1211.5063",
@@ -200,6 +219,12 @@ def intervention(text: str) -> Intervention:
         names = ", ".join(INTERVENTIONS)
         hint = f"did you mean {close[0]}?" if close else f"choose from {names}, or give FILE.py:FUNCTION"
         raise ValueError(f"unknown intervention {name!r}: {hint}")
+    if name == "mis" and "," in strength:  # both bounds
+        bounds = [_strength(dataclasses.replace(known, low=0.0), bound) for bound in strength.split(",")]
+        if len(bounds) != 2 or bounds[0] >= bounds[1]:
+            raise ValueError(f"{text}: give the lower bound and the upper, as in mis:0.5,2")
+        masked = functools.partial(rw.token_mask, low=bounds[0])
+        return dataclasses.replace(known, name=text, function=masked, strength=bounds[1])
     if not strength:
         return known
     return dataclasses.replace(known, name=f"{known.name}:{strength}", strength=_strength(known, strength))

@@ -12,6 +12,7 @@ import math
 import torch
 from torch import Tensor
 
+from rl_training.engine.correction import Correction
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.interventions.loss import LossInputs, over_the_others
 
@@ -89,7 +90,7 @@ def clip_cov(loss: LossInputs, strength: float) -> LossWeights:
 
 def kl_cov(loss: LossInputs, strength: float) -> LossWeights:
     """|log ρ| as a penalty on the same share of tokens: c + u sign(log ρ) there, and nothing where all ρ are 1."""
-    if loss.sampling_logps is None:
+    if loss.old_logps is None:
         return loss.weights
     assert loss.settings is not None
     penalty = loss.ratios.log().sign() * _most_covariant(loss, strength)
@@ -125,12 +126,56 @@ def kl(loss: LossInputs, strength: float) -> LossWeights:
 
 def clip_higher(loss: LossInputs, strength: float) -> LossWeights:
     """Ratios are clipped above at 1 + ε: c = −u ρ A where that lets them through. Nothing where all ρ are 1."""
-    if loss.sampling_logps is None:
+    if loss.old_logps is None:
         return loss.weights
     assert loss.settings is not None
-    ratios, advantages = loss.ratios, loss.advantages.unsqueeze(1)
-    passes = torch.where(advantages > 0, ratios <= 1.0 + strength, ratios >= 1.0 - loss.settings.epsilon_low)
-    weights = -loss.unit * ratios * advantages * passes * loss.scores.mask
+    correction = loss.settings.correction
+    factors = None if correction is None else correction.factors(loss.log_sampler_ratios)
+    return clipped(loss, loss.ratios, loss.settings.epsilon_low, strength, factors)
+
+
+def no_correction(loss: LossInputs, strength: float) -> LossWeights:
+    """Nothing is done about the sampler: c = −u ρ A, clipped."""
+    return corrected(loss, None)
+
+
+def token_truncation(loss: LossInputs, strength: float) -> LossWeights:
+    """Token ratios to the sampler, truncated above: the same c times min(π/μ, C)."""
+    return corrected(loss, Correction(high=strength))
+
+
+def token_mask(loss: LossInputs, strength: float, low: float | None = None) -> LossWeights:
+    """Tokens with ratios outside [low, C] left out, low = 1/C where it is not given; the others as above."""
+    return corrected(loss, Correction(masks=True, low=1.0 / strength if low is None else low, high=strength))
+
+
+def sequence_mask(loss: LossInputs, strength: float) -> LossWeights:
+    """Responses whose ratio is above C left out; the others have their ratio on all tokens."""
+    return corrected(loss, Correction(sequence=True, masks=True, high=strength))
+
+
+def exact(loss: LossInputs, strength: float) -> LossWeights:
+    """The ratio of the response on all of its tokens: unbiased, and very noisy."""
+    return corrected(loss, Correction(sequence=True))
+
+
+def ppo_clip(loss: LossInputs, strength: float) -> LossWeights:
+    """PPO's clip on the ratios to the sampler: c = −u A π/μ where that lets them through."""
+    return clipped(loss, loss.log_sampler_ratios.exp(), strength, strength)
+
+
+def corrected(loss: LossInputs, correction: Correction | None) -> LossWeights:
+    """Returns Dr-GRPO's weights with this correction for the sampler instead of the loss's own."""
+    assert loss.settings is not None
+    factors = None if correction is None else correction.factors(loss.log_sampler_ratios)
+    return clipped(loss, loss.ratios, loss.settings.epsilon_low, loss.settings.epsilon_high, factors)
+
+
+def clipped(loss: LossInputs, ratios: Tensor, low: float, high: float, factors: Tensor | None = None) -> LossWeights:
+    """Returns Dr-GRPO's weights, −u ρ A where the clip lets ρ through, times factors."""
+    advantages = loss.advantages.unsqueeze(1)
+    passes = torch.where(advantages > 0, ratios <= 1.0 + high, ratios >= 1.0 - low)
+    weights = -loss.unit * ratios * advantages * passes * loss.scores.mask * (1.0 if factors is None else factors)
     return LossWeights(weights.to(loss.weights.logps), loss.weights.entropies)
 
 

@@ -75,23 +75,34 @@ def jackknife_covariance(
     return (count - 1) * (products - means.unsqueeze(-1) * means.unsqueeze(-2))
 
 
-def estimates_over_folds(
+def unchanged(tensor: Tensor) -> Tensor:
+    """Returns the tensor: on a single process it is the sum over all processes."""
+    return tensor
+
+
+def estimates_over_units(
     names: Sequence[str],
     statistic: Callable[[Tensor], Tensor],
-    by_fold: Tensor,
+    by_unit: Tensor,
+    reduce: Callable[[Tensor], Tensor] = unchanged,
 ) -> dict[str, Estimate]:
-    """Returns the numbers of statistic(Σ by_fold) by name, with their jackknife errors where there are enough folds.
+    """Returns the numbers of statistic(Σ by_unit) by name, with their jackknife errors where there are enough units.
 
-    by_fold  (F, m), what each fold adds
+    by_unit  (units, m), what each independent unit adds: a fold, or a prompt with all its responses
+    reduce   sums a tensor over the processes, where each has its own units
     """
-    total, num_folds = by_fold.sum(dim=0), len(by_fold)
-    values, why_no_bar = statistic(total).tolist(), why_no_stderr(num_folds)
-    stderrs = jackknife_stderr(statistic, total, total - by_fold).tolist()
+    total = reduce(by_unit.sum(dim=0))
+    value = statistic(total)
+    deviations = statistic(total - by_unit) - value  # centred, so that the square does not cancel
+    table = reduce(torch.stack([torch.ones_like(deviations), deviations, deviations.square()]).sum(dim=1))
+    num_units, (means, squares) = int(table[0, 0]), table[1:] / table[0]
+    stderrs = ((num_units - 1) * (squares - means * means)).clamp(min=0).sqrt()
+    why_no_bar = why_no_stderr(num_units)
     return {
         name: Estimate.missing(NOT_FINITE)
         if not math.isfinite(value)
-        else Estimate(value, math.nan if why_no_bar else stderr, num_folds, why_no_bar)
-        for name, value, stderr in zip(names, values, stderrs, strict=True)
+        else Estimate(value, math.nan if why_no_bar else stderr, num_units, why_no_bar)
+        for name, value, stderr in zip(names, value.tolist(), stderrs.tolist(), strict=True)
     }
 
 
@@ -120,11 +131,6 @@ class Replicates:
 
     def __mul__(self, factor: float) -> Replicates:
         return Replicates(factor * self.value, factor * self.without)
-
-
-def unchanged(tensor: Tensor) -> Tensor:
-    """Returns the tensor: on a single process it is the sum over all processes."""
-    return tensor
 
 
 @dataclass(frozen=True)

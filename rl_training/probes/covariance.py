@@ -9,7 +9,7 @@ from __future__ import annotations
 from rl_training.engine.probe import Probe
 from rl_training.engine.step import Step
 from rl_training.mathematics.advantage_covariance import covariance_terms, minus_covariance
-from rl_training.mathematics.jackknife import estimates_over_folds
+from rl_training.mathematics.jackknife import estimates_over_units
 
 
 class CovariancePredictorProbe(Probe):
@@ -22,7 +22,7 @@ class CovariancePredictorProbe(Probe):
 
     def prepare(self, step: Step) -> None:
         terms = covariance_terms(step.batch.scores, step.batch.rollout.advantages).flatten(1)
-        self._answers = estimates_over_folds(
+        self._answers = estimates_over_units(
             ("covariance/token", "covariance/sequence"),
             lambda sums: minus_covariance(sums.unflatten(-1, (2, 4))),
             step.sum_by_fold(terms),

@@ -5,7 +5,7 @@ those of the Dr-GRPO gradient, Σ_i A_i Σ_k ∂log π(t_ik):
 
     advantage        |A_i|          A_i the advantage of sequence i
     token_weight     |A_i|·T_i      T_i its sampled tokens: a long sequence has that many terms
-    importance       π_now(i) / π_sampling(i), which is 1 for every sequence of an on-policy step
+    importance       π(i) / μ(i), μ the sampler; 1 for every sequence of an on-policy step
 
 A truncated response that the loss leaves out (mask_truncated_completions) has no weight: A_i = 0 here. The responses of
 a prompt that are all right, or all wrong, have zero advantage: `zero_advantage` is the share of such sequences,
@@ -19,7 +19,7 @@ import math
 import torch
 
 from rl_training.engine.entropy_change import NO_SAMPLING_LOGPS
-from rl_training.engine.entropy_gradients import importance_ratios
+from rl_training.engine.entropy_gradients import log_ratios
 from rl_training.engine.probe import Probe
 from rl_training.engine.step import Step
 from rl_training.mathematics.estimate import Estimate
@@ -47,8 +47,8 @@ class EffectiveSampleSizeProbe(Probe):
             by_prompt = without_rounding(advantages.view(-1, batch.responses_per_prompt))
             num_prompts, num_zero_prompts = len(by_prompt), (by_prompt == 0).all(dim=1).sum()
             advantages = by_prompt.flatten()
-        lengths, ratios = batch.rollout.completion_mask[order].sum(dim=1), importance_ratios(batch)
-        ratio_sums = advantages.new_full((2,), torch.nan) if ratios is None else kish_sums(ratios)
+        lengths, logs = batch.rollout.completion_mask[order].sum(dim=1), log_ratios(batch)
+        ratio_sums = advantages.new_full((2,), torch.nan) if logs is None else kish_sums(logs.sum(dim=1).exp())
         sizes = [ratio_sums, kish_sums(advantages), kish_sums(advantages.double() * lengths)]
         counts = advantages.new_tensor([len(advantages), num_prompts], dtype=torch.float64)
         zeros = torch.stack([count.double() for count in ((advantages == 0).sum(), num_zero_prompts)])

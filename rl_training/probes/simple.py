@@ -20,16 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-import torch
 from torch import Tensor
 
-from rl_training.engine.entropy_change import levels_of_folds
+from rl_training.engine.entropy_gradients import levels_of_folds
 from rl_training.engine.fold_products import PRODUCTS
 from rl_training.engine.probe import Need, Probe
 from rl_training.engine.quantities import Quantity
 from rl_training.engine.step import EntropySettings, Step
 from rl_training.mathematics.estimate import Estimate
-from rl_training.mathematics.jackknife import estimates_over_folds
+from rl_training.mathematics.jackknife import estimates_over_units
 from rl_training.mathematics.trapezoid import BatchTerms, Term, TrapezoidSum
 
 UNITS = ("token", "sequence")  # that each sum is kept in
@@ -123,9 +122,8 @@ def visited_entropy(step: Step) -> dict[str, Estimate]:
     For sequences that are no samples of the scored policy: h is exact at every prefix, but which ones are visited, and
     how often, the cut or penalised policy decides. So this is no H_tok or H_seq of either policy.
     """
-    sequences = torch.ones(step.batch.rollout.num_sequences, dtype=torch.float64, device=step.batch.fold.device)
-    return estimates_over_folds(
+    return estimates_over_units(
         VISITED,
         lambda sums: sums[..., 1:2] / sums[..., [2, 0]],  # of the number, entropies and lengths of sequences
-        levels_of_folds(step, sequences),
+        levels_of_folds(step, None),
     )

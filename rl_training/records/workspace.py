@@ -89,6 +89,13 @@ SECTIONS = {
         Panel("Effective sequences", ("ess/advantage", "ess/token_weight", "ess/importance"), unit="sequences"),
         Panel("Share with zero advantage", ("ess/zero_advantage", "ess/zero_advantage_prompts")),
     ],
+    "sampler and trainer": [
+        Panel("Divergence per token, sampler to policy", ("sampler/kl",), unit="nats per token"),
+        Panel("Share of sequences that count", ("sampler/ess",)),
+        Panel("Mean ratio: below 1, the sampler cuts its distribution", ("sampler/mean_ratio",)),
+        Panel("Tokens with ratios outside [0.9, 1.1]; changed by the loss",
+              ("sampler/ratio_outside", "sampler/corrected_share")),
+    ],
     "buffer": [
         Panel("Prompts accepted, of those generated; places filled", ("buffer/acceptance", "buffer/filled")),
         Panel("Generations for a rollout", ("buffer/attempts",)),

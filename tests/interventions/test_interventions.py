@@ -18,6 +18,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from rl_training import attach
 from rl_training.engine.batch import Batch, LossSettings, Rollout, take_rows
+from rl_training.engine.correction import Correction
 from rl_training.engine.loss_weights import LossWeights, gradient_of
 from rl_training.interventions.loss import LossInputs, loss_inputs, silent_share
 from rl_training.interventions.named import INTERVENTIONS, RATIOS_ARE_ONE, intervention, interventions_to_train
@@ -73,7 +74,7 @@ def known(off_policy: bool = False, hides: bool = False) -> LossInputs:
         settings=LossSettings(L, EPSILON, EPSILON, hides),
         rewards=double(REWARDS),
         truncated=truncated,
-        sampling_logps=double(AT_SAMPLING) if off_policy else None,
+        old_logps=double(AT_SAMPLING) if off_policy else None,
         reference_logps=double(REFERENCE),
         hidden=there & ~seen,
     )
@@ -193,6 +194,45 @@ def test_off_policy_the_covariant_tokens_are_drawn_back_to_the_sampling_policy()
     torch.testing.assert_close(weights.logps, double(expected), rtol=1e-12, atol=1e-15)
 
 
+def sampler_ratio(i: int, t: int) -> float:
+    return math.exp(LOGPS[i][t] - AT_SAMPLING[i][t])
+
+
+def response_ratio(i: int) -> float:
+    return math.prod(sampler_ratio(i, t) for t in range(LENGTHS[i]))
+
+
+def passes_clip(i: int, t: int, epsilon: float) -> bool:
+    return sampler_ratio(i, t) <= 1 + epsilon if ADVANTAGES[i] > 0 else sampler_ratio(i, t) >= 1 - epsilon
+
+
+# By name: the factor on Dr-GRPO's own weight of the token t of response i.
+CORRECTIONS: dict[str, Any] = {
+    "none": lambda i, t: 1.0,
+    "tis:1.05": lambda i, t: min(sampler_ratio(i, t), 1.05),
+    "mis:0.9,1.2": lambda i, t: sampler_ratio(i, t) * (0.9 <= sampler_ratio(i, t) <= 1.2),
+    "mis:1.25": lambda i, t: sampler_ratio(i, t) * (0.8 <= sampler_ratio(i, t) <= 1.25),
+    "seq_mask:1.1": lambda i, t: response_ratio(i) * (response_ratio(i) <= 1.1),
+    "ppo_clip:0.1": lambda i, t: sampler_ratio(i, t) * passes_clip(i, t, 0.1),
+    "exact": lambda i, t: response_ratio(i),
+}
+
+
+@pytest.mark.parametrize("name", CORRECTIONS)
+def test_corrections_for_the_sampler_are_those_of_the_twin(name: str) -> None:
+    """Whatever correction the loss has itself."""
+    loss = known()
+    assert loss.settings is not None
+    corrected = dataclasses.replace(loss.settings, correction=Correction(high=1.01))
+    loss = dataclasses.replace(loss, sampling_logps=double(AT_SAMPLING), settings=corrected)
+    loss = dataclasses.replace(loss, weights=LossWeights(0.3 * loss.weights.logps, None))
+    expected = plain()
+    for i, t in tokens():
+        expected[i][t] *= CORRECTIONS[name](i, t)
+    assert name == "none" or expected != plain()
+    torch.testing.assert_close(intervention(name).weights(loss).logps, double(expected), rtol=1e-12, atol=1e-15)
+
+
 @pytest.mark.parametrize("name", [name for name, each in INTERVENTIONS.items() if each.nothing_on_policy])
 def test_on_policy_what_works_on_ratios_changes_exactly_nothing(name: str) -> None:
     loss = known()
@@ -225,6 +265,7 @@ def test_what_is_missing_is_reported() -> None:
         "drop_truncated": "truncated",
         "kl": "reference model",
         "dynamic_sampling": "no gradient",
+        "tis": "train with vLLM, or with sampler_lag",
     }
     dr_grpo = dataclasses.replace(bare, settings=known().settings)
     for name, words in said.items():
@@ -263,6 +304,7 @@ def test_prompts_without_any_advantage_are_counted_over_all_processes() -> None:
         ("lr:nan", "must lie above 0"),
         ("lr:fast", "must be a number, as in lr:0.5"),
         ("psr:2", "psr has no strength"),
+        ("mis:2,0.5", "give the lower bound and the upper, as in mis:0.5,2"),
         ("nowhere.py:softer", "there is no such file"),
     ],
 )

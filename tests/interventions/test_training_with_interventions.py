@@ -26,9 +26,10 @@ from trainers import (
     trained_weights,
 )  # fmt: skip
 
+from rl_training import DrGRPOTrainer
 from rl_training.hosts.trl.trained_loss import with_settings
 from rl_training.interventions.named import intervention
-from rl_training.probes import InterventionsProbe
+from rl_training.probes import InterventionsProbe, SamplerProbe
 
 NO_DROPOUT = LORA | {"lora_dropout": 0.0}
 REUSED: dict[str, Any] = {"num_iterations": 2, "epsilon": 0.02}  # every second step is off-policy
@@ -64,6 +65,60 @@ def test_training_is_that_with_trl_s_own_setting(
     plain, own, theirs = changes
     assert float((own - theirs).norm() / theirs.norm()) < 1e-6
     assert float((plain - theirs).norm() / theirs.norm()) > 1e-3
+
+
+class LikeVLLM(DrGRPOTrainer):
+    """To TRL its lagging sampler is an engine, for which TRL corrects."""
+
+    def _generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        self.use_vllm = False
+        try:
+            return super()._generate(prompts)
+        finally:
+            self.use_vllm = True
+
+
+@pytest.mark.parametrize(
+    ("name", "mode", "bounds"),
+    [
+        ("none", "", ()),
+        ("tis:1.002", "token_truncate", (None, 1.002)),
+        ("mis:0.995,1.01", "token_mask", (0.995, 1.01)),
+        ("seq_mask:1.01", "sequence_mask", (None, 1.01)),
+    ],
+)
+def test_training_with_a_correction_is_that_with_trl_s_own(
+    make_trainer: Callable[..., Any], name: str, mode: str, bounds: tuple[float | None, ...]
+) -> None:
+    """The second step's responses are those of the policy before the first."""
+    settings: dict[str, Any] = {"vllm_importance_sampling_correction": bool(mode)}
+    if mode:
+        settings["vllm_importance_sampling_mode"] = mode
+        settings |= dict(
+            zip(("vllm_importance_sampling_clip_min", "vllm_importance_sampling_clip_max"), bounds, strict=True)
+        )
+    common = SHAPE | SGD | {"sampler_lag": 1}
+    changes, probe = [], SamplerProbe()
+    for trainer_class, more in (
+        (DrGRPOTrainer, {}),
+        (DrGRPOTrainer, {"interventions": [name]}),
+        (LikeVLLM, settings | {"probes": [probe]}),
+    ):
+        trainer = make_trainer(trainer_class, **common | more)
+        trainer.use_vllm = trainer_class is LikeVLLM
+        first = trained_weights(trainer)
+        trainer.train()
+        changes.append(trained_weights(trainer) - first)
+    plain, own, theirs = changes
+    assert float((own - theirs).norm() / theirs.norm()) < 1e-6
+    assert (float((plain - theirs).norm() / theirs.norm()) > 1e-4) == (name != "none")
+    assert 0 < probe.results()["sampler/kl"].value < 0.1
+    assert (probe.results()["sampler/corrected_share"].value > 0) == (name != "none")
+
+
+def test_a_correction_without_another_sampler_is_refused(make_trainer: Callable[..., Any]) -> None:
+    with pytest.raises(ValueError, match="train with vLLM, or with sampler_lag"):
+        make_trainer(interventions=["tis"], **SHAPE)
 
 
 class Weights(Seen):

@@ -8,7 +8,7 @@ import reference
 import torch
 from torch import Tensor
 
-from rl_training.mathematics.entropy import surrogate_weights
+from rl_training.mathematics.entropy import PrefixRatios, surrogate_weights
 
 GARBAGE = 1e30  # what stands where mask is 0
 TABLE = [  # logits after each prefix: none uniform, so that no derivative vanishes by symmetry
@@ -108,6 +108,21 @@ def test_mean_over_all_groups_is_the_exact_derivative_of_entropy_and_length(grou
     torch.testing.assert_close(policy.gradient(responses, of_sequence, *weights), expected, rtol=0, atol=1e-9)
 
 
+@pytest.mark.parametrize("target", ["sequence", "length"])
+def test_ratios_to_another_sampler_give_the_exact_derivative_in_its_mean_over_groups(target: str) -> None:
+    """Not normalised. ∂H_tok is (∂H_seq − H_tok ∂E[T]) / E[T]."""
+    sampler = [[1.3 * x + 0.4 * math.sin(3 * i + 5 * j) for j, x in enumerate(row)] for i, row in enumerate(TABLE)]
+    policy = Tabular(TABLE)
+    responses, prompts, of_sequence = all_groups(sampler, 2)
+    logps, entropies, mask = policy.scores(responses)
+    log_ratios = (logps - Tabular(sampler).scores(responses)[0]).detach()
+    assert float(log_ratios[mask].abs().max()) > 0.5
+    weights = surrogate_weights(entropies, mask, prompts, target, ratios=PrefixRatios.of(log_ratios, mask))
+    exact = reference.exact(TABLE)
+    expected = torch.tensor(exact.d_entropy if target == "sequence" else exact.d_length, dtype=torch.float64)
+    torch.testing.assert_close(policy.gradient(responses, of_sequence, *weights), expected, rtol=0, atol=1e-9)
+
+
 def test_token_target_on_a_batch_that_is_the_population_is_the_exact_derivative_of_entropy_per_token() -> None:
     """With probabilities in quarters every response stands 64·p times in a batch that has no sampling error at all."""
     table = [[math.log(x) for x in row] for row in ([1, 1, 2], [1, 2, 1], [2, 1, 1], [1, 1, 2], [2, 1, 1]) * 2][:7]
@@ -187,6 +202,21 @@ def test_weights_equal_the_plain_twin_on_ragged_interleaved_batches(target: str,
         weights = surrogate_weights(entropies, mask.to(dtype), prompts, target)
         for got, expected in zip(weights, twin_weights(entropies, mask, prompts, target), strict=True):
             torch.testing.assert_close(got, expected, rtol=0, atol=1e-12)
+
+
+@every_target
+def test_weights_with_normalised_ratios_equal_the_plain_twin_where_others_wrote_in_between(target: str) -> None:
+    entropies, mask, prompts = random_batch(seed=7)
+    wide = [torch.stack([part, torch.full_like(part, fill)], dim=2).flatten(1) for part, fill in
+            ((entropies, GARBAGE), (mask, 0))]  # an environment's token after each of the policy's  # fmt: skip
+    log_ratios = torch.randn(mask.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    logs = torch.stack([log_ratios, torch.full_like(log_ratios, GARBAGE)], dim=2).flatten(1)
+    got = surrogate_weights(*wide, prompts, target, ratios=PrefixRatios.of(logs, wide[1]).normalised())
+    prefixes = reference.prefix_ratios(ragged(log_ratios, mask))
+    twin = reference.surrogate_weights(ragged(entropies, mask), prompts.tolist(), target, ratios=prefixes)
+    for ours, rows in zip(got, twin, strict=True):
+        torch.testing.assert_close(ours[:, ::2], padded(rows, entropies), rtol=1e-10, atol=1e-12)
+        assert not ours[:, 1::2].any()
 
 
 @every_target

@@ -12,12 +12,16 @@ import reference
 import torch
 from peft import LoraConfig
 from seen import Seen
-from simple_twin import L_MAX, Answers, Recorder, Twin, dot_product, per_sequence, per_token
+from simple_twin import L_MAX, Answers, Recorder, Twin, per_sequence, per_token
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from trainers import FEW, graded, trainer_maker
 
 from rl_training.engine.driver import StepDriver
 from rl_training.engine.policy import Policy
+from rl_training.mathematics.jackknife import JackknifeUnits
+from rl_training.mathematics.per_decision import per_decision_change
+from rl_training.mathematics.scores import Scores
 from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
@@ -255,16 +259,22 @@ def test_without_an_adamw_formula_forward_is_nan_and_backward_uses_the_parameter
     assert second["delta_h/backward"].value != 0
 
 
-def test_off_policy_steps_are_weighted_by_the_importance_ratio(make_trainer) -> None:
+def test_off_policy_tokens_are_weighed_by_the_ratio_of_their_prefix(make_trainer) -> None:
     """Step 2 learns from the second half of the rollout that step 1 started with."""
     recorder, probe = Recorder(), Answers(per_sequence=True)
     make_trainer(probes=[probe, recorder], dtype=torch.float64, max_steps=2, steps_per_generation=8, **SMOOTH).train()
     step, answer = recorder.steps[1], probe.all[1]
     twin = Twin(step, responses=1, weighted=True)
-    assert max(twin.ratios) > 1.01
-    entropy, length = dot_product(twin.ratios, twin.entropy_of), dot_product(twin.ratios, twin.lengths)
-    assert answer["entropy/token"].value == pytest.approx(entropy / length, rel=1e-4)
-    assert answer["entropy/sequence"].value == pytest.approx(entropy / sum(twin.ratios), rel=1e-4)
+    assert any(abs(length - len(row)) > 0.01 for length, row in zip(twin.lengths, twin.logps, strict=True))
+    assert answer["entropy/token"].value == pytest.approx(twin.level, rel=1e-4)
+    assert answer["entropy/sequence"].value == pytest.approx(sum(twin.entropy_of) / len(twin.lengths), rel=1e-4)
+    mask = step.rollout.completion_mask
+    now = [pad_sequence(list(map(torch.detach, rows)), batch_first=True) for rows in (twin.logps, twin.entropies)]
+    width, units = now[0].shape[1], JackknifeUnits(step.fold, int(step.fold.max()) + 1)
+    sampled = Scores(step.rollout.sampling_logps[:, :width], torch.zeros_like(now[0]), mask[:, :width])
+    level = per_decision_change(sampled, Scores(*now, mask[:, :width]), units)
+    assert answer["entropy/token"].value == pytest.approx(float(level.value[0]), rel=1e-6)
+    assert answer["entropy/token"].stderr == pytest.approx(float(level.stderr[0]), rel=0.05)
     # The loss has per-token ratios and clipping: the real step is the reference.
     reuse = twin.change(step.update, per_sequence)
     assert answer["delta_h/reuse_sequence"].value == pytest.approx(reuse, rel=1e-3)

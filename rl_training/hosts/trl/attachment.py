@@ -53,7 +53,7 @@ class Attachment(TrainerCallback, contextlib.AbstractContextManager["Attachment"
         interventions: Sequence[Intervention] = (),
     ) -> None:
         if not isinstance(trainer, GRPOTrainer):
-            raise ValueError(f"probes are attached to a trl.GRPOTrainer, and this is {type(trainer).__name__}")
+            raise ValueError(patches.another_trainer(trainer))
         refuse_what_is_no_probe(probes)
         patches.refuse_missing_members(trainer)
         if any(isinstance(callback, Attachment) for callback in trainer.callback_handler.callbacks):

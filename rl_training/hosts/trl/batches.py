@@ -15,6 +15,7 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import split_pixel_values_by_grid
 
 from rl_training.engine.batch import LossSettings, Rollout, in_one_width
+from rl_training.engine.correction import Correction
 from rl_training.hosts.trl.patches import SHUFFLE, wrap
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.mathematics.scores import Scores
@@ -25,14 +26,15 @@ logger = logging.get_logger(__name__)
 ROLLOUT_ROW = "rollout_row"  # the row before TRL's shuffle
 REWARD = "rollout_reward"
 POLICY_MASK = "written_by_policy"  # the mask of tools before truncated responses are taken out of it
-SAMPLED_LOGPS = "sampled_logps"  # log-probabilities at sampling where truncated responses are hidden, theirs included
-RIDING_ALONG = (ROLLOUT_ROW, REWARD, POLICY_MASK, SAMPLED_LOGPS)
+ALL_OLD_LOGPS = "all_old_logps"  # OLD_LOGPS where truncated responses are hidden, theirs included
+RIDING_ALONG = (ROLLOUT_ROW, REWARD, POLICY_MASK, ALL_OLD_LOGPS)
 # What TRL hands to the model beside tokens.
 IMAGE_INPUTS = (
     *("pixel_values", "num_images", "image_grid_thw", "image_position_ids", "image_sizes", "num_tiles"),
     *("spatial_shapes", "pixel_attention_mask", "token_type_ids", "mm_token_type_ids"),
 )
-SAMPLING_LOGPS = "old_per_token_logps"  # TRL's own
+# TRL's own: of the trainer's policy when the rollout was made, and of the engine that sampled, where that is another.
+OLD_LOGPS, SAMPLING_LOGPS = "old_per_token_logps", "sampling_per_token_logps"
 # What makes a loss Dr-GRPO's: no division by a group's standard deviation or a length, no other term, no mask.
 DR_GRPO: dict[str, Any] = {
     "loss_type": "dr_grpo",
@@ -54,8 +56,19 @@ def loss_settings(trainer: GRPOTrainer) -> LossSettings:
         epsilon_low=trainer.epsilon_low,
         epsilon_high=trainer.epsilon_high,
         hides_truncated=trainer.mask_truncated_completions,
+        correction=_correction(trainer),
         differs=frozenset(name for name, value in DR_GRPO.items() if getattr(trainer.args, name) != value),
     )
+
+
+def _correction(trainer: GRPOTrainer) -> Correction | None:
+    """Returns what TRL does about an engine whose policy is not quite the trainer's; None without one, or nothing."""
+    if not trainer.use_vllm or not trainer.vllm_importance_sampling_correction:
+        return None
+    level, kind = trainer.vllm_importance_sampling_mode.split("_")
+    low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
+    bounds = 0.0 if low is None else low, math.inf if high is None else high
+    return Correction(level == "sequence", kind == "mask", *bounds)
 
 
 def steps_per_rollout(args: GRPOConfig) -> int:
@@ -100,14 +113,15 @@ def read_rollout(
     pad_token_id  where truncated responses may be hidden from the loss (mask_truncated_completions): they are read too
     ends          tokens that end a response, and the padding token: a response that ends with none is truncated
     """
-    tokens, advantages, sampling_logps = inputs["completion_mask"], inputs["advantages"], inputs.get(SAMPLING_LOGPS)
+    tokens, advantages, old_logps = inputs["completion_mask"], inputs["advantages"], inputs.get(OLD_LOGPS)
     written_by_policy = inputs.get(POLICY_MASK, inputs.get("tool_mask"))
     if pad_token_id is not None:
         hidden = are_hidden(inputs)
         tokens = torch.where(hidden.unsqueeze(1), _up_to_last_token(inputs["completion_ids"], pad_token_id), tokens)
         advantages = advantages.masked_fill(hidden, 0.0)
-        sampling_logps = inputs.get(SAMPLED_LOGPS)  # TRL's are none of hidden responses
+        old_logps = inputs.get(ALL_OLD_LOGPS)  # TRL's are none of hidden responses
     policy = tokens if written_by_policy is None else tokens * written_by_policy
+    old_logps = None if on_policy else old_logps  # else they are of this very policy
     return Rollout(
         prompt_ids=inputs["prompt_ids"],
         prompt_mask=inputs["prompt_mask"],
@@ -116,8 +130,9 @@ def read_rollout(
         advantages=advantages,
         rewards=inputs.get(REWARD),
         prompt_index=first_prompt + (begun + inputs[ROLLOUT_ROW]) // responses_per_prompt,
-        sampling_logps=sampling_logps,
+        sampling_logps=inputs.get(SAMPLING_LOGPS, old_logps),
         on_policy=on_policy,
+        old_logps=old_logps,
         environment_mask=None if written_by_policy is None else tokens - policy,
         images=image_inputs(inputs),
         truncated=_are_truncated(inputs["completion_ids"], tokens, ends) if ends else None,
@@ -193,9 +208,9 @@ class Rollouts:
             output[REWARD] = self._rewards[first : first + len(ids)].to(ids.device)
         self.number, self._sampled_at = self.number + 1, trainer.state.global_step
         if keep_logps and trainer.mask_truncated_completions and steps_per_rollout(trainer.args) > 1:
-            rollout, logps = self.read(output), output[SAMPLING_LOGPS]
+            rollout, logps = self.read(output), output[OLD_LOGPS]
             scores = Scores(logps, torch.zeros_like(logps), rollout.completion_mask)
-            output[SAMPLED_LOGPS] = self._policy.with_hidden(scores, rollout, are_hidden(output)).logps
+            output[ALL_OLD_LOGPS] = self._policy.with_hidden(scores, rollout, are_hidden(output)).logps
 
     def on_prepare_inputs(self, original: Callable[..., dict], generation_batch: Any) -> dict:
         with ExitStack() as undo:

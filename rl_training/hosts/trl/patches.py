@@ -85,6 +85,16 @@ FIXES = Fixes(
 )
 
 
+def another_trainer(trainer: object) -> str:
+    """Returns why probes cannot be attached to what is no GRPOTrainer, such as trl.experimental's AsyncGRPOTrainer."""
+    missing = [method.name for method in METHODS if not hasattr(trainer, method.name)]
+    return (
+        f"probes are attached to a trl.GRPOTrainer, and this is {type(trainer).__name__}, which lacks "
+        f"{', '.join(missing)}. Use GRPOTrainer, with use_vllm=True for another sampler, or write the loop with "
+        "measured_loop"
+    )
+
+
 def refuse_missing_members(trainer: GRPOTrainer) -> None:
     """Raises ValueError, naming what is missing or takes other arguments; warns once of an untested version."""
     for method in METHODS:

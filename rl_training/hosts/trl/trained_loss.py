@@ -22,7 +22,7 @@ from rl_training.engine.policy import Policy
 from rl_training.hosts.processes import all_ranks
 from rl_training.hosts.trl import batches
 from rl_training.interventions.loss import LossInputs, microbatch_inputs, silent_share
-from rl_training.interventions.named import RATIOS_ARE_ONE, Intervention
+from rl_training.interventions.named import NEEDS, RATIOS_ARE_ONE, Intervention
 from rl_training.mathematics.scores import Scores
 
 logger = logging.get_logger(__name__)
@@ -56,6 +56,8 @@ def refuse_what_cannot_be_trained(trainer: GRPOTrainer, policy: Policy, interven
                 f"intervention={each.name} needs a reference model, and full fine-tuning keeps none: set "
                 f"trainer.beta={each.strength:g}, for which TRL keeps one, or use adapter=lora"
             )
+        if "sampler" in each.needs and not (trainer.use_vllm or getattr(trainer, "sampler_lag", 0)):
+            raise ValueError(f"intervention={each.name}: {NEEDS['sampler']}")
         if each.function is None and (trainer.optimizer is not None or trainer.is_deepspeed_enabled):
             raise ValueError(
                 f"intervention={each.name}: the optimizer already exists, or is DeepSpeed's: set trainer.{each.trl} "
@@ -77,7 +79,11 @@ class TrainedLoss:
     def differs(self) -> frozenset[str]:
         """How they change the loss, see LossSettings: by a term on log-probabilities other than the advantage's."""
         return frozenset(
-            each.trl if each.trl == "entropy_coef" else "intervention" if "advantages" in each.needs else "beta"
+            each.trl
+            if each.trl == "entropy_coef"
+            else "intervention"
+            if {"advantages", "sampler"} & {*each.needs}
+            else "beta"
             for each in self.on_loss
         )
 

@@ -28,6 +28,8 @@ def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens:
     completion_ids = _padded(responses)
     lengths = token_mask.sum(dim=1)
     last = completion_ids.gather(1, (lengths - 1).clamp(min=0).unsqueeze(1)).squeeze(1)
+    old_logps = None if on_policy else _padded(data["old_log_probs"].unbind())
+    by_engine = data.get("rollout_log_probs", None)  # with actor_rollout_ref.rollout.calculate_log_probs=True
     return Rollout(
         prompt_ids=_padded(prompts, on_the_left=True),
         prompt_mask=_padded([torch.ones_like(prompt) for prompt in prompts], on_the_left=True),
@@ -36,8 +38,9 @@ def read_rollout(data: TensorDict, on_policy: bool, max_length: int, end_tokens:
         advantages=_one_per_response(_padded(data["advantages"].unbind()), mask),
         rewards=torch.stack([row.sum() for row in data["rm_scores"].unbind()]),
         prompt_index=torch.tensor([_number(str(uid)) for uid in data["uid"]], device=mask.device),
-        sampling_logps=None if on_policy else _padded(data["old_log_probs"].unbind()),
+        sampling_logps=old_logps if by_engine is None else _padded(by_engine.unbind()),
         on_policy=on_policy,
+        old_logps=old_logps,
         environment_mask=token_mask - mask if bool((token_mask != mask).any()) else None,
         truncated=(lengths >= max_length) & ~torch.isin(last, last.new_tensor(list(end_tokens))),
     )

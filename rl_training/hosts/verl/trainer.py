@@ -100,7 +100,7 @@ def about_rollout(config: DictConfig, tags: list[dict[str, Any]], step: int, end
         "rollout": step,
         "fresh": versions == {step - 1},
         "plain_advantages": is_grpo and not algorithm.norm_adv_by_std_in_grpo and not algorithm.use_kl_in_reward,
-        "sampling_mismatch": why_sampling_mismatch(rollout),
+        "sampling_mismatch": why_sampling_mismatch(rollout) or why_selected(algorithm),
         "max_response_length": config.data.max_response_length,
         "end_tokens": [] if end is None else [end],
         "keep_prompts_whole": what_splits_prompts(config)
@@ -141,6 +141,17 @@ def why_sampling_mismatch(rollout: Any) -> str:
         if value is not None and value not in neutral:
             return f"{name}={value} samples from another policy than the scored one: set {ROLLOUT}.{name}={neutral[0]}"
     return ""
+
+
+def why_selected(algorithm: Any) -> str:
+    """Returns why the responses that are trained on are chosen by their ratios, with the fix; "" if they are not."""
+    rejection = OmegaConf.select(algorithm, "rollout_correction.rollout_rs")
+    if rejection in (None, "null"):
+        return ""
+    return (
+        f"rollout_rs={rejection} takes responses out by their ratio to the sampler, and the rest are no sample of a "
+        "policy: set algorithm.rollout_correction.rollout_rs=null; rollout_is weighs them and takes none out"
+    )
 
 
 def with_probes(config: DictConfig) -> DictConfig:

@@ -60,11 +60,11 @@ def test_left_to_itself_it_samples_in_bf16_and_the_importance_weights_say_so() -
 
 
 def test_what_that_rounding_does_to_forward_is_far_below_its_error_bar() -> None:
-    """Against the same rollouts with each response weighted by the trainer's probability over vLLM's."""
+    """Against the same rollouts without the ratios of the trainer's probabilities to vLLM's."""
     found = run("bf16")
-    pairs = zip(found["forward"], found["forward_weighted"], found["forward_se"], strict=True)
-    assert all(abs(plain - weighted) < 0.2 * stderr for plain, weighted, stderr in pairs)
-    assert found["forward"] != found["forward_weighted"]
+    pairs = zip(found["forward"], found["forward_unweighted"], found["forward_se"], strict=True)
+    assert all(abs(weighed - plain) < 0.2 * stderr for weighed, plain, stderr in pairs)
+    assert found["forward"] != found["forward_unweighted"]
 
 
 def test_a_resumed_run_ends_bitwise_where_the_uninterrupted_one_does() -> None:

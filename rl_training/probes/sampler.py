@@ -1,0 +1,129 @@
+"""The sampler probe: how far the policy that generated is from the one that is trained, and what that costs.
+
+An engine in another precision, other kernels or older weights samples from μ; the step trains π. d = log π − log μ of
+each sampled token, ρ = exp Σ d of a response, all RAW, before the loss truncates or masks anything:
+
+    kl             E_μ[e^d − 1 − d], per token: KL(μ‖π), each term ≥ 0 (Schulman 2020)
+    ratio_outside  share of the tokens with e^d outside of [.9, 1.1]
+    ess            (Σ ρ)² / (N Σ ρ²), about exp(−2 KL T): importance weights hold for responses of up to .35 / KL tokens
+    mean_ratio     Σ ρ / N. It is 1 in expectation, unless μ never samples what π may: below 1 the sampler cuts its
+                   distribution (top-p, top-k), or its log-probabilities are not those that it samples with
+    reward_gap     Σ ρ r / Σ ρ − Σ r / N: the reward of π itself less the logged one, which is that of μ
+    corrected_share  share of the tokens whose ratio the loss's truncation or mask changes
+
+Error bars are jackknives over prompts with all their responses. On-policy without another sampler every ratio is 1.
+With `numerics` some rows are scored again one by one: what that changes is the numerics of the trainer alone.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from rl_training.engine.entropy_change import NO_SAMPLING_LOGPS
+from rl_training.engine.entropy_gradients import log_ratios
+from rl_training.engine.probe import Probe
+from rl_training.engine.step import Step
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.jackknife import estimates_over_units
+
+METRICS = ("kl", "ratio_outside", "ess", "mean_ratio", "reward_gap", "corrected_share")
+NUMERICS = ("numerics_kl", "numerics_outside")
+LOW, HIGH = 0.9, 1.1  # of a token's ratio
+ROWS = 8  # that are scored again, on each process
+MIN_ESS, CERTAINTY, LEAST_CUT = 0.9, 0.9999, 1e-3  # when a mean ratio below 1 is a cut: sure, and more than rounding
+SAME = "no error bar: the responses are sampled from this policy, so every ratio is 1"
+CUT = (
+    "below 1: the sampler never draws what this policy may (top-p, top-k, min-p), or its log-probabilities are not "
+    "those that it samples with (temperature)"
+)
+NO_REWARDS = "the rewards of these responses are not known"
+NO_LOSS = "how this loss treats the ratios to the sampler is not known"
+
+
+class SamplerProbe(Probe):
+    """Measures how far the sampler is from the policy that is trained. See the module's docstring.
+
+    every     measure each `every`-th step
+    numerics  score some rows again, one by one, to tell numerics from staleness: a forward pass for each of them
+    """
+
+    name = "sampler"
+
+    def __init__(self, every: int = 1, numerics: bool = False) -> None:
+        super().__init__(every)
+        self.numerics = numerics
+
+    def prepare(self, step: Step) -> None:
+        batch = step.batch
+        logs, rewards, mask = log_ratios(batch), batch.rollout.rewards, batch.scores.mask
+        names = tuple(f"sampler/{name}" for name in METRICS)
+        correction = None if batch.loss_settings is None else batch.loss_settings.correction
+        if logs is None:
+            self._answers = dict.fromkeys(names, Estimate.missing(NO_SAMPLING_LOGPS))
+        else:
+            changed = torch.zeros_like(logs)
+            if correction is not None:
+                changed = (correction.factors(logs) != correction.ratios(logs)).to(logs) * mask
+            ratios, known = logs.sum(dim=1).exp(), torch.zeros_like(logs[:, 0]) if rewards is None else rewards.to(logs)
+            by_sequence = [*_token_sums(logs, mask), changed.sum(dim=1), torch.ones_like(ratios), known,
+                           ratios, ratios.square(), ratios * known]  # fmt: skip
+            self._answers = _over_prompts(step, names, _statistic, by_sequence)
+            if batch.rollout.sampling_logps is None:
+                self._answers = {name: Estimate(each.value, reason=SAME) for name, each in self._answers.items()}
+            if rewards is None:
+                self._answers["sampler/reward_gap"] = Estimate.missing(NO_REWARDS)
+            is_known = batch.loss_settings is not None and "intervention" not in batch.loss_settings.differs
+            if not is_known and batch.rollout.sampling_logps is not None:
+                self._answers["sampler/corrected_share"] = Estimate.missing(NO_LOSS)
+            self._remark_on_a_cut()
+        if self.numerics:
+            self._answers |= self._by_numerics(step)
+
+    def _remark_on_a_cut(self) -> None:
+        mean, ess = self._answers["sampler/mean_ratio"], self._answers["sampler/ess"]
+        if ess.value >= MIN_ESS and mean.value + mean.half_width(CERTAINTY) < 1.0 - LEAST_CUT:
+            self._answers["sampler/mean_ratio"] = dataclasses.replace(mean, reason=CUT)
+
+    def _by_numerics(self, step: Step) -> dict[str, Estimate]:
+        """Returns KL and share outside between training's scores and those of rows scored one by one. A collective."""
+        batch = step.batch
+        rows = torch.arange(ROWS, device=batch.fold.device) % batch.rollout.num_sequences
+        differences = torch.zeros_like(batch.scores.logps, dtype=torch.float64)
+        for row in rows.unique() if step.policy.in_lockstep is None else rows:
+            with torch.no_grad():
+                again = step.policy.score(batch.rollout, row.unsqueeze(0)).logps.double()
+            differences[row, : again.shape[1]] = batch.scores.logps[row, : again.shape[1]].double() - again[0]
+        mask = torch.zeros_like(batch.scores.mask)
+        mask[rows] = batch.scores.mask[rows]
+        differences = differences.masked_fill(mask == 0, 0.0)
+        names = tuple(f"sampler/{name}" for name in NUMERICS)
+        return _over_prompts(step, names, lambda sums: sums[..., 1:] / sums[..., :1], _token_sums(differences, mask))
+
+
+def _token_sums(logs: Tensor, mask: Tensor) -> list[Tensor]:
+    """Returns tokens, Σ e^d − 1 − d, and how many ratios are outside, of each sequence."""
+    ratios = logs.exp()
+    outside = ((ratios < LOW) | (ratios > HIGH)).to(logs)
+    return [mask.sum(dim=1).to(logs), (torch.expm1(logs) - logs).sum(dim=1), outside.sum(dim=1)]
+
+
+def _statistic(sums: Tensor) -> Tensor:
+    """Returns METRICS of sums over sequences."""
+    tokens, divergence, outside, changed, number, reward, ratio, square, weighed = sums.unbind(-1)
+    gap = weighed / ratio - reward / number
+    effective = ratio.square() / (number * square)
+    return torch.stack([divergence / tokens, outside / tokens, effective, ratio / number, gap, changed / tokens], -1)
+
+
+def _over_prompts(
+    step: Step, names: Sequence[str], statistic: Callable[[Tensor], Tensor], by_sequence: list[Tensor]
+) -> dict[str, Estimate]:
+    """Returns the estimates of sums over sequences, with errors over the prompts of all processes. A collective."""
+    columns = torch.stack(by_sequence, dim=1)
+    prompts, place = step.batch.rollout.prompt_index.unique(return_inverse=True)
+    by_prompt = columns.new_zeros(len(prompts), columns.shape[1]).index_add_(0, place, columns)
+    return estimates_over_units(names, statistic, by_prompt, step.ranks.reduce)

@@ -1,0 +1,165 @@
+"""The sampler probe: its numbers by loops over tokens, what it says of a cut distribution, and what it reads of TRL."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+import torch
+from torch import Tensor
+
+from rl_training.engine.batch import Batch, LossSettings, Rollout
+from rl_training.engine.correction import Correction
+from rl_training.engine.loss_weights import LossWeights
+from rl_training.engine.ranks import Ranks
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.scores import Scores
+from rl_training.probes.sampler import CUT, METRICS, SamplerProbe
+
+G, PROMPTS, T = 4, 5, 6
+
+
+class StepOnly:
+    """The part of a step that the probe reads."""
+
+    def __init__(self, batch: Batch, ranks: Ranks) -> None:
+        self.batch, self.ranks = batch, ranks
+
+
+def batch_of(logps: Tensor, sampled: Tensor | None, mask: Tensor, rewards: Tensor, correction: Any = None) -> Batch:
+    count, index = len(logps), torch.arange(len(logps)) // G
+    ids = torch.zeros(count, 1, dtype=torch.long)
+    rollout = Rollout(ids, ids + 1, mask.long(), mask.long(), rewards, rewards, index, sampled)
+    return Batch(
+        rollout, Scores(logps, torch.zeros_like(logps), mask), LossWeights(logps, None), (range(count),),
+        index, 1, G, 0, LossSettings(T, 0.2, 0.2, False, correction),
+    )  # fmt: skip
+
+
+def answers(batch: Batch, ranks: Ranks | None = None) -> dict[str, Estimate]:
+    probe = SamplerProbe()
+    probe.prepare(StepOnly(batch, ranks or Ranks(1, lambda tensor: tensor)))  # type: ignore[arg-type]
+    return probe.results()
+
+
+def random_batch(correction: Correction | None = None) -> Batch:
+    draw = torch.Generator().manual_seed(4)
+    mask = torch.arange(T) < torch.randint(1, T + 1, (G * PROMPTS, 1), generator=draw)
+    logps, noise = (torch.randn(G * PROMPTS, T, generator=draw, dtype=torch.float64) for _ in range(2))
+    rewards = torch.randint(0, 2, (G * PROMPTS,), generator=draw).double()
+    return batch_of(logps, (logps + 0.2 * noise).masked_fill(~mask, math.nan), mask, rewards, correction)
+
+
+def by_loops(batch: Batch, upper: float) -> dict[str, Any]:
+    """Each metric as a function of rows [tokens, kl, outside, changed, sequences, r, ρ, ρ², ρr] of prompts."""
+    rows = []
+    for prompt in range(PROMPTS):
+        row = [0.0] * 9
+        for i in range(prompt * G, prompt * G + G):
+            n = int(batch.scores.mask[i].sum())
+            d = [float(batch.scores.logps[i, k] - batch.rollout.sampling_logps[i, k]) for k in range(n)]
+            whole, reward = math.exp(sum(d)), float(batch.rollout.rewards[i])
+            row = [x + y for x, y in zip(row, [
+                n, sum(math.exp(x) - 1 - x for x in d), sum(not 0.9 <= math.exp(x) <= 1.1 for x in d),
+                sum(math.exp(x) > upper for x in d), 1, reward, whole, whole**2, whole * reward,
+            ], strict=True)]  # fmt: skip
+        rows.append(row)
+    formulas = {
+        "kl": lambda s: s[1] / s[0], "ratio_outside": lambda s: s[2] / s[0], "ess": lambda s: s[6] ** 2 / s[4] / s[7],
+        "mean_ratio": lambda s: s[6] / s[4], "reward_gap": lambda s: s[8] / s[6] - s[5] / s[4],
+        "corrected_share": lambda s: s[3] / s[0],
+    }  # fmt: skip
+    return {name: (formula, rows) for name, formula in formulas.items()}
+
+
+def test_every_metric_and_its_error_over_prompts_equal_the_loops() -> None:
+    batch = random_batch(Correction(high=1.15))
+    found = answers(batch)
+    for name, (formula, rows) in by_loops(batch, 1.15).items():
+        estimate = found[f"sampler/{name}"]
+        assert estimate.value == pytest.approx(formula([sum(c) for c in zip(*rows, strict=True)]), rel=1e-10), name
+        assert estimate.stderr == pytest.approx(reference.jackknife_stderr(formula, rows), rel=1e-8), name
+        assert estimate.num_samples == PROMPTS
+    assert 0 < found["sampler/corrected_share"].value < 1
+
+
+def test_prompts_on_another_process_count_as_those_here() -> None:
+    """Two processes with the same prompts: the values of one, and sums over 2 P units instead of P."""
+    batch = random_batch()
+    alone, both = answers(batch), answers(batch, Ranks(2, lambda tensor: 2 * tensor))
+    for name in (f"sampler/{name}" for name in METRICS):
+        assert both[name].value == pytest.approx(alone[name].value, rel=1e-12)
+        assert both[name].num_samples == 2 * PROMPTS
+    ratio = both["sampler/kl"].stderr / alone["sampler/kl"].stderr
+    assert ratio == pytest.approx(math.sqrt(1 / 2), rel=0.1)
+
+
+def test_without_another_sampler_every_ratio_is_one_and_off_policy_they_are_missing() -> None:
+    batch = random_batch()
+    own = dataclasses.replace(batch, rollout=dataclasses.replace(batch.rollout, sampling_logps=None))
+    values = [each.value for each in answers(own).values()]
+    assert values == [0, 0, 1, 1, 0, 0]
+    later = dataclasses.replace(own, rollout=dataclasses.replace(own.rollout, on_policy=False))
+    assert all("no sampling log-probabilities" in each.reason for each in answers(later).values())
+
+
+@pytest.mark.parametrize(("top_p", "flagged"), [(0.95, True), (1.0, False)])
+def test_a_cut_distribution_is_flagged_within_one_batch_and_never_without(top_p: float, flagged: bool) -> None:
+    """64 prompts × 4 responses of 12 tokens; without a cut the sampler has noise on its logits, in 100 steps."""
+    found = []
+    for seed in range(3 if flagged else 100):
+        draw = torch.Generator().manual_seed(seed)
+        logits = 2.0 * torch.randn(256, 12, 16, generator=draw, dtype=torch.float64)
+        sampler = logits + 0.03 * torch.randn(logits.shape, generator=draw, dtype=torch.float64)
+        if flagged:
+            chances, order = logits.softmax(-1).sort(-1, descending=True)
+            cut = torch.zeros_like(logits).scatter(-1, order, (chances.cumsum(-1) - chances >= top_p).double())
+            sampler = logits.masked_fill(cut.bool(), -math.inf)
+        table = sampler.log_softmax(-1)
+        tokens = torch.multinomial(table.exp().flatten(0, 1), 1, generator=draw).view(256, 12, 1)
+        logps, sampled = (each.gather(-1, tokens).squeeze(-1) for each in (logits.log_softmax(-1), table))
+        mask, rewards = torch.ones_like(logps), torch.zeros(256, dtype=torch.float64)
+        found.append(answers(batch_of(logps, sampled, mask, rewards))["sampler/mean_ratio"])
+    assert [each.reason == CUT for each in found] == [flagged] * len(found)
+
+
+@pytest.mark.parametrize(
+    ("correction", "expected"),
+    [
+        (Correction(high=2.0), [[0.5, 2.0, 1.0], [2.0, 2.0, 1.0]]),
+        (Correction(masks=True, low=0.6, high=2.5), [[0.0, 2.0, 1.0], [0.0, 2.0, 1.0]]),
+        (Correction(sequence=True, masks=True, high=3.0), [[1.0] * 3, [0.0] * 3]),
+        (Correction(sequence=True, high=3.0), [[1.0] * 3, [3.0] * 3]),
+    ],
+)
+def test_corrections_of_two_responses_worked_by_hand(correction: Correction, expected: list[list[float]]) -> None:
+    """Ratios of tokens ½, 2 and 4, 2; the third column is none, with log ratio 0."""
+    logs = torch.tensor([[0.5, 2.0, 1.0], [4.0, 2.0, 1.0]], dtype=torch.float64).log()
+    torch.testing.assert_close(correction.factors(logs), torch.tensor(expected, dtype=torch.float64))
+
+
+def test_numerics_are_nothing_but_rounding_where_the_batch_s_shape_is_all_that_differs(make_trainer: Any) -> None:
+    probe = SamplerProbe(numerics=True)
+    make_trainer(probes=[probe], max_steps=1, max_completion_length=8).train()
+    found = probe.results()
+    assert 0 <= found["sampler/numerics_kl"].value < 1e-9
+    assert found["sampler/numerics_outside"].value == 0
+
+
+def test_a_sampler_that_lags_is_measured_and_the_step_is_predicted(make_trainer: Any, tmp_path: Path) -> None:
+    probe = SamplerProbe()
+    trainer = make_trainer(probes=[probe], max_steps=3, sampler_lag=2, learning_rate=1e-3)
+    seen = []
+    prepare = probe.prepare
+    probe.prepare = lambda step: (prepare(step), seen.append((probe.results(), step.batch.rollout)))[0]
+    trainer.train()
+    first, _, third = seen
+    assert first[0]["sampler/kl"].value < 1e-9  # nothing to lag behind yet
+    assert third[0]["sampler/kl"].value > 1e-6
+    assert 0 < third[0]["sampler/ess"].value < 1 - 1e-6
+    assert third[1].on_policy
+    assert third[1].old_logps is None
