@@ -53,12 +53,12 @@ class TokenScores:
 class CheckpointPolicy:
     """A model that answers prompts at a temperature.
 
-    reference  the run's first model; "adapter off" where it is this one without its adapter; None for none
+    reference  the run's first model: this one, whose adapter is then switched off, or another; None for none
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    reference: PreTrainedModel | str | None
+    reference: PreTrainedModel | None
     temperature: float
     max_completion_length: int
 
@@ -114,8 +114,8 @@ class CheckpointPolicy:
 
     def _divergences(self, reference: Scorer, rollout: Rollout, rows: Tensor) -> Tensor:
         """Returns the divergence from the policy to its reference at each token of some rows, (tokens,)."""
-        logits = self.scorer.token_logits(rollout, rows)
-        with self.model.disable_adapter() if isinstance(self.reference, str) else contextlib.nullcontext():
+        logits, is_adapter = self.scorer.token_logits(rollout, rows), self.reference is self.model
+        with self.model.disable_adapter() if is_adapter else contextlib.nullcontext():
             return divergences(logits, reference.token_logits(rollout, rows))
 
     @functools.cached_property
@@ -125,9 +125,7 @@ class CheckpointPolicy:
 
     @functools.cached_property
     def _reference_scorer(self) -> Scorer | None:
-        if self.reference is None or isinstance(self.reference, str):
-            return self.scorer if self.reference else None
-        return Scorer(self.reference, self.temperature)
+        return None if self.reference is None else Scorer(self.reference, self.temperature)
 
 
 def logits_at_once(device: torch.device) -> int:
@@ -175,16 +173,16 @@ def load_policy(
     Raises ValueError when the folder has no weights, or what it has cannot be loaded.
     """
     require_weights(checkpoint)
-    reference: PreTrainedModel | str | None = None
+    reference: PreTrainedModel | None = None
     if (checkpoint / ADAPTER_CONFIG).is_file():
         from peft import PeftModel
 
         base, tokenizer = load_first() if load_first is not None else load_causal_lm(_base_of(checkpoint), dtype)
         try:
-            model = PeftModel.from_pretrained(base, str(checkpoint)).eval()
+            model = PeftModel.from_pretrained(base, str(checkpoint))
         except Exception as error:  # each damaged file raises an error of its own library's
             raise ValueError(f"its adapter cannot be loaded: {type(error).__name__}: {error}") from error
-        reference = "adapter off" if with_reference else None
+        reference = model if with_reference else None
     else:
         try:
             model, tokenizer = load_causal_lm(checkpoint, dtype, quantization)

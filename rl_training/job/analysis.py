@@ -12,7 +12,6 @@ from typing import Any
 
 from accelerate import PartialState
 from omegaconf import DictConfig, OmegaConf
-from transformers.utils import logging
 
 from rl_training.job.build import build_restored
 from rl_training.job.loggers import loggers_of
@@ -20,11 +19,10 @@ from rl_training.job.run_settings import run_settings
 from rl_training.job.settings import check_analysis, name_of
 from rl_training.offline import probe
 from rl_training.offline.kernel_at_checkpoint import add_kernel
-from rl_training.offline.logs import LogSettings, write_log
 from rl_training.offline.phases import short_memory_says_what_to_lower
-from rl_training.offline.results import print_table, write_result
-from rl_training.offline.settings import KernelSettings, Settings
-from rl_training.offline.sweep import SweepSettings, refuse_sweep, sweep_tables
+from rl_training.offline.results import print_table, write_log, write_result
+from rl_training.offline.settings import Settings
+from rl_training.offline.sweep import sweep_tables
 from rl_training.records.analyses import OFFLINE, RESULT_FILE, read_analysis
 from rl_training.records.checkpoints import checkpoints_named
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER
@@ -33,10 +31,6 @@ from rl_training.records.report import write_report
 from rl_training.records.report.checkpoint_analyses import core_numbers, describe_analyses, write_analyses_page
 from rl_training.records.report.series import read_run
 
-logger = logging.get_logger(__name__)
-
-OF_LATER_STEPS = ("trainer.epsilon", "trainer.epsilon_high", "trainer.delta")  # bounds of ratios, which are all 1
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -44,10 +38,7 @@ class Plan:
 
     values: Mapping[str, Any]  # of conf/offline.yaml, as given
     results: Mapping[Path, Path]  # by checkpoint, the file that its numbers go to
-    analysis: Settings
-    kernel: KernelSettings | None
-    sweep: SweepSettings
-    log: LogSettings
+    settings: Settings
 
 
 def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
@@ -57,9 +48,6 @@ def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
     before anything is sampled where the checkpoints reveal it.
     """
     plan = read_plan(cfg)
-    for word in plan.values["run"]:
-        if word.partition("=")[0] in OF_LATER_STEPS and PartialState().is_main_process:
-            logger.warning(f"{word} has no effect here: the first step on its responses clips nothing")
     for checkpoint in plan.results:
         _analyse(checkpoint, plan)
     if PartialState().is_main_process:
@@ -73,18 +61,9 @@ def analyse_checkpoints(cfg: DictConfig) -> list[Path]:
 
 def read_plan(cfg: DictConfig) -> Plan:
     """Returns the plan that the configuration describes. Raises ValueError for whatever the user got wrong in it."""
-    analysis = check_analysis(cfg)
+    settings = check_analysis(cfg)
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
-    kernel, sweep = dict(values["kernel"]), SweepSettings(**values["sweep"])
-    refuse_sweep(sweep, analysis)
-    return Plan(
-        values=values,
-        analysis=analysis,
-        kernel=KernelSettings(**kernel) if kernel.pop("enabled") else None,
-        sweep=sweep,
-        log=LogSettings(**values["log"]),
-        results=_result_files(values),  # last: it reads the checkpoints
-    )
+    return Plan(values, _result_files(values), settings)
 
 
 def _result_files(values: Mapping[str, Any]) -> dict[Path, Path]:
@@ -110,21 +89,21 @@ def _run_of(checkpoint: Path) -> Path | None:
 def _analyse(checkpoint: Path, plan: Plan) -> None:
     """Analyses one checkpoint; the log is written first, then the results, so results imply a complete analysis."""
     start = time.perf_counter()
-    run = run_settings(checkpoint, plan.values["run"])
+    run, settings = run_settings(checkpoint, plan.values["run"]), plan.settings
     restored = build_restored(run, checkpoint, plan.values["learning_rate"])
     seconds = {"load": time.perf_counter() - start}
-    analysis = probe.analyse(restored, plan.analysis)
+    analysis = probe.analyse(restored, settings)
     path = plan.results[checkpoint]
-    if plan.kernel is not None:
+    if settings.kernel.enabled:
         with short_memory_says_what_to_lower("kernel"):
-            analysis.results.update(add_kernel(restored, analysis, plan.kernel, path.parent / "kernel"))
+            analysis.results.update(add_kernel(restored, analysis, settings.kernel, path.parent / "kernel"))
     with short_memory_says_what_to_lower("sweep"):
-        analysis.tables.update(sweep_tables(restored, analysis, plan.analysis, plan.sweep))
+        analysis.tables.update(sweep_tables(restored, analysis, settings))
     analysis.seconds.update(seconds | {"all": time.perf_counter() - start})
-    settings = {"offline": plan.values, "run": OmegaConf.to_container(run, resolve=True)}
-    log = write_log(path.parents[1] / LOGS_FOLDER, restored, analysis, plan.log, settings)
+    values = {"offline": plan.values, "run": OmegaConf.to_container(run, resolve=True)}
+    log = write_log(path.parents[1] / LOGS_FOLDER, restored, analysis, settings.log, values)
     if restored.rank == 0:
-        write_result(path, restored, analysis, settings, log)
+        write_result(path, restored, analysis, values, log)
         print_table(analysis, restored, path)
     del restored, analysis
     gc.collect()  # a model in a reference cycle would stay in memory beside the next checkpoint's

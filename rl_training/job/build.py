@@ -97,10 +97,9 @@ def build_restored(cfg: DictConfig, checkpoint: Path, learning_rate: float | Non
     with libraries_refuse(), short_memory_says_what_to_lower("load"), tempfile.TemporaryDirectory() as scratch:
         # One microbatch: how training would split U does not change its mean gradient.
         cfg = cfg.copy()
-        cfg.run_dir = scratch
-        changes = {"report_to": [], "eval_strategy": "no", "save_strategy": "no"}
-        changes |= {"output_dir": f"{scratch}/{TRAINING_STATE}"}
-        OmegaConf.update(cfg, "trainer", changes, merge=True, force_add=True)
+        cfg.run_dir, output = scratch, f"{scratch}/{TRAINING_STATE}"
+        silent = {"report_to": [], "eval_strategy": "no", "save_strategy": "no", "output_dir": output}
+        OmegaConf.update(cfg, "trainer", silent, merge=True, force_add=True)
         check_settings(cfg)
         _check_fields(cfg.trainer)
         args = make("trainer", cfg.trainer, gradient_accumulation_steps=1)

@@ -116,10 +116,9 @@ def run_command(main: Callable[[], object]) -> None:
         signal.signal(signum, _interrupt)
     try:
         main()
-    except Interrupted as stop:
+    except (Interrupted, KeyboardInterrupt) as error:  # the latter of a library's own handler
+        stop = error if isinstance(error, Interrupted) else Interrupted(signal.SIGINT)
         _end(launch, 128 + stop.signum, "" if _rank() else str(stop))
-    except KeyboardInterrupt:  # a library's own handler
-        _end(launch, 128 + signal.SIGINT, "" if _rank() else "ended by SIGINT")
     except Carried as carried:
         _fail(launch, carried.args[0], debug)
     except Exception as error:

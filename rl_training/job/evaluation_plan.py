@@ -5,9 +5,9 @@ That process imports this file, and with it only what it needs: no trainer, no r
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-import json
 import shutil
 import time
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.explain import differences, make
 from rl_training.job.run_settings import load_settings
 from rl_training.job.settings import check_evaluation
-from rl_training.records.checkpoints import checkpoints_of
+from rl_training.records.checkpoints import checkpoints_of, steps_taken
 from rl_training.records.evaluated import EVALUATIONS, SETTINGS, read_step, write_settings
 from rl_training.records.folder import CONFIG_FILE, TRAINING_STATE
 from rl_training.tasks.task import Task, as_task
@@ -57,9 +57,8 @@ class EvaluationPlan:
     def batches(self, share: int, num_shares: int) -> list[list[tuple[int, int]]]:
         """Returns the batches of one of so many processes."""
         options = self.options
-        return batches_of(self.rows, options.responses_per_prompt, options.greedy, options.batch_size)[
-            share::num_shares
-        ]
+        batches = batches_of(self.rows, options.responses_per_prompt, options.greedy, options.batch_size)
+        return batches[share::num_shares]
 
     def custom_metrics(self) -> dict[str, Metric]:
         return {name: make(f"metrics.{name}", node, _partial_=True) for name, node in self.metrics.items()}
@@ -142,25 +141,25 @@ def fingerprint(checkpoint: Path) -> str:
     return digest.hexdigest()
 
 
-def _find_checkpoints(run: str | None, checkpoints: list[str] | str | None) -> tuple[Path | None, dict[int, Path]]:
-    """Returns the run, if there is one, and its checkpoints, or those that are listed, by step."""
-    if run is None and not checkpoints:
-        raise ValueError("nothing to evaluate: give run=RUN, the folder of a run, or 'checkpoints=[PATH,...]'")
-    folder = None if run is None else Path(run)
-    if folder is not None and not folder.is_dir():
-        raise ValueError(f"run={run}: there is no such folder")
-    paths = [Path(path) for path in ([checkpoints] if isinstance(checkpoints, str) else checkpoints or [])]
-    if folder is None:
+def _find_checkpoints(run: str | None, given: list[str] | str | None) -> tuple[Path | None, dict[int, Path]]:
+    """Returns the run, if there is one, and its checkpoints, or those that are given, by step."""
+    paths = [Path(path) for path in ([given] if isinstance(given, str) else given or [])]
+    if run is None:
         runs = {path.resolve().parents[1] for path in paths if path.resolve().parent.name == TRAINING_STATE}
+        if not paths:
+            raise ValueError("nothing to evaluate: give run=RUN, the folder of a run, or 'checkpoints=[PATH,...]'")
         if len(runs) > 1:
             raise ValueError(f"the checkpoints are of several runs, {', '.join(map(str, runs))}: evaluate each alone")
         folder = next(iter(runs), None)
-    elif not paths:
-        if not (folder / CONFIG_FILE).is_file():
+    else:
+        folder = Path(run)
+        if not folder.is_dir():
+            raise ValueError(f"run={run}: there is no such folder")
+        if not paths and not (folder / CONFIG_FILE).is_file():
             raise ValueError(
                 f"run={run} is not a run folder: it has no {CONFIG_FILE}; bare checkpoints are 'checkpoints=[PATH,...]'"
             )
-        paths = checkpoints_of(folder)
+        paths = paths or checkpoints_of(folder)
         if not paths:
             raise ValueError(
                 f"run={run} has no checkpoints ({TRAINING_STATE}/checkpoint-N): a run writes them every "
@@ -177,10 +176,9 @@ def _step_of(checkpoint: Path) -> int:
     last = checkpoint.resolve().name.rsplit("-", 1)[-1]
     if last.isdigit():
         return int(last)
-    try:
-        return int(json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"])
-    except (OSError, ValueError, KeyError):
-        return 0
+    with contextlib.suppress(OSError, ValueError, KeyError):
+        return steps_taken(checkpoint)
+    return 0
 
 
 def _lay_over(config: dict[str, Any], options: dict[str, Any]) -> tuple[dict[str, Any], bool]:

@@ -99,7 +99,7 @@ class OfflineEntropyProbe:
         Raises ValueError, before anything is sampled, where checkpoint and configuration do not fit.
         """
         from rl_training.job.analysis import analyse_checkpoints  # seconds of imports
-        from rl_training.offline.results import read_result
+        from rl_training.records.analyses import read_analysis
 
         with initialize_config_dir(str(CONF), version_base="1.3"):
             words = self.words(checkpoint_path)
@@ -109,7 +109,7 @@ class OfflineEntropyProbe:
             paths = analyse_checkpoints(cfg)
         if len(paths) > 1:
             raise ValueError(f"{cfg.checkpoint} holds {len(paths)} checkpoints: name one, or use rl-training analyze")
-        return self._in_old_words(read_result(paths[0]))
+        return self._in_old_words(read_analysis(paths[0]))
 
     def _in_old_words(self, result: Mapping[str, Any]) -> dict[str, Any]:
         found: dict[str, float] = result["results"]

@@ -170,17 +170,8 @@ def branched(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
     """
     if cfg.get("branch") is None:
         return cfg
-    from rl_training.records.checkpoints import find_checkpoint  # imports torch: --help need not wait for it
-
-    if str(cfg.branch) in ("", "latest", "auto", "none"):
-        raise ValueError(f"branch={cfg.branch}: give RUN/{TRAINING_STATE}/checkpoint-N, or RUN for its newest")
-    checkpoint = find_checkpoint(str(Path(str(cfg.branch)).expanduser()), Path(), setting="branch").resolve()
+    checkpoint = checkpoint_in_a_run("branch", cfg.branch)
     stored = checkpoint.parents[1] / CONFIG_FILE
-    if checkpoint.parent.name != TRAINING_STATE or not stored.is_file():
-        raise ValueError(
-            f"branch={cfg.branch} is not in a run folder (RUN/{TRAINING_STATE}/checkpoint-N beside RUN/{CONFIG_FILE}): "
-            "start a new run from its weights with model=hub model.name=CHECKPOINT"
-        )
     started = load_settings(stored)
     started.pop("provenance", None)
     as_given: Any = OmegaConf.to_container(cfg, resolve=False)  # run_dir may name the seed, which is this run's
@@ -204,6 +195,21 @@ def branched(cfg: DictConfig, words: Sequence[str]) -> DictConfig:
     for name in SAME_AS:
         settings.trainer[name] = value_of(settings, name)
     return settings
+
+
+def checkpoint_in_a_run(setting: str, value: object) -> Path:
+    """Returns the checkpoint that SETTING=VALUE names, a run's newest or one folder. ValueError outside of a run."""
+    from rl_training.records.checkpoints import find_checkpoint  # imports torch: --help need not wait for it
+
+    if str(value) in ("", "latest", "auto", "none"):
+        raise ValueError(f"{setting}={value}: give RUN/{TRAINING_STATE}/checkpoint-N, or RUN for its newest")
+    checkpoint = find_checkpoint(str(Path(str(value)).expanduser()), Path(), setting=setting).resolve()
+    if checkpoint.parent.name != TRAINING_STATE or not (checkpoint.parents[1] / CONFIG_FILE).is_file():
+        raise ValueError(
+            f"{setting}={value} is not in a run folder (RUN/{TRAINING_STATE}/checkpoint-N beside RUN/{CONFIG_FILE}): "
+            "start a new run from its weights with model=hub model.name=CHECKPOINT"
+        )
+    return checkpoint
 
 
 def lost_place(cfg: DictConfig) -> str:

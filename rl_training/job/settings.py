@@ -11,14 +11,14 @@ import re
 from collections.abc import Mapping
 from dataclasses import MISSING, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from omegaconf import DictConfig, OmegaConf
 
 from rl_training.extras import EXTRA_OF, how_to_install
 from rl_training.job.explain import GONE, Range, check_kind, did_you_mean, load_plain, quoted, refuse_other_kinds
 from rl_training.job.shipped import CONF
-from rl_training.offline.settings import Settings
+from rl_training.offline.settings import LEVELS, MIN_SIZE, Overlap, Settings, Source
 from rl_training.records.folder import TRAINING_STATE
 
 PATHS = ("run_dir", "resume", "branch", "data.path", "model.name")
@@ -49,8 +49,23 @@ OF_EVALUATION = {
     "temperature": Range(float, 0, open=True, or_none=True), "max_completion_length": Range(int, 1, or_none=True),
     "seed": Range(int, 0), "batch_size": Range(int, 1), "jobs": Range(int, 1),
 }  # fmt: skip
+OF_ANALYSIS = {
+    "evaluation.prompts": Range(int, 2), "evaluation.responses": Range(int, 1), "evaluation.seed": Range(int, 0),
+    "update.prompts": Range(int, 1), "update.seed": Range(int, 0), "truth.etas": Range(float, 0, open=True),
+    "memory.microbatch_size": Range(int, 1), "memory.generation_size": Range(int, 1),
+    "kernel.memory_gb": Range(float, 0, open=True), "kernel.microbatch_size": Range(int, 1),
+    "sweep.evaluation_sizes": Range(int, MIN_SIZE), "sweep.update_prompts": Range(int, 1),
+    "sweep.update_seeds": Range(int, 0), "learning_rate": Range(float, 0, open=True, or_none=True),
+}  # fmt: skip
+LISTS = ("truth.etas", "sweep.evaluation_sizes", "sweep.update_prompts", "sweep.update_seeds")  # each number of these
+CHOICES = {
+    "logger.metrics": ("core", "all"), "evaluation.overlap": get_args(Overlap), "log.level": LEVELS,
+    "kernel.source": get_args(Source), "kernel.dtype": ("float32", "bfloat16"),
+}  # fmt: skip
 HINTS = {
     "trainer.max_grad_norm": "; 0 switches clipping off",
+    "truth.etas": ": a multiple of the step; truth.odd makes the step back",
+    "learning_rate": " for the checkpoint's",
     "sequences": ": more would take hours at each validation",
     "num_folds": " for 8 or some more where that takes no further pass",
     "alert.below": " for no alert",
@@ -93,13 +108,11 @@ def check_settings(cfg: DictConfig) -> None:
     """Raises ValueError for settings that are out of range, do not exist, or duplicate another setting."""
     if not isinstance(cfg.run_dir, str) or not cfg.run_dir.strip():
         raise ValueError(f"run_dir={cfg.run_dir} is not a folder: give run_dir=PATH, or leave it out for a new one")
-    for key, numbers in RANGES.items():
-        value = OmegaConf.select(cfg, key, default=...)
+    for key in RANGES:
+        value = OmegaConf.select(cfg, key)
         if isinstance(value, str) and value.isdecimal():  # seed=${oc.env:SLURM_ARRAY_TASK_ID}
-            value = int(value)
-            OmegaConf.update(cfg, key, value)
-        if value is not ...:
-            numbers.check(key, value, HINTS.get(key, ""))
+            OmegaConf.update(cfg, key, int(value))
+    check_ranges(cfg, RANGES)
     for key, instead in GONE.items():
         if OmegaConf.select(cfg, key) is not None:
             raise ValueError(f"{key}: this setting is gone: {instead}")
@@ -108,9 +121,7 @@ def check_settings(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, key)
         if not isinstance(value, str | None):
             raise ValueError(f"{key}={value} is not a path: quote it, {quoted(key, str(value))}")
-    shown = OmegaConf.select(cfg, "logger.metrics", default="core")
-    if shown not in ("core", "all"):
-        raise ValueError(f"logger.metrics={shown}: choose core (about 15 numbers) or all")
+    _check_choices(cfg)
     if "alert" in cfg:
         check_kind("alert.stop", cfg.alert.stop, False)
         if cfg.alert.stop and cfg.alert.below is None:
@@ -118,6 +129,22 @@ def check_settings(cfg: DictConfig) -> None:
     if cfg.model.get("quantization") and not cfg.adapter:
         raise ValueError("4-bit weights cannot be trained: use adapter=qlora, or model.quantization=null")
     _check_trainer(cfg)
+
+
+def check_ranges(cfg: DictConfig, ranges: Mapping[str, Range]) -> None:
+    """Raises ValueError for a setting that is out of its range; one that is not there is not checked."""
+    for key, numbers in ranges.items():
+        value = OmegaConf.select(cfg, key, default=...)
+        if value is not ...:
+            for number in value if key in LISTS else (value,):
+                numbers.check(key, number, HINTS.get(key, ""))
+
+
+def _check_choices(cfg: DictConfig) -> None:
+    for key, choices in CHOICES.items():
+        value = OmegaConf.select(cfg, key, default=choices[0])
+        if value not in choices:
+            raise ValueError(f"{key}={value}: choose from {', '.join(choices)}")
 
 
 def _check_probes(probes: Any) -> None:
@@ -217,7 +244,11 @@ def check_analysis(cfg: DictConfig) -> Settings:
     values: dict[str, Any] = OmegaConf.to_container(cfg, resolve=True)  # type: ignore[assignment]
     refuse_other_kinds(values, load_plain(CONF / "offline.yaml"))
     name_of(str(values["name"]))
-    Range(float, 0, open=True, or_none=True).check("learning_rate", values["learning_rate"], " for the checkpoint's")
+    check_ranges(cfg, OF_ANALYSIS)
+    _check_choices(cfg)
+    source = values["evaluation"]["source"]
+    if isinstance(source, str) and source not in ("train", "eval"):
+        raise ValueError(f"evaluation.source={source}: choose train, eval, or a list of rows of the training set")
     kinds: dict[str, Any] = {part.name: part.default_factory for part in fields(Settings)}  # MISSING of a plain value
     return Settings(**{key: values[key] if kind is MISSING else kind(**values[key]) for key, kind in kinds.items()})
 
@@ -238,9 +269,7 @@ def check_evaluation(cfg: DictConfig) -> None:
     refuse_unset(cfg)
     refuse_other_kinds(cfg, load_plain(CONF / "evaluate.yaml"))
     options = cfg.evaluation
-    for name, numbers in OF_EVALUATION.items():
-        key = f"evaluation.{name}"
-        numbers.check(key, options[name], HINTS.get(key, ""))
+    check_ranges(cfg, {f"evaluation.{name}": numbers for name, numbers in OF_EVALUATION.items()})
     if options.k is not None and options.k > options.responses_per_prompt:
         raise ValueError(
             f"evaluation.k={options.k} is above evaluation.responses_per_prompt={options.responses_per_prompt}: pass@k "

@@ -7,7 +7,6 @@ command. Halving stops the worse half of the candidates half-way, by their paire
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import json
 import math
@@ -19,20 +18,22 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+import pandas as pd
+from omegaconf import DictConfig
 from tqdm import tqdm
 
 from rl_training.job.explain import Range, check_kind
-from rl_training.job.run_settings import load_settings
+from rl_training.job.run_settings import checkpoint_in_a_run, load_settings
+from rl_training.job.settings import check_ranges
 from rl_training.job.trial_results import PLAIN, Candidate, candidate, foretold, in_words, to_stop, values_of, verdict
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.checkpoints import find_checkpoint, steps_taken, what_is_wrong_with
+from rl_training.records.checkpoints import steps_taken, what_is_wrong_with
 from rl_training.records.evaluated import EVALUATIONS, locked, read_step
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, TRAINING_STATE
 from rl_training.records.jsonl import METRICS_FILE, read_metrics
@@ -41,6 +42,10 @@ from rl_training.records.report.page import render
 from rl_training.records.report.series import read_run
 
 PAGE, RESULT = "try.html", "result.json"
+OF_TRIAL = {
+    "steps": Range(int, 1), "seeds": Range(int, 1, 100), "jobs": Range(int, 1),
+    "evaluation.fraction": Range(float, 0, 1, open=True), "evaluation.responses_per_prompt": Range(int, 2),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,7 +113,7 @@ class Branch:
     def is_finished(self) -> bool:
         return read_step(self.folder / EVALUATIONS / self.trial.evaluation, self.end) is not None
 
-    def values(self) -> dict[str, dict[int, float]]:
+    def values(self) -> pd.DataFrame:
         return values_of(self.folder / EVALUATIONS / self.trial.evaluation, self.end)
 
     def commands(self) -> list[list[str]]:
@@ -143,15 +148,9 @@ class Branch:
 
 def read_trial(cfg: DictConfig, words: Sequence[str], launcher: Sequence[str]) -> Trial:
     """Returns the trial that was asked for. ValueError for whatever the user got wrong."""
-    for key, numbers in (("steps", Range(int, 1)), ("seeds", Range(int, 1, 100)), ("jobs", Range(int, 1)),
-                         ("evaluation.fraction", Range(float, 0, 1, open=True)),
-                         ("evaluation.responses_per_prompt", Range(int, 2))):  # fmt: skip
-        numbers.check(key, OmegaConf.select(cfg, key))
+    check_ranges(cfg, OF_TRIAL)
     check_kind("halving", cfg.halving, True)
-    checkpoint = find_checkpoint(str(Path(str(cfg.run)).expanduser()), Path(), setting="run").resolve()
-    if checkpoint.parent.name != TRAINING_STATE or not (checkpoint.parents[1] / CONFIG_FILE).is_file():
-        raise ValueError(f"run={cfg.run}: give RUN, or RUN/{TRAINING_STATE}/checkpoint-N")
-    given = cfg.interventions
+    checkpoint, given = checkpoint_in_a_run("run", cfg.run), cfg.interventions
     names = preferred(read_run(checkpoint.parents[1])) if given == "auto" else _listed(given)
     if not names:
         raise ValueError(
@@ -212,23 +211,17 @@ def run_wave(trial: Trial, branches: Sequence[Branch]) -> None:
     with open(trial.folder / "launcher.log", "ab") as log:
         process = subprocess.Popen(program, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         total, every = sum(branch.steps for branch in branches), 0.2 if sys.stderr.isatty() else 30.0
-        with _ended_with_this(process), tqdm(total=total, unit="step", mininterval=every, maxinterval=every) as bar:
-            while process.poll() is None:
-                time.sleep(0.5)
-                done = sum(branch.is_finished for branch in branches)
-                bar.set_description(f"{done} of {len(branches)} branches", refresh=False)
-                bar.update(sum(branch.steps_done() for branch in branches) - bar.n)
-
-
-@contextlib.contextmanager
-def _ended_with_this(process: subprocess.Popen[bytes]) -> Iterator[None]:
-    """A context that, left by an error or a signal, asks the branches to write a checkpoint, and waits for it."""
-    try:
-        yield
-    finally:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGTERM)
-            process.wait()
+        try:
+            with tqdm(total=total, unit="step", mininterval=every, maxinterval=every) as bar:
+                while process.poll() is None:
+                    time.sleep(0.5)
+                    done = sum(branch.is_finished for branch in branches)
+                    bar.set_description(f"{done} of {len(branches)} branches", refresh=False)
+                    bar.update(sum(branch.steps_done() for branch in branches) - bar.n)
+        finally:
+            if process.poll() is None:  # an error or a signal: the branches write a checkpoint
+                os.killpg(process.pid, signal.SIGTERM)
+                process.wait()
 
 
 def compare(branches: Sequence[Branch], comparisons: int) -> list[Candidate]:

@@ -23,8 +23,6 @@ from omegaconf import DictConfig
 
 from rl_training.job.shipped import CONF
 
-LOG = "try.log"  # what the commands of a branch have printed
-
 
 def run_branch(cfg: DictConfig) -> None:
     """Runs the commands of a branch until one fails; waits for an earlier process that still works on this branch."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import torch
 from scipy.special import stdtrit
 
@@ -30,25 +31,19 @@ PLAIN = "plain"
 ONE_SEED = "one seed says nothing of other seeds"
 
 
-def values_of(evaluation: Path, step: int) -> dict[str, dict[int, float]]:
-    """Returns by quantity and row of the evaluation split what the responses of a branch are worth.
+def values_of(evaluation: Path, step: int) -> pd.DataFrame:
+    """Returns by row of the evaluation split what the responses of a branch are worth, a column for each quantity.
 
     reward, pass@1 … pass@k   means over the responses to a prompt       entropy, in nats per token       length
     """
-    rows: dict[int, list[dict[str, float]]] = {}
-    for line in (evaluation / f"step_{step}" / RESPONSES).read_text(encoding="utf-8").splitlines():
-        response = json.loads(line)
-        if response["response_number"] != "greedy":
-            rows.setdefault(response["row"], []).append(response)
-    num = min(map(len, rows.values()))
-    right = torch.tensor([sum(r["reward"] >= 1 for r in responses[:num]) for responses in rows.values()])
-    passed = {f"pass@{k}": pass_at_k(right, num, k).tolist() for k in dict.fromkeys((1, num))}
-    reward, entropy, length = (
-        [float(np.mean([response[key] for response in responses])) for responses in rows.values()]
-        for key in ("reward", "mean_entropy", "length")
-    )
-    columns = {"reward": reward, **passed, "entropy": entropy, "length": length}
-    return {name: dict(zip(rows, column, strict=True)) for name, column in columns.items()}
+    lines = (evaluation / f"step_{step}" / RESPONSES).read_text(encoding="utf-8").splitlines()
+    responses = pd.DataFrame(map(json.loads, lines))
+    by_row = responses[responses["response_number"] != "greedy"].groupby("row")
+    num = int(by_row.size().min())
+    right = torch.tensor((by_row.head(num)["reward"] >= 1).groupby(responses["row"]).sum().to_list())
+    means = by_row[["reward", "mean_entropy", "length"]].mean().rename(columns={"mean_entropy": "entropy"})
+    passed = {f"pass@{k}": pass_at_k(right, num, k).numpy() for k in dict.fromkeys((1, num))}
+    return means.assign(**passed)[["reward", *passed, "entropy", "length"]]
 
 
 def paired(differences: np.ndarray, comparisons: int = 1) -> Estimate:
@@ -81,13 +76,14 @@ class Candidate:
     stopped: str = ""
 
 
-def candidate(name: str, step: int, own: Sequence[Mapping[str, Mapping[int, float]]],
-              plain: Sequence[Mapping[str, Mapping[int, float]]], comparisons: int) -> Candidate:  # fmt: skip
+def candidate(
+    name: str, step: int, own: Sequence[pd.DataFrame], plain: Sequence[pd.DataFrame], comparisons: int
+) -> Candidate:
     """Returns a candidate from values of the same seeds, in the same order, of its branches and of plain's."""
     means, differences = {}, {}
-    for quantity in own[0]:
-        rows = sorted(set.intersection(*(set(values[quantity]) for values in (*own, *plain))))
-        mine, theirs = (np.array([[v[quantity][row] for row in rows] for v in some]) for some in (own, plain))
+    rows = sorted(set.intersection(*(set(values.index) for values in (*own, *plain))))
+    for quantity in map(str, own[0]):
+        mine, theirs = (np.array([values.loc[rows, quantity] for values in some]) for some in (own, plain))
         means[quantity] = float(mine.mean())
         differences[quantity] = paired(mine - theirs, comparisons)
     return Candidate(name, step, means, differences, len(own))
@@ -118,23 +114,15 @@ def verdict(candidates: Sequence[Candidate]) -> tuple[str, Candidate | None]:
     if not finished:
         return "No candidate has come to the end together with plain.", None
     goal = largest_pass(list(finished[0].means))
-    better = [each for each in finished if _low(each.differences[goal]) > 0]
+    better = [each for each in finished if each.differences[goal].ends()[0] > 0]
     if not better:
         return f"None is better than plain by more than noise in {goal}.{_more_seeds(finished, goal)}", None
     best = max(better, key=lambda each: each.differences[goal].value)
-    others = [each.name for each in better if each is not best and not _apart(best, each, goal)]
+    low = best.differences[goal].ends()[0]  # above another's interval: a careful test, for plain is in both
+    others = [each.name for each in better if each is not best and not low > each.differences[goal].ends()[1]]
     told = ", ".join(f"{name} {in_words(best.differences[name])}" for name in (goal, "pass@1", "reward"))
     beside = f" Not told apart from {', '.join(others)}." if others else ""
     return f"Take {best.name}: {told}.{beside}", best
-
-
-def _low(difference: Estimate) -> float:
-    return difference.ends()[0] if difference.interval else -math.inf
-
-
-def _apart(best: Candidate, other: Candidate, goal: str) -> bool:
-    """Returns whether the intervals of two differences to plain do not meet: a careful test, for plain is in both."""
-    return _low(best.differences[goal]) > other.differences[goal].ends()[1]
 
 
 def _more_seeds(candidates: Sequence[Candidate], goal: str) -> str:

@@ -32,20 +32,28 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def _names_in(checkpoint: Path) -> set[str]:
-    """Returns the names of the tensors in a checkpoint's weights; an adapter's only, where it is one."""
+def _shapes_in(checkpoint: Path) -> dict[str, tuple[int, ...]]:
+    """Returns the shapes of the tensors in a checkpoint's weights, by name; an adapter's only, where it is one."""
     index = checkpoint / SAFE_WEIGHTS_INDEX_NAME
     if index.is_file():
-        return set(json.loads(index.read_text(encoding="utf-8"))["weight_map"])
-    for name in (ADAPTER_WEIGHTS, SAFE_WEIGHTS_NAME):
-        if (checkpoint / name).is_file():
-            with safe_open(checkpoint / name, framework="pt") as file:
-                return set(file.keys())
-    raise ValueError(f"{checkpoint} has no weights ({SAFE_WEIGHTS_NAME} or {ADAPTER_WEIGHTS})")
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    else:
+        names = {name for name in (SAFE_WEIGHTS_NAME, ADAPTER_WEIGHTS) if (checkpoint / name).is_file()}
+        names = names & {ADAPTER_WEIGHTS} or names
+    if not names:
+        raise ValueError(f"{checkpoint} has no weights ({SAFE_WEIGHTS_NAME} or {ADAPTER_WEIGHTS})")
+    shapes = dict[str, tuple[int, ...]]()
+    for name in names:
+        with safe_open(checkpoint / name, framework="pt") as file:
+            shapes |= {key: tuple(file.get_slice(key).get_shape()) for key in file.keys()}  # noqa: SIM118, no dictionary
+    return shapes
 
 
 def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
-    """Raises ValueError where only one of model and checkpoint has an adapter, and where it holds other weights."""
+    """Raises ValueError where only one of model and checkpoint has an adapter, and where it holds other weights.
+
+    PEFT would load neither another adapter's weights nor those of another shape, and go on.
+    """
     has_adapter, is_adapter = hasattr(model, "peft_config"), (checkpoint / ADAPTER_WEIGHTS).is_file()
     if has_adapter != is_adapter:
         way = "adapter=lora (or qlora)" if is_adapter else "adapter=none"
@@ -53,32 +61,17 @@ def refuse_other_weights(model: nn.Module, checkpoint: Path) -> None:
             f"{checkpoint} holds {'an adapter' if is_adapter else 'all weights'}, and the model "
             f"{'has none' if is_adapter else 'has an adapter'}: use {way}"
         )
-    if is_adapter:
-        _refuse_other_rank(model, checkpoint)
-        return
-    unknown = _names_in(checkpoint) - set(model.state_dict())
-    if unknown:
-        raise ValueError(
-            f"{checkpoint} holds {some(unknown)}, which this model does not have: it was written for another model"
-        )
-
-
-def _refuse_other_rank(model: nn.Module, checkpoint: Path) -> None:
-    """Raises ValueError where the adapter's shapes differ: PEFT would keep the fresh weights, with a warning."""
-    shapes = {_without_adapter_name(name): param.shape for name, param in model.named_parameters()}
-    with safe_open(checkpoint / ADAPTER_WEIGHTS, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118, it is not a dictionary
-            found, expected = tuple(file.get_slice(name).get_shape()), shapes.get(name)
-            if expected is not None and found != tuple(expected):
-                raise ValueError(
-                    f"{checkpoint}: {name} has the shape {found}, and this adapter {tuple(expected)}: set adapter.r "
-                    "and adapter.target_modules as in its adapter_config.json"
-                )
+    settings = "adapter.r and adapter.target_modules as in its adapter_config.json" if is_adapter else "the run's model"
+    own = {_without_adapter_name(name): tuple(value.shape) for name, value in model.state_dict().items()}
+    for name, shape in _shapes_in(checkpoint).items():
+        if own.get(name) != shape:
+            here = own.get(name, "no place")
+            raise ValueError(f"{checkpoint}: {name} has the shape {shape}, and {here} in this model: set {settings}")
 
 
 def refuse_other_names(parameters: Mapping[str, nn.Parameter], checkpoint: Path) -> None:
     """Raises ValueError when what is trainable is not what the checkpoint holds: another adapter, or half of it."""
-    stored, trained = _names_in(checkpoint), {_without_adapter_name(name) for name in parameters}
+    stored, trained = set(_shapes_in(checkpoint)), {_without_adapter_name(name) for name in parameters}
     if (checkpoint / ADAPTER_WEIGHTS).is_file() and stored - trained:
         raise ValueError(
             f"G2: {some(stored - trained)} of {ADAPTER_WEIGHTS} is not trainable: another adapter is active, or it is "

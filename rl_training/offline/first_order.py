@@ -105,7 +105,9 @@ def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) 
     without = value.new_zeros(update.num_folds, *value.shape)
     if update.num_folds > 1:
         for k, number in enumerate(update.fold_number):
-            without[number] = _by_label(splits, split_products(update.without_fold(k), directions, count))
+            without[number] = _by_label(
+                splits, split_products(update.without.parts(slice(k, k + 1)), directions, count)
+            )
     return Replicates(value, restored.reduce(without))
 
 

@@ -22,32 +22,38 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from tqdm import tqdm
 
+from rl_training.engine.batch import Rollout
 from rl_training.engine.updates import CAUSES
+from rl_training.mathematics.sketches import CountSketches
+from rl_training.mathematics.vectors import pairs_dot
+from rl_training.offline.buffers import tokens_of
 from rl_training.offline.kernel_blocks import (
     KernelInputs,
     KernelRows,
-    RowSummarizer,
-    expectation,
+    gradient_part,
     plan_blocks,
+    prove_identity,
+    prove_row,
+    prove_sum,
     row_products,
     weighted_sum,
 )
-from rl_training.offline.kernel_files import KERNEL_FILE, UPDATE_FILE, block_file, claim, save_tensors, text_hashes
 from rl_training.offline.settings import KernelSettings
+from rl_training.offline.structure import KERNEL_FILE
+from rl_training.records.atomic_write import write_atomically
 
+UPDATE_FILE, PLAN_FILE = "update.safetensors", "plan.json"
 GRADIENT_PART = "gradient_part"  # in UPDATE_FILE
-MAX_ERROR = 1e-4  # of Σ A_j W_j against the batch gradient, and of a row against that sequence's own backward, in fp32
 MAX_IDENTITY_ERROR = {"float32": 1e-4, "bfloat16": 1e-2}  # of the sum over all pairs, by what rows are held in
 MAX_SLACK_OF_PAIRS = 100.0  # times that at most, under autocast
 
@@ -78,7 +84,9 @@ def calculate_kernel(
     if rank == 0:
         claim(folder, identity)
         if not done.is_file():
-            print(expectation(rows, inputs, calculation.summarizer, blocks, num_ranks))
+            sizes = f"{inputs.evaluation.num_sequences} × {inputs.update.num_sequences} sequences"
+            parts = f"{len(blocks)} block{'s' * (len(blocks) > 1)} of {len(blocks[0])} rows"
+            print(f"kernel: {sizes}, {len(inputs.root):,} parameters, {parts}")
     _wait()
     if not done.is_file():
         calculation.calculate(blocks, range(rank, len(blocks), num_ranks))
@@ -100,7 +108,9 @@ class _Calculation:
     def __init__(self, rows: KernelRows, inputs: KernelInputs, settings: KernelSettings, folder: Path) -> None:
         self._rows, self._inputs, self._settings, self._folder = rows, inputs, settings, folder
         self.dtype: torch.dtype = getattr(torch, settings.dtype)
-        self.summarizer = RowSummarizer(inputs, rows.parameters, settings)
+        sizes = {name: param.numel() for name, param in rows.parameters.items()}
+        self._sketch = CountSketches(sizes, settings.sketch_buckets, settings.sketch_repeats, settings.sketch_seed)
+        self._parts = torch.stack(inputs.step.parts)
 
     def calculate(self, blocks: Sequence[range], own: range) -> None:
         """Calculates the missing ones of this process's own blocks; the first one of process 0 also writes U's side."""
@@ -123,7 +133,7 @@ class _Calculation:
             total += weighted_sum(update.advantages[batch], streamed)
             if with_update:
                 self._store_gradients(f"update-{int(batch[0]):06d}", W=streamed)
-                side.append(self.summarizer.scale(streamed))
+                side.append(self._scale(streamed))
             else:
                 streamed *= root
             for out, held in zip(kernel, (w, x), strict=True):
@@ -148,13 +158,22 @@ class _Calculation:
             for row in proven & set(batch.tolist()):
                 prove_row(self._rows, inputs, row, own[row - first])
             self._store_gradients(f"evaluation-{first:06d}", W=own)
-            found.append(self.summarizer.scale(own))
+            found.append(self._scale(own))
             w[place] = own
             entropy_rows = next(both)
             self._store_gradients(f"entropy-{first:06d}", x=entropy_rows)
             x[place] = entropy_rows.mul_(inputs.root)
             bar.update(len(batch))
         return _joined(found)
+
+    def _scale(self, own: Tensor) -> dict[str, Tensor]:
+        """Makes √M W of the rows W, (n, P), in place, and returns what is kept of each.
+
+        sketches  of √M W                 sq_norms  |√M W|², (n,)                products  W·δθ by cause, (n, 3)
+        """
+        products = row_products(own, self._parts)
+        own *= self._inputs.root
+        return {"sketches": self._sketch(own), "sq_norms": pairs_dot(own, own), "products": products}
 
     def _store_gradients(self, name: str, **rows: Tensor) -> None:
         if self._settings.store_gradients:
@@ -165,14 +184,14 @@ class _Calculation:
         """Returns what must be the same for two runs to be parts of one kernel."""
         settings = dataclasses.asdict(self._settings)
         return {
-            "evaluation": text_hashes(self._inputs.evaluation),
-            "update": text_hashes(self._inputs.update),
+            "evaluation": _hashes(self._inputs.evaluation),
+            "update": _hashes(self._inputs.update),
             "advantages": self._inputs.update.advantages.tolist(),
             "max_length": self._inputs.max_length,
             "parameters": {name: list(p.shape) for name, p in self._rows.parameters.items()},
             "metric_norm": float(f"{float(self._inputs.root.double().square().sum()):.5g}"),  # P's: of this step
             "rows_per_block": len(blocks[0]),
-            **{key: value for key, value in settings.items() if key != "memory_gb"},
+            **{key: value for key, value in settings.items() if key not in ("enabled", "memory_gb")},
         }
 
     def join(self, num_blocks: int, identity: Mapping[str, Any], about: Mapping[str, str]) -> None:
@@ -183,7 +202,7 @@ class _Calculation:
         by_rows = update_side.pop(GRADIENT_PART)
         joined |= {f"update_{key}": value for key, value in update_side.items()}
         joined["advantages"] = inputs.update.advantages.double().cpu()
-        by_cause = row_products(inputs.entropy_gradient.unsqueeze(0), torch.stack(step.parts))[0].tolist()
+        by_cause = row_products(inputs.entropy_gradient.unsqueeze(0), self._parts)[0].tolist()
         limit = min(self._rows.slack, MAX_SLACK_OF_PAIRS) * MAX_IDENTITY_ERROR[self._settings.dtype]
         metadata = {
             **{key: json.dumps(value) for key, value in identity.items()},
@@ -203,68 +222,37 @@ def _joined(parts: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
     return {key: torch.cat([part[key] for part in parts]) for key in parts[0] if key in common}
 
 
-# --- what every kernel must pass --------------------------------------------------------------------------------------
+# --- its files --------------------------------------------------------------------------------------------------------
 
 
-def prove_sum(rows: KernelRows, inputs: KernelInputs, total: Tensor) -> None:
-    """Raises ValueError when the rows of U do not add up to the batch gradient."""
-    expected = -inputs.update.num_sequences * inputs.max_length * inputs.step.gradient.double()
-    if expected.any():  # else no sequence has an advantage
-        _refuse_if_apart(
-            total, expected, rows.slack,
-            "the sum of the update sequences' gradients differs from the batch gradient by {}: some use of a parameter "
-            "is not seen by hooks in this model, and its kernel would be wrong",
-        )  # fmt: skip
+def block_file(folder: Path, number: int) -> Path:
+    return folder / f"block-{number:05d}.safetensors"
 
 
-def prove_row(rows: KernelRows, inputs: KernelInputs, row: int, own: Tensor) -> None:
-    """Raises ValueError when a row is not the gradient that an ordinary backward of its sequence alone gives."""
-    alone = rows.sum(inputs.evaluation, rows.batches([row])[0], torch.ones_like(inputs.logp_weights))
-    _refuse_if_apart(
-        own, alone, rows.slack,
-        f"the gradient of evaluation sequence {row} differs from its own backward by {{}}: the model mixes sequences "
-        "of a batch, or a use of a parameter is not seen by hooks",
-    )  # fmt: skip
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    content = save({key: tensor.detach().cpu().contiguous() for key, tensor in tensors.items()}, dict(metadata or {}))
+    write_atomically({path: content}, "make room; a finished block is not calculated again")
 
 
-def _refuse_if_apart(found: Tensor, expected: Tensor, slack: float, message: str) -> None:
-    error, limit = float((found - expected).norm() / expected.norm()), MAX_ERROR * slack
-    if not error <= limit:
-        raise ValueError(message.format(f"{error:.2g} of it (limit {limit:.2g})"))
+def claim(folder: Path, identity: dict[str, Any]) -> None:
+    """Claims the folder for this kernel. Raises ValueError when it belongs to another one."""
+    folder.mkdir(parents=True, exist_ok=True)
+    plan = folder / PLAN_FILE
+    if plan.is_file():
+        other = json.loads(plan.read_text(encoding="utf-8"))
+        different = [key for key in identity if other.get(key) != identity[key]]
+        if different:
+            raise ValueError(
+                f"{folder} holds a kernel with other {', '.join(different)}: name another folder, or remove this one"
+            )
+        return
+    write_atomically({plan: json.dumps(identity).encode()})
 
 
-def gradient_part(inputs: KernelInputs, total: Tensor) -> Tensor:
-    """Returns (x̄·δθ, |x̄| |δθ|), (2,) fp64, of δθ = c M total /(N_U L): this step's gradient as U's rows have it.
-
-    total  (P,) fp64, Σ_j A_j W_j.  Norms are in the metric M; the second number bounds the first.
-    """
-    x, moved = (v.double() * inputs.root.double() for v in (inputs.entropy_gradient, total))
-    return inputs.scale * torch.stack([x @ moved, x.norm() * moved.norm()]).cpu()
+def _hashes(rollout: Rollout) -> list[str]:
+    """Returns a hash of the tokens of each sequence, prompt and response, whatever the padding."""
+    return [token_hash(*tokens_of(rollout, row)) for row in range(rollout.num_sequences)]
 
 
-def prove_identity(
-    kernel: Mapping[str, Tensor], inputs: KernelInputs, by_rows: Tensor, by_batch: float, limit: float
-) -> dict[str, str]:
-    """Returns what the sum over all pairs and its errors are, for the file; raises ValueError where it is wrong.
-
-    by_rows   (2,), `gradient_part`: with U's gradient as the sum of its rows
-    by_batch  x̄·δθ with U's batch gradient from the first pass
-    limit     of the difference from `by_rows`, relative to its bound
-
-        identity_error  of the sum, relative to by_rows: the rounding of products, stored rows and sums
-        cancellation    the bound of by_rows over its value: fp32 rounds at about 1e-7 of the bound
-        rounding_error  of by_batch, relative to by_rows: one gradient summed in two orders in fp32. It is large where a
-                        young Adam divides by entries that are nearly 0: P has no more digits than they have
-    """
-    contributions = kernel["entropy_kernel"] @ kernel["advantages"].double()
-    total, (value, most) = inputs.scale * float(contributions.mean()), by_rows.tolist()
-    if not abs(total - value) <= limit * most:
-        raise ValueError(
-            f"the pairs add up to {total:.6g}, and the gradient part of the entropy change is {value:.6g}: rows of the "
-            "kernel are missing or wrong; remove its folder and calculate it anew"
-        )
-    identity, rounding = ((abs(v - value) / abs(value) if value else abs(v)) for v in (total, by_batch))
-    return {
-        "pairs_sum": repr(total), "identity_error": repr(identity), "rounding_error": repr(rounding),
-        "cancellation": repr(most / abs(value) if value else math.inf),
-    }  # fmt: skip
+def token_hash(*parts: Sequence[int]) -> str:
+    return hashlib.sha256(json.dumps([list(part) for part in parts]).encode()).hexdigest()[:16]

@@ -8,25 +8,28 @@ but their x̄ is not the gradient of the policy's entropy, and shares of its cha
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from rl_training.engine.batch import Rollout, as_rollout
 from rl_training.mathematics.entropy import surrogate_weights
-from rl_training.offline.buffers import gather_rollout, tokens_of
+from rl_training.mathematics.importance import LOGP, sequence_totals
+from rl_training.offline.buffers import gather_rollout, rewards_of, text_of, tokens_of
 from rl_training.offline.first_order import TOKEN
-from rl_training.offline.kernel import calculate_kernel
+from rl_training.offline.kernel import calculate_kernel, token_hash
 from rl_training.offline.kernel_blocks import KernelInputs, KernelRows
-from rl_training.offline.kernel_files import write_sequences
-from rl_training.offline.kernel_report import PAGE, write_report
+from rl_training.offline.kernel_report import write_report
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import KernelSettings
-from rl_training.offline.structure import Structure, headline
+from rl_training.offline.structure import EVALUATION, SEQUENCES_FILE, UPDATE, Structure, headline
+from rl_training.offline.truth import by_name
 from rl_training.records.atomic_write import write_atomically
+from rl_training.records.jsonl import to_json
 
 TEXTS_FILE = "kernel_texts.json"
 
@@ -34,51 +37,39 @@ TEXTS_FILE = "kernel_texts.json"
 def add_kernel(
     restored: RestoredTrainer, analysis: Analysis, settings: KernelSettings, folder: Path
 ) -> dict[str, float]:
-    """Returns the headline numbers of an analysis's kernel, which this calculates, stores and draws in `folder`."""
-    kernel_of_analysis(restored, analysis, settings, folder, texts=folder.parents[1] / TEXTS_FILE)
-    if restored.rank == 0:
-        write_report(folder)
-        print(f"kernel: {folder / PAGE}")
-    restored.trainer.accelerator.wait_for_everyone()
-    return headline(Structure.read(folder))
+    """Returns the headline numbers of the kernel between an analysis's E and U, of its very step.
 
+    folder  where it is stored and drawn; two above lies the file of the texts that stay over checkpoints
 
-def kernel_of_analysis(
-    restored: RestoredTrainer, analysis: Analysis, settings: KernelSettings, folder: Path, texts: Path | None = None
-) -> Path:
-    """Returns the file with the kernel between the E and the U of a checkpoint analysis, of its very step.
-
-    texts  for kernel.source=fixed: the file of E's texts, written from this analysis's E where it is not there yet
-
-    Raises ValueError as `calculate_kernel` does, and where the analysis has no first order.
+    Raises ValueError as `calculate_kernel` does.
     """
-    if analysis.first_order is None:
-        raise ValueError("kernel.enabled=true needs the entropy gradient: set first_order.enabled=true")
+    assert analysis.first_order is not None, "settings.py refuses a kernel without the entropy gradient"
     rows = KernelRows(restored.trainer, restored.parameters, settings.microbatch_size)
     evaluation, update = (gather_rollout(b.rollout, restored) for b in (analysis.evaluation, analysis.update_buffer))
     written_by, prompts = restored.step, analysis.evaluation.prompts
-    if texts is not None and settings.source == "fixed":
-        written_by, evaluation, prompts = _fixed(restored, texts, evaluation, prompts)
+    if settings.source == "fixed":
+        written_by, evaluation, prompts = _fixed(restored, folder.parents[1] / TEXTS_FILE, evaluation, prompts)
     own = written_by == restored.step
     scores = analysis.evaluation.scores if own else restored.policy.score_rollout(evaluation)
     weights = surrogate_weights(scores.entropies, scores.mask, evaluation.prompt_index, "token", "buffer")
     if own:
         entropy_gradient = analysis.first_order.direction[TOKEN]
     else:
-        mean = [w / evaluation.num_sequences for w in weights]
         batches = rows.batches(range(evaluation.num_sequences))
-        entropy_gradient = (
-            torch.stack([rows.sum(evaluation, batch, *mean).double() for batch in batches]).sum(dim=0).float()
-        )
+        total = torch.stack([rows.sum(evaluation, batch, *weights).double() for batch in batches]).sum(dim=0)
+        entropy_gradient = (total / evaluation.num_sequences).float()
     longest = restored.trainer.max_completion_length
     inputs = KernelInputs(evaluation, *weights, entropy_gradient, update, analysis.update, longest)
     about = {
         "checkpoint": str(restored.checkpoint), "step": str(restored.step + 1), "baseline": "buffer",
         "texts_of_step": str(written_by + 1),
     }  # fmt: skip
-    path = calculate_kernel(rows, inputs, settings, folder, about)
+    calculate_kernel(rows, inputs, settings, folder, about)
     write_sequences(restored, prompts, analysis.update.delta, evaluation, update, folder)
-    return path
+    if restored.rank == 0:
+        print(f"kernel: {write_report(folder)}")
+    restored.trainer.accelerator.wait_for_everyone()
+    return headline(Structure.read(folder))
 
 
 def _fixed(
@@ -86,7 +77,7 @@ def _fixed(
 ) -> tuple[int, Rollout, tuple[Any, ...]]:
     """Returns the step whose policy wrote the fixed texts, the texts, and their prompts as the data set has them.
 
-    of_e, prompts  what is written where there are none yet
+    evaluation, prompts  what is written where there are none yet
     """
     if restored.rank == 0 and not path.is_file():
         content = {
@@ -101,3 +92,49 @@ def _fixed(
     )
     rollout = as_rollout(prompt_ids, completion_ids, range(len(prompt_ids)), restored.trainer._tokenizer.pad_token_id)
     return content["step"], rollout, tuple(content["prompts"])
+
+
+# --- its sequences ----------------------------------------------------------------------------------------------------
+
+
+def write_sequences(
+    restored: RestoredTrainer, prompts: Sequence[Any], delta: Tensor, evaluation: Rollout, update: Rollout, folder: Path
+) -> None:
+    """Writes a line for each sequence, E's first: texts, tokens, log-probability, entropy, reward and advantage, and
+    the change of its log-probability by the step delta, (P,).
+
+    Every process calls it, one writes. E's rewards use the data set's row with the same prompt.
+
+    prompts  (N_E,) of E, as the data set has them
+    """
+    rewards = rewards_of(restored, prompts, evaluation)
+    if restored.rank != 0:
+        return
+    assert update.rewards is not None
+    shift = by_name(restored, delta)
+    rows = [
+        *_lines(restored, EVALUATION, evaluation, rewards, shift),
+        *_lines(restored, UPDATE, update, update.rewards, shift),
+    ]
+    write_atomically({folder / SEQUENCES_FILE: "".join(json.dumps(row) + "\n" for row in rows).encode()})
+
+
+def _lines(
+    restored: RestoredTrainer, buffer: str, rollout: Rollout, rewards: Tensor, shift: Mapping[str, Tensor]
+) -> list[dict[str, Any]]:
+    totals = sequence_totals(restored.policy.score_rollout(rollout))
+    with restored.policy.shifted(shift):
+        changes = sequence_totals(restored.policy.score_rollout(rollout))[:, LOGP] - totals[:, LOGP]
+    lines = []
+    for row in range(rollout.num_sequences):
+        prompt, response = tokens_of(rollout, row)
+        logp, entropy, length = totals[row].tolist()
+        values = {"reward": rewards[row], "advantage": rollout.advantages[row], "logp": logp, "entropy": entropy,
+                  "logp_change": changes[row]}  # fmt: skip
+        lines.append({
+            "buffer": buffer, "row": row, "prompt_hash": token_hash(prompt), "hash": token_hash(prompt, response),
+            "tokens": int(length), "ids": response,
+            **to_json({key: float(value) for key, value in values.items()}),
+            **text_of(restored, rollout, row),
+        })  # fmt: skip
+    return lines

@@ -4,19 +4,19 @@ With g = −(1/N_U) Σ_j (A_j/L) W_j Dr-GRPO's gradient of the update sequences 
 optimizer's step that is this step's gradient, M = κP: for AdamW κ = lr (1−β1)/(1−β1^t), P = 1/(√v̂ + ε) of THIS step;
 for SGD M = lr. What is multiplied, and why: kernel.py.
 
-√M goes into both sides, which leaves plain matrix products. E's rows are held, n_b at a time, U's stream by:
+√M goes into both sides, which leaves plain matrix products. E's rows are held, n_b at a time, U's stream by. On F
+operations per second that takes about
 
-    seconds ≈ [N_U (1 + ⌈N_E/n_b⌉) + 1.6 N_E] t  +  (N_E + N_U) s  +  4 N_E N_U P / F
+    [N_U (1 + ⌈N_E/n_b⌉) + 1.6 N_E] t  +  (N_E + N_U) s  +  4 N_E N_U P / F
 
-t is the time of one sequence's forward and backward (a second backward from the same forward costs 0.6 t), s that of
-its summary (sketches, sketches.py; norm; products with δθ), F operations per second.
+seconds, with t that of one sequence's forward and backward (a second backward from the same forward costs 0.6 t), and
+s that of its sketches, norm, and products with δθ.
 """
 
 from __future__ import annotations
 
 import math
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -29,13 +29,11 @@ from rl_training.engine.precision import ieee_fp32, without_dropout
 from rl_training.hosts.trl.policy import TrainerPolicy
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.sketches import CountSketches
-from rl_training.mathematics.vectors import pairs_dot
 from rl_training.offline.sequence_gradients import SequenceGradients
-from rl_training.offline.settings import KernelSettings
 from rl_training.offline.update import Update
 
 ROUNDED = 300.0  # how much wider limits are where the forward runs under bf16 autocast
+MAX_ERROR = 1e-4  # of Σ A_j W_j against the batch gradient, and of a row against that sequence's own backward, in fp32
 COLUMNS = 2**14  # whose products are summed in fp32; beyond that, in fp64
 
 
@@ -187,55 +185,68 @@ def _of_rows(weights: Tensor, rows: Tensor, scores: Scores) -> Tensor:
     return weights[rows, :width].to(scores.logps) * scores.mask.to(scores.logps)
 
 
-class RowSummarizer:
-    """Keeps of every sequence's gradient its sketches, its norm, and what the step does to it."""
-
-    def __init__(self, inputs: KernelInputs, parameters: Mapping[str, Tensor], settings: KernelSettings) -> None:
-        sizes = {name: p.numel() for name, p in parameters.items()}
-        self._root, self._parts = inputs.root, torch.stack(inputs.step.parts)
-        self._sketch = CountSketches(sizes, settings.sketch_buckets, settings.sketch_repeats, settings.sketch_seed)
-
-    def scale(self, own: Tensor) -> dict[str, Tensor]:
-        """Makes √M W of the rows W, (n, P), in place, and returns what is kept of them.
-
-        sketches  of √M W                 sq_norms  |√M W|², (n,)                products  W·δθ by cause, (n, 3)
-        """
-        products = row_products(own, self._parts)
-        own *= self._root
-        return {"sketches": self._sketch(own), "sq_norms": pairs_dot(own, own), "products": products}
+# --- what every kernel must pass --------------------------------------------------------------------------------------
 
 
-def expectation(
-    rows: KernelRows, inputs: KernelInputs, summarizer: RowSummarizer, blocks: list[range], num_ranks: int
-) -> str:
-    """Returns a line on the size and the expected time, by the formula above.
+def prove_sum(rows: KernelRows, inputs: KernelInputs, total: Tensor) -> None:
+    """Raises ValueError when the rows of U do not add up to the batch gradient."""
+    expected = -inputs.update.num_sequences * inputs.max_length * inputs.step.gradient.double()
+    if expected.any():  # else no sequence has an advantage
+        _refuse_if_apart(
+            total, expected, rows.slack,
+            "the sum of the update sequences' gradients differs from the batch gradient by {}: some use of a parameter "
+            "is not seen by hooks in this model, and its kernel would be wrong",
+        )  # fmt: skip
 
-    Each of its terms is timed on one microbatch.
+
+def prove_row(rows: KernelRows, inputs: KernelInputs, row: int, own: Tensor) -> None:
+    """Raises ValueError when a row is not the gradient that an ordinary backward of its sequence alone gives."""
+    alone = rows.sum(inputs.evaluation, rows.batches([row])[0], torch.ones_like(inputs.logp_weights))
+    _refuse_if_apart(
+        own, alone, rows.slack,
+        f"the gradient of evaluation sequence {row} differs from its own backward by {{}}: the model mixes sequences "
+        "of a batch, or a use of a parameter is not seen by hooks",
+    )  # fmt: skip
+
+
+def _refuse_if_apart(found: Tensor, expected: Tensor, slack: float, message: str) -> None:
+    error, limit = float((found - expected).norm() / expected.norm()), MAX_ERROR * slack
+    if not error <= limit:
+        raise ValueError(message.format(f"{error:.2g} of it (limit {limit:.2g})"))
+
+
+def gradient_part(inputs: KernelInputs, total: Tensor) -> Tensor:
+    """Returns (x̄·δθ, |x̄| |δθ|), (2,) fp64, of δθ = c M total /(N_U L): this step's gradient as U's rows have it.
+
+    total  (P,) fp64, Σ_j A_j W_j.  Norms are in the metric M; the second number bounds the first.
     """
-    streamed, held_rows = (rows.batches(range(r.num_sequences))[0] for r in (inputs.update, inputs.evaluation))
-    both = rows.both(inputs.evaluation, held_rows, inputs.logp_weights, inputs.entropy_weights)
-    holding = _seconds(lambda: list(both))
-    own: list[Tensor] = []
-    streaming = _seconds(lambda: own.append(rows.log_probability(inputs.update, streamed)))
-    streaming += _seconds(lambda: weighted_sum(inputs.update.advantages[streamed], own[0]))
-    keeping = _seconds(lambda: summarizer.scale(own[0]))
-    a, b = (torch.ones(count, 2**16, device=own[0].device) for count in (len(blocks[0]), 32))
-    row_products(a, b)
-    multiplying = _seconds(lambda: row_products(a, b)) / (len(a) * len(b) * a.shape[1])
-    num_held, num_streamed = inputs.evaluation.num_sequences, inputs.update.num_sequences
-    num_parameters, held = own[0].shape[1], num_held / num_ranks
-    seconds = num_streamed * -(-len(blocks) // num_ranks) * streaming / len(streamed) + held * holding / len(held_rows)
-    seconds += (num_streamed + held) * keeping / len(streamed)
-    seconds += 2 * held * num_streamed * num_parameters * multiplying
-    return (
-        f"kernel: {num_held} × {num_streamed} sequences, {num_parameters:,} parameters, "
-        f"{len(blocks)} block{'s' * (len(blocks) > 1)} of {len(blocks[0])} rows; about {seconds:.0f} s"
-    )
+    x, moved = (v.double() * inputs.root.double() for v in (inputs.entropy_gradient, total))
+    return inputs.scale * torch.stack([x @ moved, x.norm() * moved.norm()]).cpu()
 
 
-def _seconds(work: Callable[[], object]) -> float:
-    started = time.perf_counter()
-    work()
-    if torch.cuda.is_available():
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
+def prove_identity(
+    kernel: Mapping[str, Tensor], inputs: KernelInputs, by_rows: Tensor, by_batch: float, limit: float
+) -> dict[str, str]:
+    """Returns what the sum over all pairs and its errors are, for the file; raises ValueError where it is wrong.
+
+    by_rows   (2,), `gradient_part`: with U's gradient as the sum of its rows
+    by_batch  x̄·δθ with U's batch gradient from the first pass
+    limit     of the difference from `by_rows`, relative to its bound
+
+        identity_error  of the sum, relative to by_rows: the rounding of products, stored rows and sums
+        cancellation    the bound of by_rows over its value: fp32 rounds at about 1e-7 of the bound
+        rounding_error  of by_batch, relative to by_rows: one gradient summed in two orders in fp32. It is large where a
+                        young Adam divides by entries that are nearly 0: P has no more digits than they have
+    """
+    contributions = kernel["entropy_kernel"] @ kernel["advantages"].double()
+    total, (value, most) = inputs.scale * float(contributions.mean()), by_rows.tolist()
+    if not abs(total - value) <= limit * most:
+        raise ValueError(
+            f"the pairs add up to {total:.6g}, and the gradient part of the entropy change is {value:.6g}: rows of the "
+            "kernel are missing or wrong; remove its folder and calculate it anew"
+        )
+    identity, rounding = ((abs(v - value) / abs(value) if value else abs(v)) for v in (total, by_batch))
+    return {
+        "pairs_sum": repr(total), "identity_error": repr(identity), "rounding_error": repr(rounding),
+        "cancellation": repr(most / abs(value) if value else math.inf),
+    }  # fmt: skip

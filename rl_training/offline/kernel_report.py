@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import pandas as pd
 import torch
@@ -71,13 +72,9 @@ def write_report(folder: Path) -> Path:
         pd.DataFrame(rows).to_csv(folder / f"{name}.csv", index=False)
     place = {distinct.rows[n]["hash"]: position for position, n in enumerate(dendrogram.tolist())}
     buffers = {"evaluation": s.evaluation, "update": s.update}
-    orders = {
-        "prompt": {
-            buffer: _order([(row["prompt"], row["response"]) for row in rows]) for buffer, rows in buffers.items()
-        },
-        "cluster": {
-            buffer: _order([place.get(row["hash"], len(place)) for row in rows]) for buffer, rows in buffers.items()
-        },
+    keys: dict[str, Callable[[Row], Any]] = {
+        "prompt": lambda row: (row["prompt"], row["response"]),
+        "cluster": lambda row: place.get(row["hash"], len(place)),
     }
     write_atomically({folder / name: png for name, png in pictures([_log_probabilities(s)]).items()})
     data = {
@@ -87,7 +84,7 @@ def write_report(folder: Path) -> Path:
         "contribution": s.contributions.tolist(),
         "kind": torch.stack(list(s.classes.values())).long().argmax(dim=0).tolist(),
         "kinds": CLASSES,
-        "order": orders,
+        "order": {name: {buffer: _order(rows, key) for buffer, rows in buffers.items()} for name, key in keys.items()},
         "pairs": tables["pairs"],
         "within": tables["cosines"],
         "top": tables["top_pairs"],
@@ -127,8 +124,8 @@ def _members(distinct: Distinct, clusters: Tensor) -> list[Row]:
     return rows.sort_values("cluster", kind="stable")[columns].to_dict("records")
 
 
-def _order(keys: Sequence[tuple[str, str]] | Sequence[int]) -> list[int]:
-    return sorted(range(len(keys)), key=keys.__getitem__)
+def _order(rows: Sequence[Row], key: Callable[[Row], Any]) -> list[int]:
+    return sorted(range(len(rows)), key=lambda number: key(rows[number]))
 
 
 def _within_bins(s: Structure, name: str) -> Tensor:
@@ -157,42 +154,33 @@ def write_evolution(structures: Sequence[Structure], columns: Sequence[Row], fol
     columns  a kernel's numbers, with its `step`, for each of the structures
     """
     folder.mkdir(parents=True, exist_ok=True)
-    order = sorted(range(len(columns)), key=lambda n: columns[n]["step"])
-    ordered = [structures[n] for n in order]
-    within, ratios = zip(*(_within(s) for s in ordered), strict=True)
-    texts = [[row["hash"] for row in s.evaluation] for s in ordered]
-    same_texts = [own == texts[0] for own in texts]
-    rows = [
-        {**columns[n], **_numbers(s, own, within[0] if alike else None), "participation_ratio_E": ratio}
-        for n, s, own, ratio, alike in zip(order, ordered, within, ratios, same_texts, strict=True)
-    ]
+    kernels = sorted(zip(columns, structures, strict=True), key=lambda kernel: kernel[0]["step"])
+    texts = [[row["hash"] for row in s.evaluation] for _, s in kernels]
+    first: Tensor | None = None  # E's cosines at the first checkpoint
+    rows, within = [], []
+    for (numbers, s), own in zip(kernels, texts, strict=True):
+        sketches, norms = s.kernel.tensors["sketches"], s.kernel.tensors["sq_norms"]
+        cosines, ratio = sketched_cosines(sketches[norms > 0], norms[norms > 0])  # of those with a gradient
+        first = cosines if first is None else first
+        alike = own == texts[0] and cosines.shape == first.shape
+        pairs = torch.ones_like(cosines, dtype=torch.bool).triu(1)
+        correlation = float(torch.corrcoef(torch.stack([cosines[pairs], first[pairs]]))[0, 1]) if alike else math.nan
+        other = next(row for row in cosine_table(s) if row["within"] == "E" and row["pairs"] == OTHER_PROMPT)
+        within.append(cosines)
+        rows.append({
+            **numbers,
+            "cosine_within_E_mean": other["cosine_mean"],
+            "cosine_within_E_sd": other["cosine_sd"],
+            "cosine_correlation": correlation,
+            "median_norm": float(norms.sqrt().median()),
+            "participation_ratio_E": ratio,
+        })  # fmt: skip
     pd.DataFrame(rows).to_csv(folder / "evolution.csv", index=False)
-    numbers, cosines = _numbers_charts(rows), _cosines_charts(rows, within, all(same_texts))
-    charts = [*numbers, *cosines, _spectrum(rows, within)]
+    same_texts = all(own == texts[0] for own in texts)
+    charts = [*_numbers_charts(rows), *_cosines_charts(rows, within, same_texts), _spectrum(rows, within)]
     files = {folder / name: png for name, png in pictures(charts).items()}
     page = render("evolution.html", steps=[row["step"] for row in rows], charts=charts)
     write_atomically({**files, folder / EVOLUTION: page.encode()})
-
-
-def _within(s: Structure) -> tuple[Tensor, float]:
-    """Returns the cosines within E and their participation ratio, of the sequences with a gradient that is not 0."""
-    sketches, norms = s.kernel.tensors["sketches"], s.kernel.tensors["sq_norms"]
-    return sketched_cosines(sketches[norms > 0], norms[norms > 0])
-
-
-def _numbers(s: Structure, within: Tensor, first: Tensor | None) -> Row:
-    """Returns a kernel's further numbers. first: the cosines within the same texts at the first checkpoint."""
-    other = next(row for row in cosine_table(s) if row["within"] == "E" and row["pairs"] == OTHER_PROMPT)
-    both = torch.full((2, 2), math.nan)
-    if first is not None and first.shape == within.shape:
-        pairs = torch.ones_like(within, dtype=torch.bool).triu(1)
-        both = torch.stack([within[pairs], first[pairs]])
-    return {
-        "cosine_within_E_mean": other["cosine_mean"],
-        "cosine_within_E_sd": other["cosine_sd"],
-        "cosine_correlation": float(torch.corrcoef(both)[0, 1]),
-        "median_norm": float(s.kernel.tensors["sq_norms"].sqrt().median()),
-    }
 
 
 def _numbers_charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:

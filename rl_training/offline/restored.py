@@ -6,10 +6,8 @@ checked before anything is sampled, in this order, each with an error of one lin
 
     G1  something is trainable
     G2  the trainable parameters are the tensors of the checkpoint, by name
-    G3  gradients are switched on
-    G4  no weight was made in inference mode
-    G5  a forward of four tokens, through the very function that will score, has a graph
-    G6  its backward reaches every trainable parameter
+    G3  a forward of four tokens, through the very function that will score, has a gradient
+    G4  it reaches every trainable parameter
 
 Then: the optimizer has a state of the right shape for each of them, and a learning rate that is not 0. Without these
 checks most mistakes show after minutes of sampling ("element 0 of tensors does not require grad"), or never.
@@ -28,17 +26,17 @@ from torch import Tensor, nn
 from rl_training.engine.batch import Rollout
 from rl_training.engine.optimizer import view_optimizer
 from rl_training.engine.step import OptimizerView
-from rl_training.hosts.trl.batches import loss_settings
+from rl_training.hosts.trl.batches import DR_GRPO, loss_settings
 from rl_training.hosts.trl.policy import TrainerPolicy, why_sampling_mismatch
 from rl_training.hosts.trl.sharding import replicated
 from rl_training.hosts.trl.trainer import DrGRPOTrainer
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.offline.checkpoint_files import load_shards, refuse_other_names, refuse_other_weights, some
-from rl_training.offline.settings import refuse_learning_rate
 from rl_training.records.checkpoints import state_folder, steps_taken, what_is_wrong_with_weights
 
 T = TypeVar("T")
-NOT_READ = {"loss_type", "beta", "importance_sampling_level"}  # of the loss; the advantages of all others are
+# Of the loss. All others are in its advantages, or in the weights of its entropies (update.py).
+NOT_READ = {"loss_type", "beta", "importance_sampling_level", "use_adaptive_entropy", "off_policy_mask_threshold"}
 
 
 @dataclass(frozen=True)
@@ -90,7 +88,6 @@ def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | Non
 
     Raises ValueError, saying what is wrong and the fix, when checkpoint and trainer do not fit: see the guards.
     """
-    refuse_learning_rate(learning_rate)
     _refuse_other_analyses(trainer)
     _refuse_damaged(checkpoint)
     model = trainer.model
@@ -118,7 +115,7 @@ def restore(trainer: DrGRPOTrainer, checkpoint: Path, learning_rate: float | Non
             group["lr"] = learning_rate
     policy = TrainerPolicy(trainer)
     model.train()
-    refuse_without_gradients(policy, parameters, trainer.accelerator.device)  # G3 to G6
+    refuse_without_gradients(policy, parameters, trainer.accelerator.device)  # G3 and G4
     optimizer = view_optimizer(replicated(trainer))
     _refuse_other_moments(parameters, optimizer, checkpoint)
     return RestoredTrainer(trainer, checkpoint, steps_taken(checkpoint), parameters, optimizer, policy)
@@ -130,8 +127,6 @@ def _refuse_other_analyses(trainer: DrGRPOTrainer) -> None:
             "a checkpoint is analysed in one process or under DDP: use launch/cpu.yaml, launch/ddp.yaml or no launch "
             "file; checkpoints that DeepSpeed wrote are read there too"
         )
-    if trainer.state.global_step:
-        raise ValueError(f"this trainer has trained {trainer.state.global_step} steps: make a fresh one to restore")
     otherwise = why_sampling_mismatch(trainer)
     if otherwise:
         raise ValueError(otherwise)
@@ -139,10 +134,10 @@ def _refuse_other_analyses(trainer: DrGRPOTrainer) -> None:
         raise ValueError("the step is analysed with all its responses: set mask_truncated_completions=false")
     trained_with = trainer.attachment.loss_settings.differs
     if trained_with & NOT_READ or trained_with - loss_settings(trainer).differs:
+        neutral = " ".join(f"trainer.{name}={DR_GRPO[name]}" for name in sorted(NOT_READ)).replace("None", "null")
         raise ValueError(
             f"a step is analysed with Dr-GRPO's loss, and this one differs in {', '.join(sorted(trained_with))}: give "
-            "trainer.loss_type=dr_grpo trainer.beta=0 trainer.importance_sampling_level=token intervention=null to "
-            "analyse the step that it would make from there"
+            f"{neutral} intervention=null to analyse the step that it would make from there"
         )
 
 
@@ -190,28 +185,24 @@ def _with_empty_groups(optimizer: torch.optim.Optimizer, file: Path) -> dict[str
 def refuse_without_gradients(
     policy: TrainerPolicy, parameters: Mapping[str, nn.Parameter], device: torch.device
 ) -> None:
-    """Raises ValueError when the scores would give no gradient, or not to every parameter: G3 to G6."""
-    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
-        raise ValueError("G3: gradients are switched off here: leave torch.no_grad() and torch.inference_mode()")
-    for name, param in parameters.items():
-        if param.is_inference():
-            raise ValueError(f"G4: {name} was made in inference mode and has no gradient: load it outside that mode")
-    scores = policy.score(_four_tokens(device), torch.tensor([0], device=device))
-    if scores.logps.grad_fn is None:
-        raise ValueError(
-            "G5: the log-probabilities have no graph although weights are trainable: reentrant checkpointing does "
-            'that, set trainer.gradient_checkpointing_kwargs={"use_reentrant": false}'
-        )
+    """Raises ValueError when the scores would give no gradient, or not to every parameter: G3 and G4."""
     try:
+        scores = policy.score(_four_tokens(device), torch.tensor([0], device=device))
         gradients = torch.autograd.grad(
             scores.logps.sum() + scores.entropies.sum(), list(parameters.values()), allow_unused=True
         )
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
-        raise ValueError(f"G6: no gradient can be taken ({error}): use non-reentrant checkpointing, or none") from error
+        raise ValueError(
+            f"G3: the scores have no gradient ({error}): use non-reentrant checkpointing or none, "
+            'trainer.gradient_checkpointing_kwargs={"use_reentrant": false}, and neither torch.no_grad() nor '
+            "torch.inference_mode() around this call"
+        ) from error
     unreached = [name for name, gradient in zip(parameters, gradients, strict=True) if gradient is None]
     if unreached:
         raise ValueError(
-            f"G6: {some(unreached)} is trainable and gets no gradient from the scores: freeze what the loss does not "
+            f"G4: {some(unreached)} is trainable and gets no gradient from the scores: freeze what the loss does not "
             "reach"
         )
 

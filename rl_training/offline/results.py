@@ -1,21 +1,42 @@
-"""The output of a checkpoint analysis: result.json, written atomically, its reader, and a table in the terminal."""
+"""What a checkpoint analysis leaves: result.json, a log, and a table in the terminal.
+
+The log's files, DIRECTORY/YYYY-MM-DD/entropy_probe_HH-MM-SS_CHECKPOINT…, are there all or none:
+
+    .json.gz            everything that the level asks for
+    _config.yaml        the settings of the analysis and of the run
+    _summary.json       the core numbers; moved last: if it exists, all do
+    _tensors.safetensors    at level debug: δθ, the gradient of U, X̄, slopes of tokens
+
+What levels have and keys mean: docs/reference/analysis_logs.md. records/analyses.py reads all of it.
+"""
 
 from __future__ import annotations
 
+import gzip
+import itertools
 import json
 import math
-from collections.abc import Mapping
+import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+import yaml
 from rich.console import Console
 from rich.table import Table
+from safetensors.torch import save
+from torch import Tensor
 
+from rl_training.engine.batch import Rollout
+from rl_training.mathematics.importance import sequence_totals
+from rl_training.offline.buffers import text_of
 from rl_training.offline.probe import Analysis
 from rl_training.offline.restored import RestoredTrainer
+from rl_training.offline.settings import LogSettings
 from rl_training.records.analyses import Z_95, verdict
 from rl_training.records.atomic_write import write_atomically
-from rl_training.records.jsonl import from_json, to_json
+from rl_training.records.jsonl import to_json
 from rl_training.records.report.words import MILLI, plus_minus
 from rl_training.version import VERSION
 
@@ -35,6 +56,11 @@ DRAWN_AFRESH = {
     "paired_error": "predicted − measured, same prompts",
     "paired_error_odd": "predicted − that, same prompts",
 }
+CORE = (
+    "deltaH1", "deltaH_true", "deltaH_snis", "deltaH_odd", "paired_error", "H_orig", "H_upd", "bars_dot",
+    "learning_rate", "ESS", "w_max", "w_min", "B_E", "B_U", "G", "avg_generation_length", "avg_reward",
+)  # fmt: skip
+QUANTILES = {"min": 0.0, "q25": 0.25, "median": 0.5, "q75": 0.75, "max": 1.0}
 
 
 def write_result(
@@ -42,10 +68,7 @@ def write_result(
 ) -> None:
     """Writes the results of an analysis as JSON, atomically: a kill leaves the old file or the complete new one."""
     content = {
-        "version": VERSION,
-        "checkpoint": str(restored.checkpoint),
-        "step": restored.step,
-        "world_size": restored.num_ranks,
+        **_origin(restored),
         "results": analysis.results,
         "reasons": analysis.reasons,
         "tables": analysis.tables,
@@ -57,9 +80,11 @@ def write_result(
     write_atomically({path: text.encode()})
 
 
-def read_result(path: str | Path) -> dict[str, Any]:
-    """Returns what `write_result` wrote, with null as nan."""
-    return from_json(json.loads(Path(path).read_text(encoding="utf-8")))
+def _origin(restored: RestoredTrainer) -> dict[str, Any]:
+    return {
+        "version": VERSION, "checkpoint": str(restored.checkpoint), "step": restored.step,
+        "world_size": restored.num_ranks,
+    }  # fmt: skip
 
 
 def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> None:
@@ -93,3 +118,137 @@ def print_table(analysis: Analysis, restored: RestoredTrainer, path: Path) -> No
 
 def _with_error(found: Mapping[str, float], key: str) -> str:
     return plus_minus(MILLI * found.get(key, math.nan), Z_95 * MILLI * found.get(f"{key}_se", math.nan), "+")
+
+
+# --- the log ----------------------------------------------------------------------------------------------------------
+
+
+def write_log(
+    folder: Path, restored: RestoredTrainer, analysis: Analysis, log: LogSettings, settings: Mapping[str, Any]
+) -> Path | None:
+    """Returns the path of the log that the main process wrote, the same on every process; None at level none.
+
+    folder  of which a folder for the day is made
+    """
+    if log.level == "none":
+        return None
+    summary, content = _contents(restored, analysis, log)  # all processes: each has a part of the sequences
+    own, ending = restored.checkpoint.resolve(), f".json{'.gz' * log.compress}"
+    place = Path(log.directory or folder) / time.strftime("%Y-%m-%d")
+    stem = f"entropy_probe_{time.strftime('%H-%M-%S')}_{own.parent.name if own.name == 'model' else own.name}"
+    if restored.rank == 0:
+        stem = _not_taken(place, stem)
+        text = json.dumps(to_json(content), ensure_ascii=False).encode()
+        files = {"_tensors.safetensors": save(_tensors(analysis))} if log.reaches("debug") and log.raw_tensors else {}
+        files |= {
+            ending: gzip.compress(text, mtime=0) if log.compress else text,
+            "_config.yaml": yaml.safe_dump(dict(settings), sort_keys=False).encode(),
+            "_summary.json": json.dumps(to_json(summary), indent=1).encode(),
+        }
+        write_atomically({place / f"{stem}{end}": data for end, data in files.items()})
+    return place / f"{restored.gather(stem)[0]}{ending}"
+
+
+def _contents(restored: RestoredTrainer, analysis: Analysis, log: LogSettings) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the core numbers, and with them everything of the log's level. A collective."""
+    core = {key: value for key, value in analysis.results.items() if key.split("_se")[0] in CORE}
+    summary = {
+        **_origin(restored),
+        "level": log.level,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "core": core,
+        "reasons": {key: reason for key, reason in analysis.reasons.items() if key in core},
+        "timing": {name: round(seconds, 3) for name, seconds in analysis.seconds.items()},
+    }
+    content = dict(summary)
+    with_texts = log.reaches("detailed") and log.sequences
+    evaluation, update = _evaluation_rows(restored, analysis, with_texts), _update_rows(restored, analysis, with_texts)
+    if log.reaches("standard"):
+        content |= {"results": analysis.results, "reasons": analysis.reasons, "tables": analysis.tables}
+        content["statistics"] = _statistics(evaluation, update)
+    if log.reaches("detailed"):
+        content |= {"evaluation": evaluation, "update": update}
+    if log.reaches("debug") and log.tokens:
+        content["tokens"] = _token_rows(analysis)
+    return summary, content
+
+
+def _evaluation_rows(restored: RestoredTrainer, analysis: Analysis, with_texts: bool) -> list[dict[str, Any]]:
+    e = analysis.evaluation
+    logps, entropies, lengths = sequence_totals(e.scores).unbind(dim=1)
+    columns = {"length": lengths.long(), "logp": logps, "entropy": entropies}
+    if analysis.truth is not None:
+        change = analysis.truth.whole_step.ahead
+        after = sequence_totals(change.after)
+        columns |= {"logp_after": after[:, 0], "entropy_after": after[:, 1], "weight": change.log_ratios.exp()}
+    own = dict(zip(e.number.tolist(), _texts(restored, e.rollout, with_texts), strict=True))
+    texts = {number: text for part in restored.gather(own) for number, text in part.items()}
+    numbers = zip(*(column.tolist() for column in columns.values()), strict=True)
+    return [{"sequence": i, **texts[i], **dict(zip(columns, row, strict=True))} for i, row in enumerate(numbers)]
+
+
+def _update_rows(restored: RestoredTrainer, analysis: Analysis, with_texts: bool) -> list[dict[str, Any]]:
+    rollout = analysis.update_buffer.rollout
+    assert rollout.rewards is not None
+    columns = {
+        "prompt_index": rollout.prompt_index, "length": rollout.completion_mask.sum(dim=1), "reward": rollout.rewards,
+        "advantage": rollout.advantages,
+    }  # fmt: skip
+    numbers = zip(*(column.tolist() for column in columns.values()), strict=True)
+    own = [
+        {**dict(zip(columns, row, strict=True)), **text}
+        for row, text in zip(numbers, _texts(restored, rollout, with_texts), strict=True)
+    ]
+    return sorted((row for part in restored.gather(own) for row in part), key=lambda row: row["prompt_index"])
+
+
+def _texts(restored: RestoredTrainer, rollout: Rollout, wanted: bool) -> list[dict[str, str]]:
+    return [text_of(restored, rollout, row) if wanted else {} for row in range(rollout.num_sequences)]
+
+
+def _statistics(
+    evaluation: Sequence[Mapping[str, Any]], update: Sequence[Mapping[str, Any]]
+) -> dict[str, dict[str, float]]:
+    """Returns mean, standard deviation and quantiles over the sequences of all processes."""
+    columns = {
+        "generation_length": (evaluation, "length"), "sequence_entropy": (evaluation, "entropy"),
+        "reward": (update, "reward"), "advantage": (update, "advantage"), "update_length": (update, "length"),
+        "importance_weight": (evaluation, "weight"),
+    }  # fmt: skip
+    found = {}
+    for name, (rows, key) in columns.items():
+        if key in rows[0]:
+            values = torch.tensor([row[key] for row in rows], dtype=torch.float64)
+            spread = {label: float(values.quantile(q)) for label, q in QUANTILES.items()}
+            found[name] = {"mean": float(values.mean()), "sd": float(values.std()), **spread}
+    return found
+
+
+def _token_rows(analysis: Analysis) -> list[dict[str, Any]]:
+    """Returns the numbers of each token of E: a row per sequence, a list per quantity."""
+    scores = analysis.evaluation.scores
+    tables = {"logp": scores.logps, "entropy": scores.entropies}
+    if analysis.truth is not None:
+        change = analysis.truth.whole_step.ahead
+        tables |= {"logp_after": change.after.logps, "entropy_after": change.after.entropies}
+        tables |= dict(zip(("logp_slope", "entropy_slope"), analysis.truth.slopes, strict=True))
+    return [
+        {"sequence": i, **{name: table[i, : int(mask.sum())].tolist() for name, table in tables.items()}}
+        for i, mask in enumerate(scores.mask)
+    ]
+
+
+def _tensors(analysis: Analysis) -> dict[str, Tensor]:
+    update, mask = analysis.update, analysis.evaluation.scores.mask
+    tensors = {"delta": update.delta, "gradient": update.gradient, "mask": mask}
+    if analysis.first_order is not None:
+        tensors["direction"] = analysis.first_order.direction
+    if analysis.truth is not None:
+        tensors |= dict(zip(("logp_slopes", "entropy_slopes"), analysis.truth.slopes, strict=True))
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+
+
+def _not_taken(folder: Path, stem: str) -> str:
+    """Returns the name, with a number appended if another analysis of the same second took it."""
+    names = (stem if number == 1 else f"{stem}_{number}" for number in itertools.count(1))
+    return next(name for name in names if not (folder / f"{name}_summary.json").exists())

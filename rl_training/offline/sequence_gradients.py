@@ -5,8 +5,7 @@ has: the module's input x and the derivative dy by its output, both (B, T, featu
 
     Linear      y = W x + b      ∂W_i = Σ_t dy_it ⊗ x_it,   ∂b_i = Σ_t dy_it
     Embedding   y = W[id]        ∂W_i = Σ_t onehot(id_it) ⊗ dy_it
-    norms       y = x̂ ⊙ g(w) + b      ∂w_i = g'/g ⊙ Σ_t dy_it ⊙ (y_it − b),   ∂b_i = Σ_t dy_it
-                any other norm by the module's own vector-Jacobian product, sequence by sequence
+    norms       by the module's own vector-Jacobian product, sequence by sequence
 
 A LoRA adapter is two Linears. Uses of one parameter in several places (a head tied to the embedding) add up. `.grad` is
 not touched and no hook on a parameter fires, so neither DDP's reducer nor ZeRO notices: score the unwrapped model.
@@ -43,7 +42,6 @@ class _Owner:
     path: str
     module: nn.Module
     names: Mapping[str, str]  # its own name of a parameter → the trainer's
-    slope: Tensor | None  # of a norm, see `_relative_slope`
 
 
 @dataclass(frozen=True)
@@ -72,8 +70,7 @@ class SequenceGradients:
             own = {own: name_of[p] for own, p in module.named_parameters(recurse=False) if p in name_of}
             if own:
                 _refuse_unknown_kinds(path, module, own)
-                is_norm = not isinstance(module, nn.Linear | nn.Embedding)
-                self._owners.append(_Owner(path, module, own, _relative_slope(module, own) if is_norm else None))
+                self._owners.append(_Owner(path, module, own))
         missing = set(parameters) - {name for owner in self._owners for name in owner.names.values()}
         if missing:
             raise ValueError(f"{min(missing)!r} is not a parameter of this model: give the model that is trained")
@@ -191,44 +188,8 @@ def _add(entries: Mapping[str, Tensor], use: _Use, dy: Tensor) -> None:
         number = torch.arange(len(x), device=x.device).view(-1, *(1 for _ in x.shape[1:])).expand_as(x)
         rows["weight"].index_put_((number, x), dy.to(dtype), accumulate=True)
     else:
-        gradients = _by_vector_jacobian_product(use, dy) if use.owner.slope is None else _of_norm(use, dy)
-        for own, gradient in gradients.items():
+        for own, gradient in _by_vector_jacobian_product(use, dy).items():
             rows[own].add_(gradient)
-
-
-def _relative_slope(module: nn.Module, names: Mapping[str, str]) -> Tensor | None:
-    """Returns g'/g, (H,), of a norm y = x̂ ⊙ g(w) + b with g affine in w, such as w or 1 + w; None if it is not that.
-
-    It is evaluated at two arbitrary tokens, and must be the same at both.
-    """
-    weight = getattr(module, "weight", None)
-    if weight is None or weight.dim() != 1 or not set(names) <= {"weight", "bias"}:
-        return None
-    weight, bias = weight.detach(), getattr(module, "bias", None)
-    x = torch.randn(1, 2, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
-
-    def scaled(w: Tensor) -> Tensor:
-        y: Tensor = torch.func.functional_call(module, {"weight": w}, (x,))
-        return y if bias is None else y - bias
-
-    with torch.no_grad():
-        y, origin = scaled(weight), scaled(torch.zeros_like(weight))
-        slope = scaled(torch.ones_like(weight)) - origin
-        first, second = (slope / y)[0]
-    is_affine = torch.allclose(origin + weight * slope, y, rtol=1e-3, atol=1e-5)
-    is_one = bool(first.isfinite().all()) and torch.allclose(first, second, rtol=1e-3)  # it is not where g is 0
-    return first if is_affine and is_one else None
-
-
-def _of_norm(use: _Use, dy: Tensor) -> dict[str, Tensor]:
-    """Returns the gradients of a norm's own parameters, (B, H) each, from its output: x̂ ⊙ g' is (y − b) ⊙ g'/g."""
-    bias, y = getattr(use.owner.module, "bias", None), use.y.detach()
-    scaled = y if bias is None else y - bias.detach()
-    gradients = {"bias": dy.flatten(1, -2).sum(dim=1)} if "bias" in use.owner.names else {}
-    if "weight" in use.owner.names:
-        assert use.owner.slope is not None
-        gradients["weight"] = (dy * scaled).flatten(1, -2).sum(dim=1) * use.owner.slope
-    return gradients
 
 
 def _by_vector_jacobian_product(use: _Use, dy: Tensor) -> dict[str, Tensor]:

@@ -1,14 +1,19 @@
-"""The settings of a checkpoint analysis and their checks, without importing torch."""
+"""The settings of a checkpoint analysis, as conf/offline.yaml has them, without importing torch.
+
+Kinds and ranges of single values are checked in job/settings.py; here is what several of them have to agree on.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 Overlap = Literal["forbidden", "allowed", "wanted"]
 Source = Literal["own", "fixed"]
+Level = Literal["none", "minimal", "standard", "detailed", "debug"]
+LEVELS = get_args(Level)
+MIN_SIZE = 2  # units of E in a sweep, prompts or responses
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class KernelSettings:
-    """`kernel` of the configuration."""
-
+    enabled: bool = False
     memory_gb: float = 8.0  # for rows that are held and rows that stream by
     dtype: str = "float32"  # of the held rows; bfloat16 halves them, and costs 2e-4 of the kernel's norm
     microbatch_size: int = 32  # sequences in a forward; hooks keep as many fp32 gradients
@@ -69,18 +73,39 @@ class KernelSettings:
     sketch_repeats: int = 8
     sketch_seed: int = 0
 
-    def __post_init__(self) -> None:
-        if self.dtype not in ("float32", "bfloat16"):
-            raise ValueError(f"kernel.dtype={self.dtype}: choose float32 or bfloat16")
-        if self.source not in get_args(Source):
-            raise ValueError(f"kernel.source={self.source}: choose own or fixed")
-        if self.memory_gb <= 0:
-            raise ValueError(f"kernel.memory_gb={self.memory_gb} must be positive")
+
+@dataclass(frozen=True)
+class SweepSettings:
+    """What is varied; an empty list varies nothing."""
+
+    evaluation_sizes: Sequence[int] = ()  # sequences of E, at most all of them
+    update_seeds: Sequence[int] = ()
+    update_prompts: Sequence[int] = ()
+    update_filtered: Sequence[bool] = ()
+
+    @property
+    def updates(self) -> bool:
+        return bool(self.update_seeds or self.update_prompts or self.update_filtered)
+
+
+@dataclass(frozen=True)
+class LogSettings:
+    """What an analysis writes down beside its results."""
+
+    level: Level = "standard"
+    sequences: bool = True  # texts, from detailed on
+    tokens: bool = True  # at debug
+    raw_tensors: bool = True  # at debug
+    compress: bool = True
+    directory: str | None = None  # instead of the folder of the results
+
+    def reaches(self, level: Level) -> bool:
+        return LEVELS.index(self.level) >= LEVELS.index(level)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Everything that a checkpoint analysis is asked for."""
+    """Everything that a checkpoint analysis is asked for. ValueError where two settings contradict each other."""
 
     evaluation: Evaluation = field(default_factory=Evaluation)
     update: UpdateConfig = field(default_factory=UpdateConfig)
@@ -88,36 +113,29 @@ class Settings:
     truth: TruthSettings = field(default_factory=TruthSettings)
     conditioning: bool = True
     memory: Memory = field(default_factory=Memory)
+    kernel: KernelSettings = field(default_factory=KernelSettings)
+    sweep: SweepSettings = field(default_factory=SweepSettings)
+    log: LogSettings = field(default_factory=LogSettings)
 
     def __post_init__(self) -> None:
-        _refuse_nonsense(self)
-
-
-def refuse_less(name: str, value: object, least: int) -> None:
-    if type(value) is not int or value < least:
-        raise ValueError(f"{name}={value} must be a whole number, at least {least}")
-
-
-def refuse_learning_rate(rate: object) -> None:
-    """Raises ValueError for a learning rate that no step is made with; None is the checkpoint's own."""
-    if rate is not None and not (type(rate) in (int, float) and 0 < rate < math.inf):  # type: ignore[operator]
-        why = " (with 0 there is no step)" if rate == 0 else ""
-        raise ValueError(f"learning_rate={rate} must be a number above 0, or null for the checkpoint's own{why}")
-
-
-def _refuse_nonsense(settings: Settings) -> None:
-    e, u, memory = settings.evaluation, settings.update, settings.memory
-    for name, value, least in (
-        ("evaluation.prompts", e.prompts, 2), ("evaluation.responses", e.responses, 1), ("evaluation.seed", e.seed, 0),
-        ("update.prompts", u.prompts, 1), ("update.seed", u.seed, 0),
-        ("memory.microbatch_size", memory.microbatch_size, 1), ("memory.generation_size", memory.generation_size, 1),
-    ):  # fmt: skip
-        refuse_less(name, value, least)
-    if e.overlap not in get_args(Overlap):
-        raise ValueError(f"evaluation.overlap={e.overlap}: choose from {', '.join(get_args(Overlap))}")
-    if isinstance(e.source, str) and e.source not in ("train", "eval"):
-        raise ValueError(f"evaluation.source={e.source}: choose train, eval, or a list of rows of the training set")
-    if any(not eta > 0 for eta in settings.truth.etas):
-        raise ValueError(f"truth.etas={list(settings.truth.etas)}: give multiples of the step above 0; -1 is truth.odd")
-    if not settings.first_order.enabled and not settings.truth.enabled:
-        raise ValueError("neither prediction nor truth is asked for: set first_order.enabled or truth.enabled to true")
+        predicts, measures, sweep = self.first_order.enabled, self.truth.enabled, self.sweep
+        if not (predicts or measures):
+            raise ValueError(
+                "neither prediction nor truth is asked for: set first_order.enabled or truth.enabled to true"
+            )
+        if self.kernel.enabled and not predicts:
+            raise ValueError("kernel.enabled=true needs the entropy gradient: set first_order.enabled=true")
+        if (sweep.evaluation_sizes or sweep.updates) and not (predicts and measures):
+            raise ValueError(
+                "a sweep compares prediction with truth: set first_order.enabled and truth.enabled to true"
+            )
+        responses, total = self.evaluation.responses, self.evaluation.num_sequences
+        least = MIN_SIZE * responses if total > responses else MIN_SIZE  # of one prompt alone, responses are the units
+        for size in sweep.evaluation_sizes:
+            if size > total:
+                raise ValueError(f"sweep.evaluation_sizes: {size} is more than the {total} sequences of E")
+            if size < least or (total > responses and size % responses):
+                raise ValueError(
+                    f"sweep.evaluation_sizes: {size} sequences are not two prompts or more with all their responses: "
+                    f"give multiples of evaluation.responses={responses}, from {least} on"
+                )

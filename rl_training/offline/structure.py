@@ -11,6 +11,7 @@ Everything here is computed from the files of a finished kernel, without a model
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,17 +21,47 @@ from typing import Any
 
 import pandas as pd
 import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 from torch import Tensor
 
 from rl_training.engine.updates import CAUSES
 from rl_training.mathematics.clusters import participation_ratio
 from rl_training.mathematics.sketches import cosines
-from rl_training.offline.kernel_files import EVALUATION, Kernel, load_kernel, read_sequences
+from rl_training.records.jsonl import from_json
 
 SAME_TEXT, SAME_PROMPT, OTHER_PROMPT = "same text", "same prompt, other text", "other prompt"
 CLASSES = (SAME_TEXT, SAME_PROMPT, OTHER_PROMPT)
 COUPLING = "coupling (other text)"
+KERNEL_FILE, SEQUENCES_FILE = "kernel.safetensors", "sequences.jsonl"
+EVALUATION, UPDATE = "evaluation", "update"  # the buffer of a sequence
 Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A finished kernel, as its file has it."""
+
+    tensors: Mapping[str, Tensor]
+    about: Mapping[str, str]
+
+    @property
+    def scale(self) -> float:
+        """c /(N_U L): what turns K(i, j) A_j into a change of log π(i)."""
+        return float(self.about["clip_coefficient"]) / (self.tensors["kernel"].shape[1] * int(self.about["max_length"]))
+
+
+def load_kernel(folder: Path) -> Kernel:
+    """Returns the kernel in this folder. Raises ValueError when it is not finished."""
+    path = folder / KERNEL_FILE
+    if not path.is_file():
+        raise ValueError(f"{folder} holds no {KERNEL_FILE}: run rl-training analyze kernel.enabled=true")
+    try:
+        with safe_open(path, framework="pt") as file:
+            about = dict(file.metadata())
+        return Kernel(load_file(path), about)
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged ({error}): remove it, and run rl-training analyze again") from error
 
 
 @dataclass(frozen=True)
@@ -44,9 +75,9 @@ class Structure:
     @classmethod
     def read(cls, folder: Path) -> Structure:
         """Returns the kernel in this folder. Raises ValueError when it is not finished."""
-        kernel, lines = load_kernel(folder), read_sequences(folder)
-        in_e = [line for line in lines if line["buffer"] == EVALUATION]
-        return cls(kernel, in_e, [line for line in lines if line["buffer"] != EVALUATION])
+        kernel, text = load_kernel(folder), (folder / SEQUENCES_FILE).read_text(encoding="utf-8")
+        rows = [from_json(json.loads(line)) for line in text.splitlines()]  # null as nan
+        return cls(kernel, *([row for row in rows if row["buffer"] == name] for name in (EVALUATION, UPDATE)))
 
     @property
     def on_policy(self) -> bool:

@@ -12,71 +12,31 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import product as combinations
 from typing import Any
 
 import torch
 from tqdm.auto import tqdm
 
-from rl_training.mathematics.importance import MIN_SEQUENCES
 from rl_training.mathematics.jackknife import Replicates
 from rl_training.mathematics.per_decision import first_order_change
 from rl_training.offline.buffers import sample_update
 from rl_training.offline.first_order import covariance_of, without_folds
 from rl_training.offline.probe import UNITS, Analysis, in_both_units
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.settings import Settings, UpdateConfig, refuse_less
+from rl_training.offline.settings import Settings, UpdateConfig
 from rl_training.offline.truth import AtStep, Truth, measure
 from rl_training.offline.update import make_update
 
 
-@dataclass(frozen=True)
-class SweepSettings:
-    """What is varied; an empty list varies nothing."""
-
-    evaluation_sizes: Sequence[int] = ()  # sequences of E, at most all of them
-    update_seeds: Sequence[int] = ()
-    update_prompts: Sequence[int] = ()
-    update_filtered: Sequence[bool] = ()
-
-    def __post_init__(self) -> None:
-        for name, least in (("evaluation_sizes", MIN_SEQUENCES), ("update_prompts", 1), ("update_seeds", 0)):
-            for value in getattr(self, name):
-                refuse_less(f"sweep.{name}", value, least)
-
-    @property
-    def updates(self) -> bool:
-        return bool(self.update_seeds or self.update_prompts or self.update_filtered)
-
-
-def refuse_sweep(sweep: SweepSettings, settings: Settings) -> None:
-    """Raises ValueError, before anything is sampled, where the sweep does not fit the settings."""
-    e, total = settings.evaluation, settings.evaluation.num_sequences
-    if any(size > total for size in sweep.evaluation_sizes):
-        raise ValueError(
-            f"sweep.evaluation_sizes goes up to {max(sweep.evaluation_sizes)}, and E has {total} sequences"
-        )
-    cut = [size for size in sweep.evaluation_sizes if size % e.responses or size < MIN_SEQUENCES * e.responses]
-    if cut and total > e.responses:  # of one prompt alone, responses are the units
-        raise ValueError(
-            f"sweep.evaluation_sizes: {cut[0]} sequences are not two prompts or more with all their responses: give "
-            f"multiples of evaluation.responses={e.responses}, from {MIN_SEQUENCES * e.responses} on"
-        )
-    if (sweep.evaluation_sizes or sweep.updates) and not (settings.truth.enabled and settings.first_order.enabled):
-        raise ValueError("a sweep compares prediction with truth: set first_order.enabled and truth.enabled to true")
-
-
-def sweep_tables(
-    restored: RestoredTrainer, analysis: Analysis, settings: Settings, sweep: SweepSettings
-) -> dict[str, list[dict[str, Any]]]:
+def sweep_tables(restored: RestoredTrainer, analysis: Analysis, settings: Settings) -> dict[str, list[dict[str, Any]]]:
     """Returns the tables "sizes" and "updates", those that are asked for."""
-    tables = {}
+    tables, sweep = {}, settings.sweep
     if sweep.evaluation_sizes:
         assert analysis.truth is not None
         tables["sizes"] = over_sizes(analysis.truth, sorted(sweep.evaluation_sizes))
     if sweep.updates:
-        tables["updates"] = over_updates(restored, analysis, settings, sweep)
+        tables["updates"] = over_updates(restored, analysis, settings)
     return tables
 
 
@@ -91,12 +51,10 @@ def over_sizes(truth: Truth, sizes: Sequence[int]) -> list[dict[str, Any]]:
     return rows
 
 
-def over_updates(
-    restored: RestoredTrainer, analysis: Analysis, settings: Settings, sweep: SweepSettings
-) -> list[dict[str, Any]]:
+def over_updates(restored: RestoredTrainer, analysis: Analysis, settings: Settings) -> list[dict[str, Any]]:
     """Returns a row for each update: as many prompts, filtered or not, from this seed."""
     assert analysis.first_order is not None
-    own, memory = settings.update, settings.memory
+    own, memory, sweep = settings.update, settings.memory, settings.sweep
     choices = sweep.update_prompts or [own.prompts], sweep.update_filtered or [own.filtered]
     variants = [UpdateConfig(*choice) for choice in combinations(*choices, sweep.update_seeds or [own.seed])]
     rows = []

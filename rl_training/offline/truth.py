@@ -95,48 +95,36 @@ def measure(
     progress: Progress = silent,
 ) -> Truth:
     """Returns the change of entropy along delta, (P,); the parameters are back, bit for bit, when it is done."""
-    line, before, units = Line(restored, evaluation, delta, progress), evaluation.scores, evaluation.units
-    along = slopes(line.scores(SLOPE_STEP), line.scores(-SLOPE_STEP), SLOPE_STEP)
+    before, units = evaluation.scores, evaluation.units
+
+    def shifted(eta: float) -> AbstractContextManager[None]:
+        return restored.policy.shifted(by_name(restored, eta * delta))
+
+    def scores(eta: float) -> Scores:
+        """Returns the scores of E's tokens at θ + η δθ, (N, L)."""
+        with shifted(eta):
+            own = restored.policy.score_rollout(evaluation.rollout)
+        progress(evaluation.num_sequences)
+        return gather_scores(restored, own, evaluation.number, evaluation.num_sequences)
+
+    def change(eta: float) -> MeasuredChange:
+        def draw_afresh() -> Tensor:
+            with shifted(eta):
+                return sequence_totals(sample_again(restored, evaluation))
+
+        return measure_change(evaluation, scores(eta), draw_afresh)
+
+    along = slopes(scores(SLOPE_STEP), scores(-SLOPE_STEP), SLOPE_STEP)
     again = score_in_other_batches(restored.policy, evaluation.rollout)
     again = gather_scores(restored, again, evaluation.number, evaluation.num_sequences)
     progress(evaluation.num_sequences)
     return Truth(
-        at=tuple(AtStep(eta, line.change(eta), line.change(-eta) if odd else None) for eta in etas),
+        at=tuple(AtStep(eta, change(eta), change(-eta) if odd else None) for eta in etas),
         before=mean_entropy(before, units),
         floor=per_decision_change(before, again, units),
         first_order=first_order_change(before, *along, units),
         slopes=along,
     )
-
-
-@dataclass(frozen=True)
-class Line:
-    """The parameters θ + η δθ, as E sees them."""
-
-    restored: RestoredTrainer
-    evaluation: SampledBuffer
-    delta: Tensor  # (P,)
-    progress: Progress = silent
-
-    def change(self, eta: float) -> MeasuredChange:
-        """Returns the change of entropy from θ to θ + η δθ."""
-
-        def draw_afresh() -> Tensor:
-            with self._shifted(eta):
-                return sequence_totals(sample_again(self.restored, self.evaluation))
-
-        return measure_change(self.evaluation, self.scores(eta), draw_afresh)
-
-    def scores(self, eta: float) -> Scores:
-        """Returns the scores of E's tokens there, (N, L)."""
-        evaluation = self.evaluation
-        with self._shifted(eta):
-            scores = self.restored.policy.score_rollout(evaluation.rollout)
-        self.progress(evaluation.num_sequences)
-        return gather_scores(self.restored, scores, evaluation.number, evaluation.num_sequences)
-
-    def _shifted(self, eta: float) -> AbstractContextManager[None]:
-        return self.restored.policy.shifted(by_name(self.restored, eta * self.delta))
 
 
 def num_scorings(etas: Sequence[float], odd: bool) -> int:

@@ -23,16 +23,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rl_training.engine.batch import Batch, Rollout
+from rl_training.engine.batch import Rollout, take_rows
 from rl_training.engine.changed_steps import weighed
 from rl_training.engine.loss_weights import LossWeights, gradient_of
-from rl_training.engine.updates import FoldMeans, Piece, fold_means, optimizer_pieces, steps_without_folds
+from rl_training.engine.updates import (
+    FoldMeans,
+    Piece,
+    StepsWithoutFolds,
+    fold_means,
+    optimizer_pieces,
+    steps_without_folds,
+)
 from rl_training.hosts.trl.batches import loss_settings
-from rl_training.interventions.loss import LossInputs, loss_inputs
+from rl_training.interventions.loss import LossInputs, microbatch_inputs
 from rl_training.interventions.reweighting import bonus, highest_entropies
 from rl_training.mathematics.adamw import UpdateParts, clip_coefficient
-from rl_training.mathematics.folds import ranges_of, split_prompts
+from rl_training.mathematics.folds import split_prompts
 from rl_training.mathematics.jackknife import unchanged
+from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.vectors import Layout
 from rl_training.offline.buffers import UpdateBuffer
 from rl_training.offline.phases import Progress, silent
@@ -40,8 +48,6 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Memory
 
 MOST_FOLDS = 16  # a vector over the trainable parameters each
-NUM_FOLDS = 8  # of a step in training
-NEUTRAL_LOSS = {"use_adaptive_entropy": False, "off_policy_mask_threshold": None}
 
 
 @dataclass(frozen=True)
@@ -53,8 +59,7 @@ class Update:
     parts: UpdateParts  # of (P,): momentum, gradient, decay
     delta: Tensor  # (P,), their sum
     pieces: Sequence[Piece]
-    folds: FoldMeans  # those that this process keeps
-    max_grad_norm: float
+    without: StepsWithoutFolds  # for the folds that this process keeps
     fold_number: tuple[int, ...]  # which of all folds these are
     fold_prompts: Tensor  # (num_folds,), how many prompts each of all folds has
 
@@ -68,20 +73,11 @@ class Update:
         for piece in self.pieces:
             yield piece, UpdateParts(*(part[piece.flat] for part in self.parts))
 
-    def without_fold(self, k: int) -> Iterator[tuple[Piece, UpdateParts]]:
-        """Yields each piece and the parts, (1, n), of the step that all folds but the k-th kept one would make."""
-        one, total = slice(k, k + 1), float(self.fold_prompts.sum())
-        kept = fold_means(self.folds.mean, [part[one] for part in self.folds.rows], self.folds.sizes[one], total)
-        return steps_without_folds(self.pieces, kept, self.max_grad_norm, unchanged).parts()
-
 
 def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory, progress: Progress = silent) -> Update:
-    """Returns the step that U makes. ValueError for a term of the loss that is not read."""
-    args, rollout, group = restored.trainer.args, update.rollout, update.responses_per_prompt
-    if args.entropy_coef != 0.0 or args.top_entropy_quantile != 1.0:
-        weights = batch_of(restored, update).loss_weights
-    else:  # which no score changes
-        weights = _of_advantages(restored, rollout)
+    """Returns the step that U makes."""
+    rollout, group = update.rollout, update.responses_per_prompt
+    weights = _loss_weights(restored, rollout)
     learned = weighed([weights])
     fold_of_prompt = split_prompts(torch.arange(update.num_prompts, device=restored.device), MOST_FOLDS)
     fold, fold_prompts = fold_of_prompt[rollout.prompt_index], torch.bincount(fold_of_prompt)
@@ -113,30 +109,28 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
         kept_means = fold_means(*vectors, sizes.double(), num_prompts)
     else:  # that cannot be left out
         kept_means = FoldMeans(*vectors, sizes, sizes * math.nan, sizes * math.nan)
-    return Update(mean, clip, parts, parts.total, pieces, kept_means, max_norm, kept, fold_prompts)
+    without = steps_without_folds(pieces, kept_means, max_norm, unchanged)
+    return Update(mean, clip, parts, parts.total, pieces, without, kept, fold_prompts)
 
 
-# --- U as training sees it --------------------------------------------------------------------------------------------
+# --- U's loss as training has it --------------------------------------------------------------------------------------
 
 
-def batch_of(restored: RestoredTrainer, update: UpdateBuffer) -> Batch:
-    """Returns this process's part of U as a batch of training, scored. ValueError as `make_update`."""
-    trainer, rollout = restored.trainer, update.rollout
-    size = math.gcd(rollout.num_sequences, trainer.args.per_device_train_batch_size)
-    batch = Batch(
-        rollout=rollout,
-        scores=restored.policy.score_rollout(rollout),
-        loss_weights=_of_advantages(restored, rollout),
-        microbatch_rows=ranges_of([size] * (rollout.num_sequences // size)),
-        fold=split_prompts(rollout.prompt_index, NUM_FOLDS),
-        num_folds=NUM_FOLDS,
-        responses_per_prompt=update.responses_per_prompt,
-        rollout_number=0,
-    )
-    parts = [_with_terms(part, trainer.args) for part in loss_inputs(batch, restored.reduce)]
+def _loss_weights(restored: RestoredTrainer, rollout: Rollout) -> LossWeights:
+    """Returns the weights of this process's part of U; those of entropies by microbatches of training, as in TRL."""
+    trainer, count = restored.trainer, rollout.num_sequences
+    unit = 1.0 / (count * trainer.max_completion_length)
+    logps = -unit * rollout.advantages.unsqueeze(1) * rollout.completion_mask
+    if trainer.args.entropy_coef == 0.0 and trainer.args.top_entropy_quantile == 1.0:
+        return LossWeights(logps, None)  # which no score changes
+    scores, settings, parts = restored.policy.score_rollout(rollout), loss_settings(trainer), []
+    size = math.gcd(count, trainer.args.per_device_train_batch_size)
+    for rows in torch.arange(count, device=restored.device).split(size):
+        own = Scores(scores.logps[rows], scores.entropies[rows], scores.mask[rows])
+        part = microbatch_inputs(take_rows(rollout, rows), own, LossWeights(logps[rows], None), settings)
+        parts.append(_with_terms(replace(part, microbatches=count / size), trainer.args))
     entropies = [part.entropies for part in parts if part.entropies is not None]
-    weights = LossWeights(torch.cat([part.logps for part in parts]), torch.cat(entropies) if entropies else None)
-    return replace(batch, loss_weights=weights, loss_settings=loss_settings(trainer))
+    return LossWeights(torch.cat([part.logps for part in parts]), torch.cat(entropies) if entropies else None)
 
 
 def _with_terms(part: LossInputs, args: Any) -> LossWeights:
@@ -149,14 +143,3 @@ def _with_terms(part: LossInputs, args: Any) -> LossWeights:
     if args.entropy_coef != 0.0:
         weights = bonus(replace(part, weights=weights), args.entropy_coef)
     return weights
-
-
-def _of_advantages(restored: RestoredTrainer, rollout: Rollout) -> LossWeights:
-    for name, neutral in NEUTRAL_LOSS.items():
-        value = getattr(restored.trainer.args, name, neutral)
-        if value != neutral:
-            raise ValueError(
-                f"trainer.{name}={value} adds a term to the loss that is not read here: set it to {neutral}"
-            )
-    unit = 1.0 / (rollout.num_sequences * restored.trainer.max_completion_length)
-    return LossWeights(-unit * rollout.advantages.unsqueeze(1) * rollout.completion_mask, None)

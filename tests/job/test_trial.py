@@ -95,10 +95,15 @@ def test_values_are_those_of_each_prompts_responses(tmp_path: Path) -> None:
     lines = [json.dumps(dict(zip(keys, row, strict=True))) for row in numbers]
     (tmp_path / "step_3" / "responses.jsonl").write_text("\n".join(lines))
     found = values_of(tmp_path, 3)
-    assert found["pass@1"] == {5: 0.5, 7: 0.0}
-    assert found["pass@2"] == {5: 1.0, 7: 0.0}
-    assert found["entropy"] == {5: pytest.approx(0.3), 7: 0.0}
-    assert found["length"] == {5: 5.0, 7: 1.0}
+    expected = {
+        "reward": [0.5, 0.0],
+        "pass@1": [0.5, 0.0],
+        "pass@2": [1.0, 0.0],
+        "entropy": [0.3, 0.0],
+        "length": [5, 1],
+    }
+    assert found.to_dict("list") == {name: pytest.approx(values) for name, values in expected.items()}
+    assert list(found.index) == [5, 7]
     against = candidate("psr", 3, [found, found], [found, found], 1)
     assert (against.means["pass@1"], against.differences["pass@1"].value) == (0.25, 0.0)
 

@@ -86,7 +86,21 @@ def test_a_typo_in_the_folder_of_a_run_that_goes_on_does_not_lead_to_another_run
         ("truth.etas=[inf]", "truth.etas=inf must be finite in the list"),
         ("truth.odd=2", "truth.odd=2 must be true or false"),
         ("evaluation.prompts=abc", "evaluation.prompts=abc must be a whole number"),
-        ("evaluation.prompts=1", "evaluation.prompts=1 must be a whole number, at least 2"),
+        ("evaluation.prompts=1", "evaluation.prompts=1 must be at least 2"),
+        ("evaluation.overlap=some", "choose from forbidden, allowed, wanted"),
+        ("evaluation.source=test", "choose train, eval, or a list of rows"),
+        ("truth.etas=[1.0,-1.0]", "truth.etas=-1.0 must be above 0: a multiple of the step"),
+        ("log.level=all", "choose from none, minimal, standard, detailed, debug"),
+        ("sweep.evaluation_sizes=[1]", "sweep.evaluation_sizes=1 must be at least 2"),
+        ("sweep.evaluation_sizes=[300]", "300 is more than the 256 sequences of E"),
+        (
+            "evaluation.prompts=32 evaluation.responses=8 sweep.evaluation_sizes=[16,12]",
+            r"12 sequences are not two prompts .* multiples of evaluation.responses=8",
+        ),
+        ("sweep.update_seeds=[2] truth.enabled=false", "compares prediction with truth"),
+        ("truth.enabled=false first_order.enabled=false", "neither prediction nor truth"),
+        ("kernel.enabled=true first_order.enabled=false", "needs the entropy gradient"),
+        ("kernel.dtype=float16", "kernel.dtype=float16: choose from float32, bfloat16"),
         ("evaluation=5", "evaluation=5 must be a group of settings"),
         ("kernel.memory_gb=lots", "kernel.memory_gb=lots must be a number"),
         ("evaluation.overlap=null", "evaluation.overlap=null has no meaning"),
@@ -100,7 +114,7 @@ def test_a_typo_in_the_folder_of_a_run_that_goes_on_does_not_lead_to_another_run
 )
 def test_an_analysis_that_makes_no_sense_is_refused(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        check_analysis(composed("offline", "checkpoint=somewhere", override))
+        check_analysis(composed("offline", "checkpoint=somewhere", *override.split()))
 
 
 def test_the_name_of_a_job_of_a_sweep_is_made_fit_behind_what_was_typed() -> None:

@@ -21,15 +21,17 @@ from torch import Tensor
 from rl_training.mathematics.clusters import average_linkage, participation_ratio
 from rl_training.mathematics.sketches import CountSketches
 from rl_training.offline.kernel_command import run
-from rl_training.offline.kernel_files import KERNEL_FILE, SEQUENCES_FILE, load_kernel
 from rl_training.offline.kernel_report import PAGE, write_evolution
 from rl_training.offline.structure import (
     CLASSES,
+    KERNEL_FILE,
+    SEQUENCES_FILE,
     Structure,
     cosine_table,
     distinct_texts,
     edit_distance,
     headline,
+    load_kernel,
     pair_table,
     predictions,
     top_pairs,

@@ -24,7 +24,7 @@ from rl_training.mathematics.entropy import surrogate_weights
 from rl_training.offline.first_order import predict
 from rl_training.offline.probe import Analysis, analyse
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.results import print_table, read_result, write_result
+from rl_training.offline.results import print_table, write_result
 from rl_training.offline.settings import (
     Evaluation,
     FirstOrderSettings,
@@ -33,6 +33,7 @@ from rl_training.offline.settings import (
     UpdateConfig,
 )
 from rl_training.records import read_probe_log
+from rl_training.records.analyses import read_analysis
 from rl_training.records.checkpoints import checkpoints_named
 
 # --- prediction and truth ---------------------------------------------------------------------------------------------
@@ -226,7 +227,7 @@ def test_checkpoints_are_found_by_run_folder_or_word(run: Path, tmp_path: Path) 
 def test_results_are_written_whole_or_not_at_all(restored: RestoredTrainer, analysed: Analysis, tmp_path: Path) -> None:
     path = tmp_path / "here" / "result.json"
     write_result(path, restored, analysed, {"offline": {"learning_rate": None}})
-    read = read_result(path)
+    read = read_analysis(path)
     assert read["results"]["deltaH1"] == analysed.results["deltaH1"]
     assert read["settings"]["offline"]["learning_rate"] is None
     before = path.read_bytes()
@@ -245,7 +246,7 @@ def test_two_processes_say_what_one_says_in_sweeps_and_logs_too(
         (path,) = analyse_checkpoints(compose("offline", [*own, f"output={tmp_path / 'one'}"]))
     assert "predicted, first order" in capsys.readouterr().out
     forks.run_on_ranks(("offline.py", *own, f"output={tmp_path / 'two'}"), 2, ACCELERATE_USE_CPU="true")
-    one, two = (read_result(tmp_path / p / path.relative_to(tmp_path / "one")) for p in ("one", "two"))
+    one, two = (read_analysis(tmp_path / p / path.relative_to(tmp_path / "one")) for p in ("one", "two"))
     assert (one["world_size"], two["world_size"]) == (1, 2)
     compared = compare(one["results"], two["results"], 1e-5)
     for table in ("sizes", "updates"):  # of fewer sequences, and of another step

@@ -21,8 +21,8 @@ from rl_training.job.build import build_run
 from rl_training.job.explain import flat
 from rl_training.job.offline_probe import CHOICES, SETTINGS
 from rl_training.job.shipped import CONF, PROBE_CONFIGS
-from rl_training.offline.results import read_result
 from rl_training.records import probe_logs, read_probe_log
+from rl_training.records.analyses import read_analysis
 from rl_training.records.atomic_write import write_atomically
 
 KEYS_OF_ANSWER = {
@@ -57,7 +57,7 @@ def test_the_answer_is_what_offline_py_finds(run: Path, probed: dict[str, Any], 
         (path,) = analyse_checkpoints(
             compose("offline", [f"checkpoint={checkpoint(run, 1)}", *own, f"output={tmp_path}"])
         )
-    found = read_result(path)["results"]
+    found = read_analysis(path)["results"]
     assert probed["diagnostics"] == found
     assert set(probed) == KEYS_OF_ANSWER
     assert probed["deltaH1"] == found["deltaH1_sequence"] == pytest.approx(probed["bars_dot"] * found["learning_rate"])

@@ -15,7 +15,7 @@ from rl_training.job.analysis import analyse_checkpoints
 from rl_training.job.build import build_restored
 from rl_training.job.run_settings import run_settings
 from rl_training.offline.restored import RestoredTrainer
-from rl_training.offline.results import read_result
+from rl_training.records.analyses import read_analysis
 
 ROOT = Path(__file__).parents[2]
 CONF = ROOT / "conf"
@@ -41,7 +41,7 @@ def test_the_analysis_of_an_adapter_on_gsm8k_in_bf16(stand_in: Path, tmp_path: P
         (path,) = analyse_checkpoints(compose("offline", [f"checkpoint={run}", *SMALL]))
     assert restored.parameters.keys() == weights.keys()
     assert all(torch.equal(weights[name], param) for name, param in restored.parameters.items())
-    found = read_result(path)["results"]
+    found = read_analysis(path)["results"]
     assert found["learning_rate"] == 1e-3
     assert math.isfinite(found["deltaH1"])
     if adapter == "lora":

@@ -18,11 +18,8 @@ from recorded_runs import record_run
 
 from rl_training.job.analysis import analyse_checkpoints, read_plan
 from rl_training.job.shipped import CONF
-from rl_training.offline.results import read_result
-from rl_training.offline.settings import Evaluation, Settings, TruthSettings
-from rl_training.offline.sweep import SweepSettings, refuse_sweep
 from rl_training.records import analysis_results
-from rl_training.records.analyses import COLUMNS, verdict
+from rl_training.records.analyses import COLUMNS, read_analysis, verdict
 from rl_training.records.report.checkpoint_analyses import describe_analyses, log_slope, write_analyses_page
 from rl_training.records.report.page import render_page
 from rl_training.records.report.series import read_run
@@ -62,7 +59,7 @@ def test_all_of_e_and_the_same_u_are_the_analysis_itself(run: Path, swept: pd.Da
             scale = abs(whole["deltaH1_sequence" if "sequence" in column else "deltaH1"])
             assert same_u[column] == pytest.approx(whole[column], rel=1e-5)
             assert all_of_e[column] == pytest.approx(whole[column], abs=0.02 * scale)  # slopes by differences
-        found = read_result(run / "offline" / "sweep" / f"checkpoint-{step}" / "result.json")["results"]
+        found = read_analysis(run / "offline" / "sweep" / f"checkpoint-{step}" / "result.json")["results"]
         of_update = found["deltaH1_se"] ** 2 - found["deltaH1_se_evaluation"] ** 2
         assert of_update > 0.1 * found["deltaH1_se"] ** 2
         assert same_u["deltaH1_se"] ** 2 == pytest.approx(all_of_e["deltaH1_se"] ** 2 + of_update, rel=1e-4)
@@ -134,22 +131,6 @@ def test_dashboards_have_the_core_numbers_at_the_checkpoints_step(run: Path, swe
     events.Reload()
     told = {event.step: event.value for event in events.Scalars("offline/deltaH1")}
     assert told == pytest.approx({step: only(swept, kind="whole", step=step)["deltaH1"] for step in (1, 2)})
-
-
-@pytest.mark.parametrize(
-    ("sweep", "says"),
-    [
-        ({"evaluation_sizes": [300]}, "goes up to 300, and E has 256 sequences"),
-        ({"update_seeds": [2]}, "compares prediction with truth"),
-    ],
-)
-def test_a_sweep_that_cannot_be_is_refused_before_anything_is_sampled(sweep: dict[str, Any], says: str) -> None:
-    with pytest.raises(ValueError, match=says):
-        refuse_sweep(SweepSettings(**sweep), Settings(truth=TruthSettings(enabled="evaluation_sizes" in sweep)))
-    with pytest.raises(ValueError, match=r"12 sequences are not two prompts .* multiples of evaluation.responses=8"):
-        refuse_sweep(SweepSettings([16, 12]), Settings(Evaluation(32, 8)))
-    with pytest.raises(ValueError, match=r"sweep.evaluation_sizes=1 must be a whole number, at least 2"):
-        SweepSettings(evaluation_sizes=[1])
 
 
 def test_a_multirun_leaves_each_analysis_in_a_folder_of_its_own(run: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import random
 from pathlib import Path
 from typing import Any
@@ -21,13 +20,8 @@ from rl_training.offline.buffers import UpdateBuffer, sample_update
 from rl_training.offline.probe import Analysis, analyse
 from rl_training.offline.restored import RestoredTrainer, refuse_without_gradients, restore
 from rl_training.offline.settings import (
-    Evaluation,
-    FirstOrderSettings,
     Memory,
-    Settings,
-    TruthSettings,
     UpdateConfig,
-    refuse_learning_rate,
 )
 from rl_training.offline.update import make_update
 
@@ -83,7 +77,7 @@ def test_the_step_without_a_fold_is_the_step_of_the_others(restored: RestoredTra
     others = (whole.rollout.prompt_index != 3).nonzero().squeeze(1)
     rest = {key: v[others] if isinstance(v, Tensor) else v for key, v in vars(whole.rollout).items()}
     of_others = make_update(restored, as_update_buffer(type(whole.rollout)(**rest)), Memory(32))
-    assert close(joined(update.without_fold(3)), of_others.delta) < 1e-4
+    assert close(joined(update.without.parts(slice(3, 4))), of_others.delta) < 1e-4
 
 
 def with_prompts(rollout: Rollout, count: int) -> UpdateBuffer:
@@ -115,7 +109,7 @@ def test_folds_of_other_sizes_are_left_out_by_their_share(restored: RestoredTrai
         others = torch.tensor([i for i in range(18) if i not in prompts])
         rest = dataclasses.replace(take_rows(rollout, others), prompt_index=torch.arange(len(others)))
         of_others = make_update(restored, UpdateBuffer(rest, len(others), 1), Memory(32))
-        assert close(joined(update.without_fold(fold)), of_others.delta) < 1e-4
+        assert close(joined(update.without.parts(slice(fold, fold + 1))), of_others.delta) < 1e-4
 
 
 # --- the guards -------------------------------------------------------------------------------------------------------
@@ -125,14 +119,6 @@ def test_a_schedule_that_has_ended_is_said_and_a_learning_rate_is_the_fix(run: P
     with pytest.raises(ValueError, match=r"learning rate at .* is 0.*learning_rate=1e-6"):
         restored_at(run, 3)
     assert restored_at(run, 3, learning_rate=1e-4).learning_rate == 1e-4
-
-
-@pytest.mark.parametrize(
-    ("rate", "why"), [(-1e-4, ""), (math.nan, ""), (math.inf, ""), (0, "with 0 there is no step"), ("a", "")]
-)
-def test_a_learning_rate_that_makes_no_step_is_refused(rate: Any, why: str) -> None:
-    with pytest.raises(ValueError, match=rf"learning_rate={rate} must be a number above 0, or null .*{why}"):
-        refuse_learning_rate(rate)
 
 
 def permute_moments(folder: Path) -> None:
@@ -163,13 +149,11 @@ def test_an_adapter_missing_from_the_checkpoint_is_refused(run: Path) -> None:
 
 def test_each_guard_says_what_is_wrong(restored: RestoredTrainer, make_trainer: Any, run: Path) -> None:
     policy, parameters, device = restored.policy, restored.parameters, restored.device
-    with torch.no_grad(), pytest.raises(ValueError, match="G3: gradients are switched off"):
+    with torch.no_grad(), pytest.raises(ValueError, match=r"G3: the scores have no gradient .*no_grad"):
         refuse_without_gradients(policy, parameters, device)
-    with torch.inference_mode():
-        made_there = torch.nn.Parameter(torch.zeros(2))
-    with pytest.raises(ValueError, match="G4: odd was made in inference mode"):
-        refuse_without_gradients(policy, {**parameters, "odd": made_there}, device)
-    with pytest.raises(ValueError, match="G6: 'odd' is trainable and gets no gradient"):
+    with torch.inference_mode(), pytest.raises(ValueError, match=r"G3: the scores have no gradient .*inference_mode"):
+        refuse_without_gradients(policy, parameters, device)
+    with pytest.raises(ValueError, match="G4: 'odd' is trainable and gets no gradient"):
         refuse_without_gradients(policy, {**parameters, "odd": torch.nn.Parameter(torch.zeros(2))}, device)
     frozen = make_trainer()
     frozen.model.requires_grad_(False)
@@ -183,23 +167,8 @@ def test_each_guard_says_what_is_wrong(restored: RestoredTrainer, make_trainer: 
 
 def test_reentrant_checkpointing_is_refused_before_anything_is_sampled(run: Path) -> None:
     reentrant = ("trainer.gradient_checkpointing=true", "trainer.gradient_checkpointing_kwargs={use_reentrant: true}")
-    with pytest.raises(ValueError, match=r"G[56]: .*checkpointing"):
+    with pytest.raises(ValueError, match=r"G3: .*checkpointing"):
         restored_at(run, 1, *reentrant)
-
-
-@pytest.mark.parametrize(
-    ("nonsense", "says"),
-    [
-        ({"evaluation": {"prompts": 1}}, "evaluation.prompts=1"),
-        ({"evaluation": {"overlap": "some"}}, "choose from forbidden, allowed, wanted"),
-        ({"truth": {"etas": [1.0, -1.0]}}, "multiples of the step above 0"),
-        ({"truth": {"enabled": False}, "first_order": {"enabled": False}}, "neither prediction nor truth"),
-    ],
-)
-def test_settings_that_mean_nothing_are_refused(nonsense: dict[str, Any], says: str) -> None:
-    kinds = {"evaluation": Evaluation, "truth": TruthSettings, "first_order": FirstOrderSettings}
-    with pytest.raises(ValueError, match=says):
-        Settings(**{key: kinds[key](**values) for key, values in nonsense.items()})
 
 
 # --- the loss ---------------------------------------------------------------------------------------------------------
@@ -228,6 +197,5 @@ def test_the_gradient_of_u_is_that_of_trl_s_own_loss(run: Path, settings: list[s
 
 
 def test_a_term_of_the_loss_that_is_not_known_at_a_checkpoint_is_refused(run: Path) -> None:
-    restored = restored_at(run, 1, "++trainer.use_adaptive_entropy=true", "++trainer.entropy_coef=0.1")
-    with pytest.raises(ValueError, match=r"trainer.use_adaptive_entropy=True adds a term to the loss that is not read"):
-        make_update(restored, sample_update(restored, UpdateConfig(4), 64), Memory(8))
+    with pytest.raises(ValueError, match=r"differs in entropy_coef, use_adaptive_entropy: give .*entropy=False"):
+        restored_at(run, 1, "++trainer.use_adaptive_entropy=true", "++trainer.entropy_coef=0.1")
