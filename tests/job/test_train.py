@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import json
 import os
 import subprocess
 import sys
@@ -11,8 +10,6 @@ from pathlib import Path
 
 import forks
 import pytest
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 from rl_training.records.jsonl import read_estimates, read_metrics
 
@@ -82,44 +79,6 @@ def test_every_benchmark_has_help_and_imports_the_silence_before_libraries(progr
     imported = [node.names[0].name if isinstance(node, ast.Import) else node.module
                 for node in body if isinstance(node, ast.Import | ast.ImportFrom)]  # fmt: skip
     assert next(name for name in imported if name.split(".")[0] not in sys.stdlib_module_names) == SILENCE
-
-
-def test_gsm8k_rows_train_a_small_random_model(tmp_path: Path) -> None:
-    rows = [
-        {"question": f"A box holds {n} pens. How many do {n + 1} boxes hold?", "answer": f"so\n#### {n * n + n}"}
-        for n in range(2, 42)
-    ]
-    data = tmp_path / "rows.jsonl"
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    save_random_model(tmp_path / "model", [row["question"] + row["answer"] for row in rows])
-    ended = train(
-        "model=hub", f"model.name={tmp_path / 'model'}", "data=gsm8k", f"data.path={data}", *SMALL,
-        "trainer.max_completion_length=12", "adapter=lora", f"run_dir={tmp_path / 'run'}",
-    )  # fmt: skip
-    assert ended.returncode == 0, ended.stderr
-    lines = read_metrics(tmp_path / "run" / "logs")
-    assert [line["step"] for line in lines] == [1, 2]
-    assert lines[0]["rewards/gsm8k_reward/mean"] == 0  # twelve random tokens never answer: nothing is learnt,
-    assert lines[0]["delta_h/forward"] == 0  # so nothing moves and entropy stays
-    assert lines[0]["entropy/sequence"] > 12
-
-
-def save_random_model(folder: Path, texts: list[str]) -> None:
-    """A random Llama of 40k parameters with a byte-level BPE tokenizer trained on the texts."""
-    bpe = Tokenizer(models.BPE())
-    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    bpe.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    bpe.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=400, special_tokens=["<eos>"], initial_alphabet=alphabet)
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=bpe, eos_token="<eos>", pad_token="<eos>")
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
-    )  # fmt: skip
-    LlamaForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
 
 
 def test_what_it_writes_needs_no_hub(tmp_path: Path) -> None:

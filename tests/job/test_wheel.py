@@ -5,7 +5,6 @@ The environment of the installed wheel is new; the libraries are those of this o
 
 from __future__ import annotations
 
-import ast
 import configparser
 import json
 import os
@@ -18,6 +17,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from imports import imported_with
 
 from rl_training.extras import EXTRA_OF
 from rl_training.version import VERSION
@@ -145,35 +145,6 @@ def test_version_changelog_and_citation_agree() -> None:
 
 
 # --- extras -----------------------------------------------------------------------------------------------------------
-
-
-def module_level_imports(path: Path) -> set[str]:
-    """Returns what is imported together with a module: not by its functions, and not for type checkers."""
-    found: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" for alias in node.names}
-    return found
-
-
-def imported_with(module: str) -> set[str]:
-    """Returns the libraries that come with a module of the package, those of what it imports included."""
-    libraries, seen, ahead = set(), set(), [module]
-    while ahead:
-        name = ahead.pop()
-        if name.partition(".")[0] != "rl_training":
-            libraries.add(name.partition(".")[0])
-            continue
-        path = ROOT / name.replace(".", "/")
-        file = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
-        above = name.rpartition(".")[0]
-        ahead += [above] if above and above not in seen else []
-        if file.is_file() and name not in seen:
-            ahead += module_level_imports(file)
-        seen.add(name)
-    return libraries - set(sys.stdlib_module_names)
 
 
 @pytest.mark.parametrize(

@@ -6,11 +6,11 @@ The folder says the floor. What any loop's host needs can be imported where TRL 
 from __future__ import annotations
 
 import ast
-import functools
 import sys
 from pathlib import Path
 
 import pytest
+from imports import imported_with
 
 from rl_training.hosts.trl.patches import METHODS, TRAINER_ATTRIBUTES
 
@@ -130,36 +130,6 @@ def test_a_loops_libraries_are_imported_only_where_that_loop_is_known() -> None:
     importing = {path: {name.partition(".")[0] for name in imports_of(path)} & LOOPS for path in FILES}
     folders = {path.relative_to(ROOT).parent.as_posix() for path, names in importing.items() if names}
     assert folders == {"rl_training/hosts/trl", "rl_training/job"}
-
-
-@functools.cache
-def imported_at_once(path: Path) -> set[str]:
-    """Returns what a module imports while it is imported itself, not what its functions import, nor for types only."""
-    names: set[str] = set()
-    statements = list(ast.parse(path.read_text(encoding="utf-8")).body)
-    for node in statements:  # grows
-        if isinstance(node, ast.If) and ast.unparse(node.test) != "TYPE_CHECKING":
-            statements += node.body + node.orelse
-        elif isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
-    return names
-
-
-def imported_with(module: str) -> set[str]:
-    """Returns the libraries that come along when a module of this package is imported, by whatever way."""
-    libraries: set[str] = set()
-    modules = [module]
-    for name in modules:  # grows
-        parts = name.split(".")
-        above = [".".join(parts[:count]) for count in range(1, len(parts))]
-        file = ROOT.joinpath(*parts).with_suffix(".py")
-        file = file if file.exists() else ROOT.joinpath(*parts, "__init__.py")
-        found = imported_at_once(file) if file.exists() else set()  # else it is a name in the module above
-        libraries |= {other.partition(".")[0] for other in found if not other.startswith("rl_training")}
-        modules += {*above, *(other for other in found if other.startswith("rl_training"))} - {*modules}
-    return libraries
 
 
 def test_what_any_host_needs_is_imported_without_trl_and_transformers() -> None:

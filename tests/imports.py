@@ -1,0 +1,40 @@
+"""What comes along when a module of the package is imported, read from its files and those that it imports."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+@functools.cache
+def imported_at_once(path: Path) -> set[str]:
+    """Returns what a module imports while it is imported itself, not what its functions import, nor for types only."""
+    names: set[str] = set()
+    statements = list(ast.parse(path.read_text(encoding="utf-8")).body)
+    for node in statements:  # grows
+        if isinstance(node, ast.If) and ast.unparse(node.test) != "TYPE_CHECKING":
+            statements += node.body + node.orelse
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {str(node.module), *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def imported_with(module: str) -> set[str]:
+    """Returns the libraries, beside Python's own, that come along when a module of this package is imported."""
+    libraries: set[str] = set()
+    modules = [module]
+    for name in modules:  # grows
+        parts = name.split(".")
+        above = [".".join(parts[:count]) for count in range(1, len(parts))]
+        file = ROOT.joinpath(*parts).with_suffix(".py")
+        file = file if file.exists() else ROOT.joinpath(*parts, "__init__.py")
+        found = imported_at_once(file) if file.exists() else set()  # else it is a name in the module above
+        libraries |= {other.partition(".")[0] for other in found if not other.startswith("rl_training")}
+        modules += {*above, *(other for other in found if other.startswith("rl_training"))} - {*modules}
+    return libraries - set(sys.stdlib_module_names)
