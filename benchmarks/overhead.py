@@ -44,12 +44,14 @@ from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
     InterventionsProbe,
+    MeasuredStepProbe,
     SimpleEntropyProbe,
     TokenClassesProbe,
 )
 
 PROBES: dict[str, Callable[..., Probe]] = {
     "simple": SimpleEntropyProbe,
+    "measured": MeasuredStepProbe,
     "gns": GradientNoiseScaleProbe,
     "ess": EffectiveSampleSizeProbe,
     "interventions": InterventionsProbe,

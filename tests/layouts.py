@@ -28,6 +28,7 @@ from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
     InterventionsProbe,
+    MeasuredStepProbe,
     SimpleEntropyProbe,
     TokenClassesProbe,
 )
@@ -55,6 +56,7 @@ def probes(case: dict[str, Any]) -> list[Any]:
         return []
     return [
         SimpleEntropyProbe(per_sequence=True, num_folds=case["num_folds"]),
+        MeasuredStepProbe(responses_per_prompt=2),
         GradientNoiseScaleProbe(split_prompts=16),
         EffectiveSampleSizeProbe(),
         InterventionsProbe(["bonus:0.5", "nsr", "lr:0.5"], every=1),

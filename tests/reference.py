@@ -132,6 +132,43 @@ def prefix_ratios(log_ratios: Ragged) -> tuple[list[list[float]], list[list[floa
     return before, through
 
 
+# --- the policy before a step, from responses after it ----------------------------------------------------------------
+
+
+def terms_before(
+    logps: Sequence[float],
+    entropies: Sequence[float],
+    logps_before: Sequence[float],
+    entropies_before: Sequence[float],
+    reward: float,
+    others: Ragged,
+    rewards_of_others: Sequence[float],
+    logps_of_sampler: Sequence[float] | None = None,
+) -> list[float]:
+    """Returns the terms of one response: H' − H, T' − T, r' − r, the KL divergence, log w.
+
+    others  entropies after the step of each of the prompt's other responses
+    """
+    sampler = logps if logps_of_sampler is None else logps_of_sampler
+    count = len(logps)
+    entropy = length = kl = 0.0
+    for k in range(count):
+        alive = [row for row in others if k < len(row)]
+        to_come = sum(sum(row[k + 1 :]) for row in alive) / len(alive) if alive else 0.0
+        tokens = sum(len(row) - k - 1 for row in alive) / len(alive) if alive else 0.0
+        entropy += entropies_before[k] - entropies[k]
+        for sign, policy, h in ((1, logps_before, entropies_before), (-1, logps, entropies)):
+            prefix = math.exp(sum(policy[:k]) - sum(sampler[:k]))
+            moved = sign * prefix * (math.exp(policy[k] - sampler[k]) - 1)
+            entropy += moved * (sum(h[k + 1 :]) - to_come)
+            length += moved * (count - k - 1 - tokens)
+        log_ratio = logps_before[k] - logps[k]
+        kl += math.exp(sum(logps[: k + 1]) - sum(sampler[: k + 1])) * (math.exp(log_ratio) - 1 - log_ratio)
+    now, before = (sum(policy) - sum(sampler) for policy in (logps, logps_before))
+    above = reward - sum(rewards_of_others) / len(rewards_of_others)
+    return [entropy, length, (math.exp(before) - math.exp(now)) * above, kl, before]
+
+
 # --- AdamW ------------------------------------------------------------------------------------------------------------
 
 

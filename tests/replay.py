@@ -45,6 +45,7 @@ from rl_training.probes import (
     GradientNoiseScaleProbe,
     GroundTruthProbe,
     InterventionsProbe,
+    MeasuredStepProbe,
     SimpleEntropyProbe,
     TokenClassesProbe,
 )
@@ -144,7 +145,7 @@ def probes_of(run: str) -> list[Probe]:
             Recorder(),
         ]
     simple = SimpleEntropyProbe(per_sequence=True)
-    return [simple, GradientNoiseScaleProbe(), EffectiveSampleSizeProbe(), Recorder()]
+    return [simple, MeasuredStepProbe(), GradientNoiseScaleProbe(), EffectiveSampleSizeProbe(), Recorder()]
 
 
 def train(rank: int, folder: Path, run: str, port: int) -> None:

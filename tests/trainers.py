@@ -23,6 +23,7 @@ from rl_training.probes import (
     EffectiveSampleSizeProbe,
     GradientNoiseScaleProbe,
     GroundTruthProbe,
+    MeasuredStepProbe,
     SamplerProbe,
     SimpleEntropyProbe,
 )
@@ -54,6 +55,7 @@ def every_probe(**simple_options: Any) -> list[Probe]:
     """Returns one of each, which measures all it can; without those that need eight folds."""
     return [
         SimpleEntropyProbe(per_sequence=True, **simple_options),
+        MeasuredStepProbe(),
         GroundTruthProbe(every=1, sequences=16),
         GradientNoiseScaleProbe(split_prompts=1),
         EffectiveSampleSizeProbe(),

@@ -72,7 +72,7 @@ class StepDriver:
         self._loop = loop
         weights = loop.shard.weights()
         self._layout = Layout(weights, {name: loop.shard.width(name) for name in weights})
-        loop.policy.scorer.why_rounded = loop.shard.why_rounded
+        loop.policy.shard, loop.policy.scorer.why_rounded = loop.shard, loop.shard.why_rounded
         loop.policy.in_lockstep = loop.ranks if loop.shard.gathers_weights else None
         self._padding = PaddingCheck()
         self._clock = Clock(self._layout.device)

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.engine.batch import Rollout, in_one_width
+from rl_training.engine.precision import without_dropout
 from rl_training.engine.ranks import Ranks
 from rl_training.engine.scorer import Scorer
+from rl_training.engine.shards import Shard
 from rl_training.mathematics.scores import Scores
 
 
@@ -30,6 +32,7 @@ class Policy(abc.ABC):
     def __init__(self, model: nn.Module, scorer: Scorer, batch_size: int) -> None:
         self.model, self.scorer, self._batch_size = model, scorer, batch_size
         self.in_lockstep: Ranks | None = None  # where all processes run equally many passes
+        self.shard: Shard | None = None  # where the weights lie, once training has begun
 
     def score(self, rollout: Rollout, rows: Tensor) -> Scores:
         """Returns log-probabilities and entropies WITH graph of some rows, only as wide as the longest of these.
@@ -38,15 +41,17 @@ class Policy(abc.ABC):
         """
         return self.scorer.score(rollout, rows)
 
-    def score_rollout(self, rollout: Rollout, scorer: Scorer | None = None) -> Scores:
+    def score_rollout(self, rollout: Rollout, scorer: Scorer | None = None, as_training: bool = False) -> Scores:
         """Returns log-probabilities and entropies of all rows, (B, T), without graph, as a measurement.
 
-        scorer  of another model than the policy's
+        scorer       of another model than the policy's
+        as_training  in training's precision
         """
         scorer = scorer or self.scorer
+        context = without_dropout(self.model) if as_training else scorer.measuring()
         width = rollout.completion_ids.shape[1]
         rows = torch.arange(rollout.num_sequences, device=rollout.completion_ids.device)
-        with scorer.measuring(), torch.no_grad():
+        with context, torch.no_grad():
             parts = [scorer.score(rollout, some, graph=False) for some in self.in_batches(rows, self._batch_size)]
         parts = parts[: -(-len(rows) // self._batch_size)]
         return Scores(
@@ -91,6 +96,25 @@ class Policy(abc.ABC):
         finally:
             for name, param in parameters.items():
                 param.data = originals[name]
+
+    @contextlib.contextmanager
+    def with_weights(self, entries: Mapping[str, Tensor]) -> Iterator[None]:
+        """A context in which the trained weights are others; then they are bitwise what they were. A collective.
+
+        entries  this process's, as `shard.held()` has them
+        """
+        assert self.shard is not None
+        held = self.shard.held()
+        try:
+            self._put(entries)
+            yield
+        finally:
+            self._put(held)
+
+    def _put(self, entries: Mapping[str, Tensor]) -> None:
+        assert self.shard is not None
+        self.shard.put(entries)
+        torch.clear_autocast_cache()  # of weights in half precision, where the loop's autocast is still on
 
     @abc.abstractmethod
     def sample(self, num_sequences: int, seed: int) -> Rollout:

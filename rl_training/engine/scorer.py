@@ -83,6 +83,13 @@ class Scorer:
         """Why a measurement is no fp32 one, "" if it is."""
         return self.why_rounded or why_not_fp32(self._model)
 
+    @property
+    def why_training_rounds(self) -> str:
+        """Why training's own forward pass is no fp32 one, "" if it is."""
+        with self._autocast():
+            autocast = torch.is_autocast_enabled(self._device.type)
+        return self.why_not_fp32 or ("training's forward pass runs under autocast" if autocast else "")
+
     def score(self, sequences: Rollout, rows: Tensor, *, graph: bool = True) -> Scores:
         """Returns log-probabilities and entropies of the completions of some rows, (B, T); T of the longest of these.
 

@@ -26,6 +26,7 @@ from torch.distributed.tensor import Shard as ShardPlacement
 
 from rl_training.mathematics.adamw import clipping_threshold
 
+EXCHANGED = 2**22  # entries of a process that are exchanged at once, where a parameter has no more
 States = dict[str, dict[str, Any]]  # by name of the parameter: its optimizer's state, or its group's hyperparameters
 
 
@@ -130,6 +131,47 @@ class Shard:
         }
         return {name: groups[param] for name, param in self.trained.items() if param in groups}, states
 
+    # --- other weights for a moment -----------------------------------------------------------------------------------
+
+    def held(self) -> dict[str, Tensor]:
+        """Returns this process's entries of the weights that forward passes compute with, by name: copies."""
+        return {name: self.own(name, param).clone() for name, param in self.trained.items()}
+
+    def put(self, entries: Mapping[str, Tensor]) -> None:
+        """Writes entries that are laid out as those of `held` into these weights. A collective.
+
+        The entries of neighbouring parameters are exchanged at once; of no more than that there is a whole copy.
+        """
+        runs: list[list[str]] = []
+        size = 0
+        for name in self.trained:
+            if not runs or size + self.width(name) > EXCHANGED:
+                runs.append([])
+                size = 0
+            runs[-1].append(name)
+            size += self.width(name)
+        for names in runs:
+            for name, whole in self._whole(names, entries).items():
+                self.trained[name].data.copy_(whole.view_as(self.trained[name]))
+
+    def _whole(self, names: Sequence[str], entries: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Returns parameters from all processes' entries, flat. A collective."""
+        if self.num_ranks == 1:
+            return entries
+        widths = [self.width(name) for name in names]
+        own = torch.cat([
+            nn.functional.pad(entries[name], (0, width - len(entries[name])))
+            for name, width in zip(names, widths, strict=True)
+        ])  # fmt: skip
+        table = own.new_empty(self.num_ranks, len(own))
+        dist.all_gather_into_tensor(table.view(-1), own)
+        whole = {}
+        for name, columns in zip(names, table.split(widths, dim=1), strict=True):
+            cuts = [self.cut(name, rank) for rank in range(self.num_ranks)]
+            parts = [row[: stop - start] for row, (start, stop) in zip(columns, cuts, strict=True)]
+            whole[name] = torch.cat(parts)
+        return whole
+
     # --- gradients ----------------------------------------------------------------------------------------------------
 
     def leaves(self) -> Mapping[str, Tensor]:
@@ -179,6 +221,12 @@ class FullyShard(Shard):
             return ""
         dtype = str(self._leaves[rounded[0]].dtype).removeprefix("torch.")
         return f"FSDP2 gathers {rounded[0]} in {dtype}, so the model's numbers are rounded"
+
+    def put(self, entries: Mapping[str, Tensor]) -> None:
+        reshard(self.model)  # gathered ones would be used instead
+        for name, param in self.trained.items():
+            local: Tensor = param.data.to_local()  # type: ignore[attr-defined]  # a DTensor
+            local.copy_(entries[name].view_as(local))
 
     def leaves(self) -> Mapping[str, Tensor]:
         return self._leaves

@@ -5,6 +5,7 @@ from rl_training.probes.ess import EffectiveSampleSizeProbe as EffectiveSampleSi
 from rl_training.probes.gns import GradientNoiseScaleProbe as GradientNoiseScaleProbe
 from rl_training.probes.ground_truth import GroundTruthProbe as GroundTruthProbe
 from rl_training.probes.interventions import InterventionsProbe as InterventionsProbe
+from rl_training.probes.measured import MeasuredStepProbe as MeasuredStepProbe
 from rl_training.probes.sampler import SamplerProbe as SamplerProbe
 from rl_training.probes.simple import SimpleEntropyProbe as SimpleEntropyProbe
 from rl_training.probes.token_classes import TokenClassesProbe as TokenClassesProbe

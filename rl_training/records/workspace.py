@@ -31,8 +31,8 @@ class Panel:
 CORE = (
     "loss", "reward", "reward_std", "frac_reward_zero_std", "grad_norm", "learning_rate", "completions/mean_length",
     "entropy", "entropy/token", "delta_h/forward", "delta_h/forward_se", "delta_h/cumulative_predicted",
-    "delta_h/cumulative_measured", "gns/batch_ratio", "ess/advantage_fraction", "probe_cost/fraction_of_step",
-    "forecast/chance_below", "eval_reward",
+    "delta_h/cumulative_measured", "measured/delta_h", "measured/delta_h_se", "gns/batch_ratio",
+    "ess/advantage_fraction", "probe_cost/fraction_of_step", "forecast/chance_below", "eval_reward",
 )  # fmt: skip
 
 NATS = "nats per token"
@@ -49,7 +49,7 @@ SECTIONS = {
         Panel("Entropy, measured", ("entropy/token",), unit=NATS),
         Panel("Entropy in 20 steps, with an alert", ("forecast/median", "forecast/low", "forecast/high"), unit=NATS),
         Panel("Chance that it is below alert.below then", ("forecast/chance_below",)),
-        Panel("Change by one step", ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid"),
+        Panel("Change by one step", ("delta_h/forward", "delta_h/backward", "delta_h/trapezoid", "measured/delta_h"),
               unit=NATS),
         Panel("Standard errors of that change",
               ("delta_h/forward_se", "delta_h/backward_se", "delta_h/trapezoid_se"), unit=NATS),

@@ -82,7 +82,7 @@ def test_an_error_in_ones_own_code_that_a_setting_names_is_told_with_its_kind(
         ("probe=none", []),
         ("probe=simple", ["simple"]),
         ("probe=ess", ["ess"]),
-        ("probe=all", ["simple", "gns", "ess", "covariance"]),
+        ("probe=all", ["simple", "measured", "gns", "ess", "sampler", "covariance"]),
         ("probe=[simple,none]", ["simple"]),
         ("probe=[simple,ess]", ["simple", "ess"]),
     ],
@@ -187,7 +187,7 @@ def test_a_mistake_is_named_with_the_fix(tmp_path: Path, overrides: list[str], m
     [
         (
             "probe=simpel",
-            "Choose from all, covariance, ess, gns, ground_truth, interventions, none, simple",
+            "Choose from all, covariance, ess, gns, ground_truth, interventions, measured, none, sampler, simple",
         ),
         ("model=tyni", "Choose from hub, qwen2_5_1_5b, tiny; did you mean tiny?"),
         ("bathc.microbatch_size=3", "there is no such setting, see --help; did you mean batch.microbatch_size?"),

@@ -25,7 +25,7 @@ TUTORIALS = sorted(path for path in DOCS.glob("tutorials/*.md") if "{code-cell}"
 SCRIPTS = {"train": "train.py", "analyze": "offline.py", "evaluate": "evaluate.py"}
 OURS = (
     *("step/", "delta_h", "entropy/", "gns", "ess", "sampler/", "covariance", "intervention", "tokens/"),
-    *("forecast", "buffer", "probe_cost", "calib"),
+    *("forecast", "buffer", "probe_cost", "calib", "measured/", "delta_length", "delta_reward"),
 )
 
 

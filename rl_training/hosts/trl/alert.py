@@ -31,9 +31,9 @@ class EntropyAlert(TrainerCallback):
     trainer = trl.GRPOTrainer(..., callbacks=[EntropyAlert(below=0.05)])
 
     It reads what the trainer logs: `entropy/token` and `delta_h/forward` of the SimpleEntropyProbe with their errors,
-    or without it TRL's own `entropy`. It adds `forecast/…` to the log, which later callbacks see. All of its state
-    follows from the trainer's log, so a resumed run continues as if never interrupted. Use logging_steps=1: a mean over
-    several steps would be treated as the last step's value.
+    or where these are missing TRL's own `entropy` and `measured/delta_h` of the MeasuredStepProbe. It adds `forecast/…`
+    to the log, which later callbacks see. All of its state follows from the trainer's log, so a resumed run continues
+    as if never interrupted. Use logging_steps=1: a mean over several steps would be treated as the last step's value.
 
     below   the level, in nats per token
     tell    called with a title and a text on the main process, beside the line in the log
@@ -84,8 +84,11 @@ class EntropyAlert(TrainerCallback):
         entropy = logs.get("entropy/token" if self._probed else "entropy")
         if entropy is None:
             return None
-        others = ("entropy/token_se", "delta_h/forward", "delta_h/forward_se") if self._probed else ()
-        self._forecast.see(step, entropy, *(logs.get(name, math.nan) for name in others))
+        # Where there is no prediction of this step: what the steps before it did.
+        name = "delta_h/forward" if "delta_h/forward" in logs else "measured/delta_h"
+        steps = logs.get("measured/steps", 1.0) if name == "measured/delta_h" else 1.0
+        change = (logs[end] / steps if end in logs else math.nan for end in (name, f"{name}_se"))
+        self._forecast.see(step, entropy, logs.get("entropy/token_se", math.nan), *change)
         if self._forecast.step != step:
             return None
         self._last.append(entropy)

@@ -9,7 +9,7 @@ Stage 3 cuts each flat parameter into equal parts, weights too; its own getters 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -164,3 +164,14 @@ class Zero3(Zero):
                 for key, value in state.items()
             }
         return groups, states
+
+    def held(self) -> dict[str, Tensor]:
+        return {name: self._part(name, param.ds_tensor).clone() for name, param in self.trained.items()}  # type: ignore[attr-defined]
+
+    def put(self, entries: Mapping[str, Tensor]) -> None:
+        self._zero.empty_partition_cache()  # what is gathered, perhaps ahead of a backward, would be used instead
+        for name, param in self.trained.items():
+            self._part(name, param.ds_tensor).copy_(entries[name])  # type: ignore[attr-defined]
+        small = self._zero.persistent_parameters  # they stay gathered: the engine's own step gathers them anew, too
+        if small:
+            small[0].all_gather(small)

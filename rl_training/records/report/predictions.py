@@ -12,7 +12,7 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.forecast import FEWEST, HORIZONS, EntropyForecast
 from rl_training.records.report.charts import BLUE, GREY, ORANGE, TEXT, Axis, Chart, Series, draw
 from rl_training.records.report.curves import dots
-from rl_training.records.report.series import Run
+from rl_training.records.report.series import Run, changes_by_step
 from rl_training.records.report.words import MILLI, in_words
 
 FEWEST_TO_DRAW = 10  # measured steps; before that the ranges are too narrow
@@ -22,10 +22,10 @@ AHEAD = 20  # of the alert: what can be told best
 
 def forecast_of(run: Run) -> EntropyForecast | None:
     """Returns the forecast from the last measured step on; None with fewer than ten measured steps."""
-    forecast, level, forward = EntropyForecast(), run.measured("entropy/token"), run.measured("delta_h/forward")
+    forecast, level, changes = EntropyForecast(), run.measured("entropy/token"), changes_by_step(run)
     for step, entropy in run.token_entropy().items():
         stderr = level[step].stderr if step in level else math.nan
-        change = (forward[step].value, forward[step].stderr) if step in forward else (math.nan, math.nan)
+        change = (changes[step].value, changes[step].stderr) if step in changes else (math.nan, math.nan)
         forecast.see(step, entropy, stderr, *change)
     return forecast if forecast.misses + 1 >= FEWEST_TO_DRAW else None
 

@@ -174,17 +174,33 @@ def _to_estimate(row: Mapping[str, Any]) -> Estimate:
     return Estimate(value, stderr, num_samples, reason, row["about_step"], detail, interval)
 
 
+def changes_by_step(run: Run) -> dict[int, Estimate]:
+    """Returns the known changes of entropy by one step: predicted before it, `delta_h/forward`.
+
+    Where there is no prediction, as of an optimizer without a formula: measured after it, `measured/delta_h`, over the
+    number of steps that were measured together.
+    """
+    forward = run.known("delta_h/forward")
+    if forward:
+        return forward
+    steps = run.values("measured/steps")
+    return {
+        step: replace(e, value=e.value / steps[step], stderr=e.stderr / steps[step])
+        for step, e in run.known("measured/delta_h").items()
+    }
+
+
 def present_rate(run: Run) -> Estimate | None:
-    """Returns entropy's change per step now, the mean of the last `forward`; None without one that has an error.
+    """Returns entropy's change per step now, the mean of the last known ones; None without one that has an error.
 
     `detail` has the number of steps.
     """
-    forward = [e for e in run.known("delta_h/forward").values() if math.isfinite(e.stderr)][-LAST_STEPS:]
-    if not forward:
+    changes = [e for e in changes_by_step(run).values() if math.isfinite(e.stderr)][-LAST_STEPS:]
+    if not changes:
         return None
-    stderr = math.sqrt(sum(e.stderr**2 for e in forward)) / len(forward)
-    mean, num_samples = statistics.fmean(e.value for e in forward), min(e.num_samples for e in forward)
-    return Estimate(mean, stderr, num_samples, detail={"steps": len(forward)})
+    stderr = math.sqrt(sum(e.stderr**2 for e in changes)) / len(changes)
+    mean, num_samples = statistics.fmean(e.value for e in changes), min(e.num_samples for e in changes)
+    return Estimate(mean, stderr, num_samples, detail={"steps": len(changes)})
 
 
 def naive_of(run: Run) -> dict[int, Estimate]:

@@ -1,0 +1,240 @@
+"""The measured step on a real trainer, against its definition with copies of the model, for optimizers of any kind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import reference
+import torch
+from layouts import scores_of
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from trainers import LORA, graded, trainer_maker
+
+from rl_training import Estimate
+from rl_training.engine.step import Step
+from rl_training.probes import MeasuredStepProbe
+from rl_training.probes.measured import CHANGES, ESS, FIRST, KL, NAMES, OLD_ROLLOUT, SAME, STEPS, rounded_scores_before
+from rl_training.tasks.models import load_tiny
+
+G, PROMPTS = 4, 8
+SHAPE: dict[str, Any] = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 4, "reward": graded}
+
+
+class Answers(MeasuredStepProbe):
+    """The probe, which keeps its answers, and of each step what it learns from and a copy of the model in fp64."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.all: list[dict[str, Estimate]] = []
+        self.steps: list[Step] = []
+        self.models: list[Any] = []
+
+    def prepare(self, step: Step) -> None:
+        super().prepare(step)
+        self.steps.append(step)
+        model: Any = load_tiny()[0]  # no deepcopy: TRL's patched forward would use the original's weights
+        if hasattr(step.policy.model, "peft_config"):
+            model = get_peft_model(model, LoraConfig(**LORA))
+        model.load_state_dict(step.policy.model.state_dict())
+        self.models.append(model.double().eval())
+
+    def results(self) -> dict[str, Estimate]:
+        self.all.append(super().results())
+        return self.all[-1]
+
+
+class LionLike(torch.optim.Optimizer):
+    """Signs of an average of gradients: no formula is known for it, and its weights are edited in place."""
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                average = self.state[param].setdefault("average", torch.zeros_like(param))
+                param.sub_(group["lr"] * torch.lerp(average, param.grad, 0.1).sign())
+                average.lerp_(param.grad, 0.01)
+
+
+def lion(model: Any) -> torch.optim.Optimizer:
+    return LionLike(model.parameters(), lr=1e-4)
+
+
+def adafactor(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(model.parameters(), lr=1e-3)
+
+
+def muon(model: Any) -> torch.optim.Optimizer:
+    return torch.optim.Muon([param for param in model.parameters() if param.ndim == 2], lr=1e-3)
+
+
+def ragged(values: Tensor, mask: Tensor) -> list[list[float]]:
+    return [row[m.bool()].tolist() for row, m in zip(values.double(), mask, strict=True)]
+
+
+def plain(before: Any, now: Any, step: Step, scored: int, steps: int = 1) -> dict[str, tuple[float, float]]:
+    """Returns each change with its error over prompts, from two models, response by response."""
+    rollout = step.batch.rollout
+    with torch.no_grad():
+        (logps, h), (logps_before, h_before) = (
+            [ragged(values, rollout.completion_mask) for values in scores_of(model, rollout)] for model in (now, before)
+        )
+    rewards, rows_of = rollout.rewards.tolist(), {}
+    for row, prompt in enumerate(rollout.prompt_index.tolist()):
+        rows_of.setdefault(prompt, []).append(row)
+    table, weights = [], []
+    for rows in rows_of.values():
+        assert len(rows) == G
+        terms = []
+        for row in rows[:scored]:
+            others = [other for other in rows if other != row]
+            terms.append(
+                reference.terms_before(
+                    logps[row], h[row], logps_before[row], h_before[row], rewards[row],
+                    [h[other] for other in others], [rewards[other] for other in others],
+                )
+            )  # fmt: skip
+            weights.append(math.exp(terms[-1][4]))
+        means = [sum(column) / scored for column in zip(*terms, strict=True)]
+        tokens = sum(len(h[row]) for row in rows[:scored]) / scored
+        table.append([1.0, sum(sum(h[r]) for r in rows) / G, sum(len(h[r]) for r in rows) / G, *means[:4], tokens])
+
+    def changes(sums: list[float]) -> list[float]:
+        count, entropy, length, more, longer, reward, kl, tokens = sums
+        token = entropy / length - (entropy + more) / (length + longer)
+        return [token, -more / count, -longer / count, -reward / count, kl / tokens]
+
+    values = changes([sum(column) for column in zip(*table, strict=True)])
+    errors = [reference.jackknife_stderr(lambda sums, i=i: changes(sums)[i], table) for i in range(5)]
+    found = dict(zip((*CHANGES, KL), zip(values, errors, strict=True), strict=True))
+    size = sum(weights) ** 2 / sum(weight**2 for weight in weights) / len(weights)
+    return found | {ESS: (size, math.nan), STEPS: (float(steps), math.nan)}
+
+
+def assert_same(found: dict[str, Estimate], expected: dict[str, tuple[float, float]], tolerance: float = 2e-3) -> None:
+    """To a share of value or error: the training is fp32's."""
+    assert found.keys() == expected.keys()
+    for name, (value, stderr) in expected.items():
+        scale = max(abs(value), 0.0 if math.isnan(stderr) else stderr)
+        assert found[name].value == pytest.approx(value, abs=tolerance * scale), name
+        error = float(found[name].detail.get("stderr_of_batch", found[name].stderr))
+        assert error == pytest.approx(stderr, rel=5 * tolerance, nan_ok=True), name
+
+
+@pytest.mark.parametrize(("optimizer", "scored"), [(lion, 1), (muon, 4), (adafactor, 2)])
+def test_of_any_optimizer_it_is_the_definition_with_the_weights_before_and_after(
+    make_trainer, optimizer: Callable[[Any], torch.optim.Optimizer], scored: int
+) -> None:
+    probe, model = Answers(scored, error_decay=0.0), load_tiny()[0]
+    make_trainer(probes=[probe], model=model, optimizers=(optimizer(model), None), max_steps=3, **SHAPE).train()
+    assert {e.reason for e in probe.all[0].values()} == {FIRST}
+    for number in (1, 2):
+        assert_same(probe.all[number], plain(*probe.models[number - 1 : number + 1], probe.steps[number], scored))
+        assert {e.about_step for e in probe.all[number].values()} == {number}
+    assert abs(probe.all[2][CHANGES[0]].value) > 1e-4
+
+
+def test_with_dropout_both_scores_are_without(make_trainer) -> None:
+    """Training's own are not: the policy whose entropy is measured is the one that samples."""
+    probe = Answers(error_decay=0.0)
+    settings = SHAPE | {"learning_rate": 5e-3}
+    make_trainer(probes=[probe], peft_config=LoraConfig(**LORA), max_steps=2, **settings).train()
+    step = probe.steps[1]
+    fresh = step.policy.score_rollout(step.batch.rollout)
+    dropped = (fresh.logps - step.batch.scores.logps)[fresh.mask.bool()].abs().mean()
+    assert float(dropped) > 10 * SAME
+    value, stderr = plain(*probe.models, step, 1)[CHANGES[1]]
+    assert probe.all[1][CHANGES[1]].value == pytest.approx(value, abs=0.05 * stderr)  # baselines are training's
+
+
+def test_steps_on_one_rollout_are_measured_together_with_the_next_rollout(make_trainer) -> None:
+    probe = Answers(error_decay=0.0)
+    make_trainer(probes=[probe], num_iterations=2, max_steps=5, **SHAPE).train()
+    for number in (2, 4):
+        assert {e.reason for e in probe.all[number - 1].values()} == {OLD_ROLLOUT}
+    for number in (3, 5):
+        before, now = (probe.models[number - back] for back in (3, 1))
+        assert_same(probe.all[number - 1], plain(before, now, probe.steps[number - 1], scored=1, steps=2))
+
+
+def test_with_every_above_one_it_is_the_change_since_the_last_measured_step(make_trainer) -> None:
+    probe = Answers(every=2, error_decay=0.0)
+    make_trainer(probes=[probe], max_steps=3, **SHAPE).train()
+    assert_same(probe.all[1], plain(*probe.models, probe.steps[1], scored=1, steps=2))
+
+
+def test_far_steps_have_no_change_but_say_how_far_they_are(make_trainer) -> None:
+    probe = Answers()
+    make_trainer(probes=[probe], learning_rate=3e-2, **SHAPE).train()
+    found = probe.all[1]
+    assert found[ESS].value < 0.5
+    share = f"{found[ESS].value:.2f} of the responses, below 0.5"
+    reason = f"the effective sample size is {share}: measure smaller steps, or every=1"
+    assert {found[name].reason for name in CHANGES} == {reason}
+    assert found[KL].value > 0.1
+
+
+def test_where_numbers_are_rounded_it_is_a_central_difference(make_trainer) -> None:
+    """Here they are not, so that the two ends can be seen."""
+
+    class Central(Answers):
+        def prepare(self, step: Step) -> None:
+            if self._kept is not None:
+                rows, before = torch.arange(G * PROMPTS), step.gradients.layout.by_name(self._kept.vector)
+                self.now, self.found = rounded_scores_before(step, rows, before)
+            super().prepare(step)
+
+    probe = Central()
+    make_trainer(probes=[probe], max_steps=2, **SHAPE).train()
+    weights, scores = [dict(model.named_parameters()) for model in probe.models], []
+    for steps in (-3, 3):
+        model = load_tiny()[0].double()
+        with torch.no_grad():
+            for name, param in model.named_parameters():
+                param.copy_(weights[1][name] + steps * (weights[1][name] - weights[0][name]))
+            scores.append(scores_of(model, probe.steps[1].batch.rollout))
+    mask = probe.found.mask.bool()
+    for value, now, behind, ahead in zip(
+        (probe.found.logps, probe.found.entropies), (probe.now.logps, probe.now.entropies), *scores, strict=True
+    ):
+        expected = -(ahead - behind)[mask] / 6
+        assert float(expected.abs().max()) > 1e-2
+        torch.testing.assert_close((value - now)[mask], expected, rtol=1e-3, atol=1e-5)
+
+
+def test_under_autocast_it_says_so(make_trainer) -> None:
+    """In value it is rounded: within the error of few responses."""
+    probe = Answers(4, error_decay=0.0)
+    settings = SHAPE | {"learning_rate": 1e-4}
+    make_trainer(probes=[probe], bf16=True, use_cpu=True, max_steps=2, **settings).train()
+    expected = plain(*probe.models, probe.steps[1], 4)
+    for name in CHANGES:
+        found = probe.all[1][name]
+        assert found.reason.startswith("a central difference over ± 3 steps")
+        assert found.value == pytest.approx(expected[name][0], abs=expected[name][1]), name
+
+
+def test_a_resumed_run_measures_what_the_uninterrupted_one_does(tmp_path: Path) -> None:
+    settings = SHAPE | {"max_steps": 3, "save_strategy": "steps", "save_steps": 2, "max_completion_length": 8}
+    whole, resumed = MeasuredStepProbe(), MeasuredStepProbe()
+    trainer = trainer_maker(tmp_path)(probes=[whole], **settings)
+    trainer.train()
+    latest = repr({name: trainer.attachment.latest[name] for name in NAMES})
+    assert math.isfinite(whole.results()[CHANGES[0]].value)
+    trainer = trainer_maker(tmp_path)(probes=[resumed], **settings)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "state" / "checkpoint-2"))
+    assert repr({name: trainer.attachment.latest[name] for name in NAMES}) == latest
+
+
+def test_options_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(ValueError, match="measured: responses_per_prompt=0 must be at least 1"):
+        MeasuredStepProbe(0)
+    with pytest.raises(ValueError, match=r"measured: error_decay=1.0 must lie in \[0, 1\)"):
+        MeasuredStepProbe(error_decay=1.0)
