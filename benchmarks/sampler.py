@@ -81,7 +81,8 @@ class Against(SamplerProbe):
 
     def prepare(self, step: Step) -> None:
         super().prepare(step)
-        self.far.append([self._answers[f"sampler/{name}"].value for name in ("kl", "ess")])
+        tokens = float(step.batch.scores.mask.sum()) / step.num_sequences
+        self.far.append([*(self._answers[f"sampler/{name}"].value for name in ("kl", "ess")), tokens])
         change, layout = step.entropy_change, step.gradients.layout
         if change.why_none:
             return
@@ -191,11 +192,11 @@ def main() -> None:
 
 
 def report(setting: str, probe: Against, other_half: list[Named]) -> None:
-    kl, ess = map(statistics.fmean, zip(*probe.far, strict=True))
+    kl, ess, tokens = map(statistics.fmean, zip(*probe.far, strict=True))
     held = [abs(value - truth) <= width for value, width, truth, *_ in probe.rows]
     error = [value - truth for value, _, truth, *_ in probe.rows]
     number = len(held)
-    print(f"{setting}: KL {kl:.2e}, ESS {ess:.3f}, {number} of {len(probe.far)} batches; forward covered "
+    print(f"{setting}: KL {kl:.2e} on {tokens:.1f} tokens, ESS {ess:.3f}, {number} of {len(probe.far)} batches; forward covered "
           f"{statistics.fmean(held):.3f}, mean error {1e3 * statistics.fmean(error):+.4f} ± "
           f"{1e3 * statistics.stdev(error) / math.sqrt(number):.4f} mnats", flush=True)  # fmt: skip
     for i, direction in enumerate(probe.directions):

@@ -96,8 +96,8 @@ def tables(numbers: Tensor, logits: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 G, FOLDS = 4, 16  # a fold is one prompt
 
 
-def policy_logp(outcome: Outcome) -> float:
-    rows = (reference.log_softmax(LOGITS[row]) for row in outcome.rows)
+def policy_logp(outcome: Outcome, logits: reference.Table = LOGITS) -> float:
+    rows = (reference.log_softmax(logits[row]) for row in outcome.rows)
     return sum(row[token] for row, token in zip(rows, outcome.tokens, strict=True))
 
 
@@ -121,8 +121,17 @@ class Tabular(Policy):
         raise NotImplementedError
 
 
-def step_on(logits: torch.nn.Parameter, drawn: Tensor, states: dict[str, AdamWState]) -> Step:
-    """Returns the step that Dr-GRPO makes of these outcomes, (prompts · G,)."""
+def step_on(
+    logits: torch.nn.Parameter,
+    drawn: Tensor,
+    states: dict[str, AdamWState],
+    sampler: reference.Table | None = None,
+) -> Step:
+    """Returns the step that Dr-GRPO makes of these outcomes, (prompts · G,).
+
+    sampler  the logits that they were drawn from; None: the policy's
+    """
+    sampled = None if sampler is None else tables(drawn, torch.tensor(sampler, dtype=torch.float64))[0]
     rewards = REWARDS[drawn].double().view(-1, G)
     advantages = (rewards - rewards.mean(dim=1, keepdim=True)).flatten()
     logps, entropies, mask = tables(drawn, logits)
@@ -136,7 +145,7 @@ def step_on(logits: torch.nn.Parameter, drawn: Tensor, states: dict[str, AdamWSt
     prompts = torch.arange(len(drawn)) // G
     return step_of(
         1,
-        Rollout(ones, ones, numbers, mask, advantages, None, prompts, None, True, there - mask),
+        Rollout(ones, ones, numbers, mask, advantages, None, prompts, sampled, True, there - mask),
         Scores(logps.detach(), entropies.detach(), mask),
         weights,
         FOLDS,
@@ -178,19 +187,23 @@ def mean_step_without_a_fold(rows: Tensor, state: AdamWState, logits: Tensor) ->
     return torch.stack(steps).mean(dim=0)
 
 
-def coverage(batches: int, seed: int = 0) -> Coverage:
-    """Returns what `forward` says of so many batches of 16 prompts at one state of a warm Adam."""
+def coverage(batches: int, seed: int = 0, sampler: reference.Table | None = None) -> Coverage:
+    """Returns what `forward` says of so many batches of 16 prompts at one state of a warm Adam.
+
+    sampler  the logits of another policy, which they are drawn from
+    """
     generator = torch.Generator().manual_seed(seed)
     logits = torch.nn.Parameter(torch.tensor(LOGITS, dtype=torch.float64))
     first = 0.02 * torch.rand(3, 3, generator=generator, dtype=torch.float64)
     second = 0.001 + 0.002 * torch.rand(3, 3, generator=generator, dtype=torch.float64)
     states = {"logits": AdamWState(first, second, 30, 0.02, (0.9, 0.99), 1e-8, 0.1)}
-    chances = torch.tensor([o.chance * math.exp(policy_logp(o)) for o in OUTCOMES], dtype=torch.float64)
+    logps = [policy_logp(outcome, sampler or LOGITS) for outcome in OUTCOMES]
+    chances = torch.tensor([o.chance * math.exp(x) for o, x in zip(OUTCOMES, logps, strict=True)], dtype=torch.float64)
     answers: list[list[Estimate]] = []
     steps = []
     for _ in range(batches):
         drawn = torch.multinomial(chances, FOLDS * G, replacement=True, generator=generator)
-        step, probe = step_on(logits, drawn, states), SimpleEntropyProbe(per_sequence=True, error_decay=0.0)
+        step, probe = step_on(logits, drawn, states, sampler), SimpleEntropyProbe(per_sequence=True, error_decay=0.0)
         probe.prepare(step)
         said = probe.results()
         answers.append([said["delta_h/forward"], said["delta_h/forward_sequence"]])
