@@ -39,6 +39,7 @@ from rl_training.tasks.arithmetic import arithmetic
 from rl_training.tasks.models import load_tiny
 
 StepGuard.notice_edits = lambda self: None  # type: ignore[method-assign]  # steps begin at given weights, on purpose
+LR, BETA2 = 3e-4, 0.99
 Named = dict[str, Tensor]
 
 
@@ -46,13 +47,19 @@ class Frozen(TrainerCallback):
     """Keeps the weights of every step and the last optimizer state; or puts a state back before each step."""
 
     def __init__(self, state: tuple[Named, dict[str, Any]] | None = None) -> None:
-        self.state, self.weights = state, []
+        self.state = state
+        self.weights: list[Named] = []
+        self.momentum: Named = {}  # the step that the moments alone would make
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         model, optimizer = kwargs["model"], kwargs["optimizer"]
         if self.state is None:
             self.weights.append({name: p.detach().clone() for name, p in model.named_parameters()})
             self.optimizer = copy.deepcopy(optimizer.state_dict())
+            names = {id(p): name for name, p in model.named_parameters()}
+            for p, moments in optimizer.state.items():
+                root = (moments["exp_avg_sq"] / (1 - BETA2 ** float(moments["step"]))).sqrt() + 1e-8
+                self.momentum[names[id(p)]] = -LR * moments["exp_avg"] / root
             return
         for name, p in model.named_parameters():
             p.data.copy_(self.state[0][name])
@@ -115,7 +122,7 @@ def trainer(probes: list[Probe], callback: Frozen, steps: int, folder: str, seed
     task = arithmetic(num_train=2048, num_eval=8)
     args = DrGRPOConfig(
         output_dir=folder, per_device_train_batch_size=16, gradient_accumulation_steps=8, num_generations=8,
-        max_completion_length=36, max_steps=steps, learning_rate=3e-4, adam_beta2=0.99, lr_scheduler_type="constant",
+        max_completion_length=36, max_steps=steps, learning_rate=LR, adam_beta2=BETA2, lr_scheduler_type="constant",
         save_strategy="no", report_to=[], disable_tqdm=True, use_cpu=True, seed=seed,
     )  # fmt: skip
     made = DrGRPOTrainer(
@@ -174,11 +181,7 @@ def main() -> None:
         first.model.load_state_dict(weights, strict=False)
         parts = large_sample(TrainerPolicy(first), args.truth, seed=77)
         half = len(parts) // 2
-        momenta = {}
-        for (name, _), state in zip(first.model.named_parameters(), optimizer["state"].values(), strict=True):
-            root = (state["exp_avg_sq"] / (1 - 0.99 ** float(state["step"]))).sqrt() + 1e-8
-            momenta[name] = -3e-4 * state["exp_avg"] / root
-        directions = [momenta, mean_of(parts[:half])]
+        directions = [run.momentum, mean_of(parts[:half])]
         for setting in args.settings:
             lag = int(setting.partition("-")[2] or 0)
             sampler = five_bits(weights) if setting == "int5" else run.weights[args.state - lag]
@@ -196,7 +199,7 @@ def report(setting: str, probe: Against, other_half: list[Named]) -> None:
     held = [abs(value - truth) <= width for value, width, truth, *_ in probe.rows]
     error = [value - truth for value, _, truth, *_ in probe.rows]
     number = len(held)
-    print(f"{setting}: KL {kl:.2e} on {tokens:.1f} tokens, ESS {ess:.3f}, {number} of {len(probe.far)} batches; forward covered "
+    print(f"{setting}: KL {kl:.2e}, {tokens:.1f} tokens, ESS {ess:.3f}, {number} of {len(probe.far)} batches; covered "
           f"{statistics.fmean(held):.3f}, mean error {1e3 * statistics.fmean(error):+.4f} ± "
           f"{1e3 * statistics.stdev(error) / math.sqrt(number):.4f} mnats", flush=True)  # fmt: skip
     for i, direction in enumerate(probe.directions):
