@@ -1,13 +1,7 @@
-"""A tabular policy of two turns with a random environment: enumerated, and sampled for error bars.
-
-    python tests/two_turns.py --batches 2000
-
-How often the 95 % intervals of `forward` hold the truth, with the probe as it is and a step that is made by hand.
-"""
+"""A tabular policy of two turns with a random environment: enumerated, and sampled for error bars."""
 
 from __future__ import annotations
 
-import argparse
 import math
 from typing import NamedTuple
 
@@ -222,11 +216,3 @@ def coverage(batches: int, seed: int = 0, sampler: reference.Table | None = None
         tuple((values.std(dim=0) / math.sqrt(batches)).tolist()),
         tuple(torch.tensor(covered, dtype=torch.float64).mean(dim=0).tolist()),
     )
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--batches", type=int, default=2000)
-    found = coverage(parser.parse_args().batches)
-    for unit, *row in zip(("token", "sequence"), *found, strict=True):
-        print("per {}: truth {:.6f}, mean {:.6f} ± {:.6f}, covered {:.3f}".format(unit, *row))

@@ -401,14 +401,6 @@ def test_autocast_is_in_training_s_scores_alone() -> None:
     assert torch.equal(measured, plainly)
 
 
-def test_a_measurement_has_the_gradients_of_a_model_without_autocast() -> None:
-    model = model_of("untied").train()
-    scorer = Scorer(model, autocast=bf16)
-    with scorer.measuring():
-        found = gradients(model, of_tokens(scorer.score(sampled(), ROWS)))
-    assert_close(found, gradients(model, of_tokens(Scorer(model).score(sampled(), ROWS))), 1e-6)
-
-
 @pytest.mark.parametrize("dropout", [0.0, 0.3])
 def test_checkpointed_layers_stay_so_in_a_measurement_unless_they_could_drop_out(dropout: float) -> None:
     model = model_of("untied", attention_dropout=dropout)
@@ -494,12 +486,6 @@ def test_why_a_measurement_is_no_fp32_one_names_the_weights() -> None:
         if "layers.1" in name and "lora_B" in name:
             param.data = param.data.bfloat16()
     assert re.search(r"layers\.1.*lora_B", Scorer(half).why_not_fp32)  # what is trained comes first
-
-
-def test_entropies_are_fp32_whatever_the_hidden_states_are() -> None:
-    model = model_of("untied").bfloat16()
-    scores = Scorer(model).score(sampled(), ROWS, graph=False)
-    assert scores.logps.dtype == scores.entropies.dtype == torch.float32
 
 
 def test_a_small_entropy_of_large_logits_does_not_cancel() -> None:

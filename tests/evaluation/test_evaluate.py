@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from rl_training.evaluation import examples, policy
 from rl_training.evaluation.metrics import by_row, custom_metrics, response_metrics
-from rl_training.evaluation.responses import GREEDY, Response, batches_of, choose_rows, generate_responses, judge
+from rl_training.evaluation.responses import GREEDY, Response, choose_rows, generate_responses, judge
 from rl_training.evaluation.workers import Send, run_in_process
 from rl_training.job.evaluate import evaluate, print_table
 from rl_training.job.evaluation_plan import fingerprint, read_plan
@@ -380,18 +380,6 @@ def test_truncated_is_what_has_no_end_not_what_is_as_long_as_can_be() -> None:
     assert [(r.length, r.truncated) for r in answered] == [(3, False), (3, True), (2, False)]
 
 
-def test_two_processes_say_exactly_what_one_does(run: Path) -> None:
-    batches = batches_of(rows=(0, 3, 5, 11), responses_per_prompt=3, greedy=True, batch_size=5)
-    checkpoint = run / "training_state" / "checkpoint-1"
-    one = sampled_at(checkpoint, batches)
-    two = [*sampled_at(checkpoint, batches[0::2]), *sampled_at(checkpoint, batches[1::2])]
-    assert len(one) == 4 * (3 + 1)
-    for a, b in zip(*(sorted(part, key=lambda r: (r.row, r.number)) for part in (one, two)), strict=True):
-        assert (a.row, a.number, a.text, a.reward) == (b.row, b.number, b.text, b.reward)
-        for name in ("logps", "entropies", "kl"):
-            assert (getattr(a, name) == getattr(b, name)).all()
-
-
 def test_a_response_depends_neither_on_its_batch_nor_on_the_other_rows_that_are_asked(run: Path) -> None:
     checkpoint = run / "training_state" / "checkpoint-1"
     together = {(r.row, r.number): r for r in sampled_at(checkpoint, [[(n, k) for n in range(8) for k in range(2)]])}
@@ -460,16 +448,6 @@ def test_divergences_do_not_depend_on_how_many_sequences_are_scored_at_once(monk
     assert rows == [4, 4, 1]
     for a, b in zip(together, apart, strict=True):
         assert a.kl.tolist() == pytest.approx(b.kl.tolist(), abs=1e-5)
-
-
-def test_on_a_gpu_of_80_gb_eight_responses_of_512_tokens_are_compared_at_once_at_a_vocabulary_of_152_thousand(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """An eighth of it, 10 GB, at 16 bytes an entry is 625 million entries; a sequence has 512 × 151 936, 78 million."""
-    memory = SimpleNamespace(total_memory=80 * 10**9)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: memory)
-    assert policy.logits_at_once(torch.device("cuda", 0)) // (512 * 151_936) == 8
-    assert policy.logits_at_once(torch.device("cpu")) == 2**26
 
 
 def test_an_adapters_first_model_is_the_one_below_it(run: Path, tmp_path: Path) -> None:

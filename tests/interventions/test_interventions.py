@@ -5,21 +5,16 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from seen import Seen
 from torch import Tensor
-from trainers import FEW
-from trl import GRPOConfig, GRPOTrainer
 
-from rl_training import attach
-from rl_training.engine.batch import Batch, LossSettings, Rollout, take_rows
+from rl_training.engine.batch import Batch, LossSettings, Rollout
 from rl_training.engine.correction import Correction
-from rl_training.engine.loss_weights import LossWeights, gradient_of
+from rl_training.engine.loss_weights import LossWeights
 from rl_training.interventions.loss import LossInputs, loss_inputs, silent_share
 from rl_training.interventions.named import INTERVENTIONS, RATIOS_ARE_ONE, intervention, interventions_to_train
 from rl_training.mathematics.scores import Scores
@@ -436,83 +431,3 @@ def test_a_list_to_train_with_that_means_nothing_is_refused_in_one_line(names: A
     with pytest.raises(ValueError, match=re.escape(said)) as error:
         interventions_to_train(names)
     assert "\n" not in str(error.value)
-
-
-class Gradients(Seen):
-    """The gradient of the step, and that of the weights of an intervention on it, from the trainer's own forward pass.
-
-    reference  with a reference model, a trainer that has it
-    """
-
-    def __init__(self, name: str = "", reference: GRPOTrainer | None = None) -> None:
-        super().__init__()
-        self.intervention, self.reference = intervention(name) if name else None, reference
-
-    def prepare(self, step: Any) -> None:
-        super().prepare(step)
-        self.mean = flat(step.gradients.mean.values())
-        self.ids = step.batch.rollout.completion_ids
-        if self.intervention is None:
-            return
-        rollout, parameters = step.batch.rollout, list(self.trainer.model.parameters())
-        reference = None
-        if self.reference is not None and self.reference.ref_model is not None:
-            reference = self.score(self.reference.ref_model, rollout)[0].detach()
-        self.of_weights = torch.zeros_like(self.mean)
-        for loss, rows in zip(
-            loss_inputs(step.batch, step.ranks.reduce, reference), step.batch.microbatch_rows, strict=True
-        ):
-            assert not self.intervention.why_unavailable(loss)
-            weights, own = self.intervention.weights(loss), torch.arange(rows.start, rows.stop)
-            microbatch = take_rows(rollout, own)
-            fresh = Scores(*self.score(self.trainer.model, microbatch, True), microbatch.completion_mask)
-            self.of_weights += flat(gradient_of(fresh, weights.logps, weights.entropies, parameters))
-
-    def score(self, model: Any, rollout: Any, entropies: bool = False) -> tuple[Tensor, Tensor]:
-        ids = torch.cat([rollout.prompt_ids, rollout.completion_ids], dim=1)
-        mask = torch.cat([rollout.prompt_mask, rollout.token_mask], dim=1)
-        width = rollout.completion_ids.shape[1]
-        return self.trainer._get_per_token_logps_and_entropies(model, ids, mask, width, compute_entropy=entropies)[:2]
-
-
-# By name: what trl.GRPOConfig has instead, and what it has without.
-TRL_S_OWN: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "bonus:0.1": ({"entropy_coef": 0.1}, {}),
-    "std_norm": ({"scale_rewards": "group"}, {}),
-    "length_norm": ({"loss_type": "grpo"}, {}),
-    "top_entropy:0.05": ({"top_entropy_quantile": 0.05}, {}),
-    "drop_truncated": ({"mask_truncated_completions": True}, {}),
-    "keep_truncated": ({}, {"mask_truncated_completions": True}),
-    "kl:0.2": ({"beta": 0.2}, {}),
-}
-# Two microbatches of two prompts. Of the 16 responses three are truncated, and lengths are 5 to 24.
-SHAPE = {"max_completion_length": 24, "per_device_train_batch_size": 8, "max_steps": 1}  # two microbatches
-
-
-@pytest.mark.parametrize("name", TRL_S_OWN)
-def test_the_gradient_is_that_of_trl_s_own_loss(make_trainer: Any, name: str) -> None:
-    theirs, changed = Gradients(), Gradients(name)
-    for probe, settings in zip((theirs, changed), TRL_S_OWN[name], strict=True):
-        probe.trainer = make_trainer(GRPOTrainer, config_class=GRPOConfig, **FEW | PLAIN | SHAPE | settings)
-        if probe.trainer.ref_model is not None:  # the first model itself: no distance, no force
-            move(probe.trainer.ref_model)
-        changed.reference = theirs.trainer
-        with attach(probe.trainer, [probe], whole_prompts=True):
-            probe.trainer.train()
-    assert torch.equal(changed.ids, theirs.ids)
-    assert relative(changed.mean, theirs.mean) > 1e-3  # it changes something
-    assert relative(changed.of_weights, theirs.mean) < 1e-6
-
-
-def relative(one: Tensor, other: Tensor) -> float:
-    return float((one - other).norm() / other.norm())
-
-
-def flat(tensors: Iterable[Tensor]) -> Tensor:
-    return torch.cat([tensor.flatten() for tensor in tensors])
-
-
-def move(model: torch.nn.Module) -> None:
-    generator = torch.Generator().manual_seed(0)
-    for param in model.parameters():
-        param.data += 0.02 * torch.randn(param.shape, generator=generator)

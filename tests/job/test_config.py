@@ -16,7 +16,6 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import HydraException
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import MissingMandatoryValue
 
 from rl_training.job.build import TrainingRun, build_run
 from rl_training.job.explain import GONE, explain, make
@@ -155,13 +154,10 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
         (["++trainer.max_stepz=2"], "did you mean trainer.max_steps"),
         (["++trainer.gradient_accumulation_steps=2"], "set batch.sequences_per_step"),
         (["++trainer.deepspeed=launch/zero2.json"], "--config_file launch/zero2.yaml"),
-        (["trainer.max_steps=abc"], "trainer.max_steps=abc must be a whole number"),
         (["trainer.per_device_train_batch_size=16"], "set batch.microbatch_size instead"),
         (["trainer.seed=7"], "set seed instead"),
-        (["batch.microbatch_size=0"], "batch.microbatch_size=0 must be at least 1"),
         (["trainer.num_generations=-4"], "must be at least 2"),
         (["seed=abc"], "must be a whole number"),
-        (["trainer.num_generations=1"], "trainer.num_generations=1 must be at least 2"),
         (["intervention=bonnus"], "did you mean bonus"),
         (["intervention=[psr,clip_cov:2]"], "must lie above 0, at most 1"),
         (["model=hub", "model.name=/nowhere/at/all"], "model.name=/nowhere/at/all"),
@@ -169,7 +165,6 @@ def test_a_batch_that_does_not_divide_is_refused_with_a_number_that_would(
         (["resume=/nowhere/checkpoint-3"], "there is no such folder"),
         (["resume=latest"], "holds no run to continue"),
         (["run_dir=/dev/null/run"], "choose another with run_dir=PATH"),
-        (["probes.simple.num_folds=1.5"], "num_folds=1.5 must be a whole number, or null"),
         (["probe=gns", "probes.gns.decay=abc"], "decay=abc must be a number"),
         (["++probes.simple.own_prompts=true"], "probes.simple.own_prompts: this setting is gone"),
         (["probes=null"], "give probe=none"),
@@ -204,12 +199,6 @@ def test_a_mistyped_override_is_explained_in_one_line(override: str, explanation
     assert "\n" not in explain(raised.value)
 
 
-def test_a_model_without_name_is_asked_for() -> None:
-    with pytest.raises(MissingMandatoryValue) as raised:
-        OmegaConf.to_container(composed("model=hub"), resolve=True, throw_on_missing=True)
-    assert explain(raised.value) == "model.name is not set: give model.name=VALUE"
-
-
 def test_every_list_in_a_command_of_the_pages_and_of_help_is_quoted_as_zsh_needs_it() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *CONF.glob("hydra/help/*.yaml")]
     for page in pages:
@@ -241,13 +230,6 @@ def test_a_config_that_is_broken_is_named_when_its_run_goes_on(tmp_path: Path, c
     (tmp_path / "config.yaml").write_bytes(content)
     with pytest.raises(ValueError, match=f"(?s){tmp_path / 'config.yaml'} .*mend or delete it"):
         refuse_other_settings(composed(), tmp_path)
-
-
-def test_a_run_folder_is_not_written_over(tmp_path: Path) -> None:
-    built(tmp_path).train()
-    with pytest.raises(ValueError, match="already holds a run"):
-        built(tmp_path)
-    assert len(read_metrics(tmp_path / "run" / "logs")) == 1
 
 
 def test_a_model_folder_without_a_tokenizer_is_named(tmp_path: Path) -> None:

@@ -23,7 +23,6 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from rl_training import DrGRPOTrainer, Estimate, Probe
-from rl_training.job import run_folder
 from rl_training.job.build import TrainingRun, build_run
 from rl_training.job.settings import check_resume
 from rl_training.probes import GradientNoiseScaleProbe, GroundTruthProbe, SimpleEntropyProbe
@@ -85,14 +84,6 @@ def test_checkpoints_lie_between_rollouts_and_resume_to_the_same_end(
         return [{k: v for k, v in row.items() if not k.endswith(seconds)} for row in trainer.state.log_history]
 
     assert numbers(resumed) == numbers(whole)
-
-
-def test_a_rollout_of_one_step_moves_no_checkpoint(
-    make_trainer: Callable[..., DrGRPOTrainer], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    make_trainer(save_strategy="steps", save_steps=1, max_steps=3).train()
-    assert len(list((tmp_path / "state").glob("checkpoint-*"))) == 3
-    assert "rollout lasts" not in caplog.text
 
 
 def test_a_last_step_within_a_rollout_is_saved_and_said_not_to_resume_exactly(
@@ -266,13 +257,6 @@ def test_one_command_starts_a_run_and_goes_on_with_it(trained: Path, tmp_path: P
         run_of(folder, "resume=auto", "seed=3")
     with pytest.raises(ValueError, match="would add additional_steps again at each start"):
         run_of(folder, "resume=auto", "additional_steps=1")
-
-
-def test_auto_lets_only_one_of_two_starts_at_once_use_a_folder(tmp_path: Path) -> None:
-    first, second = (run_folder.find_run_folder(composed(tmp_path / "run", "resume=auto")) for _ in range(2))
-    run_folder.save_config({"seed": 0}, first[0], first[2])
-    with pytest.raises(ValueError, match="already holds a run"):
-        run_folder.save_config({"seed": 0}, second[0], second[2])
 
 
 def test_a_folder_named_by_the_time_would_never_be_found_again() -> None:

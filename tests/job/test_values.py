@@ -10,7 +10,7 @@ import pytest
 from hydra import compose, initialize_config_dir
 from omegaconf import DictConfig, OmegaConf
 
-from rl_training.job.run_settings import load_settings, run_settings
+from rl_training.job.run_settings import run_settings
 from rl_training.job.settings import check_analysis, check_evaluation, check_run, name_of
 from rl_training.job.shipped import CONF
 
@@ -138,16 +138,6 @@ def test_the_name_of_a_job_of_a_sweep_is_made_fit_behind_what_was_typed() -> Non
 def test_an_evaluation_that_makes_no_sense_is_refused(override: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         check_evaluation(composed("evaluate", override))
-
-
-@pytest.mark.parametrize(
-    ("content", "message"), [("seed: [1\n", "config.yaml cannot be read"), ("- 1\n", "config.yaml holds no settings")]
-)
-def test_a_config_that_is_no_yaml_is_named(tmp_path: Path, content: str, message: str) -> None:
-    (tmp_path / "config.yaml").write_text(content)
-    with pytest.raises(ValueError, match=message) as raised:
-        load_settings(tmp_path / "config.yaml")
-    assert "\n" not in str(raised.value)
 
 
 def test_a_run_that_does_not_say_its_data_is_analysed_with_data_that_are_given(tmp_path: Path) -> None:

@@ -8,12 +8,12 @@ import math
 import multiprocessing
 import os
 import signal
-import socket
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,9 +21,10 @@ from analysed_runs import restored_at
 from peft import LoraConfig
 from safetensors.torch import load_file
 from torch import Tensor
+from trainers import trainer_maker
 from trl import GRPOTrainer
 
-from rl_training import DrGRPOConfig, DrGRPOTrainer
+from rl_training import DrGRPOTrainer
 from rl_training.engine.optimizer import view_optimizer
 from rl_training.engine.step import OptimizerView
 from rl_training.hosts.trl.policy import TrainerPolicy
@@ -41,8 +42,6 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, KernelSettings, Memory, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.structure import Structure, headline, load_kernel
 from rl_training.offline.update import make_update
-from rl_training.tasks.arithmetic import arithmetic
-from rl_training.tasks.models import load_tiny
 
 NUM_E, NUM_U = 7, 10
 FORK = multiprocessing.get_context("fork")
@@ -70,18 +69,8 @@ class Case:
         return KernelRows(self.trainer, self.parameters, microbatch)
 
 
-def trainer_of(folder: Path, peft_config: LoraConfig | None = None, **settings: Any) -> DrGRPOTrainer:
-    task = arithmetic(num_train=64, num_eval=8)
-    model, tokenizer = load_tiny()
-    defaults: dict[str, Any] = {
-        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 2, "num_generations": 4, "max_steps": 2,
-        "max_completion_length": 24, "learning_rate": 3e-4, "weight_decay": 0.1, "lr_scheduler_type": "constant",
-        "save_strategy": "no", "report_to": [], "disable_tqdm": True,
-    }  # fmt: skip
-    args = DrGRPOConfig(str(folder), **{**defaults, **settings})
-    return DrGRPOTrainer(
-        model, task.reward, args, train_dataset=task.train_dataset, processing_class=tokenizer, peft_config=peft_config
-    )
+def trainer_of(folder: Path, **settings: Any) -> DrGRPOTrainer:
+    return trainer_maker(folder)(gradient_accumulation_steps=2, **settings)
 
 
 def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:
@@ -319,9 +308,7 @@ def share(rank: int, port: int, case: Case, folder: Path) -> None:
 
 def test_two_processes_calculate_what_one_does(cases: Any, finished: Any, tmp_path: Path) -> None:
     case, one = cases("adapter"), load_kernel(finished("adapter")).tensors
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = forks.free_port()
     both = [FORK.Process(target=share, args=(rank, port, case, tmp_path / "two")) for rank in range(2)]
     for process in both:
         process.start()
@@ -398,10 +385,3 @@ def test_a_kernel_that_lost_a_row_is_refused(cases: Any, finished: Any) -> None:
     found["entropy_kernel"][2] = 0.0
     with pytest.raises(ValueError, match="rows of the kernel are missing or wrong"):
         prove_identity(found, case.inputs, by_rows, value, 1e-4)
-
-
-def test_a_budget_for_no_row_says_what_would_do(cases: Any, tmp_path: Path) -> None:
-    case = cases("full")
-    tight = dataclasses.replace(SETTINGS, memory_gb=1e-4)
-    with pytest.raises(ValueError, match=r"give at least kernel.memory_gb=0\.00\d"):
-        calculate_kernel(case.rows(), case.inputs, tight, tmp_path)

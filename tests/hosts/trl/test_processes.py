@@ -8,11 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import os
-import re
-import socket
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -347,48 +343,3 @@ def test_asking_for_sharding_and_getting_none_is_an_error(make_trainer, monkeypa
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
     with pytest.raises(ValueError, match=f"{name} was asked for, and accelerate gives DDP instead"):
         _check_sharding(trainer)
-
-
-def test_a_port_that_is_taken_on_the_first_of_two_machines_is_named(tmp_path: Path) -> None:
-    """As launch/train.slurm starts it. On a single machine accelerate takes another port and says so."""
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = str(taken.getsockname()[1])
-        ended = forks.run(
-            str(BIN / "accelerate"), "launch", "--config_file", "launch/ddp.yaml", "--num_machines", "2",
-            "--machine_rank", "0", "--num_processes", "2",
-            "--main_process_ip", "127.0.0.1", "--main_process_port", port, "train.py", f"run_dir={tmp_path / 'run'}",
-        )  # fmt: skip
-    assert ended.returncode != 0
-    assert f"on port `{port}`, but another process is utilizing it" in ended.stderr
-
-
-def test_when_a_rank_dies_the_other_one_ends_too(tmp_path: Path) -> None:
-    """With an error, and before anybody tells it to."""
-    assert forks.in_fork(exit_code_when_the_other_rank_is_killed, tmp_path) == 1
-    said = (tmp_path / "0.txt").read_text(encoding="utf-8")
-    assert re.search("Connection (closed|reset) by peer", said)  # as the kernel's timing has it
-
-
-def exit_code_when_the_other_rank_is_killed(folder: Path) -> int | None:
-    logs = folder / "run" / "logs" / "metrics.jsonl"
-    first, second = forks.begin_ranks(train_for_long, (folder,), 2).processes
-    try:
-        deadline = time.monotonic() + 300
-        while not logs.exists() and time.monotonic() < deadline:
-            assert first.is_alive()
-            time.sleep(0.1)
-        second.kill()
-        first.join(timeout=60)
-        assert logs.exists()
-        return first.exitcode
-    finally:
-        first.kill()
-
-
-def train_for_long(rank: int, folder: Path) -> None:
-    with open(folder / f"{rank}.txt", "w", encoding="utf-8") as said:
-        os.dup2(said.fileno(), 1)
-        os.dup2(said.fileno(), 2)
-    forks.program_on_rank(rank, ("train.py", *SMALL, "trainer.max_steps=500", f"run_dir={folder / 'run'}"), {})
