@@ -42,6 +42,7 @@ from rl_training.offline.restored import RestoredTrainer
 from rl_training.offline.settings import Evaluation, KernelSettings, Memory, Settings, TruthSettings, UpdateConfig
 from rl_training.offline.structure import Structure, headline, load_kernel
 from rl_training.offline.update import make_update
+from rl_training.tasks.arithmetic import arithmetic
 
 NUM_E, NUM_U = 7, 10
 FORK = multiprocessing.get_context("fork")
@@ -70,7 +71,8 @@ class Case:
 
 
 def trainer_of(folder: Path, **settings: Any) -> DrGRPOTrainer:
-    return trainer_maker(folder)(gradient_accumulation_steps=2, **settings)
+    rows = arithmetic(num_train=64, num_eval=8).train_dataset
+    return trainer_maker(folder)(gradient_accumulation_steps=2, train_dataset=rows, **settings)
 
 
 def case_of(trainer: GRPOTrainer, cold: bool = False) -> Case:

@@ -221,15 +221,6 @@ def test_every_scale_is_unbiased_whatever_the_split_into_blocks(accumulation: in
     assert weighted[0] / weighted[1] < 0.6 * trace / grad_sq_norm  # else it could be the plain one
 
 
-def test_square_of_the_mean_gradient_comes_out_negative_where_noise_is_larger() -> None:
-    """Else it would not be unbiased there; the average over steps is what becomes positive."""
-    truth, generator, loop = Truth(), seeded(1), Loop(GradientNoiseScaleProbe())
-    raw = [loop.step(truth.draw(2, 2, generator=generator)) for _ in range(100)]
-    negative = [answer["gns/grad_sq_norm_step"].value < 0 for answer in raw]
-    assert 20 < sum(negative) < 80
-    assert all(answer["gns/trace_step"].value > 0 for answer in raw)  # a variance between blocks
-
-
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
     """400 runs of 40 steps. All but the last step of a run are drawn at once and handed to the probe as its state."""
     truth, generator = Truth(), seeded(2)
@@ -333,27 +324,6 @@ def test_without_adam_its_metric_is_nan() -> None:
 
 
 # --- the averages -----------------------------------------------------------------------------------------------------
-
-
-def test_noise_moments_are_what_one_gets_by_hand() -> None:
-    """Blocks of 2 among 8: tr Σ = (5 − 2) / (1/2 − 1/8) = 8 and |G|² = (8·2 − 2·5) / 6 = 1, so that 2 = 1 + 8/8."""
-    moments = noise_moments(torch.tensor([5.0, 4.0]), torch.tensor([2.0, 4.0]), block_size=2, batch_size=8)
-    assert moments.tolist() == [[8.0, 1.0], [0.0, 4.0]]
-
-
-def test_scale_is_the_ratio_of_the_averages_and_not_the_average_of_ratios() -> None:
-    """Two prompts x, y along one axis have tr Σ = (x − y)²/2 and |G|² = xy: 2 and 1, then 6 and 1/4.
-
-    With weights 1/2 and 1 the averages are as 7 to 3/4; the ratios, 2 and 24, have the average 50/3.
-    """
-    loop = Loop(GradientNoiseScaleProbe(decay=0.5))
-    for gap, total in ((2.0, math.sqrt(8)), (math.sqrt(12), math.sqrt(13))):  # x − y and x + y
-        vectors = torch.zeros(2, 1, DIM, dtype=torch.float64)
-        vectors[:, 0, 0] = torch.tensor([total + gap, total - gap]) / 2
-        answers = loop.step(vectors)
-    assert answers["gns/trace"].value == pytest.approx(7 / 1.5, rel=1e-6)
-    assert answers["gns/grad_sq_norm"].value == pytest.approx(0.75 / 1.5, rel=1e-6)
-    assert answers["gns/noise_scale_prompts"].value == pytest.approx(7 / 0.75, rel=1e-6)
 
 
 def test_what_is_reported_is_the_weighted_mean_of_the_steps_and_its_jackknife() -> None:

@@ -195,18 +195,3 @@ def test_another_loss_has_a_noise_scale_but_no_split_of_the_trace(make_trainer) 
         trainer.train()
     assert math.isfinite(probe.all[0]["gns/trace"].value)
     assert all("scale_rewards='none'" in probe.all[0][name].reason for name in SPLIT)
-
-
-def test_adam_scale_appears_once_the_optimizer_is_warm(make_trainer) -> None:
-    probe = Answers(decay=0.5)
-    make_trainer(probes=[probe], max_steps=12, **FEW).train()
-    reasons = [answer["gns/adam_noise_scale_prompts"].reason for answer in probe.all]
-    assert all("after the first 10" in reason for reason in reasons[:10])
-    assert not any("after the first 10" in reason for reason in reasons[10:])
-
-
-def test_a_model_with_lora_has_the_kinds_of_the_modules_that_are_adapted(make_trainer) -> None:
-    probe = Answers()
-    make_trainer(probes=[probe], peft_config=LoraConfig(**NO_DROPOUT), **FEW).train()
-    kinds = {name for name in probe.all[-1] if name.startswith("gns/kind/")}
-    assert kinds == {"gns/kind/attention", "gns/kind/mlp"}

@@ -19,10 +19,9 @@ import reference
 import torch
 import torch.distributed as dist
 from datasets import Dataset
-from peft import LoraConfig
 from seen import Kept, Seen
 from torch import Tensor
-from trainers import FEW, LORA, differing, ending, trainer_maker
+from trainers import FEW, differing, ending, trainer_maker
 from transformers import PreTrainedModel
 from trl import GRPOTrainer
 
@@ -470,58 +469,3 @@ def test_a_stream_of_prompts_is_refused(make_trainer) -> None:
     trainer.train_dataset = trainer.train_dataset.to_iterable_dataset()
     with pytest.raises(ValueError, match="without streaming"):
         sample(trainer, 2, seed=0)
-
-
-def test_sampling_and_scoring_leave_the_trainer_as_it_was(make_trainer) -> None:
-    trainer = make_trainer(peft_config=LoraConfig(**LORA), activation_checkpointing=True)
-    trainer.model.train()
-    trainer.model.gradient_checkpointing_enable({"use_reentrant": False})
-    frozen = trainer.model.get_submodule("base_model.model.model.norm").eval()  # one module in another mode
-    modes = [module.training for module in trainer.model.modules()]
-    attributes, metrics = set(vars(trainer)), copy.deepcopy(trainer._metrics)
-    next_numbers = (random.getstate(), np.random.get_state()[1].copy(), torch.random.get_rng_state())
-    TrainerPolicy(trainer).score_rollout(sample(trainer, 20, seed=1))
-    assert [module.training for module in trainer.model.modules()] == modes
-    assert not frozen.training
-    assert set(vars(trainer)) == attributes
-    assert trainer._metrics == metrics
-    assert trainer.model.is_gradient_checkpointing
-    assert random.getstate() == next_numbers[0]
-    assert (np.random.get_state()[1] == next_numbers[1]).all()
-    assert torch.equal(torch.random.get_rng_state(), next_numbers[2])
-
-
-def test_scores_have_no_dropout_and_no_graph_and_do_not_depend_on_the_batch(make_trainer) -> None:
-    trainer = make_trainer(peft_config=LoraConfig(**LORA))
-    trainer.model.train()
-    for name, parameter in trainer.model.named_parameters():
-        if "lora_B" in name:  # zero at first, which would hide the dropout
-            torch.nn.init.normal_(parameter, std=0.1)
-    rollout = sample(trainer, 20, seed=1)
-    first, second = (TrainerPolicy(trainer).score_rollout(rollout) for _ in range(2))
-    trainer.args.per_device_train_batch_size = 3
-    split = TrainerPolicy(trainer).score_rollout(rollout)
-    assert not first.logps.requires_grad
-    assert torch.equal(first.logps, second.logps)
-    mask = first.mask.bool()
-    torch.testing.assert_close(split.logps[mask], first.logps[mask], rtol=0, atol=1e-5)
-    torch.testing.assert_close(split.entropies[mask], first.entropies[mask], rtol=0, atol=1e-5)
-
-
-def test_under_bf16_autocast_scores_are_still_those_of_fp32(make_trainer) -> None:
-    def logps(step: Step) -> tuple[Rollout, Tensor, Tensor]:
-        rollout = step.policy.sample(8, 0)
-        return (
-            rollout,
-            step.policy.score_rollout(rollout).logps,
-            step.policy.score(step.batch.rollout, torch.arange(8)).logps.detach(),
-        )
-
-    given = {}
-    for bf16 in (False, True):
-        probe = AtEveryStep(logps)
-        make_trainer(probes=[probe], bf16=bf16, max_steps=1, **FEW).train()
-        given[bf16] = probe.given[0]
-    (exact, fp32, _), (mixed, scored, _) = given[False], given[True]
-    assert torch.equal(exact.completion_ids, mixed.completion_ids)
-    assert torch.equal(fp32, scored)

@@ -282,12 +282,6 @@ def test_off_policy_tokens_are_weighed_by_the_ratio_of_their_prefix(make_trainer
     assert math.isfinite(answer["delta_h/backward"].value)
 
 
-def test_off_policy_steps_with_a_small_effective_sample_size_are_nan_with_the_reason(make_trainer) -> None:
-    probe = Answers()
-    make_trainer(probes=[probe], steps_per_generation=4, learning_rate=3e-2, **FEW).train()
-    assert all(math.isnan(e.value) and "effective sample size" in e.reason for e in probe.all[1].values())
-
-
 @pytest.mark.parametrize(("known", "measured"), [(16, True), (15, False)])
 def test_importance_weights_are_used_down_to_an_effective_sample_size_of_half_the_batch(
     make_trainer, monkeypatch, known, measured

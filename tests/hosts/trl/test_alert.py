@@ -197,14 +197,13 @@ def test_a_resumed_plain_trainer_forecasts_like_an_uninterrupted_one(
 def test_the_report_forecasts_from_records_what_the_alert_does_from_the_log(tmp_path: Path, probe: str) -> None:
     run = run_of(tmp_path / "run", f"probe={probe}", "alert.below=0.001", "trainer.max_steps=11", "logger=none")
     run.train()
-    run.end()
-    last = read_metrics(run.run_dir / "logs")[-1]
-    forecast = forecast_of(read_run(run.run_dir))
+    last, forecast = read_metrics(run.run_dir / "logs")[-1], forecast_of(read_run(run.run_dir))
     assert forecast is not None
     assert forecast.ahead(20).median == last["forecast/median"]
-    page = write_report(run.run_dir).read_text(encoding="utf-8")
-    assert f"{last['forecast/median']:.2g} nats in 20 steps" in page
     assert alerts(read_run(run.run_dir)) == ([], 0, 0)
+    if probe == "none":  # once: a page takes seconds
+        page = write_report(run.run_dir).read_text(encoding="utf-8")
+        assert f"{last['forecast/median']:.2g} nats in 20 steps" in page
 
 
 @pytest.mark.parametrize(

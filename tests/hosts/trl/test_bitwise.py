@@ -11,9 +11,9 @@ from trainers import LORA, bare_ending, differing, ending, every_probe, graded
 
 from rl_training.probes import InterventionsProbe, TokenClassesProbe
 
-SHORT: dict[str, Any] = {"max_completion_length": 8, "reward": graded}
+SHORT: dict[str, Any] = {"per_device_train_batch_size": 4, "max_completion_length": 8, "reward": graded}
 KINDS: dict[str, dict[str, Any]] = {
-    "plain": {},
+    "folds that are slices of microbatches": {"per_device_train_batch_size": 8},
     "responses that are learned from again": {"num_iterations": 2, "max_steps": 3},  # the third has its own rollout
     "a rollout of two steps": {"steps_per_generation": 8},
     "checkpointing": {"activation_checkpointing": True},
@@ -33,7 +33,8 @@ def test_training_with_every_probe_is_bitwise_the_training_without(make_trainer:
     settings = SHORT | KINDS[kind]
     bare = bare_ending(**settings)
     peft_config = LoraConfig(**LORA) if settings.pop("lora", False) else None
-    probes = [*every_probe(num_folds=8, offload=True), InterventionsProbe(every=1), TokenClassesProbe(every=1)]
+    num_folds = settings["per_device_train_batch_size"]  # of four microbatches, with a prompt or two in each
+    probes = [*every_probe(num_folds=num_folds, offload=True), InterventionsProbe(every=1), TokenClassesProbe(every=1)]
     trainer = make_trainer(probes=probes, peft_config=peft_config, **settings)
     assert differing(ending(trainer), bare) == []
     assert len(trainer.attachment.latest) > 100
