@@ -21,7 +21,7 @@ from rl_training.engine.probe import Need
 from rl_training.engine.ranks import Ranks
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import Gradients, OptimizerView, Step
-from rl_training.engine.updates import EVERY_FOLD, fold_means, optimizer_pieces
+from rl_training.engine.updates import EVERY_FOLD, OptimizerPieces, fold_means
 from rl_training.mathematics.folds import FoldGroup, ranges_of
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.sgd import SGDState
@@ -38,7 +38,7 @@ def means_without_folds(folds: Tensor, sizes: Tensor) -> Tensor:
     """
     rows = folds.flatten(1)
     mean = sizes.to(rows) @ rows / sizes.sum()
-    (piece,) = optimizer_pieces(Layout({"all": mean}), {"all": mean}, {"all": PLAIN_SGD}, longest=len(mean))
+    (piece,) = OptimizerPieces(Layout({"all": mean}), {"all": mean}, {"all": PLAIN_SGD}, longest=len(mean))
     return fold_means([mean], [rows], sizes).without(EVERY_FOLD, piece).view_as(folds)
 
 

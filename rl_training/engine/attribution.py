@@ -31,17 +31,16 @@ class Attribution:
 
     def __init__(self, names: Sequence[str]) -> None:
         splits = [[f"layer/{layer(name)}" for name in names], [f"kind/{module_kind(name)}" for name in names]]
-        groups = [label for labels in splits for label in dict.fromkeys(labels)]
-        self.labels = (*(f"part/{cause}" for cause in CAUSES), *groups)
-        self._member = torch.tensor(  # (groups, parameters)
-            [[float(group == label) for label in labels] for labels in splits for group in dict.fromkeys(labels)],
-            dtype=torch.float64,
-        )
+        members = {
+            label: [float(other == label) for other in labels] for labels in splits for label in dict.fromkeys(labels)
+        }
+        self.labels = (*(f"part/{cause}" for cause in CAUSES), *members)
+        by_parameter = torch.tensor(list(members.values()), dtype=torch.float64)
+        self._member = torch.block_diag(torch.eye(len(CAUSES), dtype=torch.float64), by_parameter)
 
     def sum(self, products: Tensor) -> Tensor:
-        """Returns the sums by label, (labels, q), of numbers by parameter, direction and cause, (parameters, q, 3)."""
-        by_group = self._member.to(products.device) @ products.sum(dim=2)
-        return torch.cat([products.sum(dim=0).T, by_group])
+        """Returns the sums by label, (…, labels, q), of `split_products`, (…, causes + parameters, q)."""
+        return self._member.to(products.device) @ products
 
 
 def module_kind(name: str) -> str:

@@ -19,7 +19,7 @@ from rl_training.engine.entropy_gradients import add_gradients, passes_in_lockst
 from rl_training.engine.loss_weights import LossWeights
 from rl_training.engine.step import Step
 from rl_training.engine.updates import EVERY_FOLD, FoldMeans, Piece, StepsWithoutFolds, clipping, fold_means
-from rl_training.mathematics.vectors import Vector, pairs_dot, rows_dot
+from rl_training.mathematics.vectors import Vector, dots
 
 AT_ONCE = 2**28  # bytes of bases' rows that are held together
 
@@ -118,10 +118,10 @@ class ChangedSteps:
                 without, whole = moved[:-1], moved[-1]
                 for number, direction in enumerate(directions):
                     rows = piece.of(direction.rows).to(moved.device)
-                    own[c, :, number] += direction.factor * pairs_dot(rows, without)
+                    own[c, :, number] += direction.factor * dots(rows, without)
                     if direction.total is not None:
                         less = without - whole
-                        others = rows_dot(less, piece.of(direction.total)) - self._sizes * pairs_dot(rows, less)
+                        others = dots(less, piece.of(direction.total)) - self._sizes * dots(rows, less)
                         lost[c, :, number] += direction.factor * others
         both = self._reduce(torch.stack([own, lost])).cpu()
         return list(zip(*both, strict=True))
@@ -138,7 +138,7 @@ class ChangedSteps:
             gradients = self._gradients(piece)
             for one in range(count):
                 for other in range(count):
-                    squares[:, one, other] += pairs_dot(gradients[one], gradients[other])
+                    squares[:, one, other] += dots(gradients[one], gradients[other])
         return self._reduce(squares)
 
     def _steps(self, piece: Piece, gradients: Sequence[Tensor], change: Change) -> Tensor:

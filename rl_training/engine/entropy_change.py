@@ -36,10 +36,10 @@ from rl_training.engine.probe import Need
 from rl_training.engine.quantities import Quantity
 from rl_training.engine.step import EntropyChange, Step
 from rl_training.engine.updates import (
+    OptimizerPieces,
     StepsWithoutFolds,
     clipping,
     fold_means,
-    optimizer_pieces,
     steps_without_folds,
     whole_update,
 )
@@ -101,7 +101,7 @@ def measure_entropy_change(step: Step, memory: StepMemory, needs: Need) -> Entro
         rows=rows,
         steps_without=steps,
     )
-    history.keep(step.number, update, layout.vector(step.gradients.weights.values()))
+    history.keep(step.number, update, layout.vector(step.gradients.weights.values()) if update is None else [])
     return change if products is None else _with_quantities(change, step, memory, levels, products)
 
 
@@ -131,7 +131,7 @@ def _updates(step: Step, layout: Layout) -> tuple[Vector | None, StepsWithoutFol
     gradients, max_grad_norm, reduce = step.gradients, step.optimizer.max_grad_norm, step.ranks.reduce
     if step.optimizer.states is None:
         return None, None
-    pieces = optimizer_pieces(layout, gradients.weights, step.optimizer.states)
+    pieces = OptimizerPieces(layout, gradients.weights, step.optimizer.states)
     mean = layout.vector(gradients.mean.values())
     update = whole_update(layout, pieces, mean, float(clipping(reduce(dot(mean, mean)), max_grad_norm)))
     if gradients.rows is None or _why_no_forward(step):

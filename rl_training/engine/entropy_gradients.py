@@ -99,18 +99,15 @@ def fold_gradients(
 def passes_in_lockstep(step: Step, chosen: Tensor) -> Iterator[tuple[FoldGroup, Sequence[Tensor]]]:
     """Yields the chosen rows of each group of folds, in as many parts on every process, of which some may be empty.
 
-    A collective, once.
+    A collective, once. The passes of the groups follow one another.
 
     chosen  (B,) bool
     """
     batch = step.batch
     at_once = max(len(rows) for rows in batch.microbatch_rows)
-    numbers = torch.arange(len(chosen), device=chosen.device)
-    parts = []
-    for group in step.folds:
-        rows = torch.cat([numbers[part.start : part.stop] for part in group.passes])
-        rows = rows[chosen[rows]]
-        parts.append(rows.split(at_once) if len(rows) else ())
+    numbers, is_chosen = chosen.nonzero().squeeze(1), chosen.tolist()
+    sizes = [sum(sum(is_chosen[part.start : part.stop]) for part in group.passes) for group in step.folds]
+    parts = [rows.split(at_once) if len(rows) else () for rows in numbers.split(sizes)]
     counts = torch.tensor([len(part) for part in parts], dtype=torch.float64, device=chosen.device)
     for group, part, count in zip(step.folds, parts, step.ranks.largest(counts).tolist(), strict=True):
         yield group, [*part, *[numbers[:0]] * (int(count) - len(part))]

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from rl_training.engine.attribution import Attribution
-from rl_training.engine.updates import StepsWithoutFolds, split_products
-from rl_training.mathematics.vectors import Layout, Vector, add, dot, rows_dot
+from rl_training.engine.updates import CAUSES, StepsWithoutFolds, split_products
+from rl_training.mathematics.vectors import Layout, Vector, add, dot, dots
 
 # What an entropy gradient is multiplied with, in the order of the products; the splits of `forward` come after them.
 PRODUCTS = ("forward", "backward", "reuse", "forward_unclipped")
@@ -62,19 +62,23 @@ class FoldProducts:
 
         Both fp64, a pair for each: (F, products, 2), and Σ_{k≠l} n_k X_k · (δθ_(−l) − δθ) for each fold l, (F, 2).
         """
-        parts = torch.cat([torch.stack(self._products), self._lost_with_a_fold().unsqueeze(1)], dim=1)
+        by_fold = torch.stack(self._products)
+        own, split = by_fold[:, : len(PRODUCTS)], self.attribution.sum(by_fold[:, len(PRODUCTS) :])
+        sizes = self.sizes.to(own)
+        parts = torch.cat([own, split, self._lost_with_a_fold(sizes).unsqueeze(1)], dim=1)
         *products, lost = as_pairs(reduce(parts)).unbind(dim=1)
-        return self.sizes.to(lost).view(-1, 1, 1) * torch.stack(products, dim=1), lost
+        return sizes.view(-1, 1, 1) * torch.stack(products, dim=1), lost
 
-    def _lost_with_a_fold(self) -> Tensor:
+    def _lost_with_a_fold(self, sizes: Tensor) -> Tensor:
         own = torch.stack(self._own)
         if self.steps is None:
             return torch.full_like(own, torch.nan)
         products = torch.zeros_like(own)
-        for piece, parts in self.steps.parts():
-            moved = parts.total
-            products += torch.stack([rows_dot(moved, piece.of(x)) for x in self._sums], dim=1)
-        return products - self._dots(self.update, self._sums) - self.sizes.to(own).unsqueeze(1) * own
+        for piece in self.steps.pieces:
+            for fold, product in enumerate(products):
+                moved = self.steps.step(fold, piece).total
+                product += torch.stack([dots(moved, piece.of(x)) for x in self._sums])
+        return products - self._dots(self.update, self._sums) - sizes.unsqueeze(1) * own
 
     def _dots(self, update: Vector | None, directions: list[Vector]) -> Tensor:
         """Returns X · δθ of each direction, (targets,) fp64; nan of an update that is not known."""
@@ -83,16 +87,16 @@ class FoldProducts:
         return torch.stack([dot(update, x) for x in directions])
 
     def _forward(self, k: int, directions: list[Vector]) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns X_k · δθ_(−k), the same without clipping, and the first split by cause, layer and kind."""
+        """Returns X_k · δθ_(−k), the same without clipping, and the first by cause and by parameter."""
         if self.steps is None:
             nan = self._dots(None, directions)
-            return nan, nan, nan.expand(len(self.attribution.labels), -1)
-        fold = slice(k, k + 1)
-        products = split_products(self.steps.parts(fold), directions, len(self.layout.names))
-        forward = products.sum(dim=(0, 2))
+            return nan, nan, nan.expand(len(CAUSES) + len(self.layout.names), -1)
+        products = split_products(self.steps.parts(k), directions, len(self.layout.names))
+        forward = products[: len(CAUSES)].sum(dim=0)
         if self.steps.clips[k] == 1.0:
-            return forward, forward, self.attribution.sum(products)
+            return forward, forward, products
         unclipped = torch.zeros_like(forward)
-        for piece, parts in self.steps.parts(fold, clipped=False):
-            unclipped += torch.stack([rows_dot(parts.total[0], piece.of(x)) for x in directions])
-        return forward, unclipped, self.attribution.sum(products)
+        for piece in self.steps.pieces:
+            moved = self.steps.step(k, piece, clipped=False).total
+            unclipped += torch.stack([dots(moved, piece.of(x)) for x in directions])
+        return forward, unclipped, products

@@ -21,14 +21,12 @@ from torch.utils.hooks import RemovableHandle
 from rl_training.engine.loss_weights import LossWeights, outputs_and_weights
 from rl_training.engine.shards import Shard
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import Layout, Vector
-
-CHUNK = 2**22  # entries that are sent at once, of all processes together
+from rl_training.mathematics.vectors import Layout, Vector, join
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Entries that are sent at once: of neighbouring parameters, or a part of each process's entries of a large one."""
+    """Entries that are sent at once: of a bucket, or a part of each process's entries of a large parameter."""
 
     names: tuple[str, ...]
     sends: tuple[tuple[tuple[str, int, int], ...], ...]  # by process: names, and which entries of the flat parameter
@@ -37,35 +35,33 @@ class Chunk:
     columns: slice
 
 
-def chunks_of(shard: Shard, layout: Layout, longest: int = CHUNK) -> list[Chunk]:
+def chunks_of(shard: Shard, layout: Layout) -> list[Chunk]:
     """Returns the chunks in the order in which a backward completes them, roughly: the last parameters first."""
     chunks: list[Chunk] = []
     for number, bucket in enumerate(layout.buckets):
-        columns = dict(bucket.bounds())
-        runs: list[list[str]] = []
-        size = 0
-        for name in bucket.names:
-            if not runs or size + shard.numel(name) > longest:
-                runs.append([])
-                size = 0
-            runs[-1].append(name)
-            size += shard.numel(name)
-        for names in runs:
-            width = max(1, longest // shard.num_ranks) if len(names) == 1 else max(map(shard.width, names))
-            for begin in range(0, max(1, *map(shard.width, names)), width):
-                sends = tuple(
-                    tuple((name, *_part(shard.cut(name, rank), begin, width)) for name in names)
-                    for rank in range(shard.num_ranks)
-                )
-                sizes = [sum(stop - start for _, start, stop in send) for send in sends]
-                first = columns[names[0]].start + min(begin, columns[names[0]].stop - columns[names[0]].start)
-                chunks.append(Chunk(tuple(names), sends, sizes, number, slice(first, first + sizes[shard.rank])))
+        widest = max(1, *map(shard.width, bucket.names))
+        width = layout.at_once if len(bucket.names) == 1 else widest
+        start = 0
+        for begin in range(0, widest, width):
+            sends = tuple(
+                tuple((name, *_part(shard.cut(name, rank), begin, width)) for name in bucket.names)
+                for rank in range(shard.num_ranks)
+            )
+            sizes = [sum(stop - start for _, start, stop in send) for send in sends]
+            columns = slice(start, start + sizes[shard.rank])
+            chunks.append(Chunk(bucket.names, sends, sizes, number, columns))
+            start = columns.stop
     return chunks[::-1]
 
 
 def _part(cut: tuple[int, int], begin: int, width: int) -> tuple[int, int]:
     start, stop = cut
     return min(stop, start + begin), min(stop, start + begin + width)
+
+
+@functools.cache
+def _zero(dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.zeros((), dtype=dtype, device=device)
 
 
 class FoldReduction:
@@ -91,14 +87,13 @@ class FoldReduction:
         """Sets the hooks.
 
         target        (folds, n) of each bucket
-        fold_of_rank  the row of it that the gradient of each process is added to
+        fold_of_rank  the row of it that the gradient of each process is added to; equal ones are neighbours
         consume       the gradients go nowhere else: they are replaced by zeros that take no memory
         """
         self.disarm()
         self._target, self._sent = target, 0
-        self._ranks_of = {
-            fold: [rank for rank, other in enumerate(fold_of_rank) if other == fold] for fold in fold_of_rank
-        }
+        first = {fold: fold_of_rank.index(fold) for fold in fold_of_rank}
+        self._ranks_of = {fold: slice(rank, rank + fold_of_rank.count(fold)) for fold, rank in first.items()}
         for name, leaf in self._shard.leaves().items():
             self._handles.append(leaf.register_hook(functools.partial(self._catch, name, consume)))
 
@@ -154,7 +149,7 @@ class FoldReduction:
         earlier = self._held.get(name)
         self._held[name] = gradient.detach() if earlier is None else earlier + gradient.detach()
         self._send_complete()
-        return gradient.new_zeros(()).expand(gradient.shape) if consume else None
+        return _zero(gradient.dtype, gradient.device).expand(gradient.shape) if consume else None
 
     def _send_complete(self, all_of_them: bool = False) -> None:
         while self._sent < len(self._chunks):
@@ -171,14 +166,14 @@ class FoldReduction:
         if not any(name in self._held for name in chunk.names) and self._group is None:
             return
         dtype, device = self._layout.dtype, self._layout.device
-        zero = torch.zeros((), dtype=dtype, device=device)
-        flat = {name: self._held[name].reshape(-1) if name in self._held else None for name in chunk.names}
+        zero = _zero(dtype, device)
+        flat = {name: self._held[name].reshape(-1).to(device) for name in chunk.names if name in self._held}
         parts = [
-            zero.expand(stop - start) if (gradient := flat[name]) is None else gradient[start:stop].to(device, dtype)
+            flat[name][start:stop] if name in flat else zero.expand(stop - start)
             for send in chunk.sends
             for name, start, stop in send
         ]
-        sent = parts[0] if len(parts) == 1 else torch.cat(parts)
+        sent = join(parts).to(dtype)
         columns = self._target[chunk.bucket][:, chunk.columns]
         if self._group is None:
             columns[next(iter(self._ranks_of))].add_(sent.to(columns.device))
@@ -190,5 +185,4 @@ class FoldReduction:
             received.view(-1), sent.contiguous(), [own] * self._shard.num_ranks, chunk.sizes, group=self._group
         )
         for fold, ranks in self._ranks_of.items():
-            one = received if len(self._ranks_of) == 1 else received[ranks]
-            columns[fold].add_(one.sum(dim=0).to(columns.device))
+            columns[fold].add_(received[ranks].sum(dim=0).to(columns.device))

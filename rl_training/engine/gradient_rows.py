@@ -111,8 +111,10 @@ class GradientRows:
         """
         self._measure_passing()
         factors = float(sizes.sum()) / (num_ranks * sizes)
-        for part in self.rows or []:
-            part *= factors.to(part).unsqueeze(1)
+        if self.rows is not None:
+            of_rows = factors.to(self.rows[0]).unsqueeze(1)
+            for part in self.rows:
+                part *= of_rows
         if self.sq_norms is not None and self.rows is not None:
             self.sq_norms = square_norms(self.layout, self.rows, self._roots)
         elif self.sq_norms is not None:

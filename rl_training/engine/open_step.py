@@ -128,11 +128,13 @@ class OpenStep:
         On all ranks: a collective.
         """
         index = torch.cat([rollout.prompt_index for rollout in self.rollouts])
-        prompts, counts = index.unique(return_counts=True)
-        by_group = [torch.cat([index[rows.start : rows.stop] for rows in group.passes]) for group in self.folds]
-        num_in_folds = sum(len(part.unique()) for part in by_group)
-        violations = [bool((counts != loop.shape.responses_per_prompt).any()), num_in_folds > len(prompts)]
-        incomplete, split = loop.ranks.reduce(torch.tensor(violations, device=index.device).double()).tolist()
+        prompts, place, counts = index.unique(return_inverse=True, return_counts=True)
+        groups = [torch.full((len(rows),), number) for number, group in enumerate(self.folds) for rows in group.passes]
+        # The passes of all groups follow one another.
+        num_in_folds = len((place * len(self.folds) + torch.cat(groups).to(place.device)).unique())
+        is_incomplete = (counts != loop.shape.responses_per_prompt).any().double()
+        is_split = torch.full_like(is_incomplete, num_in_folds > len(prompts))
+        incomplete, split = loop.ranks.reduce(torch.stack([is_incomplete, is_split])).tolist()
         return incomplete == 0, incomplete == 0 and split == 0
 
     def capabilities(self, loop: Loop, *, mismatch: str, complete: bool, whole: bool, reused: bool) -> Capabilities:

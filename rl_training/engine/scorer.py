@@ -306,7 +306,7 @@ def _first_columns(sequences: Rollout, rows: Tensor) -> _Batch:
     prompt_mask, mask = sequences.prompt_mask[rows], sequences.completion_mask[rows]
     prompt_length, length = prompt_mask.sum(dim=1), sequences.token_mask[rows].sum(dim=1)
     padded = torch.cat([sequences.prompt_ids[rows], sequences.completion_ids[rows]], dim=1)
-    width, longest = int((prompt_length + length).max()), int(length.max())
+    width, longest = torch.stack([(prompt_length + length).max(), length.max()]).tolist()  # one wait for both
     columns = (prompt_mask.shape[1] - prompt_length).unsqueeze(1) + torch.arange(width, device=padded.device)
     columns = columns.clamp(max=padded.shape[1] - 1)
     before = (prompt_length - 1).unsqueeze(1) + torch.arange(longest, device=padded.device)

@@ -7,7 +7,7 @@ listed anywhere: what happens is held against what was calculated, and a step th
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from rl_training.engine.probe import Need, Probe
 from rl_training.engine.shards import Shard
 from rl_training.engine.step import Step
 from rl_training.engine.updates import UpdateHistory
-from rl_training.mathematics.vectors import Layout, dot
+from rl_training.mathematics.vectors import Layout, dot, dots
 
 SAMPLED = 2**20  # entries of the step that are compared, at most
 LIMIT = 1e-3  # of the norm of what was calculated
@@ -38,12 +38,10 @@ def why_not_the_sum(step: Step, rounded: bool) -> str:
     if rows is None:
         return ""
     mean = step.gradients.layout.vector(step.gradients.mean.values())
-    shares = sizes / sizes.sum()
-    difference = [one - (shares.to(part) @ part).to(one) for one, part in zip(mean, rows, strict=True)]
-    squares = [torch.linalg.vector_norm(part, dim=1, dtype=torch.float64).square() for part in rows]
-    parts = torch.cat([
-        torch.stack([dot(difference, difference), dot(mean, mean)]), torch.stack(squares).sum(dim=0).to(mean[0].device)
-    ])  # fmt: skip
+    shares = (sizes / sizes.sum()).to(rows[0])
+    differences = ((one - (shares @ part).to(one.device)) for one, part in zip(mean, rows, strict=True))
+    off = torch.stack([dots(difference, difference) for difference in differences]).sum()
+    parts = torch.cat([torch.stack([off, dot(mean, mean)]), dot(rows, rows).to(off.device)])
     off, norm, *norms = reduce(parts).sqrt().tolist()
     allowed = (LIMIT_ROUNDED if rounded else LIMIT) * norm + ROUNDING * sum(norms)
     if not math.isfinite(off) or off <= allowed:
@@ -54,10 +52,10 @@ def why_not_the_sum(step: Step, rounded: bool) -> str:
     )
 
 
-def sampled(layout: Layout, entries: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns some entries of each parameter, at most SAMPLED in all: copies in fp64."""
+def sampled(layout: Layout, entries: Iterable[Tensor]) -> Tensor:
+    """Returns some entries of each parameter, at most SAMPLED in all: a copy in fp64."""
     stride = max(1, math.ceil(layout.num_entries / SAMPLED))
-    return {name: values[::stride].to(torch.float64, copy=True) for name, values in entries.items()}
+    return torch.cat([values[::stride] for values in entries]).to(layout.device, torch.float64)
 
 
 class StepGuard:
@@ -69,34 +67,32 @@ class StepGuard:
         self._shard, self._layout, self._history, self._reduce = shard, layout, history, reduce
         self._probes: list[Probe] = []  # of the step that is checked
         self._states: list[Mapping[str, Tensor]] = []  # theirs before it
-        self._before: dict[str, Tensor] = {}  # some weights before the step, and what the formula adds to them
-        self._formula: dict[str, Tensor] = {}
-        self._after: dict[str, Tensor] = {}  # and after it
+        self._before = self._formula = torch.empty(0)  # some weights before the step, and what the formula adds to them
+        self._after: Tensor | None = None  # and after it
 
     def notice_edits(self) -> None:
         """Forgets the step before where weights are no longer those that it ended with. A collective."""
-        if self._after:
-            now = sampled(self._layout, self._shard.weights())
-            changed = [(now[name] != values).any() for name, values in self._after.items()]
-            if float(self._reduce(torch.stack(changed).any().double())) > 0.0:
+        if self._after is not None:
+            changed = (sampled(self._layout, self._shard.weights().values()) != self._after).any()
+            if float(self._reduce(changed.double())) > 0.0:
                 self._history.forget(EDITED)
-        self._after = {}
+        self._after = None
 
     def ready(self, step: Step, probes: Sequence[Probe]) -> None:
         """Keeps what it takes to check the step that follows."""
         self._probes = predicting(probes) if step.first_order is not None and step.first_order.update else []
         if self._probes and step.first_order is not None and step.first_order.update is not None:
             self._states = [probe.state_dict() for probe in self._probes]
-            self._before = sampled(self._layout, step.gradients.weights)
-            self._formula = sampled(self._layout, self._layout.by_name(step.first_order.update))
+            self._before = sampled(self._layout, step.gradients.weights.values())
+            self._formula = sampled(self._layout, self._layout.by_name(step.first_order.update).values())
 
     def stepped(self) -> float | None:
         """Returns |what happened − formula| / |formula|, None where there was no formula. A collective."""
         if not self._probes:
             return None
         weights = self._shard.weights()
-        self._after = sampled(self._layout, weights)
-        error = self._error({name: torch.finfo(weight.dtype).eps for name, weight in weights.items()})
+        self._after = sampled(self._layout, weights.values())
+        error = self._error(self._after, max(torch.finfo(weight.dtype).eps for weight in weights.values()))
         if error > LIMIT:
             reason = NOT_THE_FORMULA.format(error=error)
             self._history.forget(reason)
@@ -105,14 +101,11 @@ class StepGuard:
                 probe.discard(reason)
         return error
 
-    def _error(self, precision: Mapping[str, float]) -> float:
+    def _error(self, after: Tensor, precision: float) -> float:
         """Returns the error beyond the rounding of weights; inf where the formula says that nothing happens."""
-        sums = torch.zeros(2, dtype=torch.float64, device=self._layout.device)
-        for name, formula in self._formula.items():
-            rounding = precision[name] * self._before[name].abs()
-            off = (self._after[name] - self._before[name] - formula).abs().sub_(rounding).clamp_(min=0.0)
-            sums += torch.stack([off.square().sum(), formula.square().sum()])
-        off_square, square = self._reduce(sums).tolist()
+        rounding = precision * self._before.abs()
+        off = (after - self._before - self._formula).abs().sub_(rounding).clamp_(min=0.0)
+        off_square, square = self._reduce(torch.stack([off.square().sum(), self._formula.square().sum()])).tolist()
         if square == 0.0:
             return 0.0 if off_square == 0.0 else math.inf
         return math.sqrt(off_square / square)

@@ -22,73 +22,92 @@ from rl_training.engine.kept_vector import KeptVector
 from rl_training.mathematics.adamw import AdamWState, UpdateParts, clip_coefficient
 from rl_training.mathematics.folds import shares_of_others
 from rl_training.mathematics.sgd import SGDState
-from rl_training.mathematics.vectors import SLICE, Layout, Vector, join, num_bytes, rows_dot
+from rl_training.mathematics.vectors import Layout, Vector, dot, dots, join, num_bytes, sums_of_spans
 
 CAUSES = ("momentum", "gradient", "decay")  # the fields of UpdateParts, in their order
 EVERY_FOLD = slice(None)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """Neighbouring entries of one bucket that the optimizer treats alike, as one vector."""
+class Run:
+    """Neighbouring entries of one bucket that the optimizer treats alike."""
 
     bucket: int
     columns: slice  # of the bucket
     flat: slice  # of all parameters, one after another
-    param: Tensor  # (n,), before the step
-    state: AdamWState | SGDState  # of (n,) tensors
-    spans: tuple[tuple[int, slice], ...]  # the number of each parameter in it, and its entries
-
-    @property
-    def numbers(self) -> list[int]:
-        return [number for number, _ in self.spans]
+    names: tuple[str, ...]
+    cut: slice  # of the entries of these parameters
+    parameters: slice  # their numbers
+    sizes: tuple[int, ...]  # how many entries of each are in it; of some none
 
     def of(self, vector: Vector) -> Tensor:
         """Returns these entries of a vector, (n,), or of several, (rows, n)."""
         return vector[self.bucket][..., self.columns]
 
+    def joined(self, tensors: Iterable[Tensor]) -> Tensor:
+        """Returns these entries of the parameters' tensors, (n,); of a single one they are not copied."""
+        return join([tensor.detach().reshape(-1) for tensor in tensors])[self.cut]
 
-def optimizer_pieces(
-    layout: Layout,
-    parameters: Mapping[str, Tensor],
-    states: Mapping[str, AdamWState | SGDState] | None,
-    longest: int = SLICE,
-) -> list[Piece]:
-    """Returns the parameters and their optimizer's states in pieces that follow one another; none without a formula.
 
-    Small neighbours that are alike are joined, as copies; large parameters are cut, and not copied.
+@dataclass(frozen=True)
+class Piece(Run):
+    """A run with its parameters and their optimizer's state, as vectors."""
+
+    param: Tensor  # (n,), before the step
+    state: AdamWState | SGDState  # of (n,) tensors
+
+
+class OptimizerPieces:
+    """The parameters and their optimizer's states in pieces that follow one another; none without a formula.
+
+    Small neighbours that are alike are joined, as copies that last as long as their piece is in use; large parameters
+    are cut, and not copied.
     """
-    pieces: list[Piece] = []
-    if states is None:
-        return pieces
-    numbers = {name: number for number, name in enumerate(layout.names)}
-    for number, bucket in enumerate(layout.buckets):
-        bounds = list(bucket.bounds())
-        for first, last in _alike(bucket.names, parameters, states):
-            names = bucket.names[first:last]
-            start = bounds[first][1].start
-            alike = [states[name] for name in names]
-            tensors = [key for key, value in vars(alike[0]).items() if isinstance(value, Tensor)]
-            flat: dict[str, Tensor] = {
-                key: join([getattr(state, key).reshape(-1) for state in alike]) for key in tensors
+
+    def __init__(
+        self,
+        layout: Layout,
+        parameters: Mapping[str, Tensor],
+        states: Mapping[str, AdamWState | SGDState] | None,
+        longest: int | None = None,
+    ) -> None:
+        """longest: entries of a piece of a large parameter; None: as the layout has them."""
+        self._parameters, self._states = parameters, states or {}
+        self._runs = list(_runs(layout, parameters, states, longest or layout.at_once)) if states else []
+
+    def __iter__(self) -> Iterator[Piece]:
+        for run in self._runs:
+            alike = [self._states[name] for name in run.names]
+            moments: dict[str, Any] = {
+                key: run.joined(getattr(state, key) for state in alike)
+                for key, value in vars(alike[0]).items()
+                if isinstance(value, Tensor)
             }
-            param = join([parameters[name].detach().reshape(-1) for name in names])
-            for begin in range(0, len(param), longest):
-                cut = slice(begin, min(begin + longest, len(param)))
-                moments: dict[str, Any] = {key: value[cut] for key, value in flat.items()}
-                state = dataclasses.replace(alike[0], **moments)
-                columns = slice(start + cut.start, start + cut.stop)
-                whole = slice(bucket.start + columns.start, bucket.start + columns.stop)
-                own = ((numbers[name], _within(columns, part)) for name, part in bounds[first:last])
-                spans = tuple((parameter, span) for parameter, span in own if span.start < span.stop)
-                pieces.append(Piece(number, columns, whole, param[cut], state, spans))
-    return pieces
+            param = run.joined(self._parameters[name] for name in run.names)
+            yield Piece(**vars(run), param=param, state=dataclasses.replace(alike[0], **moments))
 
 
-def _within(columns: slice, part: slice) -> slice:
-    """Returns which of these columns lie in the part, counted from the first of them; empty where none does."""
-    start = max(part.start, columns.start)
-    return slice(start - columns.start, max(min(part.stop, columns.stop), start) - columns.start)
+def _runs(
+    layout: Layout, parameters: Mapping[str, Tensor], states: Mapping[str, AdamWState | SGDState], longest: int
+) -> Iterator[Run]:
+    before = 0  # parameters in the buckets before
+    for number, bucket in enumerate(layout.buckets):
+        bounds = [columns for _, columns in bucket.bounds()]
+        for first, last in _alike(bucket.names, parameters, states):
+            start, stop = bounds[first].start, bounds[last - 1].stop
+            for begin in range(start, stop, longest):
+                end = min(begin + longest, stop)
+                sizes = (max(0, min(own.stop, end) - max(own.start, begin)) for own in bounds[first:last])
+                yield Run(
+                    bucket=number,
+                    columns=slice(begin, end),
+                    flat=slice(bucket.start + begin, bucket.start + end),
+                    names=bucket.names[first:last],
+                    cut=slice(begin - start, end - start),
+                    parameters=slice(before + first, before + last),
+                    sizes=tuple(sizes),
+                )
+        before += len(bucket.names)
 
 
 def _alike(
@@ -113,7 +132,7 @@ def clipping(square_norm: Tensor, max_grad_norm: float) -> Tensor:
     return clip_coefficient(square_norm.double().sqrt(), max_grad_norm)
 
 
-def whole_update(layout: Layout, pieces: Sequence[Piece], gradient: Vector, clip: float) -> Vector:
+def whole_update(layout: Layout, pieces: Iterable[Piece], gradient: Vector, clip: float) -> Vector:
     """Returns δθ of the step with this mean gradient."""
     update = layout.zeros()
     for piece in pieces:
@@ -124,15 +143,15 @@ def whole_update(layout: Layout, pieces: Sequence[Piece], gradient: Vector, clip
 def split_products(
     parts: Iterable[tuple[Piece, UpdateParts]], directions: Sequence[Vector], num_parameters: int
 ) -> Tensor:
-    """Returns X · δθ by parameter and cause, (parameters, directions, causes) fp64, of one step in pieces."""
-    products = directions[0][0].new_zeros(num_parameters, len(directions), len(CAUSES), dtype=torch.float64)
-    for piece, by_cause in parts:
-        causes = torch.stack([part.expand_as(by_cause.gradient).flatten() for part in by_cause])  # (causes, n)
+    """Returns X · δθ by cause and by parameter, (causes + parameters, directions) fp64, of one step in pieces, (n,)."""
+    products = directions[0][0].new_zeros(len(CAUSES) + num_parameters, len(directions), dtype=torch.float64)
+    by_cause, by_parameter = products[: len(CAUSES)], products[len(CAUSES) :]
+    for piece, step in parts:
+        causes, total = torch.stack(step), step.total
         for target, x in enumerate(directions):
-            values = piece.of(x)
-            products[piece.numbers, target] += torch.stack(
-                [rows_dot(causes[:, span], values[span]) for _, span in piece.spans]
-            )
+            own = piece.of(x)
+            by_cause[:, target] += dots(causes, own)
+            by_parameter[piece.parameters, target] += sums_of_spans(total * own, piece.sizes)
     return products
 
 
@@ -146,8 +165,8 @@ class FoldMeans:
     share_of_mean: Tensor  # (F, 1), where the entries are
     share_of_fold: Tensor  # (F, 1)
 
-    def without(self, folds: slice, piece: Piece) -> Tensor:
-        """Returns g_(−k) of some folds, (folds, n), where the parameters are."""
+    def without(self, folds: int | slice, piece: Piece) -> Tensor:
+        """Returns g_(−k) of a fold, (n,), or of some, (folds, n), where the parameters are."""
         mean = piece.of(self.mean)
         rows = piece.of(self.rows)[folds].to(mean.device)
         return torch.addcmul(rows * self.share_of_fold[folds], self.share_of_mean[folds], mean)  # in two passes
@@ -166,29 +185,31 @@ def fold_means(mean: Vector, rows: Vector, sizes: Tensor, total_size: float | No
 class StepsWithoutFolds:
     """The steps that the optimizer would make without each fold, from gradients that are not clipped."""
 
-    pieces: Sequence[Piece]
+    pieces: OptimizerPieces
     gradient: FoldMeans
     max_grad_norm: float
     clips: Tensor  # (F,) fp64 in host memory, the factor by which the gradient without each fold is clipped
 
-    def parts(self, folds: slice = EVERY_FOLD, *, clipped: bool = True) -> Iterator[tuple[Piece, UpdateParts]]:
-        """Yields each piece and the parts of some folds' steps in it, (folds, n)."""
+    def step(self, fold: int, piece: Piece, *, clipped: bool = True) -> UpdateParts:
+        """Returns the step without a fold in this piece, (n,)."""
+        gradient = self.gradient.without(fold, piece)
+        if clipped:
+            gradient.mul_(float(self.clips[fold]))
+        return piece.state.delta(piece.param, gradient)
+
+    def parts(self, fold: int) -> Iterator[tuple[Piece, UpdateParts]]:
+        """Yields each piece and the step without a fold in it."""
         for piece in self.pieces:
-            gradient = self.gradient.without(folds, piece)
-            if clipped:
-                gradient.mul_(self.clips[folds].to(gradient).unsqueeze(1))
-            yield piece, piece.state.delta(piece.param, gradient)
+            yield piece, self.step(fold, piece)
 
 
 def steps_without_folds(
-    pieces: Sequence[Piece], gradient: FoldMeans, max_grad_norm: float, reduce: Callable[[Tensor], Tensor]
+    pieces: OptimizerPieces, gradient: FoldMeans, max_grad_norm: float, reduce: Callable[[Tensor], Tensor]
 ) -> StepsWithoutFolds:
     """Returns the steps, each clipped by its own gradient's norm: one pass over all entries. A collective."""
-    squares = torch.zeros(len(gradient.sizes), dtype=torch.float64, device=gradient.mean[0].device)
-    if max_grad_norm != float("inf"):
-        for piece in pieces:
-            without = gradient.without(EVERY_FOLD, piece)
-            squares += torch.linalg.vector_norm(without, dim=-1, dtype=torch.float64).square()
+    mean, rows = gradient.mean, gradient.rows
+    a, b = gradient.share_of_mean.squeeze(1).double(), gradient.share_of_fold.squeeze(1).double()
+    squares = a**2 * dot(mean, mean) + 2 * a * b * dot(rows, mean) + b**2 * dot(rows, rows).to(b.device)
     return StepsWithoutFolds(pieces, gradient, max_grad_norm, clipping(reduce(squares).cpu(), max_grad_norm))
 
 

@@ -141,7 +141,7 @@ def response_number(prompt_index: Tensor) -> Tensor:
     """
     order = prompt_index.argsort(stable=True)
     _, sizes = prompt_index[order].unique_consecutive(return_counts=True)
-    starts = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes)
+    starts = torch.repeat_interleave(sizes.cumsum(0) - sizes, sizes, output_size=len(order))
     number = torch.empty_like(order)
     number[order] = torch.arange(len(prompt_index), device=prompt_index.device) - starts
     return number

@@ -2,11 +2,12 @@
 
 A vector is a list of tensors, one for each bucket of its layout. A bucket is one large parameter, or several small
 neighbours joined, because there may be hundreds of these, and an operation costs more than its work. Several vectors
-are the same list with a leading dimension. No tensor is as large as all parameters together.
+are the same list with a leading dimension. No tensor is as large as all parameters together, unless these are few.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +15,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-CHUNK = 2**20  # entries whose products are summed in fp32; beyond that, in fp64
-JOINED = 2**18  # entries of small parameters that are handled together
+JOINED = 2**18  # entries that are handled at once on a CPU, which has them in its cache
+# On a GPU, where an operation's start is the cost: at least these, and no more parts than these of all entries.
+JOINED_ON_GPU, PARTS_ON_GPU = 2**23, 32
+SEGMENT = 2**16  # entries that one block of a GPU sums
 SHARD = "shard."  # how names of tensors in a checkpoint begin that hold one process's entries
-SLICE = 2**22  # entries of a large parameter that are handled at once, where a step is calculated for several folds
 
 Vector = list[Tensor]  # by bucket: (n,), or (rows, n)
 
@@ -56,11 +58,13 @@ class Layout:
         first = next(iter(parameters.values()))
         self.device = first.device
         self.dtype = torch.promote_types(first.dtype, torch.float32)
+        widths = widths or {name: param.numel() for name, param in parameters.items()}
+        on_gpu = max(JOINED_ON_GPU, sum(widths.values()) // PARTS_ON_GPU)
+        self.at_once = JOINED if self.device.type == "cpu" else on_gpu  # entries that are handled together
         groups: list[list[str]] = []
         size = 0
-        for name, param in parameters.items():
-            width = param.numel() if widths is None else widths[name]
-            if not groups or size + width > JOINED:
+        for name, width in widths.items():
+            if not groups or size + width > self.at_once:
                 groups.append([])
                 size = 0
             groups[-1].append(name)
@@ -79,13 +83,10 @@ class Layout:
             join([next(parts).detach().reshape(-1).to(self.dtype) for _ in bucket.names]) for bucket in self.buckets
         ]
 
-    def zeros(self, *leading: int, device: torch.device | str | None = None, pinned: bool = False) -> Vector:
+    def zeros(self, *leading: int, device: torch.device | str | None = None) -> Vector:
         """Returns a vector of zeros, or several: (*leading, n) of each bucket."""
         where = device or self.device
-        return [
-            torch.zeros(*leading, bucket.size, dtype=self.dtype, device=where, pin_memory=pinned)
-            for bucket in self.buckets
-        ]
+        return [torch.zeros(*leading, bucket.size, dtype=self.dtype, device=where) for bucket in self.buckets]
 
     def by_name(self, vector: Vector) -> dict[str, Tensor]:
         """Returns the parameters' entries of a vector, or of several: (…, n) views, by name."""
@@ -105,9 +106,37 @@ def num_bytes(vector: Vector | None) -> int:
     return sum(part.numel() * part.element_size() for part in vector or ())
 
 
+def dots(rows: Tensor, others: Tensor) -> Tensor:
+    """Returns the inner products over the last dimension, (…) fp64, of (…, n) and (…, n), of which one may be (n,).
+
+    Summed in fp64: an fp32 sum over the 2e8 entries of an embedding loses 2 % of a square norm. Not a product of
+    matrices, which would be rounded to TF32 where that is switched on.
+    """
+    return (rows * others).sum(dim=-1, dtype=torch.float64)
+
+
 def dot(one: Vector, other: Vector) -> Tensor:
-    """Returns the inner product of two vectors, a scalar fp64, on the device of the second."""
-    return torch.stack([flat_dot(a.to(b.device), b).double() for a, b in zip(one, other, strict=True)]).sum()
+    """Returns the inner products of vectors, or of several, (…) fp64, on the device of the second."""
+    return torch.stack([dots(a.to(b.device), b) for a, b in zip(one, other, strict=True)]).sum(dim=0)
+
+
+def sums_of_spans(values: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    """Returns the sums of (n,) values that lie one after another, so many in each, (spans,) fp64. One operation.
+
+    >>> sums_of_spans(torch.tensor([1.0, 2.0, 3.0, 4.0]), (3, 1))
+    tensor([6., 4.], dtype=torch.float64)
+    """
+    lengths, span = _segments(sizes, values.device)
+    sums = torch.segment_reduce(values.double(), "sum", lengths=lengths, unsafe=True)  # unsafe: no wait for a check
+    return sums if len(lengths) == len(sizes) else sums.new_zeros(len(sizes)).index_add_(0, span, sums)
+
+
+@functools.lru_cache(maxsize=2**12)
+def _segments(sizes: tuple[int, ...], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Returns the lengths of segments that the spans are cut into, and the span of each; kept, where they are used."""
+    cut = [(number, min(SEGMENT, size - at)) for number, size in enumerate(sizes) for at in range(0, size, SEGMENT)]
+    span, lengths = torch.tensor(cut, device=device).unbind(dim=1)
+    return lengths.contiguous(), span.contiguous()
 
 
 def add(target: Vector, vector: Vector, factor: float = 1.0) -> None:
@@ -126,31 +155,6 @@ def as_flat(tensor: Tensor) -> Tensor:
     """Returns the entries as a vector, in at least fp32."""
     flat = tensor.detach().reshape(-1)
     return flat.to(torch.promote_types(flat.dtype, torch.float32))
-
-
-def flat_dot(a: Tensor, b: Tensor) -> Tensor:
-    """Returns the inner product of two vectors, a scalar; in fp64 where there are more than CHUNK entries.
-
-    An fp32 sum over the 2e8 entries of an embedding loses 2 % of a square norm; within a chunk, 1e-5.
-    """
-    if len(a) <= CHUNK:
-        return torch.dot(a, b)
-    return torch.stack([torch.dot(*parts) for parts in zip(a.split(CHUNK), b.split(CHUNK), strict=True)]).double().sum()
-
-
-def rows_dot(rows: Tensor, vector: Tensor) -> Tensor:
-    """Returns the inner products of rows, (…, n), with a vector, (n,), as (…) fp64; within CHUNK columns in theirs.
-
-    Matrix times vector: a product of matrices would be rounded to TF32 where that is switched on.
-    """
-    pairs = zip(rows.split(CHUNK, dim=-1), vector.split(CHUNK), strict=True)
-    return torch.stack([(row_part @ part).double() for row_part, part in pairs]).sum(dim=0)
-
-
-def pairs_dot(rows: Tensor, others: Tensor) -> Tensor:
-    """Returns the inner product of each row with its own partner, (rows,) fp64; within CHUNK columns in theirs."""
-    pairs = zip(rows.split(CHUNK, dim=-1), others.split(CHUNK, dim=-1), strict=True)
-    return torch.stack([(one * other).sum(dim=-1).double() for one, other in pairs]).sum(dim=0)
 
 
 def join(vectors: Sequence[Tensor]) -> Tensor:

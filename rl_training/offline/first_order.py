@@ -33,12 +33,12 @@ from torch import Tensor
 
 from rl_training.engine.attribution import Attribution
 from rl_training.engine.evaluation_buffer import gradients_by_block, without_blocks
-from rl_training.engine.updates import split_products
+from rl_training.engine.updates import CAUSES, split_products
 from rl_training.mathematics.adamw import AdamWState
 from rl_training.mathematics.advantage_covariance import covariance_terms, minus_covariance
 from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR
 from rl_training.mathematics.jackknife import Replicates
-from rl_training.mathematics.vectors import CHUNK, Layout
+from rl_training.mathematics.vectors import JOINED, Layout, dot
 from rl_training.offline.buffers import SampledBuffer, UpdateBuffer
 from rl_training.offline.phases import Progress, silent
 from rl_training.offline.restored import RestoredTrainer
@@ -93,8 +93,8 @@ def predict(
 
 
 def _by_label(splits: Attribution, products: Tensor) -> Tensor:
-    """Returns (parameters, 2, causes) products as (labels, 2): the whole step, then its splits."""
-    return torch.cat([products.sum(dim=(0, 2)).unsqueeze(0), splits.sum(products)])
+    """Returns (causes + parameters, 2) products as (labels, 2): the whole step, then its splits."""
+    return torch.cat([products[: len(CAUSES)].sum(dim=0, keepdim=True), splits.sum(products)])
 
 
 def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) -> Replicates:
@@ -105,9 +105,7 @@ def without_folds(restored: RestoredTrainer, update: Update, direction: Tensor) 
     without = value.new_zeros(update.num_folds, *value.shape)
     if update.num_folds > 1:
         for k, number in enumerate(update.fold_number):
-            without[number] = _by_label(
-                splits, split_products(update.without.parts(slice(k, k + 1)), directions, count)
-            )
+            without[number] = _by_label(splits, split_products(update.without.parts(k), directions, count))
     return Replicates(value, restored.reduce(without))
 
 
@@ -182,5 +180,5 @@ def _root(state: AdamWState, gradient: Tensor) -> Tensor:
 
 
 def _inner(a: Tensor, b: Tensor) -> float:
-    """Returns the inner product in fp64, of which there is only a chunk at a time."""
-    return float(sum(x.double() @ y.double() for x, y in zip(a.split(CHUNK), b.split(CHUNK), strict=True)))
+    """Returns the inner product in fp64, of which there is only a part at a time."""
+    return float(dot(list(a.split(JOINED)), list(b.split(JOINED))))

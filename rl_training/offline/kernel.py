@@ -35,9 +35,10 @@ from tqdm import tqdm
 from rl_training.engine.batch import Rollout
 from rl_training.engine.updates import CAUSES
 from rl_training.mathematics.sketches import CountSketches
-from rl_training.mathematics.vectors import pairs_dot
+from rl_training.mathematics.vectors import dot
 from rl_training.offline.buffers import tokens_of
 from rl_training.offline.kernel_blocks import (
+    COLUMNS,
     KernelInputs,
     KernelRows,
     gradient_part,
@@ -173,7 +174,8 @@ class _Calculation:
         """
         products = row_products(own, self._parts)
         own *= self._inputs.root
-        return {"sketches": self._sketch(own), "sq_norms": pairs_dot(own, own), "products": products}
+        parts = list(own.split(COLUMNS, dim=1))
+        return {"sketches": self._sketch(own), "sq_norms": dot(parts, parts), "products": products}
 
     def _store_gradients(self, name: str, **rows: Tensor) -> None:
         if self._settings.store_gradients:

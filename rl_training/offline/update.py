@@ -16,7 +16,7 @@ the folds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,10 +28,10 @@ from rl_training.engine.changed_steps import weighed
 from rl_training.engine.loss_weights import LossWeights, gradient_of
 from rl_training.engine.updates import (
     FoldMeans,
+    OptimizerPieces,
     Piece,
     StepsWithoutFolds,
     fold_means,
-    optimizer_pieces,
     steps_without_folds,
 )
 from rl_training.hosts.trl.batches import loss_settings
@@ -58,7 +58,7 @@ class Update:
     clip: float  # by how much it is shortened
     parts: UpdateParts  # of (P,): momentum, gradient, decay
     delta: Tensor  # (P,), their sum
-    pieces: Sequence[Piece]
+    pieces: OptimizerPieces
     without: StepsWithoutFolds  # for the folds that this process keeps
     fold_number: tuple[int, ...]  # which of all folds these are
     fold_prompts: Tensor  # (num_folds,), how many prompts each of all folds has
@@ -98,7 +98,7 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
         if number in kept:
             folds[kept.index(number)] = gradient_of_fold
         progress(size * group)
-    pieces = optimizer_pieces(layout, restored.parameters, restored.optimizer.states)
+    pieces = OptimizerPieces(layout, restored.parameters, restored.optimizer.states)
     max_norm = restored.optimizer.max_grad_norm
     clip = float(clip_coefficient(torch.linalg.vector_norm(mean, dtype=torch.float64), max_norm))
     by_piece = [piece.state.delta(piece.param, clip * mean[piece.flat]) for piece in pieces]
@@ -108,7 +108,8 @@ def make_update(restored: RestoredTrainer, update: UpdateBuffer, memory: Memory,
     if len(fold_prompts) > 1:
         kept_means = fold_means(*vectors, sizes.double(), num_prompts)
     else:  # that cannot be left out
-        kept_means = FoldMeans(*vectors, sizes, sizes * math.nan, sizes * math.nan)
+        unknown = torch.full((len(kept), 1), math.nan, device=restored.device)
+        kept_means = FoldMeans(*vectors, sizes, unknown, unknown)
     without = steps_without_folds(pieces, kept_means, max_norm, unchanged)
     return Update(mean, clip, parts, parts.total, pieces, without, kept, fold_prompts)
 

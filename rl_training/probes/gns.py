@@ -31,7 +31,7 @@ from rl_training.mathematics import noise_scale as noise
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.noise_scale import BOUNDS
 from rl_training.mathematics.square_norms import adam_roots, square_norms
-from rl_training.mathematics.vectors import pairs_dot
+from rl_training.mathematics.vectors import dot
 
 SMALLEST_WEIGHT = 1e-4  # a step is forgotten when its weight decay^age is below
 CHANNELS = ("all", "adam", *KINDS, "split")  # each a pair: tr Σ and |G|²; of "split": tr Σ between and within
@@ -156,6 +156,6 @@ def _mean_product_within_prompts(step: Step, num_prompts: int) -> Tensor:
             shares = torch.zeros(len(index), 1, device=rows.device, dtype=torch.float64)
             shares[rows] = (is_there * scale / float(some.sum())) * some.double()
             add_gradients(step, [target], own, rows, [step.batch.loss_weights], shares)
-        total += torch.stack([pairs_dot(a, b) for a, b in zip(one, other, strict=True)]).sum()
+        total += dot(one, other).sum()
     total, num_products = step.ranks.reduce(torch.stack([total, total.new_tensor(len(prompts))]))
     return total / num_products

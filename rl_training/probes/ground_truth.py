@@ -36,7 +36,7 @@ from rl_training.mathematics.estimate import MIN_FOLDS_FOR_STDERR, Estimate
 from rl_training.mathematics.jackknife import JackknifeUnits, Replicates
 from rl_training.mathematics.per_decision import per_decision_change
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import Vector, rows_dot
+from rl_training.mathematics.vectors import dot
 
 NO_ERROR_BAR = "no error bar: it describes the evaluation buffer and estimates nothing beyond it"
 NOT_FINITE = "a log-probability or an entropy of the evaluation buffer is not a finite number"
@@ -180,12 +180,8 @@ def predicted_change(step: Step, buffer: EvaluationBuffer, blocks: JackknifeUnit
         found = [layout.zeros(step.ranks.count) for _ in weights]  # a row for each process
         with step.policy.measuring():
             add_gradients(step, found, every, rows, weights, ones, buffer.rollout)
-        products[number] = torch.stack([_rows_times(x, update) for x in found], dim=1)
+        products[number] = torch.stack([dot(x, update) for x in found], dim=1)
     own = step.ranks.reduce(products)[: len(parts), step.ranks.number]
     table = torch.zeros(blocks.count, num_targets, dtype=torch.float64, device=mask.device)
     table[[int(block[rows[0]]) for rows in parts]] = own
     return without_blocks(step.ranks.reduce(table) / buffer.num_sequences, mask, blocks)
-
-
-def _rows_times(rows: Vector, vector: Vector) -> Tensor:
-    return torch.stack([rows_dot(part, other) for part, other in zip(rows, vector, strict=True)]).sum(dim=0)

@@ -1,7 +1,6 @@
 """Claims on gradients kept beside training: vectors lie in buckets, and rows are a fold's own mean gradient."""
 
 import dataclasses
-import functools
 import itertools
 import os
 from pathlib import Path
@@ -15,16 +14,15 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from rl_training.engine import fold_reduction
 from rl_training.engine.batch import Rollout
-from rl_training.engine.fold_reduction import FoldReduction, chunks_of
+from rl_training.engine.fold_reduction import FoldReduction
 from rl_training.engine.gradient_rows import GradientRows
 from rl_training.engine.policy import Policy
 from rl_training.engine.shards import Shard
 from rl_training.mathematics import vectors
 from rl_training.mathematics.folds import FoldGroup, ranges_of
 from rl_training.mathematics.scores import Scores
-from rl_training.mathematics.vectors import CHUNK, Layout, add, dot, num_bytes, rows_dot
+from rl_training.mathematics.vectors import SEGMENT, Layout, add, dot, dots, num_bytes, sums_of_spans
 
 VOCABULARY, WIDTH = 11, 4
 
@@ -200,14 +198,25 @@ def test_dots_are_those_of_the_flat_vectors_in_float64(dtype: torch.dtype, joine
     assert torch.cat(total).double().tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_sums_over_more_entries_than_one_chunk_keep_what_fp32_would_lose() -> None:
-    """4096² = 2²⁴ in the first chunk, 1000 times 2⁻²⁰ in the second: together not a number of fp32."""
-    vector = torch.zeros(CHUNK + 1000)
+def test_sums_over_many_entries_keep_what_fp32_would_lose() -> None:
+    """4096² = 2²⁴ and 1000 times 2⁻²⁰: together not a number of fp32."""
+    vector = torch.zeros(2**20 + 1000)
     vector[7] = 4096.0
-    vector[CHUNK:] = 2.0**-10
+    vector[2**20 :] = 2.0**-10
     square = 2.0**24 + 1000 * 2.0**-20
     assert float(dot([vector], [vector])) == square
-    assert rows_dot(torch.stack([vector, 0 * vector]), vector).tolist() == [square, 0.0]
+    assert dots(torch.stack([vector, 0 * vector]), vector).tolist() == [square, 0.0]
+
+
+def test_sums_of_spans_are_those_of_each_whatever_their_lengths() -> None:
+    """An empty one, one of an entry, one that is cut into segments, and one as long as a segment."""
+    sizes = (3, 0, 2 * SEGMENT + 5, 1, SEGMENT)
+    values = torch.randn(sum(sizes), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = [float(part.sum()) for part in values.split(sizes)]
+    assert sums_of_spans(values, sizes).tolist() == pytest.approx(expected, rel=1e-12)
+    assert sums_of_spans(values[:3].float(), (2, 1)).tolist() == pytest.approx(
+        [float(values[:2].float().double().sum()), float(values[2].float())], rel=1e-15
+    )
 
 
 def test_a_layout_without_a_parameter_raises() -> None:
@@ -415,8 +424,7 @@ def rank_worker(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     whole = sliced_sums(rank)
-    fold_reduction.chunks_of = functools.partial(chunks_of, longest=7)
-    vectors.JOINED = 25
+    vectors.JOINED = 7
     torch.save([whole, sliced_sums(rank)], folder / f"rank{rank}.pt")
     dist.barrier()
     os._exit(0)  # no teardown: freeing DDP's gloo group holds the GIL and waits for a thread that may want it

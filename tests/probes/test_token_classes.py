@@ -19,7 +19,7 @@ from trainers import graded, trainer_maker
 from rl_training import Estimate
 from rl_training.engine.changed_steps import Direction, GradientParts
 from rl_training.engine.loss_weights import LossWeights
-from rl_training.engine.updates import fold_means, optimizer_pieces, steps_without_folds
+from rl_training.engine.updates import OptimizerPieces, fold_means, steps_without_folds
 from rl_training.mathematics.jackknife import unchanged
 from rl_training.mathematics.scores import Scores
 from rl_training.mathematics.sgd import SGDState
@@ -188,7 +188,7 @@ def test_the_parts_of_a_basis_in_two_steps_are_those_worked_by_hand() -> None:
     """
     layout = Layout({"w": torch.zeros(1).double()})
     state = SGDState(None, lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, nesterov=False)
-    pieces = optimizer_pieces(layout, {"w": torch.zeros(1).double()}, {"w": state})
+    pieces = OptimizerPieces(layout, {"w": torch.zeros(1).double()}, {"w": state})
     one, rows = torch.ones(1).double(), torch.tensor([[4.0], [0.0]]).double()
     sizes = torch.tensor([1.0, 3.0]).double()
     steps = steps_without_folds(pieces, fold_means([one], [rows], sizes), math.inf, unchanged)
