@@ -68,7 +68,7 @@ $(VERL)/installed: setup.cfg constraints-verl.txt pyproject.toml
 	$(VERL)/bin/pip install --quiet --disable-pip-version-check --constraint constraints-verl.txt \
 	  transformers==5.9.0 tensordict==0.10.0 ray==2.60.0 TransferQueue==0.1.11 torch scipy safetensors accelerate peft \
 	  hydra-core codetiming orjson dill pandas torchdata datasets pyarrow psutil pillow fastapi uvicorn cachetools \
-	  tensorboard altair vl-convert-python jinja2 rich pytest
+	  tensorboard vl-convert-python jinja2 rich pytest
 	$(VERL)/bin/pip install --quiet --disable-pip-version-check --no-deps verl==0.9.1 --editable .
 	touch $@
 

@@ -35,10 +35,8 @@ from rl_training.offline.structure import (
 )
 from rl_training.records.atomic_write import write_atomically
 from rl_training.records.jsonl import to_json
-from rl_training.records.report.charts import BLUE, Axis, Chart, Series, draw
-from rl_training.records.report.heatmap import heatmap
+from rl_training.records.report.charts import BLUE, Chart, Series, diagonal, draw, heatmap
 from rl_training.records.report.page import render
-from rl_training.records.report.predictions import diagonal
 from rl_training.records.report.vega import pictures
 
 PAGE, EVOLUTION = "kernel.html", "evolution.html"
@@ -140,9 +138,7 @@ def _log_probabilities(s: Structure) -> Chart:
     slope, correlation = single_predictions(s)
     predicted, measured = ([float(row[kind]) for row in rows] for kind in ("predicted", "measured"))
     cloud = Series("a sequence", BLUE, predicted, measured, line=False, mark="circle")
-    title = f"change of log π of E's sequences: slope {slope:.3f}, correlation {correlation:.4f}"
-    x, y = Axis("predicted, W·δθ"), Axis("measured at θ + δθ")
-    return draw("log_probabilities", title, "", [], [diagonal([cloud], "y = x"), cloud], y, x)
+    return draw("log_probabilities", [diagonal([cloud], "y = x"), cloud], slope=slope, correlation=correlation)
 
 
 # --- over training ----------------------------------------------------------------------------------------------------
@@ -191,7 +187,7 @@ def _numbers_charts(rows: Sequence[Mapping[str, float]]) -> list[Chart]:
         steps, values = zip(*known, strict=True) if known else ((), ())
         missing = [] if known else ["only where E is drawn from the policy itself"]
         series = [Series(title, BLUE, steps, values, mark="circle")]
-        charts.append(draw(f"evolution_{key.rpartition('/')[2]}", title, "", missing, series, Axis("")))
+        charts.append(draw("evolution", series, missing, name=f"evolution_{key.rpartition('/')[2]}", title=title))
     return charts
 
 
@@ -204,11 +200,10 @@ def _cosines_charts(rows: Sequence[Row], within: Sequence[Tensor], same_texts: b
         places = order if same_texts and len(own) == len(order) else average_linkage(own, 1)[1]
         size = min(len(own), MOST_CELLS)
         cells = torch.nn.functional.adaptive_avg_pool2d(own[places][:, places].float().unsqueeze(0), size)[0]
-        title = f"Cosines within E at step {row['step']}, {ordered}"
         # Signed roots make small values visible: the few pairs near 1 dominate a linear scale.
         table = pd.DataFrame((cells.sign() * cells.abs().sqrt()).tolist())
-        name, x, unit = f"evolution_cosines_{row['step']}", Axis("sequence"), "root of the cosine, with its sign"
-        charts.append(heatmap(name, title, "", [], table, x, "sequence", unit, 1.0))
+        name = f"evolution_cosines_{row['step']}"
+        charts.append(heatmap("cosines", table, 1.0, name=name, step=row["step"], ordered=ordered))
     return charts
 
 
@@ -221,5 +216,4 @@ def _spectrum(rows: Sequence[Row], within: Sequence[Tensor]) -> Chart:
         places, shares = zip(*known, strict=True)
         red = round(255 * (0.15 + 0.7 * number / max(len(rows) - 1, 1)))
         series.append(Series(f"step {row['step']}", f"rgb({red}, 77, {255 - red})", places, shares))
-    x, y = Axis("eigenvalue of the cosines within E"), Axis("share of their sum", "log")
-    return draw("evolution_spectrum", "Spectrum of the cosines within E", "", [], series, y, x)
+    return draw("spectrum", series, name="evolution_spectrum")

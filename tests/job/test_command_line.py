@@ -326,7 +326,7 @@ for name, (module, function, _) in COMMANDS.items():
         getattr(importlib.import_module(module), function)()
     except SystemExit as ended:
         assert not ended.code, name
-    slow = {"torch", "transformers", "pandas", "altair", "datasets", "wandb"} & sys.modules.keys()
+    slow = {"torch", "transformers", "pandas", "datasets", "wandb"} & sys.modules.keys()
     assert not slow, (name, slow)
 """
 

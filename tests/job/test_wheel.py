@@ -189,7 +189,7 @@ def test_the_extra_that_a_message_names_brings_the_library(library: str, extra: 
     [
         ("hydra", "main('train')", "error: hydra is not installed: pip install 'rl-training[train]'"),
         ("omegaconf", "main('evaluate')", "error: omegaconf is not installed: pip install 'rl-training[train]'"),
-        ("altair", "main('report', 'r')", "error: altair is not installed: pip install 'rl-training[report]'"),
+        ("jinja2", "main('report', 'r')", "error: jinja2 is not installed: pip install 'rl-training[report]'"),
         ("fsspec", "main('sync', 'a', 'b')", "error: fsspec is not installed: pip install 'rl-training[sync]'"),
         ("pandas", "records.metrics", "ImportError: pandas is not installed: pip install 'rl-training[report]'"),
         ("hydra", "api.OfflineEntropyProbe", "ImportError: hydra is not installed: pip install 'rl-training[train]'"),

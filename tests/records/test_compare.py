@@ -28,6 +28,7 @@ from rl_training.records.compare.groups import branching_steps, common_steps, di
 from rl_training.records.compare.overlays import _frame, _trunks, draw_overlays, pool
 from rl_training.records.compare.page import write_comparison
 from rl_training.records.jsonl import METRICS_FILE, Records
+from rl_training.records.report.series import to_rows
 from rl_training.records.report.words import in_words
 
 HOSTILE = "<script>alert('$\\frac{')</script> {{ 7 * 7 }}"
@@ -102,10 +103,10 @@ def test_what_runs_branch_off_from_is_drawn_once_up_to_there_where_it_is_not_com
         [("plain0", 5)], [("plain0_0.2", 8), ("plain0", 5)],
     ]  # fmt: skip
     trunk = groups[0].trunks[0]
-    assert set(trunk.run.evaluations["sums"]["reward"]) == {4}
-    assert max(trunk.run.measured("delta_h/cumulative_measured")) == 5
+    assert trunk.run.measured("reward", "sums").index.tolist() == [4]
+    assert trunk.run.measured("delta_h/cumulative_measured").index.max() == 5
     drawn = _trunks(groups, lambda run: run.measured("delta_h/cumulative_measured"))
-    assert [one.x for one in drawn] == [[1, 2, 3, 4, 5], [6, 7, 8]]
+    assert [list(one.x) for one in drawn] == [[1, 2, 3, 4, 5], [6, 7, 8]]
     assert branching_steps(groups) == [5, 8]
     assert [chart.name for chart in draw_overlays(groups)] == ["reward", "entropy", "change"]
 
@@ -289,7 +290,7 @@ def test_a_ceiling_above_what_a_response_can_earn_is_told_and_not_one_below(tmp_
 def test_a_frame_holds_the_curves_and_neither_what_cannot_be_nor_noise_alone(
     means: list[Estimate], share: bool, floor: float, frame: tuple[float, float]
 ) -> None:
-    assert _frame(means, share, floor) == pytest.approx(frame, abs=0.01)
+    assert _frame(to_rows(dict(enumerate(means))), share, floor) == pytest.approx(frame, abs=0.01)
 
 
 def test_without_a_config_a_run_is_a_group_of_its_own(tmp_path: Path) -> None:
@@ -371,8 +372,8 @@ def test_without_evaluations_the_law_is_fitted_to_means_over_steps_of_training(t
     (group,) = read_groups([record(tmp_path)])
     fitted = fit_law(group)
     assert fitted.source == "training, means over 2 steps"
-    assert [point.step for point in fitted.points] == [2, 4, 6, 8, 10, 12]
-    assert fitted.points[0].entropy == pytest.approx((1 + 1 / 2) / 2)
+    assert fitted.points["step"].tolist() == [2, 4, 6, 8, 10, 12]
+    assert fitted.points["entropy"].iloc[0] == pytest.approx((1 + 1 / 2) / 2)
     assert math.isnan(fitted.miss.value)
     assert "3 points" in fitted.miss.reason
 
@@ -380,7 +381,7 @@ def test_without_evaluations_the_law_is_fitted_to_means_over_steps_of_training(t
 def test_steps_that_fill_no_block_are_no_point(tmp_path: Path) -> None:
     """23 steps are seven blocks of three, and two steps."""
     (group,) = read_groups([record(tmp_path, steps=23)])
-    assert [point.step for point in fit_law(group).points] == [3, 6, 9, 12, 15, 18, 21]
+    assert fit_law(group).points["step"].tolist() == [3, 6, 9, 12, 15, 18, 21]
 
 
 def test_the_page_fetches_nothing_and_obeys_nothing(tmp_path: Path) -> None:
@@ -411,8 +412,7 @@ def test_runs_of_a_group_are_lines_of_their_own_beside_their_mean(tmp_path: Path
         (1, 0.35, 12),
         (2, 0.35, 12),
     ]
-    lines = [layer for layer in reward.spec["layer"] if layer["mark"]["type"] == "line"]
-    assert [layer["encoding"]["detail"]["field"] for layer in lines] == ["part"]
+    assert reward.spec["layer"][-1]["encoding"]["detail"]["field"] == "part"
 
 
 @pytest.mark.parametrize("config", ["a: [", "no mapping"])

@@ -22,11 +22,10 @@ from rl_training.records.compare.command import main
 from rl_training.records.evaluated import consolidate, write_step
 from rl_training.records.jsonl import METRICS_FILE, Records
 from rl_training.records.report import print_summary, write_report
-from rl_training.records.report.figures import _noise_scale, _reward, draw_figures
-from rl_training.records.report.page import gaps
-from rl_training.records.report.predictions import draw_predictors
-from rl_training.records.report.series import BEGAN_ELSEWHERE, curve, naive_of, read_run, why_it_ends
-from rl_training.records.report.summary import opening, summarize
+from rl_training.records.report.figures import _noise_scale, _predictors, _reward, draw_figures
+from rl_training.records.report.findings import BEGAN_ELSEWHERE, gaps, naive_of
+from rl_training.records.report.series import read_run, why_it_ends
+from rl_training.records.report.summary import opening, step_numbers, summarize
 from rl_training.records.report.vega import pictures
 from rl_training.records.report.words import MISSING
 
@@ -43,7 +42,7 @@ def test_naive_curve_at_a_step_sums_the_updates_before_that_step(tmp_path: Path)
     """reuse −1, −2, −4, −8 at steps 1 to 4: batch 1 has seen no update, batch 2 that of step 1 (−1), batch 3 those of
     steps 1 and 2 (−3), batch 4 those of 1, 2 and 3 (−7). The update of step 4 (−8) no batch has seen."""
     naive = naive_of(read_run(record_run(tmp_path, range(1, 5))))
-    assert {step: estimate.value for step, estimate in naive.items()} == {1: 0, 2: -1, 3: -3, 4: -7}
+    assert naive["value"].to_dict() == {1: 0, 2: -1, 3: -3, 4: -7}
     assert summary(tmp_path)["naive product"][0] == "-7"
     assert summary(tmp_path)["naive / measured"][0] == "2.33"  # −7 / −3
 
@@ -54,7 +53,7 @@ def test_naive_curve_starts_where_the_sums_beside_it_start(tmp_path: Path) -> No
     record_run(tmp_path, [2, 3])
     record_run(tmp_path, [4, 5])
     naive = naive_of(read_run(tmp_path))
-    assert {step: estimate.value for step, estimate in naive.items()} == {2: 0, 3: -2, 4: 0, 5: -8}
+    assert naive["value"].to_dict() == {2: 0, 3: -2, 4: 0, 5: -8}
 
 
 def test_a_branch_sums_no_naive_products_beside_sums_that_began_in_another_run(tmp_path: Path) -> None:
@@ -74,26 +73,25 @@ def test_a_branch_sums_no_naive_products_beside_sums_that_began_in_another_run(t
 
 def test_naive_curve_with_a_gap_is_nan_from_there_on_and_says_which_step(tmp_path: Path) -> None:
     naive = naive_of(read_run(record_run(tmp_path, [1, 2, 5, 6])))
-    assert [naive[step].value for step in (1, 2)] == [0, -1]
-    assert all(math.isnan(naive[step].value) and "step 4 was not measured" in naive[step].reason for step in (5, 6))
+    assert naive["value"].loc[[1, 2]].tolist() == [0, -1]
+    assert naive["value"].loc[[5, 6]].isna().all()
+    assert naive["reason"].loc[[5, 6]].str.contains("step 4 was not measured").all()
 
 
 def test_band_is_the_student_t_half_width_of_the_recorded_error(tmp_path: Path) -> None:
     run = read_run(record_run(tmp_path, range(1, 4)))
-    predicted = curve(run.measured("delta_h/cumulative_predicted"))
-    for ends, sign in ((predicted.lows, -1), (predicted.highs, 1)):
-        assert [sign * (end - value) for end, value in zip(ends, predicted.values, strict=True)] == pytest.approx(
-            [0, 0.1 * T_7, 0.1 * T_7]
-        )
+    predicted = run.known("delta_h/cumulative_predicted")
+    for end, sign in (("low", -1), ("high", 1)):
+        reach = sign * (predicted[end] - predicted["value"])
+        assert reach.tolist() == pytest.approx([0, 0.1 * T_7, 0.1 * T_7])
     assert summary(tmp_path)["measured ΔH"][0] == "-2.00 ± 0.47"  # 0.2 · T_7 = 0.473
     assert summary(tmp_path)["predicted ΔH"][0] == "-2.00 ± 0.24"
     assert summary(tmp_path)["predicted / measured"][0] == "1.00"
 
 
 def test_backward_stands_at_the_step_it_speaks_about(tmp_path: Path) -> None:
-    run = read_run(record_run(tmp_path, range(1, 4)))
-    assert curve(run.measured("delta_h/backward"), at_about_step=True).steps == [1, 2]
-    assert curve(run.measured("delta_h/forward"), at_about_step=True).steps == [1, 2, 3]
+    (drawn,) = (chart for chart in draw_figures(read_run(record_run(tmp_path, range(1, 4)))) if chart.name == "delta_h")
+    assert [[round(step) for step in one.x] for one in drawn.series] == [[1, 2, 3], [1, 2]]  # forward, backward
 
 
 def test_first_and_last_are_means_over_the_steps_that_the_note_names(tmp_path: Path) -> None:
@@ -168,7 +166,7 @@ def test_a_noise_scale_is_drawn_also_where_its_interval_has_no_end(tmp_path: Pat
     drawn = _noise_scale(read_run(record_noise_scale(tmp_path, 100.0, high)))
     scale, batch = drawn.series
     top = 1.5 * max(*scale.y, *batch.y)
-    assert scale.high[-1] == min(high, 2 * top)
+    assert list(scale.high)[-1] == min(high, 2 * top)
     assert pictures([drawn])["noise_scale.png"].startswith(b"\x89PNG")
 
 
@@ -270,16 +268,17 @@ def test_contents_link_to_every_heading_of_the_page(page: Path) -> None:
 def test_pointing_at_a_drawn_point_says_its_curve_its_step_and_the_ends_of_its_band(page: Path) -> None:
     run = read_run(page.parents[1])
     (drawn,) = [one for one in draw_figures(run) if one.name == "delta_h"]
-    forward = run.measured("delta_h/forward")[2]
+    forward = run.estimates("delta_h/forward")[2]
     (row,) = [
         r for r in drawn.standalone()["datasets"]["rows"] if r["series"].startswith("forward") and round(r["x"]) == 2
     ]
     low, high = forward.ends()
     assert [row[name] for name in ("y", "low", "high")] == pytest.approx([forward.value, low, high], rel=1e-4)
-    (pointed,) = [layer for layer in drawn.spec["layer"] if "tooltip" in layer["encoding"]]
-    (said,) = [part["calculate"] for part in pointed["transform"] if part.get("as") == "words"]
-    assert said.startswith("datum.series + ': ' + 'step ' + ")
-    assert "datum.low" in said
+    (pointed,) = [layer for layer in drawn.spec["layer"][-1]["layer"] if "tooltip" in layer["encoding"]]
+    said = {part["as"]: part["calculate"] for part in pointed["transform"] if "as" in part}
+    assert said["words"].startswith("datum.series + ': ' + (over_steps ? 'step ' + ")
+    assert {"name": "over_steps", "value": True} in drawn.spec["params"]
+    assert "datum.low" in said["at_y"]
 
 
 def test_what_records_and_config_say_is_shown_and_never_obeyed(
@@ -355,7 +354,7 @@ def test_long_runs_are_drawn_and_infinite_values_are_left_out(tmp_path: Path) ->
         records.write_estimates(step, 1, "simple", {name: Estimate(value, 0.1, 8) for name in names})
     write_report(tmp_path)
     run = read_run(tmp_path)
-    assert len(run.logged("reward")) == len(curve(run.measured("delta_h/forward")).steps) == 200
+    assert len(run.logged("reward")) == len(run.known("delta_h/forward")) == 200
     assert why_it_ends(run.measured("delta_h/forward")) == "from step 201 on: not a finite number"
 
 
@@ -507,7 +506,7 @@ def test_a_change_of_entropy_over_a_gap_is_not_that_of_one_step(tmp_path: Path) 
         records.write_metrics(step, {"reward": 0.5})
         found = {"entropy/token": Estimate(1 / step, 0.1, 8), "delta_h/forward": Estimate(-0.1 * step, 0.1, 8)}
         records.write_estimates(step, 1, "simple", found | {"covariance/token": Estimate(0.2)})
-    drawn = draw_predictors(read_run(tmp_path))
+    drawn = _predictors(read_run(tmp_path))
     assert [len(one.x) for one in drawn.series if one.label.startswith("forward")] == [3]
 
 
@@ -551,3 +550,47 @@ def test_a_part_that_is_0_is_not_drawn_and_missing_error_bars_are_reported(tmp_p
     text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
     assert "The part of decay is 0 at every step, and not drawn." in text
     assert "Missing: error bars of momentum, steps 2–3 – too few folds" in text
+
+
+def test_what_a_step_does_is_in_page_and_terminal_measured_beside_predicted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two steps were measured together, of −.004 ± .002 nats in all; their mean over ten steps is .0001 √10 / 10."""
+    records = Records(tmp_path / "logs")
+    for step in range(1, 11):
+        records.write_metrics(step, {"reward": 0.5})
+        told = {"measured/delta_h": Estimate(-0.004, 2e-4, 8), "measured/steps": Estimate(2.0)}
+        told |= {"measured/delta_length": Estimate(1.0, 0.2, 8), "delta_h/forward": Estimate(-0.003, 1e-4, 8)}
+        records.write_estimates(step, 1, "measured", told)
+    half = 1e3 * T_7 * 1e-4 / math.sqrt(10)
+    assert step_numbers(read_run(tmp_path)) == [
+        ["entropy, 1e-3 nats per token", f"-2.000 ± {half:.3f}", f"-3.000 ± {half:.3f}"],
+        ["length, tokens", "+0.500 ± 0.075", MISSING],
+    ]
+    text = Page(write_report(tmp_path).read_text(encoding="utf-8")).text
+    print_summary(tmp_path)
+    for said in (text, capsys.readouterr().out):
+        assert f"-2.000 ± {half:.3f}" in said
+    assert "What a step does" in text
+
+
+@pytest.mark.parametrize(
+    ("kl", "words"),
+    [(0.0, "every ratio is 1"), (1e-4, "for responses up to 3,500 tokens"), (1e-3, "up to 350 tokens")],
+)
+def test_the_sampler_s_distance_says_how_long_responses_may_be(tmp_path: Path, kl: float, words: str) -> None:
+    """ESS/N ≈ exp(−2 KL T) is one half at KL·T = .35."""
+    records = Records(record_run(tmp_path, [1]) / "logs")
+    told = {"sampler/kl": Estimate(kl, 1e-5, 8), "sampler/mean_ratio": Estimate(0.9, 0.003, 8, "below 1: top-p")}
+    records.write_estimates(1, 1, "sampler", told)
+    text = Page(write_report(tmp_path, pictures=False).read_text(encoding="utf-8")).text
+    assert words in text.split("Sampler and trainer")[-1]
+    assert ("The mean ratio is 0.9000 ± 0.0071, and not 1: top-p." in text) is (kl > 0)
+
+
+@pytest.mark.parametrize(("share", "lost"), [(0.03, ["97% of this step is lost to rounding"]), (0.95, [])])
+def test_a_step_that_rounding_loses_is_said_first_of_all(tmp_path: Path, share: float, lost: list[str]) -> None:
+    records = Records(record_run(tmp_path, [1]) / "logs")
+    records.write_estimates(1, 1, "simple", {"update/surviving_share": Estimate(share)})
+    said = [sentence.partition(":")[0] for sentence in opening(read_run(tmp_path)) if "rounding" in sentence]
+    assert said == lost

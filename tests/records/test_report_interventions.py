@@ -11,8 +11,7 @@ import yaml
 from rl_training.mathematics.estimate import Estimate
 from rl_training.records.jsonl import Records
 from rl_training.records.report import write_report
-from rl_training.records.report.interventions import interventions_of_run
-from rl_training.records.report.plane import Effect, Interventions, plane
+from rl_training.records.report.interventions import Effect, Interventions, interventions_of_run, plane
 from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
 
@@ -140,7 +139,7 @@ def test_the_summary_says_what_interventions_come_to(tmp_path: Path) -> None:
 
 def test_each_interval_in_the_plane_lies_along_its_own_axis(tmp_path: Path) -> None:
     reward, entropy = Estimate(2e-3, 1e-3, 8), Estimate(1e-3, 1e-4, 8)
-    drawn = plane("a", "", "", [Effect("psr", entropy, reward, NONE)])
+    drawn = plane([Effect("psr", entropy, reward, NONE, NONE, NONE, NONE, 1)])
     (cross,) = (one for one in drawn.series if one.label == "psr")
     ends = [*cross.left, *cross.right, *cross.low, *cross.high]
     assert ends == pytest.approx([2 - T_7, 2 + T_7, 1 - 0.1 * T_7, 1 + 0.1 * T_7])

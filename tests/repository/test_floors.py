@@ -48,7 +48,7 @@ LIBRARIES = {
     "interventions": {"torch", "scipy"},
     "probes": {"torch"},
     "records": {
-        "torch", "safetensors", "rich", "altair", "numpy", "jinja2", "markupsafe", "wandb",
+        "torch", "safetensors", "rich", "numpy", "jinja2", "markupsafe", "wandb",
         "wandb_workspaces", "pandas", "scipy", "fsspec", "yaml", "tqdm",
     },
     "evaluation": {"torch", "transformers", "peft", "numpy"},
@@ -133,14 +133,14 @@ def test_a_loops_libraries_are_imported_only_where_that_loop_is_known() -> None:
 
 
 def test_what_any_host_needs_is_imported_without_trl_and_transformers() -> None:
-    """The same for what writes and reads records; altair comes with pages only."""
+    """The same for what writes and reads records; jinja2 comes with pages only."""
     layers = ("mathematics", "engine", "interventions", "probes", "records", "hosts")
     files = [path for layer in layers for path in (PACKAGE / layer).glob("*.py")]
-    assert "altair" in imported_with("rl_training.records.report")
+    assert "jinja2" in imported_with("rl_training.records.report")
     assert "trl" in imported_with("rl_training.job.build")
     for path in files:
         module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-        assert not imported_with(module) & {*LOOPS, "transformers", "peft", "altair"}, module
+        assert not imported_with(module) & {*LOOPS, "transformers", "peft", "jinja2"}, module
 
 
 def private_members_named_in(path: Path) -> set[str]:

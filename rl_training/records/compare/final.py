@@ -29,12 +29,11 @@ share random numbers, makes the interval too wide, if anything.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations, pairwise
-from typing import NamedTuple
 
-import numpy as np
+import pandas as pd
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.noise_scale import noise_scale_interval
@@ -42,7 +41,7 @@ from rl_training.mathematics.reward_entropy import MIN_POINTS, RewardLaw, fit_re
 from rl_training.mathematics.welch import difference, mean_of
 from rl_training.records.compare.groups import Group, Member, common_steps
 from rl_training.records.evaluated import EVALUATIONS, IN_TRAINING, read_step
-from rl_training.records.report.series import Measurements, Run, finite
+from rl_training.records.report.series import Run, finite, last_of
 from rl_training.records.report.summary import MAX_WINDOW
 
 MEASURED, PREDICTED, NOISE_SCALE = "measured ΔH", "predicted ΔH", "noise scale (prompts)"
@@ -79,40 +78,37 @@ def final_figures(group: Group, step: int, since: int = 0) -> dict[str, Estimate
 
     since  where all runs that these are compared with have begun: no mean is over an earlier step
     """
-    first, *others = (figures_of(member.run, step, since) for member in members_at(group, step))
-    found = {}
-    for label in first:
-        if all(label in other for other in others):
-            estimates = [first[label], *(other[label] for other in others)]
-            mean = mean_noise_scale if label == NOISE_SCALE else mean_over_runs
-            found[label] = mean(estimates) if others else first[label]
-    return found
+    runs = [figures_of(member.run, step, since) for member in members_at(group, step)]
+    common = {label: [figures[label] for figures in runs] for label in runs[0] if all(label in own for own in runs)}
+    means = {NOISE_SCALE: mean_noise_scale}
+    return {
+        label: means.get(label, mean_over_runs)(found) if len(found) > 1 else found[0]
+        for label, found in common.items()
+    }
 
 
 def begun(groups: Sequence[Group], step: int) -> int:
     """Returns the step from which on all runs of these groups that have reached `step` are recorded."""
-    return max(int(member.run.metrics[0]["step"]) for group in groups for member in members_at(group, step))
+    return max(member.run.steps[0] for group in groups for member in members_at(group, step))
 
 
 def figures_of(run: Run, step: int, since: int = 0) -> dict[str, Estimate]:
     """Returns one run's figures at `step`: means over the last logged steps, sums of a probe, the last evaluation."""
-    figures = {
-        "reward": _mean_until(run.logged("reward"), step, since),
-        "token entropy": _mean_until(run.token_entropy(), step, since),
-    }
-    measured: dict[str, Measurements] = {
+    rows = {
         MEASURED: run.known("delta_h/cumulative_measured"),
         PREDICTED: run.known("delta_h/cumulative_predicted"),
         NOISE_SCALE: noise_scales(run),
     }
-    for evaluation, metrics in sorted(run.evaluations.items()):
-        shown = FROM_TRAINING if evaluation == IN_TRAINING else metrics
-        measured |= {f"{metric} · {evaluation}": metrics[metric] for metric in sorted(metrics) if metric in shown}
-    for label, by_step in measured.items():
-        last = max((s for s in by_step if s <= step), default=None)
-        if last is not None:
-            figures[label] = by_step[last]
-    return finite(figures)
+    for evaluation in sorted((IN_TRAINING, *run.evaluations)):
+        for metric in sorted(run.names(evaluation)):
+            if evaluation != IN_TRAINING or metric in FROM_TRAINING:
+                rows[f"{metric} · {evaluation}"] = run.measured(metric, evaluation)
+    figures = {
+        "reward": _mean_until(run.logged("reward"), step, since),
+        "token entropy": _mean_until(run.token_entropy(), step, since),
+        **{label: last_of(found[found.index <= step]) for label, found in rows.items()},
+    }
+    return {label: figure for label, figure in figures.items() if figure and math.isfinite(figure.value)}
 
 
 def compare_groups(groups: Sequence[Group]) -> list[Difference]:
@@ -130,7 +126,7 @@ def compare_groups(groups: Sequence[Group]) -> list[Difference]:
     return differences
 
 
-def _mean_until(values: dict[int, float], step: int, since: int) -> Estimate:
+def _mean_until(values: Mapping[int, float], step: int, since: int) -> Estimate:
     """Returns the mean over the last few logged steps up to `step`; its error is their scatter: a trend widens it."""
     known = [value for s, value in values.items() if since <= s <= step]
     return mean_of(known[-min(MAX_WINDOW, max(len(known) // 2, 1)) :])
@@ -143,10 +139,10 @@ def mean_over_runs(estimates: Sequence[Estimate]) -> Estimate:
     return mean_of([estimate.value for estimate in estimates])
 
 
-def noise_scales(run: Run) -> Measurements:
+def noise_scales(run: Run) -> pd.DataFrame:
     """Returns the noise scale by step, in prompts, with Fieller's interval; where |G|² was not lost in noise."""
-    measured = run.with_interval("gns/noise_scale_prompts")
-    return {step: estimate for step, estimate in measured.items() if 0 < estimate.value < math.inf}
+    rows = finite(run.with_interval("gns/noise_scale_prompts"))
+    return rows[rows["value"] > 0]
 
 
 def mean_noise_scale(scales: Sequence[Estimate]) -> Estimate:
@@ -180,7 +176,7 @@ def _measured_since(run: Run, start: int, step: int) -> Estimate:
     """Returns H(step); the 0 ± 0 by which it has changed at `start`, where the weights of both runs are the same."""
     if step <= start:
         return Estimate(0.0, 0.0, 1)
-    return run.measured("entropy/token").get(step, NOT_RECORDED)
+    return run.estimates("entropy/token").get(step, NOT_RECORDED)
 
 
 def _predicted_since(run: Run, start: int, step: int) -> Estimate:
@@ -188,7 +184,7 @@ def _predicted_since(run: Run, start: int, step: int) -> Estimate:
     if step <= start:
         return Estimate(0.0, 0.0, 1)
     sums, forward, backward = (
-        run.measured(f"delta_h/{name}") for name in ("cumulative_predicted", "forward", "backward")
+        run.estimates(f"delta_h/{name}") for name in ("cumulative_predicted", "forward", "backward")
     )
     later = range(start + 1, step + 1)
     if start not in sums or start not in forward or any(s not in sums or s not in backward for s in later):
@@ -200,16 +196,8 @@ def _predicted_since(run: Run, start: int, step: int) -> Estimate:
     total, squares = sum(variances), sum(variance**2 for variance in variances)
     if not squares > 0:
         return Estimate(value, 0.0 if total == 0 else math.nan, 1, sums[step].reason)
-    folds = run.measured("entropy/token")[step].num_samples
+    folds = run.estimates("entropy/token")[step].num_samples
     return Estimate(value, math.sqrt(total), 1 + int((folds - 1) * total**2 / squares + 1e-9))
-
-
-class Point(NamedTuple):
-    """Entropy (nats per token) and mean reward of a policy, at a step."""
-
-    step: int
-    entropy: float
-    reward: float
 
 
 @dataclass(frozen=True)
@@ -218,7 +206,7 @@ class FittedLaw:
 
     group: Group
     source: str
-    points: list[Point]
+    points: pd.DataFrame  # step, entropy (nats per token) and mean reward of a policy
     law: RewardLaw | None
     reason: str  # why there is no law
     first: RewardLaw | None  # the fit to the first half; `miss` says why there is none
@@ -235,52 +223,60 @@ def fit_law(group: Group) -> FittedLaw:
     """Returns the fit to the points of all runs of the group."""
     points, source, most = _evaluated(group) or _trained(group)
     law, reason = _fit(points)
-    steps = sorted({point.step for point in points})
-    early = set(steps[: (len(steps) + 1) // 2])
-    first, why = _fit([point for point in points if point.step in early])
-    late = [point for point in points if point.step not in early]
+    steps = sorted(points["step"].unique())
+    is_early = points["step"].isin(steps[: (len(steps) + 1) // 2])
+    first, why = _fit(points[is_early])
+    late = points[~is_early]
     miss = Estimate.missing(why or "no point lies in the second half of the steps")
-    if first and late:
-        miss = first.mean_miss([p.entropy for p in late], [p.reward for p in late])
+    if first and len(late):
+        miss = first.mean_miss(late["entropy"].tolist(), late["reward"].tolist())
     return FittedLaw(group, source, points, law, reason, first, miss, most)
 
 
-def _fit(points: Sequence[Point]) -> tuple[RewardLaw | None, str]:
+def _fit(points: pd.DataFrame) -> tuple[RewardLaw | None, str]:
     try:
-        return fit_reward_law([p.entropy for p in points], [p.reward for p in points]), ""
+        return fit_reward_law(points["entropy"].tolist(), points["reward"].tolist()), ""
     except ValueError as error:
         return None, str(error)
 
 
-def _evaluated(group: Group) -> tuple[list[Point], str, float] | None:
+def _points(entropy: pd.Series[float], reward: pd.Series[float]) -> pd.DataFrame:
+    """Returns the points at the steps that have both, in the order of `reward`."""
+    return pd.DataFrame({"entropy": entropy.reindex(reward.index), "reward": reward}).dropna().reset_index(names="step")
+
+
+def _evaluated(group: Group) -> tuple[pd.DataFrame, str, float] | None:
     """Returns the checkpoints of the evaluation that has most of them, and the most that is earned there, if enough."""
-    by_evaluation: dict[str, list[Point]] = {}
-    for member in group.members:
-        for name, metrics in sorted(member.run.checkpoint_evaluations.items()):
-            entropies, rewards = (finite(metrics.get(metric, {})) for metric in ("entropy/token", "reward"))
-            points = [Point(s, entropies[s].value, rewards[s].value) for s in sorted(rewards) if s in entropies]
-            by_evaluation.setdefault(name, []).extend(points)
-    name = max(by_evaluation, key=lambda evaluation: len(by_evaluation[evaluation]), default="")
-    if len(by_evaluation.get(name, [])) < MIN_POINTS:
+    by_evaluation: dict[str, list[pd.DataFrame]] = {}
+    for run in (member.run for member in group.members):
+        for name in run.evaluations:
+            levels = [run.known(metric, name)["value"] for metric in ("entropy/token", "reward")]
+            by_evaluation.setdefault(name, []).append(_points(levels[0], levels[1].sort_index()))
+    found = {name: pd.concat(by_evaluation[name]) for name in sorted(by_evaluation)}
+    name = max(found, key=lambda evaluation: len(found[evaluation]), default="")
+    if not name or len(found[name]) < MIN_POINTS:
         return None
     folders = [member.run.folder / EVALUATIONS / name for member in group.members]
-    found = (read_step(folder, point.step) for folder in folders for point in by_evaluation[name])
-    ranges = (content.get("reward_range") for content in found if content)
-    most = next((float(known[1]) for known in ranges if known), math.nan)
-    return by_evaluation[name], f"checkpoints, evaluation “{name}”", most
+    contents = (read_step(folder, step) for folder in folders for step in found[name]["step"])
+    ranges = (content.get("reward_range") for content in contents if content)
+    return (
+        found[name],
+        f"checkpoints, evaluation “{name}”",
+        next((float(known[1]) for known in ranges if known), math.nan),
+    )
 
 
-def _trained(group: Group) -> tuple[list[Point], str, float]:
+def _trained(group: Group) -> tuple[pd.DataFrame, str, float]:
     """Returns means over blocks of logged steps."""
-    points, sizes = [], set()
-    for member in group.members:
-        reward, entropy = member.run.logged("reward"), member.run.token_entropy()
-        steps = [Point(step, entropy[step], reward[step]) for step in reward if step in entropy]
-        size = max(math.ceil(len(steps) / BLOCKS), 1)
+    blocks, sizes = [], set()
+    for run in (member.run for member in group.members):
+        points = _points(*(pd.Series(by_step, dtype=float) for by_step in (run.token_entropy(), run.logged("reward"))))
+        size = max(math.ceil(len(points) / BLOCKS), 1)
         sizes.add(size)
-        for start in range(0, len(steps) - size + 1, size):
-            block = steps[start : start + size]
-            _, mean_entropy, mean_reward = np.mean(block, axis=0)
-            points.append(Point(block[-1].step, float(mean_entropy), float(mean_reward)))
+        means = points.groupby(points.index // size).agg(
+            {"step": ["last", "size"], "entropy": "mean", "reward": "mean"}
+        )
+        means.columns = pd.Index(["step", "size", "entropy", "reward"])
+        blocks.append(means[means["size"] == size])
     averaged = f"{' or '.join(map(str, sorted(sizes)))} step{'s' * (max(sizes) > 1)}"
-    return points, f"training, means over {averaged}", group.members[0].most_reward
+    return pd.concat(blocks), f"training, means over {averaged}", group.members[0].most_reward

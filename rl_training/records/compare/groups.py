@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import string
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import yaml
 
 from rl_training.records.folder import CONFIG_FILE, LOGS_FOLDER, NOT_OF_TRAINING
@@ -39,7 +40,7 @@ class Member:
 
     @property
     def last_step(self) -> int:
-        return int(self.run.metrics[-1]["step"])
+        return self.run.steps[-1]
 
 
 @dataclass(frozen=True)
@@ -93,13 +94,14 @@ def _read_member(path: Path) -> Member:
 
 
 def _settings(folder: Path) -> dict[str, str]:
-    """Returns the settings of a run by their dotted names."""
+    """Returns the settings of a run by their dotted names. An empty mapping has none: it chooses nothing."""
     try:
         config = yaml.safe_load(read_config(folder) or "")
     except yaml.YAMLError as error:
         where = " ".join(str(error).split())
         raise ValueError(f"{folder / CONFIG_FILE} cannot be read ({where}): repair or remove it") from error
-    return dict(_flatten(config if isinstance(config, dict) else {}))
+    rows = pd.json_normalize(config if isinstance(config, dict) else {}).to_dict("records")
+    return {str(name): str(value) for name, value in rows[0].items()} if rows else {}
 
 
 def _branch(settings: Mapping[str, str]) -> tuple[Path, int] | None:
@@ -108,15 +110,6 @@ def _branch(settings: Mapping[str, str]) -> tuple[Path, int] | None:
         return None
     checkpoint = Path(settings["branch"])
     return checkpoint.parents[1], int(checkpoint.name.rpartition("-")[2])
-
-
-def _flatten(node: Any, name: str = "") -> Iterator[tuple[str, str]]:
-    """Yields (dotted name, value as text) of every leaf. An empty mapping has none: it chooses nothing."""
-    if isinstance(node, dict):
-        for key, value in node.items():
-            yield from _flatten(value, f"{name}.{key}" if name else str(key))
-    else:
-        yield name, str(node)
 
 
 def _counts(name: str, settings: Mapping[str, str]) -> bool:

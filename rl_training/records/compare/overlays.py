@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import pandas as pd
@@ -13,9 +13,10 @@ from rl_training.mathematics.estimate import Estimate
 from rl_training.records.compare.final import FittedLaw, mean_noise_scale, mean_over_runs, noise_scales
 from rl_training.records.compare.groups import Group, branching_steps
 from rl_training.records.evaluated import IN_TRAINING, largest_pass_at
-from rl_training.records.report.charts import GREY, TEXT, Axis, Chart, Series, draw
-from rl_training.records.report.curves import running_window
-from rl_training.records.report.series import Measurements, Run, curve, finite
+from rl_training.records.jsonl import METRICS_FILE
+from rl_training.records.report.charts import GREY, TEXT, Chart, Series, draw
+from rl_training.records.report.figures import running_window
+from rl_training.records.report.series import Run, finite, to_estimates, to_rows
 
 # Okabe and Ito's colours, which everyone can tell apart, and then the same in other strokes.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", TEXT, "#56B4E9", "#E69F00")
@@ -26,12 +27,8 @@ EVALUATED = ("reward", "greedy_accuracy", "pass_at_1", "majority", "entropy/toke
 SHARES = ("reward", "greedy_accuracy", "pass_at_", "majority", "truncated", "format")  # a reward mostly is one
 FAR = 1e3
 MARKED = 12  # of fewer values, each is marked: of checkpoints, say
-BAND = (
-    "Bands are 95 % intervals: between seeds where a group has several (thin lines are its runs), else within the run. "
-    "The frame fits the curves and may cut off wide bands. A dotted vertical line marks where runs branch off."
-)
 
-Quantity = Callable[[Run], Measurements]
+Quantity = Callable[[Run], pd.DataFrame]
 Mean = Callable[[Sequence[Estimate]], Estimate]
 
 
@@ -47,8 +44,8 @@ def draw_overlays(groups: Sequence[Group]) -> list[Chart]:
     ]  # fmt: skip
     for evaluation, metric in _evaluated_metrics(groups):
 
-        def evaluated(run: Run, evaluation: str = evaluation, metric: str = metric) -> Measurements:
-            return finite(run.evaluations.get(evaluation, {}).get(metric, {}))
+        def evaluated(run: Run, evaluation: str = evaluation, metric: str = metric) -> pd.DataFrame:
+            return run.known(metric, evaluation)
 
         name, title = f"{evaluation}_{metric}", f"Evaluation “{evaluation}”: {metric}"
         share, floor = metric.startswith(SHARES), 0.1 if metric == "length" else 0.0
@@ -74,101 +71,97 @@ def _overlay(
     share   the frame does not go beyond 0 and 1 where no curve does
     floor   the frame goes beyond the curves by this part of their height at least: a token of 200 is no news
     """
-    having = [group for group in groups if any(quantity(member.run) for member in group.members)]
+    having = [group for group in groups if any(len(quantity(member.run)) for member in group.members)]
     if not having:
         return None
-    framed = [e for group in having for trunk in group.trunks for e in quantity(trunk.run).values()]
+    framed = [quantity(trunk.run) for group in having for trunk in group.trunks]
     series = _trunks(groups, quantity)
     for group in having:
         color, stroke = _look(groups.index(group))
         curves, means = _curves(group, quantity, mean, color, stroke, group.name)
         series += curves
-        framed += means
+        framed.append(means)
         if dotted:
             series += _curves(group, dotted, mean, color, DOTTED, f"{group.name}, predicted")[0]
     missing = [f"{group.name} – no run of it has recorded this" for group in groups if group not in having]
-    y = Axis(label, ends=_frame(framed, share, floor))
-    return draw(name, title, BAND, missing, series, y, rules={"x": branching_steps(groups)})
+    ends, rules = _frame(pd.concat(framed), share, floor), {"x": branching_steps(groups)}
+    return draw("overlay", series, missing, name=name, ends=ends, rules=rules, title=title, label=label)
 
 
 def _trunks(groups: Sequence[Group], quantity: Quantity) -> list[Series]:
     """Returns what runs have branched off from, once, where it is not compared itself."""
     trunks = {(trunk.run.folder, trunk.last_step): trunk for group in groups for trunk in group.trunks}
-    found = [curve(quantity(trunk.run)) for trunk in trunks.values()]
-    return [Series("before they branch off", GREY, drawn.steps, drawn.values) for drawn in found]
+    found = [finite(quantity(trunk.run)) for trunk in trunks.values()]
+    return [Series("before they branch off", GREY, rows.index, rows["value"]) for rows in found]
 
 
 def _curves(
     group: Group, quantity: Quantity, mean_of_runs: Mean, color: str, stroke: tuple[int, ...], label: str
-) -> tuple[list[Series], list[Estimate]]:
+) -> tuple[list[Series], pd.DataFrame]:
     """Returns the group's mean with its band, thin lines of its runs; and the means."""
-    runs = [measured for member in group.members if (measured := quantity(member.run))]
-    pooled = pool(runs, mean_of_runs)
-    mean = curve(pooled)
-    mark = "circle" if len(mean.steps) < MARKED else ""
-    far = FAR * max(map(abs, mean.values), default=0.0)  # the frame cuts an infinite end
-    highs = [min(high, far) for high in mean.highs]
-    series = [Series(label, color, mean.steps, mean.values, mean.lows, highs, mark=mark, dash=stroke)]
-    singles = [curve(measured) for measured in runs] if len(runs) > 1 else []
-    series += [Series(f"{label}: a run", color, one.steps, one.values, faint=0.35) for one in singles]
-    return series, list(pooled.values())
+    runs = [finite(rows) for member in group.members if len(rows := quantity(member.run))]
+    pooled = to_rows(pool([to_estimates(rows) for rows in runs], mean_of_runs))
+    mean = finite(pooled)
+    mark = "circle" if len(mean) < MARKED else ""
+    highs = mean["high"].clip(upper=FAR * mean["value"].abs().max())  # the frame cuts an infinite end
+    series = [Series(label, color, mean.index, mean["value"], mean["low"], highs, mark=mark, dash=stroke)]
+    singles = runs if len(runs) > 1 else []
+    series += [Series(f"{label}: a run", color, one.index, one["value"], faint=0.35) for one in singles]
+    return series, pooled
 
 
-def _frame(means: Sequence[Estimate], share: bool, floor: float) -> tuple[float, float] | None:
+def _frame(means: pd.DataFrame, share: bool, floor: float) -> tuple[float, float] | None:
     """Returns the frame by the means and typical bands: a few wide bands would press all curves into one line.
 
     Differences that are small beside the errors stay small: nothing is magnified to its own noise.
     """
-    if not means or not all(math.isfinite(mean.value) for mean in means):
+    if means.empty or len(finite(means)) < len(means):
         return None
-    values = [mean.value for mean in means]
-    least = floor * statistics.median(map(abs, values))
-    below = max(least, _room(means, [mean.value - mean.ends()[0] for mean in means]))
-    above = max(least, _room(means, [mean.ends()[1] - mean.value for mean in means]))
-    low, high = min(values) - below, max(values) + above
+    values = means["value"]
+    least = floor * values.abs().median()
+    low = values.min() - max(least, _room(means, values - means["low"]))
+    high = values.max() + max(least, _room(means, means["high"] - values))
     if share:
-        return max(low, min(0.0, *values) - MARGIN), min(high, max(1.0, *values) + MARGIN)
+        return max(low, min(0.0, values.min()) - MARGIN), min(high, max(1.0, values.max()) + MARGIN)
     return low, high
 
 
-def _room(means: Sequence[Estimate], reaches: Sequence[float]) -> float:
+def _room(means: pd.DataFrame, reaches: pd.Series[float]) -> float:
     """Returns how much there is to be beyond the curves on one side, by how far their bands reach there."""
-    values = [mean.value for mean in means]
-    span = max(values) - min(values)
-    reach = statistics.median([known for known in reaches if math.isfinite(known)] or [0.0])
-    stderr = statistics.median([mean.stderr for mean in means if math.isfinite(mean.stderr)] or [0.0])
+    span = float(np.ptp(means["value"]))
+    reach, stderr = (
+        statistics.median(known[np.isfinite(known)].tolist() or [0.0]) for known in (reaches, means["stderr"])
+    )
     room = min(max(1.5 * reach, 0.1 * span), span or math.inf)
-    return max(room, min(2 * stderr, reach)) or abs(values[0]) or 1.0
+    return max(room, min(2 * stderr, reach)) or abs(means["value"].iloc[0]) or 1.0
 
 
-def pool(runs: Sequence[Measurements], mean: Mean = mean_over_runs) -> dict[int, Estimate]:
+def pool(runs: Sequence[Mapping[int, Estimate]], mean: Mean = mean_over_runs) -> dict[int, Estimate]:
     """Returns the mean over runs at each step that all of them have, its error between them; of one run, that run."""
     if len(runs) < 2:
         return dict(runs[0]) if runs else {}
-    known = [finite(measured) for measured in runs]
-    return {step: mean([measured[step] for measured in known]) for step in sorted(set.intersection(*map(set, known)))}
+    return {step: mean([run[step] for run in runs]) for step in sorted(set.intersection(*map(set, runs)))}
 
 
-def _reward(run: Run) -> Measurements:
+def _reward(run: Run) -> pd.DataFrame:
     values = pd.Series(run.logged("reward"), dtype=float)
     smooth = values.rolling(running_window(len(values)), center=True, min_periods=1).mean()
-    return _without_errors(zip(smooth.index, smooth, strict=True))
+    known = dict(zip(values.index, smooth, strict=True))
+    return to_rows({step: Estimate(value, reason="a logged number has no error") for step, value in known.items()})
 
 
-def _entropy(run: Run) -> Measurements:
-    return run.measured("entropy/token") or _without_errors(run.logged("entropy").items())
-
-
-def _without_errors(values: Iterable[tuple[int, float]]) -> Measurements:
-    return {step: Estimate(value, reason="a logged number has no error") for step, value in values}
+def _entropy(run: Run) -> pd.DataFrame:
+    rows = run.measured("entropy/token")
+    return rows if len(rows) else run.known("entropy", METRICS_FILE).assign(reason="a logged number has no error")
 
 
 def _evaluated_metrics(groups: Sequence[Group]) -> list[tuple[str, str]]:
     """Returns the (evaluation, metric) that are drawn: those of EVALUATED, and pass@k at the largest k."""
     found: dict[str, set[str]] = {}
-    for member in (member for group in groups for member in group.members):
-        for evaluation, metrics in member.run.evaluations.items():
-            found.setdefault(evaluation, set()).update(name for name in metrics if finite(metrics[name]))
+    for run in (member.run for group in groups for member in group.members):
+        for evaluation in (IN_TRAINING, *run.evaluations):
+            known = (name for name in run.names(evaluation) if len(run.known(name, evaluation)))
+            found.setdefault(evaluation, set()).update(known)
     chosen = []
     for evaluation, names in sorted(found.items()):
         several = dict.fromkeys([*EVALUATED[:3], largest_pass_at(names), *EVALUATED[3:]])
@@ -183,29 +176,22 @@ def draw_law(groups: Sequence[Group], laws: Sequence[FittedLaw]) -> Chart:
     for fitted in drawn:
         assert fitted.law
         (color, stroke), name = _look(groups.index(fitted.group)), fitted.group.name
-        _, entropies, rewards = zip(*fitted.points, strict=True)
-        grid = np.linspace(0, max(entropies), 60).tolist()
-        on_curve = [fitted.law.reward(entropy) for entropy in grid]
-        lows, highs = zip(*(e.ends() for e in on_curve), strict=True)
+        grid = np.linspace(0, fitted.points["entropy"].max(), 60).tolist()
+        on_curve = to_rows(dict(enumerate(map(fitted.law.reward, grid))))
         series += [
-            Series(name, color, grid, [e.value for e in on_curve], lows, highs, dash=stroke),
-            Series(name, color, entropies, rewards, line=False, mark="circle", faint=0.7),
+            Series(name, color, grid, on_curve["value"], on_curve["low"], on_curve["high"], dash=stroke),
+            Series(
+                name, color, fitted.points["entropy"], fitted.points["reward"], line=False, mark="circle", faint=0.7
+            ),
         ]
         if fitted.first:
             early = [fitted.first.reward(entropy).value for entropy in grid]
             series.append(Series(f"{name}, first half", color, grid, early, dash=DOTTED))
     too_high = [law.most for law in drawn if law.leads_too_high]
     if too_high:
-        ends = [0.0, max(point.entropy for law in drawn for point in law.points)]
+        ends = [0.0, max(law.points["entropy"].max() for law in drawn)]
         series.append(Series("the most a response earns", GREY, ends, [max(too_high)] * 2, dash=(5, 3)))
-    caption = (
-        "A policy moves from right to left. Where the curve meets H = 0 there is no entropy left to spend: the reward "
-        "there is the ceiling of this training. Dotted: the same fit to the first half of the steps only. The 95 % "
-        "bands assume that points scatter independently about the curve."
-    )
-    missing = [f"{law.group.name} – {law.reason}" for law in laws if not law.law]
-    title, x, y = "Reward against entropy: R = −a e^H + b", Axis("token entropy (nats)"), Axis("mean reward")
-    return draw("law", title, caption, missing, series, y, x, rules={"x": [0]})
+    return draw("law", series, [f"{law.group.name} – {law.reason}" for law in laws if not law.law])
 
 
 def _look(index: int) -> tuple[str, tuple[int, ...]]:

@@ -25,7 +25,7 @@ from rl_training.records.compare.overlays import draw_law, draw_overlays
 from rl_training.records.folder import COMPARISON_FILE, LOGS_FOLDER
 from rl_training.records.jsonl import METRICS_FILE
 from rl_training.records.report.page import render
-from rl_training.records.report.series import finite
+from rl_training.records.report.series import to_estimates
 from rl_training.records.report.words import in_words
 
 IN_WORDS = ("reward", "token entropy")  # differences that the page opens with
@@ -118,8 +118,8 @@ def _run_rows(group: Group) -> Iterator[tuple[str, ...]]:
 
 def _best_rows(member: Member) -> Iterator[dict[str, Any]]:
     """Yields the checkpoint with the largest mean reward, for each evaluation that has errors."""
-    for evaluation, metrics in sorted(member.run.evaluations.items()):
-        by_step = {s: e for s, e in finite(metrics.get("reward", {})).items() if math.isfinite(e.stderr)}
+    for evaluation in sorted(member.run.evaluations):
+        by_step = to_estimates(member.run.known("reward", evaluation).dropna(subset=["stderr"]))
         if by_step:
             best = max(by_step, key=lambda step: by_step[step].value)
             near = [s for s, e in by_step.items() if s != best and not is_significant(difference(by_step[best], e))]

@@ -17,7 +17,7 @@ from rl_training.records.report.checkpoint_analyses import AnalysesSection, anal
 from rl_training.records.report.figures import draw_figures
 from rl_training.records.report.page import render_page
 from rl_training.records.report.series import read_run
-from rl_training.records.report.summary import summarize
+from rl_training.records.report.summary import step_numbers, summarize
 from rl_training.records.report.vega import pictures as draw_pictures
 
 REPORT_FOLDER = "report"
@@ -44,7 +44,7 @@ def write_report(
 
 
 def print_summary(run_dir: str | Path) -> None:
-    """Prints the table of the run's first and last numbers. Raises as `write_report` does."""
+    """Prints the table of the run's first and last numbers, and what a step does. Raises as `write_report` does."""
     run = read_run(Path(run_dir))
     table = Table(title=Text(run.name, style="bold"), title_justify="left", show_header=False, box=None)
     for row in summarize(run):  # as Text: what a record says is never read as markup
@@ -53,5 +53,10 @@ def print_summary(run_dir: str | Path) -> None:
     page = run.folder / REPORT_FOLDER / PAGE_FILE
     console = Console(highlight=False)
     console.print(table)
+    numbers = Table("a step changes", "measured", "predicted", box=None)
+    for cells in step_numbers(run):
+        numbers.add_row(*cells)
+    if numbers.row_count:
+        console.print(numbers)
     where = f"Report: {page}" if page.is_file() else f"No report yet: write_report puts it at {page}"
     console.print(Text(f" {where}"), soft_wrap=True)  # a path broken into lines cannot be copied

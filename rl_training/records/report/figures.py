@@ -1,228 +1,270 @@
-"""The charts of a run's report: one function each."""
+"""The charts of a run's report."""
 
 from __future__ import annotations
 
-import altair as alt
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 import numpy as np
 import pandas as pd
 
+from rl_training.mathematics.forecast import FEWEST, HORIZONS
 from rl_training.records.evaluated import largest_pass_at
-from rl_training.records.report.charts import BLUE, GREEN, GREY, ORANGE, STEP, TEXT, Axis, Chart, Series, draw
-from rl_training.records.report.curves import OFFSET, dots, line, lines, points, running_window, what_is_missing
-from rl_training.records.report.heatmap import heatmap
-from rl_training.records.report.predictions import draw_calibration, draw_forecast, draw_predictors
-from rl_training.records.report.series import (
+from rl_training.records.jsonl import PROBES_FILE
+from rl_training.records.report.charts import (
+    BLUE,
+    GREEN,
+    NAMED,
+    ORANGE,
+    STEPS,
+    TEXT,
+    Chart,
+    Series,
+    axis,
+    diagonal,
+    draw,
+    filled,
+    framed,
+    heatmap,
+    read_yaml,
+)
+from rl_training.records.report.findings import (
+    MIN_POINTS,
     NO_LATER_BATCH,
-    Measurements,
-    Run,
-    curve,
+    forecast_of,
     held_out_rewards,
+    measured_changes,
     naive_of,
     origins,
+    scaled,
 )
+from rl_training.records.report.series import Run, finite, last_of, what_is_missing
+from rl_training.records.report.words import MILLI, in_words
 
-LOOKS = ((BLUE, "circle", ()), (ORANGE, "triangle", ()), (GREEN, "square", ()), (TEXT, "diamond", ()))
+MAX_MARKERS = 20  # with more points than this a line needs no markers
+MAX_BARS = 80  # with more points than this, error bars would hide them
+OFFSET = 0.14  # of a step: keeps the two error bars of a step apart
 HELD_OUT = ((ORANGE, "square"), (GREEN, "diamond"), (TEXT, "triangle"))
-SHARE = (0.0, 1.0)
 
 
 def draw_figures(run: Run) -> list[Chart]:
     """Returns the charts of this run. Of what cannot be drawn there is only why."""
-    charts = [_reward(run), _entropy(run), *draw_forecast(run), _delta_h(run), *draw_calibration(run)]
-    if run.measured("delta_h/part/momentum"):
+    charts = [_reward(run), _entropy(run), *_forecast(run), _delta_h(run), *_calibration(run)]
+    if len(run.measured("delta_h/part/momentum")):
         charts += [_causes(run), _layers(run)]
-    if run.measured("gns/noise_scale_prompts"):
+    if len(run.measured("gns/noise_scale_prompts")):
         charts.append(_noise_scale(run))
-    if run.measured("covariance/token"):
-        charts.append(draw_predictors(run))
-    if run.measured("ess/advantage"):
-        charts.append(_effective_sample_size(run))
-    return charts + [drawn for name in run.checkpoint_evaluations for drawn in _evaluated(run, name)]
+    if len(run.measured("covariance/token")):
+        charts.append(_predictors(run))
+    if len(run.measured("ess/advantage")):
+        charts.append(_declared("ess", run))
+    for evaluation in run.evaluations:
+        names = run.names(evaluation)
+        for key, is_share in (("solved", True), ("certain", False)):
+            name = f"evaluation_{evaluation}_{'solved' if is_share else 'entropy'}"
+            words: dict[str, Any] = {"evaluation": evaluation, "pass_at": largest_pass_at(names)}
+            charts.append(_declared(key, run, evaluation, is_share, [], name=name, **words))
+    return charts
+
+
+def line(label: str, rows: pd.DataFrame, color: str, mark: str = "circle", dash: Sequence[int] = ()) -> Series:
+    """Returns values as a line with a shaded band, where they have an error."""
+    known = finite(rows)
+    few = mark if len(known) <= MAX_MARKERS else ""
+    return Series(label, color, known.index, known["value"], known["low"], known["high"], mark=few, dash=dash)
+
+
+def points(label: str, rows: pd.DataFrame, color: str, mark: str, offset: float = 0.0) -> list[Series]:
+    """Returns values as points with error bars; of very many points, the running mean."""
+    known = finite(rows)
+    if len(known) > MAX_BARS:
+        return dots(dict(zip(known.index, known["value"], strict=True)), color, mark, "", label)
+    return [Series(label, color, known.index + offset, known["value"], known["low"], known["high"],
+                   line=False, mark=mark, band=False)]  # fmt: skip
+
+
+def dots(values: Mapping[int, float], color: str, mark: str, label: str, mean: str) -> list[Series]:
+    """Returns values as dots and, of many, their running mean, labelled `mean`."""
+    window, steps = running_window(len(values)), list(values)
+    smooth = len(values) >= 2 * window
+    cloud = Series(label or mean, color, steps, [*values.values()], line=False, mark=mark, faint=0.35 if smooth else 1)
+    means = pd.Series(values, dtype=float).rolling(window, center=True).mean().dropna()
+    return [cloud, Series(mean, color, means.index, means)] if smooth else [cloud]
+
+
+def running_window(num_values: int) -> int:
+    """Returns the odd number of values in a running mean: 5, in a long run about a twentieth of it."""
+    return max(5, num_values // 20 // 2 * 2 + 1)
+
+
+def _declared(
+    key: str,
+    run: Run,
+    source: str = PROBES_FILE,
+    is_share: bool = False,
+    missing: Sequence[str] | None = None,
+    further: Sequence[Series] = (),
+    without: Sequence[str] = (),
+    **words: Any,
+) -> Chart:
+    """Returns a chart whose series charts.yaml names: lines with bands, without some, after further series."""
+    looks = {filled(label, words): look for label, look in read_yaml("charts.yaml")[key]["series"].items()}
+    quantities = {label: run.measured(filled(metric, words), source) for label, (metric, *_) in looks.items()}
+    drawn = [
+        line(label, rows, NAMED[looks[label][1]], *looks[label][2:])
+        for label, rows in quantities.items()
+        if label not in without and len(finite(rows))
+    ]
+    missing = what_is_missing(quantities) if missing is None else missing
+    ends = framed(drawn, is_share=True) if is_share and drawn else None
+    return draw(key, [*further, *drawn] if drawn else [], missing, ends=ends, **words)
 
 
 def _reward(run: Run) -> Chart:
-    reward = run.logged("reward")
+    reward, held_out = run.logged("reward"), held_out_rewards(run)
+    if not reward:
+        return draw("reward", [], ["reward – no finite value was logged"])
     window = running_window(len(reward))
-    held_out = {label: curve(rewards) for label, rewards in held_out_rewards(run).items()}
-    missing = [] if reward else ["reward – no finite value was logged"]
-    cloud = dots(list(reward), list(reward.values()), BLUE, "circle", "one step", f"mean of {window} steps")
-    looks = (HELD_OUT[number % len(HELD_OUT)] for number in range(len(held_out)))
-    further = [
-        line(f"held out: {label}", drawn, *look) for (label, drawn), look in zip(held_out.items(), looks, strict=True)
-    ]
-    values = [*reward.values(), *(value for drawn in held_out.values() for value in drawn.values)]
-    room = 0.05 * (max(values) - min(values)) or 0.05 if values else 0.0
-    ends = (min(values) - room, max(values) + room) if values else None  # the band of a few prompts is wide
-    caption = (
-        "Each dot is the mean reward of one step's responses. "
-        f"In longer runs the line is a running mean over {window} logged steps."
-        f"{' Held out: prompts that training never sees.' if held_out else ''}"
-    )
-    y = Axis("mean reward of a step's responses", ends=ends)
-    return draw("reward", "Reward", caption, missing, [*cloud, *further] if reward else [], y)
+    looks = [HELD_OUT[number % len(HELD_OUT)] for number in range(len(held_out))]
+    further = [line(f"held out: {at}", rows, *look) for (at, rows), look in zip(held_out.items(), looks, strict=True)]
+    values = [*reward.values(), *(value for rows in held_out.values() for value in rows["value"])]
+    room = 0.05 * (max(values) - min(values)) or 0.05
+    ends = (min(values) - room, max(values) + room)  # the band of a few prompts is wide
+    series = [*dots(reward, BLUE, "circle", "one step", f"mean of {window} steps"), *further]
+    return draw("reward", series, ends=ends, window=window, held_out=held_out)
 
 
 def _entropy(run: Run) -> Chart:
-    sums: dict[str, Measurements] = {
-        "measured": run.measured("delta_h/cumulative_measured"),
-        "predicted": run.measured("delta_h/cumulative_predicted"),
-    }
+    sums = {kind: run.measured(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")}
     naive = naive_of(run)
+    drawn = [
+        line("measured", sums["measured"], TEXT, "circle"),
+        line("predicted", sums["predicted"], BLUE, "square"),
+        line("naive product (biased)", naive, ORANGE, "triangle", (5, 3)),
+    ]
     missing = what_is_missing({**sums, "naive product": naive}, bands=False) + what_is_missing(sums, values=False)
-    looks = {
-        "measured": (TEXT, "circle", ()), "predicted": (BLUE, "square", ()),
-        "naive product (biased)": (ORANGE, "triangle", (5, 3)),
-    }  # fmt: skip
-    quantities = {**sums, "naive product (biased)": naive}
-    # The 0 of a start says nothing.
-    drawn = {label: curve(measured) for label, measured in quantities.items() if len(curve(measured).steps) > 1}
+    series = [one for one in drawn if len(one.x) > 1]  # the 0 of a start says nothing
     starts = origins(run)
-    at_start = run.known("entropy/token").get(starts[0]) if len(starts) == 1 else None
-    unit = "change of token entropy since the first step (nats per token)"
-    second = _level(at_start.value) if at_start and drawn else None
-    caption = (
-        "Blue (the sum of predictions) should follow the measured curve (token entropy of each step's batch minus the "
-        "first's) within the shaded 95 % intervals (Student-t, at each step). The dashed curve takes entropy gradient "
-        "and update from the same batch: their shared noise makes it drift away. "
-        "The scale on the right is the token entropy itself: at 0 none is left."
-    )
-    series = [line(label, found, *looks[label]) for label, found in drawn.items()]
-    missing = missing or [NO_LATER_BATCH] * (not drawn)
-    title = "Entropy: predicted against measured"
-    return draw("entropy", title, caption, missing, series, Axis(unit), rules={"y": [0]}, second=second)
+    at_start = run.known("entropy/token")["value"].get(starts[0]) if len(starts) == 1 else None
+    second = _level(at_start) if at_start is not None and series else None
+    return draw("entropy", series, missing or [NO_LATER_BATCH] * (not series), second=second)
 
 
-def _level(start: float) -> alt.Chart:
+def _level(start: float) -> dict[str, Any]:
     """Returns the layer whose axis, on the right, adds the entropy of the first batch."""
-    axis = alt.Axis(
-        orient="right", labelExpr=f"format(datum.value + {start:.6g}, '.3~f')", title="token entropy (nats)", grid=False
-    )
-    marks = alt.Chart(alt.NamedData("rows")).transform_filter("isValid(datum.y)").mark_point(opacity=0)
-    return marks.encode(x=Axis(STEP).encoding(alt.X, "x"), y=alt.Y("y:Q", axis=axis))
+    sum_of_both = {
+        "orient": "right", "labelExpr": f"format(datum.value + {start:.6g}, '.3~f')", "title": "token entropy (nats)",
+        "grid": False,
+    }  # fmt: skip
+    y = {"field": "y", "type": "quantitative", "axis": sum_of_both}
+    return {
+        "data": {"name": "rows"},
+        "transform": [{"filter": "isValid(datum.y)"}],
+        "mark": {"type": "point", "opacity": 0},
+        "encoding": {"x": {"field": "x", **axis(STEPS, {})}, "y": y},
+    }
+
+
+def _forecast(run: Run) -> list[Chart]:
+    """Returns the chart of entropy so far and of its ranges 10, 20 and 50 steps ahead; none of few steps."""
+    forecast = forecast_of(run)
+    if forecast is None:
+        return []
+    entropy = {step: value for step, value in run.token_entropy().items() if value > 0}
+    series = dots(entropy, TEXT, "circle", "one step", "running mean")
+    marks = {steps: forecast.ahead(steps) for steps in HORIZONS}
+    named = f"in {', '.join(map(str, HORIZONS))} steps"
+    for label, horizons, is_line in (
+        ("median ahead, 95 % range", range(1, HORIZONS[-1] + 1), True),
+        (named, HORIZONS, False),
+    ):
+        ahead = [forecast.ahead(steps) for steps in horizons]
+        lows, highs = zip(*(there.range for there in ahead), strict=True)
+        steps, medians = [forecast.step + steps for steps in horizons], [there.median for there in ahead]
+        mark = "" if is_line else "circle"
+        series.append(Series(label, BLUE, steps, medians, lows, highs, line=is_line, mark=mark, band=is_line))
+    return [draw("forecast", series, marks=marks, misses=forecast.misses, fewest=FEWEST)]
 
 
 def _delta_h(run: Run) -> Chart:
-    quantities = {"forward": run.measured("delta_h/forward"), "backward": run.measured("delta_h/backward")}
-    forward, backward = (curve(measurements, at_about_step=True) for measurements in quantities.values())
+    quantities = {name: run.measured(f"delta_h/{name}") for name in ("forward", "backward")}
+    forward, backward = (
+        rows.set_index(rows["about_step"].fillna(rows.index.to_series())) for rows in quantities.values()
+    )
+    shown = len(finite(forward)) or len(finite(backward))
     series = [
         *points("forward, from this step's batch", forward, BLUE, "circle", -OFFSET),
         *points("backward, from the next step's batch", backward, GREEN, "square", OFFSET),
-        *points("true, on a separate buffer", curve(run.measured("delta_h/true")), TEXT, "diamond"),
+        *points("true, on a separate buffer", run.measured("delta_h/true"), TEXT, "diamond"),
     ]
-    caption = (
-        "Two estimates of the same update, drawn at the step that makes it, with 95 % intervals (running means in a "
-        "long run): forward from the batch that made it, backward from the first batch sampled after it. The predicted "
-        "curve sums their mean, the trapezoid. Where the two stay apart, do not trust forward alone."
-    )
-    y = Axis("predicted change of token entropy by this step's update (nats per token)")
-    shown = series if forward.steps or backward.steps else []
-    missing = what_is_missing(quantities)
-    return draw("delta_h", "Each update's effect on entropy", caption, missing, shown, y, rules={"y": [0]})
+    return draw("delta_h", series if shown else [], what_is_missing(quantities))
+
+
+def _calibration(run: Run) -> list[Chart]:
+    """Returns the chart of each step's true change of entropy against forward; none where no truth was measured."""
+    both = run.known("delta_h/forward").join(run.known("delta_h/true"), how="inner", lsuffix="_predicted")
+    if both.empty:
+        return []
+    names = {"slope_corrected": "slope, corrected for prediction noise", "coverage": "share within the error bars"}
+    last = {label: last_of(run.known(f"calibration/{name}")) for name, label in names.items()}
+    predicted = (both[f"{name}_predicted"] for name in ("value", "low", "high"))
+    x, left, right = (list(column) for column in predicted)
+    cloud = Series("a step, with 95 % intervals", BLUE, x, both["value"], both["low"], both["high"], left, right,
+                   line=False, mark="circle", band=False)  # fmt: skip
+    parts = [f"{label}: {in_words(found)}" for label, found in last.items() if found]
+    return [draw("calibration", [diagonal([cloud]), cloud], parts=parts)]
 
 
 def _causes(run: Run) -> Chart:
-    looks = {"momentum": (BLUE, "circle", ()), "gradient": (ORANGE, "circle", ()), "decay": (GREEN, "circle", ())}
-    parts = {cause: run.measured(f"delta_h/part/{cause}") for cause in looks}
-    values = {cause: curve(part).values for cause, part in parts.items()}
-    nothing = [cause for cause in parts if values[cause] and not any(values[cause])]
-    drawn = {cause: part for cause, part in parts.items() if cause not in nothing}
-    total = curve(run.measured("delta_h/forward"))
-    caption = (
-        "What moves the entropy in each update: the momentum of earlier gradients, this step's own gradient, weight "
-        "decay. They add up to forward. The 95 % bands ignore how a fold changes the others' updates."
-        + "".join(f" The part of {cause} is 0 at every step, and not drawn." for cause in nothing)
-    )
-    chosen = [looks[cause] for cause in drawn]
-    title, unit = "Causes: momentum, gradient, decay", "part of forward (nats per token)"
-    whole = Series("forward, their sum", TEXT, total.steps, total.values)
-    missing = what_is_missing(parts)
-    return lines("causes", title, caption, unit, drawn, chosen, missing, [whole], zero=True)
+    parts = {cause: run.known(f"delta_h/part/{cause}")["value"] for cause in ("momentum", "gradient", "decay")}
+    nothing = [cause for cause, values in parts.items() if len(values) and not values.any()]
+    total = run.known("delta_h/forward")
+    whole = Series("forward, their sum", TEXT, total.index, total["value"])
+    return _declared("causes", run, further=[whole], without=nothing, nothing=nothing)
 
 
 def _layers(run: Run) -> Chart:
     prefix = "delta_h/layer/"
-    parts = {
-        name.removeprefix(prefix): run.values(name)
-        for name in run.estimates
-        if name.startswith(prefix) and not name.endswith("_sequence")
-    }
+    names = [name for name in run.names() if name.startswith(prefix) and not name.endswith("_sequence")]
+    parts = {name.removeprefix(prefix): run.known(name)["value"] for name in names}
     labels = sorted(parts, key=lambda label: (not label.isdigit(), int(label) if label.isdigit() else 0, label))
-    caption = (
-        "Which layer pushes the entropy up (purple) or down (orange) at each step. The rows add up to forward. "
-        "The colours saturate at the 90 % quantile of the sizes."
-    )
     missing = what_is_missing({"layers": run.measured("delta_h/forward")}, bands=False)
-    title = "Causes: layer by layer"
     table = pd.DataFrame(parts).sort_index().T.reindex(labels)  # a row per layer, a column per step
-    if table.empty:
-        return Chart("layers", title, "", missing)
     # A quantile, not the largest: the first steps of Adam would take the colour from all others.
-    sizes = table.abs().to_numpy()
-    largest = float(np.nanquantile(sizes, 0.9)) or float(np.nanmax(sizes)) or 1.0
-    return heatmap(
-        "layers", title, caption, missing, table, Axis(STEP), "layer", "part of forward (nats per token)", largest
-    )
+    sizes = table.abs().stack()
+    largest = (float(sizes.quantile(0.9)) or float(sizes.max()) or 1.0) if len(sizes) else 1.0
+    return heatmap("layers", table, largest, missing)
 
 
 def _noise_scale(run: Run) -> Chart:
-    scale, ratio = run.measured("gns/noise_scale_prompts"), run.measured("gns/batch_ratio")
-    drawn = curve(run.with_interval("gns/noise_scale_prompts"))
-    batch = {step: scale[step].value * ratio[step].value for step in drawn.steps}
-    caption = (
-        "The batch size, in prompts, at which the gradient's noise equals its signal. Well below it, a larger batch "
-        "gains nearly in proportion to its size; well above it, more prompts are mostly redundant. Where the band "
-        "reaches the top, the noise scale has no known upper bound: the gradient itself may be 0."
-    )
-    missing = what_is_missing({"noise scale": scale}, bands=not any(low == low for low in drawn.lows))
-    if not drawn.steps:
-        return Chart("noise_scale", "Gradient noise scale", "", missing)
-    top = 1.5 * max(*drawn.values[len(drawn.values) // 4 :], *batch.values())
-    highs = [min(high, 2 * top) for high in drawn.highs]
-    label = "noise scale, running average"
-    shown = Series(
-        label, BLUE, drawn.steps, drawn.values, [min(low, 2 * top) for low in drawn.lows], highs, mark="circle"
-    )
-    used = Series("batch in use", TEXT, list(batch), list(batch.values()), dash=(5, 3))
-    y = Axis("prompts", ends=(0.0, top))
-    return draw("noise_scale", "Gradient noise scale", caption, missing, [shown, used], y)
+    rows = run.with_interval("gns/noise_scale_prompts")
+    known = finite(rows)
+    missing = what_is_missing({"noise scale": rows}, bands=bool(known["low"].isna().all()))
+    if known.empty:
+        return draw("noise_scale", [], missing)
+    batch = known["value"] * run.measured("gns/batch_ratio")["value"].reindex(known.index)
+    top = 1.5 * max(known["value"].iloc[len(known) // 4 :].max(), batch.max())
+    low, high = (known[end].clip(upper=2 * top) for end in ("low", "high"))
+    series = [
+        Series("noise scale, running average", BLUE, known.index, known["value"], low, high, mark="circle"),
+        Series("batch in use", TEXT, batch.index, batch, dash=(5, 3)),
+    ]
+    return draw("noise_scale", series, missing, ends=(0.0, top))
 
 
-def _effective_sample_size(run: Run) -> Chart:
-    names = {"advantage": "weights |A|", "token_weight": "weights |A|·T", "importance": "importance ratios"}
-    sizes = {label: run.measured(f"ess/{name}") for name, label in names.items()}
-    caption = (
-        "The number of equally weighted sequences that each step's weights amount to (Kish). Prompts whose responses "
-        "all have the same reward have zero weight."
-    )
-    looks = ((BLUE, "circle", ()), (GREEN, "square", ()), (GREY, "diamond", (5, 3)))
-    title, unit = "Effective sample size", "effective number of sequences"
-    return lines("ess", title, caption, unit, sizes, looks, what_is_missing(sizes), zero=True)
-
-
-def _evaluated(run: Run, name: str) -> list[Chart]:
-    """Returns the charts of an evaluation of checkpoints: what is solved; entropy and distance."""
-    measured = run.evaluations[name]
-    pass_at = largest_pass_at(measured)
-    solved = {
-        "reward": "reward",
-        "greedy_accuracy": "greedy",
-        pass_at: pass_at.replace("_at_", "@"),
-        "majority": "majority",
-    }
-    certain = {"entropy/token": "entropy", "kl/token": "KL to the first model"}
-    shares, nats = (
-        {label: measured.get(metric, {}) for metric, label in labels.items()} for labels in (solved, certain)
-    )
-    caption = (
-        "At each checkpoint: mean reward of the sampled responses; share of prompts solved by the greedy response, by "
-        "at least one sampled response, and by the most frequent answer. Shaded: 95 % intervals over prompts."
-    )
-    title = f"Evaluation {name}: what is solved"
-    file, unit = f"evaluation_{name}_solved", "share of prompts; reward"
-    first = lines(file, title, caption, unit, shares, LOOKS, ends=SHARE)
-    caption = (
-        "Exact next-token entropies and divergences, averaged over the tokens of the sampled responses; shaded: 95 % "
-        "intervals over prompts."
-    )
-    file, title = f"evaluation_{name}_entropy", f"Evaluation {name}: entropy and distance"
-    return [first, lines(file, title, caption, "nats per token", nats, LOOKS)]
+def _predictors(run: Run) -> Chart:
+    """Returns the chart of delta_h/forward and −Cov(log π, A) of each step against the measured change."""
+    truth, source = measured_changes(run)
+    looks = {"forward": ("delta_h/forward", BLUE, "circle"),
+             "−Cov(log π, A), scaled": ("covariance/token", ORANGE, "triangle")}  # fmt: skip
+    clouds = []
+    for label, (metric, color, mark) in looks.items():
+        values = run.known(metric)["value"].sort_index()
+        values = values[values.index.isin([*truth])]
+        if len(values) >= MIN_POINTS:
+            x, y = np.array([truth[step] for step in values.index]), values.to_numpy()
+            y = scaled(y, x) if "scaled" in label else y
+            words = f"{label}: r = {np.corrcoef(x, y)[0, 1]:.2f}"
+            clouds.append(Series(words, color, MILLI * x, MILLI * y, line=False, mark=mark, faint=0.7))
+    missing = [] if clouds else [f"fewer than {MIN_POINTS} steps have a prediction and a measured change"]
+    return draw("predictors", [diagonal(clouds, "y = x"), *clouds] if clouds else [], missing, source=source)

@@ -8,27 +8,24 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import is_significant
 from rl_training.records.checkpoints import checkpoints_of
-from rl_training.records.report.plane import Effect, Interventions, certain_order, in_order_of_price, plane
-from rl_training.records.report.series import Run, present_rate
-from rl_training.records.report.words import MISSING, in_words, milli
+from rl_training.records.report.charts import BLUE, GREY, TEXT, Chart, Series, draw, framed
+from rl_training.records.report.findings import present_rate
+from rl_training.records.report.series import Run, last_of
+from rl_training.records.report.words import MILLI, MISSING, in_words, milli
 
 NAMES = re.compile(r"^intervention/(.+)/mean_delta_h$")
-CAPTION = (
-    "How each intervention would change the step, relative to the step as it is (the square): left gives up reward, "
-    "up keeps entropy. All points on a dotted line have the same price; flatter lines are dearer. Running means over "
-    "the measured steps, 95 % intervals, for one step; an intervention kept for many steps does more, see the table."
-)
 HEADINGS = ["intervention", "entropy, one step", "entropy, last step alone", "entropy, when kept", "reward, one step",
             "price", "halves the fall, when kept", "note"]  # fmt: skip
 NO_FALL = "entropy does not fall significantly now"
 NOTHING_TO_HALVE = " Entropy does not fall significantly now: there is nothing to halve."
 MOST = 4  # that are tried
+PRICES = (1.0, 3.0, 10.0)  # of the lines, in points of reward per thousandth of a nat
 ONE_STEP = (
     "All of this is predicted from single steps, and extrapolated linearly for “when kept”. Ten real steps agreed "
     "with the order in part, and not with the sizes; an effect that grows with distance (KL) is missed. "
@@ -37,9 +34,13 @@ ONE_STEP = (
 
 
 @dataclass(frozen=True)
-class _Measured(Effect):
-    """An intervention at the last step at which it was measured: the probe's running means."""
+class Effect:
+    """What an intervention changes, compared with the step as it is: the probe's running means at its last step."""
 
+    name: str
+    delta_h: Estimate  # nats per token
+    delta_reward: Estimate
+    price: Estimate
     at_last_step: Estimate  # its change of entropy at that step alone
     kept: Estimate  # its change of entropy when it is kept
     halves_at: Estimate  # when it is kept
@@ -51,6 +52,15 @@ class _Measured(Effect):
         return self.name.partition(":")[0]
 
     @property
+    def keeps(self) -> bool:
+        """Whether it keeps entropy significantly."""
+        return is_significant(self.delta_h) and self.delta_h.value > 0
+
+    @property
+    def spends(self) -> bool:
+        return is_significant(self.delta_h) and self.delta_h.value < 0
+
+    @property
     def halves(self) -> bool:
         return math.isfinite(self.halves_at.value)
 
@@ -58,15 +68,30 @@ class _Measured(Effect):
     def at_price(self) -> str:
         return f" (price {in_words(self.price)})" if math.isfinite(self.price.value) else ""
 
+    @property
+    def strength(self) -> str:
+        """The strength with which it halves the fall."""
+        return f"{self.halves_at.value:.2g}"
+
+
+@dataclass(frozen=True)
+class Interventions:
+    """What a page says of the interventions of a run."""
+
+    sentences: list[str]
+    rows: list[list[str]]
+    chart: Chart
+    lines: Sequence[str] = ()  # commands that try what is said
+    headings: Sequence[str] = tuple(HEADINGS)
+
 
 def interventions_of_run(run: Run) -> Interventions | None:
     """Returns what is said of the interventions that were measured; None where none was."""
     found = _measured(run)
-    if not found:
-        return None
-    drawn = plane("interventions", "What would change entropy, and at what price", CAPTION, found)
-    rows = [_row(effect) for effect in found]
-    return Interventions(_sentences(run, found), HEADINGS, rows, drawn, _lines(run))
+    chosen = preferred(run) if found and checkpoints_of(run.folder) else []
+    words = ["rl-training", "try", str(run.folder), f"interventions=[{','.join(chosen)}]"]
+    lines = [shlex.join(words)] if chosen else []
+    return Interventions(_sentences(run, found), [*map(_row, found)], plane(found), lines) if found else None
 
 
 def verdict_of_run(run: Run) -> tuple[str, str]:
@@ -74,7 +99,8 @@ def verdict_of_run(run: Run) -> tuple[str, str]:
     found = _measured(run)
     halving, keeping = _halving(found), in_order_of_price([effect for effect in found if effect.keeps])
     if halving:
-        return _strengths(halving), "would halve the fall of entropy when kept, in order of price"
+        strengths = ", ".join(f"{effect.bare_name} {effect.strength}" for effect in halving)
+        return strengths, "would halve the fall of entropy when kept, in order of price"
     if not is_falling(run) and found:
         return "none needed", NO_FALL
     if keeping:
@@ -82,60 +108,45 @@ def verdict_of_run(run: Run) -> tuple[str, str]:
     return ("none", "no measured intervention keeps entropy significantly") if found else ("", "")
 
 
-def _measured(run: Run) -> list[_Measured]:
-    names = [match.group(1) for match in map(NAMES.match, run.estimates) if match]
-    falls = is_falling(run)
-    return [_at_last_step(run, name, falls) for name in names]
-
-
-def _at_last_step(run: Run, name: str, falls: bool) -> _Measured:
-    def last(quantity: str) -> Estimate:
-        by_step = run.measured(f"intervention/{name}/{quantity}")
-        return by_step[max(by_step)] if by_step else Estimate.missing("it was not recorded")
-
-    halves_at = last("kept_halves_at")
-    if math.isfinite(halves_at.value) and not falls:
-        halves_at = Estimate.missing(NO_FALL)
-    return _Measured(
-        name,
-        last("mean_delta_h"),
-        last("mean_delta_reward"),
-        last("mean_price"),
-        at_last_step=last("delta_h"),
-        kept=last("mean_delta_h_kept"),
-        halves_at=halves_at,
-        steps=run.measured_steps(f"intervention/{name}/mean_delta_h"),
-    )
+def _measured(run: Run) -> list[Effect]:
+    """Returns the interventions at the last step at which they were measured."""
+    effects, falls = [], is_falling(run)
+    quantities = ("mean_delta_h", "mean_delta_reward", "mean_price", "delta_h", "mean_delta_h_kept", "kept_halves_at")
+    for name in (match.group(1) for match in map(NAMES.match, run.names()) if match):
+        delta_h, delta_reward, price, last, kept, halves_at = (
+            last_of(run.measured(f"intervention/{name}/{quantity}")) or Estimate.missing("it was not recorded")
+            for quantity in quantities
+        )
+        if math.isfinite(halves_at.value) and not falls:
+            halves_at = Estimate.missing(NO_FALL)
+        steps = run.measured_steps(f"intervention/{name}/mean_delta_h")
+        effects.append(Effect(name, delta_h, delta_reward, price, last, kept, halves_at, steps))
+    return effects
 
 
 def is_falling(run: Run) -> bool:
     """Returns whether entropy falls significantly now, by `forward`; where that was not measured, by the mean step."""
-    fall = present_rate(run) or _last(run, "plain_mean_delta_h")
+    fall = present_rate(run) or last_of(run.known("intervention/plain_mean_delta_h"))
     return fall is not None and is_significant(fall) and fall.value < 0
 
 
-def _last(run: Run, quantity: str) -> Estimate | None:
-    return next(reversed(run.known(f"intervention/{quantity}").values()), None)
+def in_order_of_price(effects: Sequence[Effect]) -> list[Effect]:
+    """Returns the effects, the cheapest first, those without a price last."""
+    return sorted(effects, key=lambda effect: effect.price.value if math.isfinite(effect.price.value) else math.inf)
 
 
-def _halving(found: Sequence[_Measured]) -> list[_Measured]:
+def _halving(found: Sequence[Effect]) -> list[Effect]:
     """Returns those that halve the fall, in order of price; of several strengths of one, the first."""
-    by_name: dict[str, _Measured] = {}
-    for effect in in_order_of_price([effect for effect in found if effect.halves]):
-        by_name.setdefault(effect.bare_name, effect)
-    return list(by_name.values())
+    ordered = in_order_of_price([effect for effect in found if effect.halves])
+    return list({effect.bare_name: effect for effect in reversed(ordered)}.values())[::-1]
 
 
-def _strengths(halving: Sequence[_Measured]) -> str:
-    return ", ".join(f"{effect.bare_name} {effect.halves_at.value:.2g}" for effect in halving)
-
-
-def _sentences(run: Run, found: Sequence[_Measured]) -> list[str]:
+def _sentences(run: Run, found: Sequence[Effect]) -> list[str]:
     halving, ordered = _halving(found), in_order_of_price(found)
     keeping, spending = [effect for effect in ordered if effect.keeps], [effect for effect in ordered if effect.spends]
     sentences = [_fall(run)]
     if halving:
-        listed = "; ".join(f"{_strengths([effect])}{effect.at_price}" for effect in halving)
+        listed = "; ".join(f"{effect.bare_name} {effect.strength}{effect.at_price}" for effect in halving)
         how_certain = certain_order({effect.bare_name: effect.price for effect in halving})
         sentences.append(f"What would halve the fall when it is kept, in order of price: {listed}.{how_certain}")
     for words, effects in (
@@ -148,27 +159,44 @@ def _sentences(run: Run, found: Sequence[_Measured]) -> list[str]:
             sentences.append(f"{words}, in thousandths of a nat: {listed}.{how_certain}")
     unclear = [effect for effect in found if effect.delta_h.half_width() > 0 and not is_significant(effect.delta_h)]
     if unclear:
-        listed = "; ".join(_needed(run, effect) for effect in unclear)
-        sentences.append(f"No significant effect on entropy: {listed}.")
+        sentences.append(f"No significant effect on entropy: {'; '.join(_needed(run, effect) for effect in unclear)}.")
     return [*sentences, ONE_STEP]
+
+
+def certain_order(prices: Mapping[str, Estimate]) -> str:
+    """Returns the sentence that says how certain the order of these prices is; "" of fewer than two known ones.
+
+    Two whose 95 % intervals do not overlap differ. What they share of the noise makes that a cautious answer.
+    """
+    ends = {name: price.ends() for name, price in prices.items() if math.isfinite(price.value)}
+    if len(ends) < 2:
+        return ""
+    dearer = {name: [other for other in ends if ends[other][0] > ends[name][1]] for name in ends}
+    pairs = "; ".join(f"{name} costs less than {', '.join(others)}" for name, others in dearer.items() if others)
+    if not pairs:
+        return " The intervals of these prices all overlap: their order is not certain."
+    is_whole = 2 * sum(map(len, dearer.values())) == len(ends) * (len(ends) - 1)
+    rest = "" if is_whole else " The rest of their order is not certain."
+    return f" Prices whose intervals do not overlap: {pairs}.{rest}"
 
 
 def _fall(run: Run) -> str:
     """Returns what a step does: the mean over measured steps, and the last of them, which may have slowed down."""
-    fall, gain = _last(run, "plain_mean_delta_h"), _last(run, "plain_mean_delta_reward")
-    if fall is None:
+    fall, gain, latest = (
+        run.known(f"intervention/plain_{name}").tail(1) for name in ("mean_delta_h", "mean_delta_reward", "delta_h")
+    )
+    if fall.empty:
         return "How fast entropy falls is not known here."
-    changes = f"{milli(fall)} thousandths of a nat of entropy"
-    changes += f" and {milli(gain)} thousandths of reward" if gain is not None else ""
-    latest = run.known("intervention/plain_delta_h")
-    if latest:
-        changes += (
-            f", the mean over the measured steps; step {max(latest)}, the last of them, {milli(latest[max(latest)])}"
-        )
+    changes = f"{milli(last_of(fall))} thousandths of a nat of entropy"
+    if len(gain):
+        changes += f" and {milli(last_of(gain))} thousandths of reward"
+    if len(latest):
+        at = latest.index[0]
+        changes += f", the mean over the measured steps; step {at}, the last of them, {milli(last_of(latest))}"
     return f"A step changes {changes}.{'' if is_falling(run) else NOTHING_TO_HALVE}"
 
 
-def _needed(run: Run, effect: _Measured) -> str:
+def _needed(run: Run, effect: Effect) -> str:
     """Returns the name, and how many more measured steps would make its present value significant."""
     settings = run.probe("interventions")
     decay = settings.get("decay", 0.9) ** settings.get("every", 1)  # from a measured step to the next
@@ -186,23 +214,41 @@ def preferred(run: Run) -> list[str]:
     return list(dict.fromkeys(_setting(run, effect) for effect in ordered))[:MOST] if is_falling(run) else []
 
 
-def _lines(run: Run) -> list[str]:
-    """Returns the command that tries what is preferred; none where entropy does not fall now."""
-    chosen = preferred(run) if checkpoints_of(run.folder) else []
-    words = ["rl-training", "try", str(run.folder), f"interventions=[{','.join(chosen)}]"]
-    return [shlex.join(words)] if chosen else []
-
-
-def _setting(run: Run, effect: _Measured) -> str:
+def _setting(run: Run, effect: Effect) -> str:
     """Returns what `intervention` must be: the strength that halves the fall, else its own; with its file or module."""
     names = map(str, run.probe("interventions").get("which") or [])
     text = next((name for name in names if name.endswith(f":{effect.name}")), effect.name)
     if effect.halves:
-        return f"{text.removesuffix(effect.name)}{_strengths([effect]).replace(' ', ':')}"
+        return f"{text.removesuffix(effect.name)}{effect.bare_name}:{effect.strength}"
     return text
 
 
-def _row(effect: _Measured) -> list[str]:
-    halves = f"{effect.halves_at.value:.2g}" if effect.halves else f"{MISSING} {effect.halves_at.reason}"
+def _row(effect: Effect) -> list[str]:
+    halves = effect.strength if effect.halves else f"{MISSING} {effect.halves_at.reason}"
     changes = map(milli, (effect.delta_h, effect.at_last_step, effect.kept, effect.delta_reward))
     return [effect.name, *changes, in_words(effect.price), halves, effect.delta_h.reason]
+
+
+def plane(effects: Sequence[Effect]) -> Chart:
+    """Returns the chart: each intervention is a cross of two bars, with its name; the step as it is lies at 0, 0.
+
+    Unknown and exactly zero changes are not drawn.
+    """
+    crosses = []
+    for effect in sorted(effects, key=lambda effect: -effect.delta_h.value):
+        both = (effect.delta_reward, effect.delta_h)
+        if all(math.isfinite(change.value) for change in both) and any(change.value for change in both):
+            (x, left, right), (y, low, high) = (
+                [[MILLI * number] for number in (change.value, *change.ends())] for change in both
+            )
+            crosses.append(Series(effect.name, BLUE, x, y, low, high, left, right, line=False, mark="circle",
+                                  band=False, text=effect.name))  # fmt: skip
+    if not crosses:
+        return draw("interventions", [], ["no intervention has a known effect"])
+    reach = [number for cross in crosses for number in (*cross.left, *cross.right, *cross.x)]
+    far = max(abs(number) for number in reach if math.isfinite(number))
+    prices = [
+        Series(f"price {price:g}", GREY, [-far, far], [far / price, -far / price], dash=(2, 3)) for price in PRICES
+    ]
+    plain = Series("the step as it is", TEXT, [0.0], [0.0], line=False, mark="square")
+    return draw("interventions", [*prices, *crosses, plain], ends=framed([*crosses, plain]))

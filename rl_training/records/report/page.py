@@ -1,37 +1,29 @@
-"""The report's page: one HTML file that fetches nothing. What draws its charts is in it, and everything is escaped."""
+"""Pages: one HTML file each that fetches nothing. What draws its charts is in it, and everything is escaped."""
 
 from __future__ import annotations
 
 import base64
 import json
-import math
 import re
-from collections import namedtuple
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from hashlib import sha256
 from typing import Any
 
-import pandas as pd
 from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from rl_training.mathematics.welch import is_significant
-from rl_training.records.folder import LOGS_FOLDER
-from rl_training.records.jsonl import iterate_rollouts
 from rl_training.records.report.charts import Chart
 from rl_training.records.report.charts import config as charts_config
+from rl_training.records.report.findings import gaps, probe_costs, samples_over_time, token_classes
 from rl_training.records.report.interventions import interventions_of_run
-from rl_training.records.report.series import Run
-from rl_training.records.report.summary import Row, opening
+from rl_training.records.report.series import Run, to_estimates
+from rl_training.records.report.summary import Row, opening, sampler_sentences, step_numbers
 from rl_training.records.report.vega import javascript
-from rl_training.records.report.words import in_words, milli
+from rl_training.records.report.words import in_words
 from rl_training.version import VERSION
 
 CONTENTS, SCRIPTS = Markup("<!-- contents -->"), Markup("<!-- scripts -->")  # filled in when the rest is there
-TOKEN_CLASS = re.compile(r"^tokens/([^/]+)/([^/]+)/mean_delta_h$")
-KINDS = {"entropy": "entropy at the token", "position": "place in its response"}
-STEPS = 5  # of which sequences are shown, from the first recorded one to the last
-OF_A_STEP = 3  # sequences shown, of different prompts
 HEADING = re.compile(r"<(h2|summary)>(.*?)</")
 OF_THE_BATCH = ("noise_scale", "ess")  # charts that come after interventions
 STROKES = {"circle": "●", "square": "■", "triangle": "▲", "triangle-down": "▼", "diamond": "◆", "": "—"}
@@ -90,66 +82,23 @@ def render_page(
         opening=[*opening(run), *(verdict for section in analyses for verdict in section.verdicts[-1:])],
         provenance=run.settings.get("provenance") or {},
         interventions=interventions_of_run(run),
+        step_numbers=step_numbers(run),
+        sampler=sampler_sentences(run),
         token_classes=token_classes(run),
         rows=rows,
         charts=charts,
         of_the_batch=OF_THE_BATCH,
         reload=reload,
         analyses=analyses,
+        evaluations={name: _evaluated(run, name) for name in run.evaluations},
         gaps=gaps(run),
         costs=probe_costs(run),
         samples=samples_over_time(run),
     )
 
 
-def token_classes(run: Run) -> tuple[list[list[str]], int]:
-    """Returns a row for each class that has tokens, with the last running means; and how many steps these are of."""
-    rows, steps = [], 0
-    for kind, name in (match.groups() for match in map(TOKEN_CLASS.match, run.estimates) if match):
-        metric = f"tokens/{kind}/{name}"
-        changes, shares = run.known(f"{metric}/mean_delta_h"), run.measured(f"{metric}/share_of_tokens")
-        last = max(changes, default=0)
-        share = shares[last].value if changes else 0.0
-        if share > 0:
-            steps = run.measured_steps(f"{metric}/mean_delta_h")
-            rows.append([KINDS.get(kind, f"its {kind}"), name.replace("_", " "), f"{share:.1%}", milli(changes[last])])
-    return rows, steps
-
-
-def samples_over_time(run: Run) -> list[Mapping[str, Any]]:
-    """Returns the first responses to the first prompts of a few recorded steps; none where none were recorded."""
-    found: dict[int, dict[int, Mapping[str, Any]]] = {}
-    for row in iterate_rollouts(run.folder / LOGS_FOLDER):
-        rows = found.setdefault(int(row["step"]), {})
-        if len(rows) < OF_A_STEP:
-            rows.setdefault(int(row["prompt_index"]), row)
-    steps = sorted(found)
-    if len(steps) > STEPS:
-        steps = [steps[round(i * (len(steps) - 1) / (STEPS - 1))] for i in range(STEPS)]
-    return [row for step in steps for row in found[step].values()]
-
-
-# Why estimates, or only their error bars ("value" or "error bar"), are missing: one per reason.
-Gap = namedtuple("Gap", ["reason", "what", "names", "first_step", "num_steps"])
-
-
-def gaps(run: Run) -> list[Gap]:
-    """Returns the reasons of whatever is nan in probes.jsonl, each once, in the order of their first steps."""
-    rows = [
-        (e.reason, "value" if math.isnan(e.value) else "error bar", name, step)
-        for name, measurements in run.estimates.items()
-        for step, e in measurements.items()
-        if e.reason and not math.isfinite(e.value + e.stderr)  # else it is a remark
-    ]
-    found = pd.DataFrame(rows, columns=["reason", "what", "name", "step"]).groupby(["reason", "what"], sort=False)
-    listed = [
-        Gap(str(reason), str(what), list(rows["name"].unique()), int(rows["step"].min()), rows["step"].nunique())
-        for (reason, what), rows in found
-    ]
-    return sorted(listed, key=lambda gap: gap.first_step)
-
-
-def probe_costs(run: Run) -> list[tuple[str, float, float, int]]:
-    """Returns (name, mean, largest, number) of each `probe_cost/` metric at the steps that were measured."""
-    costs = pd.DataFrame(run.metrics).filter(regex="^probe_cost/").apply(pd.to_numeric, errors="coerce")
-    return [(str(name), cost.mean(), cost.max(), int(cost.count())) for name, cost in costs.items() if cost.count()]
+def _evaluated(run: Run, name: str) -> tuple[list[int], dict[str, list[str]]]:
+    """Returns the steps of an evaluation, and each metric there in words."""
+    metrics = {metric: to_estimates(run.measured(metric, name)) for metric in run.names(name)}
+    steps = sorted({step for by_step in metrics.values() for step in by_step})
+    return steps, {metric: [in_words(by_step.get(step)) for step in steps] for metric, by_step in metrics.items()}

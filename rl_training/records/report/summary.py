@@ -1,4 +1,4 @@
-"""What a report says of a run in words: how it opens, the lines of its summary, and how an estimate is written."""
+"""What a report says of a run in words: how it opens, the lines of its summary, and what a step does."""
 
 from __future__ import annotations
 
@@ -7,24 +7,37 @@ import statistics
 from collections.abc import Mapping
 from typing import NamedTuple
 
+import pandas as pd
+
 from rl_training.mathematics.estimate import Estimate
 from rl_training.mathematics.welch import difference, is_significant
-from rl_training.records.report.interventions import verdict_of_run
-from rl_training.records.report.predictions import AHEAD, alerts
-from rl_training.records.report.series import (
+from rl_training.records.report.findings import (
     NO_LATER_BATCH,
-    NO_PROBE,
-    Run,
-    finite,
+    alerts,
     goes_on,
     held_out_rewards,
+    mean_of_last,
+    measured_by_one_step,
     naive_of,
     origins,
     present_rate,
 )
-from rl_training.records.report.words import MISSING, in_words
+from rl_training.records.report.interventions import verdict_of_run
+from rl_training.records.report.series import NO_PROBE, Run, finite, last_of, to_estimates
+from rl_training.records.report.words import MILLI, MISSING, in_words, times_in_words
 
 MAX_WINDOW = 5  # logged steps averaged at either end of a run: one batch alone is too noisy to compare
+AHEAD = 20  # steps of the alert: what can be told best
+REACH = 0.35  # KL per token times tokens at which importance weights leave half of the sequences: ESS/N ≈ exp(−2 KL T)
+SURVIVING = 0.9  # share of a step: with less, what is lost to rounding is said
+STEP_NUMBERS: dict[
+    str, tuple[float, tuple[str, str]]
+] = {  # what a step does: how it is shown, as it was measured, as it was predicted
+    "entropy, 1e-3 nats per token": (MILLI, ("measured/delta_h", "delta_h/forward")),
+    "reward, 1e-3": (MILLI, ("measured/delta_reward", "delta_reward/forward")),
+    "length, tokens": (1.0, ("measured/delta_length", "delta_length/forward")),
+    "KL to the step before, 1e-3 nats per token": (MILLI, ("measured/kl", "kl/forward")),
+}
 
 
 class Row(NamedTuple):
@@ -36,8 +49,9 @@ class Row(NamedTuple):
 
 
 def opening(run: Run) -> list[str]:
-    """Returns up to four sentences: does it learn, is entropy collapsing, how fast, are the predictions right here."""
-    return [sentence for sentence in (_no_signal(run), _level(run), _rate(run), _trust(run)) if sentence]
+    """Returns the sentences that open: does it learn, is entropy collapsing, how fast, are the predictions right."""
+    sentences = (_no_signal(run), _level(run), _rate(run), _trust(run), _rounding(run))
+    return [sentence for sentence in sentences if sentence]
 
 
 def _no_signal(run: Run) -> str:
@@ -76,24 +90,71 @@ def _rate(run: Run) -> str:
 
 def _trust(run: Run) -> str:
     measured, predicted = (run.known(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted"))
-    steps = [step for step in measured if step in predicted]
-    if not steps or predicted[steps[-1]].stderr == 0:
+    both = measured.index.intersection(predicted.index, sort=False)[-1:]
+    truth, total = last_of(measured.loc[both]), last_of(predicted.loc[both])
+    if truth is None or total is None or total.stderr == 0:
         return ""
-    truth, sum_of_predictions = measured[steps[-1]], predicted[steps[-1]]
-    apart = difference(sum_of_predictions, truth)
+    apart = difference(total, truth)
     if math.isnan(apart.stderr):
         return "Whether the predictions can be trusted is unknown: predictions or measurements have no error bar."
-    total = in_words(sum_of_predictions, signed=True)
-    figures = f"they add up to {total} nats, and {in_words(truth, signed=True)} was measured"
+    figures = f"they add up to {in_words(total, signed=True)} nats, and {in_words(truth, signed=True)} was measured"
     if is_significant(apart):
         return f"Do not trust the predictions here: {figures}, which is further apart than their errors allow."
     return f"The predictions hold so far: {figures}."
 
 
+def _rounding(run: Run) -> str:
+    """Returns what of a step is lost where weights have few digits; "" where next to nothing is."""
+    share = run.known("update/surviving_share")["value"].tail(1)
+    if share.empty or share.iloc[0] >= SURVIVING:
+        return ""
+    return f"{1 - share.iloc[0]:.0%} of this step is lost to rounding: keep fp32 weights, or raise the learning rate."
+
+
+def step_numbers(run: Run) -> list[list[str]]:
+    """Returns a row for each of STEP_NUMBERS, measured and predicted; none where there is only one."""
+    rows = []
+    for label, (times, metrics) in STEP_NUMBERS.items():
+        measured, predicted = metrics
+        found = [mean_of_last(measured_by_one_step(run, measured)), mean_of_last(run.known(predicted))]
+        if any(found):
+            rows.append([label, *(times_in_words(rate, times) for rate in found)])
+    return rows if len(rows) > 1 else []
+
+
+def sampler_sentences(run: Run) -> list[str]:
+    """Returns how far the policy that generated is from the one that is trained; nothing where that is not recorded."""
+    names = ("kl", "ess", "ratio_outside", "mean_ratio", "reward_gap", "corrected_share", "numerics_kl")
+    kl, ess, outside, mean, gap, corrected, numerics = (last_of(run.known(f"sampler/{name}")) for name in names)
+    if kl is None:
+        return []
+    if kl.value == 0:
+        return ["The responses are sampled from the policy that is trained: every ratio is 1."]
+    reach = float(f"{REACH / kl.value:.2g}")
+    said = [
+        f"Sampler and trainer are {in_words(kl)} nats per token apart (KL) at the last measured step.",
+        f"At this KL, importance weights hold for responses up to {reach:,.0f} tokens.",
+    ]
+    if numerics:
+        said.append(f"The trainer's own numerics are {in_words(numerics)} of it.")
+    if ess:
+        said.append(f"The weights leave {ess.value:.0%} of the sequences.")
+    if outside:
+        said.append(f"{outside.value:.1%} of the tokens have a ratio outside of 0.9 … 1.1.")
+    if mean and is_significant(difference(mean, Estimate(1.0, 0.0, mean.num_samples))):
+        why = mean.reason.removeprefix("below 1: ")
+        said.append(f"The mean ratio is {in_words(mean)}, and not 1{': ' * bool(why)}{why}.")
+    if gap:
+        said.append(f"The trained policy's own reward differs from the logged one by {in_words(gap, signed=True)}.")
+    if corrected:
+        said.append(f"The loss truncates or masks {corrected.value:.1%} of the tokens.")
+    return said
+
+
 def summarize(run: Run) -> list[Row]:
     """Returns the lines of the summary: where reward and entropy went, and predicted against measured change."""
-    logged, last = len(run.metrics), run.last_step
-    unit = "nats per token; " if run.measured("entropy/token") else "nats per token, as TRL logs it; "
+    logged, last = len(run.steps), run.last_step
+    unit = "nats per token; " if len(run.measured("entropy/token")) else "nats per token, as TRL logs it; "
     acceptance = run.logged("buffer/acceptance")
     drawn = "of all that was generated, prompts drawn by difficulty; " if acceptance else ""
     rows = [
@@ -104,9 +165,9 @@ def summarize(run: Run) -> list[Row]:
     if acceptance:
         rows.append(_first_to_last("accepted prompts", acceptance, "share of the prompts generated; "))
     rows += [_first_to_last("token entropy", run.token_entropy(), unit), *_alert_rows(run), *_change_rows(run)]
-    if run.measured("gns/noise_scale_prompts"):
+    if len(run.measured("gns/noise_scale_prompts")):
         rows.append(_scale_row(run))
-    if run.measured("ess/advantage"):
+    if len(run.measured("ess/advantage")):
         rows.append(_sample_row(run))
     choice, meaning = verdict_of_run(run)
     if choice:
@@ -119,16 +180,15 @@ def _cost_row(run: Run) -> Row:
     shares = list(run.logged("probe_cost/fraction_of_step").values())
     if not shares:
         return Row("probe cost", MISSING, "no probe was timed")
-    mean, largest = sum(shares) / len(run.metrics), max(shares)
-    note = f"of a step's time, mean over all steps; {largest:.1%} at the dearest of the {len(shares)} measured ones"
-    return Row("probe cost", f"{mean:.1%}", note)
+    note = f"of a step's time, mean over all steps; {max(shares):.1%} at the dearest of the {len(shares)} measured ones"
+    return Row("probe cost", f"{sum(shares) / len(run.steps):.1%}", note)
 
 
-def _held_out_row(label: str, rewards: Mapping[int, Estimate]) -> Row:
+def _held_out_row(label: str, rewards: pd.DataFrame) -> Row:
     """Returns the row of the reward on prompts that training never sees, at the first and the last evaluated step."""
-    ends = [*rewards][:1] + [*rewards][1:][-1:]
-    value = " → ".join(in_words(rewards[step]) for step in ends)
-    error = "; ± 95 % over prompts" if all(math.isfinite(rewards[step].stderr) for step in ends) else ""
+    ends = to_estimates(pd.concat([rewards.head(1), rewards.iloc[1:].tail(1)]))
+    value = " → ".join(map(in_words, ends.values()))
+    error = "; ± 95 % over prompts" if all(math.isfinite(end.stderr) for end in ends.values()) else ""
     return Row("held-out reward", value, f"{label}, step{'s' * (len(ends) > 1)} {' and '.join(map(str, ends))}{error}")
 
 
@@ -161,17 +221,17 @@ def _alert_rows(run: Run) -> list[Row]:
 
 def _change_rows(run: Run) -> list[Row]:
     """Returns the rows that hold the predicted change of entropy against the measured one, at the same step."""
-    measured, predicted = run.measured("delta_h/cumulative_measured"), run.measured("delta_h/cumulative_predicted")
-    last = max(finite(measured) or measured, default=0)
+    sums = [run.measured(f"delta_h/cumulative_{kind}") for kind in ("measured", "predicted")]
+    known = finite(sums[0]).index if len(finite(sums[0])) else sums[0].index
+    last = max(known, default=0)
     first = max((step for step in origins(run) if step <= last), default=None)
     span = "nats per token" if first is None else f"nats per token, from step {first} to step {last}"
     if goes_on(run):
         span += f", to step {last} from the first step of the run that this one continues"
-    if first == last:
-        truth = trapezoid = product = Estimate.missing(NO_LATER_BATCH)
-    else:
+    truth = trapezoid = product = Estimate.missing(NO_LATER_BATCH)
+    if first != last:
         absent = Estimate.missing(NO_PROBE)
-        truth, trapezoid, product = (sums.get(last, absent) for sums in (measured, predicted, naive_of(run)))
+        truth, trapezoid, product = (to_estimates(rows).get(last, absent) for rows in (*sums, naive_of(run)))
     changes = {
         "measured ΔH": (truth, span),
         "predicted ΔH": (trapezoid, "sum of trapezoids"),
@@ -193,20 +253,22 @@ def _change_rows(run: Run) -> list[Row]:
 
 
 def _sample_row(run: Run) -> Row:
-    shares, idle = (run.values(f"ess/{name}").values() for name in ("advantage_fraction", "zero_advantage_prompts"))
+    shares, idle = (run.known(f"ess/{name}")["value"] for name in ("advantage_fraction", "zero_advantage_prompts"))
     note = "of the sequences carry the update (Kish size of |A|, mean over steps)"
-    if idle:
-        note += f"; {statistics.fmean(idle):.0%} of the prompts have zero advantage: all their rewards are equal"
-    return Row("effective sample", f"{statistics.fmean(shares):.0%}" if shares else MISSING, note)
+    if len(idle):
+        note += f"; {idle.mean():.0%} of the prompts have zero advantage: all their rewards are equal"
+    return Row("effective sample", f"{shares.mean():.0%}" if len(shares) else MISSING, note)
 
 
 def _scale_row(run: Run) -> Row:
     """Returns the last noise scale with its interval, and the advice on batch size that follows from batch / scale."""
     label = "noise scale"
-    scale, ratio = ([*run.with_interval(f"gns/{name}").values()][-1] for name in ("noise_scale_prompts", "batch_ratio"))
-    if scale.interval is None:
-        return Row(label, MISSING if math.isnan(scale.value) else f"{scale.value:.0f} prompts", scale.reason)
-    (low, high), note = scale.interval, f"95 %; {_advice(*(ratio.interval or (math.nan, math.nan)))}"
+    scale, ratio = (last_of(run.with_interval(f"gns/{name}")) for name in ("noise_scale_prompts", "batch_ratio"))
+    if scale is None or scale.interval is None:
+        return Row(label, f"{scale.value:.0f} prompts" if scale and scale.value == scale.value else MISSING,
+                   scale.reason if scale else "")  # fmt: skip
+    (low, high), ends = scale.interval, ratio.interval if ratio else None
+    note = f"95 %; {_advice(*(ends or (math.nan, math.nan)))}"
     if math.isinf(high):
         return Row(label, "no end to it" if math.isinf(low) else f"above {low:.0f} prompts", note)
     return Row(label, f"{scale.value:.0f} ({low:.0f} … {high:.0f}) prompts", note)

@@ -38,11 +38,16 @@ def plus_minus(value: float, half: float, sign: str = "") -> str:
     return f"{value:{sign}.{decimals}f} ± {half:.{decimals}f}"
 
 
-def milli(change: Estimate) -> str:
+def milli(change: Estimate | None) -> str:
     """Returns a change in thousandths, with its sign ± half of its 95 % interval; MISSING without a value."""
-    if math.isnan(change.value):
+    return times_in_words(change, MILLI)
+
+
+def times_in_words(change: Estimate | None, times: float) -> str:
+    """Returns a change times a factor, with its sign ± half of its 95 % interval; MISSING without a value."""
+    if change is None or math.isnan(change.value):
         return MISSING
-    return plus_minus(MILLI * change.value, MILLI * (change.ends()[1] - change.value), "+")
+    return plus_minus(times * change.value, times * (change.ends()[1] - change.value), "+")
 
 
 def _decimals(half: float) -> int:

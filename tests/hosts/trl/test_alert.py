@@ -21,7 +21,7 @@ from rl_training.job.build import TrainingRun, build_run
 from rl_training.mathematics.forecast import EntropyForecast
 from rl_training.records.jsonl import read_metrics
 from rl_training.records.report import write_report
-from rl_training.records.report.predictions import alerts, forecast_of
+from rl_training.records.report.findings import alerts, forecast_of
 from rl_training.records.report.series import read_run
 from rl_training.records.report.summary import summarize
 

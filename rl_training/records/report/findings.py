@@ -1,0 +1,195 @@
+"""What a run's records come to: rates, forecasts, sums, costs, and laws. Statistics, which neither draw nor write."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import pandas as pd
+
+from rl_training.mathematics.estimate import Estimate
+from rl_training.mathematics.forecast import EntropyForecast
+from rl_training.records.evaluated import IN_TRAINING
+from rl_training.records.folder import LOGS_FOLDER
+from rl_training.records.jsonl import METRICS_FILE, PROBES_FILE, iterate_rollouts
+from rl_training.records.report.series import Run, finite, last_of, to_rows
+from rl_training.records.report.words import milli
+
+BEGAN_ELSEWHERE = "the other sums began in the run that this one continues, whose steps are not recorded here"
+NO_LATER_BATCH = "one measured step: there is no later batch to compare it with"
+LAST_STEPS = 10  # over which the present rate is taken
+FEWEST_TO_FORECAST = 10  # measured steps; before that the ranges are too narrow
+MIN_POINTS = 3  # of a correlation, or of a line whose slope is to mean something
+TOKEN_CLASS = re.compile(r"^tokens/([^/]+)/([^/]+)/mean_delta_h$")
+KINDS = {"entropy": "entropy at the token", "position": "place in its response"}
+SAMPLED_STEPS = 5  # of which sequences are shown, from the first recorded one to the last
+OF_A_STEP = 3  # sequences shown, of different prompts
+LEAST_ESS = 0.5  # of the sequences: with fewer, importance weights say little
+
+
+def present_rate(run: Run) -> Estimate | None:
+    """Returns entropy's change per step now, the mean of the last known ones; None without one that has an error."""
+    return mean_of_last(changes_by_step(run).dropna(subset=["stderr"]))
+
+
+def changes_by_step(run: Run) -> pd.DataFrame:
+    """Returns the known changes of entropy by one step: predicted before it, `delta_h/forward`.
+
+    Where there is no prediction, as of an optimizer without a formula: measured after it, `measured/delta_h`.
+    """
+    forward = run.known("delta_h/forward")
+    return forward if len(forward) else measured_by_one_step(run, "measured/delta_h")
+
+
+def measured_by_one_step(run: Run, name: str) -> pd.DataFrame:
+    """Returns the known values of a metric of probe `measured`, over the number of steps that were measured together."""
+    rows = run.known(name)
+    steps = run.measured("measured/steps")["value"].reindex(rows.index)
+    return finite(rows.assign(**{column: rows[column] / steps for column in ("value", "stderr", "low", "high")}))
+
+
+def mean_of_last(rows: pd.DataFrame) -> Estimate | None:
+    """Returns the mean of the last LAST_STEPS rows; None of no row. `detail` has the number of steps."""
+    last = rows.tail(LAST_STEPS)
+    if last.empty:
+        return None
+    stderr = math.sqrt((last["stderr"] ** 2).sum(skipna=False)) / len(last)
+    return Estimate(last["value"].mean(), stderr, int(last["num_samples"].min()), detail={"steps": len(last)})
+
+
+def naive_of(run: Run) -> pd.DataFrame:
+    """Returns the naive product's sum at each measured step s, to be held against the cumulative estimates there,
+
+        naive(s) = Σ_{j<s} reuse(j),    naive(first) = 0:
+
+    the change from the first batch to batch s is that of the updates before s. It is 0 wherever their sums are, and nan
+    where they began in another run, and after a step that was not measured. Its error is a bias: it has no error bar.
+    """
+    reuse = run.estimates("delta_h/reuse")
+    if goes_on(run):
+        return to_rows(dict.fromkeys(reuse, Estimate.missing(BEGAN_ELSEWHERE)))
+    starts = origins(run) or list(reuse)[:1]
+    no_bar = "no error bar: its error is a bias"
+    sums = {s: Estimate(0.0, reason=no_bar) if math.isfinite(e.value) else e for s, e in reuse.items() if s in starts}
+    for before, step in pairwise(reuse):
+        if step in sums or before not in sums:
+            continue
+        if math.isnan(sums[before].value):
+            sums[step] = sums[before]
+        elif before != step - 1:
+            sums[step] = Estimate.missing(f"step {step - 1} was not measured, so the sum is incomplete")
+        elif math.isnan(reuse[before].value):
+            sums[step] = Estimate.missing(reuse[before].reason)
+        else:
+            sums[step] = Estimate(sums[before].value + reuse[before].value, reason=no_bar)
+    return to_rows(dict(sorted(sums.items())))
+
+
+def origins(run: Run) -> list[int]:
+    """Returns the steps at which the cumulative sums are exactly 0: the first batch, and where a probe began anew."""
+    sums = run.measured("delta_h/cumulative_measured")
+    return sums.index[(sums["value"] == 0) & (sums["stderr"] == 0)].to_list()
+
+
+def goes_on(run: Run) -> bool:
+    """Says whether the cumulative sums began in another run, which this one has branched off from."""
+    return not origins(run) and not run.known("delta_h/cumulative_measured").empty
+
+
+def forecast_of(run: Run) -> EntropyForecast | None:
+    """Returns the forecast from the last measured step on; None with fewer than ten measured steps."""
+    forecast = EntropyForecast()
+    errors, rows = run.measured("entropy/token")["stderr"], changes_by_step(run)
+    changes = dict(zip(rows.index, rows[["value", "stderr"]].itertuples(index=False), strict=True))
+    for step, entropy in run.token_entropy().items():
+        forecast.see(step, entropy, errors.get(step, math.nan), *changes.get(step, (math.nan, math.nan)))
+    return forecast if forecast.misses + 1 >= FEWEST_TO_FORECAST else None
+
+
+def alerts(run: Run) -> tuple[list[int], int, int] | None:
+    """Returns the steps of the alerts, how many could be checked, and how many were right; None: alerts are off."""
+    counts = [run.logged(f"forecast/alerts{name}") for name in ("", "_checked", "_right")]
+    if not counts[0]:
+        return None
+    steps = [step for (_, before), (step, count) in pairwise([(0, 0.0), *counts[0].items()]) if count > before]
+    checked, right = (int([*found.values()][-1]) for found in counts[1:])
+    return steps, checked, right
+
+
+def held_out_rewards(run: Run) -> dict[str, pd.DataFrame]:
+    """Returns the rewards on prompts that training never sees, for each way in which they were measured."""
+    found = {f"evaluation {name}": run.known("reward", name) for name in (IN_TRAINING, *run.evaluations)}
+    return {label: rows for label, rows in found.items() if len(rows)}
+
+
+def measured_changes(run: Run) -> tuple[dict[int, float], str]:
+    """Returns the measured change by each step's update, and what it was measured on."""
+    true = run.values("delta_h/true")
+    if len(true) >= MIN_POINTS:
+        return true, "change on separate sequences"
+    entropy = run.values("entropy/token")
+    changes = {step: entropy[after] - entropy[step] for step, after in pairwise(sorted(entropy)) if after == step + 1}
+    return changes, "entropy of the next batch minus this one's"
+
+
+def scaled(values: np.ndarray, truth: np.ndarray) -> np.ndarray:
+    """Returns the values times the factor of the least squares to the truth."""
+    return values * (truth @ values) / (values @ values)
+
+
+def token_classes(run: Run) -> tuple[list[list[str]], int]:
+    """Returns a row for each class that has tokens, with the last running means; and how many steps these are of."""
+    rows, steps = [], 0
+    for kind, name in (match.groups() for match in map(TOKEN_CLASS.match, run.names()) if match):
+        metric = f"tokens/{kind}/{name}"
+        change = run.known(f"{metric}/mean_delta_h").tail(1)
+        share = run.measured(f"{metric}/share_of_tokens")["value"].reindex(change.index).sum()
+        if share > 0:
+            steps = run.measured_steps(f"{metric}/mean_delta_h")
+            rows.append(
+                [KINDS.get(kind, f"its {kind}"), name.replace("_", " "), f"{share:.1%}", milli(last_of(change))]
+            )
+    return rows, steps
+
+
+def samples_over_time(run: Run) -> list[Mapping[str, Any]]:
+    """Returns the first responses to the first prompts of a few recorded steps; none where none were recorded."""
+    found: dict[int, dict[int, Mapping[str, Any]]] = {}
+    for row in iterate_rollouts(run.folder / LOGS_FOLDER):
+        rows = found.setdefault(int(row["step"]), {})
+        if len(rows) < OF_A_STEP:
+            rows.setdefault(int(row["prompt_index"]), row)
+    places = np.linspace(0, len(found) - 1, min(len(found), SAMPLED_STEPS)).round().astype(int)
+    return [row for place in places for row in found[sorted(found)[place]].values()]
+
+
+# Why estimates, or only their error bars ("value" or "error bar"), are missing: one per reason.
+class Gap(NamedTuple):
+    reason: str
+    what: str
+    names: list[str]
+    first_step: int
+    num_steps: int
+
+
+def gaps(run: Run) -> list[Gap]:
+    """Returns the reasons of whatever is nan in probes.jsonl, each once, in the order of their first steps."""
+    rows = run.table[(run.table["reason"] != "") & run.table["source"].eq(PROBES_FILE)]
+    rows = rows[~np.isfinite(rows["value"] + rows["stderr"])]  # else it is a remark
+    what = rows["value"].isna().map({True: "value", False: "error bar"})
+    listed = [
+        Gap(reason, kind, list(found["name"].unique()), int(found["step"].min()), found["step"].nunique())
+        for (reason, kind), found in rows.groupby(["reason", what], sort=False)
+    ]
+    return sorted(listed, key=lambda gap: gap.first_step)
+
+
+def probe_costs(run: Run) -> list[tuple[str, float, float, int]]:
+    """Returns (name, mean, largest, number) of each `probe_cost/` metric at the steps that were measured."""
+    costs = finite(run.table[(run.table["source"] == METRICS_FILE) & run.table["name"].str.startswith("probe_cost/")])
+    table = costs.groupby("name", sort=False)["value"].agg(["mean", "max", "count"])
+    return [(str(name), *row) for name, *row in table.itertuples()]
