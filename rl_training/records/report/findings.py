@@ -46,7 +46,7 @@ def changes_by_step(run: Run) -> pd.DataFrame:
 
 
 def measured_by_one_step(run: Run, name: str) -> pd.DataFrame:
-    """Returns the known values of a metric of probe `measured`, over the number of steps that were measured together."""
+    """Returns the known values of a metric of probe `measured`, each divided by the steps that it is of."""
     rows = run.known(name)
     steps = run.measured("measured/steps")["value"].reindex(rows.index)
     return finite(rows.assign(**{column: rows[column] / steps for column in ("value", "stderr", "low", "high")}))
