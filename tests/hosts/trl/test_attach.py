@@ -219,6 +219,13 @@ def test_what_is_no_trainer_is_refused(given: Any) -> None:
         attach(given, [Witness()])
 
 
+def test_the_asynchronous_trainer_is_refused_by_its_name_with_what_it_lacks() -> None:
+    async_grpo = pytest.importorskip("trl.experimental.async_grpo")
+    trainer = object.__new__(async_grpo.AsyncGRPOTrainer)
+    with pytest.raises(ValueError, match=r"AsyncGRPOTrainer, which lacks _generate_and_score_completions, .*measured_"):
+        attach(trainer, [Witness()])
+
+
 class OwnLoss(GRPOTrainer):
     """A loss that is not TRL's."""
 

@@ -1,0 +1,60 @@
+"""What interventions are worth where another policy has sampled: the gradient of the reward, and the step as made."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from two_turns import LOGITS, OUTCOMES, REWARDS, policy_logp, tables
+
+from rl_training.interventions.loss import reward_weights
+from rl_training.mathematics.scores import Scores
+from rl_training.probes import InterventionsProbe, SimpleEntropyProbe
+
+SAMPLER = [[x + 0.5 * math.sin(7 * i + 3 * j + 1) for j, x in enumerate(row)] for i, row in enumerate(LOGITS)]
+
+
+def test_the_gradient_of_the_policy_s_own_reward_is_exact_in_the_mean_over_the_sampler_s_groups() -> None:
+    """All groups of two responses, by the chance that the sampler draws them."""
+    pairs = list(itertools.product(range(len(OUTCOMES)), repeat=2))
+    drawn = torch.tensor(pairs).flatten()
+    logits = torch.tensor(LOGITS, dtype=torch.float64, requires_grad=True)
+    logps, entropies, mask = tables(drawn, logits)
+    rollout = SimpleNamespace(
+        sampling_logps=tables(drawn, torch.tensor(SAMPLER, dtype=torch.float64))[0],
+        rewards=REWARDS[drawn].double(),
+        prompt_index=torch.arange(len(pairs)).repeat_interleave(2),
+    )
+    scores = Scores(logps.detach(), entropies.detach(), mask)
+    batch: Any = SimpleNamespace(rollout=rollout, scores=scores, responses_per_prompt=2)
+    weights = reward_weights(batch)
+    assert weights is not None
+    chance = [
+        math.prod(OUTCOMES[o].chance * math.exp(policy_logp(OUTCOMES[o], SAMPLER)) for o in pair) for pair in pairs
+    ]
+    of_sequence = torch.tensor(chance, dtype=torch.float64).repeat_interleave(2) / 2 * len(drawn)
+    surrogate = (of_sequence.unsqueeze(1) * weights.logps * logps.masked_fill(mask == 0, 0.0)).sum()
+    found = torch.autograd.grad(surrogate, logits, retain_graph=True)[0]
+    every = torch.arange(len(OUTCOMES))
+    own = tables(every, logits)
+    by_environment = torch.tensor([o.chance for o in OUTCOMES], dtype=torch.float64)
+    reward = (by_environment * own[0].masked_fill(own[2] == 0, 0.0).sum(dim=1).exp() * REWARDS).sum()
+    torch.testing.assert_close(found, torch.autograd.grad(reward, logits)[0], rtol=0, atol=1e-12)
+
+
+def test_corrections_are_predicted_against_the_step_as_made(make_trainer: Callable[..., Any]) -> None:
+    """The loss corrects nothing, so that `none` is this step; half the learning rate is minus half of it."""
+    probe = InterventionsProbe(["none", "tis:1.001", "lr:0.5"], every=1, num_folds=4)
+    simple = SimpleEntropyProbe(num_folds=4)
+    make_trainer(probes=[simple, probe], sampler_lag=1, learning_rate=1e-3, max_steps=3).train()
+    found, forward = probe.results(), simple.results()["delta_h/forward"].value
+    assert found["intervention/plain_delta_h"].value == pytest.approx(forward, rel=1e-4)
+    assert found["intervention/lr:0.5/delta_h"].value == pytest.approx(-0.5 * forward, rel=1e-3)
+    assert abs(found["intervention/none/delta_h"].value) < 1e-6 * abs(forward)
+    assert 1e-6 * abs(forward) < abs(found["intervention/tis:1.001/delta_h"].value) < abs(forward)
+    assert math.isfinite(found["intervention/tis:1.001/delta_reward"].value)
