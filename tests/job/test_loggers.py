@@ -29,7 +29,7 @@ from rl_training.records.workspace import CORE, SECTIONS
 SETTINGS = [
     "buffer=filtered",
     "alert.below=0.05",
-    "probe=[simple,measured,gns,ess,covariance,ground_truth]",
+    "probe=[simple,measured,gns,ess,sampler,covariance,ground_truth]",
     "probes.ground_truth.every=1",
     "probes.ground_truth.sequences=16",
     "trainer.num_generations=4",
